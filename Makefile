@@ -1,0 +1,36 @@
+# make train: environment, data, a trained model and a sample.   make test: environment and all tests.
+# Both need only a Python >= 3.10 with pip, write nothing outside this folder and skip what is already done.
+
+PYTHON ?= python3
+BIN := .venv/bin
+RUN := out/pycode
+
+.PHONY: train test slow clean
+
+train: .venv/ready data/pycode/meta.json
+	$(BIN)/python train.py config/train_pycode.py --out_dir=$(RUN) --init_from=$(if $(wildcard $(RUN)/latest),resume,scratch)
+	$(BIN)/python sample.py --out_dir=$(RUN) --start="def main(" --max_new_tokens=400
+
+test: .venv/ready-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest
+
+slow: .venv/ready-test
+	$(BIN)/python -m pytest -m slow
+
+data/pycode/meta.json: data/pycode/prepare.py | .venv/ready
+	$(BIN)/python $<
+
+.venv/ready: pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'error: Python 3.10 or newer is needed, and $(PYTHON) is ' + sys.version.split()[0] + '; run make PYTHON=python3.11')"
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet torch==2.13.0 --editable .
+	touch $@
+
+.venv/ready-test: .venv/ready
+	$(BIN)/python -m pip install --quiet torch==2.13.0 --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf .venv *.egg-info out
