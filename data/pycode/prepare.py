@@ -1,0 +1,84 @@
+"""pycode: the source of Python's own standard library, there on every machine without a network.
+
+    python data/pycode/prepare.py                    # about 11 MB of source into this folder, a few seconds
+    python data/pycode/prepare.py --tokenizer=gpt2 --out=data/pycode_gpt2
+
+One document per file, in the order of the paths, each followed by end-of-text; tests are left out. The split goes by
+document: in the order of a hash of their paths, files validate as long as they fit into `val_fraction` of all bytes.
+"""
+
+import argparse
+import hashlib
+import os
+import platform
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from data.shards import ShardWriter, shown  # noqa: E402
+from data.tokenizer import from_spec  # noqa: E402
+
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def find_sources(folder: Path) -> list[Path]:
+    """Every .py file below `folder` that is not empty, sorted by relative path; none below a directory of LEFT_OUT."""
+    found = []
+    for parent, directories, files in os.walk(folder):
+        directories[:] = [d for d in directories if d not in LEFT_OUT]
+        found += [Path(parent, f) for f in files if f.endswith(".py")]
+    return sorted((p for p in found if p.stat().st_size), key=lambda p: p.relative_to(folder).as_posix())
+
+
+def validation_set(paths: list[Path], folder: Path, fraction: float) -> set[Path]:
+    """The files that fit into `fraction` of all bytes, tried in the order of the hash of their relative paths."""
+    sizes = {p: p.stat().st_size for p in paths}
+    room, chosen = fraction * sum(sizes.values()), set()
+    for path in sorted(paths, key=lambda p: hashlib.sha256(p.relative_to(folder).as_posix().encode()).digest()):
+        if sizes[path] <= room:
+            chosen.add(path)
+            room -= sizes[path]
+    return chosen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--val_fraction", type=float, default=0.05, help="share of validation, in bytes (default 0.05)")
+    parser.add_argument("--tokenizer", choices=("byte", "gpt2"), default="byte", help="default byte")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for the shards (default: this one)")
+    args = parser.parse_args()
+    if not 0 < args.val_fraction < 1:
+        raise ValueError(f"val_fraction={args.val_fraction} is no share; pass a number between 0 and 1")
+
+    folder = Path(sysconfig.get_path("stdlib"))
+    paths = find_sources(folder)
+    if not paths:
+        raise ValueError(f"{folder} has no .py files (a Python without sources?); use another Python")
+    validation = validation_set(paths, folder, args.val_fraction)
+    if not validation:
+        raise ValueError(f"val_fraction={args.val_fraction} is less than the smallest file; pass a larger share")
+    tokenizer = from_spec({"kind": args.tokenizer})
+    with ShardWriter(args.out, tokenizer) as out:
+        for path in paths:
+            text = path.read_bytes().decode("utf-8", "surrogateescape")  # not all is UTF-8; every byte shall survive
+            tokens = np.append(tokenizer.encode(text), tokenizer.eot)
+            out.add("val" if path in validation else "train", tokens)
+    train, val = out.splits["train"], out.splits["val"]
+    print(
+        f"the library of Python {platform.python_version()}: {train['documents']:,} + {val['documents']:,} documents, "
+        f"{train['tokens']:,} train + {val['tokens']:,} val tokens in {shown(args.out)}; "
+        f"next: python train.py --dataset={'pycode' if args.out == HERE else args.out}"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)

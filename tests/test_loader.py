@@ -1,0 +1,243 @@
+"""The order of the data: one epoch, every rank, every resume, against brute force."""
+
+import threading
+import time
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.loader import Loader, eval_batches, order, permute
+from data.shards import TokenStream
+
+FEW = settings(max_examples=25, deadline=None)  # each example starts threads
+
+
+def stream_of(n_tokens: int, shard: int = 37) -> TokenStream:
+    """Token i is i, so a batch shows where it was read."""
+    return TokenStream("numbers", np.split(np.arange(n_tokens, dtype="<u4"), range(shard, n_tokens, shard)), n_tokens)
+
+
+def take(loader: Loader, n: int) -> list[torch.Tensor]:
+    """n batches put together again as (B, T+1)."""
+    with closing(loader):
+        return [torch.cat([x, y[:, -1:]], dim=1) for x, y in (next(loader) for _ in range(n))]
+
+
+# ------------------------------------------------------------------------------------------------------- permutation
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
+@settings(deadline=None)
+def test_permutation_is_bijective(n, key):
+    assert np.array_equal(np.sort(permute(np.arange(n), n, key)), np.arange(n))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 63, 64, 65, 4095, 4096, 4097, 2**20 + 1])
+def test_permutation_is_bijective_around_powers_of_two(n):
+    assert np.array_equal(np.sort(permute(np.arange(n), n, 1234)), np.arange(n))
+
+
+def test_permutation_of_a_huge_range_needs_no_array():
+    n = 2**50 + 3
+    index = np.arange(n - 1000, n)
+    result = permute(index, n, 5)
+    assert len(set(result.tolist())) == 1000 and 0 <= result.min() and result.max() < n
+
+
+def test_permutation_of_one_index_is_that_of_the_array():
+    """Element by element, in any shape and with a key for each."""
+    n, keys = 1000, np.arange(60, dtype=np.uint64).reshape(3, 20)
+    index = np.arange(60).reshape(3, 20)
+    expected = [
+        [permute(np.array([i]), n, int(k))[0] for i, k in zip(r, s, strict=True)]
+        for r, s in zip(index, keys, strict=True)
+    ]
+    assert permute(index, n, keys).tolist() == expected
+
+
+def test_permutation_looks_random():
+    """Mean displacement n/3, no correlation between neighbours or keys; bounds are about five standard deviations."""
+    n = 10_000
+    a, b = permute(np.arange(n), n, 0), permute(np.arange(n), n, 1)
+    assert abs(np.abs(a - np.arange(n)).mean() / n - 1 / 3) < 0.015
+    for other in (np.arange(n), np.roll(a, 1), b):
+        assert abs(np.corrcoef(a, other)[0, 1]) < 0.05
+    cells = np.histogram2d(np.arange(n), a, bins=20)[0]
+    assert ((cells - n / 400) ** 2 / (n / 400)).sum() < 361 + 5 * np.sqrt(2 * 361)
+
+
+# ------------------------------------------------------------------------------------------------------------ loader
+
+
+@given(st.integers(1, 60), st.integers(0, 2**63), st.integers(0, 3))
+def test_each_epoch_visits_each_window_once(n, seed, epoch):
+    windows = order(np.arange(epoch * n, (epoch + 1) * n), n, seed)
+    assert sorted(windows.tolist()) == list(range(n))
+
+
+def test_epochs_and_seeds_differ():
+    n = 1000
+    orders = {order(np.arange(n) + e * n, n, seed).tobytes() for e in range(3) for seed in (0, 1, -1)}
+    assert len(orders) == 9
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 2**31), st.integers(50, 400))
+@FEW
+def test_batches_are_the_windows_of_the_concatenated_array(block_size, batch_size, seed, n_tokens):
+    loader = Loader(stream_of(n_tokens), block_size, batch_size, seed=seed)
+    n = (n_tokens - 1) // block_size
+    samples = np.arange(2 * batch_size)
+    starts = loader.windows(samples) * block_size
+    assert loader.n_windows == n
+    expected = starts[:, None] + np.arange(block_size + 1)
+    assert torch.cat(take(loader, 2)).tolist() == expected.tolist()
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**31), st.integers(1, 3))
+@FEW
+def test_order_does_not_depend_on_the_ranks(batch_size, micro_steps, seed, steps):
+    """world_size ranks of micro_steps micro-batches read what one rank reads in world_size * micro_steps."""
+    stream = stream_of(300)
+    for world_size in (1, 2, 3):
+        alone = take(
+            Loader(stream, 8, batch_size, micro_steps * world_size, seed=seed), steps * micro_steps * world_size
+        )
+        ranks = [
+            take(Loader(stream, 8, batch_size, micro_steps, r, world_size, seed), steps * micro_steps)
+            for r in range(world_size)
+        ]
+        for step in range(steps):
+            share = slice(step * micro_steps, (step + 1) * micro_steps)
+            together = torch.cat([torch.cat(batches[share]) for batches in ranks])
+            size = micro_steps * world_size
+            assert torch.equal(together, torch.cat(alone[step * size : (step + 1) * size]))
+
+
+@given(st.integers(0, 40), st.integers(1, 3), st.integers(1, 4))
+@FEW
+def test_resume_is_one_integer(step, micro_steps, batch_size):
+    options = dict(micro_steps=micro_steps, rank=1, world_size=2, seed=3)
+    whole = take(Loader(stream_of(200), 8, batch_size, **options), (step + 2) * micro_steps)
+    start = step * 2 * micro_steps * batch_size
+    rest = take(Loader(stream_of(200), 8, batch_size, start=start, **options), 2 * micro_steps)
+    assert torch.equal(torch.stack(whole[step * micro_steps :]), torch.stack(rest))
+
+
+def test_resume_where_plans_end(monkeypatch):
+    """The thread plans many steps at once; where one plan ends must not show."""
+    whole = take(Loader(stream_of(200), 8, 2, 3, seed=3), 90)
+    monkeypatch.setattr(Loader, "PLANNED", 7)
+    assert torch.equal(torch.stack(whole), torch.stack(take(Loader(stream_of(200), 8, 2, 3, seed=3), 90)))
+
+
+def test_resume_with_another_batch_size():
+    """The position is a sample, so what comes next does not depend on how the samples before it were batched."""
+    whole = torch.cat(take(Loader(stream_of(200), 8, 1), 100))
+    assert torch.equal(whole[30:], torch.cat(take(Loader(stream_of(200), 8, 7, 2, start=30), 10)))
+
+
+def test_x_and_y_are_views_of_one_buffer_that_stays():
+    with closing(Loader(stream_of(1000), 16, 4)) as loader:
+        held = [next(loader) for _ in range(20)]
+        copies = [(x.clone(), y.clone()) for x, y in held]
+        time.sleep(0.02)
+        for (x, y), (x0, y0) in zip(held, copies, strict=True):
+            assert torch.equal(x, x0) and torch.equal(y, y0) and torch.equal(x[:, 1:], y[:, :-1])
+            assert x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and x.dtype == torch.int64
+        assert len({x.untyped_storage().data_ptr() for x, _ in held}) == 20
+
+
+def test_works_ahead_but_not_far():
+    class Counting(TokenStream):
+        reads = 0
+
+        def read(self, start, out):
+            self.reads += 1
+            super().read(start, out)
+
+    stream = Counting("numbers", stream_of(500).shards, 500)
+    with closing(Loader(stream, 8, 1)) as loader:
+        next(loader)
+        deadline = time.time() + 5
+        while stream.reads < 3 and time.time() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        assert stream.reads == 1 + Loader.AHEAD
+
+
+def test_error_in_the_thread_reaches_next():
+    stream = stream_of(500)
+    stream.vocab_size = 10
+    loader = Loader(stream, 8, 2)
+    with pytest.raises(ValueError, match="numbers has token id .* where its vocabulary is 10.*--verify_data=True"):
+        next(loader)
+    with pytest.raises(StopIteration):
+        next(loader)
+    assert not loader._thread.is_alive()
+
+
+def test_close_ends_the_thread():
+    before = threading.active_count()
+    loaders = [Loader(stream_of(500), 8, 2) for _ in range(3)]
+    next(loaders[1])
+    for loader in loaders:
+        loader.close()
+        loader.close()
+        assert list(loader) == []
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("n_tokens", [1, 64])
+def test_too_short_for_one_window(n_tokens):
+    for make in (lambda: Loader(stream_of(n_tokens), 64, 1), lambda: next(eval_batches(stream_of(n_tokens), 64, 1))):
+        with pytest.raises(
+            ValueError, match=rf"numbers has {n_tokens} tokens, but block_size=64 needs at least 65; pass"
+        ) as e:
+            make()
+        assert "\n" not in str(e.value)
+    with closing(Loader(stream_of(65), 64, 1)) as loader:
+        assert loader.n_windows == 1
+
+
+# -------------------------------------------------------------------------------------------------------- evaluation
+
+
+def eval_set(stream, world_size, batch_size, n_batches, seed=0) -> list[tuple]:
+    """The rows with targets, of all ranks; every rank must give equally many batches of one shape and strides."""
+    rows, counts, layouts = [], set(), set()
+    for rank in range(world_size):
+        batches = list(eval_batches(stream, 8, batch_size, n_batches, rank, world_size, seed))
+        counts.add(len(batches))
+        for x, y in batches:
+            layouts.add((x.shape, x.stride(), x.storage_offset(), y.shape, y.stride(), y.storage_offset()))
+            assert x.min() >= 0
+            for a, b in zip(x.tolist(), y.tolist(), strict=True):
+                if b != [-1] * 8:
+                    assert a[1:] == b[:-1]
+                    rows.append((*a, b[-1]))
+    assert len(counts) == 1 and len(layouts) == 1 and layouts.pop()[0] == (batch_size, 8)
+    return sorted(rows)
+
+
+@given(st.integers(9, 400), st.integers(1, 5), st.integers(0, 12))
+@FEW
+def test_eval_set_does_not_depend_on_the_ranks(n_tokens, batch_size, n_batches):
+    stream = stream_of(n_tokens)
+    n = (n_tokens - 1) // 8
+    every = [tuple(range(8 * w, 8 * w + 9)) for w in range(n)]
+    alone = eval_set(stream, 1, batch_size, n_batches)
+    assert len(set(alone)) == len(alone) == min(n, n_batches * batch_size or n) and set(alone) <= set(every)
+    if not n_batches:
+        assert alone == every
+    for world_size in (2, 3, 5):
+        assert eval_set(stream, world_size, batch_size, n_batches) == alone
+
+
+def test_eval_set_is_a_sample_of_the_whole_split():
+    starts = [row[0] // 8 for row in eval_set(stream_of(8001), 1, 10, 10)]
+    assert len(starts) == 100 and 350 < np.mean(starts) < 650  # of 0 .. 999; five standard errors
+    assert starts != [row[0] // 8 for row in eval_set(stream_of(8001), 1, 10, 10, seed=1)]
