@@ -1,0 +1,396 @@
+"""Flags: a flat dataclass, filled from config files and the command line.
+
+    python train.py config/a.py config/b.py --batch_size=32     # later beats earlier, the command line beats the files
+    python train.py --help                                      # every flag: default, doc, type
+
+A flag is one line of a dataclass, `name: type = default  # doc`; a line `# --- title` above it opens a section. Types:
+int, float, str, bool, Literal["a", "b"], and unions such as `bool | Literal["auto"]`.
+
+A config file is parsed, never executed. It holds comments, a docstring and lines `name = value`. A value is a number,
+a string, True or False, an earlier name of the same file, + - * / // % ** and parentheses over numbers, or + over
+strings. A name that starts with an underscore is a helper of the file; any other must be a flag. On the command line a
+str flag takes its text as it is (less one pair of quotes around it), every other flag the same values as in a file.
+
+Conversions lose nothing: 1e3 and 5_000 are ints, 64.5 is none; no flag is nan or inf.
+"""
+
+import ast
+import difflib
+import inspect
+import io
+import operator
+import os
+import re
+import sys
+import textwrap
+import tokenize
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+import model
+from model import ModelConfig, require
+
+T = TypeVar("T")
+
+
+@dataclass
+class Config(ModelConfig):
+    """A training run. ValueError names the flags of an impossible combination, their values and the remedy."""
+
+    # --- data
+    dataset: str = "pycode"  # folder under data/, or a path
+    batch_size: int = 12  # sequences per micro-batch
+    gradient_accumulation_steps: int = 40  # micro-batches of one step, over all ranks
+    verify_data: bool = False  # check every shard's SHA-256 before the first step
+    # --- run
+    out_dir: str = "out"  # checkpoints, metrics and the resolved flags (config.py)
+    init_from: str = "scratch"  # scratch, resume (the latest in out_dir) or nanogpt:FILE (its ckpt.pt)
+    seed: int = 1337  # of the initialisation, the order of the data and dropout
+    max_iters: int = 600000  # optimizer steps
+    eval_interval: int = 2000  # steps between evaluations
+    eval_iters: int = 200  # batches per evaluation, 0 = the whole validation set
+    eval_only: bool = False  # evaluate once and stop
+    log_interval: int = 1  # steps between logged steps
+    always_save_checkpoint: bool = True  # save at every evaluation, not only when the validation loss improves
+    save_interval: int = 0  # also save every so many steps, 0 = only at evaluations
+    keep_last: int = 2  # checkpoints that stay, besides the best
+    # --- optimizer
+    optimizer: Literal["adamw", "muon"] = "adamw"  # of the matrices; AdamW takes the rest
+    learning_rate: float = 6e-4  # AdamW's peak
+    weight_decay: float = 0.1  # on matrices only
+    beta1: float = 0.9  # AdamW's decay of the mean gradient
+    beta2: float = 0.95  # AdamW's decay of the mean squared gradient
+    grad_clip: float = 1.0  # largest norm of the gradient, 0 = off
+    muon_lr: float = 0.02  # Muon's peak
+    muon_momentum: float = 0.95  # Muon's decay of the mean gradient
+    skip_nonfinite: bool = False  # leave out a step whose gradient is not finite, instead of stopping
+    # --- schedule
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd = constant, then linear to min_lr
+    warmup_iters: int = 2000  # steps over which the learning rate rises from 0
+    lr_decay_iters: int = 0  # step at which it reaches min_lr, 0 = max_iters
+    min_lr: float = 6e-5  # where it ends
+    cooldown_iters: int = 0  # steps of wsd's way down, 0 = a fifth of lr_decay_iters
+    # --- machine
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; auto = bfloat16 on GPUs
+    compile: bool | Literal["auto"] = "auto"  # torch.compile each block; auto = on GPUs
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on GPUs
+
+    # As in model.py: flag -> (is it used?, when it is).
+    USED_WHEN: ClassVar[dict[str, tuple[Callable[["Config"], bool], str]]] = model.USED_WHEN | {
+        "muon_lr": (lambda c: c.optimizer == "muon", "optimizer=muon"),
+        "muon_momentum": (lambda c: c.optimizer == "muon", "optimizer=muon"),
+        "lr_decay_iters": (lambda c: c.schedule != "constant", "schedule other than constant"),
+        "min_lr": (lambda c: c.schedule != "constant", "schedule other than constant"),
+        "cooldown_iters": (lambda c: c.schedule == "wsd", "schedule=wsd"),
+    }
+    # nanoGPT's spellings: (flag, value) -> the same in ours. Its constant learning rate has no warmup.
+    NANOGPT: ClassVar[dict[tuple[str, Any], dict[str, Any]]] = {
+        ("decay_lr", True): {},
+        ("decay_lr", False): {"schedule": "constant", "warmup_iters": 0},
+    }
+
+    def __post_init__(self):
+        super().__post_init__()
+        for names, low, high in (
+            ("batch_size gradient_accumulation_steps max_iters eval_interval log_interval keep_last", 1, float("inf")),
+            ("seed eval_iters save_interval warmup_iters lr_decay_iters cooldown_iters", 0, float("inf")),
+            ("learning_rate min_lr muon_lr weight_decay grad_clip", 0, float("inf")),
+            ("beta1 beta2 muon_momentum", 0, 1),
+        ):
+            for name in names.split():
+                bounds = f"at least {low}" + f" and below {high}" * (high == 1)
+                require(low <= getattr(self, name) < high, f"{name}={getattr(self, name)} must be {bounds}")
+        for name, pattern, form in (
+            ("dataset", ".+", "a folder under data/, such as pycode, or a path"),
+            ("out_dir", ".+", "a folder, such as out"),
+            ("init_from", "scratch|resume|nanogpt:.+", "scratch, resume or nanogpt:FILE, a nanoGPT ckpt.pt"),
+            ("device", r"auto|cpu|cuda(:\d+)?|mps", "auto, cpu, cuda, cuda:N or mps"),
+        ):
+            value = getattr(self, name)
+            require(re.fullmatch(pattern, value, re.DOTALL) is not None, f"{name}={value!r} must be {form}")
+        decays = self.schedule != "constant"
+        last = "lr_decay_iters" if decays and self.lr_decay_iters else "max_iters"
+        end = getattr(self, last)
+        cooldown = (self.cooldown_iters or end // 5) if self.schedule == "wsd" else 0
+        steps = f"warmup_iters={self.warmup_iters}" + f" and a cooldown of {cooldown} steps together" * (cooldown > 0)
+        require(
+            self.warmup_iters + cooldown <= end,
+            f"{steps} must be at most {last}={end}; set warmup_iters lower or {last} higher",
+        )
+        require(
+            not decays or self.min_lr <= self.learning_rate,
+            f"min_lr={self.min_lr} must be at most learning_rate={self.learning_rate}; a tenth of it is usual",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values
+
+COMMAND_LINE = "command line"  # where a flag was set; the other places are "file:line" and base's
+CONSTANTS = {"true": True, "false": False}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+LARGEST = 4096  # bits of a computed integer, characters of a joined string: 9**9**9 is refused, not computed
+ALLOWED = "a config file holds only name = value, a value being a literal or arithmetic over literals and earlier names"
+
+
+def evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
+    """Value of a literal or of arithmetic over literals and `names`; ValueError or ArithmeticError otherwise."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float, str)):
+        return node.value
+    if isinstance(node, ast.Name):
+        require(node.id in names, f"{node.id} is not set earlier in this file; {ALLOWED}")
+        return names[node.id]
+    if not isinstance(node, (ast.UnaryOp, ast.BinOp)) or type(node.op) not in OPERATORS:
+        refuse(node)
+    operands = [evaluate(child, names) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+    if isinstance(node.op, ast.Add) and all(isinstance(x, str) for x in operands):
+        sizes = [len(x) for x in operands]
+    elif all(isinstance(x, (int, float)) for x in operands):
+        sizes = [x.bit_length() if isinstance(x, int) else 0 for x in operands]
+    else:
+        refuse(node)
+    size = sizes[0] * operands[1] if isinstance(node.op, ast.Pow) else sum(sizes)
+    require(size <= LARGEST, "the result is too large")
+    return OPERATORS[type(node.op)](*operands)
+
+
+def refuse(node: ast.AST) -> NoReturn:
+    raise ValueError(f"{ast.unparse(node).splitlines()[0][:60]}: {ALLOWED}")
+
+
+def from_text(text: str, kind: Any) -> Any:
+    """The value that a flag's text on the command line stands for; the text itself if it stands for no other."""
+    try:
+        if kind is not str:
+            return evaluate(ast.parse(text.strip(), mode="eval").body, CONSTANTS)
+        return ast.literal_eval(text) if text[:1] in ("'", '"') else text
+    except (ValueError, ArithmeticError, SyntaxError, RecursionError, MemoryError):
+        return text
+
+
+def alternatives(kind: Any) -> list[Any]:
+    """bool | Literal["auto"] -> [bool, "auto"]."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [alternative for part in get_args(kind) for alternative in alternatives(part)] or [kind]
+
+
+def choices(kind: Any) -> list[str]:
+    """bool | Literal["auto"] -> ["True", "False", "auto"], int -> ["int"]."""
+    words = [["True", "False"] if a is bool else [getattr(a, "__name__", a)] for a in alternatives(kind)]
+    return sum(words, [])
+
+
+def coerce(value: Any, kind: Any) -> Any:
+    """`value` as `kind`, with nothing lost; ValueError if that cannot be."""
+    for wanted in alternatives(kind):
+        if value == wanted or (type(value) is wanted and wanted is not float):
+            return value
+        if wanted is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:  # no nan, no inf
+            if float(value) == value:
+                return float(value)
+        if wanted is int and type(value) is float and abs(value) <= 2**53 and value.is_integer():
+            return int(value)
+    raise ValueError
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def parse(
+    cls: type[T],
+    argv: list[str] | None = None,
+    doc: str = "",
+    base: Callable[[dict[str, Any]], tuple[dict[str, Any], str]] | None = None,
+) -> T:
+    """An instance of the flag dataclass `cls`, as config files and `--name=value` in argv (default sys.argv[1:]) say.
+
+    doc   text above the flags of --help, usually the script's docstring
+    base  called with the flags as far as they are known, {name: value}, returns those that stand in for the defaults,
+          such as a checkpoint's, and where they are from. One that the rest leaves without a use is the default again.
+
+    The result's `sources` tells where each explicit flag was set: {"n_layer": "config/x.py:3", "pos": "command line"}.
+    Raises ValueError or OSError with the flag, its value, its place and the remedy, in one line.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        print(usage(cls, doc))
+        raise SystemExit(0)
+    hints = get_type_hints(cls)
+    kinds = {field.name: hints[field.name] for field in fields(cls)}
+    default = {field.name: field.default for field in fields(cls)}
+
+    def convert(name: str, value: Any, where: str) -> Any:
+        here = f"{spell(name, value, where)} ({where})"
+        if name.startswith("wandb_"):
+            raise ValueError(f"{here}: there is no wandb here; remove it and use tensorboard --logdir=out_dir")
+        if name not in kinds:
+            near = difflib.get_close_matches(name, kinds, 1)
+            raise ValueError(f"{here}: no such flag; " + (f"the nearest is {near[0]}" if near else "--help lists them"))
+        try:
+            return coerce(value, kinds[name])
+        except ValueError:
+            words = choices(kinds[name])
+            near = difflib.get_close_matches(str(value), words if get_args(kinds[name]) else [], 1)
+            like = spell(name, from_text(near[0], kinds[name]) if near else default[name], where)
+            raise ValueError(f"{here}: expected {' or '.join(words)}, such as {like}") from None
+
+    given: dict[str, tuple[Any, str]] = {}  # in the order of their last setting
+    paths, settings = read_arguments(argv, kinds)
+    for name, value, where in [setting for path in paths for setting in read_file(path)] + settings:
+        given.pop(name, None)
+        given[name] = value, where
+    explicit, sources = {}, {}
+    for spelling, (value, where) in given.items():
+        for name, v in getattr(cls, "NANOGPT", {}).get((spelling, value), {spelling: value}).items():
+            explicit[name], sources[name] = convert(name, v, where), where
+    stored, origin = base(default | explicit) if base else ({}, "")
+    values = {name: convert(name, value, origin) for name, value in stored.items()} | explicit
+
+    try:
+        cfg = cls(**values)
+    except ValueError as error:  # say where the flags that it names were set
+        message = str(error)
+        for name, where in sources.items():
+            said = "|".join(re.escape(text) for text in (repr(values[name]), str(values[name])))
+            message = re.sub(rf"\b{name}=({said})(?!\.?\w)", lambda m, w=where: f"{m[0]} ({w})", message, count=1)
+        raise ValueError(message) from None
+    unused = {name: when for name, (used, when) in getattr(cls, "USED_WHEN", {}).items() if not used(cfg)}
+    for name, when in [(name, when) for name, when in unused.items() if name in sources]:
+        rule = re.match(r"\w+", when)[0]
+        here = f"{spell(name, explicit[name], sources[name])} ({sources[name]})"
+        state = f"{rule} is {getattr(cfg, rule)}" + (f" ({sources[rule]})" if rule in sources else "")
+        remedy = f"set {when}" if re.fullmatch(r"\w+=\w+", when) else f"change {rule}"
+        raise ValueError(f"{here} is used only with {when}, and {state}; remove it or {remedy}")
+    if unused.keys() & values.keys():
+        cfg = cls(**{name: value for name, value in values.items() if name not in unused})
+    cfg.sources = sources
+    return cfg
+
+
+def spell(name: str, value: Any, where: str) -> str:
+    """A setting as it is written on the command line or in a file, cut to what fits into a line."""
+    if where == COMMAND_LINE:
+        text = f"--{name}={value if str(value).isprintable() else repr(value)}"
+    else:
+        text = f"{name} = {value!r}"
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def read_arguments(argv: list[str], kinds: dict[str, Any]) -> tuple[list[str], list[tuple[str, Any, str]]]:
+    """The config files among the arguments, and the flags as (name, value, COMMAND_LINE)."""
+    paths, settings = [], []
+    for arg, following in pairwise([*argv, ""]):
+        name, equals, text = arg.lstrip("-").partition("=")
+        if arg.startswith("--") and (equals or name not in kinds):
+            settings.append((name, from_text(text, kinds.get(name)), COMMAND_LINE))
+        elif arg.startswith("-") or equals:
+            kind = kinds.get(name, str)
+            with suppress(ValueError):  # `--batch_size 32`, but not `--compile config/x.py`
+                text = text or str(coerce(from_text(following, kind), kind))
+            raise ValueError(
+                f"{arg} ({COMMAND_LINE}): flags are written --name=value, here --{name}={text or choices(kind)[0]}"
+            )
+        else:
+            paths.append(arg)
+    return paths, settings
+
+
+def read_file(path: str) -> list[tuple[str, Any, str]]:
+    """The settings of a config file as (name, value, "path:line"); ValueError where it holds anything else."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path}: no such config file; flags are written --name=value")
+    settings, names, line = [], dict(CONSTANTS), 1
+    try:
+        for node in ast.parse(Path(path).read_bytes()).body:
+            line = node.lineno
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)]):
+                    names[name] = evaluate(node.value, names)
+                    if not name.startswith("_"):
+                        settings.append((name, names[name], f"{path}:{line}"))
+                case ast.Expr(value=ast.Constant(value=str())):
+                    pass  # a docstring
+                case _:
+                    refuse(node)
+    except SyntaxError as error:
+        raise ValueError(f"{path}:{error.lineno or line}: {error.msg}; {ALLOWED}") from None
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{path}:{line}: too deeply nested") from None
+    except (ValueError, ArithmeticError) as error:
+        raise ValueError(f"{path}:{line}: {error.args[-1]}") from None
+    return settings
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def documented(cls: type) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """(section, [(name, doc), ...]) of the flags, in order, read from the comments of the source."""
+    notes = {}
+    for owner in reversed([c for c in cls.__mro__ if "__dataclass_fields__" in vars(c)]):
+        section, source = "", io.StringIO(textwrap.dedent(inspect.getsource(owner)))
+        for _, line in groupby(tokenize.generate_tokens(source.readline), key=lambda token: token.start[0]):
+            words = [token for token in line if token.string.strip()]
+            if words and words[0].string.startswith("# ---"):
+                section = words[0].string.strip("# -")
+            elif len(words) > 1 and words[1].string == ":":
+                comment = words[-1].string if words[-1].type == tokenize.COMMENT else ""
+                notes.setdefault(words[0].string, (section, comment.strip("# ")))
+    flags = [(field.name, *notes.get(field.name, ("", ""))) for field in fields(cls)]
+    for section, group in groupby(flags, key=lambda flag: flag[1]):
+        yield section, [(name, note) for name, _, note in group]
+
+
+def usage(cls: type, doc: str) -> str:
+    """The text of --help: `doc`, then every flag with its default, type or choices, and doc, by section."""
+    hints, default = get_type_hints(cls), {field.name: field.default for field in fields(cls)}
+    lines = [doc.strip()]
+    for section, flags in documented(cls):
+        lines += ["", section]
+        for name, note in flags:
+            left = f"  {spell(name, default[name], COMMAND_LINE)}"
+            right = textwrap.wrap(f"{' | '.join(choices(hints[name]))}: {note}", 60, break_on_hyphens=False)
+            lines += [f"{left:<37} {right[0]}", *(f"{'':<37} {more}" for more in right[1:])]
+    return "\n".join(lines).strip()
+
+
+def dump(cfg: Any, path: str | Path):
+    """Write the flags as a config file that reads back equal, atomically. Unused flags become comments."""
+    rules, lines = getattr(type(cfg), "USED_WHEN", {}), []
+    for section, flags in documented(type(cfg)):
+        lines += ["", f"# --- {section}"]
+        for name, note in flags:
+            used, when = rules.get(name, (lambda cfg: True, ""))
+            line = f"{name} = {getattr(cfg, name)!r}  # {note}"
+            lines.append(line if used(cfg) else f"# {line} (only with {when})")
+    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    temporary.write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turns a ValueError or OSError of the set-up into `error: ...` in one line on stderr and exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        raise SystemExit(2) from None
