@@ -1,0 +1,142 @@
+"""Reads what torch.distributed.checkpoint (DCP) writes, without running any code that a file may hold.
+
+DCP's own reader unpickles `.metadata` as it stands, and loads entries that are no tensors with weights_only=False: a
+stranger's checkpoint can run anything. Here the metadata is rebuilt from inert records, entries that are no tensors are
+refused, and each tensor is loaded with weights_only=True after its checksums were verified (torch.load ignores them).
+
+Importing this module imports DCP, which takes a second: do it where it is needed.
+"""
+
+import pickle
+import re
+from io import BytesIO
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from zipfile import ZipFile
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+# Everything that a .metadata file may refer to, besides torch.Size and the dtypes (pathlib._local: Python 3.13).
+KNOWN_NAMES = {
+    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata"
+    " BytesStorageMetadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "pathlib": "PosixPath WindowsPath",
+    "pathlib._local": "PosixPath WindowsPath",
+}
+
+
+class SafeReader(FileSystemReader):
+    """DCP's storage reader, given metadata that `read_metadata` has checked. Raises ValueError naming the file."""
+
+    def __init__(self, path: Path, metadata: Metadata):
+        super().__init__(path)
+        self.metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan, planner):
+        for item in plan.items:
+            shard = self.storage_data[item.storage_index]
+            try:
+                with open(self.path / shard.relative_path, "rb") as file:
+                    file.seek(shard.offset)
+                    archive = BytesIO(file.read(shard.length))
+                _copy(archive, item, planner.resolve_tensor(item).detach())
+            except Exception as error:  # a damaged archive can make zipfile and torch.load raise nearly anything
+                raise ValueError(f"{shard.relative_path}: {item.storage_index.fqn}: {first_line(error)}") from error
+        done = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+
+def _copy(archive: BytesIO, item: Any, target: Tensor) -> None:
+    """The part of a saved shard that DCP's ReadItem `item` asks for, into `target`, which has that part's shape."""
+    if ZipFile(archive).testzip():
+        raise ValueError("wrong checksum")
+    archive.seek(0)
+    shard = torch.load(archive, map_location="cpu", weights_only=True)
+    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        shard = shard.narrow(dim, offset, length)
+    if (shard.shape, shard.dtype) != (target.shape, target.dtype):  # copy_ would broadcast and convert
+        raise ValueError(f"it holds {tuple(shard.shape)} {shard.dtype}")
+    target.copy_(shard)
+
+
+class _Record:
+    """Stands for any class that the metadata names: it keeps the fields and does nothing."""
+
+    def __init__(self, *args: Any):
+        pass
+
+    def __setstate__(self, state: Any):
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if name in KNOWN_NAMES.get(module, "").split():
+            return type(name, (_Record,), {})
+        raise ValueError(f"it refers to {module}.{name}, which no checkpoint needs")
+
+
+def read_metadata(path: Path) -> Metadata:
+    """The table of tensors in the checkpoint directory, checked against the files there. Raises ValueError.
+
+    After it, every shard lies inside its tensor and in a file of this directory that is long enough, and the shards of
+    a tensor add up to its size.
+    """
+    try:
+        with open(path / ".metadata", "rb") as file:
+            top = _Unpickler(file).load().state
+        shards, tensors = {}, {}
+        for index, info in top["storage_data"].items():
+            name, offset, length = (info.state[field] for field in ("relative_path", "offset", "length"))
+            if not re.fullmatch(r"[\w-]+\.distcp", name) or info.state.get("transform_descriptors"):
+                raise ValueError(f"file {name!r} is none that a save writes")
+            if not 0 <= offset <= offset + length <= (path / name).stat().st_size:
+                raise ValueError(f"{name} is cut off after {(path / name).stat().st_size} bytes")
+            key = MetadataIndex(index.state["fqn"], index.state.get("offset"))
+            shards[key] = SimpleNamespace(relative_path=name, offset=offset, length=length)
+        for name, entry in top["state_dict_metadata"].items():
+            if type(entry).__name__ != "TensorStorageMetadata":
+                raise ValueError(f"entry {name} is no tensor")
+            shape, dtype = torch.Size(entry.state["size"]), entry.state["properties"].state[0]
+            boxes = [
+                (torch.Size(box.state["offsets"]), torch.Size(box.state["sizes"])) for box in entry.state["chunks"]
+            ]
+            whole = isinstance(dtype, torch.dtype) and sum(prod(sizes) for _, sizes in boxes) == prod(shape)
+            for offsets, sizes in boxes:
+                spans = zip(offsets, sizes, shape, strict=True)
+                whole &= all(0 <= start <= start + size <= end for start, size, end in spans)
+                whole &= MetadataIndex(name, offsets) in shards
+            if not whole:
+                raise ValueError(f"shards of {name} are missing")
+            chunks = [ChunkStorageMetadata(*box) for box in boxes]
+            tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
+    except Exception as error:  # unpickling garbage can raise nearly anything
+        raise ValueError(f".metadata: {first_line(error)}") from error
+    return Metadata(tensors, storage_data=shards)
+
+
+def first_line(error: BaseException) -> str:
+    """The error's kind and its first line, shortened."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"

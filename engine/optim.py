@@ -1,0 +1,184 @@
+"""Learning rate schedules and optimizers: AdamW, and Muon for the hidden matrices with AdamW for the rest.
+
+    optimizer = build(model, cfg)
+    optimizer.set_lr(learning_rate(step, cfg))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)  # inf: only measure
+    optimizer.step()
+    optimizer.state_tensors(model)  # {"blocks.0.mlp.up.weight.momentum": tensor, ...}, for checkpoints
+
+Build it after whatever replaces parameters (sharding, tensor parallelism).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Schedules
+
+
+def learning_rate(step: int, cfg) -> float:
+    """The rate of optimizer step `step` (the first is 0): a linear warm-up, then cfg.schedule."""
+    if step < cfg.warmup_iters:
+        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
+    return SCHEDULE[cfg.schedule](step, cfg.lr_decay_iters or cfg.max_iters, cfg)
+
+
+def constant(step: int, end: int, cfg) -> float:
+    return cfg.learning_rate
+
+
+def cosine(step: int, end: int, cfg) -> float:
+    """Half a cosine from the end of the warm-up to min_lr at step `end` (arXiv:1608.03983; nanoGPT's get_lr)."""
+    if step >= end:
+        return cfg.min_lr
+    progress = (step - cfg.warmup_iters) / (end - cfg.warmup_iters)
+    return cfg.min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (cfg.learning_rate - cfg.min_lr)
+
+
+def wsd(step: int, end: int, cfg) -> float:
+    """Warm-up, stable, decay (arXiv:2404.06395): linear over the last cooldown_iters to min_lr at step `end`."""
+    if step >= end:
+        return cfg.min_lr
+    left = min(1.0, (end - step) / (cfg.cooldown_iters or max(1, end // 5)))
+    return cfg.min_lr + left * (cfg.learning_rate - cfg.min_lr)
+
+
+SCHEDULE = {"cosine": cosine, "wsd": wsd, "constant": constant}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Muon
+
+Fused = tuple[int, int, tuple[int, ...]]  # (dim, groups, sizes), see Muon
+
+
+class Muon(torch.optim.Optimizer):
+    """Orthogonalised momentum for hidden layers' matrices (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
+
+        b = mu b + (1 - mu) g
+        U S V^T = (1 - mu) g + mu b
+        W = (1 - lr decay) W - lr sqrt(max(1, rows / columns)) U V^T
+
+    The scale bounds how far a step moves a layer's output, whatever its shape: lr = 0.02 carries over between widths.
+    It wants a rate of its own, unlike 0.2 sqrt(max(rows, columns)) of arXiv:2502.16982, which borrows AdamW's.
+
+    A weight may store several logical matrices, and each is orthogonalised alone: as one they would share one set of
+    singular directions, which costs loss. weights maps a weight to None (one matrix) or to (dim, groups, sizes): along
+    dim (0 rows, 1 columns) it is `groups` repetitions of consecutive pieces of `sizes`, and piece n of all groups is
+    logical matrix n.
+    """
+
+    def __init__(self, weights: dict[nn.Parameter, Fused | None], lr: float, momentum: float, weight_decay: float):
+        self.fused = {p: fused or (0, 1, (p.size(0),)) for p, fused in weights.items()}
+        super().__init__(decay_groups(weights, weight_decay), {"lr": lr, "momentum": momentum})
+        for p in weights:
+            self.state[p]["momentum"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            grads, momentum = [p.grad for p in params], [self.state[p]["momentum"] for p in params]
+            torch._foreach_lerp_(momentum, grads, 1 - group["momentum"])
+            updates = torch._foreach_lerp(grads, momentum, group["momentum"])  # sharded weights: gather here ...
+            self.orthogonalize_all(params, updates)
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, updates, alpha=-group["lr"])  # ... and scatter before this line
+
+    def orthogonalize_all(self, params: list[nn.Parameter], updates: list[Tensor]):
+        """Every logical matrix U S V^T of the updates becomes sqrt(max(1, rows/columns)) U V^T, one batch per shape."""
+        same_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for p, update in zip(params, updates, strict=True):
+            dim, groups, sizes = self.fused[p]
+            for piece in update.unflatten(dim, (groups, sum(sizes))).split(sizes, dim + 1):  # views, groups still apart
+                matrix = piece.flatten(dim, dim + 1)  # (rows, columns)
+                same_shape[matrix.shape].append((piece, matrix))
+        for (rows, columns), found in same_shape.items():
+            batch = orthogonalize(torch.stack([matrix for _, matrix in found])) * max(1, rows / columns) ** 0.5
+            for (piece, _), matrix in zip(found, batch, strict=True):
+                piece.copy_(matrix.reshape(piece.shape))
+
+
+def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
+    """U V^T of x = U S V^T, x (N, rows, columns), up to singular values in about 0.7 .. 1.2.
+
+    Newton-Schulz with Jordan's quintic, as steep at 0 as that band allows. bfloat16 on CUDA; elsewhere float32, as
+    bfloat16 is 30 times slower on a CPU without hardware for it.
+    """
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = x.to(torch.bfloat16 if x.is_cuda else torch.float32)
+    tall = x.size(-2) > x.size(-1)
+    x = x.mT if tall else x  # the Gram matrix is the smaller one
+    for _ in range(steps):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, polynomial, x, beta=3.4445)  # 3.4445 s - 4.7750 s^3 + 2.0315 s^5 on singular values s
+    return x.mT if tall else x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What train.py uses
+
+
+class Optimizer:
+    """One or two torch optimizers as one, so that a gradient scaler that meets an overflow skips both or neither.
+
+    parts maps each to its peak learning rate relative to cfg.learning_rate. All state exists from the start, so that a
+    checkpoint can be loaded into it in place.
+    """
+
+    def __init__(self, parts: dict[torch.optim.Optimizer, float]):
+        self.parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+
+    def set_lr(self, lr: float):
+        for part, ratio in self.parts.items():
+            for group in part.param_groups:
+                group["lr"] = lr * ratio
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+
+    def state_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """The live state by parameter name and kind, such as "wte.weight.exp_avg": to save, or to load into."""
+        state = {p: tensors for part in self.parts for p, tensors in part.state.items()}
+        return {f"{name}.{kind}": t for name, p in model.named_parameters() for kind, t in state.get(p, {}).items()}
+
+
+def build(model: nn.Module, cfg) -> Optimizer:
+    """cfg.optimizer = adamw: everything; muon: the weights of linear layers other than model.head, and AdamW the rest.
+
+    A linear layer that stores several matrices in one weight says so in its attribute `fused`, see Muon. (An attribute
+    of the module, since sharding and tensor parallelism replace parameters.)
+    """
+    hidden = {}
+    if cfg.optimizer == "muon":
+        if cfg.learning_rate == 0:
+            raise ValueError(
+                "learning_rate=0.0 with optimizer=muon: muon_lr follows its schedule; set learning_rate above 0"
+            )
+        linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.head]
+        hidden = {m.weight: getattr(m, "fused", None) for m in linear if m.weight.requires_grad}
+    rest = [p for p in model.parameters() if p.requires_grad and p not in hidden]  # tied weights once
+    groups, betas = decay_groups(rest, cfg.weight_decay), (cfg.beta1, cfg.beta2)
+    adamw = torch.optim.AdamW(groups, cfg.learning_rate, betas, fused=True)
+    for p in rest:  # what AdamW would make in its first step
+        adamw.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        adamw.state[p]["exp_avg"], adamw.state[p]["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+    if not hidden:
+        return Optimizer({adamw: 1.0})
+    muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay)
+    return Optimizer({adamw: 1.0, muon: cfg.muon_lr / cfg.learning_rate})
+
+
+def decay_groups(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
+    """Parameter groups: matrices decay; vectors, gains and whatever carries the attribute no_decay do not."""
+    groups = {True: [], False: []}
+    for p in params:
+        groups[p.dim() >= 2 and not getattr(p, "no_decay", False)].append(p)
+    return [{"params": ps, "weight_decay": weight_decay * decays} for decays, ps in groups.items() if ps]

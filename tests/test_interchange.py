@@ -1,0 +1,196 @@
+"""nanoGPT's checkpoints: the mapping against GPT-2 written out here in nanoGPT's own layout; reading runs no code."""
+
+import math
+import os
+import zipfile
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.interchange import from_nanogpt, read_nanogpt
+from model import Model, ModelConfig
+
+ARGS = dict(n_layer=2, n_head=3, n_embd=12, block_size=8, vocab_size=11, bias=True, dropout=0.0)
+
+
+def nanogpt_state(n_layer, n_embd, block_size, vocab_size, bias, **_):
+    C, state = n_embd, {}
+
+    def add(name, *shape):
+        state[f"transformer.{name}.weight"] = torch.randn(shape) * 0.3
+        if bias and name not in ("wte", "wpe"):
+            state[f"transformer.{name}.bias"] = torch.randn(shape[0]) * 0.3
+
+    add("wte", vocab_size, C)
+    add("wpe", block_size, C)
+    for i in range(n_layer):
+        add(f"h.{i}.ln_1", C)
+        add(f"h.{i}.attn.c_attn", 3 * C, C)
+        add(f"h.{i}.attn.c_proj", C, C)
+        add(f"h.{i}.ln_2", C)
+        add(f"h.{i}.mlp.c_fc", 4 * C, C)
+        add(f"h.{i}.mlp.c_proj", C, 4 * C)
+    add("ln_f", C)
+    return state | {"lm_head.weight": state["transformer.wte.weight"]}
+
+
+def gpt2_logits(state, args, idx):
+    """GPT-2's forward over nanoGPT's names, head by head, with an explicit T x T softmax. idx (B, T)."""
+    C, T = args["n_embd"], idx.size(1)
+    D = C // args["n_head"]
+
+    def linear(name, x):
+        return F.linear(x, state[f"transformer.{name}.weight"], state.get(f"transformer.{name}.bias"))
+
+    def norm(name, x):
+        return F.layer_norm(x, (C,), state[f"transformer.{name}.weight"], state.get(f"transformer.{name}.bias"), 1e-5)
+
+    x = state["transformer.wte.weight"][idx] + state["transformer.wpe.weight"][:T]
+    for i in range(args["n_layer"]):
+        q, k, v = linear(f"h.{i}.attn.c_attn", norm(f"h.{i}.ln_1", x)).split(C, dim=2)
+        heads = []
+        for h in range(args["n_head"]):
+            qh, kh, vh = (z[..., h * D : (h + 1) * D] for z in (q, k, v))  # (B, T, D)
+            scores = qh @ kh.transpose(1, 2) / math.sqrt(D)  # (B, T, T)
+            scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+            heads.append(scores.softmax(-1) @ vh)
+        x = x + linear(f"h.{i}.attn.c_proj", torch.cat(heads, dim=2))
+        x = x + linear(f"h.{i}.mlp.c_proj", F.gelu(linear(f"h.{i}.mlp.c_fc", norm(f"h.{i}.ln_2", x))))
+    return norm("ln_f", x) @ state["lm_head.weight"].T
+
+
+def write(path, **changes):
+    torch.manual_seed(0)
+    checkpoint = dict(
+        model=nanogpt_state(**ARGS),
+        optimizer={"state": {0: {"exp_avg": torch.zeros(3)}}},
+        model_args=ARGS,
+        iter_num=2000,
+        best_val_loss=torch.tensor(1.5),
+        config={"dataset": "shakespeare_char", "learning_rate": 1e-3},
+    )
+    torch.save({key: value for key, value in (checkpoint | changes).items() if value is not None}, path)
+    return path
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_logits_equal_gpt2_written_out(bias):
+    torch.manual_seed(1)
+    args = ARGS | {"bias": bias}
+    state = nanogpt_state(**args)
+    flags, tensors = from_nanogpt(args, state)
+    model = Model(ModelConfig(**flags))
+    assert tensors.keys() == dict(model.named_parameters()).keys()
+    model.load_state_dict(tensors, strict=False)
+    idx = torch.randint(args["vocab_size"], (2, args["block_size"]))
+    expected = gpt2_logits(state, args, idx)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(model.eval()(idx), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_every_head_keeps_its_query_key_and_value():
+    C, H, D = 12, 3, 4
+    state = nanogpt_state(**ARGS)
+    _, ours = from_nanogpt(ARGS, state)
+    for kind in ("weight", "bias"):
+        fused = state[f"transformer.h.1.attn.c_attn.{kind}"]
+        groups = ours[f"blocks.1.attn.qkv.{kind}"].split(3 * D)
+        for h in range(H):
+            for part in range(3):  # q, k, v
+                theirs = fused[part * C + h * D : part * C + (h + 1) * D]
+                assert torch.equal(groups[h][part * D : (part + 1) * D], theirs)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_reads_what_nanogpt_writes(tmp_path, prefix, zipped):
+    torch.manual_seed(0)
+    state = nanogpt_state(**ARGS)
+    checkpoint = dict(model={prefix + name: t for name, t in state.items()}, optimizer={}, model_args=ARGS)
+    checkpoint |= dict(iter_num=2000, best_val_loss=torch.tensor(1.5), config={"dataset": "x"})
+    torch.save(checkpoint, tmp_path / "ckpt.pt", _use_new_zipfile_serialization=zipped)
+    model_args, tensors, info = read_nanogpt(tmp_path / "ckpt.pt")
+    assert model_args == ARGS and tensors.keys() == state.keys()
+    assert all(torch.equal(tensors[name], state[name]) for name in state)
+    assert info == {"iter_num": 2000, "best_val_loss": 1.5, "config": {"dataset": "x"}}
+
+
+def test_older_checkpoints_lack_bias_and_dropout_and_hold_the_mask():
+    args = {name: value for name, value in ARGS.items() if name not in ("bias", "dropout")}
+    state = nanogpt_state(**ARGS)
+    flags, expected = from_nanogpt(ARGS, state)
+    state["transformer.h.1.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+    older, tensors = from_nanogpt(args, state)
+    assert older == flags and flags["bias"] is True
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "change, args, words",
+    [
+        ({"transformer.h.1.ln_2.bias": None}, {}, ["transformer.h.1.ln_2.bias", "absent", "(12,)"]),
+        ({"transformer.h.0.mlp.c_fc.weight": torch.zeros(3, 12)}, {}, ["h.0.mlp.c_fc.weight", "(3, 12)", "(48, 12)"]),
+        ({"transformer.h.2.ln_1.weight": torch.zeros(12)}, {}, ["transformer.h.2.ln_1.weight"]),
+        ({"lm_head.weight": torch.zeros(11, 12)}, {}, ["lm_head.weight", "transformer.wte.weight"]),
+        ({"lm_head.weight": None}, {}, ["lm_head.weight", "absent"]),
+        ({"transformer.wpe.weight": "text"}, {}, ["transformer.wpe.weight"]),
+        ({}, {"bias": False}, ["bias"]),
+        ({}, {"n_head": 5}, ["n_head=5", "n_embd=12"]),
+        ({}, {"vocab_size": None}, ["vocab_size=None"]),
+        ({}, {"n_layer": 10**9}, ["transformer.h.2.ln_1.weight", "absent"]),
+    ],
+)
+def test_refuses_by_name(change, args, words):
+    state = nanogpt_state(**ARGS) | change
+    with pytest.raises(ValueError) as error:
+        from_nanogpt(ARGS | args, {name: tensor for name, tensor in state.items() if tensor is not None})
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+class Bomb:
+    """Pickled, a call of os.system."""
+
+    def __init__(self, proof):
+        self.proof = proof
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.proof}",)
+
+
+def test_runs_no_code_and_names_the_file(tmp_path):
+    proof, file = tmp_path / "ran", tmp_path / "ckpt.pt"
+
+    def refused(word):
+        with pytest.raises(ValueError) as error:
+            read_nanogpt(file)
+        assert word in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
+        assert not proof.exists()
+
+    write(file, optimizer=Bomb(proof))
+    refused("plain values")
+    torch.save(Bomb(proof), file, _use_new_zipfile_serialization=False)
+    refused("plain values")
+    assert torch.load(file, weights_only=False) == 0 and proof.exists()  # the bomb is live, and only we defuse it
+    proof.unlink()
+
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("notes.txt", "hello")
+    refused("another kind")
+    file.write_bytes(b"\x00garbage" * 9)
+    refused("")
+    file.write_bytes(b"")
+    refused("")
+    write(file)
+    file.write_bytes(file.read_bytes()[:-500])
+    refused("another kind")
+    write(file, iter_num=None)
+    refused("iter_num")
+    write(file, best_val_loss="low")
+    refused("low")
+    write(file, model=[torch.zeros(2)])
+    refused("no nanoGPT checkpoint")
+    torch.save([1, 2], file)
+    refused("no nanoGPT checkpoint")
+    with pytest.raises(FileNotFoundError, match="ckpt.pt that nanoGPT"):
+        read_nanogpt(tmp_path / "absent.pt")

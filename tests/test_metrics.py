@@ -1,0 +1,290 @@
+"""metrics.jsonl against an uninterrupted run, TensorBoard against metrics.jsonl, the bar against a terminal."""
+
+import importlib.util
+import io
+import json
+import math
+import os
+import sys
+import time
+
+import pytest
+import torch
+
+import engine.metrics
+from engine.metrics import Console, Metrics, Silent, cpu_peak, cut_back, gpu_peak, peak_flops, peak_memory_bytes
+
+CPU = torch.device("cpu")
+
+
+def open_metrics(folder, step=0, tokens=0, peak=1e9):
+    return Metrics(folder, step, tokens, max_iters=20, flops_per_token=1000, peak=peak, device=CPU)
+
+
+def loss_at(step):
+    return math.exp(-step / 7) / 3  # digits to the last bit
+
+
+def loop(metrics, steps, stop):
+    """train.py's order: at the top of step s evaluate if it is due, then train and log."""
+    for step in range(*steps):
+        if step % 5 == 0:
+            with metrics.paused():
+                metrics.evaluation(step, loss_at(step) + 1, loss_at(step) + 2, None)
+        if step == stop:
+            break
+        if step % 2 == 0:
+            metrics.log(step, loss_at(step), 1e-3, 0.5, tokens=100 * (step + 1))
+    metrics.close()
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    return [(x["step"], x.get("loss"), x.get("train_loss"), x.get("val_loss")) for x in lines(folder)]
+
+
+def test_one_line_per_step_with_all_digits(tmp_path):
+    metrics = open_metrics(tmp_path / "deep" / "out")
+    loss = 0.1 + 0.2 + 1e-17
+    metrics.log(0, loss, 1e-3, 0.5, tokens=640, epoch=0.25)
+    metrics.log(10, math.nan, 1e-3, math.inf, tokens=7040, skipped=3)
+    metrics.evaluation(11, 1 / 3, 2 / 3, 1 / 7)
+    metrics.evaluation(12, 1 / 3, 2 / 3, None)
+    metrics.close()
+    first, second, *evaluations = lines(tmp_path / "deep" / "out")
+    fields = "step loss lr grad_norm tokens tokens_per_s mfu ms_per_step peak_memory_bytes".split()
+    assert list(first) == [*fields, "epoch"] and list(second) == [*fields, "skipped"]
+    assert first["loss"] == loss and first["tokens"] == 640 and first["epoch"] == 0.25
+    assert second["loss"] is None and second["grad_norm"] is None and second["skipped"] == 3
+    assert evaluations == [
+        {"step": 11, "train_loss": 1 / 3, "val_loss": 2 / 3, "val_bpb": 1 / 7},
+        {"step": 12, "train_loss": 1 / 3, "val_loss": 2 / 3, "val_bpb": None},
+    ]
+
+
+def test_rates_are_of_the_interval_and_leave_pauses_out(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    metrics = open_metrics(tmp_path, step=7, tokens=700)  # a resumed run
+    clock[0] += 2
+    metrics.log(7, 1.0, 1e-3, 0.5, tokens=800)
+    clock[0] += 1
+    with metrics.paused():
+        clock[0] += 50
+    clock[0] += 3
+    metrics.log(9, 1.0, 1e-3, 0.5, tokens=1000)
+    metrics.close()
+    first, second = lines(tmp_path)
+    assert (first["tokens_per_s"], first["ms_per_step"]) == (50, 2000)
+    assert (second["tokens_per_s"], second["ms_per_step"]) == (50, 2000)  # 200 tokens, 2 steps, 4 s
+    assert second["mfu"] == 50 * 1000 / 1e9
+
+
+@pytest.mark.parametrize("stop", [4, 5, 10, 13, 15])
+@pytest.mark.parametrize("further", [0, 3])
+def test_resume_leaves_what_the_uninterrupted_run_leaves(tmp_path, stop, further):
+    """A checkpoint at step `stop`; the run died `further` steps later, in the middle of a line."""
+    loop(open_metrics(tmp_path / "whole"), (0, 21), 20)
+    loop(open_metrics(tmp_path / "cut"), (0, 21), stop + further)
+    with open(tmp_path / "cut" / "metrics.jsonl", "a") as f:
+        f.write('{"step": 4, "lo')
+    loop(open_metrics(tmp_path / "cut", step=stop, tokens=100 * stop), (stop, 21), 20)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == 15
+    assert [(x["step"], x["tokens"]) for x in lines(tmp_path / "cut") if "tokens" in x] == [
+        (step, 100 * (step + 1)) for step in range(0, 20, 2)
+    ]
+    assert scalars(tmp_path / "cut") == from_jsonl(tmp_path / "cut")
+    assert sorted(os.listdir(tmp_path / "cut"))[-1] == "metrics.jsonl"  # no temporary file stays
+
+
+def test_cut_back_drops_what_is_no_line_of_ours(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"step": 1, "loss": 2.5}\n{"step": 2, "lo\n\xff\n[3]\n{"a": 1}\n\n{"step": "x"}\n{"step": 3}\n{"step": 4}'
+    )
+    cut_back(path, 4)
+    assert path.read_text() == '{"step": 1, "loss": 2.5}\n{"step": 3}\n'
+    cut_back(tmp_path / "absent.jsonl", 4)
+    assert not (tmp_path / "absent.jsonl").exists()
+
+
+def test_a_new_run_forgets_the_old_one_in_its_folder(tmp_path):
+    loop(open_metrics(tmp_path), (0, 21), 20)
+    metrics = open_metrics(tmp_path)
+    metrics.log(0, 9.0, 1e-3, 0.5, tokens=100)
+    metrics.close()
+    assert [x["loss"] for x in lines(tmp_path)] == [9.0]
+    assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TensorBoard
+
+
+def scalars(folder):
+    """Tag -> [(step, value)], by TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader.Reload()
+    return {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def from_jsonl(folder):
+    expected = {}
+    for line in lines(folder):
+        prefix = "train" if "loss" in line else "eval"
+        for key, value in line.items():
+            if key != "step" and value is not None:
+                value = torch.tensor(value, dtype=torch.float32).item()  # what an event holds
+                expected.setdefault(f"{prefix}/{key}", []).append((line["step"], value))
+    return expected
+
+
+def test_tensorboard_reads_the_same_figures(tmp_path):
+    loop(open_metrics(tmp_path), (0, 21), 20)
+    expected = from_jsonl(tmp_path)
+    assert len(expected["train/loss"]) == 10 and len(expected["eval/val_loss"]) == 5
+    assert scalars(tmp_path) == expected
+
+
+def test_tensorboard_sees_figures_before_the_run_ends(tmp_path):
+    metrics = open_metrics(tmp_path)
+    metrics.log(0, 1.0, 1e-3, 0.5, tokens=100)
+    assert scalars(tmp_path)["train/loss"] == [(0, 1.0)] and len(lines(tmp_path)) == 1
+    metrics.close()
+
+
+def test_import_waits_until_something_is_written(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # importing it, or a part of it, fails now
+    spec = importlib.util.spec_from_file_location("a_second_metrics", engine.metrics.__file__)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Console
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_lines_like_nanogpts_and_no_control_characters_off_a_terminal(tmp_path, capsys):
+    metrics = open_metrics(tmp_path)
+    metrics.log(0, 2.12345, 1e-3, 0.5, tokens=100)
+    metrics.evaluation(250, 1.9, 2.0, 2.9)
+    metrics.evaluation(251, 1.9, 2.0, None)
+    metrics.say("saved")
+    metrics.close()
+    out, err = capsys.readouterr()
+    first, *rest = out.splitlines()
+    assert first.startswith("iter 0: loss 2.1235, time ") and "ms, tok/s " in first and ", mfu " in first
+    assert first.endswith(", lr 1.00e-03, grad norm 0.500")
+    assert rest == [
+        "step 250: train loss 1.9000, val loss 2.0000, bpb 2.9000",
+        "step 251: train loss 1.9000, val loss 2.0000",
+        "saved",
+    ]
+    assert err == "" and not any(c in out for c in "\r\x1b")
+
+
+def screen(text):
+    """The rows that a terminal shows: of each, what was written since its last erasure."""
+    return [row.split("\r\x1b[K")[-1] for row in text.split("\n")]
+
+
+def test_bar_on_a_terminal(tmp_path, monkeypatch):
+    """stdout and stderr on one terminal: the lines stand whole, the bar is always last, close() removes it."""
+    clock, terminal = [0.0], Terminal()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "200")
+    metrics = open_metrics(tmp_path, peak=None)
+    for step in (0, 4, 9):
+        clock[0] += 60
+        metrics.log(step, 2.0, 1e-3, 0.5, tokens=100 * (step + 1))
+    metrics.say("saved")
+    *above, bar = screen(terminal.getvalue())
+    assert bar == "50% [##########          ] 10/20, 0:02:13 left"  # 10 more steps at 9 in 120 s
+    assert [line.split(",")[0] for line in above] == [
+        "iter 0: loss 2.0000",
+        "iter 4: loss 2.0000",
+        "iter 9: loss 2.0000",
+        "saved",
+    ]
+    assert "mfu" not in terminal.getvalue()
+    metrics.close()
+    assert screen(terminal.getvalue())[-1] == ""
+
+
+def test_bar_does_not_wrap(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "30")
+    Console().draw("x" * 100)
+    assert terminal.getvalue().count("x") == 29
+
+
+def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    loop(Silent(), (0, 21), 20)
+    Silent().say("hello")
+    assert capsys.readouterr() == ("", "") and not list(tmp_path.iterdir())
+    public = {name for name in vars(Metrics) if not name.startswith("_")}
+    assert public - set(vars(Silent)) == {"write", "progress"}  # nothing that train.py calls is missing
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The machine
+
+
+def test_cpu_peak_bounds_a_timed_matmul():
+    a = torch.randn(768, 768)
+    start = time.perf_counter()
+    for _ in range(10):
+        a @ a
+    rate = 10 * 2 * 768**3 / (time.perf_counter() - start)
+    assert 0.5 * rate < peak_flops(CPU, torch.bfloat16) < 100 * rate
+    start = time.perf_counter()
+    assert cpu_peak(0.1) > 1e8
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize(
+    "name, half, tf32",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12, 156e12),
+        ("NVIDIA A10G", 70e12, 35e12),
+        ("NVIDIA A10", 125e12, 62.5e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12, 494.7e12),
+        ("NVIDIA H100 PCIe", 756e12, 378e12),
+        ("NVIDIA H100 NVL", 835.5e12, 417.7e12),
+        ("NVIDIA H200", 989.4e12, 494.7e12),
+        ("NVIDIA GH200 480GB", 989.4e12, 494.7e12),
+        ("NVIDIA B200", 2250e12, 1125e12),
+        ("NVIDIA GB200", 2500e12, 1250e12),
+        ("NVIDIA L4", 121e12, 60.5e12),
+        ("NVIDIA L40S", 362e12, 183e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
+        ("Tesla V100-SXM2-16GB", 125e12, None),
+        ("Tesla V100-PCIE-32GB", 112e12, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA GeForce RTX 4090 D", None, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
+        ("NVIDIA GeForce GTX 1080", None, None),
+    ],
+)
+def test_gpu_table(name, half, tf32):
+    assert gpu_peak(name, torch.bfloat16) == half and gpu_peak(name, torch.float32) == tf32
+
+
+def test_peak_memory_grows_with_what_is_held():
+    before = peak_memory_bytes(CPU)
+    block = torch.ones(2 * before // 4)  # twice what the process ever held
+    assert 2 * before <= peak_memory_bytes(CPU) < 4 * before + 2**28 and len(block)
