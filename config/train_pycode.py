@@ -1,0 +1,26 @@
+# What `make train` runs: the standard library byte by byte, a modern small transformer, 3 minutes on 2 cores.
+dataset = "pycode"
+out_dir = "out/pycode"
+
+n_layer = 4
+n_head = 4
+n_embd = 192
+block_size = 256
+batch_size = 8
+gradient_accumulation_steps = 1
+norm = "rmsnorm"
+qk_norm = True
+pos = "rope"
+mlp = "relu2"
+
+optimizer = "muon"
+max_iters = 600
+learning_rate = 3e-3
+min_lr = 0.0
+schedule = "wsd"
+warmup_iters = 20
+cooldown_iters = 200
+
+eval_interval = 200
+eval_iters = 60
+log_interval = 10

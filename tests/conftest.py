@@ -1,0 +1,79 @@
+"""What several tests share: a small data set, and train.py run in this process or under torchrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from data.shards import ShardWriter
+from data.tokenizer import ByteTokenizer
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--gradient_accumulation_steps=2",
+    "--max_iters=40", "--eval_interval=20", "--eval_iters=2", "--warmup_iters=5", "--learning_rate=1e-2",
+    "--device=cpu",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory) -> Path:
+    """Bytes of sentences that repeat with variations, 20 documents of training and 3 of validation."""
+    folder, rng, tokenizer = tmp_path_factory.mktemp("tiny"), np.random.default_rng(0), ByteTokenizer()
+    with ShardWriter(folder, tokenizer, shard_tokens=1500) as out:
+        for i in range(23):
+            words = rng.choice(["the cat ", "sat on ", "a mat. ", "dogs bark; ", "été "], 60)
+            ids = np.append(tokenizer.encode("".join(words)), tokenizer.eot)
+            out.add("val" if i % 8 == 7 else "train", ids)
+    return folder
+
+
+@pytest.fixture
+def run(tiny_data, tmp_path, monkeypatch):
+    """run(*flags) trains in this process; returns the folder, which metrics() and the checkpoints are in."""
+    monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)  # half a second each
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def call(*flags: str, out: str = "out") -> Path:
+        train.main([*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
+        return tmp_path / out
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield call
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def launch(tiny_data, tmp_path):
+    """launch(2, *flags) trains in new processes under torchrun; returns (folder, finished process)."""
+
+    def call(processes: int, *flags: str, out: str = "out") -> tuple[Path, subprocess.CompletedProcess]:
+        flags = ["train.py", *TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        done = subprocess.run(
+            [sys.executable, *torchrun, *flags],
+            cwd=ROOT, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        return tmp_path / out, done
+
+    return call
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[tuple]:
+    """What must not depend on time or place: (step, loss, ...) of logged steps, (step, train, val) of evaluations."""
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "train_loss", "val_loss", "val_bpb")
+    return [tuple(line[key] for key in keys if key in line) for line in metrics(folder)]

@@ -1,0 +1,223 @@
+"""Every wrong flag, file or checkpoint: exit code 2 and one line that names the thing and the remedy, no traceback."""
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+
+import sample
+import train
+
+
+@pytest.fixture(scope="session")
+def trained(tiny_data, tmp_path_factory) -> Path:
+    """A finished run of two steps; tests damage copies of it."""
+    folder = tmp_path_factory.mktemp("trained") / "out"
+    flags = [*TINY, "--max_iters=2", "--warmup_iters=1", f"--dataset={tiny_data}", f"--out_dir={folder}"]
+    subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def refused(main, argv: list[str], capsys) -> str:
+    """The one line with which main(argv) ends."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main([str(arg) for arg in argv])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2, (out, err)
+    assert err.startswith("error: ") and len(err.strip().splitlines()) == 1 and "Traceback" not in err, err
+    return err
+
+
+TRAIN_FLAGS = [  # flags, and what the line must name
+    (["--n_layr=3"], ["--n_layr=3", "n_layer"]),
+    (["--zzz=1"], ["--zzz=1", "--help"]),
+    (["--n_layer=64.5"], ["--n_layer=64.5", "int"]),
+    (["--n_layer=many"], ["--n_layer=many", "int"]),
+    (["--n_layer=0"], ["n_layer=0"]),
+    (["--n_layer="], ["--n_layer="]),
+    (["--n_layer"], ["--n_layer", "--n_layer="]),
+    (["--compile=maybe"], ["--compile=maybe", "True", "auto"]),
+    (["--pos=rop"], ["--pos=rop", "rope"]),
+    (["--block=serial"], ["--block=serial", "standard", "parallel"]),
+    (["--optimizer=sgd"], ["--optimizer=sgd", "adamw", "muon"]),
+    (["--learning_rate=nan"], ["--learning_rate=nan"]),
+    (["--learning_rate=-1"], ["learning_rate=-1"]),
+    (["--min_lr=1"], ["min_lr=1", "learning_rate"]),
+    (["--beta2=1.5"], ["beta2=1.5"]),
+    (["--grad_clip=-1"], ["grad_clip=-1"]),
+    (["--batch_size=0"], ["batch_size=0"]),
+    (["--warmup_iters=100"], ["warmup_iters=100", "max_iters"]),
+    (["--n_head=3"], ["n_embd=16", "n_head=3"]),
+    (["--attention=gqa"], ["attention=gqa", "n_kv_head"]),
+    (["--attention=mqa", "--n_kv_head=2"], ["attention=mqa", "n_kv_head=2"]),
+    (["--rope_theta=5000"], ["rope_theta", "pos=rope", "learned"]),
+    (["--muon_lr=0.1"], ["muon_lr", "optimizer=muon"]),
+    (["--window_pattern=SL"], ["window_pattern", "window"]),
+    (["--window=8", "--window_pattern=SX"], ["window_pattern='SX'"]),
+    (["--norm=none", "--norm_placement=post"], ["norm_placement", "norm"]),
+    (["--dropout=1"], ["dropout=1"]),
+    (["--wandb_log=True"], ["wandb_log", "tensorboard"]),
+    (["--device=tpu"], ["device", "tpu", "cuda"]),
+    (["--dtype=float16"], ["dtype=float16", "float32"]),
+    (["--dtype=float8"], ["--dtype=float8", "bfloat16"]),
+    (["--backend=nccl"], ["backend=nccl", "gloo"]),
+    (["--dataset=pycodee"], ["pycodee", "pycode"]),
+    (["--dataset=/no/such/place"], ["/no/such/place"]),
+    (["--block_size=100000"], ["block_size=100000"]),
+    (["--vocab_size=100"], ["vocab_size=100", "257"]),
+    (["--init_from=gpt2"], ["init_from", "gpt2"]),
+    (["--init_from=resume"], ["no directory", "/new", "--out_dir"]),
+    (["--init_from=nanogpt:/no/ckpt.pt"], ["/no/ckpt.pt"]),
+    (["config/no_such_file.py"], ["config/no_such_file.py"]),
+]
+
+
+@pytest.mark.parametrize("flags,fragments", TRAIN_FLAGS, ids=lambda x: " ".join(x))
+def test_wrong_flags(flags, fragments, tiny_data, tmp_path, capsys):
+    line = refused(train.main, [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'new'}", *flags], capsys)
+    for fragment in fragments:
+        assert fragment in line
+    assert not (tmp_path / "new").exists(), "a refused run must leave nothing behind"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("main", [train.main, sample.main])
+def test_a_gpu_that_is_not_there(main, tiny_data, trained, tmp_path, capsys):
+    flags = (
+        [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path}"] if main is train.main else [f"--out_dir={trained}"]
+    )
+    assert "--device=auto" in refused(main, [*flags, "--device=cuda"], capsys)
+
+
+CONFIGS = [
+    ("n_layer = 2\nn_layr = 3\n", [":2", "n_layr", "n_layer"]),
+    ("n_layer = two\n", [":1", "two"]),
+    ("import os\n", [":1", "import os"]),
+    ("n_layer = __import__('os').getpid()\n", [":1", "__import__"]),
+    ("n_layer = 2\nif True:\n    n_layer = 3\n", [":2"]),
+    ("n_layer = (2\n", [":1"]),
+    ("n_layer = 9**9**9\n", [":1"]),
+    ("wandb_project = 'x'\n", [":1", "wandb_project", "tensorboard"]),
+    ("pos = 'alibi'\nrope_theta = 10.0\n", [":2", "rope_theta", "pos=rope"]),
+    ("n_embd = 30\nn_head = 4\n", [":1", "n_embd=30", "n_head=4"]),
+]
+
+
+@pytest.mark.parametrize("text,fragments", CONFIGS, ids=[repr(text) for text, _ in CONFIGS])
+def test_wrong_config_files(text, fragments, tiny_data, tmp_path, capsys):
+    path = tmp_path / "config.py"
+    path.write_text(text)
+    line = refused(train.main, [path, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'new'}"], capsys)
+    assert str(path) in line
+    for fragment in fragments:
+        assert fragment in line
+
+
+def cut(path: Path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+class Bomb:
+    def __reduce__(self):
+        return (exec, ("import pathlib; pathlib.Path('BOOM').touch()",))
+
+
+DAMAGES = {
+    "no_pointer_target": lambda d, step: shutil.rmtree(step),
+    "no_state": lambda d, step: (step / "state.json").unlink(),
+    "cut_state": lambda d, step: cut(step / "state.json"),
+    "state_is_a_list": lambda d, step: (step / "state.json").write_text("[]"),
+    "newer_format": lambda d, step: (step / "state.json").write_text(
+        json.dumps(json.loads((step / "state.json").read_text()) | {"format": 999})
+    ),
+    "no_metadata": lambda d, step: (step / ".metadata").unlink(),
+    "cut_metadata": lambda d, step: cut(step / ".metadata"),
+    "malicious_metadata": lambda d, step: (step / ".metadata").write_bytes(pickle.dumps(Bomb())),
+    "cut_tensors": lambda d, step: cut(next(step.glob("*.distcp"))),
+    "no_tensors": lambda d, step: next(step.glob("*.distcp")).unlink(),
+    "unknown_flag": lambda d, step: (step / "state.json").write_text(
+        (step / "state.json").read_text().replace('"n_layer"', '"n_lairs"')
+    ),
+    "other_width": lambda d, step: (step / "state.json").write_text(
+        (step / "state.json").read_text().replace('"n_embd": 16', '"n_embd": 32')
+    ),
+}
+
+
+@pytest.mark.parametrize("main", [train.main, sample.main])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoints(damage, main, trained, tiny_data, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, tmp_path / "out")
+    step = tmp_path / "out" / "step_00000002"
+    DAMAGES[damage](tmp_path / "out", step)
+    resume = [f"--dataset={tiny_data}", "--init_from=resume", "--max_iters=4", "--lr_decay_iters=4"]
+    line = refused(main, [f"--out_dir={tmp_path / 'out'}", *(resume if main is train.main else [])], capsys)
+    assert str(tmp_path / "out") in line
+    assert not (tmp_path / "BOOM").exists()
+
+
+RESUMES = [
+    (["--pos=rope"], ["pos=rope", "learned"]),
+    (["--n_embd=32"], ["n_embd=32", "16"]),
+    (["--init_from=scratch"], ["already holds a run", "resume"]),
+    (["--mlp=relu"], ["mlp=relu", "gelu"]),
+]
+
+
+@pytest.mark.parametrize("flags,fragments", RESUMES, ids=lambda x: " ".join(x))
+def test_a_resume_that_changes_the_model(flags, fragments, trained, tiny_data, capsys):
+    base = [f"--dataset={tiny_data}", f"--out_dir={trained}", "--init_from=resume", "--warmup_iters=1", "--device=cpu"]
+    line = refused(train.main, [*base, *flags], capsys)
+    for fragment in fragments:
+        assert fragment in line
+
+
+def test_a_resume_with_another_tokenizer(trained, tiny_data, tmp_path, capsys):
+    from data.shards import ShardWriter
+    from data.tokenizer import CharTokenizer
+
+    text = "abc " * 100
+    with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:
+        for split in ("train", "val"):
+            out.add(split, CharTokenizer(text).encode(text))
+    flags = [f"--dataset={tmp_path / 'chars'}", f"--out_dir={trained}", "--init_from=resume", "--device=cpu"]
+    assert "another tokenizer" in refused(train.main, flags, capsys)
+
+
+SAMPLES = [
+    (["--temperature=-1"], ["temperature=-1"]),
+    (["--top_p=0"], ["top_p=0"]),
+    (["--min_p=2"], ["min_p=2"]),
+    (["--num_samples=0"], ["num_samples=0"]),
+    (["--max_new_tokens=1.5"], ["--max_new_tokens=1.5", "int"]),
+    (["--out_dir=/no/such/run"], ["/no/such/run", "train"]),
+    (["--start=FILE:/no/prompt.txt"], ["/no/prompt.txt"]),
+    (["--strat=x"], ["--strat=x", "start"]),
+    (["--block_size=4"], ["--block_size=4"]),
+]
+
+
+@pytest.mark.parametrize("flags,fragments", SAMPLES, ids=lambda x: " ".join(x))
+def test_wrong_sample_flags(flags, fragments, trained, capsys):
+    line = refused(sample.main, [f"--out_dir={trained}", *flags], capsys)
+    for fragment in fragments:
+        assert fragment in line
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py"])
+def test_a_real_process_says_one_line(script):
+    done = subprocess.run([sys.executable, script, "--nope=1"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: --nope=1") and len(done.stderr.splitlines()) == 1
+
+
+def test_the_table_is_long():
+    assert len(TRAIN_FLAGS) + len(CONFIGS) + 2 * len(DAMAGES) + len(RESUMES) + len(SAMPLES) >= 40

@@ -1,0 +1,162 @@
+"""Sampling: the filters against sets written out, the text against greedy forwards, streams against whole texts."""
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+
+import sample
+from sample import SampleConfig, choose
+
+P = [0.5, 0.25, 0.15, 0.07, 0.03]
+
+
+def drawn(seed=0, n=4000, **flags) -> torch.Tensor:
+    """Frequencies of n draws from P, its tokens in shuffled places."""
+    place = torch.tensor([3, 0, 4, 1, 2])
+    logits = torch.empty(5).scatter(0, place, torch.tensor(P).log())
+    generator = torch.Generator().manual_seed(seed)
+    cfg = SampleConfig(**{"temperature": 1.0, "top_k": 0} | flags)
+    tokens = choose(logits.expand(n, 5), cfg, generator)
+    return torch.bincount(tokens, minlength=5)[place] / n
+
+
+@pytest.mark.parametrize(
+    "flags,kept",
+    [
+        ({}, P),
+        ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
+        ({"temperature": 0.5}, [p**2 for p in P]),
+        ({"temperature": 2.0}, [p**0.5 for p in P]),
+        ({"top_k": 2}, P[:2]),
+        ({"top_k": 99}, P),
+        ({"top_p": 0.5}, P[:1]),
+        ({"top_p": 0.51}, P[:2]),
+        ({"top_p": 0.9}, P[:3]),
+        ({"min_p": 0.3}, P[:3]),
+        ({"min_p": 1.0}, P[:1]),
+        ({"top_k": 3, "top_p": 0.8}, P[:2]),  # of 0.9 that top_k leaves, 0.75 is more than 80 %
+        ({"top_k": 4, "min_p": 0.1, "temperature": 0.5}, [p**2 for p in P[:2]]),  # 0.15^2 / 0.5^2 is below 0.1
+    ],
+    ids=str,
+)
+def test_choose(flags, kept):
+    expected = torch.tensor([float(p) for p in kept] + [0.0] * (5 - len(kept)))
+    expected = expected / expected.sum()
+    got = drawn(**flags)
+    assert ((got > 0) == (expected > 0)).all()
+    assert torch.allclose(got, expected, atol=0.03)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sampled") / "out"
+    flags = [*TINY, "--max_iters=120", "--eval_interval=120", f"--dataset={tiny_data}", f"--out_dir={folder}"]
+    subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def say(trained, capfd):
+    def call(*flags: str) -> str:
+        capfd.readouterr()
+        sample.main([f"--out_dir={trained}", "--device=cpu", *flags])
+        return capfd.readouterr().out
+
+    return call
+
+
+def test_greedy_text_equals_repeated_forwards(say, trained):
+    """60 bytes, far beyond block_size=16, against the argmax of a plain forward each."""
+    text = say("--start=the cat ", "--max_new_tokens=60", "--temperature=0")
+    model, tokenizer = sample.load(SampleConfig(out_dir=str(trained)), torch.device("cpu"))
+    ids = tokenizer.encode("the cat ").tolist()
+    for _ in range(60):
+        ids.append(model(torch.tensor([ids[-16:]]))[0, -1, :257].argmax().item())
+    expected = bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+    assert text == (expected if 256 not in ids else expected[: ids.index(256)]) + "\n"
+
+
+def test_samples_are_one_batch_and_seeded(say):
+    flags = ["--start=dogs ", "--num_samples=3", "--max_new_tokens=40", "--temperature=1.5"]
+    text = say(*flags, "--seed=5")
+    assert text == say(*flags, "--seed=5") != say(*flags, "--seed=6")
+    parts = text.split("\n---------------\n")
+    assert len(parts) == 3 == len(set(parts)) and all(part.startswith("dogs ") for part in parts)
+
+
+def test_start_from_file_and_empty(say, tmp_path):
+    (tmp_path / "prompt.txt").write_text("été ", encoding="utf-8")
+    assert say(f"--start=FILE:{tmp_path / 'prompt.txt'}", "--max_new_tokens=3").startswith("été ")
+    assert len(say("--max_new_tokens=8")) > 1
+
+
+def test_stop_ends_a_sample_before_it(say):
+    free = say("--start=the ", "--max_new_tokens=80", "--temperature=0")
+    stop = free[20:24]
+    cut = say("--start=the ", "--max_new_tokens=80", "--temperature=0", f"--stop={stop}")
+    assert cut == free[: free.index(stop, 4)] + "\n" and stop not in cut[4:]
+
+
+def test_pieces_join_to_the_text_and_hold_back():
+    """Characters cut by token ends come out whole; the beginning of `stop` is held until it is decided."""
+    s = sample.Sample(stop="END")
+    out = [s.add(bytes([b]), last=False) for b in "añE EN€ END".encode()]
+    assert "".join(out) == "añE EN€ " == s.text and s.ended
+    assert out[1:3] == ["", "ñ"] and out[3] == ""
+    s = sample.Sample(stop="END")
+    assert s.add(b"x EN", last=False) == "x " and s.add(b"\xe2\x82", last=True) == "EN\ufffd"
+
+
+def test_a_terminal_sees_the_text_while_it_is_written(trained):
+    """Under a pty the text arrives in many writes and is the same as through a pipe."""
+    command = [
+        sys.executable,
+        "sample.py",
+        f"--out_dir={trained}",
+        "--start=the cat ",
+        "--max_new_tokens=40",
+        "--device=cpu",
+    ]
+    piped = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    writes = []
+    while True:
+        try:
+            chunk = os.read(ours, 4096)
+        except OSError:
+            break
+        if not chunk:
+            break
+        writes.append(chunk)
+    error = process.communicate()[1].decode()
+    assert b"".join(writes).replace(b"\r\n", b"\n") == piped
+    assert len(writes) > 5 and "tokens per second" in error
+
+
+def test_unknown_characters_are_named(tmp_path, capsys):
+    from data.shards import ShardWriter
+    from data.tokenizer import CharTokenizer
+
+    text = "abc \n" * 100
+    with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:
+        for split in ("train", "val"):
+            out.add(split, CharTokenizer(text).encode(text))
+    import train
+
+    flags = [*TINY, f"--dataset={tmp_path / 'chars'}", "--max_iters=2", "--warmup_iters=1"]
+    train.main([*flags, f"--out_dir={tmp_path / 'out'}"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        sample.main([f"--out_dir={tmp_path / 'out'}", "--start=abz?"])
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert "'z'" in err and "'?'" in err and "'a'" not in err
+    sample.main([f"--out_dir={tmp_path / 'out'}", "--max_new_tokens=5"])
+    assert set(capsys.readouterr().out) <= set("abc \n")  # from a newline: no end-of-text here

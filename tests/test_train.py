@@ -1,0 +1,311 @@
+"""The training loop against an uninterrupted run, other numbers of processes, a plain loop and closed forms."""
+
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY, losses, metrics
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import model
+import train
+from configurator import Config, parse
+from engine import checkpoint
+
+
+def load(folder, which="latest"):
+    """The model of a checkpoint, and the checkpoint's state."""
+    path = checkpoint.find(folder, which)
+    state = checkpoint.read_state(path)
+    net = model.Model(Config(**state["flags"]))
+    checkpoint.load(path, {f"model.{name}": p.detach() for name, p in net.named_parameters()})
+    return net.eval(), state
+
+
+MODERN = ["--optimizer=muon", "--pos=rope", "--block=parallel", "--mlp=swiglu", "--norm=rmsnorm", "--schedule=wsd"]
+
+
+@pytest.mark.parametrize("flags", [["--dropout=0.1"], MODERN], ids=["gpt2", "modern"])
+def test_resume_is_exact(run, flags):
+    """40 steps equal 20, then a resume, then 20, digit for digit; also when the first 20 were cut off at 27."""
+    whole = run(*flags, out="whole")
+    halves = run(*flags, "--max_iters=20", "--lr_decay_iters=40", out="halves")
+    run(*flags, "--init_from=resume", "--lr_decay_iters=40", out="halves")
+    assert losses(halves) == losses(whole)
+    shutil.rmtree(halves / "step_00000040")
+    (halves / "latest").write_text("step_00000020\n")  # as if killed after the log had gone on
+    run("--init_from=resume", out="halves")
+    assert losses(halves) == losses(whole)
+    assert [line["step"] for line in metrics(whole) if "loss" in line] == list(range(40))
+    assert [line["step"] for line in metrics(whole) if "val_loss" in line] == [0, 20, 40]
+
+
+def test_processes_do_not_change_the_losses(run, launch):
+    """1 and 2 DDP processes agree to 1e-5; 2 resume exactly; what 2 saved goes on in 1 with the same data."""
+    one = losses(run(out="one"))
+    two, done = launch(2, out="two")
+    assert done.returncode == 0, done.stderr
+    half, done = launch(2, "--max_iters=20", "--lr_decay_iters=40", out="half")
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(half, half.parent / "moved")
+    _, done = launch(2, "--init_from=resume", "--max_iters=40", out="half")
+    assert done.returncode == 0, done.stderr
+    assert losses(half) == losses(two)
+    moved = losses(run("--init_from=resume", "--lr_decay_iters=40", out="moved"))
+    for other in (losses(two), moved):
+        assert len(other) == len(one)
+        for a, b in zip(other, one, strict=True):
+            assert a == pytest.approx(b, abs=1e-5)
+
+
+def test_accumulation_does_not_change_the_losses(run):
+    a = losses(run("--batch_size=8", "--gradient_accumulation_steps=1", out="a"))
+    b = losses(run("--batch_size=2", "--gradient_accumulation_steps=4", out="b"))
+    trained = [[line for line in lines if len(line) == 5] for lines in (a, b)]
+    assert len(trained[0]) == 40
+    for x, y in zip(*trained, strict=True):
+        assert x == pytest.approx(y, abs=1e-5)
+
+
+def test_steps_equal_a_plain_loop(run, tiny_data):
+    """The first losses against the shortest loop: raw tokens, plain AdamW without fusing, clipping by hand."""
+    lines = metrics(run("--max_iters=8", "--grad_clip=0.5", "--lr_decay_iters=40"))
+    logged = [line["loss"] for line in lines if "loss" in line]
+    assert len(logged) == 8
+    cfg = parse(Config, [*TINY, f"--dataset={tiny_data}", "--grad_clip=0.5"])
+    cfg.vocab_size = 257
+    torch.manual_seed(cfg.seed)
+    net = model.Model(cfg)
+    tokens = np.concatenate([np.fromfile(p, "<u2")[512:] for p in sorted(tiny_data.glob("train_*.bin"))]).astype(
+        np.int64
+    )
+    n = (len(tokens) - 1) // 16
+    from data.loader import order  # the order itself has its own tests
+
+    decay = [p for p in net.parameters() if p.dim() > 1]
+    rest = [p for p in net.parameters() if p.dim() < 2]
+    adamw = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+        foreach=False,
+    )
+    for step, expected in enumerate(logged):
+        lr = (
+            1e-2 * (step + 1) / 6
+            if step < 5
+            else 6e-5 + 0.5 * (1 + math.cos(math.pi * (step - 5) / 35)) * (1e-2 - 6e-5)
+        )
+        for group in adamw.param_groups:
+            group["lr"] = lr
+        starts = order(np.arange(step * 8, step * 8 + 8), n, cfg.seed) * 16
+        rows = torch.from_numpy(np.stack([tokens[s : s + 17] for s in starts]))
+        loss = torch.nn.functional.cross_entropy(net(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        assert loss.item() == pytest.approx(expected, abs=2e-5), step
+        adamw.zero_grad()
+        loss.backward()
+        norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in net.parameters()))
+        for p in net.parameters():
+            p.grad *= min(1.0, 0.5 / norm)
+        adamw.step()
+
+
+def test_learns(run):
+    """Five phrases in random order: far below the uniform guess, not below their entropy of ln 5 per 9 bytes."""
+    last = metrics(run("--max_iters=150", "--eval_interval=150", "--eval_iters=0"))[-1]
+    assert math.log(5) / 9 < last["val_loss"] < 1.3
+
+
+def test_evaluation_equals_a_naive_one(run, tiny_data):
+    """val_loss and val_bpb over the whole set, window by window from the raw tokens; `best` is the lowest of all."""
+    folder = run("--eval_iters=0", "--batch_size=7")
+    net, state = load(folder)
+    tokens = np.concatenate([np.fromfile(p, "<u2")[512:] for p in sorted(tiny_data.glob("val_*.bin"))]).astype(np.int64)
+    nats, count, n_bytes = 0.0, 0, 0
+    for start in range(0, len(tokens) - 16, 16):
+        row = torch.from_numpy(tokens[start : start + 17])
+        with torch.no_grad():
+            nats += torch.nn.functional.cross_entropy(net(row[None, :-1])[0].double(), row[1:], reduction="sum").item()
+        count += 16
+        n_bytes += (row[1:] != 256).sum().item()
+    last = metrics(folder)[-1]
+    assert last["val_loss"] == pytest.approx(nats / count, rel=1e-6)
+    assert last["val_bpb"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-6)
+    assert state["best_val_loss"] == min(line["val_loss"] for line in metrics(folder) if "val_loss" in line)
+
+
+def test_every_figure_is_written(run):
+    folder = run("--log_interval=5")
+    lines = metrics(folder)
+    logged = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in logged] == list(range(0, 40, 5))
+    for line in logged:
+        assert {"lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "ms_per_step", "peak_memory_bytes"} <= line.keys()
+        assert line["tokens"] == (line["step"] + 1) * 4 * 2 * 16
+        net = load(folder)[0]
+        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * net.flops_per_token() / 1e9)
+    events = EventAccumulator(str(folder)).Reload()
+    assert [e.value for e in events.Scalars("train/loss")] == pytest.approx([line["loss"] for line in logged])
+
+
+def test_resolved_flags_read_back_equal(run, tiny_data, tmp_path):
+    folder = run("--pos=rope", "--rope_theta=500")
+    stored = checkpoint.read_state(checkpoint.find(folder))["flags"]
+    again = parse(Config, [str(folder / "config.py")])
+    assert {name: getattr(again, name) for name in stored} == stored
+    assert again.vocab_size == 257 and again.rope_theta == 500
+
+
+def test_save_policy(run):
+    folder = run(
+        "--save_interval=7", "--keep_last=3", "--always_save_checkpoint=False", "--learning_rate=0", "--min_lr=0"
+    )
+    steps = sorted(int(p.name[5:]) for p in folder.glob("step_*"))
+    assert steps == [21, 28, 35]  # nothing improves after step 0, which is not saved
+    assert checkpoint.find(folder).name == "step_00000035"
+
+
+def test_a_finished_run_is_left_alone(run, capsys):
+    folder = run("--max_iters=6")
+    before = losses(folder)
+    run("--init_from=resume", "--max_iters=6")
+    assert losses(folder) == before and "raise --max_iters" in capsys.readouterr().out
+
+
+def test_eval_only_changes_nothing(run, capsys):
+    folder = run("--max_iters=20")
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    said = re.search(r"step 20: .*", capsys.readouterr().out)[0]
+    run("--init_from=resume", "--eval_only=True")
+    assert capsys.readouterr().out.strip() == said
+    run("--init_from=scratch", "--eval_only=True")
+    assert "step 0: " in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
+
+
+@pytest.mark.parametrize(
+    "flag,expected", [("--always_save_checkpoint=True", 20), ("--always_save_checkpoint=False", 20)]
+)
+def test_not_finite_loss_stops(run, monkeypatch, capsys, flag, expected):
+    """The line names step and samples; the last good checkpoint stays the latest one."""
+    plain, calls = model.Model.loss, []
+
+    def loss(self, x, targets):
+        calls.append(self.training)
+        factor = math.inf if sum(calls) == 2 * 25 + 1 else 1.0  # first micro-batch of step 25
+        return plain(self, x, targets) * factor
+
+    monkeypatch.setattr(model.Model, "loss", loss)
+    with pytest.raises(SystemExit) as stop:
+        run(flag, out="bad")
+    assert stop.value.code == 1
+    message = capsys.readouterr().err
+    assert "step 25 " in message and "samples 200 to 207" in message and "--skip_nonfinite=True" in message
+    assert "Traceback" not in message and len(message.strip().splitlines()) == 1
+
+
+def test_skip_nonfinite(run, monkeypatch):
+    """The step is left out and counted; the weights are those of before, and training goes on."""
+    plain, calls = model.Model.loss, []
+
+    def loss(self, x, targets):
+        calls.append(self.training)
+        return plain(self, x, targets) * (math.inf if sum(calls) in (51, 60) else 1.0)
+
+    monkeypatch.setattr(model.Model, "loss", loss)
+    lines = [line for line in metrics(run("--skip_nonfinite=True")) if "lr" in line]
+    assert [line["step"] for line in lines if line["loss"] is None] == [25, 29]
+    assert [line.get("skipped", 0) for line in lines[24:31]] == [0, 1, 1, 1, 1, 2, 2]
+    assert all(math.isfinite(line["loss"]) for line in lines[30:])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits(tiny_data, tmp_path, run, number):
+    flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=100000", "--lr_decay_iters=40", "--log_interval=1"]
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *flags, f"--out_dir={tmp_path / 'cut'}"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("iter 25:"):
+            process.send_signal(number)
+            break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "--init_from=resume" in out and err == ""
+    step = checkpoint.read_state(checkpoint.find(tmp_path / "cut"))["step"]
+    assert step >= 26
+    whole = losses(run(f"--max_iters={step}", "--lr_decay_iters=40", out="whole"))
+    trained = [line for line in losses(tmp_path / "cut") if len(line) == 5]
+    assert trained == [line for line in whole if len(line) == 5]
+
+
+def test_second_signal_exits_at_once(monkeypatch):
+    from engine import parallel
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        ranks = parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)
+        stop = parallel.StopSignal(ranks)
+        assert not stop.agreed()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed() and stop.name == "SIGTERM"
+        assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+
+
+def test_ranks_must_share_the_accumulation(launch):
+    _, done = launch(2, "--gradient_accumulation_steps=3")
+    assert done.returncode != 0
+    assert "gradient_accumulation_steps=3" in done.stderr and "set it to 4" in done.stderr
+
+
+def test_torchrun_passes_sigterm_on(tiny_data, tmp_path):
+    """Two ranks agree on the step at which they stop."""
+    flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=100000", f"--out_dir={tmp_path / 'cut'}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *flags],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("iter 25:"):
+            process.terminate()
+            break
+    out, err = process.communicate(timeout=60)
+    assert "--init_from=resume" in out, err
+    saved = checkpoint.read_state(checkpoint.find(tmp_path / "cut"))
+    assert saved["step"] >= 26 and saved["ranks"] == 2
+    assert {f"rng.{rank}.cpu" for rank in (0, 1)} <= checkpoint.shapes(checkpoint.find(tmp_path / "cut")).keys()
+
+
+def test_compiled_training_gives_the_same_losses(run):
+    a, b = (losses(run(f"--compile={c}", "--max_iters=5", "--eval_interval=5", out=str(c))) for c in (False, True))
+    for x, y in zip(a, b, strict=True):
+        assert x == pytest.approx(y, abs=1e-4)
+
+
+def test_imported_files_stay_light():
+    """What a command does not need is not imported: TensorBoard, distributed checkpoints and tiktoken cost seconds."""
+    heavy = "tensorboard tiktoken torch.distributed.checkpoint torch._inductor datasets"
+    code = f"import sys, train, sample; print([m for m in {heavy.split()!r} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for name in asdict(Config()):
+        assert re.search(rf"--{name}=", text), name
+    assert "torchrun" in text

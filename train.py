@@ -1,0 +1,288 @@
+"""Train a model.
+
+    python train.py config/train_shakespeare_char.py --device=cpu --compile=False
+    torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/train_gpt2.py
+    python train.py --out_dir=out/x --init_from=resume                # goes on as if it had never stopped
+    python train.py config/x.py --init_from=nanogpt:ckpt.pt           # starts from nanoGPT's weights
+
+Watch it with tensorboard --logdir=out/x. SIGINT and SIGTERM finish the step, save and exit.
+"""
+
+import math
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from configurator import Config, dump, parse, user_errors
+from data.loader import Loader, count_windows, eval_batches
+from data.shards import DataSet, TokenStream, open_data
+from engine import checkpoint, interchange, optim, parallel
+from engine.metrics import Metrics, Silent, evaluation_line, peak_flops
+from engine.parallel import Ranks
+from model import Model, ModelConfig, require
+
+DATA = Path(__file__).parent / "data"
+FREE_ON_RESUME = {"dropout", "loss_chunk"}  # model flags that may differ from the checkpoint's
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run starts from
+
+
+def stored_flags(flags: dict) -> tuple[dict, str]:
+    """What init_from says about the flags, which stands in for their defaults, and where it says so."""
+    kind, _, file = flags["init_from"].partition(":")
+    if kind == "resume":
+        path = checkpoint.find(flags["out_dir"])
+        stored = checkpoint.read_state(path)["flags"]
+        return {name: value for name, value in stored.items() if name not in ("out_dir", "init_from")}, str(path)
+    if kind == "nanogpt":
+        model_args, tensors, _ = interchange.read_nanogpt(file)
+        return interchange.from_nanogpt(model_args, tensors)[0], file
+    return {}, ""
+
+
+def check_out_dir(cfg: Config):
+    """A new run must not end up among the checkpoints of another one."""
+    taken = cfg.init_from != "resume" and not cfg.eval_only and (Path(cfg.out_dir) / "latest").exists()
+    remedy = "go on with --init_from=resume, choose another --out_dir, or delete it"
+    require(not taken, f"out_dir={cfg.out_dir} already holds a run; {remedy}")
+
+
+def open_dataset(cfg: Config) -> DataSet:
+    """The data set; settles cfg.vocab_size."""
+    data = open_data(cfg.dataset, DATA, cfg.vocab_size, cfg.verify_data)
+    if cfg.vocab_size == 0:  # matmuls like multiples of 64; a small vocabulary is too small to matter
+        cfg.vocab_size = data.vocab_size if data.vocab_size <= 1024 else -(-data.vocab_size // 64) * 64
+    return data
+
+
+def init_model(cfg: Config, ranks: Ranks) -> Model:
+    """The same weights on every rank; afterwards each rank draws its own random numbers."""
+    torch.manual_seed(cfg.seed)
+    model = Model(cfg)
+    if cfg.init_from.startswith("nanogpt:"):
+        model_args, tensors, _ = interchange.read_nanogpt(cfg.init_from.partition(":")[2])
+        model.load_state_dict(interchange.from_nanogpt(model_args, tensors)[1], strict=False)
+    torch.manual_seed(cfg.seed + 1 + ranks.rank)
+    return model.to(ranks.device)
+
+
+def run_tensors(model: Model, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor that a run consists of, by name: to save, or to load into."""
+    parameters = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    return parameters | {f"optim.{name}": t for name, t in optimizer.state_tensors(model).items()}
+
+
+def random_states(ranks: Ranks) -> dict[str, Tensor]:
+    states = {f"rng.{ranks.rank}.cpu": torch.get_rng_state()}
+    if ranks.device.type == "cuda":
+        states[f"rng.{ranks.rank}.cuda"] = torch.cuda.get_rng_state(ranks.device)
+    return states
+
+
+def restore(cfg: Config, ranks: Ranks, model: Model, optimizer: optim.Optimizer) -> dict:
+    """Load the latest checkpoint in place; returns its state. ValueError if its model or tokenizer is another one."""
+    path = checkpoint.find(cfg.out_dir)
+    state = checkpoint.read_state(path)
+    for flag in fields(ModelConfig):
+        old, new = state["flags"][flag.name], getattr(cfg, flag.name)
+        require(
+            old == new or flag.name in FREE_ON_RESUME,
+            f"{flag.name}={new} differs from {old} in {path}; leave it out, or start anew in another --out_dir",
+        )
+    random, saved = random_states(ranks), checkpoint.shapes(path)
+    random = {name: t for name, t in random.items() if name in saved}
+    checkpoint.load(path, run_tensors(model, optimizer) | random)
+    for name, t in random.items():
+        torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)
+    if not random:  # this rank was not there
+        torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])
+    return state
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+@torch.no_grad()
+def mean_loss(cfg: Config, ranks: Ranks, model: Model, stream: TokenStream, n_batches: int, lengths: Tensor | None):
+    """(nats per token, bits per byte or None) over a fixed set of windows that does not depend on the ranks."""
+    # MPS has no float64
+    total = torch.zeros(3, dtype=torch.float32 if ranks.device.type == "mps" else torch.float64, device=ranks.device)
+    for x, y in eval_batches(
+        stream, cfg.block_size, cfg.batch_size, n_batches, ranks.rank, ranks.size, cfg.seed, ranks.device
+    ):
+        counted = y >= 0
+        with ranks.autocast():
+            total[0] += model(x, y) * counted.sum()
+        total[1] += counted.sum()
+        if lengths is not None:
+            total[2] += (lengths[y.clamp(min=0)] * counted).sum()
+    nats, tokens, n_bytes = ranks.sum(total).tolist()
+    return nats / tokens, nats / math.log(2) / n_bytes if n_bytes else None
+
+
+def byte_lengths(data: DataSet, ranks: Ranks) -> tuple[Tensor | None, str]:
+    """(V,) bytes of text that each token stands for, or None and the reason."""
+    try:
+        require(data.tokenizer is not None, f"{data.folder} has no tokenizer in a meta.json")
+        return torch.from_numpy(data.tokenizer.byte_lengths).to(ranks.device), ""
+    except ValueError as error:
+        return None, f"no bits per byte: {error}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+
+
+def main(argv: list[str] | None = None):
+    with user_errors():
+        cfg = parse(Config, argv, __doc__, base=stored_flags)
+        check_out_dir(cfg)
+        data = open_dataset(cfg)
+        streams = {split: data.split(split) for split in ("train", "val")}
+        val_batches = math.ceil(count_windows(streams["val"], cfg.block_size) / cfg.batch_size)
+        ranks = parallel.join(cfg)
+        model = init_model(cfg, ranks)
+        optimizer = optim.build(model, cfg)
+        scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
+        state = {"step": 0, "samples": 0, "skipped": 0, "best_val_loss": None}
+        if cfg.init_from == "resume":
+            state = restore(cfg, ranks, model, optimizer)
+            tokenizer_hash = data.tokenizer and data.tokenizer.hash
+            require(
+                state["tokenizer_hash"] == tokenizer_hash,
+                f"dataset={cfg.dataset} has another tokenizer than the checkpoint in {cfg.out_dir}; use the same data",
+            )
+            scaler.load_state_dict(state["scaler"])
+        step, samples, skipped, best = (state[name] for name in ("step", "samples", "skipped", "best_val_loss"))
+        micro_steps = cfg.gradient_accumulation_steps // ranks.size
+        loader = Loader(
+            streams["train"], cfg.block_size, cfg.batch_size, micro_steps, ranks.rank, ranks.size, cfg.seed,
+            ranks.device, start=samples,
+        )  # fmt: skip
+        peak = ranks.sum(torch.tensor(peak_flops(ranks.device, ranks.dtype) or math.nan)).item()
+        metrics = Silent()
+        if ranks.first and not cfg.eval_only:
+            metrics = Metrics(
+                cfg.out_dir, step, samples * cfg.block_size, cfg.max_iters, model.flops_per_token(),
+                peak if math.isfinite(peak) else None, ranks.device,
+            )  # fmt: skip
+            dump(cfg, Path(cfg.out_dir) / "config.py")
+
+    lengths, why_not = byte_lengths(data, ranks)
+    samples_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
+    metrics.say(
+        f"{model.n_params():,} parameters; {samples_per_step * cfg.block_size:,} tokens per step from {data.folder}, "
+        f"{loader.n_windows:,} windows; {ranks.size} x {ranks.device.type}, {str(ranks.dtype)[6:]}"
+        + ", compiled"
+        * ranks.compile
+    )
+    if why_not:
+        metrics.say(why_not)
+    if step >= cfg.max_iters:
+        metrics.say(f"{cfg.out_dir} is at step {step} of max_iters={cfg.max_iters}; raise --max_iters to train on")
+    training = parallel.replicate(model, ranks)
+    stop = parallel.StopSignal(ranks)
+    saved = step if cfg.init_from == "resume" else None  # step of the last checkpoint
+    never = torch.iinfo(torch.int64).max
+    first_bad = torch.full((), never, device=ranks.device)  # first step whose gradient was not finite
+
+    def check_finite():
+        """Ends the run if a gradient was not finite; what it has spoilt is never saved."""
+        if first_bad < never:
+            first = samples - (step - int(first_bad)) * samples_per_step  # those of `step` come next
+            metrics.close()
+            if ranks.first:
+                print(
+                    f"error: the loss or its gradient is not finite at step {int(first_bad)} (samples {first} to "
+                    f"{first + samples_per_step - 1}); "
+                    + ("nothing is saved yet" if saved is None else f"the checkpoint of step {saved} is good")
+                    + "; lower --learning_rate, or leave such steps out with --skip_nonfinite=True",
+                    file=sys.stderr,
+                )
+            raise SystemExit(1)
+
+    def save(is_best: bool):
+        check_finite()
+        now = {
+            "samples": samples, "skipped": skipped, "best_val_loss": best, "scaler": scaler.state_dict(),
+            "flags": asdict(cfg), "ranks": ranks.size, "tokenizer": data.tokenizer and data.tokenizer.spec,
+            "tokenizer_hash": data.tokenizer and data.tokenizer.hash,
+        }  # fmt: skip
+        tensors = run_tensors(model, optimizer) | random_states(ranks)
+        return checkpoint.save(cfg.out_dir, step, tensors, now, cfg.keep_last, is_best)
+
+    while True:
+        stopping, worth_saving, improved = stop.agreed(), False, False
+        if (cfg.eval_only or step % cfg.eval_interval == 0 or step == cfg.max_iters) and not stopping:
+            with metrics.paused():
+                check_finite()
+                model.eval()
+                train_loss, _ = mean_loss(cfg, ranks, model, streams["train"], cfg.eval_iters or val_batches, lengths)
+                val_loss, bpb = mean_loss(cfg, ranks, model, streams["val"], cfg.eval_iters, lengths)
+                model.train()
+                metrics.evaluation(step, train_loss, val_loss, bpb)
+            improved = best is None or val_loss < best
+            best = val_loss if improved else best
+            worth_saving = step > 0 and (improved or cfg.always_save_checkpoint)
+        if cfg.eval_only:
+            if ranks.first and not stopping:
+                print(evaluation_line(step, train_loss, val_loss, bpb))
+            break
+        periodic = step > 0 and cfg.save_interval > 0 and step % cfg.save_interval == 0
+        if (stopping or worth_saving or periodic) and (step != saved or improved):
+            with metrics.paused():
+                path = save(improved)
+                saved = step
+        if stopping:
+            metrics.say(f"stopped by {stop.name or 'another rank'}: saved {path}; go on with --init_from=resume")
+        if stopping or step >= cfg.max_iters:
+            break
+
+        lr = optim.learning_rate(step, cfg)
+        optimizer.set_lr(lr)
+        loss = torch.zeros((), device=ranks.device)
+        for micro_step in range(micro_steps):
+            x, y = next(loader)
+            training.require_backward_grad_sync = micro_step == micro_steps - 1  # DDP averages over ranks once a step
+            with ranks.autocast():
+                part = training(x, y) / micro_steps
+            scaler.scale(part).backward()
+            loss += part.detach()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+        # With a scaler, an infinite gradient only means that its scale was too large; a loss is not to be infinite.
+        finite = torch.isfinite(ranks.sum(loss.clone()) if scaler.is_enabled() else norm)  # the same on every rank
+        logging = step % cfg.log_interval == 0
+        if not cfg.skip_nonfinite:
+            first_bad = torch.where(finite, first_bad, first_bad.clamp(max=step))
+            if logging or ranks.device.type == "cpu":  # elsewhere, looking would make the host wait for the device
+                check_finite()
+        if cfg.skip_nonfinite and not finite:
+            skipped += 1
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad(set_to_none=True)
+        samples += samples_per_step
+        if logging:
+            mean, epoch = ranks.sum(loss).item() / ranks.size, samples / loader.n_windows
+            metrics.log(step, mean, lr, norm.item(), samples * cfg.block_size, epoch, skipped)
+        step += 1
+
+    if ranks.compile:
+        metrics.say(f"torch.compile made {torch._dynamo.utils.counters['stats']['unique_graphs']} graphs")
+    loader.close()
+    stop.settle()
+    metrics.close()
+    parallel.leave()
+
+
+if __name__ == "__main__":
+    main()
