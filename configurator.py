@@ -113,17 +113,16 @@ class Config(ModelConfig):
         ):
             value = getattr(self, name)
             require(re.fullmatch(pattern, value, re.DOTALL) is not None, f"{name}={value!r} must be {form}")
-        decays = self.schedule != "constant"
-        last = "lr_decay_iters" if decays and self.lr_decay_iters else "max_iters"
+        last = "lr_decay_iters" if self.lr_decay_iters else "max_iters"
         end = getattr(self, last)
-        cooldown = (self.cooldown_iters or end // 5) if self.schedule == "wsd" else 0
-        steps = f"warmup_iters={self.warmup_iters}" + f" and a cooldown of {cooldown} steps together" * (cooldown > 0)
+        cooldown = self.cooldown_iters or end // 5
         require(
-            self.warmup_iters + cooldown <= end,
-            f"{steps} must be at most {last}={end}; set warmup_iters lower or {last} higher",
+            self.schedule != "wsd" or self.warmup_iters + cooldown <= end,
+            f"schedule=wsd with warmup_iters={self.warmup_iters} and a cooldown of {cooldown} steps needs more than "
+            f"{last}={end} steps; set warmup_iters or cooldown_iters lower",
         )
         require(
-            not decays or self.min_lr <= self.learning_rate,
+            self.schedule == "constant" or self.min_lr <= self.learning_rate,
             f"min_lr={self.min_lr} must be at most learning_rate={self.learning_rate}; a tenth of it is usual",
         )
 
@@ -131,7 +130,7 @@ class Config(ModelConfig):
 # ---------------------------------------------------------------------------------------------------------------------
 # Values
 
-COMMAND_LINE = "command line"  # where a flag was set; the other places are "file:line" and base's
+COMMAND_LINE = "command line"  # where a flag was set; the other places are "file:line" and what base names
 CONSTANTS = {"true": True, "false": False}
 OPERATORS = {
     ast.Add: operator.add,
@@ -269,7 +268,7 @@ def parse(
         message = str(error)
         for name, where in sources.items():
             said = "|".join(re.escape(text) for text in (repr(values[name]), str(values[name])))
-            message = re.sub(rf"\b{name}=({said})(?!\.?\w)", lambda m, w=where: f"{m[0]} ({w})", message, count=1)
+            message = re.sub(rf"\b{name}=({said})", lambda m, w=where: f"{m[0]} ({w})", message, count=1)
         raise ValueError(message) from None
     unused = {name: when for name, (used, when) in getattr(cls, "USED_WHEN", {}).items() if not used(cfg)}
     for name, when in [(name, when) for name, when in unused.items() if name in sources]:
@@ -353,7 +352,7 @@ def documented(cls: type) -> Iterator[tuple[str, list[tuple[str, str]]]]:
                 section = words[0].string.strip("# -")
             elif len(words) > 1 and words[1].string == ":":
                 comment = words[-1].string if words[-1].type == tokenize.COMMENT else ""
-                notes.setdefault(words[0].string, (section, comment.strip("# ")))
+                notes[words[0].string] = section, comment.strip("# ")
     flags = [(field.name, *notes.get(field.name, ("", ""))) for field in fields(cls)]
     for section, group in groupby(flags, key=lambda flag: flag[1]):
         yield section, [(name, note) for name, _, note in group]

@@ -140,6 +140,11 @@ def byte_lengths(data: DataSet, ranks: Ranks) -> tuple[Tensor | None, str]:
 # The loop
 
 
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made so far in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(Config, argv, __doc__, base=stored_flags)
@@ -191,6 +196,7 @@ def main(argv: list[str] | None = None):
     stop = parallel.StopSignal(ranks)
     saved = step if cfg.init_from == "resume" else None  # step of the last checkpoint
     never = torch.iinfo(torch.int64).max
+    graphs_warm = 0
     first_bad = torch.full((), never, device=ranks.device)  # first step whose gradient was not finite
 
     def check_finite():
@@ -274,10 +280,12 @@ def main(argv: list[str] | None = None):
         if logging:
             mean, epoch = ranks.sum(loss).item() / ranks.size, samples / loader.n_windows
             metrics.log(step, mean, lr, norm.item(), samples * cfg.block_size, epoch, skipped)
+        if ranks.compile and not graphs_warm:
+            graphs_warm = compiled_graphs()
         step += 1
 
     if ranks.compile:
-        metrics.say(f"torch.compile made {torch._dynamo.utils.counters['stats']['unique_graphs']} graphs")
+        metrics.say(f"torch.compile: {graphs_warm} graphs, and {compiled_graphs() - graphs_warm} after the first step")
     loader.close()
     stop.settle()
     metrics.close()

@@ -53,7 +53,7 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--beta2=1.5"], ["beta2=1.5"]),
     (["--grad_clip=-1"], ["grad_clip=-1"]),
     (["--batch_size=0"], ["batch_size=0"]),
-    (["--warmup_iters=100"], ["warmup_iters=100", "max_iters"]),
+    (["--schedule=wsd", "--warmup_iters=100"], ["warmup_iters=100", "max_iters"]),
     (["--n_head=3"], ["n_embd=16", "n_head=3"]),
     (["--attention=gqa"], ["attention=gqa", "n_kv_head"]),
     (["--attention=mqa", "--n_kv_head=2"], ["attention=mqa", "n_kv_head=2"]),
