@@ -14,7 +14,7 @@ train: .venv/ready data/pycode/meta.json
 test: .venv/ready-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
 slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow

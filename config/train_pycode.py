@@ -14,13 +14,13 @@ pos = "rope"
 mlp = "relu2"
 
 optimizer = "muon"
-max_iters = 600
+max_iters = 450
 learning_rate = 3e-3
 min_lr = 0.0
 schedule = "wsd"
 warmup_iters = 20
-cooldown_iters = 200
+cooldown_iters = 150
 
-eval_interval = 200
+eval_interval = 150
 eval_iters = 60
 log_interval = 10
