@@ -182,11 +182,10 @@ def main(argv: list[str] | None = None):
 
     lengths, why_not = byte_lengths(data, ranks)
     samples_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
+    machine = f"{ranks.size} x {ranks.device.type}, {str(ranks.dtype)[6:]}" + ", compiled" * ranks.compile
     metrics.say(
         f"{model.n_params():,} parameters; {samples_per_step * cfg.block_size:,} tokens per step from {data.folder}, "
-        f"{loader.n_windows:,} windows; {ranks.size} x {ranks.device.type}, {str(ranks.dtype)[6:]}"
-        + ", compiled"
-        * ranks.compile
+        f"{loader.n_windows:,} windows; {machine}"
     )
     if why_not:
         metrics.say(why_not)
@@ -222,7 +221,8 @@ def main(argv: list[str] | None = None):
             "tokenizer_hash": data.tokenizer and data.tokenizer.hash,
         }  # fmt: skip
         tensors = run_tensors(model, optimizer) | random_states(ranks)
-        return checkpoint.save(cfg.out_dir, step, tensors, now, cfg.keep_last, is_best)
+        with user_errors():
+            checkpoint.save(cfg.out_dir, step, tensors, now, cfg.keep_last, is_best)
 
     while True:
         stopping, worth_saving, improved = stop.agreed(), False, False
@@ -244,10 +244,13 @@ def main(argv: list[str] | None = None):
         periodic = step > 0 and cfg.save_interval > 0 and step % cfg.save_interval == 0
         if (stopping or worth_saving or periodic) and (step != saved or improved):
             with metrics.paused():
-                path = save(improved)
-                saved = step
+                save(improved)
+            saved = step
         if stopping:
-            metrics.say(f"stopped by {stop.name or 'another rank'}: saved {path}; go on with --init_from=resume")
+            metrics.say(
+                f"stopped by {stop.name or 'a signal to another rank'} with step {step} saved; go on with "
+                f"python train.py --out_dir={cfg.out_dir} --init_from=resume"
+            )
         if stopping or step >= cfg.max_iters:
             break
 
@@ -255,7 +258,8 @@ def main(argv: list[str] | None = None):
         optimizer.set_lr(lr)
         loss = torch.zeros((), device=ranks.device)
         for micro_step in range(micro_steps):
-            x, y = next(loader)
+            with user_errors():  # such as a shard that was changed
+                x, y = next(loader)
             training.require_backward_grad_sync = micro_step == micro_steps - 1  # DDP averages over ranks once a step
             with ranks.autocast():
                 part = training(x, y) / micro_steps
