@@ -44,11 +44,17 @@ class ModelConfig:
     bias: bool = False  # bias in linear layers and layer norms, as in GPT-2
     tie_weights: bool = True  # the head shares the token embedding
     # --- model: block
-    block: Literal["standard", "parallel"] = "standard"  # attention then MLP; or both at once (GPT-J, PaLM)
+    block: Literal["standard", "parallel", "simplified", "simplified_parallel", "superblock"] = "standard"  # the wiring
     norm: Literal["layernorm", "rmsnorm", "none"] = "layernorm"  # LayerNorm, RMSNorm (arXiv:1910.07467), or nothing
     norm_placement: Literal["pre", "post", "sandwich", "none"] = "pre"  # x+f(n(x)); n(x+f(x)); x+n(f(n(x))); x+f(x)
     mlp: Literal["gelu", "relu", "relu2", "swiglu", "geglu"] = "gelu"  # relu2 arXiv:2109.08668, *glu arXiv:2002.05202
     mlp_ratio: float = 4.0  # hidden width over n_embd; gated kinds take 2/3 of it, so that parameters match
+    simplified_value_proj: Literal["first", "all", "none"] = "first"  # layers whose value projection is trained
+    simplified_beta_ff: float = 0.1  # initial gain of the MLP branch, use O(1 / sqrt(depth)) (arXiv:2311.01906)
+    pool: Literal["separate", "joint"] = "separate"  # MLP beside attention; or learned slots under the same softmax
+    wiring: Literal["parallel", "series"] = "parallel"  # the superblock's two pools at once, or one after the other
+    n_group: int = 1  # the superblock's MLP in this many independent groups of channels
+    n_slot: int = 0  # learned slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
     # --- model: attention
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # GQA arXiv:2305.13245, MQA arXiv:1911.02150
     n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
@@ -64,9 +70,9 @@ class ModelConfig:
     loss_chunk: int = 0  # tokens whose logits exist at once in the loss; 0 = as many as fit in 128 MiB
 
     def __post_init__(self):
-        for name in ("n_layer", "n_head", "n_embd", "block_size"):
+        for name in ("n_layer", "n_head", "n_embd", "block_size", "n_group"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("vocab_size", "n_kv_head", "window", "attn_softcap", "logit_softcap", "loss_chunk"):
+        for name in ("vocab_size", "n_kv_head", "window", "attn_softcap", "logit_softcap", "loss_chunk", "n_slot"):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative; 0 is the default")
         H, C = self.n_head, self.n_embd
         require(
@@ -75,6 +81,7 @@ class ModelConfig:
         require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
         require(self.mlp_ratio > 0, f"mlp_ratio={self.mlp_ratio} must be positive")
         require(self.rope_theta > 0, f"rope_theta={self.rope_theta} must be positive")
+        require(C % self.n_group == 0, f"n_group={self.n_group} does not divide n_embd={C}; set n_group to a divisor")
         divisors = [n for n in range(1, H + 1) if H % n == 0]
         require(
             self.attention != "gqa" or self.n_kv_head in divisors,
@@ -111,7 +118,18 @@ class ModelConfig:
         """F: mlp_ratio * C, of gated kinds 2/3 of that, rounded to a multiple of 64 where C is one."""
         width = self.mlp_ratio * self.n_embd * (2 / 3 if MLP_KIND[self.mlp].inputs == 2 else 1)
         unit = 64 if self.n_embd % 64 == 0 else 1
-        return max(unit, round(width / unit) * unit)
+        width = max(unit, round(width / unit) * unit)
+        # in a superblock each key/value head, or each group, takes its slice
+        slices = math.lcm(self.kv_heads, self.n_group) if self.block == "superblock" else 1
+        return -(-width // slices) * slices
+
+    @property
+    def slots(self) -> int:
+        """Learned slots per key/value head: n_slot, or what gives a joint pool as many parameters as the MLP."""
+        if self.block != "superblock" or self.pool != "joint":
+            return 0
+        mlp = (MLP_KIND[self.mlp].inputs + 1) * self.n_embd * self.hidden_dim
+        return self.n_slot or round(mlp / (2 * self.kv_heads * self.head_dim))
 
     def layer_window(self, layer: int) -> int:
         """Sliding window of a layer in tokens, 0 = full attention."""
@@ -123,6 +141,13 @@ class ModelConfig:
 USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "rope_theta": (lambda c: c.pos == "rope", "pos=rope"),
     "window_pattern": (lambda c: c.window > 0, "window > 0"),
+    "simplified_value_proj": (lambda c: c.block.startswith("simplified"), "block=simplified"),
+    "simplified_beta_ff": (lambda c: c.block.startswith("simplified"), "block=simplified"),
+    "pool": (lambda c: c.block == "superblock", "block=superblock"),
+    "wiring": (lambda c: c.block == "superblock" and c.pool == "separate", "block=superblock and pool=separate"),
+    "n_group": (lambda c: c.block == "superblock" and c.pool == "separate", "block=superblock and pool=separate"),
+    "n_slot": (lambda c: c.block == "superblock" and c.pool == "joint", "block=superblock and pool=joint"),
+    "mlp": (lambda c: c.block != "superblock" or c.pool == "separate", "pool=separate"),
     "norm": (lambda c: c.norm_placement != "none" or c.norm == "none", "norm_placement other than none"),
     "norm_placement": (lambda c: c.norm != "none" or c.norm_placement == "none", "norm other than none"),
 }
@@ -218,6 +243,10 @@ class Unrotated(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         return q, k, v
 
+    def slots(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (Hkv, M, D) that have no position, made fit to stand beside those that have."""
+        return k, v
+
 
 class Rope(Unrotated):
     """Pairs (x_j, x_{j+D/2}) turned by t * theta^(-2j/D) (arXiv:2104.09864, in GPT-NeoX's and Llama's order)."""
@@ -241,24 +270,35 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Alibi(Unrotated):
     """Adds -m_h (i - j) to the scores (arXiv:2108.12409) without a bias matrix.
 
-    Softmax ignores a shift per row, so m_h j is enough, and that is a dot product: q gets the columns
-    (256 m_h, m_h) * sqrt(D) and k the columns (j // 256, j % 256), each exact in bfloat16. v is padded with zeros to
-    the same width (a multiple of 8), which the fused kernels want; attention drops those columns of its result.
+    Softmax ignores a shift per row, so m_h j is enough, and that is a dot product of columns added to q and k:
+
+        q   256 m_h, m_h, 256 m_h (i // 256), m_h (i % 256)   times sqrt(D)
+        k   j // 256, j % 256, 0, 0;   of a slot without position 0, 0, 1, 1, which takes its shift back
+
+    Each is exact in bfloat16. v is padded with zeros to the same width (a multiple of 8), which the fused kernels want;
+    attention drops those columns of its result.
     """
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        H, D = self.cfg.n_head, self.cfg.head_dim
-        pad = -(D + 2) % 8
-        slope = alibi_slopes(H, t.device).to(dtype) * math.sqrt(D)  # (H,)
-        q_columns = F.pad(torch.stack((256 * slope, slope), dim=-1)[:, None], (0, pad))  # (H, 1, 2 + pad)
-        k_columns = F.pad(torch.stack((t // 256, t % 256), dim=-1).to(dtype), (0, pad))  # (T, 2 + pad)
-        return q_columns, k_columns
+        slope = alibi_slopes(self.cfg.n_head, t.device).to(dtype)[:, None] * math.sqrt(self.cfg.head_dim)  # (H, 1)
+        far, near = (t // 256).to(dtype), (t % 256).to(dtype)  # (T,)
+        columns = (256 * slope).expand(-1, len(t)), slope.expand(-1, len(t)), 256 * slope * far, slope * near
+        return self.pad(torch.stack(columns, dim=-1)), self.pad(torch.stack((far, near), dim=-1))  # (H, T, .), (T, .)
+
+    def pad(self, columns: Tensor) -> Tensor:
+        """(..., n) -> (..., E - D), where E is the least multiple of 8 that holds D + 4."""
+        D = self.cfg.head_dim
+        return F.pad(columns, (0, -(-(D + 4) // 8) * 8 - D - columns.size(-1)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         q_columns, k_columns = (c.to(q.dtype) for c in table)
-        q = torch.cat((q, q_columns.expand(*q.shape[:3], -1)), dim=-1)  # (B, H, T, D + 2 + pad)
-        k = torch.cat((k, k_columns.expand(*k.shape[:3], -1)), dim=-1)  # (B, Hkv, T, D + 2 + pad)
+        q = torch.cat((q, q_columns.expand(*q.shape[:3], -1)), dim=-1)  # (B, H, T, E)
+        k = torch.cat((k, k_columns.expand(*k.shape[:3], -1)), dim=-1)  # (B, Hkv, T, E)
         return q, k, F.pad(v, (0, q.size(-1) - v.size(-1)))
+
+    def slots(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        columns = self.pad(torch.cat((k.new_zeros(2), k.new_ones(2)))).expand(*k.shape[:2], -1)  # (Hkv, M, E - D)
+        return torch.cat((k, columns), dim=-1), F.pad(v, (0, columns.size(-1)))
 
 
 def alibi_slopes(n_head: int, device: torch.device | str = "cpu") -> Tensor:
@@ -282,24 +322,41 @@ POSITION = {  # flag -> (added to the embedding, done to q, k and v)
 
 
 def mix(
-    q: Tensor, k: Tensor, v: Tensor, head_dim: int, window: int = 0, softcap: float = 0.0, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    head_dim: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    slots: int = 0,
 ) -> Tensor:
     """Causal attention softmax(cap(q k^T / sqrt(D))) v of T queries that are the last T of S positions.
 
-    q (B, H, T, E), k and v (B, Hkv, S, E), E >= D = head_dim: columns beyond D carry a position bias, which a softcap
-    leaves alone. T is S (training, prompt) or 1 (decoding). Returns (B, H, T, E).
+    q (B, H, T, E), k and v (B, Hkv, slots + S, E), E >= D = head_dim: columns beyond D carry a position bias, which a
+    softcap leaves alone. The first `slots` keys have no position and are always visible. T is S (training, prompt) or 1
+    (decoding). Returns (B, H, T, E).
     """
-    T, S = q.size(2), k.size(2)
+    T, S = q.size(2), k.size(2) - slots
     if T == 1 and 0 < window < S:
-        k, v, window = k[:, :, -window:], v[:, :, -window:], 0
-    if softcap > 0 or (dropout > 0 and q.device.type == "cpu"):  # the CPU's fused kernel knows no dropout
-        return strip_attention(q, k, v, head_dim, window, softcap, dropout)
+        k, v, window = visible(k, S - window, S, slots), visible(v, S - window, S, slots), 0
+    fused = softcap == 0 and (dropout == 0 or q.device.type != "cpu")  # the CPU's fused kernel knows no dropout
     sdpa = partial(
         F.scaled_dot_product_attention, scale=head_dim**-0.5, dropout_p=dropout, enable_gqa=q.size(1) != k.size(1)
     )
-    if 0 < window < T:
+    if fused and 0 < window < T and slots == 0:
         return window_attention(sdpa, q, k, v, window)
-    return sdpa(q, k, v, is_causal=T > 1)
+    if fused and (slots == 0 or T == 1):
+        return sdpa(q, k, v, is_causal=T > 1)
+    return strip_attention(
+        sdpa if fused else partial(naive_attention, head_dim, softcap, dropout), q, k, v, window, slots
+    )
+
+
+def visible(x: Tensor, start: int, end: int, slots: int) -> Tensor:
+    """The slots and positions start .. end of keys or values x (B, Hkv, slots + S, E)."""
+    part = x[:, :, slots + start : slots + end]
+    return torch.cat((x[:, :, :slots], part), dim=2) if slots else part
 
 
 def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, W: int) -> Tensor:
@@ -322,30 +379,56 @@ def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tenso
 
 
 def strip_attention(
-    q: Tensor, k: Tensor, v: Tensor, head_dim: int, window: int, softcap: float, dropout: float, rows: int = 128
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, window: int, slots: int, rows: int = 128
 ) -> Tensor:
-    """Attention in strips of queries, recomputed in the backward: what the fused kernels lack, in O(rows S) memory."""
-    T, S = q.size(2), k.size(2)
+    """Attention in strips of queries, recomputed in the backward: any mask and score function in O(rows S) memory."""
+    T, S = q.size(2), k.size(2) - slots
 
-    def strip(q: Tensor, k: Tensor, v: Tensor, ahead: int) -> Tensor:  # the strip's first query is key number `ahead`
-        Hkv, D = k.size(1), head_dim
-        q = q.unflatten(1, (Hkv, -1))  # (B, Hkv, G, t, E)
-        k, v = k[:, :, None], v[:, :, None]  # (B, Hkv, 1, s, E)
-        scores = capped(q[..., :D] @ k[..., :D].mT * D**-0.5, softcap)
-        scores = at_least_float32(scores + q[..., D:] @ k[..., D:].mT * D**-0.5)  # (B, Hkv, G, t, s)
-        distance = torch.arange(ahead, ahead + q.size(3), device=q.device)[:, None]
-        distance = distance - torch.arange(k.size(3), device=q.device)  # (t, s), negative = the future
-        hidden = (distance < 0) | (distance >= window) if window else distance < 0
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1).to(v.dtype)
-        return (F.dropout(weights, dropout) @ v).flatten(1, 2)  # (B, H, t, E)
+    def strip(q: Tensor, k: Tensor, v: Tensor, ahead: int) -> Tensor:  # its first query is position `ahead` of the keys
+        i, j = (
+            torch.arange(ahead, ahead + q.size(2), device=q.device)[:, None],
+            torch.arange(k.size(2), device=q.device),
+        )
+        distance = i - (j - slots)  # (t, s), negative = the future
+        return attend(q, k, v, attn_mask=(j < slots) | (distance >= 0) & (distance < (window or S)))
 
     out = []
     for i in range(0, T, rows):
         end = min(i + rows, T)
-        lo = max(0, S - T + i - window + 1) if window else 0
-        args = q[:, :, i:end], k[:, :, lo : S - T + end], v[:, :, lo : S - T + end], S - T + i - lo
-        out.append(checkpoint(strip, *args, use_reentrant=False) if torch.is_grad_enabled() else strip(*args))
+        first = max(0, S - T + i - window + 1) if window else 0
+        strips = q[:, :, i:end], *(visible(x, first, S - T + end, slots) for x in (k, v)), S - T + i - first
+        out.append(checkpoint(strip, *strips, use_reentrant=False) if torch.is_grad_enabled() else strip(*strips))
     return torch.cat(out, dim=2)
+
+
+def naive_attention(
+    head_dim: int, softcap: float, dropout: float, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor
+) -> Tensor:
+    """What the fused kernels lack: a softcap, and dropout on CPUs. Shapes as in mix; attn_mask (T, S)."""
+    D = head_dim
+    q, k, v = q.unflatten(1, (k.size(1), -1)), k[:, :, None], v[:, :, None]  # (B, Hkv, G, t, E), (B, Hkv, 1, s, E)
+    scores = capped(q[..., :D] @ k[..., :D].mT * D**-0.5, softcap)
+    scores = at_least_float32(scores + q[..., D:] @ k[..., D:].mT * D**-0.5)  # (B, Hkv, G, t, s)
+    weights = scores.masked_fill(~attn_mask, -math.inf).softmax(-1).to(v.dtype)
+    return (F.dropout(weights, dropout) @ v).flatten(1, 2)  # (B, H, t, E)
+
+
+def uniform_mix(q: Tensor, k: Tensor, v: Tensor, head_dim: int, window: int = 0) -> Tensor:
+    """What mix gives when q and k carry no content: the mean over the visible values, in O(T) unless positions weigh.
+
+    With a position bias (columns beyond head_dim) it is the softmax of that alone. Shapes as in mix; k of H heads.
+    """
+    if q.size(-1) > head_dim:
+        return mix(torch.cat((torch.zeros_like(q[..., :head_dim]), q[..., head_dim:]), dim=-1), k, v, head_dim, window)
+    T, S = q.size(2), k.size(2)
+    if T == 1:
+        return v[:, :, -window:].mean(dim=2, keepdim=True)
+    total = at_least_float32(v).cumsum(dim=2)
+    count = torch.arange(1, S + 1, device=v.device, dtype=total.dtype)
+    if 0 < window < S:
+        total = torch.cat((total[:, :, :window], total[:, :, window:] - total[:, :, :-window]), dim=2)
+        count = count.clamp(max=window)
+    return (total / count[:, None]).to(v.dtype)
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
@@ -396,34 +479,121 @@ class KVCache:
         return self.k[:, :, : self.end], self.v[:, :, : self.end]
 
 
+class Heads(nn.Module):
+    """softmax(q_h k_g(h)^T / sqrt(D)) v_g(h) over the context, after positions and the cache of decoding.
+
+    With slots (a joint pool) each key/value head also has M learned keys and values under the same softmax.
+    """
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        self.head_dim, self.n_head = cfg.head_dim, cfg.n_head
+        self.window, self.softcap, self.dropout = cfg.layer_window(layer), cfg.attn_softcap, cfg.dropout
+        self.q_norm, self.k_norm = (nn.RMSNorm(cfg.head_dim, 1e-5) if cfg.qk_norm else nn.Identity() for _ in range(2))
+        self.rotate = POSITION[cfg.pos][1](cfg)
+        self.cache = NoCache()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+        """q (B, H, T, D), k and v (B, heads, T, D) -> (B, T, C)."""
+        q, k, v = self.rotate(self.q_norm(q), self.k_norm(k), v, table)
+        k, v = self.cache(k, v)  # (B, heads, S, E)
+        return self.mix(q, k, v)[..., : self.head_dim].transpose(1, 2).flatten(2)  # (B, H, T, E) -> (B, T, C)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, slots: int = 0) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return mix(q, k, v, self.head_dim, self.window, self.softcap, dropout, slots)
+
+    def flops_per_token(self, T: int) -> int:
+        """Forward matmul FLOPs of scores and weighted sum, counting all T keys as PaLM's appendix B does."""
+        return 4 * self.n_head * self.head_dim * min(T, self.window or T)
+
+
+class SlotHeads(Heads):
+    """Heads with M learned keys and values each that stand before the context: persistent memory (arXiv:1907.01470)."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__(cfg, layer)
+        self.slot_k, self.slot_v = (nn.Parameter(torch.empty(cfg.kv_heads, cfg.slots, cfg.head_dim)) for _ in range(2))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        slots = self.rotate.slots(self.k_norm(self.slot_k), self.slot_v)  # each (Hkv, M, E)
+        k, v = (
+            torch.cat((x.to(y.dtype).expand(len(y), -1, -1, -1), y), dim=2) for x, y in zip(slots, (k, v), strict=True)
+        )
+        return super().mix(q, k, v, self.slot_k.size(1))
+
+    def flops_per_token(self, T: int) -> int:
+        return super().flops_per_token(T) + 4 * self.n_head * self.slot_k.size(1) * self.head_dim
+
+
+class ShapedHeads(Heads):
+    """(alpha_h I + beta_h softmax(q_h k_h^T / sqrt(D)) - gamma_h C) v_h (arXiv:2311.01906, equation 9; 2306.17759).
+
+    C is the same attention without content, so that with W_Q = 0, as it starts, and gains of 1 this is the identity.
+    Neither I nor C is ever a matrix.
+    """
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__(cfg, layer)
+        self.alpha, self.beta, self.gamma = (nn.Parameter(torch.empty(cfg.n_head)) for _ in range(3))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # values are chunks of the stream: one per query head
+        alpha, beta, gamma = (gain[:, None, None].to(v.dtype) for gain in (self.alpha, self.beta, self.gamma))
+        uniform = uniform_mix(q, k, v, self.head_dim, self.window)
+        return alpha * v[:, :, -q.size(2) :] + beta * super().mix(q, k, v) - gamma * uniform
+
+
 class Attention(nn.Module):
-    """W_O concat_h softmax(q_h k_g(h)^T / sqrt(D)) v_g(h): G = H / Hkv query heads share a key and a value."""
+    """W_O heads(W_Q x, W_K x, W_V x): G = H / Hkv query heads share a key and a value."""
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
         H, Hkv, D = cfg.n_head, cfg.kv_heads, cfg.head_dim
-        self.split = (H // Hkv, 1, 1)  # q, k, v heads of one group
+        self.split, self.head_dim, self.dropout = (H // Hkv, 1, 1), D, cfg.dropout
         self.qkv = FusedLinear(cfg.n_embd, (H + 2 * Hkv) * D, cfg.bias, (0, Hkv, (H // Hkv * D, D, D)))
+        self.heads = Heads(cfg, layer)
         self.out = nn.Linear(cfg.n_embd, cfg.n_embd, cfg.bias)
-        self.q_norm, self.k_norm = (nn.RMSNorm(D, eps=1e-5) if cfg.qk_norm else nn.Identity() for _ in range(2))
-        self.rotate = POSITION[cfg.pos][1](cfg)
-        self.cache = NoCache()
-        self.heads, self.head_dim = H, D
-        self.window, self.softcap, self.dropout = cfg.layer_window(layer), cfg.attn_softcap, cfg.dropout
 
     def forward(self, x: Tensor, table: tuple[Tensor, ...]) -> Tensor:
-        B, T, C = x.shape
-        qkv = self.qkv(x).view(B, T, -1, sum(self.split), self.head_dim)  # (B, T, Hkv, G + 2, D)
-        q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in qkv.split(self.split, dim=3))  # (B, heads, T, D)
-        q, k, v = self.rotate(self.q_norm(q), self.k_norm(k), v, table)
-        k, v = self.cache(k, v)  # (B, Hkv, S, D)
-        y = mix(q, k, v, self.head_dim, self.window, self.softcap, self.dropout if self.training else 0.0)
-        y = y[..., : self.head_dim].transpose(1, 2).reshape(B, T, C)  # (B, H, T, D) -> (B, T, C)
+        qkv = self.qkv(x).unflatten(-1, (-1, sum(self.split), self.head_dim))  # (B, T, Hkv, G + 2, D)
+        y = self.heads(*split_heads(qkv, self.split), table)
         return F.dropout(self.out(y), self.dropout, self.training)
 
-    def flops_per_token(self, T: int) -> int:
-        """Forward matmul FLOPs of scores and weighted sum, counting all T keys as PaLM's appendix B does."""
-        return 4 * self.heads * self.head_dim * min(T, self.window or T)
+
+def split_heads(x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """(B, T, groups, sum(sizes), D) -> for each size n, (B, groups * n, T, D)."""
+    return tuple(part.flatten(2, 3).transpose(1, 2) for part in x.split(sizes, dim=3))
+
+
+class ShapedAttention(nn.Module):
+    """ShapedHeads on W_Q x and W_K x; values and output projection are the identity, or close to it where trained."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        H, Hkv, D = cfg.n_head, cfg.kv_heads, cfg.head_dim
+        self.split, self.head_dim, self.dropout = (H // Hkv, 1), D, cfg.dropout
+        self.qk = FusedLinear(cfg.n_embd, (H + Hkv) * D, cfg.bias, (0, Hkv, (H // Hkv * D, D)))
+        trained = {"first": (layer == 0, False), "all": (True, True), "none": (False, False)}[cfg.simplified_value_proj]
+        self.value, self.out = (NearIdentity(cfg.n_embd) if on else nn.Identity() for on in trained)
+        self.heads = ShapedHeads(cfg, layer)
+
+    def forward(self, x: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+        qk = self.qk(x).unflatten(-1, (-1, sum(self.split), self.head_dim))  # (B, T, Hkv, G + 1, D)
+        v = self.value(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, T, C) -> (B, H, T, D)
+        y = self.heads(*split_heads(qk, self.split), v, table)
+        return F.dropout(self.out(y), self.dropout, self.training)
+
+
+class NearIdentity(nn.Linear):
+    """skip x + resid W x with W = 0 at first: the reparametrised projections of arXiv:2311.01906, section 4."""
+
+    def __init__(self, width: int):
+        super().__init__(width, width, bias=False)
+        self.skip, self.resid = (nn.Parameter(torch.empty(1)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.skip * x + self.resid * super().forward(x)
 
 
 @dataclass(frozen=True)
@@ -484,7 +654,153 @@ class ParallelBlock(nn.Module):
         return n.total(s + n.after(self.attn(x, table) + self.mlp(x)))
 
 
-BLOCK = {"standard": StandardBlock, "parallel": ParallelBlock}
+class SimplifiedBlock(nn.Module):
+    """s = g_A SA(n1(s));  s = g_S s + b_FF M(n2(s)): no skip around attention (SAS, arXiv:2311.01906)."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        self.norm_attn, self.attn = first_norms(cfg, layer), ShapedAttention(cfg, layer)
+        self.norm_mlp, self.mlp = Norms(cfg), MLP(cfg)
+        self.g_attn, self.g_skip, self.b_ff = (nn.Parameter(torch.empty(1)) for _ in range(3))
+
+    def forward(self, s: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+        n1, n2 = self.norm_attn, self.norm_mlp
+        s = n1.total(self.g_attn * n1.after(self.attn(n1.before(s), table)))
+        return n2.total(self.g_skip * s + self.b_ff * n2.after(self.mlp(n2.before(s))))
+
+
+class SimplifiedParallelBlock(nn.Module):
+    """s = g_A SA(n(s)) + b_FF M(n(s)): no skip at all (SAS-P, arXiv:2311.01906)."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        self.norm, self.attn, self.mlp = first_norms(cfg, layer), ShapedAttention(cfg, layer), MLP(cfg)
+        self.g_attn, self.b_ff = (nn.Parameter(torch.empty(1)) for _ in range(2))
+
+    def forward(self, s: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+        n = self.norm
+        x = n.before(s)
+        return n.total(n.after(self.g_attn * self.attn(x, table) + self.b_ff * self.mlp(x)))
+
+
+def first_norms(cfg: ModelConfig, layer: int) -> Norms:
+    """A simplified network without norms keeps one, at the first layer's input."""
+    norms = Norms(cfg)
+    if layer == 0 and (cfg.norm == "none" or cfg.norm_placement == "none"):
+        norms.before = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
+    return norms
+
+
+class ContextPool(nn.Module):
+    """Heads that take their q, k and v from one row group per key/value head."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        D, G = cfg.head_dim, cfg.n_head // cfg.kv_heads
+        self.head_dim, self.rows, self.columns = D, (G * D, D, D), (G * D,)
+        self.heads = (SlotHeads if cfg.slots else Heads)(cfg, layer)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+        """q (B, T, Hkv, G D), k and v (B, T, Hkv, D) -> (B, T, Hkv, G D)."""
+        heads = (x.unflatten(-1, (-1, self.head_dim)).flatten(2, 3).transpose(1, 2) for x in (q, k, v))
+        return self.heads(*heads, table).view(q.shape)
+
+
+class ParameterPool(nn.Module):
+    """The MLP between its two matrices, cut into one slice of F / Hkv hidden units per key/value head."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        kind, width = MLP_KIND[cfg.mlp], cfg.hidden_dim // cfg.kv_heads
+        self.f, self.rows, self.columns = kind.f, (width,) * kind.inputs, (width,)
+
+    def forward(self, *x_and_table) -> Tensor:
+        return self.f(*x_and_table[:-1])  # each (B, T, Hkv, F / Hkv)
+
+
+class Pools(nn.Module):
+    """W_out [ y_1 ; y_2 ], where the pools' heads read y from W_in x: one matrix in, one out.
+
+    Rows and columns come in Hkv groups, each with the query heads, the key, the value and the slice of the MLP that
+    belong together, so that tensor parallelism cuts between groups.
+    """
+
+    def __init__(self, cfg: ModelConfig, *pools: nn.Module):
+        super().__init__()
+        self.pools, self.groups, self.dropout = nn.ModuleList(pools), cfg.kv_heads, cfg.dropout
+        rows, columns = (sum((getattr(pool, side) for pool in pools), ()) for side in ("rows", "columns"))
+        self.into = FusedLinear(cfg.n_embd, self.groups * sum(rows), cfg.bias, (0, self.groups, rows))
+        self.out = FusedLinear(self.groups * sum(columns), cfg.n_embd, cfg.bias, (1, self.groups, columns))
+
+    def forward(self, x: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+        parts = iter(self.into(x).unflatten(-1, (self.groups, -1)).split(self.into.fused[2], dim=-1))
+        y = [pool(*(next(parts) for _ in pool.rows), table) for pool in self.pools]  # each (B, T, Hkv, columns)
+        return F.dropout(self.out(torch.cat(y, dim=-1).flatten(2)), self.dropout, self.training)
+
+
+class GroupedLinear(nn.Linear):
+    """n independent linear maps: (..., n, i) -> (..., n, o), with the weights (n o, i) below one another."""
+
+    def __init__(self, groups: int, n_in: int, n_out: int, bias: bool):
+        super().__init__(n_in // groups, n_out, bias)
+        self.fused = (0, 1, (n_out // groups,) * groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.einsum("...gi,goi->...go", x, self.weight.unflatten(0, (x.size(-2), -1)))
+        return y if self.bias is None else y + self.bias.view(y.shape[-2:])
+
+
+class GroupedMLP(nn.Module):
+    """An MLP in n_group independent groups: each reads and writes its own C / n channels."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        kind, self.groups, self.dropout = MLP_KIND[cfg.mlp], cfg.n_group, cfg.dropout
+        self.f, self.inputs = kind.f, kind.inputs
+        self.up = GroupedLinear(cfg.n_group, cfg.n_embd, cfg.hidden_dim * kind.inputs, cfg.bias)
+        self.down = GroupedLinear(cfg.n_group, cfg.hidden_dim, cfg.n_embd, cfg.bias)
+
+    def forward(self, x: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+        h = self.up(x.unflatten(-1, (self.groups, -1))).chunk(self.inputs, dim=-1)  # each (B, T, n, F / n)
+        return F.dropout(self.down(self.f(*h)).flatten(2), self.dropout, self.training)
+
+
+class Superblock(nn.Module):
+    """s = s + W_out [ heads over the context ; f(W_in n(s)) ]: one norm, one matrix in, one matrix out.
+
+        s --+-- n -- W_in --+-- q, k, v -- heads --+-- W_out -- + --> s      wiring=parallel
+            |               +-- hidden --- f ------+           |
+            +--------------------------------------------------+
+
+    wiring=series gives each pool its own norm and sum, one after the other: the standard block. pool=joint puts learned
+    slots under the heads' softmax instead of the MLP.
+    """
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        pools = [ContextPool(cfg, layer)] + ([ParameterPool(cfg)] if cfg.pool == "separate" else [])
+        if cfg.pool == "separate" and cfg.n_group > 1:
+            readers = [Pools(cfg, pools[0]), GroupedMLP(cfg)]
+        else:
+            readers = [Pools(cfg, *pools)] if cfg.wiring == "parallel" else [Pools(cfg, pool) for pool in pools]
+        sums = [readers] if cfg.wiring == "parallel" else [[reader] for reader in readers]
+        self.norms = nn.ModuleList(Norms(cfg) for _ in sums)
+        self.readers = nn.ModuleList(nn.ModuleList(each) for each in sums)
+
+    def forward(self, s: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+        for n, readers in zip(self.norms, self.readers, strict=True):
+            x = n.before(s)
+            s = n.total(s + n.after(sum(reader(x, table) for reader in readers)))
+        return s
+
+
+BLOCK = {
+    "standard": StandardBlock,
+    "parallel": ParallelBlock,
+    "simplified": SimplifiedBlock,
+    "simplified_parallel": SimplifiedParallelBlock,
+    "superblock": Superblock,
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -561,20 +877,34 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """nanoGPT's scheme.
+        """nanoGPT's scheme, and He and Hofmann's for what is simplified.
 
-        parameter                     distribution
-        embeddings, head, linear      N(0, 0.02)
-        attn.out, mlp.down            N(0, 0.02 / sqrt(2 L)): the stream's variance does not grow with its 2 L summands
-        biases                        0
-        norms                         gain 1, bias 0
+        parameter                          initial value
+        embeddings, head, linear           N(0, 0.02)
+        what is added to the stream        N(0, 0.02 / sqrt(2 L)): 2 L summands do not make its variance grow
+        slots                              N(0, 0.02 sqrt(C)), like the keys and values of a normalised stream
+        simplified: W_Q, NearIdentity W    0
+        simplified: b_FF, resid of all     simplified_beta_ff, 0.2
+        biases; norms and other gains      0; 1
         """
+        cfg = self.cfg
+        simplified = cfg.block.startswith("simplified")
+        constants = {"bias": 0.0, "b_ff": cfg.simplified_beta_ff}
+        constants["resid"] = 0.2 if cfg.simplified_value_proj == "all" else 1.0
         for name, p in self.named_parameters():
-            if p.dim() < 2:
-                nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
+            if p.dim() == 1:
+                nn.init.constant_(p, constants.get(name.rpartition(".")[2], 1.0))
+            elif name.endswith(("slot_k", "slot_v")):
+                nn.init.normal_(p, std=0.02 * math.sqrt(cfg.n_embd))
             else:
-                summand = name.endswith(("attn.out.weight", "mlp.down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.cfg.n_layer) if summand else 0.02)
+                summand = name.endswith(("out.weight", "down.weight")) and not simplified
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * cfg.n_layer) if summand else 0.02)
+        for module in self.modules():  # last, so that nothing overwrites these zeros
+            if isinstance(module, NearIdentity):
+                nn.init.zeros_(module.weight)
+            if isinstance(module, ShapedAttention):
+                _, groups, sizes = module.qk.fused
+                module.qk.weight.view(groups, sum(sizes), -1)[:, : sizes[0]] = 0
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0."""
@@ -610,8 +940,8 @@ class Model(nn.Module):
 
     @contextmanager
     def caching(self):
-        """While inside, every attention keeps its keys and values; yields a function that forgets them."""
-        layers = [m for m in self.modules() if isinstance(m, Attention)]
+        """While inside, all heads keep their keys and values; yields a function that forgets them."""
+        layers = [m for m in self.modules() if isinstance(m, Heads)]
 
         def forget():
             for layer in layers:
@@ -654,4 +984,4 @@ class Model(nn.Module):
         multiplied (the head always, lookups never) plus the attention's, thrice its forward (PaLM, appendix B)."""
         T = T or self.cfg.block_size
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * weights + 3 * sum(m.flops_per_token(T) for m in self.modules() if isinstance(m, Attention))
+        return 6 * weights + 3 * sum(m.flops_per_token(T) for m in self.modules() if isinstance(m, Heads))
