@@ -1,0 +1,27 @@
+# PaLM's network (arXiv:2204.02311) with train_pycode.py's optimizer, 2 to 3 minutes on 2 cores: attention and MLP in
+# parallel, one key for all heads, RoPE, SwiGLU. Not yet measured.
+dataset = "pycode"
+out_dir = "out/pycode_palm"
+
+n_layer = 4
+n_head = 4
+n_embd = 192
+block_size = 256
+batch_size = 8
+gradient_accumulation_steps = 1
+block = "parallel"
+attention = "mqa"
+pos = "rope"
+mlp = "swiglu"
+
+optimizer = "muon"
+max_iters = 450
+learning_rate = 3e-3
+min_lr = 0.0
+schedule = "wsd"
+warmup_iters = 20
+cooldown_iters = 150
+
+eval_interval = 150
+eval_iters = 60
+log_interval = 10

@@ -1,0 +1,93 @@
+"""Every file of config/: its flags fit together, and its model has the parameters counted here by hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from configurator import Config, parse
+from model import Model
+
+FILES = {path.stem: path for path in (Path(__file__).parent.parent / "config").glob("*.py")}
+VOCABULARY = {"pycode": 257, "shakespeare_char": 65, "pycode_gpt2": 50304, "openwebtext": 50304}
+C, D = 192, 48  # width and head size of the quick files
+
+
+def gpt2(norms: int, positions: int, gains: int = 0) -> int:
+    """12 layers: q, k, v, out and the MLP hold 1 + 1 + 1 + 1 + 4 + 4 = 12 squares; one norm more before the head."""
+    return 50304 * 768 + positions * 768 + 12 * (12 * 768**2 + norms * 768 + gains) + 768
+
+
+def quick(layer: int, first: int = 0, tables: int = 1, positions: int = 0) -> int:
+    """4 layers, a norm, and what only the first layer has; tables of 257 tokens."""
+    return tables * 257 * C + positions * C + 4 * layer + first + C
+
+
+PARAMETERS = {
+    "train_gpt2": gpt2(norms=2, positions=1024),
+    "train_gpt2_modern": gpt2(norms=2, positions=0, gains=2 * 64),
+    "train_superblock_124m": gpt2(norms=1, positions=1024),
+    # q and k of 12 heads and the MLP: 10 squares; alpha, beta, gamma per head; 3 gains; the first value and its 2 gains
+    "sas_18l_768": (50304 + 128) * 768 + 18 * (10 * 768**2 + 3 * 12 + 3 + 2 * 768) + 768**2 + 2 + 768,
+    "train_shakespeare_char": (65 + 256) * 384 + 6 * (12 * 384**2 + 2 * 384) + 384,
+    "train_shakespeare_cpu": (65 + 64) * 128 + 4 * (12 * 128**2 + 2 * 128) + 128,
+    "train_pycode": quick(12 * C**2 + 2 * C + 2 * D),
+    # biases: q, k, v 3 C, out C, up 4 C, down C, norms 2 C, and the last norm's C
+    "pycode_gpt2": quick(12 * C**2 + 2 * C + 11 * C, first=C, positions=256),
+    # 4 query heads and 2 keys and values; three matrices of 512 = 8/3 C
+    "pycode_llama": quick(2 * C**2 + 2 * 2 * D * C + 3 * 512 * C + 2 * C, tables=2),
+    "pycode_palm": quick(2 * C**2 + 2 * D * C + 3 * 512 * C + C),
+    "pycode_sas": quick(10 * C**2 + 3 * 4 + 3 + 2 * C, first=C**2 + 2),
+    "pycode_sas_p": quick(10 * C**2 + 3 * 4 + 2 + C, first=C**2 + 2),
+    "pycode_superblock": quick(12 * C**2 + C + 2 * D),
+    # 768 slots per head: keys and values of 4 heads and 48 columns are the 8 squares of the MLP
+    "pycode_superblock_joint": quick(4 * C**2 + 2 * 4 * 768 * D + C + 2 * D),
+}
+
+
+def read(name: str) -> Config:
+    """The flags of a file; ValueError if they contradict each other or one of them is not used by the others."""
+    return parse(Config, [str(FILES[name])])
+
+
+def test_every_file_is_counted():
+    assert FILES.keys() == PARAMETERS.keys()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters(name):
+    cfg = read(name)
+    cfg.vocab_size = cfg.vocab_size or VOCABULARY[cfg.dataset]
+    with torch.device("meta"):
+        assert sum(p.numel() for p in Model(cfg).parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_says_what_it_is(name):
+    assert FILES[name].read_text(encoding="utf-8").startswith("# ")
+
+
+def test_out_dirs_differ():
+    assert len({read(name).out_dir for name in PARAMETERS}) == len(PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    "name, like, changed",
+    [
+        ("train_superblock_124m", "train_gpt2", {"block"}),
+        ("pycode_superblock", "train_pycode", {"block"}),
+        ("pycode_superblock_joint", "train_pycode", {"block", "pool", "mlp"}),
+        ("pycode_sas", "train_pycode", {"block", "simplified_beta_ff", "qk_norm"}),
+        ("pycode_sas_p", "pycode_sas", {"block"}),
+    ],
+)
+def test_compares_like_with_like(name, like, changed):
+    """A comparison of blocks changes only what its comment says."""
+    a, b = vars(read(name)), vars(read(like))
+    assert {flag for flag in a.keys() - {"sources"} if a[flag] != b[flag]} == changed | {"out_dir"}
+
+
+@pytest.mark.parametrize("name", ["train_superblock_124m", "pycode_superblock", "pycode_superblock_joint"])
+def test_superblocks_have_equal_parameters(name):
+    like = "train_gpt2" if name == "train_superblock_124m" else "train_pycode"
+    assert 0 <= 1 - PARAMETERS[name] / PARAMETERS[like] < 5e-4
