@@ -97,13 +97,13 @@ class Config(ModelConfig):
     def __post_init__(self):
         super().__post_init__()
         for names, low, high in (
-            ("batch_size gradient_accumulation_steps max_iters eval_interval log_interval keep_last", 1, float("inf")),
-            ("seed eval_iters save_interval warmup_iters lr_decay_iters cooldown_iters", 0, float("inf")),
+            ("batch_size gradient_accumulation_steps max_iters eval_interval log_interval keep_last", 1, 2**31),
+            ("seed eval_iters save_interval warmup_iters lr_decay_iters cooldown_iters", 0, 2**31),
             ("learning_rate min_lr muon_lr weight_decay grad_clip", 0, float("inf")),
             ("beta1 beta2 muon_momentum", 0, 1),
         ):
             for name in names.split():
-                bounds = f"at least {low}" + f" and below {high}" * (high == 1)
+                bounds = f"at least {low}" + f" and below {high}" * (high < float("inf"))
                 require(low <= getattr(self, name) < high, f"{name}={getattr(self, name)} must be {bounds}")
         for name, pattern, form in (
             ("dataset", ".+", "a folder under data/, such as pycode, or a path"),
@@ -229,7 +229,7 @@ def parse(
     """
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(usage(cls, doc))
+        print(usage(cls, doc), flush=True)
         raise SystemExit(0)
     hints = get_type_hints(cls)
     kinds = {field.name: hints[field.name] for field in fields(cls)}
@@ -380,16 +380,28 @@ def dump(cfg: Any, path: str | Path):
             used, when = rules.get(name, (lambda cfg: True, ""))
             line = f"{name} = {getattr(cfg, name)!r}  # {note}"
             lines.append(line if used(cfg) else f"# {line} (only with {when})")
-    temporary = Path(f"{path}.{os.getpid()}.tmp")
-    temporary.write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    temporary = Path(f"{path}.tmp")
+    try:
+        temporary.write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """Turns a ValueError or OSError of the set-up into `error: ...` in one line on stderr and exit code 2."""
+def user_errors(kinds: Any = (ValueError, OSError)) -> Iterator[None]:
+    """Turns an error of `kinds`, one class or several, into `error: ...` in one line on stderr and exit code 2."""
     try:
         yield
-    except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+    except BrokenPipeError:  # nobody reads on, as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the exit flushes once more
+        raise SystemExit(1) from None
+    except kinds as error:
+        text = str(error)
+        if isinstance(error, OSError) and error.strerror:  # from the system, which gives no remedy
+            where = f"{error.filename}: " if error.filename else ""
+            text = f"{where}{error.strerror}; see to the path, its permissions and the room on its disk, then try again"
+        erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
+        print(f"{erase}error:", " ".join(text.split()), file=sys.stderr)
         raise SystemExit(2) from None

@@ -70,10 +70,12 @@ class ModelConfig:
     loss_chunk: int = 0  # tokens whose logits exist at once in the loss; 0 = as many as fit in 128 MiB
 
     def __post_init__(self):
-        for name in ("n_layer", "n_head", "n_embd", "block_size", "n_group"):
-            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("vocab_size", "n_kv_head", "window", "attn_softcap", "logit_softcap", "loss_chunk", "n_slot"):
-            require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative; 0 is the default")
+        positive = "n_layer n_head n_embd block_size n_group"
+        not_negative = "vocab_size n_kv_head n_slot window loss_chunk attn_softcap logit_softcap"
+        for names, least in ((positive, 1), (not_negative, 0)):
+            for name in names.split():
+                value = getattr(self, name)
+                require(least <= value < 2**31, f"{name}={value} must be at least {least} and below {2**31}")
         H, C = self.n_head, self.n_embd
         require(
             C % H == 0, f"n_embd={C} is not divisible by n_head={H}; set n_embd to a multiple such as {-(-C // H) * H}"

@@ -9,10 +9,12 @@ Samples go to stdout, everything else to stderr. On a terminal the first one app
 """
 
 import codecs
+import signal
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Literal
 
 import torch
@@ -46,8 +48,13 @@ class SampleConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix multiplications
 
     def __post_init__(self):
-        for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-            require(getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}")
+        for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
+            value = getattr(self, name)
+            require(least <= value < 2**31, f"{name}={value} must be at least {least} and below {2**31}")
+        require(
+            self.temperature == 0 or self.temperature >= 1e-6,
+            f"temperature={self.temperature} must be 0 (always the likeliest token) or at least 1e-06",
+        )
         require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token")
         require(0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]; 0 keeps every token")
 
@@ -56,31 +63,34 @@ def choose(logits: Tensor, cfg: SampleConfig, generator: torch.Generator) -> Ten
     """The next tokens (B,), drawn from logits (B, V) as the flags say; min_p and top_p see what temperature left."""
     if cfg.temperature == 0:
         return logits.argmax(dim=-1)
+    scaled = logits / cfg.temperature
     if 0 < cfg.top_k < logits.size(-1):
         least = logits.topk(cfg.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    p = torch.softmax(logits / cfg.temperature, dim=-1)
+        scaled = scaled.masked_fill(logits < least, -torch.inf)
+    p = torch.softmax(scaled, dim=-1)
     if cfg.min_p > 0:
         p = p.masked_fill(p < cfg.min_p * p.amax(dim=-1, keepdim=True), 0)
     if cfg.top_p < 1:
         ordered, index = p.sort(dim=-1, descending=True)
         before = ordered.cumsum(dim=-1) - ordered  # probability of everything likelier
-        p = p.scatter(-1, index, ordered.masked_fill(before >= cfg.top_p * ordered.sum(-1, keepdim=True), 0))
+        over = (before >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)  # the likeliest always stays
+        p = p.scatter(-1, index, ordered.masked_fill(over, 0))
     return torch.multinomial(p, 1, generator=generator)[:, 0]
 
 
 def load(cfg: SampleConfig, device: torch.device):
     """The checkpoint's model in evaluation mode, and its tokenizer."""
     path = checkpoint.find(cfg.out_dir)
-    state = checkpoint.read_state(path)
+    state = checkpoint.read_state(path, {"flags": dict, "tokenizer": (dict, NoneType)})
     require(
         state["tokenizer"] is not None,
         f"{path} was trained on data without a tokenizer; give its meta.json a tokenizer and resume for one step",
     )
+    tokenizer = from_spec(state["tokenizer"], path)
     model = Model(parse(Config, [], base=lambda _: (state["flags"], str(path))))
     checkpoint.load(path, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
     print(f"{path}: {model.n_params():,} parameters, on {device}", file=sys.stderr)
-    return model.to(device).eval(), from_spec(state["tokenizer"], path)
+    return model.to(device).eval(), tokenizer
 
 
 def read_prompt(start: str) -> str:
@@ -133,6 +143,7 @@ def main(argv: list[str] | None = None):
     def draw(logits: Tensor) -> Tensor:  # the embedding may have more rows than the vocabulary
         return choose(logits[:, : tokenizer.vocab_size], cfg, generator)
 
+    sys.stdout.reconfigure(errors="replace")  # a prompt may be no UTF-8, a terminal may know less than Unicode
     live = sys.stdout.isatty()
     if live:
         print(prompt, end="", flush=True)
@@ -156,4 +167,6 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGPIPE):  # Ctrl-C and `| head` end it without a word
+        signal.signal(number, signal.SIG_DFL)
     main()

@@ -10,9 +10,12 @@ Watch it with tensorboard --logdir=out/x. SIGINT and SIGTERM finish the step, sa
 """
 
 import math
+import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -27,6 +30,10 @@ from model import Model, ModelConfig, require
 
 DATA = Path(__file__).parent / "data"
 FREE_ON_RESUME = {"dropout", "loss_chunk"}  # model flags that may differ from the checkpoint's
+STATE = {  # what a resume needs of a checkpoint's state, and its types
+    "flags": dict, "samples": int, "skipped": int, "best_val_loss": (float, NoneType), "scaler": dict,
+    "tokenizer_hash": (str, NoneType),
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -38,7 +45,7 @@ def stored_flags(flags: dict) -> tuple[dict, str]:
     kind, _, file = flags["init_from"].partition(":")
     if kind == "resume":
         path = checkpoint.find(flags["out_dir"])
-        stored = checkpoint.read_state(path)["flags"]
+        stored = checkpoint.read_state(path, STATE)["flags"]
         return {name: value for name, value in stored.items() if name not in ("out_dir", "init_from")}, str(path)
     if kind == "nanogpt":
         model_args, tensors, _ = interchange.read_nanogpt(file)
@@ -47,10 +54,16 @@ def stored_flags(flags: dict) -> tuple[dict, str]:
 
 
 def check_out_dir(cfg: Config):
-    """A new run must not end up among the checkpoints of another one."""
+    """A run must not end up among the checkpoints of another one, nor inside of a checkpoint."""
     taken = cfg.init_from != "resume" and not cfg.eval_only and (Path(cfg.out_dir) / "latest").exists()
     remedy = "go on with --init_from=resume, choose another --out_dir, or delete it"
     require(not taken, f"out_dir={cfg.out_dir} already holds a run; {remedy}")
+    inside = not cfg.eval_only and (Path(cfg.out_dir) / "state.json").exists()
+    require(
+        not inside,
+        f"out_dir={cfg.out_dir} is one checkpoint, not the folder of a run; to go on from it, write its name into the "
+        "file latest beside it and give the folder of both",
+    )
 
 
 def open_dataset(cfg: Config) -> DataSet:
@@ -88,9 +101,9 @@ def random_states(ranks: Ranks) -> dict[str, Tensor]:
 def restore(cfg: Config, ranks: Ranks, model: Model, optimizer: optim.Optimizer) -> dict:
     """Load the latest checkpoint in place; returns its state. ValueError if its model or tokenizer is another one."""
     path = checkpoint.find(cfg.out_dir)
-    state = checkpoint.read_state(path)
-    for flag in fields(ModelConfig):
-        old, new = state["flags"][flag.name], getattr(cfg, flag.name)
+    state = checkpoint.read_state(path, STATE)
+    for flag in fields(ModelConfig):  # a flag that is newer than the checkpoint had its default
+        old, new = state["flags"].get(flag.name, flag.default), getattr(cfg, flag.name)
         require(
             old == new or flag.name in FREE_ON_RESUME,
             f"{flag.name}={new} differs from {old} in {path}; leave it out, or start anew in another --out_dir",
@@ -109,14 +122,21 @@ def restore(cfg: Config, ranks: Ranks, model: Model, optimizer: optim.Optimizer)
 # Evaluation
 
 
+def guarded(batches: Iterator) -> Iterator:
+    """The same batches; what is wrong with the data, such as a shard that was changed, ends the run in one line."""
+    with user_errors():
+        yield from batches
+
+
 @torch.no_grad()
 def mean_loss(cfg: Config, ranks: Ranks, model: Model, stream: TokenStream, n_batches: int, lengths: Tensor | None):
     """(nats per token, bits per byte or None) over a fixed set of windows that does not depend on the ranks."""
     # MPS has no float64
     total = torch.zeros(3, dtype=torch.float32 if ranks.device.type == "mps" else torch.float64, device=ranks.device)
-    for x, y in eval_batches(
+    batches = eval_batches(
         stream, cfg.block_size, cfg.batch_size, n_batches, ranks.rank, ranks.size, cfg.seed, ranks.device
-    ):
+    )
+    for x, y in guarded(batches):
         counted = y >= 0
         with ranks.autocast():
             total[0] += model(x, y) * counted.sum()
@@ -171,6 +191,7 @@ def main(argv: list[str] | None = None):
             streams["train"], cfg.block_size, cfg.batch_size, micro_steps, ranks.rank, ranks.size, cfg.seed,
             ranks.device, start=samples,
         )  # fmt: skip
+        batches = guarded(loader)
         peak = ranks.sum(torch.tensor(peak_flops(ranks.device, ranks.dtype) or math.nan)).item()
         metrics = Silent()
         if ranks.first and not cfg.eval_only:
@@ -258,8 +279,7 @@ def main(argv: list[str] | None = None):
         optimizer.set_lr(lr)
         loss = torch.zeros((), device=ranks.device)
         for micro_step in range(micro_steps):
-            with user_errors():  # such as a shard that was changed
-                x, y = next(loader)
+            x, y = next(batches)
             training.require_backward_grad_sync = micro_step == micro_steps - 1  # DDP averages over ranks once a step
             with ranks.autocast():
                 part = training(x, y) / micro_steps
@@ -297,4 +317,6 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while there is nothing to save, Ctrl-C just ends it
+    with user_errors(OSError):  # such as a disk that is full; a ValueError is a mistake in the code by now
+        main()

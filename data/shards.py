@@ -281,7 +281,7 @@ def _read_meta(folder: Path) -> dict | None:
             and (eot is None or type(eot) is int and 0 <= eot < meta["vocab_size"])
             and all(type(s["name"]) is str and type(s["tokens"]) is type(s.get("max_token", 0)) is int for s in shards)
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise _error(folder, "meta.json", f"cannot be used ({type(e).__name__}: {e})") from e
     if not ok:
         raise _error(folder, "meta.json", "holds a vocab_size, eot or shard of the wrong kind")

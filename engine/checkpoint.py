@@ -93,16 +93,23 @@ def find(where: str | Path, which: str = "latest") -> Path:
     return steps[-1]
 
 
-def read_state(path: str | Path) -> dict:
-    """What was given to `save`, with "step" and "format". Raises ValueError if state.json is missing or damaged."""
+def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
+    """What was given to `save`, with "step" and "format".
+
+    kinds   keys that the caller needs, and the type or types of each
+    Raises ValueError if state.json is missing or damaged, or if such a key is absent or of another type.
+    """
     path = Path(path)
     try:
         state = json.loads((path / "state.json").read_text())
-        newer = state["format"] > FORMAT and state["step"] >= 0
+        newer = state["format"] > FORMAT
+        wrong = [key for key, kind in ({"step": int} | (kinds or {})).items() if not isinstance(state[key], kind)]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, f"state.json: {error!r}") from error
     if newer:
         raise ValueError(f"checkpoint {path} has format {state['format']}, known is {FORMAT}; update this program")
+    if wrong:
+        raise _damaged(path, f"state.json: {wrong[0]} is {state[wrong[0]]!r:.60}")
     return state
 
 

@@ -12,18 +12,21 @@ Time inside paused() counts as no step's. Lines go through say(), so that they d
 measure the peak at once, since ranks on one CPU share it.
 """
 
+import fcntl
 import json
 import math
 import os
 import re
 import resource
 import shutil
+import signal
 import socket
 import sys
 import time
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -102,6 +105,27 @@ def peak_memory_bytes(device: torch.device) -> int:
 # Where it is written
 
 
+def lock(folder: Path) -> TextIO:
+    """A file that keeps other runs out of `folder` until it is closed or this process dies. ValueError if one is there.
+
+    When torchrun is killed the hard way, its processes live on: two runs would then write the same checkpoints.
+    """
+    file = open(folder / ".lock", "a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ValueError(
+            f"out_dir={folder} belongs to process {file.read().strip()}, which still runs; wait for it, end it with "
+            "kill, or choose another --out_dir"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    file.truncate(0)
+    print(os.getpid(), file=file, flush=True)
+    return file
+
+
 def cut_back(path: Path, step: int):
     """Leaves the lines of steps before `step` in a metrics.jsonl, by one rename. A half-written line goes too."""
     if not path.exists():
@@ -154,7 +178,11 @@ class Console:
     def line(self, text: str):
         bar = self.bar
         self.draw("")
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:  # whoever read the lines is gone, as in `| head`: save and stop, as after any SIGTERM
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.kill(os.getpid(), signal.SIGTERM)
         self.draw(bar)
 
     def _draw(self, text: str):
@@ -212,6 +240,7 @@ class Metrics(Silent):
     ):
         folder = Path(out_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        self.lock = lock(folder)
         cut_back(folder / "metrics.jsonl", step)
         self.file, self.events, self.console = open(folder / "metrics.jsonl", "a"), Events(folder, step), Console()
         self.done, self.tokens, self.max_iters = step, tokens, max_iters
@@ -265,13 +294,17 @@ class Metrics(Silent):
         self.console.draw("")
         self.file.close()
         self.events.records.close()
+        self.lock.close()
 
     def write(self, step: int, prefix: str, figures: dict):
         # A float's repr has all its digits; what JSON cannot hold (nan, inf) is null.
         figures = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in figures.items()}
-        self.file.write(json.dumps({"step": step} | figures) + "\n")
-        self.file.flush()
-        self.events.scalars(step, prefix, figures)
+        try:
+            self.file.write(json.dumps({"step": step} | figures) + "\n")
+            self.file.flush()
+            self.events.scalars(step, prefix, figures)
+        except OSError as error:  # of a write, it does not say where
+            raise OSError(error.errno, error.strerror, self.file.name) from error
 
     def progress(self, now: float) -> str:
         """'42% [########            ] 420/1000, 0:01:23 left', at the rate since the first logged step."""

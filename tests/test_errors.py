@@ -1,7 +1,9 @@
 """Every wrong flag, file or checkpoint: exit code 2 and one line that names the thing and the remedy, no traceback."""
 
 import json
+import os
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from conftest import ROOT, TINY
 
 import sample
 import train
+from engine.metrics import lock
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +56,8 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--beta2=1.5"], ["beta2=1.5"]),
     (["--grad_clip=-1"], ["grad_clip=-1"]),
     (["--batch_size=0"], ["batch_size=0"]),
+    (["--max_iters=10**30"], ["max_iters=1000000000000", "below"]),
+    (["--seed=2**64"], ["seed=18446744073709551616", "below"]),
     (["--schedule=wsd", "--warmup_iters=100"], ["warmup_iters=100", "max_iters"]),
     (["--n_head=3"], ["n_embd=16", "n_head=3"]),
     (["--attention=gqa"], ["attention=gqa", "n_kv_head"]),
@@ -129,14 +134,26 @@ class Bomb:
         return (exec, ("import pathlib; pathlib.Path('BOOM').touch()",))
 
 
+def edit(**values):
+    """A damage: these values in state.json, or no such key where the value is None."""
+
+    def damage(folder: Path, step: Path):
+        state = json.loads((step / "state.json").read_text()) | values
+        state = {key: value for key, value in state.items() if key not in values or value is not None}
+        (step / "state.json").write_text(json.dumps(state))
+
+    return damage
+
+
 DAMAGES = {
     "no_pointer_target": lambda d, step: shutil.rmtree(step),
     "no_state": lambda d, step: (step / "state.json").unlink(),
     "cut_state": lambda d, step: cut(step / "state.json"),
     "state_is_a_list": lambda d, step: (step / "state.json").write_text("[]"),
-    "newer_format": lambda d, step: (step / "state.json").write_text(
-        json.dumps(json.loads((step / "state.json").read_text()) | {"format": 999})
-    ),
+    "newer_format": edit(format=999),
+    "no_flags": edit(flags=None),
+    "flags_are_a_list": edit(flags=[]),
+    "step_is_a_text": edit(step="2"),
     "no_metadata": lambda d, step: (step / ".metadata").unlink(),
     "cut_metadata": lambda d, step: cut(step / ".metadata"),
     "malicious_metadata": lambda d, step: (step / ".metadata").write_bytes(pickle.dumps(Bomb())),
@@ -162,6 +179,53 @@ def test_damaged_checkpoints(damage, main, trained, tiny_data, tmp_path, capsys,
     line = refused(main, [f"--out_dir={tmp_path / 'out'}", *(resume if main is train.main else [])], capsys)
     assert str(tmp_path / "out") in line
     assert not (tmp_path / "BOOM").exists()
+
+
+@pytest.mark.parametrize(
+    "values", [{"samples": None}, {"samples": "16"}, {"best_val_loss": "x"}, {"scaler": []}], ids=str
+)
+def test_a_state_that_cannot_be_resumed(values, trained, tiny_data, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "out")
+    edit(**values)(tmp_path / "out", tmp_path / "out" / "step_00000002")
+    line = refused(
+        train.main, [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume"], capsys
+    )
+    assert "state.json" in line and next(iter(values)) in line
+
+
+def test_a_folder_that_cannot_be_written(trained, tiny_data, tmp_path, capsys):
+    """A file in its place, one checkpoint instead of the run's folder, a folder where another process trains."""
+    (tmp_path / "file").write_text("mine")
+    flags = [*TINY, f"--dataset={tiny_data}"]
+    assert f"{tmp_path / 'file'}: " in refused(train.main, [*flags, f"--out_dir={tmp_path / 'file'}"], capsys)
+    assert (tmp_path / "file").read_text() == "mine"
+    inside = ["--init_from=resume", f"--out_dir={trained / 'step_00000002'}"]
+    assert "is one checkpoint" in refused(train.main, [*flags, *inside], capsys)
+    held = lock(tmp_path)
+    assert f"process {os.getpid()}" in refused(train.main, [*flags, f"--out_dir={tmp_path}"], capsys)
+    held.close()
+    lock(tmp_path).close()
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_ids_that_were_changed_after_the_preparation(split, tiny_data, tmp_path, capsys, monkeypatch):
+    """Found when a batch reads them, in training and in evaluation."""
+    monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)
+    shutil.copytree(tiny_data, tmp_path / "data")
+    for shard in (tmp_path / "data").glob(f"{split}_*.bin"):
+        shard.write_bytes(shard.read_bytes()[:1024] + b"\xff\x7f" * ((shard.stat().st_size - 1024) // 2))
+    flags = [*TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}"]
+    assert f"data {split} has token id 32767" in refused(train.main, flags, capsys)
+
+
+def test_a_full_disk(tiny_data, tmp_path):
+    """Where a file may not grow beyond 8 KB, metrics.jsonl is the first to feel it."""
+    command = [sys.executable, "train.py", *TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path}", "--max_iters=100"]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))  # noqa: E731
+    done = subprocess.run([*command, "--eval_interval=100"], cwd=ROOT, capture_output=True, text=True, preexec_fn=limit)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith(f"error: {tmp_path / 'metrics.jsonl'}: File too large; ")
+    assert not list(tmp_path.glob("*tmp*"))
 
 
 RESUMES = [
@@ -194,6 +258,8 @@ def test_a_resume_with_another_tokenizer(trained, tiny_data, tmp_path, capsys):
 
 SAMPLES = [
     (["--temperature=-1"], ["temperature=-1"]),
+    (["--temperature=1e-300"], ["temperature=1e-300", "1e-06"]),
+    (["--seed=10**30"], ["seed=1000", "below"]),
     (["--top_p=0"], ["top_p=0"]),
     (["--min_p=2"], ["min_p=2"]),
     (["--num_samples=0"], ["num_samples=0"]),

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,8 +37,7 @@ def test_killed_runs_go_on(run, tiny_data, tmp_path, processes, kills):
         ]
         return subprocess.Popen(
             [sys.executable, "-u", *launcher, "train.py", *command],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
     for kill in range(kills):
@@ -48,7 +48,10 @@ def test_killed_runs_go_on(run, tiny_data, tmp_path, processes, kills):
                     break
         time.sleep(rng.uniform(0, 1.5))
         assert process.poll() is None, f"the run ended by itself before kill {kill}: {process.stdout.read()}"
-        os.killpg(process.pid, signal.SIGKILL)
+        process.send_signal(signal.SIGSTOP)  # torchrun must not start another one now
+        workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for pid in [process.pid, *map(int, workers)]:  # torchrun's processes have sessions of their own
+            os.kill(pid, signal.SIGKILL)
         process.communicate()
         for step_dir in out.glob("step_*[0-9]"):
             checkpoint.load(step_dir, {n: torch.empty(s, dtype=t) for n, (s, t) in checkpoint.shapes(step_dir).items()})

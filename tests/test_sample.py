@@ -2,6 +2,7 @@
 
 import os
 import pty
+import signal
 import subprocess
 import sys
 
@@ -32,9 +33,12 @@ def drawn(seed=0, n=4000, **flags) -> torch.Tensor:
         ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
         ({"temperature": 0.5}, [p**2 for p in P]),
         ({"temperature": 2.0}, [p**0.5 for p in P]),
+        ({"temperature": 1e-6}, P[:1]),
+        ({"temperature": 1e300, "top_k": 2}, [1, 1]),
         ({"top_k": 2}, P[:2]),
         ({"top_k": 99}, P),
         ({"top_p": 0.5}, P[:1]),
+        ({"top_p": 1e-300}, P[:1]),
         ({"top_p": 0.51}, P[:2]),
         ({"top_p": 0.9}, P[:3]),
         ({"min_p": 0.3}, P[:3]),
@@ -138,6 +142,16 @@ def test_a_terminal_sees_the_text_while_it_is_written(trained):
     error = process.communicate()[1].decode()
     assert b"".join(writes).replace(b"\r\n", b"\n") == piped
     assert len(writes) > 5 and "tokens per second" in error
+
+
+def test_any_prompt_and_any_terminal(trained):
+    """A prompt that is no UTF-8, a terminal that knows only ASCII, and a reader that goes away."""
+    command = [sys.executable, "sample.py", f"--out_dir={trained}", b"--start=\xc3\xa9\xff", "--max_new_tokens=40"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and done.stdout.startswith(b"??")
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert b"Error" not in process.stderr.read() and process.wait() == -signal.SIGPIPE
 
 
 def test_unknown_characters_are_named(tmp_path, capsys):

@@ -259,6 +259,7 @@ def test_verify_needs_checksums(tmp_path):
     [
         "",
         "{",
+        pytest.param("[" * 100_000, id="deep"),
         "[]",
         "3",
         "{}",

@@ -1,5 +1,6 @@
 """The training loop against an uninterrupted run, other numbers of processes, a plain loop and closed forms."""
 
+import json
 import math
 import os
 import re
@@ -161,6 +162,35 @@ def test_resolved_flags_read_back_equal(run, tiny_data, tmp_path):
     again = parse(Config, [str(folder / "config.py")])
     assert {name: getattr(again, name) for name in stored} == stored
     assert again.vocab_size == 257 and again.rope_theta == 500
+
+
+def test_a_checkpoint_older_than_a_flag_resumes(run):
+    """Its model had what is the flag's default now; with another value it is refused."""
+    folder = run("--max_iters=6")
+    state = folder / "step_00000006" / "state.json"
+    content = json.loads(state.read_text())
+    del content["flags"]["logit_softcap"]
+    state.write_text(json.dumps(content))
+    with pytest.raises(SystemExit):
+        run("--init_from=resume", "--max_iters=8", "--logit_softcap=30")
+    run("--init_from=resume", "--max_iters=8")
+    assert len([line for line in losses(folder) if len(line) == 5]) == 8
+
+
+def test_a_pipe_that_nobody_reads_any_more(tiny_data, tmp_path):
+    """`| head -3` ends the run like a SIGTERM: the step is saved, and nothing is said."""
+    flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=100000", f"--out_dir={tmp_path}"]
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for _ in range(3):
+        process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(timeout=60) == 0
+    assert checkpoint.read_state(checkpoint.find(tmp_path))["step"] >= 2
+    shell = f"{sys.executable} train.py --help | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == "" and done.stdout.startswith("Train a model.\n")
 
 
 def test_save_policy(run):
