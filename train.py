@@ -74,13 +74,26 @@ def open_dataset(cfg: Config) -> DataSet:
     return data
 
 
+def check_same_model(cfg: Config, flags: dict, path: str | Path):
+    """ValueError if the run's model is not the one whose weights are in `path`, which has these flags."""
+    for flag in fields(ModelConfig):  # one that is newer than the file had its default
+        old, new = flags.get(flag.name, flag.default), getattr(cfg, flag.name)
+        require(
+            old == new or flag.name in FREE_ON_RESUME,
+            f"{flag.name}={new} differs from {old} in {path}; leave it out, or start from scratch in another --out_dir",
+        )
+
+
 def init_model(cfg: Config, ranks: Ranks) -> Model:
     """The same weights on every rank; afterwards each rank draws its own random numbers."""
     torch.manual_seed(cfg.seed)
     model = Model(cfg)
-    if cfg.init_from.startswith("nanogpt:"):
-        model_args, tensors, _ = interchange.read_nanogpt(cfg.init_from.partition(":")[2])
-        model.load_state_dict(interchange.from_nanogpt(model_args, tensors)[1], strict=False)
+    kind, _, file = cfg.init_from.partition(":")
+    if kind == "nanogpt":
+        model_args, tensors, _ = interchange.read_nanogpt(file)
+        flags, tensors = interchange.from_nanogpt(model_args, tensors)
+        check_same_model(cfg, flags, file)
+        model.load_state_dict(tensors | {"head.weight": tensors["wte.weight"]})
     torch.manual_seed(cfg.seed + 1 + ranks.rank)
     return model.to(ranks.device)
 
@@ -102,12 +115,7 @@ def restore(cfg: Config, ranks: Ranks, model: Model, optimizer: optim.Optimizer)
     """Load the latest checkpoint in place; returns its state. ValueError if its model or tokenizer is another one."""
     path = checkpoint.find(cfg.out_dir)
     state = checkpoint.read_state(path, STATE)
-    for flag in fields(ModelConfig):  # a flag that is newer than the checkpoint had its default
-        old, new = state["flags"].get(flag.name, flag.default), getattr(cfg, flag.name)
-        require(
-            old == new or flag.name in FREE_ON_RESUME,
-            f"{flag.name}={new} differs from {old} in {path}; leave it out, or start anew in another --out_dir",
-        )
+    check_same_model(cfg, state["flags"], path)
     random, saved = random_states(ranks), checkpoint.shapes(path)
     random = {name: t for name, t in random.items() if name in saved}
     checkpoint.load(path, run_tensors(model, optimizer) | random)

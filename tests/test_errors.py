@@ -244,6 +244,23 @@ def test_a_resume_that_changes_the_model(flags, fragments, trained, tiny_data, c
         assert fragment in line
 
 
+@pytest.mark.parametrize("flag", ["--pos=rope", "--n_embd=32", "--block_size=8", "--mlp=relu"])
+def test_an_import_that_changes_the_model(flag, tmp_path, tiny_data, capsys):
+    """Weights of nanoGPT's model fit its flags only; none of them is dropped or left at its random start."""
+    sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=257)
+    C, names = 16, {"ln_1": (16,), "attn.c_attn": (48, 16), "attn.c_proj": (16, 16), "ln_2": (16,)}
+    names |= {"mlp.c_fc": (64, 16), "mlp.c_proj": (16, 64)}
+    state = {f"transformer.h.0.{name}.weight": torch.zeros(shape) for name, shape in names.items()}
+    state |= {"transformer.wte.weight": torch.zeros(257, C), "transformer.wpe.weight": torch.zeros(16, C)}
+    state |= {"transformer.ln_f.weight": torch.zeros(C), "lm_head.weight": torch.zeros(257, C)}
+    args = sizes | {"bias": False, "dropout": 0.0}
+    torch.save(
+        {"model": state, "model_args": args, "iter_num": 1, "best_val_loss": 1.0, "config": {}}, tmp_path / "c.pt"
+    )
+    base = [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'o'}", f"--init_from=nanogpt:{tmp_path / 'c.pt'}"]
+    assert f"{flag[2:]} differs from" in refused(train.main, [*base, "--device=cpu", flag], capsys)
+
+
 def test_a_resume_with_another_tokenizer(trained, tiny_data, tmp_path, capsys):
     from data.shards import ShardWriter
     from data.tokenizer import CharTokenizer
