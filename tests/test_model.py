@@ -241,6 +241,9 @@ class Largest(TorchDispatchMode):
         {"attention": "mqa", "window": 100, "pos": "alibi"},
         {"attn_softcap": 5.0},
         {"dropout": 0.1},
+        {"block": "simplified", "window": 100},
+        {"block": "simplified_parallel", "pos": "alibi"},
+        {"block": "superblock", "pool": "joint", "n_slot": 32},
     ],
     ids=name,
 )
