@@ -187,7 +187,7 @@ def test_superblock_is_the_block_it_generalises(wiring, block, mlp, heads, bias)
     flags = dict(mlp=mlp, mlp_ratio=3.0, pos="rope", bias=bias, **heads)
     known, ours = build(block=block, **flags), build(block="superblock", wiring=wiring, **flags)
     jitter(known)
-    Hkv, G, D = ours.cfg.kv_heads, H // ours.cfg.kv_heads, C // H
+    Hkv = ours.cfg.kv_heads
     for a, b in zip(known.blocks, ours.blocks, strict=True):
         with torch.no_grad():
             norms = [a.norm_attn, a.norm_mlp] if block == "standard" else [a.norm]
@@ -223,7 +223,6 @@ def test_superblock_is_the_block_it_generalises(wiring, block, mlp, heads, bias)
         got, attn, up = ours.blocks[0].readers[0][0].into.weight.grad, known.blocks[0].attn, known.blocks[0].mlp.up
         hidden = up.weight.grad.chunk(len(up.weight) // ours.cfg.hidden_dim)
         assert torch.allclose(got, group_major(Hkv, attn.qkv.weight.grad, *hidden), atol=1e-10)
-    assert G * Hkv * D == C
 
 
 @pytest.mark.parametrize("window", [0, 3])
