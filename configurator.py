@@ -45,6 +45,8 @@ class Config(ModelConfig):
     dataset: str = "pycode"  # folder under data/, or a path
     batch_size: int = 12  # sequences per micro-batch
     gradient_accumulation_steps: int = 40  # micro-batches of one step, over all ranks
+    corrupt_ratio: float = 0.15  # share of the tokens to restore, of objectives masked and seq2seq
+    span_length: float = 3.0  # mean length of the spans that seq2seq restores
     verify_data: bool = False  # check every shard's SHA-256 before the first step
     # --- run
     out_dir: str = "out"  # checkpoints, metrics and the resolved flags (config.py)
@@ -82,6 +84,8 @@ class Config(ModelConfig):
 
     # As in model.py: flag -> (is it used?, when it is).
     USED_WHEN: ClassVar[dict[str, tuple[Callable[["Config"], bool], str]]] = model.USED_WHEN | {
+        "corrupt_ratio": (lambda c: c.objective != "causal", "objective=masked"),
+        "span_length": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
         "muon_lr": (lambda c: c.optimizer == "muon", "optimizer=muon"),
         "muon_momentum": (lambda c: c.optimizer == "muon", "optimizer=muon"),
         "lr_decay_iters": (lambda c: c.schedule != "constant", "schedule other than constant"),

@@ -5,20 +5,24 @@
     loss = model(idx, targets)        # idx, targets (B, T) int64; targets of -1 are left out
     logits = model(idx)               # (B, T, V)
 
+With objective="seq2seq" there is also source=(B, S), what the encoder reads. docs=(B, T) and source_docs=(B, S) hold
+document numbers that do not fall along a row: tokens see only their own document. Padding is a document of its own.
+
 To try an idea, add an entry to one of the tables (NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the
 flag's Literal: the grid test walks the tables, so the new entry is tested without writing a test.
 
 Names used everywhere
-    B batch   T time (queries)   S keys   C n_embd   V vocabulary   L layers   F hidden width of the MLP
+    B batch   T time (queries)   S keys, or tokens of a source   C n_embd   V vocabulary   L layers
     H query heads   Hkv key/value heads   G = H / Hkv query heads of one group   D = C / H head size
+    F hidden width of the MLP
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -65,13 +69,17 @@ class ModelConfig:
     # --- model: position
     pos: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"  # position encoding
     rope_theta: float = 10000.0  # base of RoPE's wavelengths (arXiv:2104.09864)
+    # --- model: objective
+    objective: Literal["causal", "masked", "seq2seq"] = "causal"  # decoder; encoder (BERT); both (T5's corrupted spans)
+    n_encoder_layer: int = 0  # blocks of the encoder, 0 = n_layer
+    doc_mask: bool = False  # tokens attend only within their own document, which end-of-text begins
     # --- model: loss
     logit_softcap: float = 0.0  # c tanh(logits / c), 0 = off
     loss_chunk: int = 0  # tokens whose logits exist at once in the loss; 0 = as many as fit in 128 MiB
 
     def __post_init__(self):
         positive = "n_layer n_head n_embd block_size n_group"
-        not_negative = "vocab_size n_kv_head n_slot window loss_chunk attn_softcap logit_softcap"
+        not_negative = "vocab_size n_kv_head n_slot n_encoder_layer window loss_chunk attn_softcap logit_softcap"
         for names, least in ((positive, 1), (not_negative, 0)):
             for name in names.split():
                 value = getattr(self, name)
@@ -149,6 +157,7 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "wiring": (lambda c: c.block == "superblock" and c.pool == "separate", "block=superblock and pool=separate"),
     "n_group": (lambda c: c.block == "superblock" and c.pool == "separate", "block=superblock and pool=separate"),
     "n_slot": (lambda c: c.block == "superblock" and c.pool == "joint", "block=superblock and pool=joint"),
+    "n_encoder_layer": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
     "mlp": (lambda c: c.block != "superblock" or c.pool == "separate", "pool=separate"),
     "norm": (lambda c: c.norm_placement != "none" or c.norm == "none", "norm_placement other than none"),
     "norm_placement": (lambda c: c.norm != "none" or c.norm_placement == "none", "norm other than none"),
@@ -249,6 +258,10 @@ class Unrotated(nn.Module):
         """Keys and values (Hkv, M, D) that have no position, made fit to stand beside those that have."""
         return k, v
 
+    def slopes(self, table: tuple[Tensor, ...]) -> Tensor | None:
+        """(H,), where mix is to subtract slope_h |i - j| from the scores."""
+        return None
+
 
 class Rope(Unrotated):
     """Pairs (x_j, x_{j+D/2}) turned by t * theta^(-2j/D) (arXiv:2104.09864, in GPT-NeoX's and Llama's order)."""
@@ -303,6 +316,16 @@ class Alibi(Unrotated):
         return torch.cat((k, columns), dim=-1), F.pad(v, (0, columns.size(-1)))
 
 
+class TwoSidedAlibi(Unrotated):
+    """Subtracts m_h |i - j| where tokens see both ways; columns could do that for one direction only."""
+
+    def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return (alibi_slopes(self.cfg.n_head, t.device).to(dtype),)
+
+    def slopes(self, table: tuple[Tensor, ...]) -> Tensor | None:
+        return table[0]
+
+
 def alibi_slopes(n_head: int, device: torch.device | str = "cpu") -> Tensor:
     """(H,) slopes 2^(-8i/H), i = 1..H; if H is no power of two, those of the power p below, then every other of 2p."""
     p = 2 ** int(math.log2(n_head))
@@ -314,7 +337,7 @@ POSITION = {  # flag -> (added to the embedding, done to q, k and v)
     "learned": (LearnedEmbedding, Unrotated),
     "sinusoidal": (SinusoidalEmbedding, Unrotated),
     "rope": (NoEmbedding, Rope),
-    "alibi": (NoEmbedding, Alibi),
+    "alibi": (NoEmbedding, lambda cfg: (TwoSidedAlibi if cfg.objective == "masked" else Alibi)(cfg)),
     "none": (NoEmbedding, Unrotated),
 }
 
@@ -323,42 +346,65 @@ POSITION = {  # flag -> (added to the embedding, done to q, k and v)
 # mix(q; K, V): every score goes through a fused kernel or through strips of queries, never through a (T, S) matrix
 
 
+class Mask(NamedTuple):
+    """What T queries see of S keys: a range [lo, hi) each. Queries and keys of self-attention end together."""
+
+    causal: bool = True
+    window: int = 0  # positions before (and, if not causal, behind) the query's, its own included; 0 = all
+    docs: tuple[Tensor, Tensor] | None = None  # numbers (B, T) and (B, S) that do not fall: only equal ones are seen
+    slopes: Tensor | None = None  # (H,): slope |i - j| is subtracted from the scores
+
+    def reach(self, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """lo and hi, each (T,), or (B, T) with docs."""
+        i = torch.arange(S - T, S, device=device)
+        lo, hi = torch.zeros_like(i), torch.full_like(i, S)
+        if self.causal:
+            hi = i + 1
+        if self.window:
+            lo, hi = (i - self.window + 1).clamp(min=0), hi.minimum(i + self.window)
+        if self.docs is not None:
+            of_queries, of_keys = (docs.contiguous() for docs in self.docs)
+            lo = lo.maximum(torch.searchsorted(of_keys, of_queries))
+            hi = hi.minimum(torch.searchsorted(of_keys, of_queries, right=True))
+        return lo, hi
+
+
 def mix(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     head_dim: int,
-    window: int = 0,
+    mask: Mask,
     softcap: float = 0.0,
     dropout: float = 0.0,
-    slots: int = 0,
+    slots: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Causal attention softmax(cap(q k^T / sqrt(D))) v of T queries that are the last T of S positions.
+    """Attention softmax(cap(q k^T / sqrt(D))) v of what the mask admits: (B, H, T, E).
 
-    q (B, H, T, E), k and v (B, Hkv, slots + S, E), E >= D = head_dim: columns beyond D carry a position bias, which a
-    softcap leaves alone. The first `slots` keys have no position and are always visible. T is S (training, prompt) or 1
-    (decoding). Returns (B, H, T, E).
+    q (B, H, T, E), k and v (B, Hkv, S, E), E >= D = head_dim: columns beyond D carry a position bias, which a softcap
+    leaves alone. slots: keys and values (Hkv, M, E) without position that every query sees. In causal attention a
+    single query is the last position, as in decoding.
     """
-    T, S = q.size(2), k.size(2) - slots
-    if T == 1 and 0 < window < S:
-        k, v, window = visible(k, S - window, S, slots), visible(v, S - window, S, slots), 0
+    T, S = q.size(2), k.size(2)
+    if T == 1 and mask.causal:
+        k, v = (x[:, :, -mask.window :] for x in (k, v))
+        mask, S = Mask(causal=False), k.size(2)
+    mask = mask._replace(window=mask.window if mask.window < S else 0)
     fused = softcap == 0 and (dropout == 0 or q.device.type != "cpu")  # the CPU's fused kernel knows no dropout
     sdpa = partial(
         F.scaled_dot_product_attention, scale=head_dim**-0.5, dropout_p=dropout, enable_gqa=q.size(1) != k.size(1)
     )
-    if fused and 0 < window < T and slots == 0:
-        return window_attention(sdpa, q, k, v, window)
-    if fused and (slots == 0 or T == 1):
-        return sdpa(q, k, v, is_causal=T > 1)
+    if fused and mask.docs is None and mask.slopes is None:
+        if slots is None and not mask.window:
+            return sdpa(q, k, v, is_causal=mask.causal)
+        if slots is None and mask.causal:
+            return window_attention(sdpa, q, k, v, mask.window)
+        if not mask.window and q.device.type == "cpu":
+            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+            return SlotAttention.apply(q, k, v, *slots, head_dim**-0.5, mask.causal)
     return strip_attention(
-        sdpa if fused else partial(naive_attention, head_dim, softcap, dropout), q, k, v, window, slots
+        sdpa if fused else partial(naive_attention, head_dim, softcap, dropout), q, k, v, mask, slots
     )
-
-
-def visible(x: Tensor, start: int, end: int, slots: int) -> Tensor:
-    """The slots and positions start .. end of keys or values x (B, Hkv, slots + S, E)."""
-    part = x[:, :, slots + start : slots + end]
-    return torch.cat((x[:, :, :slots], part), dim=2) if slots else part
 
 
 def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, W: int) -> Tensor:
@@ -380,25 +426,72 @@ def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tenso
     return torch.cat((sdpa(q[:, :, :W], k[:, :, :W], v[:, :, :W], is_causal=True), rest), dim=2)[:, :, :T]
 
 
+class SlotAttention(torch.autograd.Function):
+    """One softmax over slots and context without a mask: two calls of the CPU's fused kernel, joined by their
+    normalisers. Its backward takes the joint result and normaliser, and then each part's gradients are already right.
+
+    q (B, H, T, E), k and v (B, H, S, E), slot_k and slot_v (Hkv, M, E).
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, slot_k: Tensor, slot_v: Tensor, scale: float, causal: bool):
+        kernel = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
+        slots = (x.expand(len(q), -1, -1, -1) for x in (slot_k, slot_v))  # (B, Hkv, M, E)
+        y_slots, z_slots = kernel(q.reshape(len(q), len(slot_k), -1, q.size(3)), *slots)  # heads of a group one by one
+        y, z = kernel(q, k, v, is_causal=causal)  # (B, H, T, E) and log of the normaliser (B, H, T)
+        z_slots = z_slots.reshape(z.shape)
+        total = torch.logaddexp(z, z_slots)
+        y = (z - total).exp()[..., None] * y + (z_slots - total).exp()[..., None] * y_slots.reshape(y.shape)
+        y = y.to(q.dtype)
+        ctx.save_for_backward(q, k, v, slot_k, slot_v, y, total)
+        ctx.scale, ctx.causal = scale, causal
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        q, k, v, slot_k, slot_v, y, total = ctx.saved_tensors
+        kernel = partial(
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=0.0, scale=ctx.scale
+        )
+        dq, dk, dv = kernel(grad, q, k, v, y, total, is_causal=ctx.causal)
+        grad, q_slots, y, total = (x.reshape(len(x), len(slot_k), -1, *x.shape[3:]) for x in (grad, q, y, total))
+        slots = (x.expand(len(q), -1, -1, -1) for x in (slot_k, slot_v))
+        dq_slots, *d_slots = kernel(grad, q_slots, *slots, y, total, is_causal=False)
+        return dq + dq_slots.reshape(dq.shape), dk, dv, *(x.sum(0) for x in d_slots), None, None
+
+
 def strip_attention(
-    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, window: int, slots: int, rows: int = 128
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    slots: tuple[Tensor, Tensor] | None,
+    rows: int = 128,
 ) -> Tensor:
     """Attention in strips of queries, recomputed in the backward: any mask and score function in O(rows S) memory."""
-    T, S = q.size(2), k.size(2) - slots
+    T, S, W = q.size(2), k.size(2), mask.window
+    lo, hi = mask.reach(T, S, q.device)
+    if slots is not None:
+        slots = tuple(x.expand(len(q), -1, -1, -1) for x in slots)  # each (B, Hkv, M, E)
 
-    def strip(q: Tensor, k: Tensor, v: Tensor, ahead: int) -> Tensor:  # its first query is position `ahead` of the keys
-        i, j = (
-            torch.arange(ahead, ahead + q.size(2), device=q.device)[:, None],
-            torch.arange(k.size(2), device=q.device),
-        )
-        distance = i - (j - slots)  # (t, s), negative = the future
-        return attend(q, k, v, attn_mask=(j < slots) | (distance >= 0) & (distance < (window or S)))
+    def strip(q: Tensor, k: Tensor, v: Tensor, i: int, first: int) -> Tensor:  # queries i ... and keys first ...
+        end, M = i + q.size(2), 0
+        j = torch.arange(first, first + k.size(2), device=q.device)
+        seen = ((j >= lo[..., i:end, None]) & (j < hi[..., i:end, None])).view(-1, 1, end - i, len(j))
+        if mask.slopes is not None:
+            distance = (torch.arange(S - T + i, S - T + end, device=q.device)[:, None] - j).abs()
+            seen = (-mask.slopes[:, None, None] * distance).masked_fill(~seen, -math.inf).to(q.dtype)  # (B, H, t, s)
+        if slots is not None:
+            k, v, M = torch.cat((slots[0], k), dim=2), torch.cat((slots[1], v), dim=2), slots[0].size(2)
+        return attend(q, k, v, attn_mask=F.pad(seen, (M, 0), value=mask.slopes is None))  # true, or 0.0
 
     out = []
     for i in range(0, T, rows):
         end = min(i + rows, T)
-        first = max(0, S - T + i - window + 1) if window else 0
-        strips = q[:, :, i:end], *(visible(x, first, S - T + end, slots) for x in (k, v)), S - T + i - first
+        first = max(0, S - T + i - W + 1) if W else 0
+        last = S - T + end if mask.causal else min(S, S - T + end + W - 1) if W else S
+        strips = q[:, :, i:end], k[:, :, first:last], v[:, :, first:last], i, first
         out.append(checkpoint(strip, *strips, use_reentrant=False) if torch.is_grad_enabled() else strip(*strips))
     return torch.cat(out, dim=2)
 
@@ -406,31 +499,34 @@ def strip_attention(
 def naive_attention(
     head_dim: int, softcap: float, dropout: float, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor
 ) -> Tensor:
-    """What the fused kernels lack: a softcap, and dropout on CPUs. Shapes as in mix; attn_mask (T, S)."""
-    D = head_dim
+    """What the fused kernels lack: a softcap, and dropout on CPUs. Shapes as in mix; attn_mask (B, H, T, S) or 1s."""
+    D, scale = head_dim, head_dim**-0.5
     q, k, v = q.unflatten(1, (k.size(1), -1)), k[:, :, None], v[:, :, None]  # (B, Hkv, G, t, E), (B, Hkv, 1, s, E)
-    scores = capped(q[..., :D] @ k[..., :D].mT * D**-0.5, softcap)
-    scores = at_least_float32(scores + q[..., D:] @ k[..., D:].mT * D**-0.5)  # (B, Hkv, G, t, s)
-    weights = scores.masked_fill(~attn_mask, -math.inf).softmax(-1).to(v.dtype)
-    return (F.dropout(weights, dropout) @ v).flatten(1, 2)  # (B, H, t, E)
+    scores = capped(q[..., :D] @ k[..., :D].mT * scale, softcap) + q[..., D:] @ k[..., D:].mT * scale
+    bias = torch.where(attn_mask, 0.0, -math.inf) if attn_mask.dtype == torch.bool else attn_mask
+    weights = (at_least_float32(scores.flatten(1, 2)) + bias).softmax(-1).to(v.dtype)  # (B, H, t, s)
+    return (F.dropout(weights, dropout).view_as(scores) @ v).flatten(1, 2)  # (B, H, t, E)
 
 
-def uniform_mix(q: Tensor, k: Tensor, v: Tensor, head_dim: int, window: int = 0) -> Tensor:
+def uniform_mix(q: Tensor, k: Tensor, v: Tensor, head_dim: int, mask: Mask) -> Tensor:
     """What mix gives when q and k carry no content: the mean over the visible values, in O(T) unless positions weigh.
 
-    With a position bias (columns beyond head_dim) it is the softmax of that alone. Shapes as in mix; k of H heads.
+    With a position bias (columns beyond head_dim, slopes) it is the softmax of that alone. Shapes as in mix; k of H
+    heads.
     """
-    if q.size(-1) > head_dim:
-        return mix(torch.cat((torch.zeros_like(q[..., :head_dim]), q[..., head_dim:]), dim=-1), k, v, head_dim, window)
+    if q.size(-1) > head_dim or mask.slopes is not None:
+        return mix(torch.cat((torch.zeros_like(q[..., :head_dim]), q[..., head_dim:]), dim=-1), k, v, head_dim, mask)
     T, S = q.size(2), k.size(2)
-    if T == 1:
-        return v[:, :, -window:].mean(dim=2, keepdim=True)
+    if T == 1 and mask.causal:
+        return v[:, :, -mask.window :].mean(dim=2, keepdim=True)
     total = at_least_float32(v).cumsum(dim=2)
-    count = torch.arange(1, S + 1, device=v.device, dtype=total.dtype)
-    if 0 < window < S:
-        total = torch.cat((total[:, :, :window], total[:, :, window:] - total[:, :, :-window]), dim=2)
-        count = count.clamp(max=window)
-    return (total / count[:, None]).to(v.dtype)
+    lo, hi = mask.reach(T, S, v.device)
+    if mask.docs is None and not mask.window and mask.causal:
+        return (total / hi[:, None]).to(v.dtype)
+    total = F.pad(total, (0, 0, 1, 0))  # (B, H, S + 1, E): the sum of all values before a position
+    ends = (x.view(-1, 1, T, 1).expand(len(v), v.size(1), T, v.size(3)) for x in (hi, lo))
+    upper, lower = (total.gather(2, end) for end in ends)
+    return ((upper - lower) / (hi - lo).view(-1, 1, T, 1)).to(v.dtype)
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
@@ -481,51 +577,55 @@ class KVCache:
         return self.k[:, :, : self.end], self.v[:, :, : self.end]
 
 
-class Heads(nn.Module):
-    """softmax(q_h k_g(h)^T / sqrt(D)) v_g(h) over the context, after positions and the cache of decoding.
+class At(NamedTuple):
+    """What a block is told besides the stream: where its tokens stand and what they may see."""
 
-    With slots (a joint pool) each key/value head also has M learned keys and values under the same softmax.
-    """
+    table: tuple[Tensor, ...] = ()  # of the positions, for q and k
+    docs: tuple[Tensor, Tensor] | None = None  # document numbers of the queries and of the keys
+    memory: Tensor | None = None  # (B, S, C), what the encoder made of the source
+    memory_docs: tuple[Tensor, Tensor] | None = None  # document numbers of the queries and of the memory
+
+
+class Heads(nn.Module):
+    """softmax(q_h k_g(h)^T / sqrt(D)) v_g(h) over the context, after positions and the cache of decoding."""
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
-        self.head_dim, self.n_head = cfg.head_dim, cfg.n_head
+        self.head_dim, self.n_head, self.causal = cfg.head_dim, cfg.n_head, cfg.objective != "masked"
         self.window, self.softcap, self.dropout = cfg.layer_window(layer), cfg.attn_softcap, cfg.dropout
         self.q_norm, self.k_norm = (nn.RMSNorm(cfg.head_dim, 1e-5) if cfg.qk_norm else nn.Identity() for _ in range(2))
         self.rotate = POSITION[cfg.pos][1](cfg)
         self.cache = NoCache()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: At) -> Tensor:
         """q (B, H, T, D), k and v (B, heads, T, D) -> (B, T, C)."""
-        q, k, v = self.rotate(self.q_norm(q), self.k_norm(k), v, table)
+        q, k, v = self.rotate(self.q_norm(q), self.k_norm(k), v, at.table)
         k, v = self.cache(k, v)  # (B, heads, S, E)
-        return self.mix(q, k, v)[..., : self.head_dim].transpose(1, 2).flatten(2)  # (B, H, T, E) -> (B, T, C)
+        y = self.mix(q, k, v, Mask(self.causal, self.window, at.docs, self.rotate.slopes(at.table)))
+        return y[..., : self.head_dim].transpose(1, 2).flatten(2)  # (B, H, T, E) -> (B, T, C)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, slots: int = 0) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        return mix(q, k, v, self.head_dim, self.window, self.softcap, dropout, slots)
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        return mix(q, k, v, self.head_dim, mask, self.softcap, self.dropout if self.training else 0.0, slots)
 
-    def flops_per_token(self, T: int) -> int:
-        """Forward matmul FLOPs of scores and weighted sum, counting all T keys as PaLM's appendix B does."""
-        return 4 * self.n_head * self.head_dim * min(T, self.window or T)
+    def flops(self, T: int, S: int) -> int:
+        """Forward matmul FLOPs of scores and weighted sum, counting all S keys as PaLM's appendix B does."""
+        seen = self.window if self.causal else 2 * self.window - 1
+        return 4 * T * self.n_head * self.head_dim * min(S, seen if self.window else S)
 
 
 class SlotHeads(Heads):
-    """Heads with M learned keys and values each that stand before the context: persistent memory (arXiv:1907.01470)."""
+    """Heads with M learned keys and values each under the same softmax: persistent memory (arXiv:1907.01470)."""
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__(cfg, layer)
         self.slot_k, self.slot_v = (nn.Parameter(torch.empty(cfg.kv_heads, cfg.slots, cfg.head_dim)) for _ in range(2))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         slots = self.rotate.slots(self.k_norm(self.slot_k), self.slot_v)  # each (Hkv, M, E)
-        k, v = (
-            torch.cat((x.to(y.dtype).expand(len(y), -1, -1, -1), y), dim=2) for x, y in zip(slots, (k, v), strict=True)
-        )
-        return super().mix(q, k, v, self.slot_k.size(1))
+        return super().mix(q, k, v, mask, tuple(x.to(k.dtype) for x in slots))
 
-    def flops_per_token(self, T: int) -> int:
-        return super().flops_per_token(T) + 4 * self.n_head * self.slot_k.size(1) * self.head_dim
+    def flops(self, T: int, S: int) -> int:
+        return super().flops(T, S) + 4 * T * self.n_head * self.slot_k.size(1) * self.head_dim
 
 
 class ShapedHeads(Heads):
@@ -539,11 +639,19 @@ class ShapedHeads(Heads):
         super().__init__(cfg, layer)
         self.alpha, self.beta, self.gamma = (nn.Parameter(torch.empty(cfg.n_head)) for _ in range(3))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # values are chunks of the stream: one per query head
         alpha, beta, gamma = (gain[:, None, None].to(v.dtype) for gain in (self.alpha, self.beta, self.gamma))
-        uniform = uniform_mix(q, k, v, self.head_dim, self.window)
-        return alpha * v[:, :, -q.size(2) :] + beta * super().mix(q, k, v) - gamma * uniform
+        uniform = uniform_mix(q, k, v, self.head_dim, mask)
+        return alpha * v[:, :, -q.size(2) :] + beta * super().mix(q, k, v, mask) - gamma * uniform
+
+
+class CrossHeads(Heads):
+    """Heads over a memory, which has no common order with the queries: no positions, no window, nothing hidden."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__(cfg, 0)
+        self.causal, self.window, self.rotate = False, 0, Unrotated(cfg)
 
 
 class Attention(nn.Module):
@@ -557,9 +665,9 @@ class Attention(nn.Module):
         self.heads = Heads(cfg, layer)
         self.out = nn.Linear(cfg.n_embd, cfg.n_embd, cfg.bias)
 
-    def forward(self, x: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, x: Tensor, at: At) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, sum(self.split), self.head_dim))  # (B, T, Hkv, G + 2, D)
-        y = self.heads(*split_heads(qkv, self.split), table)
+        y = self.heads(*split_heads(qkv, self.split), at)
         return F.dropout(self.out(y), self.dropout, self.training)
 
 
@@ -580,10 +688,10 @@ class ShapedAttention(nn.Module):
         self.value, self.out = (NearIdentity(cfg.n_embd) if on else nn.Identity() for on in trained)
         self.heads = ShapedHeads(cfg, layer)
 
-    def forward(self, x: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, x: Tensor, at: At) -> Tensor:
         qk = self.qk(x).unflatten(-1, (-1, sum(self.split), self.head_dim))  # (B, T, Hkv, G + 1, D)
         v = self.value(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, T, C) -> (B, H, T, D)
-        y = self.heads(*split_heads(qk, self.split), v, table)
+        y = self.heads(*split_heads(qk, self.split), v, at)
         return F.dropout(self.out(y), self.dropout, self.training)
 
 
@@ -606,10 +714,15 @@ class Kind:
     inputs: int = 1
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    r = F.relu(x)
+    return r * r  # the backward of square() is slow
+
+
 MLP_KIND = {
     "gelu": Kind(F.gelu),
     "relu": Kind(F.relu),
-    "relu2": Kind(lambda x: F.relu(x).square()),
+    "relu2": Kind(squared_relu),
     "swiglu": Kind(lambda gate, x: F.silu(gate) * x, inputs=2),
     "geglu": Kind(lambda gate, x: F.gelu(gate) * x, inputs=2),
 }
@@ -629,70 +742,6 @@ class MLP(nn.Module):
         return F.dropout(self.down(self.f(*self.up(x).chunk(self.inputs, dim=-1))), self.dropout, self.training)
 
 
-class StandardBlock(nn.Module):
-    """s = s + A(n1(s));  s = s + M(n2(s)), shown for pre-norm; Norms puts the others in their places."""
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__()
-        self.norm_attn, self.attn = Norms(cfg), Attention(cfg, layer)
-        self.norm_mlp, self.mlp = Norms(cfg), MLP(cfg)
-
-    def forward(self, s: Tensor, table: tuple[Tensor, ...]) -> Tensor:
-        n1, n2 = self.norm_attn, self.norm_mlp
-        s = n1.total(s + n1.after(self.attn(n1.before(s), table)))
-        return n2.total(s + n2.after(self.mlp(n2.before(s))))
-
-
-class ParallelBlock(nn.Module):
-    """s = s + A(n(s)) + M(n(s)), one shared norm (GPT-J; PaLM, arXiv:2204.02311)."""
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__()
-        self.norm, self.attn, self.mlp = Norms(cfg), Attention(cfg, layer), MLP(cfg)
-
-    def forward(self, s: Tensor, table: tuple[Tensor, ...]) -> Tensor:
-        n = self.norm
-        x = n.before(s)
-        return n.total(s + n.after(self.attn(x, table) + self.mlp(x)))
-
-
-class SimplifiedBlock(nn.Module):
-    """s = g_A SA(n1(s));  s = g_S s + b_FF M(n2(s)): no skip around attention (SAS, arXiv:2311.01906)."""
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__()
-        self.norm_attn, self.attn = first_norms(cfg, layer), ShapedAttention(cfg, layer)
-        self.norm_mlp, self.mlp = Norms(cfg), MLP(cfg)
-        self.g_attn, self.g_skip, self.b_ff = (nn.Parameter(torch.empty(1)) for _ in range(3))
-
-    def forward(self, s: Tensor, table: tuple[Tensor, ...]) -> Tensor:
-        n1, n2 = self.norm_attn, self.norm_mlp
-        s = n1.total(self.g_attn * n1.after(self.attn(n1.before(s), table)))
-        return n2.total(self.g_skip * s + self.b_ff * n2.after(self.mlp(n2.before(s))))
-
-
-class SimplifiedParallelBlock(nn.Module):
-    """s = g_A SA(n(s)) + b_FF M(n(s)): no skip at all (SAS-P, arXiv:2311.01906)."""
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__()
-        self.norm, self.attn, self.mlp = first_norms(cfg, layer), ShapedAttention(cfg, layer), MLP(cfg)
-        self.g_attn, self.b_ff = (nn.Parameter(torch.empty(1)) for _ in range(2))
-
-    def forward(self, s: Tensor, table: tuple[Tensor, ...]) -> Tensor:
-        n = self.norm
-        x = n.before(s)
-        return n.total(n.after(self.g_attn * self.attn(x, table) + self.b_ff * self.mlp(x)))
-
-
-def first_norms(cfg: ModelConfig, layer: int) -> Norms:
-    """A simplified network without norms keeps one, at the first layer's input."""
-    norms = Norms(cfg)
-    if layer == 0 and (cfg.norm == "none" or cfg.norm_placement == "none"):
-        norms.before = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
-    return norms
-
-
 class ContextPool(nn.Module):
     """Heads that take their q, k and v from one row group per key/value head."""
 
@@ -702,10 +751,45 @@ class ContextPool(nn.Module):
         self.head_dim, self.rows, self.columns = D, (G * D, D, D), (G * D,)
         self.heads = (SlotHeads if cfg.slots else Heads)(cfg, layer)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: At) -> Tensor:
         """q (B, T, Hkv, G D), k and v (B, T, Hkv, D) -> (B, T, Hkv, G D)."""
         heads = (x.unflatten(-1, (-1, self.head_dim)).flatten(2, 3).transpose(1, 2) for x in (q, k, v))
-        return self.heads(*heads, table).view(q.shape)
+        return self.heads(*heads, at).view(q.shape)
+
+
+class MemoryPool(nn.Module):
+    """Cross-attention: heads that take q from the stream, k and v from what the encoder made of the source."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        D, Hkv, G = cfg.head_dim, cfg.kv_heads, cfg.n_head // cfg.kv_heads
+        self.head_dim, self.rows, self.columns = D, (G * D,), (G * D,)
+        self.kv = FusedLinear(cfg.n_embd, 2 * Hkv * D, cfg.bias, (0, Hkv, (D, D)))
+        self.heads = CrossHeads(cfg)
+        self.recall = afresh
+
+    def forward(self, q: Tensor, at: At) -> Tensor:
+        """q (B, T, Hkv, G D) -> (B, T, Hkv, G D)."""
+        heads = q.unflatten(-1, (-1, self.head_dim)).flatten(2, 3).transpose(1, 2)  # (B, H, T, D)
+        kv = self.recall(self.kv, at.memory).unflatten(-1, (q.size(2), 2, -1))  # (B, S, Hkv, 2, D)
+        return self.heads(heads, *split_heads(kv, (1, 1)), at._replace(docs=at.memory_docs)).view(q.shape)
+
+
+def afresh(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """f(x); the slot that Once takes while decoding."""
+    return f(x)
+
+
+class Once:
+    """f(x) of the first call, for all calls."""
+
+    def __init__(self):
+        self.result = None
+
+    def __call__(self, f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.result is None:
+            self.result = f(x)
+        return self.result
 
 
 class ParameterPool(nn.Module):
@@ -716,8 +800,8 @@ class ParameterPool(nn.Module):
         kind, width = MLP_KIND[cfg.mlp], cfg.hidden_dim // cfg.kv_heads
         self.f, self.rows, self.columns = kind.f, (width,) * kind.inputs, (width,)
 
-    def forward(self, *x_and_table) -> Tensor:
-        return self.f(*x_and_table[:-1])  # each (B, T, Hkv, F / Hkv)
+    def forward(self, *x_and_at) -> Tensor:
+        return self.f(*x_and_at[:-1])  # each (B, T, Hkv, F / Hkv)
 
 
 class Pools(nn.Module):
@@ -734,10 +818,103 @@ class Pools(nn.Module):
         self.into = FusedLinear(cfg.n_embd, self.groups * sum(rows), cfg.bias, (0, self.groups, rows))
         self.out = FusedLinear(self.groups * sum(columns), cfg.n_embd, cfg.bias, (1, self.groups, columns))
 
-    def forward(self, x: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, x: Tensor, at: At) -> Tensor:
         parts = iter(self.into(x).unflatten(-1, (self.groups, -1)).split(self.into.fused[2], dim=-1))
-        y = [pool(*(next(parts) for _ in pool.rows), table) for pool in self.pools]  # each (B, T, Hkv, columns)
+        y = [pool(*(next(parts) for _ in pool.rows), at) for pool in self.pools]  # each (B, T, Hkv, columns)
         return F.dropout(self.out(torch.cat(y, dim=-1).flatten(2)), self.dropout, self.training)
+
+
+class CrossBranch(nn.Module):
+    """s = s + X(n(s)), X the cross-attention of a decoder to its encoder's memory."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.norm, self.attn = Norms(cfg), Pools(cfg, MemoryPool(cfg))
+
+    def forward(self, s: Tensor, at: At) -> Tensor:
+        n = self.norm
+        return n.total(s + n.after(self.attn(n.before(s), at)))
+
+
+class NoCross(nn.Module):
+    """s as it is: there is no encoder."""
+
+    def forward(self, s: Tensor, at: At) -> Tensor:
+        return s
+
+
+def cross_branch(cfg: ModelConfig) -> nn.Module:
+    return CrossBranch(cfg) if cfg.objective == "seq2seq" else NoCross()
+
+
+class StandardBlock(nn.Module):
+    """s = s + A(n1(s));  s = s + M(n2(s)), shown for pre-norm; Norms puts the others in their places."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        self.norm_attn, self.attn = Norms(cfg), Attention(cfg, layer)
+        self.cross = cross_branch(cfg)
+        self.norm_mlp, self.mlp = Norms(cfg), MLP(cfg)
+
+    def forward(self, s: Tensor, at: At) -> Tensor:
+        n1, n2 = self.norm_attn, self.norm_mlp
+        s = n1.total(s + n1.after(self.attn(n1.before(s), at)))
+        s = self.cross(s, at)
+        return n2.total(s + n2.after(self.mlp(n2.before(s))))
+
+
+class ParallelBlock(nn.Module):
+    """s = s + A(n(s)) + M(n(s)), one shared norm (GPT-J; PaLM, arXiv:2204.02311)."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        self.cross = cross_branch(cfg)
+        self.norm, self.attn, self.mlp = Norms(cfg), Attention(cfg, layer), MLP(cfg)
+
+    def forward(self, s: Tensor, at: At) -> Tensor:
+        n, s = self.norm, self.cross(s, at)
+        x = n.before(s)
+        return n.total(s + n.after(self.attn(x, at) + self.mlp(x)))
+
+
+class SimplifiedBlock(nn.Module):
+    """s = g_A SA(n1(s));  s = g_S s + b_FF M(n2(s)): no skip around attention (SAS, arXiv:2311.01906)."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        self.norm_attn, self.attn = first_norms(cfg, layer), ShapedAttention(cfg, layer)
+        self.cross = cross_branch(cfg)
+        self.norm_mlp, self.mlp = Norms(cfg), MLP(cfg)
+        self.g_attn, self.g_skip, self.b_ff = (nn.Parameter(torch.empty(1)) for _ in range(3))
+
+    def forward(self, s: Tensor, at: At) -> Tensor:
+        n1, n2 = self.norm_attn, self.norm_mlp
+        s = n1.total(self.g_attn * n1.after(self.attn(n1.before(s), at)))
+        s = self.cross(s, at)
+        return n2.total(self.g_skip * s + self.b_ff * n2.after(self.mlp(n2.before(s))))
+
+
+class SimplifiedParallelBlock(nn.Module):
+    """s = g_A SA(n(s)) + b_FF M(n(s)): no skip at all (SAS-P, arXiv:2311.01906)."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        self.cross = cross_branch(cfg)
+        self.norm, self.attn, self.mlp = first_norms(cfg, layer), ShapedAttention(cfg, layer), MLP(cfg)
+        self.g_attn, self.b_ff = (nn.Parameter(torch.empty(1)) for _ in range(2))
+
+    def forward(self, s: Tensor, at: At) -> Tensor:
+        n, s = self.norm, self.cross(s, at)
+        x = n.before(s)
+        return n.total(n.after(self.g_attn * self.attn(x, at) + self.b_ff * self.mlp(x)))
+
+
+def first_norms(cfg: ModelConfig, layer: int) -> Norms:
+    """A simplified network without norms keeps one, at the first layer's input."""
+    norms = Norms(cfg)
+    if layer == 0 and (cfg.norm == "none" or cfg.norm_placement == "none"):
+        norms.before = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
+    return norms
 
 
 class GroupedLinear(nn.Linear):
@@ -762,7 +939,7 @@ class GroupedMLP(nn.Module):
         self.up = GroupedLinear(cfg.n_group, cfg.n_embd, cfg.hidden_dim * kind.inputs, cfg.bias)
         self.down = GroupedLinear(cfg.n_group, cfg.hidden_dim, cfg.n_embd, cfg.bias)
 
-    def forward(self, x: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, x: Tensor, at: At) -> Tensor:
         h = self.up(x.unflatten(-1, (self.groups, -1))).chunk(self.inputs, dim=-1)  # each (B, T, n, F / n)
         return F.dropout(self.down(self.f(*h)).flatten(2), self.dropout, self.training)
 
@@ -775,24 +952,25 @@ class Superblock(nn.Module):
             +--------------------------------------------------+
 
     wiring=series gives each pool its own norm and sum, one after the other: the standard block. pool=joint puts learned
-    slots under the heads' softmax instead of the MLP.
+    slots under the heads' softmax instead of the MLP. The memory of an encoder is one more pool.
     """
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
-        pools = [ContextPool(cfg, layer)] + ([ParameterPool(cfg)] if cfg.pool == "separate" else [])
+        pools = [ContextPool(cfg, layer)] + ([MemoryPool(cfg)] if cfg.objective == "seq2seq" else [])
+        if cfg.pool == "separate" and cfg.n_group == 1:
+            pools.append(ParameterPool(cfg))
+        readers = [Pools(cfg, *pools)] if cfg.wiring == "parallel" else [Pools(cfg, pool) for pool in pools]
         if cfg.pool == "separate" and cfg.n_group > 1:
-            readers = [Pools(cfg, pools[0]), GroupedMLP(cfg)]
-        else:
-            readers = [Pools(cfg, *pools)] if cfg.wiring == "parallel" else [Pools(cfg, pool) for pool in pools]
+            readers.append(GroupedMLP(cfg))
         sums = [readers] if cfg.wiring == "parallel" else [[reader] for reader in readers]
         self.norms = nn.ModuleList(Norms(cfg) for _ in sums)
         self.readers = nn.ModuleList(nn.ModuleList(each) for each in sums)
 
-    def forward(self, s: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, s: Tensor, at: At) -> Tensor:
         for n, readers in zip(self.norms, self.readers, strict=True):
             x = n.before(s)
-            s = n.total(s + n.after(sum(reader(x, table) for reader in readers)))
+            s = n.total(s + n.after(sum(reader(x, at) for reader in readers)))
         return s
 
 
@@ -855,6 +1033,24 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 # Model
 
 
+class Encoder(nn.Module):
+    """The blocks over a source, which see it whole; then the final norm."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        cfg = replace(cfg, objective="masked", n_layer=cfg.n_encoder_layer or cfg.n_layer)
+        self.rotate = POSITION[cfg.pos][1](cfg)
+        self.blocks = nn.ModuleList(BLOCK[cfg.block](cfg, layer) for layer in range(cfg.n_layer))
+        self.norm = norm_at(cfg, 3)
+
+    def forward(self, x: Tensor, t: Tensor, docs: Tensor | None) -> Tensor:
+        """x (B, S, C) at positions t (S,), document numbers (B, S) -> (B, S, C)."""
+        at = At(self.rotate.table(t, x.dtype), None if docs is None else (docs, docs))
+        for block in self.blocks:
+            x = block(x, at)
+        return self.norm(x)
+
+
 class Model(nn.Module):
     """Token ids in, loss or logits out; see the module's docstring."""
 
@@ -869,6 +1065,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(BLOCK[cfg.block](cfg, layer) for layer in range(cfg.n_layer))
         self.norm = norm_at(cfg, 3)
         self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        self.encoder = Encoder(cfg) if cfg.objective == "seq2seq" else None
         self.tie()
         self.init_weights()
 
@@ -883,7 +1080,7 @@ class Model(nn.Module):
 
         parameter                          initial value
         embeddings, head, linear           N(0, 0.02)
-        what is added to the stream        N(0, 0.02 / sqrt(2 L)): 2 L summands do not make its variance grow
+        what is added to the stream        N(0, 0.02 / sqrt(n)) for n summands: they do not make its variance grow
         slots                              N(0, 0.02 sqrt(C)), like the keys and values of a normalised stream
         simplified: W_Q, NearIdentity W    0
         simplified: b_FF, resid of all     simplified_beta_ff, 0.2
@@ -892,6 +1089,7 @@ class Model(nn.Module):
         cfg = self.cfg
         simplified = cfg.block.startswith("simplified")
         constants = {"bias": 0.0, "b_ff": cfg.simplified_beta_ff}
+        summands = (3 if self.encoder else 2) * cfg.n_layer, 2 * (cfg.n_encoder_layer or cfg.n_layer)
         constants["resid"] = 0.2 if cfg.simplified_value_proj == "all" else 1.0
         for name, p in self.named_parameters():
             if p.dim() == 1:
@@ -900,7 +1098,7 @@ class Model(nn.Module):
                 nn.init.normal_(p, std=0.02 * math.sqrt(cfg.n_embd))
             else:
                 summand = name.endswith(("out.weight", "down.weight")) and not simplified
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * cfg.n_layer) if summand else 0.02)
+                nn.init.normal_(p, std=0.02 / math.sqrt(summands[name.startswith("encoder")]) if summand else 0.02)
         for module in self.modules():  # last, so that nothing overwrites these zeros
             if isinstance(module, NearIdentity):
                 nn.init.zeros_(module.weight)
@@ -908,22 +1106,51 @@ class Model(nn.Module):
                 _, groups, sizes = module.qk.fused
                 module.qk.weight.view(groups, sum(sizes), -1)[:, : sizes[0]] = 0
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
-        """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0."""
-        x = self.hidden(idx)
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        docs: Tensor | None = None,
+        source: Tensor | None = None,
+        source_docs: Tensor | None = None,
+    ) -> Tensor:
+        """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0.
+
+        docs (B, T) and source_docs (B, S) are document numbers that do not fall along a row; each number in docs must
+        also be in source_docs. source (B, S) is what the encoder of a seq2seq model reads, and only of such a one.
+        """
+        together = source is None or (docs is None) == (source_docs is None)
+        require(together, "docs and source_docs go together; give zeros to the one that is a single document")
+        x = self.hidden(idx, 0, docs, self.encode(source, source_docs), source_docs)
         return self.logits(x) if targets is None else self.loss(x, targets)
 
-    def hidden(self, idx: Tensor, start: int = 0) -> Tensor:
-        """idx (B, T), its first token at position start -> the stream that the head reads, (B, T, C)."""
-        T = idx.size(1)
-        limit = self.cfg.block_size
+    def encode(self, source: Tensor | None, docs: Tensor | None = None) -> Tensor | None:
+        """source (B, S) -> the encoder's memory of it, (B, S, C); nothing, where there is no encoder."""
+        given, wanted = source is not None, self.encoder is not None
+        require(given == wanted, f"objective={self.cfg.objective} {'needs a' if wanted else 'reads no'} source")
+        return self.encoder(*self.embed(source, 0), docs) if given else None
+
+    def embed(self, idx: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """idx (B, T) that begins at position start -> the stream (B, T, C) and the positions (T,)."""
+        T, limit = idx.size(1), self.cfg.block_size
         require(start + T <= limit, f"a sequence of {start + T} tokens does not fit in block_size={limit}; crop it")
         t = torch.arange(start, start + T, device=idx.device)
-        x = self.wte(idx)
-        x = F.dropout(self.pos(x, t), self.cfg.dropout, self.training)
-        table = self.rotate.table(t, x.dtype)
+        return F.dropout(self.pos(self.wte(idx), t), self.cfg.dropout, self.training), t
+
+    def hidden(
+        self,
+        idx: Tensor,
+        start: int = 0,
+        docs: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_docs: Tensor | None = None,
+    ) -> Tensor:
+        """idx (B, T), its first token at position start -> the stream that the head reads, (B, T, C)."""
+        x, t = self.embed(idx, start)
+        both = None if docs is None else (docs, docs)
+        at = At(self.rotate.table(t, x.dtype), both, memory, None if docs is None else (docs, memory_docs))
         for block in self.blocks:
-            x = block(x, table)
+            x = block(x, at)
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -942,34 +1169,41 @@ class Model(nn.Module):
 
     @contextmanager
     def caching(self):
-        """While inside, all heads keep their keys and values; yields a function that forgets them."""
-        layers = [m for m in self.modules() if isinstance(m, Heads)]
+        """While inside, heads keep the keys and values of context and memory; yields a function that forgets them."""
+        heads = [m for m in self.modules() if isinstance(m, Heads) and m.causal]
+        pools = [m for m in self.modules() if isinstance(m, MemoryPool)]
 
-        def forget():
-            for layer in layers:
-                layer.cache = KVCache(self.cfg.block_size)
+        def fill(make_cache: Callable, make_recall: Callable):
+            for each in heads:
+                each.cache = make_cache()
+            for pool in pools:
+                pool.recall = make_recall()
 
+        forget = partial(fill, lambda: KVCache(self.cfg.block_size), Once)
         forget()
         try:
             yield forget
         finally:
-            for layer in layers:
-                layer.cache = NoCache()
+            fill(NoCache, lambda: afresh)
 
     @torch.no_grad()
-    def generate(self, idx: Tensor, max_new_tokens: int, choose: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    def generate(
+        self, idx: Tensor, max_new_tokens: int, choose: Callable[[Tensor], Tensor], source: Tensor | None = None
+    ) -> Iterator[Tensor]:
         """Continues idx (B, T): yields max_new_tokens times the next tokens (B,), chosen by choose from logits (B, V).
 
         A token costs one cached step while the text fits in block_size. Beyond it the context is the last block_size
         tokens, as in nanoGPT: every position has moved, so each token costs one forward of the whole context.
         """
+        require(self.cfg.objective != "masked", "objective=masked does not continue a text; it fills blanks in one")
+        memory = self.encode(source)
         with self.caching() as forget:
             seen = 0
             for _ in range(max_new_tokens):
                 if idx.size(1) > self.cfg.block_size:
                     idx, seen = idx[:, -self.cfg.block_size :], 0
                     forget()
-                x = self.hidden(idx[:, seen:], start=seen)
+                x = self.hidden(idx[:, seen:], start=seen, memory=memory)
                 seen = idx.size(1)
                 token = choose(self.logits(x[:, -1:])[:, 0])
                 yield token
@@ -981,12 +1215,18 @@ class Model(nn.Module):
         """Trainable numbers, a tied head counted once."""
         return sum(p.numel() for p in self.parameters())
 
-    def flops_per_token(self, T: int | None = None) -> int:
-        """Matmul FLOPs of forward and backward per token of a sequence of T (default block_size): 6 per weight that is
+    def flops(self, T: int, source: int = 0) -> int:
+        """Matmul FLOPs of forward and backward of a sequence of T tokens and its source: 6 per token and weight that is
         multiplied (the head always, lookups never) plus the attention's, thrice its forward (PaLM, appendix B)."""
-        T = T or self.cfg.block_size
-        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * weights + 3 * sum(m.flops_per_token(T) for m in self.modules() if isinstance(m, Heads))
+        total = 0
+        for name, m in self.named_modules():
+            queries = source if name.startswith("encoder.") else T
+            keys = source if isinstance(m, CrossHeads) else queries
+            if isinstance(m, nn.Linear):
+                total += 6 * m.weight.numel() * (source if name.endswith(".kv") else queries)
+            elif isinstance(m, Heads):
+                total += 3 * m.flops(queries, keys)
+        return total
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -994,7 +1234,9 @@ class Model(nn.Module):
 
 
 @torch.no_grad()
-def contextual_mlp(model: Model, idx: Tensor, layer: int, head: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
+def contextual_mlp(
+    model: Model, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """A head at one query as an MLP of a unit per visible token: incoming (S, C), outgoing (S, C), hidden (S,).
 
     idx (T,) is the text and x_t (C,) the normalised stream that the layer's attention reads at t = position. Then
@@ -1019,27 +1261,33 @@ def contextual_mlp(model: Model, idx: Tensor, layer: int, head: int, position: i
         require(0 <= value < limit, f"{name}={value} must be in 0 .. {limit - 1}")
     block = model.blocks[layer]
     attn = block.readers[0][0] if isinstance(block, Superblock) else block.attn
-    heads, into = (next(m for m in attn.modules() if isinstance(m, kind)) for kind in (Heads, FusedLinear))
+    heads = next(m for m in attn.modules() if isinstance(m, Heads))
+    into = next(m for m in attn.children() if isinstance(m, FusedLinear))
     read = []
     with heads.register_forward_pre_hook(lambda _, args: read.extend(args)):
-        model.hidden(idx[None, : position + 1])
-    q, k, v, table = read  # before norms and positions: q (1, H, position + 1, D), k and v (1, heads, position + 1, D)
+        model.hidden(idx[None], memory=model.encode(None if source is None else source[None]))
+    q, k, v, at = read  # before norms and positions: q (1, H, T, D), k and v (1, heads, T, D)
 
     scale = q.new_ones(D) / math.sqrt(D)
     if cfg.qk_norm:
-        scale *= heads.q_norm.weight * (q[0, head, -1].square().mean() + heads.q_norm.eps).rsqrt()
-    q, k, v = heads.rotate(heads.q_norm(q), heads.k_norm(k), v, table)
-    q, k, v = (x[0, head * x.size(1) // H, -heads.window :] for x in (q, k, v))  # what it sees, each (S, E)
+        scale *= heads.q_norm.weight * (q[0, head, position].square().mean() + heads.q_norm.eps).rsqrt()
+    q, k, v = heads.rotate(heads.q_norm(q), heads.k_norm(k), v, at.table)
+    lo, hi = (int(x[position]) for x in Mask(heads.causal, heads.window).reach(len(idx), len(idx), idx.device))
+    q, k, v = (x[0, head * x.size(1) // H] for x in (q, k, v))
+    q, k, v = q[position], k[lo:hi], v[lo:hi]  # (E,), and what it sees, each (S, E)
     if isinstance(heads, SlotHeads):
         slots = heads.rotate.slots(heads.k_norm(heads.slot_k), heads.slot_v)
         k, v = (torch.cat((x[head * x.size(0) // H], y)) for x, y in zip(slots, (k, v), strict=True))
-    content, bias = (k[:, part] @ q[-1, part] / math.sqrt(D) for part in (slice(D), slice(D, None)))
-    bias -= bias[-1].clone()  # the query's own distance is 0
+    content, bias = (k[:, part] @ q[part] / math.sqrt(D) for part in (slice(D), slice(D, None)))
+    own = len(k) - hi + position  # the unit of its own token, whose distance is 0
+    bias -= bias[own].clone()
+    if (slopes := heads.rotate.slopes(at.table)) is not None:
+        bias[len(k) - hi + lo :] -= slopes[head] * (torch.arange(lo, hi, device=idx.device) - position).abs()
     hidden = torch.exp(capped(content, heads.softcap) + bias)
     Z = hidden.sum()
     if isinstance(heads, ShapedHeads):
         hidden = heads.beta[head] * hidden - heads.gamma[head] * Z * bias.softmax(0)
-        hidden[-1] += heads.alpha[head] * Z
+        hidden[own] += heads.alpha[head] * Z
 
     group, member = divmod(head, H // cfg.kv_heads)  # groups are the outer index of rows and columns
     part = slice(member * D, (member + 1) * D)

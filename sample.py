@@ -4,15 +4,20 @@
     python sample.py --out_dir=out/x --start="def main(" --num_samples=4
     python sample.py --out_dir=out/x --start=FILE:prompt.txt --temperature=0
     python sample.py --out_dir=out/x/step_00001000 --top_p=0.95 --stop="\\n\\n"
+    python sample.py --out_dir=out/bert --start="def f_____(self):" --blank=_            # masked: a token each
+    python sample.py --out_dir=out/t5 --start="for <mask> in range(<mask>):"             # seq2seq: a span each
 
-Samples go to stdout, everything else to stderr. On a terminal the first one appears while it is written.
+Samples go to stdout, everything else to stderr. A causal model continues the prompt, and on a terminal its first sample
+appears while it is written; the others fill the blanks of the prompt.
 """
 
 import codecs
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Literal
@@ -21,10 +26,14 @@ import torch
 from torch import Tensor
 
 from configurator import Config, parse, require, user_errors
-from data.tokenizer import from_spec
+from data.objective import OBJECTIVE
+from data.tokenizer import Tokenizer, from_spec
 from engine import checkpoint
 from engine.parallel import resolve_device, resolve_dtype
 from model import Model
+
+Choose = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
+SEPARATOR = "\n---------------\n"
 
 
 @dataclass
@@ -34,6 +43,7 @@ class SampleConfig:
     # --- sample
     out_dir: str = "out"  # of the training run; its latest checkpoint, or one checkpoint's own directory
     start: str = ""  # the prompt, or FILE:path; empty = end-of-text, or a newline where there is none
+    blank: str = "<mask>"  # what stands in the prompt for a missing token (masked) or span (seq2seq)
     num_samples: int = 1  # samples of the same prompt, written together as one batch
     max_new_tokens: int = 500  # length of each sample, less where it ends by itself
     stop: str = ""  # a sample ends before this text; it always ends at end-of-text
@@ -51,6 +61,7 @@ class SampleConfig:
         for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
             value = getattr(self, name)
             require(least <= value < 2**31, f"{name}={value} must be at least {least} and below {2**31}")
+        require(self.blank != "", "blank='' stands for nothing; set it to a text such as <mask>")
         require(
             self.temperature == 0 or self.temperature >= 1e-6,
             f"temperature={self.temperature} must be 0 (always the likeliest token) or at least 1e-06",
@@ -93,6 +104,13 @@ def load(cfg: SampleConfig, device: torch.device):
     return model.to(device).eval(), tokenizer
 
 
+def check_flags(cfg: SampleConfig, objective: str):
+    """A flag that the model's objective has no use for is refused where it was set."""
+    unused = {"causal": ["blank"], "masked": ["stop", "max_new_tokens"], "seq2seq": ["stop"]}[objective]
+    for name in [name for name in unused if name in cfg.sources]:
+        raise ValueError(f"{name}={getattr(cfg, name)} has no use with a model of objective={objective}; leave it out")
+
+
 def read_prompt(start: str) -> str:
     if not start.startswith("FILE:"):
         return start
@@ -127,6 +145,106 @@ class Sample:
         return len(self.text) - next(overlaps, 0)
 
 
+def continue_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, choose: Choose) -> int:
+    """Prints samples that begin with the prompt; returns the number of tokens made, of all samples."""
+    with user_errors():
+        ids = tokenizer.encode(prompt or ("\n" if tokenizer.eot is None else ""))
+    tokens = ids.tolist() or [tokenizer.eot]
+    idx = torch.tensor([tokens] * cfg.num_samples, device=model.wte.weight.device)
+    samples = [Sample(cfg.stop) for _ in range(cfg.num_samples)]
+    live = sys.stdout.isatty()
+    if live:
+        print(prompt, end="", flush=True)
+    n, V = 0, tokenizer.vocab_size  # the embedding may have more rows
+    for n, token in enumerate(model.generate(idx, cfg.max_new_tokens, lambda x: choose(x[:, :V])), start=1):  # noqa: B007
+        for i, (sample, t) in enumerate(zip(samples, token.tolist(), strict=True)):
+            if not sample.ended:
+                over = t == tokenizer.eot or n == cfg.max_new_tokens
+                fresh = sample.add(b"" if t == tokenizer.eot else tokenizer.token_bytes[t], last=over)
+                if live and i == 0:
+                    print(fresh, end="", flush=True)
+        if all(sample.ended for sample in samples):
+            break
+    texts = ["" if live and sample is samples[0] else prompt + sample.text for sample in samples]
+    print(SEPARATOR.join(texts))
+    return n * cfg.num_samples
+
+
+def read_blanks(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, ids: list[int]) -> Tensor:
+    """The prompt with a token of `ids` in the place of each blank, (1, T). ValueError if that cannot be."""
+    pieces = prompt.split(cfg.blank)
+    what = f"start={prompt[:40]!r}"
+    require(len(pieces) > 1, f"{what} has no blank to fill; write {cfg.blank} where text is missing, or set --blank")
+    require(
+        len(pieces) <= len(ids) + 1,
+        f"{what} has {len(pieces) - 1} blanks, and the model knows only {len(ids)} at once; fill some of them first",
+    )
+    tokens = tokenizer.encode(pieces[0]).tolist()
+    for i, piece in zip(ids, pieces[1:], strict=False):
+        tokens += [i, *tokenizer.encode(piece).tolist()]
+    limit = model.cfg.block_size
+    require(len(tokens) <= limit, f"{what} has {len(tokens)} tokens, more than block_size={limit}; shorten it")
+    return torch.tensor([tokens], device=model.wte.weight.device)
+
+
+@torch.no_grad()
+def fill_tokens(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, choose: Choose) -> int:
+    """Prints the prompt with each blank filled by one token, the one that the model is surest about first."""
+    V = tokenizer.vocab_size  # the id of a blank
+    with user_errors():
+        idx = read_blanks(cfg, model, tokenizer, prompt, [V] * model.cfg.block_size).repeat(cfg.num_samples, 1)
+    rows, blanks = torch.arange(len(idx)), (idx[0] == V).nonzero()[:, 0]
+    for _ in blanks:
+        logits = model.logits(model.hidden(idx)[:, blanks])[..., :V]  # (B, blanks, V)
+        sure = logits.softmax(-1).amax(-1).masked_fill(idx[:, blanks] != V, -1)
+        best = sure.argmax(-1)  # (B,)
+        idx[rows, blanks[best]] = choose(logits[rows, best])
+    print(SEPARATOR.join(tokenizer.decode(row.cpu()) for row in idx))
+    return idx.size(0) * len(blanks)
+
+
+def fill_spans(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, choose: Choose) -> int:
+    """Prints the prompt with each blank filled by a text; max_new_tokens is for all blanks of a sample together."""
+    V, flags = tokenizer.vocab_size, model.cfg
+    objective = OBJECTIVE["seq2seq"](
+        V, tokenizer.eot, flags.block_size, corrupt_ratio=flags.corrupt_ratio, span_length=flags.span_length
+    )
+    with user_errors():
+        source = read_blanks(cfg, model, tokenizer, prompt, list(range(V, V + objective.extra_ids - 1)))
+    n_blanks = int((source >= V).sum())
+    source = source.repeat(cfg.num_samples, 1)
+    span = torch.full_like(source[:, :1], V)  # (B, 1), the sentinel of the text that is being written
+
+    def draw(logits: Tensor) -> Tensor:  # any token but end-of-text, or the sentinel that comes next
+        ids = torch.arange(logits.size(1), device=logits.device)
+        following = (span + 1).clamp(max=V + n_blanks)
+        never = (ids >= V) & (ids != following) | (ids == tokenizer.eot)
+        token = choose(logits.masked_fill(never, -torch.inf))
+        span.copy_(span.maximum(token[:, None]))
+        return token
+
+    written = [span.clone()]
+    for token in model.generate(span.clone(), cfg.max_new_tokens, draw, source):
+        written.append(token[:, None])
+        if (span == V + n_blanks).all():
+            break
+    pieces, texts = prompt.split(cfg.blank), []
+    for row in torch.cat(written, dim=1).tolist():
+        fills = [[] for _ in range(n_blanks + 1)]  # what follows the last sentinel belongs to no blank
+        for token in row:
+            if token >= V:
+                fill = fills[token - V]
+            else:
+                fill.append(token)
+        filled = [tokenizer.decode(fill) + piece for fill, piece in zip(fills, pieces[1:], strict=False)]
+        texts.append(pieces[0] + "".join(filled))
+    print(SEPARATOR.join(texts))
+    return (len(written) - 1) * len(source)
+
+
+SAMPLER = {"causal": continue_text, "masked": fill_tokens, "seq2seq": fill_spans}
+
+
 def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(SampleConfig, argv, doc=__doc__)
@@ -134,35 +252,14 @@ def main(argv: list[str] | None = None):
         device = resolve_device(cfg.device)
         dtype = resolve_dtype(cfg.dtype, device)
         model, tokenizer = load(cfg, device)
-        ids = tokenizer.encode(prompt or ("\n" if tokenizer.eot is None else ""))
-    tokens = ids.tolist() or [tokenizer.eot]
-    idx = torch.tensor([tokens] * cfg.num_samples, device=device)
+        check_flags(cfg, model.cfg.objective)
     generator = torch.Generator(device).manual_seed(cfg.seed)
-    samples = [Sample(cfg.stop) for _ in range(cfg.num_samples)]
-
-    def draw(logits: Tensor) -> Tensor:  # the embedding may have more rows than the vocabulary
-        return choose(logits[:, : tokenizer.vocab_size], cfg, generator)
-
     sys.stdout.reconfigure(errors="replace")  # a prompt may be no UTF-8, a terminal may know less than Unicode
-    live = sys.stdout.isatty()
-    if live:
-        print(prompt, end="", flush=True)
-    started, n = time.perf_counter(), 0
+    started = time.perf_counter()
     with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-        for n, token in enumerate(model.generate(idx, cfg.max_new_tokens, draw), start=1):  # noqa: B007
-            for i, (sample, t) in enumerate(zip(samples, token.tolist(), strict=True)):
-                if not sample.ended:
-                    over = t == tokenizer.eot or n == cfg.max_new_tokens
-                    fresh = sample.add(b"" if t == tokenizer.eot else tokenizer.token_bytes[t], last=over)
-                    if live and i == 0:
-                        print(fresh, end="", flush=True)
-            if all(sample.ended for sample in samples):
-                break
+        sampler = SAMPLER[model.cfg.objective]
+        made = sampler(cfg, model, tokenizer, prompt, partial(choose, cfg=cfg, generator=generator))
     seconds = time.perf_counter() - started
-    for sample in samples[live:]:
-        print(("\n---------------\n" if live or sample is not samples[0] else "") + prompt + sample.text, end="")
-    print()
-    made = n * cfg.num_samples
     print(f"{made} tokens in {seconds:.2f} s: {made / seconds:.1f} tokens per second", file=sys.stderr)
 
 

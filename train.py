@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from types import NoneType
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from configurator import Config, dump, parse, user_errors
 from data.loader import Loader, count_windows, eval_batches
+from data.objective import OBJECTIVE, Objective
 from data.shards import DataSet, TokenStream, open_data
 from engine import checkpoint, interchange, optim, parallel
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops
@@ -66,12 +68,30 @@ def check_out_dir(cfg: Config):
     )
 
 
-def open_dataset(cfg: Config) -> DataSet:
-    """The data set; settles cfg.vocab_size."""
+def open_dataset(cfg: Config) -> tuple[DataSet, Objective]:
+    """The data set, and what to predict in it; settles cfg.vocab_size. The objective's own ids follow the data's."""
     data = open_data(cfg.dataset, DATA, cfg.vocab_size, cfg.verify_data)
+    require(
+        data.meta is not None or cfg.objective == "causal",
+        f"objective={cfg.objective} adds ids to the data's vocabulary, and dataset={cfg.dataset} has no meta.json with "
+        'its size; write {"vocab_size": N} into one beside the shards',
+    )
+    own = data.meta["vocab_size"] if data.meta else cfg.vocab_size
+    objective = OBJECTIVE[cfg.objective](
+        own, data.eot, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
+    )
+    needed = own + objective.extra_ids
     if cfg.vocab_size == 0:  # matmuls like multiples of 64; a small vocabulary is too small to matter
-        cfg.vocab_size = data.vocab_size if data.vocab_size <= 1024 else -(-data.vocab_size // 64) * 64
-    return data
+        cfg.vocab_size = needed if needed <= 1024 else -(-needed // 64) * 64
+    remedy = f"set it to {needed} or more"
+    if cfg.init_from != "scratch":
+        remedy = f"init_from={cfg.init_from} settles it, so leave objective, corrupt_ratio and span_length out"
+    require(
+        cfg.vocab_size >= needed,
+        f"vocab_size={cfg.vocab_size} has no room for the data's {own} ids and the {objective.extra_ids} that "
+        f"objective={cfg.objective} adds; {remedy}",
+    )
+    return data, objective
 
 
 def check_same_model(cfg: Config, flags: dict, path: str | Path):
@@ -137,27 +157,35 @@ def guarded(batches: Iterator) -> Iterator:
 
 
 @torch.no_grad()
-def mean_loss(cfg: Config, ranks: Ranks, model: Model, stream: TokenStream, n_batches: int, lengths: Tensor | None):
-    """(nats per token, bits per byte or None) over a fixed set of windows that does not depend on the ranks."""
+def mean_loss(
+    cfg: Config,
+    ranks: Ranks,
+    model: Model,
+    objective: Objective,
+    lengths: Tensor | None,
+    stream: TokenStream,
+    n_batches: int,
+) -> tuple[float, float | None]:
+    """(nats per target, bits per byte or None) over a fixed set of windows that does not depend on the ranks."""
     # MPS has no float64
     total = torch.zeros(3, dtype=torch.float32 if ranks.device.type == "mps" else torch.float64, device=ranks.device)
-    batches = eval_batches(
-        stream, cfg.block_size, cfg.batch_size, n_batches, ranks.rank, ranks.size, cfg.seed, ranks.device
-    )
-    for x, y in guarded(batches):
-        counted = y >= 0
+    batches = eval_batches(stream, objective, cfg.batch_size, n_batches, ranks.rank, ranks.size, cfg.seed, ranks.device)
+    for batch in guarded(batches):
+        targets = batch["targets"]
+        counted = targets >= 0
         with ranks.autocast():
-            total[0] += model(x, y) * counted.sum()
+            total[0] += model(**batch) * counted.sum()
         total[1] += counted.sum()
         if lengths is not None:
-            total[2] += (lengths[y.clamp(min=0)] * counted).sum()
+            total[2] += (lengths[targets.clamp(min=0)] * counted).sum()
     nats, tokens, n_bytes = ranks.sum(total).tolist()
     return nats / tokens, nats / math.log(2) / n_bytes if n_bytes else None
 
 
-def byte_lengths(data: DataSet, ranks: Ranks) -> tuple[Tensor | None, str]:
+def byte_lengths(cfg: Config, data: DataSet, ranks: Ranks) -> tuple[Tensor | None, str]:
     """(V,) bytes of text that each token stands for, or None and the reason."""
     try:
+        require(cfg.objective == "causal", f"objective={cfg.objective} restores only a part of the text")
         require(data.tokenizer is not None, f"{data.folder} has no tokenizer in a meta.json")
         return torch.from_numpy(data.tokenizer.byte_lengths).to(ranks.device), ""
     except ValueError as error:
@@ -177,7 +205,7 @@ def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(Config, argv, __doc__, base=stored_flags)
         check_out_dir(cfg)
-        data = open_dataset(cfg)
+        data, objective = open_dataset(cfg)
         streams = {split: data.split(split) for split in ("train", "val")}
         val_batches = math.ceil(count_windows(streams["val"], cfg.block_size) / cfg.batch_size)
         ranks = parallel.join(cfg)
@@ -196,7 +224,7 @@ def main(argv: list[str] | None = None):
         step, samples, skipped, best = (state[name] for name in ("step", "samples", "skipped", "best_val_loss"))
         micro_steps = cfg.gradient_accumulation_steps // ranks.size
         loader = Loader(
-            streams["train"], cfg.block_size, cfg.batch_size, micro_steps, ranks.rank, ranks.size, cfg.seed,
+            streams["train"], objective, cfg.batch_size, micro_steps, ranks.rank, ranks.size, cfg.seed,
             ranks.device, start=samples,
         )  # fmt: skip
         batches = guarded(loader)
@@ -204,12 +232,15 @@ def main(argv: list[str] | None = None):
         metrics = Silent()
         if ranks.first and not cfg.eval_only:
             metrics = Metrics(
-                cfg.out_dir, step, samples * cfg.block_size, cfg.max_iters, model.flops_per_token(),
-                peak if math.isfinite(peak) else None, ranks.device,
+                cfg.out_dir, step, samples * cfg.block_size, cfg.max_iters,
+                model.flops(*objective.lengths) / cfg.block_size, peak if math.isfinite(peak) else None, ranks.device,
             )  # fmt: skip
             dump(cfg, Path(cfg.out_dir) / "config.py")
+            if data.tokenizer:
+                data.tokenizer.save(cfg.out_dir)  # a bpe's file: sampling needs it when the data is gone
 
-    lengths, why_not = byte_lengths(data, ranks)
+    lengths, why_not = byte_lengths(cfg, data, ranks)
+    evaluate = partial(mean_loss, cfg, ranks, model, objective, lengths)
     samples_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
     machine = f"{ranks.size} x {ranks.device.type}, {str(ranks.dtype)[6:]}" + ", compiled" * ranks.compile
     metrics.say(
@@ -259,8 +290,8 @@ def main(argv: list[str] | None = None):
             with metrics.paused():
                 check_finite()
                 model.eval()
-                train_loss, _ = mean_loss(cfg, ranks, model, streams["train"], cfg.eval_iters or val_batches, lengths)
-                val_loss, bpb = mean_loss(cfg, ranks, model, streams["val"], cfg.eval_iters, lengths)
+                train_loss, _ = evaluate(streams["train"], cfg.eval_iters or val_batches)
+                val_loss, bpb = evaluate(streams["val"], cfg.eval_iters)
                 model.train()
                 metrics.evaluation(step, train_loss, val_loss, bpb)
             improved = best is None or val_loss < best
@@ -287,10 +318,10 @@ def main(argv: list[str] | None = None):
         optimizer.set_lr(lr)
         loss = torch.zeros((), device=ranks.device)
         for micro_step in range(micro_steps):
-            x, y = next(batches)
+            batch = next(batches)
             training.require_backward_grad_sync = micro_step == micro_steps - 1  # DDP averages over ranks once a step
             with ranks.autocast():
-                part = training(x, y) / micro_steps
+                part = training(**batch) / micro_steps
             scaler.scale(part).backward()
             loss += part.detach()
         scaler.unscale_(optimizer)

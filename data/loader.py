@@ -3,7 +3,8 @@
 A split of N tokens is cut into n = (N - 1) // T windows of T inputs and one more target. Training samples are counted
 0, 1, 2, ... without end; sample i reads the (i % n)-th window of epoch i // n, which is a permutation of its own. The
 samples of step k are [kG, (k+1)G), of which rank r takes one contiguous slice. So the order does not depend on the
-ranks, and the loader's whole state is one sample number. B sequences per micro-batch, T block_size, G per step.
+ranks, and the loader's whole state is one sample number. The same holds for what an objective draws at random, which
+depends on the sample's number. B sequences per micro-batch, T block_size, G per step.
 """
 
 import threading
@@ -13,6 +14,7 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
+from data.objective import Objective, mix
 from data.shards import TokenStream
 
 
@@ -25,26 +27,18 @@ def permute(index: np.ndarray, n: int, key: np.ndarray | int) -> np.ndarray:
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     key = np.broadcast_to(np.asarray(key, dtype=np.uint64), index.shape)
-    rounds = [_mix(key + np.uint64(i)) for i in range(4)]
+    rounds = [mix(key + np.uint64(i)) for i in range(4)]
 
     def feistel(x: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
         left, right = x >> half, x & mask
         for k in keys:
-            left, right = right, left ^ (_mix(right ^ k) & mask)
+            left, right = right, left ^ (mix(right ^ k) & mask)
         return left << half | right
 
     x = feistel(index.astype(np.uint64), rounds)
     while (outside := x >= n).any():
         x[outside] = feistel(x[outside], [k[outside] for k in rounds])
     return x.astype(np.int64)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser, a bijection of uint64 that changes about half of the bits for each bit changed."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return x ^ x >> np.uint64(31)
 
 
 def count_windows(stream: TokenStream, block_size: int) -> int:
@@ -59,34 +53,53 @@ def count_windows(stream: TokenStream, block_size: int) -> int:
 
 def order(samples: np.ndarray, n: int, seed: int) -> np.ndarray:
     """int64 global sample indices, any shape -> the windows in [0, n) that they read."""
-    stream_key = _mix(np.array([seed % 2**64], dtype=np.uint64))
-    return permute(samples % n, n, _mix(stream_key + (samples // n).astype(np.uint64)))
+    stream_key = mix(np.array([seed % 2**64], dtype=np.uint64))
+    return permute(samples % n, n, mix(stream_key + (samples // n).astype(np.uint64)))
 
 
-def _batch(stream: TokenStream, windows: np.ndarray, block_size: int, device: torch.device) -> torch.Tensor:
-    """(B, T+1) int64 of the given windows, in host memory.
+def draws(numbers: np.ndarray, seed: int) -> np.ndarray:
+    """int64 numbers of samples, any shape -> the uint64 keys of what is drawn at random for them."""
+    stream_key = mix(np.array([seed % 2**64], dtype=np.uint64))
+    return mix(mix(stream_key + np.uint64(2**63)) + numbers.astype(np.uint64))  # no epoch is 2^63, so not order's keys
 
-    Always a fresh buffer: what was handed out stays untouched for autograd, and PyTorch's pinned allocator does not
+
+def _batch(
+    stream: TokenStream, objective: Objective, windows: np.ndarray, keys: np.ndarray, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The objective's batch of the given windows with these keys, in host memory that is pinned for a GPU.
+
+    Always fresh buffers: what was handed out stays untouched for autograd, and PyTorch's pinned allocator does not
     reuse a block before the copies from it have ended. ValueError for an id outside the vocabulary, which on a GPU
     would end the run without a word about the data.
     """
-    buffer = torch.empty(len(windows), block_size + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
+    pinned = device.type == "cuda"
+    buffer = torch.empty(len(windows), objective.block_size + 1, dtype=torch.int64, pin_memory=pinned)
     for row, window in zip(buffer.numpy(), windows.tolist(), strict=True):
-        stream.read(window * block_size, row)
+        stream.read(window * objective.block_size, row)
     if (largest := int(buffer.numpy().max())) >= stream.vocab_size:
         raise ValueError(
             f"{stream.name} has token id {largest} where its vocabulary is {stream.vocab_size}, so a file was changed "
             "after it was prepared; pass --verify_data=True to learn which"
         )
-    return buffer
+    batch = objective(buffer, keys)
+    return {name: tensor.pin_memory() for name, tensor in batch.items()} if pinned else batch
+
+
+def _send(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """The batch on `device`; `text` (B, n+1) becomes idx and targets, views of it that are not contiguous."""
+    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    if "text" in batch:
+        text = batch.pop("text")
+        batch |= {"idx": text[:, :-1], "targets": text[:, 1:]}
+    return batch
 
 
 class Loader:
-    """Training batches from sample `start` on, without end: next(loader) is (x, y), each (B, T) int64 on `device`.
+    """Training batches from sample `start` on, without end: next(loader) is what Model.forward takes, by name.
 
-    x and y are views of one (B, T+1) buffer, so neither is contiguous. A step is `micro_steps` micro-batches of this
-    rank, which is one of `world_size` data-parallel ranks. A thread works two batches ahead; an exception in it is
-    raised by next(). Call close() at the end. ValueError if the stream is shorter than one window.
+    All are int64 on `device`. A step is `micro_steps` micro-batches of this rank, which is one of `world_size`
+    data-parallel ranks. A thread reads and corrupts two batches ahead; an exception in it is raised by next(). Call
+    close() at the end. ValueError if the stream is shorter than one window.
     """
 
     AHEAD = 2  # batches
@@ -95,7 +108,7 @@ class Loader:
     def __init__(
         self,
         stream: TokenStream,
-        block_size: int,
+        objective: Objective,
         batch_size: int,
         micro_steps: int = 1,
         rank: int = 0,
@@ -104,12 +117,12 @@ class Loader:
         device: str | torch.device = "cpu",
         start: int = 0,
     ):
-        self.stream, self.block_size, self.seed = stream, block_size, seed
+        self.stream, self.objective, self.seed = stream, objective, seed
         self.batch_size, self.micro_steps, self.rank, self.world_size = batch_size, micro_steps, rank, world_size
         self.device = torch.device(device)
-        self.n_windows = count_windows(stream, block_size)
+        self.n_windows = count_windows(stream, objective.block_size)
         self.closed = False
-        self._ready = SimpleQueue()  # buffers, or the exception that ended the thread
+        self._ready = SimpleQueue()  # batches, or the exception that ended the thread
         self._wanted = threading.Semaphore(self.AHEAD)
         self._thread = threading.Thread(target=self._work, args=(start,), name="loader", daemon=True)
         self._thread.start()
@@ -125,28 +138,27 @@ class Loader:
             while True:
                 starts = start + (np.arange(ahead) * self.world_size + self.rank) * share
                 samples = (starts[:, None] + np.arange(share)).reshape(-1, self.batch_size)
-                for windows in self.windows(samples):
+                for windows, keys in zip(self.windows(samples), draws(samples, self.seed), strict=True):
                     self._wanted.acquire()
                     if self.closed:
                         return
-                    self._ready.put(_batch(self.stream, windows, self.block_size, self.device))
+                    self._ready.put(_batch(self.stream, self.objective, windows, keys, self.device))
                 start += ahead * self.world_size * share
         except BaseException as e:  # whatever it is, next() must not wait for ever
             self._ready.put(e)
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return self
 
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def __next__(self) -> dict[str, torch.Tensor]:
         if self.closed:
             raise StopIteration
-        buffer = self._ready.get()
-        if isinstance(buffer, BaseException):
+        batch = self._ready.get()
+        if isinstance(batch, BaseException):
             self.close()
-            raise buffer
+            raise batch
         self._wanted.release()
-        buffer = buffer.to(self.device, non_blocking=True)
-        return buffer[:, :-1], buffer[:, 1:]
+        return _send(batch, self.device)
 
     def close(self) -> None:
         """End the thread; may be called twice."""
@@ -157,21 +169,22 @@ class Loader:
 
 def eval_batches(
     stream: TokenStream,
-    block_size: int,
+    objective: Objective,
     batch_size: int,
     n_batches: int = 0,
     rank: int = 0,
     world_size: int = 1,
     seed: int = 0,
     device: str | torch.device = "cpu",
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's share of a fixed evaluation set, as (x, y), each (B, T) int64 on `device`.
+) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's share of a fixed evaluation set, as batches like the Loader's.
 
     The set is every window once (n_batches 0), or n_batches * batch_size windows drawn without replacement by `seed`,
-    the same for every world_size. Every rank gets the same number of batches of the same shape and strides; rows that
-    only fill up have the targets -1. A batch may hold nothing else: add up losses and counts, and divide at the end.
+    the same for every world_size; a window is always corrupted in the same way. Every rank gets the same number of
+    batches of the same shape and strides; rows that only fill up have the targets -1. A batch may hold nothing else:
+    add up losses and counts, and divide at the end.
     """
-    n = count_windows(stream, block_size)
+    n = count_windows(stream, objective.block_size)
     windows = np.arange(n)
     if n_batches:
         # -1 as epoch: training never gets there, so this order is none of its own.
@@ -180,9 +193,7 @@ def eval_batches(
     for start in range(0, len(windows), round_size):
         rows = windows[start : start + round_size][rank * batch_size : (rank + 1) * batch_size]
         filled = np.concatenate([rows, np.zeros(batch_size - len(rows), dtype=np.int64)])
-        buffer = _batch(stream, filled, block_size, device).to(device, non_blocking=True)
-        targets = buffer
-        if len(rows) < batch_size:
-            targets = buffer.clone()  # x shares the buffer, and no -1 may get into x
-            targets[len(rows) :] = -1
-        yield buffer[:, :-1], targets[:, 1:]
+        batch = _send(_batch(stream, objective, filled, draws(filled, -1), device), device)  # no run has the seed -1
+        batch["targets"] = batch["targets"].clone()  # idx may share its memory, and no -1 may get into that
+        batch["targets"][len(rows) :] = -1
+        yield batch

@@ -111,7 +111,7 @@ def resolve_compile(flag: bool | str, device: torch.device) -> bool:
 def replicate(model: nn.Module, ranks: Ranks) -> nn.Module:
     """The model to call in training: DDP averages gradients over the ranks while the backward is still running."""
     if ranks.compile:
-        for block in model.blocks:
+        for block in [*model.blocks, *(model.encoder.blocks if model.encoder else ())]:
             block.compile()
     if ranks.size == 1:
         return model

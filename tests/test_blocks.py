@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model import build, jitter, naive_attention
+from test_model import assert_same, beside, build, jitter, leaves, naive_attention, tokens
 
 import model as M
 from configurator import Config
 from engine import optim
+from model import At
 
 SAS = ["simplified", "simplified_parallel"]
 T, C, H = 11, 32, 4
@@ -20,14 +21,18 @@ def stream(*shape) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def table(net):
-    return net.rotate.table(torch.arange(T), torch.float64)
+def at(net, docs=None, memory=None, memory_docs=None):
+    table = net.rotate.table(torch.arange(T), torch.float64)
+    return At(table, memory=memory) if docs is None else At(table, (docs, docs), memory, (docs, memory_docs))
+
+
+DOCS = torch.tensor([[0] * 4 + [2] * 7, [0] * 8 + [1] + [2] * 2])
 
 
 # ---- simplified
 
 
-def naive_shaped(net, attn, x, window, slopes):
+def naive_shaped(net, attn, x, window, slopes, docs):
     """(alpha I + beta softmax - gamma C) V per head, with I and C as T x T matrices."""
     D, Hkv = C // H, net.cfg.kv_heads
     qk = attn.qk(x).view(2, T, Hkv, H // Hkv + 1, D)
@@ -36,20 +41,21 @@ def naive_shaped(net, attn, x, window, slopes):
     if net.cfg.qk_norm:
         q, k = attn.heads.q_norm(q), attn.heads.k_norm(k)
     if net.cfg.pos == "rope":
-        q, k, _ = attn.heads.rotate(q, k, k, table(net))
+        q, k, _ = attn.heads.rotate(q, k, k, at(net).table)
     value = x
     if isinstance(attn.value, M.NearIdentity):
         value = attn.value.skip * x + attn.value.resid * x @ attn.value.weight.T
-    eye, out = torch.eye(T, dtype=torch.float64), []
+    eye, out = torch.eye(T, dtype=torch.float64).expand(2, 1, T, T), []
+    causal, docs = net.cfg.objective != "masked", None if docs is None else (docs, docs)
     for h in range(H):
-        v = value[..., h * D : (h + 1) * D]
-        flat = torch.zeros(1, 1, T, D, dtype=torch.float64)
-        uniform = naive_attention(flat, flat, eye[None, None, :, :], window, 0.0, slopes and [slopes[h]])[0, 0]
-        softmax = naive_attention(
-            q[:, h : h + 1], k[:, h * Hkv // H, None], eye.expand(2, 1, T, T), window, 0.0, slopes and [slopes[h]]
-        )[:, 0]
+        v, content = value[..., h * D : (h + 1) * D], (q[:, h, None], k[:, h * Hkv // H, None])
+        no_content = [torch.zeros_like(z) for z in content]
+        softmax, uniform = (
+            naive_attention(*pair, eye, window, 0.0, slopes and [slopes[h]], causal, docs)[:, 0]
+            for pair in (content, no_content)
+        )
         heads = attn.heads
-        out.append((heads.alpha[h] * eye + heads.beta[h] * softmax - heads.gamma[h] * uniform) @ v)
+        out.append((heads.alpha[h] * eye[:, 0] + heads.beta[h] * softmax - heads.gamma[h] * uniform) @ v)
     y = torch.cat(out, dim=-1)
     if isinstance(attn.out, M.NearIdentity):
         y = attn.out.skip * y + attn.out.resid * y @ attn.out.weight.T
@@ -66,31 +72,29 @@ VARIANTS = [
     {"simplified_value_proj": "all"},
     {"simplified_value_proj": "none"},
 ]
+both_ways = pytest.mark.parametrize("objective", ["causal", "masked"])
 
 
 @pytest.mark.parametrize("flags", VARIANTS, ids=str)
 @pytest.mark.parametrize("layer", [0, 1])
-def test_shaped_attention_equals_its_matrices(flags, layer):
-    net = build(block="simplified", **flags)
+@pytest.mark.parametrize("docs", [None, DOCS], ids=["whole", "docs"])
+@both_ways
+def test_shaped_attention_equals_its_matrices(flags, layer, docs, objective):
+    net = build(block="simplified", objective=objective, **flags)
     jitter(net)
     attn, x = net.blocks[layer].attn, stream(2, T, C)
     slopes = M.alibi_slopes(H).double().tolist() if net.cfg.pos == "alibi" else None
-    expected, got = naive_shaped(net, attn, x, net.cfg.window, slopes), attn(x, table(net))
-    assert torch.allclose(got, expected, atol=1e-10)
-    weight, wanted = stream(2, T, C).detach(), [x, *attn.parameters()]
-    for a, b in zip(
-        torch.autograd.grad((got * weight).sum(), wanted),
-        torch.autograd.grad((expected * weight).sum(), wanted),
-        strict=True,
-    ):
-        assert torch.allclose(a, b, atol=1e-9)
+    expected = naive_shaped(net, attn, x, net.cfg.window, slopes, docs)
+    assert_same(attn(x, at(net, docs)), expected, [x, *attn.parameters()], atol=1e-9)
 
 
-@pytest.mark.parametrize("flags", VARIANTS, ids=str)
-def test_shaped_attention_starts_as_the_identity(flags):
-    net, x = build(block="simplified", **flags), stream(2, T, C)
+@pytest.mark.parametrize("flags", [*VARIANTS, *({"pos": p, "window": w} for p in M.POSITION for w in (0, 3))], ids=str)
+@pytest.mark.parametrize("docs", [None, DOCS], ids=["whole", "docs"])
+@both_ways
+def test_shaped_attention_starts_as_the_identity(flags, docs, objective):
+    net, x = build(block="simplified", objective=objective, **flags), stream(2, T, C)
     for block in net.blocks:
-        assert torch.allclose(block.attn(x, table(net)), x, atol=1e-12)
+        assert torch.allclose(block.attn(x, at(net, docs)), x, atol=1e-12)
 
 
 def test_the_centring_matrix_sees_no_future():
@@ -98,22 +102,24 @@ def test_the_centring_matrix_sees_no_future():
     v = torch.ones(1, 1, T, 2, dtype=torch.float64)
     v[:, :, -1] = 1e6
     q = torch.zeros(1, 1, T, 2, dtype=torch.float64)
-    assert torch.allclose(M.uniform_mix(q, q, v, 2)[:, :, :-1], torch.ones(T - 1, 2, dtype=torch.float64))
+    assert torch.allclose(M.uniform_mix(q, q, v, 2, M.Mask())[:, :, :-1], torch.ones(T - 1, 2, dtype=torch.float64))
 
 
-def test_simplified_equations():
-    x = stream(2, T, C)
-    net = build(block="simplified", norm="rmsnorm", pos="none")
+@pytest.mark.parametrize("objective", ["causal", "seq2seq"])
+def test_simplified_equations(objective):
+    """A decoder's cross-attention stands between the two, or before both."""
+    x, where = stream(2, T, C), At(memory=stream(2, 7, C) / 2)
+    net = build(block="simplified", norm="rmsnorm", pos="none", objective=objective)
     jitter(net)
     b = net.blocks[1]
     norm = lambda n, z: F.rms_norm(z, (C,), n.before.weight, 1e-5)  # noqa: E731
-    s = b.g_attn * b.attn(norm(b.norm_attn, x), ())
-    assert torch.allclose(b(x, ()), b.g_skip * s + b.b_ff * b.mlp(norm(b.norm_mlp, s)), atol=1e-12)
-    net = build(block="simplified_parallel", norm="rmsnorm", pos="none")
+    s = b.cross(b.g_attn * b.attn(norm(b.norm_attn, x), where), where)
+    assert torch.allclose(b(x, where), b.g_skip * s + b.b_ff * b.mlp(norm(b.norm_mlp, s)), atol=1e-12)
+    net = build(block="simplified_parallel", norm="rmsnorm", pos="none", objective=objective)
     jitter(net)
     b = net.blocks[1]
-    n = norm(b.norm, x)
-    assert torch.allclose(b(x, ()), b.g_attn * b.attn(n, ()) + b.b_ff * b.mlp(n), atol=1e-12)
+    n = norm(b.norm, b.cross(x, where))
+    assert torch.allclose(b(x, where), b.g_attn * b.attn(n, where) + b.b_ff * b.mlp(n), atol=1e-12)
 
 
 @pytest.mark.parametrize("block", SAS)
@@ -170,6 +176,58 @@ def test_sas_p_saves_parameters():
     assert saved == 12 * 2 * 768**2 - 768**2 + (25 * 768 - 13 * 768) - 12 * (3 * 12 + 2) - 2
 
 
+# ---- cross-attention
+
+S = 7  # tokens of a source
+MEMORY_DOCS = torch.tensor([[0] * 5 + [2] * 2, [0, 1, 1, 1, 2, 2, 2]])
+
+
+def naive_memory(heads, q, kv, softcap=0.0, docs=None):
+    """Heads over a memory from q (B, T, C) and the keys and values of each group side by side, (B, S, 2 Hkv D)."""
+    q = q.unflatten(-1, (H, C // H)).transpose(1, 2)
+    k, v = (x.transpose(1, 2) for x in kv.unflatten(-1, (-1, 2, C // H)).unbind(3))
+    y = naive_attention(heads.q_norm(q), heads.k_norm(k), v, 0, softcap, None, False, docs)
+    return y.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("pos", ["alibi", "rope"])
+@pytest.mark.parametrize("Hkv", [4, 2, 1])
+@pytest.mark.parametrize("extra", [{}, {"qk_norm": True, "bias": True}, {"attn_softcap": 0.5, "window": 2}], ids=str)
+@pytest.mark.parametrize("docs", [None, (DOCS, MEMORY_DOCS)], ids=["whole", "docs"])
+def test_cross_attention_equals_naive_attention(pos, Hkv, extra, docs):
+    """Neither positions nor a window nor order come into it."""
+    net = build(objective="seq2seq", pos=pos, attention="gqa", n_kv_head=Hkv, **extra)
+    jitter(net)
+    x, memory = leaves((2, T, C), (2, S, C))
+    branch = net.blocks[1].cross
+    attn, n = branch.attn, F.layer_norm(x, (C,), branch.norm.before.weight, branch.norm.before.bias)
+    (pool,) = attn.pools
+    y = naive_memory(pool.heads, attn.into(n), pool.kv(memory), net.cfg.attn_softcap, docs)
+    of_text, of_memory = docs or (None, None)
+    got = branch(x, at(net, of_text, memory, of_memory))
+    assert_same(got, x + attn.out(y), [x, memory, *branch.parameters()])
+
+
+def test_memory_is_one_more_pool_of_a_superblock():
+    """W_out [ heads over the context ; heads over the memory ; f(W_in x) ], each with rows and columns of its own."""
+    net, Hkv = build(objective="seq2seq", block="superblock", attention="gqa", n_kv_head=2, pos="none"), 2
+    jitter(net)
+    x, memory = leaves((2, T, C), (2, S, C))
+    ((pools,),) = net.blocks[0].readers
+    context, of_memory, _ = pools.pools
+    of_context, q, hidden = pools.into.weight.unflatten(0, (Hkv, -1)).split([32, 16, 64], dim=1)  # (Hkv, rows, C)
+    columns = [w.flatten(1) for w in pools.out.weight.unflatten(1, (Hkv, -1)).split([16, 16, 64], dim=2)]
+    q_k_v = (x @ of_context.flatten(0, 1).T).unflatten(-1, (Hkv, 4, 8))
+    heads = [q_k_v[:, :, :, part].flatten(2, 3).transpose(1, 2) for part in (slice(2), slice(2, 3), slice(3, 4))]
+    ys = (
+        naive_attention(*heads).transpose(1, 2).flatten(2),
+        naive_memory(of_memory.heads, x @ q.flatten(0, 1).T, of_memory.kv(memory)),
+        F.gelu(x @ hidden.flatten(0, 1).T),
+    )
+    expected = sum(y @ w.T for y, w in zip(ys, columns, strict=True))
+    assert_same(pools(x, At(memory=memory)), expected, [x, memory, *pools.parameters()])
+
+
 # ---- superblock
 
 
@@ -178,87 +236,108 @@ def group_major(groups: int, *rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([x.unflatten(0, (groups, -1)) for x in rows], dim=1).flatten(0, 1)
 
 
+def copy(target: torch.nn.Linear, *sources: torch.nn.Linear, weight=lambda w: w, bias=lambda b: b):
+    """Fills target with what weight and bias make of the sources'."""
+    target.weight.copy_(weight(*(source.weight for source in sources)))
+    if target.bias is not None:
+        target.bias.copy_(bias(*(source.bias for source in sources)))
+
+
+def copy_standard(a: M.StandardBlock, b: M.Superblock, hidden: int):
+    """Of wiring=series: each pool has its own matrices."""
+    first, *cross, second = (reader for (reader,) in b.readers)
+    mlp = lambda up: group_major(second.groups, *up.split(hidden))  # noqa: E731
+    copy(first.into, a.attn.qkv), copy(first.out, a.attn.out)
+    copy(second.into, a.mlp.up, weight=mlp, bias=mlp), copy(second.out, a.mlp.down)
+    norms = [a.norm_attn, a.norm_mlp]
+    if cross:
+        cross[0].load_state_dict(a.cross.attn.state_dict())
+        norms.insert(1, a.cross.norm)
+    for source, target in zip(norms, b.norms, strict=True):
+        target.load_state_dict(source.state_dict())
+
+
+def copy_parallel(a: M.ParallelBlock, b: M.Superblock, hidden: int):
+    """Of wiring=parallel: the rows of a group side by side, and so the columns."""
+    ((both,),) = b.readers
+    rows = lambda qkv, up: group_major(both.groups, qkv, *up.split(hidden))  # noqa: E731
+    copy(both.into, a.attn.qkv, a.mlp.up, weight=rows, bias=rows)
+    columns = lambda *w: group_major(both.groups, *(x.T for x in w)).T  # noqa: E731
+    copy(both.out, a.attn.out, a.mlp.down, weight=columns, bias=torch.add)
+    b.norms[0].load_state_dict(a.norm.state_dict())
+
+
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("heads", [{}, {"attention": "gqa", "n_kv_head": 2}, {"attention": "mqa"}], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("wiring,block", [("series", "standard"), ("parallel", "parallel")])
-def test_superblock_is_the_block_it_generalises(wiring, block, mlp, heads, bias):
+@pytest.mark.parametrize(
+    "wiring,block,objective",
+    [
+        ("series", "standard", "causal"),
+        ("series", "standard", "masked"),
+        ("series", "standard", "seq2seq"),
+        ("parallel", "parallel", "causal"),
+        ("parallel", "parallel", "masked"),
+    ],
+)
+def test_superblock_is_the_block_it_generalises(wiring, block, objective, mlp, heads, bias):
     """Weights copied from the standard or the parallel model: same logits, same gradients."""
-    flags = dict(mlp=mlp, mlp_ratio=3.0, pos="rope", bias=bias, **heads)
+    flags = dict(mlp=mlp, mlp_ratio=3.0, pos="rope", bias=bias, objective=objective, **heads)
     known, ours = build(block=block, **flags), build(block="superblock", wiring=wiring, **flags)
     jitter(known)
-    Hkv = ours.cfg.kv_heads
-    for a, b in zip(known.blocks, ours.blocks, strict=True):
-        with torch.no_grad():
-            norms = [a.norm_attn, a.norm_mlp] if block == "standard" else [a.norm]
-            for source, target in zip(norms, b.norms, strict=True):
-                target.load_state_dict(source.state_dict())
-            for part in ("weight", "bias") if bias else ("weight",):
-                qkv, up = getattr(a.attn.qkv, part), getattr(a.mlp.up, part)
-                hidden = up.chunk(len(up) // ours.cfg.hidden_dim)
-                out, down = a.attn.out.weight.T, a.mlp.down.weight.T
-                if block == "standard":
-                    (first,), (second,) = b.readers
-                    getattr(first.into, part).copy_(qkv)
-                    getattr(second.into, part).copy_(group_major(Hkv, *hidden))
-                    first.out.weight.copy_(out.T)
-                    second.out.weight.copy_(down.T)
-                    if bias:
-                        first.out.bias.copy_(a.attn.out.bias)
-                        second.out.bias.copy_(a.mlp.down.bias)
-                else:
-                    ((both,),) = b.readers
-                    getattr(both.into, part).copy_(group_major(Hkv, qkv, *hidden))
-                    both.out.weight.copy_(group_major(Hkv, out, down).T)
-                    if bias:
-                        both.out.bias.copy_(a.attn.out.bias + a.mlp.down.bias)
     with torch.no_grad():
-        for name in ("wte", "norm", "pos"):
-            getattr(ours, name).load_state_dict(getattr(known, name).state_dict())
-    idx = torch.randint(29, (2, 13))
-    assert torch.allclose(ours(idx), known(idx), atol=1e-10)
+        for stack in ("blocks", "encoder.blocks") if known.encoder else ("blocks",):
+            for a, b in zip(known.get_submodule(stack), ours.get_submodule(stack), strict=True):
+                {"standard": copy_standard, "parallel": copy_parallel}[block](a, b, ours.cfg.hidden_dim)
+        for name in ("wte", "norm", "pos") + (("encoder.norm",) if known.encoder else ()):
+            ours.get_submodule(name).load_state_dict(known.get_submodule(name).state_dict())
+    idx, given = tokens(2, 13), beside(known, docs=objective != "causal")
+    assert torch.allclose(ours(idx, **given), known(idx, **given), atol=1e-10)
     if wiring == "parallel" and not bias:
         for net in (known, ours):
-            net(idx, idx).backward()
+            net(idx, idx, **given).backward()
         got, attn, up = ours.blocks[0].readers[0][0].into.weight.grad, known.blocks[0].attn, known.blocks[0].mlp.up
-        hidden = up.weight.grad.chunk(len(up.weight) // ours.cfg.hidden_dim)
-        assert torch.allclose(got, group_major(Hkv, attn.qkv.weight.grad, *hidden), atol=1e-10)
+        rows = group_major(ours.cfg.kv_heads, attn.qkv.weight.grad, *up.weight.grad.split(ours.cfg.hidden_dim))
+        assert torch.allclose(got, rows, atol=1e-10)
 
 
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("pos", ["none", "alibi", "rope"])
 @pytest.mark.parametrize("Hkv", [4, 2])
-def test_joint_pool_is_one_softmax(window, pos, Hkv):
+@both_ways
+@pytest.mark.parametrize("docs", [None, DOCS], ids=["whole", "docs"])
+def test_joint_pool_is_one_softmax(window, pos, Hkv, objective, docs):
     """Slots and context under one softmax, from scores written out; slots are always visible and have no position."""
-    flags = {} if Hkv == 4 else {"attention": "gqa", "n_kv_head": Hkv}
-    net = build(block="superblock", pool="joint", n_slot=5, pos=pos, window=window, **flags)
+    net = build(
+        block="superblock", pool="joint", n_slot=5, pos=pos, window=window, objective=objective,
+        attention="gqa", n_kv_head=Hkv,
+    )  # fmt: skip
     jitter(net)
     heads = net.blocks[0].readers[0][0].pools[0].heads
     D, slopes = C // H, M.alibi_slopes(H).double()
     q, k, v = stream(2, H, T, D), stream(2, Hkv, T, D) * 2, stream(2, Hkv, T, D) - 1
-    Q, K, _ = heads.rotate(q, k, v, table(net)) if pos == "rope" else (q, k, v)
+    Q, K, _ = heads.rotate(q, k, v, at(net).table) if pos == "rope" else (q, k, v)
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    hidden = (distance.abs() >= (window or T)) | ((objective == "causal") & (distance < 0))
+    if docs is not None:
+        hidden = hidden | (docs[:, :, None] != docs[:, None])
     out = []
     for h in range(H):
         g = h * Hkv // H
-        distance = torch.arange(T)[:, None] - torch.arange(T)
-        context = Q[:, h] @ K[:, g].mT / math.sqrt(D) - (slopes[h] * distance if pos == "alibi" else 0)
-        context = context.masked_fill((distance < 0) | (distance >= (window or T)), -math.inf)
+        context = Q[:, h] @ K[:, g].mT / math.sqrt(D) - (slopes[h] * distance.abs() if pos == "alibi" else 0)
+        context = context.masked_fill(hidden, -math.inf)
         weights = torch.cat((Q[:, h] @ heads.slot_k[g].T / math.sqrt(D), context), dim=-1).softmax(-1)
         out.append(weights[..., :5] @ heads.slot_v[g] + weights[..., 5:] @ v[:, g])
-    expected = torch.cat(out, dim=-1)
-    got = heads(q, k, v, table(net))
-    assert torch.allclose(got, expected, atol=1e-10)
-    for p in (heads.slot_k, heads.slot_v, q, k):
-        a, b = (torch.autograd.grad(y.sin().sum(), p, retain_graph=True)[0] for y in (got, expected))
-        assert torch.allclose(a, b, atol=1e-10)
+    assert_same(heads(q, k, v, at(net, docs)), torch.cat(out, dim=-1), (heads.slot_k, heads.slot_v, q, k))
 
 
 def test_joint_pool_without_context_is_a_softmax_mlp():
     """Context keys that no query likes leave softmax(q K^T) V over the slots."""
-    q, k, v = stream(1, 2, T, 4), stream(1, 2, T + 6, 4) * 1.5, stream(1, 2, T + 6, 4)
-    bias = torch.cat((torch.zeros(6), torch.full((T,), -1e6)))[:, None].expand(1, 2, -1, 1).double()
-    got = M.mix(torch.cat((q, torch.ones(1, 2, T, 1)), -1), torch.cat((k, bias), -1), F.pad(v, (0, 1)), 4, slots=6)
-    expected = (q @ k[:, :, :6].mT / 2).softmax(-1) @ v[:, :, :6]
+    q, k, v = stream(1, 2, T, 4), stream(1, 2, T, 4), stream(1, 2, T, 4)
+    slots = F.pad(stream(2, 6, 4), (0, 1)), F.pad(stream(2, 6, 4), (0, 1))
+    q, k = torch.cat((q, torch.ones(1, 2, T, 1)), -1), torch.cat((k, torch.full((1, 2, T, 1), -1e6)), -1)
+    got = M.mix(q.double(), k.double(), F.pad(v, (0, 1)), 4, M.Mask(), slots=slots)
+    expected = (q[..., :4] @ slots[0][..., :4].mT / 2).softmax(-1) @ slots[1][..., :4]
     assert torch.allclose(got[..., :4], expected, atol=1e-10)
 
 
@@ -272,7 +351,7 @@ def test_grouped_mlp_is_block_diagonal():
     b = mlp.up.bias.view(4, 2, F4)
     h = F.silu(x @ gate.T + b[:, 0].flatten()) * (x @ lin.T + b[:, 1].flatten())
     expected = h @ torch.block_diag(*mlp.down.weight.unflatten(0, (4, -1))).T + mlp.down.bias
-    assert torch.allclose(mlp(x, ()), expected, atol=1e-12)
+    assert torch.allclose(mlp(x, At()), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])

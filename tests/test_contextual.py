@@ -27,9 +27,13 @@ EXTRAS = [
     {"bias": True},
     {"window": 5, "window_pattern": "SL", "qk_norm": True, "attn_softcap": 0.5, "norm_placement": "post"},
 ]
-GRID = [
-    block | {"pos": pos} | extra | ATTENTION[(i + j + k) % 3]
-    for (i, block), (j, pos), (k, extra) in itertools.product(*map(enumerate, (BLOCKS, M.POSITION, EXTRAS)))
+OBJECTIVES = [{"objective": "causal"}, {"objective": "masked"}, {"objective": "seq2seq", "n_encoder_layer": 1}]
+GRID = [  # all of it for causal, every fourth for the others
+    block | {"pos": pos} | extra | ATTENTION[(i + j + k) % 3] | objective
+    for (i, block), (j, pos), (k, extra), (n, objective) in itertools.product(
+        *map(enumerate, (BLOCKS, M.POSITION, EXTRAS, OBJECTIVES))
+    )
+    if n == 0 or (i + j + k + n) % 4 == 0
 ]
 T, C, D = 13, 32, 8
 PLACES = [(0, 3, 12), (1, 2, 6), (1, 1, 0)]  # layer, head, position
@@ -46,9 +50,15 @@ def sharp(**flags) -> M.Model:
     return net
 
 
-def text(net: M.Model) -> torch.Tensor:
-    torch.manual_seed(4)
-    return torch.randint(net.cfg.vocab_size, (T,))
+def text(net: M.Model, length: int = T) -> torch.Tensor:
+    torch.manual_seed(length)
+    return torch.randint(net.cfg.vocab_size, (length,))
+
+
+def read(net: M.Model, layer: int, head: int, position: int):
+    """contextual_mlp of the text, beside a source where there is an encoder."""
+    source = text(net, 9) if net.encoder else None
+    return M.contextual_mlp(net, text(net), layer, head, position, source)
 
 
 def attention_of(net: M.Model, layer: int):
@@ -56,7 +66,7 @@ def attention_of(net: M.Model, layer: int):
     return block.readers[0][0] if net.cfg.block == "superblock" else block.attn
 
 
-def observe(net: M.Model, idx: torch.Tensor, layer: int, off: int | None = None):
+def observe(net: M.Model, layer: int, off: int | None = None):
     """(what the layer's attention reads, what it gives), each (T, C), with one head switched off."""
     attn, seen = attention_of(net, layer), []
     heads = next(m for m in attn.modules() if isinstance(m, M.Heads))
@@ -70,7 +80,7 @@ def observe(net: M.Model, idx: torch.Tensor, layer: int, off: int | None = None)
     if off is not None:
         hooks.append(heads.register_forward_hook(silence))
     with torch.no_grad():
-        net.hidden(idx[None])
+        net.hidden(text(net)[None], memory=net.encode(text(net, 9)[None] if net.encoder else None))
     for hook in hooks:
         hook.remove()
     return seen[0]
@@ -80,13 +90,14 @@ def observe(net: M.Model, idx: torch.Tensor, layer: int, off: int | None = None)
 def test_equals_the_head(flags):
     """hidden @ outgoing is what switching the head off takes away; hidden is the documented function of b . x."""
     net = sharp(**flags)
-    cfg, idx = net.cfg, text(net)
+    cfg = net.cfg
     for layer, head, t in PLACES:
-        x, on = observe(net, idx, layer)
-        _, off = observe(net, idx, layer, off=head)
-        incoming, outgoing, hidden = M.contextual_mlp(net, idx, layer, head, t)
+        x, on = observe(net, layer)
+        _, off = observe(net, layer, off=head)
+        incoming, outgoing, hidden = read(net, layer, head, t)
         window = cfg.layer_window(layer) or T
-        tokens = torch.arange(max(0, t - window + 1), t + 1)
+        last = min(T - 1, t + window - 1) if cfg.objective == "masked" else t
+        tokens = torch.arange(max(0, t - window + 1), last + 1)
         assert incoming.shape == outgoing.shape == (cfg.slots + len(tokens), C) and hidden.shape == (len(incoming),)
         assert (on - off)[t].abs().max() > 1e-5, "the head does nothing, so this test sees nothing"
         assert torch.allclose(hidden @ outgoing, (on - off)[t], rtol=0, atol=1e-10)
@@ -98,53 +109,57 @@ def test_equals_the_head(flags):
             score = cfg.attn_softcap * torch.tanh(score / cfg.attn_softcap)
         position = torch.zeros(len(hidden), dtype=torch.float64)
         if cfg.pos == "alibi":
-            position[cfg.slots :] = -(2.0 ** (-8 * (head + 1) / 4)) * (t - tokens)
+            position[cfg.slots :] = -(2.0 ** (-8 * (head + 1) / 4)) * (t - tokens).abs()
         units = torch.exp(score + position)
         expected, Z = units, units.sum()
         if cfg.block.startswith("simplified"):
             heads = net.blocks[layer].attn.heads
             alpha, beta, gamma = (g[head].item() for g in (heads.alpha, heads.beta, heads.gamma))
             expected = beta * units - gamma * Z * position.exp() / position.exp().sum()
-            expected[-1] += alpha * Z
+            expected[tokens == t] += alpha * Z
         assert torch.allclose(hidden, expected, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("pos", ["none", "rope"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
-def test_weights_by_hand(pos, qk_norm, attention):
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda flags: flags["objective"])
+def test_weights_by_hand(pos, qk_norm, attention, objective):
     """b_i = W_Q^T R W_K x_i / sqrt(D), R the turn by the distance, a_i = W_O W_V x_i / Z."""
-    net = sharp(pos=pos, qk_norm=qk_norm, **attention)
-    idx, groups = text(net), net.cfg.kv_heads
+    net = sharp(pos=pos, qk_norm=qk_norm, **attention, **objective)
+    groups = net.cfg.kv_heads
     for layer, head, t in PLACES:
         attn = net.blocks[layer].attn
         rows, g = attn.qkv.weight.detach().view(groups, -1, D, C), head * groups // 4
         W_Q, W_K, W_V = rows[g, head - g * 4 // groups], rows[g, -2], rows[g, -1]
         W_O = attn.out.weight.detach()[:, head * D : (head + 1) * D]
-        x, _ = observe(net, idx, layer)
-        keys = x[: t + 1] @ W_K.T
+        x, _ = observe(net, layer)
+        seen = x if net.cfg.objective == "masked" else x[: t + 1]
+        keys = seen @ W_K.T
         if qk_norm:
             q = W_Q @ x[t]
             keys = keys / (keys.square().mean(-1, keepdim=True) + 1e-5).sqrt() * attn.heads.k_norm.weight.detach()
             W_Q = attn.heads.q_norm.weight.detach()[:, None] * W_Q / (q.square().mean() + 1e-5).sqrt()
         if pos == "rope":  # pairs as complex numbers
-            angle = (torch.arange(t + 1)[:, None] - t) * 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+            frequency = 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+            angle = (torch.arange(len(seen))[:, None] - t) * frequency
             pairs = torch.complex(keys[:, : D // 2], keys[:, D // 2 :]) * torch.polar(torch.ones_like(angle), angle)
             keys = torch.cat((pairs.real, pairs.imag), dim=-1)
         b = keys @ W_Q / math.sqrt(D)
         Z = torch.exp(b @ x[t]).sum()
-        incoming, outgoing, hidden = M.contextual_mlp(net, idx, layer, head, t)
+        incoming, outgoing, hidden = read(net, layer, head, t)
         assert torch.allclose(incoming, b, rtol=1e-10, atol=1e-12)
-        assert torch.allclose(outgoing, x[: t + 1] @ W_V.T @ W_O.T / Z, rtol=1e-10, atol=1e-12)
+        assert torch.allclose(outgoing, seen @ W_V.T @ W_O.T / Z, rtol=1e-10, atol=1e-12)
         assert torch.allclose(hidden, torch.exp(b @ x[t]), rtol=1e-10)
 
 
-@pytest.mark.parametrize("block", [BLOCKS[0], BLOCKS[4]], ids=str)
-def test_incoming_weights_are_the_gradient(block):
+@pytest.mark.parametrize("block", [BLOCKS[0], BLOCKS[2], BLOCKS[4]], ids=str)
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda flags: flags["objective"])
+def test_incoming_weights_are_the_gradient(block, objective):
     """Along any direction: the head's units where the stream differs at the query alone."""
-    net = sharp(pos="rope", attention="gqa", n_kv_head=2, bias=True, **block)
-    idx, t, head, layer = text(net), 9, 3, 1
-    incoming, _, hidden = M.contextual_mlp(net, idx, layer, head, t)
+    net = sharp(pos="rope", attention="gqa", n_kv_head=2, bias=True, **block, **objective)
+    t, head, layer = 9, 3, 1
+    incoming, _, hidden = read(net, layer, head, t)
     nudge = torch.randn(C, dtype=torch.float64)
     attn = attention_of(net, layer)
 
@@ -154,8 +169,8 @@ def test_incoming_weights_are_the_gradient(block):
         return x, *inputs[1:]
 
     with attn.register_forward_pre_hook(move):
-        _, _, moved = M.contextual_mlp(net, idx, layer, head, t)
-    others = slice(len(hidden) - 1)  # the query's own key moves as well
+        _, _, moved = read(net, layer, head, t)
+    others = torch.arange(len(hidden)) != net.cfg.slots + t  # the query's own key moves as well
     assert torch.allclose((moved / hidden).log()[others], (incoming @ nudge)[others], atol=1e-10)
 
 

@@ -77,6 +77,16 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--dataset=/no/such/place"], ["/no/such/place"]),
     (["--block_size=100000"], ["block_size=100000"]),
     (["--vocab_size=100"], ["vocab_size=100", "257"]),
+    (["--objective=bert"], ["--objective=bert", "masked", "seq2seq"]),
+    (["--corrupt_ratio=0.3"], ["corrupt_ratio", "objective=masked", "causal"]),
+    (["--objective=masked", "--span_length=2"], ["span_length", "objective=seq2seq"]),
+    (["--objective=masked", "--n_encoder_layer=2"], ["n_encoder_layer", "objective=seq2seq"]),
+    (["--objective=masked", "--corrupt_ratio=1"], ["corrupt_ratio=1", "below 1"]),
+    (["--objective=seq2seq", "--corrupt_ratio=0"], ["corrupt_ratio=0", "above 0"]),
+    (["--objective=seq2seq", "--span_length=0.5"], ["span_length=0.5", "at least 1"]),
+    (["--objective=seq2seq", "--block_size=1"], ["block_size=1 ", "needs 2"]),
+    (["--objective=masked", "--vocab_size=257"], ["vocab_size=257", "257 ids", "258 or more"]),
+    (["--objective=seq2seq", "--vocab_size=258"], ["vocab_size=258", "257 ids", "259 or more"]),
     (["--init_from=gpt2"], ["init_from", "gpt2"]),
     (["--init_from=resume"], ["no directory", "/new", "--out_dir"]),
     (["--init_from=nanogpt:/no/ckpt.pt"], ["/no/ckpt.pt"]),
@@ -123,6 +133,20 @@ def test_wrong_config_files(text, fragments, tiny_data, tmp_path, capsys):
     assert str(path) in line
     for fragment in fragments:
         assert fragment in line
+
+
+def test_objectives_that_the_data_cannot_serve(tiny_data, tmp_path, capsys):
+    """Documents without end-of-text; ids beyond a vocabulary that nothing tells."""
+    shutil.copytree(tiny_data, tmp_path / "data")
+    flags = [*TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path / 'new'}"]
+    (tmp_path / "data" / "meta.json").write_text('{"vocab_size": 257}')
+    line = refused(train.main, [*flags, "--doc_mask=True"], capsys)
+    assert "doc_mask=True" in line and "end-of-text" in line and "byte" in line
+    (tmp_path / "data" / "meta.json").unlink()
+    for objective in ("masked", "seq2seq"):
+        line = refused(train.main, [*flags, f"--objective={objective}", "--vocab_size=300"], capsys)
+        assert f"objective={objective}" in line and str(tmp_path / "data") in line and '{"vocab_size": N}' in line
+    assert not (tmp_path / "new").exists()
 
 
 def cut(path: Path):
@@ -233,6 +257,8 @@ RESUMES = [
     (["--n_embd=32"], ["n_embd=32", "16"]),
     (["--init_from=scratch"], ["already holds a run", "resume"]),
     (["--mlp=relu"], ["mlp=relu", "gelu"]),
+    (["--objective=masked"], ["objective=masked", "no room", "leave objective", "out"]),
+    (["--doc_mask=True"], ["doc_mask=True", "False"]),
 ]
 
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import Loader, eval_batches, order, permute
+from data.loader import Loader, draws, eval_batches, order, permute
+from data.objective import OBJECTIVE, Causal, Objective
 from data.shards import TokenStream
 
 FEW = settings(max_examples=25, deadline=None)  # each example starts threads
@@ -21,10 +22,33 @@ def stream_of(n_tokens: int, shard: int = 37) -> TokenStream:
     return TokenStream("numbers", np.split(np.arange(n_tokens, dtype="<u4"), range(shard, n_tokens, shard)), n_tokens)
 
 
+def causal(block_size: int) -> Causal:
+    return Causal(vocab_size=10**9, eot=None, block_size=block_size)
+
+
+def corrupting(name: str) -> Objective:
+    """An objective that draws at random, with documents that begin at token 100."""
+    return OBJECTIVE[name](vocab_size=10**9, eot=100, block_size=8, doc_mask=True, corrupt_ratio=0.4, span_length=1.5)
+
+
 def take(loader: Loader, n: int) -> list[torch.Tensor]:
-    """n batches put together again as (B, T+1)."""
+    """n causal batches put together again as (B, T+1)."""
     with closing(loader):
-        return [torch.cat([x, y[:, -1:]], dim=1) for x, y in (next(loader) for _ in range(n))]
+        return [torch.cat([b["idx"], b["targets"][:, -1:]], dim=1) for b in (next(loader) for _ in range(n))]
+
+
+def rows(batches) -> list[tuple]:
+    """One tuple per row of the batches, with everything that the row holds."""
+    return [
+        tuple((name, *row.tolist()) for name, row in zip(b, each, strict=True))
+        for b in batches
+        for each in zip(*b.values(), strict=True)
+    ]
+
+
+def take_rows(loader: Loader, n: int) -> list[tuple]:
+    with closing(loader):
+        return rows(next(loader) for _ in range(n))
 
 
 # ------------------------------------------------------------------------------------------------------- permutation
@@ -88,7 +112,7 @@ def test_epochs_and_seeds_differ():
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 2**31), st.integers(50, 400))
 @FEW
 def test_batches_are_the_windows_of_the_concatenated_array(block_size, batch_size, seed, n_tokens):
-    loader = Loader(stream_of(n_tokens), block_size, batch_size, seed=seed)
+    loader = Loader(stream_of(n_tokens), causal(block_size), batch_size, seed=seed)
     n = (n_tokens - 1) // block_size
     samples = np.arange(2 * batch_size)
     starts = loader.windows(samples) * block_size
@@ -104,10 +128,10 @@ def test_order_does_not_depend_on_the_ranks(batch_size, micro_steps, seed, steps
     stream = stream_of(300)
     for world_size in (1, 2, 3):
         alone = take(
-            Loader(stream, 8, batch_size, micro_steps * world_size, seed=seed), steps * micro_steps * world_size
+            Loader(stream, causal(8), batch_size, micro_steps * world_size, seed=seed), steps * micro_steps * world_size
         )
         ranks = [
-            take(Loader(stream, 8, batch_size, micro_steps, r, world_size, seed), steps * micro_steps)
+            take(Loader(stream, causal(8), batch_size, micro_steps, r, world_size, seed), steps * micro_steps)
             for r in range(world_size)
         ]
         for step in range(steps):
@@ -121,28 +145,28 @@ def test_order_does_not_depend_on_the_ranks(batch_size, micro_steps, seed, steps
 @FEW
 def test_resume_is_one_integer(step, micro_steps, batch_size):
     options = dict(micro_steps=micro_steps, rank=1, world_size=2, seed=3)
-    whole = take(Loader(stream_of(200), 8, batch_size, **options), (step + 2) * micro_steps)
+    whole = take(Loader(stream_of(200), causal(8), batch_size, **options), (step + 2) * micro_steps)
     start = step * 2 * micro_steps * batch_size
-    rest = take(Loader(stream_of(200), 8, batch_size, start=start, **options), 2 * micro_steps)
+    rest = take(Loader(stream_of(200), causal(8), batch_size, start=start, **options), 2 * micro_steps)
     assert torch.equal(torch.stack(whole[step * micro_steps :]), torch.stack(rest))
 
 
 def test_resume_where_plans_end(monkeypatch):
     """The thread plans many steps at once; where one plan ends must not show."""
-    whole = take(Loader(stream_of(200), 8, 2, 3, seed=3), 90)
+    whole = take(Loader(stream_of(200), causal(8), 2, 3, seed=3), 90)
     monkeypatch.setattr(Loader, "PLANNED", 7)
-    assert torch.equal(torch.stack(whole), torch.stack(take(Loader(stream_of(200), 8, 2, 3, seed=3), 90)))
+    assert torch.equal(torch.stack(whole), torch.stack(take(Loader(stream_of(200), causal(8), 2, 3, seed=3), 90)))
 
 
 def test_resume_with_another_batch_size():
     """The position is a sample, so what comes next does not depend on how the samples before it were batched."""
-    whole = torch.cat(take(Loader(stream_of(200), 8, 1), 100))
-    assert torch.equal(whole[30:], torch.cat(take(Loader(stream_of(200), 8, 7, 2, start=30), 10)))
+    whole = torch.cat(take(Loader(stream_of(200), causal(8), 1), 100))
+    assert torch.equal(whole[30:], torch.cat(take(Loader(stream_of(200), causal(8), 7, 2, start=30), 10)))
 
 
-def test_x_and_y_are_views_of_one_buffer_that_stays():
-    with closing(Loader(stream_of(1000), 16, 4)) as loader:
-        held = [next(loader) for _ in range(20)]
+def test_idx_and_targets_are_views_of_one_buffer_that_stays():
+    with closing(Loader(stream_of(1000), causal(16), 4)) as loader:
+        held = [tuple(next(loader).values()) for _ in range(20)]
         copies = [(x.clone(), y.clone()) for x, y in held]
         time.sleep(0.02)
         for (x, y), (x0, y0) in zip(held, copies, strict=True):
@@ -160,7 +184,7 @@ def test_works_ahead_but_not_far():
             super().read(start, out)
 
     stream = Counting("numbers", stream_of(500).shards, 500)
-    with closing(Loader(stream, 8, 1)) as loader:
+    with closing(Loader(stream, causal(8), 1)) as loader:
         next(loader)
         deadline = time.time() + 5
         while stream.reads < 3 and time.time() < deadline:
@@ -172,7 +196,7 @@ def test_works_ahead_but_not_far():
 def test_error_in_the_thread_reaches_next():
     stream = stream_of(500)
     stream.vocab_size = 10
-    loader = Loader(stream, 8, 2)
+    loader = Loader(stream, causal(8), 2)
     with pytest.raises(ValueError, match="numbers has token id .* where its vocabulary is 10.*--verify_data=True"):
         next(loader)
     with pytest.raises(StopIteration):
@@ -182,7 +206,7 @@ def test_error_in_the_thread_reaches_next():
 
 def test_close_ends_the_thread():
     before = threading.active_count()
-    loaders = [Loader(stream_of(500), 8, 2) for _ in range(3)]
+    loaders = [Loader(stream_of(500), causal(8), 2) for _ in range(3)]
     next(loaders[1])
     for loader in loaders:
         loader.close()
@@ -193,14 +217,38 @@ def test_close_ends_the_thread():
 
 @pytest.mark.parametrize("n_tokens", [1, 64])
 def test_too_short_for_one_window(n_tokens):
-    for make in (lambda: Loader(stream_of(n_tokens), 64, 1), lambda: next(eval_batches(stream_of(n_tokens), 64, 1))):
+    for make in (
+        lambda: Loader(stream_of(n_tokens), causal(64), 1),
+        lambda: next(eval_batches(stream_of(n_tokens), causal(64), 1)),
+    ):
         with pytest.raises(
             ValueError, match=rf"numbers has {n_tokens} tokens, but block_size=64 needs at least 65; pass"
         ) as e:
             make()
         assert "\n" not in str(e.value)
-    with closing(Loader(stream_of(65), 64, 1)) as loader:
+    with closing(Loader(stream_of(65), causal(64), 1)) as loader:
         assert loader.n_windows == 1
+
+
+def test_keys_of_samples_and_seeds_differ():
+    assert len(np.unique([draws(np.arange(1000), seed) for seed in (0, 1, -1)])) == 3000
+
+
+@pytest.mark.parametrize("name", ["masked", "seq2seq"])
+def test_corruption_depends_on_the_sample_only(name):
+    """Not on ranks, micro-batches or a resume; it differs between epochs."""
+    stream, n = stream_of(200), 24  # samples in each epoch
+    whole = take_rows(Loader(stream, corrupting(name), 1, seed=5), 3 * n)
+    assert take_rows(Loader(stream, corrupting(name), 4, 3, seed=5), 18) == whole
+    for micro_steps in (1, 2):
+        ranks = [take_rows(Loader(stream, corrupting(name), 3, micro_steps, r, 2, seed=5), 6) for r in range(2)]
+        share = 3 * micro_steps
+        steps = [rank[i : i + share] for i in range(0, 18, share) for rank in ranks]
+        assert sum(steps, []) == whole[:36]
+    assert take_rows(Loader(stream, corrupting(name), 2, start=31, seed=5), 4) == whole[31:39]
+    windows = order(np.arange(3 * n), n, 5)
+    seen = {window: {row for row, w in zip(whole, windows, strict=True) if w == window} for window in range(n)}
+    assert sum(len(each) for each in seen.values()) > 0.9 * 3 * n, "nearly every epoch corrupts a window in another way"
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
@@ -210,9 +258,9 @@ def eval_set(stream, world_size, batch_size, n_batches, seed=0) -> list[tuple]:
     """The rows with targets, of all ranks; every rank must give equally many batches of one shape and strides."""
     rows, counts, layouts = [], set(), set()
     for rank in range(world_size):
-        batches = list(eval_batches(stream, 8, batch_size, n_batches, rank, world_size, seed))
+        batches = list(eval_batches(stream, causal(8), batch_size, n_batches, rank, world_size, seed))
         counts.add(len(batches))
-        for x, y in batches:
+        for x, y in (batch.values() for batch in batches):
             layouts.add((x.shape, x.stride(), x.storage_offset(), y.shape, y.stride(), y.storage_offset()))
             assert x.min() >= 0
             for a, b in zip(x.tolist(), y.tolist(), strict=True):
@@ -241,3 +289,24 @@ def test_eval_set_is_a_sample_of_the_whole_split():
     starts = [row[0] // 8 for row in eval_set(stream_of(8001), 1, 10, 10)]
     assert len(starts) == 100 and 350 < np.mean(starts) < 650  # of 0 .. 999; five standard errors
     assert starts != [row[0] // 8 for row in eval_set(stream_of(8001), 1, 10, 10, seed=1)]
+
+
+@pytest.mark.parametrize("name", ["masked", "seq2seq"])
+def test_a_window_is_corrupted_in_one_way_in_every_evaluation(name):
+    """Whatever the seed, the ranks, the batch size and the other windows of the set are."""
+    stream = stream_of(403)
+
+    def targets(batch_size, n_batches=0, world_size=1, seed=0):
+        """The rows with targets, sorted, and the number of all rows."""
+        every = []
+        for rank in range(world_size):
+            every += rows(eval_batches(stream, corrupting(name), batch_size, n_batches, rank, world_size, seed))
+        return sorted(row for row in every if set(dict((n, x) for n, *x in row)["targets"]) != {-1}), len(every)
+
+    alone, n = targets(1)
+    assert len(alone) == n == 50
+    for options in (dict(batch_size=7), dict(batch_size=4, world_size=3), dict(batch_size=3, seed=9)):
+        again, n = targets(**options)
+        assert again == alone and n % (options["batch_size"] * options.get("world_size", 1)) == 0
+    some, _ = targets(5, n_batches=3, seed=9)
+    assert len(some) == 15 and set(some) < set(alone)

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import configurator
 import model as M
-from model import Model, ModelConfig, mix
+from model import At, Mask, Model, ModelConfig, mix
 
 TABLES = {  # every axis of the model: flag -> its values, read from the tables themselves
     "block": list(M.BLOCK),
@@ -20,14 +21,10 @@ TABLES = {  # every axis of the model: flag -> its values, read from the tables 
     "pos": list(M.POSITION),
     "mlp": list(M.MLP_KIND),
 }
-AXES = TABLES | {
-    "attention": [{}, {"attention": "gqa", "n_kv_head": 2}, {"attention": "mqa"}],
-    "window": [{}, {"window": 3}, {"window": 5, "window_pattern": "SL"}],
-    "attn_softcap": [0.0, 2.0],
-    "logit_softcap": [0.0, 3.0],
-    "qk_norm": [False, True],
-    "bias": [False, True],
-    "simplified_value_proj": ["first", "all", "none"],
+VALUE_PROJ = [{"simplified_value_proj": value} for value in ("first", "all", "none")]
+VARIANTS = {  # of a block, for the flags that it alone uses
+    "simplified": VALUE_PROJ,
+    "simplified_parallel": VALUE_PROJ,
     "superblock": [
         {},
         {"wiring": "series"},
@@ -36,6 +33,19 @@ AXES = TABLES | {
         {"n_group": 2},
         {"n_group": 4, "wiring": "series"},
     ],
+}
+AXES = TABLES | {
+    "block": [{"block": block} | variant for block in M.BLOCK for variant in VARIANTS.get(block, [{}])],
+    "objective": [
+        {"objective": objective} | ({"n_encoder_layer": 1} if objective == "seq2seq" else {})
+        for objective in get_args(get_type_hints(ModelConfig)["objective"])
+    ],
+    "attention": [{}, {"attention": "gqa", "n_kv_head": 2}, {"attention": "mqa"}],
+    "window": [{}, {"window": 3}, {"window": 5, "window_pattern": "SL"}],
+    "attn_softcap": [0.0, 2.0],
+    "logit_softcap": [0.0, 3.0],
+    "qk_norm": [False, True],
+    "bias": [False, True],
     "tie_weights": [True, False],
     "loss_chunk": [0, 7],
 }
@@ -44,24 +54,29 @@ TINY = dict(n_layer=2, n_head=4, n_embd=32, block_size=13, vocab_size=29)
 
 def combinations() -> list[dict]:
     """The whole product of the axes that meet inside attention, then random rows until every pair of values is met."""
-    rng = random.Random(0)
-    inner = ["pos", "attention", "window"]
-    rows = [
-        {axis: rng.choice(values) for axis, values in AXES.items()} | dict(zip(inner, chosen, strict=True))
-        for chosen in itertools.product(*(AXES[axis] for axis in inner))
-    ]
+    rng, inner = random.Random(0), ["pos", "attention", "window"]
+
+    def row(**chosen: int) -> dict:  # axis -> the number of its value
+        return {axis: rng.randrange(len(values)) for axis, values in AXES.items()} | chosen
 
     def pairs(row: dict) -> set:
-        return {(a, str(row[a]), b, str(row[b])) for a, b in itertools.combinations(AXES, 2)}
+        return {(a, row[a], b, row[b]) for a, b in itertools.combinations(AXES, 2)}
 
-    missing = {(a, str(x), b, str(y)) for a, b in itertools.combinations(AXES, 2) for x in AXES[a] for y in AXES[b]}
+    rows = [
+        row(**dict(zip(inner, chosen, strict=True)))
+        for chosen in itertools.product(*(range(len(AXES[axis])) for axis in inner))
+    ]
+    missing = {
+        (a, i, b, j)
+        for a, b in itertools.combinations(AXES, 2)
+        for i, j in itertools.product(range(len(AXES[a])), range(len(AXES[b])))
+    }
     missing -= set().union(*map(pairs, rows))
     while missing:
-        row = {axis: rng.choice(values) for axis, values in AXES.items()}
-        if pairs(row) & missing:
-            missing -= pairs(row)
-            rows.append(row)
-    return [flatten(row) for row in rows]
+        a, i, b, j = min(missing)
+        rows.append(row(**{a: i, b: j}))
+        missing -= pairs(rows[-1])
+    return [flatten({axis: AXES[axis][number] for axis, number in row.items()}) for row in rows]
 
 
 def flatten(row: dict) -> dict:
@@ -88,50 +103,141 @@ def name(row: dict) -> str:
 
 
 GRID = combinations()
+T, S = TINY["block_size"], 11  # of a text and of a source
+DOCS = torch.tensor(
+    [[0] * 5 + [4] * 8, [0] * 8 + [1] * 2 + [2] * 3]
+)  # the second row ends in one that might be padding
+SOURCE_DOCS = torch.tensor([[0] * 3 + [4] * 8, [0] * 6 + [1] * 4 + [2]])
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(TINY["vocab_size"], shape)
+
+
+def beside(model: Model, docs: bool = True) -> dict[str, torch.Tensor]:
+    """What the model takes besides two rows of T tokens."""
+    torch.manual_seed(3)
+    given = {"source": tokens(2, S)} if model.encoder else {}
+    if docs:
+        given |= {"docs": DOCS} | ({"source_docs": SOURCE_DOCS} if model.encoder else {})
+    return given
 
 
 @pytest.mark.parametrize("flags", GRID, ids=name)
 def test_grid(flags):
-    """Causality, initial loss, gradients everywhere, cached decoding equal to uncached, beyond block_size as well."""
-    model, T = build(**flags), TINY["block_size"]
+    """Initial loss, loss and gradients, documents, and of each objective who sees whom and what is generated."""
+    model = build(**flags)
     torch.manual_seed(2)
-    idx = torch.randint(TINY["vocab_size"], (2, T + 1))
-    x, y = idx[:, :-1], idx[:, 1:]
-    assert abs(model(x, y).item() - math.log(TINY["vocab_size"])) < 0.35
+    idx, targets = tokens(2, T), tokens(2, T)
+    targets[0, 3:6] = targets[1, 10:] = -1
+    assert abs(model(idx, targets, **beside(model, docs=False)).item() - math.log(TINY["vocab_size"])) < 0.35
     jitter(model)
-    logits = model(x)
+    for docs in (False, True):
+        check_loss(model, idx, targets, **beside(model, docs))
+    with torch.no_grad():
+        check_documents_alone(model, idx, **beside(model))
+        for docs in (False, True):
+            CHECK[flags["objective"]](model, idx, **beside(model, docs))
 
-    changed = x.clone()
-    changed[:, 7] = (changed[:, 7] + 1) % TINY["vocab_size"]
-    difference = (model(changed) - logits).abs().amax(dim=(0, 2))
-    assert difference[:7].max() < 1e-12, "the past sees the future"
-    assert difference[7] > 1e-9, "a token does not see itself"
-    seen = M.ModelConfig(**TINY | flags).layer_window(0) or T
-    assert difference[7 + min(seen, T - 7) - 1] > 1e-12, "the future does not see the past"
 
-    loss = model(x, y)
-    assert torch.allclose(loss, F.cross_entropy(logits.flatten(0, 1), y.flatten()), atol=1e-9)
+def check_loss(model, idx, targets, **given):
+    """Targets of -1 are left out; the gradient reaches every parameter and is finite."""
+    loss, logits = model(idx, targets, **given), model(idx, **given)
+    assert logits.isfinite().all()
+    assert torch.allclose(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1), atol=1e-9)
+    model.zero_grad()
     loss.backward()
-    dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
-    assert not dead, f"no gradient reaches {dead}"
+    dead = [n for n, p in model.named_parameters() if p.grad is None or not 0 < p.grad.abs().max() < math.inf]
+    assert not dead, f"no gradient, or no finite one, reaches {dead}"
 
-    cached = []
-    for _ in model.generate(idx[:, :4], T + 2, lambda logits: cached.append(logits) or logits.argmax(-1)):
+
+def check_documents_alone(model, idx, docs, source=None, source_docs=None):
+    """A row's first document gives what it gives without the rest of the row, be that other documents or padding;
+    the others, which stand elsewhere then, do so where only distances count (slots have a position, and it is 0)."""
+    together = model(idx, docs=docs, source=source, source_docs=source_docs)
+    relative = model.cfg.pos in ("rope", "alibi", "none") and not (model.cfg.pos == "rope" and model.cfg.slots)
+    for row in range(2):
+        for number in docs[row].unique() if relative else [0]:
+            here = docs[row] == number
+            alone = {} if source is None else {"source": source[row][source_docs[row] == number][None]}
+            assert torch.allclose(together[row][here], model(idx[row][here][None], **alone)[0], atol=1e-9)
+
+
+def check_causal(model, idx, docs=None):
+    check_reach(lambda x: model(x, docs=docs), idx, between(6, 6 + reach(model)) & within(docs, docs, 6))
+    if docs is None:
+        check_decoding(model, idx)
+
+
+def check_masked(model, idx, docs=None):
+    seen = between(6 - reach(model), 6 + reach(model))
+    check_reach(lambda x: model(x, docs=docs), idx, seen & within(docs, docs, 6))
+
+
+def check_seq2seq(model, idx, source, docs=None, source_docs=None):
+    of_text = between(6, 6 + reach(model)) & within(docs, docs, 6)
+    check_reach(lambda x: model(x, docs=docs, source=source, source_docs=source_docs), idx, of_text)
+    of_source = within(docs, source_docs, 6)
+    check_reach(lambda x: model(idx, docs=docs, source=x, source_docs=source_docs), source, of_source)
+    if docs is None:
+        check_decoding(model, idx, source=source)
+
+
+CHECK = {"causal": check_causal, "masked": check_masked, "seq2seq": check_seq2seq}
+
+
+def reach(model: Model) -> int:
+    """How far apart two tokens can be of which one sees the other."""
+    windows = [model.cfg.layer_window(layer) for layer in range(model.cfg.n_layer)]
+    return sum(window - 1 if window else T for window in windows)
+
+
+def between(first: int, last: int) -> torch.Tensor:
+    t = torch.arange(T)
+    return (t >= first) & (t <= last)
+
+
+def within(docs, of_changed, place: int) -> torch.Tensor:
+    """(2, T), True in the document of what is changed at a place."""
+    return torch.ones(2, T, dtype=torch.bool) if docs is None else docs == of_changed[:, place, None]
+
+
+def check_reach(f, ids, seen):
+    """Another token at place 6 moves exactly the outputs f(ids) at seen (2, T)."""
+    changed = ids.clone()
+    changed[:, 6] = (changed[:, 6] + 1) % TINY["vocab_size"]
+    moved = (f(changed) - f(ids)).abs().amax(dim=2)
+    assert (moved[~seen] < 1e-12).all(), f"sees what it must not: {moved}"
+    assert (moved[seen] > 1e-12).all(), f"does not see what it should: {moved}"
+
+
+def check_decoding(model, idx, **source):
+    """Cached decoding gives what the uncached gives, beyond block_size as well."""
+    cached, text = [], idx[:, :4]
+    for _ in model.generate(text, T, lambda logits: cached.append(logits) or logits.argmax(-1), **source):
         pass
-    text = idx[:, :4]
+    assert len(cached) == T
     for step in cached:
-        expected = model(text[:, -T:])[:, -1]
+        expected = model(text[:, -T:], **source)[:, -1]
         assert torch.allclose(step, expected, atol=1e-9), f"cached decoding differs at length {text.size(1)}"
         text = torch.cat((text, expected.argmax(-1, keepdim=True)), dim=1)
 
 
-@pytest.mark.parametrize("flags", GRID[:: len(GRID) // 10], ids=name)
+COMPILED = [  # what a few rows of the grid might miss
+    {"objective": "causal", "block": "superblock", "pool": "joint", "pos": "alibi"},
+    {"objective": "masked", "block": "simplified", "pos": "alibi", "window": 3},
+    {"objective": "seq2seq", "block": "superblock", "pos": "rope", "attention": "mqa"},
+]
+
+
+@pytest.mark.parametrize("flags", [*COMPILED, *GRID[5 :: len(GRID) // 5]], ids=name)
 def test_compiles_as_one_graph(flags):
+    """One layer each, for the time that more would take; same outputs and gradients as eager."""
     torch._dynamo.reset()
-    model = build(torch.float32, **flags)
-    idx = torch.randint(TINY["vocab_size"], (2, TINY["block_size"]))
+    model, idx = build(torch.float32, **flags | {"n_layer": 1, "n_encoder_layer": 1}), tokens(2, T)
+    given = beside(model, docs=flags["objective"] != "causal")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(compiled(idx), model(idx), atol=1e-5)
+    assert_same(compiled(idx, **given), model(idx, **given), list(model.parameters()), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("flags", [{}, {"block": "parallel", "pos": "rope", "window": 5, "mlp": "swiglu"}], ids=name)
@@ -152,19 +258,22 @@ def test_compiled_block_trains_alike(flags):
 
 def test_literals_are_the_tables():
     hints = get_type_hints(ModelConfig)
-    for flag, values in TABLES.items():
+    for flag, values in (TABLES | {"objective": CHECK}).items():
         assert set(get_args(hints[flag])) == set(values), flag
 
 
 # ---- attention
 
 
-def naive_attention(q, k, v, window=0, softcap=0.0, slopes=None):
-    """From the equations, with every matrix materialised: q (B, H, T, D), k and v (B, Hkv, S, D)."""
+def naive_attention(q, k, v, window=0, softcap=0.0, slopes=None, causal=True, docs=None, slots=None):
+    """From the equations, with every matrix materialised: q (B, H, T, D), k and v (B, Hkv, S, D), docs (B, T) and
+    (B, S), slots (Hkv, M, D) each."""
     H, T, D = q.shape[1:]
     S = k.size(2)
     distance = torch.tensor([[i + S - T - j for j in range(S)] for i in range(T)])
-    hidden = (distance < 0) | (distance >= (window or S))
+    hidden = (distance.abs() >= (window or T + S)) | (causal & (distance < 0))
+    if docs is not None:
+        hidden = hidden | (docs[0][:, :, None] != docs[1][:, None, :])
     out = []
     for h in range(H):
         g = h * k.size(1) // H
@@ -172,9 +281,29 @@ def naive_attention(q, k, v, window=0, softcap=0.0, slopes=None):
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         if slopes is not None:
-            scores = scores - slopes[h] * distance
-        out.append(torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1) @ v[:, g])
+            scores = scores - slopes[h] * distance.abs()
+        scores, values = scores.masked_fill(hidden, -math.inf), v[:, g]
+        if slots is not None:
+            of_slots = torch.einsum("btd,md->btm", q[:, h], slots[0][g]) / math.sqrt(D)
+            if softcap:
+                of_slots = softcap * torch.tanh(of_slots / softcap)
+            scores = torch.cat((of_slots, scores), dim=-1)
+            values = torch.cat((slots[1][g].expand(len(v), -1, -1), values), dim=1)
+        out.append(torch.softmax(scores, dim=-1) @ values)
     return torch.stack(out, dim=1)
+
+
+def leaves(*shapes: tuple[int, ...], dtype=torch.float64) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def assert_same(got, expected, wanted, rtol=1e-10, atol=1e-10):
+    """The same values, and the same gradients of what is wanted."""
+    assert torch.allclose(got, expected, rtol, atol)
+    weight = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad((y * weight).sum(), wanted) for y in (got, expected)), strict=True):
+        assert torch.allclose(a, b, rtol, atol)
 
 
 @pytest.mark.parametrize("T,S", [(11, 11), (1, 11)])
@@ -183,41 +312,103 @@ def naive_attention(q, k, v, window=0, softcap=0.0, slopes=None):
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_mix_equals_naive_attention(T, S, Hkv, window, softcap, alibi):
-    torch.manual_seed(0)
     B, H, D = 2, 6, 4
-    q, k, v = (torch.randn(B, heads, n, D, dtype=torch.float64) for heads, n in ((H, T), (Hkv, S), (Hkv, S)))
-    for x in (q, k, v):
-        x.requires_grad_()
+    q, k, v = leaves((B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, D))
     slopes = M.alibi_slopes(H).double() if alibi else None
-    expected = naive_attention(q, k, v, window, softcap, slopes)
     rotate = M.Alibi(ModelConfig(n_head=H, n_embd=H * D)) if alibi else M.Unrotated(ModelConfig())
     at = rotate.table(torch.arange(S), torch.float64)
     Q, K, V = rotate(F.pad(q, (0, 0, S - T, 0)), k, v, at)  # every query's own position, then the last T of them
-    got = mix(Q[:, :, S - T :], K, V, D, window, softcap)[..., :D]
-    assert torch.allclose(got, expected, atol=1e-10)
-    weight = torch.randn_like(expected)
-    for a, b in zip(
-        torch.autograd.grad((got * weight).sum(), (q, k, v)),
-        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
-        strict=True,
-    ):
-        assert torch.allclose(a, b, atol=1e-10)
+    got = mix(Q[:, :, S - T :], K, V, D, Mask(window=window), softcap)[..., :D]
+    assert_same(got, naive_attention(q, k, v, window, softcap, slopes), (q, k, v))
 
 
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 def test_long_attention_crosses_strips_and_windows(window, softcap):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, heads, 150, 2, dtype=torch.float64) for heads in (2, 1, 1))
-    assert torch.allclose(mix(q, k, v, 2, window, softcap), naive_attention(q, k, v, window, softcap), atol=1e-10)
+    q, k, v = leaves((1, 2, 150, 2), (1, 1, 150, 2), (1, 1, 150, 2))
+    got = mix(q, k, v, 2, Mask(window=window), softcap)
+    assert torch.allclose(got, naive_attention(q, k, v, window, softcap), atol=1e-10)
+
+
+def documents(length: int, seed: int = 0) -> torch.Tensor:
+    """Numbers (2, length) of up to four documents, with gaps between the numbers."""
+    torch.manual_seed(seed)
+    n = min(4, length)
+    return 3 * torch.cat((torch.arange(n).expand(2, -1), torch.randint(n, (2, length - n))), dim=1).sort().values
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 3, 140])
+@pytest.mark.parametrize("docs", [False, True])
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_mix_equals_naive_attention_under_every_mask(causal, window, docs, alibi, slots, softcap):
+    """Few tokens, and several strips of them, whose documents and windows cross the strips."""
+    for length, H, Hkv in ((11, 4, 4), (11, 4, 2), (270, 2, 1)):
+        q, k, v, *pair = leaves(*((2, heads, length, 2) for heads in (H, Hkv, Hkv)), *[(Hkv, 5, 2)] * 2 * slots)
+        numbers = (documents(length),) * 2 if docs else None
+        slopes, pair = torch.rand(H, dtype=torch.float64) if alibi else None, pair or None
+        got = mix(q, k, v, 2, Mask(causal, window, numbers, slopes), softcap, slots=pair)
+        expected = naive_attention(q, k, v, window, softcap, slopes, causal, numbers, pair)
+        assert_same(got, expected, (q, k, v, *(pair or ())))
+
+
+@pytest.mark.parametrize("T,S", [(11, 7), (7, 11), (1, 11), (270, 19), (140, 270)])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("docs", [False, True])
+@pytest.mark.parametrize("Hkv", [4, 2, 1])
+def test_mix_over_a_memory_equals_naive_attention(T, S, softcap, docs, Hkv):
+    """As many queries as there are, over as many keys as there are, whose documents are other tokens."""
+    q, k, v = leaves(*((2, heads, length, 2) for heads, length in ((4, T), (Hkv, S), (Hkv, S))))
+    numbers = (documents(T), documents(S, seed=1)) if docs else None
+    got = mix(q, k, v, 2, Mask(causal=False, docs=numbers), softcap)
+    assert_same(got, naive_attention(q, k, v, 0, softcap, None, False, numbers), (q, k, v))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)], ids=str)
+def test_slot_attention_in_low_precision(causal, dtype, tolerance):
+    """Against the whole in float64, from the same rounded numbers; only the kernel's own rounding is left."""
+    given = [x.detach().to(dtype).requires_grad_() for x in leaves(*[(2, 4, 40, 8)] * 3, (2, 6, 8), (2, 6, 8))]
+    q, k, v, *slots = exact = [x.detach().double().requires_grad_() for x in given]
+    got = M.SlotAttention.apply(*given, 8**-0.5, causal)
+    assert got.dtype == dtype
+    expected = naive_attention(q, k, v, causal=causal, slots=[x.repeat_interleave(2, dim=0) for x in slots])
+    assert torch.allclose(got.double(), expected, rtol=tolerance, atol=tolerance)
+    weight = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad((got * weight.to(dtype)).sum(), given),
+        torch.autograd.grad((expected * weight.to(dtype)).sum(), exact),
+        strict=True,
+    ):
+        assert torch.allclose(a.double(), b, rtol=tolerance, atol=tolerance * b.abs().max())
+
+
+@pytest.mark.parametrize("T,S", [(11, 11), (4, 11)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("docs", [False, True])
+def test_reach_is_the_range_of_what_is_visible(T, S, causal, window, docs):
+    """Position by position; queries and keys end together."""
+    of_keys = documents(S) if docs else torch.zeros(2, S, dtype=torch.int64)
+    of_queries = of_keys[:, S - T :]
+    lo, hi = Mask(causal, window, (of_queries, of_keys) if docs else None).reach(T, S, torch.device("cpu"))
+    for row, i in itertools.product(range(2), range(T)):
+        t = S - T + i
+        visible = [
+            j for j in range(S)
+            if of_queries[row, i] == of_keys[row, j] and abs(t - j) < (window or S) and (j <= t or not causal)
+        ]  # fmt: skip
+        assert list(range(lo.expand(2, T)[row, i], hi.expand(2, T)[row, i])) == visible
 
 
 def test_dropout_in_attention_keeps_the_mean():
     """On CPU attention dropout takes the strips: its mean over draws is the attention without it."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
-    draws = torch.stack([mix(q, k, v, 4, dropout=0.3) for _ in range(1500)])
-    assert torch.allclose(draws.mean(0), mix(q, k, v, 4), atol=0.1)
+    draws = torch.stack([mix(q, k, v, 4, Mask(), dropout=0.3) for _ in range(1500)])
+    assert torch.allclose(draws.mean(0), mix(q, k, v, 4, Mask()), atol=0.1)
     assert draws.std(0).min() > 1e-3
 
 
@@ -244,19 +435,34 @@ class Largest(TorchDispatchMode):
         {"block": "simplified", "window": 100},
         {"block": "simplified_parallel", "pos": "alibi"},
         {"block": "superblock", "pool": "joint", "n_slot": 32},
+        {"objective": "masked"},
+        {"objective": "masked", "window": 100},
+        {"objective": "masked", "pos": "alibi"},
+        {"objective": "masked", "block": "simplified"},
+        {"objective": "masked", "block": "superblock", "pool": "joint", "n_slot": 32, "attn_softcap": 5.0},
+        {"objective": "seq2seq"},
+        {"objective": "seq2seq", "block": "superblock", "pool": "joint", "n_slot": 32, "pos": "alibi"},
     ],
     ids=name,
 )
-def test_no_square_tensor(flags):
+@pytest.mark.parametrize("docs", [False, True])
+def test_no_square_tensor(flags, docs):
     T = 1024
     model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=T, vocab_size=16, **flags))
-    idx = torch.randint(16, (1, T))
-    with Largest() as largest:
-        model(idx, idx).backward()
+    idx, numbers = torch.randint(16, (1, T)), torch.arange(T)[None] // 300
+    source = {"source": idx} if model.encoder else {}
+    of_docs = {"docs": numbers, "source_docs": numbers if source else None} if docs else {}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        with Largest() as largest:
+            model(idx, idx, **source, **of_docs).backward()
     assert T < largest.numel < T * T / 2
+    assert sum(kept) < 1.5 * T * T, "the strips' matrices are kept for the backward"  # of a layer, or two
+    if docs or model.cfg.objective == "masked":
+        return
     model.eval()
     with Largest() as largest, torch.no_grad():
-        list(model.generate(idx[:, :900], 2, lambda logits: logits.argmax(-1)))
+        list(model.generate(idx[:, :900], 2, lambda logits: logits.argmax(-1), **source))
     assert T < largest.numel < T * T / 2
 
 
@@ -314,6 +520,15 @@ def test_alibi_columns_are_exact_far_out_in_bfloat16():
     assert torch.allclose(difference.float(), expected, rtol=1e-3)
 
 
+def test_two_sided_alibi_is_a_bias_of_the_distance():
+    heads = M.Heads(ModelConfig(n_head=4, n_embd=16, pos="alibi", objective="masked"), layer=0)
+    q, k, v = leaves(*[(2, 4, 9, 4)] * 3)
+    t, slopes = torch.arange(9), torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])
+    bias = -slopes[:, None, None] * (t[:, None] - t).abs()
+    expected = ((q @ k.mT / 2 + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    assert_same(heads(q, k, v, At(heads.rotate.table(t + 5, torch.float64))), expected, (q, k, v))
+
+
 def test_sinusoidal_closed_form():
     model = build(pos="sinusoidal")
     x = torch.zeros(1, 4, 32, dtype=torch.float64)
@@ -339,7 +554,7 @@ def hand_block(model, x, placement):
             return n(x + f(x))
         return x + F.rms_norm(f(n(x)), (x.size(-1),), norms.after.weight, 1e-5)
 
-    x = branch(x, lambda z: block.attn(z, ()), block.norm_attn)
+    x = branch(x, lambda z: block.attn(z, At()), block.norm_attn)
     return branch(x, block.mlp, block.norm_mlp)
 
 
@@ -349,7 +564,7 @@ def test_norm_placement(placement):
     for p in model.parameters():
         torch.nn.init.normal_(p)
     x = torch.randn(2, 5, 32, dtype=torch.float64)
-    assert torch.allclose(model.blocks[0](x, ()), hand_block(model, x, placement), atol=1e-10)
+    assert torch.allclose(model.blocks[0](x, At()), hand_block(model, x, placement), atol=1e-10)
 
 
 def test_final_norm_only_where_the_stream_is_not_normalised():
@@ -361,18 +576,18 @@ def test_parallel_block_equation():
     model = build(block="parallel", pos="none", bias=True)
     block, x = model.blocks[0], torch.randn(2, 5, 32, dtype=torch.float64)
     n = F.layer_norm(x, (32,), block.norm.before.weight, block.norm.before.bias)
-    assert torch.allclose(block(x, ()), x + block.attn(n, ()) + block.mlp(n), atol=1e-12)
+    assert torch.allclose(block(x, At()), x + block.attn(n, At()) + block.mlp(n), atol=1e-12)
 
 
 def test_qk_norm_makes_scores_blind_to_scale():
     model = build(qk_norm=True, pos="none", n_layer=1)
     x = torch.randn(1, 6, 32, dtype=torch.float64)
     attn = model.blocks[0].attn
-    before = attn(x, ())
+    before = attn(x, At())
     with torch.no_grad():
         for n in range(4):  # q and k rows of each head, not v's
             attn.qkv.weight.view(4, 3, 8, 32)[n, :2] *= 100
-    assert torch.allclose(attn(x, ()), before, atol=1e-3)
+    assert torch.allclose(attn(x, At()), before, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind,f", [("gelu", F.gelu), ("relu", F.relu), ("relu2", lambda x: F.relu(x) ** 2)])
@@ -444,19 +659,74 @@ def test_parameters_and_flops_counted_by_hand():
     vectors = L * (2 * C + 2 * D) + C
     assert model.n_params() == matrices + V * C + vectors
     visible = (4 * W + 2 * T) * H * D  # four of six layers slide
-    assert model.flops_per_token() == 6 * matrices + 12 * visible
+    assert model.flops(T) == T * (6 * matrices + 12 * visible)
 
 
-def test_initial_standard_deviations():
+@pytest.mark.parametrize("T", [100, 40])
+def test_flops_of_an_encoder_counted_by_hand(T):
+    """A window reaches to both sides, and no farther than the text."""
+    L, H, C, V, W, M = 3, 4, 64, 1000, 30, 5
+    model = on_meta(
+        n_layer=L, n_head=H, n_embd=C, block_size=128, vocab_size=V, attention="mqa", bias=True, window=W,
+        window_pattern="LSS", objective="masked", block="superblock", pool="joint", n_slot=M,
+    )  # fmt: skip
+    matrices = L * (C * (C + 2 * C // H) + C * C) + V * C
+    scores = T * (2 * min(T, 59) + T + L * M) * C  # as many multiplications as the weighted sum
+    assert model.flops(T) == 6 * T * matrices + 12 * scores
+
+
+def test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand():
+    L, E, H, Hkv, C, T, S, V, W = 3, 5, 8, 2, 256, 128, 96, 1000, 40
+    wide = C + 2 * C * Hkv // H
+    flags = dict(n_layer=L, n_encoder_layer=E, n_head=H, n_embd=C, block_size=T, vocab_size=V, objective="seq2seq")
+    for block in ("standard", "superblock"):
+        model = on_meta(**flags, attention="gqa", n_kv_head=Hkv, pos="rope", window=W, mlp_ratio=3.0, block=block)
+        mlp, kv = 2 * C * 3 * C, C * 2 * C * Hkv // H
+        encoder, decoder = E * (C * wide + C * C + mlp), L * (C * wide + C * C + mlp + C * C + C * C)
+        norms = {"standard": 2 * E + 3 * L, "superblock": E + L}[block] + 2
+        assert model.n_params() == encoder + decoder + L * kv + V * C + norms * C
+        weights = S * (encoder + L * kv) + T * (decoder + V * C)
+        scores = (E * S * (2 * W - 1) + L * T * (W + S)) * C
+        assert model.flops(T, source=S) == 6 * weights + 12 * scores
+
+
+@pytest.mark.parametrize(
+    "flags,summands",
+    [
+        ({}, [16]),  # what is added to the stream: two sums a layer, three with a memory
+        ({"objective": "masked"}, [16]),
+        ({"objective": "seq2seq"}, [24, 16]),
+        ({"objective": "seq2seq", "n_encoder_layer": 3}, [24, 6]),
+    ],
+    ids=str,
+)
+def test_initial_standard_deviations(flags, summands):
     torch.manual_seed(0)
-    model = Model(ModelConfig(n_layer=8, n_head=4, n_embd=256, block_size=64, vocab_size=512, bias=True))
+    model = Model(ModelConfig(n_layer=8, n_head=4, n_embd=256, block_size=64, vocab_size=512, bias=True, **flags))
     for n, p in model.named_parameters():
         if p.dim() == 2:
-            expected = 0.02 / math.sqrt(16) if n.endswith(("attn.out.weight", "mlp.down.weight")) else 0.02
+            summand = n.endswith(("attn.out.weight", "mlp.down.weight"))
+            expected = 0.02 / math.sqrt(summands["encoder" in n]) if summand else 0.02
             assert p.std().item() == pytest.approx(expected, rel=0.05), n
             assert abs(p.mean().item()) < expected / 10, n
         else:
             assert (p == (0 if n.endswith("bias") else 1)).all(), n
+
+
+@pytest.mark.parametrize("block", M.BLOCK)
+@pytest.mark.parametrize("pos", M.POSITION)
+@pytest.mark.parametrize("norm_placement", ["pre", "post"])
+def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
+    flags = dict(block=block, pos=pos, norm_placement=norm_placement, window=4, window_pattern="SL")
+    both = build(objective="seq2seq", n_encoder_layer=3, **flags)
+    alone = build(objective="masked", n_layer=3, **flags)
+    jitter(both)
+    weights = {n: p for n, p in both.state_dict().items() if n.startswith(("wte", "pos", "head"))}
+    weights |= {n.removeprefix("encoder."): p for n, p in both.state_dict().items() if n.startswith("encoder.")}
+    alone.load_state_dict(weights)
+    source = tokens(2, T)
+    for docs in (None, DOCS):
+        assert torch.allclose(both.encode(source, docs), alone.hidden(source, docs=docs), atol=1e-12)
 
 
 def test_head_is_tied_or_not():
@@ -468,6 +738,7 @@ def test_head_is_tied_or_not():
 @pytest.mark.parametrize("flags,fragments", [
     ({"n_embd": 30}, ["n_embd=30", "n_head=4"]),
     ({"n_layer": 0}, ["n_layer=0"]),
+    ({"n_encoder_layer": -1, "objective": "seq2seq"}, ["n_encoder_layer=-1"]),
     ({"window": -1}, ["window=-1"]),
     ({"dropout": 1.0}, ["dropout=1.0"]),
     ({"attention": "gqa"}, ["n_kv_head=0", "attention=gqa", "[1, 2, 4]"]),
@@ -492,4 +763,36 @@ def test_impossible_flags_are_named(flags, fragments):
 
 def test_too_long_a_sequence_is_refused():
     with pytest.raises(ValueError, match="14 tokens.*block_size=13"):
-        build()(torch.zeros(1, 14, dtype=torch.int64))
+        build()(tokens(1, 14))
+    with pytest.raises(ValueError, match="14 tokens.*block_size=13"):
+        build(objective="seq2seq")(tokens(1, 3), source=tokens(1, 14))
+
+
+@pytest.mark.parametrize("objective", [[], ["--objective=causal"], ["--objective=masked"]], ids=str)
+def test_an_encoder_is_sized_only_where_there_is_one(objective):
+    with pytest.raises(ValueError, match=r"^--n_encoder_layer=2 .*only with objective=seq2seq, and [^\n]*remove it"):
+        configurator.parse(configurator.Config, ["--n_encoder_layer=2", *objective])
+    assert configurator.parse(configurator.Config, ["--n_encoder_layer=2", "--objective=seq2seq"]).n_encoder_layer == 2
+
+
+def test_what_an_objective_does_not_do_is_refused():
+    idx = tokens(1, 5)
+    for objective, source, words in (
+        ("causal", idx, "^objective=causal reads no source$"),
+        ("masked", idx, "^objective=masked reads no source$"),
+        ("seq2seq", None, "^objective=seq2seq needs a source$"),
+    ):
+        model = build(objective=objective)
+        with pytest.raises(ValueError, match=words):
+            model(idx, source=source)
+        with pytest.raises(ValueError, match=words if objective != "masked" else "^objective=masked does not continue"):
+            next(model.generate(idx, 1, lambda logits: logits.argmax(-1), source=source))
+    with pytest.raises(ValueError, match="^objective=masked does not continue a text; it fills blanks in one$"):
+        next(build(objective="masked").generate(idx, 1, lambda logits: logits.argmax(-1)))
+
+
+@pytest.mark.parametrize("given", ["docs", "source_docs"])
+def test_document_numbers_of_one_side_only_are_refused(given):
+    idx = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="docs and source_docs go together"):
+        build(objective="seq2seq")(idx, source=idx, **{given: idx})

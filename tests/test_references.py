@@ -5,6 +5,7 @@ functions of the same numbers, and must agree in their outputs and in their grad
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ import torch.nn as nn
 from torch import Tensor
 from torch.func import functional_call
 
-from model import Attention, Model, ModelConfig, StandardBlock
+from model import At, Attention, Model, ModelConfig, StandardBlock
 
 L, H, HKV, C, T, V = 3, 6, 2, 48, 24, 29  # names as in model.py; six heads are no power of two
+S, LE = 19, 4  # tokens of a source and layers of its encoder (as many as the decoder's at least, says their cache)
 SIZE = dict(n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V)
 WINDOW = 5
 EXACT, ROUNDED = 1e-9, 1e-5  # all in float64; "rounded" references do parts of it in float32
@@ -38,9 +40,9 @@ def complete(ours: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) for name, p in ours.named_parameters() if name.endswith("bias")} | weights
 
 
-def call(ours: nn.Module, weights: dict[str, Tensor], *inputs):
-    """ours(*inputs) with these weights, which must name every parameter and nothing else."""
-    return functional_call(ours, complete(ours, weights), inputs, strict=True)
+def call(ours: nn.Module, weights: dict[str, Tensor], *inputs, **named):
+    """ours(*inputs, **named) with these weights, which must name every parameter and nothing else."""
+    return functional_call(ours, complete(ours, weights), inputs, named, strict=True)
 
 
 def assert_close(got: Tensor, expected: Tensor, tolerance: float, what: str = "output"):
@@ -75,19 +77,19 @@ def put(name: str, *modules: nn.Module, merge=lambda *w: torch.cat(w)) -> dict[s
     return {f"{name}.{kind}": merge(*(getattr(m, kind) for m in modules)) for kind in kinds}
 
 
-def group_major(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
+def group_major(*rows: Tensor, groups: int) -> Tensor:
     """Rows of all q, all k, all v -> per key/value head its queries, its key, its value."""
-    return torch.cat([w.unflatten(0, (groups, -1)) for w in (q, k, v)], dim=1).flatten(0, 1)
+    return torch.cat([w.unflatten(0, (groups, -1)) for w in rows], dim=1).flatten(0, 1)
 
 
 def thirds(qkv: Tensor, groups: int = H) -> Tensor:
-    return group_major(*qkv.chunk(3), groups)
+    return group_major(*qkv.chunk(3), groups=groups)
 
 
 def uninterleaved(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
     """group_major of heads in which RoPE turns rows (2j, 2j+1), made to turn (j, j + D/2)."""
     q, k = (w.unflatten(0, (-1, C // H // 2, 2)).transpose(1, 2).flatten(0, 2) for w in (q, k))
-    return group_major(q, k, v, groups)
+    return group_major(q, k, v, groups=groups)
 
 
 def attention(theirs: nn.Module, out: nn.Linear, groups: int = HKV, merge=group_major) -> dict[str, Tensor]:
@@ -95,12 +97,51 @@ def attention(theirs: nn.Module, out: nn.Linear, groups: int = HKV, merge=group_
     return put("attn.qkv", *qkv, merge=partial(merge, groups=groups)) | put("attn.out", out)
 
 
+def cross_attention(q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear) -> dict[str, Tensor]:
+    kv = put("cross.attn.pools.0.kv", k, v, merge=partial(group_major, groups=H))
+    return put("cross.attn.into", q) | kv | put("cross.attn.out", out)
+
+
 def gated_mlp(theirs: nn.Module) -> dict[str, Tensor]:
     return put("mlp.up", theirs.gate_proj, theirs.up_proj) | put("mlp.down", theirs.down_proj)
 
 
+def inside(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{name}.{inner}": w for inner, w in weights.items()}
+
+
 def blocks(layers, weights_of) -> dict[str, Tensor]:
-    return {f"blocks.{i}.{name}": w for i, layer in enumerate(layers) for name, w in weights_of(layer).items()}
+    weights = {}
+    for i, layer in enumerate(layers):
+        weights |= inside(f"blocks.{i}", weights_of(layer))
+    return weights
+
+
+# ---- what is visible
+
+
+def padding(length: int) -> Tensor:
+    """(2, length), True at a row's padding: none in the first row, the last four tokens of the second.
+
+    No more than a window reaches: of windows full of padding some references make NaN in float64.
+    """
+    return torch.arange(length) >= torch.tensor([[length], [length + 1 - WINDOW]])
+
+
+def documents(length: int) -> Tensor:
+    """(2, length) numbers of three documents, cut elsewhere in each row; one of them is a single token."""
+    cuts = torch.tensor([[[length // 3], [length // 2]], [[1], [length - 4]]])
+    return (torch.arange(length) >= cuts).sum(1)
+
+
+def per_head(hidden: Tensor) -> Tensor:
+    """(B, T, S) -> (B H, T, S), as torch.nn wants a mask that differs between rows."""
+    return hidden.repeat_interleave(H, dim=0)
+
+
+def apart(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """(B, T, S), True where query and key belong to two documents."""
+    return of_queries[:, :, None] != of_keys[:, None, :]
 
 
 # ---- torch.nn
@@ -111,37 +152,119 @@ def torch_attention(theirs: nn.MultiheadAttention) -> dict[str, Tensor]:
     return weights if theirs.in_proj_bias is None else weights | {"qkv.bias": thirds(theirs.in_proj_bias)}
 
 
-def stream() -> tuple[Tensor, Tensor]:
-    """x (2, T, C) and torch.nn's causal mask, True where hidden."""
-    torch.manual_seed(3)
-    x = torch.randn(2, T, C, dtype=torch.float64, requires_grad=True)
-    return x, torch.ones(T, T, dtype=torch.bool).triu(1)
+def torch_cross_attention(theirs: nn.MultiheadAttention) -> dict[str, Tensor]:
+    weights = put("out", theirs.out_proj)
+    for kind, fused in (("weight", theirs.in_proj_weight), ("bias", theirs.in_proj_bias)):
+        if fused is not None:
+            q, k, v = fused.chunk(3)
+            weights |= {f"into.{kind}": q, f"pools.0.kv.{kind}": group_major(k, v, groups=H)}
+    return weights
+
+
+def torch_layer(theirs: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) -> dict[str, Tensor]:
+    slot = "before" if theirs.norm_first else "total"
+    weights = inside("attn", torch_attention(theirs.self_attn)) | put(f"norm_attn.{slot}", theirs.norm1)
+    last = theirs.norm2
+    if isinstance(theirs, nn.TransformerDecoderLayer):
+        weights |= inside("cross.attn", torch_cross_attention(theirs.multihead_attn))
+        weights |= put(f"cross.norm.{slot}", theirs.norm2)
+        last = theirs.norm3
+    return weights | put(f"norm_mlp.{slot}", last) | put("mlp.up", theirs.linear1) | put("mlp.down", theirs.linear2)
+
+
+def layer_pair(kind: type, placement: str, mlp: str = "relu", bias: bool = True, **flags) -> tuple[nn.Module, ...]:
+    """A layer of torch.nn and our block of the same shape."""
+    options = dict(dropout=0.0, activation=mlp, batch_first=True, norm_first=placement == "pre", bias=bias)
+    cfg = ModelConfig(**SIZE, **flags, pos="none", norm_placement=placement, mlp=mlp, bias=bias)
+    return jitter(kind(C, H, 4 * C, **options)), StandardBlock(cfg, layer=0).double()
+
+
+def stream(length: int = T) -> Tensor:
+    torch.manual_seed(length)
+    return torch.randn(2, length, C, dtype=torch.float64, requires_grad=True)
+
+
+def future(length: int) -> Tensor:
+    """torch.nn's causal mask: (length, length), True where hidden."""
+    return torch.ones(length, length, dtype=torch.bool).triu(1)
+
+
+placements = pytest.mark.parametrize("placement", ["pre", "post"])
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_attention_equals_torch(bias):
     theirs = jitter(nn.MultiheadAttention(C, H, bias=bias, batch_first=True))
     ours = Attention(ModelConfig(**SIZE, pos="none", bias=bias), layer=0).double()
-    x, mask = stream()
-    expected, _ = theirs(x, x, x, attn_mask=mask, need_weights=False)
-    assert_same(call(ours, torch_attention(theirs), x, ()), expected, trained(theirs) | {"x": x}, EXACT)
+    x = stream()
+    expected, _ = theirs(x, x, x, attn_mask=future(T), need_weights=False)
+    assert_same(call(ours, torch_attention(theirs), x, At()), expected, trained(theirs) | {"x": x}, EXACT)
 
 
-@pytest.mark.parametrize("placement", ["pre", "post"])
+@placements
 @pytest.mark.parametrize("mlp", ["gelu", "relu"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_block_equals_torch(placement, mlp, bias):
-    theirs = nn.TransformerEncoderLayer(
-        C, H, 4 * C, dropout=0.0, activation=mlp, batch_first=True, norm_first=placement == "pre", bias=bias
-    )
-    theirs = jitter(theirs)
-    ours = StandardBlock(ModelConfig(**SIZE, pos="none", norm_placement=placement, mlp=mlp, bias=bias), layer=0)
-    slot = {"pre": "before", "post": "total"}[placement]
-    weights = {f"attn.{name}": w for name, w in torch_attention(theirs.self_attn).items()}
-    weights |= put(f"norm_attn.{slot}", theirs.norm1) | put(f"norm_mlp.{slot}", theirs.norm2)
-    weights |= put("mlp.up", theirs.linear1) | put("mlp.down", theirs.linear2)
-    x, mask = stream()
-    assert_same(call(ours.double(), weights, x, ()), theirs(x, src_mask=mask), trained(theirs) | {"x": x}, EXACT)
+    theirs, ours = layer_pair(nn.TransformerEncoderLayer, placement, mlp, bias)
+    x = stream()
+    got, expected = call(ours, torch_layer(theirs), x, At()), theirs(x, src_mask=future(T))
+    assert_same(got, expected, trained(theirs) | {"x": x}, EXACT)
+
+
+@placements
+def test_encoder_block_equals_torch(placement):
+    """Both ways; padding as a last document, whose own outputs are finite but nobody's concern; then true documents."""
+    theirs, ours = layer_pair(nn.TransformerEncoderLayer, placement, objective="masked")
+    x, hidden, leaves = stream(), padding(T), trained(theirs)
+    got = call(ours, torch_layer(theirs), x, At(docs=(hidden.long(), hidden.long())))
+    assert got.isfinite().all()
+    assert_same(got[~hidden], theirs(x, src_key_padding_mask=hidden)[~hidden], leaves | {"x": x}, EXACT)
+    x = stream(150)  # two strips of queries
+    docs = documents(150)
+    got = call(ours, torch_layer(theirs), x, At(docs=(docs, docs)))
+    assert_same(got, theirs(x, src_mask=per_head(apart(docs, docs))), leaves | {"x": x}, EXACT)
+
+
+@placements
+@pytest.mark.parametrize("bias", [False, True])
+def test_decoder_block_equals_torch(placement, bias):
+    """A source without padding, one with it as a second document, and documents in source and text."""
+    theirs, ours = layer_pair(nn.TransformerDecoderLayer, placement, bias=bias, objective="seq2seq")
+    x, memory, hidden, leaves = stream(), stream(S), padding(S), trained(theirs)
+    weights, text = torch_layer(theirs), torch.zeros(2, T, dtype=torch.int64)
+    got = call(ours, weights, x, At(memory=memory))
+    assert_same(got, theirs(x, memory, tgt_mask=future(T)), leaves | {"x": x, "memory": memory}, EXACT)
+    got = call(ours, weights, x, At((), (text, text), memory, (text, hidden.long())))
+    expected = theirs(x, memory, tgt_mask=future(T), memory_key_padding_mask=hidden)
+    assert_same(got, expected, leaves | {"x": x, "memory": memory}, EXACT)
+    x, docs, of_memory = stream(150), documents(150), documents(S)  # two strips of queries
+    got = call(ours, weights, x, At((), (docs, docs), memory, (docs, of_memory)))
+    masks = dict(tgt_mask=per_head(apart(docs, docs) | future(150)), memory_mask=per_head(apart(docs, of_memory)))
+    assert_same(got, theirs(x, memory, **masks), leaves | {"x": x, "memory": memory}, EXACT)
+
+
+@placements
+def test_encoder_decoder_equals_torch(placement):
+    """nn.Transformer between an embedding and a head. The norm that ends its stacks stands in ours for pre-norm only,
+    as in the first transformer; so behind post-norm layers it is left out of theirs too."""
+    pre = placement == "pre"
+    layer = dict(d_model=C, nhead=H, dim_feedforward=4 * C, dropout=0.0, batch_first=True, norm_first=pre)
+    last = [nn.LayerNorm(C) if pre else None for _ in range(2)]
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**layer), LE, last[0], enable_nested_tensor=False)
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(**layer), L, last[1])
+    net = nn.Transformer(C, H, batch_first=True, custom_encoder=encoder, custom_decoder=decoder)
+    wte, net = theirs = jitter(nn.ModuleList([nn.Embedding(V, C), net]))
+    weights = put("wte", wte) | inside("encoder", blocks(net.encoder.layers, torch_layer))
+    weights |= blocks(net.decoder.layers, torch_layer)
+    if pre:
+        weights |= put("encoder.norm", net.encoder.norm) | put("norm", net.decoder.norm)
+    flags = dict(objective="seq2seq", n_encoder_layer=LE, pos="none", norm_placement=placement, mlp="relu", bias=True)
+    ours = Model(ModelConfig(**SIZE, **flags)).double()
+    idx, source, hidden = tokens(T), tokens(S), padding(S)
+    masks = dict(tgt_mask=future(T), src_key_padding_mask=hidden, memory_key_padding_mask=hidden)
+    expected = net(wte(source), wte(idx), **masks) @ wte.weight.T
+    got = call(ours, weights, idx, docs=torch.zeros_like(idx), source=source, source_docs=hidden.long())
+    assert_same(got, expected, trained(theirs), EXACT)
 
 
 # ---- Hugging Face: for each architecture the reference, our flags, our weights and how exact the reference is
@@ -165,8 +288,8 @@ THEIR_GQA = dict(num_key_value_heads=HKV)
 OUR_ROPE, OUR_GQA = dict(pos="rope", rope_theta=THETA), dict(attention="gqa", n_kv_head=HKV)
 
 
-def build(hf, config) -> nn.Module:
-    return jitter(hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+def build(hf, config, kind: str = "AutoModelForCausalLM") -> nn.Module:
+    return jitter(getattr(hf, kind).from_config(config, attn_implementation="eager"))
 
 
 def gated_width(mlp: str) -> int:
@@ -375,27 +498,31 @@ def mpt(hf, n_head: int):
     return reference, dict(n_head=n_head, pos="alibi"), weights, ROUNDED
 
 
+def fairseq_layer(layer: nn.Module, slot: str) -> dict[str, Tensor]:
+    """A layer of an encoder, or with cross-attention of a decoder, of the many models that descend from fairseq."""
+    weights = attention(layer.self_attn, layer.self_attn.out_proj, groups=H)
+    weights |= put(f"norm_attn.{slot}", layer.self_attn_layer_norm) | put(f"norm_mlp.{slot}", layer.final_layer_norm)
+    if (cross := getattr(layer, "encoder_attn", None)) is not None:
+        weights |= cross_attention(cross.q_proj, cross.k_proj, cross.v_proj, cross.out_proj)
+        weights |= put(f"cross.norm.{slot}", layer.encoder_attn_layer_norm)
+    return weights | put("mlp.up", layer.fc1) | put("mlp.down", layer.fc2)
+
+
+FAIRSEQ = NO_TOKENS | dict(
+    vocab_size=V, d_model=C, max_position_embeddings=T, encoder_layers=LE, encoder_attention_heads=H,
+    encoder_ffn_dim=4 * C, decoder_layers=L, decoder_attention_heads=H, decoder_ffn_dim=4 * C, dropout=0.0,
+    activation_function="relu", scale_embedding=True, decoder_start_token_id=0, forced_eos_token_id=None,
+)  # fmt: skip
+OUR_MARIAN = dict(bias=True, norm_placement="post", mlp="relu", pos="sinusoidal")
+
+
 def marian(hf):
     """The decoder of the first transformer: post-norm, sinusoidal positions beside sqrt(C) times the embedding."""
-    config = hf.MarianConfig(
-        **NO_TOKENS, decoder_start_token_id=0, forced_eos_token_id=None, vocab_size=V, d_model=C,
-        max_position_embeddings=T, decoder_layers=L, decoder_attention_heads=H, decoder_ffn_dim=4 * C,
-        dropout=0.0, activation_function="relu", scale_embedding=True,
-    )  # fmt: skip
-    reference = build(hf, config)
-
-    def weights_of(layer):
-        return (
-            attention(layer.self_attn, layer.self_attn.out_proj, groups=H)
-            | put("norm_attn.total", layer.self_attn_layer_norm)
-            | put("mlp.up", layer.fc1)
-            | put("mlp.down", layer.fc2)
-            | put("norm_mlp.total", layer.final_layer_norm)
-        )
-
+    reference = build(hf, hf.MarianConfig(**FAIRSEQ))
     m = reference.model.decoder
-    weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of)
-    return reference, dict(bias=True, norm_placement="post", mlp="relu", pos="sinusoidal"), weights, ROUNDED
+    weights = put("wte", m.embed_tokens) | blocks(m.layers, partial(fairseq_layer, slot="total"))
+    weights = {name: w for name, w in weights.items() if ".cross." not in name}  # which has no source here
+    return reference, OUR_MARIAN, weights, ROUNDED
 
 
 architectures = pytest.mark.parametrize(
@@ -417,19 +544,210 @@ def test_model_equals_hugging_face(hf, architecture):
     assert_same(call(ours, weights, idx), reference(idx, use_cache=False).logits, trained(reference), tolerance)
 
 
-@architectures
-def test_generation_equals_hugging_face(hf, architecture):
+def assert_same_text(reference: nn.Module, ours: Model, weights: dict[str, Tensor], prompt: Tensor, **source: Tensor):
     """Greedy text, and the logits of every step through their cache and ours, from prompt to full context."""
-    reference, flags, weights, _ = architecture(hf)
-    ours, prompt = Model(ModelConfig(**SIZE | flags)).double(), tokens(8)
-    weights, logits = complete(ours, weights), []
+    weights, logits, new = complete(ours, weights), [], T - prompt.size(1)
     with torch.no_grad():
         for name, p in ours.named_parameters():
             p.copy_(weights[name])
+    given = source.get("source", prompt)
     expected = reference.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=T - 8, do_sample=False,
+        given, attention_mask=torch.ones_like(given), max_new_tokens=new, do_sample=False,
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
-    text = list(ours.generate(prompt, T - 8, lambda z: logits.append(z) or z.argmax(-1)))
-    assert torch.equal(torch.stack(text, dim=1), expected.sequences[:, 8:])
+    text = list(ours.generate(prompt, new, lambda z: logits.append(z) or z.argmax(-1), **source))
+    assert torch.equal(torch.stack(text, dim=1), expected.sequences[:, prompt.size(1) :])
     assert_close(torch.stack(logits), torch.stack(expected.logits), ROUNDED)  # theirs are cast to float32
+
+
+@architectures
+def test_generation_equals_hugging_face(hf, architecture):
+    reference, flags, weights, _ = architecture(hf)
+    assert_same_text(reference, Model(ModelConfig(**SIZE | flags)).double(), weights, tokens(8))
+
+
+# ---- Hugging Face: encoders. Their embeddings end in a norm, which ours do not: each place of the batch is a token of
+# its own here, whose embedding is theirs after that norm, and their vocabulary is as large as the batch.
+
+PLACES = 2 * T
+
+
+def bert(hf):
+    """Post-norm with biases everywhere. Between it and its head stands one more layer, which is left out."""
+    sizes = THEIR_SIZE | dict(vocab_size=PLACES, intermediate_size=4 * C, layer_norm_eps=1e-5)
+    reference = build(hf, hf.BertConfig(**sizes), "AutoModelForMaskedLM")
+    reference.cls.predictions.transform = nn.Identity()
+    reference.cls.predictions.decoder.bias = None
+
+    def weights_of(layer):
+        theirs = layer.attention.self
+        return (
+            put("attn.qkv", theirs.query, theirs.key, theirs.value, merge=partial(group_major, groups=H))
+            | put("attn.out", layer.attention.output.dense)
+            | put("norm_attn.total", layer.attention.output.LayerNorm)
+            | put("mlp.up", layer.intermediate.dense)
+            | put("mlp.down", layer.output.dense)
+            | put("norm_mlp.total", layer.output.LayerNorm)
+        )
+
+    weights = {"wte.weight": reference.bert.embeddings(tokens(T)).flatten(0, 1)}
+    weights |= blocks(reference.bert.encoder.layer, weights_of) | put("head", reference.cls.predictions.decoder)
+    return reference, dict(pos="none", bias=True, norm_placement="post"), weights, EXACT
+
+
+def modernbert(hf):
+    """RoPE, GEGLU and windows to both sides in two of three layers. Its first layer lacks a norm and is given one."""
+    rope = dict.fromkeys(("full_attention", "sliding_attention"), THEIR_ROPE["rope_parameters"])
+    config = hf.ModernBertConfig(
+        **THEIR_SIZE | dict(vocab_size=PLACES), cls_token_id=None, sep_token_id=None, rope_parameters=rope,
+        intermediate_size=gated_width("geglu"), local_attention=2 * (WINDOW - 1), decoder_bias=False,
+    )  # fmt: skip
+    reference = build(hf, config, "AutoModelForMaskedLM")
+    reference.head = nn.Identity()
+    reference.model.layers[0].attn_norm = jitter(nn.LayerNorm(C, bias=False))
+
+    def weights_of(layer):
+        return (
+            put("norm_attn.before", layer.attn_norm)
+            | put("attn.qkv", layer.attn.Wqkv, merge=thirds)
+            | put("attn.out", layer.attn.Wo)
+            | put("norm_mlp.before", layer.mlp_norm)
+            | put("mlp.up", layer.mlp.Wi)
+            | put("mlp.down", layer.mlp.Wo)
+        )
+
+    weights = {"wte.weight": reference.model.embeddings(tokens(T)).flatten(0, 1)}
+    weights |= blocks(reference.model.layers, weights_of) | put("norm", reference.model.final_norm)
+    flags = OUR_ROPE | dict(mlp="geglu", window=WINDOW, window_pattern="LSS")
+    return reference, flags, weights | put("head", reference.decoder), ROUNDED
+
+
+def logits_and_loss(logits: Tensor, loss: Tensor) -> Tensor:
+    return torch.cat((logits.flatten(), loss[None]))
+
+
+@pytest.mark.parametrize("architecture", [bert, modernbert])
+def test_encoder_equals_hugging_face(hf, architecture):
+    """Logits of all that is no padding, and the mean loss over every third token of that."""
+    reference, flags, weights, tolerance = architecture(hf)
+    cfg = ModelConfig(**SIZE | flags | dict(vocab_size=PLACES, objective="masked", tie_weights=False))
+    ours, hidden, place = Model(cfg).double(), padding(T), torch.arange(PLACES).view(2, T)
+    asked = (place % 3 == 0) & ~hidden
+    answers = tokens(T)
+    theirs = reference(tokens(T), attention_mask=(~hidden).long(), labels=answers.masked_fill(~asked, -100))
+    logits = call(ours, weights, place, docs=hidden.long())
+    assert logits.isfinite().all()
+    loss = call(ours, weights, place, answers.masked_fill(~asked, -1), docs=hidden.long())
+    got = logits_and_loss(logits[~hidden], loss)
+    assert_same(got, logits_and_loss(theirs.logits[~hidden], theirs.loss), trained(reference), tolerance)
+
+
+# ---- Hugging Face: encoders with decoders
+
+
+def fairseq_weights(m: nn.Module, slot: str) -> dict[str, Tensor]:
+    layer = partial(fairseq_layer, slot=slot)
+    return put("wte", m.shared) | inside("encoder", blocks(m.encoder.layers, layer)) | blocks(m.decoder.layers, layer)
+
+
+def marian_whole(hf):
+    """The first transformer."""
+    reference = build(hf, hf.MarianConfig(**FAIRSEQ), "AutoModelForSeq2SeqLM")
+    return reference, OUR_MARIAN, fairseq_weights(reference.model, "total"), ROUNDED
+
+
+def pegasus(hf):
+    """The first transformer with pre-norm, and so with a norm at the end of encoder and decoder."""
+    reference = build(hf, hf.PegasusConfig(**FAIRSEQ), "AutoModelForSeq2SeqLM")
+    m = reference.model
+    weights = fairseq_weights(m, "before")
+    weights |= put("encoder.norm", m.encoder.layer_norm) | put("norm", m.decoder.layer_norm)
+    return reference, OUR_MARIAN | dict(norm_placement="pre"), weights, ROUNDED
+
+
+def t5_reference(hf, mlp: str, width: int, **more) -> nn.Module:
+    """T5 without its biases by relative position, so that it has no positions at all, and with RMSNorm in float64."""
+    config = hf.T5Config(
+        **NO_TOKENS, vocab_size=V, d_model=C, d_kv=C // H, num_heads=H, num_layers=LE, num_decoder_layers=L,
+        d_ff=width, feed_forward_proj=mlp, layer_norm_epsilon=1e-5, dropout_rate=0.0, decoder_start_token_id=0, **more,
+    )  # fmt: skip
+    if config.is_gated_act:
+        config.dense_act_fn = "gelu"  # theirs is its approximation by tanh, which ours does not have
+    reference = build(hf, config, "AutoModelForSeq2SeqLM")
+    for stack in (reference.encoder, reference.decoder):
+        bias = stack.block[0].layer[0].SelfAttention.relative_attention_bias
+        nn.init.zeros_(bias.requires_grad_(False).weight)
+    kind = type(reference.encoder.final_layer_norm)
+    for name in [name for name, module in reference.named_modules() if isinstance(module, kind)]:
+        norm = nn.RMSNorm(C, eps=1e-5)
+        norm.weight = reference.get_submodule(name).weight
+        reference.set_submodule(name, norm)
+    return reference
+
+
+def t5_weights(reference: nn.Module) -> dict[str, Tensor]:
+    """Theirs does not divide the scores by sqrt(D), ours does."""
+
+    def scaled(q: nn.Linear) -> SimpleNamespace:
+        return SimpleNamespace(weight=q.weight * (C // H) ** 0.5)
+
+    def weights_of(layer):
+        theirs, norm = layer.layer[0].SelfAttention, layer.layer[0].layer_norm
+        merge = partial(group_major, groups=H)
+        weights = put("attn.qkv", scaled(theirs.q), theirs.k, theirs.v, merge=merge) | put("attn.out", theirs.o)
+        weights |= put("norm_attn.before", norm)
+        if layer.is_decoder:
+            theirs, norm = layer.layer[1].EncDecAttention, layer.layer[1].layer_norm
+            weights |= cross_attention(scaled(theirs.q), theirs.k, theirs.v, theirs.o) | put("cross.norm.before", norm)
+        mlp, norm = layer.layer[-1].DenseReluDense, layer.layer[-1].layer_norm
+        up = [mlp.wi] if hasattr(mlp, "wi") else [mlp.wi_0, mlp.wi_1]
+        return weights | put("norm_mlp.before", norm) | put("mlp.up", *up) | put("mlp.down", mlp.wo)
+
+    encoder = blocks(reference.encoder.block, weights_of) | put("norm", reference.encoder.final_layer_norm)
+    weights = put("wte", reference.shared) | inside("encoder", encoder) | blocks(reference.decoder.block, weights_of)
+    return weights | put("norm", reference.decoder.final_layer_norm)
+
+
+def t5(hf):
+    """RMSNorm, ReLU, no bias; the tied head reads the stream over sqrt(C), which can as well stand in the last norm."""
+    reference = t5_reference(hf, "relu", 4 * C)
+    weights = t5_weights(reference)
+    weights["norm.weight"] = weights["norm.weight"] / C**0.5
+    return reference, dict(norm="rmsnorm", pos="none", mlp="relu"), weights, EXACT
+
+
+def t5_1_1(hf):
+    """GEGLU, and a head of its own, which is given here: their class ties it."""
+    reference = t5_reference(hf, "gated-gelu", gated_width("geglu"), tie_word_embeddings=False)
+    reference.lm_head = jitter(nn.Linear(C, V, bias=False))
+    weights = t5_weights(reference) | put("head", reference.lm_head)
+    return reference, dict(norm="rmsnorm", pos="none", mlp="geglu", tie_weights=False), weights, EXACT
+
+
+encoder_decoders = pytest.mark.parametrize("architecture", [marian_whole, pegasus, t5, t5_1_1])
+
+
+def encoder_decoder(flags: dict) -> Model:
+    return Model(ModelConfig(**SIZE | flags, objective="seq2seq", n_encoder_layer=LE)).double()
+
+
+@encoder_decoders
+def test_encoder_decoder_equals_hugging_face(hf, architecture):
+    """Logits and loss, with padding in the source."""
+    reference, flags, weights, tolerance = architecture(hf)
+    ours, idx, source, hidden = encoder_decoder(flags), tokens(T), tokens(S), padding(S)
+    answers, unasked = idx.roll(-1, dims=1), torch.arange(T) % 3 == 0
+    theirs = reference(
+        source, attention_mask=(~hidden).long(), decoder_input_ids=idx, labels=answers.masked_fill(unasked, -100)
+    )
+    given = dict(docs=torch.zeros_like(idx), source=source, source_docs=hidden.long())
+    loss = call(ours, weights, idx, answers.masked_fill(unasked, -1), **given)
+    got = logits_and_loss(call(ours, weights, idx, **given), loss)
+    assert_same(got, logits_and_loss(theirs.logits, theirs.loss), trained(reference), tolerance)
+
+
+@encoder_decoders
+def test_encoder_decoder_generation_equals_hugging_face(hf, architecture):
+    reference, flags, weights, _ = architecture(hf)
+    start = torch.zeros(2, 1, dtype=torch.int64)
+    assert_same_text(reference, encoder_decoder(flags), weights, start, source=tokens(S))

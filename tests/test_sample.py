@@ -5,6 +5,7 @@ import pty
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,18 +58,37 @@ def test_choose(flags, kept):
 
 
 @pytest.fixture(scope="module")
-def trained(tiny_data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sampled") / "out"
-    flags = [*TINY, "--max_iters=120", "--eval_interval=120", f"--dataset={tiny_data}", f"--out_dir={folder}"]
-    subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, check=True, capture_output=True)
-    return folder
+def train_tiny(tiny_data, tmp_path_factory):
+    def call(*flags: str) -> Path:
+        folder = tmp_path_factory.mktemp("sampled") / "out"
+        flags = [*TINY, "--max_iters=120", "--eval_interval=120", f"--dataset={tiny_data}", *flags]
+        command = [sys.executable, "train.py", *flags, f"--out_dir={folder}"]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        return folder
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def trained(train_tiny):
+    return train_tiny()
+
+
+@pytest.fixture(scope="module")
+def masked(train_tiny):
+    return train_tiny("--objective=masked", "--block_size=32")
+
+
+@pytest.fixture(scope="module")
+def seq2seq(train_tiny):
+    return train_tiny("--objective=seq2seq", "--block_size=32", "--corrupt_ratio=0.3", "--span_length=2")
 
 
 @pytest.fixture
 def say(trained, capfd):
-    def call(*flags: str) -> str:
+    def call(*flags: str, out: Path = trained) -> str:
         capfd.readouterr()
-        sample.main([f"--out_dir={trained}", "--device=cpu", *flags])
+        sample.main([f"--out_dir={out}", "--device=cpu", *flags])
         return capfd.readouterr().out
 
     return call
@@ -174,3 +194,71 @@ def test_unknown_characters_are_named(tmp_path, capsys):
     assert "'z'" in err and "'?'" in err and "'a'" not in err
     sample.main([f"--out_dir={tmp_path / 'out'}", "--max_new_tokens=5"])
     assert set(capsys.readouterr().out) <= set("abc \n")  # from a newline: no end-of-text here
+
+
+# ---- blanks
+
+
+def test_masked_fills_the_surest_blank_first(say, masked):
+    """Against whole forwards and loops over their probabilities."""
+    model, tokenizer = sample.load(SampleConfig(out_dir=str(masked)), torch.device("cpu"))
+    ids = [256 + 1 if c == "_" else ord(c) for c in "the c_t s_t __ a mat"]
+    with torch.no_grad():
+        while 257 in ids:
+            p = model(torch.tensor([ids]))[0, :, :257].softmax(-1)
+            place = max((i for i, t in enumerate(ids) if t == 257), key=lambda i: p[i].max())
+            ids[place] = int(p[place].argmax())
+    greedy = ["--temperature=0", "--num_samples=2"]
+    text = say("--start=the c_t s_t __ a mat", "--blank=_", *greedy, out=masked)
+    assert (
+        text == bytes(ids).decode("utf-8", "replace") + sample.SEPARATOR + bytes(ids).decode("utf-8", "replace") + "\n"
+    )
+    assert say("--start=the c<mask>t s<mask>t <mask><mask> a mat", *greedy, out=masked) == text
+
+
+def test_seq2seq_fills_spans(say, seq2seq):
+    """Against uncached forwards: sentinels 257, 258, ... come in order, and the third ends the two spans."""
+    model, tokenizer = sample.load(SampleConfig(out_dir=str(seq2seq)), torch.device("cpu"))
+    source = torch.tensor([[*b"the ", 257, *b" on a ", 258, *b"."]])
+    ids = [257]
+    with torch.no_grad():
+        while ids[-1] != 259 and len(ids) <= 40:
+            logits = model(torch.tensor([ids[-32:]]), source=source)[0, -1]
+            allowed = [*range(256), max(ids) + 1 if max(ids) >= 257 else 257]
+            ids.append(max(allowed, key=lambda t: logits[t]))
+    fills, number = {257: [], 258: [], 259: []}, 257
+    for t in ids:
+        number = max(number, t)
+        fills[number] += [t] if t < 256 else []
+    first, second = (bytes(fills[n]).decode("utf-8", "replace") for n in (257, 258))
+    assert first or second
+    flags = ["--start=the <mask> on a <mask>.", "--temperature=0", "--max_new_tokens=40"]
+    assert say(*flags, out=seq2seq) == f"the {first} on a {second}.\n"
+    several = (
+        say(*flags[:1], "--num_samples=3", "--max_new_tokens=40", out=seq2seq).rstrip("\n").split(sample.SEPARATOR)
+    )
+    assert len(several) == 3
+    assert all(text.startswith("the ") and " on a " in text and text.endswith(".") for text in several)
+
+
+@pytest.mark.parametrize(
+    "objective,flags,fragments",
+    [
+        ("masked", ["--start=no blank"], ["start='no blank'", "<mask>", "--blank"]),
+        ("masked", [], ["start=''", "<mask>"]),
+        ("masked", ["--start=a_", "--blank=_", "--stop=x"], ["stop=x", "objective=masked"]),
+        ("masked", ["--start=a_", "--blank=_", "--max_new_tokens=5"], ["max_new_tokens=5", "objective=masked"]),
+        ("masked", [f"--start={'a' * 32}<mask>"], ["33 tokens", "block_size=32"]),
+        ("seq2seq", ["--start=a_", "--blank=_", "--stop=x"], ["stop=x", "objective=seq2seq"]),
+        ("seq2seq", [f"--start={'_ ' * 6}", "--blank=_"], ["6 blanks", "knows only 5"]),
+        ("trained", ["--start=a_", "--blank=_"], ["blank=_", "objective=causal"]),
+    ],
+    ids=str,
+)
+def test_blanks_that_cannot_be_filled(request, capfd, objective, flags, fragments):
+    out = request.getfixturevalue(objective)
+    with pytest.raises(SystemExit) as stop:
+        sample.main([f"--out_dir={out}", "--device=cpu", *flags])
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and error.startswith("error: ")
+    assert all(fragment in error for fragment in fragments), error

@@ -19,6 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import model
 import train
 from configurator import Config, parse
+from data.loader import draws, order  # the order itself has its own tests
+from data.objective import OBJECTIVE
+from data.shards import ShardWriter
+from data.tokenizer import CharTokenizer
 from engine import checkpoint
 
 
@@ -33,8 +37,13 @@ def load(folder, which="latest"):
 
 MODERN = ["--optimizer=muon", "--pos=rope", "--block=parallel", "--mlp=swiglu", "--norm=rmsnorm", "--schedule=wsd"]
 
+MASKED = ["--objective=masked", "--corrupt_ratio=0.3", "--doc_mask=True", "--pos=rope"]
+SEQ2SEQ = ["--objective=seq2seq", "--corrupt_ratio=0.3", "--span_length=1.5", "--doc_mask=True", "--n_encoder_layer=1"]
 
-@pytest.mark.parametrize("flags", [["--dropout=0.1"], MODERN], ids=["gpt2", "modern"])
+
+@pytest.mark.parametrize(
+    "flags", [["--dropout=0.1"], MODERN, MASKED, SEQ2SEQ], ids=["gpt2", "modern", "masked", "seq2seq"]
+)
 def test_resume_is_exact(run, flags):
     """40 steps equal 20, then a resume, then 20, digit for digit; also when the first 20 were cut off at 27."""
     whole = run(*flags, out="whole")
@@ -67,6 +76,16 @@ def test_processes_do_not_change_the_losses(run, launch):
             assert a == pytest.approx(b, abs=1e-5)
 
 
+@pytest.mark.parametrize("flags", [MASKED, SEQ2SEQ, ["--doc_mask=True"]], ids=["masked", "seq2seq", "documents"])
+def test_processes_do_not_change_other_objectives(run, launch, flags):
+    one = losses(run(*flags, out="one"))
+    two, done = launch(2, *flags, out="two")
+    assert done.returncode == 0, done.stderr
+    assert len(one) == 43
+    for a, b in zip(losses(two), one, strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
 def test_accumulation_does_not_change_the_losses(run):
     a = losses(run("--batch_size=8", "--gradient_accumulation_steps=1", out="a"))
     b = losses(run("--batch_size=2", "--gradient_accumulation_steps=4", out="b"))
@@ -89,8 +108,6 @@ def test_steps_equal_a_plain_loop(run, tiny_data):
         np.int64
     )
     n = (len(tokens) - 1) // 16
-    from data.loader import order  # the order itself has its own tests
-
     decay = [p for p in net.parameters() if p.dim() > 1]
     rest = [p for p in net.parameters() if p.dim() < 2]
     adamw = torch.optim.AdamW(
@@ -142,8 +159,37 @@ def test_evaluation_equals_a_naive_one(run, tiny_data):
     assert state["best_val_loss"] == min(line["val_loss"] for line in metrics(folder) if "val_loss" in line)
 
 
-def test_every_figure_is_written(run):
-    folder = run("--log_interval=5")
+@pytest.mark.parametrize("flags", [MASKED, SEQ2SEQ], ids=["masked", "seq2seq"])
+def test_other_evaluations_equal_a_naive_one(run, tiny_data, flags, capsys):
+    """val_loss over the whole set, window by window, each by itself; there are no bits per byte, and a line says so."""
+    folder = run(*flags, "--max_iters=10", "--eval_interval=10", "--eval_iters=0", "--batch_size=7")
+    net, _ = load(folder)
+    objective = OBJECTIVE[net.cfg.objective](257, 256, 16, True, 0.3, 1.5)
+    tokens = np.concatenate([np.fromfile(p, "<u2")[512:] for p in sorted(tiny_data.glob("val_*.bin"))]).astype(np.int64)
+    n = (len(tokens) - 1) // 16
+    nats, count = 0.0, 0
+    for window in range(n):
+        row = torch.from_numpy(tokens[None, 16 * window : 16 * window + 17])
+        batch = objective(row, draws(np.array([window]), -1))
+        if "text" in batch:
+            text = batch.pop("text")
+            batch |= {"idx": text[:, :-1], "targets": text[:, 1:]}
+        targets = batch.pop("targets")[0]
+        with torch.no_grad():
+            logits = net(**batch)[0].double()
+        nats += torch.nn.functional.cross_entropy(logits[targets >= 0], targets[targets >= 0], reduction="sum").item()
+        count += (targets >= 0).sum().item()
+    last = metrics(folder)[-1]
+    assert last["val_loss"] == pytest.approx(nats / count, rel=1e-6) and last["val_bpb"] is None
+    said = f"no bits per byte: objective={net.cfg.objective} restores only a part of the text"
+    assert capsys.readouterr().out.count(said) == 1
+
+
+@pytest.mark.parametrize(
+    "flags,lengths", [([], (16, 0)), (MASKED, (16, 0)), (SEQ2SEQ, (8, 14))], ids=["causal", "masked", "seq2seq"]
+)
+def test_every_figure_is_written(run, flags, lengths):
+    folder = run("--log_interval=5", *flags)
     lines = metrics(folder)
     logged = [line for line in lines if "loss" in line]
     assert [line["step"] for line in logged] == list(range(0, 40, 5))
@@ -151,9 +197,35 @@ def test_every_figure_is_written(run):
         assert {"lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "ms_per_step", "peak_memory_bytes"} <= line.keys()
         assert line["tokens"] == (line["step"] + 1) * 4 * 2 * 16
         net = load(folder)[0]
-        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * net.flops_per_token() / 1e9)
+        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * net.flops(*lengths) / 16 / 1e9)
     events = EventAccumulator(str(folder)).Reload()
     assert [e.value for e in events.Scalars("train/loss")] == pytest.approx([line["loss"] for line in logged])
+
+
+@pytest.mark.parametrize(
+    "objective,chars,given,vocab_size",
+    [
+        ("causal", 50, 0, 50), ("masked", 50, 0, 51), ("seq2seq", 50, 0, 54),
+        ("causal", 1024, 0, 1024), ("masked", 1024, 0, 1088), ("seq2seq", 1100, 0, 1152),
+        ("masked", 1024, 1025, 1025), ("seq2seq", 50, 54, 54),
+    ],
+)  # fmt: skip
+def test_vocabulary_has_room_for_the_objective(tmp_path, objective, chars, given, vocab_size):
+    text = "".join(chr(1000 + i) for i in range(chars))
+    with ShardWriter(tmp_path, CharTokenizer(text)) as out:
+        out.add("train", np.arange(chars))
+    shape = {"corrupt_ratio": 0.3, "span_length": 1.5}
+    cfg = Config(dataset=str(tmp_path), objective=objective, block_size=16, vocab_size=given, **shape)
+    data, made = train.open_dataset(cfg)
+    assert cfg.vocab_size == vocab_size
+    assert type(made) is OBJECTIVE[objective] and made == OBJECTIVE[objective](chars, None, 16, **shape)
+
+
+def test_what_is_corrupted_may_change_on_resume(run):
+    """It is of the data, like the batch size; the model stays the same."""
+    run(*MASKED, "--max_iters=6")
+    folder = run("--init_from=resume", "--max_iters=8", "--corrupt_ratio=0.6")
+    assert len([line for line in losses(folder) if len(line) == 5]) == 8
 
 
 def test_resolved_flags_read_back_equal(run, tiny_data, tmp_path):
