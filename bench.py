@@ -1,16 +1,19 @@
-"""Training speed of this checkout, or of this and another one in turn.
+"""Training speed of this checkout; of this and another one; of several runs against each other.
 
     python bench.py config/train_shakespeare_cpu.py --max_iters=300
     python bench.py --against=../nanoGPT --rounds=3 config/train_shakespeare_char.py --device=cpu --compile=False ...
+    python bench.py --run=config/train_pycode.py --run="config/train_pycode.py --block=parallel" --max_iters=60
 
-The arguments behind the options go to `python train.py` of each checkout as they are, so both must know them: another
-checkout of superblock does, and nanoGPT knows the flags that we share. A checkout's speed is read from the moments at
-which its lines "iter N:" appear, so start-up and the first steps do not count; an eval_interval above max_iters keeps
-evaluations out. Runs alternate (A B, then B A), because a shared machine's speed drifts: quote the ratio.
+The arguments behind the options go to `python train.py` as they are, with those of each --run in front of them. Another
+checkout must know them too: one of superblock does, and nanoGPT knows the flags that we share. The speed is read from
+the moments at which the lines "iter N:" appear, so start-up and the first steps do not count; an eval_interval above
+max_iters keeps evaluations out. Runs alternate (A B C, then C B A), because a shared machine's speed drifts: quote the
+ratios, which are taken within a round.
 """
 
 import argparse
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -43,21 +46,26 @@ def measure(checkout: Path, args: list[str]) -> float:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", type=Path, help="folder of the other checkout, with a train.py")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each checkout (default 3)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--against", type=Path, help="folder of another checkout, with a train.py")
+    parser.add_argument("--run", action="append", default=[], help="arguments of one run to compare; repeat it")
+    parser.add_argument("--rounds", type=int, default=3, help="of all runs (default 3)")
     options, args = parser.parse_known_args()
     here = Path(__file__).parent
-    checkouts = [here] + ([options.against] if options.against else [])
-    times: dict[Path, list[float]] = {checkout: [] for checkout in checkouts}
+    checkouts = ([options.against] if options.against else []) + [here]
+    entries = [(checkout, run) for checkout in checkouts for run in options.run or [""]]
+    times: dict[tuple[Path, str], list[float]] = {entry: [] for entry in entries}
     for number in range(options.rounds):
-        for checkout in checkouts if number % 2 == 0 else reversed(checkouts):
-            times[checkout].append(measure(checkout, args))
-            print(f"round {number + 1}: {checkout}: {times[checkout][-1]:.2f} ms per step", flush=True)
-    if options.against:
-        ratios = [b / a for a, b in zip(*times.values(), strict=True)]
+        for checkout, run in entries if number % 2 == 0 else reversed(entries):
+            times[checkout, run].append(measure(checkout, shlex.split(run) + args))
+            print(f"round {number + 1}: {checkout} {run}: {times[checkout, run][-1]:.2f} ms per step", flush=True)
+    first = times[entries[0]]
+    for (checkout, run), of_run in list(times.items())[1:]:
+        ratios = [b / a for a, b in zip(of_run, first, strict=True)]
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-        print(f"{here} is {median(ratios):.3f} times as fast as {options.against} ({spread})")
+        print(f"{checkout} {run}: {median(ratios):.3f} times as fast as {entries[0][0]} {entries[0][1]} ({spread})")
 
 
 if __name__ == "__main__":

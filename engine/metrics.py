@@ -263,7 +263,7 @@ class Metrics(Silent):
             "ms_per_step": 1000 * seconds / (step + 1 - self.done),
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
-        figures |= {"epoch": epoch} if epoch is not None else {}
+        figures |= {"epochs" if isinstance(epoch, dict) else "epoch": epoch} if epoch is not None else {}
         figures |= {"skipped": skipped} if skipped else {}
         self.since, self.done, self.tokens = now, step + 1, tokens
         self.first = self.first or (now, self.done)

@@ -4,6 +4,7 @@ One process (`python train.py`) and many (`torchrun --nproc_per_node=8 train.py`
 function here is the identity.
 """
 
+import ctypes
 import os
 import signal
 from contextlib import nullcontext
@@ -58,6 +59,8 @@ def join(cfg) -> Ranks:
     if cfg.backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo")
     ranks = Ranks(rank, size, device, resolve_dtype(cfg.dtype, device), resolve_compile(cfg.compile, device))
+    if device.type == "cpu":
+        keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -66,6 +69,13 @@ def join(cfg) -> Ranks:
         backend = f"cpu:gloo,cuda:{on_gpu}" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=size)
     return ranks
+
+
+def keep_freed_memory():
+    """Let glibc keep what tensors free; returned to the system, its pages would be cleared anew in every step."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    for parameter, value in ((-1, 2**31 - 1), (-4, 0)) if mallopt else ():  # M_TRIM_THRESHOLD, M_MMAP_MAX
+        mallopt(parameter, value)
 
 
 def leave():

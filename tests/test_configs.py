@@ -10,6 +10,7 @@ from model import Model
 
 FILES = {path.stem: path for path in (Path(__file__).parent.parent / "config").glob("*.py")}
 VOCABULARY = {"pycode": 257, "shakespeare_char": 65, "pycode_gpt2": 50304, "openwebtext": 50304}
+OWN_IDS = {"causal": 0, "masked": 1, "seq2seq": 14}  # 13 spans in 256 tokens, and the sentinel that ends the last
 C, D = 192, 48  # width and head size of the quick files
 
 
@@ -18,9 +19,9 @@ def gpt2(norms: int, positions: int, gains: int = 0) -> int:
     return 50304 * 768 + positions * 768 + 12 * (12 * 768**2 + norms * 768 + gains) + 768
 
 
-def quick(layer: int, first: int = 0, tables: int = 1, positions: int = 0) -> int:
-    """4 layers, a norm, and what only the first layer has; tables of 257 tokens."""
-    return tables * 257 * C + positions * C + 4 * layer + first + C
+def quick(layer: int, first: int = 0, tables: int = 1, positions: int = 0, vocabulary: int = 257) -> int:
+    """4 layers, a norm, and what only the first layer has; tables of all tokens."""
+    return tables * vocabulary * C + positions * C + 4 * layer + first + C
 
 
 PARAMETERS = {
@@ -37,6 +38,11 @@ PARAMETERS = {
     # 4 query heads and 2 keys and values; three matrices of 512 = 8/3 C
     "pycode_llama": quick(2 * C**2 + 2 * 2 * D * C + 3 * 512 * C + 2 * C, tables=2),
     "pycode_palm": quick(2 * C**2 + 2 * D * C + 3 * 512 * C + C),
+    "pycode_bert": quick(4 * C**2 + 3 * 512 * C + 2 * C, vocabulary=258),
+    # the encoder and its norm; two layers that also have a query, a key, a value, an out and a norm for its memory
+    "pycode_t5": quick(4 * C**2 + 3 * 512 * C + 2 * C, tables=2, vocabulary=271)
+    + 2 * (8 * C**2 + 3 * 512 * C + 3 * C)
+    + C,
     "pycode_sas": quick(10 * C**2 + 3 * 4 + 3 + 2 * C, first=C**2 + 2),
     "pycode_sas_p": quick(10 * C**2 + 3 * 4 + 2 + C, first=C**2 + 2),
     "pycode_superblock": quick(12 * C**2 + C + 2 * D),
@@ -57,7 +63,7 @@ def test_every_file_is_counted():
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters(name):
     cfg = read(name)
-    cfg.vocab_size = cfg.vocab_size or VOCABULARY[cfg.dataset]
+    cfg.vocab_size = cfg.vocab_size or VOCABULARY[cfg.dataset] + OWN_IDS[cfg.objective]
     with torch.device("meta"):
         assert sum(p.numel() for p in Model(cfg).parameters()) == PARAMETERS[name]
 
