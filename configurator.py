@@ -42,7 +42,7 @@ class Config(ModelConfig):
     """A training run. ValueError names the flags of an impossible combination, their values and the remedy."""
 
     # --- data
-    dataset: str = "pycode"  # folder under data/, or a path
+    dataset: str = "pycode"  # folder under data/, or a path; or a mixture by weight, as a:0.7,b:0.3
     batch_size: int = 12  # sequences per micro-batch
     gradient_accumulation_steps: int = 40  # micro-batches of one step, over all ranks
     corrupt_ratio: float = 0.15  # share of the tokens to restore, of objectives masked and seq2seq
@@ -110,7 +110,7 @@ class Config(ModelConfig):
                 bounds = f"at least {low}" + f" and below {high}" * (high < float("inf"))
                 require(low <= getattr(self, name) < high, f"{name}={getattr(self, name)} must be {bounds}")
         for name, pattern, form in (
-            ("dataset", ".+", "a folder under data/, such as pycode, or a path"),
+            ("dataset", ".+", "a folder under data/, such as pycode, a path, or a mixture, such as a:0.7,b:0.3"),
             ("out_dir", ".+", "a folder, such as out"),
             ("init_from", "scratch|resume|nanogpt:.+", "scratch, resume or nanogpt:FILE, a nanoGPT ckpt.pt"),
             ("device", r"auto|cpu|cuda(:\d+)?|mps", "auto, cpu, cuda, cuda:N or mps"),

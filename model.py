@@ -1239,15 +1239,16 @@ def contextual_mlp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A head at one query as an MLP of a unit per visible token: incoming (S, C), outgoing (S, C), hidden (S,).
 
-    idx (T,) is the text and x_t (C,) the normalised stream that the layer's attention reads at t = position. Then
+    idx (T,) is the text, source (S,) what the encoder of a seq2seq model reads, and x_t (C,) the normalised stream that
+    the layer's self-attention reads at t = position. Then
 
         b_i = W_Q^T W_K x_i / sqrt(D)    hidden_i = exp(b_i . x_t)    a_i = W_O W_V x_i / Z    Z = sum of exp(b_i . x_t)
 
     and hidden @ outgoing is what the head adds to the attention's output: before the output's bias, dropout, and any
-    norm or gain that the block puts behind it. The units are the slots of a joint pool, then the tokens in order.
+    norm or gain that the block puts behind it. The units are the slots of a joint pool, then the tokens that t sees.
 
         pos=rope            b_i is turned back by the query's position
-        pos=alibi           hidden_i = exp(b_i . x_t - slope (t - i)); slots have no such term
+        pos=alibi           hidden_i = exp(b_i . x_t - slope |t - i|); slots have no such term
         bias                hidden_i = exp(b_i . x_t + what the bias of W_Q adds)
         qk_norm             b_i holds the gains and this query's divisor
         attn_softcap=c      hidden_i = exp(c tanh(b_i . x_t / c))

@@ -244,8 +244,8 @@ def main(argv: list[str] | None = None):
     samples_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
     machine = f"{ranks.size} x {ranks.device.type}, {str(ranks.dtype)[6:]}" + ", compiled" * ranks.compile
     metrics.say(
-        f"{model.n_params():,} parameters; {samples_per_step * cfg.block_size:,} tokens per step from {data.folder}, "
-        f"{loader.n_windows:,} windows; {machine}"
+        f"{model.n_params():,} parameters; {samples_per_step * cfg.block_size:,} tokens per step from "
+        f"{streams['train'].name}, {loader.n_windows:,} windows; {machine}"
     )
     if why_not:
         metrics.say(why_not)
@@ -341,7 +341,8 @@ def main(argv: list[str] | None = None):
         model.zero_grad(set_to_none=True)
         samples += samples_per_step
         if logging:
-            mean, epoch = ranks.sum(loss).item() / ranks.size, samples / loader.n_windows
+            mean, epochs = ranks.sum(loss).item() / ranks.size, loader.epochs(samples)
+            epoch = epochs if len(epochs) > 1 else samples / loader.n_windows
             metrics.log(step, mean, lr, norm.item(), samples * cfg.block_size, epoch, skipped)
         if ranks.compile and not graphs_warm:
             graphs_warm = compiled_graphs()

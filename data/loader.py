@@ -5,6 +5,11 @@ A split of N tokens is cut into n = (N - 1) // T windows of T inputs and one mor
 samples of step k are [kG, (k+1)G), of which rank r takes one contiguous slice. So the order does not depend on the
 ranks, and the loader's whole state is one sample number. The same holds for what an objective draws at random, which
 depends on the sample's number. B sequences per micro-batch, T block_size, G per step.
+
+In a mixture every source is cut by itself, and has epochs and permutations of its own: its n-th sample is the one that
+it has in a run alone. Which source sample i comes from repeats with a short period, so it needs no replay either, and
+among any first i samples a source has less than one more or less than its share. Evaluation takes the windows of all
+sources, one source after the other, whatever the weights.
 """
 
 import threading
@@ -42,13 +47,44 @@ def permute(index: np.ndarray, n: int, key: np.ndarray | int) -> np.ndarray:
 
 
 def count_windows(stream: TokenStream, block_size: int) -> int:
-    """Windows of `block_size` inputs in `stream`. ValueError if there is none."""
-    if len(stream) <= block_size:
-        raise ValueError(
-            f"{stream.name} has {len(stream)} tokens, but block_size={block_size} needs at least {block_size + 1}; "
-            f"pass --block_size={max(len(stream) - 1, 1)} or less, or prepare more data"
-        )
-    return (len(stream) - 1) // block_size
+    """Windows of `block_size` inputs in `stream`. ValueError if a source has none."""
+    return sum(source_windows(stream, block_size))
+
+
+def source_windows(stream: TokenStream, block_size: int) -> list[int]:
+    """`count_windows` of each source."""
+    for name, tokens, _ in stream.sources:
+        if tokens <= block_size:
+            where = name if name == stream.name else f"{name} in {stream.name}"
+            raise ValueError(
+                f"{where} has {tokens} tokens, but block_size={block_size} needs at least {block_size + 1}; "
+                f"pass --block_size={max(tokens - 1, 1)} or less, or prepare more data"
+            )
+    return [(tokens - 1) // block_size for _, tokens, _ in stream.sources]
+
+
+def first_tokens(stream: TokenStream, block_size: int, windows: np.ndarray) -> np.ndarray:
+    """int64 windows, counted through all sources -> where each begins in the stream."""
+    counts, tokens = source_windows(stream, block_size), [tokens for _, tokens, _ in stream.sources]
+    firsts, starts = np.cumsum([0, *counts[:-1]]), np.cumsum([0, *tokens[:-1]])
+    source = np.searchsorted(firsts, windows, side="right") - 1
+    return starts[source] + (windows - firsts[source]) * block_size
+
+
+def turns(weights: list[int]) -> np.ndarray:
+    """The sources that the first P = sum(weights) samples come from, int64 (P,); after P samples it starts over.
+
+    The n-th sample of source j, from 0, is due at ceil(P (n + 1) / w_j) and not allowed until its share is above n; of
+    those allowed the first due goes first, which keeps every count within one of its share (Tijdeman 1980, The chairman
+    assignment problem). To take whichever is furthest behind would not: many rare sources then wait for too long.
+    """
+    period, counts, result = sum(weights), [0] * len(weights), []
+    for i in range(period):
+        allowed = [j for j, w in enumerate(weights) if w * (i + 1) > period * counts[j]]
+        source = min(allowed, key=lambda j: -(-period * (counts[j] + 1) // weights[j]))
+        counts[source] += 1
+        result.append(source)
+    return np.array(result)
 
 
 def order(samples: np.ndarray, n: int, seed: int) -> np.ndarray:
@@ -74,9 +110,10 @@ def _batch(
     """
     pinned = device.type == "cuda"
     buffer = torch.empty(len(windows), objective.block_size + 1, dtype=torch.int64, pin_memory=pinned)
-    for row, window in zip(buffer.numpy(), windows.tolist(), strict=True):
-        stream.read(window * objective.block_size, row)
-    if (largest := int(buffer.numpy().max())) >= stream.vocab_size:
+    starts = first_tokens(stream, objective.block_size, windows)
+    for row, start in zip(buffer.numpy(), starts.tolist(), strict=True):
+        stream.read(start, row)
+    if (largest := int(buffer.numpy().view(np.uint64).max())) >= stream.vocab_size:  # a negative id is a large one
         raise ValueError(
             f"{stream.name} has token id {largest} where its vocabulary is {stream.vocab_size}, so a file was changed "
             "after it was prepared; pass --verify_data=True to learn which"
@@ -99,7 +136,7 @@ class Loader:
 
     All are int64 on `device`. A step is `micro_steps` micro-batches of this rank, which is one of `world_size`
     data-parallel ranks. A thread reads and corrupts two batches ahead; an exception in it is raised by next(). Call
-    close() at the end. ValueError if the stream is shorter than one window.
+    close() at the end. ValueError if a source is shorter than one window.
     """
 
     AHEAD = 2  # batches
@@ -120,7 +157,9 @@ class Loader:
         self.stream, self.objective, self.seed = stream, objective, seed
         self.batch_size, self.micro_steps, self.rank, self.world_size = batch_size, micro_steps, rank, world_size
         self.device = torch.device(device)
-        self.n_windows = count_windows(stream, objective.block_size)
+        self.counts = source_windows(stream, objective.block_size)
+        self.n_windows = sum(self.counts)
+        self.turns = turns([weight for *_, weight in stream.sources])
         self.closed = False
         self._ready = SimpleQueue()  # batches, or the exception that ended the thread
         self._wanted = threading.Semaphore(self.AHEAD)
@@ -128,8 +167,22 @@ class Loader:
         self._thread.start()
 
     def windows(self, samples: np.ndarray) -> np.ndarray:
-        """int64 global sample indices, any shape -> the windows that they read."""
-        return order(samples, self.n_windows, self.seed)
+        """int64 global sample indices, any shape -> the windows that they read, counted through all sources."""
+        period, first, result = len(self.turns), 0, np.empty_like(samples)
+        for source, n in enumerate(self.counts):
+            before = np.cumsum(self.turns == source)  # its samples among the first 1, 2, ..., period
+            mine = self.turns[samples % period] == source
+            own = samples[mine] // period * before[-1] + before[samples[mine] % period] - 1  # counted within the source
+            result[mine] = first + order(own, n, self.seed)
+            first += n
+        return result
+
+    def epochs(self, samples: int) -> dict[str, float]:
+        """How often the first `samples` samples have gone through each source, by name."""
+        rounds, rest = divmod(samples, len(self.turns))
+        drawn = np.bincount(self.turns, minlength=len(self.counts)) * rounds
+        drawn += np.bincount(self.turns[:rest], minlength=len(self.counts))
+        return {name: int(d) / n for (name, *_), d, n in zip(self.stream.sources, drawn, self.counts, strict=True)}
 
     def _work(self, start: int) -> None:
         share = self.batch_size * self.micro_steps  # samples of this rank per step

@@ -2,7 +2,7 @@
 
     with ShardWriter(folder, tokenizer) as out:
         out.add("train", ids)                        # one document
-    data = open_data("pycode")                       # data/pycode, or any path
+    data = open_data("pycode")                       # data/pycode, or any path; "a:0.7,b:0.3" mixes two by weight
     stream = data.split("train")                     # len(stream); stream.read(start, buffer)
 
 A shard is the file that llm.c and modded-nanogpt read: 256 little-endian int32 (magic 20240520 and version 1 for
@@ -14,17 +14,27 @@ uint16, magic 20240801 and version 7 for uint32; the number of tokens; zeros), t
 
 Only `vocab_size` is required: {"vocab_size": 50257} beside shards or beside nanoGPT's headerless train.bin and val.bin
 makes them a data set. nanoGPT's meta.pkl is never opened, because unpickling runs whatever code the file holds.
+
+Megatron's pairs of .bin and .idx are read too (train.bin, or any x_train_text_document.bin), with the same meta.json.
+The index is b"MMIDIDX\\0\\0", version 1 (uint64), a code of the tokens' type (uint8), the numbers of sequences n and of
+document bounds d (uint64 each), then sizes (n int32, in tokens), pointers (n int64, in bytes) and bounds (d int64).
+
+    python -m data.shards PATH...                    # look into files or data sets, and check them
 """
 
 import difflib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import sys
 from bisect import bisect_right
+from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +43,13 @@ from data.tokenizer import Tokenizer, from_spec
 
 HEADER_BYTES = 256 * 4
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic: (version, dtype)
+MEGATRON = b"MMIDIDX\0\0"
+MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point numbers
 SPLITS = ("train", "val")
+MIXING = 10_000  # the shares of a mixture are multiples of one in so many
 MOVING = {"half prepared": True}  # what meta.json holds while shards are moved into place
 PREPARING = ".preparing"  # the folder inside a data set's folder where a preparation works until it is complete
+PROGRESS = "progress.json"  # in that folder: how far a preparation that can go on has come
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -46,10 +60,16 @@ class ShardWriter:
 
     Everything is written and fsynced in a folder of its own and moved into place when the block ends, so a preparation
     that stops early, by an exception or a power cut, leaves the old data as it was. Memory does not grow with the data.
+
+    With `settings`, a JSON object of all that the data depends on, a preparation that stopped early goes on: what was
+    added until the last `save(place)` is there, and `place` is that one (None at a fresh start).
     """
 
-    def __init__(self, folder: Path | str, tokenizer: Tokenizer, shard_tokens: int = 100_000_000):
+    def __init__(
+        self, folder: Path | str, tokenizer: Tokenizer, shard_tokens: int = 100_000_000, settings: dict | None = None
+    ):
         self.folder, self.tokenizer, self.shard_tokens = Path(folder), tokenizer, shard_tokens
+        self.settings, self.place = settings, None
         self.magic = next(m for m, (_, t) in FORMATS.items() if tokenizer.vocab_size <= np.iinfo(t).max + 1)
         self.version, self.dtype = FORMATS[self.magic]
         self.temporary = self.folder / PREPARING
@@ -66,10 +86,52 @@ class ShardWriter:
             raise ValueError(
                 f"{shown(self.folder)} is being prepared by another process; wait for it or end it"
             ) from None
+        try:
+            self._resume()
+        except BaseException:
+            self._close()
+            raise
         return self
 
-    def add(self, split: str, tokens: np.ndarray) -> None:
-        """Append one document, integers of shape (N,), to `split` ("train" or "val"); it may run over a shard's end.
+    def _resume(self) -> None:
+        """Back to the last `save`, if there is one; deletes whatever else an earlier preparation has left."""
+        path, kept = self.temporary / PROGRESS, set()
+        if self.settings is not None and path.exists():
+            start_again = f"delete {shown(self.temporary)} to start again"
+            saved = json.loads(path.read_text())
+            other = [name for name in self.settings if saved["settings"].get(name) != self.settings[name]]
+            if other:
+                fact = f"holds an unfinished preparation with another {', '.join(other)}"
+                raise _error(self.folder, PREPARING, fact, f"go on with its flags, or {start_again}")
+            self.splits, self.place = saved["splits"], saved["place"]
+            meta = self.folder / "meta.json"
+            moving = meta.exists() and meta.read_text() == _json(MOVING)
+            for split, entry in self.splits.items():
+                for shard in entry["shards"]:
+                    file, size = self.temporary / shard["name"], HEADER_BYTES + self.dtype.itemsize * shard["tokens"]
+                    if moving and not file.exists():
+                        os.replace(self.folder / shard["name"], file)
+                    if not file.exists() or file.stat().st_size < size:
+                        raise _error(self.temporary, shard["name"], "is not as it was saved", start_again)
+                    if not shard["sha256"]:
+                        self.open[split] = open(file, "r+b")
+                        self.open[split].seek(size)
+                    kept.add(file)
+            kept.add(path)
+        for file in set(self.temporary.iterdir()) - kept:
+            file.unlink()
+
+    def save(self, place) -> None:
+        """Makes all that was added so far last; `place`, a JSON value, tells the caller where to go on."""
+        for f in self.open.values():
+            f.flush()
+            os.fsync(f.fileno())
+        _write_json(self.temporary / "saving.json", {"settings": self.settings, "place": place, "splits": self.splits})
+        os.replace(self.temporary / "saving.json", self.temporary / PROGRESS)
+        _sync_folder(self.temporary)
+
+    def add(self, split: str, tokens: np.ndarray, documents: int = 1) -> None:
+        """Append documents, joined integers of shape (N,), to `split` ("train" or "val"); N may run over a shard's end.
 
         The caller puts the end-of-text id where it wants one. ValueError for an id outside the vocabulary.
         """
@@ -80,7 +142,7 @@ class ShardWriter:
                 f"token id {worst} is outside the vocabulary of {self.tokenizer.vocab_size}; encode with that tokenizer"
             )
         entry = self.splits.setdefault(split, {"tokens": 0, "documents": 0, "shards": []})
-        entry["documents"] += 1
+        entry["documents"] += documents
         entry["tokens"] += len(tokens)
         while len(tokens):
             if split not in self.open:
@@ -110,10 +172,15 @@ class ShardWriter:
             if kind is None:
                 self._commit()
         finally:
-            for f in self.open.values():
+            self._close()
+
+    def _close(self) -> None:
+        for f in self.open.values():
+            with suppress(OSError):  # a full disk: it was said where it was written to
                 f.close()
+        if not (self.temporary / PROGRESS).exists():
             shutil.rmtree(self.temporary, ignore_errors=True)
-            os.close(self.lock)
+        os.close(self.lock)
 
     def _commit(self) -> None:
         for split in list(self.open):
@@ -130,23 +197,33 @@ class ShardWriter:
             "eot": self.tokenizer.eot,
             "splits": self.splits,
         }
-        for name, content in (("meta.json", meta), ("moving.json", MOVING)):
-            with open(self.temporary / name, "w") as f:
-                f.write(json.dumps(content, indent=1) + "\n")
-                f.flush()
-                os.fsync(f.fileno())
+        self.tokenizer.save(self.temporary)
+        _write_json(self.temporary / "meta.json", meta)
+        _write_json(self.temporary / "moving.json", MOVING)
         # Several renames are not one: until the last, a meta.json says that old and new shards may be mixed.
         os.replace(self.temporary / "moving.json", self.folder / "meta.json")
         _sync_folder(self.folder)
         for old in self.folder.iterdir():
             if re.fullmatch(rf"({'|'.join(SPLITS)})_\d{{6}}\.bin", old.name):
                 old.unlink()
-        for entry in self.splits.values():
-            for shard in entry["shards"]:
-                os.replace(self.temporary / shard["name"], self.folder / shard["name"])
+        for file in sorted(self.temporary.iterdir()):
+            if file.name not in ("meta.json", PROGRESS):
+                os.replace(file, self.folder / file.name)
         _sync_folder(self.folder)
+        (self.temporary / PROGRESS).unlink(missing_ok=True)
         os.replace(self.temporary / "meta.json", self.folder / "meta.json")
         _sync_folder(self.folder)
+
+
+def _json(content: dict) -> str:
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _write_json(path: Path, content: dict) -> None:
+    with open(path, "w") as f:
+        f.write(_json(content))
+        f.flush()
+        os.fsync(f.fileno())
 
 
 def _sync_folder(folder: Path) -> None:
@@ -167,10 +244,14 @@ def _sha256(path: Path) -> str:
 
 
 class TokenStream:
-    """One split as one long array of ids below `vocab_size`, over memory-mapped shards; messages call it `name`."""
+    """One split as one long array of ids below `vocab_size`, over memory-mapped shards; messages call it `name`.
 
-    def __init__(self, name: str, shards: list[np.ndarray], vocab_size: int):
+    `sources` are (name, tokens, weight) of the data sets that follow one another in it; mostly there is one.
+    """
+
+    def __init__(self, name: str, shards: list[np.ndarray], vocab_size: int, sources: list[tuple] | None = None):
         self.name, self.shards, self.vocab_size = name, shards, vocab_size
+        self.sources = sources or [(name, sum(map(len, shards)), 1)]
         self.starts = [0]  # of each shard, and at the end the number of tokens; Python integers have no 32-bit limit
         for shard in shards:
             self.starts.append(self.starts[-1] + len(shard))
@@ -209,33 +290,40 @@ class DataSet:
         `verify`, or when a batch reads the id); a file without such a record is read for it, at 18 GB/s from memory.
         ValueError names the file, the fact and the remedy.
         """
-        limit = self.meta["vocab_size"] if self.meta else self.vocab_size
         records = _find_shards(self.folder, self.meta, name)
         if not records:
             raise _error(self.folder, "", f"has no split {name} (no {name}_000000.bin, no {name}.bin)")
+        limit = self.meta["vocab_size"] if self.meta else self.vocab_size
         shards = []
         for record in records:
-            shard = _map_file(self.folder, record["name"])
-            tokens, largest, checksum = (record.get(key) for key in ("tokens", "max_token", "sha256"))
-            if tokens not in (None, len(shard)):
-                raise _error(self.folder, record["name"], f"holds {len(shard)} tokens, but meta.json says {tokens}")
-            if limit <= np.iinfo(shard.dtype).max:
-                largest = int(shard.max()) if largest is None else largest
-                if largest >= limit:
-                    fact = f"holds token id {largest}, but the vocabulary has only {limit}"
-                    remedy = "" if tokens else f"set vocab_size to {largest + 1} or more, in meta.json or by flag"
-                    raise _error(self.folder, record["name"], fact, remedy)
-            if self.verify and not checksum:
+            shards.append(_open_shard(self.folder, record, limit))
+            if self.verify and not record.get("sha256"):
                 fact = "cannot be verified, because no meta.json records its SHA-256"
                 raise _error(self.folder, record["name"], fact, "pass --verify_data=False")
-            if self.verify and _sha256(self.folder / record["name"]) != checksum:
-                raise _error(self.folder, record["name"], "was changed: its SHA-256 is not the one in meta.json")
-            shards.append(shard)
+            if self.verify and not _unchanged(self.folder, record):
+                raise _error(self.folder, record["name"], CHANGED)
         return TokenStream(f"{shown(self.folder)} {name}", shards, limit)
 
 
+@dataclass(frozen=True)
+class Mixture(DataSet):
+    """Data sets that share tokenizer, vocabulary and end-of-text; the first stands for what is common to all."""
+
+    sources: dict[str, tuple[DataSet, int]]  # name as given: data set, weight
+
+    def split(self, name: str) -> TokenStream:
+        """The tokens of all sources, one after the other."""
+        streams = {source: data.split(name) for source, (data, _) in self.sources.items()}
+        return TokenStream(
+            " + ".join(stream.name for stream in streams.values()),
+            [shard for stream in streams.values() for shard in stream.shards],
+            min(stream.vocab_size for stream in streams.values()),
+            [(source, len(stream), self.sources[source][1]) for source, stream in streams.items()],
+        )
+
+
 def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, verify: bool = False) -> DataSet:
-    """The data set `name`: a folder under `root`, or a path.
+    """The data set `name`: a folder under `root`, or a path; or several as `a:0.7,b:0.3`, to be mixed by these weights.
 
     `vocab_size` 0 takes the vocabulary from meta.json; a number serves data without one, and may be larger than the
     data's (a padded embedding), never smaller. `verify` makes `split` check every checksum. ValueError: the data set is
@@ -244,6 +332,8 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
     folder = Path(root) / name
     if not folder.is_dir():
         folder = Path(name)
+    if not folder.is_dir() and re.search("[,:]", str(name)):
+        return _open_mixture(str(name), root, vocab_size, verify)
     if not folder.is_dir():
         known = sorted(p.parent.name for p in Path(root).glob("*/prepare.py"))
         near = difflib.get_close_matches(str(name), known, n=1)
@@ -263,6 +353,45 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
     if tokenizer and (tokenizer.hash, tokenizer.vocab_size) != (meta.get("tokenizer_hash", tokenizer.hash), own):
         raise _error(folder, "meta.json", "has a tokenizer of another hash or vocabulary size than it records")
     return DataSet(folder, meta, tokenizer, max(own, vocab_size), meta.get("eot") if meta else None, verify)
+
+
+def _open_mixture(name: str, root: str | Path, vocab_size: int, verify: bool) -> Mixture:
+    """ValueError: a weight is missing or not positive, a source stands twice, two do not share their vocabulary."""
+    sources, weights = [], []
+    for part in name.split(","):
+        match = re.fullmatch(r"([^:]+):(\d+\.?\d*|\.\d+)", part.strip())
+        fact = "" if match and float(match[2]) > 0 else "is no name:weight with a positive number"
+        if not fact and match[1] in sources:
+            fact = "stands twice"
+        if fact:
+            part = repr(part.strip())
+            raise ValueError(f"dataset={name!r}: {part} {fact}; write it like a:0.7,b:0.3, or give one folder")
+        sources.append(match[1])
+        weights.append(Fraction(match[2]))
+    opened = [open_data(source, root, vocab_size, verify) for source in sources]
+    first = opened[0]
+    for source, data in zip(sources, opened, strict=True):
+        kinds = [(d.tokenizer and d.tokenizer.hash, d.meta and d.meta["vocab_size"], d.eot) for d in (first, data)]
+        for what, one, other in zip(("tokenizer", "vocabulary size", "end-of-text id"), *kinds, strict=True):
+            if one != other:
+                raise ValueError(
+                    f"dataset={name!r}: {sources[0]} and {source} cannot be mixed, because their meta.json differ in "
+                    f"the {what} ({one} and {other}); prepare both with one tokenizer"
+                )
+    return Mixture(**vars(first), sources=dict(zip(sources, zip(opened, _integers(weights), strict=True), strict=True)))
+
+
+def _integers(weights: list[Fraction]) -> list[int]:
+    """The smallest integers in the same ratio; if they add up to more than MIXING, the shares are rounded to multiples
+    of 1 / MIXING first, but never to 0."""
+    if sum(_reduced(weights)) > MIXING:
+        weights = [Fraction(max(1, round(MIXING * w / sum(weights)))) for w in weights]
+    return _reduced(weights)
+
+
+def _reduced(weights: list[Fraction]) -> list[int]:
+    whole = [int(w * math.lcm(*(w.denominator for w in weights))) for w in weights]
+    return [w // math.gcd(*whole) for w in whole]
 
 
 def _read_meta(folder: Path) -> dict | None:
@@ -290,15 +419,43 @@ def _read_meta(folder: Path) -> dict | None:
 
 def _find_shards(folder: Path, meta: dict | None, split: str) -> list[dict]:
     """meta.json's records of a split's shards; without them the files, by name: shards (a prefix as in
-    fineweb_train_000001.bin is fine) before nanoGPT's one file."""
+    fineweb_train_000001.bin is fine), or else train.bin (nanoGPT's or Megatron's), or else Megatron's longer names.
+    """
     if meta and "splits" in meta:
         return meta["splits"].get(split, {"shards": []})["shards"]
-    names = sorted(p.name for p in folder.iterdir() if re.search(rf"(^|_){split}_\d+\.bin$", p.name))
-    return [{"name": n} for n in names or [f"{split}.bin"] if (folder / n).exists()]
+    files = sorted(p.name for p in folder.iterdir())
+    pairs = [n for n in files if n.endswith(".bin") and f"{n[:-4]}.idx" in files]
+    names = [n for n in files if n not in pairs and re.search(rf"(^|_){split}_\d+\.bin$", n)]
+    names = names or [n for n in files if n == f"{split}.bin"]
+    return [{"name": n} for n in names or pairs if n in names or re.search(rf"(^|_){split}(_|\.bin$)", n)]
+
+
+CHANGED = "was changed: its SHA-256 is not the one in meta.json"
+
+
+def _unchanged(folder: Path, record: dict) -> bool:
+    return _sha256(folder / record["name"]) == record["sha256"]
+
+
+def _open_shard(folder: Path, record: dict, limit: int) -> np.ndarray:
+    """The tokens of one file, memory-mapped; its size is what meta.json says, and the ids are in [0, limit)."""
+    name = record["name"]
+    shard = _map_file(folder, name)
+    tokens, largest = record.get("tokens"), record.get("max_token")
+    if tokens not in (None, len(shard)):
+        raise _error(folder, name, f"holds {len(shard)} tokens, but meta.json says {tokens}")
+    if shard.dtype.kind == "i" and (smallest := int(shard.min())) < 0:
+        raise _error(folder, name, f"holds token id {smallest}, which is negative")
+    if limit <= np.iinfo(shard.dtype).max:
+        largest = int(shard.max()) if largest is None else largest
+        if largest >= limit:
+            remedy = "" if tokens else f"set vocab_size to {largest + 1} or more, in meta.json or by flag"
+            raise _error(folder, name, f"holds token id {largest}, but the vocabulary has only {limit}", remedy)
+    return shard
 
 
 def _map_file(folder: Path, name: str) -> np.ndarray:
-    """The tokens of one file, memory-mapped. The kind is recognised by magic and exact size."""
+    """The tokens of one file, memory-mapped. The kind is recognised by an index beside it, by magic and exact size."""
     path = folder / name
     try:
         with open(path, "rb") as f:
@@ -308,8 +465,14 @@ def _map_file(folder: Path, name: str) -> np.ndarray:
         raise _error(folder, name, f"cannot be read ({e.strerror})") from e
     if not start:
         raise _error(folder, name, "is empty")
-    magic, version, count = np.frombuffer(start[:12].ljust(12, b"\0"), dtype="<i4").tolist()
-    if magic in FORMATS:
+    magic, version, count = _header(start)
+    if path.with_suffix(".idx").exists():
+        dtype, sizes, _ = _read_index(path.with_suffix(".idx"))
+        expected, offset = int(sizes.sum(dtype=np.int64)) * dtype.itemsize, 0
+        if size != expected:
+            fact = "is truncated" if size < expected else "is too long"
+            raise _error(folder, name, f"{fact}: {size} bytes, but its .idx says {expected}")
+    elif magic in FORMATS:
         known, dtype = FORMATS[magic]
         expected, offset = HEADER_BYTES + count * dtype.itemsize, HEADER_BYTES
         if size < HEADER_BYTES:
@@ -325,9 +488,57 @@ def _map_file(folder: Path, name: str) -> np.ndarray:
         dtype, offset = np.dtype("<u2"), 0
         if size % dtype.itemsize:
             raise _error(folder, name, f"has {size} bytes, an odd number, so it is no file of uint16 tokens")
+        if count > 0 and size in (HEADER_BYTES + 2 * count, HEADER_BYTES + 4 * count):  # else chance would be 1 in 2^31
+            raise _error(folder, name, f"is a shard whose magic is damaged: {magic}")
     else:
         raise _error(folder, name, f"is no shard: it begins with {magic}, not with {' or '.join(map(str, FORMATS))}")
     return np.memmap(path, dtype=dtype, mode="r", offset=offset).view(np.ndarray)  # slicing a memmap object is slow
+
+
+def _header(start: bytes) -> list[int]:
+    """Magic, version and number of tokens."""
+    return np.frombuffer(start[:12].ljust(12, b"\0"), dtype="<i4").tolist()
+
+
+def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
+    """Megatron's .idx: the tokens' type, the sizes of the n sequences, the bounds of the documents among these.
+
+    ValueError unless the sequences follow one another without a gap and the bounds go up from 0 to n.
+    """
+    folder, name = path.parent, path.name
+    try:
+        with open(path, "rb") as f:
+            start = f.read(34)
+            size = f.seek(0, os.SEEK_END)
+    except OSError as e:
+        raise _error(folder, name, f"cannot be read ({e.strerror})") from e
+    if not start.startswith(MEGATRON):
+        raise _error(folder, name, f"is no index of Megatron's: it does not begin with {MEGATRON}")
+    if size < 34:
+        raise _error(folder, name, f"is truncated: {size} bytes, less than an index's header of 34")
+    version, (n, n_bounds) = int.from_bytes(start[9:17], "little"), np.frombuffer(start[18:], "<u8").tolist()
+    if version != 1:
+        raise _error(folder, name, f"is an index of version {version}, not 1")
+    if start[17] not in MEGATRON_DTYPES:
+        known = ", ".join(map(str, MEGATRON_DTYPES))
+        raise _error(folder, name, f"says that tokens are of type {start[17]}, which is none of {known}")
+    expected = 34 + 12 * n + 8 * n_bounds
+    if size != expected:
+        fact = "is truncated" if size < expected else "is too long"
+        raise _error(folder, name, f"{fact}: {size} bytes, but its header says {expected}")
+    content, dtype = np.memmap(path, dtype="u1", mode="r"), np.dtype(MEGATRON_DTYPES[start[17]])
+    sizes, pointers, bounds = (
+        content[a:b].view(t)
+        for a, b, t in (
+            (34, 34 + 4 * n, "<i4"), (34 + 4 * n, 34 + 12 * n, "<i8"), (34 + 12 * n, expected, "<i8")
+        )
+    )  # fmt: skip
+    ends = np.cumsum(sizes, dtype=np.int64)
+    if not n or sizes.min() < 0 or (pointers != (ends - sizes) * dtype.itemsize).any():
+        raise _error(folder, name, "has sizes and pointers of sequences that do not follow one another")
+    if not n_bounds or bounds[0] != 0 or bounds[-1] != n or (np.diff(bounds) < 0).any():
+        raise _error(folder, name, f"has bounds of documents that do not go up from 0 to its {n} sequences")
+    return dtype, sizes, bounds
 
 
 def _error(folder: Path, name: str, fact: str, remedy: str = "") -> ValueError:
@@ -341,3 +552,78 @@ def shown(path: Path) -> str:
     """`path` as a user in the current folder would type it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
+
+
+# --------------------------------------------------------------------------------------------------------- inspection
+
+
+def describe(folder: Path, record: dict, meta: dict | None) -> list[str]:
+    """Lines for people about one file, which is read in full and checked. ValueError as by `DataSet.split`."""
+    path, meta = folder / record["name"], meta or {}
+    record = {key: x for key, x in record.items() if key != "max_token"}  # the file itself is asked, not the record
+    shard, eot = _open_shard(folder, record, meta.get("vocab_size", 2**64)), meta.get("eot")
+    if record.get("sha256") and not _unchanged(folder, record):
+        raise _error(folder, path.name, CHANGED)
+    with open(path, "rb") as f:
+        magic, version, _ = _header(f.read(12))
+    kind = f"shard {magic} of version {version}" if magic in FORMATS else "no header"
+    documents = "an unknown number of" if eot is None else f"{np.count_nonzero(shard == eot):,}"
+    if path.with_suffix(".idx").exists():
+        kind, documents = "Megatron's, version 1", f"{len(_read_index(path.with_suffix('.idx'))[2]) - 1:,}"
+    checksum = "as meta.json says" if record.get("sha256") else "on no record"
+    lines = [
+        f"{shown(path)}: {kind}, {shard.dtype}, {len(shard):,} tokens, {documents} documents, "
+        f"largest id {shard.max()}, SHA-256 {checksum}"
+    ]
+    if "tokenizer" in meta:
+        first = shard[:4096].tolist()
+        while first and first[0] == eot:
+            first.pop(0)
+        first = first[: first.index(eot)] if eot in first else first
+        try:
+            text = repr(from_spec(meta["tokenizer"], folder).decode(first)[:300])
+        except ValueError as e:  # such as no network to fetch the table from; the file is good all the same
+            text = f"cannot be decoded ({e})"
+        lines.append(f"    first document: {text}")
+    return lines
+
+
+def inspect(path: Path) -> list[tuple[Path, dict, dict | None]]:
+    """What to `describe` of a data set's folder, a file, or a pair of Megatron's without its .bin or with .idx."""
+    folder, name = (path, "") if path.is_dir() else (path.parent, path.name)
+    if name and not path.exists() or path.suffix == ".idx":
+        name = f"{path.stem if path.suffix == '.idx' else name}.bin"
+    if not (folder / name).exists():
+        raise ValueError(
+            f"there is no {shown(path)}; give a file, a data set's folder, or the prefix of a .bin and .idx"
+        )
+    meta = _read_meta(folder)
+    records = [record for split in SPLITS for record in _find_shards(folder, meta, split)]
+    if name:
+        records = [record for record in records if record["name"] == name] or [{"name": name}]
+    if not records:
+        raise _error(folder, "", "is not prepared (it has no train_000000.bin and no train.bin)")
+    return [(folder, record, meta) for record in records]
+
+
+def main(paths: list[str]) -> int:
+    """Prints what `paths` hold, and a line on stderr for each that is wrong; the exit code is 2 if there was one."""
+    problems = [] if paths else ["give files or folders, as in python -m data.shards data/pycode"]
+    files = []
+    for path in paths:
+        try:
+            files += inspect(Path(path))
+        except (ValueError, OSError) as e:
+            problems.append(e)
+    for file in files:
+        try:
+            print(*describe(*file), sep="\n")
+        except (ValueError, OSError) as e:
+            problems.append(e)
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 2 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import Loader, draws, eval_batches, order, permute
+from data.loader import Loader, draws, eval_batches, order, permute, turns
 from data.objective import OBJECTIVE, Causal, Objective
 from data.shards import TokenStream
 
@@ -204,6 +204,13 @@ def test_error_in_the_thread_reaches_next():
     assert not loader._thread.is_alive()
 
 
+def test_negative_ids_reach_no_batch():
+    """A signed file of Megatron's may be changed after it was opened."""
+    with closing(Loader(TokenStream("signed", [np.array([1, 2, -1, 3, 4], dtype="<i4")], 10), causal(4), 1)) as loader:
+        with pytest.raises(ValueError, match="signed has token id .* where its vocabulary is 10"):
+            next(loader)
+
+
 def test_close_ends_the_thread():
     before = threading.active_count()
     loaders = [Loader(stream_of(500), causal(8), 2) for _ in range(3)]
@@ -249,6 +256,112 @@ def test_corruption_depends_on_the_sample_only(name):
     windows = order(np.arange(3 * n), n, 5)
     seen = {window: {row for row, w in zip(whole, windows, strict=True) if w == window} for window in range(n)}
     assert sum(len(each) for each in seen.values()) > 0.9 * 3 * n, "nearly every epoch corrupts a window in another way"
+
+
+# ---------------------------------------------------------------------------------------------------------- mixtures
+
+
+def mixture_of(sizes: list[int], weights: list[int]) -> TokenStream:
+    """Token i of all the sources together is i; source j is called by its number."""
+    whole = stream_of(sum(sizes))
+    sources = [(str(j), size, weight) for j, (size, weight) in enumerate(zip(sizes, weights, strict=True))]
+    return TokenStream("mixed", whole.shards, whole.vocab_size, sources)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(0, 500))
+def test_every_prefix_of_a_mixture_has_its_shares(weights, extra):
+    """Less than one sample off anywhere, so that a whole period has exactly the weights."""
+    period = turns(weights)
+    assert np.bincount(period, minlength=len(weights)).tolist() == weights
+    drawn = np.resize(period, len(period) + extra)[:, None] == np.arange(len(weights))
+    share = np.arange(1, len(drawn) + 1)[:, None] * np.array(weights)  # times the period, to stay with integers
+    assert (np.abs(np.cumsum(drawn, axis=0) * len(period) - share) < len(period)).all()
+
+
+def test_many_rare_sources_keep_their_shares():
+    """Here the source that is furthest behind is no good choice: it would let a count fall back by 1.4 samples."""
+    weights = [1, 1, 3, 1, 56, 3, 1, 1, 5, 56, 13, 5, 56]
+    drawn = turns(weights)[:, None] == np.arange(len(weights))
+    off = np.cumsum(drawn, axis=0) - np.arange(1, 1 + sum(weights))[:, None] * np.array(weights) / sum(weights)
+    assert np.abs(off).max() < 1
+
+
+def test_turns_by_hand():
+    """1 of 3 is due at sample 3, 2 of 3 at samples 2 and 3; both may begin at once. Equal sources take turns."""
+    assert turns([1, 2]).tolist() == [1, 0, 1]
+    assert turns([1, 1, 1]).tolist() == [0, 1, 2] and turns([5]).tolist() == [0] * 5
+    assert turns([7, 3]).tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]  # due at 2 3 5 6 8 9 10, and at 4 7 10
+
+
+SOURCES = st.lists(st.tuples(st.integers(9, 150), st.integers(1, 9)), min_size=2, max_size=4)
+
+
+@given(SOURCES, st.integers(0, 2**31), st.integers(1, 5))
+@FEW
+def test_a_source_in_a_mixture_is_read_as_if_alone(sources, seed, batch_size):
+    """Its n-th sample is that of a run on it alone, so each of its epochs has every window once."""
+    sizes, weights = map(list, zip(*sources, strict=True))
+    mixed = torch.cat(take(Loader(mixture_of(sizes, weights), causal(8), batch_size, seed=seed), 60)).tolist()
+    start, counts = 0, []
+    for size in sizes:
+        mine = [[token - start for token in row] for row in mixed if start <= row[0] < start + size]
+        n = (size - 1) // 8
+        if mine:
+            assert mine == torch.cat(take(Loader(stream_of(size), causal(8), 1, seed=seed), len(mine))).tolist()
+        for epoch in range(len(mine) // n):
+            firsts = sorted(row[0] for row in mine[epoch * n : (epoch + 1) * n])
+            assert firsts == list(range(0, n * 8, 8))
+        start, counts = start + size, [*counts, len(mine) / n]
+    with closing(Loader(mixture_of(sizes, weights), causal(8), batch_size, seed=seed)) as loader:
+        assert loader.epochs(60 * batch_size) == {str(j): count for j, count in enumerate(counts)}
+
+
+@given(SOURCES, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 100))
+@FEW
+def test_ranks_and_resumes_do_not_change_a_mixture(sources, batch_size, micro_steps, world_size, step):
+    stream = mixture_of(*map(list, zip(*sources, strict=True)))
+    share = batch_size * micro_steps
+    start = step * share * world_size
+    whole = torch.cat(take(Loader(stream, causal(8), 1, seed=7), start + 2 * share * world_size)).tolist()
+    ranks = [
+        torch.cat(
+            take(Loader(stream, causal(8), batch_size, micro_steps, r, world_size, 7, start=start), 2 * micro_steps)
+        ).tolist()
+        for r in range(world_size)
+    ]
+    assert [row for at in (0, share) for rank in ranks for row in rank[at : at + share]] == whole[start:]
+
+
+def test_a_mixture_far_from_its_start():
+    """Sample 10^12 needs no replay, and is what a count over whole periods says."""
+    stream = mixture_of([100, 60], [7, 3])
+    with closing(Loader(stream, causal(8), 1, seed=3)) as loader:
+        samples = 10**12 + np.arange(10)
+        firsts = loader.windows(samples)
+        own = {0: 7 * 10**11, 1: 3 * 10**11}
+        for sample, source in enumerate(turns([7, 3]).tolist()):
+            n, before = (12, 0) if source == 0 else (7, 12)
+            assert firsts[sample] == before + order(np.array([own[source]]), n, 3)[0]
+            own[source] += 1
+
+
+def test_a_short_source_of_a_mixture():
+    with pytest.raises(ValueError, match="^1 in mixed has 8 tokens, but block_size=8 needs at least 9; pass"):
+        Loader(mixture_of([20, 8], [1, 1]), causal(8), 1)
+
+
+@given(SOURCES, st.integers(1, 5), st.integers(1, 3))
+@FEW
+def test_evaluation_of_a_mixture_is_that_of_its_sources(sources, batch_size, world_size):
+    """Every window of every source, whatever the weights; none lies over the end of a source."""
+    sizes, weights = map(list, zip(*sources, strict=True))
+    starts = np.cumsum([0, *sizes])
+    every = [
+        tuple(range(start + 8 * w, start + 8 * w + 9))
+        for start, size in zip(starts, sizes, strict=False)
+        for w in range((size - 1) // 8)
+    ]
+    assert eval_set(mixture_of(sizes, weights), world_size, batch_size, 0) == every
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation

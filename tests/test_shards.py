@@ -5,16 +5,19 @@ import json
 import os
 import pickle
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from data import shards
 from data.shards import ShardWriter, TokenStream, open_data
-from data.tokenizer import ByteTokenizer
+from data.tokenizer import ByteTokenizer, CharTokenizer
 
 
 def shard_bytes(tokens, magic=20240520, version=1, count=None, code="H") -> bytes:
@@ -157,6 +160,196 @@ def test_shards_of_other_projects(tmp_path):
     assert "holds token id 70000" in error(open_data(tmp_path, vocab_size=70_000).split, "train")
 
 
+def index_bytes(sizes, bounds, code=8, width=2, version=1, magic=b"MMIDIDX\0\0") -> bytes:
+    """Megatron's .idx by its description."""
+    header = magic + struct.pack("<QBQQ", version, code, len(sizes), len(bounds))
+    pointers = [width * sum(sizes[:i]) for i in range(len(sizes))]
+    return header + struct.pack(f"<{len(sizes)}i{len(sizes)}q{len(bounds)}q", *sizes, *pointers, *bounds)
+
+
+@pytest.mark.parametrize("code, letter", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
+def test_megatron_pairs(tmp_path, code, letter):
+    tokens = [5, 64, 0, 17, 101, 3]
+    width = struct.calcsize(letter)
+    for name, part in (("my_train_text_document", tokens), ("val", tokens[2:])):
+        (tmp_path / f"{name}.bin").write_bytes(struct.pack(f"<{len(part)}{letter}", *part))
+        (tmp_path / f"{name}.idx").write_bytes(index_bytes([1, 0, len(part) - 1], [0, 1, 3], code, width))
+    (tmp_path / "other.idx").touch()
+    data = open_data(tmp_path, vocab_size=102)
+    assert read_all(data.split("train")) == tokens and read_all(data.split("val")) == tokens[2:]
+    assert "holds token id 101, but the vocabulary has only 101" in error(
+        open_data(tmp_path, vocab_size=101).split, "val"
+    )
+
+
+INDEX = index_bytes([3, 1, 2], [0, 2, 3])
+BAD_INDEX = {
+    "empty": (b"", "x_train_y.idx is no index of Megatron's"),
+    "other magic": (b"X" + INDEX[1:], "x_train_y.idx is no index of Megatron's"),
+    "cut in the header": (INDEX[:20], "x_train_y.idx is truncated: 20 bytes, less than"),
+    "cut in the sizes": (INDEX[:40], "x_train_y.idx is truncated: 40 bytes, but its header says 94"),
+    "cut in the bounds": (INDEX[:-1], "x_train_y.idx is truncated: 93 bytes"),
+    "too long": (INDEX + b"\0", "x_train_y.idx is too long: 95 bytes"),
+    "version": (index_bytes([3, 1, 2], [0, 3], version=2), "is an index of version 2, not 1"),
+    "floats": (index_bytes([3, 1, 2], [0, 3], code=7), "says that tokens are of type 7, which is none of 1, 2, 3, 4"),
+    "count that overflows": (INDEX[:18] + b"\xff" * 8 + INDEX[26:], "x_train_y.idx is truncated"),
+    "other width": (index_bytes([3, 1, 2], [0, 3], code=4, width=4), "x_train_y.bin is truncated: 12 bytes, but its"),
+    "fewer tokens": (index_bytes([3, 1, 1], [0, 3]), "x_train_y.bin is too long: 12 bytes, but its .idx says 10"),
+    "negative size": (index_bytes([4, -1, 3], [0, 3]), "sizes and pointers of sequences that do not follow"),
+    "other pointers": (index_bytes([3, 1, 2], [0, 3], width=3), "sizes and pointers of sequences that do not follow"),
+    "no sequences": (index_bytes([], [0]), "sizes and pointers of sequences that do not follow"),
+    "no bounds": (index_bytes([3, 1, 2], []), "bounds of documents that do not go up from 0 to its 3 sequences"),
+    "bounds from 1": (index_bytes([3, 1, 2], [1, 3]), "bounds of documents that do not go up from 0 to its 3"),
+    "bounds to 2": (index_bytes([3, 1, 2], [0, 2]), "bounds of documents that do not go up from 0 to its 3"),
+    "bounds that fall": (index_bytes([3, 1, 2], [0, 2, 1, 3]), "bounds of documents that do not go up from 0 to its"),
+}
+
+
+@pytest.mark.parametrize("content, fact", BAD_INDEX.values(), ids=BAD_INDEX)
+def test_damaged_index_is_one_line(tmp_path, content, fact):
+    (tmp_path / "x_train_y.bin").write_bytes(bytes(12))
+    (tmp_path / "x_train_y.idx").write_bytes(content)
+    assert fact in error(open_data(tmp_path, vocab_size=9).split, "train")
+
+
+def test_negative_ids_of_a_megatron_pair(tmp_path):
+    (tmp_path / "train.bin").write_bytes(struct.pack("<3h", 5, -1, 2))
+    (tmp_path / "train.idx").write_bytes(index_bytes([3], [0, 1], code=3))
+    for vocab_size in (6, 100_000):
+        assert "holds token id -1, which is negative" in error(
+            open_data(tmp_path, vocab_size=vocab_size).split, "train"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- mixtures
+
+
+@pytest.mark.parametrize(
+    "text, weights",
+    [
+        ("0.7,0.3", [7, 3]),
+        ("1,1,1", [1, 1, 1]),
+        ("4,2.0", [2, 1]),
+        (".25,0.125,10", [2, 1, 80]),
+        ("1,9999", [1, 9999]),
+        ("0.3333333333,0.6666666666", [1, 2]),
+        ("0.3333333333,0.6666666667", [3333, 6667]),
+        ("1,1000000", [1, 10_000]),
+    ],
+)
+def test_a_mixture_is_its_sources_and_their_weights(tmp_path, monkeypatch, text, weights):
+    monkeypatch.chdir(tmp_path)
+    numbers = text.split(",")
+    for i in range(len(numbers)):
+        prepare(f"data/set{i}", train=range(10 * i, 10 * i + 5 + i), val=[i] * 3)
+    data = open_data(",".join(f"set{i}:{number}" for i, number in enumerate(numbers)), verify=True)
+    train = data.split("train")
+    assert train.sources == [(f"set{i}", 5 + i, weight) for i, weight in enumerate(weights)]
+    assert read_all(train) == sum((list(range(10 * i, 10 * i + 5 + i)) for i in range(len(weights))), [])
+    assert read_all(data.split("val")) == sum(([i] * 3 for i in range(len(weights))), [])
+    assert (data.vocab_size, data.eot, data.tokenizer.spec) == (257, 256, {"kind": "byte"})
+    assert train.name.startswith("data/set0 train + data/set1 train")
+
+
+@pytest.mark.parametrize(
+    "name, fact",
+    [
+        ("a:1,b", "'b' is no name:weight with a positive number"),
+        ("a:1,b:0", "'b:0' is no name:weight"),
+        ("a:1,b:-1", "'b:-1' is no name:weight"),
+        ("a:1,b:nan", "'b:nan' is no name:weight"),
+        ("a:1,:2", "':2' is no name:weight"),
+        ("a:1,", "'' is no name:weight"),
+        ("a:1:2,b:1", "'a:1:2' is no name:weight"),
+        ("a:1,a:2", "'a:2' stands twice"),
+        ("a:1,nowhere:1", "there is no data set 'nowhere'"),
+        ("a:1,c:1", "a and c cannot be mixed, because their meta.json differ in the tokenizer ("),
+        ("a:1,d:1", "a and d cannot be mixed, because their meta.json differ in the tokenizer ("),
+        ("d:1,e:1", "d and e cannot be mixed, because their meta.json differ in the vocabulary size (300 and 301)"),
+        ("d:1,f:1", "d and f cannot be mixed, because their meta.json differ in the end-of-text id (None and 7)"),
+    ],
+)
+def test_what_cannot_be_mixed_is_one_line(tmp_path, monkeypatch, name, fact):
+    monkeypatch.chdir(tmp_path)
+    prepare("a"), prepare("b")
+    with ShardWriter("c", CharTokenizer("abc")) as out:
+        out.add("train", np.array([0, 1, 2]))
+    for folder, meta in (("d", {"vocab_size": 300}), ("e", {"vocab_size": 301}), ("f", {"vocab_size": 300, "eot": 7})):
+        os.mkdir(folder)
+        Path(folder, "train.bin").write_bytes(b"ab")
+        Path(folder, "meta.json").write_text(json.dumps(meta))
+    assert fact in error(open_data, name)
+
+
+def test_a_folder_may_be_called_like_a_mixture(tmp_path):
+    assert len(open_data(prepare(tmp_path / "a:1,b:2")).split("train")) == 200
+
+
+# -------------------------------------------------------------------------------------------------------- inspection
+
+
+def inspected(capsys, *paths) -> tuple[int, list[str], list[str]]:
+    code = shards.main([str(path) for path in paths])
+    out, err = capsys.readouterr()
+    return code, out.splitlines(), err.splitlines()
+
+
+def test_inspection_of_a_data_set(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = ByteTokenizer().encode("été " * 100)
+    prepare("set", train=[256, *text, 256, 65, 66, 256], val=[65] * 7)
+    kind, checked = "shard 20240520 of version 1, uint16", "SHA-256 as meta.json says"
+    expected = [
+        f"set/train_000000.bin: {kind}, {len(text) + 5} tokens, 3 documents, largest id 256, {checked}",
+        "    first document: " + repr(("été " * 100)[:300]),
+        f"set/val_000000.bin: {kind}, 7 tokens, 0 documents, largest id 65, {checked}",
+        "    first document: 'AAAAAAA'",
+    ]
+    assert inspected(capsys, "set") == (0, expected, [])
+    assert inspected(capsys, "set/val_000000.bin") == (0, expected[2:], [])
+    Path("set/train_000000.bin").write_bytes(shard_bytes([65] * (len(text) + 5)))
+    code, out, err = inspected(capsys, "set", "nowhere", "set/meta.json")
+    assert (code, out) == (2, expected[2:]) and len(err) == 3
+    assert err[0].startswith("error: there is no nowhere; ")
+    assert err[1].startswith("error: set/train_000000.bin was changed: its SHA-256 is not the one in meta.json; ")
+    assert err[2].startswith("error: set/meta.json is no shard")
+    assert inspected(capsys)[0] == 2
+
+
+def test_inspection_without_a_tokenizer_that_works(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("train.bin").write_bytes(struct.pack("<2H", 7, 9))
+    Path("meta.json").write_text(json.dumps({"vocab_size": 10, "eot": 9, "tokenizer": {"kind": "wrong"}}))
+    code, (line, text), err = inspected(capsys, "train.bin")
+    assert code == 0 and not err and "2 tokens, 1 documents" in line
+    assert text.startswith("    first document: cannot be decoded (unknown tokenizer 'wrong'; ")
+
+
+def test_inspection_of_other_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("train.bin").write_bytes(struct.pack("<2H", 7, 9))
+    Path("wide.bin").write_bytes(shard_bytes([70_000, 1, 2], 20240801, 7, code="I"))
+    Path("x_val_y.bin").write_bytes(struct.pack("<6i", *range(6)))
+    Path("x_val_y.idx").write_bytes(index_bytes([3, 1, 2], [0, 2, 3], code=4, width=4))
+    rest = "documents, largest id {}, SHA-256 on no record"
+    pair = "x_val_y.bin: Megatron's, version 1, int32, 6 tokens, 2 " + rest.format(5)
+    assert inspected(capsys, "train.bin", "wide.bin", "x_val_y", "x_val_y.idx", "x_val_y.bin") == (
+        0,
+        [
+            "train.bin: no header, uint16, 2 tokens, an unknown number of " + rest.format(9),
+            "wide.bin: shard 20240801 of version 7, uint32, 3 tokens, an unknown number of " + rest.format(70_000),
+            *[pair] * 3,
+        ],
+        [],
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "data.shards", tmp_path / "wide.bin", tmp_path / "x"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert done.stdout.count("\n") == 1 and "3 tokens" in done.stdout
+
+
 # ------------------------------------------------------------------------------------------------------------ damage
 
 GOOD = shard_bytes(range(200))
@@ -192,6 +385,48 @@ def test_damaged_shard_is_one_line(tmp_path, content, fact, script):
     assert f"{folder}/train_000000.bin {fact}" in message
     assert message.endswith(f"run python {folder}/prepare.py" if script else "copy or prepare it again")
     assert read_all(open_data(folder).split("val")) == list(range(100, 150))  # one bad file does not spoil the other
+
+
+@pytest.mark.parametrize("bit", range(32))
+@pytest.mark.parametrize("content", [GOOD, shard_bytes(range(200), 20240801, 7, code="I")])
+def test_a_shard_with_a_damaged_magic_is_no_raw_file(tmp_path, content, bit):
+    content = (int.from_bytes(content[:4], "little") ^ 1 << bit).to_bytes(4, "little") + content[4:]
+    (tmp_path / "train.bin").write_bytes(content)
+    assert "train.bin is a shard whose magic is damaged: " in error(
+        open_data(tmp_path, vocab_size=65_536).split, "train"
+    )
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_damage_is_one_line_or_does_no_harm(tmp_path_factory, data):
+    """Cut, lengthened, and with changed bytes in the header: an error, or the tokens that were written."""
+    folder = tmp_path_factory.mktemp("damage")
+    files = {"train_000000.bin": GOOD}
+    kind = data.draw(st.sampled_from(["a shard", "a shard called like a raw file", "Megatron's"]))
+    if kind == "a shard called like a raw file":
+        files = {"train.bin": GOOD}
+    if kind == "Megatron's":
+        files = {"x_train_y.idx": index_bytes([150, 50], [0, 1, 2]), "x_train_y.bin": GOOD[1024:]}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    name = data.draw(st.sampled_from(sorted(files)))
+    content, header = files[name], {"x_train_y.idx": len(files[name]), "x_train_y.bin": 0}.get(name, 1024)
+    damage = data.draw(st.sampled_from(["cut", "lengthen", "flip"] if header else ["cut", "lengthen"]))
+    if damage == "cut":
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    elif damage == "lengthen":
+        content += data.draw(st.binary(min_size=1, max_size=9))
+    else:
+        at = data.draw(st.one_of(st.integers(0, 33), st.integers(0, header - 1)))  # most fields are at the start
+        content = content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :]
+    (folder / name).write_bytes(content)
+    try:
+        tokens = read_all(open_data(folder, vocab_size=257).split("train"))
+    except ValueError as e:
+        assert "\n" not in str(e) and "; " in str(e) and str(folder) in str(e)
+    else:
+        assert damage == "flip" and tokens == list(range(200))
 
 
 @pytest.mark.parametrize("name", ["cut in the header", "cut in the tokens", "too long", "other version"])

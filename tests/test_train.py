@@ -23,7 +23,7 @@ from configurator import Config, parse
 from data.loader import draws, order  # the order itself has its own tests
 from data.objective import OBJECTIVE
 from data.shards import ShardWriter
-from data.tokenizer import CharTokenizer
+from data.tokenizer import ByteTokenizer, CharTokenizer
 from engine import checkpoint
 
 
@@ -57,6 +57,38 @@ def test_resume_is_exact(run, flags):
     assert losses(halves) == losses(whole)
     assert [line["step"] for line in metrics(whole) if "loss" in line] == list(range(40))
     assert [line["step"] for line in metrics(whole) if "val_loss" in line] == [0, 20, 40]
+
+
+def test_a_mixture_resumes_exactly(run, tiny_data, tmp_path):
+    """Digit for digit; epochs are counted by source, and the validation set is that of both."""
+    with ShardWriter(tmp_path / "more", ByteTokenizer()) as out:
+        out.add("train", np.arange(200))
+        out.add("val", np.arange(100))
+    mix = f"--dataset={tiny_data}:0.75,{tmp_path / 'more'}:.25"
+    flags = [mix, "--objective=masked", "--eval_iters=0"]
+    whole = run(*flags, out="whole")
+    halves = run(*flags, "--max_iters=20", "--lr_decay_iters=40", out="halves")
+    run("--init_from=resume", mix, "--eval_iters=0", "--lr_decay_iters=40", out="halves")
+    assert losses(halves) == losses(whole)
+    n = (sum(len(np.fromfile(p, "<u2")) - 512 for p in tiny_data.glob("train_*.bin")) - 1) // 16
+    logged = [line for line in metrics(whole) if "loss" in line]
+    assert len(logged) == 40 and not any("epoch" in line for line in logged)
+    for i, line in enumerate(logged):
+        assert line["epochs"] == {str(tiny_data): 6 * (i + 1) / n, str(tmp_path / "more"): 2 * (i + 1) / 12}
+    net, _ = load(whole)
+    objective = OBJECTIVE["masked"](257, 256, 16)
+    tiny = np.concatenate([np.fromfile(p, "<u2")[512:] for p in sorted(tiny_data.glob("val_*.bin"))])
+    rows = [tokens[s : s + 17] for tokens in (tiny, np.arange(100)) for s in range(0, len(tokens) - 16, 16)]
+    nats, count = 0.0, 0
+    for window, row in enumerate(rows):
+        batch = objective(torch.from_numpy(row.astype(np.int64)[None]), draws(np.array([window]), -1))
+        targets = batch["targets"][0]
+        with torch.no_grad():
+            logits = net(batch["idx"])[0].double()
+        kept = targets >= 0
+        nats += torch.nn.functional.cross_entropy(logits[kept], targets[kept], reduction="sum").item()
+        count += kept.sum().item()
+    assert metrics(whole)[-1]["val_loss"] == pytest.approx(nats / count, rel=1e-6)
 
 
 def test_processes_do_not_change_the_losses(run, launch):
