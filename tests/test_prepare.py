@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from data.shards import open_data
+from data.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -88,7 +89,13 @@ def test_pycode_bad_fraction(tmp_path, value):
 
 
 @pytest.mark.parametrize(
-    "name, flag", [("pycode", "--tokenizer=word"), ("pycode", "--nope=1"), ("shakespeare_char", "--inputs=a")]
+    "name, flag",
+    [
+        ("pycode", "--tokenizer=word"),
+        ("pycode", "--nope=1"),
+        ("shakespeare_char", "--inputs=a"),
+        ("shakespeare", "--outs=a"),
+    ],
 )
 def test_bad_flags(name, flag):
     result = run(name, flag)
@@ -191,12 +198,26 @@ def test_shakespeare_with_a_bad_server(script, behaviour, monkeypatch):
 @pytest.mark.parametrize(
     "content, part", [(b"\xff\xfe", "is no UTF-8 text (byte 0)"), (b"", "has 0 characters"), (None, "No such file")]
 )
-def test_shakespeare_bad_input(tmp_path, content, part):
+@pytest.mark.parametrize("name", ["shakespeare_char", "shakespeare"])
+def test_shakespeare_bad_input(tmp_path, name, content, part):
     source = tmp_path / "a.txt"
     if content is not None:
         source.write_bytes(content)
-    failed(run("shakespeare_char", f"--input={source}", f"--out={tmp_path / 'out'}"), "a.txt", part)
+    failed(run(name, f"--input={source}", f"--out={tmp_path / 'out'}"), "a.txt", part)
     assert not (tmp_path / "out").exists()
+
+
+def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch, capsys):
+    """With another tokenizer in GPT-2's place, whose table may not be here; test_corpus.py has one with GPT-2's."""
+    module, text = load("shakespeare"), "é" * 19 + "a"
+    (tmp_path / "a.txt").write_text(text)
+    monkeypatch.setattr(module, "GPT2Tokenizer", ByteTokenizer)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", f"--input={tmp_path / 'a.txt'}", f"--out={tmp_path / 'out'}"])
+    module.main()
+    data = open_data(tmp_path / "out", verify=True)
+    assert bytes(read_all(data.split("train")).tolist()) == b"\xc3\xa9" * 18  # of 20 characters, not of 39 bytes
+    assert bytes(read_all(data.split("val")).tolist()) == "éa".encode()
+    assert "is not nanoGPT's" in capsys.readouterr().out
 
 
 def test_shakespeare_sizes(tmp_path):

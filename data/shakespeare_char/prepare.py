@@ -49,17 +49,13 @@ def shakespeare() -> bytes:
     return path.read_bytes()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--input", default="", help="text file or its address (default: input.txt in this folder)")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for the shards (default: this one)")
-    args = parser.parse_args()
-
-    if not args.input:
+def read_text(source: str) -> str:
+    """The text at `source`, a file or an address, or shakespeare(). ValueError if it is no text of 2 characters."""
+    if not source:
         content = shakespeare()
     else:
-        content = download(args.input) if "://" in args.input else Path(args.input).read_bytes()
-    name = args.input or "input.txt"
+        content = download(source) if "://" in source else Path(source).read_bytes()
+    name = source or "input.txt"
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as e:
@@ -68,7 +64,16 @@ def main() -> None:
         raise ValueError(f"{name} has {len(text)} characters, too few to split; pass a longer text")
     if hashlib.sha256(content).hexdigest() != SHA256:
         print(f"note: {name} is not nanoGPT's Shakespeare; losses do not compare with published ones")
+    return text
 
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--input", default="", help="text file or its address (default: input.txt in this folder)")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for the shards (default: this one)")
+    args = parser.parse_args()
+
+    text = read_text(args.input)
     tokenizer = CharTokenizer(text)
     tokens = tokenizer.encode(text)
     cut = int(len(tokens) * 0.9)

@@ -1,0 +1,540 @@
+"""Documents to token shards, at any size: read as a stream, split by document, tokenized in threads, resumable.
+
+    args = parser(__doc__, HERE, "gpt2").parse_args()
+    prepare(args, find_files(["books/*.txt", "web"]))
+
+    .jsonl, .parquet     a document is the text in one field of a line or row
+    every other name     UTF-8 text; a document is the file, a line or a paragraph
+    .gz, .zst after it   is decompressed while it is read
+
+A document's number, counted over the sorted files, decides by a hash whether it validates. Threads only encode, and
+their results are written in the order of the documents, so neither their number nor a restart changes any shard. A
+preparation that stops goes on from its last full shard when the same command is given again.
+
+Memory holds one document and some pieces of about 1 MB, whatever the input's size: a longer document is encoded in
+pieces too. Only one with neither spaces nor lines to cut it at is encoded as a whole, in up to 20 times its size.
+"""
+
+import argparse
+import glob
+import gzip
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import socket
+import sys
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import numpy as np
+
+from data.shards import SPLITS, ShardWriter, shown
+from data.tokenizer import build
+
+ENDINGS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+LARGEST = 32_000_000  # bytes of one document
+JOB = 1_000_000  # characters that a thread gets at once, and after which a document is cut
+MANY = 4096  # documents that it gets at once
+DATA = Path(__file__).resolve().parent
+CUT = re.compile(r"\S(?= )|(?<=\S)\n(?=\S)")
+ADDRESS = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def find_files(paths: Iterable[str]) -> list[str]:
+    """The files of paths, patterns, and folders (every file below with a name in ENDINGS), sorted.
+
+    ValueError names the one that has none.
+    """
+    found: set[str] = set()
+    for path in map(os.path.expanduser, paths):
+        if os.path.isdir(path):
+            files = [str(p) for p in Path(path).rglob("*") if p.name.endswith(ENDINGS)]
+        else:
+            files = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+        files = [f for f in files if os.path.isfile(f)]
+        if not files:
+            if os.path.isdir(path):
+                raise ValueError(f"no file in the folder {path!r} ends in {', '.join(ENDINGS)}; pass a pattern")
+            raise ValueError(f"no file matches {path!r}; check the path, and put a pattern into quotes")
+        found.update(map(os.path.normpath, files))
+    return sorted(found)
+
+
+@dataclass
+class Source:
+    """The documents of `files`, which are paths or hf:// addresses."""
+
+    files: list[str]
+    documents: str = "file"  # of a text: "file", "line" or "paragraph", these without blank ones and without line end
+    column: str = "text"  # the field of .jsonl and .parquet
+
+    def __post_init__(self):
+        self.sizes = [_hub().size(name) if name.startswith("hf://") else os.path.getsize(name) for name in self.files]
+        self.total = max(sum(self.sizes), 1)
+
+    def read(self, file: int = 0, row: int = 0) -> Iterator[tuple[str, int, int, int]]:
+        """(text, i, r, bytes read so far) of each document, where read(i, r) goes on after it.
+
+        ValueError names the file, the line or byte, and the remedy.
+        """
+        before = sum(self.sizes[:file])
+        for i in range(file, len(self.files)):
+            skip = row if i == file else 0
+            for r, (text, position) in enumerate(self._read_file(self.files[i], skip), skip + 1):
+                yield text, i, r, before + position
+            before += self.sizes[i]
+
+    def texts(self) -> Iterator[str]:
+        """The texts alone, for a tokenizer that is made from them."""
+        with closing(Progress(0, 0, 0.0)) as progress:
+            for n, (text, _, _, position) in enumerate(self.read(), 1):
+                progress.show(n, 0, position, position / self.total)
+                yield text
+
+    def _read_file(self, name: str, skip: int) -> Iterator[tuple[str, int]]:
+        """(text, bytes of the file read so far) of each document after the first `skip`."""
+        unreadable: tuple = (OSError, EOFError, zlib.error)
+        try:
+            if name.endswith((".zst", ".parquet")):
+                import pyarrow
+
+                unreadable += (pyarrow.ArrowException,)
+            with _hub().open(name) if name.startswith("hf://") else open(name, "rb") as raw:
+                if name.endswith(".parquet"):
+                    yield from self._rows(name, raw, skip)
+                    return
+                f, kind = raw, name
+                if name.endswith(".gz"):
+                    f, kind = gzip.open(raw), name[:-3]
+                elif name.endswith(".zst"):
+                    f = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
+                    kind = name[:-4]
+                if kind.endswith(".jsonl"):
+                    texts = self._json_texts(name, f, skip)
+                else:
+                    texts = self._plain_texts(name, f, skip)
+                for text in texts:
+                    yield text, raw.tell()
+        except ImportError as e:
+            raise ValueError(f"{name} needs {e.name} to be read; pip install -e .[data]") from None
+        except Exception as e:
+            hub = name.startswith("hf://")  # where anything may go wrong
+            if type(e) is ValueError or not (hub or isinstance(e, unreadable)):
+                raise
+            remedy = "give the same command again" if hub else "get it again, or leave it out"
+            raise ValueError(f"{name} cannot be read ({_reason(e)}); {remedy}") from e
+
+    def _plain_texts(self, name: str, f, skip: int) -> Iterator[str]:
+        lines = _lines(f)
+        if self.documents == "file":
+            parts = [(0, f.read(LARGEST + 1))]
+        elif self.documents == "line":
+            parts = ((offset, line) for offset, line in lines if line.strip())
+        else:
+            parts = _paragraphs(lines)
+        for n, (offset, content) in enumerate(parts):
+            if len(content) > LARGEST:
+                raise _too_long(name, offset)
+            if n >= skip:
+                text = _decode(name, offset, content)
+                yield text if self.documents == "file" else text.removesuffix("\n").removesuffix("\r")
+
+    def _json_texts(self, name: str, f, skip: int) -> Iterator[str]:
+        n = 0
+        for number, (offset, line) in enumerate(_lines(f), 1):
+            if len(line) > LARGEST:
+                raise _too_long(name, offset)
+            n += bool(line.strip())
+            if n > skip and line.strip():
+                where, text = f"{name}:{number}", _decode(f"{name}:{number}", offset, line)
+                try:
+                    record = json.loads(text)
+                except (ValueError, RecursionError) as e:
+                    raise ValueError(f"{where} is no JSON ({_reason(e)}); mend it, or leave it out") from None
+                if not isinstance(record, dict):
+                    raise ValueError(f"{where} is no JSON object such as {{{self.column!r}: ...}}; mend it")
+                if self.column not in record:
+                    raise _no_field(where, self.column, record)
+                yield _checked(where, self.column, record[self.column])
+
+    def _rows(self, name: str, raw, skip: int) -> Iterator[tuple[str, int]]:
+        from pyarrow.parquet import ParquetFile
+
+        size = raw.seek(0, os.SEEK_END)
+        table = ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
+        if self.column not in table.schema_arrow.names:
+            raise _no_field(name, self.column, table.schema_arrow.names)
+        first = 0  # row of the row group
+        for i in range(table.num_row_groups):
+            group = table.metadata.row_group(i)
+            rows = int(JOB * group.num_rows / (group.total_byte_size + 1))  # so that a batch has about 1 MB
+            if skip < first + group.num_rows:
+                row = first
+                batches = table.iter_batches(min(max(rows, 1), MANY), [i], [self.column], use_threads=False)
+                for batch in batches:
+                    for text in batch.column(0).to_pylist():
+                        row += 1
+                        if row > skip:
+                            text = _checked(f"{name}, row {row}", self.column, text)
+                            yield text, size * row // table.metadata.num_rows
+            first += group.num_rows
+
+
+def _hub():
+    from huggingface_hub import HfFileSystem
+
+    return HfFileSystem()
+
+
+def _lines(f) -> Iterator[tuple[int, bytes]]:
+    """(offset, line with its end); one that is longer than LARGEST comes in parts."""
+    offset = 0
+    while line := f.readline(LARGEST + 1):
+        yield offset, line
+        offset += len(line)
+
+
+def _paragraphs(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """(offset, lines up to the next blank one), or more than LARGEST of them."""
+    part: list[bytes] = []
+    start = size = 0
+    for offset, line in lines:
+        if line.strip() and size <= LARGEST:
+            start = start if part else offset
+            part.append(line)
+            size += len(line)
+        elif part:
+            yield start, b"".join(part)
+            part, size = [], 0
+    if part:
+        yield start, b"".join(part)
+
+
+def _decode(name: str, offset: int, content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as e:
+        fact = f"is no UTF-8 text: byte {offset + e.start} is {content[e.start]:#04x}"
+        raise ValueError(f"{name} {fact}; convert it, for example with iconv, or leave it out") from None
+
+
+def _checked(where: str, column: str, text) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: {column} is {ascii(text):.40}, no text; leave it out, or pass another --field")
+    return text
+
+
+def _no_field(where: str, column: str, names: Iterable[str]) -> ValueError:
+    names = ", ".join(names)
+    return ValueError(f"{where} has no field {column!r}; pass --field= one of {names or 'none, it is empty'}")
+
+
+def _too_long(name: str, offset: int) -> ValueError:
+    fact = f"{name}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
+    return ValueError(f"{fact}; cut the text, such as with --documents=paragraph or --documents=line")
+
+
+def _reason(e: BaseException) -> str:
+    return getattr(e, "strerror", None) or str(e).strip().partition("\n")[0][:200] or type(e).__name__
+
+
+# -------------------------------------------------------------------------------------------------------- tokenizing
+
+
+def shares(numbers: np.ndarray) -> np.ndarray:
+    """A number in [0, 1] for each document number, (N,) uint64: splitmix64, as in objective.py, which needs torch."""
+    x = numbers + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return (x ^ x >> np.uint64(31)) / 2.0**64
+
+
+def pieces(text: str, length: int) -> Iterator[str]:
+    """`text` in parts of at least `length` characters which have the same ids, joined, as the whole in all tokenizers.
+
+    They split a text into words first, and in all of them a word ends ahead of a space, and behind a lone newline.
+    """
+    start = 0
+    while len(text) - start > length and (found := CUT.search(text, start + length)):
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]
+
+
+@dataclass
+class Job:
+    """What a thread encodes at once."""
+
+    numbers: list[int] = field(default_factory=list)  # of the document of each piece
+    pieces: list[tuple[str, bool, bool]] = field(default_factory=list)  # text, whether it begins and ends a document
+    rows: list[tuple[int, int]] = field(default_factory=list)  # file and row of that document
+    size: int = 0  # characters
+    position: int = 0  # bytes of the input read
+    place: tuple[int, int, int] | None = None  # file, row and number to go on after it; None inside of a document
+    shares: np.ndarray | None = None  # of the numbers
+
+
+def make_jobs(documents: Iterable[tuple[str, int, int, int]], number: int) -> Iterator[Job]:
+    """`number` is the first document's. Empty documents have one, and are left out."""
+    job = Job()
+    for text, file, row, position in documents:
+        done, job.position = 0, position
+        for piece in pieces(text, JOB) if text else ():
+            done += len(piece)
+            job.numbers.append(number)
+            job.pieces.append((piece, done == len(piece), done == len(text)))
+            job.rows.append((file, row))
+            job.size += len(piece)
+            job.place = (file, row, number + 1) if done == len(text) else None
+            if job.size >= JOB or len(job.pieces) == MANY:
+                yield job
+                job = Job(position=position)
+        number += 1
+    if job.pieces:
+        yield job
+
+
+def in_order(function: Callable, jobs: Iterable[Job], threads: int) -> Iterator[tuple]:
+    """(job, function(job)) in the order of the jobs; of these `threads` + 2, or 16 MB, are under way at a time."""
+    waiting: deque = deque()
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for job in jobs:
+            while waiting and (len(waiting) > threads + 1 or sum(j.size for j, _ in waiting) + job.size > 16 * JOB):
+                before, result = waiting.popleft()
+                yield before, result.result()
+            waiting.append((job, pool.submit(function, job)))
+        while waiting:
+            before, result = waiting.popleft()
+            yield before, result.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class Progress:
+    """A line on stderr: twice a second on a terminal, where it replaces the one before, else every half minute.
+
+    tokens, position   that there were at the start; share of the work, in [0, 1]
+    """
+
+    def __init__(self, tokens: int, position: int, share: float):
+        self.tokens, self.position, self.share = tokens, position, share
+        self.start = self.last = time.monotonic()
+        self.terminal = sys.stderr.isatty()
+
+    def show(self, documents: int, tokens: int, position: int, share: float) -> None:
+        now = time.monotonic()
+        if now - self.last >= (0.5 if self.terminal else 30):
+            self.last, seconds = now, now - self.start
+            minutes, rest = divmod(int(seconds * (1 - share) / max(share - self.share, 1e-9)), 60)
+            self._print(
+                f"{documents:,} documents, {tokens:,} tokens, {(position - self.position) / seconds / 1e6:.1f} MB/s, "
+                f"{(tokens - self.tokens) / seconds / 1e6:.2f} Mtok/s, {share:.0%}, {minutes}:{rest:02} left"
+            )
+
+    def close(self) -> None:
+        if self.terminal:
+            self._print("")
+
+    def _print(self, line: str) -> None:
+        with suppress(OSError):  # a closed pipe is no reason to stop
+            print(f"\r\033[K{line}" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr)
+            sys.stderr.flush()
+
+
+def write(out: ShardWriter, source: Source, val_fraction: float, threads: int, limit: int) -> None:
+    """All documents into `out`, from `out.place` on; with a limit, until there are so many tokens to train on."""
+    file, row, number = out.place or (0, 0, 0)
+    eot = [] if out.tokenizer.eot is None else [np.array([out.tokenizer.eot])]
+
+    def encode(job: Job) -> dict[str, tuple[np.ndarray, int]]:
+        """{split: (tokens, documents begun)}"""
+        job.shares = shares(np.array(job.numbers, dtype=np.uint64))
+        parts: dict[str, list] = {split: [] for split in SPLITS}
+        begun = dict.fromkeys(SPLITS, 0)
+        for (text, begins, ends), val, at in zip(job.pieces, job.shares < val_fraction, job.rows, strict=True):
+            split = "val" if val else "train"
+            try:
+                parts[split] += [out.tokenizer.encode(text), *eot] if ends else [out.tokenizer.encode(text)]
+            except ValueError as e:  # such as a million blanks in a row with gpt2
+                where = f"{source.files[at[0]]}, document {at[1]}"
+                raise ValueError(f"{where} cannot be encoded ({_reason(e)}); change it, or leave it out") from e
+            begun[split] += begins
+        return {split: (np.concatenate(p), begun[split]) for split, p in parts.items() if p}
+
+    def count(what: str, *splits: str) -> int:
+        return sum(out.splits[split][what] for split in splits or SPLITS if split in out.splits)
+
+    def done(position: int) -> float:
+        return max(position / source.total, limit and count("tokens", "train") / limit)
+
+    def full_shards() -> int:
+        return sum(bool(shard["sha256"]) for entry in out.splits.values() for shard in entry["shards"])
+
+    start, saved, low, high = sum(source.sizes[:file]), full_shards(), 1.0, 0.0
+    if number:
+        print(f"goes on after {number:,} documents, {count('tokens'):,} tokens", file=sys.stderr)
+    with (
+        closing(Progress(count("tokens"), start, done(start))) as progress,
+        closing(in_order(encode, make_jobs(source.read(file, row), number), threads)) as results,
+    ):
+        for job, encoded in results:
+            low, high = min(low, job.shares.min()), max(high, job.shares.max())
+            if limit and "train" in encoded and count("tokens", "train") + len(encoded["train"][0]) >= limit:
+                for n, piece, at in zip(job.numbers, job.pieces, job.rows, strict=True):  # to where the shard is full
+                    for split, (tokens, begun) in encode(Job([n], [piece], [at])).items():
+                        room = limit - count("tokens", "train") if split == "train" else len(tokens)
+                        out.add(split, tokens[:room], begun)
+                    if count("tokens", "train") == limit:
+                        break
+                break
+            for split, (tokens, begun) in encoded.items():
+                out.add(split, tokens, begun)
+            if full_shards() > saved and job.place:
+                out.save(job.place)
+                saved = full_shards()
+            progress.show(count("documents"), count("tokens"), job.position, done(job.position))
+
+    n = count("documents")
+    if n < 2:
+        fact = "is one document, which cannot be split" if n else "has no text"
+        raise ValueError(f"the input {fact}; give it more, or cut it with --documents=paragraph or --documents=line")
+    if len(out.splits) < 2:
+        least, most = math.ceil(low * 1e4) / 1e4, math.floor(high * 1e4) / 1e4
+        which, bound = ("all", f"{most} or less") if "val" in out.splits else ("none", f"{least} or more")
+        raise ValueError(f"val_fraction={val_fraction} takes {which} of {n:,} documents; pass --val_fraction={bound}")
+
+
+# ---------------------------------------------------------------------------------------------------------- commands
+
+
+def parser(doc: str, here: Path) -> argparse.ArgumentParser:
+    """The flags that all preparations of documents share."""
+    flags = argparse.ArgumentParser(description=doc.splitlines()[0], allow_abbrev=False)
+    flags.add_argument("--val_fraction", type=float, default=0.005, help="share of the documents (default 0.005)")
+    flags.add_argument("--field", default="text", help="of jsonl and parquet, what holds the text (default text)")
+    flags.add_argument("--out", default=str(here), help="NAME (data/NAME) or a path with a / (default: this folder)")
+    flags.add_argument("--shard_tokens", type=int, default=100_000_000, help="size of a shard (default 100_000_000)")
+    flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="default: one per core")
+    return flags
+
+
+def prepare(args: argparse.Namespace, files: list[str], documents: str = "file", shards: int = 0) -> None:
+    """The data set that the flags describe; `shards` full ones to train on, 0 = all. ValueError in one line."""
+    if not 0 < args.val_fraction < 1:
+        raise ValueError(f"val_fraction={args.val_fraction} is no share; pass a number between 0 and 1")
+    for name, value, most in (("threads", args.threads, 1024), ("shard_tokens", args.shard_tokens, 2**31 - 1)):
+        if not 1 <= value <= most:
+            raise ValueError(f"{name}={value} is not possible; pass a number from 1 to {most}")
+    if shards < 0:
+        raise ValueError(f"shards={shards} is not possible; pass 0 for all, or the number of shards to train on")
+    folder = DATA / args.out if re.fullmatch(r"\w[\w.-]*", args.out) else Path(args.out).expanduser()
+    source = Source(files, documents, args.field)
+    tokenizer = build(args.tokenizer, source.texts)
+    tokenizer.encode("")  # reads gpt2's table, once, and before anything is written
+    names = json.dumps([[f if f.startswith("hf://") else os.path.abspath(f) for f in files], source.sizes])
+    settings = {
+        "tokenizer": tokenizer.hash,
+        "input": hashlib.sha256(names.encode()).hexdigest(),
+        "documents": documents,
+        "field": args.field,
+        "val_fraction": args.val_fraction,
+        "shard_tokens": args.shard_tokens,
+        "shards": shards,
+    }
+    try:
+        with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
+            write(out, source, args.val_fraction, args.threads, shards * args.shard_tokens)
+    except OSError as e:
+        raise ValueError(f"cannot write to {shown(folder)} ({_reason(e)}); make room, or pass another --out") from e
+    train, val = out.splits["train"], out.splits["val"]
+    print(
+        f"{train['documents']:,} + {val['documents']:,} documents, {train['tokens']:,} train + {val['tokens']:,} val "
+        f"tokens in {shown(folder)}; next: python train.py --dataset={folder.name if folder.parent == DATA else folder}"
+    )
+
+
+def stream(doc: str, here: Path, path: str) -> None:
+    """The command of a data set on the hub."""
+    flags = parser(doc, here)
+    flags.add_argument("--path", default=path, help=f"OWNER/NAME[@REVISION][:CONFIG], or local files (default {path})")
+    flags.add_argument("--shards", type=int, default=0, help="how many to train on, 0 = all (default 0)")
+    flags.add_argument("--tokenizer", choices=("gpt2", "byte"), default="gpt2", help="default gpt2")
+    args = flags.parse_args()
+    try:
+        files = find_files([args.path])
+    except ValueError:
+        if os.path.exists(args.path) or not ADDRESS.fullmatch(args.path):
+            raise
+        files = hub_files(args.path)
+    prepare(args, files, shards=args.shards)
+
+
+def hub_files(address: str) -> list[str]:
+    """The hf:// addresses of the files to train on of OWNER/NAME[@REVISION][:CONFIG], pinned to a commit.
+
+    ValueError within 2 seconds if the hub is out of reach: `datasets` would try again for most of a minute.
+    """
+    name, revision, config = ADDRESS.fullmatch(address).groups()
+    remedy = "pass --path= a folder with its .parquet or .jsonl files"
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    if trouble := unreachable(getproxies().get(urlsplit(hub).scheme, hub)):
+        raise ValueError(f"{address} is no file here, and {hub} cannot be reached ({trouble}); go online, or {remedy}")
+    try:
+        import datasets
+
+        datasets.disable_progress_bars()
+        found = datasets.load_dataset_builder(name, config, revision=revision).config.data_files["train"]
+    except ImportError as e:
+        raise ValueError(f"{address} needs {e.name} to be read; pip install -e .[data]") from None
+    except Exception as e:  # of any kind: its name, its configuration, its format, the access, the network
+        raise ValueError(f"{address} cannot be had from {hub} ({_reason(e)}); check its name, or {remedy}") from e
+    return sorted(found)
+
+
+def unreachable(address: str, seconds: float = 1.0) -> str:
+    """Why no connection to an address can be made, "" if one can."""
+    parts, answer = urlsplit(address if "//" in address else f"//{address}"), [f"no answer within {seconds:.0f} s"]
+
+    def connect() -> None:
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            socket.create_connection((parts.hostname, port), timeout=seconds).close()
+            answer[0] = ""
+        except (OSError, ValueError) as e:
+            answer[0] = _reason(e)
+
+    thread = Thread(target=connect, daemon=True)  # because nothing limits how long a name is looked up
+    thread.start()
+    thread.join(seconds + 0.2)
+    return answer[0]
+
+
+def run(main: Callable[[], None]) -> None:
+    """main(), whose errors end the process in one line: with exit code 2, or 130 after Ctrl-C."""
+    try:
+        main()
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(
+            "interrupted; the data are as they were, and the same command goes on after the last full shard",
+            file=sys.stderr,
+        )
+        sys.exit(130)
