@@ -10,7 +10,7 @@ from model import Model
 
 FILES = {path.stem: path for path in (Path(__file__).parent.parent / "config").glob("*.py")}
 VOCABULARY = {"pycode": 257, "shakespeare_char": 65, "pycode_gpt2": 50304, "openwebtext": 50304}
-OWN_IDS = {"causal": 0, "masked": 1, "seq2seq": 14}  # 13 spans in 256 tokens, and the sentinel that ends the last
+OWN_IDS = {"causal": 0, "masked": 1, "seq2seq": 16}  # 77 of 256 tokens in 15 spans; the last sentinel ends them
 C, D = 192, 48  # width and head size of the quick files
 
 
@@ -39,9 +39,11 @@ PARAMETERS = {
     "pycode_llama": quick(2 * C**2 + 2 * 2 * D * C + 3 * 512 * C + 2 * C, tables=2),
     "pycode_palm": quick(2 * C**2 + 2 * D * C + 3 * 512 * C + C),
     "pycode_bert": quick(4 * C**2 + 3 * 512 * C + 2 * C, vocabulary=258),
-    # the encoder and its norm; two layers that also have a query, a key, a value, an out and a norm for its memory
-    "pycode_t5": quick(4 * C**2 + 3 * 512 * C + 2 * C, tables=2, vocabulary=271)
+    # the encoder and its norm; two layers that also have a query, a key, a value, an out and a norm for its memory;
+    # two gains per attention
+    "pycode_t5": quick(4 * C**2 + 3 * 512 * C + 2 * C, tables=2, vocabulary=273)
     + 2 * (8 * C**2 + 3 * 512 * C + 3 * C)
+    + (4 + 2 + 2) * 2 * D
     + C,
     "pycode_sas": quick(10 * C**2 + 3 * 4 + 3 + 2 * C, first=C**2 + 2),
     "pycode_sas_p": quick(10 * C**2 + 3 * 4 + 2 + C, first=C**2 + 2),

@@ -12,6 +12,7 @@ import sys
 
 import numpy as np
 import pytest
+import tiktoken
 from conftest import ROOT
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -130,8 +131,6 @@ def test_spec_that_does_not_fit_its_kind(spec):
 
 
 def test_gpt2_offline_is_one_line(monkeypatch):
-    import tiktoken
-
     def fail(name):
         raise ConnectionError("Max retries\nexceeded")
 
@@ -159,9 +158,9 @@ def test_gpt2_is_tiktokens_ordinary_encoding():
         tok.encode("")
     except ValueError:
         pytest.skip("GPT-2's table is not on this machine; set TIKTOKEN_CACHE_DIR")
-    text = "Hello world<|endoftext|> naïve \U0001f600\n\n    def main("
+    text = "Hello world<|endoftext|> naïve \U0001f600\n\n    def main(self): it's 12\t \n "
     assert tok.encode("Hello world").tolist() == [15496, 995]
-    assert tok.encode(text).tolist() == tok._encoding.encode_ordinary(text)
+    assert tok.encode(text).tolist() == tiktoken.get_encoding("gpt2").encode_ordinary(text)
     assert tok.decode(tok.encode(text)) == text and tok.eot not in tok.encode(text)
     assert tok.byte_lengths[tok.encode(text)].sum() == len(text.encode()) and tok.byte_lengths[tok.eot] == 0
 
