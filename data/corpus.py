@@ -40,6 +40,7 @@ from urllib.request import getproxies
 
 import numpy as np
 
+from data.hashing import mix
 from data.shards import SPLITS, ShardWriter, shown
 from data.tokenizer import build
 
@@ -257,11 +258,8 @@ def _reason(e: BaseException) -> str:
 
 
 def shares(numbers: np.ndarray) -> np.ndarray:
-    """A number in [0, 1] for each document number, (N,) uint64: splitmix64, as in objective.py, which needs torch."""
-    x = numbers + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return (x ^ x >> np.uint64(31)) / 2.0**64
+    """A number in [0, 1] for each document number, (N,) uint64."""
+    return mix(numbers) / 2.0**64
 
 
 def pieces(text: str, length: int) -> Iterator[str]:

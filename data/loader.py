@@ -19,7 +19,8 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from data.objective import Objective, mix
+from data.hashing import mix
+from data.objective import Objective
 from data.shards import TokenStream
 
 

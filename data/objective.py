@@ -19,15 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.hashing import mix
+
 # ---------------------------------------------------------------------------------------------------- random numbers
-
-
-def mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser, a bijection of uint64 that changes about half of the bits for each bit changed."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return x ^ x >> np.uint64(31)
 
 
 def randoms(keys: np.ndarray, n: int) -> np.ndarray:

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.objective import OBJECTIVE, Causal, Masked, Seq2Seq, mix
+from data.hashing import mix
+from data.objective import OBJECTIVE, Causal, Masked, Seq2Seq
 
 V = 1000
 KEYS = mix(np.arange(20_000, dtype=np.uint64))
