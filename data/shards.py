@@ -31,6 +31,7 @@ import os
 import re
 import shutil
 import sys
+import weakref
 from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import dataclass
@@ -243,13 +244,40 @@ def _sha256(path: Path) -> str:
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
+class FileTokens:
+    """The tokens of a mapped file, whose slices are read by position. Through the map, a window of 2 KB would bring in
+    all that the system reads ahead, up to megabytes, would stay in the process's resident memory, and would end the
+    process without a word where the file has been cut since.
+
+    ValueError where it has been. tokens[a:b] is (b - a,) of the file's own type.
+    """
+
+    def __init__(self, mapped: np.memmap):
+        self.path, self.dtype, self.start, self.length = mapped.filename, mapped.dtype, mapped.offset, len(mapped)
+        self.file = os.open(self.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.file)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        first, end, _ = part.indices(self.length)
+        size = (end - first) * self.dtype.itemsize
+        content = os.pread(self.file, size, self.start + first * self.dtype.itemsize)
+        if len(content) < size:
+            raise _error(self.path.parent, self.path.name, f"was cut: tokens {first} to {end} are not there any more")
+        return np.frombuffer(content, dtype=self.dtype)
+
+
 class TokenStream:
-    """One split as one long array of ids below `vocab_size`, over memory-mapped shards; messages call it `name`.
+    """One split as one long array of ids below `vocab_size`, over its shards; messages call it `name`.
 
     `sources` are (name, tokens, weight) of the data sets that follow one another in it; mostly there is one.
     """
 
-    def __init__(self, name: str, shards: list[np.ndarray], vocab_size: int, sources: list[tuple] | None = None):
+    def __init__(
+        self, name: str, shards: list[np.ndarray | FileTokens], vocab_size: int, sources: list[tuple] | None = None
+    ):
         self.name, self.shards, self.vocab_size = name, shards, vocab_size
         self.sources = sources or [(name, sum(map(len, shards)), 1)]
         self.starts = [0]  # of each shard, and at the end the number of tokens; Python integers have no 32-bit limit
@@ -296,7 +324,7 @@ class DataSet:
         limit = self.meta["vocab_size"] if self.meta else self.vocab_size
         shards = []
         for record in records:
-            shards.append(_open_shard(self.folder, record, limit))
+            shards.append(FileTokens(_open_shard(self.folder, record, limit)))
             if self.verify and not record.get("sha256"):
                 fact = "cannot be verified, because no meta.json records its SHA-256"
                 raise _error(self.folder, record["name"], fact, "pass --verify_data=False")
@@ -437,7 +465,7 @@ def _unchanged(folder: Path, record: dict) -> bool:
     return _sha256(folder / record["name"]) == record["sha256"]
 
 
-def _open_shard(folder: Path, record: dict, limit: int) -> np.ndarray:
+def _open_shard(folder: Path, record: dict, limit: int) -> np.memmap:
     """The tokens of one file, memory-mapped; its size is what meta.json says, and the ids are in [0, limit)."""
     name = record["name"]
     shard = _map_file(folder, name)
@@ -454,7 +482,7 @@ def _open_shard(folder: Path, record: dict, limit: int) -> np.ndarray:
     return shard
 
 
-def _map_file(folder: Path, name: str) -> np.ndarray:
+def _map_file(folder: Path, name: str) -> np.memmap:
     """The tokens of one file, memory-mapped. The kind is recognised by an index beside it, by magic and exact size."""
     path = folder / name
     try:
@@ -492,7 +520,7 @@ def _map_file(folder: Path, name: str) -> np.ndarray:
             raise _error(folder, name, f"is a shard whose magic is damaged: {magic}")
     else:
         raise _error(folder, name, f"is no shard: it begins with {magic}, not with {' or '.join(map(str, FORMATS))}")
-    return np.memmap(path, dtype=dtype, mode="r", offset=offset).view(np.ndarray)  # slicing a memmap object is slow
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset)
 
 
 def _header(start: bytes) -> list[int]:

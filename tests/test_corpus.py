@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import math
 import os
 import random
 import resource
@@ -22,12 +23,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
+from conftest import metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import corpus
 from data.shards import PREPARING, ShardWriter, open_data
 from data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, train_bpe
+from engine import checkpoint
+from model import Model
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ["the", "cat", "naïve", "猫", "don't", "12345", "(a)", "\U0001f600", "def f(x):", "  ", "\t", "<|endoftext|>"]
@@ -195,6 +199,25 @@ def test_tokenizers_equal_a_naive_loop_with_any_threads(tmp_path, small, kind, r
     assert data.tokenizer.hash == tokenizer.hash and data.eot == tokenizer.eot
     for split in ("train", "val"):
         assert read_all(tmp_path / "out1", split) == expected[split]
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe:300", "gpt2"])
+def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path, run, monkeypatch, kind, request):
+    """A model for which all V ids are as likely spends log2 V bits on each token, end-of-text included, and these are
+    spread over the bytes of the documents, which are counted without any tokenizer."""
+    documents = ["7\n" + text for text in texts(90)]
+    tokenizer = request.getfixturevalue("gpt2") if kind == "gpt2" else build(kind, lambda: documents)
+    write_file(tmp_path / "a.jsonl", documents)
+    corpus.prepare(args(tmp_path / "data", kind), [str(tmp_path / "a.jsonl")])
+    monkeypatch.setattr(Model, "init_weights", lambda self: [p.data.zero_() for p in self.parameters()])
+    # Windows of one token leave only the very first token out, which is a 7: no tokenizer joins it to the line's end.
+    out = run(f"--dataset={tmp_path / 'data'}", "--block_size=1", "--batch_size=64", "--eval_iters=0", "--max_iters=1")
+    V = checkpoint.read_state(checkpoint.find(out))["flags"]["vocab_size"]
+    assert V in (tokenizer.vocab_size, 50304)
+    n_tokens = len(naive(documents, tokenizer)["val"]) - 1
+    n_bytes = sum(len(text.encode()) for i, text in enumerate(documents) if validates(i, 0.2)) - 1
+    assert metrics(out)[0]["val_loss"] == pytest.approx(math.log(V), rel=1e-6)
+    assert metrics(out)[0]["val_bpb"] == pytest.approx(n_tokens * math.log2(V) / n_bytes, rel=1e-6)
 
 
 @given(st.data())

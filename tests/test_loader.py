@@ -1,8 +1,12 @@
 """The order of the data: one epoch, every rank, every resume, against brute force."""
 
+import os
+import re
+import struct
 import threading
 import time
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +16,7 @@ from hypothesis import strategies as st
 
 from data.loader import Loader, draws, eval_batches, order, permute, turns
 from data.objective import OBJECTIVE, Causal, Objective
-from data.shards import TokenStream
+from data.shards import TokenStream, open_data
 
 FEW = settings(max_examples=25, deadline=None)  # each example starts threads
 
@@ -256,6 +260,48 @@ def test_corruption_depends_on_the_sample_only(name):
     windows = order(np.arange(3 * n), n, 5)
     seen = {window: {row for row, w in zip(whole, windows, strict=True) if w == window} for window in range(n)}
     assert sum(len(each) for each in seen.values()) > 0.9 * 3 * n, "nearly every epoch corrupts a window in another way"
+
+
+def resident() -> int:
+    """kB, pages of files included."""
+    return int(re.search(r"VmRSS:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory from /proc, which Linux has")
+def test_21_gigabytes_take_no_memory_and_no_reading_ahead(tmp_path):
+    """Five shards of the largest size, sparse but for the first token of each window that is to be read."""
+    with open(tmp_path / "hole", "wb") as f:
+        f.truncate(2**24)
+    if (tmp_path / "hole").stat().st_blocks:
+        pytest.skip("this file system has no sparse files")
+    size, T, B, n = 2**31 - 1, 1024, 64, 40
+    n_windows = (5 * size - 1) // T
+    windows = order(np.arange(n * B), n_windows, 3)
+    assert np.bincount(windows * 50 // n_windows, minlength=50).min() > 0, "they are from all over"
+    files = [open(tmp_path / f"train_{i:06d}.bin", "wb") for i in range(5)]
+    for f in files:
+        f.write(struct.pack("<3i", 20240520, 1, size))
+        f.truncate(1024 + 2 * size)
+    for sample, window in enumerate(windows.tolist()):
+        shard, token = divmod(window * T, size)
+        os.pwrite(files[shard].fileno(), struct.pack("<H", sample + 1), 1024 + 2 * token)
+    for f in files:
+        f.close()
+    (tmp_path / "meta.json").write_text('{"vocab_size": 65536}')
+    stream = open_data(tmp_path).split("train")
+    assert len(stream) == 5 * size
+    start, memory = time.time(), []
+    with closing(Loader(stream, causal(T), B, seed=3)) as loader:
+        for i in range(n):
+            batch = next(loader)["idx"]
+            assert batch[:, 0].tolist() == list(range(i * B + 1, (i + 1) * B + 1)) and not batch[:, 1:].any()
+            memory.append(resident())
+    # The first batches allocate what all others use again. The others' pages of 4 kB are 8,960 kB, and a map brings
+    # fifteen more with each.
+    assert memory[-1] - memory[4] < 6000
+    assert time.time() - start < 5  # reading ahead takes tens of seconds
+    for file in tmp_path.iterdir():  # not kept for the next runs: some tools write holes out
+        file.unlink()
 
 
 # ---------------------------------------------------------------------------------------------------------- mixtures

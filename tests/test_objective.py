@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configurator import Config, parse
 from data.hashing import mix
 from data.objective import OBJECTIVE, Causal, Masked, Seq2Seq
+from model import Model, ModelConfig
 
 V = 1000
 KEYS = mix(np.arange(20_000, dtype=np.uint64))
@@ -181,6 +183,48 @@ def test_a_row_depends_on_its_own_key_and_window_only(name):
 @pytest.mark.parametrize("name", OBJECTIVE)
 def test_documents_only_with_doc_mask(name):
     assert not {"docs", "source_docs"} & OBJECTIVE[name](V, 0, 8)(texts(2, 8, 0.5), KEYS[:2]).keys()
+
+
+@pytest.mark.parametrize("pos", ["learned", "sinusoidal"])
+@pytest.mark.parametrize("name", OBJECTIVE)
+def test_a_packed_document_is_as_if_alone(name, pos):
+    """With doc_positions, logits and gradients of windows with several documents are those of each document by itself,
+    in a model that knows of no documents."""
+    window = texts(2, 24, 0)
+    window[0, [5, 14]] = window[1, [0, 1, 12]] = 0  # the first row begins inside of a document
+    objective = OBJECTIVE[name](V, 0, 24, True, 0.5, 2)
+    batch = objective(window, KEYS[:2])
+    idx = batch["text"][:, :-1] if "text" in batch else batch["idx"]
+    docs, source, source_docs = batch["docs"], batch.get("source"), batch.get("source_docs")
+    assert all(len(set(row)) > 1 for row in docs.tolist())  # of seq2seq, those that have a span
+
+    def model(**flags) -> Model:
+        shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=24, vocab_size=V + objective.extra_ids)
+        torch.manual_seed(1)
+        return Model(ModelConfig(**shape, objective=name, pos=pos, **flags)).double()
+
+    torch.manual_seed(2)
+    weights = torch.randn(2, idx.size(1), V + objective.extra_ids, dtype=torch.float64)  # of the gradients
+    packed, plain = model(doc_mask=True, doc_positions=True), model()
+    logits = packed(idx, docs=docs, source=source, source_docs=source_docs)
+    (logits * weights).sum().backward()
+    for row in range(2):
+        for number in docs[row].unique():
+            here = docs[row] == number
+            of_it = None if source is None else source[row][source_docs[row] == number][None]
+            alone = plain(idx[row][here][None], source=of_it)[0]
+            assert torch.allclose(logits[row][here], alone, rtol=0, atol=1e-10)
+            (alone * weights[row][here]).sum().backward()
+    for (which, p), q in zip(packed.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=0, atol=1e-10), which
+
+
+@pytest.mark.parametrize("pos", ["rope", "alibi", "none"])
+def test_distances_need_no_doc_positions(pos):
+    with pytest.raises(ValueError, match=f"^doc_positions=True with pos={pos}: .*; .*set pos=learned$"):
+        ModelConfig(doc_mask=True, doc_positions=True, pos=pos)
+    with pytest.raises(ValueError, match="doc_positions=True .*only with doc_mask=True.*; .*set doc_mask=True$"):
+        parse(Config, ["--doc_positions=True"])
 
 
 @pytest.mark.parametrize(

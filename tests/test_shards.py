@@ -112,6 +112,16 @@ def test_reads_span_shard_ends(data):
             stream.read(bad, out)
 
 
+def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
+    """Not the end of the process, as it would be by a page that is gone."""
+    stream = open_data(prepare(tmp_path)).split("train")
+    os.truncate(tmp_path / "train_000000.bin", 1024 + 2 * 150)
+    out = np.full(10, -1)
+    stream.read(140, out)
+    assert out.tolist() == list(range(140, 150))
+    assert "train_000000.bin was cut: tokens 145 to 155 are not there" in error(stream.read, 145, out)
+
+
 def test_offsets_beyond_32_bits(tmp_path):
     n = 2**32 + 10  # 8 GiB of zeros that occupy no disk
     with open(tmp_path / "train_000000.bin", "wb") as f:
