@@ -73,6 +73,7 @@ class ModelConfig:
     objective: Literal["causal", "masked", "seq2seq"] = "causal"  # decoder; encoder (BERT); both (T5's corrupted spans)
     n_encoder_layer: int = 0  # blocks of the encoder, 0 = n_layer
     doc_mask: bool = False  # tokens attend only within their own document, which end-of-text begins
+    doc_positions: bool = False  # positions count from the beginning of each document; needs doc_mask
     # --- model: loss
     logit_softcap: float = 0.0  # c tanh(logits / c), 0 = off
     loss_chunk: int = 0  # tokens whose logits exist at once in the loss; 0 = as many as fit in 128 MiB
@@ -105,6 +106,11 @@ class ModelConfig:
         require(
             self.pos != "rope" or C // H % 2 == 0, f"pos=rope needs an even head size, and n_embd / n_head is {C // H}"
         )
+        require(
+            not self.doc_positions or self.pos in ("learned", "sinusoidal"),
+            f"doc_positions=True with pos={self.pos}: it moves embeddings of positions, and here there are only "
+            "distances, which a document does not change; leave doc_positions out, or set pos=learned",
+        )
         require(self.pos != "sinusoidal" or C % 2 == 0, f"pos=sinusoidal needs an even n_embd, and it is {C}")
         require(
             set(self.window_pattern) <= set("SL"),
@@ -127,11 +133,15 @@ class ModelConfig:
     def hidden_dim(self) -> int:
         """F: mlp_ratio * C, of gated kinds 2/3 of that, rounded to a multiple of 64 where C is one."""
         width = self.mlp_ratio * self.n_embd * (2 / 3 if MLP_KIND[self.mlp].inputs == 2 else 1)
-        unit = 64 if self.n_embd % 64 == 0 else 1
-        width = max(unit, round(width / unit) * unit)
+        width = max(self.hidden_unit, round(width / self.hidden_unit) * self.hidden_unit)
         # in a superblock each key/value head, or each group, takes its slice
         slices = math.lcm(self.kv_heads, self.n_group) if self.block == "superblock" else 1
         return -(-width // slices) * slices
+
+    @property
+    def hidden_unit(self) -> int:
+        """Hidden units come in groups of so many, in which a gated kind's gates stand before its values."""
+        return 64 if self.n_embd % 64 == 0 else 1
 
     @property
     def slots(self) -> int:
@@ -158,6 +168,7 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "n_group": (lambda c: c.block == "superblock" and c.pool == "separate", "block=superblock and pool=separate"),
     "n_slot": (lambda c: c.block == "superblock" and c.pool == "joint", "block=superblock and pool=joint"),
     "n_encoder_layer": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
+    "doc_positions": (lambda c: c.doc_mask, "doc_mask=True"),
     "mlp": (lambda c: c.block != "superblock" or c.pool == "separate", "pool=separate"),
     "norm": (lambda c: c.norm_placement != "none" or c.norm == "none", "norm_placement other than none"),
     "norm_placement": (lambda c: c.norm != "none" or c.norm_placement == "none", "norm other than none"),
@@ -199,7 +210,8 @@ class Norms(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Positions: what is added to the embedding, and what is done to q, k and v. t (T,) holds the absolute positions.
+# Positions: what is added to the embedding, and what is done to q, k and v. t (T,) holds the absolute positions; with
+# doc_positions the embedding gets (B, T) instead.
 
 
 class NoEmbedding(nn.Module):
@@ -228,14 +240,14 @@ class SinusoidalEmbedding(NoEmbedding):
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         C = x.size(-1)
-        angle = outer_angles(t, C, 10000.0)  # (T, C/2)
+        angle = outer_angles(t, C, 10000.0)  # (..., T, C/2)
         return x * math.sqrt(C) + torch.cat((angle.sin(), angle.cos()), dim=-1).to(x.dtype)
 
 
 def outer_angles(t: Tensor, width: int, theta: float) -> Tensor:
-    """t_i * theta^(-2j/width): (T,) -> (T, width/2), in float64 so that far positions keep their phase."""
+    """t_i * theta^(-2j/width): (..., T) -> (..., T, width/2), in float64 so that far positions keep their phase."""
     frequency = theta ** (-torch.arange(0, width, 2, device=t.device, dtype=ANGLE[t.device.type]) / width)
-    return t.to(frequency.dtype)[:, None] * frequency
+    return t.to(frequency.dtype)[..., None] * frequency
 
 
 ANGLE = {"mps": torch.float32, "cpu": torch.float64, "cuda": torch.float64, "meta": torch.float64}
@@ -382,8 +394,8 @@ def mix(
     """Attention softmax(cap(q k^T / sqrt(D))) v of what the mask admits: (B, H, T, E).
 
     q (B, H, T, E), k and v (B, Hkv, S, E), E >= D = head_dim: columns beyond D carry a position bias, which a softcap
-    leaves alone. slots: keys and values (Hkv, M, E) without position that every query sees. In causal attention a
-    single query is the last position, as in decoding.
+    leaves alone. slots: keys and values (Hkv, M, E) without position that every query sees. In causal attention the
+    queries are the last T of the S positions, as in decoding.
     """
     T, S = q.size(2), k.size(2)
     if T == 1 and mask.causal:
@@ -394,14 +406,21 @@ def mix(
     sdpa = partial(
         F.scaled_dot_product_attention, scale=head_dim**-0.5, dropout_p=dropout, enable_gqa=q.size(1) != k.size(1)
     )
+    past = S - T if mask.causal else 0  # keys before the first query, which every query sees unless there is a window
     if fused and mask.docs is None and mask.slopes is None:
-        if slots is None and not mask.window:
+        if slots is None and not past and not mask.window:
             return sdpa(q, k, v, is_causal=mask.causal)
-        if slots is None and mask.causal:
+        if slots is None and not past and mask.causal:
             return window_attention(sdpa, q, k, v, mask.window)
         if not mask.window and q.device.type == "cpu":
-            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-            return SlotAttention.apply(q, k, v, *slots, head_dim**-0.5, mask.causal)
+            always = [x[:, :, :past] for x in (k, v)]  # (B, Hkv, M + past, E)
+            if slots is not None:
+                both = zip(slots, always, strict=True)
+                always = [torch.cat((x.expand(len(q), -1, -1, -1), y), dim=2) if past else x[None] for x, y in both]
+            k, v = (x[:, :, past:].repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+            return SlotAttention.apply(
+                q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always), head_dim**-0.5, mask.causal
+            )
     return strip_attention(
         sdpa if fused else partial(naive_attention, head_dim, softcap, dropout), q, k, v, mask, slots
     )
@@ -427,17 +446,17 @@ def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tenso
 
 
 class SlotAttention(torch.autograd.Function):
-    """One softmax over slots and context without a mask: two calls of the CPU's fused kernel, joined by their
+    """One softmax over slots, which every query sees, and context: two calls of the CPU's fused kernel, joined by their
     normalisers. Its backward takes the joint result and normaliser, and then each part's gradients are already right.
 
-    q (B, H, T, E), k and v (B, H, S, E), slot_k and slot_v (Hkv, M, E).
+    q (B, H, T, E), k and v (B, H, S, E), slot_k and slot_v (B, Hkv, M, E).
     """
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, slot_k: Tensor, slot_v: Tensor, scale: float, causal: bool):
         kernel = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
-        slots = (x.expand(len(q), -1, -1, -1) for x in (slot_k, slot_v))  # (B, Hkv, M, E)
-        y_slots, z_slots = kernel(q.reshape(len(q), len(slot_k), -1, q.size(3)), *slots)  # heads of a group one by one
+        q_slots = q.reshape(len(q), slot_k.size(1), -1, q.size(3))  # the heads of a group one after the other
+        y_slots, z_slots = kernel(q_slots, slot_k, slot_v)
         y, z = kernel(q, k, v, is_causal=causal)  # (B, H, T, E) and log of the normaliser (B, H, T)
         z_slots = z_slots.reshape(z.shape)
         total = torch.logaddexp(z, z_slots)
@@ -454,10 +473,9 @@ class SlotAttention(torch.autograd.Function):
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=0.0, scale=ctx.scale
         )
         dq, dk, dv = kernel(grad, q, k, v, y, total, is_causal=ctx.causal)
-        grad, q_slots, y, total = (x.reshape(len(x), len(slot_k), -1, *x.shape[3:]) for x in (grad, q, y, total))
-        slots = (x.expand(len(q), -1, -1, -1) for x in (slot_k, slot_v))
-        dq_slots, *d_slots = kernel(grad, q_slots, *slots, y, total, is_causal=False)
-        return dq + dq_slots.reshape(dq.shape), dk, dv, *(x.sum(0) for x in d_slots), None, None
+        grad, q_slots, y, total = (x.reshape(len(x), slot_k.size(1), -1, *x.shape[3:]) for x in (grad, q, y, total))
+        dq_slots, *d_slots = kernel(grad, q_slots, slot_k, slot_v, y, total, is_causal=False)
+        return dq + dq_slots.reshape(dq.shape), dk, dv, *d_slots, None, None
 
 
 def strip_attention(
@@ -522,7 +540,7 @@ def uniform_mix(q: Tensor, k: Tensor, v: Tensor, head_dim: int, mask: Mask) -> T
     total = at_least_float32(v).cumsum(dim=2)
     lo, hi = mask.reach(T, S, v.device)
     if mask.docs is None and not mask.window and mask.causal:
-        return (total / hi[:, None]).to(v.dtype)
+        return (total[:, :, S - T :] / hi[:, None]).to(v.dtype)
     total = F.pad(total, (0, 0, 1, 0))  # (B, H, S + 1, E): the sum of all values before a position
     ends = (x.view(-1, 1, T, 1).expand(len(v), v.size(1), T, v.size(3)) for x in (hi, lo))
     upper, lower = (total.gather(2, end) for end in ends)
@@ -701,9 +719,10 @@ class NearIdentity(nn.Linear):
     def __init__(self, width: int):
         super().__init__(width, width, bias=False)
         self.skip, self.resid = (nn.Parameter(torch.empty(1)) for _ in range(2))
+        self.same = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.skip * x + self.resid * super().forward(x)
+        return self.skip * self.same(x) + self.resid * super().forward(x)
 
 
 @dataclass(frozen=True)
@@ -729,17 +748,19 @@ MLP_KIND = {
 
 
 class MLP(nn.Module):
-    """W_down f(W_up x); gated kinds compute W_down (f(W_gate x) * W_up x) with gate and up in one weight."""
+    """W_down f(W_up x); gated kinds compute W_down (f(W_gate x) * W_up x) with gate and up in one weight, whose rows
+    come in groups so that tensor parallelism can cut between them."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        kind, hidden = MLP_KIND[cfg.mlp], cfg.hidden_dim
-        self.f, self.inputs, self.dropout = kind.f, kind.inputs, cfg.dropout
-        self.up = FusedLinear(cfg.n_embd, hidden * kind.inputs, cfg.bias, (0, 1, (hidden,) * kind.inputs))
+        kind, hidden, unit = MLP_KIND[cfg.mlp], cfg.hidden_dim, cfg.hidden_unit
+        self.f, self.rows, self.dropout = kind.f, (unit,) * kind.inputs, cfg.dropout
+        self.up = FusedLinear(cfg.n_embd, hidden * kind.inputs, cfg.bias, (0, hidden // unit, self.rows))
         self.down = nn.Linear(hidden, cfg.n_embd, cfg.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.down(self.f(*self.up(x).chunk(self.inputs, dim=-1))), self.dropout, self.training)
+        parts = self.up(x).unflatten(-1, (-1, sum(self.rows))).split(self.rows, dim=-1)  # each (B, T, F / unit, unit)
+        return F.dropout(self.down(self.f(*parts).flatten(2)), self.dropout, self.training)
 
 
 class ContextPool(nn.Module):
@@ -813,13 +834,15 @@ class Pools(nn.Module):
 
     def __init__(self, cfg: ModelConfig, *pools: nn.Module):
         super().__init__()
-        self.pools, self.groups, self.dropout = nn.ModuleList(pools), cfg.kv_heads, cfg.dropout
+        self.pools, self.dropout = nn.ModuleList(pools), cfg.dropout
         rows, columns = (sum((getattr(pool, side) for pool in pools), ()) for side in ("rows", "columns"))
-        self.into = FusedLinear(cfg.n_embd, self.groups * sum(rows), cfg.bias, (0, self.groups, rows))
-        self.out = FusedLinear(self.groups * sum(columns), cfg.n_embd, cfg.bias, (1, self.groups, columns))
+        groups = cfg.kv_heads
+        self.into = FusedLinear(cfg.n_embd, groups * sum(rows), cfg.bias, (0, groups, rows))
+        self.out = FusedLinear(groups * sum(columns), cfg.n_embd, cfg.bias, (1, groups, columns))
 
     def forward(self, x: Tensor, at: At) -> Tensor:
-        parts = iter(self.into(x).unflatten(-1, (self.groups, -1)).split(self.into.fused[2], dim=-1))
+        rows = self.into.fused[2]
+        parts = iter(self.into(x).unflatten(-1, (-1, sum(rows))).split(rows, dim=-1))
         y = [pool(*(next(parts) for _ in pool.rows), at) for pool in self.pools]  # each (B, T, Hkv, columns)
         return F.dropout(self.out(torch.cat(y, dim=-1).flatten(2)), self.dropout, self.training)
 
@@ -1076,7 +1099,12 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """nanoGPT's scheme, and He and Hofmann's for what is simplified.
+        for name, value in self.initial_weights():
+            self.get_parameter(name).copy_(value)
+
+    def initial_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and initial values of all parameters, drawn in this order: nanoGPT's scheme, and He and Hofmann's for
+        what is simplified. One at a time, so that whoever keeps parts of a model on the meta device needs no more.
 
         parameter                          initial value
         embeddings, head, linear           N(0, 0.02)
@@ -1092,19 +1120,21 @@ class Model(nn.Module):
         summands = (3 if self.encoder else 2) * cfg.n_layer, 2 * (cfg.n_encoder_layer or cfg.n_layer)
         constants["resid"] = 0.2 if cfg.simplified_value_proj == "all" else 1.0
         for name, p in self.named_parameters():
+            layer, _, kind = name.rpartition(".")
+            value, module = torch.empty(p.shape, dtype=p.dtype), self.get_submodule(layer)
             if p.dim() == 1:
-                nn.init.constant_(p, constants.get(name.rpartition(".")[2], 1.0))
-            elif name.endswith(("slot_k", "slot_v")):
-                nn.init.normal_(p, std=0.02 * math.sqrt(cfg.n_embd))
+                nn.init.constant_(value, constants.get(kind, 1.0))
+            elif kind in ("slot_k", "slot_v"):
+                nn.init.normal_(value, std=0.02 * math.sqrt(cfg.n_embd))
             else:
                 summand = name.endswith(("out.weight", "down.weight")) and not simplified
-                nn.init.normal_(p, std=0.02 / math.sqrt(summands[name.startswith("encoder")]) if summand else 0.02)
-        for module in self.modules():  # last, so that nothing overwrites these zeros
-            if isinstance(module, NearIdentity):
-                nn.init.zeros_(module.weight)
-            if isinstance(module, ShapedAttention):
-                _, groups, sizes = module.qk.fused
-                module.qk.weight.view(groups, sum(sizes), -1)[:, : sizes[0]] = 0
+                nn.init.normal_(value, std=0.02 / math.sqrt(summands[name.startswith("encoder")]) if summand else 0.02)
+            if isinstance(module, NearIdentity) and kind == "weight":
+                value.zero_()
+            if layer.endswith(".qk") and kind == "weight":
+                _, groups, sizes = module.fused
+                value.view(groups, sum(sizes), -1)[:, : sizes[0]] = 0
+            yield name, value
 
     def forward(
         self,
@@ -1128,14 +1158,18 @@ class Model(nn.Module):
         """source (B, S) -> the encoder's memory of it, (B, S, C); nothing, where there is no encoder."""
         given, wanted = source is not None, self.encoder is not None
         require(given == wanted, f"objective={self.cfg.objective} {'needs a' if wanted else 'reads no'} source")
-        return self.encoder(*self.embed(source, 0), docs) if given else None
+        return self.encoder(*self.embed(source, 0, docs), docs) if given else None
 
-    def embed(self, idx: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """idx (B, T) that begins at position start -> the stream (B, T, C) and the positions (T,)."""
+    def embed(self, idx: Tensor, start: int, docs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """idx (B, T) that begins at position start, document numbers (B, T) -> the stream (B, T, C), positions (T,)."""
         T, limit = idx.size(1), self.cfg.block_size
         require(start + T <= limit, f"a sequence of {start + T} tokens does not fit in block_size={limit}; crop it")
         t = torch.arange(start, start + T, device=idx.device)
-        return F.dropout(self.pos(self.wte(idx), t), self.cfg.dropout, self.training), t
+        place = t
+        if docs is not None and self.cfg.doc_positions:
+            docs = docs.contiguous()
+            place = t - torch.searchsorted(docs, docs)  # (B, T), from the first token of its document
+        return F.dropout(self.pos(self.wte(idx), place), self.cfg.dropout, self.training), t
 
     def hidden(
         self,
@@ -1146,7 +1180,7 @@ class Model(nn.Module):
         memory_docs: Tensor | None = None,
     ) -> Tensor:
         """idx (B, T), its first token at position start -> the stream that the head reads, (B, T, C)."""
-        x, t = self.embed(idx, start)
+        x, t = self.embed(idx, start, docs)
         both = None if docs is None else (docs, docs)
         at = At(self.rotate.table(t, x.dtype), both, memory, None if docs is None else (docs, memory_docs))
         for block in self.blocks:

@@ -243,10 +243,16 @@ def copy(target: torch.nn.Linear, *sources: torch.nn.Linear, weight=lambda w: w,
         target.bias.copy_(bias(*(source.bias for source in sources)))
 
 
-def copy_standard(a: M.StandardBlock, b: M.Superblock, hidden: int):
+def kinds(mlp: M.MLP, up: torch.Tensor) -> list[torch.Tensor]:
+    """Rows of an MLP's `up` -> those of all gates, those of all values; or all, where there are no gates."""
+    _, groups, sizes = mlp.up.fused
+    return [x.flatten(0, 1) for x in up.unflatten(0, (groups, -1)).split(sizes, dim=1)]
+
+
+def copy_standard(a: M.StandardBlock, b: M.Superblock):
     """Of wiring=series: each pool has its own matrices."""
     first, *cross, second = (reader for (reader,) in b.readers)
-    mlp = lambda up: group_major(second.groups, *up.split(hidden))  # noqa: E731
+    mlp = lambda up: group_major(second.into.fused[1], *kinds(a.mlp, up))  # noqa: E731
     copy(first.into, a.attn.qkv), copy(first.out, a.attn.out)
     copy(second.into, a.mlp.up, weight=mlp, bias=mlp), copy(second.out, a.mlp.down)
     norms = [a.norm_attn, a.norm_mlp]
@@ -257,12 +263,12 @@ def copy_standard(a: M.StandardBlock, b: M.Superblock, hidden: int):
         target.load_state_dict(source.state_dict())
 
 
-def copy_parallel(a: M.ParallelBlock, b: M.Superblock, hidden: int):
+def copy_parallel(a: M.ParallelBlock, b: M.Superblock):
     """Of wiring=parallel: the rows of a group side by side, and so the columns."""
     ((both,),) = b.readers
-    rows = lambda qkv, up: group_major(both.groups, qkv, *up.split(hidden))  # noqa: E731
+    rows = lambda qkv, up: group_major(both.into.fused[1], qkv, *kinds(a.mlp, up))  # noqa: E731
     copy(both.into, a.attn.qkv, a.mlp.up, weight=rows, bias=rows)
-    columns = lambda *w: group_major(both.groups, *(x.T for x in w)).T  # noqa: E731
+    columns = lambda *w: group_major(both.into.fused[1], *(x.T for x in w)).T  # noqa: E731
     copy(both.out, a.attn.out, a.mlp.down, weight=columns, bias=torch.add)
     b.norms[0].load_state_dict(a.norm.state_dict())
 
@@ -288,7 +294,7 @@ def test_superblock_is_the_block_it_generalises(wiring, block, objective, mlp, h
     with torch.no_grad():
         for stack in ("blocks", "encoder.blocks") if known.encoder else ("blocks",):
             for a, b in zip(known.get_submodule(stack), ours.get_submodule(stack), strict=True):
-                {"standard": copy_standard, "parallel": copy_parallel}[block](a, b, ours.cfg.hidden_dim)
+                {"standard": copy_standard, "parallel": copy_parallel}[block](a, b)
         for name in ("wte", "norm", "pos") + (("encoder.norm",) if known.encoder else ()):
             ours.get_submodule(name).load_state_dict(known.get_submodule(name).state_dict())
     idx, given = tokens(2, 13), beside(known, docs=objective != "causal")
@@ -296,8 +302,8 @@ def test_superblock_is_the_block_it_generalises(wiring, block, objective, mlp, h
     if wiring == "parallel" and not bias:
         for net in (known, ours):
             net(idx, idx, **given).backward()
-        got, attn, up = ours.blocks[0].readers[0][0].into.weight.grad, known.blocks[0].attn, known.blocks[0].mlp.up
-        rows = group_major(ours.cfg.kv_heads, attn.qkv.weight.grad, *up.weight.grad.split(ours.cfg.hidden_dim))
+        got, attn, mlp = ours.blocks[0].readers[0][0].into.weight.grad, known.blocks[0].attn, known.blocks[0].mlp
+        rows = group_major(ours.cfg.kv_heads, attn.qkv.weight.grad, *kinds(mlp, mlp.up.weight.grad))
         assert torch.allclose(got, rows, atol=1e-10)
 
 

@@ -306,7 +306,7 @@ def assert_same(got, expected, wanted, rtol=1e-10, atol=1e-10):
         assert torch.allclose(a, b, rtol, atol)
 
 
-@pytest.mark.parametrize("T,S", [(11, 11), (1, 11)])
+@pytest.mark.parametrize("T,S", [(11, 11), (1, 11), (4, 11)])
 @pytest.mark.parametrize("Hkv", [6, 2, 1])
 @pytest.mark.parametrize("window", [0, 1, 3, 4, 10, 11])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
@@ -352,6 +352,10 @@ def test_mix_equals_naive_attention_under_every_mask(causal, window, docs, alibi
         got = mix(q, k, v, 2, Mask(causal, window, numbers, slopes), softcap, slots=pair)
         expected = naive_attention(q, k, v, window, softcap, slopes, causal, numbers, pair)
         assert_same(got, expected, (q, k, v, *(pair or ())))
+        last, numbers = q[:, :, -length // 3 :], numbers and (numbers[0][:, -length // 3 :], numbers[1])
+        got = mix(last, k, v, 2, Mask(causal, window, numbers, slopes), softcap, slots=pair)
+        expected = naive_attention(last, k, v, window, softcap, slopes, causal, numbers, pair)
+        assert_same(got, expected, (q, k, v, *(pair or ())))
 
 
 @pytest.mark.parametrize("T,S", [(11, 7), (7, 11), (1, 11), (270, 19), (140, 270)])
@@ -372,7 +376,7 @@ def test_slot_attention_in_low_precision(causal, dtype, tolerance):
     """Against the whole in float64, from the same rounded numbers; only the kernel's own rounding is left."""
     given = [x.detach().to(dtype).requires_grad_() for x in leaves(*[(2, 4, 40, 8)] * 3, (2, 6, 8), (2, 6, 8))]
     q, k, v, *slots = exact = [x.detach().double().requires_grad_() for x in given]
-    got = M.SlotAttention.apply(*given, 8**-0.5, causal)
+    got = M.SlotAttention.apply(*given[:3], *(x.expand(2, -1, -1, -1) for x in given[3:]), 8**-0.5, causal)
     assert got.dtype == dtype
     expected = naive_attention(q, k, v, causal=causal, slots=[x.repeat_interleave(2, dim=0) for x in slots])
     assert torch.allclose(got.double(), expected, rtol=tolerance, atol=tolerance)
@@ -602,7 +606,7 @@ def test_plain_mlp(kind, f):
 def test_gated_mlp(kind, f):
     model = build(mlp=kind)
     mlp, x = model.blocks[0].mlp, torch.randn(3, 2, 32, dtype=torch.float64)
-    gate, up = mlp.up.weight.split(mlp.up.weight.size(0) // 2)
+    gate, up = mlp.up.weight[::2], mlp.up.weight[1::2]
     assert torch.allclose(mlp(x), (f(x @ gate.T) * (x @ up.T)) @ mlp.down.weight.T)
 
 

@@ -254,7 +254,7 @@ def test_real_model():
     muon.param_groups[0]["weight_decay"] = 0.0
     muon.step()
     q, k, v = (qkv.detach() - before["blocks.0.attn.qkv.weight"]).view(2, 4, 8, 32).split((2, 1, 1), dim=1)  # Hkv G D C
-    gate, value = (up.detach() - before["blocks.0.mlp.up.weight"]).chunk(2)
+    gate, value = (up.detach() - before["blocks.0.mlp.up.weight"]).unflatten(0, (-1, 2)).unbind(1)
     for update in (q, k, v, gate, value):
         update = update.reshape(-1, 32) / 0.02
         s = torch.linalg.svdvals(update) / max(1, update.size(0) / 32) ** 0.5

@@ -102,8 +102,13 @@ def cross_attention(q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear) ->
     return put("cross.attn.into", q) | kv | put("cross.attn.out", out)
 
 
+def in_turn(gate: Tensor, up: Tensor) -> Tensor:
+    """A gate's row, then the value's that it multiplies: groups of one, as C is no multiple of 64."""
+    return group_major(gate, up, groups=len(gate))
+
+
 def gated_mlp(theirs: nn.Module) -> dict[str, Tensor]:
-    return put("mlp.up", theirs.gate_proj, theirs.up_proj) | put("mlp.down", theirs.down_proj)
+    return put("mlp.up", theirs.gate_proj, theirs.up_proj, merge=in_turn) | put("mlp.down", theirs.down_proj)
 
 
 def inside(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -612,7 +617,7 @@ def modernbert(hf):
             | put("attn.qkv", layer.attn.Wqkv, merge=thirds)
             | put("attn.out", layer.attn.Wo)
             | put("norm_mlp.before", layer.mlp_norm)
-            | put("mlp.up", layer.mlp.Wi)
+            | put("mlp.up", layer.mlp.Wi, merge=lambda w: in_turn(*w.chunk(2)))
             | put("mlp.down", layer.mlp.Wo)
         )
 
@@ -700,8 +705,8 @@ def t5_weights(reference: nn.Module) -> dict[str, Tensor]:
             theirs, norm = layer.layer[1].EncDecAttention, layer.layer[1].layer_norm
             weights |= cross_attention(scaled(theirs.q), theirs.k, theirs.v, theirs.o) | put("cross.norm.before", norm)
         mlp, norm = layer.layer[-1].DenseReluDense, layer.layer[-1].layer_norm
-        up = [mlp.wi] if hasattr(mlp, "wi") else [mlp.wi_0, mlp.wi_1]
-        return weights | put("norm_mlp.before", norm) | put("mlp.up", *up) | put("mlp.down", mlp.wo)
+        up = put("mlp.up", mlp.wi) if hasattr(mlp, "wi") else put("mlp.up", mlp.wi_0, mlp.wi_1, merge=in_turn)
+        return weights | put("norm_mlp.before", norm) | up | put("mlp.down", mlp.wo)
 
     encoder = blocks(reference.encoder.block, weights_of) | put("norm", reference.encoder.final_layer_norm)
     weights = put("wte", reference.shared) | inside("encoder", encoder) | blocks(reference.decoder.block, weights_of)
