@@ -4,6 +4,9 @@
     path = find(out_dir)                            the step directory that `latest` (or `best`) points to
     state = read_state(path)                        what was given to save, with "step"
     load(path, tensors)                             into the given tensors, in place
+    saver = Saver(asynchronous=True)                its save returns at once, and training goes on
+
+    python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]     the weights in one file
 
 On disk, where out_dir lies on a file system that all ranks share:
 
@@ -21,8 +24,12 @@ import logging
 import os
 import re
 import shutil
+import sys
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +40,28 @@ from torch import Tensor
 FORMAT = 1
 STEP = re.compile(r"step_(\d{8,})")
 LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|latest|best)")
+USAGE = "usage: python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]"
 
 
 def save(
-    out_dir: str | Path, step: int, tensors: dict[str, Tensor], state: dict, keep_last: int = 2, best: bool = False
+    out_dir: str | Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    state: dict,
+    keep_last: int = 2,
+    best: bool = False,
+    group: dist.ProcessGroup | None = None,
+    copies: dict[str, Tensor] | None = None,
 ) -> Path:
     """Write out_dir/step_<step> and point `latest` (and, if asked, `best`) to it; returns its path.
 
     Ranks may give different names (their random states); a plain tensor that several give is taken to be the same.
     `state` holds JSON values, and rank 0's is written. Of the steps up to this one the newest `keep_last` stay, and
     those that a pointer names. Raises OSError, on every rank, if any rank cannot write; older checkpoints then stay.
+    (If a rank is gone, the others raise RuntimeError, as every collective does.)
+
+    group   for the collectives, by default that of all ranks
+    copies  this rank's part of every tensor, to be written instead of what `tensors` hold by then
     """
     from torch.distributed import checkpoint as dcp
 
@@ -52,11 +71,14 @@ def save(
     final = out_dir / f"step_{step:08d}"
     partial = out_dir / f".tmp-{final.name}"
     text = json.dumps({**state, "format": FORMAT, "step": step}, indent=1)
+    writer, planner = dcp.FileSystemWriter(partial), dcp.DefaultSavePlanner()
+    if copies is not None:
+        planner.lookup_object = lambda index: copies[index.fqn]
     try:
-        _together(lambda: _is_first_rank() and _begin(out_dir, partial))
-        _run(dcp.save, dict(tensors), storage_writer=dcp.FileSystemWriter(partial))
-        _together(lambda: _is_first_rank() and _commit(partial, final, text, keep_last, best))
-    except (OSError, ValueError, RuntimeError) as error:
+        _together(lambda: _is_first_rank() and _begin(out_dir, partial), group)
+        _run(dcp.save, tensors, group, storage_writer=writer, planner=planner)
+        _together(lambda: _is_first_rank() and _commit(partial, final, text, keep_last, best), group)
+    except (OSError, ValueError) as error:
         if _is_first_rank():
             shutil.rmtree(partial, ignore_errors=True)
         free = f"{shutil.disk_usage(out_dir).free / 1e6:,.0f} MB free" if out_dir.is_dir() else "no directory"
@@ -65,6 +87,76 @@ def save(
             "room or give another --out_dir, on a file system that all ranks share, and resume"
         ) from error
     return final
+
+
+class Saver:
+    """`save` for a training loop. Every rank makes one after they have joined, and calls the same methods in turn.
+
+    An asynchronous `save` returns once this rank's part of every tensor is copied to host memory, which stays for the
+    next one; a thread runs the function `save`. It is a daemon's thread: a process that fails does not wait for it. Its
+    collectives have a group of their own, as those of two threads must not mix; and where ranks wait for a slow disk,
+    the timeout of the loop's collectives does not count.
+
+    What the function `save` raises, `save` raises too; after an asynchronous one it is the next `wait` or `save`, which
+    then saves nothing.
+    """
+
+    def __init__(self, asynchronous: bool):
+        self.asynchronous = asynchronous
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.saved: int | None = None  # step of the last one that is known to be on the disk
+        self.copies: dict[str, Tensor] = {}
+        self.running: Future | None = None
+
+    def save(
+        self,
+        out_dir: str | Path,
+        step: int,
+        tensors: dict[str, Tensor],
+        state: dict,
+        keep_last: int = 2,
+        best: bool = False,
+    ):
+        """As the function `save`; waits for the one before it."""
+        self.wait()
+        arguments = (out_dir, step, dict(tensors), deepcopy(state), keep_last, best, self.group)
+        if not self.asynchronous:
+            save(*arguments)
+            self.saved = step
+            return
+        copies = self.copies = {name: _copy(tensor, self.copies.get(name)) for name, tensor in tensors.items()}
+        device = -1  # none, to torch.cuda.set_device
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            device = torch.cuda.current_device()
+        running = self.running = Future()
+
+        def work():
+            try:
+                torch.cuda.set_device(device)  # a new thread's would be the first one
+                save(*arguments, copies)
+                running.set_result(step)
+            except BaseException as error:
+                running.set_exception(error)
+
+        threading.Thread(target=work, name="checkpoint", daemon=True).start()
+
+    def wait(self):
+        """Returns when the last save is on the disk: to be called before the run ends, and before saying so."""
+        running, self.running = self.running, None
+        if running:
+            self.saved = running.result()
+
+
+def _copy(tensor: Tensor, buffer: Tensor | None) -> Tensor:
+    """This rank's part of the tensor in host memory, in `buffer` if it fits; from a GPU it may still be on its way."""
+    from torch.distributed.tensor import DTensor
+
+    part = tensor.detach()
+    part = part.to_local() if isinstance(part, DTensor) else part
+    if buffer is None or (buffer.shape, buffer.stride(), buffer.dtype) != (part.shape, part.stride(), part.dtype):
+        buffer = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+    return buffer.copy_(part, non_blocking=part.is_cuda)
 
 
 def find(where: str | Path, which: str = "latest") -> Path:
@@ -144,9 +236,62 @@ def load(path: str | Path, tensors: dict[str, Tensor]) -> None:
     metadata = _together(check)
 
     try:
-        _run(dcp.load, dict(tensors), storage_reader=SafeReader(path, metadata))
+        _run(dcp.load, tensors, storage_reader=SafeReader(path, metadata))
     except ValueError as error:
         raise _damaged(path, error) from error
+
+
+def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") -> Path:
+    """Write the model's weights as one safetensors file, whatever ranks saved them; returns the checkpoint's path.
+
+    One process calls it, with room for the weights in memory. Names are those of the model's parameters; where tied
+    weights have two, the first stays: wte.weight, and there is no head.weight. The file's metadata has `format` (pt),
+    `step`, and `flags`, the run's flags as JSON. Raises OSError or ValueError; there is no half file then.
+    """
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ValueError("safetensors is not installed; pip install safetensors, or pip install -e .") from error
+    path, file = find(out_dir, which), Path(file)
+    if file.exists():
+        raise FileExistsError(f"{file} is there already; delete it, or name another file")
+    state = read_state(path, {"flags": dict})
+    weights = {name: spec for name, spec in shapes(path).items() if name.startswith("model.")}
+    if not weights:
+        raise ValueError(f"checkpoint {path} holds no weights; give the out_dir of a training run")
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in weights.items()}
+    size, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(file.parent).free
+    if size > free:
+        raise OSError(f"{file} needs {size / 1e6:,.0f} MB and its disk has {free / 1e6:,.0f}; make room")
+    load(path, tensors)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    partial = file.with_name(f".tmp-{file.name}")
+    try:
+        metadata = {"format": "pt", "step": str(state["step"]), "flags": json.dumps(state["flags"])}
+        save_file(tensors, partial, metadata)
+        _fsync(partial)
+        partial.rename(file)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"cannot write {file}: {error}; see to its folder and the room on its disk") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    _fsync(file.parent)
+    return path
+
+
+def main(argv: list[str]) -> int:
+    """The command line; returns the exit code."""
+    from configurator import user_errors
+
+    match sorted(argv, key=lambda arg: arg.startswith("--")):  # flags last
+        case ["consolidate", out_dir, file, *flags] if flags in ([], ["--which=latest"], ["--which=best"]):
+            with user_errors():
+                path = consolidate(out_dir, file, *(flag.removeprefix("--which=") for flag in flags))
+                print(f"{file}: the weights of {path}")
+            return 0
+    print(USAGE, file=sys.stderr)
+    return 2
 
 
 def _begin(out_dir: Path, partial: Path) -> None:
@@ -215,7 +360,7 @@ def _is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _together(action: Callable[[], Any]) -> Any:
+def _together(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
     """action(); if it raises OSError or ValueError on one rank, all ranks raise it: none waits for ever for another."""
     result, error = None, None
     try:
@@ -223,24 +368,31 @@ def _together(action: Callable[[], Any]) -> Any:
     except (OSError, ValueError) as caught:
         error = caught
     if dist.is_initialized():
-        errors: list[Exception | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
+        errors: list[Exception | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(errors, error, group)
         error = next((e for e in errors if e is not None), None)
     if error is not None:
         raise error
     return result
 
 
-def _run(operation: Callable, tensors: dict[str, Tensor], **storage: Any) -> None:
-    """dcp.save or dcp.load; the failure of the first rank that failed is raised by all."""
+def _run(operation: Callable, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None, **how: Any) -> None:
+    """dcp.save or dcp.load; the failure of the first rank that failed is raised by all.
+
+    That of a write can be a RuntimeError, and is made an OSError: those that are left are of collectives, where another
+    rank is gone.
+    """
     from torch.distributed.checkpoint import CheckpointException
 
+    from engine.dcp_reader import first_line
+
+    # For good, not inside of catch_warnings: that is no matter of one thread.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            operation(tensors, no_dist=not dist.is_initialized(), **storage)
+        operation(dict(tensors), process_group=group, no_dist=not dist.is_initialized(), **how)
     except CheckpointException as failure:
-        raise min(failure.failures.items())[1][0] from failure
+        error = min(failure.failures.items())[1][0]
+        raise OSError(first_line(error)) if isinstance(error, RuntimeError) else error from failure
 
 
 def _read_metadata(path: Path) -> Any:
@@ -254,3 +406,7 @@ def _read_metadata(path: Path) -> Any:
 
 def _damaged(path: Path, what: object) -> ValueError:
     return ValueError(f"checkpoint {path} is damaged: {what}; delete this directory to go on from the one before it")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,8 @@
-"""Checkpoints: bit for bit, whole after a kill at any instant, all ranks or none, and no code run by reading."""
+"""Checkpoints: bit for bit, in any layout, whole after a kill at any instant, all ranks or none, no code run."""
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -10,16 +11,24 @@ import pickle
 import resource
 import shutil
 import signal
+import subprocess
 import sys
+import threading
+import time
+from dataclasses import asdict
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from conftest import ROOT
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engine import checkpoint
+from model import Model, ModelConfig
 
 
 @pytest.fixture
@@ -184,6 +193,59 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, tensors):
     assert "file" in message(OSError, checkpoint.save, tmp_path / "file", 1, tensors, {})
 
 
+def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkeypatch):
+    checkpoint.Saver(asynchronous=False).save(tmp_path / "now", 1, tensors, {"seen": [1]}, best=True)
+    save, may_write = checkpoint.save, threading.Event()
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments: may_write.wait(20) and save(*arguments))
+    saver, live, state = checkpoint.Saver(asynchronous=True), {n: t.detach().clone() for n, t in tensors.items()}, [1]
+    saver.save(tmp_path / "later", 1, live, {"seen": state}, best=True)
+    state.append(2)
+    for tensor in live.values():
+        tensor.zero_()
+    assert not (tmp_path / "later").exists()
+    assert saver.saved is None
+    may_write.set()
+    saver.wait()
+    assert saver.saved == 1 and names(tmp_path / "later") == ["best", "latest", step_name(1)]
+    for name in ("__0_0.distcp", "state.json"):
+        first, second = (tmp_path / run / step_name(1) / name for run in ("now", "later"))
+        assert first.read_bytes() == second.read_bytes()
+
+    # The next one waits for the one under way, and its copies take the same memory.
+    memory = [copy.data_ptr() for copy in saver.copies.values()]
+    may_write.clear()
+    saver.save(tmp_path / "later", 2, live, {})
+    threading.Timer(0.3, may_write.set).start()
+    saver.save(tmp_path / "later", 3, tensors, {})
+    assert (tmp_path / "later" / step_name(2)).exists()
+    saver.wait()
+    assert memory == [copy.data_ptr() for copy in saver.copies.values()]
+    loaded = zeros(tensors)
+    checkpoint.load(checkpoint.find(tmp_path / "later"), loaded)
+    assert same(loaded, tensors)
+    saver.save(tmp_path / "later", 4, {"model.w": torch.ones(2)}, {})  # other shapes take other memory
+    saver.wait()
+    assert checkpoint.shapes(checkpoint.find(tmp_path / "later")) == {"model.w": ((2,), torch.float32)}
+
+
+def test_an_asynchronous_failure_is_raised_by_the_next_call(tmp_path, tensors):
+    saver = checkpoint.Saver(asynchronous=True)
+    saver.save(tmp_path, 1, tensors, {})
+    saver.wait()
+    with full_disk():
+        saver.save(tmp_path, 2, tensors, {})
+        text = message(OSError, saver.wait)
+    assert step_name(2) in text and "--out_dir" in text and saver.saved == 1
+    saver.wait()  # each failure is told once
+    with full_disk():
+        saver.save(tmp_path, 3, tensors, {})
+        text = message(OSError, saver.save, tmp_path, 4, tensors, {})
+    assert step_name(3) in text and names(tmp_path) == ["latest", step_name(1)]
+    saver.save(tmp_path, 5, tensors, {})
+    saver.wait()
+    assert names(tmp_path) == ["latest", step_name(1), step_name(5)]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A kill at every instant
 
@@ -218,11 +280,14 @@ def killed_before(operation, action):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("step", [3, 4])  # 3 is there already, and is latest and best: it is replaced
-def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, monkeypatch):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, asynchronous, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # a killed process loses nothing that it wrote
 
     def save(out_dir, step, value, **options):
-        checkpoint.save(out_dir, step, {"w": torch.full((3,), value)}, {"value": value}, **options)
+        saver = checkpoint.Saver(asynchronous)
+        saver.save(out_dir, step, {"w": torch.full((3,), value)}, {"value": value}, **options)
+        saver.wait()
 
     def value(path):
         loaded = {"w": torch.zeros(3)}
@@ -259,31 +324,52 @@ def test_a_kill_during_replacement_and_a_full_disk_after_it(tmp_path, tensors):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Two ranks
+# Several ranks
 
 
-def on_two_ranks(work, tmp_path):
-    """[work(0), work(1)] in two forked processes that share a gloo group."""
+def on_ranks(size, work, tmp_path):
+    """[work(0), work(1), ...] in `size` forked processes that share a gloo group."""
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
 
     def run(rank):
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=size)
         results.put((rank, work(rank)))
         dist.destroy_process_group()
 
-    ranks = [context.Process(target=run, args=(rank,)) for rank in range(2)]
+    ranks = [context.Process(target=run, args=(rank,)) for rank in range(size)]
     for process in ranks:
         process.start()
+    deadline = time.monotonic() + 60
     for process in ranks:
-        process.join(timeout=60)
-        if process.is_alive():
-            process.kill()
-            pytest.fail("a rank hangs")
-        assert process.exitcode == 0
+        process.join(timeout=max(0, deadline - time.monotonic()))
+    hanging = [process for process in ranks if process.is_alive()]
+    for process in hanging:
+        process.kill()
+    assert not hanging and [process.exitcode for process in ranks] == [0] * size
     (tmp_path / "store").unlink(missing_ok=True)
     return [result for _, result in sorted(results.get() for _ in ranks)]
+
+
+def part(whole, placements, mesh_shape, rank):
+    """What a rank holds: the dimensions of the mesh, outermost first, each cut what the one before it left."""
+    for placement, pieces, at in zip(placements, mesh_shape, np.unravel_index(rank, mesh_shape), strict=True):
+        if placement.is_shard():
+            rows = -(-whole.size(placement.dim) // pieces)  # the last pieces are smaller, or empty
+            whole = whole.narrow(placement.dim, *span(at * rows, (at + 1) * rows, whole.size(placement.dim)))
+    return whole.clone()
+
+
+def span(start, end, size):
+    """(start, length) of start .. end, as far as it lies within 0 .. size."""
+    return min(start, size), min(end, size) - min(start, size)
+
+
+def sharded(whole, placements, mesh_shape, rank):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    local = part(whole, placements, mesh_shape, rank)
+    return DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride())
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -297,7 +383,7 @@ def test_two_ranks_keep_their_own_and_write_the_shared_once(tmp_path):
         checkpoint.load(path, loaded)
         return same(loaded, shared | own)
 
-    assert on_two_ranks(work, tmp_path) == [True, True]
+    assert on_ranks(2, work, tmp_path) == [True, True]
     path = checkpoint.find(tmp_path / "run")
     assert checkpoint.read_state(path)["rank"] == 0
     loaded = zeros(shared) | {"rng.0": torch.zeros(3).long(), "rng.1": torch.zeros(3).long()}
@@ -307,17 +393,24 @@ def test_two_ranks_keep_their_own_and_write_the_shared_once(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_an_error_on_one_rank_is_raised_by_both(tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_error_on_one_rank_is_raised_by_both(tmp_path, asynchronous):
     tensors = {f"model.{i}": torch.arange(5000.0) + i for i in range(4)}
     first = checkpoint.save(tmp_path / "run", 1, tensors, {})
 
     def work(rank):
+        saver = checkpoint.Saver(asynchronous)
+
+        def save():
+            saver.save(tmp_path / "run", 2, tensors, {})
+            saver.wait()
+
         with full_disk() if rank == 1 else contextlib.nullcontext():
-            saving = message(OSError, checkpoint.save, tmp_path / "run", 2, tensors, {})
+            saving = message(OSError, save)
         absent = {"model.9": torch.zeros(1)} if rank == 1 else {}
         return saving, message(ValueError, checkpoint.load, first, tensors | absent)
 
-    for saving, loading in on_two_ranks(work, tmp_path):
+    for saving, loading in on_ranks(2, work, tmp_path):
         assert step_name(2) in saving
         assert "model.9 is absent" in loading
     assert names(tmp_path / "run") == ["latest", step_name(1)]
@@ -327,31 +420,233 @@ def test_an_error_on_one_rank_is_raised_by_both(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_shards_of_two_ranks_load_in_one_process_and_back(tmp_path):
+def test_a_rank_that_is_gone_is_no_full_disk(tmp_path):
+    """Going on after a save that failed would only fail again."""
+    checkpoint.save(tmp_path / "run", 1, {"w": torch.ones(3)}, {})
+
+    def work(rank):
+        saver = checkpoint.Saver(asynchronous=True)
+        if rank == 0:
+            saver.save(tmp_path / "run", 2, {"w": torch.zeros(3)}, {})
+            with pytest.raises(RuntimeError, match="onnection"):
+                saver.wait()
+
+    on_ranks(2, work, tmp_path)
+    loaded = {"w": torch.zeros(3)}
+    checkpoint.load(checkpoint.find(tmp_path / "run"), loaded)
+    assert loaded["w"].tolist() == [1, 1, 1]
+
+
+WHOLE = {  # sizes that two, four and two times two ranks share unevenly, or of which some of them get nothing
+    "13x5": torch.arange(65.0).view(13, 5),
+    "3x7": torch.arange(21).view(3, 7),
+    "1x4": torch.arange(4.0).bfloat16().view(1, 4),
+    "9": torch.arange(9.0),
+    "0x3": torch.zeros(0, 3),
+}
+LAYOUTS = {  # name -> how four ranks share it; tensor parallel outside of FSDP, as train.py does, and others
+    "rows_rows": ([Shard(0), Shard(0)], (2, 2)),
+    "columns_rows": ([Shard(1), Shard(0)], (2, 2)),
+    "copies_rows": ([Replicate(), Shard(0)], (2, 2)),
+    "rows_copies": ([Shard(0), Replicate()], (2, 2)),
+    "copies_copies": ([Replicate(), Replicate()], (2, 2)),
+    "rows_copies_rows": ([Shard(0), Replicate(), Shard(0)], (2, 1, 2)),
+    "columns_copies_rows": ([Shard(1), Replicate(), Shard(0)], (2, 2, 1)),
+    "rows": ([Shard(0)], (4,)),
+    "columns": ([Shard(1)], (4,)),
+}
+OTHER_LAYOUTS = [
+    ([Shard(0)], (2,)),
+    ([Shard(1)], (2,)),
+    ([Replicate()], (2,)),
+    ([Shard(0), Shard(0)], (2, 1)),
+    ([Shard(1), Shard(0)], (1, 2)),
+]
+
+
+def every_layout():
+    """Name -> (whole tensor, layout): WHOLE in all the LAYOUTS that it has the dimensions for."""
+    cases = {"scalar": (torch.tensor(3.5), LAYOUTS["copies_copies"])}
+    for (shape, whole), (name, layout) in itertools.product(WHOLE.items(), LAYOUTS.items()):
+        if whole.dim() > 1 or "columns" not in name:
+            cases[f"{name}.{shape}"] = whole, layout
+    return cases
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path, asynchronous):
     import torch._dynamo  # noqa: F401  DTensor needs it, and each forked rank would import it again
 
-    whole = torch.arange(35.0).view(5, 7)  # rows split 3 + 2
-
-    def shard(rank, dim):
-        local = whole.tensor_split([3 if dim == 0 else 4], dim)[rank].clone()
-        mesh = init_device_mesh("cpu", (2,))
-        return DTensor.from_local(local, mesh, [Shard(dim)], shape=whole.shape, stride=whole.stride())
+    cases = every_layout()
+    wholes = {name: whole for name, (whole, _) in cases.items()} | {"plain": torch.arange(5000.0)}
+    path = tmp_path / "run" / step_name(1)
 
     def save(rank):
-        checkpoint.save(tmp_path / "run", 1, {"w": shard(rank, 0)}, {})
+        saver = checkpoint.Saver(asynchronous)
+        tensors = {name: sharded(whole, *layout, rank) for name, (whole, layout) in cases.items()}
+        tensors |= {"plain": wholes["plain"].clone(), f"rng.{rank}": torch.full((2,), rank)}
+        saver.save(tmp_path / "run", 1, tensors, {})
+        for tensor in tensors.values() if asynchronous else ():  # training goes on
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
+            dist.all_reduce(torch.ones(1))
+        saver.wait()
 
     def load(rank):
-        columns = shard(rank, 1)
-        expected = columns.to_local().clone()
-        columns.to_local().zero_()
-        checkpoint.load(tmp_path / "run" / step_name(1), {"w": columns})
-        return torch.equal(columns.to_local(), expected)
+        right = []
+        for placements, mesh_shape in OTHER_LAYOUTS:
+            fits = {name: w for name, w in wholes.items() if w.dim() > max(getattr(p, "dim", -1) for p in placements)}
+            for source in (path, tmp_path / "single" / step_name(1)):
+                expected = {name: part(whole, placements, mesh_shape, rank) for name, whole in fits.items()}
+                loaded = {name: sharded(torch.zeros_like(w), placements, mesh_shape, rank) for name, w in fits.items()}
+                checkpoint.load(source, loaded)
+                right.append(same({name: tensor.to_local() for name, tensor in loaded.items()}, expected))
+        return right
 
-    on_two_ranks(save, tmp_path)
-    loaded = {"w": torch.zeros(5, 7)}
-    checkpoint.load(tmp_path / "run" / step_name(1), loaded)
-    assert torch.equal(loaded["w"], whole)
-    assert on_two_ranks(load, tmp_path) == [True, True]
+    on_ranks(4, save, tmp_path)
+    expected = wholes | {f"rng.{rank}": torch.full((2,), rank) for rank in range(4)}
+    loaded = zeros(expected)
+    checkpoint.load(path, loaded)
+    assert same(loaded, expected)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for name, pieces in [("plain", 1), ("copies_copies.9", 1), ("rows_copies.9", 2), ("rows_rows.9", 4), ("rng.3", 1)]:
+        assert len(metadata.state_dict_metadata[name].chunks) == pieces  # what several ranks have is written once
+    checkpoint.save(tmp_path / "single", 1, wholes, {})
+    assert on_ranks(2, load, tmp_path) == [[True] * 2 * len(OTHER_LAYOUTS)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_fsdp_and_its_optimizer(tmp_path):
+    """What fully_shard makes of parameters and AdamW of these, saved by three ranks, loaded by two and by one."""
+    import torch._dynamo  # noqa: F401
+    from torch.distributed.fsdp import fully_shard
+
+    def tensors_of(rank, size, loaded):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 2))
+        for module in (*model, model) if size > 1 else ():
+            fully_shard(module, mesh=init_device_mesh("cpu", (size,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(3, 7)).square().sum().backward()
+        optimizer.step()
+        tensors = {name: p.detach() for name, p in model.named_parameters()}
+        tensors |= {f"{n}.{kind}": t for n, p in model.named_parameters() for kind, t in optimizer.state[p].items()}
+        if loaded:
+            for tensor in tensors.values():
+                tensor.zero_()
+            checkpoint.load(tmp_path / step_name(1), tensors)
+        return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}, tensors
+
+    def save(rank):
+        wholes, tensors = tensors_of(rank, 3, loaded=False)
+        checkpoint.save(tmp_path, 1, tensors, {})
+        if rank == 0:
+            torch.save(wholes, tmp_path / "wholes.pt")
+
+    on_ranks(3, save, tmp_path)
+    wholes = torch.load(tmp_path / "wholes.pt")
+    assert len(wholes) == 4 * 4 and all(tensor.any() for tensor in wholes.values())
+    assert on_ranks(2, lambda rank: same(tensors_of(rank, 2, loaded=True)[0], wholes), tmp_path) == [True, True]
+    assert same(tensors_of(0, 1, loaded=True)[0], wholes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One file
+
+
+def trained(out_dir, **flags):
+    """A model whose weights are in a checkpoint of out_dir, the random ones with which it starts."""
+    torch.manual_seed(0)
+    cfg = ModelConfig(vocab_size=11, n_layer=2, n_head=2, n_embd=8, block_size=8, **flags)
+    model = Model(cfg).eval()
+    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    checkpoint.save(out_dir, 5, tensors | {"optim.w": torch.ones(9)}, {"flags": asdict(cfg)}, best=True)
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_consolidated_weights_give_the_same_logits(tmp_path, tied, capsys):
+    from safetensors import safe_open
+    from safetensors.torch import load_file, load_model
+
+    model, file = trained(tmp_path / "run", tie_weights=tied), tmp_path / "model.safetensors"
+    assert checkpoint.main(["consolidate", str(tmp_path / "run"), str(file)]) == 0
+    assert str(file) in capsys.readouterr().out and names(tmp_path) == ["model.safetensors", "run"]
+    tensors = load_file(file)
+    assert tensors.keys() == {name for name, _ in model.named_parameters()}
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    flags = json.loads(metadata.pop("flags"))
+    assert metadata == {"format": "pt", "step": "5"} and flags == asdict(model.cfg)
+
+    idx = torch.randint(11, (2, 8))
+    again, third = Model(ModelConfig(**flags)).eval(), Model(ModelConfig(**flags)).eval()
+    again.load_state_dict(tensors | ({"head.weight": tensors["wte.weight"]} if tied else {}))
+    load_model(third, file)  # safetensors' own, which knows of ties
+    with torch.no_grad():
+        assert not torch.equal(model(idx), Model(ModelConfig(**flags)).eval()(idx))
+        assert torch.equal(model(idx), again(idx)) and torch.equal(model(idx), third(idx))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_shards_are_consolidated(tmp_path):
+    import torch._dynamo  # noqa: F401
+
+    wholes = {name: whole for name, whole in WHOLE.items() if whole.dim() == 2}
+
+    def save(rank):
+        tensors = {f"model.{name}": sharded(w, [Shard(1), Shard(0)], (1, 2), rank) for name, w in wholes.items()}
+        checkpoint.save(tmp_path / "run", 1, tensors, {"flags": {}})
+
+    on_ranks(2, save, tmp_path)
+    checkpoint.consolidate(tmp_path / "run", tmp_path / "file")
+    from safetensors.torch import load_file
+
+    assert same(load_file(tmp_path / "file"), wholes)
+
+
+def test_consolidating_what_cannot_be(tmp_path, capsys, monkeypatch):
+    run, file = tmp_path / "run", tmp_path / "file"
+
+    def refused(*words, given=(run, file)):
+        with pytest.raises(SystemExit) as stop:
+            checkpoint.main(["consolidate", *map(str, given)])
+        line = capsys.readouterr().err
+        assert stop.value.code == 2 and line.startswith("error: ") and line.count("\n") == 1
+        assert all(str(word) in line for word in words)
+        assert not list(tmp_path.glob("*file*"))
+
+    refused("no directory", run)
+    run.mkdir()
+    refused("no checkpoint", run)
+    trained(run)
+    refused("no/such", given=(run, tmp_path / "no" / "such" / "file"))
+    refused(run / "latest", "already", given=(run, run / "latest"))
+    with full_disk():
+        refused(file, "room")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
+        refused(file, "0 MB", "room")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: os.write(handle, b""))  # fails: it is open for reading
+        refused(file, "room")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "safetensors", None)
+        refused("pip install safetensors")
+    checkpoint.save(tmp_path / "other", 1, {"w": torch.ones(2)}, {"flags": {}})
+    refused("no weights", given=(tmp_path / "other", file))
+    (run / "best").unlink()
+    refused("names no checkpoint", given=("--which=best", run, file))
+    shard = run / step_name(5) / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-2000])
+    refused(shard.parent, "damaged")
+
+
+def test_the_command_line():
+    done = subprocess.run([sys.executable, "-m", "engine.checkpoint"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == f"{checkpoint.USAGE}\n"
+    for wrong in ("consolidate a", "consolidate a b c", "other a b", "consolidate a b --which=last"):
+        assert checkpoint.main(wrong.split()) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
