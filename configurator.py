@@ -60,6 +60,8 @@ class Config(ModelConfig):
     always_save_checkpoint: bool = True  # save at every evaluation, not only when the validation loss improves
     save_interval: int = 0  # also save every so many steps, 0 = only at evaluations
     keep_last: int = 2  # checkpoints that stay, besides the best
+    async_checkpoint: bool = False  # write checkpoints while training goes on
+    on_save_error: Literal["stop", "continue"] = "stop"  # when a checkpoint cannot be written, as on a full disk
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # of the matrices; AdamW takes the rest
     learning_rate: float = 6e-4  # AdamW's peak
@@ -80,12 +82,31 @@ class Config(ModelConfig):
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; auto = bfloat16 on GPUs
     compile: bool | Literal["auto"] = "auto"  # torch.compile each block; auto = on GPUs
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"  # recompute all but matmuls, or whole blocks
+    # --- ranks, of torchrun
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # over what tp, cp and pp leave: copies, or shards (FSDP2, ZeRO-3)
+    fsdp_reshard: bool = True  # drop gathered weights after each forward; False = keep them until the backward (ZeRO-2)
+    fsdp_offload: bool = False  # weights, gradients and optimizer state in host memory
+    dp_replicate: int = 1  # HSDP: groups of ranks, each with one whole set of shards
+    tp: int = 1  # tensor parallel degree: heads, hidden units and vocabulary, must divide n_kv_head
+    cp: int = 1  # context parallel degree: each sequence in as many pieces
+    pp: int = 1  # pipeline parallel degree: the blocks in as many stages, 1F1B
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on GPUs
+    collective_timeout: int = 600  # seconds after which a rank that waits for another gives up
+    # --- plan
+    plan: bool = False  # print memory, communication and duration of this run for world_size GPUs, and stop
+    world_size: int = 1  # ranks to plan for
+    gpu: Literal["h100", "h200", "a100", "b200"] = "h100"  # to plan for
 
     # As in model.py: flag -> (is it used?, when it is).
     USED_WHEN: ClassVar[dict[str, tuple[Callable[["Config"], bool], str]]] = model.USED_WHEN | {
         "corrupt_ratio": (lambda c: c.objective != "causal", "objective=masked"),
         "span_length": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
+        "fsdp_reshard": (lambda c: c.parallel == "fsdp", "parallel=fsdp"),
+        "fsdp_offload": (lambda c: c.parallel == "fsdp", "parallel=fsdp"),
+        "dp_replicate": (lambda c: c.parallel == "fsdp", "parallel=fsdp"),
+        "world_size": (lambda c: c.plan, "plan=True"),
+        "gpu": (lambda c: c.plan, "plan=True"),
         "muon_lr": (lambda c: c.optimizer == "muon", "optimizer=muon"),
         "muon_momentum": (lambda c: c.optimizer == "muon", "optimizer=muon"),
         "lr_decay_iters": (lambda c: c.schedule != "constant", "schedule other than constant"),
@@ -102,6 +123,7 @@ class Config(ModelConfig):
         super().__post_init__()
         for names, low, high in (
             ("batch_size gradient_accumulation_steps max_iters eval_interval log_interval keep_last", 1, 2**31),
+            ("dp_replicate tp cp pp collective_timeout world_size", 1, 2**31),
             ("seed eval_iters save_interval warmup_iters lr_decay_iters cooldown_iters", 0, 2**31),
             ("learning_rate min_lr muon_lr weight_decay grad_clip", 0, float("inf")),
             ("beta1 beta2 muon_momentum", 0, 1),

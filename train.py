@@ -13,6 +13,7 @@ import math
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from types import NoneType
 
 import torch
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from configurator import Config, dump, parse, user_errors
 from data.loader import Loader, count_windows, eval_batches
@@ -28,6 +30,7 @@ from data.shards import DataSet, TokenStream, open_data
 from engine import checkpoint, interchange, optim, parallel
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops
 from engine.parallel import Ranks
+from engine.replica import Replica, outline
 from model import Model, ModelConfig, require
 
 DATA = Path(__file__).parent / "data"
@@ -53,6 +56,18 @@ def stored_flags(flags: dict) -> tuple[dict, str]:
         model_args, tensors, _ = interchange.read_nanogpt(file)
         return interchange.from_nanogpt(model_args, tensors)[0], file
     return {}, ""
+
+
+def restarted(cfg: Config) -> bool:
+    """Whether torchrun may start this command again (--max-restarts), and out_dir holds a checkpoint of this very run.
+
+    A run is its flags: a checkpoint with others is an older run's, which this one must not go on with.
+    """
+    if not parallel.may_restart() or not (Path(cfg.out_dir) / "latest").exists():
+        return False
+    stored = checkpoint.read_state(checkpoint.find(cfg.out_dir), STATE)["flags"]
+    mine = asdict(cfg).items()
+    return all(stored.get(name) == value for name, value in mine if name not in ("init_from", "vocab_size"))
 
 
 def check_out_dir(cfg: Config):
@@ -104,24 +119,24 @@ def check_same_model(cfg: Config, flags: dict, path: str | Path):
         )
 
 
-def init_model(cfg: Config, ranks: Ranks) -> Model:
-    """The same weights on every rank; afterwards each rank draws its own random numbers."""
-    torch.manual_seed(cfg.seed)
-    model = Model(cfg)
+def initial_weights(cfg: Config, model: Model) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that a run starts from, by name: the same on every rank."""
     kind, _, file = cfg.init_from.partition(":")
-    if kind == "nanogpt":
-        model_args, tensors, _ = interchange.read_nanogpt(file)
-        flags, tensors = interchange.from_nanogpt(model_args, tensors)
-        check_same_model(cfg, flags, file)
-        model.load_state_dict(tensors | {"head.weight": tensors["wte.weight"]})
-    torch.manual_seed(cfg.seed + 1 + ranks.rank)
-    return model.to(ranks.device)
+    if kind != "nanogpt":
+        return model.initial_weights()
+    model_args, tensors, _ = interchange.read_nanogpt(file)
+    flags, tensors = interchange.from_nanogpt(model_args, tensors)
+    check_same_model(cfg, flags, file)
+    return iter((tensors | {"head.weight": tensors["wte.weight"]}).items())
 
 
-def run_tensors(model: Model, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+def run_tensors(replica: Replica, optimizer: optim.Optimizer) -> dict[str, Tensor]:
     """Every tensor that a run consists of, by name: to save, or to load into."""
-    parameters = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    return parameters | {f"optim.{name}": t for name, t in optimizer.state_tensors(model).items()}
+    parameters = dict(replica.model.named_parameters())
+    tensors = {f"model.{name}": replica.whole(name, p.detach()) for name, p in parameters.items()}
+    for name, t in optimizer.state_tensors(replica.model).items():
+        tensors[f"optim.{name}"] = replica.whole(name.rpartition(".")[0], t)
+    return tensors
 
 
 def random_states(ranks: Ranks) -> dict[str, Tensor]:
@@ -131,19 +146,31 @@ def random_states(ranks: Ranks) -> dict[str, Tensor]:
     return states
 
 
-def restore(cfg: Config, ranks: Ranks, model: Model, optimizer: optim.Optimizer) -> dict:
+def restore(cfg: Config, ranks: Ranks, replica: Replica, optimizer: optim.Optimizer) -> dict:
     """Load the latest checkpoint in place; returns its state. ValueError if its model or tokenizer is another one."""
     path = checkpoint.find(cfg.out_dir)
     state = checkpoint.read_state(path, STATE)
     check_same_model(cfg, state["flags"], path)
     random, saved = random_states(ranks), checkpoint.shapes(path)
     random = {name: t for name, t in random.items() if name in saved}
-    checkpoint.load(path, run_tensors(model, optimizer) | random)
+    checkpoint.load(path, run_tensors(replica, optimizer) | random)
     for name, t in random.items():
         torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)
     if not random:  # this rank was not there
         torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])
     return state
+
+
+def show_plan(cfg: Config):
+    """Print what the run would cost on cfg.world_size GPUs. The vocabulary is the data's, if that is here."""
+    from engine import plan
+
+    if cfg.vocab_size == 0:
+        try:
+            open_dataset(cfg)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"vocab_size=0 is the data's, but {error}; or plan with --vocab_size=50304") from None
+    print(plan.report(plan.estimate(cfg)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,7 +187,7 @@ def guarded(batches: Iterator) -> Iterator:
 def mean_loss(
     cfg: Config,
     ranks: Ranks,
-    model: Model,
+    replica: Replica,
     objective: Objective,
     lengths: Tensor | None,
     stream: TokenStream,
@@ -169,12 +196,12 @@ def mean_loss(
     """(nats per target, bits per byte or None) over a fixed set of windows that does not depend on the ranks."""
     # MPS has no float64
     total = torch.zeros(3, dtype=torch.float32 if ranks.device.type == "mps" else torch.float64, device=ranks.device)
-    batches = eval_batches(stream, objective, cfg.batch_size, n_batches, ranks.rank, ranks.size, cfg.seed, ranks.device)
-    for batch in guarded(batches):
+    among = ranks.data_rank, ranks.data_size
+    batches = eval_batches(stream, objective, cfg.batch_size, n_batches, *among, cfg.seed, ranks.device)
+    for batch in map(replica.batch, guarded(batches)):
         targets = batch["targets"]
-        counted = targets >= 0
-        with ranks.autocast():
-            total[0] += model(**batch) * counted.sum()
+        counted = (targets >= 0) & replica.has_loss  # a pipeline's last stage has it
+        total[0] += replica.loss(batch) * counted.sum()
         total[1] += counted.sum()
         if lengths is not None:
             total[2] += (lengths[targets.clamp(min=0)] * counted).sum()
@@ -204,17 +231,26 @@ def compiled_graphs() -> int:
 def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(Config, argv, __doc__, base=stored_flags)
+        if cfg.plan:
+            return show_plan(cfg)
+        if restarted(cfg):
+            cfg.init_from = "resume"
         check_out_dir(cfg)
         data, objective = open_dataset(cfg)
         streams = {split: data.split(split) for split in ("train", "val")}
         val_batches = math.ceil(count_windows(streams["val"], cfg.block_size) / cfg.batch_size)
         ranks = parallel.join(cfg)
-        model = init_model(cfg, ranks)
-        optimizer = optim.build(model, cfg)
+        torch.manual_seed(cfg.seed)
+        whole = outline(cfg)
+        replica = Replica(cfg, ranks)
+        if cfg.init_from != "resume":
+            replica.fill(initial_weights(cfg, whole))
+        torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on each rank draws its own
+        optimizer = optim.build(replica.model, cfg, replica.whole)
         scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
         state = {"step": 0, "samples": 0, "skipped": 0, "best_val_loss": None}
         if cfg.init_from == "resume":
-            state = restore(cfg, ranks, model, optimizer)
+            state = restore(cfg, ranks, replica, optimizer)
             tokenizer_hash = data.tokenizer and data.tokenizer.hash
             require(
                 state["tokenizer_hash"] == tokenizer_hash,
@@ -222,9 +258,9 @@ def main(argv: list[str] | None = None):
             )
             scaler.load_state_dict(state["scaler"])
         step, samples, skipped, best = (state[name] for name in ("step", "samples", "skipped", "best_val_loss"))
-        micro_steps = cfg.gradient_accumulation_steps // ranks.size
+        micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
         loader = Loader(
-            streams["train"], objective, cfg.batch_size, micro_steps, ranks.rank, ranks.size, cfg.seed,
+            streams["train"], objective, cfg.batch_size, micro_steps, ranks.data_rank, ranks.data_size, cfg.seed,
             ranks.device, start=samples,
         )  # fmt: skip
         batches = guarded(loader)
@@ -233,27 +269,27 @@ def main(argv: list[str] | None = None):
         if ranks.first and not cfg.eval_only:
             metrics = Metrics(
                 cfg.out_dir, step, samples * cfg.block_size, cfg.max_iters,
-                model.flops(*objective.lengths) / cfg.block_size, peak if math.isfinite(peak) else None, ranks.device,
+                whole.flops(*objective.lengths) / cfg.block_size, peak if math.isfinite(peak) else None, ranks.device,
             )  # fmt: skip
             dump(cfg, Path(cfg.out_dir) / "config.py")
             if data.tokenizer:
                 data.tokenizer.save(cfg.out_dir)  # a bpe's file: sampling needs it when the data is gone
 
     lengths, why_not = byte_lengths(cfg, data, ranks)
-    evaluate = partial(mean_loss, cfg, ranks, model, objective, lengths)
+    evaluate = partial(mean_loss, cfg, ranks, replica, objective, lengths)
     samples_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
     machine = f"{ranks.size} x {ranks.device.type}, {str(ranks.dtype)[6:]}" + ", compiled" * ranks.compile
     metrics.say(
-        f"{model.n_params():,} parameters; {samples_per_step * cfg.block_size:,} tokens per step from "
+        f"{whole.n_params():,} parameters; {samples_per_step * cfg.block_size:,} tokens per step from "
         f"{streams['train'].name}, {loader.n_windows:,} windows; {machine}"
     )
     if why_not:
         metrics.say(why_not)
     if step >= cfg.max_iters:
         metrics.say(f"{cfg.out_dir} is at step {step} of max_iters={cfg.max_iters}; raise --max_iters to train on")
-    training = parallel.replicate(model, ranks)
     stop = parallel.StopSignal(ranks)
-    saved = step if cfg.init_from == "resume" else None  # step of the last checkpoint
+    saver = checkpoint.Saver(cfg.async_checkpoint)
+    saved = saver.saved = step if cfg.init_from == "resume" else None  # steps last handed over, and on the disk
     never = torch.iinfo(torch.int64).max
     graphs_warm = 0
     first_bad = torch.full((), never, device=ranks.device)  # first step whose gradient was not finite
@@ -261,13 +297,19 @@ def main(argv: list[str] | None = None):
     def check_finite():
         """Ends the run if a gradient was not finite; what it has spoilt is never saved."""
         if first_bad < never:
+            with saving():
+                saver.wait()
             first = samples - (step - int(first_bad)) * samples_per_step  # those of `step` come next
             metrics.close()
             if ranks.first:
                 print(
                     f"error: the loss or its gradient is not finite at step {int(first_bad)} (samples {first} to "
                     f"{first + samples_per_step - 1}); "
-                    + ("nothing is saved yet" if saved is None else f"the checkpoint of step {saved} is good")
+                    + (
+                        "nothing is saved yet"
+                        if saver.saved is None
+                        else f"the checkpoint of step {saver.saved} is good"
+                    )
                     + "; lower --learning_rate, or leave such steps out with --skip_nonfinite=True",
                     file=sys.stderr,
                 )
@@ -280,19 +322,32 @@ def main(argv: list[str] | None = None):
             "flags": asdict(cfg), "ranks": ranks.size, "tokenizer": data.tokenizer and data.tokenizer.spec,
             "tokenizer_hash": data.tokenizer and data.tokenizer.hash,
         }  # fmt: skip
-        tensors = run_tensors(model, optimizer) | random_states(ranks)
+        tensors = run_tensors(replica, optimizer) | random_states(ranks)
+        with saving():
+            saver.wait()  # by itself, so that its failure does not keep this one from being tried
+        with saving():
+            saver.save(cfg.out_dir, step, tensors, now, cfg.keep_last, is_best)
+
+    @contextmanager
+    def saving():
+        """What cannot be written ends the run, or, with on_save_error=continue, is said."""
         with user_errors():
-            checkpoint.save(cfg.out_dir, step, tensors, now, cfg.keep_last, is_best)
+            try:
+                yield
+            except OSError as error:
+                if cfg.on_save_error == "stop":
+                    raise
+                metrics.say(f"warning: {error}; training goes on, as --on_save_error=continue asks")
 
     while True:
         stopping, worth_saving, improved = stop.agreed(), False, False
         if (cfg.eval_only or step % cfg.eval_interval == 0 or step == cfg.max_iters) and not stopping:
             with metrics.paused():
                 check_finite()
-                model.eval()
+                replica.model.eval()
                 train_loss, _ = evaluate(streams["train"], cfg.eval_iters or val_batches)
                 val_loss, bpb = evaluate(streams["val"], cfg.eval_iters)
-                model.train()
+                replica.model.train()
                 metrics.evaluation(step, train_loss, val_loss, bpb)
             improved = best is None or val_loss < best
             best = val_loss if improved else best
@@ -306,9 +361,12 @@ def main(argv: list[str] | None = None):
             with metrics.paused():
                 save(improved)
             saved = step
+        if stopping or step >= cfg.max_iters:
+            with saving():
+                saver.wait()
         if stopping:
             metrics.say(
-                f"stopped by {stop.name or 'a signal to another rank'} with step {step} saved; go on with "
+                f"stopped by {stop.name or 'a signal to another rank'} with step {saver.saved} saved; go on with "
                 f"python train.py --out_dir={cfg.out_dir} --init_from=resume"
             )
         if stopping or step >= cfg.max_iters:
@@ -316,16 +374,9 @@ def main(argv: list[str] | None = None):
 
         lr = optim.learning_rate(step, cfg)
         optimizer.set_lr(lr)
-        loss = torch.zeros((), device=ranks.device)
-        for micro_step in range(micro_steps):
-            batch = next(batches)
-            training.require_backward_grad_sync = micro_step == micro_steps - 1  # DDP averages over ranks once a step
-            with ranks.autocast():
-                part = training(**batch) / micro_steps
-            scaler.scale(part).backward()
-            loss += part.detach()
+        loss = replica.backward(batches, micro_steps, scaler)
         scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+        norm = replica.clip(cfg.grad_clip)
         # With a scaler, an infinite gradient only means that its scale was too large; a loss is not to be infinite.
         finite = torch.isfinite(ranks.sum(loss.clone()) if scaler.is_enabled() else norm)  # the same on every rank
         logging = step % cfg.log_interval == 0
@@ -338,10 +389,10 @@ def main(argv: list[str] | None = None):
         else:
             scaler.step(optimizer)
         scaler.update()
-        model.zero_grad(set_to_none=True)
+        replica.model.zero_grad(set_to_none=True)
         samples += samples_per_step
         if logging:
-            mean, epochs = ranks.sum(loss).item() / ranks.size, loader.epochs(samples)
+            mean, epochs = replica.mean(loss), loader.epochs(samples)
             epoch = epochs if len(epochs) > 1 else samples / loader.n_windows
             metrics.log(step, mean, lr, norm.item(), samples * cfg.block_size, epoch, skipped)
         if ranks.compile and not graphs_warm:
@@ -359,4 +410,4 @@ def main(argv: list[str] | None = None):
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while there is nothing to save, Ctrl-C just ends it
     with user_errors(OSError):  # such as a disk that is full; a ValueError is a mistake in the code by now
-        main()
+        record(main)()  # torchrun's last words are then of the rank that failed first

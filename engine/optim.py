@@ -2,7 +2,6 @@
 
     optimizer = build(model, cfg)
     optimizer.set_lr(learning_rate(step, cfg))
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)  # inf: only measure
     optimizer.step()
     optimizer.state_tensors(model)  # {"blocks.0.mlp.up.weight.momentum": tensor, ...}, for checkpoints
 
@@ -11,7 +10,7 @@ Build it after whatever replaces parameters (sharding, tensor parallelism).
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn as nn
@@ -72,8 +71,16 @@ class Muon(torch.optim.Optimizer):
     logical matrix n.
     """
 
-    def __init__(self, weights: dict[nn.Parameter, Fused | None], lr: float, momentum: float, weight_decay: float):
-        self.fused = {p: fused or (0, 1, (p.size(0),)) for p, fused in weights.items()}
+    def __init__(
+        self,
+        weights: dict[nn.Parameter, Fused | None],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        whole: Callable[[nn.Parameter, Tensor], Tensor] = lambda p, x: x,
+    ):
+        self.fused = {p: fused or (0, 1, (whole(p, p).size(0),)) for p, fused in weights.items()}
+        self.whole = whole
         super().__init__(decay_groups(weights, weight_decay), {"lr": lr, "momentum": momentum})
         for p in weights:
             self.state[p]["momentum"] = torch.zeros_like(p)
@@ -84,10 +91,15 @@ class Muon(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             grads, momentum = [p.grad for p in params], [self.state[p]["momentum"] for p in params]
             torch._foreach_lerp_(momentum, grads, 1 - group["momentum"])
-            updates = torch._foreach_lerp(grads, momentum, group["momentum"])  # sharded weights: gather here ...
-            self.orthogonalize_all(params, updates)
+            updates = torch._foreach_lerp(grads, momentum, group["momentum"])
+            cut = [self.whole(p, update) for p, update in zip(params, updates, strict=True)]
+            full = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in cut]
+            self.orthogonalize_all(params, full)
+            for update, x, matrix in zip(updates, cut, full, strict=True):
+                if x is not matrix:
+                    keep_part(update, matrix, like=x)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, updates, alpha=-group["lr"])  # ... and scatter before this line
+            torch._foreach_add_(params, updates, alpha=-group["lr"])
 
     def orthogonalize_all(self, params: list[nn.Parameter], updates: list[Tensor]):
         """Every logical matrix U S V^T of the updates becomes sqrt(max(1, rows/columns)) U V^T, one batch per shape."""
@@ -101,6 +113,15 @@ class Muon(torch.optim.Optimizer):
             batch = orthogonalize(torch.stack([matrix for _, matrix in found])) * max(1, rows / columns) ** 0.5
             for (piece, _), matrix in zip(found, batch, strict=True):
                 piece.copy_(matrix.reshape(piece.shape))
+
+
+def keep_part(x: Tensor, whole: Tensor, like: Tensor):
+    """Copy into x, a tensor or a DTensor, what lies on this rank of `whole`, if that is cut as `like` is."""
+    if hasattr(like, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        whole = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    (x.to_local() if hasattr(x, "to_local") else x).copy_(whole)
 
 
 def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
@@ -150,12 +171,14 @@ class Optimizer:
         return {f"{name}.{kind}": t for name, p in model.named_parameters() for kind, t in state.get(p, {}).items()}
 
 
-def build(model: nn.Module, cfg) -> Optimizer:
+def build(model: nn.Module, cfg, whole: Callable[[str, Tensor], Tensor] = lambda name, x: x) -> Optimizer:
     """cfg.optimizer = adamw: everything; muon: the weights of linear layers other than model.head, and AdamW the rest.
 
     A linear layer that stores several matrices in one weight says so in its attribute `fused`, see Muon. (An attribute
-    of the module, since sharding and tensor parallelism replace parameters.)
+    of the module, since sharding and tensor parallelism replace parameters.) whole(name, x) makes of what lies on this
+    rank of the parameter `name`, or of its update, a DTensor with the shape that the name has in the whole model.
     """
+    names = {p: name for name, p in model.named_parameters()}
     hidden = {}
     if cfg.optimizer == "muon":
         if cfg.learning_rate == 0:
@@ -172,7 +195,7 @@ def build(model: nn.Module, cfg) -> Optimizer:
         adamw.state[p]["exp_avg"], adamw.state[p]["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
     if not hidden:
         return Optimizer({adamw: 1.0})
-    muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay)
+    muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, lambda p, x: whole(names[p], x))
     return Optimizer({adamw: 1.0, muon: cfg.muon_lr / cfg.learning_rate})
 
 

@@ -1,19 +1,29 @@
-"""Ranks and devices: the only file that knows how many processes there are.
+"""Ranks and devices: how many processes there are, which of them work together, and what they compute with.
 
 One process (`python train.py`) and many (`torchrun --nproc_per_node=8 train.py`) run the same code: with one, every
 function here is the identity.
+
+The ranks stand in a grid, outermost first: pp stages, dp_replicate copies, shards, cp pieces of a sequence, tp slices
+of a layer. Those that differ in copy or shard are data-parallel: they read different samples. The others read the same.
 """
 
 import ctypes
+import hashlib
 import os
 import signal
+import time
+import uuid
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
+
+from engine import context, tensor
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,10 @@ class Ranks:
     device: torch.device
     dtype: torch.dtype  # of matrix multiplications; parameters stay float32
     compile: bool
+    data_rank: int = 0  # among the data-parallel ranks
+    data_size: int = 1
+    mesh: DeviceMesh | None = None  # pp, replicate, shard (which holds the pieces of cp too), tp; None if size is 1
+    cp: dist.ProcessGroup | None = None  # the ranks that have the other pieces of this rank's sequences
 
     @property
     def first(self) -> bool:
@@ -42,6 +56,44 @@ class Ranks:
         return x
 
 
+def data_ranks(cfg, size: int) -> int:
+    """How many of `size` ranks read different samples. ValueError if flags do not fit together, or not the ranks."""
+    inner = cfg.tp * cfg.cp * cfg.pp
+    if size % inner:
+        raise ValueError(
+            f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need a multiple of {inner} ranks, and there are {size}"
+        )
+    data = size // inner
+    if data % replicas(cfg):
+        raise ValueError(
+            f"dp_replicate={cfg.dp_replicate} does not divide the {data} data-parallel ranks; set a divisor"
+        )
+    micro_batches = cfg.gradient_accumulation_steps
+    if micro_batches % data:
+        raise ValueError(
+            f"gradient_accumulation_steps={micro_batches} counts the micro-batches of all ranks together and is not "
+            f"divisible by the {data} {'ranks' if data == size else 'data-parallel ranks'}; set it to "
+            f"{-(-micro_batches // data) * data}"
+        )
+    if cfg.tp > 1:
+        tensor.check(cfg, cfg.tp)
+    if cfg.cp > 1:
+        context.check(cfg, cfg.cp)
+    if cfg.pp > 1:
+        from engine import pipeline
+
+        pipeline.check(cfg, cfg.pp, micro_batches // data)
+        for flag in ("tp", "cp"):
+            if getattr(cfg, flag) > 1:
+                raise ValueError(f"{flag}={getattr(cfg, flag)} does not go with pp={cfg.pp} yet; set one of them to 1")
+    return data
+
+
+def replicas(cfg) -> int:
+    """Groups of ranks that have one set of shards each."""
+    return cfg.dp_replicate if cfg.parallel == "fsdp" else 1
+
+
 def join(cfg) -> Ranks:
     """Resolve device, dtype and compile, and join the other ranks if torchrun started this process.
 
@@ -50,25 +102,36 @@ def join(cfg) -> Ranks:
     rank, local_rank, size = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     size = size or 1
     device = resolve_device(cfg.device, local_rank)
-    if cfg.gradient_accumulation_steps % size:
-        above = -(-cfg.gradient_accumulation_steps // size) * size
-        raise ValueError(
-            f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} counts the micro-batches of all ranks "
-            f"together and is not divisible by the {size} ranks; set it to {above}"
-        )
+    data = data_ranks(cfg, size)
     if cfg.backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo")
-    ranks = Ranks(rank, size, device, resolve_dtype(cfg.dtype, device), resolve_compile(cfg.compile, device))
+    dtype, compiled = resolve_dtype(cfg.dtype, device), resolve_compile(cfg.compile, device)
+    apart = cfg.parallel == "fsdp" or cfg.tp * cfg.pp > 1
+    if dtype == torch.float16 and apart and size > 1:
+        raise ValueError(
+            "dtype=float16 needs a gradient scaler, which does not go with parallel=fsdp, tp or pp; use bfloat16"
+        )
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    if size > 1:
-        on_gpu = "nccl" if cfg.backend == "auto" else cfg.backend
-        backend = f"cpu:gloo,cuda:{on_gpu}" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=size)
-    return ranks
+    if size == 1:
+        return Ranks(rank, size, device, dtype, compiled)
+    on_gpu = "nccl" if cfg.backend == "auto" else cfg.backend
+    backend = f"cpu:gloo,cuda:{on_gpu}" if device.type == "cuda" else "gloo"
+    store = fresh_store(rank, size) if may_restart() else None
+    timeout = timedelta(seconds=cfg.collective_timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    grid = torch.arange(size).view(cfg.pp, replicas(cfg), data // replicas(cfg) * cfg.cp, cfg.tp)
+    mesh = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "replicate", "shard", "tp"))
+    data_rank = rank // (cfg.cp * cfg.tp) % data
+    pieces = None
+    if cfg.cp > 1:
+        pieces = DeviceMesh(device.type, grid.view(-1, cfg.cp, cfg.tp), mesh_dim_names=("data", "cp", "tp"))[
+            "cp"
+        ].get_group()
+    return Ranks(rank, size, device, dtype, compiled, data_rank, data, mesh, pieces)
 
 
 def keep_freed_memory():
@@ -76,6 +139,29 @@ def keep_freed_memory():
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     for parameter, value in ((-1, 2**31 - 1), (-4, 0)) if mallopt else ():  # M_TRIM_THRESHOLD, M_MMAP_MAX
         mallopt(parameter, value)
+
+
+def may_restart() -> bool:
+    """Whether torchrun was asked to start its workers again when one is lost, see its --max-restarts."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def fresh_store(rank: int, size: int) -> dist.Store:
+    """The ranks' common key-value store, without what dead ranks have left there.
+
+    torchrun --max-restarts keeps one store for all its starts: a rank would look up the address of a process that is
+    gone, and wait for ever. (Its TORCHELASTIC_RESTART_COUNT is no remedy, as nodes count on their own.) So each rank
+    picks a name, and all names together are the prefix of this start's keys. A rank knows that it has read no old name
+    when all others have read the same ones: among these is its own, which is new.
+    """
+    store, _, _ = next(rendezvous("env://", rank, size))
+    store.set(f"name_{rank}", uuid.uuid4().hex)
+    while True:
+        names = b" ".join(store.multi_get([f"name_{r}" for r in range(size)]))
+        store.set(f"read_{rank}", names)
+        if all(read == names for read in store.multi_get([f"read_{r}" for r in range(size)])):
+            return dist.PrefixStore(hashlib.sha256(names).hexdigest(), store)
+        time.sleep(0.05)
 
 
 def leave():
@@ -116,17 +202,6 @@ def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
 def resolve_compile(flag: bool | str, device: torch.device) -> bool:
     """auto compiles on GPUs only: on CPUs the gain is a few per cent, and the compilation takes half a minute."""
     return device.type == "cuda" if flag == "auto" else flag
-
-
-def replicate(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """The model to call in training: DDP averages gradients over the ranks while the backward is still running."""
-    if ranks.compile:
-        for block in [*model.blocks, *(model.encoder.blocks if model.encoder else ())]:
-            block.compile()
-    if ranks.size == 1:
-        return model
-    devices = [ranks.device] if ranks.device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
 
 class StopSignal:

@@ -59,12 +59,18 @@ def test_resume_is_exact(run, flags):
     assert [line["step"] for line in metrics(whole) if "val_loss" in line] == [0, 20, 40]
 
 
-def test_a_mixture_resumes_exactly(run, tiny_data, tmp_path):
-    """Digit for digit; epochs are counted by source, and the validation set is that of both."""
+@pytest.fixture
+def more_data(tmp_path):
+    """A second source, of the same tokenizer as tiny_data."""
     with ShardWriter(tmp_path / "more", ByteTokenizer()) as out:
         out.add("train", np.arange(200))
         out.add("val", np.arange(100))
-    mix = f"--dataset={tiny_data}:0.75,{tmp_path / 'more'}:.25"
+    return tmp_path / "more"
+
+
+def test_a_mixture_resumes_exactly(run, tiny_data, more_data):
+    """Digit for digit; epochs are counted by source, and the validation set is that of both."""
+    mix = f"--dataset={tiny_data}:0.75,{more_data}:.25"
     flags = [mix, "--objective=masked", "--eval_iters=0"]
     whole = run(*flags, out="whole")
     halves = run(*flags, "--max_iters=20", "--lr_decay_iters=40", out="halves")
@@ -74,7 +80,7 @@ def test_a_mixture_resumes_exactly(run, tiny_data, tmp_path):
     logged = [line for line in metrics(whole) if "loss" in line]
     assert len(logged) == 40 and not any("epoch" in line for line in logged)
     for i, line in enumerate(logged):
-        assert line["epochs"] == {str(tiny_data): 6 * (i + 1) / n, str(tmp_path / "more"): 2 * (i + 1) / 12}
+        assert line["epochs"] == {str(tiny_data): 6 * (i + 1) / n, str(more_data): 2 * (i + 1) / 12}
     net, _ = load(whole)
     objective = OBJECTIVE["masked"](257, 256, 16)
     tiny = np.concatenate([np.fromfile(p, "<u2")[512:] for p in sorted(tiny_data.glob("val_*.bin"))])
@@ -117,6 +123,19 @@ def test_processes_do_not_change_other_objectives(run, launch, flags):
     assert len(one) == 43
     for a, b in zip(losses(two), one, strict=True):
         assert a == pytest.approx(b, abs=1e-5)
+
+
+def test_processes_do_not_change_a_mixture(run, launch, tiny_data, more_data):
+    """Its shares are no multiples of what a rank takes of a step."""
+    flags = [f"--dataset={tiny_data}:0.7,{more_data}:0.3", "--max_iters=20", "--eval_iters=0"]
+    one = run(*flags, out="one")
+    two, done = launch(2, *flags, out="two")
+    assert done.returncode == 0, done.stderr
+    assert len(losses(one)) == 22
+    for a, b in zip(losses(two), losses(one), strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+    epochs = [[line["epochs"] for line in metrics(folder) if "loss" in line] for folder in (one, two)]
+    assert epochs[0] == epochs[1]
 
 
 def test_accumulation_does_not_change_the_losses(run):

@@ -1,0 +1,149 @@
+"""Pipeline parallelism: the blocks in stages, one per rank, through which the micro-batches of a step pass as 1F1B.
+
+    check(cfg, n_stages, n_micro)                                # before the ranks meet
+    cut(model, stage, n_stages)                                  # before anything is compiled, sharded or moved
+    pipeline = Pipeline(model, group, n_micro, (B, T), device, ranks.autocast)
+    loss = pipeline.backward(batches)                            # once per step: p.grad of the mean loss
+    loss = pipeline.loss(batch)                                  # evaluation
+
+Every rank of a pipeline reads the same batches. Each waits for (stages - 1) / (n_micro + stages - 1) of a step. Blocks
+are split by count alone, though the first stage also has the embedding and the last one the head; where they do not
+divide evenly the last one has a block less than others. torch keeps room for what all n_micro micro-batches receive.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+
+from model import Model, ModelConfig, require
+
+
+def check(cfg: ModelConfig, n_stages: int, n_micro: int):
+    """ValueError unless the model has a block for each stage, and each of its pipelines enough micro-batches."""
+    require(
+        cfg.objective != "seq2seq", f"pp={n_stages} cuts one stack of blocks, and objective=seq2seq has two; use tp"
+    )
+    require(
+        cfg.n_layer >= n_stages,
+        f"pp={n_stages} stages need a block each, and n_layer={cfg.n_layer}; set pp to {cfg.n_layer} or less",
+    )
+    require(
+        n_micro >= n_stages,
+        f"pp={n_stages} needs as many micro-batches per step, and gradient_accumulation_steps leaves {n_micro} to each "
+        f"pipeline; set gradient_accumulation_steps to at least {-(-n_stages // n_micro)} times as many",
+    )
+
+
+def cut(model: Model, stage: int, n_stages: int):
+    """Take from the model, in place, what other stages own; what stays keeps its name.
+
+    model(x, targets) is then the stage: x is idx on the first one and the stream (B, T, C) on others, and the result is
+    the loss on the last one and the stream on others. A tied weight stays on both ends, on the last as wte and head.
+    """
+    n_layer, first, last = model.cfg.n_layer, stage == 0, stage == n_stages - 1
+    tied = model.cfg.tie_weights
+    begin, end = (-(-n_layer * i // n_stages) for i in (stage, stage + 1))
+    for layer in set(range(n_layer)) - set(range(begin, end)):
+        delattr(model.blocks, str(layer))  # unlike del model.blocks[layer], this numbers no other block anew
+    if not first:
+        model.pos = nn.Identity()
+        model.embed = lambda x, start, docs=None: (x, torch.arange(start, start + x.size(1), device=x.device))
+    if not last:
+        model.norm = nn.Identity()
+        model.head = nn.Identity()
+        model.loss = lambda x, targets: x.float()  # the stream as it travels, whatever computed it
+    if not first and not (last and tied):
+        model.wte = nn.Identity()
+    if not (last and tied):
+        model.tie = lambda: None
+    model.copies = {"wte.weight"} if last and tied else set()
+
+
+def owned(model: Model) -> list[nn.Parameter]:
+    """The parameters of this stage that no other one counts: over all stages, each of the whole model's once."""
+    return [p for name, p in model.named_parameters() if name not in getattr(model, "copies", ())]
+
+
+class Pipeline:
+    """The stages of one replica, seen from one of them.
+
+    model is a cut one, also after fully_shard of its blocks and of itself; group the ranks of this pipeline, at least
+    two, in the order of their stages; shape (B, T) that of the stream of a micro-batch on this rank; autocast makes the
+    context in which forwards run.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        group: dist.ProcessGroup,
+        n_micro: int,
+        shape: tuple[int, int],
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager],
+    ):
+        self.model, self.group, self.device = model, group, device
+        self.stage, n_stages = dist.get_rank(group), dist.get_world_size(group)
+        self.last, self.length = n_stages - 1, shape[1]
+        forward = model.forward
+
+        def forward_in_autocast(*args, **kwargs) -> Tensor:  # not the schedule as a whole, which also runs backwards
+            with autocast():
+                return forward(*args, **kwargs)
+
+        model.forward = forward_in_autocast
+        # Without examples the stage would find shapes and dtypes by a forward and backward more, in the first step.
+        stream = torch.empty(*shape, model.cfg.n_embd, device="meta", requires_grad=True)
+        x = torch.empty(shape, dtype=torch.int64, device="meta") if self.stage == 0 else stream
+        y = torch.empty((), device="meta", requires_grad=True) if self.stage == self.last else stream
+        stage = PipelineStage(model, self.stage, n_stages, device, x, y, group=group)
+        # The schedule's own scaling would divide p.grad as a whole at the end.
+        self.schedule = Schedule1F1B(stage, n_micro, lambda loss, targets: loss / n_micro, scale_grads=False)
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL connects a group when all its ranks call
+
+    def backward(self, batches: list[dict[str, Tensor]]) -> Tensor:
+        """The mean loss, detached, of n_micro batches of what Model.forward takes; 0 before the last stage.
+
+        Leaves its gradient in p.grad, which must be None before: tied weights are summed over both ends as a whole.
+        """
+        assert all(p.grad is None for p in self.model.parameters())
+        batch = {name: torch.cat([each[name] for each in batches]) for name in batches[0]}  # which the schedule splits
+        idx, losses = batch.pop("idx"), []
+        args = (idx,) if self.stage == 0 else ()
+        self.schedule.step(*args, target=batch["targets"], losses=losses, return_outputs=False, **batch)
+        self._sum_tied()
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+
+    @torch.no_grad()
+    def _sum_tied(self):
+        """The embedding's and the head's gradients of a tied weight, added up on both ends, in the same bits."""
+        if not self.model.cfg.tie_weights or self.stage not in (0, self.last):
+            return
+        grad = self.model.wte.weight.grad
+        mine = grad.to_local() if isinstance(grad, DTensor) else grad  # both ends are sharded alike
+        other, peer = torch.empty_like(mine), self.last - self.stage
+        ops = [
+            dist.P2POp(op, x, group=self.group, group_peer=peer) for op, x in ((dist.isend, mine), (dist.irecv, other))
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        mine += other
+
+    @torch.no_grad()
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """The mean loss of a batch of any size B; 0 before the last stage."""
+        batch = dict(batch)
+        x = batch.pop("idx")
+        if self.stage > 0:
+            x = torch.empty(len(x), self.length, self.model.cfg.n_embd, device=self.device)
+            dist.recv(x, group=self.group, group_src=self.stage - 1)
+        y = self.model(x, **batch)
+        if self.stage == self.last:
+            return y
+        dist.send(y, group=self.group, group_dst=self.stage + 1)
+        return torch.zeros((), device=self.device)

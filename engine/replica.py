@@ -1,0 +1,233 @@
+"""One rank's part of the model, and one step of it, whatever the layout of the ranks.
+
+    whole = outline(cfg)                            # on the meta device: no memory yet
+    replica = Replica(cfg, ranks)                   # another one, cut and wrapped, then given memory
+    replica.fill(whole.initial_weights())
+    optimizer = optim.build(model, cfg, replica.whole)
+    loss = replica.backward(batches, micro_steps, scaler)
+    norm = replica.clip(cfg.grad_clip)
+
+In this order: a pipeline's stage, tensor parallelism's slices, context parallelism's hooks, recomputation, compilation,
+and last what goes around the blocks: DDP or FSDP2. The model's file knows of none of them.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from engine import context, tensor
+from engine.optim import keep_part
+from engine.parallel import Ranks
+from model import Model
+
+aten = torch.ops.aten
+KEPT = [  # by selective recomputation: what takes long to compute
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+def local(x: Tensor) -> Tensor:
+    """The part of x, a tensor or a DTensor, that lies on this rank."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+class Drawing(TorchDispatchMode):
+    """Inside, tensors on the meta device use up as many random numbers as others would."""
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        if f in (aten.uniform_.default, aten.normal_.default) and args[0].is_meta:
+            f(torch.empty(args[0].shape, device="cpu"), *args[1:], **(kwargs or {}))
+        return f(*args, **(kwargs or {}))
+
+
+def outline(cfg) -> Model:
+    """The model on the meta device; its initial_weights, if drawn next, are those of Model(cfg) in memory."""
+
+    class Outline(Model):
+        def init_weights(self):
+            pass
+
+    with torch.device("meta"), Drawing():
+        return Outline(cfg)
+
+
+def recompute(block: nn.Module, kind: str):
+    """Let the block's backward compute again what its forward would keep (arXiv:1604.06174): all but KEPT, or all."""
+    options = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if kind == "selective" else {}
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+class Replica:
+    """This rank's part of the model. Parameters keep their names; what is in them comes from `fill`, or from a
+    checkpoint. No rank ever holds more than its part, and of the whole one tensor at a time."""
+
+    def __init__(self, cfg, ranks: Ranks):
+        with torch.device("meta"):
+            model = Model(cfg)
+        self.model, self.ranks, self.tp, self.pp = model, ranks, cfg.tp, cfg.pp
+        self.fsdp = cfg.parallel == "fsdp" and ranks.size > 1
+        mesh = ranks.mesh
+        owned = model.parameters
+        if cfg.pp > 1:
+            from engine import pipeline
+
+            pipeline.cut(model, mesh.get_local_rank("pp"), cfg.pp)
+            owned = partial(pipeline.owned, model)
+        if cfg.tp > 1:
+            tensor.cut(model, mesh["tp"].get_group())
+            grid = mesh.mesh[0].permute(2, 0, 1)  # slices outside of shards
+            self.outer = DeviceMesh(ranks.device.type, grid, mesh_dim_names=("tp", "replicate", "shard"))
+        if cfg.cp > 1:
+            context.cut(model, ranks.cp)
+        blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]
+        for block in blocks:
+            if cfg.activation_checkpoint != "none":
+                recompute(block, cfg.activation_checkpoint)
+            if ranks.compile:
+                block.compile()
+        self.training = model
+        if self.fsdp:
+            self._shard(blocks, cfg)
+        model.to_empty(device="cpu" if self.fsdp and cfg.fsdp_offload else ranks.device)
+        model.tie()
+        if cfg.pp > 1:
+            shape = cfg.batch_size, cfg.block_size
+            micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
+            args = mesh["pp"].get_group(), micro_steps, shape, ranks.device, ranks.autocast
+            self.pipeline = pipeline.Pipeline(model, *args)
+        elif not self.fsdp and mesh is not None and mesh["shard"].size() > 1:
+            devices = [ranks.device] if ranks.device.type == "cuda" else None
+            self.training = nn.parallel.DistributedDataParallel(
+                model, device_ids=devices, process_group=mesh["shard"].get_group(), gradient_as_bucket_view=True
+            )
+        self.has_loss = cfg.pp == 1 or mesh.get_local_rank("pp") == cfg.pp - 1
+        named = list(model.named_parameters())
+        self.uncut = [p for name, p in named if cfg.tp > 1 and tensor.sharded_dim(name) is None]
+        counted, once = set(owned()), dict.fromkeys(self.uncut, 1 / math.sqrt(cfg.tp))
+        self.share = {p: once.get(p, 1.0) * (p in counted) for _, p in named}  # of its norm, over all ranks once
+        sums = {"shard": self.fsdp, "tp": cfg.tp > 1, "pp": cfg.pp > 1}
+        self.norm_groups = [mesh[dim].get_group() for dim, on in sums.items() if on]
+
+    def _shard(self, blocks: list[nn.Module], cfg):
+        """FSDP2 (arXiv:2304.11277) per block, the rest of the model as one more."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        mesh, dtype, pinned = self.ranks.mesh, self.ranks.dtype, self.ranks.device.type == "cuda"
+        options = {
+            "mesh": mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"],
+            "reshard_after_forward": cfg.fsdp_reshard,
+            "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if cfg.fsdp_offload else OffloadPolicy(),
+        }
+        # Blocks travel in the matmuls' dtype; embedding, norm and head in float32, as the stream is.
+        low = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for block in blocks:
+            if any(True for _ in block.parameters()):
+                fully_shard(block, mp_policy=MixedPrecisionPolicy() if dtype == torch.float32 else low, **options)
+        fully_shard(self.model, **options)
+
+    @torch.no_grad()
+    def fill(self, weights: Iterable[tuple[str, Tensor]]):
+        """Give every parameter its part of the whole tensor of that name."""
+        parameters = dict(self.model.named_parameters())
+        for name, whole in weights:
+            if name in parameters:
+                keep_part(parameters[name], whole.to(parameters[name].device), self.whole(name, parameters[name]))
+
+    # ---- one step
+
+    def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What this rank computes of its batch: all, or one piece of each sequence."""
+        return {name: context.piece(x, self.ranks.cp) for name, x in batch.items()} if self.ranks.cp else batch
+
+    def backward(self, batches: Iterator, micro_steps: int, scaler: torch.amp.GradScaler) -> Tensor:
+        """p.grad of the mean loss over the step's micro-batches of all ranks; returns this rank's part of that loss."""
+        if self.pp > 1:
+            loss = self.pipeline.backward([next(batches) for _ in range(micro_steps)])
+            self._average()
+            return loss
+        loss = torch.zeros((), device=self.ranks.device)
+        for micro_step in range(micro_steps):
+            batch, last = self.batch(next(batches)), micro_step == micro_steps - 1
+            if self.fsdp:  # ranks average once a step
+                self.model.set_requires_gradient_sync(last)
+            else:
+                self.training.require_backward_grad_sync = last
+            with self.ranks.autocast():
+                part = self.training(**batch) / micro_steps
+            scaler.scale(part).backward()
+            loss += part.detach()
+        if self.uncut:
+            self._all_reduce([local(p.grad) for p in self.uncut if p.grad is not None], "tp", 1.0)
+        return loss
+
+    def _average(self):
+        """What DDP does, where the schedule of a pipeline runs the backward."""
+        if not self.fsdp and (n := self.ranks.mesh["shard"].size()) > 1:
+            self._all_reduce([p.grad for p in self.model.parameters() if p.grad is not None], "shard", 1 / n)
+
+    def _all_reduce(self, grads: list[Tensor], dim: str, scale: float):
+        """Each gradient summed along a dimension of the mesh, in one message."""
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=self.ranks.mesh[dim].get_group())
+        flat *= scale
+        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(total.view_as(grad))
+
+    @torch.no_grad()
+    def clip(self, limit: float) -> Tensor:
+        """Scale the gradient down to a norm of at most `limit`, 0 = any; returns its norm before, over all ranks."""
+        params = [p for p in self.model.parameters() if p.grad is not None]
+        grads = [local(p.grad) for p in params]
+        norms = torch.stack(torch._foreach_norm(grads))
+        if self.norm_groups:
+            square = (norms * norms.new_tensor([self.share[p] for p in params])).square().sum()
+            for group in self.norm_groups:
+                dist.all_reduce(square, group=group)
+            norm = square.sqrt()
+        else:
+            norm = torch.linalg.vector_norm(norms)
+        if limit:
+            torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """The mean loss over the targets of `batch`, which `self.batch` made; 0 where has_loss is False."""
+        if self.pp > 1:
+            return self.pipeline.loss(batch)
+        with self.ranks.autocast():
+            return self.model(**batch)
+
+    def mean(self, loss: Tensor) -> float:
+        """The mean over all ranks of what backward returned."""
+        return self.ranks.sum(loss.clone()).item() * self.pp / self.ranks.size
+
+    # ---- the whole of what is cut
+
+    def whole(self, name: str, x: Tensor) -> Tensor:
+        """The parameter `name`, or what belongs to it and has its shape, as a view with the shape of the whole model's:
+        a tensor, or a DTensor whose storage is x's."""
+        if self.tp == 1 or x.dim() == 0:
+            return x
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        dim, shape, part = tensor.sharded_dim(name), list(x.shape), local(x)
+        if dim is not None:
+            shape[dim] *= self.tp
+        placements = (Replicate() if dim is None else Shard(dim), Replicate(), Shard(0) if self.fsdp else Replicate())
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, self.outer, placements, run_check=False, shape=torch.Size(shape), stride=stride)

@@ -1,0 +1,227 @@
+"""Tensor parallelism with sequence parallelism (Megatron-LM, arXiv:1909.08053 and 2205.05198), applied from outside.
+
+    cut(model, group)       in place: afterwards every rank of the group holds its slices as ordinary local parameters
+    sharded_dim(name)       the dimension along which the parameter of that name is cut, or None: all have all of it
+
+Between the layers' norms the stream is cut along T; inside of a branch heads, hidden units and vocabulary are cut:
+
+    s (T/n) --+-- before -- all-gather -- columns -- heads, hidden units -- rows -- reduce-scatter -- after -- + --> s
+              +---------------------------------------------------------------------------------------------+
+
+So each sum of the residual stream costs one all-gather and one reduce-scatter in the forward, and again in the
+backward: two pairs per layer in a standard block, one in a parallel block or a superblock. What stands between
+all-gather and reduce-scatter computes a part of a sum, and so are the gradients of parameters that are not cut: the
+caller adds them up over the group, once a step.
+
+    n ranks of the group   B batch   T time   C width   V vocabulary
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+COLUMNS = {"qkv", "qk", "into", "kv", "up", "value"}  # layers whose outputs are cut, ...
+ROWS = {"out", "down"}  # ... whose inputs are, ...
+PER_HEAD = {"alpha", "beta", "gamma", "slot_k", "slot_v"}  # ... and parameters with a row for each head
+
+
+def sharded_dim(name: str) -> int | None:
+    """The dimension of the parameter `name`, such as blocks.0.attn.qkv.weight, that is cut over the ranks, or None."""
+    *_, layer, kind = name.split(".")
+    if name in ("wte.weight", "head.weight") or kind in PER_HEAD or (layer in COLUMNS and kind in ("weight", "bias")):
+        return 0
+    return 1 if layer in ROWS and kind == "weight" else None
+
+
+def check(cfg, n: int):
+    """ValueError names the flag that keeps the model from being cut into n, and the remedy."""
+    sizes = {"n_kv_head": cfg.kv_heads, "vocab_size": cfg.vocab_size, "block_size": cfg.block_size}
+    for name, size in sizes.items():
+        if size % n:
+            above = -(-size // n) * n
+            remedy = f"set --{name}={above}" if name != "n_kv_head" else "choose a tp that divides it"
+            raise ValueError(f"tp={n} does not divide {name}={size}; {remedy}")
+    if cfg.block != "superblock" and cfg.hidden_dim % (cfg.hidden_unit * n):
+        raise ValueError(
+            f"tp={n} does not divide the MLP's {cfg.hidden_dim} hidden units in groups of {cfg.hidden_unit}; "
+            "choose another tp, n_embd or mlp_ratio"
+        )
+    for flag, clash in (("dropout", cfg.dropout > 0), ("n_group", cfg.n_group > 1)):
+        if clash:
+            raise ValueError(f"{flag}={getattr(cfg, flag)} does not go with tp={n}; leave {flag} out, or set tp=1")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Collectives with gradients. Each is the other's backward.
+
+
+def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' x one after the other along dim."""
+    out = x.new_empty(dist.get_world_size(group), *x.shape)
+    dist.all_gather_into_tensor(out.flatten(0, 1), x.contiguous(), group=group)
+    return out.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's piece along dim of the sum of the ranks' x."""
+    n = dist.get_world_size(group)
+    parts = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
+    out = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(out.flatten(0, 1), parts.flatten(0, 2), group=group)  # pieces in the first dimension
+    return out
+
+
+class AllGather(torch.autograd.Function):
+    """`gathered`, where what follows computes on each rank a part of a sum."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return gathered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return scattered(grad, ctx.dim, ctx.group), None, None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """`scattered` of parts of a sum."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return scattered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return gathered(grad, ctx.dim, ctx.group), None, None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cut
+
+
+def cut(model: nn.Module, group: dist.ProcessGroup):
+    """Keep this rank's slices of the model's parameters, and put the collectives where the stream needs them.
+
+    To be called on a whole model, equal on all ranks, before whatever else wraps it. ValueError for a linear layer
+    that the tables do not name.
+    """
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    for name, p in list(model.named_parameters()):
+        if (dim := sharded_dim(name)) is not None:
+            layer, _, kind = name.rpartition(".")
+            setattr(model.get_submodule(layer), kind, nn.Parameter(p.detach().chunk(n, dim)[rank].clone()))
+    model.tie()
+
+    def gather(module: nn.Module, args: tuple, x: Tensor) -> Tensor:
+        return AllGather.apply(x, 1, group)
+
+    def reduce(module: nn.Module, args: tuple) -> Tensor:
+        return ReduceScatter.apply(args[0], 1, group)
+
+    for name, module in model.named_modules():
+        if name.endswith((".before", "encoder.norm")) or name == "norm":
+            module.register_forward_hook(gather)
+        elif name.endswith(".after"):
+            module.register_forward_pre_hook(reduce)
+        elif isinstance(module, nn.Linear) and module is not model.head:
+            layer = name.rpartition(".")[2]
+            if layer not in COLUMNS | ROWS:
+                raise ValueError(f"tp={n} does not know how to cut {name}; add it to engine/tensor.py's tables")
+            if layer in ROWS and module.bias is not None:
+                module.forward = partial(row_parallel, module, n)
+        elif isinstance(module, nn.Identity) and name.endswith((".attn.value", ".attn.value.same")):
+            module.forward = lambda x: x.chunk(n, -1)[rank]
+        elif isinstance(module, nn.Identity) and name.endswith((".attn.out", ".attn.out.same")):
+            module.forward = partial(padded, rank, n)
+
+    model.wte.forward = partial(lookup, model.wte, rank, group)
+    model.pos.register_forward_pre_hook(lambda module, args: (args[0], args[1].chunk(n, -1)[rank]))
+    if model.cfg.pos == "alibi":  # the first entry of its table has a row for each head
+        for rotate in (model.rotate, *([model.encoder.rotate] if model.encoder else ())):
+            rotate.table = partial(own_slopes, rotate.table, rank, n)
+    model.loss = partial(parallel_loss, model, group)
+
+
+def row_parallel(layer: nn.Linear, n: int, x: Tensor) -> Tensor:
+    """One of n parts of a sum: the bias must not be added n times."""
+    return F.linear(x, layer.weight, layer.bias / n)
+
+
+def padded(rank: int, n: int, x: Tensor) -> Tensor:
+    """(..., C/n) -> (..., C), its rank-th piece; zeros elsewhere."""
+    width = x.size(-1)
+    return F.pad(x, (rank * width, (n - 1 - rank) * width))
+
+
+def lookup(wte: nn.Embedding, rank: int, group: dist.ProcessGroup, idx: Tensor) -> Tensor:
+    """idx (B, T) -> (B, T/n, C): every rank looks up what its rows of the table hold."""
+    own = idx - rank * wte.weight.size(0)  # (B, T)
+    here = (own >= 0) & (own < wte.weight.size(0))
+    return ReduceScatter.apply(F.embedding(own.where(here, 0), wte.weight) * here[..., None], 1, group)
+
+
+def own_slopes(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    slopes, *rest = table(t, dtype)
+    return slopes.chunk(n)[rank], *rest
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+
+
+def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets: Tensor) -> Tensor:
+    """Model.loss for a head of V/n rows: x (B, T, C), targets (B, T) -> the mean in nats over targets >= 0."""
+    weight, cfg = model.head.weight, model.cfg
+    chunk = cfg.loss_chunk or max(1, 2**25 // len(weight))
+    args = x.flatten(0, 1), weight, targets.flatten(), cfg.logit_softcap, chunk, group
+    return ParallelCrossEntropy.apply(*args) / (targets >= 0).sum().clamp(min=1)
+
+
+class ParallelCrossEntropy(torch.autograd.Function):
+    """Sum of cross entropies of x W^T whose V columns are cut over the ranks: of the logits only a maximum, a sum and
+    the target's travel. As in model.py's ChunkedCrossEntropy the forward computes the gradients, chunk by chunk.
+
+    x (N, C), W (V/n, C), targets (N,) with -1 left out. The gradient for x is this rank's part of a sum.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, W: Tensor, targets: Tensor, softcap: float, chunk: int, group: dist.ProcessGroup):
+        device, first = x.device.type, dist.get_rank(group) * len(W)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        dx, dW, total = torch.empty_like(x), torch.zeros_like(W), 0.0
+        with torch.autocast(device, enabled=False):
+            weight = W.to(dtype)
+            for rows, h, target in zip(dx.split(chunk), x.split(chunk), targets.split(chunk), strict=True):
+                h = h.to(dtype)
+                logits = (h @ weight.mT).to(torch.promote_types(x.dtype, torch.float32))  # (chunk, V/n)
+                if softcap > 0:
+                    logits = softcap * torch.tanh(logits / softcap)
+                valid, here = target >= 0, (target >= first) & (target < first + len(W))
+                index = (target - first).where(here, 0)[:, None]
+                largest = logits.amax(-1, keepdim=True)
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+                p = (logits - largest).exp()
+                sums = torch.cat((p.sum(-1, keepdim=True), logits.gather(1, index) * here[:, None]), dim=1)
+                dist.all_reduce(sums, group=group)
+                normaliser, of_target = sums.split(1, dim=1)
+                total = total + ((largest + normaliser.log() - of_target) * valid[:, None]).sum()
+                if ctx.needs_input_grad[0]:
+                    slope = 1 - (logits / softcap).square() if softcap > 0 else valid[:, None]
+                    p.div_(normaliser).scatter_add_(1, index, -here[:, None].to(p.dtype))
+                    p = p.mul_(slope * valid[:, None]).to(dtype)  # d loss / d logits
+                    rows.copy_(p @ weight)
+                    dW += p.mT @ h
+        ctx.save_for_backward(dx, dW)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        dx, dW = ctx.saved_tensors
+        return grad * dx, grad * dW, None, None, None, None

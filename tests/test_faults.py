@@ -1,0 +1,167 @@
+"""Workers of torchrun that are killed come back, from the last checkpoint; one that fails ends them all."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from conftest import ROOT, TINY, losses
+
+from engine import parallel
+
+
+@pytest.fixture
+def start(tiny_data, tmp_path):
+    """start(script, restarts, *flags) -> two training processes under torchrun; at the end of the test all are gone."""
+    started = []
+
+    def call(script: str | Path, restarts: int, *flags: str, limit: int = 120) -> subprocess.Popen:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"--max_restarts={restarts}"]
+        flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", *flags]
+        process = subprocess.Popen(
+            [sys.executable, *torchrun, script, *flags],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        started.append((process, threading.Timer(limit, end, [process])))
+        started[-1][1].start()
+        return process
+
+    def end(process):
+        for pid in [process.pid, *workers(process)] if process.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
+
+    yield call
+    for process, timer in started:
+        timer.cancel()
+        end(process)
+
+
+def read_until(process: subprocess.Popen, text: str) -> list[str]:
+    """The lines up to the first one that contains the text."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return lines
+    pytest.fail(f"no {text} in\n{''.join(lines)}")
+
+
+def workers(process: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def test_a_killed_worker_is_started_again_and_goes_on(start, run, tmp_path):
+    """The command says init_from=scratch; the losses are those of one process that nobody disturbed."""
+    flags = ["--max_iters=120", "--eval_interval=60", "--save_interval=5"]
+    process = start("train.py", 1, *flags, "--async_checkpoint=True")
+    said = read_until(process, "iter 20:")
+    os.kill(random.Random(0).choice(workers(process)), signal.SIGKILL)
+    rest = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, rest
+    said = "".join(said) + rest
+    assert said.count("step 0:") == 1 and said.count("parameters;") == 2
+    undisturbed = losses(run(*flags, out="whole"))
+    assert len(undisturbed) == 123
+    for line, expected in zip(losses(tmp_path / "out"), undisturbed, strict=True):
+        assert line == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_start_goes_on_only_with_its_own_run(run, tmp_path, monkeypatch, capsys):
+    """With --max_restarts a checkpoint in out_dir may be ours; one with other flags is of an older run, and refused."""
+    run("--max_iters=4")
+    before = losses(tmp_path / "out")
+    refused = [["--max_iters=4"], ["--max_iters=5"], ["--max_iters=4", "--learning_rate=2e-2"]]
+    for flags, restarts in zip(refused, "033", strict=True):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            run(*flags)
+        assert stop.value.code == 2 and "already holds a run" in capsys.readouterr().err
+    run("--max_iters=4")
+    assert "is at step 4" in capsys.readouterr().out
+    assert losses(tmp_path / "out") == before
+    run("--max_iters=4", out="new")  # killed before its first checkpoint: from the start
+    assert losses(tmp_path / "new") == before
+
+
+def test_a_start_reads_nothing_of_the_one_before(monkeypatch):
+    """torchrun keeps its store; a rank that is early must not take what the dead ones wrote for what the late will."""
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for name, value in [("ADDR", "localhost"), ("PORT", server.port)]:
+        monkeypatch.setenv(f"MASTER_{name}", str(value))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+
+    def join(rank, late):
+        time.sleep(0.5 * (rank == late))
+        return parallel.fresh_store(rank, 3)
+
+    for late in (0, 1, 2, 1):  # four starts
+        with ThreadPoolExecutor(3) as threads:
+            stores = list(threads.map(join, range(3), [late] * 3))
+        assert not any(store.check(["address"]) for store in stores)
+        stores[late].set("address", f"{late}")
+        assert all(store.check(["address"]) for store in stores)  # get would wait
+        assert [store.get("address") for store in stores] == [f"{late}".encode()] * 3
+
+
+FAILING = """
+import os, runpy, sys
+sys.path.insert(0, "ROOT")
+import model
+forward, seen = model.Model.forward, 0
+
+def fail_in_the_fifth(self, *args, **kwargs):
+    global seen
+    seen += self.training
+    if seen == 5 and os.environ["RANK"] == "1":
+        raise RuntimeError("planted failure")
+    return forward(self, *args, **kwargs)
+
+model.Model.forward = fail_in_the_fifth
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_a_rank_that_raises_takes_the_others_down_with_its_own_traceback_first_and_last(start, tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING.replace("ROOT", str(ROOT)))
+    process = start(tmp_path / "failing.py", 0, "--async_checkpoint=True", "--save_interval=1")
+    said = read_until(process, "RuntimeError: planted failure")
+    since = time.monotonic()
+    rest = process.communicate(timeout=120)[0]
+    assert time.monotonic() - since < 20  # not collective_timeout's ten minutes, nor torchrun's 30 s before SIGKILL
+    assert process.returncode == 1
+    tracebacks = [line for line in said if "Traceback" in line]
+    assert len(tracebacks) == 1 and "rank1" in tracebacks[0]
+    assert "planted failure" in rest.partition("Root Cause")[2]
+
+
+@pytest.mark.slow
+def test_twenty_kills(start, launch, tmp_path):
+    """SIGKILL to a random worker at random moments, some while it starts: all losses equal the undisturbed run's."""
+    kills, rng, old = 20, random.Random(1), []
+    flags = ["--max_iters=3000", "--eval_interval=500", "--dropout=0.1"]
+    process = start("train.py", kills, *flags, "--save_interval=3", "--async_checkpoint=True", limit=900)
+    for kill in range(kills):
+        while len(pids := workers(process)) < 2 or set(pids) & set(old):
+            assert process.poll() is None, f"the run ended before kill {kill}: {process.stdout.read()}"
+            time.sleep(0.05)
+        if rng.random() < 0.8:
+            read_until(process, "parameters;")
+            read_until(process, "iter ")
+        time.sleep(rng.uniform(0, 1.5))
+        os.kill(rng.choice(pids), signal.SIGKILL)
+        old = pids
+    said = process.communicate(timeout=600)[0]
+    assert process.returncode == 0, said
+    whole, done = launch(2, *flags, out="whole")
+    assert done.returncode == 0
+    assert losses(tmp_path / "out") == losses(whole)
+    assert len([line for line in losses(whole) if len(line) == 5]) == 3000

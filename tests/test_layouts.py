@@ -1,0 +1,262 @@
+"""Whatever the layout of the ranks, training is the same: every run here is held against one process's run.
+
+Losses and gradient norms of 20 steps and evaluations among them, float32, the same global batch. The processes are
+real (gloo); each launch makes several runs.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY, losses
+
+from configurator import Config, parse
+from engine.replica import outline
+from model import Model
+
+SIZES = [
+    "--vocab_size=264",
+    "--max_iters=20",
+    "--eval_interval=10",
+    "--gradient_accumulation_steps=4",
+    "--learning_rate=3e-3",
+]
+FSDP = ["--parallel=fsdp"]
+MUON = ["--optimizer=muon"]
+BLOCKS = {
+    "standard": ["--pos=rope"],
+    "superblock": ["--block=superblock"],
+    "simplified": ["--block=simplified", "--pos=alibi"],
+}
+LAYOUTS = {  # name -> (processes, flags)
+    "ddp": (2, []),
+    "fsdp": (2, FSDP),
+    "tp": (2, ["--tp=2"]),
+    "cp": (2, ["--cp=2"]),
+    "pp": (2, ["--pp=2"]),
+    "hsdp": (4, [*FSDP, "--dp_replicate=2"]),
+    "fsdp and tp": (4, [*FSDP, "--tp=2"]),
+    "fsdp and cp": (4, [*FSDP, "--cp=2"]),
+    "tp and cp": (4, ["--tp=2", "--cp=2"]),
+    "fsdp and pp": (4, [*FSDP, "--pp=2"]),
+    "ddp and pp": (4, ["--pp=2"]),
+}
+GATED = "--mlp=swiglu --norm=rmsnorm --pos=rope --n_embd=48 --n_head=4 --attention=gqa --n_kv_head=2".split()
+MODELS = {  # what is particular about a layout: layout -> {name: flags of the model}
+    "tp": {
+        "llama": [*GATED, *MUON],
+        "biases, sandwich": ["--bias=True", "--norm_placement=sandwich", "--pos=sinusoidal", "--tie_weights=False"],
+        "parallel, post": ["--block=parallel", "--norm_placement=post", "--logit_softcap=5.0", "--loss_chunk=7"],
+        "values": ["--block=simplified_parallel", "--simplified_value_proj=all", *MUON],
+        "joint pool": ["--block=superblock", "--pool=joint", "--pos=alibi", "--window=7"],
+        "series": ["--block=superblock", "--wiring=series", "--mlp=geglu", "--qk_norm=True"],
+        "masked": ["--objective=masked", "--doc_mask=True", "--doc_positions=True", "--attn_softcap=3.0"],
+        "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0", "--pos=alibi", *MUON],
+    },
+    "cp": {
+        "llama": [*GATED, "--window=5"],
+        "biases, alibi": ["--bias=True", "--pos=alibi", "--attn_softcap=3.0", "--activation_checkpoint=full"],
+        "joint pool": ["--block=superblock", "--pool=joint", "--pos=rope", *MUON],
+        "values": ["--block=simplified_parallel", "--simplified_value_proj=all", "--pos=rope", "--window=9"],
+    },
+    "fsdp": {
+        "llama, kept": [*GATED, *MUON, "--fsdp_reshard=False"],
+        "offloaded": ["--fsdp_offload=True", "--activation_checkpoint=full"],
+        "untied": ["--tie_weights=False", "--activation_checkpoint=selective", "--n_layer=3"],
+        "seq2seq": ["--objective=seq2seq", "--grad_clip=0.0"],
+    },
+    "hsdp": {"muon": [*MUON, "--block=superblock"]},
+    "fsdp and tp": {
+        "llama": [*GATED, *MUON, "--activation_checkpoint=selective"],
+        "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0"],
+        "values": ["--block=simplified", "--simplified_value_proj=all", "--bias=True", *MUON],
+    },
+    "fsdp and pp": {"untied": ["--tie_weights=False", "--n_layer=3", *MUON], "masked": ["--objective=masked"]},
+    "ddp and pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
+}
+RUNS = [(layout, BLOCKS) for layout in LAYOUTS] + list(MODELS.items())
+
+
+@pytest.fixture
+def many(tiny_data, tmp_path):
+    """many(2, ("a", flags), ("b", flags)) trains each under torchrun, one after the other in the same processes, in
+    folders of these names; returns the folder around them."""
+
+    def call(processes: int, *runs: tuple[str, list[str]]) -> Path:
+        flags = [
+            [*TINY, f"--dataset={tiny_data}", *SIZES, *each, f"--out_dir={tmp_path / name}"] for name, each in runs
+        ]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        done = subprocess.run(
+            [sys.executable, *torchrun, "tests/runs.py", json.dumps(flags)],
+            cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return tmp_path
+
+    return call
+
+
+def model_flags(flags: list[str]) -> list[str]:
+    """Those that one process can have, and that are not about how it computes."""
+    return [flag for flag in flags if not flag.startswith(("--fsdp", "--activation_checkpoint"))]
+
+
+def largest_difference(a: Path, b: Path) -> float:
+    pairs = list(zip(losses(a), losses(b), strict=True))
+    assert [p[0] for p, _ in pairs] == [0, *range(10), 10, *range(10, 20), 20]  # steps, and three evaluations
+    return max(abs(x - y) for p, q in pairs for x, y in zip(p, q, strict=True) if x is not None)
+
+
+@pytest.mark.parametrize("layout,models", RUNS, ids=[f"{layout}-{'-'.join(models)}" for layout, models in RUNS])
+def test_losses_do_not_depend_on_the_layout(layout, models, run, many):
+    processes, how = LAYOUTS[layout]
+    folder = many(processes, *((name, [*flags, *how]) for name, flags in models.items()))
+    for name, flags in models.items():
+        alone = run(*SIZES, *model_flags(flags), out=f"{name}, alone")
+        assert largest_difference(alone, folder / name) < 1e-5, name
+
+
+@pytest.mark.parametrize("flags", [*BLOCKS.values(), *MODELS["tp"].values(), *MODELS["fsdp"].values()], ids=str)
+def test_a_model_without_memory_starts_like_one_in_memory(flags):
+    cfg = parse(Config, [*TINY, *SIZES, *model_flags(flags)])
+    torch.manual_seed(cfg.seed)
+    wanted = dict(Model(cfg).named_parameters())
+    torch.manual_seed(cfg.seed)
+    got = dict(outline(cfg).initial_weights())
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], p) for name, p in wanted.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints move
+
+RESUME = ["--init_from=resume", "--max_iters=20"]
+HALF = ["--max_iters=10", "--lr_decay_iters=20"]
+
+
+def test_a_run_moves_from_layout_to_layout(run, many):
+    """Five steps on 4 ranks as shards, five on 2 as slices, five on 2 as stages, five on one: all as on one."""
+    models = {"standard": [*GATED], "superblock": ["--block=superblock", *MUON, "--bias=True"]}
+    end = ["--lr_decay_iters=20", "--eval_interval=5"]
+    stages = [
+        (4, ["--max_iters=5", *FSDP]),
+        (2, ["--init_from=resume", "--max_iters=10", "--parallel=ddp", "--tp=2"]),
+        (2, ["--init_from=resume", "--max_iters=15", "--tp=1", "--pp=2"]),
+    ]
+    for processes, how in stages:
+        folder = many(processes, *((name, [*flags, *end, *how]) for name, flags in models.items()))
+    for name, flags in models.items():
+        run(*SIZES, *flags, *end, "--init_from=resume", "--pp=1", out=name)
+        alone = run(*SIZES, *flags, *end, out=f"{name}, alone")
+        pairs = list(zip(losses(alone), losses(folder / name), strict=True))
+        assert len(pairs) == 20 + 5
+        assert max(abs(x - y) for p, q in pairs for x, y in zip(p, q, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("processes,layouts", [(2, ["fsdp", "tp", "cp", "pp"]), (4, ["fsdp and tp", "fsdp and pp"])])
+def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
+    runs = []
+    for name in layouts:
+        how = [*LAYOUTS[name][1], *MUON, "--dropout=0.1" if name in ("fsdp", "cp", "pp") else "--bias=True"]
+        runs += [(f"{name}, whole", how), (name, [*how, *HALF]), (name, [*how, *RESUME])]
+    folder = many(processes, *runs)
+    for name in layouts:
+        assert losses(folder / name) == losses(folder / f"{name}, whole")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a layout costs
+
+COUNT = """
+import json, sys
+from collections import Counter
+import torch, torch.distributed as dist
+from configurator import Config
+from data.objective import OBJECTIVE
+from engine import optim, parallel
+from engine.replica import Replica, local, outline
+
+found = {}
+for name, flags in json.loads(sys.argv[1]).items():
+    cfg = Config(**flags, device="cpu", gradient_accumulation_steps=4, batch_size=2)
+    ranks = parallel.join(cfg)
+    dist.init_process_group = lambda *args, **kwargs: None
+    replica, whole = Replica(cfg, ranks), outline(cfg)
+    replica.fill(whole.initial_weights())
+    model = replica.model
+    optimizer = optim.build(model, cfg, replica.whole)
+    states = [t for t in optimizer.state_tensors(model).values() if t.dim()]
+    held = [local(t).untyped_storage().nbytes() for t in [*model.parameters(), *states]]
+
+    calls = Counter()
+    originals = {f: getattr(dist, f) for f in ("all_gather_into_tensor", "reduce_scatter_tensor")}
+    for f, original in originals.items():
+        def counting(*args, f=f, original=original, **kwargs):
+            calls[f] += 1
+            return original(*args, **kwargs)
+        setattr(dist, f, counting)
+    text = torch.randint(cfg.vocab_size, (2, cfg.block_size + 1))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    if cfg.tp > 1:
+        replica.backward(iter([{"idx": text[:, :-1], "targets": text[:, 1:]}] * 4), 1, scaler)
+    for f, original in originals.items():
+        setattr(dist, f, original)
+    found[name] = {"held": sum(held), "whole": 4 * whole.n_params(), "calls": calls}
+if ranks.first:
+    print(json.dumps(found))
+parallel.leave()
+"""
+
+
+@pytest.fixture
+def facts(tmp_path):
+    """facts(2, {"a": flags}) -> per name the bytes that rank 0 holds, those of all parameters, and calls in a step."""
+
+    def call(processes: int, models: dict[str, dict]) -> dict:
+        (tmp_path / "count.py").write_text(COUNT)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        done = subprocess.run(
+            [sys.executable, *torchrun, str(tmp_path / "count.py"), json.dumps(models)],
+            cwd=ROOT, capture_output=True, text=True, timeout=120,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout)
+
+    return call
+
+
+SIZE = {"n_embd": 32, "n_head": 4, "block_size": 16, "vocab_size": 64}
+
+
+def test_layers_of_a_superblock_need_half_of_the_collectives(facts):
+    """Per layer, forward and backward: a gather and a scatter for each sum of the stream, twice."""
+    blocks = {
+        "standard": {},
+        "simplified": {"block": "simplified"},
+        "parallel": {"block": "parallel"},
+        "simplified_parallel": {"block": "simplified_parallel"},
+        "superblock": {"block": "superblock"},
+        "joint": {"block": "superblock", "pool": "joint"},
+    }
+    models = {f"{name} {n}": {**SIZE, **flags, "tp": 2, "n_layer": n} for name, flags in blocks.items() for n in (2, 3)}
+    calls = {name: each["calls"] for name, each in facts(2, models).items()}
+    for name in blocks:
+        sums = 2 if name in ("standard", "simplified") else 1
+        for collective in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            assert calls[f"{name} 3"][collective] - calls[f"{name} 2"][collective] == 2 * sums
+            assert calls[f"{name} 2"][collective] == 2 * 2 * sums + 2  # embedding and head
+
+
+def test_fsdp_holds_one_share_of_parameters_and_optimizer(facts):
+    """AdamW's two moments beside each parameter, Muon's one; 5 % are for what does not divide."""
+    adamw = {**SIZE, "n_layer": 2, "parallel": "fsdp"}
+    models = {"adamw": adamw, "muon": {**adamw, "optimizer": "muon", "vocab_size": 4}, "with tp": {**adamw, "tp": 2}}
+    held = facts(4, models)
+    for name, tensors in (("adamw", 3), ("muon", 2), ("with tp", 3)):
+        assert held[name]["held"] == pytest.approx(held[name]["whole"] * tensors / 4, rel=0.05), name
