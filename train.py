@@ -97,7 +97,8 @@ def open_dataset(cfg: Config) -> tuple[DataSet, Objective]:
     )
     needed = own + objective.extra_ids
     if cfg.vocab_size == 0:  # matmuls like multiples of 64; a small vocabulary is too small to matter
-        cfg.vocab_size = needed if needed <= 1024 else -(-needed // 64) * 64
+        unit = math.lcm(cfg.tp, 1 if needed <= 1024 else 64)  # and tp slices are equal
+        cfg.vocab_size = -(-needed // unit) * unit
     remedy = f"set it to {needed} or more"
     if cfg.init_from != "scratch":
         remedy = f"init_from={cfg.init_from} settles it, so leave objective, corrupt_ratio and span_length out"

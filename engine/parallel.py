@@ -61,7 +61,8 @@ def data_ranks(cfg, size: int) -> int:
     inner = cfg.tp * cfg.cp * cfg.pp
     if size % inner:
         raise ValueError(
-            f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need a multiple of {inner} ranks, and there are {size}"
+            f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {inner} ranks or a multiple, and there are {size}; start "
+            "as many with torchrun --nproc_per_node, or set them to 1"
         )
     data = size // inner
     if data % replicas(cfg):

@@ -59,11 +59,15 @@ def check(cfg, n: int):
 # ---------------------------------------------------------------------------------------------------------------------
 # Collectives with gradients. Each is the other's backward.
 
+# torch 2.13 has new names for them
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The ranks' x one after the other along dim."""
     out = x.new_empty(dist.get_world_size(group), *x.shape)
-    dist.all_gather_into_tensor(out.flatten(0, 1), x.contiguous(), group=group)
+    all_gather(out.flatten(0, 1), x.contiguous(), group=group)
     return out.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -72,7 +76,7 @@ def scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     n = dist.get_world_size(group)
     parts = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
     out = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(out.flatten(0, 1), parts.flatten(0, 2), group=group)  # pieces in the first dimension
+    reduce_scatter(out.flatten(0, 1), parts.flatten(0, 2), group=group)  # pieces in the first dimension
     return out
 
 

@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT, TINY, losses
 
 from configurator import Config, parse
+from engine.parallel import data_ranks
 from engine.replica import outline
 from model import Model
 
@@ -178,7 +179,7 @@ from collections import Counter
 import torch, torch.distributed as dist
 from configurator import Config
 from data.objective import OBJECTIVE
-from engine import optim, parallel
+from engine import optim, parallel, tensor
 from engine.replica import Replica, local, outline
 
 found = {}
@@ -194,18 +195,18 @@ for name, flags in json.loads(sys.argv[1]).items():
     held = [local(t).untyped_storage().nbytes() for t in [*model.parameters(), *states]]
 
     calls = Counter()
-    originals = {f: getattr(dist, f) for f in ("all_gather_into_tensor", "reduce_scatter_tensor")}
+    originals = {f: getattr(tensor, f) for f in ("all_gather", "reduce_scatter")}
     for f, original in originals.items():
         def counting(*args, f=f, original=original, **kwargs):
             calls[f] += 1
             return original(*args, **kwargs)
-        setattr(dist, f, counting)
+        setattr(tensor, f, counting)
     text = torch.randint(cfg.vocab_size, (2, cfg.block_size + 1))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     if cfg.tp > 1:
         replica.backward(iter([{"idx": text[:, :-1], "targets": text[:, 1:]}] * 4), 1, scaler)
     for f, original in originals.items():
-        setattr(dist, f, original)
+        setattr(tensor, f, original)
     found[name] = {"held": sum(held), "whole": 4 * whole.n_params(), "calls": calls}
 if ranks.first:
     print(json.dumps(found))
@@ -248,7 +249,7 @@ def test_layers_of_a_superblock_need_half_of_the_collectives(facts):
     calls = {name: each["calls"] for name, each in facts(2, models).items()}
     for name in blocks:
         sums = 2 if name in ("standard", "simplified") else 1
-        for collective in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        for collective in ("all_gather", "reduce_scatter"):
             assert calls[f"{name} 3"][collective] - calls[f"{name} 2"][collective] == 2 * sums
             assert calls[f"{name} 2"][collective] == 2 * 2 * sums + 2  # embedding and head
 
@@ -260,3 +261,36 @@ def test_fsdp_holds_one_share_of_parameters_and_optimizer(facts):
     held = facts(4, models)
     for name, tensors in (("adamw", 3), ("muon", 2), ("with tp", 3)):
         assert held[name]["held"] == pytest.approx(held[name]["whole"] * tensors / 4, rel=0.05), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    "ranks,flags,said",
+    [
+        (3, ["--tp=2"], "tp=2, cp=1 and pp=1 need 2 ranks or a multiple, and there are 3"),
+        (4, [*FSDP, "--dp_replicate=3"], "dp_replicate=3 does not divide the 4 data-parallel ranks"),
+        (3, [], "gradient_accumulation_steps=4 .* not divisible by the 3 ranks; set it to 6"),
+        (6, ["--tp=2"], "gradient_accumulation_steps=4 .* the 3 data-parallel ranks; set it to 6"),
+        (2, ["--tp=2", "--attention=mqa"], "tp=2 does not divide n_kv_head=1"),
+        (2, ["--tp=2", "--vocab_size=263"], "tp=2 does not divide vocab_size=263; set --vocab_size=264"),
+        (2, ["--tp=2", "--block_size=15"], "tp=2 does not divide block_size=15; set --block_size=16"),
+        (2, ["--tp=2", "--n_embd=64", "--mlp_ratio=3"], "tp=2 does not divide the MLP's 192 hidden units"),
+        (2, ["--tp=2", "--dropout=0.1"], "dropout=0.1 does not go with tp=2"),
+        (2, ["--tp=2", "--block=superblock", "--n_group=2"], "n_group=2 does not go with tp=2"),
+        (2, ["--cp=2", "--objective=masked"], "cp=2 needs objective=causal, and it is masked"),
+        (2, ["--cp=2", "--doc_mask=True"], "doc_mask=True does not go with cp=2"),
+        (3, ["--cp=3"], "cp=3 and tp=1 do not divide block_size=16; set --block_size=18"),
+        (4, ["--pp=2", "--tp=2"], "tp=2 does not go with pp=2"),
+        (4, ["--pp=2", "--cp=2"], "cp=2 does not go with pp=2"),
+        (3, ["--pp=3"], "pp=3 .* n_layer=2; set pp to 2"),
+        (2, ["--pp=2", "--gradient_accumulation_steps=1"], "pp=2 needs as many micro-batches"),
+        (2, ["--pp=2", "--objective=seq2seq"], "pp=2 .* objective=seq2seq"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_does_not_fit_is_refused_by_name(ranks, flags, said):
+    cfg = parse(Config, [*TINY, *SIZES, *flags])
+    with pytest.raises(ValueError, match=said):
+        data_ranks(cfg, ranks)
