@@ -18,6 +18,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,8 +68,21 @@ def outline(cfg) -> Model:
 
 def recompute(block: nn.Module, kind: str):
     """Let the block's backward compute again what its forward would keep (arXiv:1604.06174): all but KEPT, or all."""
+    forward = block.forward
     options = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if kind == "selective" else {}
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+    def recomputed(*args):  # a function of its own: torch.compile would leave out a partial of checkpoint
+        return checkpoint(forward, *args, use_reentrant=False, **options)
+
+    block.forward = recomputed
+
+
+def wide_norm(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
+    """The norm of x, in x's precision whatever that of its parameters."""
+    weight, shape = norm.weight.to(x.dtype), norm.normalized_shape
+    if isinstance(norm, nn.RMSNorm):
+        return F.rms_norm(x, shape, weight, norm.eps)
+    return F.layer_norm(x, shape, weight, None if norm.bias is None else norm.bias.to(x.dtype), norm.eps)
 
 
 class Replica:
@@ -132,11 +146,13 @@ class Replica:
             "reshard_after_forward": cfg.fsdp_reshard,
             "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if cfg.fsdp_offload else OffloadPolicy(),
         }
-        # Blocks travel in the matmuls' dtype; embedding, norm and head in float32, as the stream is.
-        low = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy()
+        if dtype != torch.float32:  # blocks travel in the matmuls' dtype; the stream stays in float32, and its ends do
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            for module in (m for block in blocks for m in block.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)):
+                module.forward = partial(wide_norm, module)
         for block in blocks:
-            if any(True for _ in block.parameters()):
-                fully_shard(block, mp_policy=MixedPrecisionPolicy() if dtype == torch.float32 else low, **options)
+            fully_shard(block, mp_policy=policy, **options)
         fully_shard(self.model, **options)
 
     @torch.no_grad()

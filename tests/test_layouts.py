@@ -122,6 +122,29 @@ def test_losses_do_not_depend_on_the_layout(layout, models, run, many):
         assert largest_difference(alone, folder / name) < 1e-5, name
 
 
+@pytest.mark.parametrize("processes,how", [(2, FSDP), (4, [*FSDP, "--tp=2"])], ids=["fsdp", "fsdp and tp"])
+def test_bfloat16_under_fsdp_is_bfloat16(processes, how, run, many):
+    """Weights that travel in bfloat16, and norms of both kinds in float32, as autocast alone has them."""
+    low = ["--dtype=bfloat16", "--qk_norm=True", "--bias=True"]
+    models = {"layernorm": low, "rmsnorm": [*low, "--norm=rmsnorm", "--block=superblock"]}
+    folder = many(processes, *((name, [*flags, *how]) for name, flags in models.items()))
+    for name, flags in models.items():
+        assert largest_difference(run(*SIZES, *flags, out=f"{name}, alone"), folder / name) < 1e-2, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "cp", "pp"])
+def test_compiled_layouts_do_the_same(layout, run, many):
+    """Slow: the compilation takes half a minute each."""
+    recomputed = ["--pos=rope", "--activation_checkpoint=selective"]
+    models = {"plain": ["--block=superblock"], "recomputed": recomputed}
+    compiled = [*LAYOUTS[layout][1], "--compile=True"]
+    folder = many(2, *((name, [*flags, *compiled]) for name, flags in models.items()))
+    for name, flags in models.items():
+        alone = run(*SIZES, *model_flags(flags), out=f"{name}, alone")
+        assert largest_difference(alone, folder / name) < 1e-5, name
+
+
 @pytest.mark.parametrize("flags", [*BLOCKS.values(), *MODELS["tp"].values(), *MODELS["fsdp"].values()], ids=str)
 def test_a_model_without_memory_starts_like_one_in_memory(flags):
     cfg = parse(Config, [*TINY, *SIZES, *model_flags(flags)])
