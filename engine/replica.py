@@ -71,8 +71,8 @@ def recompute(block: nn.Module, kind: str):
     forward = block.forward
     options = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if kind == "selective" else {}
 
-    def recomputed(*args):  # a function of its own: torch.compile would leave out a partial of checkpoint
-        return checkpoint(forward, *args, use_reentrant=False, **options)
+    def recomputed(*args, **kwargs):  # a function of its own: torch.compile would leave out a partial of checkpoint
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     block.forward = recomputed
 
@@ -93,7 +93,7 @@ class Replica:
         with torch.device("meta"):
             model = Model(cfg)
         self.model, self.ranks, self.tp, self.pp = model, ranks, cfg.tp, cfg.pp
-        self.fsdp = cfg.parallel == "fsdp" and ranks.size > 1
+        self.fsdp, self.reshard = cfg.parallel == "fsdp" and ranks.size > 1, cfg.fsdp_reshard
         mesh = ranks.mesh
         owned = model.parameters
         if cfg.pp > 1:
@@ -178,9 +178,10 @@ class Replica:
         loss = torch.zeros((), device=self.ranks.device)
         for micro_step in range(micro_steps):
             batch, last = self.batch(next(batches)), micro_step == micro_steps - 1
-            if self.fsdp:  # ranks average once a step
-                self.model.set_requires_gradient_sync(last)
-            else:
+            if self.fsdp:  # gradients are cut as soon as they are there, unless weights stay whole too
+                self.model.set_requires_gradient_sync(last or self.reshard)
+                self.model.set_requires_all_reduce(last)
+            else:  # ranks average once a step
                 self.training.require_backward_grad_sync = last
             with self.ranks.autocast():
                 part = self.training(**batch) / micro_steps
