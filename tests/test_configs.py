@@ -10,7 +10,7 @@ from model import Model
 
 FILES = {path.stem: path for path in (Path(__file__).parent.parent / "config").glob("*.py")}
 VOCABULARY = {"pycode": 257, "shakespeare_char": 65, "pycode_gpt2": 50304, "openwebtext": 50304}
-OWN_IDS = {"causal": 0, "masked": 1, "seq2seq": 16}  # 77 of 256 tokens in 15 spans; the last sentinel ends them
+OWN_IDS = {"causal": 0, "masked": 1, "seq2seq": 4}  # 19 of 64 tokens in 3 spans; the last sentinel ends them
 C, D = 192, 48  # width and head size of the quick files
 
 
@@ -41,7 +41,7 @@ PARAMETERS = {
     "pycode_bert": quick(4 * C**2 + 3 * 512 * C + 2 * C, vocabulary=258),
     # the encoder and its norm; two layers that also have a query, a key, a value, an out and a norm for its memory;
     # two gains per attention
-    "pycode_t5": quick(4 * C**2 + 3 * 512 * C + 2 * C, tables=2, vocabulary=273)
+    "pycode_t5": quick(4 * C**2 + 3 * 512 * C + 2 * C, tables=2, vocabulary=261)
     + 2 * (8 * C**2 + 3 * 512 * C + 3 * C)
     + (4 + 2 + 2) * 2 * D
     + C,
@@ -50,6 +50,9 @@ PARAMETERS = {
     "pycode_superblock": quick(12 * C**2 + C + 2 * D),
     # 768 slots per head: keys and values of 4 heads and 48 columns are the 8 squares of the MLP
     "pycode_superblock_joint": quick(4 * C**2 + 2 * 4 * 768 * D + C + 2 * D),
+    # q, k, v and out are 4 squares, in the 70B one k and v an eighth each; three matrices of the MLP; two tables
+    "llama_7b": 2 * 32000 * 4096 + 32 * (4 * 4096**2 + 3 * 11008 * 4096 + 2 * 4096) + 4096,
+    "llama_70b": 2 * 128256 * 8192 + 80 * (2.25 * 8192**2 + 3 * 28672 * 8192 + 2 * 8192) + 8192,
 }
 
 

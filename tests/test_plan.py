@@ -1,0 +1,457 @@
+"""engine/plan.py against what training does: bytes of real tensors, allocations, collectives; and figures by hand."""
+
+import copy
+import os
+import resource
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from itertools import repeat
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from configurator import Config, parse
+from engine import optim, parallel, pipeline, plan, replica
+from engine.replica import Replica
+from model import BLOCK, Model
+
+TINY = {
+    "n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 32, "vocab_size": 512, "batch_size": 2,
+    "gradient_accumulation_steps": 16, "dtype": "float32", "device": "cpu", "compile": False, "plan": True,
+}  # fmt: skip
+LAYOUTS = [
+    {"world_size": 4, "parallel": "fsdp"},
+    {"world_size": 4, "parallel": "fsdp", "fsdp_reshard": False, "tie_weights": False},
+    {"world_size": 8, "parallel": "fsdp", "dp_replicate": 2},
+    {"world_size": 6, "parallel": "fsdp", "n_embd": 60, "gradient_accumulation_steps": 12},  # uneven
+    {"world_size": 2, "tp": 2},
+    {"world_size": 2, "tp": 2, "activation_checkpoint": "full"},
+    {"world_size": 2, "tp": 2, "activation_checkpoint": "selective"},
+    {"world_size": 8, "tp": 2, "cp": 2, "parallel": "fsdp"},
+    {"world_size": 8, "tp": 2, "parallel": "fsdp", "optimizer": "muon"},
+]
+
+
+@pytest.fixture(autouse=True)
+def no_search(request, monkeypatch):
+    """The largest batch, four fifths of a plan's time, only where it is asked for."""
+    if "largest" not in request.node.name:
+        monkeypatch.setattr(plan, "largest", lambda total, usable: 0)
+
+
+def config(**flags) -> Config:
+    return Config(**TINY | flags)
+
+
+@contextmanager
+def as_rank(cfg: Config, rank: int = 0):
+    """The rank of cfg.world_size that training would make; the others are pretended, and their messages are garbage."""
+    init, scatter = dist.init_process_group, dist.reduce_scatter_tensor
+
+    def pretend(*args, rank, world_size, **kwargs):
+        init("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    def lenient(out, x, *args, **kwargs):  # the pretended one wants x and out to have as many dimensions
+        return scatter(out[None], x, *args, **kwargs)
+
+    with (
+        mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(cfg.world_size), LOCAL_RANK="0"),
+        mock.patch.object(dist, "init_process_group", pretend),
+        mock.patch.object(dist, "reduce_scatter_tensor", lenient),
+    ):
+        try:
+            yield parallel.join(cfg)
+        finally:
+            dist.destroy_process_group()
+
+
+class Collectives(TorchDispatchMode):
+    """(kind, ranks of the group) -> bytes that a ring would send."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = defaultdict(float)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out, name = func(*args, **(kwargs or {})), func._schema.name.partition("::")[2]
+        if func.namespace == "c10d":
+            n = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject))).size()
+            tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+            passes = {"_allgather_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 2}[name]
+            kind = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}.get(name, "all-reduce")
+            self.sent[kind, n] += passes * max(t.nbytes for t in tensors) * (n - 1) / n
+        elif func.namespace == "_c10d_functional" and name.startswith("all_gather"):  # DTensor's
+            self.sent["all-gather", args[1]] += args[0].nbytes * (args[1] - 1)
+        return out
+
+
+def by_size(traffic: dict[str, plan.Traffic]) -> dict:
+    sent = defaultdict(float)
+    for kind, each in traffic.items():
+        sent[next(k for k in ("all-gather", "reduce-scatter", "all-reduce") if k in kind), each.ranks] += each.bytes
+    return sent
+
+
+def nbytes(tensors) -> int:
+    return sum(replica.local(t).nbytes for t in tensors)
+
+
+def batch_of(cfg: Config) -> dict:
+    task = plan.OBJECTIVE[cfg.objective](cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask)
+    T, S = task.lengths
+    idx = torch.zeros(cfg.batch_size, T, dtype=torch.int64)
+    source = {"source": torch.zeros(cfg.batch_size, S, dtype=torch.int64)} if S else {}
+    return {"idx": idx, "targets": idx, **source} | ({"docs": idx} if cfg.doc_mask else {})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What stays, and what is sent
+
+
+@pytest.mark.parametrize(
+    "flags", LAYOUTS + [LAYOUTS[i] | {"block": block} for block in list(BLOCK)[1:] for i in (-1, -2)], ids=str
+)
+def test_states_and_traffic_are_those_of_training(flags):
+    """Exactly, for whatever Replica and the optimizers do with a group of pretended ranks."""
+    cfg = config(**flags)
+    with as_rank(cfg) as ranks:  # the first, whose shards are no smaller than others'
+        rank = Replica(cfg, ranks)
+        optimizer = optim.build(rank.model, cfg, rank.whole)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        with Collectives() as counted:
+            rank.backward(repeat(batch_of(cfg)), cfg.gradient_accumulation_steps // ranks.data_size, scaler)
+            gradients = nbytes(p.grad for p in rank.model.parameters())
+            if cfg.optimizer == "muon":
+                optimizer.step()
+        state = optimizer.state_tensors(rank.model).values()
+        real = nbytes(rank.model.parameters()), gradients, nbytes(state)
+    p = plan.estimate(cfg)
+    assert [p.memory[kind] for kind in plan.STATES] == list(real)
+    assert by_size(p.traffic) == pytest.approx(counted.sent)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("flags", [{"tie_weights": False}, {"objective": "seq2seq"}, {"bias": True}, {"pos": "rope"}])
+def test_states_of_one_rank(flags, optimizer):
+    cfg = config(optimizer=optimizer, **flags)
+    model = Model(cfg)
+    state = optim.build(model, cfg).state_tensors(model).values()
+    p = plan.estimate(cfg)
+    assert p.memory["parameters"] == p.memory["gradients"] == nbytes(model.parameters())
+    assert p.memory["optimizer state"] == nbytes(state)
+    assert p.traffic == {} and p.parameters == model.n_params()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_have_what_the_pipeline_leaves_them(tied):
+    cfg = config(n_layer=7, pp=3, world_size=3, tie_weights=tied)
+    model = Model(cfg)
+    r = plan.layout(cfg)
+    with plan.neighbours(r) as groups, FakeTensorMode():
+        stages = plan.Run(cfg, r, *groups).stages
+    for i, stage in enumerate(stages):
+        part = copy.deepcopy(model)
+        pipeline.cut(part, i, 3)
+        assert stage.shapes == {name: tuple(p.shape) for name, p in part.named_parameters()}
+
+
+def test_traffic_by_hand():
+    """C=64, 3 layers of 12 squares and 2 norms, 512 tokens and 32 positions, a last norm; 2 samples of 32 tokens."""
+    layer, tables = 12 * 64**2 + 2 * 64, (512 + 32) * 64
+    total = 4 * (3 * layer + tables + 64)
+    sent = {kind: t.bytes for kind, t in plan.estimate(config(world_size=4)).traffic.items()}
+    assert sent == {"ddp all-reduce": 2 * 3 / 4 * total}  # once a step
+    sent = {kind: t.bytes for kind, t in plan.estimate(config(world_size=4, parallel="fsdp")).traffic.items()}
+    assert sent == {
+        "fsdp all-gather, forward": 3 / 4 * 4 * total,  # 16 / 4 micro-steps
+        "fsdp all-gather, backward": 3 / 4 * 4 * total,
+        "fsdp reduce-scatter": 3 / 4 * 4 * total,
+    }
+    stream, keys = 2 * 32 * 64 * 4, 2 * 2 * 32 * 64 * 4
+    p = plan.estimate(config(world_size=2, tp=2, gradient_accumulation_steps=1))
+    assert p.traffic["tp all-gather"].bytes == 1 / 2 * (3 * 2 * 2 + 2) * stream
+    p = plan.estimate(config(world_size=2, cp=2, gradient_accumulation_steps=1))
+    assert p.traffic["cp all-gather"].bytes == p.traffic["cp reduce-scatter"].bytes == 1 / 2 * 3 * keys
+    # a pipeline of two on two shards, also counted on four processes under gloo: the first stage has two layers and the
+    # tables, and gathers eight micro-batches' weights and one more; the tied table's gradient goes across
+    p = plan.estimate(config(world_size=4, pp=2, parallel="fsdp"))
+    first = 4 * (2 * layer + tables)
+    gathers = p.traffic["fsdp all-gather, forward"].bytes + p.traffic["fsdp all-gather, backward"].bytes
+    assert gathers == (8 + 1) * first / 2 == 2400768
+    assert p.traffic["fsdp reduce-scatter"].bytes == first / 2
+    assert p.traffic["pp point to point"].bytes == 8 * stream + 4 * 512 * 64 / 2 == 196608
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What comes and goes
+
+
+def most_allocated(f) -> int:
+    """The most bytes at once of what is allocated inside f()."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        f()
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most
+
+
+def activations(p: plan.Plan) -> int:
+    copies = p.memory.get("weights cast by autocast", 0)
+    return p.memory["activations"] + copies + max(p.memory["logits and loss"], p.memory["backward of a block"])
+
+
+WIDE = {"n_layer": 5, "n_embd": 128, "block_size": 128, "batch_size": 4, "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize(
+    "tolerance, flags",
+    [(0.02, {"block": block, "mlp": mlp}) for block in ("standard", "superblock") for mlp in ("gelu", "swiglu")]
+    + [
+        (0.02, {"block": "simplified"}),
+        (0.02, {"block": "simplified_parallel"}),
+        (0.02, {"block": "parallel", "attention": "gqa", "n_kv_head": 2}),
+        (0.02, {"block": "superblock", "pool": "joint"}),
+        (0.02, {"activation_checkpoint": "selective"}),
+        (0.05, {"activation_checkpoint": "full"}),
+        (0.05, {"activation_checkpoint": "full", "block": "superblock", "mlp": "swiglu"}),
+        (0.02, {"window": 32, "window_pattern": "SLL"}),
+        (0.02, {"attn_softcap": 20.0}),
+        (0.02, {"objective": "masked", "pos": "alibi"}),
+        (0.02, {"doc_mask": True}),
+        (0.02, {"objective": "seq2seq"}),
+        (0.05, {"dtype": "bfloat16", "n_layer": 2, "batch_size": 1}),
+        (0.2, {"vocab_size": 20000, "loss_chunk": 64}),
+        (0.2, {"norm": "rmsnorm", "mlp": "swiglu"}),  # whose kernel on GPUs keeps less
+    ],
+    ids=str,
+)
+def test_activations_are_what_training_allocates(tolerance, flags):
+    cfg = config(**WIDE | flags)
+    model, batch = Model(cfg), batch_of(cfg)
+    for block in [*model.blocks, *(model.encoder.blocks if model.encoder else ())]:
+        if cfg.activation_checkpoint != "none":
+            replica.recompute(block, cfg.activation_checkpoint)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+            loss = model(**batch)
+        loss.backward()
+
+    step()  # so that there are gradients
+    assert activations(plan.estimate(cfg)) == pytest.approx(most_allocated(step), rel=tolerance)
+
+
+def test_rms_norm_keeps_what_layer_norm_does():
+    """On a GPU, unless x and weight differ in dtype, as where autocast gives queries to a norm that nothing casts."""
+    sharded = {"world_size": 4, "parallel": "fsdp", "dtype": "bfloat16"}
+    for flags in ({}, sharded):
+        a, b = (plan.estimate(config(norm=norm, **flags)).memory["activations"] for norm in ("layernorm", "rmsnorm"))
+        assert a == b
+    whole = {"dtype": "bfloat16"}
+    more = []
+    for flags in (whole, sharded):
+        without, normed = (plan.estimate(config(qk_norm=on, **flags)).memory["activations"] for on in (False, True))
+        more.append(normed - without)
+    assert more[0] > more[1]
+
+
+def test_dropout_keeps_its_masks_outside_of_attention():
+    without, dropout = (plan.estimate(config(dropout=p)).memory["activations"] for p in (0.0, 0.1))
+    assert dropout - without == (1 + 2 * 3) * 2 * 32 * 64 * 4  # of the embedding and two in each layer, 2 x 32 tokens
+
+
+def test_a_pipeline_holds_micro_batches():
+    """The first of three stages two blocks for each of three micro-batches, and a step's gradients of what it sends."""
+    p, two = plan.estimate(config(n_layer=6, pp=3, world_size=3)), plan.estimate(config(n_layer=2))
+    assert p.memory["activations"] == 3 * two.memory["activations"]
+    assert p.memory["logits and loss"] == 0
+    assert p.memory["streams received"] == pytest.approx(16 * 2 * 32 * 64 * 4, rel=0.02)
+    p = plan.estimate(config(n_layer=6, pp=3, world_size=3, vocab_size=8192))  # the last stage with its logits
+    assert p.memory["activations"] == pytest.approx(two.memory["activations"], rel=0.05)
+    assert p.memory["logits and loss"] > 4 * 64 * 8192
+
+
+def test_the_loss_of_many_tokens():
+    """Measured on few tokens and continued, it is what all of them give."""
+    cfg = config(vocab_size=4096, loss_chunk=8, tp=2, world_size=2)
+    r = plan.layout(cfg)
+    with plan.neighbours(r) as groups, FakeTensorMode():
+        run = plan.Run(cfg, r, *groups)
+        continued, model, targets = run.of_loss(5), run.model, torch.zeros(5, 32, dtype=torch.int64)
+        ends = torch.nn.ModuleList([model.norm, model.head])
+        whole = run.measure(lambda x: model.loss(model.norm(x), targets), ends, run.stream(5, 32), [targets])
+    assert (continued.kept, continued.peak, continued.sent) == (whole.kept, whole.peak, whole.sent)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"world_size": 2, "tp": 2, "gradient_accumulation_steps": 2},
+        {"world_size": 4, "parallel": "fsdp", "gradient_accumulation_steps": 8},
+        {"world_size": 4, "parallel": "fsdp", "gradient_accumulation_steps": 8, "fsdp_reshard": False},
+        {"world_size": 4, "parallel": "fsdp", "gradient_accumulation_steps": 4, "activation_checkpoint": "full"},
+        {"world_size": 8, "parallel": "fsdp", "tp": 2, "cp": 2, "gradient_accumulation_steps": 4},
+    ],
+    ids=str,
+)
+def test_the_worst_moment_of_a_rank(flags):
+    """What training allocates, or more: the plan counts a block gathered ahead, and gradients before they are there."""
+    cfg = config(**WIDE | {"batch_size": 8} | flags)
+    with as_rank(cfg, cfg.world_size - 1) as ranks:
+        rank = Replica(cfg, ranks)
+        scaler, steps = torch.amp.GradScaler("cpu", enabled=False), cfg.gradient_accumulation_steps // ranks.data_size
+        rank.backward(repeat(batch_of(cfg)), steps, scaler)
+        rank.model.zero_grad(set_to_none=True)
+        most = most_allocated(lambda: rank.backward(repeat(batch_of(cfg)), steps, scaler))
+    p = plan.estimate(cfg)
+    assert 0.98 <= (p.total - p.memory["parameters"] - p.memory["optimizer state"]) / most <= 1.25
+
+
+def test_update_by_muon():
+    """On this CPU the iterations' four tensors of the largest batch are in float32, on a GPU in bfloat16."""
+    cfg = config(optimizer="muon", n_layer=8, n_embd=256, vocab_size=64)
+    model = Model(cfg)
+    optimizer = optim.build(model, cfg)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    p, batch = plan.estimate(cfg), 8 * 4 * 256**2  # q, k, v, out of all layers
+    assert p.memory["update by Muon"] + 4 * 2 * batch == pytest.approx(most_allocated(optimizer.step), rel=0.02)
+    assert p.total == sum(p.memory[kind] for kind in plan.STATES) + p.memory["update by Muon"]
+
+
+def test_largest_batch():
+    for total in (
+        lambda b: 100 + 7 * b,
+        lambda b: max(50 * b, 300 + 3 * b),
+        lambda b: 100 + 7 * b if b < 20 else 500 * b,
+        lambda b: 1001,
+        lambda b: 1000,
+    ):
+        fits = [b for b in range(1, 512) if total(b) <= 1000]
+        assert plan.largest(total, 1000, limit=512) == max(fits, default=0)
+    cfg = config(n_layer=12, n_embd=768, n_head=12, block_size=1024, vocab_size=50304)
+    p = plan.estimate(cfg)
+    fits, too_large = (plan.estimate(config(**vars(cfg) | {"batch_size": p.largest_batch + i})) for i in (0, 1))
+    assert fits.total <= p.usable < too_large.total
+    assert "it fits" in plan.report(fits) and "DOES NOT FIT" in plan.report(too_large)
+
+
+def test_offload_moves_the_states():
+    flags = {"world_size": 4, "parallel": "fsdp"}
+    here, there = (plan.estimate(config(fsdp_offload=on, **flags)) for on in (False, True))
+    states = sum(here.memory[kind] for kind in plan.STATES)
+    assert (here.host, there.host, there.total) == (0, states, here.total - states)
+    # 4 micro-steps gather twice, the gradients come down once, and AdamW reads four numbers and writes three
+    assert there.step - here.step == pytest.approx((2 * 4 + 1 + 7) * here.memory["parameters"] / 20e9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Time
+
+
+def test_time_by_hand():
+    """6 FLOPs per weight and token and 12 T C per layer and token; thrice instead of twice a block's forward."""
+    tokens, weights = 16 * 2 * 32, 3 * 12 * 64**2
+    p = plan.estimate(config(world_size=2, activation_checkpoint="full", dtype="bfloat16"))
+    attention, head = 3 * 12 * 32 * 64, 512 * 64
+    assert p.flops_per_token == 6 * (weights + head) + attention
+    assert p.tokens_per_step == tokens
+    work = (4 / 3 * (6 * weights + attention) + 6 * head) * tokens / 2
+    assert p.seconds["computation"] == pytest.approx(work / (0.5 * 989.4e12))
+    sent = p.traffic["ddp all-reduce"]
+    assert sent.seconds == pytest.approx(4 * p.parameters / (0.8 * 450e9))
+    hidden = 0.8 * 2 / 3 / 8 * p.seconds["computation"]  # behind the last of 8 backwards
+    assert p.step == pytest.approx(p.seconds["computation"] + sent.seconds - hidden)
+    assert p.mfu == pytest.approx(p.flops_per_token * tokens / (2 * 989.4e12 * p.step))
+
+
+@pytest.mark.parametrize("layers, of_blocks, of_head", [(4, 2 / 4, 1), (5, 3 / 5, 0)])
+def test_a_pipeline_waits(layers, of_blocks, of_head):
+    """(stages - 1) / micro-batches of the slowest stage's time: the last has the head, the first one block more."""
+    p = plan.estimate(config(n_layer=layers, world_size=2, pp=2, gradient_accumulation_steps=8))
+    busy = p.seconds["computation"] + p.seconds["traffic of tp, cp, pp and Muon"]
+    assert p.seconds["bubble of the pipeline"] == pytest.approx(busy / 8)
+    head = 6 * 512 * 64
+    work = (p.flops_per_token - head) * of_blocks + head * of_head
+    assert p.seconds["computation"] == pytest.approx(work * p.tokens_per_step / (0.5 * 494.7e12))
+
+
+@pytest.mark.parametrize(
+    "ranks, distance, expected",
+    [(8, 1, 450), (2, 4, 450), (16, 1, 400), (1024, 1, 400), (128, 8, 50), (16, 2, 200), (2, 8, 50)],
+)
+def test_bandwidth(ranks, distance, expected):
+    """NVLink inside of a node; between nodes as many cards as the group has ranks in a node."""
+    assert plan.bandwidth(plan.GPU["h100"], ranks, distance) == pytest.approx(0.8 * expected * 1e9)
+
+
+def test_muon_multiplies():
+    """Five times X X^T, its square and a product with X, of each logical matrix: q, k, v, out, up and down."""
+    cfg = config(optimizer="muon", norm="none", norm_placement="none", mlp="relu")
+    r = plan.layout(cfg)
+    with plan.neighbours(r) as groups, FakeTensorMode():
+        run = plan.Run(cfg, r, *groups)
+    square, tall = 2 * 3 * 64**3, 2 * (2 * 64 * 256 * 64 + 64**3)
+    assert run.muon(run.stages[0])[1] == 3 * 5 * (4 * square + 2 * tall)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Large models, words and mistakes
+
+
+@pytest.mark.parametrize(
+    "name, flags, parameters, state",
+    [
+        ("llama_7b", ["--world_size=64"], 6_738_415_616, 16 / 64),
+        ("llama_70b", ["--world_size=1024", "--tp=8"], 70_553_706_496, 16 / 1024),
+    ],
+)
+def test_large_models_take_seconds_and_no_memory_largest_batch_included(name, flags, parameters, state):
+    cfg = parse(Config, [f"config/{name}.py", "--plan=True", *flags])
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    p = plan.estimate(cfg)
+    assert time.process_time() - start < 25
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # KiB
+    assert p.parameters == parameters
+    # 4 bytes for each of a number, its gradient and two moments; norms are in all slices of tp
+    assert sum(p.memory[kind] for kind in plan.STATES) == pytest.approx(parameters * state, rel=1e-3)
+    attention = 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
+    table = cfg.vocab_size * cfg.n_embd
+    assert p.flops_per_token == pytest.approx(6 * (parameters - table) + attention, rel=1e-4)
+    assert p.total <= p.usable and p.largest_batch >= cfg.batch_size
+
+
+def test_report():
+    flags = {"world_size": 16, "parallel": "fsdp", "tp": 2, "cp": 2, "dp_replicate": 2, "optimizer": "muon"}
+    for each in (flags, {"world_size": 4, "pp": 2, "parallel": "fsdp", "fsdp_offload": True}, {}):
+        text = plan.report(plan.estimate(config(**each)))
+        assert len(text.splitlines()) <= 45 and max(map(len, text.splitlines())) <= 120
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ({"world_size": 6, "tp": 4}, "tp=4"),
+        ({"world_size": 32}, "gradient_accumulation_steps=16"),
+        ({"world_size": 8, "tp": 8}, "tp=8"),
+        ({"world_size": 8, "pp": 4}, "pp=4"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+    ],
+)
+def test_mistakes(flags, named):
+    with pytest.raises(ValueError, match=named) as error:
+        plan.estimate(config(**flags))
+    assert "\n" not in str(error.value)
+    assert not dist.is_initialized()
