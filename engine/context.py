@@ -47,6 +47,6 @@ class Gathered:
         self.group, self.pieces = group, dist.get_rank(group) + 1
 
     def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        T = k.size(2)
-        both = AllGather.apply(torch.stack((k, v)), 3, self.group)  # (2, B, Hkv, n T, E)
-        return both[:, :, :, : self.pieces * T].unbind(0)
+        heads = k.size(1), v.size(1)  # of simplified blocks' values there may be more
+        both = AllGather.apply(torch.cat((k, v), dim=1), 2, self.group)
+        return both[:, :, : self.pieces * k.size(2)].split(heads, dim=1)

@@ -10,7 +10,7 @@ Build it after whatever replaces parameters (sharding, tensor parallelism).
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn as nn
@@ -68,8 +68,11 @@ class Muon(torch.optim.Optimizer):
     A weight may store several logical matrices, and each is orthogonalised alone: as one they would share one set of
     singular directions, which costs loss. weights maps a weight to None (one matrix) or to (dim, groups, sizes): along
     dim (0 rows, 1 columns) it is `groups` repetitions of consecutive pieces of `sizes`, and piece n of all groups is
-    logical matrix n.
+    logical matrix n. whole(p, x) makes of this rank's part x of the parameter p, or of its update, a DTensor with the
+    shape of the whole.
     """
+
+    LARGEST = 2**28  # numbers: 1 GiB
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class Muon(torch.optim.Optimizer):
         whole: Callable[[nn.Parameter, Tensor], Tensor] = lambda p, x: x,
     ):
         self.fused = {p: fused or (0, 1, (whole(p, p).size(0),)) for p, fused in weights.items()}
-        self.whole = whole
+        self.whole, self.sizes = whole, {p: whole(p, p).numel() for p in weights}
         super().__init__(decay_groups(weights, weight_decay), {"lr": lr, "momentum": momentum})
         for p in weights:
             self.state[p]["momentum"] = torch.zeros_like(p)
@@ -92,14 +95,26 @@ class Muon(torch.optim.Optimizer):
             grads, momentum = [p.grad for p in params], [self.state[p]["momentum"] for p in params]
             torch._foreach_lerp_(momentum, grads, 1 - group["momentum"])
             updates = torch._foreach_lerp(grads, momentum, group["momentum"])
-            cut = [self.whole(p, update) for p, update in zip(params, updates, strict=True)]
-            full = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in cut]
-            self.orthogonalize_all(params, full)
-            for update, x, matrix in zip(updates, cut, full, strict=True):
-                if x is not matrix:
-                    keep_part(update, matrix, like=x)
+            for some in self.portions(params):
+                cut = [self.whole(params[i], updates[i]) for i in some]
+                full = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in cut]
+                self.orthogonalize_all([params[i] for i in some], full)
+                for i, x, matrix in zip(some, cut, full, strict=True):
+                    if x is not matrix:
+                        keep_part(updates[i], matrix, like=x)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+    def portions(self, params: list[nn.Parameter]) -> Iterator[list[int]]:
+        """Indices of parameters that together have at most LARGEST numbers, or of one: whole matrices take memory."""
+        some, size = [], 0
+        for i, p in enumerate(params):
+            if some and size + self.sizes[p] > self.LARGEST:
+                yield some
+                some, size = [], 0
+            some.append(i)
+            size += self.sizes[p]
+        yield some
 
     def orthogonalize_all(self, params: list[nn.Parameter], updates: list[Tensor]):
         """Every logical matrix U S V^T of the updates becomes sqrt(max(1, rows/columns)) U V^T, one batch per shape."""

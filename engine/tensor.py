@@ -25,6 +25,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from data.objective import OBJECTIVE
+
 COLUMNS = {"qkv", "qk", "into", "kv", "up", "value"}  # layers whose outputs are cut, ...
 ROWS = {"out", "down"}  # ... whose inputs are, ...
 PER_HEAD = {"alpha", "beta", "gamma", "slot_k", "slot_v"}  # ... and parameters with a row for each head
@@ -41,6 +43,15 @@ def sharded_dim(name: str) -> int | None:
 def check(cfg, n: int):
     """ValueError names the flag that keeps the model from being cut into n, and the remedy."""
     sizes = {"n_kv_head": cfg.kv_heads, "vocab_size": cfg.vocab_size, "block_size": cfg.block_size}
+    if cfg.objective == "seq2seq":
+        objective = OBJECTIVE["seq2seq"](
+            cfg.vocab_size, None, cfg.block_size, False, cfg.corrupt_ratio, cfg.span_length
+        )
+        if any(length % n for length in objective.lengths):
+            raise ValueError(
+                f"tp={n} does not divide the {objective.lengths[0]} tokens of the text or the {objective.lengths[1]} "
+                "of its source, which follow from block_size, corrupt_ratio and span_length; change one of them"
+            )
     for name, size in sizes.items():
         if size % n:
             above = -(-size // n) * n
@@ -124,7 +135,9 @@ def cut(model: nn.Module, group: dist.ProcessGroup):
     model.tie()
 
     def gather(module: nn.Module, args: tuple, x: Tensor) -> Tensor:
-        return AllGather.apply(x, 1, group)
+        device = x.device.type
+        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return AllGather.apply(x.to(low), 1, group)  # what follows would make it that anyway
 
     def reduce(module: nn.Module, args: tuple) -> Tensor:
         return ReduceScatter.apply(args[0], 1, group)

@@ -63,6 +63,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "biases, alibi": ["--bias=True", "--pos=alibi", "--attn_softcap=3.0", "--activation_checkpoint=full"],
         "joint pool": ["--block=superblock", "--pool=joint", "--pos=rope", *MUON],
         "values": ["--block=simplified_parallel", "--simplified_value_proj=all", "--pos=rope", "--window=9"],
+        "few keys": ["--block=simplified", "--attention=mqa", "--n_embd=48", "--n_head=4"],
     },
     "fsdp": {
         "llama, kept": [*GATED, *MUON, "--fsdp_reshard=False"],
@@ -303,6 +304,7 @@ def test_fsdp_holds_one_share_of_parameters_and_optimizer(facts):
         (2, ["--tp=2", "--n_embd=64", "--mlp_ratio=3"], "tp=2 does not divide the MLP's 192 hidden units"),
         (2, ["--tp=2", "--dropout=0.1"], "dropout=0.1 does not go with tp=2"),
         (2, ["--tp=2", "--block=superblock", "--n_group=2"], "n_group=2 does not go with tp=2"),
+        (2, ["--tp=2", "--objective=seq2seq"], "tp=2 does not divide the 3 tokens of the text or the 15 of its source"),
         (2, ["--cp=2", "--objective=masked"], "cp=2 needs objective=causal, and it is masked"),
         (2, ["--cp=2", "--doc_mask=True"], "doc_mask=True does not go with cp=2"),
         (3, ["--cp=3"], "cp=3 and tp=1 do not divide block_size=16; set --block_size=18"),

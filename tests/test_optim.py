@@ -218,6 +218,25 @@ def test_muon_equals_separate_matrices(fused):
         torch.testing.assert_close(new, expected, atol=2e-5, rtol=1e-4)
 
 
+def test_muon_in_portions_is_muon(monkeypatch):
+    """However few matrices are whole at once."""
+    results = []
+    for largest in (2**28, 1, 70):
+        monkeypatch.setattr(Muon, "LARGEST", largest)
+        torch.manual_seed(0)
+        weights = {nn.Parameter(torch.randn(shape)): None for shape in ((8, 4), (8, 4), (4, 8), (6, 6), (8, 4))}
+        muon = Muon(weights, lr=0.02, momentum=0.9, weight_decay=0.1)
+        for p in weights:
+            p.grad = torch.randn(p.shape)
+        portions = list(muon.portions(list(weights)))
+        assert [i for some in portions for i in some] == list(range(5))
+        assert len(portions) == {2**28: 1, 1: 5, 70: 3}[largest]
+        muon.step()
+        results.append([p.detach().clone() for p in weights])
+    for other in results[1:]:
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(results[0], other, strict=True))
+
+
 def test_fused_is_not_one_matrix():
     whole, pieces = (nn.Parameter(torch.zeros(16, 8)) for _ in range(2))
     whole.grad = pieces.grad = torch.randn(16, 8)
