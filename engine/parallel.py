@@ -166,7 +166,9 @@ def fresh_store(rank: int, size: int) -> dist.Store:
 
 
 def leave():
+    """The regular end, which all ranks come to."""
     if dist.is_initialized():
+        dist.barrier()  # a group that ends while another rank still talks to it can abort the process
         dist.destroy_process_group()
 
 

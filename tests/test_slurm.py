@@ -60,7 +60,7 @@ def job(tmp_path):
 
 
 def wait_for(job, line: str):
-    end = time.monotonic() + 60
+    end = time.monotonic() + 150
     while line not in job.log():
         assert time.monotonic() < end, job.log()
         time.sleep(0.05)
