@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import tiktoken
+import torch
 from conftest import metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
