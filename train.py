@@ -120,11 +120,12 @@ def check_same_model(cfg: Config, flags: dict, path: str | Path):
         )
 
 
-def initial_weights(cfg: Config, model: Model) -> Iterator[tuple[str, Tensor]]:
+def initial_weights(cfg: Config) -> Iterator[tuple[str, Tensor]]:
     """The parameters that a run starts from, by name: the same on every rank."""
     kind, _, file = cfg.init_from.partition(":")
     if kind != "nanogpt":
-        return model.initial_weights()
+        torch.manual_seed(cfg.seed)
+        return outline(cfg).initial_weights()
     model_args, tensors, _ = interchange.read_nanogpt(file)
     flags, tensors = interchange.from_nanogpt(model_args, tensors)
     check_same_model(cfg, flags, file)
@@ -241,11 +242,11 @@ def main(argv: list[str] | None = None):
         streams = {split: data.split(split) for split in ("train", "val")}
         val_batches = math.ceil(count_windows(streams["val"], cfg.block_size) / cfg.batch_size)
         ranks = parallel.join(cfg)
-        torch.manual_seed(cfg.seed)
-        whole = outline(cfg)
+        with torch.device("meta"):
+            whole = Model(cfg)  # to count on
         replica = Replica(cfg, ranks)
         if cfg.init_from != "resume":
-            replica.fill(initial_weights(cfg, whole))
+            replica.fill(initial_weights(cfg))
         torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on each rank draws its own
         optimizer = optim.build(replica.model, cfg, replica.whole)
         scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)

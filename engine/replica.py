@@ -1,8 +1,7 @@
 """One rank's part of the model, and one step of it, whatever the layout of the ranks.
 
-    whole = outline(cfg)                            # on the meta device: no memory yet
-    replica = Replica(cfg, ranks)                   # another one, cut and wrapped, then given memory
-    replica.fill(whole.initial_weights())
+    replica = Replica(cfg, ranks)                   # cut and wrapped on the meta device, then given memory
+    replica.fill(outline(cfg).initial_weights())
     optimizer = optim.build(model, cfg, replica.whole)
     loss = replica.backward(batches, micro_steps, scaler)
     norm = replica.clip(cfg.grad_clip)

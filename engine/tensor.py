@@ -137,7 +137,7 @@ def cut(model: nn.Module, group: dist.ProcessGroup):
     def gather(module: nn.Module, args: tuple, x: Tensor) -> Tensor:
         device = x.device.type
         low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        return AllGather.apply(x.to(low), 1, group)  # what follows would make it that anyway
+        return AllGather.apply(x.to(low), 1, group)  # which the matmuls want
 
     def reduce(module: nn.Module, args: tuple) -> Tensor:
         return ReduceScatter.apply(args[0], 1, group)
