@@ -1,14 +1,18 @@
-"""Training speed of this checkout; of this and another one; of several runs against each other.
+"""Training speed of this checkout; of this and another one; of several runs against each other. Or the loader's.
 
     python bench.py config/train_shakespeare_cpu.py --max_iters=300
     python bench.py --against=../nanoGPT --rounds=3 config/train_shakespeare_char.py --device=cpu --compile=False ...
     python bench.py --run=config/train_pycode.py --run="config/train_pycode.py --block=parallel" --max_iters=60
+    python bench.py --loader=openwebtext
 
 The arguments behind the options go to `python train.py` as they are, with those of each --run in front of them. Another
 checkout must know them too: one of superblock does, and nanoGPT knows the flags that we share. The speed is read from
 the moments at which the lines "iter N:" appear, so start-up and the first steps do not count; an eval_interval above
 max_iters keeps evaluations out. Runs alternate (A B C, then C B A), because a shared machine's speed drifts: quote the
 ratios, which are taken within a round.
+
+--loader reads batches of 64 x 1024 tokens of a data set that fits in memory, and the same number in nanoGPT's way: a
+new memory map for each batch, of which every sequence is copied twice, as inputs and as targets.
 """
 
 import argparse
@@ -45,6 +49,39 @@ def measure(checkout: Path, args: list[str]) -> float:
     return 1000 * (end - start) / (last - first)
 
 
+def measure_loader(name: str, batches: int = 200) -> tuple[float, float]:
+    """Million tokens per second of our loader and of nanoGPT's way, after a tenth as many batches to warm up."""
+    from contextlib import closing
+
+    import numpy as np
+    import torch
+
+    from data.loader import Loader
+    from data.objective import Causal
+    from data.shards import open_data
+
+    B, T = 64, 1024
+    data = open_data(name)
+    stream = data.split("train")
+    shard = max(stream.shards, key=len)
+
+    def theirs() -> None:
+        tokens = np.memmap(shard.path, shard.dtype, mode="r", offset=shard.offset, shape=(len(shard),))
+        starts = torch.randint(len(tokens) - T, (B,))
+        for first in (0, 1):
+            torch.stack([torch.from_numpy(tokens[i + first : i + first + T].astype(np.int64)) for i in starts])
+
+    speeds = []
+    with closing(Loader(stream, Causal(data.vocab_size, data.eot, T), B)) as loader:
+        for fetch in (loader.__next__, theirs):
+            for number in range(-batches // 10, batches):
+                if number == 0:
+                    start = time.perf_counter()
+                fetch()
+            speeds.append(batches * B * T / (time.perf_counter() - start) / 1e6)
+    return tuple(speeds)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -52,7 +89,17 @@ def main():
     parser.add_argument("--against", type=Path, help="folder of another checkout, with a train.py")
     parser.add_argument("--run", action="append", default=[], help="arguments of one run to compare; repeat it")
     parser.add_argument("--rounds", type=int, default=3, help="of all runs (default 3)")
+    parser.add_argument("--loader", metavar="DATASET", help="measure the loader instead of training")
     options, args = parser.parse_known_args()
+    if options.loader:
+        for number in range(options.rounds):
+            try:
+                ours, theirs = measure_loader(options.loader)
+            except ValueError as e:
+                print(f"error: {e}", file=sys.stderr)
+                raise SystemExit(2) from None
+            print(f"round {number + 1}: {ours:.0f} Mtok/s, {theirs:.0f} in nanoGPT's way: {ours / theirs:.1f} times")
+        return
     here = Path(__file__).parent
     checkouts = ([options.against] if options.against else []) + [here]
     entries = [(checkout, run) for checkout in checkouts for run in options.run or [""]]

@@ -111,9 +111,7 @@ def _batch(
     """
     pinned = device.type == "cuda"
     buffer = torch.empty(len(windows), objective.block_size + 1, dtype=torch.int64, pin_memory=pinned)
-    starts = first_tokens(stream, objective.block_size, windows)
-    for row, start in zip(buffer.numpy(), starts.tolist(), strict=True):
-        stream.read(start, row)
+    stream.read(first_tokens(stream, objective.block_size, windows), buffer.numpy())
     if (largest := int(buffer.numpy().view(np.uint64).max())) >= stream.vocab_size:  # a negative id is a large one
         raise ValueError(
             f"{stream.name} has token id {largest} where its vocabulary is {stream.vocab_size}, so a file was changed "

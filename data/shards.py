@@ -3,7 +3,7 @@
     with ShardWriter(folder, tokenizer) as out:
         out.add("train", ids)                        # one document
     data = open_data("pycode")                       # data/pycode, or any path; "a:0.7,b:0.3" mixes two by weight
-    stream = data.split("train")                     # len(stream); stream.read(start, buffer)
+    stream = data.split("train")                     # len(stream); stream.read(starts, buffer)
 
 A shard is the file that llm.c and modded-nanogpt read: 256 little-endian int32 (magic 20240520 and version 1 for
 uint16, magic 20240801 and version 7 for uint32; the number of tokens; zeros), then the tokens. Beside them, meta.json:
@@ -32,10 +32,10 @@ import re
 import shutil
 import sys
 import weakref
-from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -244,16 +244,17 @@ def _sha256(path: Path) -> str:
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
-class FileTokens:
-    """The tokens of a mapped file, whose slices are read by position. Through the map, a window of 2 KB would bring in
-    all that the system reads ahead, up to megabytes, would stay in the process's resident memory, and would end the
-    process without a word where the file has been cut since.
+class Shard:
+    """The tokens of a mapped file, read by position: shard[a:b] is (b - a,) of the file's own type.
 
-    ValueError where it has been. tokens[a:b] is (b - a,) of the file's own type.
+    Through the map, a window of 2 KB would bring in all that the system reads ahead, up to megabytes, would stay in the
+    process's resident memory, and would end the process without a word where the file has been cut since. ValueError
+    says so here.
     """
 
     def __init__(self, mapped: np.memmap):
-        self.path, self.dtype, self.start, self.length = mapped.filename, mapped.dtype, mapped.offset, len(mapped)
+        self.path, self.dtype, self.length = mapped.filename, mapped.dtype, len(mapped)
+        self.offset = mapped.offset  # in bytes
         self.file = os.open(self.path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.file)
 
@@ -261,12 +262,12 @@ class FileTokens:
         return self.length
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        first, end, _ = part.indices(self.length)
-        size = (end - first) * self.dtype.itemsize
-        content = os.pread(self.file, size, self.start + first * self.dtype.itemsize)
+        size = (part.stop - part.start) * self.dtype.itemsize
+        content = os.pread(self.file, size, self.offset + part.start * self.dtype.itemsize)
         if len(content) < size:
-            raise _error(self.path.parent, self.path.name, f"was cut: tokens {first} to {end} are not there any more")
-        return np.frombuffer(content, dtype=self.dtype)
+            fact = f"was cut: tokens {part.start} to {part.stop} are not there any more"
+            raise _error(self.path.parent, self.path.name, fact)
+        return np.frombuffer(content, self.dtype)
 
 
 class TokenStream:
@@ -275,26 +276,40 @@ class TokenStream:
     `sources` are (name, tokens, weight) of the data sets that follow one another in it; mostly there is one.
     """
 
-    def __init__(
-        self, name: str, shards: list[np.ndarray | FileTokens], vocab_size: int, sources: list[tuple] | None = None
-    ):
+    def __init__(self, name: str, shards: list[Shard], vocab_size: int, sources: list[tuple] | None = None):
         self.name, self.shards, self.vocab_size = name, shards, vocab_size
-        self.sources = sources or [(name, sum(map(len, shards)), 1)]
-        self.starts = [0]  # of each shard, and at the end the number of tokens; Python integers have no 32-bit limit
-        for shard in shards:
-            self.starts.append(self.starts[-1] + len(shard))
+        self.starts = np.cumsum([0, *map(len, shards)])  # of each shard, and at the end the number of tokens
+        self.sources = sources or [(name, len(self), 1)]
+        dtypes = {shard.dtype for shard in shards}
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else None
+        if self.dtype:
+            self.files = np.array([shard.file for shard in shards])
+            self.zeros = np.array([shard.offset for shard in shards]) - self.starts[:-1] * self.dtype.itemsize
 
     def __len__(self) -> int:
-        return self.starts[-1]
+        return int(self.starts[-1])
 
-    def read(self, start: int, out: np.ndarray) -> None:
-        """Fill `out`, (N,) int64, with tokens start .. start + N. IndexError outside of [0, len)."""
+    def read(self, starts: np.ndarray, out: np.ndarray) -> None:
+        """Fill row i of `out`, int64 (B, N), with tokens starts[i] .. starts[i] + N. IndexError outside of [0, len)."""
+        size = out.shape[1]
+        if self.dtype and starts.min() >= 0:  # no Python code per window, where all lie within their shards
+            shard = np.searchsorted(self.starts[1:-1], starts, "right")
+            places = (self.zeros[shard] + starts * self.dtype.itemsize).tolist()  # in the file, in bytes
+            contents = map(os.pread, self.files[shard].tolist(), repeat(size * self.dtype.itemsize), places)
+            content = b"".join(contents)
+            if len(content) == out.size * self.dtype.itemsize:
+                out[...] = np.frombuffer(content, self.dtype).reshape(out.shape)
+                return
+        for start, row in zip(starts.tolist(), out, strict=True):
+            self._read_window(start, row)
+
+    def _read_window(self, start: int, out: np.ndarray) -> None:
         if not 0 <= start <= start + len(out) <= len(self):
             raise IndexError(f"{self.name} has {len(self)} tokens; cannot read {len(out)} from {start}")
-        i, done = bisect_right(self.starts, start) - 1, 0
+        i, done = int(np.searchsorted(self.starts, start, "right")) - 1, 0
         while done < len(out):
-            offset = start + done - self.starts[i]
-            part = self.shards[i][offset : offset + len(out) - done]
+            offset = start + done - int(self.starts[i])
+            part = self.shards[i][offset : min(offset + len(out) - done, len(self.shards[i]))]
             out[done : done + len(part)] = part
             done += len(part)
             i += 1
@@ -324,7 +339,7 @@ class DataSet:
         limit = self.meta["vocab_size"] if self.meta else self.vocab_size
         shards = []
         for record in records:
-            shards.append(FileTokens(_open_shard(self.folder, record, limit)))
+            shards.append(Shard(_open_shard(self.folder, record, limit)))
             if self.verify and not record.get("sha256"):
                 fact = "cannot be verified, because no meta.json records its SHA-256"
                 raise _error(self.folder, record["name"], fact, "pass --verify_data=False")

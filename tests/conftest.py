@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import train
-from data.shards import ShardWriter
+from data.shards import Shard, ShardWriter
 from data.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -77,3 +78,21 @@ def losses(folder: Path) -> list[tuple]:
     """What must not depend on time or place: (step, loss, ...) of logged steps, (step, train, val) of evaluations."""
     keys = ("step", "loss", "grad_norm", "lr", "tokens", "train_loss", "val_loss", "val_bpb")
     return [tuple(line[key] for key in keys if key in line) for line in metrics(folder)]
+
+
+def shards_of(*arrays: np.ndarray) -> list[Shard]:
+    """Headerless files of these tokens, which are gone with the shards."""
+    shards = []
+    for array in arrays:
+        with tempfile.NamedTemporaryFile() as f:
+            array.tofile(f)
+            f.flush()
+            shards.append(Shard(np.memmap(Path(f.name), array.dtype, "r")))
+    return shards
+
+
+def read_all(stream) -> list[int]:
+    """All tokens of a split."""
+    out = np.full((1, len(stream)), -1)
+    stream.read(np.array([0]), out)
+    return out[0].tolist()

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import metrics
+from conftest import metrics, read_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,11 +82,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
 
 
-def read_all(folder: Path, split: str) -> list[int]:
-    stream = open_data(folder, verify=True).split(split)
-    out = np.empty(len(stream), dtype=np.int64)
-    stream.read(0, out)
-    return out.tolist()
+def tokens_of(folder: Path, split: str) -> list[int]:
+    return read_all(open_data(folder, verify=True).split(split))
 
 
 def validates(number: int, fraction: float) -> bool:
@@ -180,7 +177,7 @@ def test_formats_equal_a_naive_loop(tmp_path, small, name):
     corpus.prepare(args(tmp_path / "out"), found, kind if kind in ("line", "paragraph") else "file")
     expected = naive(documents, ByteTokenizer())
     for split in ("train", "val"):
-        assert read_all(tmp_path / "out", split) == expected[split]
+        assert tokens_of(tmp_path / "out", split) == expected[split]
     counts = open_data(tmp_path / "out").meta["splits"]
     val = sum(validates(i, 0.2) for i in range(90))
     assert (counts["train"]["documents"], counts["val"]["documents"]) == (90 - val, val)
@@ -199,7 +196,7 @@ def test_tokenizers_equal_a_naive_loop_with_any_threads(tmp_path, small, kind, r
     data, expected = open_data(tmp_path / "out1", verify=True), naive(texts(90), tokenizer)
     assert data.tokenizer.hash == tokenizer.hash and data.eot == tokenizer.eot
     for split in ("train", "val"):
-        assert read_all(tmp_path / "out1", split) == expected[split]
+        assert tokens_of(tmp_path / "out1", split) == expected[split]
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe:300", "gpt2"])
@@ -244,7 +241,7 @@ def test_no_document_is_lost_or_doubled(tmp_path_factory, data):
             error(corpus.prepare, flags, corpus.find_files([str(folder)]))
             return
         corpus.prepare(flags, corpus.find_files([str(folder)]))
-    assert {split: read_all(folder / "out", split) for split in expected} == expected
+    assert {split: tokens_of(folder / "out", split) for split in expected} == expected
     counts = open_data(folder / "out").meta["splits"]
     assert {s: counts[s]["documents"] for s in expected} == {s: expected[s].count(256) for s in expected}
 
@@ -505,7 +502,7 @@ def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small):
         assert killed_at(lambda: corpus.prepare(args(folder), web), n) == n
         meta = (folder / "meta.json").read_bytes()
         if meta == (tmp_path / "old" / "meta.json").read_bytes():
-            assert read_all(folder, "train") == [0, 1, 2, 3, 4]
+            assert tokens_of(folder, "train") == [0, 1, 2, 3, 4]
         else:
             assert meta == (whole / "meta.json").read_bytes() or b"half prepared" in meta
         if n % 3 == 0:
@@ -570,7 +567,7 @@ def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, smal
     with ShardWriter(tmp_path / "out", ByteTokenizer()) as out:  # one that cannot go on begins anew
         out.add("train", np.arange(5))
         out.add("val", np.arange(3))
-    assert read_all(tmp_path / "out", "train") == [0, 1, 2, 3, 4]
+    assert tokens_of(tmp_path / "out", "train") == [0, 1, 2, 3, 4]
     assert sorted(os.listdir(tmp_path / "out")) == ["meta.json", "train_000000.bin", "val_000000.bin"]
 
 
@@ -600,13 +597,13 @@ def test_so_many_shards(tmp_path, web, monkeypatch, shards):
     monkeypatch.setattr(corpus, "JOB", 5000)
     corpus.prepare(args(tmp_path / "whole"), web)
     corpus.prepare(args(tmp_path / "out"), web, shards=shards)
-    whole = read_all(tmp_path / "whole", "train")
-    train = read_all(tmp_path / "out", "train")
+    whole = tokens_of(tmp_path / "whole", "train")
+    train = tokens_of(tmp_path / "out", "train")
     assert train == whole[: shards * 1000]
     documents, n = [*texts(60), *texts(60, seed=1)], 0
     while n < 120 and len(naive(documents[:n], ByteTokenizer())["train"]) < shards * 1000:
         n += 1
-    assert read_all(tmp_path / "out", "val") == naive(documents[:n], ByteTokenizer())["val"]
+    assert tokens_of(tmp_path / "out", "val") == naive(documents[:n], ByteTokenizer())["val"]
     counts = open_data(tmp_path / "out").meta["splits"]
     assert counts["train"]["documents"] + counts["val"]["documents"] == n
 
@@ -655,7 +652,7 @@ def test_text_command(tmp_path):
     assert f"next: python train.py --dataset={tmp_path}/out" in result.stdout
     documents = texts(30) + texts(30, seed=1)
     data, expected = open_data(tmp_path / "out", verify=True), naive(documents, build("bpe:280", lambda: documents))
-    assert data.vocab_size == 280 and {s: read_all(tmp_path / "out", s) for s in expected} == expected
+    assert data.vocab_size == 280 and {s: tokens_of(tmp_path / "out", s) for s in expected} == expected
 
 
 def test_text_command_errors(tmp_path):
@@ -790,8 +787,8 @@ def test_shakespeare_is_nanogpts_token_for_token(tmp_path, gpt2):
     result = command("shakespeare", f"--input={tmp_path}/my.txt", f"--out={tmp_path}/out")
     assert result.returncode == 0 and "is not nanoGPT's Shakespeare" in result.stdout, result
     cut = int(len(text) * 0.9)
-    assert read_all(tmp_path / "out", "train") == tiktoken.get_encoding("gpt2").encode_ordinary(text[:cut])
-    assert read_all(tmp_path / "out", "val") == tiktoken.get_encoding("gpt2").encode_ordinary(text[cut:])
+    assert tokens_of(tmp_path / "out", "train") == tiktoken.get_encoding("gpt2").encode_ordinary(text[:cut])
+    assert tokens_of(tmp_path / "out", "val") == tiktoken.get_encoding("gpt2").encode_ordinary(text[cut:])
 
 
 def test_shakespeare_sizes(tmp_path, gpt2):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import shards_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,8 @@ FEW = settings(max_examples=25, deadline=None)  # each example starts threads
 
 def stream_of(n_tokens: int, shard: int = 37) -> TokenStream:
     """Token i is i, so a batch shows where it was read."""
-    return TokenStream("numbers", np.split(np.arange(n_tokens, dtype="<u4"), range(shard, n_tokens, shard)), n_tokens)
+    files = np.split(np.arange(n_tokens, dtype="<u4"), range(shard, n_tokens, shard))
+    return TokenStream("numbers", shards_of(*files), n_tokens)
 
 
 def causal(block_size: int) -> Causal:
@@ -183,9 +185,9 @@ def test_works_ahead_but_not_far():
     class Counting(TokenStream):
         reads = 0
 
-        def read(self, start, out):
+        def read(self, starts, out):
             self.reads += 1
-            super().read(start, out)
+            super().read(starts, out)
 
     stream = Counting("numbers", stream_of(500).shards, 500)
     with closing(Loader(stream, causal(8), 1)) as loader:
@@ -210,7 +212,8 @@ def test_error_in_the_thread_reaches_next():
 
 def test_negative_ids_reach_no_batch():
     """A signed file of Megatron's may be changed after it was opened."""
-    with closing(Loader(TokenStream("signed", [np.array([1, 2, -1, 3, 4], dtype="<i4")], 10), causal(4), 1)) as loader:
+    stream = TokenStream("signed", shards_of(np.array([1, 2, -1, 3, 4], dtype="<i4")), 10)
+    with closing(Loader(stream, causal(4), 1)) as loader:
         with pytest.raises(ValueError, match="signed has token id .* where its vocabulary is 10"):
             next(loader)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import read_all
 
 from data.shards import open_data
 from data.tokenizer import ByteTokenizer
@@ -31,12 +32,6 @@ def load(name):
     return module
 
 
-def read_all(stream):
-    out = np.empty(len(stream), dtype=np.int64)
-    stream.read(0, out)
-    return out
-
-
 def failed(result, *parts):
     assert result.returncode == 2, result
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
@@ -53,7 +48,7 @@ def test_pycode_holds_every_source_once(tmp_path):
     data = open_data(tmp_path, verify=True)
     documents = {}
     for split in ("train", "val"):
-        tokens = read_all(data.split(split))
+        tokens = np.array(read_all(data.split(split)))
         assert tokens[-1] == data.eot
         documents[split] = [bytes(d.astype(np.uint8)) for d in np.split(tokens, np.flatnonzero(tokens == data.eot) + 1)]
         documents[split] = [d[:-1] for d in documents[split][:-1]]  # 256 became 0; what follows the last one is empty
@@ -121,8 +116,8 @@ def test_shakespeare_is_nanogpts_token_for_token(tmp_path, as_url):
     table = {c: i for i, c in enumerate(sorted(set(TEXT)))}
     n = len(TEXT)
     data = open_data(tmp_path / "out", verify=True)
-    assert read_all(data.split("train")).tolist() == [table[c] for c in TEXT[: int(n * 0.9)]]
-    assert read_all(data.split("val")).tolist() == [table[c] for c in TEXT[int(n * 0.9) :]]
+    assert read_all(data.split("train")) == [table[c] for c in TEXT[: int(n * 0.9)]]
+    assert read_all(data.split("val")) == [table[c] for c in TEXT[int(n * 0.9) :]]
     assert data.eot is None and data.vocab_size == len(table) and data.tokenizer.decode([0, 1]) == "\n "
 
 
@@ -215,8 +210,8 @@ def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch, cap
     monkeypatch.setattr(sys, "argv", ["prepare.py", f"--input={tmp_path / 'a.txt'}", f"--out={tmp_path / 'out'}"])
     module.main()
     data = open_data(tmp_path / "out", verify=True)
-    assert bytes(read_all(data.split("train")).tolist()) == b"\xc3\xa9" * 18  # of 20 characters, not of 39 bytes
-    assert bytes(read_all(data.split("val")).tolist()) == "éa".encode()
+    assert bytes(read_all(data.split("train"))) == b"\xc3\xa9" * 18  # of 20 characters, not of 39 bytes
+    assert bytes(read_all(data.split("val"))) == "éa".encode()
     assert "is not nanoGPT's" in capsys.readouterr().out
 
 

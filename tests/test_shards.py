@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, read_all, shards_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -31,12 +31,6 @@ def prepare(folder, train=range(200), val=range(100, 150), **options) -> Path:
         out.add("train", np.array(train))
         out.add("val", np.array(val))
     return Path(folder)
-
-
-def read_all(stream: TokenStream) -> list[int]:
-    out = np.full(len(stream), -1)
-    stream.read(0, out)
-    return out.tolist()
 
 
 def error(call, *args, **kwargs) -> str:
@@ -100,26 +94,30 @@ def test_documents_come_back_in_order(tmp_path_factory, documents, shard_tokens)
 
 @given(st.data())
 def test_reads_span_shard_ends(data):
+    """Whether the files are of one type or of two."""
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-    whole = np.arange(sum(lengths))
-    stream = TokenStream("x", np.split(whole.astype("<u2"), np.cumsum(lengths)[:-1]), 1000)
-    start = data.draw(st.integers(0, len(whole)))
-    out = np.full(data.draw(st.integers(0, len(whole) - start)), -1)
-    stream.read(start, out)
-    assert out.tolist() == whole[start : start + len(out)].tolist()
-    for bad in (-1, len(whole) - len(out) + 1):
+    whole, ends = np.arange(sum(lengths)), np.cumsum(lengths)
+    kinds = [data.draw(st.sampled_from(["<u2", "<i4"])) for _ in lengths]
+    parts = [part.astype(kind) for part, kind in zip(np.split(whole, ends[:-1]), kinds, strict=True)]
+    stream = TokenStream("x", shards_of(*parts), 1000)
+    size = data.draw(st.integers(1, len(whole)))
+    starts = np.array(data.draw(st.lists(st.integers(0, len(whole) - size), min_size=1, max_size=5)))
+    out = np.full((len(starts), size), -1)
+    stream.read(starts, out)
+    assert out.tolist() == [whole[start : start + size].tolist() for start in starts]
+    for bad in (-1, len(whole) - size + 1):
         with pytest.raises(IndexError):
-            stream.read(bad, out)
+            stream.read(np.append(starts, bad), np.full((len(starts) + 1, size), -1))
 
 
 def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
     """Not the end of the process, as it would be by a page that is gone."""
     stream = open_data(prepare(tmp_path)).split("train")
     os.truncate(tmp_path / "train_000000.bin", 1024 + 2 * 150)
-    out = np.full(10, -1)
-    stream.read(140, out)
-    assert out.tolist() == list(range(140, 150))
-    assert "train_000000.bin was cut: tokens 145 to 155 are not there" in error(stream.read, 145, out)
+    out = np.full((2, 10), -1)
+    stream.read(np.array([140, 3]), out)
+    assert out.tolist() == [list(range(140, 150)), list(range(3, 13))]
+    assert "train_000000.bin was cut: tokens 145 to 155 are not there" in error(stream.read, np.array([3, 145]), out)
 
 
 def test_offsets_beyond_32_bits(tmp_path):
@@ -127,12 +125,12 @@ def test_offsets_beyond_32_bits(tmp_path):
     with open(tmp_path / "train_000000.bin", "wb") as f:
         f.write(struct.pack("<3i", 20240520, 1, 2**30).ljust(1024, b"\0"))
         f.truncate(1024 + 2 * 2**30)
-    big = shards._map_file(tmp_path, "train_000000.bin")
-    tail = np.arange(10, dtype="<u2")
-    stream = TokenStream("x", [big] * 4 + [tail], 1000)
-    out = np.full(12, -1)
-    stream.read(n - 12, out)
-    assert len(stream) == n and out.tolist() == [0, 0, *range(10)]
+    big = shards.Shard(shards._map_file(tmp_path, "train_000000.bin"))
+    stream = TokenStream("x", [big] * 4 + shards_of(np.arange(10, dtype="<u2")), 1000)
+    for starts in ([n - 12], [2**31, n - 10]):  # over an end, and not
+        out = np.full((len(starts), n - starts[-1]), -1)
+        stream.read(np.array(starts), out)
+        assert len(stream) == n and out[-1].tolist() == [0, 0, *range(10)][-len(out[-1]) :] and not out[:-1].any()
 
 
 # --------------------------------------------------------------------------------------------------- foreign folders
