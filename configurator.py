@@ -89,7 +89,7 @@ class Config(ModelConfig):
     fsdp_offload: bool = False  # weights, gradients and optimizer state in host memory
     dp_replicate: int = 1  # HSDP: groups of ranks, each with one whole set of shards
     tp: int = 1  # tensor parallel degree: heads, hidden units and vocabulary, must divide n_kv_head
-    cp: int = 1  # context parallel degree: each sequence in as many pieces
+    cp: int = 1  # context parallel degree: each sequence in twice as many pieces
     pp: int = 1  # pipeline parallel degree: the blocks in as many stages, 1F1B
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on GPUs
     collective_timeout: int = 600  # seconds after which a rank that waits for another gives up

@@ -1,13 +1,20 @@
-"""Context parallelism, applied from outside: every rank of the group computes one piece of each sequence.
+"""Context parallelism, applied from outside: every rank of the group computes two pieces of each sequence.
 
-    cut(model, group)       in place: afterwards the model reads piece r of a text, r the rank in the group
-    piece(x, group)         that piece of (B, T)
+    cut(model, group)       in place: afterwards the model reads this rank's pieces of a text
+    pieces(x, group)        these pieces of (B, T), (B, T/n)
+
+A text is cut into 2n pieces, of which rank r of n takes the r-th from the front and the r-th from the back, one after
+the other. So all ranks' queries see equally many keys, and attention takes equally long everywhere.
 
 Attention gathers the keys and values of all pieces (arXiv:2407.21783, section 3.3.2), in the slot that the cache of
-decoding takes: after positions, so that a piece's keys are what they would be in the whole. A rank keeps those up to
-its own end, and its queries are the last of them. The ranks' losses and gradients are averaged like those of
-data-parallel ranks. Pieces are in order, so the last rank's attention sees the most keys and takes the longest.
+decoding takes: after positions, so that a piece's keys are what they would be in the whole. Each piece's queries are
+then the last of the keys up to its own end. The ranks' losses and gradients are averaged like those of data-parallel
+ranks.
 """
+
+import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,30 +30,64 @@ def check(cfg, n: int):
         raise ValueError(f"cp={n} needs objective=causal, and it is {cfg.objective}; set cp=1")
     if cfg.doc_mask:
         raise ValueError(f"doc_mask=True does not go with cp={n}; set cp=1, or leave doc_mask out")
-    if cfg.block_size % (n * cfg.tp):
-        above = -(-cfg.block_size // (n * cfg.tp)) * n * cfg.tp
-        raise ValueError(f"cp={n} and tp={cfg.tp} do not divide block_size={cfg.block_size}; set --block_size={above}")
+    unit = math.lcm(2 * n, n * cfg.tp)
+    if cfg.block_size % unit:
+        above = -(-cfg.block_size // unit) * unit
+        raise ValueError(
+            f"cp={n}, two pieces for each, and tp={cfg.tp} do not divide block_size={cfg.block_size}; "
+            f"set --block_size={above}"
+        )
+
+
+def own(group: dist.ProcessGroup) -> tuple[int, int, int]:
+    """Of how many pieces, and which two of them, are this rank's."""
+    n, rank = 2 * dist.get_world_size(group), dist.get_rank(group)
+    return n, rank, n - 1 - rank
+
+
+def pieces(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    n, front, back = own(group)
+    parts = x.chunk(n, dim=1)
+    return torch.cat((parts[front], parts[back]), dim=1)
 
 
 def cut(model: nn.Module, group: dist.ProcessGroup):
-    rank, embed = dist.get_rank(group), model.embed
-    model.embed = lambda idx, start, *rest: embed(idx, start + rank * idx.size(1), *rest)
+    _, front, back = own(group)
+
+    def place(t: Tensor) -> Tensor:
+        """0 .. T/n, tokens of this rank -> where they stand in the text."""
+        size = len(t) // 2
+        return t + torch.where(t < size, front, back - 1) * size
+
+    def embed(inner: Callable, *args) -> tuple[Tensor, Tensor]:
+        x, t = inner(*args)
+        return x, place(t)
+
+    model.embed = partial(embed, model.embed)
+    model.pos.register_forward_pre_hook(lambda module, args: (args[0], place(args[1])), prepend=True)
     for module in model.modules():
         if hasattr(module, "cache"):
-            module.cache = Gathered(group)
-
-
-def piece(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
+            module.cache, module.mix = Gathered(group), partial(mix_pieces, module.mix, group)
 
 
 class Gathered:
-    """Keys and values of this rank's piece (B, Hkv, T/n, E) -> those of all pieces up to it, (B, Hkv, S, E)."""
+    """Keys and values of this rank's pieces (B, Hkv, T/n, E) -> those from the text's beginning to their end,
+    (B, Hkv, S, E)."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.pieces = group, dist.get_rank(group) + 1
+        self.group = group
 
     def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         heads = k.size(1), v.size(1)  # of simplified blocks' values there may be more
-        both = AllGather.apply(torch.cat((k, v), dim=1), 2, self.group)
-        return both[:, :, : self.pieces * k.size(2)].split(heads, dim=1)
+        n, _, back = own(self.group)
+        parts = AllGather.apply(torch.cat((k, v), dim=1), 2, self.group).chunk(n, dim=2)  # 0, n-1, 1, n-2, ...
+        in_order = [*parts[::2], *parts[::-2]]
+        return torch.cat(in_order[: back + 1], dim=2).split(heads, dim=1)
+
+
+def mix_pieces(mix: Callable, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, *args) -> Tensor:
+    """mix of either piece's queries with the keys up to its end."""
+    _, front, _ = own(group)
+    a, b = q.chunk(2, dim=2)
+    end = (front + 1) * a.size(2)
+    return torch.cat((mix(a, k[:, :, :end], v[:, :, :end], *args), mix(b, k, v, *args)), dim=2)

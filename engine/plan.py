@@ -170,7 +170,7 @@ class Trace(TorchDispatchMode):
 
 @contextmanager
 def neighbours(r: Layout) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
-    """The tp and the cp group of a rank whose neighbours are pretended; in cp it is the last, which sees most keys."""
+    """The tp and the cp group of a rank whose neighbours are pretended."""
     n = r.tp * r.cp
     dist.init_process_group("fake", store=FakeStore(), rank=n - 1, world_size=n)
     try:

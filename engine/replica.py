@@ -165,8 +165,8 @@ class Replica:
     # ---- one step
 
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What this rank computes of its batch: all, or one piece of each sequence."""
-        return {name: context.piece(x, self.ranks.cp) for name, x in batch.items()} if self.ranks.cp else batch
+        """What this rank computes of its batch: all, or two pieces of each sequence."""
+        return {name: context.pieces(x, self.ranks.cp) for name, x in batch.items()} if self.ranks.cp else batch
 
     def backward(self, batches: Iterator, micro_steps: int, scaler: torch.amp.GradScaler) -> Tensor:
         """p.grad of the mean loss over the step's micro-batches of all ranks; returns this rank's part of that loss."""

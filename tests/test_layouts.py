@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, TINY, losses
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from configurator import Config, parse
+from engine import context
 from engine.parallel import data_ranks
 from engine.replica import outline
 from model import Model
@@ -278,6 +281,24 @@ def test_layers_of_a_superblock_need_half_of_the_collectives(facts):
             assert calls[f"{name} 2"][collective] == 2 * 2 * sums + 2  # embedding and head
 
 
+def test_context_parallel_ranks_compute_equally_many_scores(monkeypatch):
+    """The first and the last rank too, in the first and in every other layer."""
+    scores = {}
+
+    def counting(q, k, *args):
+        scores[rank] = scores.get(rank, 0) + q.size(2) * k.size(2)
+        return q
+
+    monkeypatch.setattr("model.mix", counting)
+    for rank in range(4):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        model = Model(Config(**SIZE, n_layer=3))
+        context.cut(model, dist.group.WORLD)
+        model.hidden(torch.zeros(1, 4, dtype=torch.int64))
+        dist.destroy_process_group()
+    assert scores == dict.fromkeys(range(4), 3 * 2 * 2 * (8 + 1))  # layers, queries, keys of pieces r and 7 - r
+
+
 def test_fsdp_holds_one_share_of_parameters_and_optimizer(facts):
     """AdamW's two moments beside each parameter, Muon's one; 5 % are for what does not divide."""
     adamw = {**SIZE, "n_layer": 2, "parallel": "fsdp"}
@@ -307,7 +328,7 @@ def test_fsdp_holds_one_share_of_parameters_and_optimizer(facts):
         (2, ["--tp=2", "--objective=seq2seq"], "tp=2 does not divide the 3 tokens of the text or the 15 of its source"),
         (2, ["--cp=2", "--objective=masked"], "cp=2 needs objective=causal, and it is masked"),
         (2, ["--cp=2", "--doc_mask=True"], "doc_mask=True does not go with cp=2"),
-        (3, ["--cp=3"], "cp=3 and tp=1 do not divide block_size=16; set --block_size=18"),
+        (3, ["--cp=3"], "cp=3, two pieces .* tp=1 do not divide block_size=16; set --block_size=18"),
         (4, ["--pp=2", "--tp=2"], "tp=2 does not go with pp=2"),
         (4, ["--pp=2", "--cp=2"], "cp=2 does not go with pp=2"),
         (3, ["--pp=3"], "pp=3 .* n_layer=2; set pp to 2"),
