@@ -270,6 +270,7 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
     try:
         metadata = {"format": "pt", "step": str(state["step"]), "flags": json.dumps(state["flags"])}
         save_file(tensors, partial, metadata)
+        shutil.copymode(path / "state.json", partial)  # safetensors lets nobody else read it
         _fsync(partial)
         partial.rename(file)
     except (OSError, SafetensorError) as error:

@@ -603,6 +603,7 @@ def test_shards_are_consolidated(tmp_path):
     from safetensors.torch import load_file
 
     assert same(load_file(tmp_path / "file"), wholes)
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "run" / "latest").stat().st_mode  # who may read one ...
 
 
 def test_consolidating_what_cannot_be(tmp_path, capsys, monkeypatch):
