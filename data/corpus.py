@@ -3,10 +3,6 @@
     args = parser(__doc__, HERE, "gpt2").parse_args()
     prepare(args, find_files(["books/*.txt", "web"]))
 
-    .jsonl, .parquet     a document is the text in one field of a line or row
-    every other name     UTF-8 text; a document is the file, a line or a paragraph
-    .gz, .zst after it   is decompressed while it is read
-
 A document's number, counted over the sorted files, decides by a hash whether it validates. Threads only encode, and
 their results are written in the order of the documents, so neither their number nor a restart changes any shard. A
 preparation that stops goes on from its last full shard when the same command is given again.
@@ -16,242 +12,33 @@ pieces too. Only one with neither spaces nor lines to cut it at is encoded as a 
 """
 
 import argparse
-import glob
-import gzip
 import hashlib
-import io
 import json
 import math
 import os
 import re
-import socket
 import sys
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from threading import Thread
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import numpy as np
 
 from data.hashing import mix
-from data.shards import SPLITS, ShardWriter, shown
+from data.shards import SPLITS, shown
+from data.sources import ADDRESS, Source, find_files, hub_files, reason
 from data.tokenizer import build
+from data.writer import ShardWriter
 
-ENDINGS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-LARGEST = 32_000_000  # bytes of one document
 JOB = 1_000_000  # characters that a thread gets at once, and after which a document is cut
 MANY = 4096  # documents that it gets at once
 DATA = Path(__file__).resolve().parent
 CUT = re.compile(r"\S(?= )|(?<=\S)\n(?=\S)")
-ADDRESS = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
-
-
-# ---------------------------------------------------------------------------------------------------------- reading
-
-
-def find_files(paths: Iterable[str]) -> list[str]:
-    """The files of paths, patterns, and folders (every file below with a name in ENDINGS), sorted.
-
-    ValueError names the one that has none.
-    """
-    found: set[str] = set()
-    for path in map(os.path.expanduser, paths):
-        if os.path.isdir(path):
-            files = [str(p) for p in Path(path).rglob("*") if p.name.endswith(ENDINGS)]
-        else:
-            files = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
-        files = [f for f in files if os.path.isfile(f)]
-        if not files:
-            if os.path.isdir(path):
-                raise ValueError(f"no file in the folder {path!r} ends in {', '.join(ENDINGS)}; pass a pattern")
-            raise ValueError(f"no file matches {path!r}; check the path, and put a pattern into quotes")
-        found.update(map(os.path.normpath, files))
-    return sorted(found)
-
-
-@dataclass
-class Source:
-    """The documents of `files`, which are paths or hf:// addresses."""
-
-    files: list[str]
-    documents: str = "file"  # of a text: "file", "line" or "paragraph", these without blank ones and without line end
-    column: str = "text"  # the field of .jsonl and .parquet
-
-    def __post_init__(self):
-        self.sizes = [_hub().size(name) if name.startswith("hf://") else os.path.getsize(name) for name in self.files]
-        self.total = max(sum(self.sizes), 1)
-
-    def read(self, file: int = 0, row: int = 0) -> Iterator[tuple[str, int, int, int]]:
-        """(text, i, r, bytes read so far) of each document, where read(i, r) goes on after it.
-
-        ValueError names the file, the line or byte, and the remedy.
-        """
-        before = sum(self.sizes[:file])
-        for i in range(file, len(self.files)):
-            skip = row if i == file else 0
-            for r, (text, position) in enumerate(self._read_file(self.files[i], skip), skip + 1):
-                yield text, i, r, before + position
-            before += self.sizes[i]
-
-    def texts(self) -> Iterator[str]:
-        """The texts alone, for a tokenizer that is made from them."""
-        with closing(Progress(0, 0, 0.0)) as progress:
-            for n, (text, _, _, position) in enumerate(self.read(), 1):
-                progress.show(n, 0, position, position / self.total)
-                yield text
-
-    def _read_file(self, name: str, skip: int) -> Iterator[tuple[str, int]]:
-        """(text, bytes of the file read so far) of each document after the first `skip`."""
-        unreadable: tuple = (OSError, EOFError, zlib.error)
-        try:
-            if name.endswith((".zst", ".parquet")):
-                import pyarrow
-
-                unreadable += (pyarrow.ArrowException,)
-            with _hub().open(name) if name.startswith("hf://") else open(name, "rb") as raw:
-                if name.endswith(".parquet"):
-                    yield from self._rows(name, raw, skip)
-                    return
-                f, kind = raw, name
-                if name.endswith(".gz"):
-                    f, kind = gzip.open(raw), name[:-3]
-                elif name.endswith(".zst"):
-                    f = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
-                    kind = name[:-4]
-                if kind.endswith(".jsonl"):
-                    texts = self._json_texts(name, f, skip)
-                else:
-                    texts = self._plain_texts(name, f, skip)
-                for text in texts:
-                    yield text, raw.tell()
-        except ImportError as e:
-            raise ValueError(f"{name} needs {e.name} to be read; pip install -e .[data]") from None
-        except Exception as e:
-            hub = name.startswith("hf://")  # where anything may go wrong
-            if type(e) is ValueError or not (hub or isinstance(e, unreadable)):
-                raise
-            remedy = "give the same command again" if hub else "get it again, or leave it out"
-            raise ValueError(f"{name} cannot be read ({_reason(e)}); {remedy}") from e
-
-    def _plain_texts(self, name: str, f, skip: int) -> Iterator[str]:
-        lines = _lines(f)
-        if self.documents == "file":
-            parts = [(0, f.read(LARGEST + 1))]
-        elif self.documents == "line":
-            parts = ((offset, line) for offset, line in lines if line.strip())
-        else:
-            parts = _paragraphs(lines)
-        for n, (offset, content) in enumerate(parts):
-            if len(content) > LARGEST:
-                raise _too_long(name, offset)
-            if n >= skip:
-                text = _decode(name, offset, content)
-                yield text if self.documents == "file" else text.removesuffix("\n").removesuffix("\r")
-
-    def _json_texts(self, name: str, f, skip: int) -> Iterator[str]:
-        n = 0
-        for number, (offset, line) in enumerate(_lines(f), 1):
-            if len(line) > LARGEST:
-                raise _too_long(name, offset)
-            n += bool(line.strip())
-            if n > skip and line.strip():
-                where, text = f"{name}:{number}", _decode(f"{name}:{number}", offset, line)
-                try:
-                    record = json.loads(text)
-                except (ValueError, RecursionError) as e:
-                    raise ValueError(f"{where} is no JSON ({_reason(e)}); mend it, or leave it out") from None
-                if not isinstance(record, dict):
-                    raise ValueError(f"{where} is no JSON object such as {{{self.column!r}: ...}}; mend it")
-                if self.column not in record:
-                    raise _no_field(where, self.column, record)
-                yield _checked(where, self.column, record[self.column])
-
-    def _rows(self, name: str, raw, skip: int) -> Iterator[tuple[str, int]]:
-        from pyarrow.parquet import ParquetFile
-
-        size = raw.seek(0, os.SEEK_END)
-        table = ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
-        if self.column not in table.schema_arrow.names:
-            raise _no_field(name, self.column, table.schema_arrow.names)
-        first = 0  # row of the row group
-        for i in range(table.num_row_groups):
-            group = table.metadata.row_group(i)
-            rows = int(JOB * group.num_rows / (group.total_byte_size + 1))  # so that a batch has about 1 MB
-            if skip < first + group.num_rows:
-                row = first
-                batches = table.iter_batches(min(max(rows, 1), MANY), [i], [self.column], use_threads=False)
-                for batch in batches:
-                    for text in batch.column(0).to_pylist():
-                        row += 1
-                        if row > skip:
-                            text = _checked(f"{name}, row {row}", self.column, text)
-                            yield text, size * row // table.metadata.num_rows
-            first += group.num_rows
-
-
-def _hub():
-    from huggingface_hub import HfFileSystem
-
-    return HfFileSystem()
-
-
-def _lines(f) -> Iterator[tuple[int, bytes]]:
-    """(offset, line with its end); one that is longer than LARGEST comes in parts."""
-    offset = 0
-    while line := f.readline(LARGEST + 1):
-        yield offset, line
-        offset += len(line)
-
-
-def _paragraphs(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """(offset, lines up to the next blank one), or more than LARGEST of them."""
-    part: list[bytes] = []
-    start = size = 0
-    for offset, line in lines:
-        if line.strip() and size <= LARGEST:
-            start = start if part else offset
-            part.append(line)
-            size += len(line)
-        elif part:
-            yield start, b"".join(part)
-            part, size = [], 0
-    if part:
-        yield start, b"".join(part)
-
-
-def _decode(name: str, offset: int, content: bytes) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as e:
-        fact = f"is no UTF-8 text: byte {offset + e.start} is {content[e.start]:#04x}"
-        raise ValueError(f"{name} {fact}; convert it, for example with iconv, or leave it out") from None
-
-
-def _checked(where: str, column: str, text) -> str:
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: {column} is {ascii(text):.40}, no text; leave it out, or pass another --field")
-    return text
-
-
-def _no_field(where: str, column: str, names: Iterable[str]) -> ValueError:
-    names = ", ".join(names)
-    return ValueError(f"{where} has no field {column!r}; pass --field= one of {names or 'none, it is empty'}")
-
-
-def _too_long(name: str, offset: int) -> ValueError:
-    fact = f"{name}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
-    return ValueError(f"{fact}; cut the text, such as with --documents=paragraph or --documents=line")
-
-
-def _reason(e: BaseException) -> str:
-    return getattr(e, "strerror", None) or str(e).strip().partition("\n")[0][:200] or type(e).__name__
 
 
 # -------------------------------------------------------------------------------------------------------- tokenizing
@@ -355,6 +142,14 @@ class Progress:
             sys.stderr.flush()
 
 
+def texts_of(source: Source) -> Iterator[str]:
+    """The texts alone, for a tokenizer that is made from them."""
+    with closing(Progress(0, 0, 0.0)) as progress:
+        for n, (text, _, _, position) in enumerate(source.read(), 1):
+            progress.show(n, 0, position, position / source.total)
+            yield text
+
+
 def write(out: ShardWriter, source: Source, val_fraction: float, threads: int, limit: int) -> None:
     """All documents into `out`, from `out.place` on; with a limit, until there are so many tokens to train on."""
     file, row, number = out.place or (0, 0, 0)
@@ -371,7 +166,7 @@ def write(out: ShardWriter, source: Source, val_fraction: float, threads: int, l
                 parts[split] += [out.tokenizer.encode(text), *eot] if ends else [out.tokenizer.encode(text)]
             except ValueError as e:  # such as a million blanks in a row with gpt2
                 where = f"{source.files[at[0]]}, document {at[1]}"
-                raise ValueError(f"{where} cannot be encoded ({_reason(e)}); change it, or leave it out") from e
+                raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or leave it out") from e
             begun[split] += begins
         return {split: (np.concatenate(p), begun[split]) for split, p in parts.items() if p}
 
@@ -443,7 +238,7 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
         raise ValueError(f"shards={shards} is not possible; pass 0 for all, or the number of shards to train on")
     folder = DATA / args.out if re.fullmatch(r"\w[\w.-]*", args.out) else Path(args.out).expanduser()
     source = Source(files, documents, args.field)
-    tokenizer = build(args.tokenizer, source.texts)
+    tokenizer = build(args.tokenizer, partial(texts_of, source))
     tokenizer.encode("")  # reads gpt2's table, once, and before anything is written
     names = json.dumps([[f if f.startswith("hf://") else os.path.abspath(f) for f in files], source.sizes])
     settings = {
@@ -459,7 +254,7 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
         with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
             write(out, source, args.val_fraction, args.threads, shards * args.shard_tokens)
     except OSError as e:
-        raise ValueError(f"cannot write to {shown(folder)} ({_reason(e)}); make room, or pass another --out") from e
+        raise ValueError(f"cannot write to {shown(folder)} ({reason(e)}); make room, or pass another --out") from e
     train, val = out.splits["train"], out.splits["val"]
     print(
         f"{train['documents']:,} + {val['documents']:,} documents, {train['tokens']:,} train + {val['tokens']:,} val "
@@ -481,46 +276,6 @@ def stream(doc: str, here: Path, path: str) -> None:
             raise
         files = hub_files(args.path)
     prepare(args, files, shards=args.shards)
-
-
-def hub_files(address: str) -> list[str]:
-    """The hf:// addresses of the files to train on of OWNER/NAME[@REVISION][:CONFIG], pinned to a commit.
-
-    ValueError within 2 seconds if the hub is out of reach: `datasets` would try again for most of a minute.
-    """
-    name, revision, config = ADDRESS.fullmatch(address).groups()
-    remedy = "pass --path= a folder with its .parquet or .jsonl files"
-    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    if trouble := unreachable(getproxies().get(urlsplit(hub).scheme, hub)):
-        raise ValueError(f"{address} is no file here, and {hub} cannot be reached ({trouble}); go online, or {remedy}")
-    try:
-        import datasets
-
-        datasets.disable_progress_bars()
-        found = datasets.load_dataset_builder(name, config, revision=revision).config.data_files["train"]
-    except ImportError as e:
-        raise ValueError(f"{address} needs {e.name} to be read; pip install -e .[data]") from None
-    except Exception as e:  # of any kind: its name, its configuration, its format, the access, the network
-        raise ValueError(f"{address} cannot be had from {hub} ({_reason(e)}); check its name, or {remedy}") from e
-    return sorted(found)
-
-
-def unreachable(address: str, seconds: float = 1.0) -> str:
-    """Why no connection to an address can be made, "" if one can."""
-    parts, answer = urlsplit(address if "//" in address else f"//{address}"), [f"no answer within {seconds:.0f} s"]
-
-    def connect() -> None:
-        try:
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            socket.create_connection((parts.hostname, port), timeout=seconds).close()
-            answer[0] = ""
-        except (OSError, ValueError) as e:
-            answer[0] = _reason(e)
-
-    thread = Thread(target=connect, daemon=True)  # because nothing limits how long a name is looked up
-    thread.start()
-    thread.join(seconds + 0.2)
-    return answer[0]
 
 
 def run(main: Callable[[], None]) -> None:

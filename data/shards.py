@@ -1,7 +1,5 @@
-"""Token shards: how a preparation writes them, and how a split is read as one long array.
+"""Token shards: what they hold, and how a split is read as one long array. writer.py writes them.
 
-    with ShardWriter(folder, tokenizer) as out:
-        out.add("train", ids)                        # one document
     data = open_data("pycode")                       # data/pycode, or any path; "a:0.7,b:0.3" mixes two by weight
     stream = data.split("train")                     # len(stream); stream.read(starts, buffer)
 
@@ -23,16 +21,13 @@ document bounds d (uint64 each), then sizes (n int32, in tokens), pointers (n in
 """
 
 import difflib
-import fcntl
 import hashlib
 import json
 import math
 import os
 import re
-import shutil
 import sys
 import weakref
-from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import repeat
@@ -49,196 +44,6 @@ MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 
 SPLITS = ("train", "val")
 MIXING = 10_000  # the shares of a mixture are multiples of one in so many
 MOVING = {"half prepared": True}  # what meta.json holds while shards are moved into place
-PREPARING = ".preparing"  # the folder inside a data set's folder where a preparation works until it is complete
-PROGRESS = "progress.json"  # in that folder: how far a preparation that can go on has come
-
-
-# ---------------------------------------------------------------------------------------------------------- writing
-
-
-class ShardWriter:
-    """Context manager: documents become shards `{split}_{i:06d}.bin` of at most `shard_tokens` tokens, and a meta.json.
-
-    Everything is written and fsynced in a folder of its own and moved into place when the block ends, so a preparation
-    that stops early, by an exception or a power cut, leaves the old data as it was. Memory does not grow with the data.
-
-    With `settings`, a JSON object of all that the data depends on, a preparation that stopped early goes on: what was
-    added until the last `save(place)` is there, and `place` is that one (None at a fresh start).
-    """
-
-    def __init__(
-        self, folder: Path | str, tokenizer: Tokenizer, shard_tokens: int = 100_000_000, settings: dict | None = None
-    ):
-        self.folder, self.tokenizer, self.shard_tokens = Path(folder), tokenizer, shard_tokens
-        self.settings, self.place = settings, None
-        self.magic = next(m for m, (_, t) in FORMATS.items() if tokenizer.vocab_size <= np.iinfo(t).max + 1)
-        self.version, self.dtype = FORMATS[self.magic]
-        self.temporary = self.folder / PREPARING
-        self.splits: dict[str, dict] = {}
-        self.open: dict = {}  # split: the file of its last shard
-
-    def __enter__(self) -> "ShardWriter":
-        self.temporary.mkdir(parents=True, exist_ok=True)
-        self.lock = os.open(self.temporary, os.O_RDONLY)
-        try:  # the kernel drops this lock with the process, however that ends
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self.lock)
-            raise ValueError(
-                f"{shown(self.folder)} is being prepared by another process; wait for it or end it"
-            ) from None
-        try:
-            self._resume()
-        except BaseException:
-            self._close()
-            raise
-        return self
-
-    def _resume(self) -> None:
-        """Back to the last `save`, if there is one; deletes whatever else an earlier preparation has left."""
-        path, kept = self.temporary / PROGRESS, set()
-        if self.settings is not None and path.exists():
-            start_again = f"delete {shown(self.temporary)} to start again"
-            saved = json.loads(path.read_text())
-            other = [name for name in self.settings if saved["settings"].get(name) != self.settings[name]]
-            if other:
-                fact = f"holds an unfinished preparation with another {', '.join(other)}"
-                raise _error(self.folder, PREPARING, fact, f"go on with its flags, or {start_again}")
-            self.splits, self.place = saved["splits"], saved["place"]
-            meta = self.folder / "meta.json"
-            moving = meta.exists() and meta.read_text() == _json(MOVING)
-            for split, entry in self.splits.items():
-                for shard in entry["shards"]:
-                    file, size = self.temporary / shard["name"], HEADER_BYTES + self.dtype.itemsize * shard["tokens"]
-                    if moving and not file.exists():
-                        os.replace(self.folder / shard["name"], file)
-                    if not file.exists() or file.stat().st_size < size:
-                        raise _error(self.temporary, shard["name"], "is not as it was saved", start_again)
-                    if not shard["sha256"]:
-                        self.open[split] = open(file, "r+b")
-                        self.open[split].seek(size)
-                    kept.add(file)
-            kept.add(path)
-        for file in set(self.temporary.iterdir()) - kept:
-            file.unlink()
-
-    def save(self, place) -> None:
-        """Makes all that was added so far last; `place`, a JSON value, tells the caller where to go on."""
-        for f in self.open.values():
-            f.flush()
-            os.fsync(f.fileno())
-        _write_json(self.temporary / "saving.json", {"settings": self.settings, "place": place, "splits": self.splits})
-        os.replace(self.temporary / "saving.json", self.temporary / PROGRESS)
-        _sync_folder(self.temporary)
-
-    def add(self, split: str, tokens: np.ndarray, documents: int = 1) -> None:
-        """Append documents, joined integers of shape (N,), to `split` ("train" or "val"); N may run over a shard's end.
-
-        The caller puts the end-of-text id where it wants one. ValueError for an id outside the vocabulary.
-        """
-        assert split in SPLITS, split
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.tokenizer.vocab_size:
-            worst = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise ValueError(
-                f"token id {worst} is outside the vocabulary of {self.tokenizer.vocab_size}; encode with that tokenizer"
-            )
-        entry = self.splits.setdefault(split, {"tokens": 0, "documents": 0, "shards": []})
-        entry["documents"] += documents
-        entry["tokens"] += len(tokens)
-        while len(tokens):
-            if split not in self.open:
-                shard = {"name": f"{split}_{len(entry['shards']):06d}.bin", "tokens": 0, "sha256": "", "max_token": 0}
-                entry["shards"].append(shard)
-                self.open[split] = open(self.temporary / shard["name"], "wb")
-                self.open[split].write(bytes(HEADER_BYTES))  # filled in when the count is known
-            shard = entry["shards"][-1]
-            part, tokens = np.split(tokens, [self.shard_tokens - shard["tokens"]])
-            self.open[split].write(part.astype(self.dtype).tobytes())
-            shard["tokens"] += len(part)
-            shard["max_token"] = max(shard["max_token"], int(part.max()))
-            if shard["tokens"] == self.shard_tokens:
-                self._finish(split)
-
-    def _finish(self, split: str) -> None:
-        shard = self.splits[split]["shards"][-1]
-        with self.open.pop(split) as f:
-            f.seek(0)
-            f.write(np.array([self.magic, self.version, shard["tokens"]], dtype="<i4").tobytes())
-            f.flush()
-            os.fsync(f.fileno())
-        shard["sha256"] = _sha256(self.temporary / shard["name"])
-
-    def __exit__(self, kind, error, traceback) -> None:
-        try:
-            if kind is None:
-                self._commit()
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        for f in self.open.values():
-            with suppress(OSError):  # a full disk: it was said where it was written to
-                f.close()
-        if not (self.temporary / PROGRESS).exists():
-            shutil.rmtree(self.temporary, ignore_errors=True)
-        os.close(self.lock)
-
-    def _commit(self) -> None:
-        for split in list(self.open):
-            self._finish(split)
-        for split, entry in self.splits.items():
-            if not entry["tokens"]:
-                raise ValueError(
-                    f"{shown(self.folder)}: no tokens for the split {split}; give the preparation more text"
-                )
-        meta = {
-            "tokenizer": self.tokenizer.spec,
-            "tokenizer_hash": self.tokenizer.hash,
-            "vocab_size": self.tokenizer.vocab_size,
-            "eot": self.tokenizer.eot,
-            "splits": self.splits,
-        }
-        self.tokenizer.save(self.temporary)
-        _write_json(self.temporary / "meta.json", meta)
-        _write_json(self.temporary / "moving.json", MOVING)
-        # Several renames are not one: until the last, a meta.json says that old and new shards may be mixed.
-        os.replace(self.temporary / "moving.json", self.folder / "meta.json")
-        _sync_folder(self.folder)
-        for old in self.folder.iterdir():
-            if re.fullmatch(rf"({'|'.join(SPLITS)})_\d{{6}}\.bin", old.name):
-                old.unlink()
-        for file in sorted(self.temporary.iterdir()):
-            if file.name not in ("meta.json", PROGRESS):
-                os.replace(file, self.folder / file.name)
-        _sync_folder(self.folder)
-        (self.temporary / PROGRESS).unlink(missing_ok=True)
-        os.replace(self.temporary / "meta.json", self.folder / "meta.json")
-        _sync_folder(self.folder)
-
-
-def _json(content: dict) -> str:
-    return json.dumps(content, indent=1) + "\n"
-
-
-def _write_json(path: Path, content: dict) -> None:
-    with open(path, "w") as f:
-        f.write(_json(content))
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -266,7 +71,7 @@ class Shard:
         content = os.pread(self.file, size, self.offset + part.start * self.dtype.itemsize)
         if len(content) < size:
             fact = f"was cut: tokens {part.start} to {part.stop} are not there any more"
-            raise _error(self.path.parent, self.path.name, fact)
+            raise problem(self.path.parent, self.path.name, fact)
         return np.frombuffer(content, self.dtype)
 
 
@@ -335,16 +140,16 @@ class DataSet:
         """
         records = _find_shards(self.folder, self.meta, name)
         if not records:
-            raise _error(self.folder, "", f"has no split {name} (no {name}_000000.bin, no {name}.bin)")
+            raise problem(self.folder, "", f"has no split {name} (no {name}_000000.bin, no {name}.bin)")
         limit = self.meta["vocab_size"] if self.meta else self.vocab_size
         shards = []
         for record in records:
             shards.append(Shard(_open_shard(self.folder, record, limit)))
             if self.verify and not record.get("sha256"):
                 fact = "cannot be verified, because no meta.json records its SHA-256"
-                raise _error(self.folder, record["name"], fact, "pass --verify_data=False")
+                raise problem(self.folder, record["name"], fact, "pass --verify_data=False")
             if self.verify and not _unchanged(self.folder, record):
-                raise _error(self.folder, record["name"], CHANGED)
+                raise problem(self.folder, record["name"], CHANGED)
         return TokenStream(f"{shown(self.folder)} {name}", shards, limit)
 
 
@@ -384,17 +189,18 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
         raise ValueError(f"there is no data set {str(name)!r} in {shown(Path(root))} and no such folder; {hint}")
     meta = _read_meta(folder)
     if not any(_find_shards(folder, meta, split) for split in SPLITS):
-        raise _error(folder, "", "is not prepared (it has no train_000000.bin and no train.bin)")
+        raise problem(folder, "", "is not prepared (it has no train_000000.bin and no train.bin)")
     own = meta["vocab_size"] if meta else 0
     if not own and not vocab_size:
         fact = "has no meta.json, so its vocabulary is unknown (a meta.pkl is never unpickled)"
         write = f"echo '{{\"vocab_size\": N}}' > {shown(folder / 'meta.json')}"
-        raise _error(folder, "", fact, f"pass --vocab_size=N, or {write}")
+        raise problem(folder, "", fact, f"pass --vocab_size=N, or {write}")
     if 0 < vocab_size < own:
-        raise _error(folder, "", f"has a vocabulary of {own}, more than vocab_size={vocab_size}", f"pass {own} or more")
+        fact = f"has a vocabulary of {own}, more than vocab_size={vocab_size}"
+        raise problem(folder, "", fact, f"pass {own} or more")
     tokenizer = from_spec(meta["tokenizer"], folder) if meta and "tokenizer" in meta else None
     if tokenizer and (tokenizer.hash, tokenizer.vocab_size) != (meta.get("tokenizer_hash", tokenizer.hash), own):
-        raise _error(folder, "meta.json", "has a tokenizer of another hash or vocabulary size than it records")
+        raise problem(folder, "meta.json", "has a tokenizer of another hash or vocabulary size than it records")
     return DataSet(folder, meta, tokenizer, max(own, vocab_size), meta.get("eot") if meta else None, verify)
 
 
@@ -454,9 +260,9 @@ def _read_meta(folder: Path) -> dict | None:
             and all(type(s["name"]) is str and type(s["tokens"]) is type(s.get("max_token", 0)) is int for s in shards)
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise _error(folder, "meta.json", f"cannot be used ({type(e).__name__}: {e})") from e
+        raise problem(folder, "meta.json", f"cannot be used ({type(e).__name__}: {e})") from e
     if not ok:
-        raise _error(folder, "meta.json", "holds a vocab_size, eot or shard of the wrong kind")
+        raise problem(folder, "meta.json", "holds a vocab_size, eot or shard of the wrong kind")
     return meta
 
 
@@ -477,7 +283,7 @@ CHANGED = "was changed: its SHA-256 is not the one in meta.json"
 
 
 def _unchanged(folder: Path, record: dict) -> bool:
-    return _sha256(folder / record["name"]) == record["sha256"]
+    return sha256(folder / record["name"]) == record["sha256"]
 
 
 def _open_shard(folder: Path, record: dict, limit: int) -> np.memmap:
@@ -486,14 +292,14 @@ def _open_shard(folder: Path, record: dict, limit: int) -> np.memmap:
     shard = _map_file(folder, name)
     tokens, largest = record.get("tokens"), record.get("max_token")
     if tokens not in (None, len(shard)):
-        raise _error(folder, name, f"holds {len(shard)} tokens, but meta.json says {tokens}")
+        raise problem(folder, name, f"holds {len(shard)} tokens, but meta.json says {tokens}")
     if shard.dtype.kind == "i" and (smallest := int(shard.min())) < 0:
-        raise _error(folder, name, f"holds token id {smallest}, which is negative")
+        raise problem(folder, name, f"holds token id {smallest}, which is negative")
     if limit <= np.iinfo(shard.dtype).max:
         largest = int(shard.max()) if largest is None else largest
         if largest >= limit:
             remedy = "" if tokens else f"set vocab_size to {largest + 1} or more, in meta.json or by flag"
-            raise _error(folder, name, f"holds token id {largest}, but the vocabulary has only {limit}", remedy)
+            raise problem(folder, name, f"holds token id {largest}, but the vocabulary has only {limit}", remedy)
     return shard
 
 
@@ -505,36 +311,36 @@ def _map_file(folder: Path, name: str) -> np.memmap:
             start = f.read(HEADER_BYTES)
             size = f.seek(0, os.SEEK_END)
     except OSError as e:
-        raise _error(folder, name, f"cannot be read ({e.strerror})") from e
+        raise problem(folder, name, f"cannot be read ({e.strerror})") from e
     if not start:
-        raise _error(folder, name, "is empty")
+        raise problem(folder, name, "is empty")
     magic, version, count = _header(start)
     if path.with_suffix(".idx").exists():
         dtype, sizes, _ = _read_index(path.with_suffix(".idx"))
         expected, offset = int(sizes.sum(dtype=np.int64)) * dtype.itemsize, 0
         if size != expected:
             fact = "is truncated" if size < expected else "is too long"
-            raise _error(folder, name, f"{fact}: {size} bytes, but its .idx says {expected}")
+            raise problem(folder, name, f"{fact}: {size} bytes, but its .idx says {expected}")
     elif magic in FORMATS:
         known, dtype = FORMATS[magic]
         expected, offset = HEADER_BYTES + count * dtype.itemsize, HEADER_BYTES
         if size < HEADER_BYTES:
-            raise _error(folder, name, f"is truncated: {size} bytes, less than a shard's header of {HEADER_BYTES}")
+            raise problem(folder, name, f"is truncated: {size} bytes, less than a shard's header of {HEADER_BYTES}")
         if version != known:
-            raise _error(folder, name, f"is a shard of version {version}, not {known}")
+            raise problem(folder, name, f"is a shard of version {version}, not {known}")
         if size != expected:
             fact = "is truncated" if size < expected else "is too long"
-            raise _error(folder, name, f"{fact}: {size} bytes, but its header says {count} tokens, {expected} bytes")
+            raise problem(folder, name, f"{fact}: {size} bytes, but its header says {count} tokens, {expected} bytes")
         if not count:
-            raise _error(folder, name, "holds no tokens")
+            raise problem(folder, name, "holds no tokens")
     elif name in [f"{split}.bin" for split in SPLITS]:
         dtype, offset = np.dtype("<u2"), 0
         if size % dtype.itemsize:
-            raise _error(folder, name, f"has {size} bytes, an odd number, so it is no file of uint16 tokens")
+            raise problem(folder, name, f"has {size} bytes, an odd number, so it is no file of uint16 tokens")
         if count > 0 and size in (HEADER_BYTES + 2 * count, HEADER_BYTES + 4 * count):  # else chance would be 1 in 2^31
-            raise _error(folder, name, f"is a shard whose magic is damaged: {magic}")
+            raise problem(folder, name, f"is a shard whose magic is damaged: {magic}")
     else:
-        raise _error(folder, name, f"is no shard: it begins with {magic}, not with {' or '.join(map(str, FORMATS))}")
+        raise problem(folder, name, f"is no shard: it begins with {magic}, not with {' or '.join(map(str, FORMATS))}")
     return np.memmap(path, dtype=dtype, mode="r", offset=offset)
 
 
@@ -554,21 +360,21 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
             start = f.read(34)
             size = f.seek(0, os.SEEK_END)
     except OSError as e:
-        raise _error(folder, name, f"cannot be read ({e.strerror})") from e
+        raise problem(folder, name, f"cannot be read ({e.strerror})") from e
     if not start.startswith(MEGATRON):
-        raise _error(folder, name, f"is no index of Megatron's: it does not begin with {MEGATRON}")
+        raise problem(folder, name, f"is no index of Megatron's: it does not begin with {MEGATRON}")
     if size < 34:
-        raise _error(folder, name, f"is truncated: {size} bytes, less than an index's header of 34")
+        raise problem(folder, name, f"is truncated: {size} bytes, less than an index's header of 34")
     version, (n, n_bounds) = int.from_bytes(start[9:17], "little"), np.frombuffer(start[18:], "<u8").tolist()
     if version != 1:
-        raise _error(folder, name, f"is an index of version {version}, not 1")
+        raise problem(folder, name, f"is an index of version {version}, not 1")
     if start[17] not in MEGATRON_DTYPES:
         known = ", ".join(map(str, MEGATRON_DTYPES))
-        raise _error(folder, name, f"says that tokens are of type {start[17]}, which is none of {known}")
+        raise problem(folder, name, f"says that tokens are of type {start[17]}, which is none of {known}")
     expected = 34 + 12 * n + 8 * n_bounds
     if size != expected:
         fact = "is truncated" if size < expected else "is too long"
-        raise _error(folder, name, f"{fact}: {size} bytes, but its header says {expected}")
+        raise problem(folder, name, f"{fact}: {size} bytes, but its header says {expected}")
     content, dtype = np.memmap(path, dtype="u1", mode="r"), np.dtype(MEGATRON_DTYPES[start[17]])
     sizes, pointers, bounds = (
         content[a:b].view(t)
@@ -578,13 +384,21 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
     )  # fmt: skip
     ends = np.cumsum(sizes, dtype=np.int64)
     if not n or sizes.min() < 0 or (pointers != (ends - sizes) * dtype.itemsize).any():
-        raise _error(folder, name, "has sizes and pointers of sequences that do not follow one another")
+        raise problem(folder, name, "has sizes and pointers of sequences that do not follow one another")
     if not n_bounds or bounds[0] != 0 or bounds[-1] != n or (np.diff(bounds) < 0).any():
-        raise _error(folder, name, f"has bounds of documents that do not go up from 0 to its {n} sequences")
+        raise problem(folder, name, f"has bounds of documents that do not go up from 0 to its {n} sequences")
     return dtype, sizes, bounds
 
 
-def _error(folder: Path, name: str, fact: str, remedy: str = "") -> ValueError:
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def problem(folder: Path, name: str, fact: str, remedy: str = "") -> ValueError:
     """In one line: the file `name` of a data set, or the data set itself (""), what is wrong, and what to do."""
     script = folder / "prepare.py"
     remedy = remedy or (f"run python {shown(script)}" if script.exists() else "copy or prepare it again")
@@ -606,7 +420,7 @@ def describe(folder: Path, record: dict, meta: dict | None) -> list[str]:
     record = {key: x for key, x in record.items() if key != "max_token"}  # the file itself is asked, not the record
     shard, eot = _open_shard(folder, record, meta.get("vocab_size", 2**64)), meta.get("eot")
     if record.get("sha256") and not _unchanged(folder, record):
-        raise _error(folder, path.name, CHANGED)
+        raise problem(folder, path.name, CHANGED)
     with open(path, "rb") as f:
         magic, version, _ = _header(f.read(12))
     kind = f"shard {magic} of version {version}" if magic in FORMATS else "no header"
@@ -645,7 +459,7 @@ def inspect(path: Path) -> list[tuple[Path, dict, dict | None]]:
     if name:
         records = [record for record in records if record["name"] == name] or [{"name": name}]
     if not records:
-        raise _error(folder, "", "is not prepared (it has no train_000000.bin and no train.bin)")
+        raise problem(folder, "", "is not prepared (it has no train_000000.bin and no train.bin)")
     return [(folder, record, meta) for record in records]
 
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import train
-from data.shards import Shard, ShardWriter
+from data.shards import Shard
 from data.tokenizer import ByteTokenizer
+from data.writer import ShardWriter
 
 ROOT = Path(__file__).parent.parent
 TINY = [

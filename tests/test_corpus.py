@@ -28,9 +28,10 @@ from conftest import metrics, read_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import corpus
-from data.shards import PREPARING, ShardWriter, open_data
+from data import corpus, sources
+from data.shards import open_data
 from data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, train_bpe
+from data.writer import PREPARING, ShardWriter
 from engine import checkpoint
 from model import Model
 
@@ -173,7 +174,7 @@ def test_formats_equal_a_naive_loop(tmp_path, small, name):
     kind = name.split(".")[0]
     for i in range(3):  # b.x is read after a.x
         write_file(tmp_path / f"{'cab'[i]}_{name}", documents[[60, 0, 30][i] :][:30])
-    found = corpus.find_files([f"{tmp_path}/*_{name}"])
+    found = sources.find_files([f"{tmp_path}/*_{name}"])
     corpus.prepare(args(tmp_path / "out"), found, kind if kind in ("line", "paragraph") else "file")
     expected = naive(documents, ByteTokenizer())
     for split in ("train", "val"):
@@ -190,7 +191,7 @@ def test_tokenizers_equal_a_naive_loop_with_any_threads(tmp_path, small, kind, r
         (tmp_path / f"{i:03}.txt").write_text(text, newline="")
     written = []
     for threads in (1, 2, 8):
-        corpus.prepare(args(tmp_path / f"out{threads}", kind, threads=threads), corpus.find_files([str(tmp_path)]))
+        corpus.prepare(args(tmp_path / f"out{threads}", kind, threads=threads), sources.find_files([str(tmp_path)]))
         written.append(files_of(tmp_path / f"out{threads}"))
     assert written[0] == written[1] == written[2] and len(written[0]) > 3
     data, expected = open_data(tmp_path / "out1", verify=True), naive(texts(90), tokenizer)
@@ -238,9 +239,9 @@ def test_no_document_is_lost_or_doubled(tmp_path_factory, data):
         patch.setattr(corpus, "JOB", data.draw(st.integers(1, 100)))
         patch.setattr(corpus, "MANY", data.draw(st.integers(1, 5)))
         if not (expected["train"] and expected["val"]):
-            error(corpus.prepare, flags, corpus.find_files([str(folder)]))
+            error(corpus.prepare, flags, sources.find_files([str(folder)]))
             return
-        corpus.prepare(flags, corpus.find_files([str(folder)]))
+        corpus.prepare(flags, sources.find_files([str(folder)]))
     assert {split: tokens_of(folder / "out", split) for split in expected} == expected
     counts = open_data(folder / "out").meta["splits"]
     assert {s: counts[s]["documents"] for s in expected} == {s: expected[s].count(256) for s in expected}
@@ -377,7 +378,7 @@ def test_unreadable_files_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / "a.parquet")])
     assert "a.parquet needs pyarrow to be read; pip install -e .[data]" in message
-    monkeypatch.setattr(corpus, "open", lambda *_: os.open("/nowhere", os.O_RDONLY), raising=False)
+    monkeypatch.setattr(sources, "open", lambda *_: os.open("/nowhere", os.O_RDONLY), raising=False)
     message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / "a.txt")])
     assert "a.txt cannot be read (No such file or directory)" in message
 
@@ -386,7 +387,7 @@ def test_unreadable_files_are_named(tmp_path, monkeypatch):
     "documents, name", [("file", "a.txt"), ("line", "a.txt"), ("paragraph", "a.txt"), ("file", "a.jsonl")]
 )
 def test_documents_that_are_too_long(tmp_path, monkeypatch, documents, name):
-    monkeypatch.setattr(corpus, "LARGEST", 1000)
+    monkeypatch.setattr(sources, "LARGEST", 1000)
     content = b"short\n\n" + (b"word " * 15 + b"\n") * 20 if documents == "paragraph" else b"word " * 300
     (tmp_path / name).write_bytes(content)
     message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / name)], documents)
@@ -397,8 +398,8 @@ def test_documents_that_are_too_long(tmp_path, monkeypatch, documents, name):
 
 
 def test_a_paragraph_without_end_is_not_kept(monkeypatch):
-    monkeypatch.setattr(corpus, "LARGEST", 1000)
-    offset, content = next(corpus._paragraphs((n * 6, b"lines\n") for n in range(10_000)))
+    monkeypatch.setattr(sources, "LARGEST", 1000)
+    offset, content = next(sources._paragraphs((n * 6, b"lines\n") for n in range(10_000)))
     assert offset == 0 and 1000 < len(content) < 1010
 
 
@@ -407,7 +408,7 @@ def test_what_cannot_be_encoded_is_named(tmp_path, small, monkeypatch):
         (tmp_path / f"{i}.txt").write_text("\n".join(texts(5, seed=i)))
     monkeypatch.setattr(corpus, "build", lambda *_: CharTokenizer("".join(WORDS) + "x "))
     (tmp_path / "7.txt").write_text("the\ncat\ndoes ¬ fit\n")
-    message = error(corpus.prepare, args(tmp_path / "out", "char"), corpus.find_files([str(tmp_path)]), "line")
+    message = error(corpus.prepare, args(tmp_path / "out", "char"), sources.find_files([str(tmp_path)]), "line")
     assert "7.txt, document 3 cannot be encoded (the char vocabulary" in message and "'\\xac'" in message
 
 
@@ -438,13 +439,13 @@ def test_find_files(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    assert corpus.find_files(["."]) == ["a.jsonl", "b.txt", "sub/c.parquet", "sub/d.txt.zst", "we[i]rd.txt"]
-    assert corpus.find_files(["*.md", "./b.txt", "b.*", "**/d*"]) == ["b.txt", "note.md", "sub/d.txt.zst"]
-    assert corpus.find_files(["we[i]rd.txt"]) == ["we[i]rd.txt"]
-    assert "no file matches 'x/*.txt'; check the path" in error(corpus.find_files, ["b.txt", "x/*.txt"])
-    assert "no file matches 'su*'" in error(corpus.find_files, ["su*"])  # a folder only
+    assert sources.find_files(["."]) == ["a.jsonl", "b.txt", "sub/c.parquet", "sub/d.txt.zst", "we[i]rd.txt"]
+    assert sources.find_files(["*.md", "./b.txt", "b.*", "**/d*"]) == ["b.txt", "note.md", "sub/d.txt.zst"]
+    assert sources.find_files(["we[i]rd.txt"]) == ["we[i]rd.txt"]
+    assert "no file matches 'x/*.txt'; check the path" in error(sources.find_files, ["b.txt", "x/*.txt"])
+    assert "no file matches 'su*'" in error(sources.find_files, ["su*"])  # a folder only
     (tmp_path / "empty").mkdir()
-    assert "no file in the folder 'empty' ends in .txt, " in error(corpus.find_files, ["empty"])
+    assert "no file in the folder 'empty' ends in .txt, " in error(sources.find_files, ["empty"])
 
 
 # --------------------------------------------------------------------------------------------------- interruptions
@@ -533,7 +534,7 @@ def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, ca
     assert file == 1 and row > 7 and number == 60 + row  # inside of the parquet file
     pieces = [p for text in documents[number:] for p in corpus.pieces(text, corpus.JOB)]
     encoded, stop = [], -1
-    monkeypatch.setattr(corpus.Source, "_json_texts", None)  # a file that was read to its end is not opened again
+    monkeypatch.setattr(sources.Source, "_json_texts", None)  # a file that was read to its end is not opened again
     corpus.prepare(args(tmp_path / "out"), web)
     assert sorted(encoded) == sorted(["", *pieces])
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
@@ -704,12 +705,12 @@ def test_offline_is_said_at_once(tmp_path, name, hub):
 def test_a_name_that_is_not_found_in_time():
     code = (
         "import socket, time; socket.create_connection = lambda *_, **__: time.sleep(9); "
-        "from data import corpus; print(corpus.unreachable('https://huggingface.co'))"
+        "from data import sources; print(sources.unreachable('https://huggingface.co'))"
     )
     start = time.monotonic()
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert out == "no answer within 1 s\n" and time.monotonic() - start < 5
-    assert corpus.unreachable("proxy:bad")
+    assert sources.unreachable("proxy:bad")
 
 
 def test_the_hubs_files(monkeypatch):
@@ -722,18 +723,18 @@ def test_the_hubs_files(monkeypatch):
             raise RuntimeError("Dataset scripts are no longer supported\nand more")
         return argparse.Namespace(config=argparse.Namespace(data_files={"train": ["hf://b", "hf://a"]}))
 
-    monkeypatch.setattr(corpus, "unreachable", lambda *_: "")
+    monkeypatch.setattr(sources, "unreachable", lambda *_: "")
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
-    assert corpus.hub_files("a/b:c-1") == corpus.hub_files("a/b@refs/pr/18:c") == ["hf://a", "hf://b"]
-    assert corpus.hub_files("a/b@v1") and calls == [
+    assert sources.hub_files("a/b:c-1") == sources.hub_files("a/b@refs/pr/18:c") == ["hf://a", "hf://b"]
+    assert sources.hub_files("a/b@v1") and calls == [
         ("a/b", "c-1", None),
         ("a/b", "c", "refs/pr/18"),
         ("a/b", None, "v1"),
     ]
-    message = error(corpus.hub_files, "a/script")
+    message = error(sources.hub_files, "a/script")
     assert "a/script cannot be had from https://" in message and "(Dataset scripts are no longer supported)" in message
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "needs datasets to be read; pip install -e .[data]" in error(corpus.hub_files, "a/b")
+    assert "needs datasets to be read; pip install -e .[data]" in error(sources.hub_files, "a/b")
 
 
 def test_files_of_the_hub_are_read_like_others(tmp_path, web, small, monkeypatch):
@@ -748,7 +749,7 @@ def test_files_of_the_hub_are_read_like_others(tmp_path, web, small, monkeypatch
         def size(self, name):
             return 1 if name.endswith("c.jsonl") else (tmp_path / name.removeprefix("hf://")).stat().st_size
 
-    monkeypatch.setattr(corpus, "_hub", Hub)
+    monkeypatch.setattr(sources, "_hub", Hub)
     corpus.prepare(args(tmp_path / "local"), web)
     corpus.prepare(args(tmp_path / "out"), ["hf://a.jsonl", "hf://b.parquet"])
     assert files_of(tmp_path / "out") == files_of(tmp_path / "local")

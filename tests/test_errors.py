@@ -288,8 +288,8 @@ def test_an_import_that_changes_the_model(flag, tmp_path, tiny_data, capsys):
 
 
 def test_a_resume_with_another_tokenizer(trained, tiny_data, tmp_path, capsys):
-    from data.shards import ShardWriter
     from data.tokenizer import CharTokenizer
+    from data.writer import ShardWriter
 
     text = "abc " * 100
     with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:

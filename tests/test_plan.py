@@ -1,4 +1,5 @@
-"""engine/plan.py against what training does: bytes of real tensors, allocations, collectives; and figures by hand."""
+"""What a run will cost, against what training does: bytes of real tensors, allocations, collectives; and figures by
+hand."""
 
 import copy
 import os
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from configurator import Config, parse
-from engine import optim, parallel, pipeline, plan, replica
+from engine import costs, optim, parallel, pipeline, plan, replica
 from engine.replica import Replica
 from model import BLOCK, Model
 
@@ -105,7 +106,7 @@ def nbytes(tensors) -> int:
 
 
 def batch_of(cfg: Config) -> dict:
-    task = plan.OBJECTIVE[cfg.objective](cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask)
+    task = costs.OBJECTIVE[cfg.objective](cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask)
     T, S = task.lengths
     idx = torch.zeros(cfg.batch_size, T, dtype=torch.int64)
     source = {"source": torch.zeros(cfg.batch_size, S, dtype=torch.int64)} if S else {}
@@ -134,7 +135,7 @@ def test_states_and_traffic_are_those_of_training(flags):
         state = optimizer.state_tensors(rank.model).values()
         real = nbytes(rank.model.parameters()), gradients, nbytes(state)
     p = plan.estimate(cfg)
-    assert [p.memory[kind] for kind in plan.STATES] == list(real)
+    assert [p.memory[kind] for kind in costs.STATES] == list(real)
     assert by_size(p.traffic) == pytest.approx(counted.sent)
 
 
@@ -154,9 +155,9 @@ def test_states_of_one_rank(flags, optimizer):
 def test_stages_have_what_the_pipeline_leaves_them(tied):
     cfg = config(n_layer=7, pp=3, world_size=3, tie_weights=tied)
     model = Model(cfg)
-    r = plan.layout(cfg)
-    with plan.neighbours(r) as groups, FakeTensorMode():
-        stages = plan.Run(cfg, r, *groups).stages
+    r = costs.layout(cfg)
+    with costs.neighbours(r) as groups, FakeTensorMode():
+        stages = costs.Run(cfg, r, *groups).stages
     for i, stage in enumerate(stages):
         part = copy.deepcopy(model)
         pipeline.cut(part, i, 3)
@@ -285,9 +286,9 @@ def test_a_pipeline_holds_micro_batches():
 def test_the_loss_of_many_tokens():
     """Measured on few tokens and continued, it is what all of them give."""
     cfg = config(vocab_size=4096, loss_chunk=8, tp=2, world_size=2)
-    r = plan.layout(cfg)
-    with plan.neighbours(r) as groups, FakeTensorMode():
-        run = plan.Run(cfg, r, *groups)
+    r = costs.layout(cfg)
+    with costs.neighbours(r) as groups, FakeTensorMode():
+        run = costs.Run(cfg, r, *groups)
         continued, model, targets = run.of_loss(5), run.model, torch.zeros(5, 32, dtype=torch.int64)
         ends = torch.nn.ModuleList([model.norm, model.head])
         whole = run.measure(lambda x: model.loss(model.norm(x), targets), ends, run.stream(5, 32), [targets])
@@ -327,7 +328,7 @@ def test_update_by_muon():
         p.grad = torch.ones_like(p)
     p, batch = plan.estimate(cfg), 8 * 4 * 256**2  # q, k, v, out of all layers
     assert p.memory["update by Muon"] + 4 * 2 * batch == pytest.approx(most_allocated(optimizer.step), rel=0.02)
-    assert p.total == sum(p.memory[kind] for kind in plan.STATES) + p.memory["update by Muon"]
+    assert p.total == sum(p.memory[kind] for kind in costs.STATES) + p.memory["update by Muon"]
 
 
 def test_largest_batch():
@@ -350,7 +351,7 @@ def test_largest_batch():
 def test_offload_moves_the_states():
     flags = {"world_size": 4, "parallel": "fsdp"}
     here, there = (plan.estimate(config(fsdp_offload=on, **flags)) for on in (False, True))
-    states = sum(here.memory[kind] for kind in plan.STATES)
+    states = sum(here.memory[kind] for kind in costs.STATES)
     assert (here.host, there.host, there.total) == (0, states, here.total - states)
     # 4 micro-steps gather twice, the gradients come down once, and AdamW reads four numbers and writes three
     assert there.step - here.step == pytest.approx((2 * 4 + 1 + 7) * here.memory["parameters"] / 20e9)
@@ -399,9 +400,9 @@ def test_bandwidth(ranks, distance, expected):
 def test_muon_multiplies():
     """Five times X X^T, its square and a product with X, of each logical matrix: q, k, v, out, up and down."""
     cfg = config(optimizer="muon", norm="none", norm_placement="none", mlp="relu")
-    r = plan.layout(cfg)
-    with plan.neighbours(r) as groups, FakeTensorMode():
-        run = plan.Run(cfg, r, *groups)
+    r = costs.layout(cfg)
+    with costs.neighbours(r) as groups, FakeTensorMode():
+        run = costs.Run(cfg, r, *groups)
     square, tall = 2 * 3 * 64**3, 2 * (2 * 64 * 256 * 64 + 64**3)
     assert run.muon(run.stages[0])[1] == 3 * 5 * (4 * square + 2 * tall)
 
@@ -425,7 +426,7 @@ def test_large_models_take_seconds_and_no_memory_largest_batch_included(name, fl
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # KiB
     assert p.parameters == parameters
     # 4 bytes for each of a number, its gradient and two moments; norms are in all slices of tp
-    assert sum(p.memory[kind] for kind in plan.STATES) == pytest.approx(parameters * state, rel=1e-3)
+    assert sum(p.memory[kind] for kind in costs.STATES) == pytest.approx(parameters * state, rel=1e-3)
     attention = 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
     table = cfg.vocab_size * cfg.n_embd
     assert p.flops_per_token == pytest.approx(6 * (parameters - table) + attention, rel=1e-4)

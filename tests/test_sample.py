@@ -175,8 +175,8 @@ def test_any_prompt_and_any_terminal(trained):
 
 
 def test_unknown_characters_are_named(tmp_path, capsys):
-    from data.shards import ShardWriter
     from data.tokenizer import CharTokenizer
+    from data.writer import ShardWriter
 
     text = "abc \n" * 100
     with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:

@@ -15,9 +15,10 @@ from conftest import ROOT, read_all, shards_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from data import shards
-from data.shards import ShardWriter, TokenStream, open_data
+from data import shards, writer
+from data.shards import TokenStream, open_data
 from data.tokenizer import ByteTokenizer, CharTokenizer
+from data.writer import ShardWriter
 
 
 def shard_bytes(tokens, magic=20240520, version=1, count=None, code="H") -> bytes:
@@ -590,11 +591,11 @@ def test_leftovers_of_a_killed_preparation_are_cleaned_up(tmp_path):
         os._exit(0)
 
     killed_while(work)
-    assert list((tmp_path / shards.PREPARING).iterdir())
+    assert list((tmp_path / writer.PREPARING).iterdir())
     assert read_all(open_data(tmp_path, verify=True).split("train")) == list(range(200))
     prepare(tmp_path, train=range(3))
     assert read_all(open_data(tmp_path, verify=True).split("train")) == [0, 1, 2]
-    assert not (tmp_path / shards.PREPARING).exists()
+    assert not (tmp_path / writer.PREPARING).exists()
 
 
 @pytest.mark.parametrize("moves", [0, 1, 2, 3, 4])

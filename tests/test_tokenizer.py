@@ -412,7 +412,7 @@ def test_training_without_tokenizers_is_one_line(monkeypatch):
 def test_a_run_keeps_its_tokenizer(run, tmp_path, capfd):
     """train.py puts the file into out_dir, so that sample.py needs no data; without the file it says so."""
     import sample
-    from data.shards import ShardWriter
+    from data.writer import ShardWriter
 
     data, tok = tmp_path / "data", train_bpe(SOURCES, 400)
     with ShardWriter(data, tok) as out:

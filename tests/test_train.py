@@ -22,8 +22,8 @@ import train
 from configurator import Config, parse
 from data.loader import draws, order  # the order itself has its own tests
 from data.objective import OBJECTIVE
-from data.shards import ShardWriter
 from data.tokenizer import ByteTokenizer, CharTokenizer
+from data.writer import ShardWriter
 from engine import checkpoint
 
 

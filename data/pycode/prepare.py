@@ -20,8 +20,9 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.shards import ShardWriter, shown  # noqa: E402
+from data.shards import shown  # noqa: E402
 from data.tokenizer import from_spec  # noqa: E402
+from data.writer import ShardWriter  # noqa: E402
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 

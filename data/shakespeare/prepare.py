@@ -14,8 +14,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from data.shakespeare_char.prepare import read_text  # noqa: E402
-from data.shards import ShardWriter, shown  # noqa: E402
+from data.shards import shown  # noqa: E402
 from data.tokenizer import GPT2Tokenizer  # noqa: E402
+from data.writer import ShardWriter  # noqa: E402
 
 
 def main() -> None:

@@ -16,8 +16,9 @@ from urllib.request import urlopen
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.shards import ShardWriter, shown  # noqa: E402
+from data.shards import shown  # noqa: E402
 from data.tokenizer import CharTokenizer  # noqa: E402
+from data.writer import ShardWriter  # noqa: E402
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"

@@ -17,6 +17,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from data import corpus  # noqa: E402
+from data.sources import find_files  # noqa: E402
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
     kinds = ("file", "line", "paragraph")
     flags.add_argument("--documents", choices=kinds, default="file", help="what a text holds (default file)")
     args = flags.parse_args()
-    corpus.prepare(args, corpus.find_files(args.input), args.documents)
+    corpus.prepare(args, find_files(args.input), args.documents)
 
 
 if __name__ == "__main__":

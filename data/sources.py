@@ -1,0 +1,259 @@
+"""The documents of files, one at a time, whatever their size: here, or on the Hugging Face hub.
+
+source = Source(find_files(["books/*.txt", "web"]))
+for text, file, row, position in source.read(): ...
+
+.jsonl, .parquet     a document is the text in one field of a line or row
+every other name     UTF-8 text; a document is the file, a line or a paragraph
+.gz, .zst after it   is decompressed while it is read
+"""
+
+import glob
+import gzip
+import io
+import json
+import os
+import re
+import socket
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+ENDINGS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+LARGEST = 32_000_000  # bytes of one document
+ADDRESS = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
+
+
+def find_files(paths: Iterable[str]) -> list[str]:
+    """The files of paths, patterns, and folders (every file below with a name in ENDINGS), sorted.
+
+    ValueError names the one that has none.
+    """
+    found: set[str] = set()
+    for path in map(os.path.expanduser, paths):
+        if os.path.isdir(path):
+            files = [str(p) for p in Path(path).rglob("*") if p.name.endswith(ENDINGS)]
+        else:
+            files = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+        files = [f for f in files if os.path.isfile(f)]
+        if not files:
+            if os.path.isdir(path):
+                raise ValueError(f"no file in the folder {path!r} ends in {', '.join(ENDINGS)}; pass a pattern")
+            raise ValueError(f"no file matches {path!r}; check the path, and put a pattern into quotes")
+        found.update(map(os.path.normpath, files))
+    return sorted(found)
+
+
+@dataclass
+class Source:
+    """The documents of `files`, which are paths or hf:// addresses."""
+
+    files: list[str]
+    documents: str = "file"  # of a text: "file", "line" or "paragraph", these without blank ones and without line end
+    column: str = "text"  # the field of .jsonl and .parquet
+
+    def __post_init__(self):
+        self.sizes = [_hub().size(name) if name.startswith("hf://") else os.path.getsize(name) for name in self.files]
+        self.total = max(sum(self.sizes), 1)
+
+    def read(self, file: int = 0, row: int = 0) -> Iterator[tuple[str, int, int, int]]:
+        """(text, i, r, bytes read so far) of each document, where read(i, r) goes on after it.
+
+        ValueError names the file, the line or byte, and the remedy.
+        """
+        before = sum(self.sizes[:file])
+        for i in range(file, len(self.files)):
+            skip = row if i == file else 0
+            for r, (text, position) in enumerate(self._read_file(self.files[i], skip), skip + 1):
+                yield text, i, r, before + position
+            before += self.sizes[i]
+
+    def _read_file(self, name: str, skip: int) -> Iterator[tuple[str, int]]:
+        """(text, bytes of the file read so far) of each document after the first `skip`."""
+        unreadable: tuple = (OSError, EOFError, zlib.error)
+        try:
+            if name.endswith((".zst", ".parquet")):
+                import pyarrow
+
+                unreadable += (pyarrow.ArrowException,)
+            with _hub().open(name) if name.startswith("hf://") else open(name, "rb") as raw:
+                if name.endswith(".parquet"):
+                    yield from self._rows(name, raw, skip)
+                    return
+                f, kind = raw, name
+                if name.endswith(".gz"):
+                    f, kind = gzip.open(raw), name[:-3]
+                elif name.endswith(".zst"):
+                    f = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
+                    kind = name[:-4]
+                if kind.endswith(".jsonl"):
+                    texts = self._json_texts(name, f, skip)
+                else:
+                    texts = self._plain_texts(name, f, skip)
+                for text in texts:
+                    yield text, raw.tell()
+        except ImportError as e:
+            raise ValueError(f"{name} needs {e.name} to be read; pip install -e .[data]") from None
+        except Exception as e:
+            hub = name.startswith("hf://")  # where anything may go wrong
+            if type(e) is ValueError or not (hub or isinstance(e, unreadable)):
+                raise
+            remedy = "give the same command again" if hub else "get it again, or leave it out"
+            raise ValueError(f"{name} cannot be read ({reason(e)}); {remedy}") from e
+
+    def _plain_texts(self, name: str, f, skip: int) -> Iterator[str]:
+        lines = _lines(f)
+        if self.documents == "file":
+            parts = [(0, f.read(LARGEST + 1))]
+        elif self.documents == "line":
+            parts = ((offset, line) for offset, line in lines if line.strip())
+        else:
+            parts = _paragraphs(lines)
+        for n, (offset, content) in enumerate(parts):
+            if len(content) > LARGEST:
+                raise _too_long(name, offset)
+            if n >= skip:
+                text = _decode(name, offset, content)
+                yield text if self.documents == "file" else text.removesuffix("\n").removesuffix("\r")
+
+    def _json_texts(self, name: str, f, skip: int) -> Iterator[str]:
+        n = 0
+        for number, (offset, line) in enumerate(_lines(f), 1):
+            if len(line) > LARGEST:
+                raise _too_long(name, offset)
+            n += bool(line.strip())
+            if n > skip and line.strip():
+                where, text = f"{name}:{number}", _decode(f"{name}:{number}", offset, line)
+                try:
+                    record = json.loads(text)
+                except (ValueError, RecursionError) as e:
+                    raise ValueError(f"{where} is no JSON ({reason(e)}); mend it, or leave it out") from None
+                if not isinstance(record, dict):
+                    raise ValueError(f"{where} is no JSON object such as {{{self.column!r}: ...}}; mend it")
+                if self.column not in record:
+                    raise _no_field(where, self.column, record)
+                yield _checked(where, self.column, record[self.column])
+
+    def _rows(self, name: str, raw, skip: int) -> Iterator[tuple[str, int]]:
+        from pyarrow.parquet import ParquetFile
+
+        size = raw.seek(0, os.SEEK_END)
+        table = ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
+        if self.column not in table.schema_arrow.names:
+            raise _no_field(name, self.column, table.schema_arrow.names)
+        first = 0  # row of the row group
+        for i in range(table.num_row_groups):
+            group = table.metadata.row_group(i)
+            rows = int(1e6 * group.num_rows / (group.total_byte_size + 1))  # so that a batch has about 1 MB
+            if skip < first + group.num_rows:
+                row = first
+                batches = table.iter_batches(min(max(rows, 1), 4096), [i], [self.column], use_threads=False)
+                for batch in batches:
+                    for text in batch.column(0).to_pylist():
+                        row += 1
+                        if row > skip:
+                            text = _checked(f"{name}, row {row}", self.column, text)
+                            yield text, size * row // table.metadata.num_rows
+            first += group.num_rows
+
+
+def _hub():
+    from huggingface_hub import HfFileSystem
+
+    return HfFileSystem()
+
+
+def _lines(f) -> Iterator[tuple[int, bytes]]:
+    """(offset, line with its end); one that is longer than LARGEST comes in parts."""
+    offset = 0
+    while line := f.readline(LARGEST + 1):
+        yield offset, line
+        offset += len(line)
+
+
+def _paragraphs(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """(offset, lines up to the next blank one), or more than LARGEST of them."""
+    part: list[bytes] = []
+    start = size = 0
+    for offset, line in lines:
+        if line.strip() and size <= LARGEST:
+            start = start if part else offset
+            part.append(line)
+            size += len(line)
+        elif part:
+            yield start, b"".join(part)
+            part, size = [], 0
+    if part:
+        yield start, b"".join(part)
+
+
+def _decode(name: str, offset: int, content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as e:
+        fact = f"is no UTF-8 text: byte {offset + e.start} is {content[e.start]:#04x}"
+        raise ValueError(f"{name} {fact}; convert it, for example with iconv, or leave it out") from None
+
+
+def _checked(where: str, column: str, text) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: {column} is {ascii(text):.40}, no text; leave it out, or pass another --field")
+    return text
+
+
+def _no_field(where: str, column: str, names: Iterable[str]) -> ValueError:
+    names = ", ".join(names)
+    return ValueError(f"{where} has no field {column!r}; pass --field= one of {names or 'none, it is empty'}")
+
+
+def _too_long(name: str, offset: int) -> ValueError:
+    fact = f"{name}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
+    return ValueError(f"{fact}; cut the text, such as with --documents=paragraph or --documents=line")
+
+
+def hub_files(address: str) -> list[str]:
+    """The hf:// addresses of the files to train on of OWNER/NAME[@REVISION][:CONFIG], pinned to a commit.
+
+    ValueError within 2 seconds if the hub is out of reach: `datasets` would try again for most of a minute.
+    """
+    name, revision, config = ADDRESS.fullmatch(address).groups()
+    remedy = "pass --path= a folder with its .parquet or .jsonl files"
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    if trouble := unreachable(getproxies().get(urlsplit(hub).scheme, hub)):
+        raise ValueError(f"{address} is no file here, and {hub} cannot be reached ({trouble}); go online, or {remedy}")
+    try:
+        import datasets
+
+        datasets.disable_progress_bars()
+        found = datasets.load_dataset_builder(name, config, revision=revision).config.data_files["train"]
+    except ImportError as e:
+        raise ValueError(f"{address} needs {e.name} to be read; pip install -e .[data]") from None
+    except Exception as e:  # of any kind: its name, its configuration, its format, the access, the network
+        raise ValueError(f"{address} cannot be had from {hub} ({reason(e)}); check its name, or {remedy}") from e
+    return sorted(found)
+
+
+def unreachable(address: str, seconds: float = 1.0) -> str:
+    """Why no connection to an address can be made, "" if one can."""
+    parts, answer = urlsplit(address if "//" in address else f"//{address}"), [f"no answer within {seconds:.0f} s"]
+
+    def connect() -> None:
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            socket.create_connection((parts.hostname, port), timeout=seconds).close()
+            answer[0] = ""
+        except (OSError, ValueError) as e:
+            answer[0] = reason(e)
+
+    thread = Thread(target=connect, daemon=True)  # because nothing limits how long a name is looked up
+    thread.start()
+    thread.join(seconds + 0.2)
+    return answer[0]
+
+
+def reason(e: BaseException) -> str:
+    return getattr(e, "strerror", None) or str(e).strip().partition("\n")[0][:200] or type(e).__name__

@@ -1,0 +1,200 @@
+"""How a preparation writes shards: all of a data set, or nothing.
+
+    with ShardWriter(folder, tokenizer) as out:
+        out.add("train", ids)                        # one document
+
+What the files hold stands in shards.py.
+"""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from data.shards import FORMATS, HEADER_BYTES, MOVING, SPLITS, problem, sha256, shown
+from data.tokenizer import Tokenizer
+
+PREPARING = ".preparing"  # the folder inside a data set's folder where a preparation works until it is complete
+PROGRESS = "progress.json"  # in that folder: how far a preparation that can go on has come
+
+
+class ShardWriter:
+    """Context manager: documents become shards `{split}_{i:06d}.bin` of at most `shard_tokens` tokens, and a meta.json.
+
+    Everything is written and fsynced in a folder of its own and moved into place when the block ends, so a preparation
+    that stops early, by an exception or a power cut, leaves the old data as it was. Memory does not grow with the data.
+
+    With `settings`, a JSON object of all that the data depends on, a preparation that stopped early goes on: what was
+    added until the last `save(place)` is there, and `place` is that one (None at a fresh start).
+    """
+
+    def __init__(
+        self, folder: Path | str, tokenizer: Tokenizer, shard_tokens: int = 100_000_000, settings: dict | None = None
+    ):
+        self.folder, self.tokenizer, self.shard_tokens = Path(folder), tokenizer, shard_tokens
+        self.settings, self.place = settings, None
+        self.magic = next(m for m, (_, t) in FORMATS.items() if tokenizer.vocab_size <= np.iinfo(t).max + 1)
+        self.version, self.dtype = FORMATS[self.magic]
+        self.temporary = self.folder / PREPARING
+        self.splits: dict[str, dict] = {}
+        self.open: dict = {}  # split: the file of its last shard
+
+    def __enter__(self) -> "ShardWriter":
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        self.lock = os.open(self.temporary, os.O_RDONLY)
+        try:  # the kernel drops this lock with the process, however that ends
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self.lock)
+            raise ValueError(
+                f"{shown(self.folder)} is being prepared by another process; wait for it or end it"
+            ) from None
+        try:
+            self._resume()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def _resume(self) -> None:
+        """Back to the last `save`, if there is one; deletes whatever else an earlier preparation has left."""
+        path, kept = self.temporary / PROGRESS, set()
+        if self.settings is not None and path.exists():
+            start_again = f"delete {shown(self.temporary)} to start again"
+            saved = json.loads(path.read_text())
+            other = [name for name in self.settings if saved["settings"].get(name) != self.settings[name]]
+            if other:
+                fact = f"holds an unfinished preparation with another {', '.join(other)}"
+                raise problem(self.folder, PREPARING, fact, f"go on with its flags, or {start_again}")
+            self.splits, self.place = saved["splits"], saved["place"]
+            meta = self.folder / "meta.json"
+            moving = meta.exists() and meta.read_text() == _json(MOVING)
+            for split, entry in self.splits.items():
+                for shard in entry["shards"]:
+                    file, size = self.temporary / shard["name"], HEADER_BYTES + self.dtype.itemsize * shard["tokens"]
+                    if moving and not file.exists():
+                        os.replace(self.folder / shard["name"], file)
+                    if not file.exists() or file.stat().st_size < size:
+                        raise problem(self.temporary, shard["name"], "is not as it was saved", start_again)
+                    if not shard["sha256"]:
+                        self.open[split] = open(file, "r+b")
+                        self.open[split].seek(size)
+                    kept.add(file)
+            kept.add(path)
+        for file in set(self.temporary.iterdir()) - kept:
+            file.unlink()
+
+    def save(self, place) -> None:
+        """Makes all that was added so far last; `place`, a JSON value, tells the caller where to go on."""
+        for f in self.open.values():
+            f.flush()
+            os.fsync(f.fileno())
+        _write_json(self.temporary / "saving.json", {"settings": self.settings, "place": place, "splits": self.splits})
+        os.replace(self.temporary / "saving.json", self.temporary / PROGRESS)
+        _sync_folder(self.temporary)
+
+    def add(self, split: str, tokens: np.ndarray, documents: int = 1) -> None:
+        """Append documents, joined integers of shape (N,), to `split` ("train" or "val"); N may run over a shard's end.
+
+        The caller puts the end-of-text id where it wants one. ValueError for an id outside the vocabulary.
+        """
+        assert split in SPLITS, split
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.tokenizer.vocab_size:
+            worst = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise ValueError(
+                f"token id {worst} is outside the vocabulary of {self.tokenizer.vocab_size}; encode with that tokenizer"
+            )
+        entry = self.splits.setdefault(split, {"tokens": 0, "documents": 0, "shards": []})
+        entry["documents"] += documents
+        entry["tokens"] += len(tokens)
+        while len(tokens):
+            if split not in self.open:
+                shard = {"name": f"{split}_{len(entry['shards']):06d}.bin", "tokens": 0, "sha256": "", "max_token": 0}
+                entry["shards"].append(shard)
+                self.open[split] = open(self.temporary / shard["name"], "wb")
+                self.open[split].write(bytes(HEADER_BYTES))  # filled in when the count is known
+            shard = entry["shards"][-1]
+            part, tokens = np.split(tokens, [self.shard_tokens - shard["tokens"]])
+            self.open[split].write(part.astype(self.dtype).tobytes())
+            shard["tokens"] += len(part)
+            shard["max_token"] = max(shard["max_token"], int(part.max()))
+            if shard["tokens"] == self.shard_tokens:
+                self._finish(split)
+
+    def _finish(self, split: str) -> None:
+        shard = self.splits[split]["shards"][-1]
+        with self.open.pop(split) as f:
+            f.seek(0)
+            f.write(np.array([self.magic, self.version, shard["tokens"]], dtype="<i4").tobytes())
+            f.flush()
+            os.fsync(f.fileno())
+        shard["sha256"] = sha256(self.temporary / shard["name"])
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            if kind is None:
+                self._commit()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for f in self.open.values():
+            with suppress(OSError):  # a full disk: it was said where it was written to
+                f.close()
+        if not (self.temporary / PROGRESS).exists():
+            shutil.rmtree(self.temporary, ignore_errors=True)
+        os.close(self.lock)
+
+    def _commit(self) -> None:
+        for split in list(self.open):
+            self._finish(split)
+        for split, entry in self.splits.items():
+            if not entry["tokens"]:
+                raise ValueError(
+                    f"{shown(self.folder)}: no tokens for the split {split}; give the preparation more text"
+                )
+        meta = {
+            "tokenizer": self.tokenizer.spec,
+            "tokenizer_hash": self.tokenizer.hash,
+            "vocab_size": self.tokenizer.vocab_size,
+            "eot": self.tokenizer.eot,
+            "splits": self.splits,
+        }
+        self.tokenizer.save(self.temporary)
+        _write_json(self.temporary / "meta.json", meta)
+        _write_json(self.temporary / "moving.json", MOVING)
+        # Several renames are not one: until the last, a meta.json says that old and new shards may be mixed.
+        os.replace(self.temporary / "moving.json", self.folder / "meta.json")
+        _sync_folder(self.folder)
+        for old in self.folder.iterdir():
+            if re.fullmatch(rf"({'|'.join(SPLITS)})_\d{{6}}\.bin", old.name):
+                old.unlink()
+        for file in sorted(self.temporary.iterdir()):
+            if file.name not in ("meta.json", PROGRESS):
+                os.replace(file, self.folder / file.name)
+        _sync_folder(self.folder)
+        (self.temporary / PROGRESS).unlink(missing_ok=True)
+        os.replace(self.temporary / "meta.json", self.folder / "meta.json")
+        _sync_folder(self.folder)
+
+
+def _json(content: dict) -> str:
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _write_json(path: Path, content: dict) -> None:
+    with open(path, "w") as f:
+        f.write(_json(content))
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

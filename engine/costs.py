@@ -1,0 +1,399 @@
+"""What one rank of a run holds, keeps and sends, counted on fake tensors, which have a shape and no memory.
+
+    with neighbours(r := layout(cfg)) as groups, FakeTensorMode():
+        run = Run(cfg, r, *groups)
+        run.memory(run.uses(cfg.batch_size))         # bytes, by kind
+
+What a block keeps for its backward, what it needs besides, and what tensor and context parallelism send, is measured by
+running the block in both directions, cut and wrapped as in training, so it follows every flag. FSDP, DDP and pipelines
+are closed forms.
+
+Traffic is what a rank sends when the n ranks of a group pass pieces around a ring: (n-1)/n of the whole tensor in an
+all-gather or a reduce-scatter, twice that in an all-reduce. Left out is what is small: scalars, tables of positions,
+token ids.
+"""
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from data.objective import OBJECTIVE
+from engine import context, parallel, replica, tensor
+from model import At, Heads, Model
+
+RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to keeping everything
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who has what
+
+Shapes = dict[str, tuple[int, ...]]  # of parameters, by name
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of the mesh, outermost first; only ranks that differ in a dp_ read different samples."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int  # with DDP, the copies
+    cp: int
+    tp: int
+    micro_steps: int  # of each rank, in a step
+
+    def group(self, *dims: str) -> tuple[int, int]:
+        """(ranks, distance from one to the next) of a group along neighbouring dimensions."""
+        order = ["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+        within = order[order.index(dims[-1]) + 1 :]
+        return math.prod(getattr(self, dim) for dim in dims), math.prod(getattr(self, dim) for dim in within)
+
+
+def layout(cfg) -> Layout:
+    """The mesh of cfg.world_size ranks; ValueError if the flags do not fit them."""
+    data, replicas = parallel.data_ranks(cfg, cfg.world_size), parallel.replicas(cfg)
+    return Layout(cfg.pp, replicas, data // replicas, cfg.cp, cfg.tp, cfg.gradient_accumulation_steps // data)
+
+
+class Stage:
+    """The part of the model that a rank has: one stage of a pipeline, or all of it."""
+
+    def __init__(self, model: Model, index: int, blocks: range):
+        self.index, self.blocks, self.first, self.last = index, blocks, index == 0, blocks.stop == model.cfg.n_layer
+        ends = {"wte": self.first or model.cfg.tie_weights and self.last, "pos": self.first}
+        self.units: dict[str, Shapes] = defaultdict(dict)  # what FSDP gathers at once: a block, or the root
+        for name, p in model.named_parameters():
+            part, _, rest = name.removeprefix("encoder.").partition(".")
+            layer = rest.partition(".")[0]
+            mine = int(layer) in blocks if part == "blocks" else ends.get(part, self.last)
+            if mine or name.startswith("encoder."):
+                unit = name.removesuffix(rest) + layer if part == "blocks" else "root"
+                self.units[unit][name] = tuple(p.shape)
+        self.shapes: Shapes = {name: shape for unit in self.units.values() for name, shape in unit.items()}
+
+
+def shard(shape: tuple[int, ...], ranks: int) -> int:
+    """Numbers that the first of the ranks has: FSDP2 cuts along the first dimension, into equal pieces but the last."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
+def ring(n: int) -> float:
+    return (n - 1) / n
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a part of the model takes, measured
+
+
+@dataclass
+class Use:
+    """Bytes on one rank."""
+
+    kept: int  # from the forward to the backward, the result included
+    peak: int  # at the worst moment of both, kept included
+    sent: dict[str, float] = field(default_factory=dict)  # in both, by kind of traffic
+
+
+class Trace(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made inside and still there, their largest sum so far, and traffic.
+
+    Tensors in `given` do not count, nor casts of `weights`, of which autocast makes one per forward. groups: the name
+    of a process group -> what to call its traffic.
+    """
+
+    KINDS = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce"}
+
+    def __init__(self, given: list[Tensor], weights: list[Tensor], groups: dict[str, str]):
+        super().__init__()
+        self.live, self.peak, self.sent, self.groups = 0, 0, defaultdict(float), groups
+        self.weights, self.seen = (weakref.WeakSet(t.untyped_storage() for t in ts) for ts in (weights, given))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
+            kind = self.KINDS[func._schema.name.partition("::")[2]]
+            whole = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
+            passes = 2 if kind == "all-reduce" else 1
+            self.sent[f"{self.groups[group.group_name]} {kind}"] += passes * ring(group.size()) * whole
+        cast = func is torch.ops.aten._to_copy.default and args[0].untyped_storage() in self.weights
+        for storage in {t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)}:
+            if cast:
+                self.weights.add(storage)
+            elif storage not in self.weights and storage not in self.seen:
+                self.seen.add(storage)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self.freed, storage.nbytes())
+        return out
+
+    def freed(self, n: int):
+        self.live -= n
+
+
+@contextmanager
+def neighbours(r: Layout) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+    """The tp and the cp group of a rank whose neighbours are pretended."""
+    n = r.tp * r.cp
+    dist.init_process_group("fake", store=FakeStore(), rank=n - 1, world_size=n)
+    try:
+        yield dist.new_group(list(range(n - r.tp, n))), dist.new_group(list(range(r.tp - 1, n, r.tp)))
+    finally:
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run
+
+STATES = ("parameters", "gradients", "optimizer state")  # in float32, from step to step
+
+
+class Run:
+    """The model of a run on fake tensors, cut for one rank, and what the rank holds, keeps and sends.
+
+    To be used within FakeTensorMode, with the groups that `neighbours` makes.
+    """
+
+    def __init__(self, cfg, r: Layout, tp: dist.ProcessGroup, cp: dist.ProcessGroup):
+        self.cfg, self.r, self.model = cfg, r, Model(cfg)
+        self.fsdp = cfg.parallel == "fsdp" and cfg.world_size > 1
+        self.offload = self.fsdp and cfg.fsdp_offload
+        self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+        objective = cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
+        self.lengths = OBJECTIVE[cfg.objective](*objective).lengths
+        self.n_params, self.flops = self.model.n_params(), self.model.flops(*self.lengths)
+        self.head_flops = 6 * self.model.head.weight.numel() * self.lengths[0]
+        linear = {f"{name}.weight": m for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
+        self.hidden = {name: m for name, m in linear.items() if m is not self.model.head}
+        self.matrices = {name: logical_matrices(m) for name, m in self.hidden.items()}  # before they are cut
+        self.tp, self.groups = tp, {tp.group_name: "tp", cp.group_name: "cp"}
+        if cfg.tp > 1:
+            tensor.cut(self.model, tp)
+        if cfg.cp > 1:
+            context.cut(self.model, cp)
+        ends = [-(-cfg.n_layer * i // cfg.pp) for i in range(cfg.pp + 1)]  # as engine/pipeline.py cuts
+        self.stages = [Stage(self.model, i, range(ends[i], ends[i + 1])) for i in range(cfg.pp)]
+        self.shards = r.dp_shard * r.cp if self.fsdp else 1
+        self.encoder = self.model.encoder.blocks if self.model.encoder else []
+        for block in [*self.model.blocks, *self.encoder]:
+            self.as_on_gpu(block)
+            if cfg.activation_checkpoint != "none":
+                replica.recompute(block, cfg.activation_checkpoint)
+        self.as_on_gpu(self.model.norm)
+
+    def as_on_gpu(self, part: nn.Module):
+        """What kernels of this machine, and the lack of FSDP, make different."""
+        for m in part.modules():
+            if self.fsdp and part is not self.model.norm:  # blocks are gathered in the matmuls' dtype
+                for name, p in list(m.named_parameters(recurse=False)):
+                    setattr(m, name, nn.Parameter(torch.empty_like(p, dtype=self.dtype)))
+            if isinstance(m, nn.LayerNorm | nn.RMSNorm):
+                m.forward = partial(norm, m, self.fsdp)
+            if isinstance(m, Heads):
+                m.dropout = 0.0  # the fused kernel keeps no mask
+
+    def measure(self, f: Callable, part: nn.Module, x: Tensor | None, given: list[Tensor], casts: bool = True) -> Use:
+        """Of f, a forward of part, with x and its backward. casts: whether those of weights count."""
+        params = list(part.parameters())
+        for p in params:
+            p.grad = torch.empty_like(p)  # as from the second micro-step on
+        inputs = [] if x is None else [x]
+        trace = Trace([*params, *inputs, *given, *(p.grad for p in params)], [] if casts else params, self.groups)
+        with trace:
+            with nullcontext() if self.dtype == torch.float32 else torch.autocast("cpu", self.dtype):
+                y = f(*inputs)
+            kept = trace.live
+            y.backward(torch.ones_like(y))
+        return Use(kept, trace.peak, trace.sent)
+
+    def stream(self, batch: int, length: int) -> Tensor:
+        """The residual stream of a micro-batch, as far as it lies on the rank; autocast leaves it in float32."""
+        return torch.empty(batch, length // self.r.cp // self.r.tp, self.cfg.n_embd, requires_grad=True)
+
+    def uses(self, batch: int) -> tuple[list[Use], list[Use], Use]:
+        """Of each block; of what is before them, an encoder included; of the last norm and the loss."""
+        cfg, model, (T, S) = self.cfg, self.model, self.lengths
+
+        def of_blocks(blocks: nn.ModuleList, rotate: nn.Module, length: int, memory: Tensor | None) -> Iterator[Use]:
+            own, of_memory = (torch.zeros(batch, n, dtype=torch.int64) for n in (length, S))
+            docs = ((own, own), (own, of_memory)) if cfg.doc_mask else (None, None)
+            at = At(rotate.table(torch.arange(length // self.r.cp), torch.float32), docs[0], memory, docs[1])
+            given, known = [t for t in tree_leaves(at) if isinstance(t, Tensor)], {}
+            for layer, block in enumerate(blocks):
+                kind = cfg.layer_window(layer), *(p.shape for p in block.parameters())  # equal kinds, equal figures
+                if kind not in known:
+                    x = self.stream(batch, length)
+                    known[kind] = self.measure(lambda x, f=block: f(x, at), block, x, given, casts=False)
+                yield known[kind]
+
+        def of_embedding(length: int) -> Use:
+            idx = torch.zeros(batch, length // self.r.cp, dtype=torch.int64)
+            return self.measure(lambda: model.embed(idx, 0)[0], nn.ModuleList([model.wte, model.pos]), None, [idx])
+
+        before, memory = [of_embedding(T)], None
+        if (encoder := model.encoder) is not None:
+            memory = torch.empty(batch, S, cfg.n_embd, requires_grad=True)
+            before += [of_embedding(S), *of_blocks(encoder.blocks, encoder.rotate, S, None)]
+            before.append(self.measure(encoder.norm, encoder.norm, self.stream(batch, S), []))
+        return list(of_blocks(model.blocks, model.rotate, T, memory)), before, self.of_loss(batch)
+
+    def of_loss(self, batch: int) -> Use:
+        """Of the last norm and the loss."""
+        cfg, model, T = self.cfg, self.model, self.lengths[0] // self.r.cp
+        chunk = cfg.loss_chunk or max(1, 2**25 // cfg.vocab_size)
+        least = -(-4 * chunk // T)  # sequences; from these on, more of them add the same each
+        if batch > 2 * least:
+            a, b = (self.of_loss(n) for n in (least, 2 * least))
+            x = batch / least - 1
+            sent = {kind: n + x * (b.sent[kind] - n) for kind, n in a.sent.items()}
+            return Use(round(a.kept + x * (b.kept - a.kept)), round(a.peak + x * (b.peak - a.peak)), sent)
+        loss = model.loss
+        if self.r.tp == 1 and batch * T > chunk:
+            loss = partial(tensor.parallel_loss, model, self.tp)  # like model.loss, whose loop fake tensors cannot run
+        targets, ends = torch.zeros(batch, T, dtype=torch.int64), nn.ModuleList([model.norm, model.head])
+        x = self.stream(batch, self.lengths[0])
+        return self.measure(lambda x: loss(model.norm(x), targets), ends, x, [targets])
+
+    # ---- memory
+
+    def weights(self, stage: Stage) -> dict[str, int]:
+        """Bytes that do not depend on the batch.
+
+        FSDP gathers a block while the one before it computes. Embedding, last norm and head are gathered in float32. In
+        a pipeline weights stay gathered from a backward to the next forward. A block's gradients are reduced in float32
+        while the next ones arise; where weights stay whole, so do gradients, until the last micro-step.
+        """
+        cfg, r, size = self.cfg, self.r, self.dtype.itemsize
+        mine = {name: shard(shape, self.shards) for name, shape in stage.shapes.items()}
+        muon = self.hidden if cfg.optimizer == "muon" else ()
+        optimizer = sum(4 * n if name in muon else 8 * n + 4 for name, n in mine.items())
+        out = dict(zip(STATES, (4 * sum(mine.values()), 4 * sum(mine.values()), optimizer), strict=True))
+        if not self.fsdp:
+            casts = sum(math.prod(stage.shapes[name]) for name in self.hidden.keys() & stage.shapes.keys())
+            return out | {"weights cast by autocast": casts * size if size < 4 else 0}
+        full = {name: sum(map(math.prod, unit.values())) for name, unit in stage.units.items()}
+        root = full.pop("root", 0)
+        block, total = max(full.values()), sum(full.values())
+        stay = cfg.pp > 1 or not cfg.fsdp_reshard
+        return out | {
+            "gathered weights": 4 * root + size * (total if stay else 2 * block),
+            "whole gradients": 4 * (total + root) if stay and r.micro_steps > 1 else 4 * root + (size + 4) * block,
+        }
+
+    def muon(self, stage: Stage) -> tuple[int, float]:
+        """(bytes besides the state, FLOPs) of an update by Muon, for which every rank computes whole matrices, those of
+        one shape at once and five iterations each; see engine/optim.py."""
+        names = self.hidden.keys() & stage.shapes.keys()
+        found = [matrix for name in names for matrix in self.matrices[name]]
+        flops = sum(5 * (4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3) for m in found)
+        mine = sum(shard(stage.shapes[name], self.shards) for name in names)
+        whole = sum(map(math.prod, found)) if self.shards * self.r.tp > 1 else 0
+        fused = sum(sum(map(math.prod, self.matrices[name])) for name in names if len(self.matrices[name]) > 1)
+        batch = max(found.count(m) * math.prod(m) for m in set(found))
+        # the updates, on the rank and whole; copies of matrices that lie interleaved; a batch and what iterations need
+        return 4 * (mine + whole + fused) + 8 * batch, flops
+
+    def memory(self, uses: tuple[list[Use], list[Use], Use]) -> dict[str, int]:
+        """Bytes of a rank of the fullest stage, by kind."""
+        cfg, r, found = self.cfg, self.r, []
+        of_blocks, before, loss = uses
+        for stage in self.stages:
+            mine = [of_blocks[layer] for layer in stage.blocks]
+            in_flight = min(cfg.pp - stage.index, r.micro_steps)  # micro-batches whose backward is still to come
+            parts = self.weights(stage) | {
+                "activations": in_flight * sum(use.kept for use in mine + before * stage.first),
+                "logits and loss": loss.peak if stage.last else 0,
+                "backward of a block": max(use.peak - use.kept for use in mine),
+            }
+            if cfg.pp > 1:  # PyTorch allocates what comes from other stages for a whole step
+                parts["streams received"] = r.micro_steps * before[0].kept * (2 - stage.first - stage.last)
+            if cfg.optimizer == "muon":
+                parts["update by Muon"] = self.muon(stage)[0]
+            found.append(parts)
+        return max(found, key=self.on_gpu)
+
+    def on_host(self, memory: dict[str, int]) -> int:
+        return sum(memory[kind] for kind in STATES) if self.offload else 0
+
+    def on_gpu(self, memory: dict[str, int]) -> int:
+        """At the worst moment: in the loss, in a block's backward, or in the update."""
+        states, update = sum(memory[kind] for kind in STATES), memory.get("update by Muon", 0)
+        one_at_a_time = memory["logits and loss"], memory["backward of a block"]
+        training = sum(memory.values()) - update - min(one_at_a_time)
+        return max(training, states + update) - self.on_host(memory)
+
+    # ---- traffic and time
+
+    def traffic(self, stage: Stage, uses: tuple[list[Use], list[Use], Use]) -> dict[str, tuple[float, tuple[int, int]]]:
+        """kind -> (bytes that a rank of the stage sends in a step, its group)."""
+        cfg, r, size, steps = self.cfg, self.r, self.dtype.itemsize, self.r.micro_steps
+        of_blocks, before, loss = uses
+        others, data, out = self.shards - 1, r.group("dp_shard", "cp"), {}
+        total, root = (
+            sum(shard(s, self.shards) for s in part.values()) for part in (stage.shapes, stage.units["root"])
+        )
+        if self.fsdp:
+            forwards, backwards = (steps, steps) if cfg.fsdp_reshard else (steps, 0)
+            if cfg.pp > 1:  # from the first backward on, forwards find what backwards have gathered
+                ahead = min(cfg.pp - stage.index, steps)
+                forwards, backwards = (ahead, steps - ahead + 1) if cfg.fsdp_reshard else (1, 0)
+            gathered = others * (size * (total - root) + 4 * root)
+            out["fsdp all-gather, forward"] = gathered * forwards, data
+            out["fsdp all-gather, backward"] = gathered * backwards, data
+            once = cfg.pp > 1 or not cfg.fsdp_reshard
+            out["fsdp reduce-scatter"] = others * total * 4 * (1 if once else steps), data
+            out["hsdp all-reduce"] = 2 * ring(r.dp_replicate) * total * 4, r.group("dp_replicate")
+        else:
+            out["ddp all-reduce"] = 2 * ring(data[0]) * total * 4, data
+        sent = defaultdict(float)
+        for use in [of_blocks[layer] for layer in stage.blocks] + before * stage.first + [loss] * stage.last:
+            for kind, n in use.sent.items():
+                sent[kind] += n * steps
+        uncut = [shape for name, shape in stage.shapes.items() if tensor.sharded_dim(name) is None]
+        sent["tp all-reduce"] += 2 * ring(r.tp) * sum(shard(s, self.shards) for s in uncut) * 4  # of their gradients
+        out |= {kind: (n, r.group(kind[:2])) for kind, n in sent.items()}
+        if cfg.pp > 1:
+            streams = steps * (2 - stage.first - stage.last)  # there and back
+            n = streams * self.stream(cfg.batch_size, self.lengths[0]).nbytes
+            if cfg.tie_weights and (stage.first or stage.last):
+                n += 4 * shard(stage.shapes["wte.weight"], self.shards)
+            out["pp point to point"] = n, r.group("pp")
+        if cfg.optimizer == "muon":
+            hidden = [stage.shapes[name] for name in self.hidden.keys() & stage.shapes.keys()]
+            out["muon all-gather"] = 4 * others * sum(shard(s, self.shards) for s in hidden), data
+            out["muon all-gather over tp"] = 4 * (r.tp - 1) * sum(map(math.prod, hidden)), r.group("tp")
+        return {kind: each for kind, each in out.items() if each[0]}
+
+    def matmuls(self, stage: Stage) -> float:
+        """FLOPs of a rank in a step, in both directions, with a part for what is recomputed."""
+        cfg, r = self.cfg, self.r
+        blocks = (self.flops - self.head_flops) * len(stage.blocks) / cfg.n_layer
+        sequence = blocks * RECOMPUTE[cfg.activation_checkpoint] + self.head_flops * stage.last
+        return sequence * cfg.batch_size * r.micro_steps / (r.cp * r.tp)
+
+
+def norm(m: nn.LayerNorm | nn.RMSNorm, wide: bool, x: Tensor) -> Tensor:
+    """As on a GPU, whose one kernel for an RMS norm keeps what layer norm does, if x and weight have the same dtype; a
+    CPU always has several, which keep more. wide: the weight is cast, see engine/replica.py."""
+    weight, *bias = (None if p is None else p.to(x.dtype) if wide else p for p in (m.weight, getattr(m, "bias", None)))
+    if isinstance(m, nn.RMSNorm) and weight.dtype != x.dtype:
+        return F.rms_norm(x, m.normalized_shape, weight, m.eps)
+    return F.layer_norm(x, m.normalized_shape, weight, *bias)
+
+
+def logical_matrices(layer: nn.Linear) -> list[tuple[int, int]]:
+    """(rows, columns) of what Muon orthogonalizes in a linear layer's weight, see engine/optim.py."""
+    dim, groups, sizes = getattr(layer, "fused", None) or (0, 1, (layer.weight.size(0),))
+    other = layer.weight.size(1 - dim)
+    return [(groups * size, other) if dim == 0 else (other, groups * size) for size in sizes]
