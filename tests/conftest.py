@@ -71,6 +71,24 @@ def launch(tiny_data, tmp_path):
     return call
 
 
+@pytest.fixture
+def many(tiny_data, tmp_path):
+    """many(2, ("a", flags), ("b", flags)) trains each under torchrun, one after the other in the same processes, in
+    folders of these names; returns the folder around them."""
+
+    def call(processes: int, *runs: tuple[str, list[str]]) -> Path:
+        flags = [[*TINY, f"--dataset={tiny_data}", *each, f"--out_dir={tmp_path / name}"] for name, each in runs]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        done = subprocess.run(
+            [sys.executable, *torchrun, "tests/runs.py", json.dumps(flags)],
+            cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return tmp_path
+
+    return call
+
+
 def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

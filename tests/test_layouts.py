@@ -1,7 +1,7 @@
 """Whatever the layout of the ranks, training is the same: every run here is held against one process's run.
 
-Losses and gradient norms of 20 steps and evaluations among them, float32, the same global batch. The processes are
-real (gloo); each launch makes several runs.
+Losses and gradient norms of 20 steps (6 for the rarer layouts and models) and evaluations among them, float32, the same
+global batch. The processes are real (gloo); each launch makes several runs.
 """
 
 import json
@@ -83,27 +83,10 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     "fsdp and pp": {"untied": ["--tie_weights=False", "--n_layer=3", *MUON], "masked": ["--objective=masked"]},
     "ddp and pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
 }
-RUNS = [(layout, BLOCKS) for layout in LAYOUTS] + list(MODELS.items())
-
-
-@pytest.fixture
-def many(tiny_data, tmp_path):
-    """many(2, ("a", flags), ("b", flags)) trains each under torchrun, one after the other in the same processes, in
-    folders of these names; returns the folder around them."""
-
-    def call(processes: int, *runs: tuple[str, list[str]]) -> Path:
-        flags = [
-            [*TINY, f"--dataset={tiny_data}", *SIZES, *each, f"--out_dir={tmp_path / name}"] for name, each in runs
-        ]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        done = subprocess.run(
-            [sys.executable, *torchrun, "tests/runs.py", json.dumps(flags)],
-            cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        return tmp_path
-
-    return call
+COMMON = ("ddp", "fsdp", "tp", "cp", "pp", "hsdp", "fsdp and tp")
+SHORT = ["--max_iters=6", "--eval_interval=3"]
+RUNS = [(layout, BLOCKS, [] if layout in COMMON else SHORT) for layout in LAYOUTS]
+RUNS += [(layout, models, SHORT) for layout, models in MODELS.items()]
 
 
 def model_flags(flags: list[str]) -> list[str]:
@@ -111,19 +94,19 @@ def model_flags(flags: list[str]) -> list[str]:
     return [flag for flag in flags if not flag.startswith(("--fsdp", "--activation_checkpoint"))]
 
 
-def largest_difference(a: Path, b: Path) -> float:
-    pairs = list(zip(losses(a), losses(b), strict=True))
-    assert [p[0] for p, _ in pairs] == [0, *range(10), 10, *range(10, 20), 20]  # steps, and three evaluations
+def largest_difference(a: Path, b: Path, steps: int = 20) -> float:
+    pairs, half = list(zip(losses(a), losses(b), strict=True)), steps // 2
+    assert [p[0] for p, _ in pairs] == [0, *range(half), half, *range(half, steps), steps]  # with three evaluations
     return max(abs(x - y) for p, q in pairs for x, y in zip(p, q, strict=True) if x is not None)
 
 
-@pytest.mark.parametrize("layout,models", RUNS, ids=[f"{layout}-{'-'.join(models)}" for layout, models in RUNS])
-def test_losses_do_not_depend_on_the_layout(layout, models, run, many):
+@pytest.mark.parametrize("layout,models,size", RUNS, ids=[f"{layout}-{'-'.join(models)}" for layout, models, _ in RUNS])
+def test_losses_do_not_depend_on_the_layout(layout, models, size, run, many):
     processes, how = LAYOUTS[layout]
-    folder = many(processes, *((name, [*flags, *how]) for name, flags in models.items()))
+    folder = many(processes, *((name, [*SIZES, *flags, *how, *size]) for name, flags in models.items()))
     for name, flags in models.items():
-        alone = run(*SIZES, *model_flags(flags), out=f"{name}, alone")
-        assert largest_difference(alone, folder / name) < 1e-5, name
+        alone = run(*SIZES, *size, *model_flags(flags), out=f"{name}, alone")
+        assert largest_difference(alone, folder / name, 6 if size else 20) < 1e-5, name
 
 
 @pytest.mark.parametrize("processes,how", [(2, FSDP), (4, [*FSDP, "--tp=2"])], ids=["fsdp", "fsdp and tp"])
@@ -131,7 +114,7 @@ def test_bfloat16_under_fsdp_is_bfloat16(processes, how, run, many):
     """Weights that travel in bfloat16, and norms of both kinds in float32, as autocast alone has them."""
     low = ["--dtype=bfloat16", "--qk_norm=True", "--bias=True"]
     models = {"layernorm": low, "rmsnorm": [*low, "--norm=rmsnorm", "--block=superblock"]}
-    folder = many(processes, *((name, [*flags, *how]) for name, flags in models.items()))
+    folder = many(processes, *((name, [*SIZES, *flags, *how]) for name, flags in models.items()))
     for name, flags in models.items():
         assert largest_difference(run(*SIZES, *flags, out=f"{name}, alone"), folder / name) < 1e-2, name
 
@@ -143,7 +126,7 @@ def test_compiled_layouts_do_the_same(layout, run, many):
     recomputed = ["--pos=rope", "--activation_checkpoint=selective"]
     models = {"plain": ["--block=superblock"], "recomputed": recomputed}
     compiled = [*LAYOUTS[layout][1], "--compile=True"]
-    folder = many(2, *((name, [*flags, *compiled]) for name, flags in models.items()))
+    folder = many(2, *((name, [*SIZES, *flags, *compiled]) for name, flags in models.items()))
     for name, flags in models.items():
         alone = run(*SIZES, *model_flags(flags), out=f"{name}, alone")
         assert largest_difference(alone, folder / name) < 1e-5, name
@@ -177,7 +160,7 @@ def test_a_run_moves_from_layout_to_layout(run, many):
         (2, ["--init_from=resume", "--max_iters=15", "--tp=1", "--pp=2"]),
     ]
     for processes, how in stages:
-        folder = many(processes, *((name, [*flags, *end, *how]) for name, flags in models.items()))
+        folder = many(processes, *((name, [*SIZES, *flags, *end, *how]) for name, flags in models.items()))
     for name, flags in models.items():
         run(*SIZES, *flags, *end, "--init_from=resume", "--pp=1", out=name)
         alone = run(*SIZES, *flags, *end, out=f"{name}, alone")
@@ -190,7 +173,7 @@ def test_a_run_moves_from_layout_to_layout(run, many):
 def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
     runs = []
     for name in layouts:
-        how = [*LAYOUTS[name][1], *MUON, "--dropout=0.1" if name in ("fsdp", "cp", "pp") else "--bias=True"]
+        how = [*SIZES, *LAYOUTS[name][1], *MUON, "--dropout=0.1" if name in ("fsdp", "cp", "pp") else "--bias=True"]
         runs += [(f"{name}, whole", how), (name, [*how, *HALF]), (name, [*how, *RESUME])]
     folder = many(processes, *runs)
     for name in layouts:

@@ -115,27 +115,18 @@ def test_processes_do_not_change_the_losses(run, launch):
             assert a == pytest.approx(b, abs=1e-5)
 
 
-@pytest.mark.parametrize("flags", [MASKED, SEQ2SEQ, ["--doc_mask=True"]], ids=["masked", "seq2seq", "documents"])
-def test_processes_do_not_change_other_objectives(run, launch, flags):
-    one = losses(run(*flags, out="one"))
-    two, done = launch(2, *flags, out="two")
-    assert done.returncode == 0, done.stderr
-    assert len(one) == 43
-    for a, b in zip(losses(two), one, strict=True):
-        assert a == pytest.approx(b, abs=1e-5)
-
-
-def test_processes_do_not_change_a_mixture(run, launch, tiny_data, more_data):
-    """Its shares are no multiples of what a rank takes of a step."""
-    flags = [f"--dataset={tiny_data}:0.7,{more_data}:0.3", "--max_iters=20", "--eval_iters=0"]
-    one = run(*flags, out="one")
-    two, done = launch(2, *flags, out="two")
-    assert done.returncode == 0, done.stderr
-    assert len(losses(one)) == 22
-    for a, b in zip(losses(two), losses(one), strict=True):
-        assert a == pytest.approx(b, abs=1e-5)
-    epochs = [[line["epochs"] for line in metrics(folder) if "loss" in line] for folder in (one, two)]
-    assert epochs[0] == epochs[1]
+def test_processes_do_not_change_other_objectives(run, many, tiny_data, more_data):
+    """Nor a mixture whose shares are no multiples of what a rank takes of a step."""
+    mixture = [f"--dataset={tiny_data}:0.7,{more_data}:0.3", "--eval_iters=0"]
+    runs = {"masked": MASKED, "seq2seq": SEQ2SEQ, "documents": ["--doc_mask=True"], "mixture": mixture}
+    folder = many(2, *((name, [*flags, "--max_iters=20"]) for name, flags in runs.items()))
+    for name, flags in runs.items():
+        alone = run(*flags, "--max_iters=20", out=f"{name}, alone")
+        assert len(losses(alone)) == 22
+        for a, b in zip(losses(folder / name), losses(alone), strict=True):
+            assert a == pytest.approx(b, abs=1e-5), name
+        epochs = [[line.get("epochs") for line in metrics(each) if "loss" in line] for each in (alone, folder / name)]
+        assert epochs[0] == epochs[1] and any(epochs[0]) == (name == "mixture"), name
 
 
 def test_accumulation_does_not_change_the_losses(run):
