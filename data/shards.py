@@ -21,13 +21,16 @@ document bounds d (uint64 each), then sizes (n int32, in tokens), pointers (n in
 """
 
 import difflib
+import errno
 import hashlib
 import json
 import math
 import os
 import re
+import resource
 import sys
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import repeat
@@ -143,8 +146,12 @@ class DataSet:
             raise problem(self.folder, "", f"has no split {name} (no {name}_000000.bin, no {name}.bin)")
         limit = self.meta["vocab_size"] if self.meta else self.vocab_size
         shards = []
+        _allow_files()
         for record in records:
-            shards.append(Shard(_open_shard(self.folder, record, limit)))
+            try:
+                shards.append(Shard(_open_shard(self.folder, record, limit)))
+            except OSError as e:
+                raise _unreadable(self.folder, record["name"], e) from e
             if self.verify and not record.get("sha256"):
                 fact = "cannot be verified, because no meta.json records its SHA-256"
                 raise problem(self.folder, record["name"], fact, "pass --verify_data=False")
@@ -311,7 +318,7 @@ def _map_file(folder: Path, name: str) -> np.memmap:
             start = f.read(HEADER_BYTES)
             size = f.seek(0, os.SEEK_END)
     except OSError as e:
-        raise problem(folder, name, f"cannot be read ({e.strerror})") from e
+        raise _unreadable(folder, name, e) from e
     if not start:
         raise problem(folder, name, "is empty")
     magic, version, count = _header(start)
@@ -396,6 +403,20 @@ def sha256(path: Path) -> str:
         while block := f.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _allow_files() -> None:
+    """Every shard stays open, and there may be thousands: let this process open as many files as it may ask for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
+    with suppress(ValueError, OSError):  # some systems have other limits beside
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+def _unreadable(folder: Path, name: str, e: OSError) -> ValueError:
+    many = e.errno == errno.EMFILE
+    remedy = "allow the process more of them with ulimit -n, or prepare fewer, larger shards" if many else ""
+    return problem(folder, name, f"cannot be read ({e.strerror})", remedy)
 
 
 def problem(folder: Path, name: str, fact: str, remedy: str = "") -> ValueError:

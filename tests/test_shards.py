@@ -121,6 +121,19 @@ def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
     assert "train_000000.bin was cut: tokens 145 to 155 are not there" in error(stream.read, np.array([3, 145]), out)
 
 
+@pytest.mark.parametrize("hard,said", [(400, "200 tokens"), (90, "cannot be read (Too many open files); allow the")])
+def test_more_shards_than_a_process_may_open_by_itself(tmp_path, hard, said):
+    folder = prepare(tmp_path, shard_tokens=1)
+    script = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (80, {hard}))\n"
+        "from data.shards import open_data\n"
+        f"try: print(len(open_data({str(folder)!r}).split('train')), 'tokens')\n"
+        "except ValueError as e: print(e)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said in done.stdout
+
+
 def test_offsets_beyond_32_bits(tmp_path):
     n = 2**32 + 10  # 8 GiB of zeros that occupy no disk
     with open(tmp_path / "train_000000.bin", "wb") as f:
