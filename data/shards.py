@@ -46,6 +46,7 @@ MEGATRON = b"MMIDIDX\0\0"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point numbers
 SPLITS = ("train", "val")
 MIXING = 10_000  # the shares of a mixture are multiples of one in so many
+LOOKED_AT = 2**24  # tokens at the beginning of a file of unknown ids
 MOVING = {"half prepared": True}  # what meta.json holds while shards are moved into place
 
 
@@ -137,9 +138,9 @@ class DataSet:
     def split(self, name: str) -> TokenStream:
         """The tokens of "train" or "val". Sizes and largest token ids are always checked, checksums with `verify`.
 
-        The largest id is the one that meta.json recorded when the shard was written (a shard changed since is found by
-        `verify`, or when a batch reads the id); a file without such a record is read for it, at 18 GB/s from memory.
-        ValueError names the file, the fact and the remedy.
+        The largest id is the one that meta.json recorded when the shard was written; of a file without such a record
+        the first LOOKED_AT tokens are looked at. A wrong id elsewhere, or in a shard changed since, is found by
+        `verify` or when a batch reads it. ValueError names the file, the fact and the remedy.
         """
         records = _find_shards(self.folder, self.meta, name)
         if not records:
@@ -293,17 +294,18 @@ def _unchanged(folder: Path, record: dict) -> bool:
     return sha256(folder / record["name"]) == record["sha256"]
 
 
-def _open_shard(folder: Path, record: dict, limit: int) -> np.memmap:
-    """The tokens of one file, memory-mapped; its size is what meta.json says, and the ids are in [0, limit)."""
+def _open_shard(folder: Path, record: dict, limit: int, look_at: int | None = LOOKED_AT) -> np.memmap:
+    """The tokens of one file, memory-mapped; its size is what meta.json says, and the ids are in [0, limit): the
+    largest on record, or else the first `look_at`, None = all."""
     name = record["name"]
     shard = _map_file(folder, name)
     tokens, largest = record.get("tokens"), record.get("max_token")
     if tokens not in (None, len(shard)):
         raise problem(folder, name, f"holds {len(shard)} tokens, but meta.json says {tokens}")
-    if shard.dtype.kind == "i" and (smallest := int(shard.min())) < 0:
+    if shard.dtype.kind == "i" and (smallest := int(shard[:look_at].min())) < 0:
         raise problem(folder, name, f"holds token id {smallest}, which is negative")
     if limit <= np.iinfo(shard.dtype).max:
-        largest = int(shard.max()) if largest is None else largest
+        largest = int(shard[:look_at].max()) if largest is None else largest
         if largest >= limit:
             remedy = "" if tokens else f"set vocab_size to {largest + 1} or more, in meta.json or by flag"
             raise problem(folder, name, f"holds token id {largest}, but the vocabulary has only {limit}", remedy)
@@ -439,7 +441,7 @@ def describe(folder: Path, record: dict, meta: dict | None) -> list[str]:
     """Lines for people about one file, which is read in full and checked. ValueError as by `DataSet.split`."""
     path, meta = folder / record["name"], meta or {}
     record = {key: x for key, x in record.items() if key != "max_token"}  # the file itself is asked, not the record
-    shard, eot = _open_shard(folder, record, meta.get("vocab_size", 2**64)), meta.get("eot")
+    shard, eot = _open_shard(folder, record, meta.get("vocab_size", 2**64), None), meta.get("eot")
     if record.get("sha256") and not _unchanged(folder, record):
         raise problem(folder, path.name, CHANGED)
     with open(path, "rb") as f:

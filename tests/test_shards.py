@@ -121,6 +121,22 @@ def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
     assert "train_000000.bin was cut: tokens 145 to 155 are not there" in error(stream.read, np.array([3, 145]), out)
 
 
+def test_the_start_of_a_run_looks_at_the_beginning_of_unknown_files(tmp_path, capsys):
+    """All of nanoGPT's 17 GB would take long. A batch finds what comes later, and so does the inspection."""
+    (tmp_path / "meta.json").write_text('{"vocab_size": 60000}')
+    for position, found in ((2**24 - 1, True), (2**24, False)):
+        with open(tmp_path / "train.bin", "wb") as f:
+            f.truncate(2 * (2**24 + 16))
+            f.seek(2 * position)
+            f.write(b"\xff\xff")
+        if found:
+            assert "holds token id 65535, but the vocabulary" in error(open_data(tmp_path).split, "train")
+        else:
+            assert len(open_data(tmp_path).split("train")) == 2**24 + 16
+        assert shards.main([str(tmp_path)]) == 2
+        assert "train.bin holds token id 65535, but the vocabulary has only 60000" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("hard,said", [(400, "200 tokens"), (90, "cannot be read (Too many open files); allow the")])
 def test_more_shards_than_a_process_may_open_by_itself(tmp_path, hard, said):
     folder = prepare(tmp_path, shard_tokens=1)
