@@ -403,9 +403,7 @@ def mix(
         mask, S = Mask(causal=False), k.size(2)
     mask = mask._replace(window=mask.window if mask.window < S else 0)
     fused = softcap == 0 and (dropout == 0 or q.device.type != "cpu")  # the CPU's fused kernel knows no dropout
-    sdpa = partial(
-        F.scaled_dot_product_attention, scale=head_dim**-0.5, dropout_p=dropout, enable_gqa=q.size(1) != k.size(1)
-    )
+    sdpa = partial(fused_attention, scale=head_dim**-0.5, dropout_p=dropout)
     past = S - T if mask.causal else 0  # keys before the first query, which every query sees unless there is a window
     if fused and mask.docs is None and mask.slopes is None:
         if slots is None and not past and not mask.window:
@@ -424,6 +422,15 @@ def mix(
     return strip_attention(
         sdpa if fused else partial(naive_attention, head_dim, softcap, dropout), q, k, v, mask, slots
     )
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
+    """PyTorch's attention, kept on its fused kernels: those of CUDA that know masks or float32 know no groups of heads,
+    and with these it would make a (T, S) matrix without a word."""
+    group = q.size(1) // k.size(1)
+    if group > 1 and q.device.type == "cuda" and (attn_mask is not None or matmul_dtype(q) == torch.float32):
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=q.size(1) != k.size(1), **options)
 
 
 def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, W: int) -> Tensor:
@@ -549,6 +556,12 @@ def uniform_mix(q: Tensor, k: Tensor, v: Tensor, head_dim: int, mask: Mask) -> T
 
 def capped(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap) if cap > 0 else x
+
+
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """What products with x are computed in."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -1018,9 +1031,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, softcap: float, chunk: int) -> Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        with torch.autocast(device, enabled=False):
+        dtype = matmul_dtype(x)
+        with torch.autocast(x.device.type, enabled=False):
             W = weight.to(dtype)
             dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
             dW = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None

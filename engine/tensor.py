@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.objective import OBJECTIVE
+from model import matmul_dtype
 
 COLUMNS = {"qkv", "qk", "into", "kv", "up", "value"}  # layers whose outputs are cut, ...
 ROWS = {"out", "down"}  # ... whose inputs are, ...
@@ -135,9 +136,7 @@ def cut(model: nn.Module, group: dist.ProcessGroup):
     model.tie()
 
     def gather(module: nn.Module, args: tuple, x: Tensor) -> Tensor:
-        device = x.device.type
-        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        return AllGather.apply(x.to(low), 1, group)  # which the matmuls want
+        return AllGather.apply(x.to(matmul_dtype(x)), 1, group)
 
     def reduce(module: nn.Module, args: tuple) -> Tensor:
         return ReduceScatter.apply(args[0], 1, group)
@@ -210,10 +209,9 @@ class ParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, W: Tensor, targets: Tensor, softcap: float, chunk: int, group: dist.ProcessGroup):
-        device, first = x.device.type, dist.get_rank(group) * len(W)
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        dtype, first = matmul_dtype(x), dist.get_rank(group) * len(W)
         dx, dW, total = torch.empty_like(x), torch.zeros_like(W), 0.0
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             weight = W.to(dtype)
             for rows, h, target in zip(dx.split(chunk), x.split(chunk), targets.split(chunk), strict=True):
                 h = h.to(dtype)

@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import configurator
@@ -468,6 +469,18 @@ def test_no_square_tensor(flags, docs):
     with Largest() as largest, torch.no_grad():
         list(model.generate(idx[:, :900], 2, lambda logits: logits.argmax(-1), **source))
     assert T < largest.numel < T * T / 2
+
+
+@pytest.mark.parametrize("dtype,masked,heads", [("float32", False, 4), ("bfloat16", False, 2), ("bfloat16", True, 4)])
+def test_groups_are_copied_where_no_kernel_of_a_gpu_knows_them(monkeypatch, dtype, masked, heads):
+    """On fake tensors, which may be on a GPU that is not there."""
+    calls = []
+    attention = lambda q, k, v, mask, **options: calls.append((k.size(1), v.size(1), options["enable_gqa"]))  # noqa: E731
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    with FakeTensorMode():
+        q, k = (torch.empty(2, n, 32, 16, device="cuda", dtype=getattr(torch, dtype)) for n in (4, 2))
+        M.fused_attention(q, k, k, torch.empty(32, 32, device="cuda", dtype=torch.bool) if masked else None)
+    assert calls == [(heads, heads, heads == 2)]
 
 
 # ---- positions
