@@ -121,6 +121,7 @@ class Config(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        self.out_dir = os.path.expanduser(self.out_dir)
         for names, low, high in (
             ("batch_size gradient_accumulation_steps max_iters eval_interval log_interval keep_last", 1, 2**31),
             ("dp_replicate tp cp pp collective_timeout world_size", 1, 2**31),

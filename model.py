@@ -1214,8 +1214,9 @@ class Model(nn.Module):
     # ---- decoding
 
     @contextmanager
-    def caching(self):
-        """While inside, heads keep the keys and values of context and memory; yields a function that forgets them."""
+    def caching(self, length: int):
+        """While inside, heads keep the keys and values of `length` tokens, and of the memory; yields a function that
+        forgets them."""
         heads = [m for m in self.modules() if isinstance(m, Heads) and m.causal]
         pools = [m for m in self.modules() if isinstance(m, MemoryPool)]
 
@@ -1225,7 +1226,7 @@ class Model(nn.Module):
             for pool in pools:
                 pool.recall = make_recall()
 
-        forget = partial(fill, lambda: KVCache(self.cfg.block_size), Once)
+        forget = partial(fill, lambda: KVCache(length), Once)
         forget()
         try:
             yield forget
@@ -1243,7 +1244,7 @@ class Model(nn.Module):
         """
         require(self.cfg.objective != "masked", "objective=masked does not continue a text; it fills blanks in one")
         memory = self.encode(source)
-        with self.caching() as forget:
+        with self.caching(min(self.cfg.block_size, idx.size(1) + max_new_tokens)) as forget:
             seen = 0
             for _ in range(max_new_tokens):
                 if idx.size(1) > self.cfg.block_size:

@@ -3,7 +3,7 @@
     python sample.py --out_dir=out/x                                 # from end-of-text, or from a newline without one
     python sample.py --out_dir=out/x --start="def main(" --num_samples=4
     python sample.py --out_dir=out/x --start=FILE:prompt.txt --temperature=0
-    python sample.py --out_dir=out/x/step_00001000 --top_p=0.95 --stop="\\n\\n"
+    python sample.py --out_dir=out/x/step_00001000 --top_p=0.95 --stop=$'\\n\\n'
     python sample.py --out_dir=out/bert --start="def f_____(self):" --blank=_            # masked: a token each
     python sample.py --out_dir=out/t5 --start="for <mask> in range(<mask>):"             # seq2seq: a span each
 
@@ -115,7 +115,7 @@ def read_prompt(start: str) -> str:
     if not start.startswith("FILE:"):
         return start
     try:
-        return Path(start[5:]).read_text(encoding="utf-8")
+        return Path(start[5:]).expanduser().read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"start={start} is no UTF-8 text ({error}); convert it, such as with iconv") from None
     except OSError as error:

@@ -212,13 +212,17 @@ def mean_loss(
 
 
 def byte_lengths(cfg: Config, data: DataSet, ranks: Ranks) -> tuple[Tensor | None, str]:
-    """(V,) bytes of text that each token stands for, or None and the reason."""
+    """(V,) bytes of text that each token stands for, or None and the reason; the same kind of thing on every rank."""
+    lengths, reason = None, "another rank cannot read the tokenizer; set TIKTOKEN_CACHE_DIR to a folder that all share"
     try:
         require(cfg.objective == "causal", f"objective={cfg.objective} restores only a part of the text")
         require(data.tokenizer is not None, f"{data.folder} has no tokenizer in a meta.json")
-        return torch.from_numpy(data.tokenizer.byte_lengths).to(ranks.device), ""
+        lengths = torch.from_numpy(data.tokenizer.byte_lengths).to(ranks.device)
     except ValueError as error:
-        return None, f"no bits per byte: {error}"
+        reason = error
+    if ranks.sum(torch.tensor(float(lengths is None), device=ranks.device)):
+        return None, f"no bits per byte: {reason}"
+    return lengths, ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,6 +246,12 @@ def main(argv: list[str] | None = None):
         streams = {split: data.split(split) for split in ("train", "val")}
         val_batches = math.ceil(count_windows(streams["val"], cfg.block_size) / cfg.batch_size)
         ranks = parallel.join(cfg)
+        start = checkpoint.find(cfg.out_dir).name if cfg.init_from == "resume" else cfg.init_from
+        require(
+            ranks.same(start),
+            f"out_dir={cfg.out_dir} does not look the same to all ranks, and to one of them as {start}; wait until its "
+            "file system has told all nodes, and start again",
+        )
         with torch.device("meta"):
             whole = Model(cfg)  # to count on
         replica = Replica(cfg, ranks)
@@ -277,6 +287,7 @@ def main(argv: list[str] | None = None):
             if data.tokenizer:
                 data.tokenizer.save(cfg.out_dir)  # a bpe's file: sampling needs it when the data is gone
 
+    stop = parallel.StopSignal(ranks)
     lengths, why_not = byte_lengths(cfg, data, ranks)
     evaluate = partial(mean_loss, cfg, ranks, replica, objective, lengths)
     samples_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
@@ -289,7 +300,6 @@ def main(argv: list[str] | None = None):
         metrics.say(why_not)
     if step >= cfg.max_iters:
         metrics.say(f"{cfg.out_dir} is at step {step} of max_iters={cfg.max_iters}; raise --max_iters to train on")
-    stop = parallel.StopSignal(ranks)
     saver = checkpoint.Saver(cfg.async_checkpoint)
     saved = saver.saved = step if cfg.init_from == "resume" else None  # steps last handed over, and on the disk
     never = torch.iinfo(torch.int64).max
@@ -350,7 +360,8 @@ def main(argv: list[str] | None = None):
                 train_loss, _ = evaluate(streams["train"], cfg.eval_iters or val_batches)
                 val_loss, bpb = evaluate(streams["val"], cfg.eval_iters)
                 replica.model.train()
-                metrics.evaluation(step, train_loss, val_loss, bpb)
+                with saving():
+                    metrics.evaluation(step, train_loss, val_loss, bpb)
             improved = best is None or val_loss < best
             best = val_loss if improved else best
             worth_saving = step > 0 and (improved or cfg.always_save_checkpoint)
@@ -396,7 +407,8 @@ def main(argv: list[str] | None = None):
         if logging:
             mean, epochs = replica.mean(loss), loader.epochs(samples)
             epoch = epochs if len(epochs) > 1 else samples / loader.n_windows
-            metrics.log(step, mean, lr, norm.item(), samples * cfg.block_size, epoch, skipped)
+            with saving():
+                metrics.log(step, mean, lr, norm.item(), samples * cfg.block_size, epoch, skipped)
         if ranks.compile and not graphs_warm:
             graphs_warm = compiled_graphs()
         step += 1

@@ -237,10 +237,10 @@ def eval_batches(
     add up losses and counts, and divide at the end.
     """
     n = count_windows(stream, objective.block_size)
-    windows = np.arange(n)
+    windows = np.arange(min(n, n_batches * batch_size) if n_batches else n)
     if n_batches:
         # -1 as epoch: training never gets there, so this order is none of its own.
-        windows = order(windows[: n_batches * batch_size] - n, n, seed)
+        windows = order(windows - n, n, seed)
     device, round_size = torch.device(device), batch_size * world_size  # one batch on every rank
     for start in range(0, len(windows), round_size):
         rows = windows[start : start + round_size][rank * batch_size : (rank + 1) * batch_size]

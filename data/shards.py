@@ -46,7 +46,7 @@ MEGATRON = b"MMIDIDX\0\0"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point numbers
 SPLITS = ("train", "val")
 MIXING = 10_000  # the shares of a mixture are multiples of one in so many
-LOOKED_AT = 2**24  # tokens at the beginning of a file of unknown ids
+LOOKED_AT = 2**24  # tokens of files of unknown ids
 MOVING = {"half prepared": True}  # what meta.json holds while shards are moved into place
 
 
@@ -138,25 +138,27 @@ class DataSet:
     def split(self, name: str) -> TokenStream:
         """The tokens of "train" or "val". Sizes and largest token ids are always checked, checksums with `verify`.
 
-        The largest id is the one that meta.json recorded when the shard was written; of a file without such a record
-        the first LOOKED_AT tokens are looked at. A wrong id elsewhere, or in a shard changed since, is found by
-        `verify` or when a batch reads it. ValueError names the file, the fact and the remedy.
+        The largest id is the one that meta.json recorded when the shard was written; of files without such a record
+        the first tokens are looked at, LOOKED_AT in all. A wrong id elsewhere, or in a shard changed since, is found by
+        `verify` or when a batch reads it. Under torchrun the ranks share the checksums. ValueError names the file, the
+        fact and the remedy.
         """
         records = _find_shards(self.folder, self.meta, name)
         if not records:
             raise problem(self.folder, "", f"has no split {name} (no {name}_000000.bin, no {name}.bin)")
         limit = self.meta["vocab_size"] if self.meta else self.vocab_size
-        shards = []
+        shards, look_at = [], -(-LOOKED_AT // len(records))
+        rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
         _allow_files()
-        for record in records:
+        for i, record in enumerate(records):
             try:
-                shards.append(Shard(_open_shard(self.folder, record, limit)))
+                shards.append(Shard(_open_shard(self.folder, record, limit, look_at)))
             except OSError as e:
                 raise _unreadable(self.folder, record["name"], e) from e
             if self.verify and not record.get("sha256"):
                 fact = "cannot be verified, because no meta.json records its SHA-256"
                 raise problem(self.folder, record["name"], fact, "pass --verify_data=False")
-            if self.verify and not _unchanged(self.folder, record):
+            if self.verify and i % ranks == rank and not _unchanged(self.folder, record):
                 raise problem(self.folder, record["name"], CHANGED)
         return TokenStream(f"{shown(self.folder)} {name}", shards, limit)
 
@@ -187,7 +189,7 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
     """
     folder = Path(root) / name
     if not folder.is_dir():
-        folder = Path(name)
+        folder = Path(name).expanduser()
     if not folder.is_dir() and re.search("[,:]", str(name)):
         return _open_mixture(str(name), root, vocab_size, verify)
     if not folder.is_dir():
@@ -294,7 +296,7 @@ def _unchanged(folder: Path, record: dict) -> bool:
     return sha256(folder / record["name"]) == record["sha256"]
 
 
-def _open_shard(folder: Path, record: dict, limit: int, look_at: int | None = LOOKED_AT) -> np.memmap:
+def _open_shard(folder: Path, record: dict, limit: int, look_at: int | None = None) -> np.memmap:
     """The tokens of one file, memory-mapped; its size is what meta.json says, and the ids are in [0, limit): the
     largest on record, or else the first `look_at`, None = all."""
     name = record["name"]
@@ -391,8 +393,13 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
             (34, 34 + 4 * n, "<i4"), (34 + 4 * n, 34 + 12 * n, "<i8"), (34 + 12 * n, expected, "<i8")
         )
     )  # fmt: skip
-    ends = np.cumsum(sizes, dtype=np.int64)
-    if not n or sizes.min() < 0 or (pointers != (ends - sizes) * dtype.itemsize).any():
+    end, gaps = 0, not n
+    for i in range(0, n, LOOKED_AT):
+        some, places = sizes[i : i + LOOKED_AT], pointers[i : i + LOOKED_AT]
+        ends = end + np.cumsum(some, dtype=np.int64)
+        gaps |= bool(some.min() < 0 or (places != (ends - some) * dtype.itemsize).any())
+        end = int(ends[-1])
+    if gaps:
         raise problem(folder, name, "has sizes and pointers of sequences that do not follow one another")
     if not n_bounds or bounds[0] != 0 or bounds[-1] != n or (np.diff(bounds) < 0).any():
         raise problem(folder, name, f"has bounds of documents that do not go up from 0 to its {n} sequences")
@@ -441,13 +448,14 @@ def describe(folder: Path, record: dict, meta: dict | None) -> list[str]:
     """Lines for people about one file, which is read in full and checked. ValueError as by `DataSet.split`."""
     path, meta = folder / record["name"], meta or {}
     record = {key: x for key, x in record.items() if key != "max_token"}  # the file itself is asked, not the record
-    shard, eot = _open_shard(folder, record, meta.get("vocab_size", 2**64), None), meta.get("eot")
+    shard, eot = _open_shard(folder, record, meta.get("vocab_size", 2**64)), meta.get("eot")
     if record.get("sha256") and not _unchanged(folder, record):
         raise problem(folder, path.name, CHANGED)
     with open(path, "rb") as f:
         magic, version, _ = _header(f.read(12))
     kind = f"shard {magic} of version {version}" if magic in FORMATS else "no header"
-    documents = "an unknown number of" if eot is None else f"{np.count_nonzero(shard == eot):,}"
+    parts = (shard[i : i + LOOKED_AT] for i in range(0, len(shard), LOOKED_AT))
+    documents = "an unknown number of" if eot is None else f"{sum(np.count_nonzero(part == eot) for part in parts):,}"
     if path.with_suffix(".idx").exists():
         kind, documents = "Megatron's, version 1", f"{len(_read_index(path.with_suffix('.idx'))[2]) - 1:,}"
     checksum = "as meta.json says" if record.get("sha256") else "on no record"

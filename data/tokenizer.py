@@ -219,7 +219,10 @@ class BPETokenizer(Tokenizer):
 
     @cached_property
     def _encoding(self):
-        import tiktoken
+        try:
+            import tiktoken
+        except ImportError as e:
+            raise ValueError("tokenizer bpe needs tiktoken; pip install tiktoken") from e
 
         ranks = {token: i for i, token in enumerate(self.token_bytes[:-1])}
         special = {END_OF_TEXT.decode(): self.eot}

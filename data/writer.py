@@ -36,7 +36,7 @@ class ShardWriter:
     def __init__(
         self, folder: Path | str, tokenizer: Tokenizer, shard_tokens: int = 100_000_000, settings: dict | None = None
     ):
-        self.folder, self.tokenizer, self.shard_tokens = Path(folder), tokenizer, shard_tokens
+        self.folder, self.tokenizer, self.shard_tokens = Path(folder).expanduser(), tokenizer, shard_tokens
         self.settings, self.place = settings, None
         self.magic = next(m for m, (_, t) in FORMATS.items() if tokenizer.vocab_size <= np.iinfo(t).max + 1)
         self.version, self.dtype = FORMATS[self.magic]

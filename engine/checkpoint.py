@@ -165,7 +165,7 @@ def find(where: str | Path, which: str = "latest") -> Path:
     If `latest` names a step that is gone (deleted by hand because it was damaged), the newest one left takes its place.
     Raises FileNotFoundError.
     """
-    where = Path(where)
+    where = Path(where).expanduser()
     if not where.is_dir():
         raise FileNotFoundError(f"no directory {where}; train with --out_dir={where} first, or name another --out_dir")
     if (where / "state.json").is_file():
@@ -300,12 +300,12 @@ def _begin(out_dir: Path, partial: Path) -> None:
     out_dir.mkdir(parents=True, exist_ok=True)
     for entry in list(out_dir.iterdir()):
         if LEFTOVER.fullmatch(entry.name):
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink()
     for old in list(out_dir.glob("step_*.old")):
         whole = old.with_suffix("")
         if STEP.fullmatch(whole.name):
             _remove(old) if whole.exists() else old.rename(whole)
-    partial.mkdir()
+    partial.mkdir(exist_ok=True)
 
 
 def _commit(partial: Path, final: Path, text: str, keep_last: int, best: bool) -> None:
@@ -333,8 +333,9 @@ def _commit(partial: Path, final: Path, text: str, keep_last: int, best: bool) -
 
 
 def _remove(directory: Path) -> None:
-    """Delete it under a name that nobody reads: a process killed half-way leaves no half checkpoint."""
-    shutil.rmtree(directory.rename(directory.with_name(f".tmp-{directory.name}")))
+    """Delete it under a name that nobody reads: a process killed half-way leaves no half checkpoint. What cannot be
+    deleted yet, as where another process reads it over NFS, the next save tries again."""
+    shutil.rmtree(directory.rename(directory.with_name(f".tmp-{directory.name}")), ignore_errors=True)
 
 
 def _steps(out_dir: Path) -> list[Path]:

@@ -24,7 +24,8 @@ def read_nanogpt(file: str | Path) -> tuple[dict, dict[str, Tensor], dict]:
     plain values.
     """
     remedy = "give the ckpt.pt that nanoGPT's train.py wrote"
-    if not Path(file).is_file():
+    file = Path(file).expanduser()
+    if not file.is_file():
         raise FileNotFoundError(f"no file {file}; {remedy}")
     try:
         # Mapped, the optimizer's two thirds of the file are never read. Files older than torch 1.6 cannot be mapped.

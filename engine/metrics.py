@@ -23,7 +23,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
@@ -130,16 +130,12 @@ def cut_back(path: Path, step: int):
     """Leaves the lines of steps before `step` in a metrics.jsonl, by one rename. A half-written line goes too."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] < step:
-                kept.append(line + "\n")
-        except (ValueError, TypeError, KeyError):
-            continue
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "w") as f:
-        f.writelines(kept)
+    with open(path, errors="replace") as lines, open(temporary, "w") as f:
+        for line in lines:
+            with suppress(ValueError, TypeError, KeyError):
+                if json.loads(line)["step"] < step:
+                    f.write(line.rstrip("\n") + "\n")
         f.flush()
         os.fsync(f.fileno())
     temporary.replace(path)
@@ -149,9 +145,11 @@ class Events:
     """TensorBoard events, one record per write. torch.utils.tensorboard would take 3 s to import, these parts 0.2 s."""
 
     def __init__(self, folder: Path, step: int):
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError as error:
+            raise ValueError(f"{error.name} is not installed; pip install tensorboard") from error
         self.Event, self.Summary = event_pb2.Event, summary_pb2.Summary
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self.records = RecordWriter(open(folder / name, "wb"))
@@ -180,14 +178,20 @@ class Console:
         self.draw("")
         try:
             print(text, flush=True)
-        except BrokenPipeError:  # whoever read the lines is gone, as in `| head`: save and stop, as after any SIGTERM
+        except OSError as error:  # a terminal that is gone, a full disk: metrics.jsonl has it all
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            os.kill(os.getpid(), signal.SIGTERM)
+            stopping = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # already, as by a Ctrl-C that also ended tee
+            if isinstance(error, BrokenPipeError) and not stopping:  # as in `| head`: save and stop, as after SIGTERM
+                os.kill(os.getpid(), signal.SIGTERM)
         self.draw(bar)
 
     def _draw(self, text: str):
         self.bar = text[: shutil.get_terminal_size().columns - 1]  # a bar that wraps could not be erased
-        print(f"\r\x1b[K{self.bar}", end="", file=sys.stderr, flush=True)
+        try:
+            print(f"\r\x1b[K{self.bar}", end="", file=sys.stderr, flush=True)
+        except OSError:  # the terminal is gone
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+            self.draw = lambda text: None
 
 
 def evaluation_line(step: int, train_loss: float, val_loss: float, val_bpb: float | None) -> str:

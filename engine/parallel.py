@@ -55,6 +55,13 @@ class Ranks:
             dist.all_reduce(x)
         return x
 
+    def same(self, value: str) -> bool:
+        """Whether all ranks call this with the same value."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return len(set(values)) == 1
+
 
 def data_ranks(cfg, size: int) -> int:
     """How many of `size` ranks read different samples. ValueError if flags do not fit together, or not the ranks."""

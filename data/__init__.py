@@ -1,0 +1,1 @@
+"""From texts to batches. With this file the folder goes before any installed package of its name."""
