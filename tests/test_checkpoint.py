@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engine import checkpoint
+from engine.parallel import Ranks
 from model import Model, ModelConfig
 
 
@@ -350,6 +351,29 @@ def on_ranks(size, work, tmp_path):
     assert not hanging and [process.exitcode for process in ranks] == [0] * size
     (tmp_path / "store").unlink(missing_ok=True)
     return [result for _, result in sorted(results.get() for _ in ranks)]
+
+
+def test_ranks_know_whether_they_see_the_same(tmp_path):
+    def ask(rank):
+        ranks = Ranks(rank, 2, torch.device("cpu"), torch.float32, False)
+        return ranks.same("step_00000010"), ranks.same(f"step_{rank}")
+
+    assert on_ranks(2, ask, tmp_path) == [(True, False)] * 2
+
+
+def test_what_cannot_be_deleted_yet_ends_no_run(tmp_path, monkeypatch):
+    """As over NFS, where a file that another process reads stays in its folder under another name."""
+    real = shutil.rmtree
+
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty", str(path))
+
+    for step in (1, 2, 3):
+        monkeypatch.setattr(shutil, "rmtree", busy if step < 3 else real)
+        checkpoint.save(tmp_path, step, {"x": torch.ones(2)}, {}, keep_last=1)
+        left = {1: ["latest", "step_00000001"], 2: [".tmp-step_00000001", "latest", "step_00000002"]}
+        assert names(tmp_path) == left.get(step, ["latest", "step_00000003"])
 
 
 def part(whole, placements, mesh_shape, rank):

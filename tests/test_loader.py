@@ -218,6 +218,20 @@ def test_negative_ids_reach_no_batch():
             next(loader)
 
 
+def test_an_evaluation_needs_no_list_of_all_windows():
+    """10^15 of them would not fit."""
+
+    class Endless(TokenStream):
+        def __init__(self):
+            self.name, self.vocab_size, self.sources = "endless", 10, [("endless", 8 * 10**15 + 1, 1)]
+
+        def read(self, starts, out):
+            assert (starts % 8 == 0).all() and (starts < 8 * 10**15).all() and len(set(starts.tolist())) == 3
+            out[:] = 7
+
+    assert len(list(eval_batches(Endless(), causal(8), 3, n_batches=2))) == 2
+
+
 def test_close_ends_the_thread():
     before = threading.active_count()
     loaders = [Loader(stream_of(500), causal(8), 2) for _ in range(3)]

@@ -483,6 +483,15 @@ def test_groups_are_copied_where_no_kernel_of_a_gpu_knows_them(monkeypatch, dtyp
     assert calls == [(heads, heads, heads == 2)]
 
 
+def test_caches_have_the_length_of_the_text(monkeypatch):
+    lengths = []
+    monkeypatch.setattr(M, "KVCache", lambda length, real=M.KVCache: lengths.append(length) or real(length))
+    model = Model(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=32, vocab_size=11)).eval()
+    for prompt, new in ((4, 5), (30, 2), (30, 9)):
+        list(model.generate(torch.zeros(1, prompt, dtype=torch.int64), new, lambda logits: logits.argmax(-1)))
+    assert lengths[:2] == [9, 32] and set(lengths[2:]) == {32}
+
+
 # ---- positions
 
 

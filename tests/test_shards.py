@@ -206,7 +206,8 @@ def index_bytes(sizes, bounds, code=8, width=2, version=1, magic=b"MMIDIDX\0\0")
 
 
 @pytest.mark.parametrize("code, letter", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
-def test_megatron_pairs(tmp_path, code, letter):
+def test_megatron_pairs(tmp_path, monkeypatch, code, letter):
+    monkeypatch.setattr(shards, "LOOKED_AT", 2)  # parts of an index at once; of each file at least one token
     tokens = [5, 64, 0, 17, 101, 3]
     width = struct.calcsize(letter)
     for name, part in (("my_train_text_document", tokens), ("val", tokens[2:])):
@@ -215,6 +216,7 @@ def test_megatron_pairs(tmp_path, code, letter):
     (tmp_path / "other.idx").touch()
     data = open_data(tmp_path, vocab_size=102)
     assert read_all(data.split("train")) == tokens and read_all(data.split("val")) == tokens[2:]
+    monkeypatch.setattr(shards, "LOOKED_AT", 5)
     assert "holds token id 101, but the vocabulary has only 101" in error(
         open_data(tmp_path, vocab_size=101).split, "val"
     )
@@ -243,8 +245,10 @@ BAD_INDEX = {
 }
 
 
+@pytest.mark.parametrize("at_once", [2, shards.LOOKED_AT])
 @pytest.mark.parametrize("content, fact", BAD_INDEX.values(), ids=BAD_INDEX)
-def test_damaged_index_is_one_line(tmp_path, content, fact):
+def test_damaged_index_is_one_line(tmp_path, monkeypatch, content, fact, at_once):
+    monkeypatch.setattr(shards, "LOOKED_AT", at_once)
     (tmp_path / "x_train_y.bin").write_bytes(bytes(12))
     (tmp_path / "x_train_y.idx").write_bytes(content)
     assert fact in error(open_data(tmp_path, vocab_size=9).split, "train")
@@ -519,6 +523,22 @@ def test_verify_finds_one_changed_bit(tmp_path):
     data = open_data(folder, verify=True)
     data.split("train")
     assert "val_000000.bin was changed: its SHA-256" in error(data.split, "val")
+
+
+def test_ranks_share_the_checksums(tmp_path, monkeypatch):
+    folder = prepare(tmp_path, shard_tokens=70)
+    content = bytearray((folder / "train_000001.bin").read_bytes())
+    content[-1] ^= 1
+    (folder / "train_000001.bin").write_bytes(content)
+    found = []
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        try:
+            open_data(folder, verify=True).split("train")
+        except ValueError as e:
+            found.append((rank, str(e)))
+    assert len(found) == 1 and found[0][0] == 1 and "train_000001.bin was changed" in found[0][1]
 
 
 def test_verify_needs_checksums(tmp_path):

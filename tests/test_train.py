@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -306,6 +307,67 @@ def test_a_pipe_that_nobody_reads_any_more(tiny_data, tmp_path):
     shell = f"{sys.executable} train.py --help | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == "" and done.stdout.startswith("Train a model.\n")
+
+
+def test_ctrl_c_that_also_ends_tee(tiny_data, tmp_path):
+    """The terminal sends it to both, so the next line finds nobody who reads it: no reason not to save."""
+    flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=100000", f"--out_dir={tmp_path}"]
+    process = subprocess.Popen([sys.executable, "train.py", *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for _ in range(3):
+        process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert checkpoint.read_state(checkpoint.find(tmp_path))["step"] >= 1
+
+
+def test_lines_that_cannot_be_written_end_no_run(tiny_data, tmp_path):
+    flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=5", f"--out_dir={tmp_path}"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"") and len(losses(tmp_path)) == 5 + 2
+
+
+def test_figures_that_cannot_be_written(run, monkeypatch, capsys):
+    def full(self, *args):
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr(train.Metrics, "write", full)
+    folder = run("--max_iters=4", "--on_save_error=continue", out="goes on")
+    assert checkpoint.find(folder).name == "step_00000004"
+    assert "metrics.jsonl" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        run("--max_iters=4", out="stops")
+    assert stopped.value.code == 2
+
+
+def test_no_rank_counts_bytes_if_one_cannot(tiny_data):
+    """A table that only some nodes have in their cache."""
+    cfg = parse(Config, [*TINY, f"--dataset={tiny_data}"])
+    data, _ = train.open_dataset(cfg)
+    with_others = SimpleNamespace(device=torch.device("cpu"), sum=lambda x: x + 1)
+    lengths, why_not = train.byte_lengths(cfg, data, with_others)
+    assert lengths is None and "another rank cannot read the tokenizer; set TIKTOKEN_CACHE_DIR" in why_not
+    alone = SimpleNamespace(device=torch.device("cpu"), sum=lambda x: x)
+    assert train.byte_lengths(cfg, data, alone)[0].sum() == 256
+
+
+def test_a_home_folder_is_found(run, tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "data").symlink_to(tiny_data)
+    run("--max_iters=2", "--dataset=~/data", "--out_dir=~/here")
+    train.main(["--out_dir=~/here", "--init_from=resume", "--max_iters=3"])
+    assert checkpoint.find(tmp_path / "here").name == "step_00000003"
+
+
+def test_packages_of_our_folders_names_change_nothing(tmp_path):
+    for name in ("data", "engine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    for script in ("train.py", "data/pycode/prepare.py"):
+        command, env = [sys.executable, script, "--help"], os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, env=env, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_save_policy(run):
