@@ -410,6 +410,11 @@ def mix(
             return sdpa(q, k, v, is_causal=mask.causal)
         if slots is None and not past and mask.causal:
             return window_attention(sdpa, q, k, v, mask.window)
+        flash = q.device.type == "cuda" and matmul_dtype(q) == torch.bfloat16 and q.size(3) % 8 == 0 < 257 - q.size(3)
+        if slots is None and not mask.window and flash:
+            q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))  # this operator aligns T < S at their ends
+            options = dropout, True, False
+            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, *options, scale=head_dim**-0.5)[0]
         if not mask.window and q.device.type == "cpu":
             always = [x[:, :, :past] for x in (k, v)]  # (B, Hkv, M + past, E)
             if slots is not None:
@@ -1023,34 +1028,48 @@ BLOCK = {
 # Loss
 
 
+def rows_at_once(cfg: ModelConfig, vocab_size: int) -> int:
+    """Tokens whose logits exist at once in the loss: loss_chunk, or as many as fit in 128 MiB of float32."""
+    fit = max(1, 2**25 // vocab_size)
+    return cfg.loss_chunk or (fit if fit < 128 else fit // 128 * 128)  # matmuls like multiples of 128
+
+
+def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Sum of cross entropies over targets >= 0, (N,), and what it changes by with the logits, (N, V)."""
+    valid, index = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
+    z = capped(at_least_float32(logits), softcap)
+    normaliser = z.logsumexp(-1, keepdim=True)
+    total = ((normaliser - z.gather(1, index)) * valid).sum()
+    if not gradient:
+        return total, None
+    slope = 1 - (z / softcap).square() if softcap > 0 else 1.0
+    here = torch.arange(z.size(1), device=z.device) == index  # compiled, it is never a tensor; a scatter would be one
+    p = (z - normaliser).exp_().add_(here, alpha=-1)
+    return total, p.mul_(valid * slope).to(logits.dtype)
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of cross entropies of x W^T, without its (N, V) logits: the forward computes the gradient, chunk by chunk.
 
-    The gradients are kept unscaled until the backward, so that a gradient scaler protects them in float16.
+    of_chunk is chunk_loss, perhaps compiled. The gradients are kept unscaled until the backward, so that a gradient
+    scaler protects them in float16.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, softcap: float, chunk: int) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, targets: Tensor, softcap: float, chunk: int, of_chunk: Callable
+    ) -> Tensor:
         dtype = matmul_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
             W = weight.to(dtype)
             dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
             dW = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
             total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-            for rows in torch.arange(x.size(0)).split(chunk):
-                rows = slice(int(rows[0]), int(rows[-1]) + 1)
-                h, target = x[rows].to(dtype), targets[rows]
-                valid = (target >= 0)[:, None]
-                logits = capped(at_least_float32(h @ W.mT), softcap)  # (chunk, V)
-                index = target.clamp(min=0)[:, None]
-                normaliser = logits.logsumexp(-1, keepdim=True)
-                total += ((normaliser - logits.gather(1, index)) * valid).sum()
-                if dx is None and dW is None:
-                    continue
-                slope = 1 - (logits / softcap).square() if softcap > 0 else valid
-                p = logits.sub_(normaliser).exp_()
-                p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
-                p = p.mul_(slope * valid).to(dtype)  # d loss / d logits
+            for start in range(0, x.size(0), chunk):
+                rows = slice(start, start + chunk)
+                h = x[rows].to(dtype)
+                part, p = of_chunk(h @ W.mT, targets[rows], softcap, dx is not None or dW is not None)
+                total += part
                 if dx is not None:
                     dx[rows] = p @ W
                 if dW is not None:
@@ -1061,7 +1080,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         dx, dW = (None if g is None else g * grad for g in ctx.saved_tensors)
-        return dx, dW, None, None, None
+        return dx, dW, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1101,6 +1120,7 @@ class Model(nn.Module):
         self.norm = norm_at(cfg, 3)
         self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.encoder = Encoder(cfg) if cfg.objective == "seq2seq" else None
+        self.chunk_loss = chunk_loss
         self.tie()
         self.init_weights()
 
@@ -1204,11 +1224,13 @@ class Model(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
-        chunk = self.cfg.loss_chunk or max(1, 2**25 // self.cfg.vocab_size)
+        chunk = rows_at_once(self.cfg, self.cfg.vocab_size)
         if x.size(0) <= chunk:
             total = F.cross_entropy(self.logits(x), targets, ignore_index=-1, reduction="sum")
         else:
-            total = ChunkedCrossEntropy.apply(x, self.head.weight, targets, self.cfg.logit_softcap, chunk)
+            total = ChunkedCrossEntropy.apply(
+                x, self.head.weight, targets, self.cfg.logit_softcap, chunk, self.chunk_loss
+            )
         return total / (targets >= 0).sum().clamp(min=1)
 
     # ---- decoding

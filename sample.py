@@ -253,6 +253,8 @@ def main(argv: list[str] | None = None):
         dtype = resolve_dtype(cfg.dtype, device)
         model, tokenizer = load(cfg, device)
         check_flags(cfg, model.cfg.objective)
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length of the text
     generator = torch.Generator(device).manual_seed(cfg.seed)
     sys.stdout.reconfigure(errors="replace")  # a prompt may be no UTF-8, a terminal may know less than Unicode
     started = time.perf_counter()

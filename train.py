@@ -360,6 +360,7 @@ def main(argv: list[str] | None = None):
                 train_loss, _ = evaluate(streams["train"], cfg.eval_iters or val_batches)
                 val_loss, bpb = evaluate(streams["val"], cfg.eval_iters)
                 replica.model.train()
+                replica.cut_again()
                 with saving():
                     metrics.evaluation(step, train_loss, val_loss, bpb)
             improved = best is None or val_loss < best

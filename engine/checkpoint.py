@@ -74,6 +74,7 @@ def save(
     writer, planner = dcp.FileSystemWriter(partial), dcp.DefaultSavePlanner()
     if copies is not None:
         planner.lookup_object = lambda index: copies[index.fqn]
+        writer.per_thread_copy_ahead = 0  # nothing is on its way from the GPU, whose stream it would wait for
     try:
         _together(lambda: _is_first_rank() and _begin(out_dir, partial), group)
         _run(dcp.save, tensors, group, storage_writer=writer, planner=planner)

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from data.objective import OBJECTIVE
 from engine import context, parallel, replica, tensor
-from model import At, Heads, Model
+from model import At, Heads, Model, rows_at_once
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to keeping everything
 
@@ -251,7 +251,7 @@ class Run:
     def of_loss(self, batch: int) -> Use:
         """Of the last norm and the loss."""
         cfg, model, T = self.cfg, self.model, self.lengths[0] // self.r.cp
-        chunk = cfg.loss_chunk or max(1, 2**25 // cfg.vocab_size)
+        chunk = rows_at_once(cfg, cfg.vocab_size)
         least = -(-4 * chunk // T)  # sequences; from these on, more of them add the same each
         if batch > 2 * least:
             a, b = (self.of_loss(n) for n in (least, 2 * least))
@@ -348,9 +348,9 @@ class Run:
             if cfg.pp > 1:  # from the first backward on, forwards find what backwards have gathered
                 ahead = min(cfg.pp - stage.index, steps)
                 forwards, backwards = (ahead, steps - ahead + 1) if cfg.fsdp_reshard else (1, 0)
-            gathered = others * (size * (total - root) + 4 * root)
-            out["fsdp all-gather, forward"] = gathered * forwards, data
-            out["fsdp all-gather, backward"] = gathered * backwards, data
+            blocks = others * size * (total - root)  # of what is in none, backwards need no values
+            out["fsdp all-gather, forward"] = blocks * forwards + others * 4 * root * (1 if cfg.pp > 1 else steps), data
+            out["fsdp all-gather, backward"] = blocks * backwards, data
             once = cfg.pp > 1 or not cfg.fsdp_reshard
             out["fsdp reduce-scatter"] = others * total * 4 * (1 if once else steps), data
             out["hsdp all-reduce"] = 2 * ring(r.dp_replicate) * total * 4, r.group("dp_replicate")

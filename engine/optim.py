@@ -94,7 +94,8 @@ class Muon(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             grads, momentum = [p.grad for p in params], [self.state[p]["momentum"] for p in params]
             torch._foreach_lerp_(momentum, grads, 1 - group["momentum"])
-            updates = torch._foreach_lerp(grads, momentum, group["momentum"])
+            updates = torch._foreach_mul(grads, 1 - group["momentum"])  # not a lerp, which DTensors of torch 2.11 lack
+            torch._foreach_add_(updates, momentum, alpha=group["momentum"])
             for some in self.portions(params):
                 cut = [self.whole(params[i], updates[i]) for i in some]
                 full = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in cut]

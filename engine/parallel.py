@@ -83,6 +83,11 @@ def data_ranks(cfg, size: int) -> int:
             f"divisible by the {data} {'ranks' if data == size else 'data-parallel ranks'}; set it to "
             f"{-(-micro_batches // data) * data}"
         )
+    if cfg.optimizer == "muon" and cfg.fsdp_offload:
+        raise ValueError(
+            "optimizer=muon does not go with fsdp_offload=True: it would multiply whole matrices on the host; use "
+            "optimizer=adamw"
+        )
     if cfg.tp > 1:
         tensor.check(cfg, cfg.tp)
     if cfg.cp > 1:
@@ -133,13 +138,21 @@ def join(cfg) -> Ranks:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     grid = torch.arange(size).view(cfg.pp, replicas(cfg), data // replicas(cfg) * cfg.cp, cfg.tp)
     mesh = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "replicate", "shard", "tp"))
+    limit(mesh, cfg.collective_timeout)
     data_rank = rank // (cfg.cp * cfg.tp) % data
     pieces = None
     if cfg.cp > 1:
-        pieces = DeviceMesh(device.type, grid.view(-1, cfg.cp, cfg.tp), mesh_dim_names=("data", "cp", "tp"))[
-            "cp"
-        ].get_group()
+        finer = DeviceMesh(device.type, grid.view(-1, cfg.cp, cfg.tp), mesh_dim_names=("data", "cp", "tp"))
+        limit(finer, cfg.collective_timeout)
+        pieces = finer["cp"].get_group()
     return Ranks(rank, size, device, dtype, compiled, data_rank, data, mesh, pieces)
+
+
+def limit(mesh: DeviceMesh, seconds: int):
+    """Let collectives along the mesh's dimensions end after so long; a DeviceMesh would give them half an hour."""
+    for group in mesh.get_all_groups():
+        if dist.get_backend(group) != "fake":  # a plan's
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def keep_freed_memory():
@@ -218,15 +231,12 @@ class StopSignal:
     """SIGTERM or SIGINT asks for a stop at the next step that all ranks agree on; a second one ends it at once."""
 
     def __init__(self, ranks: Ranks):
-        self.name, self.size = "", ranks.size
-        self.asked = torch.zeros(1)  # on the host: agreeing never waits for the GPU
-        self.work = None
+        self.name, self.size, self.work = "", ranks.size, None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._catch)
 
     def _catch(self, number: int, frame):
         self.name = signal.Signals(number).name
-        self.asked[0] = 1
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_DFL)
 
@@ -236,12 +246,12 @@ class StopSignal:
         The reduction posted in one step is read in the next, so it overlaps with the computation.
         """
         if self.size == 1:
-            return bool(self.asked)
+            return bool(self.name)
         stop = False
         if self.work is not None:
             self.work.wait()
             stop = bool(self.posted)
-        self.posted = self.asked.clone()
+        self.posted = torch.tensor([float(bool(self.name))])  # on the host: agreeing never waits for the GPU
         self.work = dist.all_reduce(self.posted, op=dist.ReduceOp.MAX, async_op=True)
         return stop
 

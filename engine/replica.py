@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from engine import context, tensor
+from engine import context, parallel, tensor
 from engine.optim import keep_part
 from engine.parallel import Ranks
 from model import Model
@@ -103,7 +103,9 @@ class Replica:
         if cfg.tp > 1:
             tensor.cut(model, mesh["tp"].get_group())
             grid = mesh.mesh[0].permute(2, 0, 1)  # slices outside of shards
-            self.outer = DeviceMesh(ranks.device.type, grid, mesh_dim_names=("tp", "replicate", "shard"))
+            where = "cpu" if self.fsdp and cfg.fsdp_offload else ranks.device.type  # DTensors move parts to their mesh
+            self.outer = DeviceMesh(where, grid, mesh_dim_names=("tp", "replicate", "shard"))
+            parallel.limit(self.outer, cfg.collective_timeout)
         if cfg.cp > 1:
             context.cut(model, ranks.cp)
         blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]
@@ -112,6 +114,8 @@ class Replica:
                 recompute(block, cfg.activation_checkpoint)
             if ranks.compile:
                 block.compile()
+        if ranks.compile:
+            model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)
         self.training = model
         if self.fsdp:
             self._shard(blocks, cfg)
@@ -152,7 +156,8 @@ class Replica:
                 module.forward = partial(wide_norm, module)
         for block in blocks:
             fully_shard(block, mp_policy=policy, **options)
-        fully_shard(self.model, **options)
+        # embedding and head, of which the backward needs no values
+        fully_shard(self.model, **(options | {"reshard_after_forward": False}))
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, Tensor]]):
@@ -210,7 +215,8 @@ class Replica:
         grads = [local(p.grad) for p in params]
         norms = torch.stack(torch._foreach_norm(grads))
         if self.norm_groups:
-            square = (norms * norms.new_tensor([self.share[p] for p in params])).square().sum()
+            share = torch.tensor([self.share[p] for p in params], pin_memory=norms.is_cuda)  # no wait for the GPU
+            square = (norms * share.to(norms.device, non_blocking=True)).square().sum()
             for group in self.norm_groups:
                 dist.all_reduce(square, group=group)
             norm = square.sqrt()
@@ -227,6 +233,12 @@ class Replica:
             return self.pipeline.loss(batch)
         with self.ranks.autocast():
             return self.model(**batch)
+
+    def cut_again(self):
+        """After forwards without a backward, which leave parameters whole: the optimizer knows only the shards."""
+        for module in self.model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
 
     def mean(self, loss: Tensor) -> float:
         """The mean over all ranks of what backward returned."""

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.objective import OBJECTIVE
-from model import matmul_dtype
+from model import matmul_dtype, rows_at_once
 
 COLUMNS = {"qkv", "qk", "into", "kv", "up", "value"}  # layers whose outputs are cut, ...
 ROWS = {"out", "down"}  # ... whose inputs are, ...
@@ -195,7 +195,7 @@ def own_slopes(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtype
 def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets: Tensor) -> Tensor:
     """Model.loss for a head of V/n rows: x (B, T, C), targets (B, T) -> the mean in nats over targets >= 0."""
     weight, cfg = model.head.weight, model.cfg
-    chunk = cfg.loss_chunk or max(1, 2**25 // len(weight))
+    chunk = rows_at_once(cfg, len(weight))
     args = x.flatten(0, 1), weight, targets.flatten(), cfg.logit_softcap, chunk, group
     return ParallelCrossEntropy.apply(*args) / (targets >= 0).sum().clamp(min=1)
 

@@ -169,11 +169,17 @@ def test_a_run_moves_from_layout_to_layout(run, many):
         assert max(abs(x - y) for p, q in pairs for x, y in zip(p, q, strict=True)) < 1e-5
 
 
-@pytest.mark.parametrize("processes,layouts", [(2, ["fsdp", "tp", "cp", "pp"]), (4, ["fsdp and tp", "fsdp and pp"])])
+KEPT = {"kept": (2, [*FSDP, "--fsdp_reshard=False"])}
+
+
+@pytest.mark.parametrize(
+    "processes,layouts", [(2, ["fsdp", "kept", "tp", "cp", "pp"]), (4, ["fsdp and tp", "fsdp and pp"])]
+)
 def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
     runs = []
     for name in layouts:
-        how = [*SIZES, *LAYOUTS[name][1], *MUON, "--dropout=0.1" if name in ("fsdp", "cp", "pp") else "--bias=True"]
+        dropout = "--dropout=0.1" if name in ("fsdp", "cp", "pp") else "--bias=True"
+        how = [*SIZES, *(LAYOUTS | KEPT)[name][1], *MUON, dropout]
         runs += [(f"{name}, whole", how), (name, [*how, *HALF]), (name, [*how, *RESUME])]
     folder = many(processes, *runs)
     for name in layouts:
@@ -317,6 +323,7 @@ def test_fsdp_holds_one_share_of_parameters_and_optimizer(facts):
         (3, ["--pp=3"], "pp=3 .* n_layer=2; set pp to 2"),
         (2, ["--pp=2", "--gradient_accumulation_steps=1"], "pp=2 needs as many micro-batches"),
         (2, ["--pp=2", "--objective=seq2seq"], "pp=2 .* objective=seq2seq"),
+        (2, [*FSDP, *MUON, "--fsdp_offload=True"], "optimizer=muon does not go with fsdp_offload=True"),
     ],
 )  # fmt: skip
 def test_a_layout_that_does_not_fit_is_refused_by_name(ranks, flags, said):

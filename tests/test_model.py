@@ -483,6 +483,24 @@ def test_groups_are_copied_where_no_kernel_of_a_gpu_knows_them(monkeypatch, dtyp
     assert calls == [(heads, heads, heads == 2)]
 
 
+def test_later_queries_on_a_gpu():
+    """One fused kernel, and no strips, for pieces of a text under context parallelism and prompts after a cache."""
+    called = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            called.append((f, args[3:], kwargs))
+            return f(*args, **(kwargs or {}))
+
+    with FakeTensorMode():
+        q, k = (torch.empty(2, *size, 16, device="cuda", dtype=torch.bfloat16) for size in ((4, 8), (2, 32)))
+        with Recorder():
+            y = mix(q, k, k, 16, Mask())
+    assert y.shape == q.shape
+    of_attention = [each for each in called if "attention" in str(each[0])]
+    assert of_attention == [(torch.ops.aten._scaled_dot_product_flash_attention.default, (0.0, True), {"scale": 0.25})]
+
+
 def test_caches_have_the_length_of_the_text(monkeypatch):
     lengths = []
     monkeypatch.setattr(M, "KVCache", lambda length, real=M.KVCache: lengths.append(length) or real(length))

@@ -173,7 +173,7 @@ def test_traffic_by_hand():
     sent = {kind: t.bytes for kind, t in plan.estimate(config(world_size=4, parallel="fsdp")).traffic.items()}
     assert sent == {
         "fsdp all-gather, forward": 3 / 4 * 4 * total,  # 16 / 4 micro-steps
-        "fsdp all-gather, backward": 3 / 4 * 4 * total,
+        "fsdp all-gather, backward": 3 / 4 * 4 * 4 * 3 * layer,  # not of what is in no block
         "fsdp reduce-scatter": 3 / 4 * 4 * total,
     }
     stream, keys = 2 * 32 * 64 * 4, 2 * 2 * 32 * 64 * 4
@@ -182,12 +182,11 @@ def test_traffic_by_hand():
     p = plan.estimate(config(world_size=2, cp=2, gradient_accumulation_steps=1))
     assert p.traffic["cp all-gather"].bytes == p.traffic["cp reduce-scatter"].bytes == 1 / 2 * 3 * keys
     # a pipeline of two on two shards, also counted on four processes under gloo: the first stage has two layers and the
-    # tables, and gathers eight micro-batches' weights and one more; the tied table's gradient goes across
+    # tables, and gathers eight micro-batches' layers and one more, and the tables once; their gradient goes across
     p = plan.estimate(config(world_size=4, pp=2, parallel="fsdp"))
-    first = 4 * (2 * layer + tables)
     gathers = p.traffic["fsdp all-gather, forward"].bytes + p.traffic["fsdp all-gather, backward"].bytes
-    assert gathers == (8 + 1) * first / 2 == 2400768
-    assert p.traffic["fsdp reduce-scatter"].bytes == first / 2
+    assert gathers == ((8 + 1) * 4 * 2 * layer + 4 * tables) / 2 == 1843712
+    assert p.traffic["fsdp reduce-scatter"].bytes == 4 * (2 * layer + tables) / 2
     assert p.traffic["pp point to point"].bytes == 8 * stream + 4 * 512 * 64 / 2 == 196608
 
 
