@@ -60,8 +60,9 @@ def as_rank(cfg: Config, rank: int = 0):
     def pretend(*args, rank, world_size, **kwargs):
         init("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
-    def lenient(out, x, *args, **kwargs):  # the pretended one wants x and out to have as many dimensions
-        return scatter(out[None], x, *args, **kwargs)
+    def lenient(*args, **kwargs):  # the pretended one wants both tensors to have as many dimensions
+        out, x = (*args, *(kwargs.pop(name) for name in ("output", "input") if name in kwargs))
+        return scatter(out[None], x, **kwargs)
 
     with (
         mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(cfg.world_size), LOCAL_RANK="0"),
