@@ -1038,13 +1038,15 @@ def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) 
     """Sum of cross entropies over targets >= 0, (N,), and what it changes by with the logits, (N, V)."""
     valid, index = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
     z = capped(at_least_float32(logits), softcap)
-    normaliser = z.logsumexp(-1, keepdim=True)
-    total = ((normaliser - z.gather(1, index)) * valid).sum()
+    log_p = z.log_softmax(-1)
+    total = -(log_p.gather(1, index) * valid).sum()
     if not gradient:
         return total, None
-    slope = 1 - (z / softcap).square() if softcap > 0 else 1.0
-    here = torch.arange(z.size(1), device=z.device) == index  # compiled, it is never a tensor; a scatter would be one
-    p = (z - normaliser).exp_().add_(here, alpha=-1)
+    p, slope = log_p.exp_(), 1 - (z / softcap).square() if softcap > 0 else 1.0
+    if torch.compiler.is_compiling():  # fuses with the rest; a scatter would need p as a tensor
+        p = p - (torch.arange(z.size(1), device=z.device) == index).to(p.dtype)
+    else:
+        p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
     return total, p.mul_(valid * slope).to(logits.dtype)
 
 

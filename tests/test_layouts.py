@@ -120,7 +120,7 @@ def test_bfloat16_under_fsdp_is_bfloat16(processes, how, run, many):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp", "tp", "cp", "pp"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp", "cp", "pp"])
 def test_compiled_layouts_do_the_same(layout, run, many):
     """Slow: the compilation takes half a minute each."""
     recomputed = ["--pos=rope", "--activation_checkpoint=selective"]

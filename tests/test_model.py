@@ -501,6 +501,19 @@ def test_later_queries_on_a_gpu():
     assert of_attention == [(torch.ops.aten._scaled_dot_product_flash_attention.default, (0.0, True), {"scale": 0.25})]
 
 
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_the_compiled_loss_of_a_chunk(softcap):
+    torch.manual_seed(0)
+    logits, targets = 3 * torch.randn(8, 100), torch.randint(-1, 100, (8,))
+    exact = logits.double().requires_grad_()
+    total = F.cross_entropy(M.capped(exact, softcap), targets, ignore_index=-1, reduction="sum")
+    total.backward()
+    for f in (M.chunk_loss, torch.compile(M.chunk_loss, dynamic=False, fullgraph=True)):
+        found, slope = f(logits.clone(), targets, softcap, True)
+        assert found.item() == pytest.approx(total.item(), rel=1e-6) and f(logits, targets, softcap, False)[1] is None
+        assert torch.allclose(slope.double(), exact.grad, atol=1e-6)
+
+
 def test_caches_have_the_length_of_the_text(monkeypatch):
     lengths = []
     monkeypatch.setattr(M, "KVCache", lambda length, real=M.KVCache: lengths.append(length) or real(length))
