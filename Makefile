@@ -1,4 +1,4 @@
-# make train: environment, data, a trained model and a sample.   make test: environment and all tests.
+# make train: environment, data, a trained model and a sample.   make test: environment and all tests but the slow.
 # Both need only a Python >= 3.10 with pip, write nothing outside this folder and skip what is already done.
 
 PYTHON ?= python3

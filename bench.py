@@ -2,7 +2,7 @@
 
     python bench.py config/train_shakespeare_cpu.py --max_iters=300
     python bench.py --against=../nanoGPT --rounds=3 config/train_shakespeare_char.py --device=cpu --compile=False ...
-    python bench.py --run=config/train_pycode.py --run="config/train_pycode.py --block=parallel" --max_iters=60
+    python bench.py --run=config/pycode_gpt2.py --run=config/pycode_llama.py --max_iters=60 --cooldown_iters=5
     python bench.py --loader=openwebtext
 
 The arguments behind the options go to `python train.py` as they are, with those of each --run in front of them. Another

@@ -81,11 +81,11 @@ class Config(ModelConfig):
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; auto = bfloat16 on GPUs
-    compile: bool | Literal["auto"] = "auto"  # torch.compile each block; auto = on GPUs
+    compile: bool | Literal["auto"] = "auto"  # torch.compile each block and the loss; auto = on GPUs
     activation_checkpoint: Literal["none", "selective", "full"] = "none"  # recompute all but matmuls, or whole blocks
     # --- ranks, of torchrun
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # over what tp, cp and pp leave: copies, or shards (FSDP2, ZeRO-3)
-    fsdp_reshard: bool = True  # drop gathered weights after each forward; False = keep them until the backward (ZeRO-2)
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # over what tp and pp leave: copies, or shards (FSDP2, ZeRO-3)
+    fsdp_reshard: bool = True  # drop a block's weights after its forward; False = keep them for the backward (ZeRO-2)
     fsdp_offload: bool = False  # weights, gradients and optimizer state in host memory
     dp_replicate: int = 1  # HSDP: groups of ranks, each with one whole set of shards
     tp: int = 1  # tensor parallel degree: heads, hidden units and vocabulary, must divide n_kv_head

@@ -2,7 +2,7 @@
 
     python train.py config/train_shakespeare_char.py --device=cpu --compile=False
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/train_gpt2.py
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/llama_7b.py
     python train.py --out_dir=out/x --init_from=resume                # goes on as if it had never stopped
     python train.py config/x.py --init_from=nanogpt:ckpt.pt           # starts from nanoGPT's weights
 

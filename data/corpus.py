@@ -1,7 +1,8 @@
 """Documents to token shards, at any size: read as a stream, split by document, tokenized in threads, resumable.
 
-    args = parser(__doc__, HERE, "gpt2").parse_args()
-    prepare(args, find_files(["books/*.txt", "web"]))
+    flags = parser(__doc__, HERE)
+    flags.add_argument("--tokenizer", default="gpt2")
+    prepare(flags.parse_args(), find_files(["books/*.txt", "web"]))
 
 A document's number, counted over the sorted files, decides by a hash whether it validates. Threads only encode, and
 their results are written in the order of the documents, so neither their number nor a restart changes any shard. A

@@ -144,11 +144,11 @@ class Trace(TorchDispatchMode):
 
 @contextmanager
 def neighbours(r: Layout) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
-    """The tp and the cp group of a rank whose neighbours are pretended."""
+    """The tp and the cp group of a rank with pretended neighbours; in cp it is the first, which keeps most keys."""
     n = r.tp * r.cp
-    dist.init_process_group("fake", store=FakeStore(), rank=n - 1, world_size=n)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
     try:
-        yield dist.new_group(list(range(n - r.tp, n))), dist.new_group(list(range(r.tp - 1, n, r.tp)))
+        yield dist.new_group(list(range(r.tp))), dist.new_group(list(range(0, n, r.tp)))
     finally:
         dist.destroy_process_group()
 

@@ -3,8 +3,9 @@
 One process (`python train.py`) and many (`torchrun --nproc_per_node=8 train.py`) run the same code: with one, every
 function here is the identity.
 
-The ranks stand in a grid, outermost first: pp stages, dp_replicate copies, shards, cp pieces of a sequence, tp slices
-of a layer. Those that differ in copy or shard are data-parallel: they read different samples. The others read the same.
+The ranks stand in a grid, outermost first: pp stages, dp_replicate copies, shards, cp ranks with two pieces of each
+sequence, tp slices of a layer. Those that differ in copy or shard are data-parallel: they read different samples. The
+others read the same.
 """
 
 import ctypes

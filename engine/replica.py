@@ -2,7 +2,7 @@
 
     replica = Replica(cfg, ranks)                   # cut and wrapped on the meta device, then given memory
     replica.fill(outline(cfg).initial_weights())
-    optimizer = optim.build(model, cfg, replica.whole)
+    optimizer = optim.build(replica.model, cfg, replica.whole)
     loss = replica.backward(batches, micro_steps, scaler)
     norm = replica.clip(cfg.grad_clip)
 
