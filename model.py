@@ -410,11 +410,11 @@ def mix(
             return sdpa(q, k, v, is_causal=mask.causal)
         if slots is None and not past and mask.causal:
             return window_attention(sdpa, q, k, v, mask.window)
-        flash = q.device.type == "cuda" and matmul_dtype(q) == torch.bfloat16 and q.size(3) % 8 == 0 < 257 - q.size(3)
+        flash = q.device.type == "cuda" and matmul_dtype(q) == torch.bfloat16 and q.size(3) in range(8, 257, 8)
         if slots is None and not mask.window and flash:
             q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))  # this operator aligns T < S at their ends
-            options = dropout, True, False
-            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, *options, scale=head_dim**-0.5)[0]
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention
+            return kernel(q, k, v, dropout, is_causal=True, scale=head_dim**-0.5)[0]
         if not mask.window and q.device.type == "cpu":
             always = [x[:, :, :past] for x in (k, v)]  # (B, Hkv, M + past, E)
             if slots is not None:

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engine import checkpoint
-from engine.parallel import Ranks
+from engine.parallel import Ranks, limit
 from model import Model, ModelConfig
 
 
@@ -359,6 +359,16 @@ def test_ranks_know_whether_they_see_the_same(tmp_path):
         return ranks.same("step_00000010"), ranks.same(f"step_{rank}")
 
     assert on_ranks(2, ask, tmp_path) == [(True, False)] * 2
+
+
+def test_groups_of_a_mesh_have_the_timeout_of_the_flag(tmp_path):
+    def timeouts(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        limit(mesh, 7)
+        cpu = torch.device("cpu")
+        return [group._get_backend(cpu).options._timeout.total_seconds() for group in mesh.get_all_groups()]
+
+    assert on_ranks(4, timeouts, tmp_path) == [[7, 7]] * 4
 
 
 def test_what_cannot_be_deleted_yet_ends_no_run(tmp_path, monkeypatch):
