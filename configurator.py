@@ -153,6 +153,10 @@ class Config(ModelConfig):
             f"min_lr={self.min_lr} must be at most learning_rate={self.learning_rate}; a tenth of it is usual",
         )
 
+    @property
+    def vocab_rows(self) -> int:
+        return -(-self.vocab_size // self.tp) * self.tp  # slices of equal size
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Values

@@ -17,6 +17,7 @@ Names used everywhere
     F hidden width of the MLP
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -128,6 +129,11 @@ class ModelConfig:
     @property
     def kv_heads(self) -> int:
         return {"mha": self.n_head, "gqa": self.n_kv_head, "mqa": 1}[self.attention]
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of embedding and head. Rows from vocab_size on are padding, which no token and no loss uses."""
+        return self.vocab_size
 
     @property
     def hidden_dim(self) -> int:
@@ -959,11 +965,14 @@ def first_norms(cfg: ModelConfig, layer: int) -> Norms:
 
 
 class GroupedLinear(nn.Linear):
-    """n independent linear maps: (..., n, i) -> (..., n, o), with the weights (n o, i) below one another."""
+    """n independent linear maps: (..., n, i) -> (..., n, o), with the weights (n o, i) below one another.
 
-    def __init__(self, groups: int, n_in: int, n_out: int, bias: bool):
+    Each map holds `matrices` logical matrices, such as the gate and the values of a gated MLP, one below the other.
+    """
+
+    def __init__(self, groups: int, n_in: int, n_out: int, bias: bool, matrices: int = 1):
         super().__init__(n_in // groups, n_out, bias)
-        self.fused = (0, 1, (n_out // groups,) * groups)
+        self.fused = (0, 1, (n_out // groups // matrices,) * groups * matrices)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.einsum("...gi,goi->...go", x, self.weight.unflatten(0, (x.size(-2), -1)))
@@ -977,7 +986,7 @@ class GroupedMLP(nn.Module):
         super().__init__()
         kind, self.groups, self.dropout = MLP_KIND[cfg.mlp], cfg.n_group, cfg.dropout
         self.f, self.inputs = kind.f, kind.inputs
-        self.up = GroupedLinear(cfg.n_group, cfg.n_embd, cfg.hidden_dim * kind.inputs, cfg.bias)
+        self.up = GroupedLinear(cfg.n_group, cfg.n_embd, cfg.hidden_dim * kind.inputs, cfg.bias, kind.inputs)
         self.down = GroupedLinear(cfg.n_group, cfg.hidden_dim, cfg.n_embd, cfg.bias)
 
     def forward(self, x: Tensor, at: At) -> Tensor:
@@ -1086,6 +1095,40 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Initial weights
+
+
+def hashed(x: Tensor) -> Tensor:
+    """splitmix64's finaliser, in place: a bijection of int64 that changes half of the bits for each bit changed."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)  # products wrap around
+    return x.bitwise_xor_((x >> 31).bitwise_and_(2**33 - 1))
+
+
+def normal(
+    key: str, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """float32 numbers from N(0, 1): the part that begins at `start` and has `size` of an array of `shape`.
+
+    A number depends on the key and on its place in the array alone. Its hash gives two uniform numbers of 32 bits, from
+    which Box and Muller's formula makes a normal one; in float64, so that all devices round to the same float32.
+    """
+    first = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    place = torch.full((), first, dtype=torch.int64, device=device)
+    for dim in range(1, len(shape)):
+        place = place[..., None] + strides[dim] * torch.arange(start[dim], start[dim] + size[dim], device=device)
+    out = torch.empty(size, device=device)
+    rows = max(1, 2**16 // max(1, place.numel()))  # at once, so that the hashes stay in the cache
+    for part, row in zip(out.split(rows), torch.arange(size[0], device=device).split(rows), strict=True):
+        index = (start[0] + row).mul_(strides[0]).view(-1, *[1] * place.dim()) + place
+        bits = hashed(index.mul_(-0x61C8864680B583EB))
+        radius = ((bits >> 32).bitwise_and_(2**32 - 1).to(torch.float64) + 0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+        part.copy_(bits.bitwise_and_(2**32 - 1).to(torch.float64).mul_(math.tau * 2.0**-32).cos_().mul_(radius))
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Model
 
 
@@ -1107,24 +1150,31 @@ class Encoder(nn.Module):
         return self.norm(x)
 
 
-class Model(nn.Module):
-    """Token ids in, loss or logits out; see the module's docstring."""
+VOCAB_WEIGHTS = ("wte.weight", "head.weight")  # parameters with a row for each token id, padding included
 
-    def __init__(self, cfg: ModelConfig):
+
+class Model(nn.Module):
+    """Token ids in, loss or logits out; see the module's docstring.
+
+    seed is that of the initial weights; None draws one from torch's global generator.
+    """
+
+    def __init__(self, cfg: ModelConfig, seed: int | None = None):
         super().__init__()
         require(cfg.vocab_size > 0, "vocab_size=0 means the data's, and here there is no data; set vocab_size")
         self.cfg = cfg
         embedding, rotation = POSITION[cfg.pos]
-        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.wte = nn.Embedding(cfg.vocab_rows, cfg.n_embd)
         self.pos = embedding(cfg)
         self.rotate = rotation(cfg)
         self.blocks = nn.ModuleList(BLOCK[cfg.block](cfg, layer) for layer in range(cfg.n_layer))
         self.norm = norm_at(cfg, 3)
-        self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        self.head = nn.Linear(cfg.n_embd, cfg.vocab_rows, bias=False)
         self.encoder = Encoder(cfg) if cfg.objective == "seq2seq" else None
         self.chunk_loss = chunk_loss
         self.tie()
-        self.init_weights()
+        if not self.wte.weight.is_meta:
+            self.init_weights(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
 
     def tie(self):
         """Make head and embedding one parameter again; to be called after whatever replaces parameters."""
@@ -1132,13 +1182,17 @@ class Model(nn.Module):
             self.head.weight = self.wte.weight
 
     @torch.no_grad()
-    def init_weights(self):
-        for name, value in self.initial_weights():
-            self.get_parameter(name).copy_(value)
+    def init_weights(self, seed: int):
+        for name, p in self.named_parameters():
+            p.copy_(self.initial_weight(name, seed, p.shape, (0,) * p.dim(), p.shape, p.device))
 
-    def initial_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and initial values of all parameters, drawn in this order: nanoGPT's scheme, and He and Hofmann's for
-        what is simplified. One at a time, so that whoever keeps parts of a model on the meta device needs no more.
+    def initial_weight(
+        self, name: str, seed: int, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], device
+    ) -> Tensor:
+        """Initial values of the part of parameter `name` that begins at `start` and has `size`, where `shape` is that
+        of the whole parameter: a function of the seed, the name and the place in the whole, however it is cut.
+
+        They follow nanoGPT, and He and Hofmann for simplified blocks:
 
         parameter                          initial value
         embeddings, head, linear           N(0, 0.02)
@@ -1149,26 +1203,26 @@ class Model(nn.Module):
         biases; norms and other gains      0; 1
         """
         cfg = self.cfg
-        simplified = cfg.block.startswith("simplified")
-        constants = {"bias": 0.0, "b_ff": cfg.simplified_beta_ff}
-        summands = (3 if self.encoder else 2) * cfg.n_layer, 2 * (cfg.n_encoder_layer or cfg.n_layer)
-        constants["resid"] = 0.2 if cfg.simplified_value_proj == "all" else 1.0
-        for name, p in self.named_parameters():
-            layer, _, kind = name.rpartition(".")
-            value, module = torch.empty(p.shape, dtype=p.dtype), self.get_submodule(layer)
-            if p.dim() == 1:
-                nn.init.constant_(value, constants.get(kind, 1.0))
-            elif kind in ("slot_k", "slot_v"):
-                nn.init.normal_(value, std=0.02 * math.sqrt(cfg.n_embd))
-            else:
-                summand = name.endswith(("out.weight", "down.weight")) and not simplified
-                nn.init.normal_(value, std=0.02 / math.sqrt(summands[name.startswith("encoder")]) if summand else 0.02)
-            if isinstance(module, NearIdentity) and kind == "weight":
-                value.zero_()
-            if layer.endswith(".qk") and kind == "weight":
-                _, groups, sizes = module.fused
-                value.view(groups, sum(sizes), -1)[:, : sizes[0]] = 0
-            yield name, value
+        layer, _, kind = name.rpartition(".")
+        module, simplified = self.get_submodule(layer), cfg.block.startswith("simplified")
+        if len(shape) == 1:
+            constants = {"bias": 0.0, "b_ff": cfg.simplified_beta_ff}
+            constants["resid"] = 0.2 if cfg.simplified_value_proj == "all" else 1.0
+            return torch.full(size, constants.get(kind, 1.0), device=device)
+        if isinstance(module, NearIdentity):
+            return torch.zeros(size, device=device)
+        std = 0.02
+        if kind in ("slot_k", "slot_v"):
+            std *= math.sqrt(cfg.n_embd)
+        elif name.endswith(("out.weight", "down.weight")) and not simplified:
+            summands = (3 if self.encoder else 2) * cfg.n_layer
+            std /= math.sqrt(2 * (cfg.n_encoder_layer or cfg.n_layer) if name.startswith("encoder") else summands)
+        value = std * normal(f"{seed} {name}", shape, start, size, device)
+        if layer.endswith(".qk"):
+            _, _, sizes = module.fused
+            row = torch.arange(start[0], start[0] + size[0], device=device) % sum(sizes)
+            value[row < sizes[0]] = 0
+        return value
 
     def forward(
         self,
@@ -1221,8 +1275,14 @@ class Model(nn.Module):
             x = block(x, at)
         return self.norm(x)
 
+    def head_weight(self) -> Tensor:
+        """(V, C): the head without its padding rows."""
+        W, V = self.head.weight, self.cfg.vocab_size
+        return W if len(W) == V else W[:V]
+
     def logits(self, x: Tensor) -> Tensor:
-        return capped(at_least_float32(self.head(x)), self.cfg.logit_softcap)
+        """The stream x (..., C) behind the last norm -> (..., V) in float32."""
+        return capped(at_least_float32(F.linear(x, self.head_weight())), self.cfg.logit_softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
@@ -1231,7 +1291,7 @@ class Model(nn.Module):
             total = F.cross_entropy(self.logits(x), targets, ignore_index=-1, reduction="sum")
         else:
             total = ChunkedCrossEntropy.apply(
-                x, self.head.weight, targets, self.cfg.logit_softcap, chunk, self.chunk_loss
+                x, self.head_weight(), targets, self.cfg.logit_softcap, chunk, self.chunk_loss
             )
         return total / (targets >= 0).sum().clamp(min=1)
 

@@ -98,7 +98,10 @@ def load(cfg: SampleConfig, device: torch.device):
         f"{path} was trained on data without a tokenizer; give its meta.json a tokenizer and resume for one step",
     )
     tokenizer = from_spec(state["tokenizer"], path)
-    model = Model(parse(Config, [], base=lambda _: (state["flags"], str(path))))
+    with torch.device("meta"):
+        model = Model(parse(Config, [], base=lambda _: (state["flags"], str(path))))
+    model.to_empty(device="cpu")
+    model.tie()
     checkpoint.load(path, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
     print(f"{path}: {model.n_params():,} parameters, on {device}", file=sys.stderr)
     return model.to(device).eval(), tokenizer

@@ -30,8 +30,8 @@ from data.shards import DataSet, TokenStream, open_data
 from engine import checkpoint, interchange, optim, parallel
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops
 from engine.parallel import Ranks
-from engine.replica import Replica, outline
-from model import Model, ModelConfig, require
+from engine.replica import Replica
+from model import VOCAB_WEIGHTS, Model, ModelConfig, require
 
 DATA = Path(__file__).parent / "data"
 FREE_ON_RESUME = {"dropout", "loss_chunk"}  # model flags that may differ from the checkpoint's
@@ -97,7 +97,7 @@ def open_dataset(cfg: Config) -> tuple[DataSet, Objective]:
     )
     needed = own + objective.extra_ids
     if cfg.vocab_size == 0:  # matmuls like multiples of 64; a small vocabulary is too small to matter
-        unit = math.lcm(cfg.tp, 1 if needed <= 1024 else 64)  # and tp slices are equal
+        unit = 1 if needed <= 1024 else 64
         cfg.vocab_size = -(-needed // unit) * unit
     remedy = f"set it to {needed} or more"
     if cfg.init_from != "scratch":
@@ -120,16 +120,15 @@ def check_same_model(cfg: Config, flags: dict, path: str | Path):
         )
 
 
-def initial_weights(cfg: Config) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that a run starts from, by name: the same on every rank."""
+def initialize(cfg: Config, replica: Replica):
+    """Give the replica the weights that a new run starts from: drawn, or those of the file that init_from names."""
     kind, _, file = cfg.init_from.partition(":")
     if kind != "nanogpt":
-        torch.manual_seed(cfg.seed)
-        return outline(cfg).initial_weights()
+        return replica.init_weights(cfg.seed)
     model_args, tensors, _ = interchange.read_nanogpt(file)
     flags, tensors = interchange.from_nanogpt(model_args, tensors)
     check_same_model(cfg, flags, file)
-    return iter((tensors | {"head.weight": tensors["wte.weight"]}).items())
+    replica.fill(tensors | {"head.weight": tensors["wte.weight"]})
 
 
 def run_tensors(replica: Replica, optimizer: optim.Optimizer) -> dict[str, Tensor]:
@@ -155,7 +154,10 @@ def restore(cfg: Config, ranks: Ranks, replica: Replica, optimizer: optim.Optimi
     check_same_model(cfg, state["flags"], path)
     random, saved = random_states(ranks), checkpoint.shapes(path)
     random = {name: t for name, t in random.items() if name in saved}
-    checkpoint.load(path, run_tensors(replica, optimizer) | random)
+    replica.init_weights(cfg.seed, VOCAB_WEIGHTS)  # the padding that this layout has and the saved one lacks
+    tensors = run_tensors(replica, optimizer) | random
+    rows = {name: cfg.vocab_size for name in tensors if any(weight in name for weight in VOCAB_WEIGHTS)}
+    checkpoint.load(path, tensors, rows)
     for name, t in random.items():
         torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)
     if not random:  # this rank was not there
@@ -256,7 +258,7 @@ def main(argv: list[str] | None = None):
             whole = Model(cfg)  # to count on
         replica = Replica(cfg, ranks)
         if cfg.init_from != "resume":
-            replica.fill(initial_weights(cfg))
+            initialize(cfg, replica)
         torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on each rank draws its own
         optimizer = optim.build(replica.model, cfg, replica.whole)
         scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)

@@ -37,6 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from model import VOCAB_WEIGHTS
+
 FORMAT = 1
 STEP = re.compile(r"step_(\d{8,})")
 LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|latest|best)")
@@ -212,8 +214,11 @@ def shapes(path: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in table.items()}
 
 
-def load(path: str | Path, tensors: dict[str, Tensor]) -> None:
+def load(path: str | Path, tensors: dict[str, Tensor], rows: dict[str, int] | None = None) -> None:
     """Read the named tensors in place; every rank calls it, whatever world wrote the checkpoint.
+
+    rows    name -> number of rows that are no padding. Such a tensor may have more or fewer rows than the saved one,
+            but has at least these; rows that the saved one lacks keep their values.
 
     Names of the checkpoint that are not asked for are left alone. Raises ValueError, on every rank, for a name that
     the checkpoint lacks, for another shape or dtype, and for damaged files.
@@ -227,7 +232,9 @@ def load(path: str | Path, tensors: dict[str, Tensor]) -> None:
     def check() -> Any:
         metadata = _read_metadata(path)
         for name, tensor in tensors.items():
-            entry = metadata.state_dict_metadata.get(name)
+            entry, least = metadata.state_dict_metadata.get(name), (rows or {}).get(name)
+            if entry and least and entry.size[1:] == tensor.shape[1:] and min(entry.size[0], len(tensor)) >= least:
+                entry.size = tensor.shape  # what of the saved shards lies outside of it is not read
             saved = f"{tuple(entry.size)} {entry.properties.dtype}" if entry else "absent"
             given = f"{tuple(tensor.shape)} {tensor.dtype}"
             if saved != given:
@@ -267,6 +274,8 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
         raise OSError(f"{file} needs {size / 1e6:,.0f} MB and its disk has {free / 1e6:,.0f}; make room")
     load(path, tensors)
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    for name in tensors.keys() & VOCAB_WEIGHTS:  # without the padding that a layout needed
+        tensors[name] = tensors[name][: state["flags"]["vocab_size"]]
     partial = file.with_name(f".tmp-{file.name}")
     try:
         metadata = {"format": "pt", "step": str(state["step"]), "flags": json.dumps(state["flags"])}

@@ -159,6 +159,13 @@ def neighbours(r: Layout) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup
 STATES = ("parameters", "gradients", "optimizer state")  # in float32, from step to step
 
 
+class Undrawn(Model):
+    """The model without initial weights, which fake tensors could not hold."""
+
+    def init_weights(self, seed: int):
+        pass
+
+
 class Run:
     """The model of a run on fake tensors, cut for one rank, and what the rank holds, keeps and sends.
 
@@ -166,7 +173,7 @@ class Run:
     """
 
     def __init__(self, cfg, r: Layout, tp: dist.ProcessGroup, cp: dist.ProcessGroup):
-        self.cfg, self.r, self.model = cfg, r, Model(cfg)
+        self.cfg, self.r, self.model = cfg, r, Undrawn(cfg)
         self.fsdp = cfg.parallel == "fsdp" and cfg.world_size > 1
         self.offload = self.fsdp and cfg.fsdp_offload
         self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)

@@ -1,7 +1,7 @@
 """One rank's part of the model, and one step of it, whatever the layout of the ranks.
 
     replica = Replica(cfg, ranks)                   # cut and wrapped on the meta device, then given memory
-    replica.fill(outline(cfg).initial_weights())
+    replica.init_weights(cfg.seed)
     optimizer = optim.build(replica.model, cfg, replica.whole)
     loss = replica.backward(batches, micro_steps, scaler)
     norm = replica.clip(cfg.grad_clip)
@@ -11,7 +11,7 @@ and last what goes around the blocks: DDP or FSDP2. The model's file knows of no
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 
 import torch
@@ -20,7 +20,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from engine import context, parallel, tensor
@@ -45,26 +44,6 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-class Drawing(TorchDispatchMode):
-    """Inside, tensors on the meta device use up as many random numbers as others would."""
-
-    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-        if f in (aten.uniform_.default, aten.normal_.default) and args[0].is_meta:
-            f(torch.empty(args[0].shape, device="cpu"), *args[1:], **(kwargs or {}))
-        return f(*args, **(kwargs or {}))
-
-
-def outline(cfg) -> Model:
-    """The model on the meta device; its initial_weights, if drawn next, are those of Model(cfg) in memory."""
-
-    class Outline(Model):
-        def init_weights(self):
-            pass
-
-    with torch.device("meta"), Drawing():
-        return Outline(cfg)
-
-
 def recompute(block: nn.Module, kind: str):
     """Let the block's backward compute again what its forward would keep (arXiv:1604.06174): all but KEPT, or all."""
     forward = block.forward
@@ -85,8 +64,8 @@ def wide_norm(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
 
 
 class Replica:
-    """This rank's part of the model. Parameters keep their names; what is in them comes from `fill`, or from a
-    checkpoint. No rank ever holds more than its part, and of the whole one tensor at a time."""
+    """This rank's part of the model. Parameters keep their names; their values come from `init_weights`, `fill` or a
+    checkpoint."""
 
     def __init__(self, cfg, ranks: Ranks):
         with torch.device("meta"):
@@ -160,12 +139,28 @@ class Replica:
         fully_shard(self.model, **(options | {"reshard_after_forward": False}))
 
     @torch.no_grad()
-    def fill(self, weights: Iterable[tuple[str, Tensor]]):
-        """Give every parameter its part of the whole tensor of that name."""
-        parameters = dict(self.model.named_parameters())
-        for name, whole in weights:
-            if name in parameters:
-                keep_part(parameters[name], whole.to(parameters[name].device), self.whole(name, parameters[name]))
+    def init_weights(self, seed: int, names: Collection[str] | None = None):
+        """Draw this rank's part of the initial weights, and no more: those of Model(cfg, seed), whatever the layout.
+
+        names   only of these parameters, where this rank has them
+        """
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
+
+        for name, p in self.model.named_parameters():
+            if names is None or name in names:
+                x, part = self.whole(name, p), local(p)
+                start = (0,) * x.dim()
+                if hasattr(x, "placements"):
+                    start = place(x.shape, x.device_mesh, x.placements)[1]
+                device = torch.device("cpu") if part.device.type == "mps" else part.device  # MPS has no float64
+                part.copy_(self.model.initial_weight(name, seed, x.shape, start, part.shape, device))
+
+    @torch.no_grad()
+    def fill(self, weights: dict[str, Tensor]):
+        """Give every parameter its part of the whole tensor of that name, which may lack a vocabulary's padding."""
+        for name, p in self.model.named_parameters():
+            whole, like = weights[name].to(p.device), self.whole(name, p)
+            keep_part(p, F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, len(like) - len(whole))), like)
 
     # ---- one step
 

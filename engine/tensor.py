@@ -43,7 +43,7 @@ def sharded_dim(name: str) -> int | None:
 
 def check(cfg, n: int):
     """ValueError names the flag that keeps the model from being cut into n, and the remedy."""
-    sizes = {"n_kv_head": cfg.kv_heads, "vocab_size": cfg.vocab_size, "block_size": cfg.block_size}
+    sizes = {"n_kv_head": cfg.kv_heads, "block_size": cfg.block_size}
     if cfg.objective == "seq2seq":
         objective = OBJECTIVE["seq2seq"](
             cfg.vocab_size, None, cfg.block_size, False, cfg.corrupt_ratio, cfg.span_length
@@ -193,10 +193,11 @@ def own_slopes(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtype
 
 
 def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets: Tensor) -> Tensor:
-    """Model.loss for a head of V/n rows: x (B, T, C), targets (B, T) -> the mean in nats over targets >= 0."""
+    """Model.loss for a head of V/n rows, padding included: x (B, T, C), targets (B, T) -> the mean in nats over targets
+    >= 0."""
     weight, cfg = model.head.weight, model.cfg
-    chunk = rows_at_once(cfg, len(weight))
-    args = x.flatten(0, 1), weight, targets.flatten(), cfg.logit_softcap, chunk, group
+    chunk, own = rows_at_once(cfg, len(weight)), cfg.vocab_size - dist.get_rank(group) * len(weight)
+    args = x.flatten(0, 1), weight, targets.flatten(), cfg.logit_softcap, chunk, group, max(0, own)
     return ParallelCrossEntropy.apply(*args) / (targets >= 0).sum().clamp(min=1)
 
 
@@ -204,11 +205,12 @@ class ParallelCrossEntropy(torch.autograd.Function):
     """Sum of cross entropies of x W^T whose V columns are cut over the ranks: of the logits only a maximum, a sum and
     the target's travel. As in model.py's ChunkedCrossEntropy the forward computes the gradients, chunk by chunk.
 
-    x (N, C), W (V/n, C), targets (N,) with -1 left out. The gradient for x is this rank's part of a sum.
+    x (N, C), W (V/n, C), targets (N,) with -1 left out; W's rows from `own` on are padding of the vocabulary. The
+    gradient for x is this rank's part of a sum.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, W: Tensor, targets: Tensor, softcap: float, chunk: int, group: dist.ProcessGroup):
+    def forward(ctx, x: Tensor, W: Tensor, targets: Tensor, softcap: float, chunk: int, group: dist.ProcessGroup, own):
         dtype, first = matmul_dtype(x), dist.get_rank(group) * len(W)
         dx, dW, total = torch.empty_like(x), torch.zeros_like(W), 0.0
         with torch.autocast(x.device.type, enabled=False):
@@ -218,6 +220,7 @@ class ParallelCrossEntropy(torch.autograd.Function):
                 logits = (h @ weight.mT).to(torch.promote_types(x.dtype, torch.float32))  # (chunk, V/n)
                 if softcap > 0:
                     logits = softcap * torch.tanh(logits / softcap)
+                logits[:, own:] = torch.finfo(logits.dtype).min
                 valid, here = target >= 0, (target >= first) & (target < first + len(W))
                 index = (target - first).where(here, 0)[:, None]
                 largest = logits.amax(-1, keepdim=True)
@@ -228,7 +231,7 @@ class ParallelCrossEntropy(torch.autograd.Function):
                 normaliser, of_target = sums.split(1, dim=1)
                 total = total + ((largest + normaliser.log() - of_target) * valid[:, None]).sum()
                 if ctx.needs_input_grad[0]:
-                    slope = 1 - (logits / softcap).square() if softcap > 0 else valid[:, None]
+                    slope = 1 - (logits.clamp(min=-softcap) / softcap).square() if softcap > 0 else valid[:, None]
                     p.div_(normaliser).scatter_add_(1, index, -here[:, None].to(p.dtype))
                     p = p.mul_(slope * valid[:, None]).to(dtype)  # d loss / d logits
                     rows.copy_(p @ weight)
@@ -239,4 +242,4 @@ class ParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         dx, dW = ctx.saved_tensors
-        return grad * dx, grad * dW, None, None, None, None
+        return grad * dx, grad * dW, None, None, None, None, None

@@ -128,7 +128,7 @@ def test_simplified_initial_values(block):
     net = build(block=block, simplified_beta_ff=0.25)
     for again in (False, True):
         if again:
-            net.init_weights()
+            net.init_weights(5)
         for i, b in enumerate(net.blocks):
             qk = b.attn.qk.weight.view(H, 2, C // H, C)
             assert (qk[:, 0] == 0).all() and qk[:, 1].std().item() == pytest.approx(0.02, rel=0.1)

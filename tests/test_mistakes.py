@@ -391,8 +391,8 @@ def test_a_later_initialisation_is_caught(block, objective, monkeypatch):
     init = Model.init_weights
     for kind in (M.FusedLinear, M.NearIdentity):  # queries, and the matrix beside a value's or output's identity
 
-        def again(self, kind=kind):
-            init(self)
+        def again(self, seed, kind=kind):
+            init(self, seed)
             for m in self.modules():
                 if isinstance(m, kind):
                     torch.nn.init.normal_(m.weight, std=0.02)

@@ -1,13 +1,17 @@
 """The model against independent references: naive attention, closed forms, counts by hand, its own uncached self."""
 
+import hashlib
 import itertools
 import math
 import random
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -853,3 +857,77 @@ def test_document_numbers_of_one_side_only_are_refused(given):
     idx = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="docs and source_docs go together"):
         build(objective="seq2seq")(idx, source=idx, **{given: idx})
+
+
+# ---- initial weights
+
+
+def splitmix64(n: int, key: int) -> np.ndarray:
+    """What splitmix64 (https://prng.di.unimi.it/splitmix64.c) makes of its states key, key + 1, ... times gamma."""
+    out, mask = [], 2**64 - 1
+    for i in range(n):
+        z = (key + i) * 0x9E3779B97F4A7C15 & mask
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+        out.append(z ^ z >> 31)
+    return np.array(out, dtype=np.uint64)
+
+
+def test_initial_weights_are_a_function_of_seed_name_and_place():
+    """Against splitmix64 in Python's integers and Box and Muller's formula in numpy."""
+    key = int.from_bytes(hashlib.sha256(b"7 wte.weight").digest()[:8], "little")
+    bits = splitmix64(40 * 16, key)
+    u, v = (bits >> np.uint64(32)) / 2**32 + 2**-33, (bits & np.uint64(2**32 - 1)) / 2**32
+    expected = torch.from_numpy(np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)).view(40, 16)
+    model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=40), seed=7)
+    assert torch.allclose(model.wte.weight.double(), 0.02 * expected, atol=1e-8)
+
+
+def test_initial_weights_are_normal_and_independent():
+    """Moments up to the fourth, neighbours, other names and seeds: a million numbers leave errors of about 1e-3."""
+    x, y, z = (M.normal(key, (1024, 1024), (0, 0), (1024, 1024), "cpu").double() for key in ("1 a", "1 b", "2 a"))
+    moments = [(x**n).mean().item() for n in (1, 2, 3, 4)]
+    assert moments == pytest.approx([0, 1, 0, 3], abs=0.02)
+    for other in (x.roll(1, 0), x.roll(1, 1), y, z):
+        assert abs((x * other).mean().item()) < 5e-3 and abs((x.square() * other.square()).mean().item() - 1) < 0.02
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_part_of_the_initial_weights_is_that_part_of_the_whole(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=3)))
+    start = tuple(data.draw(st.integers(0, n)) for n in shape)
+    size = tuple(data.draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True))
+    longer = (shape[0] + data.draw(st.integers(0, 3)), *shape[1:])  # as with padding
+    whole = M.normal("0 x", longer, (0,) * len(shape), shape, "cpu")
+    part = whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+    assert torch.equal(M.normal("0 x", shape, start, size, "cpu"), part)
+
+
+def test_large_arrays_are_drawn_in_strips():
+    whole = M.normal("0 x", (3000, 50), (0, 0), (3000, 50), "cpu")  # 2^16 numbers at once
+    assert torch.equal(torch.cat([M.normal("0 x", (3000, 50), (i, 0), (1, 50), "cpu") for i in range(3000)]), whole)
+
+
+class Padded(ModelConfig):
+    vocab_rows = 44
+
+
+@pytest.mark.parametrize("flags", [{}, {"tie_weights": False}, {"loss_chunk": 5, "logit_softcap": 3.0}], ids=str)
+def test_padding_of_the_vocabulary_changes_nothing(flags):
+    """Loss, gradients, logits and drawn tokens are those of the model without padding, which gets no gradient."""
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 41} | flags
+    plain, padded = Model(ModelConfig(**sizes), seed=3), Model(Padded(**sizes), seed=3)
+    with torch.no_grad():
+        for weight in {padded.wte.weight, padded.head.weight}:
+            weight[41:] = 1e4  # would win everywhere
+    assert padded.wte.weight.shape == (44, 16) and padded.head.weight.shape == (44, 16)
+    idx, targets = torch.randint(41, (2, 3, 8), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(padded(idx), plain(idx))
+    for model in (plain, padded):
+        model(idx, targets).backward()
+    for (name, p), (_, q) in zip(plain.named_parameters(), padded.named_parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad[: len(p)]), name
+        assert (q.grad[len(p) :] == 0).all()
+    greedy = [torch.stack(list(m.generate(idx, 12, lambda logits: logits.argmax(-1)))) for m in (plain, padded)]
+    assert torch.equal(*greedy)

@@ -146,8 +146,7 @@ def test_steps_equal_a_plain_loop(run, tiny_data):
     assert len(logged) == 8
     cfg = parse(Config, [*TINY, f"--dataset={tiny_data}", "--grad_clip=0.5"])
     cfg.vocab_size = 257
-    torch.manual_seed(cfg.seed)
-    net = model.Model(cfg)
+    net = model.Model(cfg, cfg.seed)
     tokens = np.concatenate([np.fromfile(p, "<u2")[512:] for p in sorted(tiny_data.glob("train_*.bin"))]).astype(
         np.int64
     )
