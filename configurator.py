@@ -21,8 +21,10 @@ import io
 import operator
 import os
 import re
+import signal
 import sys
 import textwrap
+import time
 import tokenize
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -431,8 +433,36 @@ def user_errors(kinds: Any = (ValueError, OSError)) -> Iterator[None]:
     except kinds as error:
         text = str(error)
         if isinstance(error, OSError) and error.strerror:  # from the system, which gives no remedy
-            where = f"{error.filename}: " if error.filename else ""
-            text = f"{where}{error.strerror}; see to the path, its permissions and the room on its disk, then try again"
+            where = error.filename or stdout_that_fails()
+            text = f"{error.strerror}; see to the path, its permissions and the room on its disk, then try again"
+            text = f"{where}: {text}" if where else text
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # torchrun ends this rank as soon as another one has failed: that is the one to speak, if it fails too.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
         erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
         print(f"{erase}error:", " ".join(text.split()), file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def stdout_that_fails() -> str:
+    """Its name if stdout holds what it cannot write, which then goes to /dev/null, as the exit flushes once more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return "stdout"
+    return ""
+
+
+def command(main: Callable[[], Any]):
+    """Runs a script's main function; what it raises of OSError, or stdout in the end, becomes one line, see above.
+
+    A stream that the shell has closed, as with `2>&-`, is /dev/null. A ValueError is a mistake in the code by now.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    with user_errors(OSError):
+        main()
+        sys.stdout.flush()

@@ -11,8 +11,13 @@ Samples go to stdout, everything else to stderr. A causal model continues the pr
 appears while it is written; the others fill the blanks of the prompt.
 """
 
-import codecs
 import signal
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGPIPE):  # Ctrl-C, imports included, and `| head` end it without a word
+        signal.signal(number, signal.SIG_DFL)
+
+import codecs
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +30,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from configurator import Config, parse, require, user_errors
+from configurator import Config, command, parse, require, user_errors
 from data.objective import OBJECTIVE
 from data.tokenizer import Tokenizer, from_spec
 from engine import checkpoint
@@ -264,11 +269,10 @@ def main(argv: list[str] | None = None):
     with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
         sampler = SAMPLER[model.cfg.objective]
         made = sampler(cfg, model, tokenizer, prompt, partial(choose, cfg=cfg, generator=generator))
+    sys.stdout.flush()  # what fails here is said, and nothing else
     seconds = time.perf_counter() - started
     print(f"{made} tokens in {seconds:.2f} s: {made / seconds:.1f} tokens per second", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGPIPE):  # Ctrl-C and `| head` end it without a word
-        signal.signal(number, signal.SIG_DFL)
-    main()
+    command(main)

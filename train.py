@@ -9,26 +9,32 @@
 Watch it with tensorboard --logdir=out/x. SIGINT and SIGTERM finish the step, save and exit.
 """
 
-import math
 import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C just ends it while there is nothing to save, imports included
+
+import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from types import NoneType
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from configurator import Config, dump, parse, user_errors
+from configurator import Config, command, dump, parse, user_errors
 from data.loader import Loader, count_windows, eval_batches
 from data.objective import OBJECTIVE, Objective
 from data.shards import DataSet, TokenStream, open_data
 from engine import checkpoint, interchange, optim, parallel
-from engine.metrics import Metrics, Silent, evaluation_line, peak_flops
+from engine.folder import FolderLock, check_out_dir, replace_flags
+from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_steps
 from engine.parallel import Ranks
 from engine.replica import Replica
 from model import VOCAB_WEIGHTS, Model, ModelConfig, require
@@ -45,10 +51,12 @@ STATE = {  # what a resume needs of a checkpoint's state, and its types
 # What a run starts from
 
 
-def stored_flags(flags: dict) -> tuple[dict, str]:
+def stored_flags(lock: FolderLock, flags: dict) -> tuple[dict, str]:
     """What init_from says about the flags, which stands in for their defaults, and where it says so."""
     kind, _, file = flags["init_from"].partition(":")
     if kind == "resume":
+        if not (flags["eval_only"] or flags["plan"]):
+            lock.take(flags["out_dir"], make=False)
         path = checkpoint.find(flags["out_dir"])
         stored = checkpoint.read_state(path, STATE)["flags"]
         return {name: value for name, value in stored.items() if name not in ("out_dir", "init_from")}, str(path)
@@ -68,19 +76,6 @@ def restarted(cfg: Config) -> bool:
     stored = checkpoint.read_state(checkpoint.find(cfg.out_dir), STATE)["flags"]
     mine = asdict(cfg).items()
     return all(stored.get(name) == value for name, value in mine if name not in ("init_from", "vocab_size"))
-
-
-def check_out_dir(cfg: Config):
-    """A run must not end up among the checkpoints of another one, nor inside of a checkpoint."""
-    taken = cfg.init_from != "resume" and not cfg.eval_only and (Path(cfg.out_dir) / "latest").exists()
-    remedy = "go on with --init_from=resume, choose another --out_dir, or delete it"
-    require(not taken, f"out_dir={cfg.out_dir} already holds a run; {remedy}")
-    inside = not cfg.eval_only and (Path(cfg.out_dir) / "state.json").exists()
-    require(
-        not inside,
-        f"out_dir={cfg.out_dir} is one checkpoint, not the folder of a run; to go on from it, write its name into the "
-        "file latest beside it and give the folder of both",
-    )
 
 
 def open_dataset(cfg: Config) -> tuple[DataSet, Objective]:
@@ -194,15 +189,21 @@ def mean_loss(
     replica: Replica,
     objective: Objective,
     lengths: Tensor | None,
+    stop: parallel.StopSignal,
     stream: TokenStream,
     n_batches: int,
-) -> tuple[float, float | None]:
-    """(nats per target, bits per byte or None) over a fixed set of windows that does not depend on the ranks."""
+) -> tuple[float, float | None] | None:
+    """(nats per target, bits per byte or None) over a fixed set of windows that does not depend on the ranks.
+
+    None if the ranks have agreed on a stop meanwhile: torchrun gives them 30 s to save.
+    """
     # MPS has no float64
     total = torch.zeros(3, dtype=torch.float32 if ranks.device.type == "mps" else torch.float64, device=ranks.device)
     among = ranks.data_rank, ranks.data_size
     batches = eval_batches(stream, objective, cfg.batch_size, n_batches, *among, cfg.seed, ranks.device)
     for batch in map(replica.batch, guarded(batches)):
+        if stop.agreed():
+            return None
         targets = batch["targets"]
         counted = (targets >= 0) & replica.has_loss  # a pipeline's last stage has it
         total[0] += replica.loss(batch) * counted.sum()
@@ -237,10 +238,19 @@ def compiled_graphs() -> int:
 
 
 def main(argv: list[str] | None = None):
+    with ExitStack() as ends:
+        run(argv, ends)
+
+
+def run(argv: list[str] | None, ends: ExitStack):
+    """The command; `ends` takes what is to be closed however it ends."""
     with user_errors():
-        cfg = parse(Config, argv, __doc__, base=stored_flags)
+        lock = ends.enter_context(FolderLock())
+        cfg = parse(Config, argv, __doc__, base=partial(stored_flags, lock))
         if cfg.plan:
             return show_plan(cfg)
+        if not cfg.eval_only and cfg.init_from != "resume":
+            lock.take(cfg.out_dir)
         if restarted(cfg):
             cfg.init_from = "resume"
         check_out_dir(cfg)
@@ -285,21 +295,24 @@ def main(argv: list[str] | None = None):
                 cfg.out_dir, step, samples * cfg.block_size, cfg.max_iters,
                 whole.flops(*objective.lengths) / cfg.block_size, peak if math.isfinite(peak) else None, ranks.device,
             )  # fmt: skip
-            dump(cfg, Path(cfg.out_dir) / "config.py")
+            dump(cfg, Path(cfg.out_dir) / "config.new")
+            replace_flags(Path(cfg.out_dir), step)
             if data.tokenizer:
                 data.tokenizer.save(cfg.out_dir)  # a bpe's file: sampling needs it when the data is gone
 
-    stop = parallel.StopSignal(ranks)
+    stop = ends.enter_context(parallel.StopSignal(ranks))
     lengths, why_not = byte_lengths(cfg, data, ranks)
-    evaluate = partial(mean_loss, cfg, ranks, replica, objective, lengths)
+    evaluate = partial(mean_loss, cfg, ranks, replica, objective, lengths, stop)
     samples_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
     machine = f"{ranks.size} x {ranks.device.type}, {str(ranks.dtype)[6:]}" + ", compiled" * ranks.compile
     metrics.say(
         f"{whole.n_params():,} parameters; {samples_per_step * cfg.block_size:,} tokens per step from "
         f"{streams['train'].name}, {loader.n_windows:,} windows; {machine}"
     )
-    if why_not:
-        metrics.say(why_not)
+    moved = optim.rescheduled(step, cfg, state["flags"]) if cfg.init_from == "resume" else ""
+    slow = slow_steps(cfg, samples_per_step * whole.flops(*objective.lengths) / peak)
+    for note in filter(None, (moved, slow, why_not)):
+        metrics.say(note)
     if step >= cfg.max_iters:
         metrics.say(f"{cfg.out_dir} is at step {step} of max_iters={cfg.max_iters}; raise --max_iters to train on")
     saver = checkpoint.Saver(cfg.async_checkpoint)
@@ -308,28 +321,26 @@ def main(argv: list[str] | None = None):
     graphs_warm = 0
     first_bad = torch.full((), never, device=ranks.device)  # first step whose gradient was not finite
 
+    def fail(text: str) -> NoReturn:
+        metrics.close()
+        if ranks.first:
+            print("error:", text, file=sys.stderr)
+        raise SystemExit(1)
+
     def check_finite():
         """Ends the run if a gradient was not finite; what it has spoilt is never saved."""
         if first_bad < never:
             with saving():
                 saver.wait()
             first = samples - (step - int(first_bad)) * samples_per_step  # those of `step` come next
-            metrics.close()
-            if ranks.first:
-                print(
-                    f"error: the loss or its gradient is not finite at step {int(first_bad)} (samples {first} to "
-                    f"{first + samples_per_step - 1}); "
-                    + (
-                        "nothing is saved yet"
-                        if saver.saved is None
-                        else f"the checkpoint of step {saver.saved} is good"
-                    )
-                    + "; lower --learning_rate, or leave such steps out with --skip_nonfinite=True",
-                    file=sys.stderr,
-                )
-            raise SystemExit(1)
+            kept = "nothing is saved yet" if saver.saved is None else f"the checkpoint of step {saver.saved} is good"
+            fail(
+                f"the loss or its gradient is not finite at step {int(first_bad)} (samples {first} to "
+                f"{first + samples_per_step - 1}); {kept}; lower --learning_rate, or leave such steps out with "
+                "--skip_nonfinite=True"
+            )
 
-    def save(is_best: bool):
+    def save(is_best: bool, last: bool = False):
         check_finite()
         now = {
             "samples": samples, "skipped": skipped, "best_val_loss": best, "scaler": scaler.state_dict(),
@@ -339,18 +350,22 @@ def main(argv: list[str] | None = None):
         tensors = run_tensors(replica, optimizer) | random_states(ranks)
         with saving():
             saver.wait()  # by itself, so that its failure does not keep this one from being tried
-        with saving():
+        with saving(last):
             saver.save(cfg.out_dir, step, tensors, now, cfg.keep_last, is_best)
+            if last:
+                saver.wait()
 
     @contextmanager
-    def saving():
-        """What cannot be written ends the run, or, with on_save_error=continue, is said."""
+    def saving(last: bool = False):
+        """What cannot be written ends the run, or, with on_save_error=continue, is said until the `last` try."""
         with user_errors():
             try:
                 yield
             except OSError as error:
                 if cfg.on_save_error == "stop":
                     raise
+                if last:
+                    fail(str(error))
                 metrics.say(f"warning: {error}; training goes on, as --on_save_error=continue asks")
 
     while True:
@@ -359,15 +374,18 @@ def main(argv: list[str] | None = None):
             with metrics.paused():
                 check_finite()
                 replica.model.eval()
-                train_loss, _ = evaluate(streams["train"], cfg.eval_iters or val_batches)
-                val_loss, bpb = evaluate(streams["val"], cfg.eval_iters)
+                of_train = evaluate(streams["train"], cfg.eval_iters or val_batches)
+                of_val = of_train and evaluate(streams["val"], cfg.eval_iters)
                 replica.model.train()
                 replica.cut_again()
-                with saving():
-                    metrics.evaluation(step, train_loss, val_loss, bpb)
-            improved = best is None or val_loss < best
-            best = val_loss if improved else best
-            worth_saving = step > 0 and (improved or cfg.always_save_checkpoint)
+                stopping = of_val is None
+                if not stopping:
+                    (train_loss, _), (val_loss, bpb) = of_train, of_val
+                    with saving():
+                        metrics.evaluation(step, train_loss, val_loss, bpb)
+                    improved = best is None or val_loss < best
+                    best = val_loss if improved else best
+                    worth_saving = step > 0 and (improved or cfg.always_save_checkpoint)
         if cfg.eval_only:
             if ranks.first and not stopping:
                 print(evaluation_line(step, train_loss, val_loss, bpb))
@@ -377,9 +395,12 @@ def main(argv: list[str] | None = None):
             with metrics.paused():
                 save(improved)
             saved = step
+            stopping = stopping or stop.agreed() or stop.agreed()  # the second call tells of signals during the save
         if stopping or step >= cfg.max_iters:
             with saving():
                 saver.wait()
+            if saver.saved != saved:
+                save(improved, last=True)
         if stopping:
             metrics.say(
                 f"stopped by {stop.name or 'a signal to another rank'} with step {saver.saved} saved; go on with "
@@ -393,6 +414,7 @@ def main(argv: list[str] | None = None):
         loss = replica.backward(batches, micro_steps, scaler)
         scaler.unscale_(optimizer)
         norm = replica.clip(cfg.grad_clip)
+        stop.at_risk = True  # all ranks are here, so none has ended itself in its first step
         # With a scaler, an infinite gradient only means that its scale was too large; a loss is not to be infinite.
         finite = torch.isfinite(ranks.sum(loss.clone()) if scaler.is_enabled() else norm)  # the same on every rank
         logging = step % cfg.log_interval == 0
@@ -425,6 +447,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while there is nothing to save, Ctrl-C just ends it
-    with user_errors(OSError):  # such as a disk that is full; a ValueError is a mistake in the code by now
-        record(main)()  # torchrun's last words are then of the rank that failed first
+    command(record(main))  # torchrun's last words are then of the rank that failed first

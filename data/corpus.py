@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import time
 from collections import deque
@@ -281,6 +282,7 @@ def stream(doc: str, here: Path, path: str) -> None:
 
 def run(main: Callable[[], None]) -> None:
     """main(), whose errors end the process in one line: with exit code 2, or 130 after Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main()
     except (ValueError, OSError) as e:

@@ -193,7 +193,8 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
     if not folder.is_dir() and re.search("[,:]", str(name)):
         return _open_mixture(str(name), root, vocab_size, verify)
     if not folder.is_dir():
-        known = sorted(p.parent.name for p in Path(root).glob("*/prepare.py"))
+        marks = ("prepare.py", "meta.json", "train.bin")  # those with a script, and one's own that are prepared
+        known = sorted({p.parent.name for mark in marks for p in Path(root).glob(f"*/{mark}")})
         near = difflib.get_close_matches(str(name), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known) or 'none'}"
         raise ValueError(f"there is no data set {str(name)!r} in {shown(Path(root))} and no such folder; {hint}")

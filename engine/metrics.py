@@ -12,7 +12,6 @@ Time inside paused() counts as no step's. Lines go through say(), so that they d
 measure the peak at once, since ranks on one CPU share it.
 """
 
-import fcntl
 import json
 import math
 import os
@@ -26,7 +25,6 @@ import time
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
@@ -105,27 +103,6 @@ def peak_memory_bytes(device: torch.device) -> int:
 # Where it is written
 
 
-def lock(folder: Path) -> TextIO:
-    """A file that keeps other runs out of `folder` until it is closed or this process dies. ValueError if one is there.
-
-    When torchrun is killed the hard way, its processes live on: two runs would then write the same checkpoints.
-    """
-    file = open(folder / ".lock", "a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        raise ValueError(
-            f"out_dir={folder} belongs to process {file.read().strip()}, which still runs; wait for it, end it with "
-            "kill, or choose another --out_dir"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
-    file.truncate(0)
-    print(os.getpid(), file=file, flush=True)
-    return file
-
-
 def cut_back(path: Path, step: int):
     """Leaves the lines of steps before `step` in a metrics.jsonl, by one rename. A half-written line goes too."""
     if not path.exists():
@@ -133,7 +110,7 @@ def cut_back(path: Path, step: int):
     temporary = path.with_suffix(".tmp")
     with open(path, errors="replace") as lines, open(temporary, "w") as f:
         for line in lines:
-            with suppress(ValueError, TypeError, KeyError):
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
                 if json.loads(line)["step"] < step:
                     f.write(line.rstrip("\n") + "\n")
         f.flush()
@@ -203,6 +180,17 @@ def evaluation_line(step: int, train_loss: float, val_loss: float, val_bpb: floa
 # What train.py uses
 
 
+def slow_steps(cfg, seconds: float) -> str:
+    """What to say of steps that take so long at the machine's peak, which may be unknown (nan); "" below a minute."""
+    if not seconds > 60:
+        return ""
+    return (
+        f"warning: a step takes {timedelta(seconds=round(seconds))} or more on this machine; lower batch_size="
+        f"{cfg.batch_size} or gradient_accumulation_steps={cfg.gradient_accumulation_steps}, or take a smaller model, "
+        f"such as: python train.py config/train_pycode.py --dataset={cfg.dataset} --out_dir={cfg.out_dir}"
+    )
+
+
 class Silent:
     """The metrics of every rank but 0: nothing."""
 
@@ -244,7 +232,6 @@ class Metrics(Silent):
     ):
         folder = Path(out_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.lock = lock(folder)
         cut_back(folder / "metrics.jsonl", step)
         self.file, self.events, self.console = open(folder / "metrics.jsonl", "a"), Events(folder, step), Console()
         self.done, self.tokens, self.max_iters = step, tokens, max_iters
@@ -298,15 +285,14 @@ class Metrics(Silent):
         self.console.draw("")
         self.file.close()
         self.events.records.close()
-        self.lock.close()
 
-    def write(self, step: int, prefix: str, figures: dict):
+    def write(self, step: int, kind: str, figures: dict):
         # A float's repr has all its digits; what JSON cannot hold (nan, inf) is null.
         figures = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in figures.items()}
         try:
-            self.file.write(json.dumps({"step": step} | figures) + "\n")
+            self.file.write(json.dumps({"step": step, "kind": kind} | figures) + "\n")
             self.file.flush()
-            self.events.scalars(step, prefix, figures)
+            self.events.scalars(step, kind, figures)
         except OSError as error:  # of a write, it does not say where
             raise OSError(error.errno, error.strerror, self.file.name) from error
 

@@ -11,6 +11,7 @@ Build it after whatever replaces parameters (sharding, tensor parallelism).
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
@@ -25,6 +26,18 @@ def learning_rate(step: int, cfg) -> float:
     if step < cfg.warmup_iters:
         return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
     return SCHEDULE[cfg.schedule](step, cfg.lr_decay_iters or cfg.max_iters, cfg)
+
+
+def rescheduled(step: int, cfg, flags: dict) -> str:
+    """What to say if cfg.max_iters moves the rate of `step`, from where a checkpoint with these flags comes; or ""."""
+    end = flags.get("lr_decay_iters") or flags.get("max_iters", cfg.max_iters)
+    new, old = learning_rate(step, cfg), learning_rate(step, SimpleNamespace(**vars(cfg) | {"lr_decay_iters": end}))
+    if cfg.lr_decay_iters or new == old:
+        return ""
+    return (
+        f"warning: max_iters={cfg.max_iters} moves the end of the schedule, which was {end}: the learning rate of step "
+        f"{step} is {new:.2e} now, and was to be {old:.2e}; --lr_decay_iters={end} keeps it"
+    )
 
 
 def constant(step: int, end: int, cfg) -> float:

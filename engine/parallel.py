@@ -12,9 +12,11 @@ import ctypes
 import hashlib
 import os
 import signal
+import sys
+import threading
 import time
 import uuid
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,6 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from engine import context, tensor
+
+STOPPING = "stopping after this step; press Ctrl-C again to quit now"
+STOPPED = "stopped before the first step was done: there is nothing to save"
 
 
 @dataclass(frozen=True)
@@ -229,22 +234,43 @@ def resolve_compile(flag: bool | str, device: torch.device) -> bool:
 
 
 class StopSignal:
-    """SIGTERM or SIGINT asks for a stop at the next step that all ranks agree on; a second one ends it at once."""
+    """SIGTERM or SIGINT asks for a stop that all ranks agree on; a second one ends the process at once.
+
+    So does the first one as long as `at_risk` is False: then nothing is computed yet that is not saved. A context.
+    """
 
     def __init__(self, ranks: Ranks):
-        self.name, self.size, self.work = "", ranks.size, None
+        self.name, self.size, self.work, self.at_risk = "", ranks.size, None, False
+        self.speaks = ranks.first
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._catch)
+        reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        signal.set_wakeup_fd(self.writer)
+        threading.Thread(target=self._answer, args=(reader,), daemon=True).start()
 
     def _catch(self, number: int, frame):
         self.name = signal.Signals(number).name
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_DFL)
 
-    def agreed(self) -> bool:
-        """Called once per step by every rank: True for all of them in the same step, one step after the first signal.
+    def _answer(self, reader: int):
+        """A thread: the main one gets to _catch only after its current operation, a long backward pass for example."""
+        asked = False
+        while number := os.read(reader, 1):
+            if self.speaks and not asked:
+                erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
+                with suppress(OSError):
+                    os.write(sys.stderr.fileno(), f"{erase}{STOPPING if self.at_risk else STOPPED}\n".encode())
+            if asked or not self.at_risk:
+                os._exit(128 + number[0])
+            asked = True
+        os.close(reader)
 
-        The reduction posted in one step is read in the next, so it overlaps with the computation.
+    def agreed(self) -> bool:
+        """Called equally often by every rank: True for all of them in the same call, the next one after a signal.
+
+        The reduction posted in one call is read in the next, so it overlaps with the computation.
         """
         if self.size == 1:
             return bool(self.name)
@@ -260,3 +286,10 @@ class StopSignal:
         """Wait for what is still under way, before the process group ends."""
         if self.work is not None:
             self.work.wait()
+
+    def __enter__(self) -> "StopSignal":
+        return self
+
+    def __exit__(self, *error):
+        signal.set_wakeup_fd(-1)
+        os.close(self.writer)

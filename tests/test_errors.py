@@ -15,7 +15,7 @@ from conftest import ROOT, TINY
 
 import sample
 import train
-from engine.metrics import lock
+from engine.folder import FolderLock
 
 
 @pytest.fixture(scope="session")
@@ -225,10 +225,11 @@ def test_a_folder_that_cannot_be_written(trained, tiny_data, tmp_path, capsys):
     assert (tmp_path / "file").read_text() == "mine"
     inside = ["--init_from=resume", f"--out_dir={trained / 'step_00000002'}"]
     assert "is one checkpoint" in refused(train.main, [*flags, *inside], capsys)
-    held = lock(tmp_path)
-    assert f"process {os.getpid()}" in refused(train.main, [*flags, f"--out_dir={tmp_path}"], capsys)
-    held.close()
-    lock(tmp_path).close()
+    with FolderLock() as held:
+        held.take(str(tmp_path))
+        assert f"process {os.getpid()} on " in refused(train.main, [*flags, f"--out_dir={tmp_path}"], capsys)
+        assert (tmp_path / ".lock").exists()  # it is not the refused run's to remove
+    assert not (tmp_path / ".lock").exists()
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

@@ -55,13 +55,13 @@ def test_one_line_per_step_with_all_digits(tmp_path):
     metrics.evaluation(12, 1 / 3, 2 / 3, None)
     metrics.close()
     first, second, *evaluations = lines(tmp_path / "deep" / "out")
-    fields = "step loss lr grad_norm tokens tokens_per_s mfu ms_per_step peak_memory_bytes".split()
+    fields = "step kind loss lr grad_norm tokens tokens_per_s mfu ms_per_step peak_memory_bytes".split()
     assert list(first) == [*fields, "epoch"] and list(second) == [*fields, "skipped"]
     assert first["loss"] == loss and first["tokens"] == 640 and first["epoch"] == 0.25
     assert second["loss"] is None and second["grad_norm"] is None and second["skipped"] == 3
     assert evaluations == [
-        {"step": 11, "train_loss": 1 / 3, "val_loss": 2 / 3, "val_bpb": 1 / 7},
-        {"step": 12, "train_loss": 1 / 3, "val_loss": 2 / 3, "val_bpb": None},
+        {"step": 11, "kind": "eval", "train_loss": 1 / 3, "val_loss": 2 / 3, "val_bpb": 1 / 7},
+        {"step": 12, "kind": "eval", "train_loss": 1 / 3, "val_loss": 2 / 3, "val_bpb": None},
     ]
 
 
@@ -106,8 +106,10 @@ def test_cut_back_drops_what_is_no_line_of_ours(tmp_path):
     path.write_bytes(
         b'{"step": 1, "loss": 2.5}\n{"step": 2, "lo\n\xff\n[3]\n{"a": 1}\n\n{"step": "x"}\n{"step": 3}\n{"step": 4}'
     )
+    with open(path, "a") as f:
+        f.write("\n" + "[" * 100_000 + "\n" + '{"step":' * 100_000)  # too deeply nested to be read
     cut_back(path, 4)
-    assert path.read_text() == '{"step": 1, "loss": 2.5}\n{"step": 3}\n'
+    assert path.read_text() == '{"step": 1, "loss": 2.5}\n{"step": 3}\n'  # lines without a kind are older, and stay
     cut_back(tmp_path / "absent.jsonl", 4)
     assert not (tmp_path / "absent.jsonl").exists()
 
@@ -137,11 +139,11 @@ def scalars(folder):
 def from_jsonl(folder):
     expected = {}
     for line in lines(folder):
-        prefix = "train" if "loss" in line else "eval"
+        assert line["kind"] == ("train" if "loss" in line else "eval")
         for key, value in line.items():
-            if key != "step" and value is not None:
+            if key not in ("step", "kind") and value is not None:
                 value = torch.tensor(value, dtype=torch.float32).item()  # what an event holds
-                expected.setdefault(f"{prefix}/{key}", []).append((line["step"], value))
+                expected.setdefault(f"{line['kind']}/{key}", []).append((line["step"], value))
     return expected
 
 

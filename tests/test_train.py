@@ -25,7 +25,8 @@ from data.loader import draws, order  # the order itself has its own tests
 from data.objective import OBJECTIVE
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
-from engine import checkpoint
+from engine import checkpoint, parallel
+from engine.parallel import STOPPED, STOPPING
 
 
 def load(folder, which="latest"):
@@ -293,7 +294,7 @@ def test_a_checkpoint_older_than_a_flag_resumes(run):
 
 
 def test_a_pipe_that_nobody_reads_any_more(tiny_data, tmp_path):
-    """`| head -3` ends the run like a SIGTERM: the step is saved, and nothing is said."""
+    """`| head -3` ends the run like a SIGTERM: the step is saved, and nothing else is said."""
     flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=100000", f"--out_dir={tmp_path}"]
     process = subprocess.Popen(
         [sys.executable, "train.py", *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -301,7 +302,7 @@ def test_a_pipe_that_nobody_reads_any_more(tiny_data, tmp_path):
     for _ in range(3):
         process.stdout.readline()
     process.stdout.close()
-    assert process.stderr.read() == "" and process.wait(timeout=60) == 0
+    assert process.stderr.read() == f"{STOPPING}\n" and process.wait(timeout=60) == 0
     assert checkpoint.read_state(checkpoint.find(tmp_path))["step"] >= 2
     shell = f"{sys.executable} train.py --help | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
@@ -444,7 +445,7 @@ def test_a_signal_saves_and_exits(tiny_data, tmp_path, run, number):
             break
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert "--init_from=resume" in out and err == ""
+    assert "--init_from=resume" in out and err == f"{STOPPING}\n"
     step = checkpoint.read_state(checkpoint.find(tmp_path / "cut"))["step"]
     assert step >= 26
     whole = losses(run(f"--max_iters={step}", "--lr_decay_iters=40", out="whole"))
@@ -453,16 +454,15 @@ def test_a_signal_saves_and_exits(tiny_data, tmp_path, run, number):
 
 
 def test_second_signal_exits_at_once(monkeypatch):
-    from engine import parallel
-
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         ranks = parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)
-        stop = parallel.StopSignal(ranks)
-        assert not stop.agreed()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.agreed() and stop.name == "SIGTERM"
-        assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        with parallel.StopSignal(ranks) as stop:
+            assert not stop.agreed()
+            stop.at_risk = True
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.agreed() and stop.name == "SIGTERM"
+            assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)

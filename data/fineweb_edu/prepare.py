@@ -8,11 +8,14 @@ Needs pip install -e .[data]. Pages come as they are read, a page validates by a
 same command goes on after its last full shard.
 """
 
+import signal
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports
 
 from data.corpus import run, stream  # noqa: E402
 

@@ -8,11 +8,14 @@ same command goes on after its last full shard. If the hub's main revision is st
 another revision has the pages as parquet files: --path=Skylion007/openwebtext@refs/pr/18, when this was written.
 """
 
+import signal
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports
 
 from data.corpus import run, stream  # noqa: E402
 

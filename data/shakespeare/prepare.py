@@ -7,11 +7,14 @@ The first 90 % of the characters train, the rest validate: 301,966 and 36,059 to
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports
 
 from data.shakespeare_char.prepare import read_text  # noqa: E402
 from data.shards import shown  # noqa: E402

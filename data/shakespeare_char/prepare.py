@@ -8,6 +8,7 @@ The first 90 % of the characters train, the rest validate: 1,003,854 and 111,540
 
 import argparse
 import hashlib
+import signal
 import sys
 from http.client import HTTPException
 from pathlib import Path
@@ -15,6 +16,8 @@ from urllib.request import urlopen
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports
 
 from data.shards import shown  # noqa: E402
 from data.tokenizer import CharTokenizer  # noqa: E402

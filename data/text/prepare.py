@@ -10,11 +10,14 @@ end, and followed by end-of-text where the tokenizer has one (char has none). It
 Documents validate by a hash of their number, so the split is the same for every tokenizer.
 """
 
+import signal
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports
 
 from data import corpus  # noqa: E402
 from data.sources import find_files  # noqa: E402
