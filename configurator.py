@@ -437,8 +437,9 @@ def user_errors(kinds: Any = (ValueError, OSError)) -> Iterator[None]:
             text = f"{error.strerror}; see to the path, its permissions and the room on its disk, then try again"
             text = f"{where}: {text}" if where else text
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # torchrun ends this rank as soon as another one has failed: that is the one to speak, if it fails too.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            # The first rank says the same, if it is not this one's alone, and torchrun then ends the others. Those that
+            # end with 0 do not stand in its table of failures.
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
             time.sleep(5)
         erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
         print(f"{erase}error:", " ".join(text.split()), file=sys.stderr)

@@ -58,19 +58,23 @@ class FolderLock:
 
     def _try(self) -> bool:
         """Opens the lock file; returns whether it is ours now."""
-        while True:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # a run that was refused has just removed the folder
+        for tries_left in reversed(range(100)):
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-                try:
-                    fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return False
-                except OSError:
-                    return True  # a file system without locks
-                if self._is_at_path():
-                    return True
-                self._close()
+            except FileNotFoundError:  # a run that was refused has just removed the folder
+                if not tries_left:
+                    raise
+                continue
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True  # a file system without locks
+            if self._is_at_path() or not tries_left:
+                return True
+            self._close()
 
     def _is_at_path(self) -> bool:
         """Whether the open file is still the one of this name: its last holder may have removed it."""

@@ -5,8 +5,10 @@ import os
 import pickle
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -327,6 +329,55 @@ def test_a_real_process_says_one_line(script):
     done = subprocess.run([sys.executable, script, "--nope=1"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: --nope=1") and len(done.stderr.splitlines()) == 1
+
+
+def test_torchrun_says_it_once(tmp_path):
+    """Every rank finds the same mistake; the first one names it, and torchrun ends the others meanwhile."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+    done = subprocess.run([*torchrun, "train.py", "--nope=1"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("error: --nope=1 (command line): no such flag") == 1
+    assert "<NO_OTHER_FAILURES>" in done.stderr
+    assert len(done.stderr.splitlines()) <= 36, done.stderr  # all but the first one are torchrun's own
+
+
+def test_a_rank_that_is_wrong_alone_speaks_too(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert "--nope=1" in refused(train.main, ["--nope=1"], capsys) and waited == [5]
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def test_streams_that_are_closed_or_full(trained):
+    """A closed one is /dev/null; what a full disk cannot hold is one line."""
+    sample = f"{sys.executable} sample.py --out_dir={trained} --max_new_tokens=5 --device=cpu"
+    commands = {
+        f"{sys.executable} train.py --nope=1 2>&-": (2, 0),
+        f"{sample} > /dev/full": (2, 2),  # after a line about the model
+        f"{sample} >&-": (0, 2),
+        f"{sample} --help > /dev/full": (2, 1),
+    }
+    how = {"cwd": ROOT, "stdout": -1, "stderr": -1, "text": True, "env": os.environ | {"PYTHONUNBUFFERED": ""}}
+    started = [subprocess.Popen(["bash", "-c", command], **how) for command in commands]
+    for process, (command, (code, lines)) in zip(started, commands.items(), strict=True):
+        err = process.communicate()[1]
+        assert (process.returncode, len(err.splitlines())) == (code, lines), f"{command}: {err}"
+        assert "full" not in command or "\nerror: stdout: No space left on device; see to" in f"\n{err}", err
+
+
+SCRIPTS = ["train.py", "sample.py", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("data/*/prepare.py"))]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_during_the_imports(script, tmp_path):
+    for name in ("torch", "numpy"):
+        (tmp_path / f"{name}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_the_table_is_long():

@@ -1,5 +1,6 @@
 """The training loop against an uninterrupted run, other numbers of processes, a plain loop and closed forms."""
 
+import hashlib
 import json
 import math
 import os
@@ -9,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -38,6 +41,7 @@ def load(folder, which="latest"):
     return net.eval(), state
 
 
+FLAT = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)  # TINY's model
 MODERN = ["--optimizer=muon", "--pos=rope", "--block=parallel", "--mlp=swiglu", "--norm=rmsnorm", "--schedule=wsd"]
 
 MASKED = ["--objective=masked", "--corrupt_ratio=0.3", "--doc_mask=True", "--pos=rope"]
@@ -451,6 +455,178 @@ def test_a_signal_saves_and_exits(tiny_data, tmp_path, run, number):
     whole = losses(run(f"--max_iters={step}", "--lr_decay_iters=40", out="whole"))
     trained = [line for line in losses(tmp_path / "cut") if len(line) == 5]
     assert trained == [line for line in whole if len(line) == 5]
+
+
+def test_a_signal_in_an_evaluation(run, monkeypatch):
+    """It ends with that batch and its step is saved; the resumed run evaluates again, as if nothing had been."""
+    plain, after, whole = train.eval_batches, [], run(out="whole")
+
+    def batches(*args):
+        for batch in plain(*args):
+            if len(losses(whole.parent / "cut")) == 21:  # the second evaluation: one and 20 steps are written
+                os.kill(os.getpid(), signal.SIGTERM) if not after else None
+                after.append(1)
+            yield batch
+
+    monkeypatch.setattr(train, "eval_batches", batches)
+    cut = run(out="cut")
+    assert len(after) == 1 and checkpoint.find(cut).name == "step_00000020"
+    assert losses(cut) == losses(whole)[:21]
+    monkeypatch.undo()
+    run("--init_from=resume", out="cut")
+    assert losses(cut) == losses(whole)
+
+
+LONG_EVALUATION = """
+import os, runpy, signal, sys, time
+sys.path.insert(0, "ROOT")
+from data import loader
+plain, evaluations = loader.eval_batches, 0
+
+def batches(*args):
+    global evaluations
+    evaluations += 1
+    for number, batch in enumerate(plain(*args)):
+        if evaluations == 3:  # train and val of step 0 are the first two
+            if number == 1 and os.environ["RANK"] == "0":
+                os.kill(os.getppid(), signal.SIGTERM)
+            if number:
+                time.sleep(5)
+        yield batch
+
+loader.eval_batches = batches
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_torchrun_ends_an_evaluation_of_a_minute(many, tiny_data, tmp_path):
+    """It kills its workers 30 s after the signal: the steps up to this evaluation are saved by then."""
+    (tmp_path / "long.py").write_text(LONG_EVALUATION.replace("ROOT", str(ROOT)))
+    flags = ["--max_iters=12", "--eval_interval=9", "--eval_iters=26"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "long.py")]
+    done = subprocess.run(
+        [sys.executable, *torchrun, *TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'cut'}", *flags],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert checkpoint.find(tmp_path / "cut").name == "step_00000009", done.stderr
+    assert done.stderr.count(STOPPING) == 1 and "with step 9 saved" in done.stdout
+    many(2, ("cut", ["--init_from=resume", *flags]), ("whole", flags))
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_a_signal_during_a_save(run, monkeypatch, tmp_path):
+    """The run ends with this checkpoint: no further step is taken, which would have to be saved again."""
+    save = checkpoint.save
+
+    def interrupted(out_dir, step, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return save(out_dir, step, *args)
+
+    monkeypatch.setattr(checkpoint, "save", interrupted)
+    folder = run()
+    assert [path.name for path in folder.glob("step_*")] == ["step_00000020"]
+    assert metrics(folder)[-1]["step"] == 20 and "val_loss" in metrics(folder)[-1]
+
+
+FIRST_STEP = """
+import hashlib, sys, time
+sys.path.insert(0, "ROOT")
+import train
+from engine.replica import Replica
+
+def backward(*args):
+    print("in the first step", flush=True)
+    while True:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # a minute in one operation, which no Python code interrupts
+
+Replica.backward = backward
+train.main(sys.argv[1:])
+"""
+
+
+def test_a_signal_in_the_first_step(tiny_data, tmp_path):
+    """Which may compile for minutes: nothing would be lost, so the process ends at once."""
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--eval_iters=1"]
+    command = [sys.executable, "-c", FIRST_STEP.replace("ROOT", str(ROOT)), *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        while "in the first step" not in process.stdout.readline():
+            assert process.poll() is None, process.stderr.read()
+        process.terminate()
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+        assert process.stderr.read() == f"{STOPPED}\n"
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_signal_is_answered_at_once(monkeypatch, size):
+    """By rank 0, although an operation goes on that no Python code interrupts, such as a long backward pass."""
+    written, write = [], os.write
+    monkeypatch.setattr(os, "write", lambda *args: written.append((time.monotonic(), args)) or write(1, args[1]))
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with parallel.StopSignal(parallel.Ranks(size, 2, torch.device("cpu"), torch.float32, False)) as stop:
+            stop.at_risk = True
+            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 3 * 10**6)
+            end = time.monotonic()
+            assert stop.name == "SIGINT"
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert [text for _, (_, text) in written] == ([] if size else [f"{STOPPING}\n".encode()])
+    assert all(when < end for when, _ in written)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_last_save_is_tried_again(run, monkeypatch, capsys, tmp_path, asynchronous):
+    """With on_save_error=continue, a run that ends without its last step on the disk has failed."""
+    save, fails = checkpoint.save, []
+
+    def full(out_dir, step, *args):
+        if step in fails:
+            fails.remove(step)
+            raise OSError("no room")
+        return save(out_dir, step, *args)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    flags = ["--on_save_error=continue", f"--async_checkpoint={asynchronous}"]
+    fails[:] = [20, 40]
+    folder = run(*flags, out="once")
+    assert not fails and [path.name for path in folder.glob("step_*")] == ["step_00000040"]
+    assert (folder / "best").read_text() == "step_00000040\n"
+    out = capsys.readouterr().out
+    assert out.count("warning: no room; training goes on") == 2
+    fails[:] = [40, 40]
+    with pytest.raises(SystemExit) as stopped:
+        run(*flags, out="twice")
+    assert stopped.value.code == 1 and capsys.readouterr().err == "error: no room\n"
+    assert checkpoint.find(tmp_path / "twice").name == "step_00000020"
+
+
+def test_steps_of_more_than_a_minute_are_announced(run, monkeypatch, capsys):
+    """From the FLOPs of a step and the machine's peak, before the first one."""
+    net = model.Model(Config(**FLAT, vocab_size=257))
+    for seconds in (59, 150):
+        monkeypatch.setattr(train, "peak_flops", lambda *_, s=seconds: 8 * net.flops(16, 0) / s)
+        run("--max_iters=1", out=str(seconds))
+        said = capsys.readouterr().out
+        assert ("warning: a step takes 0:02:30 or more" in said) == (seconds == 150)
+    assert said.index("or more on this machine") < said.index("iter 0:")
+    assert "batch_size=4 or gradient_accumulation_steps=2" in said and "config/train_pycode.py --dataset=" in said
+
+
+def test_a_schedule_that_moves_is_announced(run, capsys):
+    run("--max_iters=20")
+    flags = ["--init_from=resume", "--max_iters=21"]
+    run(*flags)
+    said = capsys.readouterr().out
+    new = 6e-5 + 0.5 * (1 + math.cos(math.pi * 15 / 16)) * (1e-2 - 6e-5)
+    assert f"the learning rate of step 20 is {new:.2e} now, and was to be 6.00e-05; --lr_decay_iters=20 keeps" in said
+    run(*flags, "--max_iters=22", "--lr_decay_iters=21")
+    assert "learning rate of" not in capsys.readouterr().out
 
 
 def test_second_signal_exits_at_once(monkeypatch):

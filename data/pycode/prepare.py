@@ -16,12 +16,12 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import numpy as np
-
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports
+
+import numpy as np  # noqa: E402
 
 from data.shards import shown  # noqa: E402
 from data.tokenizer import from_spec  # noqa: E402

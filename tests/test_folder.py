@@ -1,0 +1,184 @@
+"""Two runs in one folder: the second one is refused before it looks, names the first, and changes nothing."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from conftest import ROOT, TINY, losses
+from test_errors import refused
+
+import train
+from configurator import Config, parse
+from engine import checkpoint
+from engine.folder import FolderLock
+
+
+@contextmanager
+def held(folder):
+    """Another process's lock, as far as anybody can see."""
+    with open(folder / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("12345 on node7\n")
+        file.flush()
+        yield
+
+
+def test_a_second_run_is_refused_before_it_looks(run, tiny_data, tmp_path, capsys):
+    """The first one may be in the middle of a save: what looks damaged is not, and nobody shall delete it."""
+    folder = run("--max_iters=2")
+    state = folder / "step_00000002" / "state.json"
+    state.write_text(state.read_text()[:100])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    flags = [f"--dataset={tiny_data}", f"--out_dir={folder}"]
+    with held(folder):
+        for how in (["--init_from=resume"], TINY):
+            assert f"out_dir={folder} belongs to process 12345 on node7" in refused(train.main, [*flags, *how], capsys)
+        with pytest.raises(SystemExit):
+            train.main([*flags, "--init_from=resume", "--eval_only=True"])  # which writes nothing, and takes no lock
+        assert "12345" not in capsys.readouterr().err
+        (folder / ".lock").unlink()
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_starts_keeps_others_out(run, tiny_data, tmp_path, monkeypatch, capsys):
+    """Another one in the window between the look at out_dir and the first line of metrics.jsonl."""
+    join, lines = train.parallel.join, []
+
+    def another_comes(cfg):
+        monkeypatch.setattr(train.parallel, "join", join)
+        flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={cfg.out_dir}", "--seed=2"]
+        lines.append(refused(train.main, flags, capsys))
+        return join(cfg)
+
+    monkeypatch.setattr(train.parallel, "join", another_comes)
+    folder = run("--max_iters=6", out="one")
+    assert f"belongs to process {os.getpid()} on " in lines[0]
+    assert losses(folder) == losses(run("--max_iters=6", out="alone"))
+
+
+def test_what_is_made_for_the_lock_goes_again(tmp_path, tiny_data, capsys):
+    (tmp_path / "mine").mkdir()
+    for out in ("mine", "new/deep"):
+        refused(train.main, [*TINY, "--dataset=/no/such/place", f"--out_dir={tmp_path / out}"], capsys)
+    assert os.listdir(tmp_path) == ["mine"] and not os.listdir(tmp_path / "mine")
+
+
+def test_one_holder_at_a_time(tmp_path):
+    """Threads that take a lock whose file and folder each holder removes."""
+    inside, most, taken = [], [], []
+
+    def work():
+        for _ in range(100):
+            with FolderLock() as lock:
+                try:
+                    lock.take(str(tmp_path / "new" / "run"))
+                except ValueError:
+                    continue
+                inside.append(1)
+                most.append(len(inside))
+                time.sleep(0.0002)
+                inside.pop()
+                taken.append(1)
+
+    time_of_name, time.sleep = time.sleep, lambda seconds: time_of_name(min(seconds, 0.001))
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    finally:
+        time.sleep = time_of_name
+    assert max(most) == 1 and len(taken) > 50
+
+
+def test_a_restarted_worker_waits_for_the_lost_one(tmp_path, monkeypatch):
+    def let_go(lock):
+        time.sleep(0.5)
+        lock.__exit__()
+
+    for restarts in ("3", "0"):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        dying = FolderLock()
+        dying.take(str(tmp_path))
+        thread = threading.Thread(target=let_go, args=[dying])
+        thread.start()
+        with FolderLock() as lock:
+            if restarts == "0":
+                with pytest.raises(ValueError, match=f"belongs to process {os.getpid()} on "):
+                    lock.take(str(tmp_path))
+            else:
+                lock.take(str(tmp_path))
+                assert lock.file is not None
+        thread.join()
+
+
+RACE = """
+import os, random, sys, time
+sys.path[:0] = [ROOT, ROOT + "/tests"]
+import train
+train.peak_flops = lambda *_: 1e9
+pairs, base, flags = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+rng = random.Random(0)
+
+def start(name, delay, flags):
+    if pid := os.fork():
+        return pid
+    out = os.open(f"{base}/{name}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(out, 1), os.dup2(out, 2)
+    time.sleep(delay)
+    try:
+        train.main(flags)
+    except SystemExit as stop:
+        os._exit(stop.code)
+    os._exit(0)
+
+for pair in range(pairs):
+    how, late = pair % 2, rng.uniform(0.1, 1) if pair // 2 % 2 else 0
+    mine = [*flags, f"--out_dir={base}/out{pair}"]
+    if how:
+        os.waitpid(start(f"before{pair}", 0, [*mine, "--max_iters=6", "--lr_decay_iters=400"]), 0)
+        mine.append("--init_from=resume")
+    pids = [start(f"{pair}.{i}", i * late, mine) for i in range(2)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    print(pair, *pids, *codes, flush=True)
+"""
+
+
+@pytest.mark.parametrize("pairs", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_pairs_of_runs_do_not_mix(run, tiny_data, tmp_path, pairs):
+    """Two at once or one a little later, both fresh or both resumed, while a checkpoint is written every 3 steps."""
+    (tmp_path / "race.py").write_text(RACE.replace("ROOT", repr(str(ROOT))))
+    flags = ["--max_iters=400", "--lr_decay_iters=400", "--eval_interval=100", "--save_interval=3"]
+    command = [sys.executable, str(tmp_path / "race.py"), str(pairs), str(tmp_path)]
+    done = subprocess.run(
+        [*command, *TINY, f"--dataset={tiny_data}", *flags],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert len(done.stdout.splitlines()) == pairs, done.stderr
+    whole = losses(run(*flags, out="whole"))
+    for line in done.stdout.splitlines():
+        pair, *pids, first, second = map(int, line.split())
+        assert sorted((first, second)) == [0, 2], line
+        assert (first, second) == (0, 2) or pair // 2 % 2 == 0, "the one that came first has to win"
+        winner, loser = pids if second else pids[::-1]
+        said = (tmp_path / f"{pair}.{int(second > 0)}").read_text()
+        assert said.startswith("error: ") and len(said.splitlines()) == 1 and f"belongs to process {winner} on" in said
+        trained = [row for row in losses(tmp_path / f"out{pair}") if len(row) == 5]
+        assert trained == [row for row in whole if len(row) == 5]
+
+
+def test_earlier_flags_stay(run):
+    """config.py is of the run as it goes on; what led to the step of a resume with other flags is beside it."""
+    folder = run("--max_iters=20", "--lr_decay_iters=40")
+    first = (folder / "config.py").read_text()
+    run("--max_iters=30", "--lr_decay_iters=40", "--learning_rate=5e-3", "--init_from=resume")
+    assert (folder / "config_00000020.py").read_text() == first
+    run("--max_iters=30", "--lr_decay_iters=40", "--learning_rate=5e-3", "--init_from=resume")
+    assert {path.name for path in folder.glob("config*")} == {"config.py", "config_00000020.py"}
+    rates = [parse(Config, [str(folder / name)]).learning_rate for name in ("config.py", "config_00000020.py")]
+    assert rates == [5e-3, 1e-2]
+    assert checkpoint.find(folder).name == "step_00000030"
