@@ -96,18 +96,21 @@ def choose(logits: Tensor, cfg: SampleConfig, generator: torch.Generator) -> Ten
 
 def load(cfg: SampleConfig, device: torch.device):
     """The checkpoint's model in evaluation mode, and its tokenizer."""
-    path = checkpoint.find(cfg.out_dir)
-    state = checkpoint.read_state(path, {"flags": dict, "tokenizer": (dict, NoneType)})
-    require(
-        state["tokenizer"] is not None,
-        f"{path} was trained on data without a tokenizer; give its meta.json a tokenizer and resume for one step",
-    )
-    tokenizer = from_spec(state["tokenizer"], path)
-    with torch.device("meta"):
-        model = Model(parse(Config, [], base=lambda _: (state["flags"], str(path))))
-    model.to_empty(device="cpu")
-    model.tie()
-    checkpoint.load(path, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
+
+    def built(path: Path, state: dict) -> tuple[Path, Model, Tokenizer]:
+        require(
+            state["tokenizer"] is not None,
+            f"{path} was trained on data without a tokenizer; give its meta.json a tokenizer and resume for one step",
+        )
+        tokenizer = from_spec(state["tokenizer"], path)
+        with torch.device("meta"):
+            model = Model(parse(Config, [], base=lambda _: (state["flags"], str(path))))
+        model.to_empty(device="cpu")
+        model.tie()
+        checkpoint.load(path, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
+        return path, model, tokenizer
+
+    path, model, tokenizer = checkpoint.read(cfg.out_dir, {"flags": dict, "tokenizer": (dict, NoneType)}, built)
     print(f"{path}: {model.n_params():,} parameters, on {device}", file=sys.stderr)
     return model.to(device).eval(), tokenizer
 

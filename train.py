@@ -43,7 +43,7 @@ DATA = Path(__file__).parent / "data"
 FREE_ON_RESUME = {"dropout", "loss_chunk"}  # model flags that may differ from the checkpoint's
 STATE = {  # what a resume needs of a checkpoint's state, and its types
     "flags": dict, "samples": int, "skipped": int, "best_val_loss": (float, NoneType), "scaler": dict,
-    "tokenizer_hash": (str, NoneType),
+    "tokenizer_hash": (str, NoneType), "ranks": int,
 }  # fmt: skip
 
 
@@ -57,8 +57,7 @@ def stored_flags(lock: FolderLock, flags: dict) -> tuple[dict, str]:
     if kind == "resume":
         if not (flags["eval_only"] or flags["plan"]):
             lock.take(flags["out_dir"], make=False)
-        path = checkpoint.find(flags["out_dir"])
-        stored = checkpoint.read_state(path, STATE)["flags"]
+        path, stored = checkpoint.read(flags["out_dir"], STATE, lambda path, state: (path, state["flags"]))
         return {name: value for name, value in stored.items() if name not in ("out_dir", "init_from")}, str(path)
     if kind == "nanogpt":
         model_args, tensors, _ = interchange.read_nanogpt(file)
@@ -73,7 +72,7 @@ def restarted(cfg: Config) -> bool:
     """
     if not parallel.may_restart() or not (Path(cfg.out_dir) / "latest").exists():
         return False
-    stored = checkpoint.read_state(checkpoint.find(cfg.out_dir), STATE)["flags"]
+    stored = checkpoint.read(cfg.out_dir, STATE, lambda _, state: state["flags"])
     mine = asdict(cfg).items()
     return all(stored.get(name) == value for name, value in mine if name not in ("init_from", "vocab_size"))
 
@@ -144,20 +143,22 @@ def random_states(ranks: Ranks) -> dict[str, Tensor]:
 
 def restore(cfg: Config, ranks: Ranks, replica: Replica, optimizer: optim.Optimizer) -> dict:
     """Load the latest checkpoint in place; returns its state. ValueError if its model or tokenizer is another one."""
-    path = checkpoint.find(cfg.out_dir)
-    state = checkpoint.read_state(path, STATE)
-    check_same_model(cfg, state["flags"], path)
-    random, saved = random_states(ranks), checkpoint.shapes(path)
-    random = {name: t for name, t in random.items() if name in saved}
-    replica.init_weights(cfg.seed, VOCAB_WEIGHTS)  # the padding that this layout has and the saved one lacks
-    tensors = run_tensors(replica, optimizer) | random
-    rows = {name: cfg.vocab_size for name in tensors if any(weight in name for weight in VOCAB_WEIGHTS)}
-    checkpoint.load(path, tensors, rows)
-    for name, t in random.items():
-        torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)
-    if not random:  # this rank was not there
-        torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])
-    return state
+
+    def load(path: Path, state: dict) -> dict:
+        check_same_model(cfg, state["flags"], path)
+        random, saved = random_states(ranks), checkpoint.shapes(path)
+        random = {name: t for name, t in random.items() if name in saved}
+        replica.init_weights(cfg.seed, VOCAB_WEIGHTS)  # the padding that this layout has and the saved one lacks
+        tensors = run_tensors(replica, optimizer) | random
+        rows = {name: cfg.vocab_size for name in tensors if any(weight in name for weight in VOCAB_WEIGHTS)}
+        checkpoint.load(path, tensors, rows)
+        for name, t in random.items():
+            torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)
+        if not random:  # this rank was not there
+            torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])
+        return state
+
+    return checkpoint.read(cfg.out_dir, STATE, load)
 
 
 def show_plan(cfg: Config):
@@ -258,7 +259,8 @@ def run(argv: list[str] | None, ends: ExitStack):
         streams = {split: data.split(split) for split in ("train", "val")}
         val_batches = math.ceil(count_windows(streams["val"], cfg.block_size) / cfg.batch_size)
         ranks = parallel.join(cfg)
-        start = checkpoint.find(cfg.out_dir).name if cfg.init_from == "resume" else cfg.init_from
+        ours = cfg.init_from == "resume" and not cfg.eval_only  # an evaluation may read what another run writes
+        start = checkpoint.find(cfg.out_dir).name if ours else cfg.init_from
         require(
             ranks.same(start),
             f"out_dir={cfg.out_dir} does not look the same to all ranks, and to one of them as {start}; wait until its "
@@ -383,7 +385,7 @@ def run(argv: list[str] | None, ends: ExitStack):
                     (train_loss, _), (val_loss, bpb) = of_train, of_val
                     with saving():
                         metrics.evaluation(step, train_loss, val_loss, bpb)
-                    improved = best is None or val_loss < best
+                    improved = math.isfinite(val_loss) and (best is None or val_loss < best)
                     best = val_loss if improved else best
                     worth_saving = step > 0 and (improved or cfg.always_save_checkpoint)
         if cfg.eval_only:

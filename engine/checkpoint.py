@@ -4,45 +4,57 @@
     path = find(out_dir)                            the step directory that `latest` (or `best`) points to
     state = read_state(path)                        what was given to save, with "step"
     load(path, tensors)                             into the given tensors, in place
+    read(out_dir, kinds, action)                    action(path, state), while another process may be saving
     saver = Saver(asynchronous=True)                its save returns at once, and training goes on
 
     python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]     the weights in one file
+    python -m engine.checkpoint convert OUT_DIR                                         from the format before this one
 
 On disk, where out_dir lies on a file system that all ranks share:
 
     out_dir/latest, out_dir/best        text files with the name of a step directory
-    out_dir/step_00001000/state.json    everything that is no tensor
-                         /.metadata     torch.distributed.checkpoint's (DCP) table of names, shapes, shards and offsets
+    out_dir/step_00001000/state.json    everything that is no tensor, and the SHA-256 of .metadata
+                         /.metadata     torch.distributed.checkpoint's (DCP) table of names, shapes and shards: the
+                                        file, offset, length and SHA-256 of each
                          /__0_0.distcp  tensors, one file per rank; a replicated tensor is written once
 
 A name beginning with `.tmp-` is unfinished or half deleted, and the next save removes it. `step_*.old` stands for the
 moment in which a step that already exists is replaced.
 """
 
+import functools
+import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model import VOCAB_WEIGHTS
+from engine.parallel import is_first_rank, of_first_rank, together
 
-FORMAT = 1
+FORMAT = 2
 STEP = re.compile(r"step_(\d{8,})")
 LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|latest|best)")
-USAGE = "usage: python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]"
+PATIENCE = 60  # seconds for which a reader follows a run that saves faster than it reads
+T = TypeVar("T")
+
+
+class Damaged(ValueError):
+    """A checkpoint is not whole; it may also have been replaced or deleted while it was read, see `read`."""
 
 
 def save(
@@ -68,25 +80,28 @@ def save(
     from torch.distributed import checkpoint as dcp
 
     from engine.dcp_reader import first_line
+    from engine.dcp_writer import DigestWriter
 
     out_dir = Path(out_dir)
     final = out_dir / f"step_{step:08d}"
     partial = out_dir / f".tmp-{final.name}"
-    text = json.dumps({**state, "format": FORMAT, "step": step}, indent=1)
-    writer, planner = dcp.FileSystemWriter(partial), dcp.DefaultSavePlanner()
+    state = {**state, "format": FORMAT, "step": step}
+    json.dumps(state)  # what is no JSON fails here, on every rank
+    writer, planner = DigestWriter(partial), dcp.DefaultSavePlanner()
     if copies is not None:
         planner.lookup_object = lambda index: copies[index.fqn]
         writer.per_thread_copy_ahead = 0  # nothing is on its way from the GPU, whose stream it would wait for
     try:
-        _together(lambda: _is_first_rank() and _begin(out_dir, partial), group)
+        together(lambda: is_first_rank() and _begin(out_dir, partial), group)
         _run(dcp.save, tensors, group, storage_writer=writer, planner=planner)
-        _together(lambda: _is_first_rank() and _commit(partial, final, text, keep_last, best), group)
+        together(lambda: is_first_rank() and _commit(partial, final, state, keep_last, best), group)
     except (OSError, ValueError) as error:
-        if _is_first_rank():
+        if is_first_rank():
             shutil.rmtree(partial, ignore_errors=True)
         free = f"{shutil.disk_usage(out_dir).free / 1e6:,.0f} MB free" if out_dir.is_dir() else "no directory"
+        reason = getattr(error, "strerror", None) or first_line(error)  # of the system: No space left on device
         raise OSError(
-            f"cannot save checkpoint {final} ({free}): {first_line(error)}; earlier checkpoints are untouched: make "
+            f"cannot save checkpoint {final}: {reason} ({free} without it); earlier checkpoints are untouched: make "
             "room or give another --out_dir, on a file system that all ranks share, and resume"
         ) from error
     return final
@@ -174,43 +189,98 @@ def find(where: str | Path, which: str = "latest") -> Path:
     if (where / "state.json").is_file():
         return where
     pointer = where / which
-    name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
-    for step_dir in (where / name, where / f"{name}.old"):  # .old: the process was killed while it replaced this step
-        if STEP.fullmatch(name) and step_dir.is_dir():
-            return step_dir
+    for attempt in range(3):
+        name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+        for step_dir in (where / name, where / f"{name}.old"):  # .old: of a process killed while it replaced this step
+            if STEP.fullmatch(name) and step_dir.is_dir():
+                return step_dir
+        if not STEP.fullmatch(name):
+            break
+        time.sleep(0.02 * (attempt < 2))  # a run that saves may have moved the pointer on since
     steps = _steps(where)
     if not steps:
         raise FileNotFoundError(f"no checkpoint in {where}; train with --out_dir={where} --init_from=scratch first")
     if which != "latest":
         raise FileNotFoundError(f"{pointer} names no checkpoint; use the latest, or give one itself: {steps[-1]}")
-    if _is_first_rank():
+    if is_first_rank():
         logging.getLogger(__name__).warning("%s names no checkpoint, the newest one is %s", pointer, steps[-1])
     return steps[-1]
 
 
-def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
-    """What was given to `save`, with "step" and "format".
+def read(where: str | Path, kinds: dict[str, Any], action: Callable[[Path, dict], T], which: str = "latest") -> T:
+    """action(path, state) for the checkpoint that find(where, which) gives, with read_state(path, kinds).
 
-    kinds   keys that the caller needs, and the type or types of each
-    Raises ValueError if state.json is missing or damaged, or if such a key is absent or of another type.
+    A run that saves meanwhile may delete a step while it is read, or replace it. Then `find` is asked again, and action
+    called for what it gives now: only what has stayed in its place is damaged. Every rank calls it, and all get the
+    path that the first rank finds; in `action` they may call `shapes` and `load`. Raises what these functions raise,
+    and OSError if no step has stayed for long enough during a minute.
+    """
+    end, failed, failure = time.monotonic() + PATIENCE, None, None
+
+    def look() -> tuple[Path, Any, bool]:
+        path = find(where, which)
+        return path, _identity(path), time.monotonic() < end
+
+    while True:
+        path, identity, patient = of_first_rank(look)
+        if failure and identity and (path, identity) == failed:
+            raise failure
+        if not patient:
+            raise OSError(
+                f"{where} is saved to faster than it can be read: no checkpoint stayed there for as long as reading "
+                f"takes, in {PATIENCE} s; give that run a larger --keep_last or --save_interval"
+            )
+        try:
+            result = action(path, together(functools.partial(read_state, path, kinds)))
+            if of_first_rank(functools.partial(_identity, path)) in (identity, None):  # not replaced meanwhile
+                return result
+        except Damaged as error:
+            failed, failure = (path, identity), error
+
+
+def read_state(path: str | Path, kinds: dict[str, Any] | None = None, formats: tuple[int, ...] = (FORMAT,)) -> dict:
+    """What was given to `save`, with "step", "format" and "metadata_sha256", the SHA-256 of the file .metadata.
+
+    kinds    keys that the caller needs, and the type or types of each. An int is a count: True is none, and it lies in
+             0 .. 2**63 - 1. A float is finite.
+    formats  those that the caller can read
+
+    Raises ValueError for another format; Damaged if state.json is missing or no JSON, if such a key is absent or not as
+    it must be, if more steps were skipped than made, or if the directory has another step's name. (A copy may have a
+    name of another form, such as `good`.)
     """
     path = Path(path)
     try:
         state = json.loads((path / "state.json").read_text())
-        newer = state["format"] > FORMAT
-        wrong = [key for key, kind in ({"step": int} | (kinds or {})).items() if not isinstance(state[key], kind)]
+        found = state["format"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(path, f"state.json: {error!r}") from error
-    if newer:
-        raise ValueError(f"checkpoint {path} has format {state['format']}, known is {FORMAT}; update this program")
-    if wrong:
-        raise _damaged(path, f"state.json: {wrong[0]} is {state[wrong[0]]!r:.60}")
+        raise damaged(path, f"state.json: {error!r:.200}") from error
+    if type(found) is int and found not in formats:
+        where = path if step_of(path) is None else path.parent
+        convert = f"bring it to format {FORMAT} with python -m engine.checkpoint convert {where}"
+        remedy = "update this program" if found > FORMAT else convert
+        raise ValueError(f"checkpoint {path} has format {found}, and {FORMAT} is known; {remedy}")
+    for key, kind in ({"format": int, "step": int} | (kinds or {})).items():
+        if not _fits(state.get(key, ...), kind):
+            raise damaged(path, f"state.json: {key} is " + (f"{state[key]!r:.60}" if key in state else "absent"))
+    step, skipped = state["step"], state.get("skipped", 0)
+    if step_of(path) not in (None, step):
+        raise damaged(path, f"state.json: step is {step}, and the directory has the name of {step_of(path)}")
+    if kinds and "skipped" in kinds and skipped > step:
+        raise damaged(path, f"state.json: skipped is {skipped}, of {step} steps")
     return state
 
 
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether the value is of this type, or of one of these, and in its range; see `read_state`."""
+    if type(value) not in (kind if isinstance(kind, tuple) else (kind,)):
+        return False
+    return 0 <= value < 2**63 if type(value) is int else type(value) is not float or math.isfinite(value)
+
+
 def shapes(path: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name -> (global shape, dtype) of every tensor in the checkpoint. Raises ValueError if it is damaged."""
-    table = _read_metadata(Path(path)).state_dict_metadata
+    """Name -> (global shape, dtype) of every tensor in the checkpoint; every rank calls it. Raises Damaged."""
+    table = together(lambda: _read_metadata(Path(path))).state_dict_metadata
     return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in table.items()}
 
 
@@ -221,7 +291,7 @@ def load(path: str | Path, tensors: dict[str, Tensor], rows: dict[str, int] | No
             but has at least these; rows that the saved one lacks keep their values.
 
     Names of the checkpoint that are not asked for are left alone. Raises ValueError, on every rank, for a name that
-    the checkpoint lacks, for another shape or dtype, and for damaged files.
+    the checkpoint lacks, and for another shape or dtype; Damaged for files that are.
     """
     from torch.distributed import checkpoint as dcp
 
@@ -233,76 +303,21 @@ def load(path: str | Path, tensors: dict[str, Tensor], rows: dict[str, int] | No
         metadata = _read_metadata(path)
         for name, tensor in tensors.items():
             entry, least = metadata.state_dict_metadata.get(name), (rows or {}).get(name)
-            if entry and least and entry.size[1:] == tensor.shape[1:] and min(entry.size[0], len(tensor)) >= least:
-                entry.size = tensor.shape  # what of the saved shards lies outside of it is not read
+            if entry and least and tensor.dim() and entry.size[1:] == tensor.shape[1:]:
+                if min([*entry.size[:1], len(tensor)]) >= least:
+                    entry.size = tensor.shape  # what of the saved shards lies outside of it is not read
             saved = f"{tuple(entry.size)} {entry.properties.dtype}" if entry else "absent"
             given = f"{tuple(tensor.shape)} {tensor.dtype}"
             if saved != given:
                 raise ValueError(f"{name} is {saved} in checkpoint {path}, {given} here; use the flags of its training")
         return metadata
 
-    metadata = _together(check)
+    metadata = together(check)
 
     try:
         _run(dcp.load, tensors, storage_reader=SafeReader(path, metadata))
     except ValueError as error:
-        raise _damaged(path, error) from error
-
-
-def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") -> Path:
-    """Write the model's weights as one safetensors file, whatever ranks saved them; returns the checkpoint's path.
-
-    One process calls it, with room for the weights in memory. Names are those of the model's parameters; where tied
-    weights have two, the first stays: wte.weight, and there is no head.weight. The file's metadata has `format` (pt),
-    `step`, and `flags`, the run's flags as JSON. Raises OSError or ValueError; there is no half file then.
-    """
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ValueError("safetensors is not installed; pip install safetensors, or pip install -e .") from error
-    path, file = find(out_dir, which), Path(file)
-    if file.exists():
-        raise FileExistsError(f"{file} is there already; delete it, or name another file")
-    state = read_state(path, {"flags": dict})
-    weights = {name: spec for name, spec in shapes(path).items() if name.startswith("model.")}
-    if not weights:
-        raise ValueError(f"checkpoint {path} holds no weights; give the out_dir of a training run")
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in weights.items()}
-    size, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(file.parent).free
-    if size > free:
-        raise OSError(f"{file} needs {size / 1e6:,.0f} MB and its disk has {free / 1e6:,.0f}; make room")
-    load(path, tensors)
-    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    for name in tensors.keys() & VOCAB_WEIGHTS:  # without the padding that a layout needed
-        tensors[name] = tensors[name][: state["flags"]["vocab_size"]]
-    partial = file.with_name(f".tmp-{file.name}")
-    try:
-        metadata = {"format": "pt", "step": str(state["step"]), "flags": json.dumps(state["flags"])}
-        save_file(tensors, partial, metadata)
-        shutil.copymode(path / "state.json", partial)  # safetensors lets nobody else read it
-        _fsync(partial)
-        partial.rename(file)
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"cannot write {file}: {error}; see to its folder and the room on its disk") from error
-    finally:
-        partial.unlink(missing_ok=True)
-    _fsync(file.parent)
-    return path
-
-
-def main(argv: list[str]) -> int:
-    """The command line; returns the exit code."""
-    from configurator import user_errors
-
-    match sorted(argv, key=lambda arg: arg.startswith("--")):  # flags last
-        case ["consolidate", out_dir, file, *flags] if flags in ([], ["--which=latest"], ["--which=best"]):
-            with user_errors():
-                path = consolidate(out_dir, file, *(flag.removeprefix("--which=") for flag in flags))
-                print(f"{file}: the weights of {path}")
-            return 0
-    print(USAGE, file=sys.stderr)
-    return 2
+        raise damaged(path, error) from error
 
 
 def _begin(out_dir: Path, partial: Path) -> None:
@@ -318,20 +333,21 @@ def _begin(out_dir: Path, partial: Path) -> None:
     partial.mkdir(exist_ok=True)
 
 
-def _commit(partial: Path, final: Path, text: str, keep_last: int, best: bool) -> None:
+def _commit(partial: Path, final: Path, state: dict, keep_last: int, best: bool) -> None:
     """Give the written directory its name, then move the pointers, then prune: each of them is one rename."""
     out_dir, old = final.parent, final.with_name(f"{final.name}.old")
+    state["metadata_sha256"] = hashlib.sha256((partial / ".metadata").read_bytes()).hexdigest()
+    write(partial / "state.json", json.dumps(state, indent=1).encode())
     _read_metadata(partial)  # are the files of all ranks here, and whole?
-    _write(partial / "state.json", text)
-    _fsync(partial)
+    fsync(partial)
     if final.exists():
         final.rename(old)
     partial.rename(final)
-    _fsync(out_dir)
+    fsync(out_dir)
     for pointer in ["latest", "best"] if best else ["latest"]:
-        _write(out_dir / f".tmp-{pointer}", f"{final.name}\n")
+        write(out_dir / f".tmp-{pointer}", f"{final.name}\n".encode())
         os.replace(out_dir / f".tmp-{pointer}", out_dir / pointer)
-    _fsync(out_dir)
+    fsync(out_dir)
     if old.exists():
         _remove(old)
     # Later steps than this one are from a run that was rewound: they are not ours to prune.
@@ -354,12 +370,18 @@ def _steps(out_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-    _fsync(path)
+def step_of(path: Path) -> int | None:
+    """The step whose name a directory has, also while it is replaced, as step_00000010.old; None for other names."""
+    match = STEP.fullmatch(path.absolute().name.removesuffix(".old"))
+    return int(match[1]) if match else None
 
 
-def _fsync(path: Path) -> None:
+def write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    fsync(path)
+
+
+def fsync(path: Path) -> None:
     """A file's bytes, or a directory's names, outlive a power cut only after this."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -368,57 +390,52 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _together(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """action(); if it raises OSError or ValueError on one rank, all ranks raise it: none waits for ever for another."""
-    result, error = None, None
-    try:
-        result = action()
-    except (OSError, ValueError) as caught:
-        error = caught
-    if dist.is_initialized():
-        errors: list[Exception | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(errors, error, group)
-        error = next((e for e in errors if e is not None), None)
-    if error is not None:
-        raise error
-    return result
-
-
 def _run(operation: Callable, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None, **how: Any) -> None:
-    """dcp.save or dcp.load; the failure of the first rank that failed is raised by all.
+    """dcp.save or dcp.load; the failure of the first rank that failed is raised by all, as it is.
 
-    That of a write can be a RuntimeError, and is made an OSError: those that are left are of collectives, where another
-    rank is gone.
+    A RuntimeError is of a collective, where another rank is gone.
     """
     from torch.distributed.checkpoint import CheckpointException
-
-    from engine.dcp_reader import first_line
 
     # For good, not inside of catch_warnings: that is no matter of one thread.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
         operation(dict(tensors), process_group=group, no_dist=not dist.is_initialized(), **how)
     except CheckpointException as failure:
-        error = min(failure.failures.items())[1][0]
-        raise OSError(first_line(error)) if isinstance(error, RuntimeError) else error from failure
+        raise min(failure.failures.items())[1][0] from failure
 
 
 def _read_metadata(path: Path) -> Any:
     from engine.dcp_reader import read_metadata
 
+    sha256 = str(read_state(path).get("metadata_sha256"))
     try:
-        return read_metadata(path)
+        return read_metadata(path, sha256)
     except ValueError as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
 
 
-def _damaged(path: Path, what: object) -> ValueError:
-    return ValueError(f"checkpoint {path} is damaged: {what}; delete this directory to go on from the one before it")
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a directory from one that takes its place; None if it is gone."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def damaged(path: Path, what: object) -> Damaged:
+    """The error; it advises nothing that loses data."""
+    if not path.is_dir():
+        return Damaged(f"checkpoint {path} is gone, or not seen from here; look which one {path.parent} holds now")
+    others = [step for step in _steps(path.parent) if step.name != path.name] if step_of(path) is not None else []
+    remedy = "bring it back from a copy, or train from the beginning in another --out_dir"
+    if others:
+        remedy = f"move this directory elsewhere to go on from {others[-1].name}, or bring it back from a copy"
+    return Damaged(f"checkpoint {path} is damaged: {what}; {remedy}")
 
 
 if __name__ == "__main__":
+    from engine.checkpoint_commands import main
+
     sys.exit(main(sys.argv[1:]))

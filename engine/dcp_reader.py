@@ -2,19 +2,21 @@
 
 DCP's own reader unpickles `.metadata` as it stands, and loads entries that are no tensors with weights_only=False: a
 stranger's checkpoint can run anything. Here the metadata is rebuilt from inert records, entries that are no tensors are
-refused, and each tensor is loaded with weights_only=True after its checksums were verified (torch.load ignores them).
+refused, and each tensor is loaded with weights_only=True after its SHA-256 was compared with the metadata's, and the
+metadata's with state.json's: no file of another checkpoint is taken for one of this.
 
 Importing this module imports DCP, which takes a second: do it where it is needed.
 """
 
+import hashlib
 import pickle
 import re
+from functools import cache
 from io import BytesIO
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from zipfile import ZipFile
 
 import torch
 from torch import Tensor
@@ -54,21 +56,20 @@ class SafeReader(FileSystemReader):
             try:
                 with open(self.path / shard.relative_path, "rb") as file:
                     file.seek(shard.offset)
-                    archive = BytesIO(file.read(shard.length))
-                _copy(archive, item, planner.resolve_tensor(item).detach())
-            except Exception as error:  # a damaged archive can make zipfile and torch.load raise nearly anything
+                    data = file.read(shard.length)
+                if hashlib.sha256(data).digest() != shard.sha256:
+                    raise ValueError("its bytes are not those that were saved")
+                _copy(data, item, planner.resolve_tensor(item).detach())
+            except Exception as error:  # an archive made by hand can make torch.load raise nearly anything
                 raise ValueError(f"{shard.relative_path}: {item.storage_index.fqn}: {first_line(error)}") from error
         done = torch.futures.Future()
         done.set_result(None)
         return done
 
 
-def _copy(archive: BytesIO, item: Any, target: Tensor) -> None:
+def _copy(data: bytes, item: Any, target: Tensor) -> None:
     """The part of a saved shard that DCP's ReadItem `item` asks for, into `target`, which has that part's shape."""
-    if ZipFile(archive).testzip():
-        raise ValueError("wrong checksum")
-    archive.seek(0)
-    shard = torch.load(archive, map_location="cpu", weights_only=True)
+    shard = torch.load(BytesIO(data), map_location="cpu", weights_only=True)
     for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         shard = shard.narrow(dim, offset, length)
     if (shard.shape, shard.dtype) != (target.shape, target.dtype):  # copy_ would broadcast and convert
@@ -97,24 +98,30 @@ class _Unpickler(pickle.Unpickler):
         raise ValueError(f"it refers to {module}.{name}, which no checkpoint needs")
 
 
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Path, sha256: str | None) -> Metadata:
     """The table of tensors in the checkpoint directory, checked against the files there. Raises ValueError.
 
     After it, every shard lies inside its tensor and in a file of this directory that is long enough, and the shards of
     a tensor add up to its size.
+
+    sha256  the table's, in hexadecimal; None for a checkpoint of format 1, which has no digests
     """
     try:
-        with open(path / ".metadata", "rb") as file:
-            top = _Unpickler(file).load().state
+        content = (path / ".metadata").read_bytes()
+        if sha256 not in (None, hashlib.sha256(content).hexdigest()):
+            raise ValueError("it is not the one that was saved with state.json")
+        top = _Unpickler(BytesIO(content)).load().state
+        size = cache(lambda name: (path / name).stat().st_size)
         shards, tensors = {}, {}
         for index, info in top["storage_data"].items():
             name, offset, length = (info.state[field] for field in ("relative_path", "offset", "length"))
             if not re.fullmatch(r"[\w-]+\.distcp", name) or info.state.get("transform_descriptors"):
                 raise ValueError(f"file {name!r} is none that a save writes")
-            if not 0 <= offset <= offset + length <= (path / name).stat().st_size:
-                raise ValueError(f"{name} is cut off after {(path / name).stat().st_size} bytes")
+            if not 0 <= offset <= offset + length <= size(name):
+                raise ValueError(f"{name} is cut off after {size(name)} bytes")
             key = MetadataIndex(index.state["fqn"], index.state.get("offset"))
-            shards[key] = SimpleNamespace(relative_path=name, offset=offset, length=length)
+            digest = info.state.get("sha256")
+            shards[key] = SimpleNamespace(relative_path=name, offset=offset, length=length, sha256=digest)
         for name, entry in top["state_dict_metadata"].items():
             if type(entry).__name__ != "TensorStorageMetadata":
                 raise ValueError(f"entry {name} is no tensor")
@@ -137,6 +144,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def first_line(error: BaseException) -> str:
-    """The error's kind and its first line, shortened."""
+    """The error's first line, shortened, after its kind if that says anything."""
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return kind + lines[0][:200]

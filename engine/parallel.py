@@ -16,9 +16,11 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from engine import context, tensor
 
 STOPPING = "stopping after this step; press Ctrl-C again to quit now"
 STOPPED = "stopped before the first step was done: there is nothing to save"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,35 @@ def fresh_store(rank: int, size: int) -> dist.Store:
         if all(read == names for read in store.multi_get([f"read_{r}" for r in range(size)])):
             return dist.PrefixStore(hashlib.sha256(names).hexdigest(), store)
         time.sleep(0.05)
+
+
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """action(); if it raises OSError or ValueError on one rank, all ranks raise it: none waits for ever for another."""
+    result, error = None, None
+    try:
+        result = action()
+    except (OSError, ValueError) as caught:
+        error = caught
+    if dist.is_initialized():
+        errors: list[Exception | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(errors, error, group)
+        error = next((e for e in errors if e is not None), None)
+    if error is not None:
+        raise error
+    return result
+
+
+def of_first_rank(action: Callable[[], T]) -> T:
+    """What action() gives on the first rank, on every rank; they raise its OSError or ValueError together."""
+    results = [together(lambda: action() if is_first_rank() else None)]
+    if dist.is_initialized():
+        results *= dist.get_world_size()
+        dist.all_gather_object(results, results[0])
+    return results[0]
 
 
 def leave():

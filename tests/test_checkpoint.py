@@ -1,6 +1,7 @@
 """Checkpoints: bit for bit, in any layout, whole after a kill at any instant, all ranks or none, no code run."""
 
 import contextlib
+import hashlib
 import io
 import itertools
 import json
@@ -27,7 +28,9 @@ from conftest import ROOT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from engine import checkpoint
+import sample
+import train
+from engine import checkpoint, checkpoint_commands
 from engine.parallel import Ranks, limit
 from model import Model, ModelConfig
 
@@ -72,6 +75,29 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def digests(path):
+    """{(name, offsets): SHA-256}, as .metadata has them."""
+    storage = pickle.loads((path / ".metadata").read_bytes()).storage_data
+    return {(index.fqn, tuple(index.offset or ())): piece.sha256 for index, piece in storage.items()}
+
+
+def edit_state(path, **changes):
+    file = path / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_metadata(path, edit):
+    """As somebody does who wants it to be taken for whole."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    edit(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    seal(path)
+
+
+def seal(path):
+    edit_state(path, metadata_sha256=hashlib.sha256((path / ".metadata").read_bytes()).hexdigest())
+
+
 def names(out_dir):
     return sorted(path.name for path in out_dir.iterdir())
 
@@ -92,7 +118,8 @@ def test_everything_comes_back_bit_for_bit(tmp_path, tensors):
     pointers = [tensor.data_ptr() for tensor in loaded.values()]
     checkpoint.load(checkpoint.find(tmp_path / "a" / "b"), loaded)
     assert same(loaded, tensors) and pointers == [tensor.data_ptr() for tensor in loaded.values()]
-    assert checkpoint.read_state(path) == state | {"step": 1000, "format": 1}
+    digest = hashlib.sha256((path / ".metadata").read_bytes()).hexdigest()
+    assert checkpoint.read_state(path) == state | {"step": 1000, "format": 2, "metadata_sha256": digest}
     assert checkpoint.shapes(path) == {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
 
@@ -149,10 +176,10 @@ def test_find_says_what_is_missing(tmp_path, tensors):
 
 def test_damaged_or_newer_state(tmp_path, tensors):
     path = checkpoint.save(tmp_path, 1, tensors, {})
-    for text in ['{"format": 1', "[]", "{}", '{"format": "1", "step": 1}', "[" * 100_000]:
+    for text in ['{"format": 2', "[]", "{}", '{"format": "2", "step": 1}', '{"format": true}', "[" * 100_000]:
         (path / "state.json").write_text(text)
         assert f"{path} is damaged: state.json" in message(ValueError, checkpoint.read_state, path)
-    (path / "state.json").write_text(json.dumps({"format": 2, "step": 1}))
+    (path / "state.json").write_text(json.dumps({"format": 3, "step": 1}))
     assert "update" in message(ValueError, checkpoint.read_state, path)
     (path / "state.json").unlink()
     assert "damaged" in message(ValueError, checkpoint.read_state, path)
@@ -185,7 +212,9 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, tensors):
     checkpoint.save(tmp_path, 1, tensors, {})
     with full_disk():
         text = message(OSError, checkpoint.save, tmp_path, 2, tensors, {})
-    assert step_name(2) in text and "--out_dir" in text
+        other = message(OSError, checkpoint.save, tmp_path, 2, {"w": torch.ones(100_000)}, {})
+    assert step_name(2) in text and "--out_dir" in text and text.split(" (")[0] == other.split(" (")[0]
+    assert f"{step_name(2)}: File too large (" in text  # of the system, and no "unexpected pos" of torch's
     assert names(tmp_path) == ["latest", step_name(1)]
     loaded = zeros(tensors)
     checkpoint.load(checkpoint.find(tmp_path), loaded)
@@ -208,9 +237,12 @@ def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkey
     may_write.set()
     saver.wait()
     assert saver.saved == 1 and names(tmp_path / "later") == ["best", "latest", step_name(1)]
-    for name in ("__0_0.distcp", "state.json"):
-        first, second = (tmp_path / run / step_name(1) / name for run in ("now", "later"))
-        assert first.read_bytes() == second.read_bytes()
+    first, second = (tmp_path / run / step_name(1) for run in ("now", "later"))
+    assert (first / "__0_0.distcp").read_bytes() == (second / "__0_0.distcp").read_bytes()
+    assert digests(first) == digests(second)
+    states = [checkpoint.read_state(path) for path in (first, second)]
+    assert len({state.pop("metadata_sha256") for state in states}) == 2  # .metadata has its own path in it
+    assert states[0] == states[1]
 
     # The next one waits for the one under way, and its copies take the same memory.
     memory = [copy.data_ptr() for copy in saver.copies.values()]
@@ -585,6 +617,401 @@ def test_fsdp_and_its_optimizer(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What a checkpoint says of itself
+
+STATE = {
+    "flags": {}, "samples": 80, "skipped": 10, "best_val_loss": 1.5, "scaler": {}, "tokenizer_hash": None, "ranks": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "key,values",
+    {
+        "step": [-5, 11, 1_000_000, True, 2**70, "10", 10.0, None],
+        "samples": [-8, True, 2**63, 2**70, 80.0, "80", None],
+        "skipped": [-1, 11, False, 2**70, None],
+        "best_val_loss": [math.nan, math.inf, -math.inf, True, 2, "1.5"],
+        "ranks": [-1, True, 2**63, 1.0],
+        "flags": [None, [], "x"],
+        "scaler": [None, []],
+        "tokenizer_hash": [7, False],
+        "format": [True, "2", 2.0, None],
+    }.items(),
+)
+def test_a_state_that_cannot_be_is_refused(tmp_path, key, values):
+    path = checkpoint.save(tmp_path, 10, {"w": torch.ones(2)}, STATE)
+    checkpoint.read_state(path, train.STATE)
+    for value in values:
+        edit_state(path, **{key: value})
+        text = message(ValueError, checkpoint.read_state, path, train.STATE)
+        assert text.startswith(f"checkpoint {path} is damaged: state.json: {key} is {value!r}")
+        assert text.count("; ") == 1 and "delete" not in text
+        edit_state(path, **{key: {**STATE, "step": 10, "format": 2}[key]})
+    state = json.loads((path / "state.json").read_text())
+    del state[key]
+    (path / "state.json").write_text(json.dumps(state))
+    assert key in message(ValueError, checkpoint.read_state, path, train.STATE)
+
+
+def test_a_state_at_its_limits_is_read(tmp_path):
+    path = checkpoint.save(tmp_path, 10, {"w": torch.ones(2)}, STATE)
+    for change in [{"samples": 2**63 - 1}, {"samples": 0}, {"skipped": 0}, {"best_val_loss": None}]:
+        edit_state(path, **change)
+        assert checkpoint.read_state(path, train.STATE).items() >= change.items()
+
+
+def test_a_step_has_its_own_name_or_one_that_is_no_step(tmp_path, monkeypatch):
+    path = checkpoint.save(tmp_path / "run", 10, {"w": torch.ones(2)}, {})
+    for name in ("step_00000020", "step_00000020.old"):
+        copy = shutil.copytree(path, tmp_path / name)
+        text = f"{copy} is damaged: state.json: step is 10, and the directory has the name of 20"
+        assert text in message(ValueError, checkpoint.read_state, copy)
+        assert text in message(ValueError, checkpoint.load, copy, {"w": torch.zeros(2)})
+        monkeypatch.chdir(copy)
+        assert "the name of 20" in message(ValueError, checkpoint.read_state, ".")
+    for name in ("good", "step_00000010.old", "step_00000020_copy"):
+        copy = shutil.copytree(path, tmp_path / name)
+        checkpoint.load(copy, {"w": torch.zeros(2)})
+        assert checkpoint.read_state(copy)["step"] == 10
+
+
+def test_files_of_another_step_are_refused(tmp_path):
+    saved = [{"w": torch.full((500,), float(step)), "v": torch.ones(3)} for step in range(3)]
+    one, two = (checkpoint.save(tmp_path / "run", step, saved[step], {}) for step in (1, 2))
+    files = {file.name for file in one.iterdir()}
+    assert files == {".metadata", "__0_0.distcp", "state.json"}
+    for swapped in [{name} for name in files] + [files - {name} for name in files] + [files]:
+        mixed = shutil.copytree(one, tmp_path / "other" / one.name)
+        for name in swapped:
+            shutil.copy(two / name, mixed / name)
+        text = message(ValueError, checkpoint.load, mixed, zeros(saved[1]))
+        assert f"{mixed} is damaged: " in text
+        shutil.rmtree(mixed)
+    shutil.copy(two / "__0_0.distcp", one)
+    text = message(ValueError, checkpoint.load, one, {"w": torch.zeros(500)})
+    assert "__0_0.distcp: w: its bytes are not those that were saved" in text
+    loaded = {"v": torch.zeros(3)}
+    checkpoint.load(one, loaded)  # a rank verifies what it reads, and this is the same in both
+    assert loaded["v"].tolist() == [1, 1, 1]
+
+
+def test_a_table_without_the_right_digests_is_refused(tmp_path):
+    saved = {"w": torch.arange(4.0)}
+    for lie in (None, "", b"", b"\0" * 32, "the hexadecimal one"):
+        path = checkpoint.save(tmp_path, 1, saved, {})
+
+        def edit(metadata, lie=lie):
+            for piece in metadata.storage_data.values():
+                piece.sha256 = piece.sha256.hex() if lie == "the hexadecimal one" else lie
+
+        edit_metadata(path, edit)
+        assert "its bytes are not those" in message(ValueError, checkpoint.load, path, zeros(saved))
+    path = checkpoint.save(tmp_path, 1, saved, {})
+    edit_metadata(path, lambda metadata: [vars(piece).pop("sha256") for piece in metadata.storage_data.values()])
+    assert "its bytes are not those" in message(ValueError, checkpoint.load, path, zeros(saved))
+    for lie in (None, "", 5, "0" * 64):
+        path = checkpoint.save(tmp_path, 1, saved, {})
+        edit_state(path, metadata_sha256=lie)
+        assert "not the one that was saved" in message(ValueError, checkpoint.load, path, zeros(saved))
+
+
+def true_digests(path):
+    """As `digests`, computed from the files."""
+    storage = pickle.loads((path / ".metadata").read_bytes()).storage_data
+    found = {}
+    for index, piece in storage.items():
+        data = (path / piece.relative_path).read_bytes()[piece.offset :][: piece.length]
+        found[index.fqn, tuple(index.offset or ())] = hashlib.sha256(data).digest()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_every_rank_digests_its_pieces_and_verifies_those_that_it_reads(tmp_path, asynchronous, tensors):
+    import torch._dynamo  # noqa: F401
+
+    whole, path = torch.arange(4000.0).view(1000, 4), tmp_path / step_name(1)
+
+    def save(rank):
+        saver = checkpoint.Saver(asynchronous)
+        saver.save(tmp_path, 1, {"w": sharded(whole, [Shard(0)], (2,), rank), f"rng.{rank}": torch.ones(3)}, {})
+        saver.wait()
+
+    def load(rank):
+        mine = {"w": sharded(torch.zeros_like(whole), [Shard(0)], (2,), rank)}
+        try:
+            checkpoint.load(path, mine)
+        except ValueError as error:
+            return str(error)
+        return mine["w"].to_local()[0, 0].item()
+
+    on_ranks(2, save, tmp_path)
+    assert digests(path) == true_digests(path) and len(digests(path)) == 4
+    assert on_ranks(2, load, tmp_path) == [0, 2000]
+    data = bytearray((path / "__1_0.distcp").read_bytes())
+    data[data.index(whole[900].numpy().tobytes())] ^= 1
+    (path / "__1_0.distcp").write_bytes(data)
+    errors = on_ranks(2, load, tmp_path)
+    assert errors[0] == errors[1] and "__1_0.distcp: w: its bytes are not those that were saved" in errors[0]
+    checkpoint.load(path, {"rng.0": torch.zeros(3), "rng.1": torch.zeros(3)})  # whole pieces of the same file
+
+
+def test_damage_is_no_reason_to_delete(tmp_path):
+    first, second = (checkpoint.save(tmp_path, step, {"w": torch.ones(2)}, {}) for step in (1, 2))
+    (second / "__0_0.distcp").write_bytes(b"")
+    text = message(ValueError, checkpoint.load, second, {"w": torch.zeros(2)})
+    assert f"{second} is damaged" in text and f"move this directory elsewhere to go on from {first.name}" in text
+    second.rename(tmp_path / "aside")
+    assert checkpoint.find(tmp_path) == first
+    (first / "__0_0.distcp").write_bytes(b"")
+    text = message(ValueError, checkpoint.load, first, {"w": torch.zeros(2)})
+    assert f"{first} is damaged" in text and "go on" not in text and "bring it back from a copy" in text
+    shutil.rmtree(first)
+    for call in [(checkpoint.load, first, {"w": torch.zeros(2)}), (checkpoint.read_state, first)]:
+        text = message(ValueError, *call)
+        assert f"{first} is gone" in text and "damaged" not in text and "delete" not in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Readers of a run that saves
+
+
+def put(out_dir, step, **options):
+    return checkpoint.save(out_dir, step, {"w": torch.full((50,), float(step))}, {"of": step}, **options)
+
+
+def value_of(path, state):
+    loaded = {"w": torch.zeros(50)}
+    checkpoint.load(path, loaded)
+    assert loaded["w"].tolist() == [state["of"]] * 50
+    return state["of"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_reading_while_a_run_saves_and_prunes(tmp_path, caplog):
+    put(tmp_path, 1)
+    writer = os.fork()
+    if writer == 0:
+        os.fsync = lambda handle: None
+        for step in itertools.count(2):
+            put(tmp_path, step if step % 5 else step - 1, keep_last=1)  # some are replaced
+            time.sleep(0.002)
+    try:
+        steps, end = [], time.monotonic() + 4
+        while time.monotonic() < end or len(steps) < 20:
+            steps.append(checkpoint.read(tmp_path, {"of": int}, value_of))
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    assert steps == sorted(steps) and steps[-1] > 20
+    assert not [record for record in caplog.records if record.name == checkpoint.__name__]
+
+
+def test_a_step_that_is_pruned_or_replaced_while_it_is_read(tmp_path, monkeypatch):
+    def prune(path):
+        put(tmp_path, int(path.name[5:]) + 1, keep_last=1)
+
+    def replace(path):
+        checkpoint.save(tmp_path, int(path.name[5:]), {"w": torch.full((50,), 9.0)}, {"of": 9})
+
+    def read(change, times):
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        put(tmp_path, 1)
+        seen = []
+
+        def action(path, state):
+            seen.append(path.name)
+            if len(seen) <= times:
+                change(path)
+            return value_of(path, state) if change is prune else (checkpoint.load(path, {}), state["of"])[1]
+
+        return checkpoint.read(tmp_path, {"of": int}, action), len(seen)
+
+    assert read(prune, 0) == (1, 1)
+    assert read(prune, 3) == (4, 4)
+    assert read(replace, 1) == (9, 2)  # nothing failed, and state and tensors were of two
+    monkeypatch.setattr(checkpoint, "PATIENCE", 0.3)
+    text = message(OSError, read, prune, math.inf)
+    assert "saved to faster" in text and "--keep_last" in text and "damaged" not in text
+
+    # What stays is damaged, and what is no matter of the files is asked once.
+    calls = []
+
+    def refuse(path, state):
+        calls.append(path)
+        raise ValueError("other flags")
+
+    put(tmp_path, 7)
+    assert message(ValueError, checkpoint.read, tmp_path, {}, refuse) == "other flags" and len(calls) == 1
+    assert "state.json: of is 7" in message(ValueError, checkpoint.read, tmp_path, {"of": str}, value_of)
+    (tmp_path / step_name(7) / "__0_0.distcp").unlink()
+    assert "is damaged" in message(ValueError, checkpoint.read, tmp_path, {"of": int}, value_of)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_ranks_follow_a_run_together(tmp_path):
+    """The run prunes what is read, when one rank has read its part of state.json and the other not."""
+    out = tmp_path / "run"
+    put(out, 1)
+
+    def late(step):  # as the process that saves
+        process = os.fork()
+        if process == 0:
+            dist.is_initialized = lambda: False
+            put(out, step, keep_last=1)
+            os._exit(0)
+        os.waitpid(process, 0)
+
+    def work(rank):
+        seen, real = [], checkpoint.read_state
+
+        def read_state(path, *args):
+            if rank == 1 and path.name not in seen and len(seen) < 3:
+                seen.append(path.name)
+                late(len(seen) + 1)
+            return real(path, *args)
+
+        checkpoint.read_state = read_state
+        return checkpoint.read(out, {"of": int}, value_of)
+
+    assert on_ranks(2, work, tmp_path) == [4, 4]
+
+
+@pytest.mark.parametrize("command", ["sample", "evaluation", "consolidate"])
+def test_commands_follow_a_run(run, tmp_path, monkeypatch, capsys, command):
+    out = run("--max_iters=3", "--eval_interval=3", "--save_interval=1", "--keep_last=3")
+    (out / "best").unlink()
+    (out / "latest").write_text(step_name(2))
+    real, pruned = checkpoint.load, []
+
+    def load(path, tensors):
+        if not pruned:
+            pruned.append(path)
+            (out / "latest").write_text(step_name(3))
+            shutil.rmtree(path)
+        return real(path, tensors)
+
+    monkeypatch.setattr(checkpoint, "load", load)
+    if command == "sample":
+        sample.main([f"--out_dir={out}", "--device=cpu", "--max_new_tokens=2", "--num_samples=1"])
+    elif command == "evaluation":
+        run("--init_from=resume", "--eval_only=True")
+    else:
+        checkpoint_commands.main(["consolidate", str(out), str(tmp_path / "file")])
+    assert [path.name for path in pruned] == [step_name(2)]
+    captured = capsys.readouterr()
+    assert "damaged" not in captured.err and ("step 3" in captured.out or step_name(3) in captured.out + captured.err)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Format 1
+
+
+def old_format(out_dir, step, tensors, state):
+    """A checkpoint of format 1, written by DCP alone."""
+    path = out_dir / step_name(step)
+    dcp.save(dict(tensors), checkpoint_id=path, no_dist=True)
+    (path / "state.json").write_text(json.dumps({**state, "format": 1, "step": step}))
+    (out_dir / "latest").write_text(f"{path.name}\n")
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_format_1_is_refused_until_it_is_converted(tmp_path, tensors, capsys):
+    out = tmp_path / "run"
+    newest = checkpoint.save(out, 30, tensors, STATE)
+    paths = [old_format(out, step, tensors, STATE | {"best_val_loss": math.nan}) for step in (10, 20)]
+    paths[1] = paths[1].rename(out / f"{step_name(20)}.old")  # of a process killed while it replaced the step
+    paths.append(newest)
+    unchanged = (paths[2] / "state.json").read_bytes()
+    for path in paths[:2]:
+        for call in [(checkpoint.read_state, path), (checkpoint.shapes, path), (checkpoint.load, path, zeros(tensors))]:
+            text = message(ValueError, *call)
+            assert f"{path} has format 1" in text and f"python -m engine.checkpoint convert {out}" in text
+    copy = shutil.copytree(paths[0], tmp_path / "good")
+    assert message(ValueError, checkpoint.read_state, copy).endswith(f"convert {copy}")
+
+    assert checkpoint_commands.main(["convert", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{path}: now of format 2" for path in paths[:2]]
+    assert checkpoint_commands.main(["convert", str(copy)]) == 0 and step_name(1) not in capsys.readouterr().out
+    for path in [*paths, copy]:
+        loaded = zeros(tensors)
+        checkpoint.load(path, loaded)
+        assert same(loaded, tensors) and digests(path) == true_digests(path)
+        assert names(path) == [".metadata", "__0_0.distcp", "state.json"]
+        loss = STATE["best_val_loss"] if path == paths[2] else None
+        assert checkpoint.read_state(path, train.STATE).items() >= (STATE | {"best_val_loss": loss}).items()
+        dcp.load(other := zeros(tensors), checkpoint_id=path, no_dist=True)  # DCP reads them still
+        assert same(other, tensors)
+    assert (paths[2] / "state.json").read_bytes() == unchanged
+    assert checkpoint_commands.main(["convert", str(out)]) == 0 and not capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:torch.distributed is disabled")
+def test_a_kill_during_conversion(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    tensors = {"w": torch.arange(5.0), "v": torch.ones(3)}
+    for step in (1, 2):
+        old_format(tmp_path / "before", step, tensors, STATE | {"skipped": 0})
+    killed, formats = True, []
+    for operation in itertools.count(1):
+        if not killed:
+            break
+        run = shutil.copytree(tmp_path / "before", tmp_path / f"run{operation}")
+        killed = killed_before(operation, lambda run=run: checkpoint_commands.convert(run))
+        formats.append([])
+        for again in (False, True):
+            for path in run.glob("step_*"):
+                if json.loads((path / "state.json").read_text())["format"] == 1:
+                    assert not again
+                    formats[-1].append(1)
+                    continue
+                formats[-1].append(2)
+                loaded = zeros(tensors)
+                checkpoint.load(path, loaded)
+                assert same(loaded, tensors)
+            checkpoint_commands.convert(run)
+        assert names(run / step_name(1)) == [".metadata", "__0_0.distcp", "state.json"]
+    assert operation > 8 and formats[0][:2] == [1, 1] and formats[-1] == [2] * 4
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_is_damaged_is_not_converted(tmp_path, capsys):
+    tensors = {"w": torch.arange(2000.0)}
+    good, bad = old_format(tmp_path, 1, tensors, {}), old_format(tmp_path, 2, tensors, {})
+    whole = {name: (bad / name).read_bytes() for name in names(bad)}
+
+    def refused(*words):
+        files = {name: (bad / name).read_bytes() for name in names(bad)}
+        with pytest.raises(SystemExit) as stop:
+            checkpoint_commands.main(["convert", str(tmp_path)])
+        line = capsys.readouterr().err
+        assert stop.value.code == 2 and line.startswith(f"error: checkpoint {bad}") and line.count("\n") == 1
+        assert all(word in line for word in words)
+        assert files == {name: (bad / name).read_bytes() for name in names(bad)}
+        for name, content in whole.items():
+            (bad / name).write_bytes(content)
+
+    data = bytearray(whole["__0_0.distcp"])
+    data[data.index(tensors["w"][1000:1004].numpy().tobytes())] ^= 1
+    (bad / "__0_0.distcp").write_bytes(data)
+    refused("damaged", "__0_0.distcp: w: wrong checksum")
+    checkpoint.load(good, zeros(tensors))  # the other one was
+    (bad / "__0_0.distcp").write_bytes(data[:3000])
+    refused("damaged", "cut off")
+    (bad / ".metadata").write_bytes(b"")
+    refused("damaged", ".metadata")
+    edit_state(bad, step=3)
+    refused("damaged", "step is 3")
+    edit_state(bad, format=3)
+    refused("format 3", "update")
+    with full_disk():
+        with pytest.raises(SystemExit) as stop:
+            checkpoint_commands.main(["convert", str(tmp_path / "absent")])
+    assert stop.value.code == 2 and "no directory" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # One file
 
 
@@ -604,7 +1031,7 @@ def test_consolidated_weights_give_the_same_logits(tmp_path, tied, capsys):
     from safetensors.torch import load_file, load_model
 
     model, file = trained(tmp_path / "run", tie_weights=tied), tmp_path / "model.safetensors"
-    assert checkpoint.main(["consolidate", str(tmp_path / "run"), str(file)]) == 0
+    assert checkpoint_commands.main(["consolidate", str(tmp_path / "run"), str(file)]) == 0
     assert str(file) in capsys.readouterr().out and names(tmp_path) == ["model.safetensors", "run"]
     tensors = load_file(file)
     assert tensors.keys() == {name for name, _ in model.named_parameters()}
@@ -633,7 +1060,7 @@ def test_shards_are_consolidated(tmp_path):
         checkpoint.save(tmp_path / "run", 1, tensors, {"flags": {}})
 
     on_ranks(2, save, tmp_path)
-    checkpoint.consolidate(tmp_path / "run", tmp_path / "file")
+    checkpoint_commands.consolidate(tmp_path / "run", tmp_path / "file")
     from safetensors.torch import load_file
 
     assert same(load_file(tmp_path / "file"), wholes)
@@ -645,7 +1072,7 @@ def test_consolidating_what_cannot_be(tmp_path, capsys, monkeypatch):
 
     def refused(*words, given=(run, file)):
         with pytest.raises(SystemExit) as stop:
-            checkpoint.main(["consolidate", *map(str, given)])
+            checkpoint_commands.main(["consolidate", *map(str, given)])
         line = capsys.readouterr().err
         assert stop.value.code == 2 and line.startswith("error: ") and line.count("\n") == 1
         assert all(str(word) in line for word in words)
@@ -679,9 +1106,9 @@ def test_consolidating_what_cannot_be(tmp_path, capsys, monkeypatch):
 
 def test_the_command_line():
     done = subprocess.run([sys.executable, "-m", "engine.checkpoint"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == f"{checkpoint.USAGE}\n"
+    assert done.returncode == 2 and done.stderr == f"{checkpoint_commands.USAGE}\n"
     for wrong in ("consolidate a", "consolidate a b c", "other a b", "consolidate a b --which=last"):
-        assert checkpoint.main(wrong.split()) == 2
+        assert checkpoint_commands.main(wrong.split()) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -696,12 +1123,6 @@ class Bomb:
 
     def __reduce__(self):
         return os.system, (f"touch {self.proof}",)
-
-
-def edit_metadata(path, edit):
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    edit(metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -725,8 +1146,9 @@ def test_reading_runs_no_code(tmp_path):
 
     # In an entry of bytes, which DCP writes for whatever is no tensor.
     path = checkpoint.save(tmp_path, 2, saved, {})
-    shutil.rmtree(path)
+    (path / ".metadata").unlink()
     dcp.save({"b": Bomb(proof)}, checkpoint_id=path, no_dist=True)
+    seal(path)
     refused("entry b is no tensor", checkpoint.load, path, {})
     is_live(lambda: dcp.load({"b": 0}, checkpoint_id=path, no_dist=True))
 
@@ -738,7 +1160,7 @@ def test_reading_runs_no_code(tmp_path):
 
     def point_to_it(metadata):
         for info in metadata.storage_data.values():
-            info.length = len(archive.getvalue())
+            info.length, info.sha256 = len(archive.getvalue()), hashlib.sha256(archive.getvalue()).digest()
 
     edit_metadata(path, point_to_it)
     refused("__0_0.distcp: w: UnpicklingError", checkpoint.load, path, zeros(saved))

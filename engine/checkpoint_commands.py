@@ -1,0 +1,166 @@
+"""What people do with checkpoints besides training and sampling.
+
+    python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]     the weights in one file
+    python -m engine.checkpoint convert OUT_DIR                                         from format 1 to format 2
+
+Format 1 had no SHA-256 of its pieces.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import torch
+from torch import Tensor
+
+from engine import checkpoint
+from model import VOCAB_WEIGHTS
+
+USAGE = (
+    "usage: python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best], or "
+    "python -m engine.checkpoint convert OUT_DIR"
+)
+
+
+def main(argv: list[str]) -> int:
+    """The command line; returns the exit code."""
+    from configurator import user_errors
+
+    match sorted(argv, key=lambda arg: arg.startswith("--")):  # flags last
+        case ["consolidate", out_dir, file, *flags] if flags in ([], ["--which=latest"], ["--which=best"]):
+            with user_errors():
+                path = consolidate(out_dir, file, *(flag.removeprefix("--which=") for flag in flags))
+                print(f"{file}: the weights of {path}")
+            return 0
+        case ["convert", out_dir]:
+            with user_errors():
+                for path in convert(out_dir):
+                    print(f"{path}: now of format {checkpoint.FORMAT}")
+            return 0
+    print(USAGE, file=sys.stderr)
+    return 2
+
+
+def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") -> Path:
+    """Write the model's weights as one safetensors file, whatever ranks saved them; returns the checkpoint's path.
+
+    One process calls it, with room for the weights in memory. Names are those of the model's parameters; where tied
+    weights have two, the first stays: wte.weight, and there is no head.weight. The file's metadata has `format` (pt),
+    `step`, and `flags`, the run's flags as JSON. Raises OSError or ValueError; there is no half file then.
+    """
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ValueError("safetensors is not installed; pip install safetensors, or pip install -e .") from error
+    file = Path(file)
+    if file.exists():
+        raise FileExistsError(f"{file} is there already; delete it, or name another file")
+
+    def weights(path: Path, state: dict) -> tuple[Path, dict, dict[str, Tensor]]:
+        specs = {name: spec for name, spec in checkpoint.shapes(path).items() if name.startswith("model.")}
+        if not specs:
+            raise ValueError(f"checkpoint {path} holds no weights; give the out_dir of a training run")
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
+        size, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(file.parent).free
+        if size > free:
+            raise OSError(f"{file} needs {size / 1e6:,.0f} MB and its disk has {free / 1e6:,.0f}; make room")
+        checkpoint.load(path, tensors)
+        return path, state, tensors
+
+    path, state, tensors = checkpoint.read(out_dir, {"flags": dict}, weights, which)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    for name in tensors.keys() & VOCAB_WEIGHTS:  # without the padding that a layout needed
+        tensors[name] = tensors[name][: state["flags"]["vocab_size"]]
+    partial = file.with_name(f".tmp-{file.name}")
+    try:
+        metadata = {"format": "pt", "step": str(state["step"]), "flags": json.dumps(state["flags"])}
+        partial.touch()
+        mode = partial.stat().st_mode
+        save_file(tensors, partial, metadata)
+        partial.chmod(mode)  # safetensors lets nobody else read it
+        checkpoint.fsync(partial)
+        partial.rename(file)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"cannot write {file}: {error}; see to its folder and the room on its disk") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    checkpoint.fsync(file.parent)
+    return path
+
+
+def convert(where: str | Path) -> list[Path]:
+    """Convert all steps of an out_dir, or the step that `where` is; returns those that were not of format 2 already.
+
+    No run may save there meanwhile. Raises OSError or ValueError for the first step that cannot be converted, which
+    stays as it is, after the others were.
+    """
+    found = checkpoint.find(where)
+    where = Path(where).expanduser()
+    steps = [where] if found == where else [path for path in where.iterdir() if checkpoint.step_of(path) is not None]
+    converted, failures = [], []
+    for path in sorted(steps):
+        try:
+            if _convert(path):
+                converted.append(path)
+        except (OSError, ValueError) as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return converted
+
+
+def _convert(path: Path) -> bool:
+    """Whether there was anything to do. The files of tensors stay as they are; .metadata is replaced first, by one that
+    format 1 may have too, and then state.json: a kill at any instant leaves a checkpoint of one of the formats."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    from engine.dcp_reader import read_metadata
+    from engine.dcp_writer import dump_metadata
+
+    state = checkpoint.read_state(path, formats=(1, checkpoint.FORMAT))
+    if state["format"] == checkpoint.FORMAT:
+        return False
+    try:
+        metadata = read_metadata(path, None)
+        for name, entry in metadata.state_dict_metadata.items():
+            for box in entry.chunks:
+                piece = metadata.storage_data[MetadataIndex(name, box.offsets)]
+                piece.sha256 = _digest(path, name, piece, tuple(box.sizes), entry.properties.dtype)
+    except ValueError as error:
+        raise checkpoint.damaged(path, error) from error
+    content = dump_metadata(metadata)
+    best = state.get("best_val_loss")
+    if isinstance(best, float) and not math.isfinite(best):  # format 1 had nothing against it
+        state["best_val_loss"] = None
+    state |= {"format": checkpoint.FORMAT, "metadata_sha256": hashlib.sha256(content).hexdigest()}
+    for name, text in ((".metadata", content), ("state.json", json.dumps(state, indent=1).encode())):
+        checkpoint.write(path / f".tmp-{name}", text)
+        os.replace(path / f".tmp-{name}", path / name)
+        checkpoint.fsync(path)
+    return True
+
+
+def _digest(path: Path, name: str, piece: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
+    """SHA-256 of a piece, after the checks that format 1 allows: of its archive's checksums, its shape and dtype."""
+    from engine.dcp_reader import first_line
+
+    try:
+        with open(path / piece.relative_path, "rb") as file:
+            file.seek(piece.offset)
+            data = file.read(piece.length)
+        if ZipFile(BytesIO(data)).testzip():
+            raise ValueError("wrong checksum")
+        tensor = torch.load(BytesIO(data), map_location="cpu", weights_only=True)
+        if (tensor.shape, tensor.dtype) != (shape, dtype):
+            raise ValueError(f"it holds {tuple(tensor.shape)} {tensor.dtype}")
+    except Exception as error:  # a damaged archive can make zipfile and torch.load raise nearly anything
+        raise ValueError(f"{piece.relative_path}: {name}: {first_line(error)}") from error
+    return hashlib.sha256(data).digest()

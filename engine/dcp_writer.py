@@ -1,0 +1,71 @@
+"""Writes the files of torch.distributed.checkpoint (DCP), with a SHA-256 of every piece, which dcp_reader.py verifies.
+
+A piece is one rank's part of one tensor. DCP's table `.metadata` has an entry for each, with its file, offset and
+length; here the entry has an attribute `sha256` too, which DCP's own reader passes over.
+
+Importing this module imports DCP, which takes a second: do it where it is needed.
+"""
+
+import hashlib
+import pickle
+from pathlib import Path
+from typing import IO, Any
+
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+
+
+class DigestWriter(FileSystemWriter):
+    """DCP's storage writer, which computes each piece's SHA-256 while it is written. Raises OSError for a full disk."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.transforms = self  # DCP asks it for the stream that a piece is written to
+        self.pieces: dict[Any, _Piece] = {}
+
+    def transform_save_stream(self, item: Any, stream: IO[bytes]) -> tuple["_Piece", list[str]]:
+        piece = self.pieces[item.index] = _Piece(stream)
+        return piece, []
+
+    def write_data(self, plan, planner):
+        try:
+            written = super().write_data(plan, planner)
+        except RuntimeError:  # torch's archive writer says of a full disk only: unexpected pos 704 vs 598
+            failures = [piece.failure for piece in self.pieces.values() if piece.failure]
+            if failures:
+                raise failures[0] from None
+            raise
+        for result in written.value():
+            result.storage_data.sha256 = self.pieces[result.index].digest.digest()
+        return written
+
+
+class _Piece:
+    """A stream into an open file, with the SHA-256 of what was written to it, and the error that ended it."""
+
+    def __init__(self, stream: IO[bytes]):
+        self.stream, self.digest, self.failure = stream, hashlib.sha256(), None
+
+    def write(self, data) -> int:
+        self.digest.update(data)
+        try:
+            return self.stream.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def flush(self):
+        self.stream.flush()
+
+    close = flush  # the file goes on
+
+
+def dump_metadata(metadata: Metadata) -> bytes:
+    """The content of `.metadata` for what dcp_reader.read_metadata has read, and given a `sha256` for each piece."""
+    entries = {}
+    for index, piece in metadata.storage_data.items():
+        entries[index] = _StorageInfo(piece.relative_path, piece.offset, piece.length)
+        entries[index].sha256 = piece.sha256
+    keys = {name: (name,) for name in metadata.state_dict_metadata}  # of the flat dictionary that was saved
+    return pickle.dumps(Metadata(metadata.state_dict_metadata, planner_data=keys, storage_data=entries))
