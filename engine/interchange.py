@@ -4,8 +4,11 @@ model_args, tensors, info = read_nanogpt("out/ckpt.pt")
 flags, tensors = from_nanogpt(model_args, tensors)       our flags and our parameter names
 """
 
+import os
 import pickle
 import re
+import reprlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from zipfile import is_zipfile
@@ -24,34 +27,57 @@ def read_nanogpt(file: str | Path) -> tuple[dict, dict[str, Tensor], dict]:
     plain values.
     """
     remedy = "give the ckpt.pt that nanoGPT's train.py wrote"
-    file = Path(file).expanduser()
+    file = Path(os.path.expanduser(file))
     if not file.is_file():
         raise FileNotFoundError(f"no file {file}; {remedy}")
     try:
         # Mapped, the optimizer's two thirds of the file are never read. Files older than torch 1.6 cannot be mapped.
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as of quantized tensors, which are refused below
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
     except pickle.UnpicklingError as error:
         raise ValueError(f"{file} holds more than tensors and plain values, and is not loaded; {remedy}") from error
     except Exception as error:  # a damaged archive can make torch.load raise nearly anything
         raise ValueError(f"{file} is damaged or of another kind ({type(error).__name__}); {remedy}") from error
-    try:
-        # Trained with torch.compile, every name has a prefix.
-        tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()}
-        info = {"iter_num": int(checkpoint["iter_num"]), "best_val_loss": float(checkpoint["best_val_loss"])}
-        return dict(checkpoint["model_args"]), tensors, info | {"config": dict(checkpoint["config"])}
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{file} is no nanoGPT checkpoint ({error!r}); {remedy}") from error
+
+    def entry(name: str, *kinds: type):
+        found = checkpoint[name] if isinstance(checkpoint, dict) and name in checkpoint else None
+        if isinstance(found, Tensor) and float in kinds and not _flaw(found) and found.numel() == 1:
+            found = found.item()  # as nanoGPT's own best_val_loss is
+        if not isinstance(found, kinds):
+            kind = kinds[0].__name__
+            raise ValueError(f"{file} is no nanoGPT checkpoint: its {name} is {_words(found)}, no {kind}; {remedy}")
+        return found
+
+    model, config = entry("model", dict), entry("config", dict)
+    info = {"iter_num": entry("iter_num", int), "best_val_loss": float(entry("best_val_loss", float)), "config": config}
+    for name in model:
+        if not isinstance(name, str):
+            raise ValueError(f"{file} is no nanoGPT checkpoint: {_words(name)} is no name of a tensor; {remedy}")
+    # Trained with torch.compile, every name has a prefix.
+    tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in model.items()}
+    if len(tensors) < len(model):
+        raise ValueError(f"{file} holds tensors with and without the prefix _orig_mod. of the same name; {remedy}")
+    return entry("model_args", dict), tensors, info
 
 
 def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
-    """Our flags and our parameters, without head.weight, which is tied to wte.weight. Raises ValueError.
+    """Our flags and our parameters in float32, without head.weight, which is tied to wte.weight.
 
+    ValueError names a tensor that is absent, of another shape or no plain floating-point tensor of finite numbers.
     nanoGPT fuses q, k and v as three blocks of C rows, (3, H, D); ours are group-major, (H, 3, D).
     """
     flags = {name: model_args.get(name, default) for name, default in NANOGPT_ARGS.items()}
     for name, value in flags.items():
-        if name not in ("bias", "dropout") and (type(value) is not int or value < 1):
-            raise ValueError(f"nanoGPT checkpoint: model_args has {name}={value!r}; a positive whole number is needed")
+        if name == "bias" and type(value) is not bool:
+            raise ValueError(f"nanoGPT checkpoint: model_args has bias={_words(value)}; True or False is needed")
+        if name == "dropout" and not (type(value) in (int, float) and 0 <= value < 1):
+            raise ValueError(
+                f"nanoGPT checkpoint: model_args has dropout={_words(value)}; a number in [0, 1) is needed"
+            )
+        if name not in ("bias", "dropout") and not (type(value) is int and 0 < value < 2**31):
+            fact = f"model_args has {name}={_words(value)}"
+            raise ValueError(f"nanoGPT checkpoint: {fact}; a positive whole number below 2**31 is needed")
     if flags["n_embd"] % flags["n_head"]:
         raise ValueError(f"nanoGPT checkpoint: n_head={flags['n_head']} does not divide n_embd={flags['n_embd']}")
     # The causal mask was a buffer before torch 2.0.
@@ -60,9 +86,14 @@ def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict
 
     def take(theirs: str, shape: tuple[int, ...]) -> Tensor:
         tensor = state.pop(theirs, None)
-        found = tuple(tensor.shape) if isinstance(tensor, Tensor) else "absent"
-        if found != shape:
-            raise ValueError(f"nanoGPT checkpoint: {theirs} is {found}, its model_args ask for {shape}")
+        flaw = "absent" if tensor is None else _flaw(tensor)
+        if flaw or tensor.shape != shape:
+            fact = f"{theirs} is {flaw or tuple(tensor.shape)}, its model_args ask for {shape}"
+            raise ValueError(f"nanoGPT checkpoint: {fact}; give the file that nanoGPT's train.py wrote")
+        tensor = tensor.detach().float()
+        if not all(x.isfinite() for x in tensor.aminmax()):  # which needs no memory, and takes a NaN for both
+            fact = f"{theirs} holds numbers that are not finite"
+            raise ValueError(f"nanoGPT checkpoint: {fact}; give a checkpoint from before the training diverged")
         return tensor
 
     for name, theirs, shape in _nanogpt_layers(**flags):
@@ -73,8 +104,32 @@ def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict
     if not torch.equal(take("lm_head.weight", ours["wte.weight"].shape), ours["wte.weight"]):
         raise ValueError("nanoGPT checkpoint: lm_head.weight differs from transformer.wte.weight, nanoGPT ties them")
     if state:
-        raise ValueError(f"nanoGPT checkpoint: {min(state)} is no tensor of nanoGPT's model; remove it to go on")
+        raise ValueError(
+            f"nanoGPT checkpoint: {_words(min(state))} is no tensor of nanoGPT's model; remove it to go on"
+        )
     return flags, ours
+
+
+def _flaw(tensor: object) -> str:
+    """What keeps `tensor` from being weights, "" if nothing does."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested:
+        return _words(tensor)
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return "a quantized tensor" if tensor.is_quantized else f"a sparse tensor ({tensor.layout})"
+    if tensor.is_meta:
+        return "a meta tensor, which holds no numbers"
+    if tensor.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        return f"of {tensor.dtype}, which is no type of weights"
+    if tensor.untyped_storage().nbytes() < tensor.nbytes:
+        return f"{tuple(tensor.shape)} of fewer numbers, expanded"
+    return ""
+
+
+def _words(value: object) -> str:
+    """A value of a stranger's file in a few words."""
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return " ".join(ascii(reprlib.repr(value))[1:-1].split())[:80]
 
 
 def _nanogpt_layers(

@@ -7,6 +7,8 @@ import zipfile
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.interchange import from_nanogpt, read_nanogpt
 from model import Model, ModelConfig
@@ -139,6 +141,13 @@ def test_older_checkpoints_lack_bias_and_dropout_and_hold_the_mask():
         ({}, {"n_head": 5}, ["n_head=5", "n_embd=12"]),
         ({}, {"vocab_size": None}, ["vocab_size=None"]),
         ({}, {"n_layer": 10**9}, ["transformer.h.2.ln_1.weight", "absent"]),
+        ({}, {"n_layer": True}, ["n_layer=True", "whole number"]),
+        ({}, {"vocab_size": 2**31}, ["vocab_size=2147483648", "below 2**31"]),
+        ({}, {"block_size": 10**600}, ["block_size=1000", "below 2**31"]),
+        ({}, {"n_embd": torch.zeros(2)}, ["n_embd=a Tensor"]),
+        ({}, {"bias": "False"}, ["bias='False'", "True or False"]),
+        ({}, {"dropout": math.nan}, ["dropout=nan"]),
+        ({}, {"dropout": "much"}, ["dropout='much'"]),
     ],
 )
 def test_refuses_by_name(change, args, words):
@@ -146,6 +155,104 @@ def test_refuses_by_name(change, args, words):
     with pytest.raises(ValueError) as error:
         from_nanogpt(ARGS | args, {name: tensor for name, tensor in state.items() if tensor is not None})
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+WPE = torch.arange(96.0).reshape(8, 12)  # of the shape that the model asks for
+STRANGE = {
+    "integers": (lambda: WPE.long(), "torch.int64"),
+    "bool": (lambda: WPE > 3, "torch.bool"),
+    "complex": (lambda: WPE.to(torch.complex64), "torch.complex64"),
+    "float8": (lambda: WPE.to(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
+    "meta": (lambda: WPE.to("meta"), "a meta tensor"),
+    "quantized": (lambda: torch.quantize_per_tensor(WPE, 1.0, 0, torch.qint8), "a quantized tensor"),
+    "quantized by channel": (
+        lambda: torch.quantize_per_channel(WPE, torch.ones(8), torch.zeros(8), 0, torch.qint8),
+        "a quantized tensor",
+    ),
+    "sparse": (lambda: WPE.to_sparse(), "a sparse tensor (torch.sparse_coo)"),
+    "compressed": (lambda: WPE.to_sparse_csr(), "a sparse tensor (torch.sparse_csr)"),
+    "expanded": (lambda: torch.zeros(1).expand(8, 12), "expanded"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.zeros(8, 12)]), "a Tensor"),
+    "without axes": (lambda: torch.tensor(1.0), "()"),
+    "empty": (lambda: torch.zeros(0, 12), "(0, 12)"),
+    "NaN": (lambda: WPE.where(WPE > 3, math.nan), "not finite"),
+    "infinite": (lambda: WPE.where(WPE > 3, -math.inf), "not finite"),
+    "too large": (lambda: WPE.double() * 1e300, "not finite"),
+    "a list": (lambda: [1.0], "[1.0]"),
+    "a number": (lambda: 3, "is 3,"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("make, words", STRANGE.values(), ids=STRANGE)
+def test_names_a_tensor_that_holds_no_weights(tmp_path, recwarn, make, words, zipped):
+    model = nanogpt_state(**ARGS) | {"transformer.wpe.weight": make()}
+    torch.save(
+        dict(model=model, model_args=ARGS, iter_num=1, best_val_loss=1.0, config={}),
+        tmp_path / "ckpt.pt", _use_new_zipfile_serialization=zipped,
+    )  # fmt: skip
+    recwarn.clear()
+    with pytest.raises(ValueError) as error:
+        from_nanogpt(*read_nanogpt(tmp_path / "ckpt.pt")[:2])
+    message = str(error.value)
+    assert "\n" not in message and not recwarn.list
+    if zipped or "damaged" not in message:  # in the older format torch.load itself refuses float8
+        assert words in message and "transformer.wpe.weight" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_floating_point_numbers_become_float32(dtype):
+    state = nanogpt_state(**ARGS)
+    state = {name: torch.nn.Parameter(tensor.to(dtype)) for name, tensor in state.items()}
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    _, ours = from_nanogpt(ARGS, dict(state))
+    assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
+    assert torch.equal(ours["pos.wpe.weight"], state["transformer.wpe.weight"].float())
+
+
+def test_an_expanded_tensor_of_huge_size_is_not_read():
+    state = nanogpt_state(**ARGS) | {"transformer.wte.weight": torch.zeros(1).expand(2**31 - 1, 12)}
+    with pytest.raises(ValueError, match="transformer.wte.weight is .* of fewer numbers, expanded"):
+        from_nanogpt(ARGS | {"vocab_size": 2**31 - 1}, state)
+
+
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.integers(-(2**1000), 2**1000) | st.floats() | st.text(max_size=5)
+    | st.binary(max_size=3) | st.sampled_from([make for make, _ in STRANGE.values()]).map(lambda make: make())
+)  # fmt: skip
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), inner)
+)
+PLACES = ["model", "model_args", "iter_num", "best_val_loss", "config", *ARGS, *nanogpt_state(**ARGS)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_file_is_read_or_refused_in_one_line(tmp_path_factory, data):
+    """A checkpoint in which some values are others, have other names or are gone; or any value at all."""
+    file = tmp_path_factory.getbasetemp() / "strange.pt"
+    torch.manual_seed(0)
+    checkpoint = dict(model=nanogpt_state(**ARGS), model_args=dict(ARGS), iter_num=1, best_val_loss=1.0, config={})
+    for place in data.draw(st.lists(st.sampled_from(PLACES), max_size=3)):
+        inside = next((part for part in checkpoint.values() if isinstance(part, dict) and place in part), checkpoint)
+        value = inside.pop(place, None)
+        change = data.draw(st.sampled_from(["value", "value", "name", "gone"]))
+        if change == "name":
+            inside[data.draw(st.integers() | st.text(max_size=9) | st.just(f"_orig_mod.{place}"))] = value
+        elif change == "value":
+            inside[place] = data.draw(VALUES)
+    if data.draw(st.integers(0, 9)) == 0:
+        checkpoint = data.draw(VALUES)
+    torch.save(checkpoint, file, _use_new_zipfile_serialization=data.draw(st.booleans()))
+    try:
+        flags, ours = from_nanogpt(*read_nanogpt(file)[:2])
+    except ValueError as error:
+        assert "\n" not in str(error) and "; " in str(error) and len(str(error)) < 600
+    else:
+        Model(ModelConfig(**flags)).load_state_dict(ours, strict=False)
+        assert all(tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in ours.values())
 
 
 class Bomb:
