@@ -4,7 +4,8 @@
     flags.add_argument("--tokenizer", default="gpt2")
     prepare(flags.parse_args(), find_files(["books/*.txt", "web"]))
 
-A document's number, counted over the sorted files, decides by a hash whether it validates. Threads only encode, and
+A document's number, counted over the sorted files, decides by a hash whether it validates; a single text is cut in two
+instead. A tokenizer without end-of-text leaves a line end, or a blank line, between documents. Threads only encode, and
 their results are written in the order of the documents, so neither their number nor a restart changes any shard. A
 preparation that stops goes on from its last full shard when the same command is given again.
 
@@ -18,7 +19,6 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 import time
 from collections import deque
@@ -31,15 +31,15 @@ from pathlib import Path
 
 import numpy as np
 
+from data.command import Parser, next_command, out_folder
+from data.files import SPLITS, shown
 from data.hashing import mix
-from data.shards import SPLITS, shown
 from data.sources import ADDRESS, Source, find_files, hub_files, reason
-from data.tokenizer import build
+from data.tokenizer import TOKENIZERS, build
 from data.writer import ShardWriter
 
 JOB = 1_000_000  # characters that a thread gets at once, and after which a document is cut
 MANY = 4096  # documents that it gets at once
-DATA = Path(__file__).resolve().parent
 CUT = re.compile(r"\S(?= )|(?<=\S)\n(?=\S)")
 
 
@@ -159,7 +159,8 @@ def write(out: ShardWriter, source: Source, val_fraction: float, threads: int, l
 
     def encode(job: Job) -> dict[str, tuple[np.ndarray, int]]:
         """{split: (tokens, documents begun)}"""
-        job.shares = shares(np.array(job.numbers, dtype=np.uint64))
+        numbers = np.array(job.numbers, dtype=np.uint64)
+        job.shares = numbers.astype(float) if source.val_fraction else shares(numbers)  # of a cut text
         parts: dict[str, list] = {split: [] for split in SPLITS}
         begun = dict.fromkeys(SPLITS, 0)
         for (text, begins, ends), val, at in zip(job.pieces, job.shares < val_fraction, job.rows, strict=True):
@@ -213,15 +214,19 @@ def write(out: ShardWriter, source: Source, val_fraction: float, threads: int, l
         least, most = math.ceil(low * 1e4) / 1e4, math.floor(high * 1e4) / 1e4
         which, bound = ("all", f"{most} or less") if "val" in out.splits else ("none", f"{least} or more")
         raise ValueError(f"val_fraction={val_fraction} takes {which} of {n:,} documents; pass --val_fraction={bound}")
+    for split in SPLITS:
+        if count("tokens", split) < 2:
+            raise ValueError(f"the split {split} has one token, and a prediction needs two; give the input more text")
 
 
 # ---------------------------------------------------------------------------------------------------------- commands
 
 
-def parser(doc: str, here: Path) -> argparse.ArgumentParser:
+def parser(doc: str, here: Path) -> Parser:
     """The flags that all preparations of documents share."""
-    flags = argparse.ArgumentParser(description=doc.splitlines()[0], allow_abbrev=False)
-    flags.add_argument("--val_fraction", type=float, default=0.005, help="share of the documents (default 0.005)")
+    flags = Parser(doc)
+    share = "share of the documents that validates (default 0.005; of a single text its last 0.1)"
+    flags.add_argument("--val_fraction", type=float, help=share)
     flags.add_argument("--field", default="text", help="of jsonl and parquet, what holds the text (default text)")
     flags.add_argument("--out", default=str(here), help="NAME (data/NAME) or a path with a / (default: this folder)")
     flags.add_argument("--shard_tokens", type=int, default=100_000_000, help="size of a shard (default 100_000_000)")
@@ -231,15 +236,18 @@ def parser(doc: str, here: Path) -> argparse.ArgumentParser:
 
 def prepare(args: argparse.Namespace, files: list[str], documents: str = "file", shards: int = 0) -> None:
     """The data set that the flags describe; `shards` full ones to train on, 0 = all. ValueError in one line."""
-    if not 0 < args.val_fraction < 1:
-        raise ValueError(f"val_fraction={args.val_fraction} is no share; pass a number between 0 and 1")
+    single = documents == "file" and len(files) == 1 and not re.search(r"\.(jsonl(\.gz|\.zst)?|parquet)$", files[0])
+    val_fraction = (0.1 if single else 0.005) if args.val_fraction is None else args.val_fraction
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"val_fraction={val_fraction} is no share; pass a number between 0 and 1")
     for name, value, most in (("threads", args.threads, 1024), ("shard_tokens", args.shard_tokens, 2**31 - 1)):
         if not 1 <= value <= most:
             raise ValueError(f"{name}={value} is not possible; pass a number from 1 to {most}")
     if shards < 0:
         raise ValueError(f"shards={shards} is not possible; pass 0 for all, or the number of shards to train on")
-    folder = DATA / args.out if re.fullmatch(r"\w[\w.-]*", args.out) else Path(args.out).expanduser()
-    source = Source(files, documents, args.field)
+    folder = out_folder(args.out)
+    separated = not single and getattr(TOKENIZERS.get(args.tokenizer), "eot", 0) is None
+    source = Source(files, documents, args.field, separated, val_fraction if single else 0)
     tokenizer = build(args.tokenizer, partial(texts_of, source))
     tokenizer.encode("")  # reads gpt2's table, once, and before anything is written
     names = json.dumps([[f if f.startswith("hf://") else os.path.abspath(f) for f in files], source.sizes])
@@ -248,19 +256,25 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
         "input": hashlib.sha256(names.encode()).hexdigest(),
         "documents": documents,
         "field": args.field,
-        "val_fraction": args.val_fraction,
+        "val_fraction": val_fraction,
+        "separated": separated,
         "shard_tokens": args.shard_tokens,
         "shards": shards,
     }
     try:
         with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
-            write(out, source, args.val_fraction, args.threads, shards * args.shard_tokens)
+            write(out, source, val_fraction, args.threads, shards * args.shard_tokens)
     except OSError as e:
         raise ValueError(f"cannot write to {shown(folder)} ({reason(e)}); make room, or pass another --out") from e
     train, val = out.splits["train"], out.splits["val"]
+    what = f"{train['documents']:,} + {val['documents']:,} documents"
+    if separated:
+        what += f" with {'a blank line' if documents == 'paragraph' else 'a line end'} after each"
+    if single:
+        what = f"one text, of which the last {val_fraction:.3g} validates (cut at a line end where one is near)"
     print(
-        f"{train['documents']:,} + {val['documents']:,} documents, {train['tokens']:,} train + {val['tokens']:,} val "
-        f"tokens in {shown(folder)}; next: python train.py --dataset={folder.name if folder.parent == DATA else folder}"
+        f"{what}, {train['tokens']:,} train + {val['tokens']:,} val tokens in {shown(folder)}; "
+        f"next: {next_command(folder, tokenizer.vocab_size, [train['tokens'], val['tokens']])}"
     )
 
 
@@ -278,19 +292,3 @@ def stream(doc: str, here: Path, path: str) -> None:
             raise
         files = hub_files(args.path)
     prepare(args, files, shards=args.shards)
-
-
-def run(main: Callable[[], None]) -> None:
-    """main(), whose errors end the process in one line: with exit code 2, or 130 after Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        main()
-    except (ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print(
-            "interrupted; the data are as they were, and the same command goes on after the last full shard",
-            file=sys.stderr,
-        )
-        sys.exit(130)

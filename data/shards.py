@@ -3,32 +3,25 @@
     data = open_data("pycode")                       # data/pycode, or any path; "a:0.7,b:0.3" mixes two by weight
     stream = data.split("train")                     # len(stream); stream.read(starts, buffer)
 
-A shard is the file that llm.c and modded-nanogpt read: 256 little-endian int32 (magic 20240520 and version 1 for
-uint16, magic 20240801 and version 7 for uint32; the number of tokens; zeros), then the tokens. Beside them, meta.json:
+What a file of tokens may be stands in files.py. Beside the files lies meta.json:
 
     {"tokenizer": spec, "tokenizer_hash": sha256, "vocab_size": V, "eot": id or null,
      "splits": {"train": {"tokens": N, "documents": D,
                           "shards": [{"name", "tokens", "sha256", "max_token"}, ...]}, "val": ...}}
 
 Only `vocab_size` is required: {"vocab_size": 50257} beside shards or beside nanoGPT's headerless train.bin and val.bin
-makes them a data set. nanoGPT's meta.pkl is never opened, because unpickling runs whatever code the file holds.
-
-Megatron's pairs of .bin and .idx are read too (train.bin, or any x_train_text_document.bin), with the same meta.json.
-The index is b"MMIDIDX\\0\\0", version 1 (uint64), a code of the tokens' type (uint8), the numbers of sequences n and of
-document bounds d (uint64 each), then sizes (n int32, in tokens), pointers (n int64, in bytes) and bounds (d int64).
+makes them a data set, and so beside Megatron's pairs (train.bin and train.idx, or any x_train_text_document.bin).
+nanoGPT's meta.pkl is never opened, because unpickling runs whatever code the file holds.
 
     python -m data.shards PATH...                    # look into files or data sets, and check them
 """
 
 import difflib
-import errno
-import hashlib
-import json
 import math
 import os
 import re
 import resource
-import sys
+import signal
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,17 +29,30 @@ from fractions import Fraction
 from itertools import repeat
 from pathlib import Path
 
-import numpy as np
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
 
-from data.tokenizer import Tokenizer, from_spec
+import numpy as np  # noqa: E402
 
-HEADER_BYTES = 256 * 4
-FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic: (version, dtype)
-MEGATRON = b"MMIDIDX\0\0"
-MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point numbers
-SPLITS = ("train", "val")
+from data.command import Parser, run, say, told  # noqa: E402
+from data.files import (  # noqa: E402
+    FORMATS,
+    SPLITS,
+    header,
+    map_file,
+    problem,
+    read_index,
+    read_json,
+    regular,
+    sha256,
+    shown,
+    unreadable,
+)  # fmt: skip
+from data.tokenizer import Tokenizer, from_spec  # noqa: E402
+
 MIXING = 10_000  # the shares of a mixture are multiples of one in so many
 LOOKED_AT = 2**24  # tokens of files of unknown ids
+MOST_IDS = 2**31 - 1
 MOVING = {"half prepared": True}  # what meta.json holds while shards are moved into place
 
 
@@ -64,7 +70,7 @@ class Shard:
     def __init__(self, mapped: np.memmap):
         self.path, self.dtype, self.length = mapped.filename, mapped.dtype, len(mapped)
         self.offset = mapped.offset  # in bytes
-        self.file = os.open(self.path, os.O_RDONLY)
+        self.file = regular(self.path)
         weakref.finalize(self, os.close, self.file)
 
     def __len__(self) -> int:
@@ -154,7 +160,7 @@ class DataSet:
             try:
                 shards.append(Shard(_open_shard(self.folder, record, limit, look_at)))
             except OSError as e:
-                raise _unreadable(self.folder, record["name"], e) from e
+                raise unreadable(self.folder, record["name"], e) from e
             if self.verify and not record.get("sha256"):
                 fact = "cannot be verified, because no meta.json records its SHA-256"
                 raise problem(self.folder, record["name"], fact, "pass --verify_data=False")
@@ -189,7 +195,7 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
     """
     folder = Path(root) / name
     if not folder.is_dir():
-        folder = Path(name).expanduser()
+        folder = Path(os.path.expanduser(name))
     if not folder.is_dir() and re.search("[,:]", str(name)):
         return _open_mixture(str(name), root, vocab_size, verify)
     if not folder.is_dir():
@@ -259,22 +265,33 @@ def _read_meta(folder: Path) -> dict | None:
     if not path.exists():
         return None
     try:
-        meta = json.loads(path.read_text())
+        meta = read_json(path)
         if meta == MOVING:
             raise ValueError("a preparation was cut off while it moved its files into place")
-        eot, splits = meta.get("eot"), meta.get("splits", {})
+        size, eot, splits = meta["vocab_size"], meta.get("eot"), meta.get("splits", {})
         shards = [shard for split in splits.values() for shard in split["shards"]]
-        ok = (
-            type(meta["vocab_size"]) is int
-            and meta["vocab_size"] > 0
-            and (eot is None or type(eot) is int and 0 <= eot < meta["vocab_size"])
-            and all(type(s["name"]) is str and type(s["tokens"]) is type(s.get("max_token", 0)) is int for s in shards)
-        )
+        wrong = {
+            f"a vocab_size that is no number from 1 to {MOST_IDS}": not _is_count(size, 1),
+            "an eot that is no id below its vocab_size": eot is not None and not (_is_count(eot) and eot < size),
+            "a shard whose name is none of a file": not all(_is_name(shard["name"]) for shard in shards),
+            "a shard whose tokens or max_token is no count": not all(
+                _is_count(s["tokens"], 0, 2**63) and _is_count(s.get("max_token", 0), 0, 2**63) for s in shards
+            ),
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise problem(folder, "meta.json", f"cannot be used ({type(e).__name__}: {e})") from e
-    if not ok:
-        raise problem(folder, "meta.json", "holds a vocab_size, eot or shard of the wrong kind")
+    for fact in [fact for fact, found in wrong.items() if found]:
+        raise problem(folder, "meta.json", f"holds {fact}")
     return meta
+
+
+def _is_count(x, least: int = 0, most: int = MOST_IDS) -> bool:
+    return type(x) is int and least <= x <= most
+
+
+def _is_name(name) -> bool:
+    """Whether a file in the folder may have this name; no other place is read."""
+    return type(name) is str and name.isprintable() and name not in ("", ".", "..") and "/" not in name
 
 
 def _find_shards(folder: Path, meta: dict | None, split: str) -> list[dict]:
@@ -301,7 +318,7 @@ def _open_shard(folder: Path, record: dict, limit: int, look_at: int | None = No
     """The tokens of one file, memory-mapped; its size is what meta.json says, and the ids are in [0, limit): the
     largest on record, or else the first `look_at`, None = all."""
     name = record["name"]
-    shard = _map_file(folder, name)
+    shard = map_file(folder, name)
     tokens, largest = record.get("tokens"), record.get("max_token")
     if tokens not in (None, len(shard)):
         raise problem(folder, name, f"holds {len(shard)} tokens, but meta.json says {tokens}")
@@ -315,131 +332,12 @@ def _open_shard(folder: Path, record: dict, limit: int, look_at: int | None = No
     return shard
 
 
-def _map_file(folder: Path, name: str) -> np.memmap:
-    """The tokens of one file, memory-mapped. The kind is recognised by an index beside it, by magic and exact size."""
-    path = folder / name
-    try:
-        with open(path, "rb") as f:
-            start = f.read(HEADER_BYTES)
-            size = f.seek(0, os.SEEK_END)
-    except OSError as e:
-        raise _unreadable(folder, name, e) from e
-    if not start:
-        raise problem(folder, name, "is empty")
-    magic, version, count = _header(start)
-    if path.with_suffix(".idx").exists():
-        dtype, sizes, _ = _read_index(path.with_suffix(".idx"))
-        expected, offset = int(sizes.sum(dtype=np.int64)) * dtype.itemsize, 0
-        if size != expected:
-            fact = "is truncated" if size < expected else "is too long"
-            raise problem(folder, name, f"{fact}: {size} bytes, but its .idx says {expected}")
-    elif magic in FORMATS:
-        known, dtype = FORMATS[magic]
-        expected, offset = HEADER_BYTES + count * dtype.itemsize, HEADER_BYTES
-        if size < HEADER_BYTES:
-            raise problem(folder, name, f"is truncated: {size} bytes, less than a shard's header of {HEADER_BYTES}")
-        if version != known:
-            raise problem(folder, name, f"is a shard of version {version}, not {known}")
-        if size != expected:
-            fact = "is truncated" if size < expected else "is too long"
-            raise problem(folder, name, f"{fact}: {size} bytes, but its header says {count} tokens, {expected} bytes")
-        if not count:
-            raise problem(folder, name, "holds no tokens")
-    elif name in [f"{split}.bin" for split in SPLITS]:
-        dtype, offset = np.dtype("<u2"), 0
-        if size % dtype.itemsize:
-            raise problem(folder, name, f"has {size} bytes, an odd number, so it is no file of uint16 tokens")
-        if count > 0 and size in (HEADER_BYTES + 2 * count, HEADER_BYTES + 4 * count):  # else chance would be 1 in 2^31
-            raise problem(folder, name, f"is a shard whose magic is damaged: {magic}")
-    else:
-        raise problem(folder, name, f"is no shard: it begins with {magic}, not with {' or '.join(map(str, FORMATS))}")
-    return np.memmap(path, dtype=dtype, mode="r", offset=offset)
-
-
-def _header(start: bytes) -> list[int]:
-    """Magic, version and number of tokens."""
-    return np.frombuffer(start[:12].ljust(12, b"\0"), dtype="<i4").tolist()
-
-
-def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    """Megatron's .idx: the tokens' type, the sizes of the n sequences, the bounds of the documents among these.
-
-    ValueError unless the sequences follow one another without a gap and the bounds go up from 0 to n.
-    """
-    folder, name = path.parent, path.name
-    try:
-        with open(path, "rb") as f:
-            start = f.read(34)
-            size = f.seek(0, os.SEEK_END)
-    except OSError as e:
-        raise problem(folder, name, f"cannot be read ({e.strerror})") from e
-    if not start.startswith(MEGATRON):
-        raise problem(folder, name, f"is no index of Megatron's: it does not begin with {MEGATRON}")
-    if size < 34:
-        raise problem(folder, name, f"is truncated: {size} bytes, less than an index's header of 34")
-    version, (n, n_bounds) = int.from_bytes(start[9:17], "little"), np.frombuffer(start[18:], "<u8").tolist()
-    if version != 1:
-        raise problem(folder, name, f"is an index of version {version}, not 1")
-    if start[17] not in MEGATRON_DTYPES:
-        known = ", ".join(map(str, MEGATRON_DTYPES))
-        raise problem(folder, name, f"says that tokens are of type {start[17]}, which is none of {known}")
-    expected = 34 + 12 * n + 8 * n_bounds
-    if size != expected:
-        fact = "is truncated" if size < expected else "is too long"
-        raise problem(folder, name, f"{fact}: {size} bytes, but its header says {expected}")
-    content, dtype = np.memmap(path, dtype="u1", mode="r"), np.dtype(MEGATRON_DTYPES[start[17]])
-    sizes, pointers, bounds = (
-        content[a:b].view(t)
-        for a, b, t in (
-            (34, 34 + 4 * n, "<i4"), (34 + 4 * n, 34 + 12 * n, "<i8"), (34 + 12 * n, expected, "<i8")
-        )
-    )  # fmt: skip
-    end, gaps = 0, not n
-    for i in range(0, n, LOOKED_AT):
-        some, places = sizes[i : i + LOOKED_AT], pointers[i : i + LOOKED_AT]
-        ends = end + np.cumsum(some, dtype=np.int64)
-        gaps |= bool(some.min() < 0 or (places != (ends - some) * dtype.itemsize).any())
-        end = int(ends[-1])
-    if gaps:
-        raise problem(folder, name, "has sizes and pointers of sequences that do not follow one another")
-    if not n_bounds or bounds[0] != 0 or bounds[-1] != n or (np.diff(bounds) < 0).any():
-        raise problem(folder, name, f"has bounds of documents that do not go up from 0 to its {n} sequences")
-    return dtype, sizes, bounds
-
-
-def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _allow_files() -> None:
     """Every shard stays open, and there may be thousands: let this process open as many files as it may ask for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
     with suppress(ValueError, OSError):  # some systems have other limits beside
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-
-
-def _unreadable(folder: Path, name: str, e: OSError) -> ValueError:
-    many = e.errno == errno.EMFILE
-    remedy = "allow the process more of them with ulimit -n, or prepare fewer, larger shards" if many else ""
-    return problem(folder, name, f"cannot be read ({e.strerror})", remedy)
-
-
-def problem(folder: Path, name: str, fact: str, remedy: str = "") -> ValueError:
-    """In one line: the file `name` of a data set, or the data set itself (""), what is wrong, and what to do."""
-    script = folder / "prepare.py"
-    remedy = remedy or (f"run python {shown(script)}" if script.exists() else "copy or prepare it again")
-    return ValueError(f"{shown(folder / name)} {fact}; {remedy}")
-
-
-def shown(path: Path) -> str:
-    """`path` as a user in the current folder would type it."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 # --------------------------------------------------------------------------------------------------------- inspection
@@ -453,12 +351,12 @@ def describe(folder: Path, record: dict, meta: dict | None) -> list[str]:
     if record.get("sha256") and not _unchanged(folder, record):
         raise problem(folder, path.name, CHANGED)
     with open(path, "rb") as f:
-        magic, version, _ = _header(f.read(12))
+        magic, version, _ = header(f.read(12))
     kind = f"shard {magic} of version {version}" if magic in FORMATS else "no header"
     parts = (shard[i : i + LOOKED_AT] for i in range(0, len(shard), LOOKED_AT))
     documents = "an unknown number of" if eot is None else f"{sum(np.count_nonzero(part == eot) for part in parts):,}"
     if path.with_suffix(".idx").exists():
-        kind, documents = "Megatron's, version 1", f"{len(_read_index(path.with_suffix('.idx'))[2]) - 1:,}"
+        kind, documents = "Megatron's, version 1", f"{len(read_index(path.with_suffix('.idx'))[2]) - 1:,}"
     checksum = "as meta.json says" if record.get("sha256") else "on no record"
     lines = [
         f"{shown(path)}: {kind}, {shard.dtype}, {len(shard):,} tokens, {documents} documents, "
@@ -495,10 +393,12 @@ def inspect(path: Path) -> list[tuple[Path, dict, dict | None]]:
     return [(folder, record, meta) for record in records]
 
 
-def main(paths: list[str]) -> int:
-    """Prints what `paths` hold, and a line on stderr for each that is wrong; the exit code is 2 if there was one."""
-    problems = [] if paths else ["give files or folders, as in python -m data.shards data/pycode"]
-    files = []
+def main(arguments: list[str] | None = None) -> int:
+    """Prints what the paths hold, and a line on stderr for each that is wrong; the exit code is 2 if there was one."""
+    flags = Parser("Looks into files of tokens and data sets, and checks them.")
+    flags.add_argument("path", nargs="*", help="a file, a data set's folder, or the prefix of a .bin and .idx")
+    paths, files = flags.parse_args(arguments).path, []
+    problems = [] if paths else [ValueError("give files or folders, as in python -m data.shards data/pycode")]
     for path in paths:
         try:
             files += inspect(Path(path))
@@ -506,13 +406,15 @@ def main(paths: list[str]) -> int:
             problems.append(e)
     for file in files:
         try:
-            print(*describe(*file), sep="\n")
+            lines = describe(*file)
         except (ValueError, OSError) as e:
             problems.append(e)
-    for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        else:
+            print(*lines, sep="\n")
+    for e in problems:
+        say(f"error: {told(e)}")
     return 2 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

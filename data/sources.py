@@ -23,6 +23,8 @@ from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from data.files import regular
+
 ENDINGS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 LARGEST = 32_000_000  # bytes of one document
 ADDRESS = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
@@ -39,7 +41,10 @@ def find_files(paths: Iterable[str]) -> list[str]:
             files = [str(p) for p in Path(path).rglob("*") if p.name.endswith(ENDINGS)]
         else:
             files = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+        other = [f for f in files if not os.path.isfile(f) and not os.path.isdir(f)]
         files = [f for f in files if os.path.isfile(f)]
+        if other and not files:
+            raise ValueError(f"{other[0]!r} is no regular file, whose size would be known; write the text into a file")
         if not files:
             if os.path.isdir(path):
                 raise ValueError(f"no file in the folder {path!r} ends in {', '.join(ENDINGS)}; pass a pattern")
@@ -55,6 +60,8 @@ class Source:
     files: list[str]
     documents: str = "file"  # of a text: "file", "line" or "paragraph", these without blank ones and without line end
     column: str = "text"  # the field of .jsonl and .parquet
+    separated: bool = False  # each document ends with a line end, a paragraph with a blank line too
+    val_fraction: float = 0  # of a text to cut in two: first the document of its end, then that of its beginning
 
     def __post_init__(self):
         self.sizes = [_hub().size(name) if name.startswith("hf://") else os.path.getsize(name) for name in self.files]
@@ -65,10 +72,13 @@ class Source:
 
         ValueError names the file, the line or byte, and the remedy.
         """
+        end = "\n\n" if self.documents == "paragraph" else "\n"
         before = sum(self.sizes[:file])
         for i in range(file, len(self.files)):
             skip = row if i == file else 0
             for r, (text, position) in enumerate(self._read_file(self.files[i], skip), skip + 1):
+                if self.separated and text and not text.endswith(end):
+                    text += end
                 yield text, i, r, before + position
             before += self.sizes[i]
 
@@ -80,7 +90,7 @@ class Source:
                 import pyarrow
 
                 unreadable += (pyarrow.ArrowException,)
-            with _hub().open(name) if name.startswith("hf://") else open(name, "rb") as raw:
+            with _hub().open(name) if name.startswith("hf://") else open(name, "rb", opener=regular) as raw:
                 if name.endswith(".parquet"):
                     yield from self._rows(name, raw, skip)
                     return
@@ -107,6 +117,11 @@ class Source:
 
     def _plain_texts(self, name: str, f, skip: int) -> Iterator[str]:
         lines = _lines(f)
+        if self.val_fraction:
+            if len(content := f.read(LARGEST + 1)) > LARGEST:
+                raise _too_long(name, 0)
+            yield from cut_in_two(_decode(name, 0, content), self.val_fraction)[skip:]
+            return
         if self.documents == "file":
             parts = [(0, f.read(LARGEST + 1))]
         elif self.documents == "line":
@@ -159,6 +174,14 @@ class Source:
                             text = _checked(f"{name}, row {row}", self.column, text)
                             yield text, size * row // table.metadata.num_rows
             first += group.num_rows
+
+
+def cut_in_two(text: str, val_fraction: float) -> list[str]:
+    """[the end of `text`, its beginning], the end being `val_fraction` of its characters, or up to half as many again
+    where that lets it begin at a line's begin. One character is a beginning without an end."""
+    at = min(max(int(len(text) * (1 - val_fraction)), 1), max(len(text) - 1, 1))
+    at = text.rfind("\n", max(at - (len(text) - at) // 2, 0), at) + 1 or at
+    return [text[at:], text[:at]]
 
 
 def _hub():

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
+from data import files
+
 END_OF_TEXT = b"<|endoftext|>"  # how an end-of-text token is shown; it stands for no text
 SURROGATES = re.compile("([\ud800-\udfff]+)")
 
@@ -190,9 +192,9 @@ class BPETokenizer(Tokenizer):
         path = next((p for p in (folder / file, folder.absolute().parent / file) if p.is_file()), None)
         if path is None:
             raise ValueError(f"{folder} lacks the tokenizer's {file}; copy it there from the data, or prepare it again")
-        content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != sha256:
+        if files.sha256(path) != sha256:
             raise ValueError(f"{path} was changed: its SHA-256 is not the recorded one; restore it, or prepare again")
+        content = path.read_bytes()
         try:
             tokens = [base64.b64decode(line.split(b" ")[0], validate=True) for line in content.splitlines()]
         except ValueError as e:

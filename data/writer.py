@@ -7,6 +7,7 @@ What the files hold stands in shards.py.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -16,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import FORMATS, HEADER_BYTES, MOVING, SPLITS, problem, sha256, shown
+from data.files import FORMATS, HEADER_BYTES, SPLITS, problem, read_json, sha256, shown
+from data.shards import MOVING
 from data.tokenizer import Tokenizer
 
 PREPARING = ".preparing"  # the folder inside a data set's folder where a preparation works until it is complete
@@ -36,7 +38,7 @@ class ShardWriter:
     def __init__(
         self, folder: Path | str, tokenizer: Tokenizer, shard_tokens: int = 100_000_000, settings: dict | None = None
     ):
-        self.folder, self.tokenizer, self.shard_tokens = Path(folder).expanduser(), tokenizer, shard_tokens
+        self.folder, self.tokenizer, self.shard_tokens = Path(os.path.expanduser(folder)), tokenizer, shard_tokens
         self.settings, self.place = settings, None
         self.magic = next(m for m, (_, t) in FORMATS.items() if tokenizer.vocab_size <= np.iinfo(t).max + 1)
         self.version, self.dtype = FORMATS[self.magic]
@@ -66,14 +68,20 @@ class ShardWriter:
         path, kept = self.temporary / PROGRESS, set()
         if self.settings is not None and path.exists():
             start_again = f"delete {shown(self.temporary)} to start again"
-            saved = json.loads(path.read_text())
+            try:
+                saved = read_json(path)
+                if saved.pop("sha256") != _digest(saved):
+                    raise ValueError("it was changed")
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+                fact = f"cannot be used ({type(e).__name__}: {e})"
+                raise problem(self.temporary, PROGRESS, fact, start_again) from e
             other = [name for name in self.settings if saved["settings"].get(name) != self.settings[name]]
             if other:
                 fact = f"holds an unfinished preparation with another {', '.join(other)}"
                 raise problem(self.folder, PREPARING, fact, f"go on with its flags, or {start_again}")
             self.splits, self.place = saved["splits"], saved["place"]
             meta = self.folder / "meta.json"
-            moving = meta.exists() and meta.read_text() == _json(MOVING)
+            moving = meta.is_file() and meta.read_text() == _json(MOVING)
             for split, entry in self.splits.items():
                 for shard in entry["shards"]:
                     file, size = self.temporary / shard["name"], HEADER_BYTES + self.dtype.itemsize * shard["tokens"]
@@ -94,7 +102,8 @@ class ShardWriter:
         for f in self.open.values():
             f.flush()
             os.fsync(f.fileno())
-        _write_json(self.temporary / "saving.json", {"settings": self.settings, "place": place, "splits": self.splits})
+        saved = {"settings": self.settings, "place": place, "splits": self.splits}
+        _write_json(self.temporary / "saving.json", saved | {"sha256": _digest(saved)})
         os.replace(self.temporary / "saving.json", self.temporary / PROGRESS)
         _sync_folder(self.temporary)
 
@@ -185,6 +194,10 @@ class ShardWriter:
 
 def _json(content: dict) -> str:
     return json.dumps(content, indent=1) + "\n"
+
+
+def _digest(content: dict) -> str:
+    return hashlib.sha256(_json(content).encode()).hexdigest()
 
 
 def _write_json(path: Path, content: dict) -> None:

@@ -96,13 +96,14 @@ def validates(number: int, fraction: float) -> bool:
     return (x ^ x >> 31) / 2**64 < fraction
 
 
-def naive(documents, tokenizer, fraction=0.2, first=0) -> dict[str, list[int]]:
+def naive(documents, tokenizer, fraction=0.2, first=0, separator="\n") -> dict[str, list[int]]:
     """One document after the other. Empty ones have a number, and nothing else."""
     splits = {"train": [], "val": []}
     for number, text in enumerate(documents, first):
         if text:
             ids = splits["val" if validates(number, fraction) else "train"]
-            ids += tokenizer.encode(text).tolist() + ([] if tokenizer.eot is None else [tokenizer.eot])
+            end = separator if tokenizer.eot is None else ""
+            ids += tokenizer.encode(text + end).tolist() + ([] if tokenizer.eot is None else [tokenizer.eot])
     return splits
 
 
@@ -186,7 +187,8 @@ def test_formats_equal_a_naive_loop(tmp_path, small, name):
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe:300", "gpt2"])
 def test_tokenizers_equal_a_naive_loop_with_any_threads(tmp_path, small, kind, request):
-    tokenizer = request.getfixturevalue("gpt2") if kind == "gpt2" else build(kind, lambda: texts(90))
+    ended = [text + "\n" if kind == "char" else text for text in texts(90)]
+    tokenizer = request.getfixturevalue("gpt2") if kind == "gpt2" else build(kind, lambda: ended)
     for i, text in enumerate(texts(90)):  # whole files
         (tmp_path / f"{i:03}.txt").write_text(text, newline="")
     written = []
@@ -214,7 +216,8 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path, run, monkeypatch
     V = checkpoint.read_state(checkpoint.find(out))["flags"]["vocab_size"]
     assert V in (tokenizer.vocab_size, 50304)
     n_tokens = len(naive(documents, tokenizer)["val"]) - 1
-    n_bytes = sum(len(text.encode()) for i, text in enumerate(documents) if validates(i, 0.2)) - 1
+    separator = tokenizer.eot is None  # one byte
+    n_bytes = sum(len(text.encode()) + separator for i, text in enumerate(documents) if validates(i, 0.2)) - 1
     assert metrics(out)[0]["val_loss"] == pytest.approx(math.log(V), rel=1e-6)
     assert metrics(out)[0]["val_bpb"] == pytest.approx(n_tokens * math.log2(V) / n_bytes, rel=1e-6)
 
@@ -377,7 +380,7 @@ def test_unreadable_files_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / "a.parquet")])
     assert "a.parquet needs pyarrow to be read; pip install -e .[data]" in message
-    monkeypatch.setattr(sources, "open", lambda *_: os.open("/nowhere", os.O_RDONLY), raising=False)
+    monkeypatch.setattr(sources, "open", lambda *_, **__: os.open("/nowhere", os.O_RDONLY), raising=False)
     message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / "a.txt")])
     assert "a.txt cannot be read (No such file or directory)" in message
 
@@ -402,10 +405,79 @@ def test_a_paragraph_without_end_is_not_kept(monkeypatch):
     assert offset == 0 and 1000 < len(content) < 1010
 
 
+@pytest.mark.parametrize(
+    "kind, content, expected",
+    [
+        ("line", "emma\nolivia\r\n\n \nava", "emma\nolivia\nava\n"),
+        ("paragraph", "\nemma\nolivia\n\n\n \nava\r\n\nmia", "emma\nolivia\n\nava\n\nmia\n\n"),
+        ("jsonl", '{"text": "emma"}\n{"text": ""}\n{"text": "ava\\n"}\n', "emma\nava\n"),
+        ("file", "emma\nava", "emma\nava\n"),
+    ],
+)
+def test_documents_are_not_glued_together(tmp_path, capsys, kind, content, expected):
+    """Whatever the order, with no end-of-text there is a separator: \n, or a blank line after a paragraph."""
+    name = "a.jsonl" if kind == "jsonl" else "a.txt"
+    (tmp_path / name).write_text(content, newline="")
+    (tmp_path / "b.txt").write_text("zoe")
+    files, documents = [str(tmp_path / name), str(tmp_path / "b.txt")], "file" if kind == "jsonl" else kind
+    fraction = next(f / 1000 for f in range(1, 999) if len({validates(i, f / 1000) for i in range(2)}) == 2)
+    corpus.prepare(args(tmp_path / "out", "char", val_fraction=fraction), files, documents)
+    data = open_data(tmp_path / "out")
+    both = sorted(data.tokenizer.decode(tokens_of(tmp_path / "out", split)) for split in ("train", "val"))
+    end = "\n\n" if kind == "paragraph" else "\n"
+    parts = lambda text: sorted(text.removesuffix(end).split(end))  # noqa: E731
+    assert sorted(part for text in both for part in parts(text)) == sorted([*parts(expected), "zoe"])
+    what = "a blank line" if kind == "paragraph" else "a line end"
+    assert f" documents with {what} after each, " in capsys.readouterr().out
+
+
+@given(st.text(st.sampled_from("ab \n猫"), min_size=2, max_size=300), st.floats(0.01, 0.99), st.integers(1, 100))
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("kind", ["char", "byte"])
+def test_a_single_text_is_cut_in_two(tmp_path_factory, kind, text, fraction, job):
+    """Nothing is lost or doubled, and the end is as long as it shall be, or longer by up to half for a line's begin."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "a.txt").write_text(text, newline="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "JOB", job)
+        try:
+            corpus.prepare(args(folder / "out", kind, val_fraction=fraction), [str(folder / "a.txt")])
+        except ValueError as e:
+            assert "has one token, and a prediction needs two" in str(e) and kind == "char"
+            return
+    decode = open_data(folder / "out").tokenizer.decode
+    train, val = (decode([i for i in tokens_of(folder / "out", s) if i != 256]) for s in ("train", "val"))
+    least = len(text) - min(max(int(len(text) * (1 - fraction)), 1), len(text) - 1)
+    assert train + val == text and least <= len(val) <= least * 1.5
+    assert len(val) == least or train.endswith("\n")
+
+
+def test_a_single_text_by_default(tmp_path, capsys):
+    """nanoGPT's 90 to 10, the same for every number of threads and shards, and resumed after a kill."""
+    lines = [f"line {i} {'word ' * (i % 7)}\n" for i in range(400)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    flags = dict(val_fraction=None, shard_tokens=500)
+    corpus.prepare(args(tmp_path / "out", **flags), [str(tmp_path / "a.txt")])
+    printed = capsys.readouterr().out
+    assert printed.startswith("one text, of which the last 0.1 validates (cut at a line end where one is near), ")
+    size = sum(map(len, lines))
+    val = bytes(tokens_of(tmp_path / "out", "val")[:-1]).decode()
+    assert 0.1 * size <= len(val) < 0.1 * size + 50 and val.startswith("line ")
+    corpus.prepare(args(tmp_path / "again", threads=7, **flags), [str(tmp_path / "a.txt")])
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
+    corpus.prepare(args(tmp_path / "some", **flags), [str(tmp_path / "a.txt")], shards=3)
+    assert tokens_of(tmp_path / "some", "train") == tokens_of(tmp_path / "out", "train")[:1500]
+    assert tokens_of(tmp_path / "some", "val") == tokens_of(tmp_path / "out", "val")
+    for n in (5, 9, 14):
+        killed_at(lambda: corpus.prepare(args(tmp_path / "killed", **flags), [str(tmp_path / "a.txt")]), n)
+    corpus.prepare(args(tmp_path / "killed", **flags), [str(tmp_path / "a.txt")])
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "out")
+
+
 def test_what_cannot_be_encoded_is_named(tmp_path, small, monkeypatch):
     for i in range(9):
         (tmp_path / f"{i}.txt").write_text("\n".join(texts(5, seed=i)))
-    monkeypatch.setattr(corpus, "build", lambda *_: CharTokenizer("".join(WORDS) + "x "))
+    monkeypatch.setattr(corpus, "build", lambda *_: CharTokenizer("".join(WORDS) + "x \n"))
     (tmp_path / "7.txt").write_text("the\ncat\ndoes ¬ fit\n")
     message = error(corpus.prepare, args(tmp_path / "out", "char"), sources.find_files([str(tmp_path)]), "line")
     assert "7.txt, document 3 cannot be encoded (the char vocabulary" in message and "'\\xac'" in message
@@ -417,7 +489,11 @@ def test_both_splits_get_a_document(tmp_path):
     message = error(corpus.prepare, args(tmp_path / "out"), [str(path)])
     assert message.startswith("the input has no text")
     path.write_text("one\ntwo\n\nthree\n")
-    assert "is one document, which cannot be split" in error(corpus.prepare, args(tmp_path / "out"), [str(path)])
+    for text, kind in (("one\ntwo\n", "paragraph"), ("one", "line"), ("o", "file")):
+        path.write_text(text)
+        message = error(corpus.prepare, args(tmp_path / "out"), [str(path)], kind)
+        assert "is one document, which cannot be split" in message
+    path.write_text("one\ntwo\n\nthree\n")
     for fraction, word in ((1e-9, "none"), (1 - 1e-9, "all")):
         message = error(corpus.prepare, args(tmp_path / "out", val_fraction=fraction), [str(path)], "line")
         assert f"val_fraction={fraction} takes {word} of 3 documents; pass --val_fraction=" in message
@@ -649,7 +725,7 @@ def test_text_command(tmp_path):
     flags = [f"--input={tmp_path}/*.md", f"--input={tmp_path}/web.jsonl", "--val_fraction=0.2"]
     result = command("text", *flags, "--tokenizer=bpe:280", f"--out={tmp_path}/out", "--threads=1")
     assert result.returncode == 0 and not result.stderr and result.stdout.count("\n") == 1, result
-    assert f"next: python train.py --dataset={tmp_path}/out" in result.stdout
+    assert f"next: python train.py config/train_pycode.py --dataset={tmp_path}/out --out_dir=out/out\n" in result.stdout
     documents = texts(30) + texts(30, seed=1)
     data, expected = open_data(tmp_path / "out", verify=True), naive(documents, build("bpe:280", lambda: documents))
     assert data.vocab_size == 280 and {s: tokens_of(tmp_path / "out", s) for s in expected} == expected
@@ -670,9 +746,9 @@ def test_text_command_errors(tmp_path):
 
 
 def test_a_name_is_a_folder_of_data(tmp_path, web, monkeypatch, capsys):
-    monkeypatch.setattr(corpus, "DATA", tmp_path / "data")
+    monkeypatch.setattr("data.command.DATA", tmp_path / "data")
     corpus.prepare(args("mine"), web)
-    assert open_data(tmp_path / "data" / "mine") and "next: python train.py --dataset=mine\n" in capsys.readouterr().out
+    assert open_data(tmp_path / "data" / "mine") and "--dataset=mine --out_dir=" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
     corpus.prepare(args("./mine"), web)
     assert files_of(tmp_path / "mine") == files_of(tmp_path / "data" / "mine")

@@ -44,7 +44,9 @@ def failed(result, *parts):
 def test_pycode_holds_every_source_once(tmp_path):
     result = run("pycode", f"--out={tmp_path}", "--val_fraction=0.1", cwd=tmp_path)
     assert result.returncode == 0 and result.stdout.count("\n") == 1, result
-    assert f"next: python train.py --dataset={tmp_path}" in result.stdout
+    assert f"next: python train.py config/train_pycode.py --dataset={tmp_path} --out_dir=out/{tmp_path.name}\n" in (
+        result.stdout
+    )
     data = open_data(tmp_path, verify=True)
     documents = {}
     for split in ("train", "val"):

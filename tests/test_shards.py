@@ -15,7 +15,7 @@ from conftest import ROOT, read_all, shards_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from data import shards, writer
+from data import files, shards, writer
 from data.shards import TokenStream, open_data
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
@@ -155,7 +155,7 @@ def test_offsets_beyond_32_bits(tmp_path):
     with open(tmp_path / "train_000000.bin", "wb") as f:
         f.write(struct.pack("<3i", 20240520, 1, 2**30).ljust(1024, b"\0"))
         f.truncate(1024 + 2 * 2**30)
-    big = shards.Shard(shards._map_file(tmp_path, "train_000000.bin"))
+    big = shards.Shard(files.map_file(tmp_path, "train_000000.bin"))
     stream = TokenStream("x", [big] * 4 + shards_of(np.arange(10, dtype="<u2")), 1000)
     for starts in ([n - 12], [2**31, n - 10]):  # over an end, and not
         out = np.full((len(starts), n - starts[-1]), -1)
@@ -207,7 +207,8 @@ def index_bytes(sizes, bounds, code=8, width=2, version=1, magic=b"MMIDIDX\0\0")
 
 @pytest.mark.parametrize("code, letter", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
 def test_megatron_pairs(tmp_path, monkeypatch, code, letter):
-    monkeypatch.setattr(shards, "LOOKED_AT", 2)  # parts of an index at once; of each file at least one token
+    monkeypatch.setattr(files, "AT_ONCE", 2)
+    monkeypatch.setattr(shards, "LOOKED_AT", 2)  # of each file at least one token
     tokens = [5, 64, 0, 17, 101, 3]
     width = struct.calcsize(letter)
     for name, part in (("my_train_text_document", tokens), ("val", tokens[2:])):
@@ -245,10 +246,10 @@ BAD_INDEX = {
 }
 
 
-@pytest.mark.parametrize("at_once", [2, shards.LOOKED_AT])
+@pytest.mark.parametrize("at_once", [2, files.AT_ONCE])
 @pytest.mark.parametrize("content, fact", BAD_INDEX.values(), ids=BAD_INDEX)
 def test_damaged_index_is_one_line(tmp_path, monkeypatch, content, fact, at_once):
-    monkeypatch.setattr(shards, "LOOKED_AT", at_once)
+    monkeypatch.setattr(files, "AT_ONCE", at_once)
     (tmp_path / "x_train_y.bin").write_bytes(bytes(12))
     (tmp_path / "x_train_y.idx").write_bytes(content)
     assert fact in error(open_data(tmp_path, vocab_size=9).split, "train")

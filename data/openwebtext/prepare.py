@@ -12,12 +12,13 @@ import signal
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports
 
-from data.corpus import run, stream  # noqa: E402
+from data.command import run  # noqa: E402
+from data.corpus import stream  # noqa: E402
 
 if __name__ == "__main__":
     run(lambda: stream(__doc__, HERE, "Skylion007/openwebtext"))

@@ -7,7 +7,6 @@ One document per file, in the order of the paths, each followed by end-of-text; 
 document: in the order of a hash of their paths, files validate as long as they fit into `val_fraction` of all bytes.
 """
 
-import argparse
 import hashlib
 import os
 import platform
@@ -16,14 +15,15 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import numpy as np
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports
 
-import numpy as np  # noqa: E402
-
-from data.shards import shown  # noqa: E402
+from data.command import Parser, next_command, out_folder, run  # noqa: E402
+from data.files import shown  # noqa: E402
 from data.tokenizer import from_spec  # noqa: E402
 from data.writer import ShardWriter  # noqa: E402
 
@@ -51,23 +51,23 @@ def validation_set(paths: list[Path], folder: Path, fraction: float) -> set[Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--val_fraction", type=float, default=0.05, help="share of validation, in bytes (default 0.05)")
     parser.add_argument("--tokenizer", choices=("byte", "gpt2"), default="byte", help="default byte")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for the shards (default: this one)")
+    parser.add_argument("--out", default=str(HERE), help="NAME (data/NAME) or a path with a / (default: this folder)")
     args = parser.parse_args()
     if not 0 < args.val_fraction < 1:
         raise ValueError(f"val_fraction={args.val_fraction} is no share; pass a number between 0 and 1")
 
-    folder = Path(sysconfig.get_path("stdlib"))
-    paths = find_sources(folder)
+    folder, library = out_folder(args.out), Path(sysconfig.get_path("stdlib"))
+    paths = find_sources(library)
     if not paths:
-        raise ValueError(f"{folder} has no .py files (a Python without sources?); use another Python")
-    validation = validation_set(paths, folder, args.val_fraction)
+        raise ValueError(f"{library} has no .py files (a Python without sources?); use another Python")
+    validation = validation_set(paths, library, args.val_fraction)
     if not validation:
         raise ValueError(f"val_fraction={args.val_fraction} is less than the smallest file; pass a larger share")
     tokenizer = from_spec({"kind": args.tokenizer})
-    with ShardWriter(args.out, tokenizer) as out:
+    with ShardWriter(folder, tokenizer) as out:
         for path in paths:
             text = path.read_bytes().decode("utf-8", "surrogateescape")  # not all is UTF-8; every byte shall survive
             tokens = np.append(tokenizer.encode(text), tokenizer.eot)
@@ -75,14 +75,10 @@ def main() -> None:
     train, val = out.splits["train"], out.splits["val"]
     print(
         f"the library of Python {platform.python_version()}: {train['documents']:,} + {val['documents']:,} documents, "
-        f"{train['tokens']:,} train + {val['tokens']:,} val tokens in {shown(args.out)}; "
-        f"next: python train.py --dataset={'pycode' if args.out == HERE else args.out}"
+        f"{train['tokens']:,} train + {val['tokens']:,} val tokens in {shown(folder)}; "
+        f"next: {next_command(folder, tokenizer.vocab_size, [train['tokens'], val['tokens']])}"
     )
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+    run(main)

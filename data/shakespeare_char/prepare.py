@@ -6,7 +6,6 @@
 The first 90 % of the characters train, the rest validate: 1,003,854 and 111,540 tokens, 65 different characters.
 """
 
-import argparse
 import hashlib
 import signal
 import sys
@@ -14,12 +13,13 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.request import urlopen
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports
 
-from data.shards import shown  # noqa: E402
+from data.command import Parser, next_command, out_folder, run  # noqa: E402
+from data.files import regular, shown  # noqa: E402
 from data.tokenizer import CharTokenizer  # noqa: E402
 from data.writer import ShardWriter  # noqa: E402
 
@@ -50,21 +50,27 @@ def shakespeare() -> bytes:
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(content)
         temporary.replace(path)
-    return path.read_bytes()
+    return read(path)
 
 
-def read_text(source: str) -> str:
-    """The text at `source`, a file or an address, or shakespeare(). ValueError if it is no text of 2 characters."""
-    if not source:
+def read(path: Path | str) -> bytes:
+    with open(path, "rb", opener=regular) as f:
+        return f.read()
+
+
+def read_text(source: str | None) -> str:
+    """The text at `source`, a file or an address, or shakespeare(). ValueError if it is no text of 11 characters, of
+    which the last tenth has two."""
+    if source is None:
         content = shakespeare()
     else:
-        content = download(source) if "://" in source else Path(source).read_bytes()
+        content = download(source) if "://" in source else read(source)
     name = source or "input.txt"
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as e:
         raise ValueError(f"{name} is no UTF-8 text (byte {e.start}); convert it, for example with iconv") from e
-    if len(text) < 2:
+    if len(text) < 11:
         raise ValueError(f"{name} has {len(text)} characters, too few to split; pass a longer text")
     if hashlib.sha256(content).hexdigest() != SHA256:
         print(f"note: {name} is not nanoGPT's Shakespeare; losses do not compare with published ones")
@@ -72,27 +78,23 @@ def read_text(source: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--input", default="", help="text file or its address (default: input.txt in this folder)")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for the shards (default: this one)")
+    parser = Parser(__doc__)
+    parser.add_argument("--input", help="text file or its address (default: input.txt in this folder)")
+    parser.add_argument("--out", default=str(HERE), help="NAME (data/NAME) or a path with a / (default: this folder)")
     args = parser.parse_args()
 
-    text = read_text(args.input)
+    folder, text = out_folder(args.out), read_text(args.input)
     tokenizer = CharTokenizer(text)
     tokens = tokenizer.encode(text)
     cut = int(len(tokens) * 0.9)
-    with ShardWriter(args.out, tokenizer) as out:
+    with ShardWriter(folder, tokenizer) as out:
         out.add("train", tokens[:cut])
         out.add("val", tokens[cut:])
     print(
-        f"{tokenizer.vocab_size} characters, {cut:,} train + {len(tokens) - cut:,} val tokens in {shown(args.out)}; "
-        f"next: python train.py {'config/train_shakespeare_char.py' if args.out == HERE else f'--dataset={args.out}'}"
+        f"{tokenizer.vocab_size} characters, {cut:,} train + {len(tokens) - cut:,} val tokens in {shown(folder)}; "
+        f"next: {next_command(folder, tokenizer.vocab_size, [cut, len(tokens) - cut])}"
     )
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+    run(main)
