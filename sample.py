@@ -7,6 +7,9 @@
     python sample.py --out_dir=out/bert --start="def f_____(self):" --blank=_            # masked: a token each
     python sample.py --out_dir=out/t5 --start="for <mask> in range(<mask>):"             # seq2seq: a span each
 
+The distribution of the next token is that of Hugging Face's generate with the same flags: temperature divides the
+logits, then top_k, top_p and min_p each drop tokens from what the one before it has left.
+
 Samples go to stdout, everything else to stderr. A causal model continues the prompt, and on a terminal its first sample
 appears while it is written; the others fill the blanks of the prompt.
 """
@@ -18,6 +21,8 @@ if __name__ == "__main__":
         signal.signal(number, signal.SIG_DFL)
 
 import codecs
+import re
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +43,7 @@ from engine.parallel import resolve_device, resolve_dtype
 from model import Model
 
 Choose = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
+LARGEST_PROMPT = 2**24  # bytes of a prompt's file
 SEPARATOR = "\n---------------\n"
 
 
@@ -73,29 +79,38 @@ class SampleConfig:
         )
         require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token")
         require(0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]; 0 keeps every token")
+        known = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?|mps", self.device)
+        require(known is not None, f"device={self.device!r} must be auto, cpu, cuda, cuda:N or mps")
+        require(self.out_dir != "", "out_dir='' names no folder; give the run's, such as out")
 
 
-def choose(logits: Tensor, cfg: SampleConfig, generator: torch.Generator) -> Tensor:
-    """The next tokens (B,), drawn from logits (B, V) as the flags say; min_p and top_p see what temperature left."""
-    if cfg.temperature == 0:
-        return logits.argmax(dim=-1)
+def distribution(logits: Tensor, cfg: SampleConfig) -> Tensor:
+    """Probabilities (B, V), up to a factor per row, of logits (B, V) under temperature > 0, top_k, top_p and min_p.
+
+    Each sees what the one before it has left, in this order, which is that of Hugging Face's generate.
+    """
     scaled = logits / cfg.temperature
     if 0 < cfg.top_k < logits.size(-1):
         least = logits.topk(cfg.top_k).values[:, -1:]
         scaled = scaled.masked_fill(logits < least, -torch.inf)
     p = torch.softmax(scaled, dim=-1)
-    if cfg.min_p > 0:
-        p = p.masked_fill(p < cfg.min_p * p.amax(dim=-1, keepdim=True), 0)
     if cfg.top_p < 1:
         ordered, index = p.sort(dim=-1, descending=True)
         before = ordered.cumsum(dim=-1) - ordered  # probability of everything likelier
         over = (before >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)  # the likeliest always stays
         p = p.scatter(-1, index, ordered.masked_fill(over, 0))
-    return torch.multinomial(p, 1, generator=generator)[:, 0]
+    return p.masked_fill(p < cfg.min_p * p.amax(dim=-1, keepdim=True), 0)
+
+
+def choose(logits: Tensor, cfg: SampleConfig, generator: torch.Generator) -> Tensor:
+    """The next tokens (B,), drawn from logits (B, V) as the flags say."""
+    if cfg.temperature == 0:
+        return logits.argmax(dim=-1)
+    return torch.multinomial(distribution(logits, cfg), 1, generator=generator)[:, 0]
 
 
 def load(cfg: SampleConfig, device: torch.device):
-    """The checkpoint's model in evaluation mode, and its tokenizer."""
+    """The checkpoint's folder, its model in evaluation mode, and its tokenizer."""
 
     def built(path: Path, state: dict) -> tuple[Path, Model, Tokenizer]:
         require(
@@ -105,14 +120,12 @@ def load(cfg: SampleConfig, device: torch.device):
         tokenizer = from_spec(state["tokenizer"], path)
         with torch.device("meta"):
             model = Model(parse(Config, [], base=lambda _: (state["flags"], str(path))))
-        model.to_empty(device="cpu")
+        model.to_empty(device=device)
         model.tie()
         checkpoint.load(path, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
-        return path, model, tokenizer
+        return path, model.eval(), tokenizer
 
-    path, model, tokenizer = checkpoint.read(cfg.out_dir, {"flags": dict, "tokenizer": (dict, NoneType)}, built)
-    print(f"{path}: {model.n_params():,} parameters, on {device}", file=sys.stderr)
-    return model.to(device).eval(), tokenizer
+    return checkpoint.read(cfg.out_dir, {"flags": dict, "tokenizer": (dict, NoneType)}, built)
 
 
 def check_flags(cfg: SampleConfig, objective: str):
@@ -123,14 +136,24 @@ def check_flags(cfg: SampleConfig, objective: str):
 
 
 def read_prompt(start: str) -> str:
+    """The text of --start, or of the file that it names. ValueError if that is no regular file of UTF-8 text."""
     if not start.startswith("FILE:"):
         return start
+    what = f"start={start[:200]}"
+    require("\0" not in start, f"start={start[:200]!r} holds a NUL, which no path does; give the path of a text file")
     try:
-        return Path(start[5:]).expanduser().read_text(encoding="utf-8")
+        path = Path(start[5:]).expanduser()
+        require(stat.S_ISREG(path.stat().st_mode), f"{what} is no regular file; give the path of a text file")
+        with open(path, "rb") as f:  # the size of a file under /proc is 0, whatever it holds
+            content = f.read(LARGEST_PROMPT + 1)
+        require(len(content) <= LARGEST_PROMPT, f"{what} has more than {LARGEST_PROMPT:,} bytes; shorten it")
+        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"start={start} is no UTF-8 text ({error}); convert it, such as with iconv") from None
+        raise ValueError(f"{what} is no UTF-8 text ({error}); convert it, such as with iconv") from None
     except OSError as error:
-        raise ValueError(f"start={start} cannot be read ({error.strerror}); give the path of a text file") from None
+        raise ValueError(f"{what} cannot be read ({error.strerror}); give the path of a text file") from None
+    except RuntimeError as error:  # of expanduser
+        raise ValueError(f"{what} cannot be found ({error}); give the path of a text file") from None
 
 
 class Sample:
@@ -156,12 +179,15 @@ class Sample:
         return len(self.text) - next(overlaps, 0)
 
 
-def continue_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, choose: Choose) -> int:
+def text_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The prompt, or what stands for an empty one."""
+    return tokenizer.encode(prompt or ("\n" if tokenizer.eot is None else "")).tolist() or [tokenizer.eot]
+
+
+def continue_text(
+    cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Choose
+) -> int:
     """Prints samples that begin with the prompt; returns the number of tokens made, of all samples."""
-    with user_errors():
-        ids = tokenizer.encode(prompt or ("\n" if tokenizer.eot is None else ""))
-    tokens = ids.tolist() or [tokenizer.eot]
-    idx = torch.tensor([tokens] * cfg.num_samples, device=model.wte.weight.device)
     samples = [Sample(cfg.stop) for _ in range(cfg.num_samples)]
     live = sys.stdout.isatty()
     if live:
@@ -181,29 +207,32 @@ def continue_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt:
     return n * cfg.num_samples
 
 
-def read_blanks(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, ids: list[int]) -> Tensor:
-    """The prompt with a token of `ids` in the place of each blank, (1, T). ValueError if that cannot be."""
+def read_blanks(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str, blanks: list[int]) -> list[int]:
+    """The prompt with a token of `blanks` in the place of each blank. ValueError if that cannot be."""
     pieces = prompt.split(cfg.blank)
     what = f"start={prompt[:40]!r}"
     require(len(pieces) > 1, f"{what} has no blank to fill; write {cfg.blank} where text is missing, or set --blank")
     require(
-        len(pieces) <= len(ids) + 1,
-        f"{what} has {len(pieces) - 1} blanks, and the model knows only {len(ids)} at once; fill some of them first",
+        len(pieces) <= len(blanks) + 1,
+        f"{what} has {len(pieces) - 1} blanks, and the model knows only {len(blanks)} at once; fill some of them first",
     )
     tokens = tokenizer.encode(pieces[0]).tolist()
-    for i, piece in zip(ids, pieces[1:], strict=False):
+    for i, piece in zip(blanks, pieces[1:], strict=False):
         tokens += [i, *tokenizer.encode(piece).tolist()]
-    limit = model.cfg.block_size
+    limit = flags.block_size
     require(len(tokens) <= limit, f"{what} has {len(tokens)} tokens, more than block_size={limit}; shorten it")
-    return torch.tensor([tokens], device=model.wte.weight.device)
+    return tokens
+
+
+def masked_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The prompt with <mask>, the id that follows the data's, in the place of each blank."""
+    return read_blanks(cfg, flags, tokenizer, prompt, [tokenizer.vocab_size] * flags.block_size)
 
 
 @torch.no_grad()
-def fill_tokens(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, choose: Choose) -> int:
+def fill_tokens(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Choose) -> int:
     """Prints the prompt with each blank filled by one token, the one that the model is surest about first."""
     V = tokenizer.vocab_size  # the id of a blank
-    with user_errors():
-        idx = read_blanks(cfg, model, tokenizer, prompt, [V] * model.cfg.block_size).repeat(cfg.num_samples, 1)
     rows, blanks = torch.arange(len(idx)), (idx[0] == V).nonzero()[:, 0]
     for _ in blanks:
         logits = model.logits(model.hidden(idx)[:, blanks])[..., :V]  # (B, blanks, V)
@@ -214,16 +243,19 @@ def fill_tokens(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: s
     return idx.size(0) * len(blanks)
 
 
-def fill_spans(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, choose: Choose) -> int:
+def source_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The prompt with the next sentinel in the place of each blank."""
+    V, corruption = tokenizer.vocab_size, {"corrupt_ratio": flags.corrupt_ratio, "span_length": flags.span_length}
+    objective = OBJECTIVE["seq2seq"](V, tokenizer.eot, flags.block_size, **corruption)
+    return read_blanks(cfg, flags, tokenizer, prompt, list(range(V, V + objective.extra_ids - 1)))
+
+
+def fill_spans(
+    cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, source: Tensor, choose: Choose
+) -> int:
     """Prints the prompt with each blank filled by a text; max_new_tokens is for all blanks of a sample together."""
-    V, flags = tokenizer.vocab_size, model.cfg
-    objective = OBJECTIVE["seq2seq"](
-        V, tokenizer.eot, flags.block_size, corrupt_ratio=flags.corrupt_ratio, span_length=flags.span_length
-    )
-    with user_errors():
-        source = read_blanks(cfg, model, tokenizer, prompt, list(range(V, V + objective.extra_ids - 1)))
-    n_blanks = int((source >= V).sum())
-    source = source.repeat(cfg.num_samples, 1)
+    V = tokenizer.vocab_size
+    n_blanks = int((source[0] >= V).sum())
     span = torch.full_like(source[:, :1], V)  # (B, 1), the sentinel of the text that is being written
 
     def draw(logits: Tensor) -> Tensor:  # any token but end-of-text, or the sentinel that comes next
@@ -253,7 +285,11 @@ def fill_spans(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: st
     return (len(written) - 1) * len(source)
 
 
-SAMPLER = {"causal": continue_text, "masked": fill_tokens, "seq2seq": fill_spans}
+SAMPLER = {  # objective -> (the ids that the model reads, what it makes of them)
+    "causal": (text_ids, continue_text),
+    "masked": (masked_ids, fill_tokens),
+    "seq2seq": (source_ids, fill_spans),
+}
 
 
 def main(argv: list[str] | None = None):
@@ -262,16 +298,19 @@ def main(argv: list[str] | None = None):
         prompt = read_prompt(cfg.start)
         device = resolve_device(cfg.device)
         dtype = resolve_dtype(cfg.dtype, device)
-        model, tokenizer = load(cfg, device)
+        path, model, tokenizer = load(cfg, device)
         check_flags(cfg, model.cfg.objective)
+        read, make = SAMPLER[model.cfg.objective]
+        ids = read(cfg, model.cfg, tokenizer, prompt)
+    print(f"{path}: {model.n_params():,} parameters, on {device}", file=sys.stderr)
+    idx = torch.tensor([ids], device=device).repeat(cfg.num_samples, 1)
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length of the text
     generator = torch.Generator(device).manual_seed(cfg.seed)
     sys.stdout.reconfigure(errors="replace")  # a prompt may be no UTF-8, a terminal may know less than Unicode
     started = time.perf_counter()
     with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-        sampler = SAMPLER[model.cfg.objective]
-        made = sampler(cfg, model, tokenizer, prompt, partial(choose, cfg=cfg, generator=generator))
+        made = make(cfg, model, tokenizer, prompt, idx, partial(choose, cfg=cfg, generator=generator))
     sys.stdout.flush()  # what fails here is said, and nothing else
     seconds = time.perf_counter() - started
     print(f"{made} tokens in {seconds:.2f} s: {made / seconds:.1f} tokens per second", file=sys.stderr)

@@ -3,6 +3,7 @@
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,37 @@ def test_choose(flags, kept):
     assert torch.allclose(got, expected, atol=0.03)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 20},
+        {"top_p": 0.6},
+        {"min_p": 0.2},
+        {"top_p": 0.5, "min_p": 0.1},
+        {"temperature": 1.5, "top_k": 30, "top_p": 0.7, "min_p": 0.05},
+        {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.3},
+    ],
+    ids=str,
+)
+def test_the_distribution_is_that_of_transformers(flags):
+    """Of a random GPT-2 whose generate applies the same flags, in its own order: with min_p before top_p it is not."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=8, n_embd=16, n_layer=1, n_head=1)).eval()
+    theirs.lm_head.weight.data.mul_(30)  # logits of a standard deviation of 2
+    cfg = SampleConfig(**{"temperature": 1.0, "top_k": 0} | flags)
+    options = {name: getattr(cfg, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    options |= {"output_logits": True, "output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    idx = torch.randint(50, (64, 4))
+    made = theirs.generate(idx, do_sample=True, max_new_tokens=1, attention_mask=torch.ones_like(idx), **options)
+    ours = sample.distribution(made.logits[0], cfg)
+    expected = made.scores[0].softmax(-1)
+    assert ((ours > 0) == (expected > 0)).all()
+    assert torch.allclose(ours / ours.sum(-1, keepdim=True), expected, atol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def train_tiny(tiny_data, tmp_path_factory):
     def call(*flags: str) -> Path:
@@ -97,7 +129,7 @@ def say(trained, capfd):
 def test_greedy_text_equals_repeated_forwards(say, trained):
     """60 bytes, far beyond block_size=16, against the argmax of a plain forward each."""
     text = say("--start=the cat ", "--max_new_tokens=60", "--temperature=0")
-    model, tokenizer = sample.load(SampleConfig(out_dir=str(trained)), torch.device("cpu"))
+    _, model, tokenizer = sample.load(SampleConfig(out_dir=str(trained)), torch.device("cpu"))
     ids = tokenizer.encode("the cat ").tolist()
     for _ in range(60):
         ids.append(model(torch.tensor([ids[-16:]]))[0, -1, :257].argmax().item())
@@ -191,7 +223,7 @@ def test_unknown_characters_are_named(tmp_path, capsys):
         sample.main([f"--out_dir={tmp_path / 'out'}", "--start=abz?"])
     assert stop.value.code == 2
     err = capsys.readouterr().err
-    assert "'z'" in err and "'?'" in err and "'a'" not in err
+    assert "'z'" in err and "'?'" in err and "'a'" not in err and err.count("\n") == 1
     sample.main([f"--out_dir={tmp_path / 'out'}", "--max_new_tokens=5"])
     assert set(capsys.readouterr().out) <= set("abc \n")  # from a newline: no end-of-text here
 
@@ -201,7 +233,7 @@ def test_unknown_characters_are_named(tmp_path, capsys):
 
 def test_masked_fills_the_surest_blank_first(say, masked):
     """Against whole forwards and loops over their probabilities."""
-    model, tokenizer = sample.load(SampleConfig(out_dir=str(masked)), torch.device("cpu"))
+    _, model, tokenizer = sample.load(SampleConfig(out_dir=str(masked)), torch.device("cpu"))
     ids = [256 + 1 if c == "_" else ord(c) for c in "the c_t s_t __ a mat"]
     with torch.no_grad():
         while 257 in ids:
@@ -218,7 +250,7 @@ def test_masked_fills_the_surest_blank_first(say, masked):
 
 def test_seq2seq_fills_spans(say, seq2seq):
     """Against uncached forwards: sentinels 257, 258, ... come in order, and the third ends the two spans."""
-    model, tokenizer = sample.load(SampleConfig(out_dir=str(seq2seq)), torch.device("cpu"))
+    _, model, tokenizer = sample.load(SampleConfig(out_dir=str(seq2seq)), torch.device("cpu"))
     source = torch.tensor([[*b"the ", 257, *b" on a ", 258, *b"."]])
     ids = [257]
     with torch.no_grad():
@@ -241,6 +273,20 @@ def test_seq2seq_fills_spans(say, seq2seq):
     assert all(text.startswith("the ") and " on a " in text and text.endswith(".") for text in several)
 
 
+# ---- what cannot be
+
+
+def refused(capfd, argv: list[str]) -> str:
+    """The one line with which sample.main(argv) ends."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        sample.main(argv)
+    out, err = capfd.readouterr()
+    assert stop.value.code == 2 and out == "", (out, err)
+    assert err.startswith("error: ") and err.count("\n") == 1 and len(err) < 700, err
+    return err
+
+
 @pytest.mark.parametrize(
     "objective,flags,fragments",
     [
@@ -249,16 +295,85 @@ def test_seq2seq_fills_spans(say, seq2seq):
         ("masked", ["--start=a_", "--blank=_", "--stop=x"], ["stop=x", "objective=masked"]),
         ("masked", ["--start=a_", "--blank=_", "--max_new_tokens=5"], ["max_new_tokens=5", "objective=masked"]),
         ("masked", [f"--start={'a' * 32}<mask>"], ["33 tokens", "block_size=32"]),
+        ("masked", [f"--start={'<mask>' * 40}"], ["40 blanks", "knows only 32"]),
+        ("masked", ["--start=FILE:empty.txt"], ["start=''", "<mask>"]),
+        ("masked", ["--start=a_", "--blank="], ["blank"]),
         ("seq2seq", ["--start=a_", "--blank=_", "--stop=x"], ["stop=x", "objective=seq2seq"]),
         ("seq2seq", [f"--start={'_ ' * 6}", "--blank=_"], ["6 blanks", "knows only 5"]),
+        ("seq2seq", ["--start=\ud800"], ["has no blank"]),
+        ("seq2seq", [f"--start={'a' * 32}<mask>"], ["33 tokens", "block_size=32"]),
         ("trained", ["--start=a_", "--blank=_"], ["blank=_", "objective=causal"]),
     ],
-    ids=str,
+    ids=ascii,
 )
-def test_blanks_that_cannot_be_filled(request, capfd, objective, flags, fragments):
+def test_blanks_that_cannot_be_filled(request, capfd, files, monkeypatch, objective, flags, fragments):
     out = request.getfixturevalue(objective)
-    with pytest.raises(SystemExit) as stop:
-        sample.main([f"--out_dir={out}", "--device=cpu", *flags])
-    error = capfd.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2 and error.startswith("error: ")
+    monkeypatch.chdir(files)
+    error = refused(capfd, [f"--out_dir={out}", "--device=cpu", *flags])
     assert all(fragment in error for fragment in fragments), error
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """Things that are no text to continue."""
+    folder = tmp_path_factory.mktemp("prompts")
+    contents = {
+        "empty": "",
+        "latin1": b"\xe9t\xe9",
+        "cut": b"\xe2\x82",
+        "utf16": "text".encode("utf-16"),
+        "gzip": b"\x1f\x8b",
+    }
+    for name, content in contents.items():
+        (folder / f"{name}.txt").write_bytes(content or b"")
+    os.mkfifo(folder / "fifo")
+    (folder / "folder").mkdir()
+    (folder / "nowhere").symlink_to("nothing")
+    (folder / "round").symlink_to("round")
+    for name, size in (("large.txt", 2**24 + 1), ("huge.txt", 2**40)):
+        with open(folder / name, "wb") as f:
+            f.truncate(size)
+    (folder / "nul.py").write_text("start = 'FILE:a\\0b'\n")
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind(os.path.relpath(folder / "socket"))
+    return folder
+
+
+BAD = {  # --start=FILE:..., and what the line says
+    "fifo": "no regular file", "folder": "no regular file", "socket": "no regular file", "": "no regular file",
+    "/dev/zero": "no regular file", "/dev/stdin": "no regular file", "/dev/null": "no regular file",
+    "nowhere": "No such file", "round": "symbolic link", "empty.txt/x": "Not a directory", "a" * 5000: "too long",
+    "~nobody_of_that_name/x": "cannot be found", "/proc/self/mem": "cannot be read", "huge.txt": "more than 16,777,216",
+    "large.txt": "more than 16,777,216", "latin1.txt": "UTF-8", "cut.txt": "UTF-8", "utf16.txt": "UTF-8",
+    "gzip.txt": "UTF-8",
+}  # fmt: skip
+WRONG = [
+    "--temperature=-1", "--temperature=-1e-9", "--temperature=1e-300", "--temperature=nan", "--temperature=inf",
+    "--temperature=warm", "--temperature=", "--top_k=-1", "--top_k=1.5", "--top_k=2**31", "--top_k=all", "--top_p=0",
+    "--top_p=-0.5", "--top_p=1.0001", "--top_p=nan", "--min_p=-0.1", "--min_p=1.1", "--min_p=inf", "--num_samples=0",
+    "--num_samples=-3", "--num_samples=2**31", "--num_samples=1e400", "--max_new_tokens=0", "--max_new_tokens=-5",
+    "--max_new_tokens=2**31", "--max_new_tokens=9**9**9", "--seed=-1", "--seed=2**31", "--seed=1.5", "--seed=None",
+    "--device=", "--device=tpu", "--device=cpu:7", "--device=cuda:x", "--device=cuda:-1", "--device=CPU",
+    "--dtype=float16", "--dtype=int8", "--dtype=", "--out_dir=", "--out_dir=/dev/null", "--out_dir=/no/such/run",
+    "--out_dir=folder", "--start", "--start text", "-start=x", "--strat=x", "--blank=", "--block_size=4", "nul.py",
+    "no_config.py", "--help=no", "--=", "--",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD, ids=lambda name: name[:30])
+def test_files_that_are_no_prompt(name, trained, files, capfd, monkeypatch):
+    monkeypatch.chdir(files)
+    error = refused(capfd, [f"--out_dir={trained}", "--device=cpu", f"--start=FILE:{name}"])
+    assert f"start=FILE:{name}"[:200] in error and BAD[name] in error
+
+
+@pytest.mark.parametrize("flag", WRONG)
+def test_flags_that_are_wrong(flag, trained, files, capfd, monkeypatch):
+    monkeypatch.chdir(files)
+    error = refused(capfd, [f"--out_dir={trained}", "--device=cpu", *flag.split(" ")])
+    assert "start='FILE:a" in error if flag == "nul.py" else flag.partition("=")[0].split()[0].lstrip("-") in error
+
+
+@pytest.mark.parametrize("prompt", ["a\0b", "\ud800", "\udcff", "\ufeffx", "é" * 40, "\r\n", "FILE"], ids=ascii)
+def test_odd_prompts_are_continued(prompt, say):
+    assert len(say(f"--start={prompt}", "--max_new_tokens=2")) >= len(prompt) + 1
