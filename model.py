@@ -80,21 +80,28 @@ class ModelConfig:
     loss_chunk: int = 0  # tokens whose logits exist at once in the loss; 0 = as many as fit in 128 MiB
 
     def __post_init__(self):
-        positive = "n_layer n_head n_embd block_size n_group"
-        not_negative = "vocab_size n_kv_head n_slot n_encoder_layer window loss_chunk attn_softcap logit_softcap"
-        for names, least in ((positive, 1), (not_negative, 0)):
+        for names, least, limit in (
+            ("n_head n_embd block_size n_group", 1, 2**31),
+            ("vocab_size n_kv_head n_slot window loss_chunk attn_softcap logit_softcap", 0, 2**31),
+            ("n_layer", 1, 2**12),  # each is a dozen Python objects, which take a hundredth of a second
+            ("n_encoder_layer", 0, 2**12),
+        ):
             for name in names.split():
                 value = getattr(self, name)
-                require(least <= value < 2**31, f"{name}={value} must be at least {least} and below {2**31}")
+                require(least <= value < limit, f"{name}={value} must be at least {least} and below {limit}")
         H, C = self.n_head, self.n_embd
         require(
             C % H == 0, f"n_embd={C} is not divisible by n_head={H}; set n_embd to a multiple such as {-(-C // H) * H}"
         )
         require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
-        require(self.mlp_ratio > 0, f"mlp_ratio={self.mlp_ratio} must be positive")
+        require(
+            0 < self.mlp_ratio * C < 2**31,
+            f"mlp_ratio={self.mlp_ratio} must be positive, and times n_embd={C} below {2**31}",
+        )
         require(self.rope_theta > 0, f"rope_theta={self.rope_theta} must be positive")
         require(C % self.n_group == 0, f"n_group={self.n_group} does not divide n_embd={C}; set n_group to a divisor")
-        divisors = [n for n in range(1, H + 1) if H % n == 0]
+        low = [n for n in range(1, math.isqrt(H) + 1) if H % n == 0]
+        divisors = sorted({*low, *(H // n for n in low)})
         require(
             self.attention != "gqa" or self.n_kv_head in divisors,
             f"attention=gqa with n_kv_head={self.n_kv_head}: set n_kv_head to a divisor of n_head={H}: {divisors}",

@@ -38,7 +38,7 @@ from torch import Tensor
 from configurator import Config, command, parse, require, user_errors
 from data.objective import OBJECTIVE
 from data.tokenizer import Tokenizer, from_spec
-from engine import checkpoint
+from engine import checkpoint, memory
 from engine.parallel import resolve_device, resolve_dtype
 from model import Model
 
@@ -118,8 +118,10 @@ def load(cfg: SampleConfig, device: torch.device):
             f"{path} was trained on data without a tokenizer; give its meta.json a tokenizer and resume for one step",
         )
         tokenizer = from_spec(state["tokenizer"], path)
+        flags = parse(Config, [], base=lambda _: (state["flags"], str(path)))
+        memory.check_sampling(cfg, flags, device)
         with torch.device("meta"):
-            model = Model(parse(Config, [], base=lambda _: (state["flags"], str(path))))
+            model = Model(flags)
         model.to_empty(device=device)
         model.tie()
         checkpoint.load(path, {f"model.{name}": p.detach() for name, p in model.named_parameters()})

@@ -32,7 +32,7 @@ from configurator import Config, command, dump, parse, user_errors
 from data.loader import Loader, count_windows, eval_batches
 from data.objective import OBJECTIVE, Objective
 from data.shards import DataSet, TokenStream, open_data
-from engine import checkpoint, interchange, optim, parallel
+from engine import checkpoint, interchange, memory, optim, parallel
 from engine.folder import FolderLock, check_out_dir, replace_flags
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_steps
 from engine.parallel import Ranks
@@ -259,6 +259,7 @@ def run(argv: list[str] | None, ends: ExitStack):
         streams = {split: data.split(split) for split in ("train", "val")}
         val_batches = math.ceil(count_windows(streams["val"], cfg.block_size) / cfg.batch_size)
         ranks = parallel.join(cfg)
+        memory.check_training(cfg, ranks, objective.lengths)
         ours = cfg.init_from == "resume" and not cfg.eval_only  # an evaluation may read what another run writes
         start = checkpoint.find(cfg.out_dir).name if ours else cfg.init_from
         require(

@@ -139,7 +139,7 @@ class Loader:
     """
 
     AHEAD = 2  # batches
-    PLANNED = 1024  # samples
+    PLANNED = 1024  # samples, or a batch if that is more
 
     def __init__(
         self,
@@ -185,17 +185,18 @@ class Loader:
 
     def _work(self, start: int) -> None:
         share = self.batch_size * self.micro_steps  # samples of this rank per step
-        ahead = -(-self.PLANNED // share)  # steps planned at once: `permute` costs by the call more than by the sample
+        numbers = np.arange(-(-self.PLANNED // self.batch_size))  # `permute` costs by the call more than by the sample
         try:
             while True:
-                starts = start + (np.arange(ahead) * self.world_size + self.rank) * share
-                samples = (starts[:, None] + np.arange(share)).reshape(-1, self.batch_size)
+                step, micro_step = numbers // self.micro_steps, numbers % self.micro_steps
+                starts = start + (step * self.world_size + self.rank) * share + micro_step * self.batch_size
+                samples = starts[:, None] + np.arange(self.batch_size)
                 for windows, keys in zip(self.windows(samples), draws(samples, self.seed), strict=True):
                     self._wanted.acquire()
                     if self.closed:
                         return
                     self._ready.put(_batch(self.stream, self.objective, windows, keys, self.device))
-                start += ahead * self.world_size * share
+                numbers += len(numbers)
         except BaseException as e:  # whatever it is, next() must not wait for ever
             self._ready.put(e)
 
