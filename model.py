@@ -81,7 +81,8 @@ class ModelConfig:
 
     def __post_init__(self):
         for names, least, limit in (
-            ("n_head n_embd block_size n_group", 1, 2**31),
+            ("n_head n_embd block_size", 1, 2**31),
+            ("n_group", 1, 2**16),  # a layer lists its groups
             ("vocab_size n_kv_head n_slot window loss_chunk attn_softcap logit_softcap", 0, 2**31),
             ("n_layer", 1, 2**12),  # each is a dozen Python objects, which take a hundredth of a second
             ("n_encoder_layer", 0, 2**12),

@@ -57,7 +57,7 @@ def host_share() -> int:
 
 def parameters(cfg) -> tuple[int, int]:
     """Numbers in a model: of all its parameters, and of the blocks' matrices, which Muon updates."""
-    if cfg.n_embd >= 2**24:  # W_Q alone is a PiB, and a module may list its groups of channels
+    if cfg.n_embd >= 2**24:  # W_Q alone is a PiB, and bytes may not fit in 63 bits
         return cfg.n_layer * cfg.n_embd**2, cfg.n_layer * cfg.n_embd**2
     small, depth = copy.copy(cfg), {"blocks": cfg.n_layer, "encoder.blocks": cfg.n_encoder_layer or cfg.n_layer}
     small.n_layer, small.n_encoder_layer = (min(2, n) for n in depth.values())
@@ -76,8 +76,8 @@ def parameters(cfg) -> tuple[int, int]:
 def training(cfg, ranks, lengths: tuple[int, int]) -> Need:
     """What a rank holds at its worst moment, as the mean over a pipeline's stages.
 
-    A block keeps at least its input, q, k and the hidden units before their non-linearity, whatever is recomputed
-    selectively or fused by a compiler; an evaluation keeps one stream.
+    A block keeps at least its input, q, k and the hidden units before their non-linearity; where nothing is recomputed
+    or fused, also what its last projections read. An evaluation keeps one stream.
     """
     (T, S), B, C, V = lengths, cfg.batch_size, cfg.n_embd, cfg.vocab_size // cfg.tp
     total, matrices = parameters(cfg)
@@ -87,6 +87,8 @@ def training(cfg, ranks, lengths: tuple[int, int]) -> Need:
     batches = Loader.AHEAD + (micro_steps if cfg.pp > 1 else 1)
     hidden = 0 if cfg.slots else MLP_KIND[cfg.mlp].inputs * cfg.hidden_dim
     width = C + (C + cfg.kv_heads * cfg.head_dim + hidden) * (cfg.activation_checkpoint != "full")
+    if cfg.activation_checkpoint == "none" and not ranks.compile:
+        width += C + cfg.hidden_dim * (cfg.slots == 0 and cfg.mlp != "relu")  # whose result is all that it keeps
     tokens = cfg.n_layer * T + (cfg.n_encoder_layer or cfg.n_layer) * S
     states = 16 * total - 4 * matrices * (cfg.optimizer == "muon")  # float32: AdamW keeps two means, Muon one
     late = 4 * total * (micro_steps == 1)  # gradients that are not there yet when the logits are

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,8 +26,7 @@ GIB = 2**30
 
 
 def config(*flags: str) -> Config:
-    cfg = parse(Config, list(flags))
-    return cfg
+    return parse(Config, list(flags))
 
 
 def need(cfg: Config, size: int = 1, data_size: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, int]:
@@ -58,32 +56,27 @@ train.peak_flops = lambda *_: 1e9
 train.main(sys.argv[1:])
 print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 """
-GPT2 = ["--n_layer=3", "--n_head=4", "--n_embd=256", "--block_size=256", "--vocab_size=4096"]
+SHAPE = ["--n_embd=128", "--block_size=256", "--gradient_accumulation_steps=1", "--max_iters=2", "--eval_iters=1"]
 SHAPES = {  # flags, and how many times the estimate a run may take
-    "activations": ([*GPT2, "--batch_size=12"], 3),
-    "parameters": ([*GPT2, "--n_embd=768", "--batch_size=1"], 2),
-    "muon": ([*GPT2, "--n_embd=768", "--batch_size=1", "--optimizer=muon"], 3),
-    "logits": ([*GPT2, "--n_layer=1", "--vocab_size=32768", "--loss_chunk=1e9", "--batch_size=4"], 4),
-    "recomputed": ([*GPT2, "--n_layer=12", "--batch_size=12", "--activation_checkpoint=full"], 8),
-    "evaluated": ([*GPT2, "--n_layer=1", "--vocab_size=131072", "--batch_size=1", "--eval_only=True"], 8),
+    "activations": (["--n_layer=4", "--batch_size=8", "--vocab_size=2048"], 3),
+    "parameters": (["--n_layer=1", "--n_embd=512", "--batch_size=1", "--vocab_size=8192"], 3),
+    "evaluated": (["--n_layer=1", "--vocab_size=131072", "--batch_size=1", "--eval_only=True"], 8),
 }
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures as Linux does")
-@pytest.mark.parametrize("flags,factor", SHAPES.values(), ids=SHAPES)
-def test_a_run_takes_more_and_not_much_more(tiny_data, tmp_path, flags, factor):
-    def peak(name: str, *flags: str) -> int:
-        flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / name}", "--max_iters=2", "--eval_iters=1",
-                 "--warmup_iters=0", "--gradient_accumulation_steps=1", *flags]  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-c", PEAK, *flags], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        return 1024 * int(done.stdout.split()[-1])
+def test_a_run_takes_more_and_not_much_more(tiny_data, tmp_path):
+    def start(name: str, flags: list[str]) -> subprocess.Popen:
+        flags = [*TINY, *SHAPE, "--warmup_iters=0", f"--dataset={tiny_data}", f"--out_dir={tmp_path / name}", *flags]
+        return subprocess.Popen([sys.executable, "-c", PEAK, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
-    estimated = sum(need(config(*TINY, "--gradient_accumulation_steps=1", *flags)).values())
-    measured = peak("a", *flags) - peak("b", "--eval_only=True")
-    assert estimated > 50 * 2**20
-    assert estimated <= measured <= factor * estimated
+    runs = {name: start(name, flags) for name, (flags, _) in SHAPES.items()}
+    runs["least"] = start("least", ["--block_size=16", "--n_embd=16", "--eval_only=True"])
+    peaks = {name: 1024 * int(run.communicate()[0].split()[-1]) for name, run in runs.items()}
+    for name, (flags, factor) in SHAPES.items():
+        estimated = sum(need(config(*TINY, *SHAPE, *flags)).values())
+        assert estimated > 30 * 2**20
+        assert estimated <= peaks[name] - peaks["least"] <= factor * estimated, name
 
 
 LAYOUTS = {
@@ -113,7 +106,7 @@ def test_a_plan_has_more(size, data_size, flags):
 def test_the_machine_is_what_the_least_limit_leaves(tmp_path, monkeypatch):
     whole = memory.machine()
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 2**28 < whole and torch.empty(0).numel() == 0
+    assert 2**28 < whole
     files = {
         "/proc/self/cgroup": "4:memory:/a/b\n1:cpu:/a\n0::/c/d\n",
         "/proc/meminfo": "MemTotal: 9999999 kB\nSwapTotal: 2048 kB\n",
@@ -150,10 +143,9 @@ def test_the_machine_is_what_the_least_limit_leaves(tmp_path, monkeypatch):
         (["--mlp_ratio=1e308", "--mlp=swiglu"], ["mlp_ratio=1e+308 (command line)"]),
         (["--mlp_ratio=1e7"], ["mlp_ratio=10000000.0 (command line)", "parameters", "--parallel=fsdp", "--plan=True"]),
         (["--vocab_size=2e9"], ["vocab_size=2000000000 (command line)", "lower vocab_size", "--parallel=fsdp"]),
-        (["--n_embd=2**29", "--optimizer=muon"], ["n_embd=536870912 (command line)", "lower n_embd"]),
-        (["--n_embd=2**28", "--block=superblock", "--n_group=2**28"], ["n_embd=268435456", "lower n_embd"]),
+        (["--n_embd=2**28", "--optimizer=muon"], ["n_embd=268435456 (command line)", "lower n_embd"]),
+        (["--n_embd=2**28", "--block=superblock", "--n_group=2**28"], ["n_group=268435456 (command line)", "below"]),
         (["--n_head=2**30", "--n_embd=2**30", "--mlp_ratio=1"], ["n_embd=1073741824"]),
-        (["--n_head=2**31-1", "--n_embd=2**31-1", "--mlp_ratio=0.5"], ["n_embd=2147483647"]),
         (["--block=superblock", "--pool=joint", "--n_slot=2e9"], ["n_slot=2000000000 (command line)", "lower n_slot"]),
         (["--n_layer=4000", "--n_embd=16384"], ["n_embd=16384 (command line)", "lower n_embd"]),
     ],
@@ -190,7 +182,6 @@ def test_a_gpu_and_its_host_have_memories_of_their_own(monkeypatch):
     limits["gpu"], limits["host"] = kept, states
     with pytest.raises(ValueError, match="most of it for parameters, and a process of this machine can have"):
         memory.check_training(cfg, gpu, (1024, 0))
-    memory.check_training(replace(cfg, batch_size=1), gpu, (1024, 0)) if ids < 0 else None
 
 
 @pytest.mark.parametrize(
