@@ -170,7 +170,7 @@ def test_the_data_s_vocabulary_is_refused_too(tmp_path, capsys):
 def test_a_gpu_and_its_host_have_memories_of_their_own(monkeypatch):
     cfg = config("--parallel=fsdp", "--fsdp_offload=True", "--batch_size=64")
     cfg.vocab_size = 50304
-    gpu = Ranks(0, 2, torch.device("cuda"), torch.bfloat16, True, 0, 2)
+    gpu = Ranks(0, 2, torch.device("cuda"), torch.bfloat16, False, 0, 2)
     states, kept, ids = need(cfg, 2, 2, torch.bfloat16).values()
     limits = {"host": states + ids, "gpu": kept}
     monkeypatch.setattr(memory, "host_share", lambda: limits["host"])
