@@ -250,7 +250,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     occurs twice any more before it is reached.
     """
     if not 257 <= vocab_size <= 1_000_000:
-        raise ValueError(f"tokenizer bpe:{vocab_size} must have 257 (256 bytes and end-of-text) to 1000000 ids")
+        raise ValueError(
+            f"tokenizer bpe:{vocab_size} is not possible; pass 257 (256 bytes, end-of-text) to 1000000 ids"
+        )
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError as e:
@@ -294,11 +296,11 @@ def build(kind: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
         return CharTokenizer("".join(chars))
     if kind in ("byte", "gpt2"):
         return TOKENIZERS[kind]()
-    if name == "bpe" and size.isascii() and size.isdecimal():
+    if name == "bpe" and re.fullmatch("[0-9]{1,9}", size):
         return train_bpe(texts(), int(size))
     near = next(iter(difflib.get_close_matches(name.lower(), TOKENIZERS, n=1, cutoff=0.5)), None)
     hints = {None: "choose char, byte, gpt2 or bpe:N", "bpe": "give it a number of ids, such as bpe:4096"}
-    raise ValueError(f"unknown tokenizer {kind!r}; " + hints.get(near, f"did you mean {near}?"))
+    raise ValueError(f"unknown tokenizer {kind[:80]!r}; " + hints.get(near, f"did you mean {near}?"))
 
 
 def from_spec(spec: dict, folder: Path | None = None) -> Tokenizer:

@@ -47,6 +47,7 @@ class ShardWriter:
         self.open: dict = {}  # split: the file of its last shard
 
     def __enter__(self) -> "ShardWriter":
+        self.new = not self.folder.exists()
         self.temporary.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(self.temporary, os.O_RDONLY)
         try:  # the kernel drops this lock with the process, however that ends
@@ -157,6 +158,9 @@ class ShardWriter:
                 f.close()
         if not (self.temporary / PROGRESS).exists():
             shutil.rmtree(self.temporary, ignore_errors=True)
+            with suppress(OSError):  # it has data in it
+                if self.new:
+                    self.folder.rmdir()
         os.close(self.lock)
 
     def _commit(self) -> None:

@@ -20,5 +20,10 @@ sys.path.insert(0, str(HERE.parents[1]))
 from data.command import run  # noqa: E402
 from data.corpus import stream  # noqa: E402
 
+
+def main() -> None:
+    stream(__doc__, HERE, "Skylion007/openwebtext")
+
+
 if __name__ == "__main__":
-    run(lambda: stream(__doc__, HERE, "Skylion007/openwebtext"))
+    run(main)

@@ -1,0 +1,277 @@
+"""What the commands of data/ do with all that is not right, one line and exit code 2, and what they say is next."""
+
+import importlib.util
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+import train
+from data import command, shards
+
+NAMES = ("text", "pycode", "shakespeare", "shakespeare_char", "openwebtext", "fineweb_edu")
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(f"prepare_{name}", ROOT / "data" / name / "prepare.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """call("text", *flags): the command in this process; returns (exit code, stdout, stderr)."""
+    handler = signal.getsignal(signal.SIGINT)
+
+    def run(name: str, *flags: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, flags)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            command.run(shards.main if name == "shards" else load(name).main)
+        return end.value.code, *capsys.readouterr()
+
+    yield run
+    signal.signal(signal.SIGINT, handler)
+
+
+def refused(result, *words: str) -> None:
+    code, out, err = result
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and "; " in err, result
+    assert all(word in err for word in words), err
+
+
+# -------------------------------------------------------------------------------------------------------------- flags
+
+
+@pytest.mark.parametrize(
+    "name, flags, words",
+    [
+        *((name, ["--nope=1"], ["--nope=1"]) for name in NAMES[1:]),
+        *((name, ["word"], ["unrecognized arguments: word"]) for name in NAMES[1:]),
+        *((name, ["--out"], ["argument --out: expected one argument", "--name=value"]) for name in NAMES),
+        *((name, ["--out=", "--input=a"], ["out='' is no folder"]) for name in NAMES[2:4]),
+        *((name, ["--out= "], ["out=' ' is no folder"]) for name in ("pycode",)),
+        ("text", [], ["--input"]),
+        ("text", ["--input=/nope"], ["'/nope'"]),
+        ("text", ["--input="], ["''"]),
+        ("text", ["--input=FILE", "--out="], ["out='' is no folder; pass a name"]),
+        ("text", ["--input=FILE", "--documents=page"], ["--documents", "'page'", "'paragraph'"]),
+        ("text", ["--input=FILE", "--val_fraction=x"], ["--val_fraction", "'x'"]),
+        ("text", ["--input=FILE", "--val_fraction="], ["--val_fraction", "''"]),
+        ("text", ["--input=FILE", "--val_fraction=nan"], ["val_fraction=nan"]),
+        ("text", ["--input=FILE", "--val_fraction=inf"], ["val_fraction=inf"]),
+        ("text", ["--input=FILE", "--val_fraction=1"], ["val_fraction=1.0"]),
+        ("text", ["--input=FILE", "--val_fraction=-1e-9"], ["val_fraction=-1e-09"]),
+        ("text", ["--input=FILE", "--threads=0"], ["threads=0"]),
+        ("text", ["--input=FILE", "--threads=1025"], ["threads=1025"]),
+        ("text", ["--input=FILE", "--threads=1.5"], ["--threads", "'1.5'"]),
+        ("text", ["--input=FILE", "--threads=" + "9" * 5000], ["--threads"]),
+        ("text", ["--input=FILE", "--shard_tokens=1e9"], ["--shard_tokens", "'1e9'"]),
+        ("text", ["--input=FILE", "--shard_tokens=-5"], ["shard_tokens=-5"]),
+        ("text", ["--input=FILE", "--shard_tokens=99999999999999999999"], ["shard_tokens=99999999999999999999"]),
+        ("text", ["--input=FILE", "--tokenizer="], ["unknown tokenizer ''"]),
+        ("text", ["--input=FILE", "--tokenizer=bpe:"], ["unknown tokenizer 'bpe:'", "bpe:4096"]),
+        ("text", ["--input=FILE", "--tokenizer=bpe:0"], ["bpe:0", "257"]),
+        ("text", ["--input=FILE", "--tokenizer=bpe:²"], ["unknown tokenizer"]),
+        ("text", ["--input=FILE", "--tokenizer=bpe:-1"], ["unknown tokenizer"]),
+        ("text", ["--input=FILE", "--tokenizer=bpe:" + "9" * 5000], ["unknown tokenizer 'bpe:999"]),
+        ("text", ["--input=FILE", "--tokenizer=bpe:100000"], ["is larger than the text supports"]),
+        ("text", ["--input=FILE", "--tokenizer=chars"], ["did you mean char?"]),
+        ("text", ["--input=FILE", "--tokenizer=a\nb"], ["unknown tokenizer"]),
+        ("text", ["--input=FILE", "--out=FILE/x", "--tokenizer=byte"], ["Not a directory"]),
+        ("text", ["--input=FILE", "--out=/proc/x", "--tokenizer=byte"], ["cannot write to /proc/x"]),
+        ("text", ["--input=FILE", "--out=/" + "x" * 300, "--tokenizer=byte"], ["File name too long"]),
+        ("text", ["--input=FIFO"], ["FIFO' is no regular file", "write the text into a file"]),
+        ("text", ["--input=/dev/zero"], ["'/dev/zero' is no regular file"]),
+        ("text", ["--input=SOCKET"], ["SOCKET' is no regular file"]),
+        ("text", ["--input=EMPTY", "--tokenizer=byte"], ["the input has no text"]),
+        ("text", ["--input=EMPTY", "--tokenizer=char"], ["the input has no text"]),
+        ("text", ["--input=BINARY", "--tokenizer=byte"], ["BINARY is no UTF-8 text: byte 0 is 0x80"]),
+        ("text", ["--input=FOLDER"], ["no file in the folder"]),
+        ("pycode", ["--val_fraction=0"], ["val_fraction=0.0"]),
+        ("pycode", ["--tokenizer=bpe:300"], ["--tokenizer", "'bpe:300'"]),
+        ("pycode", ["--out=./FILE"], ["FILE"]),
+        ("shakespeare_char", ["--input="], ["No such file"]),
+        ("shakespeare_char", ["--input=FIFO"], ["FIFO: Not a regular file"]),
+        ("shakespeare_char", ["--input=/dev/zero"], ["/dev/zero: Not a regular file"]),
+        ("shakespeare_char", ["--input=FOLDER"], ["FOLDER: Is a directory"]),
+        ("shakespeare_char", ["--input=EMPTY"], ["has 0 characters"]),
+        ("shakespeare_char", ["--input=BINARY"], ["is no UTF-8 text (byte 0)"]),
+        ("shakespeare_char", ["--input=nope://x"], ["cannot download nope://x"]),
+        ("shakespeare_char", ["--input=http://[::1"], ["cannot download http://[::1"]),
+        ("shakespeare_char", ["--input=file:///nope"], ["cannot download file:///nope"]),
+        ("shakespeare", ["--input=SOCKET"], ["SOCKET"]),
+        ("openwebtext", ["--path=FIFO"], ["is no regular file"]),
+        ("openwebtext", ["--path=FILE", "--shards=-1", "--tokenizer=byte"], ["shards=-1"]),
+        ("openwebtext", ["--path=FILE", "--shards=many"], ["--shards", "'many'"]),
+        ("openwebtext", ["--path=FILE", "--tokenizer=char"], ["--tokenizer", "'char'"]),
+        ("fineweb_edu", ["--path=a b"], ["no file matches 'a b'"]),
+    ],
+)
+def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text("some words\nof text\n" * 9)
+    (tmp_path / "EMPTY").touch()
+    (tmp_path / "BINARY").write_bytes(bytes(range(128, 256)))
+    (tmp_path / "FOLDER").mkdir()
+    os.mkfifo("FIFO")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("SOCKET")
+        before = sorted(os.listdir())
+        out = [] if any(flag.startswith("--out") for flag in flags) else [f"--out={tmp_path}/out"]
+        refused(call(name, *flags, *out), *words)
+        assert sorted(os.listdir()) == before
+
+
+def test_help_and_a_closed_pipe(tmp_path):
+    """The commands themselves, whose reader has gone before they write, or whose disk is full."""
+    script, word = str(ROOT / "data/text/prepare.py"), tmp_path / "a.txt"
+    word.write_text("some words\n" * 30)
+    flags = [script, f"--input={word}", f"--out={tmp_path}/out", "--tokenizer=byte"]
+    helped = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
+    assert helped.returncode == 0 and "--documents" in helped.stdout and not helped.stderr
+    for arguments in ([script, "--help"], flags, ["-m", "data.shards", f"{tmp_path}/out"]):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (1, ""), done
+        line = shlex.join([sys.executable, *arguments])
+        done = subprocess.run(f"exec {line} >/dev/full", shell=True, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith("error: No space left on device; "), done
+        assert done.stderr.count("\n") == 1
+        done = subprocess.run(f"exec {line} >&-", shell=True, cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_names_that_are_no_text(tmp_path):
+    """Bytes that are no UTF-8, in what is typed and so in what is printed."""
+    (tmp_path / "a.txt").write_text("some words\n" * 30)
+    out = os.fsencode(tmp_path) + b"/\xff out"
+    run = [sys.executable, ROOT / "data/text/prepare.py", f"--input={tmp_path}/a.txt", b"--out=" + out]
+    done = subprocess.run([*run, "--tokenizer=byte"], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr and "\\udcff out" in done.stdout, done
+    assert os.path.exists(out + b"/meta.json")
+
+
+@pytest.mark.parametrize("arguments", [[f"data/{name}/prepare.py"] for name in NAMES] + [["-m", "data.shards", "data"]])
+def test_ctrl_c_while_it_starts(tmp_path, arguments):
+    """At any moment from the first import on: no traceback."""
+    flags = [] if "-m" in arguments else [f"--out={tmp_path}/out"]
+    flags += ["--input=README.md", "--tokenizer=byte"] if arguments == ["data/text/prepare.py"] else []
+    rng = random.Random(time.time_ns())
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-X", "importtime", *arguments, *flags],
+            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        for line in process.stderr:  # the import of signal is the first of the command's own
+            if re.search(r"\| +(math|pathlib|data)$", line):
+                break
+        time.sleep(rng.uniform(0, 0.15))
+        process.send_signal(signal.SIGINT)
+        err = process.stderr.read()
+        process.wait(30)
+        lines = [line for line in err.splitlines() if not line.startswith("import time:")]
+        assert process.returncode in (-signal.SIGINT, 130, 0, 2) and len(lines) <= 1, (process.returncode, err)
+        assert "Traceback" not in err
+
+
+# ---------------------------------------------------------------------------------------------------------- what next
+
+
+def printed(result) -> list[str]:
+    code, out, err = result
+    assert code == 0 and out.count("next: ") == 1, result
+    start = shlex.split(out.split("next: ")[1])
+    assert start[:2] == ["python", "train.py"]
+    return start[2:]
+
+
+SIZES = {"tiny": 40, "small": 700, "1 MB": 1_000_000}
+WORDS = (ROOT / "model.py").read_text().split()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "tokenizer, documents",
+    [("char", "line"), ("char", "file"), ("byte", "line"), ("byte", "file"), ("bpe:300", "file")],
+)
+def test_the_next_command_trains(call, tmp_path, monkeypatch, size, tokenizer, documents):
+    if tokenizer == "bpe:300" and size == "tiny":
+        pytest.skip("so small a text has no pairs to merge")
+    rng = random.Random(0)
+    lines = [" ".join(rng.choices(WORDS, k=6)) for _ in range(1 + SIZES[size] // 30)]
+    (tmp_path / "a.txt").write_text("\n".join(lines)[: SIZES[size]])
+    flags = ["--val_fraction=0.4"] if documents == "line" else []
+    flags += [f"--input={tmp_path}/a.txt", f"--tokenizer={tokenizer}", f"--documents={documents}"]
+    result = call("text", *flags, f"--out={tmp_path}/my data")
+    arguments = printed(result)
+    assert f"--dataset={tmp_path}/my data" in arguments and "--out_dir=out/my data" in arguments
+    trains(monkeypatch, tmp_path, arguments)
+
+
+def trains(monkeypatch, tmp_path, arguments):
+    """Two steps of a smaller model; nothing else differs from what the command says."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)
+    more = ["--max_iters=2", "--eval_iters=1", "--device=cpu", "--n_layer=1", "--n_head=1", "--n_embd=32"]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        train.main([*arguments, *more, f"--out_dir={tmp_path}/run"])
+    finally:
+        torch.set_num_threads(threads)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any("val_loss" in row for row in rows)
+
+
+@pytest.mark.parametrize("size", [20, 300, 5000])
+def test_shakespeares_next_command(call, tmp_path, monkeypatch, size):
+    monkeypatch.setattr(command, "DATA", tmp_path)
+    monkeypatch.setattr(train, "DATA", tmp_path)
+    monkeypatch.setattr(command.shutil, "which", lambda _: None)
+    (tmp_path / "a.txt").write_text(("to be or not to be\n" * 300)[:size])
+    arguments = printed(call("shakespeare_char", f"--input={tmp_path}/a.txt", "--out=shakespeare_char"))
+    block = [f"--block_size={ {20: 1, 300: 16}[size] }"] if size < 5000 else []
+    assert arguments == ["config/train_shakespeare_cpu.py", *block]
+    trains(monkeypatch, tmp_path, arguments)
+
+
+def test_sizes_of_the_next_command(monkeypatch):
+    """GPT-2's vocabulary gets a smaller batch; only a GPU and many tokens get GPT-2's own run."""
+    gpu = {"here": None}
+    monkeypatch.setattr(command.os.path, "exists", lambda _: False)
+    monkeypatch.setattr(command.shutil, "which", lambda _: gpu["here"])
+    start, mine = "python train.py config/train_", command.DATA / "mine"
+    flags = ".py --dataset=mine --out_dir=out/mine"
+    assert command.next_command(command.DATA / "pycode", 257, [10**7, 10**6]) == f"{start}pycode.py"
+    assert command.next_command(mine, 50257, [10**10, 10**7]) == f"{start}pycode{flags} --batch_size=2"
+    assert command.next_command(mine, 10**6, [10**6, 10**5]) == f"{start}pycode{flags} --batch_size=1"
+    assert command.next_command(mine, 257, [10**6, 257]) == f"{start}pycode{flags}"
+    assert command.next_command(mine, 257, [10**6, 256]) == f"{start}pycode{flags} --block_size=128"
+    assert command.next_command(mine, 257, [2, 9]) == f"{start}pycode{flags} --block_size=1"
+    char = command.DATA / "shakespeare_char"
+    assert command.next_command(char, 65, [10**6, 10**5]) == f"{start}shakespeare_cpu.py"
+    gpu["here"] = "nvidia-smi"
+    assert command.next_command(char, 65, [10**6, 10**5]) == f"{start}shakespeare_char.py"
+    assert command.next_command(mine, 50257, [10**8, 10**6]) == f"{start}gpt2{flags}"
+    assert command.next_command(command.DATA / "openwebtext", 50257, [10**10, 10**7]) == f"{start}gpt2.py"
+    assert command.next_command(mine, 257, [10**6, 10**5]) == f"{start}pycode{flags}"
+    monkeypatch.chdir("/")
+    assert "--dataset=/x/y " in command.next_command(Path("x/y"), 257, [10**6, 10**5])
