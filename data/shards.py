@@ -16,21 +16,22 @@ nanoGPT's meta.pkl is never opened, because unpickling runs whatever code the fi
     python -m data.shards PATH...                    # look into files or data sets, and check them
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
+
 import difflib
 import math
 import os
 import re
 import resource
-import signal
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import repeat
 from pathlib import Path
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
 
 import numpy as np  # noqa: E402
 

@@ -166,6 +166,7 @@ def test_names_that_are_no_text(tmp_path):
     assert os.path.exists(out + b"/meta.json")
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads what is caught from /proc, which Linux has")
 @pytest.mark.parametrize("arguments", [[f"data/{name}/prepare.py"] for name in NAMES] + [["-m", "data.shards", "data"]])
 def test_ctrl_c_while_it_starts(tmp_path, arguments):
     """At any moment from the first import on: no traceback."""
@@ -174,18 +175,16 @@ def test_ctrl_c_while_it_starts(tmp_path, arguments):
     rng = random.Random(time.time_ns())
     for _ in range(3):
         process = subprocess.Popen(
-            [sys.executable, "-X", "importtime", *arguments, *flags],
-            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        for line in process.stderr:  # the import of signal is the first of the command's own
-            if re.search(r"\| +(math|pathlib|data)$", line):
-                break
+            [sys.executable, *arguments, *flags], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        states = [False]  # whether Python catches the signal: it does, and then for the imports it does not
+        while states[-2:] != [True, False] and process.poll() is None:
+            caught = int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())[1], 16)
+            states.append(bool(caught >> signal.SIGINT - 1 & 1))
         time.sleep(rng.uniform(0, 0.15))
         process.send_signal(signal.SIGINT)
-        err = process.stderr.read()
-        process.wait(30)
-        lines = [line for line in err.splitlines() if not line.startswith("import time:")]
-        assert process.returncode in (-signal.SIGINT, 130, 0, 2) and len(lines) <= 1, (process.returncode, err)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode in (-signal.SIGINT, 130, 0, 2) and err.count("\n") <= 1, (process.returncode, err)
         assert "Traceback" not in err
 
 
@@ -215,7 +214,7 @@ def test_the_next_command_trains(call, tmp_path, monkeypatch, size, tokenizer, d
     rng = random.Random(0)
     lines = [" ".join(rng.choices(WORDS, k=6)) for _ in range(1 + SIZES[size] // 30)]
     (tmp_path / "a.txt").write_text("\n".join(lines)[: SIZES[size]])
-    flags = ["--val_fraction=0.4"] if documents == "line" else []
+    flags = ["--val_fraction=0.6"] if documents == "line" else []
     flags += [f"--input={tmp_path}/a.txt", f"--tokenizer={tokenizer}", f"--documents={documents}"]
     result = call("text", *flags, f"--out={tmp_path}/my data")
     arguments = printed(result)
@@ -228,6 +227,7 @@ def trains(monkeypatch, tmp_path, arguments):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)
     more = ["--max_iters=2", "--eval_iters=1", "--device=cpu", "--n_layer=1", "--n_head=1", "--n_embd=32"]
+    more += ["--warmup_iters=1", "--cooldown_iters=1"] if "config/train_pycode.py" in arguments else []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -7,18 +7,20 @@ One document per file, in the order of the paths, each followed by end-of-text; 
 document: in the order of a hash of their paths, files validate as long as they fit into `val_fraction` of all bytes.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
+
 import hashlib
 import os
 import platform
-import signal
 import sys
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 

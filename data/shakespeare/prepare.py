@@ -7,11 +7,13 @@ The first 90 % of the characters train, the rest validate: 301,966 and 36,059 to
 """
 
 import signal
-import sys
-from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
+
+import sys
+from pathlib import Path
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 

@@ -6,15 +6,17 @@
 The first 90 % of the characters train, the rest validate: 1,003,854 and 111,540 tokens, 65 different characters.
 """
 
-import hashlib
 import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
+
+import hashlib
 import sys
 from http.client import HTTPException
 from pathlib import Path
 from urllib.request import urlopen
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 

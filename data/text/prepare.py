@@ -14,11 +14,13 @@ the first 0.9 trains and the rest validates, from the line on that begins there 
 """
 
 import signal
-import sys
-from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
+
+import sys
+from pathlib import Path
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
