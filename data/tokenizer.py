@@ -310,7 +310,7 @@ def from_spec(spec: dict, folder: Path | None = None) -> Tokenizer:
     """
     kind = spec.get("kind") if isinstance(spec, dict) else spec
     if not isinstance(kind, str) or kind not in TOKENIZERS:
-        raise ValueError(f"unknown tokenizer {kind!r}; choose one of {', '.join(TOKENIZERS)}")
+        raise ValueError(f"unknown tokenizer {ascii(kind):.80}; choose one of {', '.join(TOKENIZERS)}")
     try:
         return TOKENIZERS[kind].load(folder, **{k: v for k, v in spec.items() if k != "kind"})
     except (TypeError, AttributeError) as e:

@@ -142,7 +142,7 @@ def test_help_and_a_closed_pipe(tmp_path):
     flags = [script, f"--input={word}", f"--out={tmp_path}/out", "--tokenizer=byte"]
     helped = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
     assert helped.returncode == 0 and "--documents" in helped.stdout and not helped.stderr
-    for arguments in ([script, "--help"], flags, ["-m", "data.shards", f"{tmp_path}/out"]):
+    for arguments in (flags, ["-m", "data.shards", f"{tmp_path}/out"]):
         read, write = os.pipe()
         os.close(read)
         done = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
@@ -186,6 +186,104 @@ def test_ctrl_c_while_it_starts(tmp_path, arguments):
         _, err = process.communicate(timeout=60)
         assert process.returncode in (-signal.SIGINT, 130, 0, 2) and err.count("\n") <= 1, (process.returncode, err)
         assert "Traceback" not in err
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+FOUND = [
+    "FIFO", "SOCKET", "FOLDER", "/dev/zero", "/dev/null", "BROKEN LINK", b"", b"\0", b"x" * 1023, b"x" * 5000,
+    b"MMIDIDX\0\0", b"{}", b"\xff" * 2000,
+]  # fmt: skip
+
+
+def put(path: Path, what) -> socket.socket | None:
+    path.unlink(missing_ok=True)
+    if isinstance(what, bytes):
+        path.write_bytes(what)
+    elif what == "FIFO":
+        os.mkfifo(path)
+    elif what == "SOCKET":
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(path.name)
+        return server
+    elif what == "FOLDER":
+        path.mkdir()
+    else:
+        path.symlink_to(what)
+    return None
+
+
+@pytest.mark.parametrize("what", FOUND, ids=lambda what: str(what)[:12])
+@pytest.mark.parametrize("name", ["train_000000.bin", "meta.json", "tokenizer.tiktoken", "train_000000.idx"])
+def test_files_that_are_none_are_one_line(call, tmp_path, monkeypatch, name, what):
+    """In the place of each file of a data set; no read waits for what never comes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some words of text\n" * 50)
+    assert call("text", "--input=a.txt", "--tokenizer=bpe:262", "--out=./set")[0] == 0
+    monkeypatch.chdir(tmp_path / "set")
+    put(Path(name), what)
+    code, out, err = call("shards", ".")
+    if name == "meta.json" and what == "BROKEN LINK":
+        assert code == 0
+        return
+    if name == "train_000000.idx" and what == "BROKEN LINK" or name == "tokenizer.tiktoken" and code == 0:
+        assert "cannot be decoded (" in out or what == "BROKEN LINK"  # the shards are good all the same
+        return
+    assert code == 2 and all(line.startswith("error: ") and "; " in line for line in err.splitlines()), err
+    assert "Traceback" not in err and len(err.splitlines()) in (1, 2)
+    if name != "tokenizer.tiktoken":
+        with pytest.raises(ValueError) as error:
+            shards.open_data(tmp_path / "set").split("train")
+        assert "; " in str(error.value)
+
+
+SHARD = {"name": "train.bin", "tokens": 1}
+META = [
+    {"vocab_size": 10**18}, {"vocab_size": 2**31}, {"vocab_size": 10**400}, {"vocab_size": True}, {"vocab_size": 5.0},
+    {"vocab_size": -1}, {"vocab_size": None}, {"vocab_size": [5]}, {"vocab_size": 5, "eot": True},
+    {"vocab_size": 5, "eot": -1}, {"vocab_size": 5, "eot": 2**70}, {"vocab_size": 5, "eot": 1.0},
+    *({"vocab_size": 5, "splits": splits} for splits in ([], 3, "x", {"train": []}, {"train": {"shards": 3}})),
+    *({"vocab_size": 5, "splits": {"train": {"shards": [SHARD | change]}}} for change in (
+        {"name": ""}, {"name": "."}, {"name": ".."}, {"name": "/dev/zero"}, {"name": "../a"}, {"name": "a\0"},
+        {"name": "\ud800"}, {"name": 3}, {"name": None}, {"name": "x" * 300}, {"tokens": True}, {"tokens": -1},
+        {"tokens": 2**70}, {"tokens": "1"}, {"tokens": None}, {"tokens": 1.0}, {"max_token": -1}, {"max_token": 2**70},
+        {"max_token": 5}, {"max_token": "1"}, {"tokens": 2},
+    )),
+    *({"vocab_size": 257, "tokenizer": spec} for spec in (
+        3, [], "byte", {}, {"kind": []}, {"kind": "byte", "x": 1}, {"kind": "bpe"}, {"kind": "gpt2"}, {"kind": "char"},
+        {"kind": "char", "chars": 5}, {"kind": "char", "chars": ""}, {"kind": "char", "chars": ["a"]},
+        {"kind": "bpe", "file": "/dev/zero", "vocab_size": 257, "sha256": ""}, {"kind": "x" * 9999},
+        {"kind": "bpe", "file": "tokenizer.tiktoken", "vocab_size": 257, "sha256": "0"},
+    )),
+]  # fmt: skip
+TEXTS = [
+    "", " ", "null", "NaN", "[]", '"x"', '{"vocab_size": NaN}', '{"vocab_size": Infinity}', '{"vocab_size": 1e400}',
+    '{"vocab_size": 5, "vocab_size": 6}', '{"vocab_size": ' + "9" * 5000 + "}", '{"vocab_size": 5',
+    '{"vocab_size": 5, "x": ' + "[" * 100_000, '{"vocab_size": 5}}', "\ufeff{}", "{'vocab_size': 5}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*map(json.dumps, META), *TEXTS], ids=lambda text: text[:60])
+def test_strange_meta_is_one_line(call, tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    Path("train.bin").write_bytes(b"\1\0")
+    Path("meta.json").write_text(text)
+    with pytest.raises(ValueError) as error:
+        shards.open_data(tmp_path).split("train")
+    assert "\n" not in str(error.value) and "; " in str(error.value) and len(str(error.value)) < 700
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b"\xff", b"[" * 100_000, b'{"sha256": 1}', b'{"settings": {}, "sha256": "x"}', None]
+)
+def test_damaged_progress_is_one_line(call, tmp_path, monkeypatch, content):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("some words of text\n" * 50)
+    Path("set/.preparing").mkdir(parents=True)
+    put(Path("set/.preparing/progress.json"), "FOLDER" if content is None else content)
+    words = ["Is a directory"] if content is None else ["progress.json cannot be used (", "to start again"]
+    refused(call("text", "--input=a.txt", "--tokenizer=byte", "--out=./set"), *words)
 
 
 # ---------------------------------------------------------------------------------------------------------- what next
