@@ -1,9 +1,11 @@
 """Training speed of this checkout; of this and another one; of several runs against each other. Or the loader's.
+Or all there is to know about a GPU.
 
     python bench.py config/train_shakespeare_cpu.py --max_iters=300
     python bench.py --against=../nanoGPT --rounds=3 config/train_shakespeare_char.py --device=cpu --compile=False ...
     python bench.py --run=config/pycode_gpt2.py --run=config/pycode_llama.py --max_iters=60 --cooldown_iters=5
     python bench.py --loader=openwebtext
+    python bench.py --gpu --out=out/gpu.json --against=../nanoGPT                # make gpu, without the last
 
 The arguments behind the options go to `python train.py` as they are, with those of each --run in front of them. Another
 checkout must know them too: one of superblock does, and nanoGPT knows the flags that we share. The speed is read from
@@ -13,40 +15,128 @@ ratios, which are taken within a round.
 
 --loader reads batches of 64 x 1024 tokens of a data set that fits in memory, and the same number in nanoGPT's way: a
 new memory map for each batch, of which every sequence is copied twice, as inputs and as targets.
+
+--gpu takes at most 8 minutes on one GPU. It compares attention, models and losses with float64 on the CPU
+(engine/gpu_check.py), then trains GPT-2's 124 M parameters at T=1024 in bfloat16, compiled, and nanoGPT's if --against
+is its folder. Each part is a process with a time limit of its own, and none ends another. --out has a part's result as
+soon as there is one. With --device=cpu all shapes are tiny: a rehearsal. Exit code 1 if a part failed.
 """
 
 import argparse
+import ctypes
+import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
+from configurator import user_errors
+from model import require
+
+HERE = Path(__file__).resolve().parent
+LIBC = ctypes.CDLL(None)
 SKIP = 0.2  # of the steps, at the beginning: warm-up
+OWN = ("--out_dir=", "--log_interval=")  # what a measurement adds to train.py's arguments
+SECONDS = {"machine": 40, "attention": 80, "models": 100, "losses": 60, "speed": 100, "against": 100}  # 8 minutes
+GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "batch_size": 12}
+SHAPE = {  # what --gpu trains, in flags that nanoGPT has too
+    "cuda": GPT2 | {"gradient_accumulation_steps": 5, "dtype": "bfloat16", "compile": True},
+    "cpu": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 2}
+    | {"gradient_accumulation_steps": 1, "dtype": "float32", "compile": False},
+}
+LINES = 8  # "iter N:", one per 10 steps, after which such a run is ended
 
 
-def measure(checkout: Path, args: list[str]) -> float:
-    """Milliseconds per step of one run of checkout/train.py. Its own error message goes to stderr; exit code 2."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+def end_with_parent():
+    """Called in a child: Linux kills it when bench.py ends, even if that was killed."""
+    if hasattr(LIBC, "prctl"):
+        LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+class Child:
+    """A process in a group of its own, all of which ends with the `with` block, or after `seconds`, if any."""
+
+    def __init__(self, command: list[str], cwd: Path, seconds: float | None = None):
+        self.seconds, self.late, self.errors = seconds, False, tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            command, cwd=cwd, stdout=subprocess.PIPE, stderr=self.errors, text=True, errors="replace",
+            start_new_session=True, preexec_fn=end_with_parent,
+        )  # fmt: skip
+        self.lines = self.process.stdout  # what it prints
+        self.timer = threading.Timer(seconds or threading.TIMEOUT_MAX, self.limit)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_):
+        self.timer.cancel()
+        self.kill()
+        self.process.wait()
+        self.lines.close()
+        self.errors.close()
+
+    def limit(self):
+        self.late = True
+        self.kill()
+
+    def kill(self):
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def trouble(self) -> str:
+        """Waits for its end. Empty, or how it ended and the last line of its stderr."""
+        code = self.process.wait()
+        self.errors.seek(0)
+        said = [line for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
+        last = said[-1].removeprefix("error: ")[:500] if said and not self.late else ""
+        how = f"time limit of {self.seconds} s" if self.late else signal.Signals(-code).name if code < 0 else ""
+        return ": ".join(filter(None, (how, last))) or f"exit code {code}" if code else ""
+
+
+def measure(
+    checkout: Path, args: list[str], seconds: float | None = None, lines: int | None = None
+) -> tuple[float, dict]:
+    """Milliseconds per step of checkout/train.py, and the last figures in its metrics.jsonl, if it has one.
+
+    It is ended after so many seconds, or lines "iter N:", if any. ValueError if it failed, or gave too few of them.
+    """
     marks: list[tuple[int, float]] = []
-    with tempfile.TemporaryDirectory() as out_dir:
-        command = [sys.executable, "-u", "train.py", *args, f"--out_dir={out_dir}/run", "--log_interval=10"]
-        process = subprocess.Popen(command, cwd=checkout, stdout=subprocess.PIPE, text=True)
-        for line in process.stdout:
-            if found := re.match(r"iter (\d+):", line):
-                marks.append((int(found[1]), time.perf_counter()))
-        process.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-u", "train.py", *args, f"--out_dir={folder}/run", "--log_interval=10"]
+        with Child(command, checkout, seconds) as run:
+            for line in run.lines:
+                if found := re.match(r"iter (\d+):", line):
+                    marks.append((int(found[1]), time.perf_counter()))
+                    if len(marks) == lines:
+                        break
+            trouble = "" if len(marks) == lines else run.trouble()
+        metrics = Path(folder) / "run" / "metrics.jsonl"
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()[:-1]] if metrics.is_file() else []
     marks = marks[int(SKIP * len(marks)) :]
-    if process.returncode or len(marks) < 2:
-        print(
-            f"error: {checkout}: {' '.join(command[2:])} gave no timings; see above, or raise --max_iters",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)
+    if len(marks) < 2 or trouble and not run.late:
+        why = trouble or "gave fewer than two timings after its first steps; raise --max_iters"
+        raise ValueError(f"{checkout}: python train.py {' '.join(args)}: {why}")
     (first, start), (last, end) = marks[0], marks[-1]
-    return 1000 * (end - start) / (last - first)
+    return 1000 * (end - start) / (last - first), next((row for row in reversed(rows) if "mfu" in row), {})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What there is to measure
 
 
 def measure_loader(name: str, batches: int = 200) -> tuple[float, float]:
@@ -61,9 +151,10 @@ def measure_loader(name: str, batches: int = 200) -> tuple[float, float]:
     from data.shards import open_data
 
     B, T = 64, 1024
-    data = open_data(name)
+    data = open_data(name, HERE / "data")
     stream = data.split("train")
     shard = max(stream.shards, key=len)
+    require(len(shard) > T + 1, f"--loader={name} has shards of {len(shard)} tokens at most; give a larger data set")
 
     def theirs() -> None:
         tokens = np.memmap(shard.path, shard.dtype, mode="r", offset=shard.offset, shape=(len(shard),))
@@ -82,38 +173,185 @@ def measure_loader(name: str, batches: int = 200) -> tuple[float, float]:
     return tuple(speeds)
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--against", type=Path, help="folder of another checkout, with a train.py")
-    parser.add_argument("--run", action="append", default=[], help="arguments of one run to compare; repeat it")
-    parser.add_argument("--rounds", type=int, default=3, help="of all runs (default 3)")
-    parser.add_argument("--loader", metavar="DATASET", help="measure the loader instead of training")
-    options, args = parser.parse_known_args()
-    if options.loader:
-        for number in range(options.rounds):
-            try:
-                ours, theirs = measure_loader(options.loader)
-            except ValueError as e:
-                print(f"error: {e}", file=sys.stderr)
-                raise SystemExit(2) from None
-            print(f"round {number + 1}: {ours:.0f} Mtok/s, {theirs:.0f} in nanoGPT's way: {ours / theirs:.1f} times")
-        return
-    here = Path(__file__).parent
-    checkouts = ([options.against] if options.against else []) + [here]
-    entries = [(checkout, run) for checkout in checkouts for run in options.run or [""]]
-    times: dict[tuple[Path, str], list[float]] = {entry: [] for entry in entries}
-    for number in range(options.rounds):
-        for checkout, run in entries if number % 2 == 0 else reversed(entries):
-            times[checkout, run].append(measure(checkout, shlex.split(run) + args))
-            print(f"round {number + 1}: {checkout} {run}: {times[checkout, run][-1]:.2f} ms per step", flush=True)
-    first = times[entries[0]]
-    for (checkout, run), of_run in list(times.items())[1:]:
-        ratios = [b / a for a, b in zip(of_run, first, strict=True)]
+def compare(checkouts: list[Path], runs: list[list[str]], names: list[str], rounds: int):
+    """Prints the speed of each run in each checkout, and then their ratios to the first."""
+    entries = [(checkout, name, run) for checkout in checkouts for name, run in zip(names, runs, strict=True)]
+    times: list[list[float]] = [[] for _ in entries]
+    for number in range(rounds):
+        order = list(zip(entries, times, strict=True))
+        for (checkout, name, run), of_run in order if number % 2 == 0 else reversed(order):
+            of_run.append(measure(checkout, run)[0])
+            print(f"round {number + 1}: {checkout} {name}: {of_run[-1]:.2f} ms per step", flush=True)
+    for (checkout, name, _), of_run in list(zip(entries, times, strict=True))[1:]:
+        ratios = [b / a for a, b in zip(of_run, times[0], strict=True)]
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-        print(f"{checkout} {run}: {median(ratios):.3f} times as fast as {entries[0][0]} {entries[0][1]} ({spread})")
+        than = f"{entries[0][0]} {entries[0][1]}"
+        print(f"{checkout} {name}: {median(ratios):.3f} times as fast as {than} ({spread})", flush=True)
+
+
+def numbers(part: str, device: str) -> dict:
+    """The outcome of a part of engine/gpu_check.py: how many cases, the largest errors, and what failed."""
+    result, name = {"cases": 0, "failed": {}}, "the start"
+    with Child([sys.executable, "-m", "engine.gpu_check", part, device], HERE, SECONDS[part]) as run:
+        for case in map(json.loads, run.lines):
+            name = case.pop("case")
+            result["cases"] += bool(case)
+            if "failed" in case:
+                result["failed"][name] = case.pop("failed")
+            for dtype, error in case.items():
+                result[dtype] = max(result.get(dtype, [0.0, ""]), [error, name])
+        if trouble := run.trouble():
+            result["failed"][name] = trouble
+    errors = [f"{dtype} {result[dtype][0]:.1e}" for dtype in ("float32", "bfloat16") if dtype in result]
+    text = f"{result['cases']} cases, {len(result['failed'])} failed; largest errors: {', '.join(errors)}"
+    return result | {"status": "failed" if result["failed"] else "ok", "text": text}
+
+
+def speed(part: str, checkout: Path, device: str) -> dict:
+    """Tokens per second of a training run on random tokens; of superblock's also MFU and peak memory."""
+    import numpy as np
+
+    shape = SHAPE[device]
+    tokens = shape["batch_size"] * shape["block_size"] * shape["gradient_accumulation_steps"]
+    with tempfile.TemporaryDirectory() as data:
+        for split in ("train", "val"):
+            np.random.default_rng(0).integers(50257, size=2**20, dtype=np.uint16).tofile(f"{data}/{split}.bin")
+        (Path(data) / "meta.json").write_text('{"vocab_size": 50257}')
+        flags = shape | {"dataset": data, "device": device, "eval_iters": 1, "eval_interval": 10**5, "max_iters": 10**5}
+        ms, found = measure(checkout, [f"--{name}={x}" for name, x in flags.items()], SECONDS[part], LINES)
+    rate = 1000 * tokens / ms
+    result = {"status": "ok", "tokens_per_s": rate, "ms_per_step": ms, "tokens_per_step": tokens}
+    result["text"] = f"{rate:,.0f} tokens/s, {ms:.1f} ms per step"
+    if found:
+        result["mfu"] = found["mfu"] and found["mfu"] / found["tokens_per_s"] * rate
+        result["peak_memory_bytes"] = found["peak_memory_bytes"]
+        mfu = "unknown" if result["mfu"] is None else f"{result['mfu']:.1%}"
+        result["text"] += f", MFU {mfu}, {found['peak_memory_bytes'] / 2**30:.2f} GiB at the most"
+    return result
+
+
+def gpu(device: str, out: Path, against: Path | None):
+    """Prints a line per part, and writes all of them to `out` after each. SystemExit 1 if one failed."""
+    with Child([sys.executable, "-m", "engine.gpu_check", "machine", device], HERE, SECONDS["machine"]) as run:
+        said, trouble = run.lines.read(), run.trouble()
+    require(not trouble, f"torch does not start on the GPU: {trouble}; see what nvidia-smi says")
+    machine = json.loads(said)
+    require(machine["device"] is not None, "there is no GPU that torch can use; --device=cpu rehearses without one")
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True)
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    report = {"date": date, "commit": git.stdout.strip(), "machine": machine, "parts": {}}
+    write(out, report)
+    print(f"{machine['device']}, torch {machine['torch']}, commit {report['commit']}", flush=True)
+    print(f"{'part':<12}{'status':<8}{'seconds':>8}  result", flush=True)
+    parts = {part: lambda part=part: numbers(part, device) for part in ("attention", "models", "losses")}
+    parts["speed"] = lambda: speed("speed", HERE, device)
+    if against:
+        parts["against"] = lambda: speed("against", against, device)
+    for name, part in parts.items():
+        start = time.perf_counter()
+        try:
+            result = part()
+        except (ValueError, OSError) as error:
+            result = {"status": "failed", "text": " ".join(str(error).split())}
+        ours, theirs = (each.get("tokens_per_s") for each in (report["parts"].get("speed", {}), result))
+        if ours and theirs:
+            result["ratio"] = ours / theirs
+            result["text"] += f"; this checkout is {ours / theirs:.2f} times as fast"
+        report["parts"][name] = result = {"seconds": round(time.perf_counter() - start, 1)} | result
+        write(out, report)
+        print(f"{name:<12}{result['status']:<8}{result['seconds']:>8}  {result['text']}", flush=True)
+        for case, what in list(result.get("failed", {}).items())[:5]:
+            print(f"{'':<30}{case}: {what}", flush=True)
+    if any(result["status"] != "ok" for result in report["parts"].values()):
+        raise SystemExit(1)
+
+
+def write(out: Path, report: dict):
+    """As one replacement, so that a kill leaves the file as it was."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_suffix(".tmp")
+    temporary.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(temporary, out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors are ValueErrors."""
+
+    def error(self, message: str):
+        raise ValueError(f"{message}; --help shows how it is used")
+
+
+def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
+    """The options, and the arguments of each run for train.py. ValueError names what is wrong with them."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--against", help="folder of another checkout, with a train.py")
+    parser.add_argument("--run", action="append", help="arguments of one run to compare; repeat it")
+    parser.add_argument("--rounds", type=int, help="of all runs (default 3)")
+    parser.add_argument("--loader", metavar="DATASET", help="measure the loader instead of training")
+    parser.add_argument("--gpu", action="store_true", help="compare a GPU with the CPU, and measure its speed")
+    parser.add_argument("--out", metavar="FILE.json", help="where --gpu writes what it finds")
+    options, args = parser.parse_known_args(argv)
+    given = {name for name, value in vars(options).items() if value not in (None, False)}
+    for name, alone in (("loader", {"rounds"}), ("gpu", {"out", "against"})):
+        others = [f"--{other}" for other in sorted(given - alone - {name})] + args * (name == "loader")
+        require(name not in given or not others, f"--{name} does not go with {' '.join(others)}; leave one of them out")
+    require("out" not in given or options.gpu, f"--out={options.out} is used only with --gpu; leave it out")
+    json_file = (options.out or "").endswith(".json")
+    require(not options.gpu or json_file, f"--out={options.out} must be a .json file for --gpu, such as out/gpu.json")
+    require(options.loader != "", "--loader= names no data set; give one, such as pycode")
+    options.rounds = 3 if options.rounds is None else options.rounds
+    require(1 <= options.rounds <= 1000, f"--rounds={options.rounds} must be at least 1 and at most 1000")
+    if options.against is not None:
+        there = options.against and (Path(options.against) / "train.py").is_file()
+        require(there, f"--against={options.against} holds no train.py; give the folder of a checkout")
+        options.against = Path(options.against).resolve()
+    if options.gpu:
+        fixed = (
+            f"--gpu measures what is fixed and takes no {' '.join(args)}; leave it out, or rehearse with --device=cpu"
+        )
+        require(args in ([], ["--device=cpu"]), fixed)
+        options.device = "cpu" if args else "cuda"
+        return options, []
+    runs = []
+    for text in options.run or [""]:
+        try:
+            runs.append(shlex.split(text) + args)
+        except ValueError as error:
+            raise ValueError(f"--run={text}: {error}; close it") from None
+    for run in [] if options.loader else runs:
+        require(run, "there is nothing to train; give train.py's arguments, such as a config file and --max_iters=100")
+        own = [arg for arg in run if arg.startswith(OWN)]
+        require(not own, f"{' '.join(own)} is bench.py's own to set; leave it out")
+    return options, runs
+
+
+def stop(number: int, frame):
+    """Ends this process in order: a run's process is killed, its folder removed."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
+def main(argv: list[str] | None = None):
+    with user_errors():
+        options, runs = read(argv)
+        if options.gpu:
+            return gpu(options.device, Path(options.out), options.against)
+        for number in range(options.rounds if options.loader else 0):
+            ours, theirs = measure_loader(options.loader)
+            times = f"{ours / theirs:.1f} times"
+            print(f"round {number + 1}: {ours:.0f} Mtok/s, {theirs:.0f} in nanoGPT's way: {times}", flush=True)
+        if not options.loader:
+            checkouts = [options.against] * bool(options.against) + [HERE]
+            compare(checkouts, runs, options.run or [""], options.rounds)
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    sys.stdout.reconfigure(errors="replace")  # an argument may be no UTF-8
     main()
