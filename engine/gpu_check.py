@@ -66,7 +66,7 @@ def model_cases() -> Iterator[dict]:
 
 def loss_cases() -> Iterator[dict]:
     """The loss whole, in chunks and in compiled ones, with and without a softcap."""
-    for softcap, (chunk, compiled) in itertools.product((0.0, 3.0), ((0, False), (14, False), (14, True))):
+    for softcap, (chunk, compiled) in itertools.product((0.0, 3.0), ((0, False), (14, False), (16, True))):
         yield {"logit_softcap": softcap, "loss_chunk": chunk, "compiled": compiled, "vocab_size": 3001}
 
 
