@@ -39,7 +39,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
-from configurator import user_errors
+from configurator import command, user_errors
 from model import require
 
 HERE = Path(__file__).resolve().parent
@@ -279,7 +279,10 @@ def write(out: Path, report: dict):
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are ValueErrors."""
+    """One whose errors are ValueErrors, or OSErrors of stdout."""
+
+    def print_help(self, file=None):
+        print(self.format_help(), end="", flush=True)
 
     def error(self, message: str):
         raise ValueError(f"{message}; --help shows how it is used")
@@ -353,5 +356,6 @@ def main(argv: list[str] | None = None):
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    sys.stdout.reconfigure(errors="replace")  # an argument may be no UTF-8
-    main()
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="replace")  # an argument may be no UTF-8
+    command(main)

@@ -1,5 +1,7 @@
 """bench.py: wrong options, children that end with it, and the parts of --gpu, on fake checkouts and on the CPU."""
 
+import errno
+import io
 import json
 import os
 import signal
@@ -127,6 +129,15 @@ def test_wrong_options(argv, fragments, refused, monkeypatch):
     monkeypatch.setattr(bench, "Child", lambda *_: pytest.fail("something was started"))
     line = refused(*argv)
     assert all(fragment in line for fragment in fragments), line
+
+
+def test_help_that_cannot_be_written(refused, monkeypatch):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert "No space left" in refused("--help")
 
 
 @pytest.mark.parametrize("tokens", [0, 500, 1025])
