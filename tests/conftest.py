@@ -115,3 +115,19 @@ def read_all(stream) -> list[int]:
     out = np.full((1, len(stream)), -1)
     stream.read(np.array([0]), out)
     return out[0].tolist()
+
+
+def assert_rounds_alike(got, plain, exact, what: str = "", dtype: torch.dtype = torch.bfloat16):
+    """Tensors or lists of n numbers: got and plain are two computations of the same in dtype, exact is a finer one.
+
+    Which numbers a kernel rounds, and how, differs between CPUs, so no fixed tolerance holds on all of them. But the
+    errors of got must be of the order of plain's: at most three times as large and one rounding more, and at least a
+    hundredth, as those of another dtype would not be. A common factor that is smaller than the errors of single numbers
+    shows in the projection on exact, where n roundings average out.
+    """
+    got, plain, exact = (torch.as_tensor(x).detach().double().flatten() for x in (got, plain, exact))
+    unit, size = torch.finfo(dtype).eps / 2, exact.norm()
+    error, usual = ((x - exact).norm() / size for x in (got, plain))
+    assert usual / 100 <= error <= 3 * usual + unit, f"{what} errs by {error:.1e} of its size, {dtype} by {usual:.1e}"
+    factor, limit = 1 + (got - plain) @ exact / size**2, unit + 4 * usual / len(exact) ** 0.5
+    assert abs(factor - 1) <= limit, f"{what} is {factor:.4f} times what it should be; rounding explains {limit:.4f}"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY, losses
+from conftest import ROOT, TINY, assert_rounds_alike, losses
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from configurator import Config, parse
@@ -109,12 +109,21 @@ def test_losses_do_not_depend_on_the_layout(layout, models, run, many):
 
 @pytest.mark.parametrize("processes,how", [(2, FSDP), (4, [*FSDP, "--tp=2"])], ids=["fsdp", "fsdp and tp"])
 def test_bfloat16_under_fsdp_is_bfloat16(processes, how, run, many):
-    """Weights that travel in bfloat16, and norms of both kinds in float32, as autocast alone has them."""
+    """Weights that travel in bfloat16, and norms of both kinds in float32, as autocast alone has them: losses, gradient
+    norms and evaluations err from float32's as those of one process do."""
     low = ["--dtype=bfloat16", "--qk_norm=True", "--bias=True"]
     models = {"layernorm": low, "rmsnorm": [*low, "--norm=rmsnorm", "--block=superblock"]}
     folder = many(processes, *((name, [*SIZES, *flags, *how]) for name, flags in models.items()))
     for name, flags in models.items():
-        assert largest_difference(run(*SIZES, *flags, out=f"{name}, alone"), folder / name) < 1e-2, name
+        alone = run(*SIZES, *flags, out=f"{name}, alone")
+        exact = run(*SIZES, *flags, "--dtype=float32", out=f"{name}, exact")
+        lines = [losses(each) for each in (folder / name, alone, exact)]
+        trained = [[line for line in each if len(line) == 5] for each in lines]  # step, loss, gradient norm, ...
+        evaluated = [[x for line in each if len(line) == 4 for x in line[1:3]] for each in lines]
+        assert len(trained[0]) == 20 and len(evaluated[0]) == 6
+        assert_rounds_alike(*([line[1] for line in each] for each in trained), f"{name}: losses")
+        assert_rounds_alike(*([line[2] for line in each] for each in trained), f"{name}: gradient norms")
+        assert_rounds_alike(*evaluated, f"{name}: evaluations")
 
 
 @pytest.mark.slow

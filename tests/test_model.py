@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import assert_rounds_alike
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -376,22 +377,25 @@ def test_mix_over_a_memory_equals_naive_attention(T, S, softcap, docs, Hkv):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)], ids=str)
-def test_slot_attention_in_low_precision(causal, dtype, tolerance):
-    """Against the whole in float64, from the same rounded numbers; only the kernel's own rounding is left."""
-    given = [x.detach().to(dtype).requires_grad_() for x in leaves(*[(2, 4, 40, 8)] * 3, (2, 6, 8), (2, 6, 8))]
-    q, k, v, *slots = exact = [x.detach().double().requires_grad_() for x in given]
-    got = M.SlotAttention.apply(*given[:3], *(x.expand(2, -1, -1, -1) for x in given[3:]), 8**-0.5, causal)
-    assert got.dtype == dtype
-    expected = naive_attention(q, k, v, causal=causal, slots=[x.repeat_interleave(2, dim=0) for x in slots])
-    assert torch.allclose(got.double(), expected, rtol=tolerance, atol=tolerance)
-    weight = torch.randn_like(expected)
-    for a, b in zip(
-        torch.autograd.grad((got * weight.to(dtype)).sum(), given),
-        torch.autograd.grad((expected * weight.to(dtype)).sum(), exact),
-        strict=True,
-    ):
-        assert torch.allclose(a.double(), b, rtol=tolerance, atol=tolerance * b.abs().max())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_slot_attention_in_low_precision(causal, dtype):
+    """Against the equations in the same dtype: both err alike from float64, from the same rounded numbers."""
+    given = [x.detach().to(dtype) for x in leaves(*[(2, 4, 40, 8)] * 3, (2, 6, 8), (2, 6, 8))]
+
+    def ours(q, k, v, *slots):
+        return M.SlotAttention.apply(q, k, v, *(x.expand(2, -1, -1, -1) for x in slots), 8**-0.5, causal)
+
+    def equations(q, k, v, *slots):
+        return naive_attention(q, k, v, causal=causal, slots=[x.repeat_interleave(2, dim=0) for x in slots])
+
+    weight, results = torch.randn(2, 4, 40, 8).to(dtype), []
+    for f, exact in ((ours, False), (equations, False), (equations, True)):
+        x = [(each.double() if exact else each.clone()).requires_grad_() for each in given]
+        y = f(*x)
+        assert y.dtype == (torch.float64 if exact else dtype)
+        results.append([y, *torch.autograd.grad((y * weight).sum(), x)])
+    for what, *three in zip(("output", "q", "k", "v", "slots' keys", "slots' values"), *results, strict=True):
+        assert_rounds_alike(*three, what, dtype)
 
 
 @pytest.mark.parametrize("T,S", [(11, 11), (4, 11)])

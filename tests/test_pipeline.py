@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import assert_rounds_alike
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -72,10 +73,12 @@ def adamw(model: Model) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
 
 
-def reference(name: str) -> dict:
-    """The same run in one process: a loop over all micro-batches of all pipelines."""
+def reference(name: str, exact: bool = False) -> dict:
+    """The same run in one process, a loop over all micro-batches of all pipelines; exact: all of it in float64."""
     _, pipelines, n_micro, flags, extra = CASES[name]
     model, n = build(flags, extra), pipelines * n_micro
+    if exact:
+        model, extra = model.double(), ""
     optimizer, losses, evaluations, grads = adamw(model), [], [], {}
     for step in range(STEPS):
         evaluations += evaluate(lambda each: model(**each), model, flags, extra) if step in (0, STEPS - 1) else []
@@ -154,19 +157,33 @@ def test_pipelines_compute_what_one_process_does(processes, tmp_path):
         together = [torch.load(tmp_path / f"{name} {rank}.pt") for rank in range(processes)]
         alone, counted = reference(name), []
         for rank in together:
-            tolerance = 1e-4 if extra == "bfloat16" else 1e-5  # what float32 rounds otherwise, bfloat16 magnifies
-            assert rank["losses"] == pytest.approx(alone["losses"], abs=tolerance), name
-            expected = alone["evaluations"] if rank["stage"] == stages - 1 else [0.0] * 6
-            assert rank["evaluations"] == pytest.approx(expected, abs=tolerance), name
+            counted += rank["owned"]
+            if rank["stage"] < stages - 1:
+                assert rank["evaluations"] == [0.0] * 6, name
+            if extra == "bfloat16":
+                assert_same_in_bfloat16(rank, alone, reference(name, exact=True), stages)
+                continue
+            assert rank["losses"] == pytest.approx(alone["losses"], abs=1e-5), name
+            if rank["stage"] == stages - 1:
+                assert rank["evaluations"] == pytest.approx(alone["evaluations"], abs=1e-5), name
             for each, grad in rank["grads"].items():
                 torch.testing.assert_close(grad, alone["grads"][each], rtol=0, atol=1e-6, msg=f"{name}: {each}")
-            counted += rank["owned"]
         assert sorted(counted) == sorted([*alone["grads"]] * pipelines), name
         ends = [rank["wte"] for rank in together if rank["stage"] in (0, stages - 1)]
         if flags.get("tie_weights", True):
             assert len(ends) == 2 * pipelines and all(torch.equal(end, ends[0]) for end in ends), name
         else:
             assert [end is None for end in ends] == [rank["stage"] > 0 for rank in together], name
+
+
+def assert_same_in_bfloat16(rank: dict, alone: dict, exact: dict, stages: int):
+    """Each gradient of the first step, all of them together, losses, and on the last stage evaluations."""
+    for each, grad in rank["grads"].items():
+        assert_rounds_alike(grad, alone["grads"][each], exact["grads"][each], each)
+    together = (torch.cat([run["grads"][each].flatten() for each in rank["grads"]]) for run in (rank, alone, exact))
+    assert_rounds_alike(*together, "the gradient")
+    for each in ("losses", "evaluations") if rank["stage"] == stages - 1 else ("losses",):
+        assert_rounds_alike(rank[each], alone[each], exact[each], each)
 
 
 def test_blocks_are_spread_evenly_and_a_later_stage_begins_with_the_stream():
