@@ -1,5 +1,5 @@
-"""Training speed of this checkout; of this and another one; of several runs against each other. Or the loader's.
-Or all there is to know about a GPU.
+"""Training speed of this checkout; of this and another one; of several runs against each other. Or the loader's. Or a
+GPU: whether it computes what the CPU does, and how fast it trains.
 
     python bench.py config/train_shakespeare_cpu.py --max_iters=300
     python bench.py --against=../nanoGPT --rounds=3 config/train_shakespeare_char.py --device=cpu --compile=False ...
