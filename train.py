@@ -333,7 +333,7 @@ def run(argv: list[str] | None, ends: ExitStack):
     def check_finite():
         """Ends the run if a gradient was not finite; what it has spoilt is never saved."""
         if first_bad < never:
-            with saving():
+            with saving_together():
                 saver.wait()
             first = samples - (step - int(first_bad)) * samples_per_step  # those of `step` come next
             kept = "nothing is saved yet" if saver.saved is None else f"the checkpoint of step {saver.saved} is good"
@@ -351,9 +351,9 @@ def run(argv: list[str] | None, ends: ExitStack):
             "tokenizer_hash": data.tokenizer and data.tokenizer.hash,
         }  # fmt: skip
         tensors = run_tensors(replica, optimizer) | random_states(ranks)
-        with saving():
+        with saving_together():
             saver.wait()  # by itself, so that its failure does not keep this one from being tried
-        with saving(last):
+        with saving_together(last):
             saver.save(cfg.out_dir, step, tensors, now, cfg.keep_last, is_best)
             if last:
                 saver.wait()
@@ -370,6 +370,23 @@ def run(argv: list[str] | None, ends: ExitStack):
                 if last:
                     fail(str(error))
                 metrics.say(f"warning: {error}; training goes on, as --on_save_error=continue asks")
+
+    @contextmanager
+    def saving_together(last: bool = False):
+        """`saving` of what all ranks write, and all raise: the first one says it, and none ends before it has."""
+        try:
+            with saving(last):
+                try:
+                    yield
+                except OSError:
+                    if cfg.on_save_error == "stop" and not ranks.first:
+                        raise SystemExit(2) from None
+                    raise
+        except SystemExit:
+            if cfg.on_save_error == "stop" or last:
+                stop.settle()
+                parallel.leave()
+            raise
 
     while True:
         stopping, worth_saving, improved = stop.agreed(), False, False
@@ -400,7 +417,7 @@ def run(argv: list[str] | None, ends: ExitStack):
             saved = step
             stopping = stopping or stop.agreed() or stop.agreed()  # the second call tells of signals during the save
         if stopping or step >= cfg.max_iters:
-            with saving():
+            with saving_together():
                 saver.wait()
             if saver.saved != saved:
                 save(improved, last=True)

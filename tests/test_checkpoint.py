@@ -65,10 +65,10 @@ def message(kind, call, *args, **kwargs):
 
 
 @contextlib.contextmanager
-def full_disk():
-    """No file grows beyond 2000 bytes."""
+def full_disk(size=2000):
+    """No file grows beyond so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
@@ -485,6 +485,15 @@ def test_an_error_on_one_rank_is_raised_by_both(tmp_path, asynchronous):
     assert same(loaded, tensors)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_two_ranks_end_together_when_the_disk_is_full(launch, asynchronous):
+    with full_disk(20_000):
+        _, done = launch(2, "--save_interval=3", "--max_iters=200", f"--async_checkpoint={asynchronous}")
+    lines = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert done.returncode == 1 and len(lines) == 1 and "step_00000003: File too large (" in lines[0]
+    assert "Aborted" not in done.stderr and "exitcode  : 2" in done.stderr
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_rank_that_is_gone_is_no_full_disk(tmp_path):
     """Going on after a save that failed would only fail again."""
@@ -884,12 +893,12 @@ def test_commands_follow_a_run(run, tmp_path, monkeypatch, capsys, command):
     (out / "latest").write_text(step_name(2))
     real, pruned = checkpoint.load, []
 
-    def load(path, tensors):
+    def load(path, *args):
         if not pruned:
             pruned.append(path)
             (out / "latest").write_text(step_name(3))
             shutil.rmtree(path)
-        return real(path, tensors)
+        return real(path, *args)
 
     monkeypatch.setattr(checkpoint, "load", load)
     if command == "sample":
