@@ -51,7 +51,7 @@ class Config(ModelConfig):
     span_length: float = 3.0  # mean length of the spans that seq2seq restores
     verify_data: bool = False  # check every shard's SHA-256 before the first step
     # --- run
-    out_dir: str = "out"  # checkpoints, metrics and the resolved flags (config.py)
+    out_dir: str = "out"  # checkpoints, metrics, the resolved flags (config.py) and earlier ones (config_STEP.py)
     init_from: str = "scratch"  # scratch, resume (the latest in out_dir) or nanogpt:FILE (its ckpt.pt)
     seed: int = 1337  # of the initialisation, the order of the data and dropout
     max_iters: int = 600000  # optimizer steps
@@ -63,7 +63,7 @@ class Config(ModelConfig):
     save_interval: int = 0  # also save every so many steps, 0 = only at evaluations
     keep_last: int = 2  # checkpoints that stay, besides the best
     async_checkpoint: bool = False  # write checkpoints while training goes on
-    on_save_error: Literal["stop", "continue"] = "stop"  # when a checkpoint cannot be written, as on a full disk
+    on_save_error: Literal["stop", "continue"] = "stop"  # when a checkpoint cannot be written; the last has to be
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # of the matrices; AdamW takes the rest
     learning_rate: float = 6e-4  # AdamW's peak
@@ -423,8 +423,8 @@ def dump(cfg: Any, path: str | Path):
 
 
 @contextmanager
-def user_errors(kinds: Any = (ValueError, OSError)) -> Iterator[None]:
-    """Turns an error of `kinds`, one class or several, into `error: ...` in one line on stderr and exit code 2."""
+def user_errors(kinds: Any = (ValueError, OSError), code: int = 2) -> Iterator[None]:
+    """Turns an error of `kinds`, one class or several, into `error: ...` in one line on stderr and this exit code."""
     try:
         yield
     except BrokenPipeError:  # nobody reads on, as in `--help | head`
@@ -440,10 +440,10 @@ def user_errors(kinds: Any = (ValueError, OSError)) -> Iterator[None]:
             # The first rank says the same, if it is not this one's alone, and torchrun then ends the others. Those that
             # end with 0 do not stand in its table of failures.
             signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-            time.sleep(5)
+            time.sleep(20)
         erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
         print(f"{erase}error:", " ".join(text.split()), file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(code) from None
 
 
 def stdout_that_fails() -> str:

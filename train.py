@@ -6,7 +6,8 @@
     python train.py --out_dir=out/x --init_from=resume                # goes on as if it had never stopped
     python train.py config/x.py --init_from=nanogpt:ckpt.pt           # starts from nanoGPT's weights
 
-Watch it with tensorboard --logdir=out/x. SIGINT and SIGTERM finish the step, save and exit.
+Watch it with tensorboard --logdir=out/x. SIGINT and SIGTERM finish the step (or leave the evaluation), save and exit;
+in the first step of a start, which leaves nothing to save, and at the second signal they end the run at once.
 """
 
 import signal
@@ -15,7 +16,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C just ends it while there is nothing to save, imports included
 
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
@@ -326,9 +326,8 @@ def run(argv: list[str] | None, ends: ExitStack):
 
     def fail(text: str) -> NoReturn:
         metrics.close()
-        if ranks.first:
-            print("error:", text, file=sys.stderr)
-        raise SystemExit(1)
+        with user_errors(code=1):
+            raise ValueError(text)
 
     def check_finite():
         """Ends the run if a gradient was not finite; what it has spoilt is never saved."""

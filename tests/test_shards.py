@@ -589,6 +589,8 @@ def test_names_paths_and_what_is_missing(tmp_path, monkeypatch):
     assert "known are pycode" in error(open_data, "zzz")
     assert error(open_data, "pycode").startswith("data/pycode is not prepared")
     assert error(open_data, "pycode").endswith("; run python data/pycode/prepare.py")
+    prepare("data/mine")  # by data/text/prepare.py --out, for example
+    assert "known are mine, pycode" in error(open_data, "zzz")
     prepare("data/pycode")
     prepare("elsewhere", train=range(7))
     assert len(open_data("pycode").split("train")) == 200
