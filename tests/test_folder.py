@@ -95,6 +95,23 @@ def test_one_holder_at_a_time(tmp_path):
     assert max(most) == 1 and len(taken) > 50
 
 
+def test_a_file_that_its_holder_removes_is_no_lock(tmp_path, monkeypatch):
+    """Between the opening of it and its locking, when a third run comes."""
+    flock, third = fcntl.flock, FolderLock()
+
+    def late(file, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        (tmp_path / ".lock").unlink()
+        third.take(str(tmp_path))
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with FolderLock() as lock, pytest.raises(ValueError, match="belongs to process"):
+        lock.take(str(tmp_path))
+    third.__exit__()
+    assert not os.listdir(tmp_path)
+
+
 def test_a_restarted_worker_waits_for_the_lost_one(tmp_path, monkeypatch):
     def let_go(lock):
         time.sleep(0.5)
