@@ -124,9 +124,9 @@ def assert_rounds_alike(got, plain, exact, what: str = "", dtype: torch.dtype = 
     """Tensors or lists of n numbers: got and plain are two computations of the same in dtype, exact is a finer one.
 
     Which numbers a kernel rounds, and how, differs between CPUs, so no fixed tolerance holds on all of them. But the
-    errors of got must be of the order of plain's: at most three times as large, and a mean of n roundings more; and
-    at least a hundredth, as those of another dtype would not be. A common factor that is smaller than the errors of single
-    numbers shows in the projection on exact, where roundings average out.
+    errors of got must be of the order of plain's: at most three times as large, and a mean of n roundings more; and at
+    least a hundredth, as those of another dtype would not be. A common factor that is smaller than the errors of the
+    single numbers shows in the projection on exact, where roundings average out.
     """
     got, plain, exact = (torch.as_tensor(x).detach().double().flatten() for x in (got, plain, exact))
     unit, size, root = torch.finfo(dtype).eps / 2, exact.norm(), len(exact) ** 0.5
