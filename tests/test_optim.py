@@ -8,7 +8,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from configurator import Config
 from engine.optim import Muon, build, learning_rate, orthogonalize
+from model import GroupedMLP, Model
 
 
 def config(**flags):
@@ -255,6 +257,25 @@ def test_who_gets_muon():
     untied.head.weight = nn.Parameter(untied.wte.weight.detach().clone())
     _, muon = build(untied, config(optimizer="muon")).parts
     assert len(muon.fused) == 4 and untied.head.weight not in muon.fused
+
+
+@pytest.mark.parametrize("mlp,matrices", [("gelu", 1), ("swiglu", 2)])
+def test_grouped_mlps_are_a_matrix_per_group_and_kind(mlp, matrices):
+    """A group's gate and its values stand below one another in GroupedMLP's weight; each is orthogonalised alone."""
+    cfg = Config(
+        n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=16, block="superblock", n_group=2, mlp=mlp,
+        optimizer="muon", muon_lr=1.0, weight_decay=0.0, muon_momentum=0.0,
+    )  # fmt: skip
+    model = Model(cfg, seed=1)
+    mlp = next(m for m in model.modules() if isinstance(m, GroupedMLP))
+    before, muon = mlp.up.weight.detach().clone(), list(build(model, cfg).parts)[1]
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    muon.step()
+    height = len(before) // (2 * matrices)
+    pairs = zip((before - mlp.up.weight).split(height), mlp.up.weight.grad.split(height), strict=True)
+    for update, gradient in pairs:
+        torch.testing.assert_close(update, height**0.5 / 8**0.5 * newton_schulz(gradient), atol=1e-4, rtol=1e-3)
 
 
 def test_real_model():
