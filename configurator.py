@@ -422,6 +422,9 @@ def dump(cfg: Any, path: str | Path):
         raise
 
 
+FIRST_RANK_SPEAKS = 20  # seconds in which it has done so
+
+
 @contextmanager
 def user_errors(kinds: Any = (ValueError, OSError), code: int = 2) -> Iterator[None]:
     """Turns an error of `kinds`, one class or several, into `error: ...` in one line on stderr and this exit code."""
@@ -437,10 +440,10 @@ def user_errors(kinds: Any = (ValueError, OSError), code: int = 2) -> Iterator[N
             text = f"{error.strerror}; see to the path, its permissions and the room on its disk, then try again"
             text = f"{where}: {text}" if where else text
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # The first rank says the same, if it is not this one's alone, and torchrun then ends the others. Those that
-            # end with 0 do not stand in its table of failures.
+            # All ranks mostly fail alike. Then the first one speaks, and torchrun ends the others while they wait. The
+            # exit code 0 keeps these out of its table of failures. A rank that fails alone speaks after the wait.
             signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-            time.sleep(20)
+            time.sleep(FIRST_RANK_SPEAKS)
         erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
         print(f"{erase}error:", " ".join(text.split()), file=sys.stderr)
         raise SystemExit(code) from None
@@ -457,9 +460,10 @@ def stdout_that_fails() -> str:
 
 
 def command(main: Callable[[], Any]):
-    """Runs a script's main function; what it raises of OSError, or stdout in the end, becomes one line, see above.
+    """Runs a script's main function. An OSError that it lets through, or of writing to stdout, becomes one line.
 
-    A stream that the shell has closed, as with `2>&-`, is /dev/null. A ValueError is a mistake in the code by now.
+    A stream that the shell has closed, as with `2>&-`, is replaced by /dev/null. A ValueError that main lets through is
+    a mistake in the code, and keeps its traceback.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

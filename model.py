@@ -1119,7 +1119,8 @@ def normal(
     """float32 numbers from N(0, 1): the part that begins at `start` and has `size` of an array of `shape`.
 
     A number depends on the key and on its place in the array alone. Its hash gives two uniform numbers of 32 bits, from
-    which Box and Muller's formula makes a normal one; in float64, so that all devices round to the same float32.
+    which Box and Muller's formula makes a normal one; in float64, whose last digits differ between devices, so that the
+    float32 hardly ever does.
     """
     first = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

@@ -52,7 +52,7 @@ STATE = {  # what a resume needs of a checkpoint's state, and its types
 
 
 def stored_flags(lock: FolderLock, flags: dict) -> tuple[dict, str]:
-    """What init_from says about the flags, which stands in for their defaults, and where it says so."""
+    """Flags stored in the checkpoint that init_from names, used as defaults, and the checkpoint's path."""
     kind, _, file = flags["init_from"].partition(":")
     if kind == "resume":
         if not (flags["eval_only"] or flags["plan"]):
@@ -108,10 +108,11 @@ def check_same_model(cfg: Config, flags: dict, path: str | Path):
     """ValueError if the run's model is not the one whose weights are in `path`, which has these flags."""
     for flag in fields(ModelConfig):  # one that is newer than the file had its default
         old, new = flags.get(flag.name, flag.default), getattr(cfg, flag.name)
-        require(
-            old == new or flag.name in FREE_ON_RESUME,
-            f"{flag.name}={new} differs from {old} in {path}; leave it out, or start from scratch in another --out_dir",
-        )
+        remedy = "leave it out, or start from scratch in another --out_dir"
+        if flag.name == "vocab_size":
+            remedy = "leave it out: the table is padded to what --tp needs by itself"
+        same = old == new or flag.name in FREE_ON_RESUME
+        require(same, f"{flag.name}={new} differs from {old} in {path}; {remedy}")
 
 
 def initialize(cfg: Config, replica: Replica):
@@ -148,9 +149,14 @@ def restore(cfg: Config, ranks: Ranks, replica: Replica, optimizer: optim.Optimi
         check_same_model(cfg, state["flags"], path)
         random, saved = random_states(ranks), checkpoint.shapes(path)
         random = {name: t for name, t in random.items() if name in saved}
-        replica.init_weights(cfg.seed, VOCAB_WEIGHTS)  # the padding that this layout has and the saved one lacks
         tensors = run_tensors(replica, optimizer) | random
-        rows = {name: cfg.vocab_size for name in tensors if any(weight in name for weight in VOCAB_WEIGHTS)}
+        rows = {  # of weights and of their optimizer states
+            name: cfg.vocab_size
+            for name, t in tensors.items()
+            if name.split(".", 1)[1].startswith(VOCAB_WEIGHTS) and t.dim()
+        }
+        if any(saved[name][0][:1] < (cfg.vocab_rows,) for name in rows.keys() & saved.keys()):
+            replica.init_weights(cfg.seed, VOCAB_WEIGHTS)  # the padding that the saved layout lacks
         checkpoint.load(path, tensors, rows)
         for name, t in random.items():
             torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)
@@ -291,7 +297,8 @@ def run(argv: list[str] | None, ends: ExitStack):
             ranks.device, start=samples,
         )  # fmt: skip
         batches = guarded(loader)
-        peak = ranks.sum(torch.tensor(peak_flops(ranks.device, ranks.dtype) or math.nan)).item()
+        peak = math.nan if cfg.eval_only else peak_flops(ranks.device, ranks.dtype) or math.nan
+        peak = ranks.sum(torch.tensor(peak)).item()  # of all ranks; nan if it is unknown
         metrics = Silent()
         if ranks.first and not cfg.eval_only:
             metrics = Metrics(

@@ -49,6 +49,7 @@ from engine.parallel import is_first_rank, of_first_rank, together
 FORMAT = 2
 STEP = re.compile(r"step_(\d{8,})")
 LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|latest|best)")
+MOST_SAMPLES = 2**40  # that a step can have, far above any real batch
 PATIENCE = 60  # seconds for which a reader follows a run that saves faster than it reads
 T = TypeVar("T")
 
@@ -246,8 +247,8 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None, formats: t
     formats  those that the caller can read
 
     Raises ValueError for another format; Damaged if state.json is missing or no JSON, if such a key is absent or not as
-    it must be, if more steps were skipped than made, or if the directory has another step's name. (A copy may have a
-    name of another form, such as `good`.)
+    it must be, if more steps were skipped than made, if samples do not fit the steps, or if the directory has another
+    step's name. (A copy may have a name of another form, such as `good`.)
     """
     path = Path(path)
     try:
@@ -268,6 +269,8 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None, formats: t
         raise damaged(path, f"state.json: step is {step}, and the directory has the name of {step_of(path)}")
     if kinds and "skipped" in kinds and skipped > step:
         raise damaged(path, f"state.json: skipped is {skipped}, of {step} steps")
+    if kinds and "samples" in kinds and not step <= state["samples"] <= step * MOST_SAMPLES:
+        raise damaged(path, f"state.json: samples is {state['samples']}, of {step} steps")
     return state
 
 
@@ -303,9 +306,8 @@ def load(path: str | Path, tensors: dict[str, Tensor], rows: dict[str, int] | No
         metadata = _read_metadata(path)
         for name, tensor in tensors.items():
             entry, least = metadata.state_dict_metadata.get(name), (rows or {}).get(name)
-            if entry and least and tensor.dim() and entry.size[1:] == tensor.shape[1:]:
-                if min([*entry.size[:1], len(tensor)]) >= least:
-                    entry.size = tensor.shape  # what of the saved shards lies outside of it is not read
+            if entry and least and entry.size[1:] == tensor.shape[1:] and least <= min(len(tensor), entry.size[0]):
+                entry.size = tensor.shape  # DCP then reads the rows that both have
             saved = f"{tuple(entry.size)} {entry.properties.dtype}" if entry else "absent"
             given = f"{tuple(tensor.shape)} {tensor.dtype}"
             if saved != given:

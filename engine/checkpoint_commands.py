@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine import checkpoint
+from engine.folder import FolderLock
 from model import VOCAB_WEIGHTS
 
 USAGE = (
@@ -39,12 +40,20 @@ def main(argv: list[str]) -> int:
                 path = consolidate(out_dir, file, *(flag.removeprefix("--which=") for flag in flags))
                 print(f"{file}: the weights of {path}")
             return 0
-        case ["convert", out_dir]:
-            with user_errors():
-                for path in convert(out_dir):
+        case ["convert", where]:
+            with user_errors(), FolderLock() as lock:
+                is_step = (Path(where).expanduser() / "state.json").is_file()
+                lock.take(Path(where).expanduser().absolute().parent if is_step else where, make=False)
+                converted = convert(where)
+                for path in converted:
                     print(f"{path}: now of format {checkpoint.FORMAT}")
+                if not converted:
+                    print(f"{where}: was of format {checkpoint.FORMAT} already")
             return 0
-    print(USAGE, file=sys.stderr)
+        case ["-h"] | ["--help"]:
+            print(USAGE)
+            return 0
+    print(f"error: these arguments make no command: {' '.join(argv) or 'none'}; {USAGE}", file=sys.stderr)
     return 2
 
 
@@ -99,8 +108,8 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
 def convert(where: str | Path) -> list[Path]:
     """Convert all steps of an out_dir, or the step that `where` is; returns those that were not of format 2 already.
 
-    No run may save there meanwhile. Raises OSError or ValueError for the first step that cannot be converted, which
-    stays as it is, after the others were.
+    No run may save there meanwhile; the command takes the folder's lock. Raises OSError or ValueError for the first
+    step that cannot be converted, which stays as it is, after the others were.
     """
     found = checkpoint.find(where)
     where = Path(where).expanduser()

@@ -114,8 +114,10 @@ def check_out_dir(cfg):
 def replace_flags(out_dir: Path, step: int):
     """Puts config.new in the place of config.py. Flags that led to `step` and are others now stay: config_<step>.py."""
     old, new, kept = (out_dir / name for name in ("config.py", "config.new", f"config_{step:08d}.py"))
+    while kept.exists():  # of an earlier resume at this step
+        kept = kept.with_stem(f"{kept.stem}_again")
     texts = [path.read_text(errors="replace").splitlines() for path in (old, new) if path.exists()]
     flags = [[line for line in text if not line.startswith("init_from =")] for text in texts]
-    if step and flags[0] != flags[-1] and not kept.exists():
+    if step and flags[0] != flags[-1]:
         old.rename(kept)
     new.rename(old)

@@ -79,7 +79,7 @@ def training(cfg, ranks, lengths: tuple[int, int]) -> Need:
     A block keeps at least its input, q, k and the hidden units before their non-linearity; where nothing is recomputed
     or fused, also what its last projections read. An evaluation keeps one stream.
     """
-    (T, S), B, C, V = lengths, cfg.batch_size, cfg.n_embd, cfg.vocab_size // cfg.tp
+    (T, S), B, C, V = lengths, cfg.batch_size, cfg.n_embd, cfg.vocab_rows // cfg.tp
     total, matrices = parameters(cfg)
     fsdp = cfg.parallel == "fsdp" and ranks.size > 1
     cut = ranks.size // cfg.dp_replicate if fsdp else cfg.tp * cfg.pp

@@ -186,8 +186,8 @@ def slow_steps(cfg, seconds: float) -> str:
         return ""
     return (
         f"warning: a step takes {timedelta(seconds=round(seconds))} or more on this machine; lower batch_size="
-        f"{cfg.batch_size} or gradient_accumulation_steps={cfg.gradient_accumulation_steps}, or take a smaller model, "
-        f"such as: python train.py config/train_pycode.py --dataset={cfg.dataset} --out_dir={cfg.out_dir}"
+        f"{cfg.batch_size} or gradient_accumulation_steps={cfg.gradient_accumulation_steps}, or take a smaller model: "
+        f"python train.py config/train_pycode.py --dataset={cfg.dataset} --out_dir=out/small"
     )
 
 

@@ -29,7 +29,7 @@ def learning_rate(step: int, cfg) -> float:
 
 
 def rescheduled(step: int, cfg, flags: dict) -> str:
-    """What to say if cfg.max_iters moves the rate of `step`, from where a checkpoint with these flags comes; or ""."""
+    """A warning if cfg changes the learning rate of `step` from that of the checkpoint's flags; "" if it does not."""
     end = flags.get("lr_decay_iters") or flags.get("max_iters", cfg.max_iters)
     new, old = learning_rate(step, cfg), learning_rate(step, SimpleNamespace(**vars(cfg) | {"lr_decay_iters": end}))
     if cfg.lr_decay_iters or new == old:

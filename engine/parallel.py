@@ -31,7 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 from engine import context, tensor
 
 STOPPING = "stopping after this step; press Ctrl-C again to quit now"
-STOPPED = "stopped before the first step was done: there is nothing to save"
+STOPPED = "stopped at once: nothing was computed that is not saved"
 T = TypeVar("T")
 
 

@@ -637,7 +637,7 @@ STATE = {
     "key,values",
     {
         "step": [-5, 11, 1_000_000, True, 2**70, "10", 10.0, None],
-        "samples": [-8, True, 2**63, 2**70, 80.0, "80", None],
+        "samples": [-8, 9, 10**18, True, 2**63, 2**70, 80.0, "80", None],
         "skipped": [-1, 11, False, 2**70, None],
         "best_val_loss": [math.nan, math.inf, -math.inf, True, 2, "1.5"],
         "ranks": [-1, True, 2**63, 1.0],
@@ -664,7 +664,7 @@ def test_a_state_that_cannot_be_is_refused(tmp_path, key, values):
 
 def test_a_state_at_its_limits_is_read(tmp_path):
     path = checkpoint.save(tmp_path, 10, {"w": torch.ones(2)}, STATE)
-    for change in [{"samples": 2**63 - 1}, {"samples": 0}, {"skipped": 0}, {"best_val_loss": None}]:
+    for change in [{"samples": 10 * 2**40}, {"samples": 10}, {"skipped": 0}, {"best_val_loss": None}]:
         edit_state(path, **change)
         assert checkpoint.read_state(path, train.STATE).items() >= change.items()
 
@@ -953,7 +953,14 @@ def test_format_1_is_refused_until_it_is_converted(tmp_path, tensors, capsys):
         dcp.load(other := zeros(tensors), checkpoint_id=path, no_dist=True)  # DCP reads them still
         assert same(other, tensors)
     assert (paths[2] / "state.json").read_bytes() == unchanged
-    assert checkpoint_commands.main(["convert", str(out)]) == 0 and not capsys.readouterr().out
+    assert checkpoint_commands.main(["convert", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: was of format 2 already\n"
+    with FolderLock() as lock:  # as of a run that saves there
+        lock.take(out)
+        for where in (out, paths[0]):
+            with pytest.raises(SystemExit):
+                checkpoint_commands.main(["convert", str(where)])
+            assert f"belongs to process {os.getpid()}" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:torch.distributed is disabled")
