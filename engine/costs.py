@@ -173,7 +173,7 @@ class Run:
     """
 
     def __init__(self, cfg, r: Layout, tp: dist.ProcessGroup, cp: dist.ProcessGroup):
-        self.cfg, self.r, self.model = cfg, r, Undrawn(cfg)
+        self.cfg, self.r, self.model = cfg, r, Undrawn(cfg, seed=0)  # to draw one, fake tensors are no use
         self.fsdp = cfg.parallel == "fsdp" and cfg.world_size > 1
         self.offload = self.fsdp and cfg.fsdp_offload
         self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
