@@ -128,17 +128,17 @@ class Config(ModelConfig):
             ("batch_size gradient_accumulation_steps max_iters eval_interval log_interval keep_last", 1, 2**31),
             ("dp_replicate tp cp pp collective_timeout world_size", 1, 2**31),
             ("seed eval_iters save_interval warmup_iters lr_decay_iters cooldown_iters", 0, 2**31),
-            ("learning_rate min_lr muon_lr weight_decay grad_clip", 0, float("inf")),
+            ("learning_rate min_lr muon_lr weight_decay grad_clip", 0, 2**31),
             ("beta1 beta2 muon_momentum", 0, 1),
         ):
             for name in names.split():
-                bounds = f"at least {low}" + f" and below {high}" * (high < float("inf"))
-                require(low <= getattr(self, name) < high, f"{name}={getattr(self, name)} must be {bounds}")
+                value = getattr(self, name)
+                require(low <= value < high, f"{name}={value} must be at least {low} and below {high}")
         for name, pattern, form in (
-            ("dataset", ".+", "a folder under data/, such as pycode, a path, or a mixture, such as a:0.7,b:0.3"),
-            ("out_dir", ".+", "a folder, such as out"),
+            ("dataset", r".*\S.*", "a folder under data/, such as pycode, a path, or a mixture, such as a:0.7,b:0.3"),
+            ("out_dir", r"(?!~).*\S.*", "a folder, such as out, and ~ one's own home"),
             ("init_from", "scratch|resume|nanogpt:.+", "scratch, resume or nanogpt:FILE, a nanoGPT ckpt.pt"),
-            ("device", r"auto|cpu|cuda(:\d+)?|mps", "auto, cpu, cuda, cuda:N or mps"),
+            ("device", r"auto|cpu|cuda(:\d{1,3})?|mps", "auto, cpu, cuda, cuda:N or mps"),
         ):
             value = getattr(self, name)
             require(re.fullmatch(pattern, value, re.DOTALL) is not None, f"{name}={value!r} must be {form}")
@@ -176,6 +176,7 @@ OPERATORS = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
+LARGEST_FILE = 2**20  # bytes
 LARGEST = 4096  # bits of a computed integer, characters of a joined string: 9**9**9 is refused, not computed
 ALLOWED = "a config file holds only name = value, a value being a literal or arithmetic over literals and earlier names"
 
@@ -197,7 +198,7 @@ def evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
     else:
         refuse(node)
     size = sizes[0] * operands[1] if isinstance(node.op, ast.Pow) else sum(sizes)
-    require(size <= LARGEST, "the result is too large")
+    require(size <= LARGEST, f"the result is too large; write a number of at most {LARGEST} bits, or a shorter text")
     return OPERATORS[type(node.op)](*operands)
 
 
@@ -348,6 +349,7 @@ def read_file(path: str) -> list[tuple[str, Any, str]]:
     """The settings of a config file as (name, value, "path:line"); ValueError where it holds anything else."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such config file; flags are written --name=value")
+    require(os.path.getsize(path) <= LARGEST_FILE, f"{path} has more than {LARGEST_FILE:,} bytes; {ALLOWED}")
     settings, names, line = [], dict(CONSTANTS), 1
     try:
         for node in ast.parse(Path(path).read_bytes()).body:
@@ -364,8 +366,10 @@ def read_file(path: str) -> list[tuple[str, Any, str]]:
     except SyntaxError as error:
         raise ValueError(f"{path}:{error.lineno or line}: {error.msg}; {ALLOWED}") from None
     except (RecursionError, MemoryError):
-        raise ValueError(f"{path}:{line}: too deeply nested") from None
-    except (ValueError, ArithmeticError) as error:
+        raise ValueError(f"{path}:{line}: too deeply nested; write the value itself") from None
+    except ArithmeticError as error:
+        raise ValueError(f"{path}:{line}: {error.args[-1]}; write a value that can be computed") from None
+    except ValueError as error:
         raise ValueError(f"{path}:{line}: {error.args[-1]}") from None
     return settings
 
@@ -445,7 +449,9 @@ def user_errors(kinds: Any = (ValueError, OSError), code: int = 2) -> Iterator[N
             signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
             time.sleep(FIRST_RANK_SPEAKS)
         erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
-        print(f"{erase}error:", " ".join(text.split()), file=sys.stderr)
+        text = " ".join(text.split())
+        text = text if len(text) <= 1000 else f"{text[:500]} ... {text[-400:]}"  # a name that was too long
+        print(f"{erase}error:", text, file=sys.stderr)
         raise SystemExit(code) from None
 
 

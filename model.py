@@ -84,6 +84,7 @@ class ModelConfig:
             ("n_head n_embd block_size", 1, 2**31),
             ("n_group", 1, 2**16),  # a layer lists its groups
             ("vocab_size n_kv_head n_slot window loss_chunk attn_softcap logit_softcap", 0, 2**31),
+            ("simplified_beta_ff", -(2**31), 2**31),
             ("n_layer", 1, 2**12),  # each is a dozen Python objects, which take a hundredth of a second
             ("n_encoder_layer", 0, 2**12),
         ):
@@ -100,6 +101,9 @@ class ModelConfig:
             f"mlp_ratio={self.mlp_ratio} must be positive, and times n_embd={C} below {2**31}",
         )
         require(self.rope_theta > 0, f"rope_theta={self.rope_theta} must be positive")
+        for name in ("attn_softcap", "logit_softcap"):
+            value = getattr(self, name)
+            require(value == 0 or value >= 1e-6, f"{name}={value} must be 0 (off) or at least 1e-06")
         require(C % self.n_group == 0, f"n_group={self.n_group} does not divide n_embd={C}; set n_group to a divisor")
         low = [n for n in range(1, math.isqrt(H) + 1) if H % n == 0]
         divisors = sorted({*low, *(H // n for n in low)})

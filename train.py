@@ -189,6 +189,17 @@ def guarded(batches: Iterator) -> Iterator:
         yield from batches
 
 
+def restore_scaler(scaler: torch.amp.GradScaler, saved: dict, out_dir: str):
+    """Load the gradient scaler's state; it begins anew where the checkpoint is from a run in another dtype."""
+    if not (scaler.is_enabled() and saved):
+        return
+    for name, value in scaler.state_dict().items():
+        found = saved.get(name)
+        good = type(found) is type(value) and math.isfinite(found) and found >= 0
+        require(good, f"state.json in {out_dir}: {name} of scaler is {found!r:.60}; bring it back from a copy")
+    scaler.load_state_dict(saved)
+
+
 @torch.no_grad()
 def mean_loss(
     cfg: Config,
@@ -256,6 +267,7 @@ def run(argv: list[str] | None, ends: ExitStack):
         cfg = parse(Config, argv, __doc__, base=partial(stored_flags, lock))
         if cfg.plan:
             return show_plan(cfg)
+        parallel.place()  # refused before anything is made
         if not cfg.eval_only and cfg.init_from != "resume":
             lock.take(cfg.out_dir)
         if restarted(cfg):
@@ -289,7 +301,7 @@ def run(argv: list[str] | None, ends: ExitStack):
                 state["tokenizer_hash"] == tokenizer_hash,
                 f"dataset={cfg.dataset} has another tokenizer than the checkpoint in {cfg.out_dir}; use the same data",
             )
-            scaler.load_state_dict(state["scaler"])
+            restore_scaler(scaler, state["scaler"], cfg.out_dir)
         step, samples, skipped, best = (state[name] for name in ("step", "samples", "skipped", "best_val_loss"))
         micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
         loader = Loader(

@@ -30,7 +30,10 @@ def out_folder(out: str) -> Path:
     """The folder that --out means: NAME is data/NAME, and whatever has a / is a path."""
     if not out.strip():
         raise ValueError(f"out={out!r} is no folder; pass a name (of a folder in data/) or a path with a /")
-    return DATA / out if re.fullmatch(r"\w[\w.-]*", out) else Path(os.path.expanduser(out))
+    path = os.path.expanduser(out)
+    if path.startswith("~"):
+        raise ValueError(f"out={out!r} begins with no user's home; pass the path in full, or ./ in front of it")
+    return DATA / out if re.fullmatch(r"\w[\w.-]*", out) else Path(path)
 
 
 def next_command(folder: Path, vocab_size: int, tokens: list[int]) -> str:

@@ -184,7 +184,7 @@ def find(where: str | Path, which: str = "latest") -> Path:
     If `latest` names a step that is gone (deleted by hand because it was damaged), the newest one left takes its place.
     Raises FileNotFoundError.
     """
-    where = Path(where).expanduser()
+    where = Path(os.path.expanduser(where))
     if not where.is_dir():
         raise FileNotFoundError(f"no directory {where}; train with --out_dir={where} first, or name another --out_dir")
     if (where / "state.json").is_file():
@@ -243,7 +243,7 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None, formats: t
     """What was given to `save`, with "step", "format" and "metadata_sha256", the SHA-256 of the file .metadata.
 
     kinds    keys that the caller needs, and the type or types of each. An int is a count: True is none, and it lies in
-             0 .. 2**63 - 1. A float is finite.
+             0 .. 2**62 - 1, so that counting goes on. A float is finite.
     formats  those that the caller can read
 
     Raises ValueError for another format; Damaged if state.json is missing or no JSON, if such a key is absent or not as
@@ -278,7 +278,7 @@ def _fits(value: Any, kind: Any) -> bool:
     """Whether the value is of this type, or of one of these, and in its range; see `read_state`."""
     if type(value) not in (kind if isinstance(kind, tuple) else (kind,)):
         return False
-    return 0 <= value < 2**63 if type(value) is int else type(value) is not float or math.isfinite(value)
+    return 0 <= value < 2**62 if type(value) is int else type(value) is not float or math.isfinite(value)
 
 
 def shapes(path: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -112,7 +112,7 @@ def convert(where: str | Path) -> list[Path]:
     step that cannot be converted, which stays as it is, after the others were.
     """
     found = checkpoint.find(where)
-    where = Path(where).expanduser()
+    where = Path(os.path.expanduser(where))
     steps = [where] if found == where else [path for path in where.iterdir() if checkpoint.step_of(path) is not None]
     converted, failures = [], []
     for path in sorted(steps):

@@ -34,7 +34,7 @@ class FolderLock:
         ValueError names the process that holds it already. If that may be the worker in whose place torchrun has
         started this one, it is given ten seconds to end.
         """
-        folder, patient = Path(folder).expanduser(), may_restart()
+        folder, patient = Path(os.path.expanduser(folder)), may_restart()
         if os.environ.get("RANK", "0") != "0" or not (make or folder.is_dir()):
             return
         self.path = folder / ".lock"

@@ -11,6 +11,7 @@ others read the same.
 import ctypes
 import hashlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -116,13 +117,37 @@ def replicas(cfg) -> int:
     return cfg.dp_replicate if cfg.parallel == "fsdp" else 1
 
 
+def place() -> tuple[int, int, int, int]:
+    """(rank, rank on this machine, ranks, ranks on this machine), as torchrun says in the environment, or one process.
+
+    ValueError if these variables are no such numbers.
+    """
+    found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": ""}
+    found |= {name: os.environ[name] for name in found if name in os.environ}
+    found["LOCAL_WORLD_SIZE"] = found["LOCAL_WORLD_SIZE"] or (
+        "1" if found["LOCAL_RANK"] == "0" else found["WORLD_SIZE"]
+    )
+    for name, rank in (("WORLD_SIZE", "RANK"), ("LOCAL_WORLD_SIZE", "LOCAL_RANK")):
+        for each, least in ((name, 1), (rank, 0)):
+            if not re.fullmatch("[0-9]{1,9}", found[each]) or int(found[each]) < least:
+                raise ValueError(
+                    f"{each}={found[each]!r} in the environment is no whole number from {least}; unset it, or start "
+                    "with torchrun, which sets it"
+                )
+        if int(found[rank]) >= int(found[name]):
+            raise ValueError(
+                f"{rank}={found[rank]} in the environment must be below {name}={found[name]}; unset both, or start "
+                "with torchrun, which sets them"
+            )
+    return tuple(int(found[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+
+
 def join(cfg) -> Ranks:
     """Resolve device, dtype and compile, and join the other ranks if torchrun started this process.
 
     An `auto` falls back to what the machine has; ValueError if an explicit choice cannot be met.
     """
-    rank, local_rank, size = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    size = size or 1
+    rank, local_rank, size, _ = place()
     device = resolve_device(cfg.device, local_rank)
     data = data_ranks(cfg, size)
     if cfg.backend == "nccl" and device.type != "cuda":
@@ -142,9 +167,16 @@ def join(cfg) -> Ranks:
         return Ranks(rank, size, device, dtype, compiled)
     on_gpu = "nccl" if cfg.backend == "auto" else cfg.backend
     backend = f"cpu:gloo,cuda:{on_gpu}" if device.type == "cuda" else "gloo"
-    store = fresh_store(rank, size) if may_restart() else None
     timeout = timedelta(seconds=cfg.collective_timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        store = fresh_store(rank, size) if may_restart() else None
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except (ValueError, RuntimeError) as error:  # no address, or nobody there
+        where = ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise ValueError(
+            f"rank {rank} cannot join the {size} ranks at {where}: {reason}; start all of them with torchrun"
+        ) from error
     grid = torch.arange(size).view(cfg.pp, replicas(cfg), data // replicas(cfg) * cfg.cp, cfg.tp)
     mesh = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "replicate", "shard", "tp"))
     limit(mesh, cfg.collective_timeout)

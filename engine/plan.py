@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.costs import RECOMPUTE, STATES, Layout, Run, Stage, layout, neighbours
 from engine.metrics import gpu_peak
+from model import require
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Assumptions, none of them measured here. The peaks in FLOP/s are in engine/metrics.py.
@@ -79,6 +80,12 @@ class Plan:
 def estimate(cfg) -> Plan:
     """The plan of a run; ValueError if its flags do not fit together. cfg.vocab_size must be known."""
     r, gpu = layout(cfg), GPU[cfg.gpu]
+    for fact, n, most in (
+        (f"n_layer={cfg.n_layer}", cfg.n_layer + cfg.n_encoder_layer, 1024),
+        (f"block_size={cfg.block_size}", cfg.block_size, 2**24),
+        (f"tp={cfg.tp} times cp={cfg.cp}", cfg.tp * cfg.cp, 2**12),
+    ):
+        require(n <= most, f"{fact} takes too long to plan; at most {most} does not, so lower it")
     usable = int(USABLE * gpu.memory)
     with warnings.catch_warnings(), neighbours(r) as groups, FakeTensorMode():
         warnings.simplefilter("ignore")  # of things to come in PyTorch

@@ -380,5 +380,159 @@ def test_ctrl_c_during_the_imports(script, tmp_path):
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
+STRANGE_FLAGS = [  # flags, and what the line must name
+    (["--simplified_beta_ff=1.7e308", "--block=simplified"], ["simplified_beta_ff=1.7e+308", "below 2147483648"]),
+    (["--weight_decay=1.7e308"], ["weight_decay=1.7e+308", "below 2147483648"]),
+    (["--grad_clip=1e300"], ["grad_clip=1e+300", "below"]),
+    (["--attn_softcap=5e-324"], ["attn_softcap=5e-324", "at least 1e-06"]),
+    (["--logit_softcap=1e-300"], ["logit_softcap=1e-300", "at least 1e-06"]),
+    (["--out_dir=~nobody_is_called_so/x"], ["out_dir='~nobody_is_called_so/x'", "such as out"]),
+    (["--out_dir= "], ["out_dir=' '", "such as out"]),
+    (["--out_dir=\n"], ["out_dir='\\n'", "such as out"]),
+    (["--dataset=" + "x" * 5000], ["xxx ... xxx"]),
+    (["--device=cuda:" + "9" * 5000], ["device='cuda:999", " ... "]),
+    (["--device=cuda:1000"], ["device='cuda:1000'", "cuda:N"]),
+    (["--learning_rate=1e400"], ["--learning_rate=inf", "float"]),
+    (["--n_layer=1_0_"], ["--n_layer=1_0_", "int"]),
+    (["--n_layer=\uff11\u0661x"], ["--n_layer=", "int"]),
+    (["--n_layer=1j"], ["--n_layer=1j", "int"]),
+    (["--n_layer=" + "9" * 5000], ["--n_layer=999", "int"]),
+    (["--batch_size=" + "(" * 500 + "1"], ["--batch_size=(((", "int"]),
+    (["--seed=2**2**2**2**2**2"], ["--seed=2**2**2", "int"]),
+    (["--compile=-0"], ["--compile=", "auto"]),
+    (["--="], ["--=", "no such flag"]),
+    (["--"], ["--", "no such flag"]),
+    (["---x=1"], ["--x=1", "no such flag"]),
+    (["-n_layer=2"], ["--n_layer=2", "written"]),
+    (["--n_layer==2"], ["--n_layer", "int"]),
+    (["--\uff4e_layer=2"], ["no such flag", "n_layer"]),
+    (["--__class__=1"], ["--__class__=1", "no such flag"]),
+    ([""], ["no such config file"]),
+    (["--plan=True", "--vocab_size=300", "--n_layer=4000"], ["n_layer=4000", "at most 1024"]),
+    (["--plan=True", "--vocab_size=300", "--block_size=2**31-1"], ["block_size=2147483647", "at most"]),
+    (
+        ["--plan=True", "--vocab_size=300", "--cp=2**20", "--world_size=2**20", "--block_size=2**22"],
+        ["cp=1048576", "at most 4096"],
+    ),
+]
+
+
+@pytest.mark.parametrize("flags,fragments", STRANGE_FLAGS, ids=lambda x: ascii(" ".join(x))[:60])
+def test_strange_flags(flags, fragments, tiny_data, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = [
+        *TINY,
+        "--gradient_accumulation_steps=1",
+        f"--dataset={tiny_data}",
+        f"--out_dir={tmp_path / 'new'}",
+        *flags,
+    ]
+    line = refused(train.main, flags, capsys)
+    for fragment in fragments:
+        assert fragment in line
+    assert "; " in line or " must be " in line or " such as " in line or "--help" in line or "nearest" in line or "here --" in line
+    assert len(line) < 1100 and not list(tmp_path.iterdir())
+
+
+STRANGE_CONFIGS = [
+    ("_a = 1 % 0", ["integer modulo by zero; write a value"]),
+    ("_a = 0**-1", ["; write a value"]),
+    ("_a = 2.0**5000", ["; write a value"]),
+    ("_a = 10**1000 * 1.5", ["; write a value"]),
+    ("_a = 'x'\n" + "_a = _a + _a\n" * 20, ["too large; write a number of at most 4096 bits"]),
+    ("_a = " + "-" * 10000 + "1", ["too deeply nested; write the value itself"]),
+    ("_a = " + "+".join(["1"] * 50000), ["too deeply nested; write the value itself"]),
+    ("#" * 2**20 + "\n_a = 1", ["has more than 1,048,576 bytes"]),
+    ("_a = 3\0", ["null bytes"]),
+    ("a = b\nb = a", [":1: b is not set earlier"]),
+    ("_a = (-8)**0.5 + 1", [":1: "]),
+    ("n_l\u0430yer = 2", ["no such flag; the nearest is n_layer"]),
+    ("device = 3", ["device = 3", "str"]),
+    ("n_layer = True", ["n_layer = True", "int"]),
+]
+
+
+@pytest.mark.parametrize("text,fragments", STRANGE_CONFIGS, ids=lambda x: ascii(x)[:40])
+def test_strange_config_files(text, fragments, tmp_path, capsys):
+    path = tmp_path / "config.py"
+    path.write_text(text, encoding="utf-8")
+    line = refused(train.main, [path, f"--out_dir={tmp_path / 'new'}"], capsys)
+    for fragment in [str(path), *fragments]:
+        assert fragment in line
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_config_file_of_20_gb_is_not_read(tmp_path, capsys):
+    with open(tmp_path / "config.py", "wb") as f:
+        f.truncate(20 * 10**9)
+    assert "more than 1,048,576 bytes" in refused(train.main, [tmp_path / "config.py"], capsys)
+
+
+ENVIRONMENTS = [
+    ({"RANK": "abc"}, ["RANK='abc'", "whole number from 0"]),
+    ({"RANK": ""}, ["RANK=''", "whole number from 0"]),
+    ({"RANK": "-1"}, ["RANK='-1'", "whole number from 0"]),
+    ({"RANK": "5", "WORLD_SIZE": "2"}, ["RANK=5", "below WORLD_SIZE=2"]),
+    ({"RANK": "1"}, ["RANK=1", "below WORLD_SIZE=1"]),
+    ({"WORLD_SIZE": "0"}, ["WORLD_SIZE='0'", "whole number from 1"]),
+    ({"WORLD_SIZE": "1e3"}, ["WORLD_SIZE='1e3'"]),
+    ({"WORLD_SIZE": "\u0663"}, ["WORLD_SIZE="]),
+    ({"WORLD_SIZE": "9" * 30}, ["WORLD_SIZE='999"]),
+    ({"LOCAL_RANK": "x", "WORLD_SIZE": "1"}, ["LOCAL_RANK='x'"]),
+    ({"LOCAL_RANK": "99"}, ["LOCAL_RANK=99", "below LOCAL_WORLD_SIZE=1"]),
+    ({"LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE='0'"]),
+    ({"LOCAL_WORLD_SIZE": "x"}, ["LOCAL_WORLD_SIZE='x'"]),
+    ({"WORLD_SIZE": "2"}, ["rank 0 cannot join", "(MASTER_ADDR is not set)", "start all of them with torchrun"]),
+    (
+        {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "abc"},
+        ["rank 0 cannot join the 2 ranks at localhost:abc", "start all of them with torchrun"],
+    ),
+    (
+        {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"},
+        ["rank 0 cannot join the 2 ranks at localhost:99999", "start all of them with torchrun"],
+    ),
+]
+
+
+@pytest.mark.parametrize("names,fragments", ENVIRONMENTS, ids=lambda x: ascii(str(x))[:60])
+def test_a_strange_environment(names, fragments, tiny_data, tmp_path, capsys, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # of a rank that is not the first, before it speaks
+    handler = signal.getsignal(signal.SIGTERM)
+    flags = [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'new'}"]
+    try:
+        line = refused(train.main, [*TINY, "--collective_timeout=2", *flags], capsys)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    for fragment in [*fragments, "; "]:
+        assert fragment in line
+    assert not (tmp_path / "new").exists()
+
+
+def test_samples_that_cannot_be_counted_on(trained, tiny_data, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "out")
+    edit(samples=2**63 - 1)(tmp_path / "out", tmp_path / "out" / "step_00000002")
+    flags = [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume", "--max_iters=3"]
+    assert "samples is 9223372036854775807" in refused(train.main, flags, capsys)
+
+
+def test_a_gradient_scaler_of_another_run():
+    """One without a scaler, of another dtype; one whose state was changed by hand."""
+    scaler, other = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (64.0, 32.0))
+    train.restore_scaler(scaler, {}, "out")
+    train.restore_scaler(torch.amp.GradScaler("cpu", enabled=False), other.state_dict(), "out")
+    assert scaler.get_scale() == 64
+    for change in ({"scale": "x"}, {"scale": float("nan")}, {"scale": None}, {"_growth_tracker": -1}, {"scale": True}):
+        with pytest.raises(ValueError, match=f"state.json in out: {next(iter(change))} of scaler is .*; "):
+            train.restore_scaler(scaler, other.state_dict() | change, "out")
+    with pytest.raises(ValueError, match="scale of scaler is None"):
+        train.restore_scaler(scaler, {"x": 1}, "out")
+    train.restore_scaler(scaler, other.state_dict(), "out")
+    assert scaler.get_scale() == 32
+
+
 def test_the_table_is_long():
     assert len(TRAIN_FLAGS) + len(CONFIGS) + 2 * len(DAMAGES) + len(RESUMES) + len(SAMPLES) >= 40
