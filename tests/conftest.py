@@ -41,6 +41,15 @@ def tiny_data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def more_data(tmp_path) -> Path:
+    """A second source, of the same tokenizer as tiny_data."""
+    with ShardWriter(tmp_path / "more", ByteTokenizer()) as out:
+        out.add("train", np.arange(200))
+        out.add("val", np.arange(100))
+    return tmp_path / "more"
+
+
+@pytest.fixture
 def run(tiny_data, tmp_path, monkeypatch):
     """run(*flags) trains in this process; returns the folder, which metrics() and the checkpoints are in."""
     monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)  # half a second each

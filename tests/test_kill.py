@@ -1,5 +1,9 @@
-"""kill -9 at random instants of runs that save every three steps: nothing is lost, and the losses do not change."""
+"""kill -9 at random instants of runs that save every three steps: nothing is lost, and the losses do not change.
 
+With the workers that test_faults kills under torchrun --max-restarts these are 206 kills.
+"""
+
+import multiprocessing
 import os
 import random
 import signal
@@ -10,62 +14,134 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, losses
+from conftest import ROOT, TINY, metrics
+from test_train import MASKED, MODERN, SEQ2SEQ
 
+import train
 from engine import checkpoint
 
-STEPS = 1200
+COMMON = [*TINY, "--lr_decay_iters=300", "--min_lr=2e-3", "--eval_interval=5", "--eval_iters=6"]
+TIMES = {"tokens_per_s", "mfu", "ms_per_step", "peak_memory_bytes"}
+SETTINGS = {  # processes, kills, flags
+    "plain": (1, 25, ["--dropout=0.1"]),
+    "async": (1, 25, ["--dropout=0.1", "--async_checkpoint=True"]),
+    "muon": (1, 25, MODERN),
+    "mixture": (1, 25, ["--dataset=TINY:0.7,MORE:0.3"]),
+    "masked": (1, 25, MASKED),
+    "seq2seq": (1, 25, SEQ2SEQ),
+    "ddp": (2, 12, ["--dropout=0.1"]),
+    "fsdp": (2, 12, ["--parallel=fsdp", "--async_checkpoint=True"]),
+    "torchrun alone": (2, 12, ["--dropout=0.1"]),
+}
+
+
+def begin(argv: list[str], log: Path):
+    """train.py in a process that has torch already."""
+    file = os.open(log, os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, 1), os.dup2(file, 2)
+    torch.set_num_threads(1)
+    train.peak_flops = lambda *_: 1e9  # half a second each
+    train.main(argv)
+
+
+class Torchrun(subprocess.Popen):
+    """The same under torchrun, with the methods of a multiprocessing.Process."""
+
+    def __init__(self, processes: int, argv: list[str], log: Path):
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        with open(log, "w") as file:
+            super().__init__(
+                [sys.executable, *launcher, "train.py", *argv],
+                cwd=ROOT, stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+
+    def is_alive(self) -> bool:
+        return self.poll() is None
+
+    def join(self, timeout: float | None = None) -> int:
+        return self.wait(timeout)
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.returncode
+
+
+def wait_for(condition, seconds: float = 120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def kill(pid: int):
+    """Kills the process and waits until it is gone, although torchrun's workers are no children of this process."""
+    os.kill(pid, signal.SIGKILL)
+    state = Path(f"/proc/{pid}/stat")
+    wait_for(lambda: not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX")
+
+
+def check(out: Path, asynchronous: bool):
+    """All that lies there can be read, and it goes as far as metrics.jsonl promises."""
+    for step_dir in out.glob("step_*"):
+        checkpoint.load(step_dir, {n: torch.empty(s, dtype=t) for n, (s, t) in checkpoint.shapes(step_dir).items()})
+    lines = metrics(out) if (out / "metrics.jsonl").exists() else []
+    saved = max([0, *(line["step"] for line in lines if line["kind"] == "train")]) // 3 * 3 - 3 * asynchronous
+    for pointer in ["latest"] * (saved > 0) + ["best"] * (out / "best").exists():
+        assert checkpoint.step_of(checkpoint.find(out, pointer)) >= (saved if pointer == "latest" else 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes,kills", [(1, 25), (2, 10)])
-def test_killed_runs_go_on(run, tiny_data, tmp_path, processes, kills):
-    """Every checkpoint directory that a kill leaves can be read, and the next start goes on from the latest one."""
-    flags = [f"--max_iters={STEPS}", "--eval_interval=100", "--dropout=0.1"]
-    out, rng = tmp_path / "killed", random.Random(0)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_killed_runs_go_on(tiny_data, more_data, tmp_path, setting):
+    """Every checkpoint directory that a kill leaves can be read, and the next start goes on from the latest one.
 
-    def start() -> subprocess.Popen:
+    Where torchrun alone is killed its workers train on, and a second run is refused as long as they do.
+    """
+    processes, kills, flags = SETTINGS[setting]
+    out, rng, logs = tmp_path / "killed", random.Random(setting), []
+    flags = [flag.replace("TINY", str(tiny_data)).replace("MORE", str(more_data)) for flag in flags]
+    flags = [*COMMON, f"--dataset={tiny_data}", *flags]
+    forked = multiprocessing.get_context("forkserver")
+    forked.set_forkserver_preload([__name__, "engine.dcp_writer", "tensorboard.compat.proto"])
+
+    def start(max_iters: int = 100_000, out: Path = out, save_interval: int = 3):
+        logs.append(tmp_path / f"{len(logs)}.log")
         how = "resume" if (out / "latest").exists() else "scratch"
-        command = [
-            *TINY,
-            *flags,
-            f"--dataset={tiny_data}",
-            f"--out_dir={out}",
-            "--save_interval=3",
-            f"--init_from={how}",
-        ]
-        return subprocess.Popen(
-            [sys.executable, "-u", *launcher, "train.py", *command],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        argv = [*flags, f"--max_iters={max_iters}", f"--out_dir={out}", f"--init_from={how}"]
+        argv.append(f"--save_interval={save_interval}")
+        if processes > 1:
+            return Torchrun(processes, argv, logs[-1])
+        process = forked.Process(target=begin, args=(argv, logs[-1]))
+        process.start()
+        return process
 
-    for kill in range(kills):
+    def said() -> str:
+        return logs[-1].read_text() if logs[-1].exists() else ""
+
+    for i in range(kills):
         process = start()
-        if rng.random() < 0.8:  # the others die while starting
-            for line in process.stdout:
-                if line.startswith("iter "):
-                    break
-        time.sleep(rng.uniform(0, 1.5))
-        assert process.poll() is None, f"the run ended by itself before kill {kill}: {process.stdout.read()}"
-        process.send_signal(signal.SIGSTOP)  # torchrun must not start another one now
+        if trains := rng.random() < 0.8 or setting == "torchrun alone":  # the others die while starting
+            wait_for(lambda process=process: "iter " in said() or not process.is_alive())
+        time.sleep(rng.uniform(0, 1 if trains else 2 + 8 * (processes > 1)))
+        assert process.is_alive(), f"the run ended by itself before kill {i}:\n{said()}"
+        os.kill(process.pid, signal.SIGSTOP)  # torchrun must not start another one now
         workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        for pid in [process.pid, *map(int, workers)]:  # torchrun's processes have sessions of their own
-            os.kill(pid, signal.SIGKILL)
-        process.communicate()
-        for step_dir in out.glob("step_*[0-9]"):
-            checkpoint.load(step_dir, {n: torch.empty(s, dtype=t) for n, (s, t) in checkpoint.shapes(step_dir).items()})
+        kill(process.pid)
+        process.join()
+        if setting == "torchrun alone":
+            second = start()
+            assert second.join(120) == 1
+            errors = [line for line in said().splitlines() if line.startswith("error: ")]
+            assert len(errors) == 1 and any(f"belongs to process {pid} on" in errors[0] for pid in workers), said()
+        for pid in workers:  # torchrun's processes have sessions of their own
+            kill(int(pid))
+        check(out, "--async_checkpoint=True" in flags)
 
-    process = start()
-    said = process.communicate(timeout=600)[0]
-    assert process.returncode == 0, said
-    if processes == 1:
-        assert losses(out) == losses(run(*flags))
-    else:  # dropout differs between one rank and two: the reference is an undisturbed pair
-        command = [*TINY, *flags, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'whole'}"]
-        subprocess.run(
-            [sys.executable, *launcher, "train.py", *command],
-            cwd=ROOT, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert losses(out) == losses(tmp_path / "whole")
-    assert len([line for line in losses(out) if len(line) == 5]) == STEPS
+    last = checkpoint.step_of(checkpoint.find(out)) + 20
+    for folder, interval in ((out, 3), (tmp_path / "whole", 0)):
+        process = start(last, folder, interval)
+        process.join()
+        assert process.exitcode == 0, said()
+    killed, whole = ([{k: line[k] for k in line.keys() - TIMES} for line in metrics(f)] for f in (out, folder))
+    assert killed == whole
+    assert [line["step"] for line in whole if line["kind"] == "train"] == list(range(last))

@@ -26,7 +26,7 @@ import train
 from configurator import Config, parse
 from data.loader import draws, order  # the order itself has its own tests
 from data.objective import OBJECTIVE
-from data.tokenizer import ByteTokenizer, CharTokenizer
+from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
 from engine import checkpoint, parallel
 from engine.parallel import STOPPED, STOPPING
@@ -63,15 +63,6 @@ def test_resume_is_exact(run, flags):
     assert losses(halves) == losses(whole)
     assert [line["step"] for line in metrics(whole) if "loss" in line] == list(range(40))
     assert [line["step"] for line in metrics(whole) if "val_loss" in line] == [0, 20, 40]
-
-
-@pytest.fixture
-def more_data(tmp_path):
-    """A second source, of the same tokenizer as tiny_data."""
-    with ShardWriter(tmp_path / "more", ByteTokenizer()) as out:
-        out.add("train", np.arange(200))
-        out.add("val", np.arange(100))
-    return tmp_path / "more"
 
 
 def test_a_mixture_resumes_exactly(run, tiny_data, more_data):
