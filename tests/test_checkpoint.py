@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import sample
 import train
 from engine import checkpoint, checkpoint_commands
+from engine.folder import FolderLock
 from engine.parallel import Ranks, limit
 from model import Model, ModelConfig
 
@@ -1120,11 +1121,14 @@ def test_consolidating_what_cannot_be(tmp_path, capsys, monkeypatch):
     refused(shard.parent, "damaged")
 
 
-def test_the_command_line():
+def test_the_command_line(capsys):
     done = subprocess.run([sys.executable, "-m", "engine.checkpoint"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == f"{checkpoint_commands.USAGE}\n"
+    error = "error: these arguments make no command:"
+    assert done.returncode == 2 and done.stderr == f"{error} none; {checkpoint_commands.USAGE}\n"
     for wrong in ("consolidate a", "consolidate a b c", "other a b", "consolidate a b --which=last"):
         assert checkpoint_commands.main(wrong.split()) == 2
+        assert capsys.readouterr().err == f"{error} {wrong}; {checkpoint_commands.USAGE}\n"
+    assert checkpoint_commands.main(["--help"]) == 0 and checkpoint_commands.USAGE in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
