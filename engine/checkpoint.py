@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data.files import regular
 from engine.parallel import is_first_rank, of_first_rank, together
 
 FORMAT = 2
@@ -191,7 +192,10 @@ def find(where: str | Path, which: str = "latest") -> Path:
         return where
     pointer = where / which
     for attempt in range(3):
-        name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+        name = ""
+        if pointer.is_file():
+            with open(pointer, errors="replace") as f:
+                name = f.read(1000).strip()
         for step_dir in (where / name, where / f"{name}.old"):  # .old: of a process killed while it replaced this step
             if STEP.fullmatch(name) and step_dir.is_dir():
                 return step_dir
@@ -252,7 +256,7 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None, formats: t
     """
     path = Path(path)
     try:
-        state = json.loads((path / "state.json").read_text())
+        state = json.loads(read_file(path / "state.json", 2**26))
         found = state["format"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(path, f"state.json: {error!r:.200}") from error
@@ -272,6 +276,15 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None, formats: t
     if kinds and "samples" in kinds and not step <= state["samples"] <= step * MOST_SAMPLES:
         raise damaged(path, f"state.json: samples is {state['samples']}, of {step} steps")
     return state
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """Its content; ValueError if it is longer, OSError if it is no regular file, whose content might never end."""
+    with open(path, "rb", opener=regular) as f:
+        content = f.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return content
 
 
 def _fits(value: Any, kind: Any) -> bool:

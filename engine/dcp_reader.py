@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from data.files import regular
+
 # Everything that a .metadata file may refer to, besides torch.Size and the dtypes (pathlib._local: Python 3.13).
 KNOWN_NAMES = {
     "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata"
@@ -107,7 +109,8 @@ def read_metadata(path: Path, sha256: str | None) -> Metadata:
     sha256  the table's, in hexadecimal; None for a checkpoint of format 1, which has no digests
     """
     try:
-        content = (path / ".metadata").read_bytes()
+        with open(path / ".metadata", "rb", opener=regular) as f:
+            content = f.read()
         if sha256 not in (None, hashlib.sha256(content).hexdigest()):
             raise ValueError("it is not the one that was saved with state.json")
         top = _Unpickler(BytesIO(content)).load().state

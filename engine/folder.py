@@ -116,7 +116,7 @@ def replace_flags(out_dir: Path, step: int):
     old, new, kept = (out_dir / name for name in ("config.py", "config.new", f"config_{step:08d}.py"))
     while kept.exists():  # of an earlier resume at this step
         kept = kept.with_stem(f"{kept.stem}_again")
-    texts = [path.read_text(errors="replace").splitlines() for path in (old, new) if path.exists()]
+    texts = [path.read_text(errors="replace").splitlines() for path in (old, new) if path.is_file()]
     flags = [[line for line in text if not line.startswith("init_from =")] for text in texts]
     if step and flags[0] != flags[-1]:
         old.rename(kept)

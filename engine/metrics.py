@@ -28,6 +28,8 @@ from pathlib import Path
 
 import torch
 
+from data.files import regular
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The machine
 
@@ -108,7 +110,7 @@ def cut_back(path: Path, step: int):
     if not path.exists():
         return
     temporary = path.with_suffix(".tmp")
-    with open(path, errors="replace") as lines, open(temporary, "w") as f:
+    with open(path, errors="replace", opener=regular) as lines, open(temporary, "w") as f:
         for line in lines:
             with suppress(ValueError, TypeError, KeyError, RecursionError):
                 if json.loads(line)["step"] < step:

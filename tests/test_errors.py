@@ -171,7 +171,21 @@ def edit(**values):
     return damage
 
 
+def swap(name: str, source: str | None):
+    """A damage: in the place of this file a link to source, or a FIFO; to read either may never end."""
+
+    def damage(folder: Path, step: Path):
+        (step / name).unlink()
+        (step / name).symlink_to(source) if source else os.mkfifo(step / name)
+
+    return damage
+
+
 DAMAGES = {
+    "state_is_a_fifo": swap("state.json", None),
+    "endless_state": swap("state.json", "/dev/zero"),
+    "metadata_is_a_fifo": swap(".metadata", None),
+    "endless_metadata": swap(".metadata", "/dev/zero"),
     "no_pointer_target": lambda d, step: shutil.rmtree(step),
     "no_state": lambda d, step: (step / "state.json").unlink(),
     "cut_state": lambda d, step: cut(step / "state.json"),
@@ -517,6 +531,16 @@ def test_samples_that_cannot_be_counted_on(trained, tiny_data, tmp_path, capsys)
     edit(samples=2**63 - 1)(tmp_path / "out", tmp_path / "out" / "step_00000002")
     flags = [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume", "--max_iters=3"]
     assert "samples is 9223372036854775807" in refused(train.main, flags, capsys)
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "endless", "a folder"])
+def test_metrics_that_are_no_file(kind, trained, tiny_data, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "out")
+    path = tmp_path / "out" / "metrics.jsonl"
+    path.unlink()
+    {"a FIFO": os.mkfifo, "endless": lambda p: p.symlink_to("/dev/zero"), "a folder": os.mkdir}[kind](path)
+    flags = [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume", "--max_iters=3"]
+    assert f"{path}: " in refused(train.main, flags, capsys)
 
 
 def test_a_gradient_scaler_of_another_run():
