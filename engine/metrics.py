@@ -159,7 +159,8 @@ class Console:
             print(text, flush=True)
         except OSError as error:  # a terminal that is gone, a full disk: metrics.jsonl has it all
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            stopping = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # already, as by a Ctrl-C that also ended tee
+            caught = signal.SIGTERM, signal.SIGINT
+            stopping = signal.SIG_DFL in map(signal.getsignal, caught)  # already, as by a Ctrl-C that also ended tee
             if isinstance(error, BrokenPipeError) and not stopping:  # as in `| head`: save and stop, as after SIGTERM
                 os.kill(os.getpid(), signal.SIGTERM)
         self.draw(bar)

@@ -314,9 +314,8 @@ class StopSignal:
         threading.Thread(target=self._answer, args=(reader,), daemon=True).start()
 
     def _catch(self, number: int, frame):
-        self.name = signal.Signals(number).name
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_DFL)
+        self.name = self.name or signal.Signals(number).name
+        signal.signal(number, signal.SIG_DFL)  # not the other's: if it has come too, Python would print a traceback
 
     def _answer(self, reader: int):
         """A thread: the main one gets to _catch only after its current operation, a long backward pass for example."""

@@ -1,7 +1,4 @@
-"""kill -9 at random instants of runs that save every three steps: nothing is lost, and the losses do not change.
-
-With the workers that test_faults kills under torchrun --max-restarts these are 206 kills.
-"""
+"""kill -9 at 207 random instants of runs that save every three steps: nothing is lost, the losses do not change."""
 
 import multiprocessing
 import os
@@ -32,6 +29,7 @@ SETTINGS = {  # processes, kills, flags
     "ddp": (2, 12, ["--dropout=0.1"]),
     "fsdp": (2, 12, ["--parallel=fsdp", "--async_checkpoint=True"]),
     "torchrun alone": (2, 12, ["--dropout=0.1"]),
+    "one worker": (2, 21, ["--dropout=0.1", "--async_checkpoint=True"]),  # torchrun --max_restarts starts both again
 }
 
 
@@ -47,13 +45,16 @@ def begin(argv: list[str], log: Path):
 class Torchrun(subprocess.Popen):
     """The same under torchrun, with the methods of a multiprocessing.Process."""
 
-    def __init__(self, processes: int, argv: list[str], log: Path):
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    def __init__(self, restarts: int, argv: list[str], log: Path):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"--max_restarts={restarts}"]
         with open(log, "w") as file:
             super().__init__(
                 [sys.executable, *launcher, "train.py", *argv],
                 cwd=ROOT, stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
+
+    def workers(self) -> list[int]:
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
     def is_alive(self) -> bool:
         return self.poll() is None
@@ -66,9 +67,9 @@ class Torchrun(subprocess.Popen):
         return self.returncode
 
 
-def wait_for(condition, seconds: float = 120):
-    end = time.monotonic() + seconds
-    while not condition():
+def wait_for(condition, *args):
+    end = time.monotonic() + 120
+    while not condition(*args):
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -98,19 +99,20 @@ def test_killed_runs_go_on(tiny_data, more_data, tmp_path, setting):
     Where torchrun alone is killed its workers train on, and a second run is refused as long as they do.
     """
     processes, kills, flags = SETTINGS[setting]
+    asynchronous = "--async_checkpoint=True" in flags
     out, rng, logs = tmp_path / "killed", random.Random(setting), []
     flags = [flag.replace("TINY", str(tiny_data)).replace("MORE", str(more_data)) for flag in flags]
     flags = [*COMMON, f"--dataset={tiny_data}", *flags]
     forked = multiprocessing.get_context("forkserver")
     forked.set_forkserver_preload([__name__, "engine.dcp_writer", "tensorboard.compat.proto"])
 
-    def start(max_iters: int = 100_000, out: Path = out, save_interval: int = 3):
+    def start(max_iters: int = 20_000, out: Path = out, save_interval: int = 3):
         logs.append(tmp_path / f"{len(logs)}.log")
         how = "resume" if (out / "latest").exists() else "scratch"
         argv = [*flags, f"--max_iters={max_iters}", f"--out_dir={out}", f"--init_from={how}"]
         argv.append(f"--save_interval={save_interval}")
         if processes > 1:
-            return Torchrun(processes, argv, logs[-1])
+            return Torchrun(kills * (setting == "one worker"), argv, logs[-1])
         process = forked.Process(target=begin, args=(argv, logs[-1]))
         process.start()
         return process
@@ -118,14 +120,9 @@ def test_killed_runs_go_on(tiny_data, more_data, tmp_path, setting):
     def said() -> str:
         return logs[-1].read_text() if logs[-1].exists() else ""
 
-    for i in range(kills):
-        process = start()
-        if trains := rng.random() < 0.8 or setting == "torchrun alone":  # the others die while starting
-            wait_for(lambda process=process: "iter " in said() or not process.is_alive())
-        time.sleep(rng.uniform(0, 1 if trains else 2 + 8 * (processes > 1)))
-        assert process.is_alive(), f"the run ended by itself before kill {i}:\n{said()}"
+    def end(process):
         os.kill(process.pid, signal.SIGSTOP)  # torchrun must not start another one now
-        workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        workers = process.workers() if processes > 1 else []
         kill(process.pid)
         process.join()
         if setting == "torchrun alone":
@@ -134,8 +131,33 @@ def test_killed_runs_go_on(tiny_data, more_data, tmp_path, setting):
             errors = [line for line in said().splitlines() if line.startswith("error: ")]
             assert len(errors) == 1 and any(f"belongs to process {pid} on" in errors[0] for pid in workers), said()
         for pid in workers:  # torchrun's processes have sessions of their own
-            kill(int(pid))
-        check(out, "--async_checkpoint=True" in flags)
+            kill(pid)
+
+    def end_one_worker(process):
+        wait_for(lambda: len(process.workers()) == 2)
+        old = process.workers()
+        kill(rng.choice(old))
+        wait_for(lambda: len(process.workers()) == 2 and not set(old) & set(process.workers()))
+        for pid in (new := process.workers()):  # what lies there must not change while it is checked
+            os.kill(pid, signal.SIGSTOP)
+        check(out, asynchronous)
+        for pid in new:
+            os.kill(pid, signal.SIGCONT)
+
+    process = None
+    for i in range(kills):
+        if process is None:
+            process, seen = start(), 0
+        if trains := rng.random() < 0.8 or setting == "torchrun alone":  # the others die while starting
+            wait_for(lambda p, n: "iter " in said()[n:] or not p.is_alive(), process, seen)
+        time.sleep(rng.uniform(0, ((2, 1), (10, 4))[processes > 1][trains]))  # seconds
+        assert process.is_alive(), f"the run ended by itself before kill {i}:\n{said()}"
+        if setting == "one worker" and i < kills - 1:
+            end_one_worker(process)
+            seen = len(said())
+        else:
+            process = end(process)
+            check(out, asynchronous)
 
     last = checkpoint.step_of(checkpoint.find(out)) + 20
     for folder, interval in ((out, 3), (tmp_path / "whole", 0)):

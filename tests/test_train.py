@@ -629,7 +629,29 @@ def test_second_signal_exits_at_once(monkeypatch):
             stop.at_risk = True
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.agreed() and stop.name == "SIGTERM"
-            assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+
+
+def test_two_signals_at_once_end_the_process_without_a_traceback(monkeypatch):
+    """torchrun passes two Ctrl-C on as SIGINT and SIGTERM, and Python calls both handlers after one long operation."""
+    both, exits, tracebacks = {signal.SIGINT, signal.SIGTERM}, [], []
+    handlers = {number: signal.getsignal(number) for number in both}
+    monkeypatch.setattr(os, "_exit", exits.append)
+    monkeypatch.setattr(sys, "unraisablehook", tracebacks.append)
+    try:
+        with parallel.StopSignal(parallel.Ranks(1, 1, torch.device("cpu"), torch.float32, False)) as stop:
+            stop.at_risk = True
+            signal.pthread_sigmask(signal.SIG_BLOCK, both)
+            for number in both:
+                signal.raise_signal(number)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+            for _ in range(500):
+                time.sleep(0.01 * (not exits))
+            assert stop.name == "SIGINT" and not tracebacks
+        assert exits in ([128 + signal.SIGINT], [128 + signal.SIGTERM])
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)
