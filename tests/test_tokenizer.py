@@ -334,7 +334,7 @@ def test_a_bpe_spec_that_does_not_fit(tmp_path, fields, words):
 
 @pytest.mark.parametrize("n", [-1, 0, 256, 1_000_001, 10**30])
 def test_bpe_sizes_that_cannot_be(n):
-    with pytest.raises(ValueError, match=f"bpe:{n} must have 257"):
+    with pytest.raises(ValueError, match=f"bpe:{n} is not possible; pass 257"):
         train_bpe(["abc"], n)
 
 
