@@ -129,8 +129,8 @@ def read_all(stream) -> list[int]:
     return out[0].tolist()
 
 
-def assert_rounds_alike(got, plain, exact, what: str = "", dtype: torch.dtype = torch.bfloat16):
-    """Tensors or lists of n numbers: got and plain are two computations of the same in dtype, exact is a finer one.
+def assert_rounds_alike(got, plain, exact, what: str):
+    """Tensors or lists of n numbers: got and plain are two computations of the same in bfloat16, exact is a finer one.
 
     Which numbers a kernel rounds, and how, differs between CPUs, so no fixed tolerance holds on all of them. But the
     errors of got must be of the order of plain's: at most three times as large, and a mean of n roundings more; and at
@@ -138,9 +138,9 @@ def assert_rounds_alike(got, plain, exact, what: str = "", dtype: torch.dtype = 
     single numbers shows in the projection on exact, where roundings average out.
     """
     got, plain, exact = (torch.as_tensor(x).detach().double().flatten() for x in (got, plain, exact))
-    unit, size, root = torch.finfo(dtype).eps / 2, exact.norm(), len(exact) ** 0.5
+    unit, size, root = torch.finfo(torch.bfloat16).eps / 2, exact.norm(), len(exact) ** 0.5
     error, usual = ((x - exact).norm() / size for x in (got, plain))
     limit = 3 * usual + unit / root
-    assert usual / 100 <= error <= limit, f"{what} errs by {error:.1e} of its size, {dtype} explains {limit:.1e}"
+    assert usual / 100 <= error <= limit, f"{what} errs by {error:.1e} of its size, bfloat16 explains {limit:.1e}"
     factor, limit = 1 + (got - plain) @ exact / size**2, unit + 4 * usual / root
-    assert abs(factor - 1) <= limit, f"{what} is {factor:.4f} times what it should be, {dtype} explains {limit:.4f}"
+    assert abs(factor - 1) <= limit, f"{what} is {factor:.4f} times what it should be, bfloat16 explains {limit:.4f}"

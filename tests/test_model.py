@@ -379,7 +379,7 @@ def test_mix_over_a_memory_equals_naive_attention(T, S, softcap, docs, Hkv):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_slot_attention_in_low_precision(causal, dtype):
-    """Against the equations in the same dtype: both err alike from float64, from the same rounded numbers."""
+    """In bfloat16 it errs from float64 as the equations in bfloat16 do, in float32 by 1e-5 of its size at the most."""
     given = [x.detach().to(dtype) for x in leaves(*[(2, 4, 40, 8)] * 3, (2, 6, 8), (2, 6, 8))]
 
     def ours(q, k, v, *slots):
@@ -394,8 +394,11 @@ def test_slot_attention_in_low_precision(causal, dtype):
         y = f(*x)
         assert y.dtype == (torch.float64 if exact else dtype)
         results.append([y, *torch.autograd.grad((y * weight).sum(), x)])
-    for what, *three in zip(("output", "q", "k", "v", "slots' keys", "slots' values"), *results, strict=True):
-        assert_rounds_alike(*three, what, dtype)
+    for what, got, plain, exact in zip(("output", "q", "k", "v", "slot_k", "slot_v"), *results, strict=True):
+        if dtype == torch.bfloat16:
+            assert_rounds_alike(got, plain, exact, what)
+        else:
+            assert (got - exact).norm() < 1e-5 * exact.norm(), what
 
 
 @pytest.mark.parametrize("T,S", [(11, 11), (4, 11)])
