@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ranks
 import torch
 
 import train
@@ -85,17 +86,12 @@ def launch(tiny_data, tmp_path):
 
 @pytest.fixture
 def many(tiny_data, tmp_path):
-    """many(2, ("a", flags), ("b", flags)) trains each under torchrun, one after the other in the same processes, in
+    """many(2, ("a", flags), ("b", flags)) trains each on two ranks, one after the other in the same processes, in
     folders of these names; returns the folder around them."""
 
     def call(processes: int, *runs: tuple[str, list[str]]) -> Path:
         flags = [[*TINY, f"--dataset={tiny_data}", *each, f"--out_dir={tmp_path / name}"] for name, each in runs]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        done = subprocess.run(
-            [sys.executable, *torchrun, "tests/runs.py", json.dumps(flags)],
-            cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
+        ranks.launch(processes, ranks.train_runs, tmp_path, flags)
         return tmp_path
 
     return call

@@ -1,13 +1,11 @@
 """Whatever the layout of the ranks, training is the same: every run here is held against one process's run.
 
-Losses and gradient norms of 20 steps and evaluations among them, float32, the same global batch. The processes are
-real (gloo); each launch makes several runs.
+Losses and gradient norms of 20 steps (10 where a layout meets its particular models) and evaluations among them,
+float32, the same global batch. The processes are real (gloo); each launch makes several runs.
 """
 
 import json
-import os
-import subprocess
-import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY, assert_rounds_alike, losses
+from conftest import TINY, assert_rounds_alike, losses
+from ranks import launch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from configurator import Config, parse
-from engine import context
+from engine import context, optim, parallel, tensor
 from engine.parallel import data_ranks, join
 from engine.replica import Replica, local
 from model import VOCAB_WEIGHTS, Model
@@ -30,6 +29,8 @@ SIZES = [  # of the data's 257 ids, which tp=2 pads
     "--gradient_accumulation_steps=4",
     "--learning_rate=3e-3",
 ]
+TWO = ["--gradient_accumulation_steps=2"]  # where all ranks read the same samples
+SHORT = ["--max_iters=10", "--eval_interval=5"]
 FSDP = ["--parallel=fsdp"]
 MUON = ["--optimizer=muon"]
 BLOCKS = {
@@ -84,40 +85,52 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     "fsdp and pp": {"untied": ["--tie_weights=False", "--n_layer=3", *MUON], "masked": ["--objective=masked"]},
     "ddp and pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
 }
-RUNS = [(layout, BLOCKS) for layout in LAYOUTS] + list(MODELS.items())
+RUNS = [(layout, BLOCKS, []) for layout in LAYOUTS] + [(layout, models, SHORT) for layout, models in MODELS.items()]
 
 
-def model_flags(flags: list[str]) -> list[str]:
-    """Those that one process can have, and that are not about how it computes."""
-    return [flag for flag in flags if not flag.startswith(("--fsdp", "--activation_checkpoint"))]
-
-
-def largest_difference(a: Path, b: Path) -> float:
-    pairs = list(zip(losses(a), losses(b), strict=True))
-    assert [p[0] for p, _ in pairs] == [0, *range(10), 10, *range(10, 20), 20]  # steps, and three evaluations
+def largest_difference(a: list[tuple], b: list[tuple]) -> float:
+    pairs = list(zip(a, b, strict=True))
+    n = pairs[-1][0][0]  # steps
+    assert n >= 10 and [p[0] for p, _ in pairs] == [0, *range(n // 2), n // 2, *range(n // 2, n), n]  # and evaluations
     return max(abs(x - y) for p, q in pairs for x, y in zip(p, q, strict=True) if x is not None)
 
 
-@pytest.mark.parametrize("layout,models", RUNS, ids=[f"{layout}-{'-'.join(models)}" for layout, models in RUNS])
-def test_losses_do_not_depend_on_the_layout(layout, models, run, many):
+ALONE = {}
+
+
+@pytest.fixture
+def alone(run):
+    """alone(*flags) -> the losses of one process's run with these flags, which all tests share."""
+
+    def call(*flags: str) -> list[tuple]:
+        flags = tuple(flag for flag in flags if not flag.startswith(("--fsdp", "--activation_checkpoint")))
+        if flags not in ALONE:
+            ALONE[flags] = losses(run(*SIZES, *flags, out=f"alone {len(ALONE)}"))
+        return ALONE[flags]
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "layout,models,steps", RUNS, ids=[f"{layout}-{'-'.join(models)}" for layout, models, _ in RUNS]
+)
+def test_losses_do_not_depend_on_the_layout(layout, models, steps, alone, many):
     processes, how = LAYOUTS[layout]
-    folder = many(processes, *((name, [*SIZES, *flags, *how]) for name, flags in models.items()))
+    steps = [*steps, *(TWO if layout in ("tp", "cp", "tp and cp", "pp") else [])]
+    folder = many(processes, *((name, [*SIZES, *flags, *steps, *how]) for name, flags in models.items()))
     for name, flags in models.items():
-        alone = run(*SIZES, *model_flags(flags), out=f"{name}, alone")
-        assert largest_difference(alone, folder / name) < 1e-5, name
+        assert largest_difference(alone(*flags, *steps), losses(folder / name)) < 1e-5, name
 
 
 @pytest.mark.parametrize("processes,how", [(2, FSDP), (4, [*FSDP, "--tp=2"])], ids=["fsdp", "fsdp and tp"])
-def test_bfloat16_under_fsdp_is_bfloat16(processes, how, run, many):
+def test_bfloat16_under_fsdp_is_bfloat16(processes, how, alone, many):
     """Weights that travel in bfloat16, and norms of both kinds in float32, as autocast alone has them: losses, gradient
     norms and evaluations err from float32's as those of one process do."""
     low = ["--dtype=bfloat16", "--qk_norm=True", "--bias=True"]
     models = {"layernorm": low, "rmsnorm": [*low, "--norm=rmsnorm", "--block=superblock"]}
     folder = many(processes, *((name, [*SIZES, *flags, *how]) for name, flags in models.items()))
     for name, flags in models.items():
-        alone = run(*SIZES, *flags, out=f"{name}, alone")
-        exact = run(*SIZES, *flags, "--dtype=float32", out=f"{name}, exact")
-        lines = [losses(each) for each in (folder / name, alone, exact)]
+        lines = [losses(folder / name), alone(*flags), alone(*flags, "--dtype=float32")]
         trained = [[line for line in each if len(line) == 5] for each in lines]  # step, loss, gradient norm, ...
         evaluated = [[x for line in each if len(line) == 4 for x in line[1:3]] for each in lines]
         assert len(trained[0]) == 20 and len(evaluated[0]) == 6
@@ -128,15 +141,14 @@ def test_bfloat16_under_fsdp_is_bfloat16(processes, how, run, many):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp", "cp", "pp"])
-def test_compiled_layouts_do_the_same(layout, run, many):
+def test_compiled_layouts_do_the_same(layout, alone, many):
     """Slow: the compilation takes half a minute each."""
     recomputed = ["--pos=rope", "--activation_checkpoint=selective"]
     models = {"plain": ["--block=superblock"], "recomputed": recomputed}
     compiled = [*LAYOUTS[layout][1], "--compile=True"]
     folder = many(2, *((name, [*SIZES, *flags, *compiled]) for name, flags in models.items()))
     for name, flags in models.items():
-        alone = run(*SIZES, *model_flags(flags), out=f"{name}, alone")
-        assert largest_difference(alone, folder / name) < 1e-5, name
+        assert largest_difference(alone(*flags), losses(folder / name)) < 1e-5, name
 
 
 @pytest.mark.parametrize(
@@ -149,7 +161,8 @@ def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, monkeypatc
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: init())
     for name, value in (("RANK", "2"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    cfg = parse(Config, [*TINY, *SIZES, *model_flags(flags), "--vocab_size=261", *layout.split()])
+    plain = [flag for flag in flags if not flag.startswith(("--fsdp", "--activation_checkpoint"))]
+    cfg = parse(Config, [*TINY, *SIZES, *plain, "--vocab_size=261", *layout.split()])
     weights = dict(Model(replace(cfg, tp=1), cfg.seed).named_parameters())
     try:
         data_ranks(cfg, 4)
@@ -172,11 +185,8 @@ def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, monkeypatc
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints move
 
-RESUME = ["--init_from=resume", "--max_iters=20"]
-HALF = ["--max_iters=10", "--lr_decay_iters=20"]
 
-
-def test_a_run_moves_from_layout_to_layout(run, many):
+def test_a_run_moves_from_layout_to_layout(run, alone, many):
     """Five steps on 4 ranks as shards, five on 2 as slices, five on 2 as stages, five on one: all as on one."""
     models = {"standard": [*GATED], "superblock": ["--block=superblock", *MUON, "--bias=True"]}
     end = ["--lr_decay_iters=20", "--eval_interval=5"]
@@ -189,8 +199,7 @@ def test_a_run_moves_from_layout_to_layout(run, many):
         folder = many(processes, *((name, [*SIZES, *flags, *end, *how]) for name, flags in models.items()))
     for name, flags in models.items():
         run(*SIZES, *flags, *end, "--init_from=resume", "--pp=1", out=name)
-        alone = run(*SIZES, *flags, *end, out=f"{name}, alone")
-        pairs = list(zip(losses(alone), losses(folder / name), strict=True))
+        pairs = list(zip(alone(*flags, *end), losses(folder / name), strict=True))
         assert len(pairs) == 20 + 5
         assert max(abs(x - y) for p, q in pairs for x, y in zip(p, q, strict=True)) < 1e-5
 
@@ -205,8 +214,9 @@ def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
     runs = []
     for name in layouts:
         dropout = "--dropout=0.1" if name in ("fsdp", "cp", "pp") else "--bias=True"
-        how = [*SIZES, *(LAYOUTS | KEPT)[name][1], *MUON, dropout]
-        runs += [(f"{name}, whole", how), (name, [*how, *HALF]), (name, [*how, *RESUME])]
+        how = [*SIZES, *SHORT, *(TWO if "fsdp" not in name else []), *(LAYOUTS | KEPT)[name][1], *MUON, dropout]
+        half, rest = ["--max_iters=5", "--lr_decay_iters=10"], ["--init_from=resume"]
+        runs += [(f"{name}, whole", how), (name, [*how, *half]), (name, [*how, *rest])]
     folder = many(processes, *runs)
     for name in layouts:
         assert losses(folder / name) == losses(folder / f"{name}, whole")
@@ -215,64 +225,46 @@ def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
 # ---------------------------------------------------------------------------------------------------------------------
 # What a layout costs
 
-COUNT = """
-import json, sys
-from collections import Counter
-import torch, torch.distributed as dist
-from configurator import Config
-from data.objective import OBJECTIVE
-from engine import optim, parallel, tensor
-from engine.replica import Replica, local
-from model import Model
 
-found = {}
-for name, flags in json.loads(sys.argv[1]).items():
-    cfg = Config(**flags, device="cpu", gradient_accumulation_steps=4, batch_size=2)
-    ranks = parallel.join(cfg)
-    dist.init_process_group = lambda *args, **kwargs: None
-    replica = Replica(cfg, ranks)
-    replica.init_weights(cfg.seed)
-    with torch.device("meta"):
-        whole = Model(cfg)
-    model = replica.model
-    optimizer = optim.build(model, cfg, replica.whole)
-    states = [t for t in optimizer.state_tensors(model).values() if t.dim()]
-    held = [local(t).untyped_storage().nbytes() for t in [*model.parameters(), *states]]
+def count(models: dict[str, dict], result: Path):
+    """Per name the bytes that rank 0 holds, those of all parameters, and with tp the collectives of a step."""
+    found, join = {}, dist.init_process_group
+    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else join(*args, **kwargs)
+    originals = {name: getattr(tensor, name) for name in ("all_gather", "reduce_scatter")}
 
-    calls = Counter()
-    originals = {f: getattr(tensor, f) for f in ("all_gather", "reduce_scatter")}
-    for f, original in originals.items():
-        def counting(*args, f=f, original=original, **kwargs):
-            calls[f] += 1
-            return original(*args, **kwargs)
-        setattr(tensor, f, counting)
-    text = torch.randint(cfg.vocab_size, (2, cfg.block_size + 1))
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    if cfg.tp > 1:
-        replica.backward(iter([{"idx": text[:, :-1], "targets": text[:, 1:]}] * 4), 1, scaler)
-    for f, original in originals.items():
-        setattr(tensor, f, original)
-    found[name] = {"held": sum(held), "whole": 4 * whole.n_params(), "calls": calls}
-if ranks.first:
-    print(json.dumps(found))
-parallel.leave()
-"""
+    def counting(name, *args, **kwargs):
+        calls[name] += 1
+        return originals[name](*args, **kwargs)
+
+    for name in originals:
+        setattr(tensor, name, partial(counting, name))
+    for each, flags in models.items():
+        cfg = Config(**flags, device="cpu", gradient_accumulation_steps=4, batch_size=2)
+        ranks = parallel.join(cfg)
+        replica = Replica(cfg, ranks)
+        replica.init_weights(cfg.seed)
+        model = replica.model
+        with torch.device("meta"):
+            n_params = Model(cfg).n_params()
+        states = optim.build(model, cfg, replica.whole).state_tensors(model).values()
+        tensors = [*model.parameters(), *(t for t in states if t.dim())]
+        held, calls = sum(local(t).untyped_storage().nbytes() for t in tensors), Counter()
+        if cfg.tp > 1:
+            text = torch.randint(cfg.vocab_size, (2, cfg.block_size + 1))
+            batches = iter([{"idx": text[:, :-1], "targets": text[:, 1:]}])
+            replica.backward(batches, 1, torch.amp.GradScaler("cpu", enabled=False))
+        found[each] = {"held": held, "whole": 4 * n_params, "calls": calls}
+    if ranks.first:
+        result.write_text(json.dumps(found))
 
 
 @pytest.fixture
 def facts(tmp_path):
-    """facts(2, {"a": flags}) -> per name the bytes that rank 0 holds, those of all parameters, and calls in a step."""
+    """facts(2, {"a": flags}) -> what `count` finds."""
 
     def call(processes: int, models: dict[str, dict]) -> dict:
-        (tmp_path / "count.py").write_text(COUNT)
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        done = subprocess.run(
-            [sys.executable, *torchrun, str(tmp_path / "count.py"), json.dumps(models)],
-            cwd=ROOT, capture_output=True, text=True, timeout=120,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout)
+        launch(processes, count, tmp_path, models, tmp_path / "counts.json")
+        return json.loads((tmp_path / "counts.json").read_text())
 
     return call
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import assert_rounds_alike
+from ranks import launch
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from engine.pipeline import Pipeline, check, cut, owned
 from model import Model, ModelConfig
 
-B, T, V, STEPS = 2, 12, 31, 10
+B, T, V, STEPS = 2, 12, 31, 6
 SMALL = {"n_layer": 3, "n_head": 4, "n_embd": 16, "block_size": T, "vocab_size": V}
 MODERN = {"pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "attention": "gqa", "n_kv_head": 2, "qk_norm": True}
 CASES = {  # name -> (stages, pipelines, micro-batches of each, model flags, what is done to the model besides)
@@ -139,19 +140,17 @@ def pipelined(name: str) -> dict:
     }  # fmt: skip
 
 
-def work(rank: int, names: list[str], size: int, folder: Path):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+def work(names: list[str], folder: Path):
+    dist.init_process_group("gloo")
     for name in names:
-        torch.save(pipelined(name), folder / f"{name} {rank}.pt")
-    dist.destroy_process_group()
+        torch.save(pipelined(name), folder / f"{name} {dist.get_rank()}.pt")
 
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_pipelines_compute_what_one_process_does(processes, tmp_path):
-    """Losses of 10 steps, evaluations, gradients; every name is on one stage, that of a tied weight on both ends."""
+    """Losses of 6 steps, evaluations, gradients; every name is on one stage, that of a tied weight on both ends."""
     names = [name for name, (stages, pipelines, *_) in CASES.items() if stages * pipelines == processes]
-    torch.multiprocessing.spawn(work, (names, processes, tmp_path), nprocs=processes)
+    launch(processes, work, tmp_path, names, tmp_path)
     for name in names:
         stages, pipelines, _, flags, extra = CASES[name]
         together = [torch.load(tmp_path / f"{name} {rank}.pt") for rank in range(processes)]

@@ -1,0 +1,73 @@
+"""Several ranks on this machine, forked from a process that has imported everything: torchrun takes ten seconds longer.
+
+launch(2, work, folder, *args)      # work(*args) on both ranks, which find in the environment what torchrun says
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parent.parent
+IMPORTED = """
+    train engine.pipeline tensorboard.summary.writer.record_writer torch._dynamo torch.distributed.checkpoint
+    torch.distributed.fsdp torch.distributed.tensor torch.distributed.tensor.parallel
+""".split()
+
+
+def launch(size: int, work: Callable, folder: Path, *args):
+    """work(*args) in `size` new processes; what they print goes to files in the folder. Fails if one of them fails."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    paths = [str(ROOT), os.environ.get("PYTHONPATH")]
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as free:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))  # for the imports of the server
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+        ranks = [context.Process(target=_rank, args=(rank, size, port, folder, work, args)) for rank in range(size)]
+        for each in ranks:
+            each.start()
+    for each in ranks:
+        each.join(300)
+    codes = [each.exitcode for each in ranks]
+    for each in ranks:
+        each.kill()
+    said = "\n".join((folder / f"rank {rank}").read_text()[-3000:] for rank in range(size))
+    assert codes == [0] * size, said
+
+
+def _rank(rank: int, size: int, port: int, folder: Path, work: Callable, args: tuple):
+    with open(folder / f"rank {rank}", "a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in (place | where).items()}
+    torch.set_num_threads(1)
+    try:
+        work(*args)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train_runs(all_flags: list[list[str]]):
+    """train.py with each of these flags, one after the other in the same processes."""
+    import train
+
+    train.peak_flops = lambda *_: 1e9  # measuring takes half a second each
+    join = dist.init_process_group
+    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else join(*args, **kwargs)
+    train.parallel.leave = lambda: None
+    for flags in all_flags:
+        train.main(flags)
