@@ -491,7 +491,8 @@ class SlotAttention(torch.autograd.Function):
         z_slots = z_slots.reshape(z.shape)
         total = torch.logaddexp(z, z_slots)
         y = (z - total).exp()[..., None] * y + (z_slots - total).exp()[..., None] * y_slots.reshape(y.shape)
-        y = y.to(q.dtype)
+        if y.dtype != q.dtype:  # of a conversion that does nothing torch 2.11 compiles a backward that returns zeros
+            y = y.to(q.dtype)
         ctx.save_for_backward(q, k, v, slot_k, slot_v, y, total)
         ctx.scale, ctx.causal = scale, causal
         return y
