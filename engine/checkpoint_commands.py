@@ -42,8 +42,9 @@ def main(argv: list[str]) -> int:
             return 0
         case ["convert", where]:
             with user_errors(), FolderLock() as lock:
-                is_step = (Path(where).expanduser() / "state.json").is_file()
-                lock.take(Path(where).expanduser().absolute().parent if is_step else where, make=False)
+                path = Path(os.path.expanduser(where))
+                is_step = (path / "state.json").is_file()
+                lock.take(path.absolute().parent if is_step else where, make=False)
                 converted = convert(where)
                 for path in converted:
                     print(f"{path}: now of format {checkpoint.FORMAT}")

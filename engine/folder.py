@@ -94,7 +94,7 @@ class FolderLock:
                     self.path.unlink()
             self._close()
         for folder in self.made:
-            with suppress(OSError):  # one that is not empty stays
+            with suppress(OSError, ValueError):  # one that is not empty stays; a name with a null byte never was
                 folder.rmdir()
 
 

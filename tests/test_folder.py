@@ -14,7 +14,7 @@ from test_errors import refused
 
 import train
 from configurator import Config, parse
-from engine import checkpoint
+from engine import checkpoint, checkpoint_commands
 from engine.folder import FolderLock
 
 
@@ -66,6 +66,12 @@ def test_what_is_made_for_the_lock_goes_again(tmp_path, tiny_data, capsys):
     for out in ("mine", "new/deep"):
         refused(train.main, [*TINY, "--dataset=/no/such/place", f"--out_dir={tmp_path / out}"], capsys)
     assert os.listdir(tmp_path) == ["mine"] and not os.listdir(tmp_path / "mine")
+
+
+def test_names_that_are_no_folders(tiny_data, capsys):
+    refused(train.main, [*TINY, f"--dataset={tiny_data}", "--out_dir=a\0b"], capsys)
+    for where in ("a\0b", "~nobody_of_this_name/x", "/dev/null", ""):
+        refused(checkpoint_commands.main, ["convert", where], capsys)
 
 
 def test_one_holder_at_a_time(tmp_path):
