@@ -308,6 +308,7 @@ def run(argv: list[str] | None, ends: ExitStack):
             streams["train"], objective, cfg.batch_size, micro_steps, ranks.data_rank, ranks.data_size, cfg.seed,
             ranks.device, start=samples,
         )  # fmt: skip
+        ends.callback(loader.close)  # while Python still runs: at its exit there is no thread left to wait for
         batches = guarded(loader)
         peak = math.nan if cfg.eval_only else peak_flops(ranks.device, ranks.dtype) or math.nan
         peak = ranks.sum(torch.tensor(peak)).item()  # of all ranks; nan if it is unknown
@@ -317,6 +318,7 @@ def run(argv: list[str] | None, ends: ExitStack):
                 cfg.out_dir, step, samples * cfg.block_size, cfg.max_iters,
                 whole.flops(*objective.lengths) / cfg.block_size, peak if math.isfinite(peak) else None, ranks.device,
             )  # fmt: skip
+            ends.callback(metrics.close)
             dump(cfg, Path(cfg.out_dir) / "config.new")
             replace_flags(Path(cfg.out_dir), step)
             if data.tokenizer:
@@ -478,9 +480,7 @@ def run(argv: list[str] | None, ends: ExitStack):
 
     if ranks.compile:
         metrics.say(f"torch.compile: {graphs_warm} graphs, and {compiled_graphs() - graphs_warm} after the first step")
-    loader.close()
     stop.settle()
-    metrics.close()
     parallel.leave()
 
 

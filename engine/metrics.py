@@ -211,7 +211,7 @@ class Silent:
         """A line for people."""
 
     def close(self):
-        """Removes the bar."""
+        """Removes the bar and closes the files; may be called twice."""
 
 
 class Metrics(Silent):
@@ -286,8 +286,9 @@ class Metrics(Silent):
 
     def close(self):
         self.console.draw("")
-        self.file.close()
-        self.events.records.close()
+        for file in (self.file, self.events.records):
+            with suppress(OSError):  # of lines that could not be written, which has been said
+                file.close()
 
     def write(self, step: int, kind: str, figures: dict):
         # A float's repr has all its digits; what JSON cannot hold (nan, inf) is null.

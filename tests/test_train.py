@@ -332,6 +332,7 @@ def test_figures_that_cannot_be_written(run, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         run("--max_iters=4", out="stops")
     assert stopped.value.code == 2
+    assert "loader" not in [thread.name for thread in threading.enumerate()]  # Python's exit could wait for it for ever
 
 
 def test_no_rank_counts_bytes_if_one_cannot(tiny_data):
