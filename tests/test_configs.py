@@ -1,5 +1,7 @@
 """Every file of config/: its flags fit together, and its model has the parameters counted here by hand."""
 
+import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -74,8 +76,13 @@ def test_parameters(name):
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_says_what_it_is(name):
-    assert FILES[name].read_text(encoding="utf-8").startswith("# ")
+def test_its_comment_names_the_parameters_right(name):
+    """A number of parameters that the comment at the top gives, as 124 M or 7 B, is the model's."""
+    lines = FILES[name].read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line[2:] for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+    assert comment
+    for number, digits, unit in re.findall(r"(\d+(?:\.(\d+))?) ([MB]) parameters", comment):
+        assert float(number) == round(PARAMETERS[name] / {"M": 1e6, "B": 1e9}[unit], len(digits)), comment
 
 
 def test_out_dirs_differ():

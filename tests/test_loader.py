@@ -218,6 +218,29 @@ def test_negative_ids_reach_no_batch():
             next(loader)
 
 
+@pytest.mark.parametrize("largest", [9, 10])
+def test_the_first_id_beyond_the_vocabulary_reaches_no_batch(largest):
+    """Of 10 ids the last one is 9; the 10 stands where it is a target alone."""
+    stream = TokenStream("numbers", shards_of(np.array([1, 2, 3, 4, largest], dtype="<u2")), 10)
+    with closing(Loader(stream, causal(4), 1)) as loader:
+        if largest == 9:
+            assert next(loader)["targets"].tolist() == [[2, 3, 4, 9]]
+        else:
+            with pytest.raises(ValueError, match="numbers has token id 10 where its vocabulary is 10"):
+                next(loader)
+
+
+@pytest.mark.parametrize("name", ["masked", "seq2seq"])
+def test_the_seed_reaches_what_is_corrupted(name):
+    """Of a window that two seeds read, other tokens are corrupted; of the same seed the same."""
+    found = []
+    for seed in (5, 6, 6):
+        stream = stream_of(8 + 1)  # one window, so that all samples are it
+        found.append(take_rows(Loader(stream, corrupting(name), 1, seed=seed), 6))
+    assert found[1] == found[2] and not any(a == b for a, b in zip(found[0], found[1], strict=True))
+    assert len(set(map(str, found[0]))) > 3  # and epochs corrupt it anew
+
+
 def test_an_evaluation_needs_no_list_of_all_windows():
     """10^15 of them would not fit."""
 

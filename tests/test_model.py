@@ -782,6 +782,41 @@ def test_initial_standard_deviations(flags, summands):
             assert (p == (0 if n.endswith("bias") else 1)).all(), n
 
 
+@pytest.mark.parametrize("values,resid", [("first", 1.0), ("all", 0.2)])
+@pytest.mark.parametrize("block", ["simplified", "simplified_parallel"])
+def test_initial_values_of_simplified_blocks(block, values, resid):
+    """Every parameter: W_Q and the near identities' W are 0, no linear layer shrinks with depth, and the gains."""
+    C, H, D = 256, 4, 64
+    flags = dict(block=block, simplified_value_proj=values, simplified_beta_ff=0.3, attention="gqa", n_kv_head=2)
+    model, seen = Model(ModelConfig(n_layer=3, n_head=H, n_embd=C, block_size=64, vocab_size=512, **flags), 1), set()
+    for n, p in model.named_parameters():
+        kind = ".".join(n.split(".")[-2:])
+        seen.add(kind)
+        if kind == "qk.weight":  # two groups of two heads' queries and one's keys
+            q, k = p.view(2, 3, D, C).split((2, 1), dim=1)
+            assert (q == 0).all() and k.std().item() == pytest.approx(0.02, rel=0.05)
+        elif kind in ("value.weight", "out.weight"):
+            assert (p == 0).all(), n
+        elif kind in ("up.weight", "down.weight", "wte.weight", "wpe.weight"):
+            assert p.std().item() == pytest.approx(0.02, rel=0.05), n
+        else:
+            gain = {"resid": resid, "b_ff": 0.3}.get(n.rpartition(".")[2], 1.0)
+            assert p.dim() == 1 and torch.equal(p, torch.full_like(p, gain)), n
+    assert {"value.resid", "value.skip", "heads.alpha"} <= seen and any(kind.endswith("b_ff") for kind in seen)
+
+
+def test_initial_values_of_slots():
+    """As large as keys and values of a stream whose channels have variance 1, which a matrix of N(0, 0.02) makes."""
+    flags = dict(block="superblock", pool="joint", n_slot=300)
+    model = Model(ModelConfig(n_layer=2, n_head=4, n_embd=256, block_size=64, vocab_size=512, **flags), 1)
+    slots = [p for n, p in model.named_parameters() if "slot" in n]
+    assert len(slots) == 4
+    for p in slots:
+        assert p.shape == (4, 300, 64) and p.std().item() == pytest.approx(0.02 * 16, rel=0.02)
+        assert abs(p.mean().item()) < 0.01
+    assert len({p[0, 0, 0].item() for p in slots}) == 4  # each has numbers of its own
+
+
 @pytest.mark.parametrize("block", M.BLOCK)
 @pytest.mark.parametrize("pos", M.POSITION)
 @pytest.mark.parametrize("norm_placement", ["pre", "post"])

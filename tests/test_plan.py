@@ -3,7 +3,9 @@ hand."""
 
 import copy
 import os
+import re
 import resource
+import shlex
 import time
 from collections import defaultdict
 from contextlib import contextmanager
@@ -13,12 +15,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import train
 from configurator import Config, parse
 from engine import costs, optim, parallel, pipeline, plan, replica
 from engine.replica import Replica
@@ -440,6 +444,47 @@ def test_report():
         text = plan.report(plan.estimate(config(**each)))
         assert len(text.splitlines()) <= 45 and max(map(len, text.splitlines())) <= 120
     assert not dist.is_initialized()
+
+
+def test_what_is_printed_is_in_the_units_that_it_names():
+    """Memory in GiB, traffic in GB, times in seconds, the rest in words."""
+    shape = {"n_layer": 4, "n_head": 16, "n_embd": 2048, "block_size": 1024, "vocab_size": 50304, "dtype": "bfloat16"}
+    p = plan.estimate(config(**shape, world_size=16, parallel="fsdp", tp=2, max_iters=100_000))
+    text = plan.report(p)
+
+    def printed(name: str) -> list[float]:
+        [line] = [line for line in text.splitlines() if line.strip().startswith(f"{name}  ")]
+        return [float(x.replace(",", "")) for x in re.findall(r"\d[\d,]*\.?\d*", line[len(name) + 2 :])]
+
+    for name, size in p.memory.items():
+        assert printed(name)[0] == pytest.approx(size / 2**30, abs=0.006), name
+    assert min(p.memory.values()) > 0.04 * 2**30 and sum(x.bytes for x in p.traffic.values()) > 1e9
+    worst, card = printed("at the worst moment")[:2]
+    assert worst == pytest.approx(p.total / 2**30, abs=0.006) and card == 79  # of NVIDIA's 80 GB
+    assert len(p.traffic) >= 3
+    for name, each in p.traffic.items():
+        gigabytes, ranks, rate, seconds = printed(name)
+        assert gigabytes == pytest.approx(each.bytes / 1e9, abs=0.006) and ranks == each.ranks, name
+        assert rate == pytest.approx(each.bandwidth / 1e9, abs=0.6) and seconds == pytest.approx(each.seconds, abs=6e-4)
+        assert seconds == pytest.approx(gigabytes / rate, abs=0.002), name
+    for name, seconds in (p.seconds | {"in all": sum(p.seconds.values())}).items():
+        assert printed(name)[0] == pytest.approx(seconds, abs=6e-4), name
+    tokens, days = re.search(r"max_iters=100,000: ([\d.,]+) billion tokens in ([\d.,]+) days", text).groups()
+    assert float(tokens.replace(",", "")) == pytest.approx(16 * 2 * 1024 * 100_000 / 1e9, abs=0.06)
+    assert float(days.replace(",", "")) == pytest.approx(sum(p.seconds.values()) * 100_000 / 86400, abs=0.06)
+
+
+def shown_plans() -> list[tuple[str, str]]:
+    """The commands of docs/scaling.md whose output follows, and that output."""
+    blocks = (ROOT / "docs" / "scaling.md").read_text().split("```\n")[1::2]
+    return [tuple(block.split("\n\n", 1)) for block in blocks if re.match(r"python train\.py .*--plan=True\n\n", block)]
+
+
+@pytest.mark.parametrize("command,output", shown_plans(), ids=lambda text: text.split()[2])
+def test_the_plans_of_the_docs_and_their_largest_batches(command, output, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    train.main(shlex.split(command)[2:])
+    assert capsys.readouterr().out.strip() == output.strip()
 
 
 @pytest.mark.parametrize(
