@@ -49,7 +49,9 @@ SEQ2SEQ = ["--objective=seq2seq", "--corrupt_ratio=0.3", "--span_length=1.5", "-
 
 
 @pytest.mark.parametrize(
-    "flags", [["--dropout=0.1"], MODERN, MASKED, SEQ2SEQ], ids=["gpt2", "modern", "masked", "seq2seq"]
+    "flags",
+    [["--dropout=0.1"], MODERN, MASKED, SEQ2SEQ, ["--dtype=bfloat16", "--optimizer=muon"]],
+    ids=["gpt2", "modern", "masked", "seq2seq", "bfloat16"],
 )
 def test_resume_is_exact(run, flags):
     """40 steps equal 20, then a resume, then 20, digit for digit; also when the first 20 were cut off at 27."""
@@ -121,6 +123,15 @@ def test_processes_do_not_change_other_objectives(run, many, tiny_data, more_dat
             assert a == pytest.approx(b, abs=1e-5), name
         epochs = [[line.get("epochs") for line in metrics(each) if "loss" in line] for each in (alone, folder / name)]
         assert epochs[0] == epochs[1] and any(epochs[0]) == (name == "mixture"), name
+
+
+def test_the_same_command_gives_the_same_digits(run):
+    flags = ["--dropout=0.1", "--max_iters=10", "--eval_interval=5"]
+    first = losses(run(*flags, out="first"))
+    torch.manual_seed(7)  # of no consequence, nor what was drawn before
+    assert losses(run(*flags, out="second")) == first and len(first) == 13
+    other = losses(run(*flags, "--seed=1338", out="third"))
+    assert all(a != b for a, b in zip(first, other, strict=True))
 
 
 def test_accumulation_does_not_change_the_losses(run):
