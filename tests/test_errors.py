@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY
+from ranks import launch, train_runs
 
 import sample
 import train
@@ -25,7 +26,7 @@ def trained(tiny_data, tmp_path_factory) -> Path:
     """A finished run of two steps; tests damage copies of it."""
     folder = tmp_path_factory.mktemp("trained") / "out"
     flags = [*TINY, "--max_iters=2", "--warmup_iters=1", f"--dataset={tiny_data}", f"--out_dir={folder}"]
-    subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, check=True, capture_output=True)
+    launch(1, train_runs, folder.parent, [flags])
     return folder
 
 

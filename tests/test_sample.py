@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY
+from ranks import launch, train_runs
 
 import sample
 from sample import SampleConfig, choose
@@ -94,8 +95,7 @@ def train_tiny(tiny_data, tmp_path_factory):
     def call(*flags: str) -> Path:
         folder = tmp_path_factory.mktemp("sampled") / "out"
         flags = [*TINY, "--max_iters=120", "--eval_interval=120", f"--dataset={tiny_data}", *flags]
-        command = [sys.executable, "train.py", *flags, f"--out_dir={folder}"]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        launch(1, train_runs, folder.parent, [[*flags, f"--out_dir={folder}"]])
         return folder
 
     return call
