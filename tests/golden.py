@@ -1,0 +1,83 @@
+"""Losses of 20 steps of every family, as they were computed once: a guard for whoever moves code without changing it.
+
+    python tests/golden.py                # computes them again and writes tests/golden.json
+
+A commit that changes them changes what the program computes, and says why. tests/test_golden.py holds runs to them.
+"""
+
+import itertools
+import json
+import platform
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FILE = Path(__file__).with_suffix(".json")
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+import train  # noqa: E402
+from data.tokenizer import ByteTokenizer  # noqa: E402
+from data.writer import ShardWriter  # noqa: E402
+
+SHAPE = [
+    "--n_layer=2", "--n_head=4", "--n_embd=32", "--block_size=16", "--batch_size=4", "--gradient_accumulation_steps=2",
+    "--max_iters=20", "--eval_interval=10", "--eval_iters=2", "--warmup_iters=3", "--device=cpu", "--dtype=float32",
+    "--compile=False", "--learning_rate=3e-3", "--always_save_checkpoint=False",
+]  # fmt: skip
+BLOCKS = {
+    "standard": ["--bias=True"],
+    "parallel": ["--block=parallel", "--pos=rope", "--mlp=swiglu", "--norm=rmsnorm"],
+    "simplified": ["--block=simplified", "--pos=alibi", "--simplified_value_proj=all"],
+    "simplified_parallel": ["--block=simplified_parallel", "--attention=gqa", "--n_kv_head=2"],
+    "superblock": ["--block=superblock", "--qk_norm=True", "--window=7"],
+    "superblock, series": ["--block=superblock", "--wiring=series", "--norm_placement=sandwich", "--mlp=geglu"],
+    "superblock, joint pool": ["--block=superblock", "--pool=joint", "--pos=alibi"],
+    "superblock, groups": ["--block=superblock", "--n_group=2", "--mlp=relu2", "--pos=sinusoidal"],
+}
+OBJECTIVES = {
+    "causal": [],
+    "masked": ["--objective=masked", "--doc_mask=True"],
+    "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.3", "--span_length=1.5"],
+}
+OPTIMIZERS = {"adamw": [], "muon": ["--optimizer=muon", "--muon_lr=0.004", "--schedule=wsd"]}
+FAMILIES = {
+    f"{block}; {objective}; {optimizer}": [*BLOCKS[block], *OBJECTIVES[objective], *OPTIMIZERS[optimizer]]
+    for block, objective, optimizer in itertools.product(BLOCKS, OBJECTIVES, OPTIMIZERS)
+}
+
+
+def prepare(folder: Path):
+    """A data set that is the same on every machine: documents of words in an order without a library's randomness."""
+    words, tokenizer = ["the cat ", "sat on ", "a mat. ", "dogs bark; ", "été "], ByteTokenizer()
+    with ShardWriter(folder, tokenizer) as out:
+        for i in range(24):
+            text = "".join(words[(i * i + 3 * j * j + i * j // 2) % 7 % 5] for j in range(50))
+            out.add("val" if i % 8 == 7 else "train", np.append(tokenizer.encode(text), tokenizer.eot))
+
+
+def figures(data: Path, out_dir: Path, name: str) -> dict[str, list[float]]:
+    """Losses and gradient norms of the steps of a family, and its evaluations' losses."""
+    train.peak_flops = lambda *_: 1e9  # measuring takes half a second
+    train.main([*SHAPE, *FAMILIES[name], f"--dataset={data}", f"--out_dir={out_dir}"])
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    keys = ("loss", "grad_norm", "train_loss", "val_loss")
+    return {key: [line[key] for line in lines if key in line] for key in keys}
+
+
+def main():
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(data := Path(folder) / "data")
+        found = {name: figures(data, Path(folder) / str(i), name) for i, name in enumerate(FAMILIES)}
+    made = {"torch": torch.__version__, "machine": platform.machine(), "python": platform.python_version()}
+    rounded = {name: {key: [round(x, 7) for x in xs] for key, xs in runs.items()} for name, runs in found.items()}
+    lines = [f"{json.dumps(name)}: {json.dumps(runs)}" for name, runs in rounded.items()]
+    FILE.write_text(f'{{"made with": {json.dumps(made)},\n' + ",\n".join(lines) + "}\n")
+
+
+if __name__ == "__main__":
+    main()
