@@ -1,4 +1,5 @@
 # make train: environment, data, a trained model and a sample.   make test: environment and all tests but the slow.
+# make mutants: are 60 planted faults seen by the tests? Ten minutes.
 # make gpu: on a machine with a GPU, 8 minutes: is everything computed there as on the CPU, and how fast does it train?
 # All need only a Python >= 3.10 with pip, write nothing outside this folder and skip what is already done.
 
@@ -6,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := out/pycode
 
-.PHONY: train test slow gpu clean
+.PHONY: train test slow mutants gpu clean
 
 train: .venv/ready data/pycode/meta.json
 	$(BIN)/python train.py config/train_pycode.py --out_dir=$(RUN) --init_from=$(if $(wildcard $(RUN)/latest),resume,scratch)
@@ -22,6 +23,9 @@ gpu: .venv/ready
 
 slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow
+
+mutants: .venv/ready-test
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py
 
 data/pycode/meta.json: data/pycode/prepare.py | .venv/ready
 	$(BIN)/python $<

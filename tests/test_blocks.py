@@ -1,6 +1,7 @@
 """Simplified blocks and the superblock against their equations, every matrix materialised, and against each other."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -120,6 +121,34 @@ def test_simplified_equations(objective):
     b = net.blocks[1]
     n = norm(b.norm, b.cross(x, where))
     assert torch.allclose(b(x, where), b.g_attn * b.attn(n, where) + b.b_ff * b.mlp(n), atol=1e-12)
+
+
+@pytest.mark.parametrize("block", ["parallel", *SAS])
+@pytest.mark.parametrize(
+    "placement,used", [("pre", "before"), ("post", "total"), ("sandwich", "before after"), ("none", "")]
+)
+def test_norms_around_branches_and_gains(block, placement, used):
+    """Where each norm stands: a gain of one branch is inside of the norm that both branches share, else outside."""
+
+    def norms(module):
+        def norm(name, z):
+            return F.rms_norm(z, (C,), getattr(module, name).weight, 1e-5) if name in used.split() else z
+
+        return (partial(norm, name) for name in ("before", "after", "total"))
+
+    net = build(block=block, norm="rmsnorm" if used else "none", norm_placement=placement, pos="none")
+    jitter(net)
+    b, x, where = net.blocks[1], stream(2, T, C), At()
+    if block == "simplified":
+        before, after, total = norms(b.norm_attn)
+        s = total(b.g_attn * after(b.attn(before(x), where)))
+        before, after, total = norms(b.norm_mlp)
+        expected = total(b.g_skip * s + b.b_ff * after(b.mlp(before(s))))
+    else:
+        before, after, total = norms(b.norm)
+        attn, mlp = b.attn(before(x), where), b.mlp(before(x))
+        expected = total(x + after(attn + mlp) if block == "parallel" else after(b.g_attn * attn + b.b_ff * mlp))
+    assert torch.allclose(b(x, where), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("block", SAS)

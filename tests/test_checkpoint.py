@@ -161,6 +161,9 @@ def test_pointers_and_pruning(tmp_path):
     assert save(60, keep_last=0) == [50, 60]
     assert checkpoint.find(tmp_path / step_name(50)) == tmp_path / step_name(50)
     assert names(tmp_path) == ["best", "latest", step_name(50), step_name(60)]
+    assert save(70, keep_last=9) == [50, 60, 70]
+    assert save(52, keep_last=3) == [50, 52, 60, 70]  # the later steps are none of the last three
+    assert save(54, keep_last=2) == [50, 52, 54, 60, 70]
 
 
 def test_find_says_what_is_missing(tmp_path, tensors):

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -115,6 +116,19 @@ def test_a_file_that_its_holder_removes_is_no_lock(tmp_path, monkeypatch):
     with FolderLock() as lock, pytest.raises(ValueError, match="belongs to process"):
         lock.take(str(tmp_path))
     third.__exit__()
+    assert not os.listdir(tmp_path)
+
+
+def test_the_end_of_a_run_leaves_the_lock_of_the_next(tmp_path):
+    """Somebody deletes the folder while a run goes on, and a second run begins in it."""
+    first, second = FolderLock(), FolderLock()
+    first.take(str(tmp_path / "out"))
+    shutil.rmtree(tmp_path / "out")
+    second.take(str(tmp_path / "out"))
+    first.__exit__()
+    with FolderLock() as third, pytest.raises(ValueError, match="belongs to process"):
+        third.take(str(tmp_path / "out"))
+    second.__exit__()
     assert not os.listdir(tmp_path)
 
 

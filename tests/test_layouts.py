@@ -45,11 +45,11 @@ LAYOUTS = {  # name -> (processes, flags)
     "cp": (2, ["--cp=2"]),
     "pp": (2, ["--pp=2"]),
     "hsdp": (4, [*FSDP, "--dp_replicate=2"]),
-    "fsdp and tp": (4, [*FSDP, "--tp=2"]),
-    "fsdp and cp": (4, [*FSDP, "--cp=2"]),
-    "tp and cp": (4, ["--tp=2", "--cp=2"]),
-    "fsdp and pp": (4, [*FSDP, "--pp=2"]),
-    "ddp and pp": (4, ["--pp=2"]),
+    "fsdp+tp": (4, [*FSDP, "--tp=2"]),
+    "fsdp+cp": (4, [*FSDP, "--cp=2"]),
+    "tp+cp": (4, ["--tp=2", "--cp=2"]),
+    "fsdp+pp": (4, [*FSDP, "--pp=2"]),
+    "ddp+pp": (4, ["--pp=2"]),
 }
 GATED = "--mlp=swiglu --norm=rmsnorm --pos=rope --n_embd=48 --n_head=4 --attention=gqa --n_kv_head=2".split()
 MODELS = {  # what is particular about a layout: layout -> {name: flags of the model}
@@ -77,13 +77,13 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "seq2seq": ["--objective=seq2seq", "--grad_clip=0.0"],
     },
     "hsdp": {"muon": [*MUON, "--block=superblock"]},
-    "fsdp and tp": {
+    "fsdp+tp": {
         "llama": [*GATED, *MUON, "--activation_checkpoint=selective"],
         "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0"],
         "values": ["--block=simplified", "--simplified_value_proj=all", "--bias=True", *MUON],
     },
-    "fsdp and pp": {"untied": ["--tie_weights=False", "--n_layer=3", *MUON], "masked": ["--objective=masked"]},
-    "ddp and pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
+    "fsdp+pp": {"untied": ["--tie_weights=False", "--n_layer=3", *MUON], "masked": ["--objective=masked"]},
+    "ddp+pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
 }
 RUNS = [(layout, BLOCKS, []) for layout in LAYOUTS] + [(layout, models, SHORT) for layout, models in MODELS.items()]
 
@@ -112,17 +112,17 @@ def alone(run):
 
 
 @pytest.mark.parametrize(
-    "layout,models,steps", RUNS, ids=[f"{layout}-{'-'.join(models)}" for layout, models, _ in RUNS]
+    "layout,models,steps", RUNS, ids=[f"{layout}-{'models' if steps else 'blocks'}" for layout, _, steps in RUNS]
 )
 def test_losses_do_not_depend_on_the_layout(layout, models, steps, alone, many):
     processes, how = LAYOUTS[layout]
-    steps = [*steps, *(TWO if layout in ("tp", "cp", "tp and cp", "pp") else [])]
+    steps = [*steps, *(TWO if layout in ("tp", "cp", "tp+cp", "pp") else [])]
     folder = many(processes, *((name, [*SIZES, *flags, *steps, *how]) for name, flags in models.items()))
     for name, flags in models.items():
         assert largest_difference(alone(*flags, *steps), losses(folder / name)) < 1e-5, name
 
 
-@pytest.mark.parametrize("processes,how", [(2, FSDP), (4, [*FSDP, "--tp=2"])], ids=["fsdp", "fsdp and tp"])
+@pytest.mark.parametrize("processes,how", [(2, FSDP), (4, [*FSDP, "--tp=2"])], ids=["fsdp", "fsdp+tp"])
 def test_bfloat16_under_fsdp_is_bfloat16(processes, how, alone, many):
     """Weights that travel in bfloat16, and norms of both kinds in float32, as autocast alone has them: losses, gradient
     norms and evaluations err from float32's as those of one process do."""
@@ -207,9 +207,7 @@ def test_a_run_moves_from_layout_to_layout(run, alone, many):
 KEPT = {"kept": (2, [*FSDP, "--fsdp_reshard=False"])}
 
 
-@pytest.mark.parametrize(
-    "processes,layouts", [(2, ["fsdp", "kept", "tp", "cp", "pp"]), (4, ["fsdp and tp", "fsdp and pp"])]
-)
+@pytest.mark.parametrize("processes,layouts", [(2, ["fsdp", "kept", "tp", "cp", "pp"]), (4, ["fsdp+tp", "fsdp+pp"])])
 def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
     runs = []
     for name in layouts:

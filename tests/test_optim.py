@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from configurator import Config
 from engine.optim import Muon, build, learning_rate, orthogonalize
-from model import GroupedMLP, Model
+from model import GroupedMLP, Model, ModelConfig
 
 
 def config(**flags):
@@ -113,6 +113,9 @@ def test_defaults_derive_from_max_iters():
     cfg = config(schedule="wsd", max_iters=100)
     assert learning_rate(80, cfg) == 1e-3 > learning_rate(81, cfg)  # cool-down over the last fifth
     assert learning_rate(90, cfg) == pytest.approx(5.5e-4)
+    cfg = config(schedule="wsd", max_iters=100, lr_decay_iters=50)
+    assert learning_rate(40, cfg) == 1e-3 > learning_rate(41, cfg)  # over the last fifth of the schedule
+    assert learning_rate(45, cfg) == pytest.approx(5.5e-4)
     assert learning_rate(10**6, config(schedule="constant")) == 1e-3
 
 
@@ -158,6 +161,15 @@ def test_matrices_decay_and_every_parameter_is_in_one_group(kind):
     assert decayed(model, optimizer) == {"wte.weight"} | {
         f"blocks.{i}.{m}.weight" for i in (0, 1) for m in ("qkv", "out")
     }
+
+
+def test_slots_decay():
+    """They are rows of keys and values, with one dimension more for the heads; gains of heads do not."""
+    shape = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=11)
+    model = Model(ModelConfig(block="superblock", pool="joint", qk_norm=True, **shape), 0)
+    slots = {name for name, _ in model.named_parameters() if "slot" in name}
+    assert len(slots) == 2 and slots <= decayed(model, build(model, config()))
+    assert not any("norm" in name for name in decayed(model, build(model, config())))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,8 +292,6 @@ def test_grouped_mlps_are_a_matrix_per_group_and_kind(mlp, matrices):
 
 def test_real_model():
     """Muon's split of model.py's fused weights is what the model computes with: its update of q, k, v is orthogonal."""
-    from model import Model, ModelConfig
-
     size = {"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 8, "vocab_size": 13}
     model = Model(ModelConfig(**size, attention="gqa", n_kv_head=2, mlp="swiglu"))
     _, muon = build(model, config(optimizer="muon")).parts

@@ -44,7 +44,7 @@ def drawn(seed=0, n=4000, **flags) -> torch.Tensor:
         ({"top_p": 1e-300}, P[:1]),
         ({"top_p": 0.51}, P[:2]),
         ({"top_p": 0.9}, P[:3]),
-        ({"min_p": 0.3}, P[:3]),
+        ({"min_p": 0.29}, P[:3]),
         ({"min_p": 1.0}, P[:1]),
         ({"top_k": 3, "top_p": 0.8}, P[:2]),  # of 0.9 that top_k leaves, 0.75 is more than 80 %
         ({"top_k": 4, "min_p": 0.1, "temperature": 0.5}, [p**2 for p in P[:2]]),  # 0.15^2 / 0.5^2 is below 0.1

@@ -1,0 +1,87 @@
+"""Plant each fault of tests/faults.py in a copy of the project, and see whether the test that it names turns red.
+
+make mutants                          # all: some minutes on 2 cores
+python tests/mutants.py 3 17          # these, counted from 0; what their tests print follows each
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+from faults import FAULTS
+from tqdm import tqdm
+
+ROOT = Path(__file__).parent.parent
+WORKERS = 2  # each has a copy of its own
+
+
+def copy(folder: Path):
+    """The files that git tracks or would track."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, check=True, text=True,
+    )  # fmt: skip
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
+def test(folder: Path, tests: str) -> tuple[bool, str]:
+    """Whether the tests, pytest's arguments in one string, are green in the copy; and what they print."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests.split()]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    except subprocess.TimeoutExpired as stuck:
+        return False, f"stopped after {stuck.timeout} s"
+    if done.returncode not in (0, 1):  # 1: a test failed; others: pytest could not run them
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.returncode == 0, done.stdout
+
+
+def plant(folder: Path, number: int) -> tuple[bool, str]:
+    """Whether fault `number` survives its tests in the copy, and what they print."""
+    file, old, new, _, tests = FAULTS[number]
+    text = (folder / file).read_text()
+    assert text.count(old) == 1, f"{file} holds {text.count(old)} times\n{old}"
+    (folder / file).write_text(text.replace(old, new))
+    try:
+        return test(folder, tests)
+    finally:
+        (folder / file).write_text(text)
+
+
+def main():
+    numbers = [int(arg) for arg in sys.argv[1:]] or range(len(FAULTS))
+    copies: SimpleQueue[Path] = SimpleQueue()
+
+    def work(number: int) -> tuple[bool, str]:
+        folder = copies.get()
+        try:
+            return plant(folder, number)
+        finally:
+            copies.put(folder)
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(WORKERS) as threads:
+        for worker in range(WORKERS):
+            copy(Path(folder) / str(worker))
+            copies.put(Path(folder) / str(worker))
+        green, said = test(Path(folder) / "0", " ".join(sorted({tests for *_, tests in FAULTS})))
+        if not green:
+            sys.exit(f"error: without any fault a test is red already\n{said}")
+        survivors = []
+        for number, (survives, said) in zip(numbers, tqdm(threads.map(work, numbers), total=len(numbers)), strict=True):
+            file, _, _, what, tests = FAULTS[number]
+            if sys.argv[1:]:
+                print(f"--- {number} {file}: {what}\n{said}")
+            if survives:
+                survivors.append(f"survives: {number} {file}: {what} ({tests})")
+    print(*survivors, f"{len(numbers) - len(survivors)} of {len(numbers)} faults are caught", sep="\n")
+
+
+if __name__ == "__main__":
+    main()

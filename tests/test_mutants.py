@@ -1,0 +1,26 @@
+"""The list of faults that `make mutants` plants fits the code; the planting itself takes minutes and is not done here."""
+
+import pytest
+from conftest import ROOT
+from faults import FAULTS
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS)))
+def test_a_fault_can_be_planted(number):
+    """Whoever moves the code anchors its faults anew."""
+    file, old, new, what, tests = FAULTS[number]
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{file} holds {text.count(old)} times what fault {number} replaces:\n{old}"
+    compile(text.replace(old, new), file, "exec")
+    assert old != new and what.endswith(".")
+    for test in tests.split():
+        path, _, name = test.partition("[")[0].partition("::")
+        assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), test
+
+
+def test_faults_are_spread():
+    counts = {
+        place: sum(file.startswith(place) for file, *_ in FAULTS)
+        for place in ("model", "engine", "data", "train", "sample")
+    }
+    assert sum(counts.values()) == len(FAULTS) == 60 and min(counts.values()) >= 3
