@@ -1,7 +1,7 @@
 """Faults to plant, one at a time: each changes what the program computes and none stops it, so only a test can tell.
 
-FAULTS holds tuples (file, old, new, what, tests): `old` stands exactly once in `file`, a path from the root, `new` takes
-its place, `what` says which behaviour is wrong then, and `tests`, arguments of pytest, should see it. The faults were
+FAULTS holds tuples (file, old, new, what, tests): `old` stands exactly once in `file`, a path from the root, `new`
+takes its place, `what` says which behaviour is wrong then, and `tests`, pytest's arguments, see it. The faults were
 drafted from the code alone, before the tests were written that close the gaps that they found.
 """
 

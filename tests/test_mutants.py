@@ -1,4 +1,4 @@
-"""The list of faults that `make mutants` plants fits the code; the planting itself takes minutes and is not done here."""
+"""The list of faults that `make mutants` plants fits the code. Planting takes minutes and is not done here."""
 
 import pytest
 from conftest import ROOT
