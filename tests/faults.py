@@ -269,7 +269,7 @@ FAULTS = [
         "cut = ranks.size // cfg.dp_replicate if fsdp else cfg.tp * cfg.pp",
         "cut = ranks.size if fsdp else cfg.tp * cfg.pp",
         "The least memory of a run under HSDP is estimated as if the copies shared one set of shards.",
-        "tests/test_memory.py::test_a_plan_has_more tests/test_memory.py",
+        "tests/test_memory.py::test_copies_of_the_shards_do_not_share_them",
     ),
     (
         "engine/interchange.py",
@@ -305,7 +305,7 @@ FAULTS = [
         "windows = order(windows - n, n, seed)",
         "windows = order(windows, n, seed)",
         "The training loss is evaluated on the very windows that training reads first.",
-        "tests/test_loader.py",
+        "tests/test_loader.py::test_the_training_loss_is_not_of_what_training_reads_first",
     ),
     (
         "data/loader.py",
@@ -347,14 +347,14 @@ FAULTS = [
         'shard["max_token"] = max(shard["max_token"], int(part.max()))',
         'shard["max_token"] = int(part.max())',
         "The largest token id on record for a shard is that of its last document.",
-        "tests/test_shards.py",
+        "tests/test_shards.py::test_the_largest_id_of_a_shard_may_be_of_any_document",
     ),
     (
         "data/corpus.py",
         "[out.tokenizer.encode(text), *eot] if ends else",
         "[out.tokenizer.encode(text), *eot] if begins else",
         "A document that is encoded in several pieces has its end-of-text behind the first one.",
-        "tests/test_corpus.py::test_pieces_have_the_ids_of_the_whole",
+        "tests/test_corpus.py::test_formats_equal_a_naive_loop",
     ),
     (
         "data/corpus.py",
@@ -415,7 +415,7 @@ FAULTS = [
         "worth_saving = step > 0 and (improved or cfg.always_save_checkpoint)",
         "worth_saving = step > 0 and improved or cfg.always_save_checkpoint",
         "A checkpoint is written before the first step, where there is nothing to save.",
-        "tests/test_train.py::test_save_policy",
+        "tests/test_train.py::test_nothing_is_saved_before_the_first_step",
     ),
     # ---- sample.py
     (

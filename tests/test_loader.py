@@ -485,6 +485,15 @@ def test_eval_set_does_not_depend_on_the_ranks(n_tokens, batch_size, n_batches):
         assert eval_set(stream, world_size, batch_size, n_batches) == alone
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_training_loss_is_not_of_what_training_reads_first(seed):
+    """Of 1000 windows, 50 that training begins with and 50 that are evaluated share a few by chance."""
+    stream = stream_of(8 * 1000 + 1)
+    read = {row[0] for batch in take(Loader(stream, causal(8), 10, seed=seed), 5) for row in batch.tolist()}
+    evaluated = {row[0] for row in eval_set(stream, 1, 10, 5, seed)}
+    assert len(read) == len(evaluated) == 50 and len(read & evaluated) < 12
+
+
 def test_eval_set_is_a_sample_of_the_whole_split():
     starts = [row[0] // 8 for row in eval_set(stream_of(8001), 1, 10, 10)]
     assert len(starts) == 100 and 350 < np.mean(starts) < 650  # of 0 .. 999; five standard errors

@@ -103,6 +103,14 @@ def test_a_plan_has_more(size, data_size, flags):
     assert 0.2 * (planned.total + planned.host) < sum(estimated.values()) <= planned.total + planned.host
 
 
+def test_copies_of_the_shards_do_not_share_them():
+    """Of 8 ranks that hold 2 copies, each has a quarter of the states."""
+    flags = ["--n_layer=2", "--n_head=4", "--n_embd=128", "--vocab_size=512", "--gradient_accumulation_steps=8"]
+    alone = need(config(*flags))[memory.STATES]
+    assert need(config(*flags, "--parallel=fsdp"), 8, 8)[memory.STATES] == alone // 8
+    assert need(config(*flags, "--parallel=fsdp", "--dp_replicate=2"), 8, 8)[memory.STATES] == alone // 4
+
+
 def test_the_machine_is_what_the_least_limit_leaves(tmp_path, monkeypatch):
     whole = memory.machine()
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -67,6 +67,15 @@ def test_written_bytes_are_the_format(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["meta.json"] + [f"train_{i:06d}.bin" for i in range(3)] + ["val_000000.bin"]
 
 
+def test_the_largest_id_of_a_shard_may_be_of_any_document(tmp_path):
+    documents = [[1, 9, 2], [3, 4], [200, 5], [6]]
+    with ShardWriter(tmp_path, ByteTokenizer(), shard_tokens=5) as out:
+        for document in documents:
+            out.add("train", np.array(document))
+    shards = json.loads((tmp_path / "meta.json").read_text())["splits"]["train"]["shards"]
+    assert [shard["max_token"] for shard in shards] == [9, 200]
+
+
 @pytest.mark.parametrize("vocab_size, magic, version, code", [(65_536, 20240520, 1, "H"), (65_537, 20240801, 7, "I")])
 def test_dtype_follows_the_vocabulary(tmp_path, vocab_size, magic, version, code):
     tokenizer = ByteTokenizer()

@@ -384,6 +384,11 @@ def test_save_policy(run):
     assert checkpoint.find(folder).name == "step_00000035"
 
 
+def test_nothing_is_saved_before_the_first_step(run):
+    folder = run("--max_iters=4", "--eval_interval=2", "--keep_last=9")
+    assert sorted(p.name for p in folder.glob("step_*")) == ["step_00000002", "step_00000004"]
+
+
 def test_a_finished_run_is_left_alone(run, capsys):
     folder = run("--max_iters=6")
     before = losses(folder)
@@ -431,7 +436,10 @@ def test_skip_nonfinite(run, monkeypatch):
         return plain(self, x, targets) * (math.inf if sum(calls) in (51, 60) else 1.0)
 
     monkeypatch.setattr(model.Model, "loss", loss)
-    lines = [line for line in metrics(run("--skip_nonfinite=True")) if "lr" in line]
+    folder = run("--skip_nonfinite=True")
+    assert load(folder)[1]["samples"] == 40 * 8  # a resume reads none of the data again
+    lines = [line for line in metrics(folder) if "lr" in line]
+    assert [line["tokens"] for line in lines] == [8 * 16 * (step + 1) for step in range(40)]
     assert [line["step"] for line in lines if line["loss"] is None] == [25, 29]
     assert [line.get("skipped", 0) for line in lines[24:31]] == [0, 1, 1, 1, 1, 2, 2]
     assert all(math.isfinite(line["loss"]) for line in lines[30:])
