@@ -8,6 +8,7 @@ import torch
 from test_model import build, jitter
 
 import model as M
+from lens import contextual_mlp
 
 BLOCKS = [
     {"block": "standard"},
@@ -58,7 +59,7 @@ def text(net: M.Model, length: int = T) -> torch.Tensor:
 def read(net: M.Model, layer: int, head: int, position: int):
     """contextual_mlp of the text, beside a source where there is an encoder."""
     source = text(net, 9) if net.encoder else None
-    return M.contextual_mlp(net, text(net), layer, head, position, source)
+    return contextual_mlp(net, text(net), layer, head, position, source)
 
 
 def attention_of(net: M.Model, layer: int):
@@ -179,4 +180,17 @@ def test_refuses_what_is_not_there(place):
     net = build()
     ((flag, value),) = place.items()
     with pytest.raises(ValueError, match=rf"^{flag}={value} must be in 0 \.\. \d+$"):
-        M.contextual_mlp(net, text(net), **{"layer": 0, "head": 0, "position": 0} | place)
+        contextual_mlp(net, text(net), **{"layer": 0, "head": 0, "position": 0} | place)
+
+
+@pytest.mark.parametrize("part", ["heads", "positions"])
+def test_refuses_heads_and_positions_that_it_does_not_know(part):
+    class Mine(M.Heads if part == "heads" else M.Rope):
+        pass
+
+    net = sharp(pos="rope")
+    heads = net.blocks[1].attn.heads
+    (heads if part == "heads" else heads.rotate).__class__ = Mine
+    contextual_mlp(net, text(net), 0, 0, 0)
+    with pytest.raises(ValueError, match="does not know Mine; write its case into lens.py"):
+        contextual_mlp(net, text(net), 1, 0, 0)

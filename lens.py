@@ -1,0 +1,98 @@
+"""Attention read as an MLP whose weights the context writes.
+
+from lens import contextual_mlp
+incoming, outgoing, hidden = contextual_mlp(model, idx, layer=2, head=0, position=17)
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from model import (
+    Alibi,
+    FusedLinear,
+    Heads,
+    Mask,
+    Model,
+    Rope,
+    ShapedHeads,
+    SlotHeads,
+    Superblock,
+    TwoSidedAlibi,
+    Unrotated,
+    capped,
+    require,
+)  # fmt: skip
+
+KNOWN = {Heads, SlotHeads, ShapedHeads, Unrotated, Rope, Alibi, TwoSidedAlibi}  # heads and positions
+
+
+@torch.no_grad()
+def contextual_mlp(
+    model: Model, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A head at one query as an MLP of a unit per visible token: incoming (S, C), outgoing (S, C), hidden (S,).
+
+    idx (T,) is the text, source (S,) what the encoder of a seq2seq model reads, and x_t (C,) the normalised stream that
+    the layer's self-attention reads at t = position. Then
+
+        b_i = W_Q^T W_K x_i / sqrt(D)    hidden_i = exp(b_i . x_t)    a_i = W_O W_V x_i / Z    Z = sum of exp(b_i . x_t)
+
+    and hidden @ outgoing is what the head adds to the attention's output: before the output's bias, dropout, and any
+    norm or gain that the block puts behind it. The units are the slots of a joint pool, then the tokens that t sees.
+
+        pos=rope            b_i is turned back by the query's position
+        pos=alibi           hidden_i = exp(b_i . x_t - slope |t - i|); slots have no such term
+        bias                hidden_i = exp(b_i . x_t + what the bias of W_Q adds)
+        qk_norm             b_i holds the gains and this query's divisor
+        attn_softcap=c      hidden_i = exp(c tanh(b_i . x_t / c))
+        simplified blocks   hidden_i = beta exp(b_i . x_t) + Z (alpha [i = t] - gamma C_ti)
+
+    For a model in eval mode; a score above 88 overflows in float32. ValueError if layer, head or position is none of
+    the model's, or its heads or positions are of a class that is not known here.
+    """
+    cfg, D, H = model.cfg, model.cfg.head_dim, model.cfg.n_head
+    for name, value, limit in (("layer", layer, cfg.n_layer), ("head", head, H), ("position", position, len(idx))):
+        require(0 <= value < limit, f"{name}={value} must be in 0 .. {limit - 1}")
+    block = model.blocks[layer]
+    attn = block.readers[0][0] if isinstance(block, Superblock) else block.attn
+    heads = next(m for m in attn.modules() if isinstance(m, Heads))
+    for part in (heads, heads.rotate):
+        require(type(part) in KNOWN, f"contextual_mlp does not know {type(part).__name__}; write its case into lens.py")
+    into = next(m for m in attn.children() if isinstance(m, FusedLinear))
+    read = []
+    with heads.register_forward_pre_hook(lambda _, args: read.extend(args)):
+        model.hidden(idx[None], memory=model.encode(None if source is None else source[None]))
+    q, k, v, at = read  # before norms and positions: q (1, H, T, D), k and v (1, heads, T, D)
+
+    scale = q.new_ones(D) / math.sqrt(D)
+    if cfg.qk_norm:
+        scale *= heads.q_norm.weight * (q[0, head, position].square().mean() + heads.q_norm.eps).rsqrt()
+    q, k, v = heads.rotate(heads.q_norm(q), heads.k_norm(k), v, at.table)
+    lo, hi = (int(x[position]) for x in Mask(heads.causal, heads.window).reach(len(idx), len(idx), idx.device))
+    q, k, v = (x[0, head * x.size(1) // H] for x in (q, k, v))
+    q, k, v = q[position], k[lo:hi], v[lo:hi]  # (E,), and what it sees, each (S, E)
+    if isinstance(heads, SlotHeads):
+        slots = heads.rotate.slots(heads.k_norm(heads.slot_k), heads.slot_v)
+        k, v = (torch.cat((x[head * x.size(0) // H], y)) for x, y in zip(slots, (k, v), strict=True))
+    content, bias = (k[:, part] @ q[part] / math.sqrt(D) for part in (slice(D), slice(D, None)))
+    own = len(k) - hi + position  # the unit of its own token, whose distance is 0
+    bias -= bias[own].clone()
+    if (slopes := heads.rotate.slopes(at.table)) is not None:
+        bias[len(k) - hi + lo :] -= slopes[head] * (torch.arange(lo, hi, device=idx.device) - position).abs()
+    hidden = torch.exp(capped(content, heads.softcap) + bias)
+    Z = hidden.sum()
+    if isinstance(heads, ShapedHeads):
+        hidden = heads.beta[head] * hidden - heads.gamma[head] * Z * bias.softmax(0)
+        hidden[own] += heads.alpha[head] * Z
+
+    group, member = divmod(head, H // cfg.kv_heads)  # groups are the outer index of rows and columns
+    part = slice(member * D, (member + 1) * D)
+    keys = k[:, :D].expand(1, H, -1, -1)
+    back = heads.rotate(keys, keys, keys, heads.rotate.table(idx.new_tensor([-position]), k.dtype))[0][0, head, :, :D]
+    incoming = (back * scale) @ into.weight.unflatten(0, (cfg.kv_heads, -1))[group, part]
+    y = v.new_zeros(len(v), cfg.kv_heads, getattr(attn.out, "in_features", cfg.n_embd) // cfg.kv_heads)
+    y[:, group, part] = v[:, :D]
+    y = y.flatten(1)
+    return incoming, (attn.out(y) - attn.out(torch.zeros_like(y))) / Z, hidden
