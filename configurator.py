@@ -65,7 +65,7 @@ class Config(ModelConfig):
     async_checkpoint: bool = False  # write checkpoints while training goes on
     on_save_error: Literal["stop", "continue"] = "stop"  # when a checkpoint cannot be written; the last has to be
     # --- optimizer
-    optimizer: Literal["adamw", "muon"] = "adamw"  # of the matrices; AdamW takes the rest
+    optimizer: Literal["adamw", "muon"] = "adamw"  # adamw for everything; muon for hidden matrices, AdamW for the rest
     learning_rate: float = 6e-4  # AdamW's peak
     weight_decay: float = 0.1  # on matrices only
     beta1: float = 0.9  # AdamW's decay of the mean gradient
@@ -383,13 +383,18 @@ def documented(cls: type) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     notes = {}
     for owner in reversed([c for c in cls.__mro__ if "__dataclass_fields__" in vars(c)]):
         section, source = "", io.StringIO(textwrap.dedent(inspect.getsource(owner)))
-        for _, line in groupby(tokenize.generate_tokens(source.readline), key=lambda token: token.start[0]):
-            words = [token for token in line if token.string.strip()]
-            if words and words[0].string.startswith("# ---"):
-                section = words[0].string.strip("# -")
-            elif len(words) > 1 and words[1].string == ":":
-                comment = words[-1].string if words[-1].type == tokenize.COMMENT else ""
-                notes[words[0].string] = section, comment.strip("# ")
+        words = []  # of a statement, which may go over several lines, or of a comment that stands alone
+        for token in tokenize.generate_tokens(source.readline):
+            words += [token] * bool(token.string.strip())
+            comments = [word.string.strip("# ") for word in words if word.type == tokenize.COMMENT]
+            if token.type == tokenize.NL and len(comments) < len(words):
+                continue  # inside of brackets
+            if token.type in (tokenize.NL, tokenize.NEWLINE):
+                if words and words[0].string.startswith("# ---"):
+                    section = words[0].string.strip("# -")
+                elif len(words) > 1 and words[1].string == ":":
+                    notes[words[0].string] = section, " ".join(comments)
+                words = []
     flags = [(field.name, *notes.get(field.name, ("", ""))) for field in fields(cls)]
     for section, group in groupby(flags, key=lambda flag: flag[1]):
         yield section, [(name, note) for name, _, note in group]

@@ -208,14 +208,11 @@ def build(model: nn.Module, cfg, whole: Callable[[str, Tensor], Tensor] = lambda
     rank of the parameter `name`, or of its update, a DTensor with the shape that the name has in the whole model.
     """
     names = {p: name for name, p in model.named_parameters()}
-    hidden = {}
-    if cfg.optimizer == "muon":
-        if cfg.learning_rate == 0:
-            raise ValueError(
-                "learning_rate=0.0 with optimizer=muon: muon_lr follows its schedule; set learning_rate above 0"
-            )
-        linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.head]
-        hidden = {m.weight: getattr(m, "fused", None) for m in linear if m.weight.requires_grad}
+    hidden = OPTIMIZER[cfg.optimizer](model)
+    if hidden and cfg.learning_rate == 0:
+        raise ValueError(
+            "learning_rate=0.0 with optimizer=muon: muon_lr follows its schedule; set learning_rate above 0"
+        )
     rest = [p for p in model.parameters() if p.requires_grad and p not in hidden]  # tied weights once
     groups, betas = decay_groups(rest, cfg.weight_decay), (cfg.beta1, cfg.beta2)
     adamw = torch.optim.AdamW(groups, cfg.learning_rate, betas, fused=True)
@@ -226,6 +223,15 @@ def build(model: nn.Module, cfg, whole: Callable[[str, Tensor], Tensor] = lambda
         return Optimizer({adamw: 1.0})
     muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, lambda p, x: whole(names[p], x))
     return Optimizer({adamw: 1.0, muon: cfg.muon_lr / cfg.learning_rate})
+
+
+def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
+    """The weights of the linear layers other than model.head, as Muon takes them."""
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.head]
+    return {m.weight: getattr(m, "fused", None) for m in linear if m.weight.requires_grad}
+
+
+OPTIMIZER = {"adamw": lambda model: {}, "muon": hidden_matrices}  # flag -> the weights that Muon trains; AdamW the rest
 
 
 def decay_groups(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:

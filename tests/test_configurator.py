@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from configurator import Config, dump, parse, user_errors
+from configurator import Config, documented, dump, parse, user_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 HINTS = get_type_hints(Config)
@@ -596,3 +596,26 @@ def test_as_a_process(tmp_path):
     done = subprocess.run([sys.executable, script, "--batch_size=0"], capture_output=True, text=True, env=env)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: batch_size=0 (command line) must be at least 1 and below 2147483648\n"
+
+
+def test_help_reads_comments_across_lines():
+    """As ruff wraps a flag whose line is full, and a comment that has a second line."""
+
+    @dataclass
+    class Wrapped:
+        # --- first
+        plain: int = 1  # of one line
+        # an aside that belongs to none
+        choice: Literal[
+            "a",  # the first,
+            "b",  # and the second
+        ] = "a"
+        value: float = 1e-3  # in brackets
+        bare: int = 2
+        # --- second
+        last: int = 3  # the end
+
+    assert list(documented(Wrapped)) == [
+        ("first", [("plain", "of one line"), ("choice", "the first, and the second"), ("value", "in brackets"), ("bare", "")]),
+        ("second", [("last", "the end")]),
+    ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from configurator import Config
-from engine.optim import Muon, build, learning_rate, orthogonalize
+from engine.optim import OPTIMIZER, Muon, build, learning_rate, orthogonalize
 from model import GroupedMLP, Model, ModelConfig
 
 
@@ -161,6 +162,10 @@ def test_matrices_decay_and_every_parameter_is_in_one_group(kind):
     assert decayed(model, optimizer) == {"wte.weight"} | {
         f"blocks.{i}.{m}.weight" for i in (0, 1) for m in ("qkv", "out")
     }
+
+
+def test_every_optimizer_of_the_flag_is_in_the_table():
+    assert set(get_args(get_type_hints(Config)["optimizer"])) == set(OPTIMIZER)
 
 
 def test_slots_decay():
