@@ -616,6 +616,9 @@ def test_help_reads_comments_across_lines():
         last: int = 3  # the end
 
     assert list(documented(Wrapped)) == [
-        ("first", [("plain", "of one line"), ("choice", "the first, and the second"), ("value", "in brackets"), ("bare", "")]),
+        (
+            "first",
+            [("plain", "of one line"), ("choice", "the first, and the second"), ("value", "in brackets"), ("bare", "")],
+        ),
         ("second", [("last", "the end")]),
-    ]  # fmt: skip
+    ]
