@@ -418,7 +418,8 @@ def mix(
     T, S = q.size(2), k.size(2)
     if T == 1 and mask.causal:
         k, v = (x[:, :, -mask.window :] for x in (k, v))
-        mask, S = Mask(causal=False), k.size(2)
+        docs = mask.docs and (mask.docs[0], mask.docs[1][:, -mask.window :])
+        mask, S = Mask(False, 0, docs, mask.slopes), k.size(2)
     mask = mask._replace(window=mask.window if mask.window < S else 0)
     fused = softcap == 0 and (dropout == 0 or q.device.type != "cpu")  # the CPU's fused kernel knows no dropout
     sdpa = partial(fused_attention, scale=head_dim**-0.5, dropout_p=dropout)

@@ -358,10 +358,11 @@ def test_mix_equals_naive_attention_under_every_mask(causal, window, docs, alibi
         got = mix(q, k, v, 2, Mask(causal, window, numbers, slopes), softcap, slots=pair)
         expected = naive_attention(q, k, v, window, softcap, slopes, causal, numbers, pair)
         assert_same(got, expected, (q, k, v, *(pair or ())))
-        last, numbers = q[:, :, -length // 3 :], numbers and (numbers[0][:, -length // 3 :], numbers[1])
-        got = mix(last, k, v, 2, Mask(causal, window, numbers, slopes), softcap, slots=pair)
-        expected = naive_attention(last, k, v, window, softcap, slopes, causal, numbers, pair)
-        assert_same(got, expected, (q, k, v, *(pair or ())))
+        for queries in (length // 3, 1):
+            last, of_last = q[:, :, -queries:], numbers and (numbers[0][:, -queries:], numbers[1])
+            got = mix(last, k, v, 2, Mask(causal, window, of_last, slopes), softcap, slots=pair)
+            expected = naive_attention(last, k, v, window, softcap, slopes, causal, of_last, pair)
+            assert_same(got, expected, (q, k, v, *(pair or ())))
 
 
 @pytest.mark.parametrize("T,S", [(11, 7), (7, 11), (1, 11), (270, 19), (140, 270)])
