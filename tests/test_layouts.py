@@ -10,14 +10,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import TINY, assert_rounds_alike, losses
-from ranks import launch
+from ranks import launch, train_runs
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from configurator import Config, parse
+from data.loader import order  # which has its own tests
 from engine import context, optim, parallel, tensor
 from engine.parallel import data_ranks, join
 from engine.replica import Replica, local
@@ -122,6 +125,26 @@ def test_losses_do_not_depend_on_the_layout(layout, models, steps, alone, many):
         assert largest_difference(alone(*flags, *steps), losses(folder / name)) < 1e-5, name
 
 
+UNEVEN = ["--n_layer=3", "--n_embd=20", "--gradient_accumulation_steps=3", *SHORT]  # the vocabulary is 257
+UNEVEN_RUNS = {  # on 3 ranks: name -> (flags of the model, of the layout)
+    "ddp": (["--bias=True"], []),
+    "fsdp": (["--bias=True", "--tie_weights=False", *MUON], FSDP),
+    "gains": (["--block=simplified", "--simplified_value_proj=all"], FSDP),  # of one number: two ranks have none of it
+}
+
+
+def test_layouts_whose_sizes_do_not_divide(run, alone, many):
+    """Three ranks, a width of 20 and 257 ids: shares differ in size, and some are empty. What three saved as shards
+    goes on in one process."""
+    runs = [(name, [*SIZES, *UNEVEN, *flags, *how]) for name, (flags, how) in UNEVEN_RUNS.items()]
+    half = [*runs[1][1], "--max_iters=5", "--lr_decay_iters=10"]
+    folder = many(3, *runs, ("half", half))
+    for name, (flags, _) in UNEVEN_RUNS.items():
+        assert largest_difference(alone(*UNEVEN, *flags), losses(folder / name)) < 1e-5, name
+    run(*runs[1][1], "--init_from=resume", "--parallel=ddp", out="half")
+    assert largest_difference(alone(*UNEVEN, *UNEVEN_RUNS["fsdp"][0]), losses(folder / "half")) < 1e-5
+
+
 @pytest.mark.parametrize("processes,how", [(2, FSDP), (4, [*FSDP, "--tp=2"])], ids=["fsdp", "fsdp+tp"])
 def test_bfloat16_under_fsdp_is_bfloat16(processes, how, alone, many):
     """Weights that travel in bfloat16, and norms of both kinds in float32, as autocast alone has them: losses, gradient
@@ -151,16 +174,97 @@ def test_compiled_layouts_do_the_same(layout, alone, many):
         assert largest_difference(alone(*flags), losses(folder / name)) < 1e-5, name
 
 
-@pytest.mark.parametrize(
-    "layout", ["--parallel=fsdp", "--parallel=fsdp --dp_replicate=2", "--parallel=fsdp --tp=2", "--pp=2"]
-)
-@pytest.mark.parametrize("flags", [*BLOCKS.values(), *MODELS["tp"].values(), *MODELS["fsdp"].values()], ids=str)
-def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, monkeypatch):
-    """The third of four ranks, whose neighbours are pretended, draws what distributing the whole weights gives it."""
+def masks_drawn(runs: dict[str, list[str]], folder: Path):
+    """train.py with each of these flags; a file per run and rank with all dropout masks of the stream."""
+    dropout = torch.nn.functional.dropout
+    for name, flags in runs.items():
+        masks = []
+
+        def kept(x, p, training=True, masks=masks):
+            y = dropout(x, p, training)
+            if training and x.dim() == 3:  # of the stream, where nothing else is 0
+                masks.append((y != 0).flatten())
+            return y
+
+        torch.nn.functional.dropout = kept
+        train_runs([flags])
+        torch.save(masks, folder / f"{name} {dist.get_rank()}")
+    torch.nn.functional.dropout = dropout
+
+
+def test_every_rank_drops_something_else(run, tiny_data, tmp_path):
+    """Masks of different ranks, micro-batches and layers agree in half of their places, as those of p=0.5 do by chance.
+    So do those of two ranks that were not there when the checkpoint was saved, and those of a run's beginning."""
+    common = [*TINY, *SIZES, f"--dataset={tiny_data}", "--dropout=0.5", "--max_iters=2", "--block_size=18"]
+    common += ["--gradient_accumulation_steps=6"]
+    layouts = {"ddp": [], "fsdp": FSDP, "cp": ["--cp=3", *TWO], "resumed": ["--init_from=resume", "--max_iters=4"]}
+    runs = {name: [*common, *how, f"--out_dir={tmp_path / name}"] for name, how in layouts.items()}
+    run(*common, out="resumed")
+    launch(3, masks_drawn, tmp_path, runs, tmp_path)
+    drawn = {name: [x for rank in range(3) for x in torch.load(tmp_path / f"{name} {rank}")] for name in layouts}
+    for name in layouts:
+        assert len(drawn[name]) == 3 * 2 * 2 * 5  # ranks, steps, micro-batches; the embedding and two in each layer
+        masks = torch.stack([*drawn[name], *(drawn["ddp"] if name == "resumed" else [])]).double()
+        agreement = (masks @ masks.T + (1 - masks) @ (1 - masks).T) / masks.size(1)
+        others = agreement[~torch.eye(len(masks), dtype=torch.bool)]
+        assert abs(others - 0.5).max() < 3 / masks.size(1) ** 0.5, name
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """This process is the third of four ranks, and the others are pretended: collectives do nothing."""
     init = partial(dist.init_process_group, "fake", store=FakeStore(), rank=2, world_size=4)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: init())
     for name, value in (("RANK", "2"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Sent(TorchDispatchMode):
+    """What collectives send: (name, dtype, numbers)."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        if f.namespace == "c10d":
+            x = args[0][0] if isinstance(args[0], list) else args[1]
+            self.seen.add((f.__name__.partition(".")[0], x.dtype, x.numel()))
+        return f(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp_sends_weights_in_the_flags_dtype_and_gradients_in_float32(monkeypatch, pretended, replicas, reshard):
+    """Of the blocks; embedding, head and the last norm travel in float32 both ways. A step of two micro-batches."""
+    flags = [f"--dp_replicate={replicas}", f"--fsdp_reshard={reshard}", "--dtype=bfloat16", "--vocab_size=257"]
+    cfg = parse(Config, [*TINY, *SIZES, *FSDP, *flags, "--gradient_accumulation_steps=8"])
+    replica, shards = Replica(cfg, join(cfg)), 4 // replicas
+    replica.init_weights(cfg.seed)
+    text = torch.randint(257, (4, 17))
+    with Sent() as sent:
+        replica.backward(
+            iter([{"idx": text[:, :-1], "targets": text[:, 1:]}] * 2), 2, torch.amp.GradScaler("cpu", enabled=False)
+        )
+    of_block, of_rest = (
+        sum(-(-len(p) // shards) * p[0].numel() for name, p in Model(cfg).named_parameters() if name.startswith(kind))
+        for kind in ("blocks.0.", ("wte", "pos", "norm"))
+    )
+    gathers = {("_allgather_base_", torch.bfloat16, of_block), ("_allgather_base_", torch.float32, of_rest)}
+    scatters = {("_reduce_scatter_base_", torch.float32, shards * n) for n in (of_block, of_rest)}
+    sums = {("allreduce_", torch.float32, n) for n in (of_block, of_rest)} if replicas > 1 else set()
+    assert sent.seen == gathers | scatters | sums
+
+
+@pytest.mark.parametrize(
+    "layout", ["--parallel=fsdp", "--parallel=fsdp --dp_replicate=2", "--parallel=fsdp --tp=2", "--pp=2"]
+)
+@pytest.mark.parametrize("flags", [*BLOCKS.values(), *MODELS["tp"].values(), *MODELS["fsdp"].values()], ids=str)
+def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, pretended):
+    """The third of four ranks draws what distributing the whole weights gives it."""
     plain = [flag for flag in flags if not flag.startswith(("--fsdp", "--activation_checkpoint"))]
     cfg = parse(Config, [*TINY, *SIZES, *plain, "--vocab_size=261", *layout.split()])
     weights = dict(Model(replace(cfg, tp=1), cfg.seed).named_parameters())
@@ -168,18 +272,15 @@ def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, monkeypatc
         data_ranks(cfg, 4)
     except ValueError as error:
         pytest.skip(f"refused: {error}")
-    try:
-        replica = Replica(cfg, join(cfg))
-        replica.init_weights(cfg.seed)
-        drawn = {name: local(p).clone() for name, p in replica.model.named_parameters()}
-        replica.fill(weights | {"head.weight": weights.get("head.weight", weights["wte.weight"])})
-        for name, p in replica.model.named_parameters():
-            part = drawn[name]
-            if name in VOCAB_WEIGHTS and layout.endswith("tp=2"):  # the padding is drawn, and not filled
-                part = part[: len(part) - 1]
-            assert torch.equal(part, local(p)[: len(part)]), name
-    finally:
-        dist.destroy_process_group()
+    replica = Replica(cfg, join(cfg))
+    replica.init_weights(cfg.seed)
+    drawn = {name: local(p).clone() for name, p in replica.model.named_parameters()}
+    replica.fill(weights | {"head.weight": weights.get("head.weight", weights["wte.weight"])})
+    for name, p in replica.model.named_parameters():
+        part = drawn[name]
+        if name in VOCAB_WEIGHTS and layout.endswith("tp=2"):  # the padding is drawn, and not filled
+            part = part[: len(part) - 1]
+        assert torch.equal(part, local(p)[: len(part)]), name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,6 +303,89 @@ def test_a_run_moves_from_layout_to_layout(run, alone, many):
         pairs = list(zip(alone(*flags, *end), losses(folder / name), strict=True))
         assert len(pairs) == 20 + 5
         assert max(abs(x - y) for p, q in pairs for x, y in zip(p, q, strict=True)) < 1e-5
+
+
+def recorded(forward, file: Path):
+    """Model.forward, which also adds a line to this rank's file: the windows that it is given to learn from. Each
+    begins with the number of tokens before it, as the text is 0, 1, 2, ..."""
+
+    def call(self, idx, *args, **kwargs):
+        if self.training:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            with open(f"{file}.{rank}", "a") as f:
+                f.write(f"{(idx[:, 0] // idx.size(1)).tolist()}\n")
+        return forward(self, idx, *args, **kwargs)
+
+    return call
+
+
+def train_recorded(runs: list[tuple[Path, list[str]]]):
+    forward = Model.forward
+    for file, flags in runs:
+        Model.forward = recorded(forward, file)
+        train_runs([flags])
+
+
+def test_more_ranks_and_other_batches_repeat_no_data(run, tmp_path, monkeypatch):
+    """A run on one process, on two, on two with larger steps, on four and on one again: together they read every window
+    of an epoch once, and each step those that come next in the order. The losses are those of one process."""
+    n, data = 96, tmp_path / "numbers"
+    data.mkdir()
+    for split in ("train", "val"):
+        np.arange(16 * n + 1, dtype=np.uint16).tofile(data / f"{split}.bin")
+    common = [f"--dataset={data}", f"--vocab_size={16 * n + 1}", "--lr_decay_iters=40", "--eval_interval=100"]
+    stages = [  # ranks, last step, batch_size, gradient_accumulation_steps, how
+        (1, 3, 4, 2, []),
+        (2, 6, 4, 2, []),
+        (2, 7, 3, 4, []),
+        (4, 9, 1, 12, FSDP),
+        (1, 10, 12, 1, ["--parallel=ddp"]),
+    ]
+    launches, flags = (
+        [],
+        [
+            [
+                *common,
+                f"--batch_size={batch}",
+                f"--gradient_accumulation_steps={accumulation}",
+                f"--max_iters={last}",
+                *how,
+            ]
+            for _, last, batch, accumulation, how in stages
+        ],
+    )
+    forward = Model.forward
+    for number, ((ranks, *_), each) in enumerate(zip(stages, flags, strict=True)):
+        file, how = tmp_path / f"stage {number}", ["--init_from=resume"] * (number > 0)
+        if ranks == 1:
+            monkeypatch.setattr(Model, "forward", recorded(forward, file))
+            run(*each, *how, out="moved")
+        else:
+            launches.append((file, [*TINY, *each, *how, f"--out_dir={tmp_path / 'moved'}"]))
+            if stages[number + 1][0] != ranks:
+                launch(ranks, train_recorded, tmp_path, launches)
+                launches = []
+    monkeypatch.undo()
+
+    samples, step, everything = 0, 0, []
+    for number, (ranks, last, batch, accumulation, _) in enumerate(stages):
+        files = [f"{tmp_path}/stage {number}.{rank}" for rank in range(ranks)]
+        lines = [[json.loads(line) for line in Path(file).read_text().splitlines()] for file in files]
+        per_step = batch * accumulation
+        read = np.array(lines).reshape(ranks, last - step, per_step // ranks).swapaxes(0, 1).reshape(-1, per_step)
+        expected = order(np.arange(samples, samples + read.size), n, 1337).reshape(read.shape)
+        assert np.array_equal(np.sort(read), np.sort(expected)), number
+        samples, step, everything = samples + read.size, last, [*everything, *read.flat]
+    assert sorted(everything) == list(range(n))
+
+    run(*flags[1], out="alone")
+    run(*flags[-1], "--init_from=resume", out="alone")
+    moved, expected = (losses(tmp_path / name) for name in ("moved", "alone"))
+    assert [line[0] for line in moved if len(line) == 5] == list(range(10))
+    for a, b in zip(
+        (line for line in moved if len(line) == 5), (line for line in expected if len(line) == 5), strict=True
+    ):
+        assert a == pytest.approx(b, abs=1e-5)
 
 
 KEPT = {"kept": (2, [*FSDP, "--fsdp_reshard=False"])}
