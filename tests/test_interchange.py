@@ -4,12 +4,16 @@ import math
 import os
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import TINY, metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import train
+from data.loader import order  # which has its own tests
 from engine.interchange import from_nanogpt, read_nanogpt
 from model import Model, ModelConfig
 
@@ -89,6 +93,46 @@ def test_logits_equal_gpt2_written_out(bias):
     expected = gpt2_logits(state, args, idx)
     assert expected.std() > 0.1
     torch.testing.assert_close(model.eval()(idx), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_training_starts_from_a_nanogpt_checkpoint(run, tiny_data, tmp_path):
+    """The model is the file's, without a flag that says so. Losses of the first steps and the validation loss are those
+    of GPT-2 as it is written out above, in float64, trained by PyTorch's AdamW on the same windows."""
+    sizes = dict(n_layer=3, n_head=4, n_embd=24, block_size=16, vocab_size=260, bias=True)
+    file = write(tmp_path / "ckpt.pt", model=(weights := nanogpt_state(**sizes)), model_args=sizes | {"dropout": 0.3})
+    of_the_model = ("--n_layer", "--n_head", "--n_embd", "--block_size")
+    flags = [flag for flag in TINY if not flag.startswith(of_the_model)]
+    flags += ["--dropout=0.0", "--max_iters=5", "--eval_iters=0", "--grad_clip=0", "--schedule=constant"]
+    flags += ["--warmup_iters=0", "--weight_decay=0.1", "--learning_rate=1e-2", "--beta1=0.8", "--beta2=0.9"]
+    train.main([*flags, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", f"--init_from=nanogpt:{file}"])
+    lines = metrics(tmp_path / "out")
+
+    tokens = {
+        split: np.concatenate([np.fromfile(p, "<u2")[512:] for p in sorted(tiny_data.glob(f"{split}_*.bin"))])
+        for split in ("train", "val")
+    }
+
+    def loss(state, split, windows):
+        rows = torch.from_numpy(np.stack([tokens[split][16 * w : 16 * w + 17] for w in windows]).astype(np.int64))
+        return F.cross_entropy(gpt2_logits(state, sizes, rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+    state = {name: t.double().requires_grad_() for name, t in weights.items() if name != "lm_head.weight"}
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    every = range((len(tokens["val"]) - 1) // 16)
+    assert lines[0]["val_loss"] == pytest.approx(loss(state, "val", every).item(), abs=1e-5)
+    params = list(dict.fromkeys(state.values()))
+    groups = [{"params": [p for p in params if (p.dim() > 1) == d], "weight_decay": 0.1 * d} for d in (True, False)]
+    adamw, n = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9)), (len(tokens["train"]) - 1) // 16
+    logged = [line["loss"] for line in lines if "loss" in line]
+    assert len(logged) == 5
+    for step, found in enumerate(logged):
+        expected = loss(state, "train", order(np.arange(8 * step, 8 * step + 8), n, 1337))
+        assert found == pytest.approx(expected.item(), abs=1e-5), step
+        adamw.zero_grad()
+        expected.backward()
+        adamw.step()
+    assert lines[-1]["val_loss"] == pytest.approx(loss(state, "val", every).item(), abs=1e-5)
+    assert lines[-1]["val_loss"] < lines[0]["val_loss"]
 
 
 def test_every_head_keeps_its_query_key_and_value():
