@@ -12,7 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter, defaultdict
+from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,8 +23,11 @@ import pytest
 import torch
 from conftest import ROOT, TINY, losses, metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_checkpoint import full_disk
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
+import sample
 import train
 from configurator import Config, parse
 from data.loader import draws, order  # the order itself has its own tests
@@ -29,7 +35,9 @@ from data.objective import OBJECTIVE
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
 from engine import checkpoint, parallel
+from engine.metrics import evaluation_line
 from engine.parallel import STOPPED, STOPPING
+from engine.replica import Replica
 
 
 def load(folder, which="latest"):
@@ -141,6 +149,139 @@ def test_accumulation_does_not_change_the_losses(run):
     assert len(trained[0]) == 40
     for x, y in zip(*trained, strict=True):
         assert x == pytest.approx(y, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize(
+    "flags", [{"block": "superblock", "pool": "joint"}, {"objective": "seq2seq", "attn_softcap": 3.0}], ids=str
+)
+def test_recomputation_draws_the_same_masks(monkeypatch, flags, kind):
+    """With dropout everywhere, the gradient is digit for digit that of the same seed without recomputation, and not
+    that of another one; each block is computed twice."""
+    torch.manual_seed(0)
+    batch = {name: torch.randint(30, (4, 16)) for name in ("idx", "targets", "source")}
+    batch = {name: x for name, x in batch.items() if name != "source" or "objective" in flags}
+    dropout, drawn = torch.nn.functional.dropout, []
+    counted = lambda x, *args, **options: drawn.append(x.shape) or dropout(x, *args, **options)  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "dropout", counted)
+
+    def gradients(seed: int, kind: str) -> dict[str, torch.Tensor]:
+        cfg = Config(**FLAT, **flags, vocab_size=30, dropout=0.3, activation_checkpoint=kind)
+        replica = Replica(cfg, parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False))
+        replica.init_weights(cfg.seed)
+        torch.manual_seed(seed)
+        drawn.clear()
+        replica.backward(iter([batch] * 2), 2, torch.amp.GradScaler("cpu", enabled=False))
+        return {name: p.grad for name, p in replica.model.named_parameters()}
+
+    plain, masks = gradients(1, "none"), len(drawn)
+    again, masks_again = gradients(1, kind), len(drawn)
+    other = gradients(2, kind)
+    assert all(torch.equal(again[name], plain[name]) for name in plain)
+    assert not any(torch.equal(other[name], plain[name]) for name in plain)
+    embeddings = 2 * (2 if "objective" in flags else 1)
+    strips = sum(shape[-2:] == (16, 16) for shape in drawn)  # computed again within the block that is computed again
+    assert masks_again > masks > embeddings and strips
+
+
+def test_the_gradient_of_dropout_is_that_of_its_masks():
+    """Of a loss whose seed is fixed, in float64, against finite differences: the strips of attention are computed again
+    in the backward, and there too with the masks of the forward."""
+    net = model.Model(model.ModelConfig(**FLAT | {"block_size": 150}, vocab_size=30, dropout=0.3), seed=0).double()
+    torch.manual_seed(0)
+    idx, targets = torch.randint(30, (2, 2, 150))
+    direction = {name: torch.randn_like(p) for name, p in net.named_parameters()}
+
+    def loss(distance: float) -> torch.Tensor:
+        torch.manual_seed(1)
+        moved = {name: p + distance * direction[name] for name, p in net.named_parameters()}
+        return torch.func.functional_call(net, moved, (idx, targets))
+
+    loss(0.0).backward()
+    slope = sum((p.grad * direction[name]).sum().item() for name, p in net.named_parameters())
+    with torch.no_grad():
+        difference = (loss(1e-6) - loss(-1e-6)).item() / 2e-6
+    assert slope == pytest.approx(difference, rel=1e-6)
+
+
+def test_dropout_is_of_training_alone(run, capsys):
+    """Evaluations and samples are those of the same weights without dropout, and training's masks do not depend on
+    whether there were evaluations in between, after which dropout is on again."""
+    flags = ["--dropout=0.5", "--max_iters=6", "--lr_decay_iters=40"]
+    seldom = run(*flags, "--eval_interval=6", out="seldom")
+    often = run(*flags, "--eval_interval=2", out="often")
+    never = run(*flags, "--dropout=0", out="never")
+    rows = [[line for line in losses(folder) if len(line) == 5] for folder in (seldom, often, never)]
+    assert rows[0] == rows[1] and len(rows[0]) == 6
+    assert losses(seldom)[0] == losses(never)[0] and all(a[1] != b[1] for a, b in zip(rows[0], rows[2], strict=True))
+    capsys.readouterr()
+    without = ["--init_from=resume", "--eval_only=True", "--dropout=0"]
+    run(*without, out="often")
+    assert re.search("step 6: .*", capsys.readouterr().out)[0] == evaluation_line(6, *losses(often)[-1][1:])
+    assert [line[1:3] for line in losses(often) if len(line) == 4][-1] == losses(seldom)[-1][1:3]
+    net, state = load(often)
+    net.cfg.dropout = 0.0
+    text = [*b"the cat "]
+    for _ in range(30):
+        text.append(net(torch.tensor([text[-16:]]))[0, -1, :257].argmax().item())
+    sample.main([f"--out_dir={often}", "--start=the cat ", "--max_new_tokens=30", "--temperature=0", "--device=cpu"])
+    expected = bytes(text[: text.index(256)] if 256 in text else text).decode("utf-8", "replace")
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+class Products(TorchDispatchMode):
+    """The dtypes of what matrix multiplications and attention take, by what goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.dtypes = "", defaultdict(set)
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        if str(f).removeprefix("aten.").startswith(("mm.", "addmm.", "bmm.", "baddbmm.", "_scaled_dot_product")):
+            self.dtypes[self.now] |= {x.dtype for x in args[:3]}
+        return f(*args, **(kwargs or {}))
+
+    def during(self, name: str, f):
+        def call(*args, **kwargs):
+            self.now = name
+            try:
+                return f(*args, **kwargs)
+            finally:
+                self.now = ""
+
+        return call
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--bias=True", "--loss_chunk=24"],
+        ["--block=superblock", "--pool=joint", "--pos=alibi", "--activation_checkpoint=full"],
+        [*SEQ2SEQ, "--attn_softcap=3.0", "--activation_checkpoint=selective"],
+    ],
+    ids=["standard", "joint", "seq2seq"],
+)
+def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
+    """All of them, in the forward, the backward and what is computed again, in evaluations and in samples; parameters
+    and gradients are float32."""
+    kept, backward = set(), Replica.backward
+
+    def seen(self, *args):
+        loss = backward(self, *args)
+        kept.update(x.dtype for p in self.model.parameters() for x in (p, p.grad))
+        return loss
+
+    for name in ("float32", "bfloat16"):
+        with monkeypatch.context() as patch, Products() as products:
+            patch.setattr(Replica, "backward", products.during("training", seen))
+            patch.setattr(Replica, "loss", products.during("evaluation", Replica.loss))
+            patch.setattr(sample, "main", products.during("sampling", sample.main))
+            folder = run(*flags, f"--dtype={name}", "--max_iters=2", "--eval_interval=2", out=name)
+            prompt = ["--start=the <mask>"] if "--objective=seq2seq" in flags else ["--start=the"]
+            sample.main([f"--out_dir={folder}", *prompt, f"--dtype={name}", "--max_new_tokens=4", "--device=cpu"])
+        wanted = {getattr(torch, name)}
+        assert products.dtypes | {"": wanted} == dict.fromkeys(["training", "evaluation", "sampling", ""], wanted)
+    assert kept == {torch.float32}
 
 
 def test_steps_equal_a_plain_loop(run, tiny_data):
@@ -389,6 +530,35 @@ def test_nothing_is_saved_before_the_first_step(run):
     assert sorted(p.name for p in folder.glob("step_*")) == ["step_00000002", "step_00000004"]
 
 
+def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
+    """`best` moves only to a lower finite loss than any before, also than those of before a resume, whose first
+    evaluation is that of its own checkpoint once more."""
+    val = {0: math.nan, 2: 3.0, 4: 4.0, 6: 3.5, 8: math.inf, 10: 2.5, 12: 2.5}
+    mean_loss, seen = train.mean_loss, []
+
+    def scripted(cfg, ranks, replica, objective, lengths, stop, stream, n_batches):
+        train_loss, bpb = mean_loss(cfg, ranks, replica, objective, lengths, stop, stream, n_batches)
+        seen.append(stream.name)
+        return (steps[len(seen) // 2 - 1], bpb) if len(seen) % 2 == 0 else (train_loss, None)
+
+    monkeypatch.setattr(train, "mean_loss", scripted)
+    flags = ["--eval_interval=2", "--keep_last=1"]
+    found = []
+    for evaluated, best in (([0, 2, 4, 6], 2), ([6, 8], 2), ([8, 10, 12], 10)):
+        steps, seen[:] = [val[step] for step in evaluated], []
+        resumed = ["--init_from=resume"] * (evaluated[0] > 0)
+        folder = run(*flags, f"--max_iters={evaluated[-1]}", "--lr_decay_iters=40", *resumed)
+        assert len(seen) == 2 * len(evaluated)
+        assert (folder / "best").read_text() == f"step_{best:08d}\n"
+        kept = {f"step_{step:08d}" for step in (best, evaluated[-1])}
+        assert {path.name for path in folder.glob("step_*")} == kept
+        found += [checkpoint.read_state(folder / name)["best_val_loss"] for name in sorted(kept)]
+    assert found == [3.0, 3.0, 3.0, 3.0, 2.5, 2.5]
+    steps, seen[:] = [math.nan, 3.0, 4.0, 3.5], []
+    improved = run(*flags, "--max_iters=6", "--always_save_checkpoint=False", out="improved")
+    assert [path.name for path in improved.glob("step_*")] == ["step_00000002"]
+
+
 def test_a_finished_run_is_left_alone(run, capsys):
     folder = run("--max_iters=6")
     before = losses(folder)
@@ -590,29 +760,49 @@ def test_a_signal_is_answered_at_once(monkeypatch, size):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_last_save_is_tried_again(run, monkeypatch, capsys, tmp_path, asynchronous):
-    """With on_save_error=continue, a run that ends without its last step on the disk has failed."""
-    save, fails = checkpoint.save, []
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_checkpoint_that_cannot_be_written(run, monkeypatch, capsys, tmp_path, on_error, asynchronous):
+    """The disk is full at some saves. The run stops with exit code 2 and one line, or goes on and tries the last save
+    again; and then only a last step that is not on the disk is a failure. What was saved before stays, and resumes."""
+    save, fails, known = checkpoint.save, [], r"step_000000{}: File too large \(.*--out_dir"
 
-    def full(out_dir, step, *args):
-        if step in fails:
-            fails.remove(step)
-            raise OSError("no room")
-        return save(out_dir, step, *args)
+    def to_full_disk(out_dir, step, *args):
+        with full_disk(20_000) if step in fails else nullcontext():
+            fails[:] = fails[: fails.index(step)] + fails[fails.index(step) + 1 :] if step in fails else fails
+            return save(out_dir, step, *args)
 
-    monkeypatch.setattr(checkpoint, "save", full)
-    flags = ["--on_save_error=continue", f"--async_checkpoint={asynchronous}"]
-    fails[:] = [20, 40]
-    folder = run(*flags, out="once")
-    assert not fails and [path.name for path in folder.glob("step_*")] == ["step_00000040"]
-    assert (folder / "best").read_text() == "step_00000040\n"
-    out = capsys.readouterr().out
-    assert out.count("warning: no room; training goes on") == 2
-    fails[:] = [40, 40]
-    with pytest.raises(SystemExit) as stopped:
-        run(*flags, out="twice")
-    assert stopped.value.code == 1 and capsys.readouterr().err == "error: no room\n"
-    assert checkpoint.find(tmp_path / "twice").name == "step_00000020"
+    monkeypatch.setattr(checkpoint, "save", to_full_disk)
+    flags = [f"--on_save_error={on_error}", f"--async_checkpoint={asynchronous}", "--save_interval=10"]
+    whole = losses(run("--save_interval=10", out="whole"))
+    capsys.readouterr()
+
+    def ends(failing: list[int], code: int, kept: list[int], best: int, warnings: int):
+        fails[:], out = failing, f"{failing}"
+        if code:
+            with pytest.raises(SystemExit) as stopped:
+                run(*flags, out=out)
+            assert stopped.value.code == code
+        else:
+            run(*flags, out=out)
+        said, error = capsys.readouterr()
+        assert not fails and checkpoint.find(tmp_path / out).name == f"step_000000{kept[-1]}"
+        assert sorted(path.name for path in (tmp_path / out).glob("step_*")) == [f"step_000000{n}" for n in kept]
+        assert not best or checkpoint.find(tmp_path / out, "best").name == f"step_000000{best}"
+        assert len(re.findall("warning: .*" + known.format(failing[0]) + ".*training goes on", said)) == warnings
+        last = rf"error: .*{known.format(failing[-1])}.*\n" if code else ""
+        assert re.fullmatch(last, error), error
+        for path in (tmp_path / out).glob("step_*"):
+            assert all(t.isfinite().all() for t in load(path)[0].parameters())
+        run("--init_from=resume", "--on_save_error=stop", "--async_checkpoint=False", out=out)
+        assert losses(tmp_path / out) == whole
+        capsys.readouterr()
+
+    if on_error == "stop":
+        ends([20], 2, [10], 0, 0)
+        ends([40], 2, [20, 30], 20, 0)
+    else:
+        ends([20, 40], 0, [30, 40], 40, 1)
+        ends([40, 40], 1, [20, 30], 20, 1)
 
 
 def test_steps_of_more_than_a_minute_are_announced(run, monkeypatch, capsys):
@@ -697,6 +887,36 @@ def test_torchrun_passes_sigterm_on(tiny_data, tmp_path):
     saved = checkpoint.read_state(checkpoint.find(tmp_path / "cut"))
     assert saved["step"] >= 26 and saved["ranks"] == 2
     assert {f"rng.{rank}.cpu" for rank in (0, 1)} <= checkpoint.shapes(checkpoint.find(tmp_path / "cut")).keys()
+
+
+@pytest.mark.parametrize("flags", [["--block=superblock"], MASKED, SEQ2SEQ], ids=["causal", "masked", "seq2seq"])
+def test_every_block_runs_as_compiled_code(run, monkeypatch, capsys, flags):
+    """Each block of each forward, and each chunk of the loss, is one call of a graph; nine layers, more than a function
+    may have graphs, share those of the first step. The backend runs a graph as it is, which is quick to make."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs, calls = [], Counter()
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+
+        def compiled(*args):
+            calls[torch.is_grad_enabled()] += 1
+            return graph(*args)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    flags = [*flags, "--n_layer=9", "--dropout=0.1", "--loss_chunk=24"]
+    folder = run(*flags, "--compile=True", "--max_iters=4", "--eval_interval=2")
+    cfg = load(folder)[0].cfg
+    blocks = cfg.n_layer + cfg.n_encoder_layer * (cfg.objective == "seq2seq")
+    chunks = math.ceil(4 * (8 if cfg.objective == "seq2seq" else 16) / 24)
+    steps, evaluations = 4 * 2, 3 * 2 * 2  # of two micro-batches; of two splits in two batches
+    assert calls == {True: steps * blocks, False: evaluations * blocks + (steps + evaluations) * chunks}
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert f"torch.compile: {len(graphs)} graphs, and 0 after the first step" in capsys.readouterr().out
+    torch._dynamo.reset()
 
 
 def test_compiled_training_gives_the_same_losses(run):
