@@ -366,6 +366,29 @@ def test_joint_pool_is_one_softmax(window, pos, Hkv, objective, docs):
     assert_same(heads(q, k, v, at(net, docs)), torch.cat(out, dim=-1), (heads.slot_k, heads.slot_v, q, k))
 
 
+@pytest.mark.parametrize(
+    "flags", [{}, {"window": 300}, {"attn_softcap": 1.5}, {"attention": "gqa", "n_kv_head": 2}], ids=str
+)
+def test_alibi_beside_slots_in_a_long_text(flags):
+    """600 positions, where the columns of the bias have carried over twice: slots and context under one softmax with
+    its matrix and its bias written out, for the whole text, and decoded in pieces of 460, 139 and 1 tokens."""
+    T, D = 600, C // H
+    net = build(block="superblock", pool="joint", n_slot=5, pos="alibi", block_size=T, n_layer=1, **flags)
+    jitter(net)
+    heads, Hkv = net.blocks[0].readers[0][0].pools[0].heads, net.cfg.kv_heads
+    q, k, v = leaves((1, H, T, D), (1, Hkv, T, D), (1, Hkv, T, D))
+    slopes, slots = M.alibi_slopes(H).double(), (heads.slot_k, heads.slot_v)
+    expected = naive_attention(q, k, v, net.cfg.window, net.cfg.attn_softcap, slopes, slots=slots)
+    expected = expected.transpose(1, 2).flatten(2)
+    assert_same(heads(q, k, v, At(net.rotate.table(torch.arange(T), torch.float64))), expected, (*slots, q, k, v))
+    with torch.no_grad():
+        heads.cache, pieces = M.KVCache(T), []
+        for start, end in ((0, 460), (460, 599), (599, 600)):
+            table = net.rotate.table(torch.arange(start, end), torch.float64)
+            pieces.append(heads(*(x[:, :, start:end] for x in (q, k, v)), At(table)))
+        assert torch.allclose(torch.cat(pieces, dim=1), expected, atol=1e-10)
+
+
 def test_joint_pool_without_context_is_a_softmax_mlp():
     """Context keys that no query likes leave softmax(q K^T) V over the slots."""
     q, k, v = stream(1, 2, T, 4), stream(1, 2, T, 4), stream(1, 2, T, 4)

@@ -229,6 +229,65 @@ def check_decoding(model, idx, **source):
         text = torch.cat((text, expected.argmax(-1, keepdim=True)), dim=1)
 
 
+@pytest.mark.parametrize("pos", M.POSITION)
+@pytest.mark.parametrize("length", [T, T + 1, 3 * T])
+def test_the_context_of_a_long_prompt_is_its_end(pos, length):
+    """A prompt that fills block_size, or is longer: each token is drawn from the uncached forward of the last ones."""
+    model, text, steps = build(pos=pos), tokens(2, length), []
+    jitter(model)
+    for _ in model.generate(text, 4, lambda logits: steps.append(logits) or logits.argmin(-1)):
+        pass
+    for step in steps:
+        expected = model(text[:, -T:])[:, -1]
+        assert torch.allclose(step, expected, atol=1e-9), text.size(1)
+        text = torch.cat((text, expected.argmin(-1, keepdim=True)), dim=1)
+    assert text.size(1) == length + 4
+
+
+SLOTS = {"block": "superblock", "pool": "joint", "n_slot": 5}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"pos": "none", "attn_softcap": 2.0},
+        {"pos": "rope", "attn_softcap": 2.0, "window": 140, "window_pattern": "SL", "attention": "mqa"},
+        {"pos": "alibi", "attn_softcap": 2.0, **SLOTS},
+        {"pos": "alibi", "window": 140, **SLOTS},
+        {"pos": "alibi", "attn_softcap": 2.0, "block": "simplified"},
+        {"pos": "rope", "attn_softcap": 2.0, "objective": "seq2seq", "n_encoder_layer": 1},
+    ],
+    ids=name,
+)
+def test_texts_of_several_strips(flags):
+    """Decoding a text of more than two strips of attention, up to block_size and beyond, is the uncached forward; so
+    are pieces of several strips that come after a cache. Each of its documents gives what it gives alone."""
+    T, idx = 300, tokens(2, 292)
+    model = build(block_size=T, **flags)
+    jitter(model)
+    source = {"source": tokens(2, 270)} if model.encoder else {}
+    steps = []
+    with torch.no_grad():
+        for _ in model.generate(idx, 12, lambda logits: steps.append(logits) or logits.argmax(-1), **source):
+            pass
+        text = idx
+        for step in steps:
+            expected = model(text[:, -T:], **source)[:, -1]
+            assert torch.allclose(step, expected, atol=1e-9), text.size(1)
+            text = torch.cat((text, expected.argmax(-1, keepdim=True)), dim=1)
+        assert text.size(1) == T + 4
+        memory = model.encode(source.get("source"))
+        with model.caching(T):
+            pieces = [model.hidden(idx[:, a:b], a, memory=memory) for a, b in ((0, 20), (20, 292))]
+        assert torch.allclose(torch.cat(pieces, dim=1), model.hidden(idx, memory=memory), atol=1e-9)
+        numbers, of_source = (torch.arange(n).expand(2, n) // 110 for n in (292, 270))
+        together = model(idx, docs=numbers, **source, source_docs=of_source if source else None)
+        for number in range(3):
+            here, there = (slice(110 * number, min(110 * number + 110, n)) for n in (292, 270))
+            alone = model(idx[:, here], **{each: x[:, there] for each, x in source.items()})
+            assert torch.allclose(together[:, here], alone, atol=1e-9), number
+
+
 COMPILED = [  # what a few rows of the grid might miss
     {"objective": "causal", "block": "superblock", "pool": "joint", "pos": "alibi"},
     {"objective": "masked", "block": "simplified", "pos": "alibi", "window": 3},

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, TINY
 from ranks import launch, train_runs
 
 import sample
+from model import Model
 from sample import SampleConfig, choose
 
 P = [0.5, 0.25, 0.15, 0.07, 0.03]
@@ -135,6 +137,34 @@ def test_greedy_text_equals_repeated_forwards(say, trained):
         ids.append(model(torch.tensor([ids[-16:]]))[0, -1, :257].argmax().item())
     expected = bytes(i for i in ids if i < 256).decode("utf-8", "replace")
     assert text == (expected if 256 not in ids else expected[: ids.index(256)]) + "\n"
+
+
+@pytest.mark.parametrize(
+    "flags,prompt,known",
+    [
+        ([], "the ", 257),
+        (["--objective=masked"], "the <mask>at s<mask>", 257),
+        (["--objective=seq2seq", "--corrupt_ratio=0.3", "--span_length=2"], "the <mask> on <mask>.", 261),
+    ],
+    ids=["causal", "masked", "seq2seq"],
+)
+def test_padding_of_the_vocabulary_is_never_drawn(run, say, monkeypatch, flags, prompt, known):
+    """Of 320 rows the tokenizer knows 257, and the objective the next ones. The rest may be the likeliest by far: the
+    samples are the same, be they nearly uniform or of few tokens."""
+    folder, logits = (
+        run(*flags, "--vocab_size=320", "--max_iters=1", "--warmup_iters=1", "--eval_iters=1"),
+        Model.logits,
+    )
+    for drawn in (["--temperature=100", "--top_k=310"], ["--top_k=3"], ["--temperature=0"], ["--top_p=0.9"]):
+        drawn += [f"--start={prompt}", "--num_samples=4"] + ["--max_new_tokens=40"] * (
+            "--objective=masked" not in flags
+        )
+        texts = []
+        for more in (0.0, 1e4):
+            padding = F.one_hot(torch.arange(known, 320), 320).sum(0)
+            monkeypatch.setattr(Model, "logits", lambda self, x, y=more * padding: logits(self, x) + y)
+            texts.append(say(*drawn, out=folder))
+        assert texts[0] == texts[1] and len(texts[0]) > len(prompt)
 
 
 def test_samples_are_one_batch_and_seeded(say):
