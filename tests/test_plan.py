@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import shlex
+import sys
 import time
 from collections import defaultdict
 from contextlib import contextmanager
@@ -332,7 +333,8 @@ def test_update_by_muon():
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     p, batch = plan.estimate(cfg), 8 * 4 * 256**2  # q, k, v, out of all layers
-    assert p.memory["update by Muon"] + 4 * 2 * batch == pytest.approx(most_allocated(optimizer.step), rel=0.02)
+    kept = 4 * batch * (sys.version_info < (3, 11))  # whose calls keep their arguments alive
+    assert p.memory["update by Muon"] + 4 * 2 * batch + kept == pytest.approx(most_allocated(optimizer.step), rel=0.02)
     assert p.total == sum(p.memory[kind] for kind in costs.STATES) + p.memory["update by Muon"]
 
 
