@@ -16,7 +16,7 @@ train: .venv/ready data/pycode/meta.json
 test: .venv/ready-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 gpu: .venv/ready
 	$(BIN)/python bench.py --gpu --out=out/gpu.json
