@@ -1,4 +1,4 @@
-"""The training loop against an uninterrupted run, other numbers of processes, a plain loop and closed forms."""
+"""The training loop against an uninterrupted run, other numbers of processes, closed forms."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ import model
 import sample
 import train
 from configurator import Config, parse
-from data.loader import draws, order  # the order itself has its own tests
+from data.loader import draws  # the order itself has its own tests
 from data.objective import OBJECTIVE
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
@@ -282,45 +282,6 @@ def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
         wanted = {getattr(torch, name)}
         assert products.dtypes | {"": wanted} == dict.fromkeys(["training", "evaluation", "sampling", ""], wanted)
     assert kept == {torch.float32}
-
-
-def test_steps_equal_a_plain_loop(run, tiny_data):
-    """The first losses against the shortest loop: raw tokens, plain AdamW without fusing, clipping by hand."""
-    lines = metrics(run("--max_iters=8", "--grad_clip=0.5", "--lr_decay_iters=40"))
-    logged = [line["loss"] for line in lines if "loss" in line]
-    assert len(logged) == 8
-    cfg = parse(Config, [*TINY, f"--dataset={tiny_data}", "--grad_clip=0.5"])
-    cfg.vocab_size = 257
-    net = model.Model(cfg, cfg.seed)
-    tokens = np.concatenate([np.fromfile(p, "<u2")[512:] for p in sorted(tiny_data.glob("train_*.bin"))]).astype(
-        np.int64
-    )
-    n = (len(tokens) - 1) // 16
-    decay = [p for p in net.parameters() if p.dim() > 1]
-    rest = [p for p in net.parameters() if p.dim() < 2]
-    adamw = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
-        betas=(0.9, 0.95),
-        foreach=False,
-    )
-    for step, expected in enumerate(logged):
-        lr = (
-            1e-2 * (step + 1) / 6
-            if step < 5
-            else 6e-5 + 0.5 * (1 + math.cos(math.pi * (step - 5) / 35)) * (1e-2 - 6e-5)
-        )
-        for group in adamw.param_groups:
-            group["lr"] = lr
-        starts = order(np.arange(step * 8, step * 8 + 8), n, cfg.seed) * 16
-        rows = torch.from_numpy(np.stack([tokens[s : s + 17] for s in starts]))
-        loss = torch.nn.functional.cross_entropy(net(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-        assert loss.item() == pytest.approx(expected, abs=2e-5), step
-        adamw.zero_grad()
-        loss.backward()
-        norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in net.parameters()))
-        for p in net.parameters():
-            p.grad *= min(1.0, 0.5 / norm)
-        adamw.step()
 
 
 def test_learns(run):
