@@ -342,7 +342,7 @@ def run(argv: list[str] | None, ends: ExitStack):
     saver = checkpoint.Saver(cfg.async_checkpoint)
     saved = saver.saved = step if cfg.init_from == "resume" else None  # steps last handed over, and on the disk
     never = torch.iinfo(torch.int64).max
-    graphs_warm = 0
+    graphs_warm, next_best = 0, None  # (step, validation loss) of a best checkpoint that was handed over
     first_bad = torch.full((), never, device=ranks.device)  # first step whose gradient was not finite
 
     def fail(text: str) -> NoReturn:
@@ -363,16 +363,27 @@ def run(argv: list[str] | None, ends: ExitStack):
                 "--skip_nonfinite=True"
             )
 
+    def settle():
+        """Wait for the last save. A loss counts as the best one once its checkpoint is on the disk."""
+        nonlocal best, next_best
+        with saving_together():  # by itself, so that its failure does not keep the next one from being tried
+            saver.wait()
+        if next_best and saver.saved == next_best[0]:
+            best = next_best[1]
+        next_best = None
+
     def save(is_best: bool, last: bool = False):
+        nonlocal next_best
         check_finite()
+        settle()
+        next_best = (step, val_loss) if is_best else None
         now = {
-            "samples": samples, "skipped": skipped, "best_val_loss": best, "scaler": scaler.state_dict(),
+            "samples": samples, "skipped": skipped, "scaler": scaler.state_dict(),
+            "best_val_loss": val_loss if is_best else best,
             "flags": asdict(cfg), "ranks": ranks.size, "tokenizer": data.tokenizer and data.tokenizer.spec,
             "tokenizer_hash": data.tokenizer and data.tokenizer.hash,
         }  # fmt: skip
         tensors = run_tensors(replica, optimizer) | random_states(ranks)
-        with saving_together():
-            saver.wait()  # by itself, so that its failure does not keep this one from being tried
         with saving_together(last):
             saver.save(cfg.out_dir, step, tensors, now, cfg.keep_last, is_best)
             if last:
@@ -399,8 +410,8 @@ def run(argv: list[str] | None, ends: ExitStack):
                 try:
                     yield
                 except OSError:
-                    if cfg.on_save_error == "stop" and not ranks.first:
-                        raise SystemExit(2) from None
+                    if not ranks.first and (cfg.on_save_error == "stop" or last):
+                        raise SystemExit(1 if last else 2) from None
                     raise
         except SystemExit:
             if cfg.on_save_error == "stop" or last:
@@ -423,9 +434,12 @@ def run(argv: list[str] | None, ends: ExitStack):
                     (train_loss, _), (val_loss, bpb) = of_train, of_val
                     with saving():
                         metrics.evaluation(step, train_loss, val_loss, bpb)
+                    if next_best:
+                        settle()
                     improved = math.isfinite(val_loss) and (best is None or val_loss < best)
-                    best = val_loss if improved else best
                     worth_saving = step > 0 and (improved or cfg.always_save_checkpoint)
+                    if improved and not worth_saving:  # before the first step there is nothing to save
+                        best = val_loss
         if cfg.eval_only:
             if ranks.first and not stopping:
                 print(evaluation_line(step, train_loss, val_loss, bpb))
@@ -437,8 +451,7 @@ def run(argv: list[str] | None, ends: ExitStack):
             saved = step
             stopping = stopping or stop.agreed() or stop.agreed()  # the second call tells of signals during the save
         if stopping or step >= cfg.max_iters:
-            with saving_together():
-                saver.wait()
+            settle()
             if saver.saved != saved:
                 save(improved, last=True)
         if stopping:

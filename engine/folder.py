@@ -101,7 +101,7 @@ class FolderLock:
 def check_out_dir(cfg):
     """A run must not end up among the checkpoints of another one, nor inside of a checkpoint."""
     taken = cfg.init_from != "resume" and not cfg.eval_only and (Path(cfg.out_dir) / "latest").exists()
-    remedy = "go on with --init_from=resume, choose another --out_dir, or delete it"
+    remedy = "go on with --init_from=resume, or choose another --out_dir"
     require(not taken, f"out_dir={cfg.out_dir} already holds a run; {remedy}")
     inside = not cfg.eval_only and (Path(cfg.out_dir) / "state.json").exists()
     require(

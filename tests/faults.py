@@ -377,8 +377,10 @@ FAULTS = [
     ),
     (
         "train.py",
-        "best = val_loss if improved else best",
-        "best = val_loss",
+        """                    if improved and not worth_saving:  # before the first step there is nothing to save
+                        best = val_loss
+""",
+        "                    best = val_loss\n",
         "A validation loss counts as the best one when it is lower than the one before it.",
         "tests/test_train.py::test_the_best_checkpoint_stays_when_validation_worsens",
     ),

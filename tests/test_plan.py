@@ -482,6 +482,10 @@ def shown_plans() -> list[tuple[str, str]]:
     return [tuple(block.split("\n\n", 1)) for block in blocks if re.match(r"python train\.py .*--plan=True\n\n", block)]
 
 
+def test_the_docs_show_three_plans():
+    assert len(shown_plans()) == 3
+
+
 @pytest.mark.parametrize("command,output", shown_plans(), ids=lambda text: text.split()[2])
 def test_the_plans_of_the_docs_and_their_largest_batches(command, output, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)

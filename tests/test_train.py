@@ -520,6 +520,28 @@ def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
     assert [path.name for path in improved.glob("step_*")] == ["step_00000002"]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_best_checkpoint_that_cannot_be_written_is_not_the_best(run, monkeypatch, asynchronous):
+    """2.0 is saved, 1.0 is not, and so 1.5 becomes the best one."""
+    mean_loss, save, val = train.mean_loss, checkpoint.save, iter([3.0, 2.0, 1.0, 1.5])
+
+    def scripted(cfg, ranks, replica, objective, lengths, stop, stream, n_batches):
+        found = mean_loss(cfg, ranks, replica, objective, lengths, stop, stream, n_batches)
+        return (next(val), found[1]) if stream.name.endswith(" val") else found
+
+    def to_full_disk(out_dir, step, *args):
+        with full_disk(20_000) if step == 4 else nullcontext():
+            return save(out_dir, step, *args)
+
+    monkeypatch.setattr(train, "mean_loss", scripted)
+    monkeypatch.setattr(checkpoint, "save", to_full_disk)
+    flags = ["--max_iters=6", "--eval_interval=2", "--on_save_error=continue", f"--async_checkpoint={asynchronous}"]
+    folder = run(*flags)
+    assert next(val, None) is None
+    assert (folder / "best").read_text() == "step_00000006\n"
+    assert checkpoint.read_state(folder / "step_00000006")["best_val_loss"] == 1.5
+
+
 def test_a_finished_run_is_left_alone(run, capsys):
     folder = run("--max_iters=6")
     before = losses(folder)
