@@ -101,6 +101,14 @@ def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+TIMES = {"tokens_per_s", "mfu", "ms_per_step", "peak_memory_bytes"}
+
+
+def figures(folder: Path) -> list[dict]:
+    """All that a run has logged but what measures time and memory."""
+    return [{key: line[key] for key in line.keys() - TIMES} for line in metrics(folder)]
+
+
 def losses(folder: Path) -> list[tuple]:
     """What must not depend on time or place: (step, loss, ...) of logged steps, (step, train, val) of evaluations."""
     keys = ("step", "loss", "grad_norm", "lr", "tokens", "train_loss", "val_loss", "val_bpb")

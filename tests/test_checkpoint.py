@@ -489,13 +489,16 @@ def test_an_error_on_one_rank_is_raised_by_both(tmp_path, asynchronous):
     assert same(loaded, tensors)
 
 
+@pytest.mark.parametrize("on_error,step,code", [("stop", 3, 2), ("continue", 4, 1)])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_two_ranks_end_together_when_the_disk_is_full(launch, asynchronous):
+def test_two_ranks_end_together_when_the_disk_is_full(launch, asynchronous, on_error, step, code):
+    """At once, or after the last save has failed twice; and the first rank alone says so."""
+    flags = ["--save_interval=3", "--max_iters=4", f"--async_checkpoint={asynchronous}", f"--on_save_error={on_error}"]
     with full_disk(20_000):
-        _, done = launch(2, "--save_interval=3", "--max_iters=200", f"--async_checkpoint={asynchronous}")
+        _, done = launch(2, *flags)
     lines = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert done.returncode == 1 and len(lines) == 1 and "step_00000003: File too large (" in lines[0]
-    assert "Aborted" not in done.stderr and "exitcode  : 2" in done.stderr
+    assert done.returncode == 1 and len(lines) == 1 and f"step_{step:08d}: File too large (" in lines[0], done.stderr
+    assert "Aborted" not in done.stderr and f"exitcode  : {code}" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY, assert_rounds_alike, losses
+from conftest import TINY, assert_rounds_alike, figures, losses
 from ranks import launch, train_runs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -401,7 +401,7 @@ def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
         runs += [(f"{name}, whole", how), (name, [*how, *half]), (name, [*how, *rest])]
     folder = many(processes, *runs)
     for name in layouts:
-        assert losses(folder / name) == losses(folder / f"{name}, whole")
+        assert figures(folder / name) == figures(folder / f"{name}, whole")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, losses, metrics
+from conftest import ROOT, TINY, figures, losses, metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoint import full_disk
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,11 +66,11 @@ def test_resume_is_exact(run, flags):
     whole = run(*flags, out="whole")
     halves = run(*flags, "--max_iters=20", "--lr_decay_iters=40", out="halves")
     run(*flags, "--init_from=resume", "--lr_decay_iters=40", out="halves")
-    assert losses(halves) == losses(whole)
+    assert figures(halves) == figures(whole)
     shutil.rmtree(halves / "step_00000040")
     (halves / "latest").write_text("step_00000020\n")  # as if killed after the log had gone on
     run("--init_from=resume", out="halves")
-    assert losses(halves) == losses(whole)
+    assert figures(halves) == figures(whole)
     assert [line["step"] for line in metrics(whole) if "loss" in line] == list(range(40))
     assert [line["step"] for line in metrics(whole) if "val_loss" in line] == [0, 20, 40]
 
@@ -82,7 +82,7 @@ def test_a_mixture_resumes_exactly(run, tiny_data, more_data):
     whole = run(*flags, out="whole")
     halves = run(*flags, "--max_iters=20", "--lr_decay_iters=40", out="halves")
     run("--init_from=resume", mix, "--eval_iters=0", "--lr_decay_iters=40", out="halves")
-    assert losses(halves) == losses(whole)
+    assert figures(halves) == figures(whole)
     n = (sum(len(np.fromfile(p, "<u2")) - 512 for p in tiny_data.glob("train_*.bin")) - 1) // 16
     logged = [line for line in metrics(whole) if "loss" in line]
     assert len(logged) == 40 and not any("epoch" in line for line in logged)
@@ -111,7 +111,7 @@ def test_processes_do_not_change_the_losses(run, launch, many):
     assert done.returncode == 0, done.stderr
     shutil.copytree(half, half.parent / "moved")
     two = many(2, ("two", []), ("half", ["--init_from=resume", "--max_iters=40"])) / "two"
-    assert losses(half) == losses(two)
+    assert figures(half) == figures(two)
     moved = losses(run("--init_from=resume", "--lr_decay_iters=40", out="moved"))
     for other in (losses(two), moved):
         assert len(other) == len(one)
@@ -135,10 +135,10 @@ def test_processes_do_not_change_other_objectives(run, many, tiny_data, more_dat
 
 def test_the_same_command_gives_the_same_digits(run):
     flags = ["--dropout=0.1", "--max_iters=10", "--eval_interval=5"]
-    first = losses(run(*flags, out="first"))
+    first = figures(run(*flags, out="first"))
     torch.manual_seed(7)  # of no consequence, nor what was drawn before
-    assert losses(run(*flags, out="second")) == first and len(first) == 13
-    other = losses(run(*flags, "--seed=1338", out="third"))
+    assert figures(run(*flags, out="second")) == first and len(first) == 13
+    other = figures(run(*flags, "--seed=1338", out="third"))
     assert all(a != b for a, b in zip(first, other, strict=True))
 
 
