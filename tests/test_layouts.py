@@ -130,6 +130,8 @@ UNEVEN_RUNS = {  # on 3 ranks: name -> (flags of the model, of the layout)
     "ddp": (["--bias=True"], []),
     "fsdp": (["--bias=True", "--tie_weights=False", *MUON], FSDP),
     "gains": (["--block=simplified", "--simplified_value_proj=all"], FSDP),  # of one number: two ranks have none of it
+    "tp": (["--n_head=3", "--n_embd=24", "--block_size=18"], ["--tp=3"]),  # which pads the vocabulary to 258
+    "cp": (["--n_head=3", "--n_embd=24", "--block_size=18", "--pos=rope"], ["--cp=3"]),
 }
 
 
