@@ -34,7 +34,7 @@ def copy(folder: Path):
 def test(folder: Path, tests: str) -> tuple[bool, str]:
     """Whether the tests, pytest's arguments in one string, are green in the copy; and what they print.
 
-    RuntimeError if pytest cannot run them, subprocess.TimeoutExpired after ten minutes: neither says anything of a fault.
+    RuntimeError if pytest cannot run them, subprocess.TimeoutExpired after ten minutes: neither tells of a fault.
     """
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests.split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)

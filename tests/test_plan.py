@@ -243,6 +243,8 @@ WIDE = {"n_layer": 5, "n_embd": 128, "block_size": 128, "batch_size": 4, "gradie
     ids=str,
 )
 def test_activations_are_what_training_allocates(tolerance, flags):
+    if flags.get("dtype") == "bfloat16" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("with kernels without vectors, torch's bfloat16 attention fails on a CPU whose flags name AMX")
     cfg = config(**WIDE | flags)
     model, batch = Model(cfg), batch_of(cfg)
     for block in [*model.blocks, *(model.encoder.blocks if model.encoder else ())]:
