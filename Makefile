@@ -1,5 +1,5 @@
 # make train: environment, data, a trained model and a sample.   make test: environment and all tests but the slow.
-# make mutants: are 60 planted faults seen by the tests? Ten minutes.
+# make mutants: are 60 planted faults seen by the tests? Some minutes.
 # make gpu: on a machine with a GPU, 8 minutes: is everything computed there as on the CPU, and how fast does it train?
 # All need only a Python >= 3.10 with pip, write nothing outside this folder and skip what is already done.
 

@@ -383,16 +383,17 @@ def documented(cls: type) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     notes = {}
     for owner in reversed([c for c in cls.__mro__ if "__dataclass_fields__" in vars(c)]):
         section, source = "", io.StringIO(textwrap.dedent(inspect.getsource(owner)))
-        words = []  # of a statement, which may go over several lines, or of a comment that stands alone
+        words = []  # of a statement, which may go over several lines, or one: a comment that stands alone
         for token in tokenize.generate_tokens(source.readline):
-            words += [token] * bool(token.string.strip())
-            comments = [word.string.strip("# ") for word in words if word.type == tokenize.COMMENT]
-            if token.type == tokenize.NL and len(comments) < len(words):
-                continue  # inside of brackets
-            if token.type in (tokenize.NL, tokenize.NEWLINE):
+            if token.string.strip():
+                words.append(token)
+            elif (
+                token.type == tokenize.NEWLINE or token.type == tokenize.NL and len(words) < 2
+            ):  # not inside of brackets
                 if words and words[0].string.startswith("# ---"):
                     section = words[0].string.strip("# -")
                 elif len(words) > 1 and words[1].string == ":":
+                    comments = [word.string.strip("# ") for word in words if word.type == tokenize.COMMENT]
                     notes[words[0].string] = section, " ".join(comments)
                 words = []
     flags = [(field.name, *notes.get(field.name, ("", ""))) for field in fields(cls)]

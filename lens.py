@@ -1,7 +1,9 @@
 """Attention read as an MLP whose weights the context writes.
 
-from lens import contextual_mlp
-incoming, outgoing, hidden = contextual_mlp(model, idx, layer=2, head=0, position=17)
+    from lens import contextual_mlp
+    incoming, outgoing, hidden = contextual_mlp(model, idx, layer=2, head=0, position=17)
+
+The model's file does not need it.
 """
 
 import math
