@@ -13,21 +13,21 @@ from torch import Tensor
 
 from model import (
     Alibi,
-    FusedLinear,
+    AttentionPosition,
+    ContextPool,
     Heads,
     Mask,
+    MemoryPool,
     Model,
     Rope,
-    ShapedHeads,
-    SlotHeads,
-    Superblock,
+    ShapedPool,
+    SlotPool,
     TwoSidedAlibi,
-    Unrotated,
     capped,
     require,
 )  # fmt: skip
 
-KNOWN = {Heads, SlotHeads, ShapedHeads, Unrotated, Rope, Alibi, TwoSidedAlibi}  # heads and positions
+KNOWN = {ContextPool, SlotPool, ShapedPool, AttentionPosition, Rope, Alibi, TwoSidedAlibi}  # heads and positions
 
 
 @torch.no_grad()
@@ -57,44 +57,48 @@ def contextual_mlp(
     cfg, D, H = model.cfg, model.cfg.head_dim, model.cfg.n_head
     for name, value, limit in (("layer", layer, cfg.n_layer), ("head", head, H), ("position", position, len(idx))):
         require(0 <= value < limit, f"{name}={value} must be in 0 .. {limit - 1}")
-    block = model.blocks[layer]
-    attn = block.readers[0][0] if isinstance(block, Superblock) else block.attn
-    heads = next(m for m in attn.modules() if isinstance(m, Heads))
-    for part in (heads, heads.rotate):
+    heads = next(
+        (m for m in model.blocks[layer].modules() if isinstance(m, Heads) and not isinstance(m, MemoryPool)), None
+    )
+    require(heads is not None, f"contextual_mlp finds no attention to the context in layer {layer}")
+    for part in (heads, heads.position):
         require(type(part) in KNOWN, f"contextual_mlp does not know {type(part).__name__}; write its case into lens.py")
-    into = next(m for m in attn.children() if isinstance(m, FusedLinear))
     read = []
     with heads.register_forward_pre_hook(lambda _, args: read.extend(args)):
         model.hidden(idx[None], memory=model.encode(None if source is None else source[None]))
-    q, k, v, at = read  # before norms and positions: q (1, H, T, D), k and v (1, heads, T, D)
+    x, inputs = read
+    q, k, v = heads.project(x, inputs)  # before norms and positions: q (1, H, T, D), k and v (1, heads, T, D)
 
     scale = q.new_ones(D) / math.sqrt(D)
     if cfg.qk_norm:
         scale *= heads.q_norm.weight * (q[0, head, position].square().mean() + heads.q_norm.eps).rsqrt()
-    q, k, v = heads.rotate(heads.q_norm(q), heads.k_norm(k), v, at.table)
+    q, k, v = heads.position(heads.q_norm(q), heads.k_norm(k), v, inputs.table)
     lo, hi = (int(x[position]) for x in Mask(heads.causal, heads.window).reach(len(idx), len(idx), idx.device))
     q, k, v = (x[0, head * x.size(1) // H] for x in (q, k, v))
     q, k, v = q[position], k[lo:hi], v[lo:hi]  # (E,), and what it sees, each (S, E)
-    if isinstance(heads, SlotHeads):
-        slots = heads.rotate.slots(heads.k_norm(heads.slot_k), heads.slot_v)
+    if isinstance(heads, SlotPool):
+        slots = heads.position.slots(heads.k_norm(heads.slot_k), heads.slot_v)
         k, v = (torch.cat((x[head * x.size(0) // H], y)) for x, y in zip(slots, (k, v), strict=True))
     content, bias = (k[:, part] @ q[part] / math.sqrt(D) for part in (slice(D), slice(D, None)))
     own = len(k) - hi + position  # the unit of its own token, whose distance is 0
     bias -= bias[own].clone()
-    if (slopes := heads.rotate.slopes(at.table)) is not None:
+    if (slopes := heads.position.slopes(inputs.table)) is not None:
         bias[len(k) - hi + lo :] -= slopes[head] * (torch.arange(lo, hi, device=idx.device) - position).abs()
     hidden = torch.exp(capped(content, heads.softcap) + bias)
     Z = hidden.sum()
-    if isinstance(heads, ShapedHeads):
+    if isinstance(heads, ShapedPool):
         hidden = heads.beta[head] * hidden - heads.gamma[head] * Z * bias.softmax(0)
         hidden[own] += heads.alpha[head] * Z
 
     group, member = divmod(head, H // cfg.kv_heads)  # groups are the outer index of rows and columns
     part = slice(member * D, (member + 1) * D)
     keys = k[:, :D].expand(1, H, -1, -1)
-    back = heads.rotate(keys, keys, keys, heads.rotate.table(idx.new_tensor([-position]), k.dtype))[0][0, head, :, :D]
+    back = heads.position(keys, keys, keys, heads.position.table(idx.new_tensor([-position]), k.dtype))[0][
+        0, head, :, :D
+    ]
+    into = heads.qk if isinstance(heads, ShapedPool) else heads.qkv
     incoming = (back * scale) @ into.weight.unflatten(0, (cfg.kv_heads, -1))[group, part]
-    y = v.new_zeros(len(v), cfg.kv_heads, getattr(attn.out, "in_features", cfg.n_embd) // cfg.kv_heads)
+    y = v.new_zeros(len(v), cfg.kv_heads, getattr(heads.out, "in_features", cfg.n_embd) // cfg.kv_heads)
     y[:, group, part] = v[:, :D]
     y = y.flatten(1)
-    return incoming, (attn.out(y) - attn.out(torch.zeros_like(y))) / Z, hidden
+    return incoming, (heads.out(y) - heads.out(torch.zeros_like(y))) / Z, hidden

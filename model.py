@@ -5,24 +5,53 @@
     loss = model(idx, targets)        # idx, targets (B, T) int64; targets of -1 are left out
     logits = model(idx)               # (B, T, V)
 
-With objective="seq2seq" there is also source=(B, S), what the encoder reads. docs=(B, T) and source_docs=(B, S) hold
-document numbers that do not fall along a row: tokens see only their own document. Padding is a document of its own.
+A model with objective="seq2seq" also takes source=(B, S), the text that its encoder reads. docs=(B, T) and
+source_docs=(B, S) hold document numbers that do not fall along a row: a token sees only its own document. Padding is a
+document of its own.
 
-To try an idea, add an entry to one of the tables (NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the
-flag's Literal: the grid test walks the tables, so the new entry is tested without writing a test.
+A block is a list of sums, and a sum adds readers to the residual stream: heads that look into the context, heads that
+look into the encoder's memory, and the MLP, which looks into its own parameters. To try an idea, add an entry to one of
+the tables (NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the flag's Literal: the grid test walks the
+tables, so the new entry is tested without writing a test. docs/hacking.md has worked examples.
 
 Names used everywhere
     B batch   T time (queries)   S keys, or tokens of a source   C n_embd   V vocabulary   L layers
     H query heads   Hkv key/value heads   G = H / Hkv query heads of one group   D = C / H head size
     F hidden width of the MLP
+
+Roles. A module with parameters declares its role. Initial weights, optimizers, FLOPs and tensor parallelism go by it.
+    role      module                               initial weights         under tensor parallelism
+    vocab     token embedding, head                N(0, 0.02)              rows are cut
+    into      linear layer from the stream         N(0, 0.02)              outputs (heads, hidden units) are cut
+    memory    linear layer from the memory         N(0, 0.02)              outputs are cut
+    out       linear layer to the stream           N(0, 0.02 / sqrt(n))    inputs are cut; n outputs make a stream
+    before    norm ahead of a sum's readers        1                       whole; an all-gather follows
+    after     norm behind a sum's readers          1                       whole; a reduce-scatter precedes
+    last      norm behind the last block           1                       whole; an all-gather follows
+    whole     all others                           N(0, 0.02), 1; bias 0   whole
+A parameter with a row for each head is named in its module's `per_head`; its rows are cut. A module may declare other
+initial weights in its dict `initial`: name of the parameter -> a number, or Normal.
+
+Seams. Other files replace or wrap these attributes and nothing else:
+    attribute                        replaced by                                what must stay true
+    Model.embed                      pipeline stages, context parallelism       (B, T) ids -> stream (B, T, C), t (T,)
+    Model.loss, .tie                 tensor parallelism, pipeline stages        mean in nats; ends share one tensor
+    Model.chunk_loss, a block        compilation, recomputation                 same result
+    Model.pos, .wte, .norm, .head    pipeline stages, tensor parallelism        shapes
+    Stack.position_table             tensor parallelism: rows of its heads      as AttentionPosition.table
+    forward of norms and layers      FSDP, tensor parallelism                   same result, or a part of a sum
+    Heads.cache, .mix                decoding, context parallelism              as KVCache.extend, as Heads.mix
 """
 
 import hashlib
 import math
+import re
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Literal, NamedTuple
 
 import torch
@@ -80,59 +109,45 @@ class ModelConfig:
     loss_chunk: int = 0  # tokens whose logits exist at once in the loss; 0 = as many as fit in 128 MiB
 
     def __post_init__(self):
-        for names, least, limit in (
-            ("n_head n_embd block_size", 1, 2**31),
-            ("n_group", 1, 2**16),  # a layer lists its groups
-            ("vocab_size n_kv_head n_slot window loss_chunk attn_softcap logit_softcap", 0, 2**31),
-            ("simplified_beta_ff", -(2**31), 2**31),
-            ("n_layer", 1, 2**12),  # each is a dozen Python objects, which take a hundredth of a second
-            ("n_encoder_layer", 0, 2**12),
-        ):
-            for name in names.split():
-                value = getattr(self, name)
-                require(least <= value < limit, f"{name}={value} must be at least {least} and below {limit}")
-        H, C = self.n_head, self.n_embd
-        require(
-            C % H == 0, f"n_embd={C} is not divisible by n_head={H}; set n_embd to a multiple such as {-(-C // H) * H}"
-        )
-        require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
-        require(
-            0 < self.mlp_ratio * C < 2**31,
-            f"mlp_ratio={self.mlp_ratio} must be positive, and times n_embd={C} below {2**31}",
-        )
-        require(self.rope_theta > 0, f"rope_theta={self.rope_theta} must be positive")
-        for name in ("attn_softcap", "logit_softcap"):
+        ranges = {
+            "n_head n_embd block_size": (1, 2**31),
+            "n_group": (1, 2**16),  # a layer lists its groups
+            "vocab_size n_kv_head n_slot window loss_chunk attn_softcap logit_softcap": (0, 2**31),
+            "simplified_beta_ff": (-(2**31), 2**31),
+            "n_layer": (1, 2**12),  # each is a dozen Python objects, which take a hundredth of a second
+            "n_encoder_layer": (0, 2**12),
+        }
+        for name, (least, limit) in ((name, each) for names, each in ranges.items() for name in names.split()):
             value = getattr(self, name)
+            require(least <= value < limit, f"{name}={value} must be at least {least} and below {limit}")
+        H, C, Hkv, pos, pattern = self.n_head, self.n_embd, self.n_kv_head, self.pos, self.window_pattern
+        near = -(-C // H) * H
+        require(C % H == 0, f"n_embd={C} is not divisible by n_head={H}; set n_embd to a multiple such as {near}")
+        require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
+        hidden = f"mlp_ratio={self.mlp_ratio} must be positive, and times n_embd={C} below {2**31}"
+        require(0 < self.mlp_ratio * C < 2**31, hidden)
+        require(self.rope_theta > 0, f"rope_theta={self.rope_theta} must be positive")
+        for name, value in (("attn_softcap", self.attn_softcap), ("logit_softcap", self.logit_softcap)):
             require(value == 0 or value >= 1e-6, f"{name}={value} must be 0 (off) or at least 1e-06")
         require(C % self.n_group == 0, f"n_group={self.n_group} does not divide n_embd={C}; set n_group to a divisor")
         low = [n for n in range(1, math.isqrt(H) + 1) if H % n == 0]
         divisors = sorted({*low, *(H // n for n in low)})
+        remedy = f"set n_kv_head to a divisor of n_head={H}: {divisors}"
+        require(self.attention != "gqa" or Hkv in divisors, f"attention=gqa with n_kv_head={Hkv}: {remedy}")
+        fixed = {"mha": H, "mqa": 1}.get(self.attention, Hkv)
+        clash = f"contradicts attention={self.attention} (n_kv_head={fixed}); set attention=gqa"
+        require(Hkv in (0, fixed), f"n_kv_head={Hkv} {clash}")
+        require(pos != "rope" or C // H % 2 == 0, f"pos=rope needs an even head size, and n_embd / n_head is {C // H}")
+        require(pos != "sinusoidal" or C % 2 == 0, f"pos=sinusoidal needs an even n_embd, and it is {C}")
         require(
-            self.attention != "gqa" or self.n_kv_head in divisors,
-            f"attention=gqa with n_kv_head={self.n_kv_head}: set n_kv_head to a divisor of n_head={H}: {divisors}",
+            not self.doc_positions or pos in ("learned", "sinusoidal"),
+            f"doc_positions=True with pos={pos}: it moves embeddings of positions, and here there are only distances, "
+            "which a document does not change; leave doc_positions out, or set pos=learned",
         )
-        fixed = {"mha": H, "mqa": 1}.get(self.attention, self.n_kv_head)
-        require(
-            self.n_kv_head in (0, fixed),
-            f"n_kv_head={self.n_kv_head} contradicts attention={self.attention} (n_kv_head={fixed}); set attention=gqa",
-        )
-        require(
-            self.pos != "rope" or C // H % 2 == 0, f"pos=rope needs an even head size, and n_embd / n_head is {C // H}"
-        )
-        require(
-            not self.doc_positions or self.pos in ("learned", "sinusoidal"),
-            f"doc_positions=True with pos={self.pos}: it moves embeddings of positions, and here there are only "
-            "distances, which a document does not change; leave doc_positions out, or set pos=learned",
-        )
-        require(self.pos != "sinusoidal" or C % 2 == 0, f"pos=sinusoidal needs an even n_embd, and it is {C}")
-        require(
-            set(self.window_pattern) <= set("SL"),
-            f"window_pattern={self.window_pattern!r} may hold only S (sliding) and L (full), such as SSSL",
-        )
-        require(
-            self.window > 0 or not self.window_pattern,
-            f"window_pattern={self.window_pattern!r} needs a window, and window=0; set window to a number of tokens",
-        )
+        letters = f"window_pattern={pattern!r} may hold only S (sliding) and L (full), such as SSSL"
+        require(set(pattern) <= set("SL"), letters)
+        tokens = f"window_pattern={pattern!r} needs a window, and window=0; set window to a number of tokens"
+        require(self.window > 0 or not pattern, tokens)
 
     @property
     def head_dim(self) -> int:
@@ -152,14 +167,20 @@ class ModelConfig:
         """F: mlp_ratio * C, of gated kinds 2/3 of that, rounded to a multiple of 64 where C is one."""
         width = self.mlp_ratio * self.n_embd * (2 / 3 if MLP_KIND[self.mlp].inputs == 2 else 1)
         width = max(self.hidden_unit, round(width / self.hidden_unit) * self.hidden_unit)
-        # in a superblock each key/value head, or each group, takes its slice
+        # a superblock's width is divisible by its groups, and by tp wherever the key/value heads are
         slices = math.lcm(self.kv_heads, self.n_group) if self.block == "superblock" else 1
         return -(-width // slices) * slices
 
     @property
     def hidden_unit(self) -> int:
-        """Hidden units come in groups of so many, in which a gated kind's gates stand before its values."""
+        """Hidden units come in pieces of so many, in which a gated kind's gates stand before its values."""
         return 64 if self.n_embd % 64 == 0 else 1
+
+    def initial_std(self, role: str) -> float:
+        """Initial standard deviation of a linear layer's weights. A stream is a sum of n outputs: 0.02 / sqrt(n) keeps
+        its variance from growing, except in simplified blocks."""
+        n = self.n_layer * (3 if self.objective == "seq2seq" else 2)
+        return 0.02 / math.sqrt(n) if role == "out" and not self.block.startswith("simplified") else 0.02
 
     @property
     def slots(self) -> int:
@@ -207,28 +228,27 @@ NORM: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "none": lambda c: nn.Identity(),
 }
 
-PLACEMENT = {  # before f, after f, after the sum, before the head
-    "pre": (True, False, False, True),
-    "post": (False, False, True, False),
-    "sandwich": (True, True, False, True),
-    "none": (False, False, False, False),
+PLACEMENT = {  # flag -> the roles of the norms: before a sum's readers, after them, of the total; last, before the head
+    "pre": {"before", "last"},
+    "post": {"total"},
+    "sandwich": {"before", "after", "last"},
+    "none": set(),
 }
 
 
-def norm_at(cfg: ModelConfig, slot: int) -> nn.Module:
-    return NORM[cfg.norm](cfg) if PLACEMENT[cfg.norm_placement][slot] else nn.Identity()
+def norm(cfg: ModelConfig, role: str) -> nn.Module:
+    """The norm that stands in this role, or an identity where norm_placement has none there."""
+    module = NORM[cfg.norm](cfg) if role in PLACEMENT[cfg.norm_placement] else nn.Identity()
+    return with_role(module, "whole" if role == "total" else role)
 
 
-class Norms(nn.Module):
-    """The norms around one residual branch: x -> total(x + after(f(before(x)))), the unused ones identities."""
-
-    def __init__(self, cfg: ModelConfig):
-        super().__init__()
-        self.before, self.after, self.total = (norm_at(cfg, slot) for slot in range(3))
+def with_role(module: nn.Module, role: str) -> nn.Module:
+    module.role = role
+    return module
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Positions: what is added to the embedding, and what is done to q, k and v. t (T,) holds the absolute positions; with
+# Positions. One part is added to the embedding, the other acts on q, k and v. t (T,) holds the absolute positions; with
 # doc_positions the embedding gets (B, T) instead.
 
 
@@ -247,7 +267,7 @@ class LearnedEmbedding(NoEmbedding):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
-        self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd)
+        self.wpe = with_role(nn.Embedding(cfg.block_size, cfg.n_embd), "whole")
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return x + self.wpe(t)
@@ -271,8 +291,14 @@ def outer_angles(t: Tensor, width: int, theta: float) -> Tensor:
 ANGLE = {"mps": torch.float32, "cpu": torch.float64, "cuda": torch.float64, "meta": torch.float64}
 
 
-class Unrotated(nn.Module):
-    """q (B, H, T, D), k and v (B, Hkv, T, D) as they are. table(t) is computed once per forward for all layers."""
+class AttentionPosition(nn.Module):
+    """q (B, H, T, D), k and v (B, Hkv, T, D) as they are; the base class of encodings that act on them.
+
+    Every layer has its own instance, whose parameters, if any, act in forward or slopes. table(t) must not depend on
+    them: it is computed once per forward, by the first layer's instance, for all layers.
+    """
+
+    head_entries = 0  # so many entries at the front of the table have a row for each head
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -285,15 +311,15 @@ class Unrotated(nn.Module):
         return q, k, v
 
     def slots(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (Hkv, M, D) that have no position, made fit to stand beside those that have."""
+        """Keys and values (Hkv, M, D) of slots, which have no position, in the width of forward's results."""
         return k, v
 
     def slopes(self, table: tuple[Tensor, ...]) -> Tensor | None:
-        """(H,), where mix is to subtract slope_h |i - j| from the scores."""
+        """(H,) slopes, of which mix subtracts slope_h |i - j| from the scores; None if there are none."""
         return None
 
 
-class Rope(Unrotated):
+class Rope(AttentionPosition):
     """Pairs (x_j, x_{j+D/2}) turned by t * theta^(-2j/D) (arXiv:2104.09864, in GPT-NeoX's and Llama's order)."""
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -303,16 +329,12 @@ class Rope(Unrotated):
         return angle.cos().to(dtype), (angle.sin() * sign).to(dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        cos, sin = table
-        return turn(q, cos, sin), turn(k, cos, sin), v
+        cos, sin = table  # in whose precision the products are computed
+        q, k = ((x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin).to(x.dtype) for x in (q, k))
+        return q, k, v
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (..., T, D) -> x cos + swap_halves(x) sin, computed in the table's precision."""
-    return (x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin).to(x.dtype)
-
-
-class Alibi(Unrotated):
+class Alibi(AttentionPosition):
     """Adds -m_h (i - j) to the scores (arXiv:2108.12409) without a bias matrix.
 
     Softmax ignores a shift per row, so m_h j is enough, and that is a dot product of columns added to q and k:
@@ -323,6 +345,8 @@ class Alibi(Unrotated):
     Each is exact in bfloat16. v is padded with zeros to the same width (a multiple of 8), which the fused kernels want;
     attention drops those columns of its result.
     """
+
+    head_entries = 1
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         slope = alibi_slopes(self.cfg.n_head, t.device).to(dtype)[:, None] * math.sqrt(self.cfg.head_dim)  # (H, 1)
@@ -346,8 +370,10 @@ class Alibi(Unrotated):
         return torch.cat((k, columns), dim=-1), F.pad(v, (0, columns.size(-1)))
 
 
-class TwoSidedAlibi(Unrotated):
+class TwoSidedAlibi(AttentionPosition):
     """Subtracts m_h |i - j| where tokens see both ways; columns could do that for one direction only."""
+
+    head_entries = 1
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return (alibi_slopes(self.cfg.n_head, t.device).to(dtype),)
@@ -363,21 +389,20 @@ def alibi_slopes(n_head: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.exp2(-8 * torch.where(i < p, (i + 1) / p, (2 * (i - p) + 1) / (2 * p)))
 
 
-POSITION = {  # flag -> (added to the embedding, done to q, k and v)
-    "learned": (LearnedEmbedding, Unrotated),
-    "sinusoidal": (SinusoidalEmbedding, Unrotated),
+POSITION = {  # flag -> (acts on the embedding, acts on q, k and v)
+    "learned": (LearnedEmbedding, AttentionPosition),
+    "sinusoidal": (SinusoidalEmbedding, AttentionPosition),
     "rope": (NoEmbedding, Rope),
     "alibi": (NoEmbedding, lambda cfg: (TwoSidedAlibi if cfg.objective == "masked" else Alibi)(cfg)),
-    "none": (NoEmbedding, Unrotated),
+    "none": (NoEmbedding, AttentionPosition),
 }
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # mix(q; K, V): every score goes through a fused kernel or through strips of queries, never through a (T, S) matrix
 
 
 class Mask(NamedTuple):
-    """What T queries see of S keys: a range [lo, hi) each. Queries and keys of self-attention end together."""
+    """The keys that each of T queries sees: a range [lo, hi) of the S keys. Both end together in self-attention."""
 
     causal: bool = True
     window: int = 0  # positions before (and, if not causal, behind) the query's, its own included; 0 = all
@@ -399,21 +424,41 @@ class Mask(NamedTuple):
         return lo, hi
 
 
+def attention_kernel(
+    mask: Mask, T: int, S: int, biased: bool, slots: bool, softcap: float, dropout: float, device: str, flash: bool
+) -> str:
+    """The kernel that computes the attention of T queries to S keys. None makes a (T, S) matrix.
+
+    kernel    when                                                              memory of scores and masks
+    full      all queries see all keys, or each one all up to its own           none: one fused call
+    window    causal, each query sees the last W keys                           a (W, 2W) mask; two fused calls
+    flash     causal, T < S, bfloat16 on CUDA                                   none: one fused call
+    joined    slots, or causal with T < S, on a CPU, without a window           none: two fused calls
+    strips    documents or slopes (biased), or no other kernel                  a (128, S) mask; a fused call a strip
+    naive     a softcap, or dropout on a CPU, which no fused kernel has         (128, S) scores a strip
+
+    flash: whether CUDA's flash operator takes the queries' dtype and width.
+    """
+    past = S - T if mask.causal else 0  # keys before the first query
+    if softcap or (dropout and device == "cpu"):
+        return "naive"
+    if not (biased or slots or past or (mask.window and not mask.causal)):
+        return "window" if mask.window else "full"
+    if biased or mask.window:
+        return "strips"
+    return "flash" if flash and not slots else "joined" if device == "cpu" else "strips"
+
+
+Slots = tuple[Tensor, Tensor] | None  # keys and values (Hkv, M, E) without position, which every query sees
+
+
 def mix(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    head_dim: int,
-    mask: Mask,
-    softcap: float = 0.0,
-    dropout: float = 0.0,
-    slots: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, head_dim: int, mask: Mask, softcap=0.0, dropout=0.0, slots: Slots = None
 ) -> Tensor:
-    """Attention softmax(cap(q k^T / sqrt(D))) v of what the mask admits: (B, H, T, E).
+    """Attention softmax(cap(q k^T / sqrt(D))) v over the keys that the mask admits: (B, H, T, E).
 
     q (B, H, T, E), k and v (B, Hkv, S, E), E >= D = head_dim: columns beyond D carry a position bias, which a softcap
-    leaves alone. slots: keys and values (Hkv, M, E) without position that every query sees. In causal attention the
-    queries are the last T of the S positions, as in decoding.
+    leaves alone. In causal attention the queries are the last T of the S positions, as in decoding.
     """
     T, S = q.size(2), k.size(2)
     if T == 1 and mask.causal:
@@ -421,36 +466,33 @@ def mix(
         docs = mask.docs and (mask.docs[0], mask.docs[1][:, -mask.window :])
         mask, S = Mask(False, 0, docs, mask.slopes), k.size(2)
     mask = mask._replace(window=mask.window if mask.window < S else 0)
-    fused = softcap == 0 and (dropout == 0 or q.device.type != "cpu")  # the CPU's fused kernel knows no dropout
-    sdpa = partial(fused_attention, scale=head_dim**-0.5, dropout_p=dropout)
-    past = S - T if mask.causal else 0  # keys before the first query, which every query sees unless there is a window
-    if fused and mask.docs is None and mask.slopes is None:
-        if slots is None and not past and not mask.window:
-            return sdpa(q, k, v, is_causal=mask.causal)
-        if slots is None and not past and mask.causal:
-            return window_attention(sdpa, q, k, v, mask.window)
-        flash = q.device.type == "cuda" and matmul_dtype(q) == torch.bfloat16 and q.size(3) in range(8, 257, 8)
-        if slots is None and not mask.window and flash:
-            q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))  # this operator aligns T < S at their ends
-            kernel = torch.ops.aten._scaled_dot_product_flash_attention
-            return kernel(q, k, v, dropout, is_causal=True, scale=head_dim**-0.5)[0]
-        if not mask.window and q.device.type == "cpu":
-            always = [x[:, :, :past] for x in (k, v)]  # (B, Hkv, M + past, E)
-            if slots is not None:
-                both = zip(slots, always, strict=True)
-                always = [torch.cat((x.expand(len(q), -1, -1, -1), y), dim=2) if past else x[None] for x, y in both]
-            k, v = (x[:, :, past:].repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-            return SlotAttention.apply(
-                q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always), head_dim**-0.5, mask.causal
-            )
-    return strip_attention(
-        sdpa if fused else partial(naive_attention, head_dim, softcap, dropout), q, k, v, mask, slots
-    )
+    device, scale = q.device.type, head_dim**-0.5
+    flash = device == "cuda" and matmul_dtype(q) == torch.bfloat16 and q.size(3) in range(8, 257, 8)
+    biased = mask.docs is not None or mask.slopes is not None
+    kernel = attention_kernel(mask, T, S, biased, slots is not None, softcap, dropout, device, flash)
+    sdpa = partial(fused_attention, scale=scale, dropout_p=dropout)
+    if kernel == "full":
+        return sdpa(q, k, v, is_causal=mask.causal)
+    if kernel == "window":
+        return window_attention(sdpa, q, k, v, mask.window)
+    if kernel == "flash":  # this operator aligns T < S at their ends
+        q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal=True, scale=scale)[0]
+    if kernel == "joined":
+        past = S - T if mask.causal else 0
+        always = [x[:, :, :past] for x in (k, v)]  # (B, Hkv, M + past, E)
+        if slots is not None:
+            both = zip(slots, always, strict=True)
+            always = [torch.cat((x.expand(len(q), -1, -1, -1), y), dim=2) if past else x[None] for x, y in both]
+        k, v = (x[:, :, past:].repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        return JoinedAttention.apply(q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always), scale, mask.causal)
+    attend = sdpa if kernel == "strips" else partial(naive_attention, head_dim, softcap, dropout)
+    return strip_attention(attend, q, k, v, mask, slots)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
-    """PyTorch's attention, kept on its fused kernels: those of CUDA that know masks or float32 know no groups of heads,
-    and with these it would make a (T, S) matrix without a word."""
+    """PyTorch's attention, kept on its fused kernels. CUDA's kernels for masks and for float32 have no groups of heads,
+    with which PyTorch would silently make a (T, S) matrix; so keys and values are repeated there."""
     group = q.size(1) // k.size(1)
     if group > 1 and q.device.type == "cuda" and (attn_mask is not None or matmul_dtype(q) == torch.float32):
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
@@ -476,7 +518,7 @@ def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tenso
     return torch.cat((sdpa(q[:, :, :W], k[:, :, :W], v[:, :, :W], is_causal=True), rest), dim=2)[:, :, :T]
 
 
-class SlotAttention(torch.autograd.Function):
+class JoinedAttention(torch.autograd.Function):
     """One softmax over slots, which every query sees, and context: two calls of the CPU's fused kernel, joined by their
     normalisers. Its backward takes the joint result and normaliser, and then each part's gradients are already right.
 
@@ -510,15 +552,7 @@ class SlotAttention(torch.autograd.Function):
         return dq + dq_slots.reshape(dq.shape), dk, dv, *d_slots, None, None
 
 
-def strip_attention(
-    attend: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    slots: tuple[Tensor, Tensor] | None,
-    rows: int = 128,
-) -> Tensor:
+def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots, rows=128) -> Tensor:
     """Attention in strips of queries, recomputed in the backward: any mask and score function in O(rows S) memory."""
     T, S, W = q.size(2), k.size(2), mask.window
     lo, hi = mask.reach(T, S, q.device)
@@ -549,7 +583,7 @@ def strip_attention(
 def naive_attention(
     head_dim: int, softcap: float, dropout: float, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor
 ) -> Tensor:
-    """What the fused kernels lack: a softcap, and dropout on CPUs. Shapes as in mix; attn_mask (B, H, T, S) or 1s."""
+    """Attention with a softcap, or with dropout on a CPU. Shapes as in mix; attn_mask (B, H, T, S), or 1 for a size."""
     D, scale = head_dim, head_dim**-0.5
     q, k, v = q.unflatten(1, (k.size(1), -1)), k[:, :, None], v[:, :, None]  # (B, Hkv, G, t, E), (B, Hkv, 1, s, E)
     scores = capped(q[..., :D] @ k[..., :D].mT * scale, softcap) + q[..., D:] @ k[..., D:].mT * scale
@@ -559,9 +593,9 @@ def naive_attention(
 
 
 def uniform_mix(q: Tensor, k: Tensor, v: Tensor, head_dim: int, mask: Mask) -> Tensor:
-    """What mix gives when q and k carry no content: the mean over the visible values, in O(T) unless positions weigh.
+    """mix with q and k of zeros: the mean over the visible values, in O(T).
 
-    With a position bias (columns beyond head_dim, slopes) it is the softmax of that alone. Shapes as in mix; k of H
+    With a position bias (columns beyond head_dim, or slopes) it is the softmax of the bias. Shapes as in mix; k has H
     heads.
     """
     if q.size(-1) > head_dim or mask.slopes is not None:
@@ -584,7 +618,7 @@ def capped(x: Tensor, cap: float) -> Tensor:
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """What products with x are computed in."""
+    """The dtype in which matrix products with x are computed."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -597,103 +631,209 @@ def at_least_float32(x: Tensor) -> Tensor:
 # Layers
 
 
-class FusedLinear(nn.Linear):
-    """A linear layer whose weight stores several logical matrices side by side.
+# Initial weights from N(0, std), but of every `period` rows the first `zero` are 0.
+Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
 
-    `fused` = (dim, groups, sizes): along dim (0 rows, 1 columns) the weight is `groups` repetitions of pieces of
-    `sizes`; piece n of all groups is logical matrix n. Optimizers that treat a matrix as a whole split by it; tensor
-    parallelism can cut between groups.
+
+class Linear(nn.Linear):
+    """A linear layer that declares its role, and the logical matrices that its weight stores side by side.
+
+    fused = (dim, groups, sizes): along dim (0 rows, 1 columns) the weight is `groups` repetitions of pieces of `sizes`;
+    piece n of all groups is logical matrix n. Muon treats each as a matrix; tensor parallelism cuts between groups.
+    None: the weight is one matrix.
     """
 
-    def __init__(self, n_in: int, n_out: int, bias: bool, fused: tuple[int, int, tuple[int, ...]]):
-        super().__init__(n_in, n_out, bias)
-        self.fused = fused
-        dim, groups, sizes = fused
-        assert self.weight.size(dim) == groups * sum(sizes)
+    def __init__(
+        self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: tuple[int, int, tuple[int, ...]] | None = None
+    ):
+        super().__init__(n_in, n_out, cfg.bias)
+        self.role, self.fused = role, fused
+        self.initial: dict[str, float | Normal] = {"weight": Normal(cfg.initial_std(role))}
+        assert fused is None or self.weight.size(fused[0]) == fused[1] * sum(fused[2])
+
+    def flops(self, T: int, S: int) -> int:
+        """Matmul FLOPs of forward and backward for T tokens of the stream and S of the encoder's memory."""
+        return 6 * self.weight.numel() * (S if self.role == "memory" else T)
 
 
-class NoCache:
-    """Keys and values (B, Hkv, T, E) as they come; the slot that KVCache takes while decoding."""
+class GroupedLinear(Linear):
+    """n independent linear maps of slices: (..., n i) -> (..., n o), with the weights (n o, i) below one another.
 
-    def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return k, v
+    Each map holds `matrices` logical matrices, such as the gate and the values of a gated MLP, one below the other.
+    """
+
+    def __init__(self, cfg: ModelConfig, groups: int, n_in: int, n_out: int, role: str, matrices: int = 1):
+        sizes = (n_out // groups // matrices,) * groups * matrices
+        super().__init__(cfg, n_in // groups, n_out, role, (0, 1, sizes))
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight = x.unflatten(-1, (self.groups, -1)), self.weight.unflatten(0, (self.groups, -1))
+        y = torch.einsum("...gi,goi->...go", x, weight).flatten(-2)
+        return y if self.bias is None else y + self.bias
+
+
+class NearIdentity(Linear):
+    """skip x + resid W x with W = 0 at first: the reparametrised projections of arXiv:2311.01906, section 4."""
+
+    def __init__(self, cfg: ModelConfig, role: str):
+        super().__init__(replace(cfg, bias=False), cfg.n_embd, cfg.n_embd, role)
+        self.skip, self.resid = Gain(1.0), Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
+        self.same = with_role(nn.Identity(), role)
+        self.initial = {"weight": 0.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.skip(self.same(x)) + self.resid(super().forward(x))
+
+
+class Gain(nn.Module):
+    """A learned scalar times x."""
+
+    role = "whole"
+
+    def __init__(self, initial: float):
+        super().__init__()
+        self.weight, self.initial = nn.Parameter(torch.empty(1)), {"weight": initial}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
 
 
 class KVCache:
-    """Keys and values of the positions so far, in buffers allocated once: (B, Hkv, length, E)."""
+    """Keys and values of earlier calls while decoding; with length 0 nothing is kept, as in training."""
 
-    def __init__(self, length: int):
+    def __init__(self, length: int = 0):
         self.length, self.end, self.k, self.v = length, 0, None, None
 
-    def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v (B, heads, T, E) of new positions -> all so far, (B, heads, S, E), in buffers allocated once."""
+        if not self.length:
+            return k, v
         if self.k is None:
             self.k, self.v = (x.new_empty(*x.shape[:2], self.length, x.size(3)) for x in (k, v))
         start, self.end = self.end, self.end + k.size(2)
         self.k[:, :, start : self.end], self.v[:, :, start : self.end] = k, v
         return self.k[:, :, : self.end], self.v[:, :, : self.end]
 
+    def once(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """compute() of the first call, for all calls while decoding."""
+        if not self.length:
+            return compute()
+        if self.k is None:
+            self.k, self.v = compute()
+        return self.k, self.v
 
-class At(NamedTuple):
-    """What a block is told besides the stream: where its tokens stand and what they may see."""
 
-    table: tuple[Tensor, ...] = ()  # of the positions, for q and k
+class Inputs(NamedTuple):
+    """Inputs of a block besides the stream: positions, the encoder's memory, and which tokens may see which."""
+
+    table: tuple[Tensor, ...] = ()  # of AttentionPosition.table
     docs: tuple[Tensor, Tensor] | None = None  # document numbers of the queries and of the keys
-    memory: Tensor | None = None  # (B, S, C), what the encoder made of the source
+    memory: Tensor | None = None  # (B, S, C), the encoder's output
     memory_docs: tuple[Tensor, Tensor] | None = None  # document numbers of the queries and of the memory
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Readers: the normed stream x (B, T, C) -> (B, T, C), to be added to the stream. Each one looks into a pool.
+
+
 class Heads(nn.Module):
-    """softmax(q_h k_g(h)^T / sqrt(D)) v_g(h) over the context, after positions and the cache of decoding."""
+    """W_O softmax(q_h k_g(h)^T / sqrt(D)) v_g(h), where a subclass projects q, k and v: the base of attention."""
+
+    per_head: tuple[str, ...] = ()  # names of the parameters that have a row for each head
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
         self.head_dim, self.n_head, self.causal = cfg.head_dim, cfg.n_head, cfg.objective != "masked"
         self.window, self.softcap, self.dropout = cfg.layer_window(layer), cfg.attn_softcap, cfg.dropout
-        self.q_norm, self.k_norm = (nn.RMSNorm(cfg.head_dim, 1e-5) if cfg.qk_norm else nn.Identity() for _ in range(2))
-        self.rotate = POSITION[cfg.pos][1](cfg)
-        self.cache = NoCache()
+        norms = (nn.RMSNorm(cfg.head_dim, 1e-5) if cfg.qk_norm else nn.Identity() for _ in range(2))
+        self.q_norm, self.k_norm = (with_role(each, "whole") for each in norms)
+        self.position, self.doc_mask = POSITION[cfg.pos][1](cfg), cfg.doc_mask
+        self.cache = KVCache()
+        self.out = Linear(cfg, cfg.n_embd, cfg.n_embd, "out")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: At) -> Tensor:
-        """q (B, H, T, D), k and v (B, heads, T, D) -> (B, T, C)."""
-        q, k, v = self.rotate(self.q_norm(q), self.k_norm(k), v, at.table)
-        k, v = self.cache(k, v)  # (B, heads, S, E)
-        y = self.mix(q, k, v, Mask(self.causal, self.window, at.docs, self.rotate.slopes(at.table)))
-        return y[..., : self.head_dim].transpose(1, 2).flatten(2)  # (B, H, T, E) -> (B, T, C)
+    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
+        q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
+        q, k, v = self.position(self.q_norm(q), self.k_norm(k), v, inputs.table)
+        k, v = self.cache.extend(k, v)  # (B, heads, S, E)
+        y = self.mix(q, k, v, Mask(self.causal, self.window, inputs.docs, self.position.slopes(inputs.table)))
+        return self.out(y[..., : self.head_dim].transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, C)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots = None) -> Tensor:
         return mix(q, k, v, self.head_dim, mask, self.softcap, self.dropout if self.training else 0.0, slots)
 
+    def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+        """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
+        parts = x.unflatten(-1, (-1, sum(sizes), self.head_dim)).split(sizes, dim=3)
+        return tuple(part.flatten(2, 3).transpose(1, 2) for part in parts)
+
+    def kernel(self, T: int, S: int, device: str) -> str:
+        """The kernel of attention_kernel that T queries and S keys take in training."""
+        slopes = self.position.slopes(self.position.table(torch.arange(1), torch.float32)) is not None
+        mask = Mask(self.causal, self.window if self.window < S else 0, None, None)
+        slots, biased = "slot_k" in self.per_head, slopes or self.doc_mask
+        return attention_kernel(mask, T, S, biased, slots, self.softcap, self.dropout, device, False)
+
     def flops(self, T: int, S: int) -> int:
-        """Forward matmul FLOPs of scores and weighted sum, counting all S keys as PaLM's appendix B does."""
+        """Matmul FLOPs of scores and weighted sums, forward and backward, for T tokens of the stream and S of the
+        memory; all T keys are counted, or the window (PaLM, appendix B)."""
         seen = self.window if self.causal else 2 * self.window - 1
-        return 4 * T * self.n_head * self.head_dim * min(S, seen if self.window else S)
+        return 12 * T * self.n_head * self.head_dim * min(T, seen if self.window else T)
 
 
-class SlotHeads(Heads):
-    """Heads with M learned keys and values each under the same softmax: persistent memory (arXiv:1907.01470)."""
+class ContextPool(Heads):
+    """Attention to the context: q, k and v are linear in x, and G = H / Hkv query heads share a key and a value."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__(cfg, layer)
+        H, Hkv, D = cfg.n_head, cfg.kv_heads, cfg.head_dim
+        self.sizes = H // Hkv, 1, 1
+        self.qkv = Linear(cfg, cfg.n_embd, (H + 2 * Hkv) * D, "into", (0, Hkv, (H // Hkv * D, D, D)))
+
+    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        return self.split(self.qkv(x), *self.sizes)
+
+
+class SlotPool(ContextPool):
+    """Attention with M learned keys and values each under the same softmax: persistent memory (arXiv:1907.01470)."""
+
+    per_head = ("slot_k", "slot_v")
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__(cfg, layer)
         self.slot_k, self.slot_v = (nn.Parameter(torch.empty(cfg.kv_heads, cfg.slots, cfg.head_dim)) for _ in range(2))
+        self.initial = dict.fromkeys(self.per_head, Normal(0.02 * math.sqrt(cfg.n_embd)))  # as keys of a normed stream
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        slots = self.rotate.slots(self.k_norm(self.slot_k), self.slot_v)  # each (Hkv, M, E)
+        slots = self.position.slots(self.k_norm(self.slot_k), self.slot_v)  # each (Hkv, M, E)
         return super().mix(q, k, v, mask, tuple(x.to(k.dtype) for x in slots))
 
     def flops(self, T: int, S: int) -> int:
-        return super().flops(T, S) + 4 * T * self.n_head * self.slot_k.size(1) * self.head_dim
+        return super().flops(T, S) + 12 * T * self.n_head * self.slot_k.size(1) * self.head_dim
 
 
-class ShapedHeads(Heads):
-    """(alpha_h I + beta_h softmax(q_h k_h^T / sqrt(D)) - gamma_h C) v_h (arXiv:2311.01906, equation 9; 2306.17759).
+class ShapedPool(Heads):
+    """(alpha_h I + beta_h softmax(q_h k_h^T / sqrt(D)) - gamma_h U) x_h (arXiv:2311.01906, equation 9; 2306.17759).
 
-    C is the same attention without content, so that with W_Q = 0, as it starts, and gains of 1 this is the identity.
-    Neither I nor C is ever a matrix.
+    U is the same attention without content. So with W_Q = 0, as it starts, and gains of 1 this is the identity. Neither
+    I nor U is ever a matrix. Values and output are x itself, or close to it where they are trained.
     """
+
+    per_head = ("alpha", "beta", "gamma")
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__(cfg, layer)
+        H, Hkv, D = cfg.n_head, cfg.kv_heads, cfg.head_dim
+        self.sizes, queries = (H // Hkv, 1), H // Hkv * D
+        self.qk = Linear(cfg, cfg.n_embd, (H + Hkv) * D, "into", (0, Hkv, (queries, D)))
+        self.qk.initial = {"weight": Normal(0.02, zero=queries, period=queries + D)}  # W_Q = 0
+        trained = {"first": (layer == 0, False), "all": (True, True), "none": (False, False)}[cfg.simplified_value_proj]
+        roles = zip(trained, ("into", "out"), strict=True)
+        self.value, self.out = (NearIdentity(cfg, role) if on else with_role(nn.Identity(), role) for on, role in roles)
         self.alpha, self.beta, self.gamma = (nn.Parameter(torch.empty(cfg.n_head)) for _ in range(3))
+
+    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        return *self.split(self.qk(x), *self.sizes), *self.split(self.value(x), 1)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # values are chunks of the stream: one per query head
@@ -702,349 +842,158 @@ class ShapedHeads(Heads):
         return alpha * v[:, :, -q.size(2) :] + beta * super().mix(q, k, v, mask) - gamma * uniform
 
 
-class CrossHeads(Heads):
-    """Heads over a memory, which has no common order with the queries: no positions, no window, nothing hidden."""
-
-    def __init__(self, cfg: ModelConfig):
-        super().__init__(cfg, 0)
-        self.causal, self.window, self.rotate = False, 0, Unrotated(cfg)
-
-
-class Attention(nn.Module):
-    """W_O heads(W_Q x, W_K x, W_V x): G = H / Hkv query heads share a key and a value."""
+class MemoryPool(Heads):
+    """Attention to the encoder's memory, which has no common order with the queries: no positions, no window."""
 
     def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__()
-        H, Hkv, D = cfg.n_head, cfg.kv_heads, cfg.head_dim
-        self.split, self.head_dim, self.dropout = (H // Hkv, 1, 1), D, cfg.dropout
-        self.qkv = FusedLinear(cfg.n_embd, (H + 2 * Hkv) * D, cfg.bias, (0, Hkv, (H // Hkv * D, D, D)))
-        self.heads = Heads(cfg, layer)
-        self.out = nn.Linear(cfg.n_embd, cfg.n_embd, cfg.bias)
+        super().__init__(cfg, layer)
+        self.causal, self.window, self.position, self.memory_cache = False, 0, AttentionPosition(cfg), KVCache()
+        self.q = Linear(cfg, cfg.n_embd, cfg.n_embd, "into")
+        Hkv, D = cfg.kv_heads, cfg.head_dim
+        self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "memory", (0, Hkv, (D, D)))
 
-    def forward(self, x: Tensor, at: At) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (-1, sum(self.split), self.head_dim))  # (B, T, Hkv, G + 2, D)
-        y = self.heads(*split_heads(qkv, self.split), at)
-        return F.dropout(self.out(y), self.dropout, self.training)
+    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        return *self.split(self.q(x), 1), *self.memory_cache.once(lambda: self.split(self.kv(inputs.memory), 1, 1))
 
+    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
+        return super().forward(x, inputs._replace(docs=inputs.memory_docs))
 
-def split_heads(x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """(B, T, groups, sum(sizes), D) -> for each size n, (B, groups * n, T, D)."""
-    return tuple(part.flatten(2, 3).transpose(1, 2) for part in x.split(sizes, dim=3))
+    def flops(self, T: int, S: int) -> int:
+        return 12 * T * self.n_head * self.head_dim * S
 
 
-class ShapedAttention(nn.Module):
-    """ShapedHeads on W_Q x and W_K x; values and output projection are the identity, or close to it where trained."""
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__()
-        H, Hkv, D = cfg.n_head, cfg.kv_heads, cfg.head_dim
-        self.split, self.head_dim, self.dropout = (H // Hkv, 1), D, cfg.dropout
-        self.qk = FusedLinear(cfg.n_embd, (H + Hkv) * D, cfg.bias, (0, Hkv, (H // Hkv * D, D)))
-        trained = {"first": (layer == 0, False), "all": (True, True), "none": (False, False)}[cfg.simplified_value_proj]
-        self.value, self.out = (NearIdentity(cfg.n_embd) if on else nn.Identity() for on in trained)
-        self.heads = ShapedHeads(cfg, layer)
-
-    def forward(self, x: Tensor, at: At) -> Tensor:
-        qk = self.qk(x).unflatten(-1, (-1, sum(self.split), self.head_dim))  # (B, T, Hkv, G + 1, D)
-        v = self.value(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, T, C) -> (B, H, T, D)
-        y = self.heads(*split_heads(qk, self.split), v, at)
-        return F.dropout(self.out(y), self.dropout, self.training)
-
-
-class NearIdentity(nn.Linear):
-    """skip x + resid W x with W = 0 at first: the reparametrised projections of arXiv:2311.01906, section 4."""
-
-    def __init__(self, width: int):
-        super().__init__(width, width, bias=False)
-        self.skip, self.resid = (nn.Parameter(torch.empty(1)) for _ in range(2))
-        self.same = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.skip * self.same(x) + self.resid * super().forward(x)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """An MLP non-linearity: f maps its inputs, each (..., F), to (..., F)."""
-
-    f: Callable[..., Tensor]
-    inputs: int = 1
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    r = F.relu(x)
-    return r * r  # the backward of square() is slow
-
-
+Kind = namedtuple("Kind", "f inputs", defaults=[1])  # f maps so many inputs, each (..., F), to (..., F)
 MLP_KIND = {
     "gelu": Kind(F.gelu),
     "relu": Kind(F.relu),
-    "relu2": Kind(squared_relu),
+    "relu2": Kind(lambda x: (r := F.relu(x)) * r),  # the backward of square() is slow
     "swiglu": Kind(lambda gate, x: F.silu(gate) * x, inputs=2),
     "geglu": Kind(lambda gate, x: F.gelu(gate) * x, inputs=2),
 }
 
 
-class MLP(nn.Module):
-    """W_down f(W_up x); gated kinds compute W_down (f(W_gate x) * W_up x) with gate and up in one weight, whose rows
-    come in groups so that tensor parallelism can cut between them."""
-
-    def __init__(self, cfg: ModelConfig):
-        super().__init__()
-        kind, hidden, unit = MLP_KIND[cfg.mlp], cfg.hidden_dim, cfg.hidden_unit
-        self.f, self.rows, self.dropout = kind.f, (unit,) * kind.inputs, cfg.dropout
-        self.up = FusedLinear(cfg.n_embd, hidden * kind.inputs, cfg.bias, (0, hidden // unit, self.rows))
-        self.down = nn.Linear(hidden, cfg.n_embd, cfg.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.up(x).unflatten(-1, (-1, sum(self.rows))).split(self.rows, dim=-1)  # each (B, T, F / unit, unit)
-        return F.dropout(self.down(self.f(*parts).flatten(2)), self.dropout, self.training)
-
-
-class ContextPool(nn.Module):
-    """Heads that take their q, k and v from one row group per key/value head."""
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__()
-        D, G = cfg.head_dim, cfg.n_head // cfg.kv_heads
-        self.head_dim, self.rows, self.columns = D, (G * D, D, D), (G * D,)
-        self.heads = (SlotHeads if cfg.slots else Heads)(cfg, layer)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: At) -> Tensor:
-        """q (B, T, Hkv, G D), k and v (B, T, Hkv, D) -> (B, T, Hkv, G D)."""
-        heads = (x.unflatten(-1, (-1, self.head_dim)).flatten(2, 3).transpose(1, 2) for x in (q, k, v))
-        return self.heads(*heads, at).view(q.shape)
-
-
-class MemoryPool(nn.Module):
-    """Cross-attention: heads that take q from the stream, k and v from what the encoder made of the source."""
-
-    def __init__(self, cfg: ModelConfig):
-        super().__init__()
-        D, Hkv, G = cfg.head_dim, cfg.kv_heads, cfg.n_head // cfg.kv_heads
-        self.head_dim, self.rows, self.columns = D, (G * D,), (G * D,)
-        self.kv = FusedLinear(cfg.n_embd, 2 * Hkv * D, cfg.bias, (0, Hkv, (D, D)))
-        self.heads = CrossHeads(cfg)
-        self.recall = afresh
-
-    def forward(self, q: Tensor, at: At) -> Tensor:
-        """q (B, T, Hkv, G D) -> (B, T, Hkv, G D)."""
-        heads = q.unflatten(-1, (-1, self.head_dim)).flatten(2, 3).transpose(1, 2)  # (B, H, T, D)
-        kv = self.recall(self.kv, at.memory).unflatten(-1, (q.size(2), 2, -1))  # (B, S, Hkv, 2, D)
-        return self.heads(heads, *split_heads(kv, (1, 1)), at._replace(docs=at.memory_docs)).view(q.shape)
-
-
-def afresh(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """f(x); the slot that Once takes while decoding."""
-    return f(x)
-
-
-class Once:
-    """f(x) of the first call, for all calls."""
-
-    def __init__(self):
-        self.result = None
-
-    def __call__(self, f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        if self.result is None:
-            self.result = f(x)
-        return self.result
-
-
 class ParameterPool(nn.Module):
-    """The MLP between its two matrices, cut into one slice of F / Hkv hidden units per key/value head."""
+    """MLP: W_down f(W_up x), or W_down (f(W_gate x) * W_up x), in independent groups of channels.
 
-    def __init__(self, cfg: ModelConfig):
-        super().__init__()
-        kind, width = MLP_KIND[cfg.mlp], cfg.hidden_dim // cfg.kv_heads
-        self.f, self.rows, self.columns = kind.f, (width,) * kind.inputs, (width,)
-
-    def forward(self, *x_and_at) -> Tensor:
-        return self.f(*x_and_at[:-1])  # each (B, T, Hkv, F / Hkv)
-
-
-class Pools(nn.Module):
-    """W_out [ y_1 ; y_2 ], where the pools' heads read y from W_in x: one matrix in, one out.
-
-    Rows and columns come in Hkv groups, each with the query heads, the key, the value and the slice of the MLP that
-    belong together, so that tensor parallelism cuts between groups.
+    Gate and up are one weight, whose rows come in pieces of `unit` hidden units: a piece of gates, a piece of values,
+    and so on. So tensor parallelism can cut between them.
     """
 
-    def __init__(self, cfg: ModelConfig, *pools: nn.Module):
+    def __init__(self, cfg: ModelConfig, groups: int = 1):
         super().__init__()
-        self.pools, self.dropout = nn.ModuleList(pools), cfg.dropout
-        rows, columns = (sum((getattr(pool, side) for pool in pools), ()) for side in ("rows", "columns"))
-        groups = cfg.kv_heads
-        self.into = FusedLinear(cfg.n_embd, groups * sum(rows), cfg.bias, (0, groups, rows))
-        self.out = FusedLinear(groups * sum(columns), cfg.n_embd, cfg.bias, (1, groups, columns))
+        kind, C, hidden = MLP_KIND[cfg.mlp], cfg.n_embd, cfg.hidden_dim
+        unit = cfg.hidden_unit if groups == 1 else hidden // groups
+        self.f, self.rows = kind.f, (unit,) * kind.inputs
+        if groups == 1:
+            self.up = Linear(cfg, C, hidden * kind.inputs, "into", (0, hidden // unit, self.rows))
+            self.down = Linear(cfg, hidden, C, "out")
+        else:
+            self.up = GroupedLinear(cfg, groups, C, hidden * kind.inputs, "into", kind.inputs)
+            self.down = GroupedLinear(cfg, groups, hidden, C, "out")
 
-    def forward(self, x: Tensor, at: At) -> Tensor:
-        rows = self.into.fused[2]
-        parts = iter(self.into(x).unflatten(-1, (-1, sum(rows))).split(rows, dim=-1))
-        y = [pool(*(next(parts) for _ in pool.rows), at) for pool in self.pools]  # each (B, T, Hkv, columns)
-        return F.dropout(self.out(torch.cat(y, dim=-1).flatten(2)), self.dropout, self.training)
+    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
+        parts = self.up(x).unflatten(-1, (-1, sum(self.rows))).split(self.rows, dim=-1)  # each (B, T, F / unit, unit)
+        return self.down(self.f(*parts).flatten(2))
 
 
-class CrossBranch(nn.Module):
-    """s = s + X(n(s)), X the cross-attention of a decoder to its encoder's memory."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks
 
-    def __init__(self, cfg: ModelConfig):
+
+class Sum(nn.Module):
+    """s -> total(skip s + after(gain_1 reader_1(before(s)) + gain_2 reader_2(before(s)) + ...)).
+
+    before, after and total are norms or identities, see PLACEMENT. The gain of a single reader stands outside of
+    `after`, whose norm would cancel it. gains: name of a reader -> initial value of its learned gain. skip: 1, 0, or
+    "learned", which begins at 1.
+    """
+
+    def __init__(self, cfg: ModelConfig, skip: int | str = 1, gains: dict[str, float] | None = None, **readers):
         super().__init__()
-        self.norm, self.attn = Norms(cfg), Pools(cfg, MemoryPool(cfg))
+        self.before, self.after, self.total = (norm(cfg, role) for role in ("before", "after", "total"))
+        each = [Gain(gains[name]) if gains else nn.Identity() for name in readers]
+        inner, outer = ([nn.Identity()], each) if len(each) == 1 else (each, [nn.Identity()])
+        self.gains, self.gain = nn.ModuleList(inner), outer[0]
+        self.skip = {1: nn.Identity(), 0: None, "learned": Gain(1.0)}[skip]
+        self.dropout, self.names = cfg.dropout, tuple(readers)
+        for name, reader in readers.items():
+            self.add_module(name, reader)
 
-    def forward(self, s: Tensor, at: At) -> Tensor:
-        n = self.norm
-        return n.total(s + n.after(self.attn(n.before(s), at)))
-
-
-class NoCross(nn.Module):
-    """s as it is: there is no encoder."""
-
-    def forward(self, s: Tensor, at: At) -> Tensor:
-        return s
-
-
-def cross_branch(cfg: ModelConfig) -> nn.Module:
-    return CrossBranch(cfg) if cfg.objective == "seq2seq" else NoCross()
-
-
-class StandardBlock(nn.Module):
-    """s = s + A(n1(s));  s = s + M(n2(s)), shown for pre-norm; Norms puts the others in their places."""
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__()
-        self.norm_attn, self.attn = Norms(cfg), Attention(cfg, layer)
-        self.cross = cross_branch(cfg)
-        self.norm_mlp, self.mlp = Norms(cfg), MLP(cfg)
-
-    def forward(self, s: Tensor, at: At) -> Tensor:
-        n1, n2 = self.norm_attn, self.norm_mlp
-        s = n1.total(s + n1.after(self.attn(n1.before(s), at)))
-        s = self.cross(s, at)
-        return n2.total(s + n2.after(self.mlp(n2.before(s))))
+    def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
+        x = self.before(s)
+        readers = zip(self.gains, self.names, strict=True)
+        y = reduce(add, [gain(getattr(self, name)(x, inputs)) for gain, name in readers])
+        y = self.gain(self.after(F.dropout(y, self.dropout, self.training)))
+        return self.total(y if self.skip is None else self.skip(s) + y)
 
 
-class ParallelBlock(nn.Module):
+def attention(cfg: ModelConfig, layer: int) -> Heads:
+    return (SlotPool if cfg.slots else ContextPool)(cfg, layer)
+
+
+def cross(cfg: ModelConfig, layer: int) -> dict[str, Heads]:
+    """The reader of the encoder's memory, if there is an encoder. Block leaves out a sum without readers."""
+    return {"cross": MemoryPool(cfg, layer)} if cfg.objective == "seq2seq" else {}
+
+
+def standard(cfg: ModelConfig, layer: int) -> list[Sum]:
+    """s = s + A(n1(s));  s = s + M(n2(s)) (arXiv:1706.03762, pre-norm as in GPT-2)."""
+    return [Sum(cfg, attn=attention(cfg, layer)), Sum(cfg, **cross(cfg, layer)), Sum(cfg, mlp=ParameterPool(cfg))]
+
+
+def parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = s + A(n(s)) + M(n(s)), one shared norm (GPT-J; PaLM, arXiv:2204.02311)."""
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__()
-        self.cross = cross_branch(cfg)
-        self.norm, self.attn, self.mlp = Norms(cfg), Attention(cfg, layer), MLP(cfg)
-
-    def forward(self, s: Tensor, at: At) -> Tensor:
-        n, s = self.norm, self.cross(s, at)
-        x = n.before(s)
-        return n.total(s + n.after(self.attn(x, at) + self.mlp(x)))
+    return [Sum(cfg, **cross(cfg, layer)), Sum(cfg, attn=attention(cfg, layer), mlp=ParameterPool(cfg))]
 
 
-class SimplifiedBlock(nn.Module):
+def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n1(s));  s = g_S s + b_FF M(n2(s)): no skip around attention (SAS, arXiv:2311.01906)."""
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__()
-        self.norm_attn, self.attn = first_norms(cfg, layer), ShapedAttention(cfg, layer)
-        self.cross = cross_branch(cfg)
-        self.norm_mlp, self.mlp = Norms(cfg), MLP(cfg)
-        self.g_attn, self.g_skip, self.b_ff = (nn.Parameter(torch.empty(1)) for _ in range(3))
-
-    def forward(self, s: Tensor, at: At) -> Tensor:
-        n1, n2 = self.norm_attn, self.norm_mlp
-        s = n1.total(self.g_attn * n1.after(self.attn(n1.before(s), at)))
-        s = self.cross(s, at)
-        return n2.total(self.g_skip * s + self.b_ff * n2.after(self.mlp(n2.before(s))))
+    attn = Sum(cfg, skip=0, gains={"attn": 1.0}, attn=ShapedPool(cfg, layer))
+    mlp = Sum(cfg, skip="learned", gains={"mlp": cfg.simplified_beta_ff}, mlp=ParameterPool(cfg))
+    return [attn, Sum(cfg, **cross(cfg, layer)), mlp]
 
 
-class SimplifiedParallelBlock(nn.Module):
+def simplified_parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n(s)) + b_FF M(n(s)): no skip at all (SAS-P, arXiv:2311.01906)."""
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__()
-        self.cross = cross_branch(cfg)
-        self.norm, self.attn, self.mlp = first_norms(cfg, layer), ShapedAttention(cfg, layer), MLP(cfg)
-        self.g_attn, self.b_ff = (nn.Parameter(torch.empty(1)) for _ in range(2))
-
-    def forward(self, s: Tensor, at: At) -> Tensor:
-        n, s = self.norm, self.cross(s, at)
-        x = n.before(s)
-        return n.total(n.after(self.g_attn * self.attn(x, at) + self.b_ff * self.mlp(x)))
+    gains = {"attn": 1.0, "mlp": cfg.simplified_beta_ff}
+    both = Sum(cfg, skip=0, gains=gains, attn=ShapedPool(cfg, layer), mlp=ParameterPool(cfg))
+    return [Sum(cfg, **cross(cfg, layer)), both]
 
 
-def first_norms(cfg: ModelConfig, layer: int) -> Norms:
-    """A simplified network without norms keeps one, at the first layer's input."""
-    norms = Norms(cfg)
-    if layer == 0 and (cfg.norm == "none" or cfg.norm_placement == "none"):
-        norms.before = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
-    return norms
+def superblock(cfg: ModelConfig, layer: int) -> list[Sum]:
+    """s = s + A(n(s)) + X(n(s)) + M(n(s)): a sum over all pools, or with wiring=series a sum for each, in this order.
 
-
-class GroupedLinear(nn.Linear):
-    """n independent linear maps: (..., n, i) -> (..., n, o), with the weights (n o, i) below one another.
-
-    Each map holds `matrices` logical matrices, such as the gate and the values of a gated MLP, one below the other.
+    With pool=joint, slots under the softmax of A take the place of M.
     """
-
-    def __init__(self, groups: int, n_in: int, n_out: int, bias: bool, matrices: int = 1):
-        super().__init__(n_in // groups, n_out, bias)
-        self.fused = (0, 1, (n_out // groups // matrices,) * groups * matrices)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.einsum("...gi,goi->...go", x, self.weight.unflatten(0, (x.size(-2), -1)))
-        return y if self.bias is None else y + self.bias.view(y.shape[-2:])
+    mlp = {"mlp": ParameterPool(cfg, cfg.n_group)} if cfg.pool == "separate" else {}
+    pools = {"attn": attention(cfg, layer)} | cross(cfg, layer) | mlp
+    return (
+        [Sum(cfg, **pools)] if cfg.wiring == "parallel" else [Sum(cfg, **{name: pool}) for name, pool in pools.items()]
+    )
 
 
-class GroupedMLP(nn.Module):
-    """An MLP in n_group independent groups: each reads and writes its own C / n channels."""
-
-    def __init__(self, cfg: ModelConfig):
-        super().__init__()
-        kind, self.groups, self.dropout = MLP_KIND[cfg.mlp], cfg.n_group, cfg.dropout
-        self.f, self.inputs = kind.f, kind.inputs
-        self.up = GroupedLinear(cfg.n_group, cfg.n_embd, cfg.hidden_dim * kind.inputs, cfg.bias, kind.inputs)
-        self.down = GroupedLinear(cfg.n_group, cfg.hidden_dim, cfg.n_embd, cfg.bias)
-
-    def forward(self, x: Tensor, at: At) -> Tensor:
-        h = self.up(x.unflatten(-1, (self.groups, -1))).chunk(self.inputs, dim=-1)  # each (B, T, n, F / n)
-        return F.dropout(self.down(self.f(*h)).flatten(2), self.dropout, self.training)
-
-
-class Superblock(nn.Module):
-    """s = s + W_out [ heads over the context ; f(W_in n(s)) ]: one norm, one matrix in, one matrix out.
-
-        s --+-- n -- W_in --+-- q, k, v -- heads --+-- W_out -- + --> s      wiring=parallel
-            |               +-- hidden --- f ------+           |
-            +--------------------------------------------------+
-
-    wiring=series gives each pool its own norm and sum, one after the other: the standard block. pool=joint puts learned
-    slots under the heads' softmax instead of the MLP. The memory of an encoder is one more pool.
-    """
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__()
-        pools = [ContextPool(cfg, layer)] + ([MemoryPool(cfg)] if cfg.objective == "seq2seq" else [])
-        if cfg.pool == "separate" and cfg.n_group == 1:
-            pools.append(ParameterPool(cfg))
-        readers = [Pools(cfg, *pools)] if cfg.wiring == "parallel" else [Pools(cfg, pool) for pool in pools]
-        if cfg.pool == "separate" and cfg.n_group > 1:
-            readers.append(GroupedMLP(cfg))
-        sums = [readers] if cfg.wiring == "parallel" else [[reader] for reader in readers]
-        self.norms = nn.ModuleList(Norms(cfg) for _ in sums)
-        self.readers = nn.ModuleList(nn.ModuleList(each) for each in sums)
-
-    def forward(self, s: Tensor, at: At) -> Tensor:
-        for n, readers in zip(self.norms, self.readers, strict=True):
-            x = n.before(s)
-            s = n.total(s + n.after(sum(reader(x, at) for reader in readers)))
-        return s
-
-
-BLOCK = {
-    "standard": StandardBlock,
-    "parallel": ParallelBlock,
-    "simplified": SimplifiedBlock,
-    "simplified_parallel": SimplifiedParallelBlock,
-    "superblock": Superblock,
+BLOCK: dict[str, Callable[[ModelConfig, int], list[Sum]]] = {
+    "standard": standard,
+    "parallel": parallel,
+    "simplified": simplified,
+    "simplified_parallel": simplified_parallel,
+    "superblock": superblock,
 }
+
+
+class Block(nn.Module):
+    """One layer: the sums of BLOCK[cfg.block], one after the other."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        self.sums = nn.ModuleList(each for each in BLOCK[cfg.block](cfg, layer) if each.names)
+        names = [name for each in self.sums for name in each.names]  # which initial weights follow
+        require(len(set(names)) == len(names), f"block={cfg.block} has two readers of one name: {', '.join(names)}")
+
+    def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
+        for each in self.sums:
+            s = each(s, inputs)
+        return s
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1058,7 +1007,7 @@ def rows_at_once(cfg: ModelConfig, vocab_size: int) -> int:
 
 
 def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Sum of cross entropies over targets >= 0, (N,), and what it changes by with the logits, (N, V)."""
+    """Sum of cross entropies over targets >= 0, (N,), and its gradient for the logits, (N, V), or None."""
     valid, index = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
     z = capped(at_least_float32(logits), softcap)
     log_p = z.log_softmax(-1)
@@ -1112,13 +1061,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 # Initial weights
 
 
-def hashed(x: Tensor) -> Tensor:
-    """splitmix64's finaliser, in place: a bijection of int64 that changes half of the bits for each bit changed."""
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)  # products wrap around
-    return x.bitwise_xor_((x >> 31).bitwise_and_(2**33 - 1))
-
-
 def normal(
     key: str, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], device: torch.device
 ) -> Tensor:
@@ -1137,7 +1079,9 @@ def normal(
     rows = max(1, 2**16 // max(1, place.numel()))  # at once, so that the hashes stay in the cache
     for part, row in zip(out.split(rows), torch.arange(size[0], device=device).split(rows), strict=True):
         index = (start[0] + row).mul_(strides[0]).view(-1, *[1] * place.dim()) + place
-        bits = hashed(index.mul_(-0x61C8864680B583EB))
+        bits = index.mul_(-0x61C8864680B583EB)  # splitmix64, whose products wrap around
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+            bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
         radius = ((bits >> 32).bitwise_and_(2**32 - 1).to(torch.float64) + 0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
         part.copy_(bits.bitwise_and_(2**32 - 1).to(torch.float64).mul_(math.tau * 2.0**-32).cos_().mul_(radius))
     return out
@@ -1147,45 +1091,54 @@ def normal(
 # Model
 
 
-class Encoder(nn.Module):
-    """The blocks over a source, which see it whole; then the final norm."""
+Maybe = Tensor | None
+
+
+class Stack(nn.Module):
+    """The blocks one after the other and the last norm: an encoder, and the trunk of a Model."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        cfg = replace(cfg, objective="masked", n_layer=cfg.n_encoder_layer or cfg.n_layer)
-        self.rotate = POSITION[cfg.pos][1](cfg)
-        self.blocks = nn.ModuleList(BLOCK[cfg.block](cfg, layer) for layer in range(cfg.n_layer))
-        self.norm = norm_at(cfg, 3)
+        self.cfg = cfg
+        bare = cfg.block.startswith("simplified") and (cfg.norm == "none" or cfg.norm_placement == "none")
+        first = nn.LayerNorm(cfg.n_embd, bias=cfg.bias) if bare else nn.Identity()  # He and Hofmann keep one norm
+        self.first_norm = with_role(first, "whole")
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
+        self.norm = norm(cfg, "last")
+        heads = (m for m in self.blocks.modules() if isinstance(m, Heads) and not isinstance(m, MemoryPool))
+        self.position_table = next((m.position for m in heads), AttentionPosition(cfg)).table
 
-    def forward(self, x: Tensor, t: Tensor, docs: Tensor | None) -> Tensor:
-        """x (B, S, C) at positions t (S,), document numbers (B, S) -> (B, S, C)."""
-        at = At(self.rotate.table(t, x.dtype), None if docs is None else (docs, docs))
+    def stream(self, x: Tensor, t: Tensor, docs: Maybe, memory: Maybe = None, memory_docs: Maybe = None) -> Tensor:
+        """x (B, T, C) at positions t (T,), document numbers (B, T), memory (B, S, C) -> (B, T, C)."""
+        own, of_memory = (None, None) if docs is None else ((docs, docs), (docs, memory_docs))
+        inputs = Inputs(self.position_table(t, x.dtype), own, memory, of_memory)
+        x = self.first_norm(x)
         for block in self.blocks:
-            x = block(x, at)
+            x = block(x, inputs)
         return self.norm(x)
+
+    def stack_flops(self, T: int, S: int) -> int:
+        """Matmul FLOPs of the blocks, forward and backward, for T tokens and a memory of S tokens."""
+        return sum(m.flops(T, S) for m in self.blocks.modules() if isinstance(m, Linear | Heads))
 
 
 VOCAB_WEIGHTS = ("wte.weight", "head.weight")  # parameters with a row for each token id, padding included
 
 
-class Model(nn.Module):
+class Model(Stack):
     """Token ids in, loss or logits out; see the module's docstring.
 
     seed is that of the initial weights; None draws one from torch's global generator.
     """
 
     def __init__(self, cfg: ModelConfig, seed: int | None = None):
-        super().__init__()
         require(cfg.vocab_size > 0, "vocab_size=0 means the data's, and here there is no data; set vocab_size")
-        self.cfg = cfg
-        embedding, rotation = POSITION[cfg.pos]
-        self.wte = nn.Embedding(cfg.vocab_rows, cfg.n_embd)
-        self.pos = embedding(cfg)
-        self.rotate = rotation(cfg)
-        self.blocks = nn.ModuleList(BLOCK[cfg.block](cfg, layer) for layer in range(cfg.n_layer))
-        self.norm = norm_at(cfg, 3)
-        self.head = nn.Linear(cfg.n_embd, cfg.vocab_rows, bias=False)
-        self.encoder = Encoder(cfg) if cfg.objective == "seq2seq" else None
+        super().__init__(cfg)
+        self.wte = with_role(nn.Embedding(cfg.vocab_rows, cfg.n_embd), "vocab")
+        self.pos = POSITION[cfg.pos][0](cfg)
+        self.head = with_role(nn.Linear(cfg.n_embd, cfg.vocab_rows, bias=False), "vocab")
+        of_encoder = replace(cfg, objective="masked", n_layer=cfg.n_encoder_layer or cfg.n_layer)
+        self.encoder = Stack(of_encoder) if cfg.objective == "seq2seq" else None
         self.chunk_loss = chunk_loss
         self.tie()
         if not self.wte.weight.is_meta:
@@ -1204,66 +1157,43 @@ class Model(nn.Module):
     def initial_weight(
         self, name: str, seed: int, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], device
     ) -> Tensor:
-        """Initial values of the part of parameter `name` that begins at `start` and has `size`, where `shape` is that
-        of the whole parameter: a function of the seed, the name and the place in the whole, however it is cut.
+        """Initial values of one part of parameter `name`: the part begins at `start` and has `size`, the parameter has
+        `shape`. The values depend on the seed, the name and the place in the parameter, not on how it is cut.
 
-        They follow nanoGPT, and He and Hofmann for simplified blocks:
-
-        parameter                          initial value
-        embeddings, head, linear           N(0, 0.02)
-        what is added to the stream        N(0, 0.02 / sqrt(n)) for n summands: they do not make its variance grow
-        slots                              N(0, 0.02 sqrt(C)), like the keys and values of a normalised stream
-        simplified: W_Q, NearIdentity W    0
-        simplified: b_FF, resid of all     simplified_beta_ff, 0.2
-        biases; norms and other gains      0; 1
+        The module's docstring has the table. The number of a sum within its block does not count as part of the name,
+        so that a reader begins with the same weights in every kind of block.
         """
-        cfg = self.cfg
         layer, _, kind = name.rpartition(".")
-        module, simplified = self.get_submodule(layer), cfg.block.startswith("simplified")
-        if len(shape) == 1:
-            constants = {"bias": 0.0, "b_ff": cfg.simplified_beta_ff}
-            constants["resid"] = 0.2 if cfg.simplified_value_proj == "all" else 1.0
-            return torch.full(size, constants.get(kind, 1.0), device=device)
-        if isinstance(module, NearIdentity):
-            return torch.zeros(size, device=device)
-        std = 0.02
-        if kind in ("slot_k", "slot_v"):
-            std *= math.sqrt(cfg.n_embd)
-        elif name.endswith(("out.weight", "down.weight")) and not simplified:
-            summands = (3 if self.encoder else 2) * cfg.n_layer
-            std /= math.sqrt(2 * (cfg.n_encoder_layer or cfg.n_layer) if name.startswith("encoder") else summands)
-        value = std * normal(f"{seed} {name}", shape, start, size, device)
-        if layer.endswith(".qk"):
-            _, _, sizes = module.fused
-            row = torch.arange(start[0], start[0] + size[0], device=device) % sum(sizes)
-            value[row < sizes[0]] = 0
-        return value
+        initial = getattr(self.get_submodule(layer), "initial", {})
+        value = initial.get(kind, (0.0 if kind == "bias" else 1.0) if len(shape) == 1 else Normal(0.02))
+        if not isinstance(value, Normal):
+            return torch.full(size, float(value), device=device)
+        drawn = value.std * normal(f"{seed} {re.sub(r'sums[.][0-9]+[.]', '', name)}", shape, start, size, device)
+        row = torch.arange(start[0], start[0] + size[0], device=device) % value.period
+        drawn[row < value.zero] = 0
+        return drawn
 
     def forward(
-        self,
-        idx: Tensor,
-        targets: Tensor | None = None,
-        docs: Tensor | None = None,
-        source: Tensor | None = None,
-        source_docs: Tensor | None = None,
+        self, idx: Tensor, targets: Maybe = None, docs: Maybe = None, source: Maybe = None, source_docs: Maybe = None
     ) -> Tensor:
         """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0.
 
         docs (B, T) and source_docs (B, S) are document numbers that do not fall along a row; each number in docs must
-        also be in source_docs. source (B, S) is what the encoder of a seq2seq model reads, and only of such a one.
+        also be in source_docs. source (B, S) is the text that the encoder of a seq2seq model reads; other models take
+        none.
         """
         together = source is None or (docs is None) == (source_docs is None)
         require(together, "docs and source_docs go together; give zeros to the one that is a single document")
         x = self.hidden(idx, 0, docs, self.encode(source, source_docs), source_docs)
         return self.logits(x) if targets is None else self.loss(x, targets)
 
-    def encode(self, source: Tensor | None, docs: Tensor | None = None) -> Tensor | None:
-        """source (B, S) -> the encoder's memory of it, (B, S, C); nothing, where there is no encoder."""
+    def encode(self, source: Maybe, docs: Maybe = None) -> Maybe:
+        """source (B, S) -> the encoder's memory of it, (B, S, C); None for a model without an encoder."""
         given, wanted = source is not None, self.encoder is not None
         require(given == wanted, f"objective={self.cfg.objective} {'needs a' if wanted else 'reads no'} source")
-        return self.encoder(*self.embed(source, 0, docs), docs) if given else None
+        return self.encoder.stream(*self.embed(source, 0, docs), docs) if given else None
 
-    def embed(self, idx: Tensor, start: int, docs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def embed(self, idx: Tensor, start: int, docs: Maybe = None) -> tuple[Tensor, Tensor]:
         """idx (B, T) that begins at position start, document numbers (B, T) -> the stream (B, T, C), positions (T,)."""
         T, limit = idx.size(1), self.cfg.block_size
         require(start + T <= limit, f"a sequence of {start + T} tokens does not fit in block_size={limit}; crop it")
@@ -1275,20 +1205,10 @@ class Model(nn.Module):
         return F.dropout(self.pos(self.wte(idx), place), self.cfg.dropout, self.training), t
 
     def hidden(
-        self,
-        idx: Tensor,
-        start: int = 0,
-        docs: Tensor | None = None,
-        memory: Tensor | None = None,
-        memory_docs: Tensor | None = None,
+        self, idx: Tensor, start: int = 0, docs: Maybe = None, memory: Maybe = None, memory_docs: Maybe = None
     ) -> Tensor:
         """idx (B, T), its first token at position start -> the stream that the head reads, (B, T, C)."""
-        x, t = self.embed(idx, start, docs)
-        both = None if docs is None else (docs, docs)
-        at = At(self.rotate.table(t, x.dtype), both, memory, None if docs is None else (docs, memory_docs))
-        for block in self.blocks:
-            x = block(x, at)
-        return self.norm(x)
+        return self.stream(*self.embed(idx, start, docs), docs, memory, memory_docs)
 
     def head_weight(self) -> Tensor:
         """(V, C): the head without its padding rows."""
@@ -1314,27 +1234,26 @@ class Model(nn.Module):
 
     @contextmanager
     def caching(self, length: int):
-        """While inside, heads keep the keys and values of `length` tokens, and of the memory; yields a function that
-        forgets them."""
-        heads = [m for m in self.modules() if isinstance(m, Heads) and m.causal]
-        pools = [m for m in self.modules() if isinstance(m, MemoryPool)]
+        """Context in which heads keep the keys and values of up to `length` tokens and of the memory; yields a function
+        that forgets them."""
+        heads = [m for m in self.modules() if isinstance(m, Heads)]
 
-        def fill(make_cache: Callable, make_recall: Callable):
-            for each in heads:
-                each.cache = make_cache()
-            for pool in pools:
-                pool.recall = make_recall()
+        def forget(length: int = length):
+            for m in heads:
+                if m.causal:
+                    m.cache = KVCache(length)
+                if isinstance(m, MemoryPool):
+                    m.memory_cache = KVCache(length)
 
-        forget = partial(fill, lambda: KVCache(length), Once)
         forget()
         try:
             yield forget
         finally:
-            fill(NoCache, lambda: afresh)
+            forget(0)
 
     @torch.no_grad()
     def generate(
-        self, idx: Tensor, max_new_tokens: int, choose: Callable[[Tensor], Tensor], source: Tensor | None = None
+        self, idx: Tensor, max_new_tokens: int, choose: Callable[[Tensor], Tensor], source: Maybe = None
     ) -> Iterator[Tensor]:
         """Continues idx (B, T): yields max_new_tokens times the next tokens (B,), chosen by choose from logits (B, V).
 
@@ -1364,12 +1283,14 @@ class Model(nn.Module):
     def flops(self, T: int, source: int = 0) -> int:
         """Matmul FLOPs of forward and backward of a sequence of T tokens and its source: 6 per token and weight that is
         multiplied (the head always, lookups never) plus the attention's, thrice its forward (PaLM, appendix B)."""
-        total = 0
+        head = 6 * self.head.weight.numel() * T
+        return head + self.stack_flops(T, source) + (self.encoder.stack_flops(source, 0) if self.encoder else 0)
+
+    def attention_kernels(self, T: int, source: int, device: str) -> str:
+        """The kernels of attention_kernel that T tokens and a source take in training, with their numbers of layers."""
+        counts = Counter()
         for name, m in self.named_modules():
-            queries = source if name.startswith("encoder.") else T
-            keys = source if isinstance(m, CrossHeads) else queries
-            if isinstance(m, nn.Linear):
-                total += 6 * m.weight.numel() * (source if name.endswith(".kv") else queries)
-            elif isinstance(m, Heads):
-                total += 3 * m.flops(queries, keys)
-        return total
+            if isinstance(m, Heads):
+                queries = source if name.startswith("encoder.") else T
+                counts[m.kernel(queries, source if isinstance(m, MemoryPool) else queries, device)] += 1
+        return ", ".join(f"{kernel} ({n} layers)" for kernel, n in counts.items())

@@ -36,7 +36,7 @@ from engine import checkpoint, interchange, memory, optim, parallel
 from engine.folder import FolderLock, check_out_dir, replace_flags
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_steps
 from engine.parallel import Ranks
-from engine.replica import Replica
+from engine.sharded_model import ShardedModel
 from model import VOCAB_WEIGHTS, Model, ModelConfig, require
 
 DATA = Path(__file__).parent / "data"
@@ -115,23 +115,23 @@ def check_same_model(cfg: Config, flags: dict, path: str | Path):
         require(same, f"{flag.name}={new} differs from {old} in {path}; {remedy}")
 
 
-def initialize(cfg: Config, replica: Replica):
-    """Give the replica the weights that a new run starts from: drawn, or those of the file that init_from names."""
+def initialize(cfg: Config, sharded: ShardedModel):
+    """Give the sharded the weights that a new run starts from: drawn, or those of the file that init_from names."""
     kind, _, file = cfg.init_from.partition(":")
     if kind != "nanogpt":
-        return replica.init_weights(cfg.seed)
+        return sharded.init_weights(cfg.seed)
     model_args, tensors, _ = interchange.read_nanogpt(file)
     flags, tensors = interchange.from_nanogpt(model_args, tensors)
     check_same_model(cfg, flags, file)
-    replica.fill(tensors | {"head.weight": tensors["wte.weight"]})
+    sharded.fill(tensors | {"head.weight": tensors["wte.weight"]})
 
 
-def run_tensors(replica: Replica, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+def run_tensors(sharded: ShardedModel, optimizer: optim.Optimizer) -> dict[str, Tensor]:
     """Every tensor that a run consists of, by name: to save, or to load into."""
-    parameters = dict(replica.model.named_parameters())
-    tensors = {f"model.{name}": replica.whole(name, p.detach()) for name, p in parameters.items()}
-    for name, t in optimizer.state_tensors(replica.model).items():
-        tensors[f"optim.{name}"] = replica.whole(name.rpartition(".")[0], t)
+    parameters = dict(sharded.model.named_parameters())
+    tensors = {f"model.{name}": sharded.as_global(name, p.detach()) for name, p in parameters.items()}
+    for name, t in optimizer.state_tensors(sharded.model).items():
+        tensors[f"optim.{name}"] = sharded.as_global(name.rpartition(".")[0], t)
     return tensors
 
 
@@ -142,21 +142,21 @@ def random_states(ranks: Ranks) -> dict[str, Tensor]:
     return states
 
 
-def restore(cfg: Config, ranks: Ranks, replica: Replica, optimizer: optim.Optimizer) -> dict:
+def restore(cfg: Config, ranks: Ranks, sharded: ShardedModel, optimizer: optim.Optimizer) -> dict:
     """Load the latest checkpoint in place; returns its state. ValueError if its model or tokenizer is another one."""
 
     def load(path: Path, state: dict) -> dict:
         check_same_model(cfg, state["flags"], path)
         random, saved = random_states(ranks), checkpoint.shapes(path)
         random = {name: t for name, t in random.items() if name in saved}
-        tensors = run_tensors(replica, optimizer) | random
+        tensors = run_tensors(sharded, optimizer) | random
         rows = {  # of weights and of their optimizer states
             name: cfg.vocab_size
             for name, t in tensors.items()
             if name.split(".", 1)[1].startswith(VOCAB_WEIGHTS) and t.dim()
         }
         if any(saved[name][0][:1] < (cfg.vocab_rows,) for name in rows.keys() & saved.keys()):
-            replica.init_weights(cfg.seed, VOCAB_WEIGHTS)  # the padding that the saved layout lacks
+            sharded.init_weights(cfg.seed, VOCAB_WEIGHTS)  # the padding that the saved layout lacks
         checkpoint.load(path, tensors, rows)
         for name, t in random.items():
             torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)
@@ -204,7 +204,7 @@ def restore_scaler(scaler: torch.amp.GradScaler, saved: dict, out_dir: str):
 def mean_loss(
     cfg: Config,
     ranks: Ranks,
-    replica: Replica,
+    sharded: ShardedModel,
     objective: Objective,
     lengths: Tensor | None,
     stop: parallel.StopSignal,
@@ -219,12 +219,12 @@ def mean_loss(
     total = torch.zeros(3, dtype=torch.float32 if ranks.device.type == "mps" else torch.float64, device=ranks.device)
     among = ranks.data_rank, ranks.data_size
     batches = eval_batches(stream, objective, cfg.batch_size, n_batches, *among, cfg.seed, ranks.device)
-    for batch in map(replica.batch, guarded(batches)):
+    for batch in map(sharded.batch, guarded(batches)):
         if stop.agreed():
             return None
         targets = batch["targets"]
-        counted = (targets >= 0) & replica.has_loss  # a pipeline's last stage has it
-        total[0] += replica.loss(batch) * counted.sum()
+        counted = (targets >= 0) & sharded.has_loss  # a pipeline's last stage has it
+        total[0] += sharded.loss(batch) * counted.sum()
         total[1] += counted.sum()
         if lengths is not None:
             total[2] += (lengths[targets.clamp(min=0)] * counted).sum()
@@ -287,15 +287,15 @@ def run(argv: list[str] | None, ends: ExitStack):
         )
         with torch.device("meta"):
             whole = Model(cfg)  # to count on
-        replica = Replica(cfg, ranks)
+        sharded = ShardedModel(cfg, ranks)
         if cfg.init_from != "resume":
-            initialize(cfg, replica)
+            initialize(cfg, sharded)
         torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on each rank draws its own
-        optimizer = optim.build(replica.model, cfg, replica.whole)
+        optimizer = optim.build(sharded.model, cfg, sharded.as_global)
         scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
         state = {"step": 0, "samples": 0, "skipped": 0, "best_val_loss": None}
         if cfg.init_from == "resume":
-            state = restore(cfg, ranks, replica, optimizer)
+            state = restore(cfg, ranks, sharded, optimizer)
             tokenizer_hash = data.tokenizer and data.tokenizer.hash
             require(
                 state["tokenizer_hash"] == tokenizer_hash,
@@ -326,7 +326,7 @@ def run(argv: list[str] | None, ends: ExitStack):
 
     stop = ends.enter_context(parallel.StopSignal(ranks))
     lengths, why_not = byte_lengths(cfg, data, ranks)
-    evaluate = partial(mean_loss, cfg, ranks, replica, objective, lengths, stop)
+    evaluate = partial(mean_loss, cfg, ranks, sharded, objective, lengths, stop)
     samples_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
     machine = f"{ranks.size} x {ranks.device.type}, {str(ranks.dtype)[6:]}" + ", compiled" * ranks.compile
     metrics.say(
@@ -383,7 +383,7 @@ def run(argv: list[str] | None, ends: ExitStack):
             "flags": asdict(cfg), "ranks": ranks.size, "tokenizer": data.tokenizer and data.tokenizer.spec,
             "tokenizer_hash": data.tokenizer and data.tokenizer.hash,
         }  # fmt: skip
-        tensors = run_tensors(replica, optimizer) | random_states(ranks)
+        tensors = run_tensors(sharded, optimizer) | random_states(ranks)
         with saving_together(last):
             saver.save(cfg.out_dir, step, tensors, now, cfg.keep_last, is_best)
             if last:
@@ -424,11 +424,11 @@ def run(argv: list[str] | None, ends: ExitStack):
         if (cfg.eval_only or step % cfg.eval_interval == 0 or step == cfg.max_iters) and not stopping:
             with metrics.paused():
                 check_finite()
-                replica.model.eval()
+                sharded.model.eval()
                 of_train = evaluate(streams["train"], cfg.eval_iters or val_batches)
                 of_val = of_train and evaluate(streams["val"], cfg.eval_iters)
-                replica.model.train()
-                replica.cut_again()
+                sharded.model.train()
+                sharded.reshard_after_eval()
                 stopping = of_val is None
                 if not stopping:
                     (train_loss, _), (val_loss, bpb) = of_train, of_val
@@ -464,9 +464,9 @@ def run(argv: list[str] | None, ends: ExitStack):
 
         lr = optim.learning_rate(step, cfg)
         optimizer.set_lr(lr)
-        loss = replica.backward(batches, micro_steps, scaler)
+        loss = sharded.backward(batches, micro_steps, scaler)
         scaler.unscale_(optimizer)
-        norm = replica.clip(cfg.grad_clip)
+        norm = sharded.clip(cfg.grad_clip)
         stop.at_risk = True  # all ranks are here, so none has ended itself in its first step
         # With a scaler, an infinite gradient only means that its scale was too large; a loss is not to be infinite.
         finite = torch.isfinite(ranks.sum(loss.clone()) if scaler.is_enabled() else norm)  # the same on every rank
@@ -480,10 +480,10 @@ def run(argv: list[str] | None, ends: ExitStack):
         else:
             scaler.step(optimizer)
         scaler.update()
-        replica.model.zero_grad(set_to_none=True)
+        sharded.model.zero_grad(set_to_none=True)
         samples += samples_per_step
         if logging:
-            mean, epochs = replica.mean(loss), loader.epochs(samples)
+            mean, epochs = sharded.mean(loss), loader.epochs(samples)
             epoch = epochs if len(epochs) > 1 else samples / loader.n_windows
             with saving():
                 metrics.log(step, mean, lr, norm.item(), samples * cfg.block_size, epoch, skipped)

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data.objective import OBJECTIVE
-from engine import context, parallel, replica, tensor
-from model import At, Heads, Model, rows_at_once
+from engine import context_parallel, parallel, sharded_model, tensor_parallel
+from model import Heads, Inputs, Linear, Model, Stack, rows_at_once
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to keeping everything
 
@@ -71,7 +71,7 @@ class Stage:
 
     def __init__(self, model: Model, index: int, blocks: range):
         self.index, self.blocks, self.first, self.last = index, blocks, index == 0, blocks.stop == model.cfg.n_layer
-        ends = {"wte": self.first or model.cfg.tie_weights and self.last, "pos": self.first}
+        ends = {"wte": self.first or model.cfg.tie_weights and self.last, "pos": self.first, "first_norm": self.first}
         self.units: dict[str, Shapes] = defaultdict(dict)  # what FSDP gathers at once: a block, or the root
         for name, p in model.named_parameters():
             part, _, rest = name.removeprefix("encoder.").partition(".")
@@ -181,14 +181,13 @@ class Run:
         self.lengths = OBJECTIVE[cfg.objective](*objective).lengths
         self.n_params, self.flops = self.model.n_params(), self.model.flops(*self.lengths)
         self.head_flops = 6 * self.model.head.weight.numel() * self.lengths[0]
-        linear = {f"{name}.weight": m for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
-        self.hidden = {name: m for name, m in linear.items() if m is not self.model.head}
+        self.hidden = {f"{name}.weight": m for name, m in self.model.named_modules() if isinstance(m, Linear)}
         self.matrices = {name: logical_matrices(m) for name, m in self.hidden.items()}  # before they are cut
         self.tp, self.groups = tp, {tp.group_name: "tp", cp.group_name: "cp"}
         if cfg.tp > 1:
-            tensor.cut(self.model, tp)
+            tensor_parallel.apply_tensor_parallel(self.model, tp)
         if cfg.cp > 1:
-            context.cut(self.model, cp)
+            context_parallel.apply_context_parallel(self.model, cp)
         ends = [-(-cfg.n_layer * i // cfg.pp) for i in range(cfg.pp + 1)]  # as engine/pipeline.py cuts
         self.stages = [Stage(self.model, i, range(ends[i], ends[i + 1])) for i in range(cfg.pp)]
         self.shards = r.dp_shard * r.cp if self.fsdp else 1
@@ -196,7 +195,7 @@ class Run:
         for block in [*self.model.blocks, *self.encoder]:
             self.as_on_gpu(block)
             if cfg.activation_checkpoint != "none":
-                replica.recompute(block, cfg.activation_checkpoint)
+                sharded_model.recompute(block, cfg.activation_checkpoint)
         self.as_on_gpu(self.model.norm)
 
     def as_on_gpu(self, part: nn.Module):
@@ -232,16 +231,17 @@ class Run:
         """Of each block; of what is before them, an encoder included; of the last norm and the loss."""
         cfg, model, (T, S) = self.cfg, self.model, self.lengths
 
-        def of_blocks(blocks: nn.ModuleList, rotate: nn.Module, length: int, memory: Tensor | None) -> Iterator[Use]:
+        def of_blocks(stack: Stack, length: int, memory: Tensor | None) -> Iterator[Use]:
             own, of_memory = (torch.zeros(batch, n, dtype=torch.int64) for n in (length, S))
             docs = ((own, own), (own, of_memory)) if cfg.doc_mask else (None, None)
-            at = At(rotate.table(torch.arange(length // self.r.cp), torch.float32), docs[0], memory, docs[1])
-            given, known = [t for t in tree_leaves(at) if isinstance(t, Tensor)], {}
-            for layer, block in enumerate(blocks):
+            table = stack.position_table(torch.arange(length // self.r.cp), torch.float32)
+            inputs = Inputs(table, docs[0], memory, docs[1])
+            given, known = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)], {}
+            for layer, block in enumerate(stack.blocks):
                 kind = cfg.layer_window(layer), *(p.shape for p in block.parameters())  # equal kinds, equal figures
                 if kind not in known:
                     x = self.stream(batch, length)
-                    known[kind] = self.measure(lambda x, f=block: f(x, at), block, x, given, casts=False)
+                    known[kind] = self.measure(lambda x, f=block: f(x, inputs), block, x, given, casts=False)
                 yield known[kind]
 
         def of_embedding(length: int) -> Use:
@@ -251,9 +251,9 @@ class Run:
         before, memory = [of_embedding(T)], None
         if (encoder := model.encoder) is not None:
             memory = torch.empty(batch, S, cfg.n_embd, requires_grad=True)
-            before += [of_embedding(S), *of_blocks(encoder.blocks, encoder.rotate, S, None)]
+            before += [of_embedding(S), *of_blocks(encoder, S, None)]
             before.append(self.measure(encoder.norm, encoder.norm, self.stream(batch, S), []))
-        return list(of_blocks(model.blocks, model.rotate, T, memory)), before, self.of_loss(batch)
+        return list(of_blocks(model, T, memory)), before, self.of_loss(batch)
 
     def of_loss(self, batch: int) -> Use:
         """Of the last norm and the loss."""
@@ -267,7 +267,9 @@ class Run:
             return Use(round(a.kept + x * (b.kept - a.kept)), round(a.peak + x * (b.peak - a.peak)), sent)
         loss = model.loss
         if self.r.tp == 1 and batch * T > chunk:
-            loss = partial(tensor.parallel_loss, model, self.tp)  # like model.loss, whose loop fake tensors cannot run
+            loss = partial(
+                tensor_parallel.parallel_loss, model, self.tp
+            )  # like model.loss, whose loop fake tensors cannot run
         targets, ends = torch.zeros(batch, T, dtype=torch.int64), nn.ModuleList([model.norm, model.head])
         x = self.stream(batch, self.lengths[0])
         return self.measure(lambda x: loss(model.norm(x), targets), ends, x, [targets])
@@ -367,8 +369,10 @@ class Run:
         for use in [of_blocks[layer] for layer in stage.blocks] + before * stage.first + [loss] * stage.last:
             for kind, n in use.sent.items():
                 sent[kind] += n * steps
-        uncut = [shape for name, shape in stage.shapes.items() if tensor.sharded_dim(name) is None]
-        sent["tp all-reduce"] += 2 * ring(r.tp) * sum(shard(s, self.shards) for s in uncut) * 4  # of their gradients
+        if r.tp > 1:
+            dims = {name: tensor_parallel.sharded_dim(self.model, name) for name in stage.shapes}
+            whole = sum(shard(shape, self.shards) for name, shape in stage.shapes.items() if dims[name] is None)
+            sent["tp all-reduce"] += 2 * ring(r.tp) * 4 * whole  # of the gradients of parameters that are not cut
         out |= {kind: (n, r.group(kind[:2])) for kind, n in sent.items()}
         if cfg.pp > 1:
             streams = steps * (2 - stage.first - stage.last)  # there and back
@@ -392,15 +396,15 @@ class Run:
 
 def norm(m: nn.LayerNorm | nn.RMSNorm, wide: bool, x: Tensor) -> Tensor:
     """As on a GPU, whose one kernel for an RMS norm keeps what layer norm does, if x and weight have the same dtype; a
-    CPU always has several, which keep more. wide: the weight is cast, see engine/replica.py."""
+    CPU always has several, which keep more. wide: the weight is cast, see engine/sharded_model.py."""
     weight, *bias = (None if p is None else p.to(x.dtype) if wide else p for p in (m.weight, getattr(m, "bias", None)))
     if isinstance(m, nn.RMSNorm) and weight.dtype != x.dtype:
         return F.rms_norm(x, m.normalized_shape, weight, m.eps)
     return F.layer_norm(x, m.normalized_shape, weight, *bias)
 
 
-def logical_matrices(layer: nn.Linear) -> list[tuple[int, int]]:
+def logical_matrices(layer: Linear) -> list[tuple[int, int]]:
     """(rows, columns) of what Muon orthogonalizes in a linear layer's weight, see engine/optim.py."""
-    dim, groups, sizes = getattr(layer, "fused", None) or (0, 1, (layer.weight.size(0),))
+    dim, groups, sizes = layer.fused or (0, 1, (layer.weight.size(0),))
     other = layer.weight.size(1 - dim)
     return [(groups * size, other) if dim == 0 else (other, groups * size) for size in sizes]

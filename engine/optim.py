@@ -17,6 +17,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from engine.sharded_model import copy_local_shard_
+from model import Linear
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Schedules
 
@@ -79,10 +82,9 @@ class Muon(torch.optim.Optimizer):
     It wants a rate of its own, unlike 0.2 sqrt(max(rows, columns)) of arXiv:2502.16982, which borrows AdamW's.
 
     A weight may store several logical matrices, and each is orthogonalised alone: as one they would share one set of
-    singular directions, which costs loss. weights maps a weight to None (one matrix) or to (dim, groups, sizes): along
-    dim (0 rows, 1 columns) it is `groups` repetitions of consecutive pieces of `sizes`, and piece n of all groups is
-    logical matrix n. whole(p, x) makes of this rank's part x of the parameter p, or of its update, a DTensor with the
-    shape of the whole.
+    singular directions, which costs loss. weights maps a weight to None (one matrix) or to (dim, groups, sizes), as
+    model.Linear's `fused` says. as_global(p, x) returns this rank's part x of the parameter p, or of its update, as a
+    DTensor with the shape of the full parameter.
     """
 
     LARGEST = 2**28  # numbers: 1 GiB
@@ -93,10 +95,10 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         momentum: float,
         weight_decay: float,
-        whole: Callable[[nn.Parameter, Tensor], Tensor] = lambda p, x: x,
+        as_global: Callable[[nn.Parameter, Tensor], Tensor] = lambda p, x: x,
     ):
-        self.fused = {p: fused or (0, 1, (whole(p, p).size(0),)) for p, fused in weights.items()}
-        self.whole, self.sizes = whole, {p: whole(p, p).numel() for p in weights}
+        self.fused = {p: fused or (0, 1, (as_global(p, p).size(0),)) for p, fused in weights.items()}
+        self.as_global, self.sizes = as_global, {p: as_global(p, p).numel() for p in weights}
         super().__init__(decay_groups(weights, weight_decay), {"lr": lr, "momentum": momentum})
         for p in weights:
             self.state[p]["momentum"] = torch.zeros_like(p)
@@ -110,17 +112,17 @@ class Muon(torch.optim.Optimizer):
             updates = torch._foreach_mul(grads, 1 - group["momentum"])  # not a lerp, which DTensors of torch 2.11 lack
             torch._foreach_add_(updates, momentum, alpha=group["momentum"])
             for some in self.portions(params):
-                cut = [self.whole(params[i], updates[i]) for i in some]
-                full = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in cut]
+                shards = [self.as_global(params[i], updates[i]) for i in some]
+                full = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in shards]
                 self.orthogonalize_all([params[i] for i in some], full)
-                for i, x, matrix in zip(some, cut, full, strict=True):
+                for i, x, matrix in zip(some, shards, full, strict=True):
                     if x is not matrix:
-                        keep_part(updates[i], matrix, like=x)
+                        copy_local_shard_(updates[i], matrix, like=x)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, updates, alpha=-group["lr"])
 
     def portions(self, params: list[nn.Parameter]) -> Iterator[list[int]]:
-        """Indices of parameters that together have at most LARGEST numbers, or of one: whole matrices take memory."""
+        """Indices of parameters, at most LARGEST numbers at once or a single parameter: full matrices take memory."""
         some, size = [], 0
         for i, p in enumerate(params):
             if some and size + self.sizes[p] > self.LARGEST:
@@ -142,15 +144,6 @@ class Muon(torch.optim.Optimizer):
             batch = orthogonalize(torch.stack([matrix for _, matrix in found])) * max(1, rows / columns) ** 0.5
             for (piece, _), matrix in zip(found, batch, strict=True):
                 piece.copy_(matrix.reshape(piece.shape))
-
-
-def keep_part(x: Tensor, whole: Tensor, like: Tensor):
-    """Copy into x, a tensor or a DTensor, what lies on this rank of `whole`, if that is cut as `like` is."""
-    if hasattr(like, "placements"):
-        from torch.distributed.tensor import distribute_tensor
-
-        whole = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
-    (x.to_local() if hasattr(x, "to_local") else x).copy_(whole)
 
 
 def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
@@ -200,12 +193,11 @@ class Optimizer:
         return {f"{name}.{kind}": t for name, p in model.named_parameters() for kind, t in state.get(p, {}).items()}
 
 
-def build(model: nn.Module, cfg, whole: Callable[[str, Tensor], Tensor] = lambda name, x: x) -> Optimizer:
-    """cfg.optimizer = adamw: everything; muon: the weights of linear layers other than model.head, and AdamW the rest.
+def build(model: nn.Module, cfg, as_global: Callable[[str, Tensor], Tensor] = lambda name, x: x) -> Optimizer:
+    """The optimizer that cfg.optimizer names: adamw trains everything; muon trains hidden matrices, AdamW the rest.
 
-    A linear layer that stores several matrices in one weight says so in its attribute `fused`, see Muon. (An attribute
-    of the module, since sharding and tensor parallelism replace parameters.) whole(name, x) makes of what lies on this
-    rank of the parameter `name`, or of its update, a DTensor with the shape that the name has in the whole model.
+    as_global(name, x) returns this rank's part x of the parameter `name`, or of its update, as a DTensor with the shape
+    of the full parameter.
     """
     names = {p: name for name, p in model.named_parameters()}
     hidden = OPTIMIZER[cfg.optimizer](model)
@@ -221,21 +213,20 @@ def build(model: nn.Module, cfg, whole: Callable[[str, Tensor], Tensor] = lambda
         adamw.state[p]["exp_avg"], adamw.state[p]["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
     if not hidden:
         return Optimizer({adamw: 1.0})
-    muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, lambda p, x: whole(names[p], x))
+    muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, lambda p, x: as_global(names[p], x))
     return Optimizer({adamw: 1.0, muon: cfg.muon_lr / cfg.learning_rate})
 
 
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
-    """The weights of the linear layers other than model.head, as Muon takes them."""
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.head]
-    return {m.weight: getattr(m, "fused", None) for m in linear if m.weight.requires_grad}
+    """The weights of linear layers within blocks, each with its logical matrices, as Muon takes them."""
+    return {m.weight: m.fused for m in model.modules() if isinstance(m, Linear) and m.weight.requires_grad}
 
 
-OPTIMIZER = {"adamw": lambda model: {}, "muon": hidden_matrices}  # flag -> the weights that Muon trains; AdamW the rest
+OPTIMIZER = {"adamw": lambda model: {}, "muon": hidden_matrices}  # flag -> the weights that Muon trains
 
 
 def decay_groups(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
-    """Parameter groups: matrices decay; vectors, gains and whatever carries the attribute no_decay do not."""
+    """Parameter groups: matrices decay; vectors, gains and parameters with the attribute no_decay do not."""
     groups = {True: [], False: []}
     for p in params:
         groups[p.dim() >= 2 and not getattr(p, "no_decay", False)].append(p)

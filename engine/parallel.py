@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from engine import context, tensor
+from engine import context_parallel, tensor_parallel
 
 STOPPING = "stopping after this step; press Ctrl-C again to quit now"
 STOPPED = "stopped at once: nothing was computed that is not saved"
@@ -99,9 +99,9 @@ def data_ranks(cfg, size: int) -> int:
             "optimizer=adamw"
         )
     if cfg.tp > 1:
-        tensor.check(cfg, cfg.tp)
+        tensor_parallel.check(cfg, cfg.tp)
     if cfg.cp > 1:
-        context.check(cfg, cfg.cp)
+        context_parallel.check(cfg, cfg.cp)
     if cfg.pp > 1:
         from engine import pipeline
 

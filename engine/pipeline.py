@@ -1,14 +1,15 @@
 """Pipeline parallelism: the blocks in stages, one per rank, through which the micro-batches of a step pass as 1F1B.
 
     check(cfg, n_stages, n_micro)                                # before the ranks meet
-    cut(model, stage, n_stages)                                  # before anything is compiled, sharded or moved
+    keep_stage(model, stage, n_stages)                           # before anything is compiled, sharded or moved
     pipeline = Pipeline(model, group, n_micro, (B, T), device, ranks.autocast)
     loss = pipeline.backward(batches)                            # once per step: p.grad of the mean loss
     loss = pipeline.loss(batch)                                  # evaluation
 
-Every rank of a pipeline reads the same batches. Each waits for (stages - 1) / (n_micro + stages - 1) of a step. Blocks
-are split by count alone, though the first stage also has the embedding and the last one the head; where they do not
-divide evenly the last one has a block less than others. torch keeps room for what all n_micro micro-batches receive.
+Every rank of a pipeline reads the same batches, and waits for (stages - 1) / (n_micro + stages - 1) of a step. Blocks
+are split by count alone, though the first stage also has the embedding and the last one the head. If the count does not
+divide evenly, the last stage has one block less than others. torch keeps buffers for the inputs of all n_micro
+micro-batches.
 """
 
 from collections.abc import Callable
@@ -40,11 +41,11 @@ def check(cfg: ModelConfig, n_stages: int, n_micro: int):
     )
 
 
-def cut(model: Model, stage: int, n_stages: int):
-    """Take from the model, in place, what other stages own; what stays keeps its name.
+def keep_stage(model: Model, stage: int, n_stages: int):
+    """Remove from the model, in place, the parts that other stages own; the others keep their names.
 
-    model(x, targets) is then the stage: x is idx on the first one and the stream (B, T, C) on others, and the result is
-    the loss on the last one and the stream on others. A tied weight stays on both ends, on the last as wte and head.
+    model(x, targets) is then the stage: x is idx on the first stage and the stream (B, T, C) on others, and the result
+    is the loss on the last stage and the stream on others. A tied weight stays on both ends.
     """
     n_layer, first, last = model.cfg.n_layer, stage == 0, stage == n_stages - 1
     tied = model.cfg.tie_weights
@@ -52,12 +53,12 @@ def cut(model: Model, stage: int, n_stages: int):
     for layer in set(range(n_layer)) - set(range(begin, end)):
         delattr(model.blocks, str(layer))  # unlike del model.blocks[layer], this numbers no other block anew
     if not first:
-        model.pos = nn.Identity()
+        model.pos, model.first_norm = nn.Identity(), nn.Identity()
         model.embed = lambda x, start, docs=None: (x, torch.arange(start, start + x.size(1), device=x.device))
     if not last:
         model.norm = nn.Identity()
         model.head = nn.Identity()
-        model.loss = lambda x, targets: x.float()  # the stream as it travels, whatever computed it
+        model.loss = lambda x, targets: x.float()  # stages exchange the stream in float32
     if not first and not (last and tied):
         model.wte = nn.Identity()
     if not (last and tied):
@@ -66,16 +67,17 @@ def cut(model: Model, stage: int, n_stages: int):
 
 
 def owned(model: Model) -> list[nn.Parameter]:
-    """The parameters of this stage that no other one counts: over all stages, each of the whole model's once."""
+    """The parameters that this stage counts: over all stages, each parameter of the model is counted once."""
     return [p for name, p in model.named_parameters() if name not in getattr(model, "copies", ())]
 
 
 class Pipeline:
-    """The stages of one replica, seen from one of them.
+    """One stage of a pipeline, with the schedule of its micro-batches.
 
-    model is a cut one, also after fully_shard of its blocks and of itself; group the ranks of this pipeline, at least
-    two, in the order of their stages; shape (B, T) that of the stream of a micro-batch on this rank; autocast makes the
-    context in which forwards run.
+    model      after keep_stage, perhaps also after fully_shard of its blocks and of itself
+    group      the ranks of this pipeline, at least two, in the order of their stages
+    shape      (B, T) of a micro-batch on this rank
+    autocast   makes the context in which forwards run
     """
 
     def __init__(

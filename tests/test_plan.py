@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from configurator import Config, parse
-from engine import costs, optim, parallel, pipeline, plan, replica
-from engine.replica import Replica
+from engine import costs, optim, parallel, pipeline, plan, sharded_model
+from engine.sharded_model import ShardedModel
 from model import BLOCK, Model
 
 TINY = {
@@ -108,7 +108,7 @@ def by_size(traffic: dict[str, plan.Traffic]) -> dict:
 
 
 def nbytes(tensors) -> int:
-    return sum(replica.local(t).nbytes for t in tensors)
+    return sum(sharded_model.local(t).nbytes for t in tensors)
 
 
 def batch_of(cfg: Config) -> dict:
@@ -127,10 +127,10 @@ def batch_of(cfg: Config) -> dict:
     "flags", LAYOUTS + [LAYOUTS[i] | {"block": block} for block in list(BLOCK)[1:] for i in (-1, -2)], ids=str
 )
 def test_states_and_traffic_are_those_of_training(flags):
-    """Exactly, for whatever Replica and the optimizers do with a group of pretended ranks."""
+    """Exactly, for whatever ShardedModel and the optimizers do with a group of pretended ranks."""
     cfg = config(**flags)
     with as_rank(cfg) as ranks:  # the first, whose shards are no smaller than others'
-        rank = Replica(cfg, ranks)
+        rank = ShardedModel(cfg, ranks)
         optimizer = optim.build(rank.model, cfg, rank.whole)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         with Collectives() as counted:
@@ -166,7 +166,7 @@ def test_stages_have_what_the_pipeline_leaves_them(tied):
         stages = costs.Run(cfg, r, *groups).stages
     for i, stage in enumerate(stages):
         part = copy.deepcopy(model)
-        pipeline.cut(part, i, 3)
+        pipeline.keep_stage(part, i, 3)
         assert stage.shapes == {name: tuple(p.shape) for name, p in part.named_parameters()}
 
 
@@ -249,7 +249,7 @@ def test_activations_are_what_training_allocates(tolerance, flags):
     model, batch = Model(cfg), batch_of(cfg)
     for block in [*model.blocks, *(model.encoder.blocks if model.encoder else ())]:
         if cfg.activation_checkpoint != "none":
-            replica.recompute(block, cfg.activation_checkpoint)
+            sharded_model.recompute(block, cfg.activation_checkpoint)
 
     def step():
         with torch.autocast("cpu", torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
@@ -318,7 +318,7 @@ def test_the_worst_moment_of_a_rank(flags):
     are there."""
     cfg = config(**WIDE | {"batch_size": 8} | flags)
     with as_rank(cfg) as ranks:
-        rank = Replica(cfg, ranks)
+        rank = ShardedModel(cfg, ranks)
         scaler, steps = torch.amp.GradScaler("cpu", enabled=False), cfg.gradient_accumulation_steps // ranks.data_size
         rank.backward(repeat(batch_of(cfg)), steps, scaler)
         rank.model.zero_grad(set_to_none=True)

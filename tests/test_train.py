@@ -37,7 +37,7 @@ from data.writer import ShardWriter
 from engine import checkpoint, parallel
 from engine.metrics import evaluation_line
 from engine.parallel import STOPPED, STOPPING
-from engine.replica import Replica
+from engine.sharded_model import ShardedModel
 
 
 def load(folder, which="latest"):
@@ -167,7 +167,7 @@ def test_recomputation_draws_the_same_masks(monkeypatch, flags, kind):
 
     def gradients(seed: int, kind: str) -> dict[str, torch.Tensor]:
         cfg = Config(**FLAT, **flags, vocab_size=30, dropout=0.3, activation_checkpoint=kind)
-        replica = Replica(cfg, parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False))
+        replica = ShardedModel(cfg, parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False))
         replica.init_weights(cfg.seed)
         torch.manual_seed(seed)
         drawn.clear()
@@ -264,7 +264,7 @@ class Products(TorchDispatchMode):
 def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
     """All of them, in the forward, the backward and what is computed again, in evaluations and in samples; parameters
     and gradients are float32."""
-    kept, backward = set(), Replica.backward
+    kept, backward = set(), ShardedModel.backward
 
     def seen(self, *args):
         loss = backward(self, *args)
@@ -273,8 +273,8 @@ def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
 
     for name in ("float32", "bfloat16"):
         with monkeypatch.context() as patch, Products() as products:
-            patch.setattr(Replica, "backward", products.during("training", seen))
-            patch.setattr(Replica, "loss", products.during("evaluation", Replica.loss))
+            patch.setattr(ShardedModel, "backward", products.during("training", seen))
+            patch.setattr(ShardedModel, "loss", products.during("evaluation", ShardedModel.loss))
             patch.setattr(sample, "main", products.during("sampling", sample.main))
             folder = run(*flags, f"--dtype={name}", "--max_iters=2", "--eval_interval=2", out=name)
             prompt = ["--start=the <mask>"] if "--objective=seq2seq" in flags else ["--start=the"]
@@ -694,14 +694,14 @@ FIRST_STEP = """
 import hashlib, sys, time
 sys.path.insert(0, "ROOT")
 import train
-from engine.replica import Replica
+from engine.sharded_model import ShardedModel
 
 def backward(*args):
     print("in the first step", flush=True)
     while True:
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # a minute in one operation, which no Python code interrupts
 
-Replica.backward = backward
+ShardedModel.backward = backward
 train.main(sys.argv[1:])
 """
 

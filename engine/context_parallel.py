@@ -1,15 +1,15 @@
 """Context parallelism, applied from outside: every rank of the group computes two pieces of each sequence.
 
-    cut(model, group)       in place: afterwards the model reads this rank's pieces of a text
-    pieces(x, group)        these pieces of (B, T), (B, T/n)
+    apply_context_parallel(model, group)    in place: afterwards the model takes this rank's pieces of a text
+    pieces(x, group)                        this rank's pieces of x (B, T): (B, T/n)
 
-A text is cut into 2n pieces, of which rank r of n takes the r-th from the front and the r-th from the back, one after
-the other. So all ranks' queries see equally many keys, and attention takes equally long everywhere.
+A text is cut into 2n pieces. Rank r of n joins the r-th piece from the front and the r-th from the back.
+So the queries of every rank see equally many keys, and attention takes equally long everywhere.
 
-Attention gathers the keys and values of all pieces (arXiv:2407.21783, section 3.3.2), in the slot that the cache of
-decoding takes: after positions, so that a piece's keys are what they would be in the whole. Each piece's queries are
-then the last of the keys up to its own end. The ranks' losses and gradients are averaged like those of data-parallel
-ranks.
+Attention gathers the keys and values of all pieces (arXiv:2407.21783, section 3.3.2) in place of the cache of decoding.
+That is behind the position encoding, so a piece's keys equal those of the uncut text. The queries of a piece are then
+the last ones of all keys up to the end of the piece. The ranks' losses and gradients are averaged like those of
+data-parallel ranks.
 """
 
 import math
@@ -21,11 +21,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from engine.tensor import AllGather
+from engine.tensor_parallel import AllGather
+from model import Heads
 
 
 def check(cfg, n: int):
-    """ValueError names the flag that keeps sequences from being cut into n, and the remedy."""
+    """Refuse flags whose sequences cannot be cut into n; ValueError names the flag and the remedy."""
     if cfg.objective != "causal":
         raise ValueError(f"cp={n} needs objective=causal, and it is {cfg.objective}; set cp=1")
     if cfg.doc_mask:
@@ -40,22 +41,24 @@ def check(cfg, n: int):
 
 
 def own(group: dist.ProcessGroup) -> tuple[int, int, int]:
-    """Of how many pieces, and which two of them, are this rank's."""
+    """(number of pieces, index of this rank's front piece, index of its back piece)."""
     n, rank = 2 * dist.get_world_size(group), dist.get_rank(group)
     return n, rank, n - 1 - rank
 
 
 def pieces(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x (B, T) -> this rank's two pieces, joined: (B, T/n)."""
     n, front, back = own(group)
     parts = x.chunk(n, dim=1)
     return torch.cat((parts[front], parts[back]), dim=1)
 
 
-def cut(model: nn.Module, group: dist.ProcessGroup):
+def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup):
+    """Let the model compute this rank's pieces of each text, in place."""
     _, front, back = own(group)
 
     def place(t: Tensor) -> Tensor:
-        """0 .. T/n, tokens of this rank -> where they stand in the text."""
+        """Indices 0 .. T/n - 1 of this rank's tokens -> their positions in the text."""
         size = len(t) // 2
         return t + torch.where(t < size, front, back - 1) * size
 
@@ -66,18 +69,18 @@ def cut(model: nn.Module, group: dist.ProcessGroup):
     model.embed = partial(embed, model.embed)
     model.pos.register_forward_pre_hook(lambda module, args: (args[0], place(args[1])), prepend=True)
     for module in model.modules():
-        if hasattr(module, "cache"):
-            module.cache, module.mix = Gathered(group), partial(mix_pieces, module.mix, group)
+        if isinstance(module, Heads):
+            module.cache, module.mix = GatheredKeys(group), partial(mix_pieces, module.mix, group)
 
 
-class Gathered:
-    """Keys and values of this rank's pieces (B, Hkv, T/n, E) -> those from the text's beginning to their end,
-    (B, Hkv, S, E)."""
+class GatheredKeys:
+    """Stands in for KVCache: keys and values of this rank's pieces (B, Hkv, T/n, E) -> all from the beginning of the
+    text to the end of the back piece, (B, Hkv, S, E)."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
 
-    def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         heads = k.size(1), v.size(1)  # of simplified blocks' values there may be more
         n, _, back = own(self.group)
         parts = AllGather.apply(torch.cat((k, v), dim=1), 2, self.group).chunk(n, dim=2)  # 0, n-1, 1, n-2, ...
@@ -86,7 +89,7 @@ class Gathered:
 
 
 def mix_pieces(mix: Callable, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, *args) -> Tensor:
-    """mix of either piece's queries with the keys up to its end."""
+    """Attention of each piece's queries to the keys up to the end of that piece."""
     _, front, _ = own(group)
     a, b = q.chunk(2, dim=2)
     end = (front + 1) * a.size(2)

@@ -1,13 +1,13 @@
-"""One rank's part of the model, and one step of it, whatever the layout of the ranks.
+"""This rank's shard of the model, and one training step on it, for every layout of the ranks.
 
-    replica = Replica(cfg, ranks)                   # cut and wrapped on the meta device, then given memory
-    replica.init_weights(cfg.seed)
-    optimizer = optim.build(replica.model, cfg, replica.whole)
-    loss = replica.backward(batches, micro_steps, scaler)
-    norm = replica.clip(cfg.grad_clip)
+    sharded = ShardedModel(cfg, ranks)              # cut and wrapped on the meta device, then given memory
+    sharded.init_weights(cfg.seed)
+    optimizer = optim.build(sharded.model, cfg, sharded.as_global)
+    loss = sharded.backward(batches, micro_steps, scaler)
+    norm = sharded.clip(cfg.grad_clip)
 
-In this order: a pipeline's stage, tensor parallelism's slices, context parallelism's hooks, recomputation, compilation,
-and last what goes around the blocks: DDP or FSDP2. The model's file knows of none of them.
+The steps have this order: a pipeline's stage, tensor parallelism's slices, context parallelism's hooks, recomputation,
+compilation, and last DDP or FSDP2 around the blocks. model.py knows of none of them.
 """
 
 import math
@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from engine import context, parallel, tensor
-from engine.optim import keep_part
+from engine import context_parallel, parallel, tensor_parallel
 from engine.parallel import Ranks
 from model import Model
 
 aten = torch.ops.aten
-KEPT = [  # by selective recomputation: what takes long to compute
+KEPT = [  # results that selective recomputation keeps, since they take long to compute
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
@@ -44,8 +43,20 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
+def copy_local_shard_(x: Tensor, full: Tensor, like: Tensor):
+    """Copy into x, a tensor or a DTensor, this rank's part of the full tensor, which is cut as `like` is."""
+    if hasattr(like, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        full = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    local(x).copy_(full)
+
+
 def recompute(block: nn.Module, kind: str):
-    """Let the block's backward compute again what its forward would keep (arXiv:1604.06174): all but KEPT, or all."""
+    """Let the block's backward compute the forward's results again instead of keeping them (arXiv:1604.06174).
+
+    kind    selective: all but KEPT; full: all
+    """
     forward = block.forward
     options = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if kind == "selective" else {}
 
@@ -56,15 +67,15 @@ def recompute(block: nn.Module, kind: str):
 
 
 def wide_norm(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
-    """The norm of x, in x's precision whatever that of its parameters."""
+    """The norm of x, computed in x's precision, which may be higher than that of the norm's parameters."""
     weight, shape = norm.weight.to(x.dtype), norm.normalized_shape
     if isinstance(norm, nn.RMSNorm):
         return F.rms_norm(x, shape, weight, norm.eps)
     return F.layer_norm(x, shape, weight, None if norm.bias is None else norm.bias.to(x.dtype), norm.eps)
 
 
-class Replica:
-    """This rank's part of the model. Parameters keep their names; their values come from `init_weights`, `fill` or a
+class ShardedModel:
+    """This rank's shard of the model. Parameters keep their names; their values come from `init_weights`, `fill` or a
     checkpoint."""
 
     def __init__(self, cfg, ranks: Ranks):
@@ -77,16 +88,16 @@ class Replica:
         if cfg.pp > 1:
             from engine import pipeline
 
-            pipeline.cut(model, mesh.get_local_rank("pp"), cfg.pp)
+            pipeline.keep_stage(model, mesh.get_local_rank("pp"), cfg.pp)
             owned = partial(pipeline.owned, model)
         if cfg.tp > 1:
-            tensor.cut(model, mesh["tp"].get_group())
+            tensor_parallel.apply_tensor_parallel(model, mesh["tp"].get_group())
             grid = mesh.mesh[0].permute(2, 0, 1)  # slices outside of shards
             where = "cpu" if self.fsdp and cfg.fsdp_offload else ranks.device.type  # DTensors move parts to their mesh
             self.outer = DeviceMesh(where, grid, mesh_dim_names=("tp", "replicate", "shard"))
             parallel.limit(self.outer, cfg.collective_timeout)
         if cfg.cp > 1:
-            context.cut(model, ranks.cp)
+            context_parallel.apply_context_parallel(model, ranks.cp)
         blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]
         for block in blocks:
             if cfg.activation_checkpoint != "none":
@@ -95,7 +106,7 @@ class Replica:
                 block.compile()
         if ranks.compile:
             model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)
-        self.training = model
+        self.forward_model = model
         if self.fsdp:
             self._shard(blocks, cfg)
         model.to_empty(device="cpu" if self.fsdp and cfg.fsdp_offload else ranks.device)
@@ -107,14 +118,16 @@ class Replica:
             self.pipeline = pipeline.Pipeline(model, *args)
         elif not self.fsdp and mesh is not None and mesh["shard"].size() > 1:
             devices = [ranks.device] if ranks.device.type == "cuda" else None
-            self.training = nn.parallel.DistributedDataParallel(
+            self.forward_model = nn.parallel.DistributedDataParallel(
                 model, device_ids=devices, process_group=mesh["shard"].get_group(), gradient_as_bucket_view=True
             )
         self.has_loss = cfg.pp == 1 or mesh.get_local_rank("pp") == cfg.pp - 1
         named = list(model.named_parameters())
-        self.uncut = [p for name, p in named if cfg.tp > 1 and tensor.sharded_dim(name) is None]
-        counted, once = set(owned()), dict.fromkeys(self.uncut, 1 / math.sqrt(cfg.tp))
-        self.share = {p: once.get(p, 1.0) * (p in counted) for _, p in named}  # of its norm, over all ranks once
+        self.tp_dim = {name: tensor_parallel.sharded_dim(model, name) for name, _ in named} if cfg.tp > 1 else {}
+        self.tp_replicated = [p for name, p in named if cfg.tp > 1 and self.tp_dim[name] is None]
+        counted, once = set(owned()), dict.fromkeys(self.tp_replicated, 1 / math.sqrt(cfg.tp))
+        # weight of each parameter in the global norm, so that replicas count once
+        self.norm_weight = {p: once.get(p, 1.0) * (p in counted) for _, p in named}
         sums = {"shard": self.fsdp, "tp": cfg.tp > 1, "pp": cfg.pp > 1}
         self.norm_groups = [mesh[dim].get_group() for dim, on in sums.items() if on]
 
@@ -129,26 +142,26 @@ class Replica:
             "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if cfg.fsdp_offload else OffloadPolicy(),
         }
         policy = MixedPrecisionPolicy()
-        if dtype != torch.float32:  # blocks travel in the matmuls' dtype; the stream stays in float32, and its ends do
+        if dtype != torch.float32:  # blocks are gathered in the matmuls' dtype; stream, embedding and head are float32
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
             for module in (m for block in blocks for m in block.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)):
                 module.forward = partial(wide_norm, module)
         for block in blocks:
             fully_shard(block, mp_policy=policy, **options)
-        # embedding and head, of which the backward needs no values
+        # embedding, last norm and head; they stay gathered from forward to backward
         fully_shard(self.model, **(options | {"reshard_after_forward": False}))
 
     @torch.no_grad()
     def init_weights(self, seed: int, names: Collection[str] | None = None):
-        """Draw this rank's part of the initial weights, and no more: those of Model(cfg, seed), whatever the layout.
+        """Draw this rank's part of the initial weights of Model(cfg, seed), which do not depend on the layout.
 
-        names   only of these parameters, where this rank has them
+        names   draw these parameters only, as far as this rank has them
         """
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
 
         for name, p in self.model.named_parameters():
             if names is None or name in names:
-                x, part = self.whole(name, p), local(p)
+                x, part = self.as_global(name, p), local(p)
                 start = (0,) * x.dim()
                 if hasattr(x, "placements"):
                     start = place(x.shape, x.device_mesh, x.placements)[1]
@@ -157,16 +170,18 @@ class Replica:
 
     @torch.no_grad()
     def fill(self, weights: dict[str, Tensor]):
-        """Give every parameter its part of the whole tensor of that name, which may lack a vocabulary's padding."""
+        """Give every parameter its part of the full tensor of that name; a vocabulary's padding may be absent there."""
         for name, p in self.model.named_parameters():
-            whole, like = weights[name].to(p.device), self.whole(name, p)
-            keep_part(p, F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, len(like) - len(whole))), like)
+            full, like = weights[name].to(p.device), self.as_global(name, p)
+            copy_local_shard_(p, F.pad(full, (0, 0) * (full.dim() - 1) + (0, len(like) - len(full))), like)
 
     # ---- one step
 
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What this rank computes of its batch: all, or two pieces of each sequence."""
-        return {name: context.pieces(x, self.ranks.cp) for name, x in batch.items()} if self.ranks.cp else batch
+        """The part of a batch that this rank computes: all of it, or with cp two pieces of each sequence."""
+        return (
+            {name: context_parallel.pieces(x, self.ranks.cp) for name, x in batch.items()} if self.ranks.cp else batch
+        )
 
     def backward(self, batches: Iterator, micro_steps: int, scaler: torch.amp.GradScaler) -> Tensor:
         """p.grad of the mean loss over the step's micro-batches of all ranks; returns this rank's part of that loss."""
@@ -177,21 +192,21 @@ class Replica:
         loss = torch.zeros((), device=self.ranks.device)
         for micro_step in range(micro_steps):
             batch, last = self.batch(next(batches)), micro_step == micro_steps - 1
-            if self.fsdp:  # gradients are cut as soon as they are there, unless weights stay whole too
+            if self.fsdp:  # reduce-scatter after every micro-step if resharding, otherwise only after the last
                 self.model.set_requires_gradient_sync(last or self.reshard)
                 self.model.set_requires_all_reduce(last)
             else:  # ranks average once a step
-                self.training.require_backward_grad_sync = last
+                self.forward_model.require_backward_grad_sync = last
             with self.ranks.autocast():
-                part = self.training(**batch) / micro_steps
+                part = self.forward_model(**batch) / micro_steps
             scaler.scale(part).backward()
             loss += part.detach()
-        if self.uncut:
-            self._all_reduce([local(p.grad) for p in self.uncut if p.grad is not None], "tp", 1.0)
+        if self.tp_replicated:
+            self._all_reduce([local(p.grad) for p in self.tp_replicated if p.grad is not None], "tp", 1.0)
         return loss
 
     def _average(self):
-        """What DDP does, where the schedule of a pipeline runs the backward."""
+        """Average gradients as DDP would, which cannot wrap a pipeline's schedule."""
         if not self.fsdp and (n := self.ranks.mesh["shard"].size()) > 1:
             self._all_reduce([p.grad for p in self.model.parameters() if p.grad is not None], "shard", 1 / n)
 
@@ -210,8 +225,10 @@ class Replica:
         grads = [local(p.grad) for p in params]
         norms = torch.stack(torch._foreach_norm(grads))
         if self.norm_groups:
-            share = torch.tensor([self.share[p] for p in params], pin_memory=norms.is_cuda)  # no wait for the GPU
-            square = (norms * share.to(norms.device, non_blocking=True)).square().sum()
+            weights = torch.tensor(
+                [self.norm_weight[p] for p in params], pin_memory=norms.is_cuda
+            )  # no wait for the GPU
+            square = (norms * weights.to(norms.device, non_blocking=True)).square().sum()
             for group in self.norm_groups:
                 dist.all_reduce(square, group=group)
             norm = square.sqrt()
@@ -229,8 +246,8 @@ class Replica:
         with self.ranks.autocast():
             return self.model(**batch)
 
-    def cut_again(self):
-        """After forwards without a backward, which leave parameters whole: the optimizer knows only the shards."""
+    def reshard_after_eval(self):
+        """Free the gathered parameters that forwards without a backward have left: the optimizer knows only shards."""
         for module in self.model.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
@@ -239,16 +256,16 @@ class Replica:
         """The mean over all ranks of what backward returned."""
         return self.ranks.sum(loss.clone()).item() * self.pp / self.ranks.size
 
-    # ---- the whole of what is cut
+    # ---- shapes of the full model
 
-    def whole(self, name: str, x: Tensor) -> Tensor:
-        """The parameter `name`, or what belongs to it and has its shape, as a view with the shape of the whole model's:
-        a tensor, or a DTensor whose storage is x's."""
+    def as_global(self, name: str, x: Tensor) -> Tensor:
+        """x, the parameter `name` or a tensor of its shape such as its momentum, with the shape of the full model's: a
+        tensor, or a DTensor that shares x's storage."""
         if self.tp == 1 or x.dim() == 0:
             return x
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        dim, shape, part = tensor.sharded_dim(name), list(x.shape), local(x)
+        dim, shape, part = self.tp_dim[name], list(x.shape), local(x)
         if dim is not None:
             shape[dim] *= self.tp
         placements = (Replicate() if dim is None else Shard(dim), Replicate(), Shard(0) if self.fsdp else Replicate())

@@ -1,17 +1,18 @@
 """Tensor parallelism with sequence parallelism (Megatron-LM, arXiv:1909.08053 and 2205.05198), applied from outside.
 
-    cut(model, group)       in place: afterwards every rank of the group holds its slices as ordinary local parameters
-    sharded_dim(name)       the dimension along which the parameter of that name is cut, or None: all have all of it
+    apply_tensor_parallel(model, group)     in place: afterwards every rank of the group holds its slices as parameters
+    sharded_dim(model, name)                the dimension along which that parameter is cut, or None if it is whole
 
-Between the layers' norms the stream is cut along T; inside of a branch heads, hidden units and vocabulary are cut:
+The modules' declared roles decide; model.py has the table. Between the sums' norms the stream is cut along T. Within a
+sum, heads, hidden units and vocabulary are cut:
 
-    s (T/n) --+-- before -- all-gather -- columns -- heads, hidden units -- rows -- reduce-scatter -- after -- + --> s
-              +---------------------------------------------------------------------------------------------+
+    s (T/n) --+-- before -- all-gather -- into -- heads, hidden units -- out -- reduce-scatter -- after -- + --> s
+              +--------------------------------------------------------------------------------------------+
 
-So each sum of the residual stream costs one all-gather and one reduce-scatter in the forward, and again in the
-backward: two pairs per layer in a standard block, one in a parallel block or a superblock. What stands between
-all-gather and reduce-scatter computes a part of a sum, and so are the gradients of parameters that are not cut: the
-caller adds them up over the group, once a step.
+So each sum costs one all-gather and one reduce-scatter in the forward, and again in the backward: two pairs per layer
+in a standard block, one in a parallel block or a superblock. Every rank computes a part of a sum between all-gather and
+reduce-scatter. So the gradients of parameters that are not cut are parts of a sum, too: the caller adds them up over
+the group, once a step.
 
     n ranks of the group   B batch   T time   C width   V vocabulary
 """
@@ -26,19 +27,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.objective import OBJECTIVE
-from model import matmul_dtype, rows_at_once
+from model import Linear, matmul_dtype, rows_at_once
 
-COLUMNS = {"qkv", "qk", "into", "kv", "up", "value"}  # layers whose outputs are cut, ...
-ROWS = {"out", "down"}  # ... whose inputs are, ...
-PER_HEAD = {"alpha", "beta", "gamma", "slot_k", "slot_v"}  # ... and parameters with a row for each head
+SHARDED_DIM = {  # role -> of the weight; a bias of outputs that are cut is cut along
+    "vocab": 0,
+    "into": 0,
+    "memory": 0,
+    "out": 1,
+    "before": None,
+    "after": None,
+    "last": None,
+    "whole": None,
+}
 
 
-def sharded_dim(name: str) -> int | None:
-    """The dimension of the parameter `name`, such as blocks.0.attn.qkv.weight, that is cut over the ranks, or None."""
-    *_, layer, kind = name.split(".")
-    if name in ("wte.weight", "head.weight") or kind in PER_HEAD or (layer in COLUMNS and kind in ("weight", "bias")):
+def sharded_dim(model: nn.Module, name: str) -> int | None:
+    """The dimension along which the parameter `name`, such as blocks.0.sums.0.attn.qkv.weight, is cut over the ranks;
+    None if every rank has all of it. ValueError if its module declares neither a role nor the parameter in per_head."""
+    layer, _, kind = name.rpartition(".")
+    module = model.get_submodule(layer)
+    if kind in getattr(module, "per_head", ()):
         return 0
-    return 1 if layer in ROWS and kind == "weight" else None
+    role = getattr(module, "role", None)
+    if role not in SHARDED_DIM:
+        raise ValueError(
+            f"tensor parallelism does not know how to cut {name}: its module {type(module).__name__} has role={role}; "
+            f"declare a role of {', '.join(SHARDED_DIM)}, or name it in per_head, as model.py's docstring says"
+        )
+    dim = SHARDED_DIM[role]
+    return None if dim == 1 and kind == "bias" else dim
 
 
 def check(cfg, n: int):
@@ -58,7 +75,7 @@ def check(cfg, n: int):
             above = -(-size // n) * n
             remedy = f"set --{name}={above}" if name != "n_kv_head" else "choose a tp that divides it"
             raise ValueError(f"tp={n} does not divide {name}={size}; {remedy}")
-    if cfg.block != "superblock" and cfg.hidden_dim % (cfg.hidden_unit * n):
+    if cfg.hidden_dim % (cfg.hidden_unit * n) and not cfg.slots:
         raise ValueError(
             f"tp={n} does not divide the MLP's {cfg.hidden_dim} hidden units in groups of {cfg.hidden_unit}; "
             "choose another tp, n_embd or mlp_ratio"
@@ -122,17 +139,19 @@ class ReduceScatter(torch.autograd.Function):
 # The cut
 
 
-def cut(model: nn.Module, group: dist.ProcessGroup):
+def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
     """Keep this rank's slices of the model's parameters, and put the collectives where the stream needs them.
 
-    To be called on a whole model, equal on all ranks, before whatever else wraps it. ValueError for a linear layer
-    that the tables do not name.
+    To be called on a whole model, equal on all ranks, before whatever else wraps it. ValueError for a parameter whose
+    module declares no role.
     """
+    cuts = {name: sharded_dim(model, name) for name, _ in model.named_parameters()}  # all are known, or nothing is cut
     n, rank = dist.get_world_size(group), dist.get_rank(group)
-    for name, p in list(model.named_parameters()):
-        if (dim := sharded_dim(name)) is not None:
+    for name, dim in cuts.items():
+        if dim is not None:
             layer, _, kind = name.rpartition(".")
-            setattr(model.get_submodule(layer), kind, nn.Parameter(p.detach().chunk(n, dim)[rank].clone()))
+            module = model.get_submodule(layer)
+            setattr(module, kind, nn.Parameter(getattr(module, kind).detach().chunk(n, dim)[rank].clone()))
     model.tie()
 
     def gather(module: nn.Module, args: tuple, x: Tensor) -> Tensor:
@@ -141,27 +160,21 @@ def cut(model: nn.Module, group: dist.ProcessGroup):
     def reduce(module: nn.Module, args: tuple) -> Tensor:
         return ReduceScatter.apply(args[0], 1, group)
 
-    for name, module in model.named_modules():
-        if name.endswith((".before", "encoder.norm")) or name == "norm":
+    for module in model.modules():
+        role = getattr(module, "role", None)
+        if role in ("before", "last"):
             module.register_forward_hook(gather)
-        elif name.endswith(".after"):
+        elif role == "after":
             module.register_forward_pre_hook(reduce)
-        elif isinstance(module, nn.Linear) and module is not model.head:
-            layer = name.rpartition(".")[2]
-            if layer not in COLUMNS | ROWS:
-                raise ValueError(f"tp={n} does not know how to cut {name}; add it to engine/tensor.py's tables")
-            if layer in ROWS and module.bias is not None:
-                module.forward = partial(row_parallel, module, n)
-        elif isinstance(module, nn.Identity) and name.endswith((".attn.value", ".attn.value.same")):
-            module.forward = lambda x: x.chunk(n, -1)[rank]
-        elif isinstance(module, nn.Identity) and name.endswith((".attn.out", ".attn.out.same")):
-            module.forward = partial(padded, rank, n)
+        elif isinstance(module, Linear) and role == "out" and module.bias is not None:
+            module.forward = partial(row_parallel, module, n)
+        elif isinstance(module, nn.Identity) and role in ("into", "out"):
+            module.forward = partial(padded, rank, n) if role == "out" else lambda x: x.chunk(n, -1)[rank]
 
     model.wte.forward = partial(lookup, model.wte, rank, group)
     model.pos.register_forward_pre_hook(lambda module, args: (args[0], args[1].chunk(n, -1)[rank]))
-    if model.cfg.pos == "alibi":  # the first entry of its table has a row for each head
-        for rotate in (model.rotate, *([model.encoder.rotate] if model.encoder else ())):
-            rotate.table = partial(own_slopes, rotate.table, rank, n)
+    for stack in filter(None, (model, model.encoder)):
+        stack.position_table = partial(own_heads, stack.position_table, rank, n)
     model.loss = partial(parallel_loss, model, group)
 
 
@@ -183,9 +196,10 @@ def lookup(wte: nn.Embedding, rank: int, group: dist.ProcessGroup, idx: Tensor) 
     return ReduceScatter.apply(F.embedding(own.where(here, 0), wte.weight) * here[..., None], 1, group)
 
 
-def own_slopes(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    slopes, *rest = table(t, dtype)
-    return slopes.chunk(n)[rank], *rest
+def own_heads(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The table of positions with the rows of this rank's heads."""
+    entries, count = table(t, dtype), table.__self__.head_entries
+    return tuple(x.chunk(n)[rank] if i < count else x for i, x in enumerate(entries))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
