@@ -124,7 +124,7 @@ class Saver:
     def __init__(self, asynchronous: bool):
         self.asynchronous = asynchronous
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self.saved: int | None = None  # step of the last one that is known to be on the disk
+        self.last_written_step: int | None = None  # of the last checkpoint that is known to be on the disk
         self.copies: dict[str, Tensor] = {}
         self.running: Future | None = None
 
@@ -142,7 +142,7 @@ class Saver:
         arguments = (out_dir, step, dict(tensors), deepcopy(state), keep_last, best, self.group)
         if not self.asynchronous:
             save(*arguments)
-            self.saved = step
+            self.last_written_step = step
             return
         copies = self.copies = {name: _copy(tensor, self.copies.get(name)) for name, tensor in tensors.items()}
         device = -1  # none, to torch.cuda.set_device
@@ -165,7 +165,7 @@ class Saver:
         """Returns when the last save is on the disk: to be called before the run ends, and before saying so."""
         running, self.running = self.running, None
         if running:
-            self.saved = running.result()
+            self.last_written_step = running.result()
 
 
 def _copy(tensor: Tensor, buffer: Tensor | None) -> Tensor:

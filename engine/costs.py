@@ -62,6 +62,7 @@ class Layout:
 
 def layout(cfg) -> Layout:
     """The mesh of cfg.world_size ranks; ValueError if the flags do not fit them."""
+    parallel.check_layout(cfg, cfg.world_size)
     data, replicas = parallel.data_ranks(cfg, cfg.world_size), parallel.replicas(cfg)
     return Layout(cfg.pp, replicas, data // replicas, cfg.cp, cfg.tp, cfg.gradient_accumulation_steps // data)
 

@@ -51,7 +51,7 @@ def machine() -> int:
 def host_share() -> int:
     """Bytes that a process can have when all ranks on this machine take the same, or its ulimit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    share = machine() // parallel.place()[3]
+    share = machine() // parallel.environment().local_size
     return share if soft == resource.RLIM_INFINITY else min(share, soft)
 
 

@@ -1,27 +1,29 @@
 """Ranks and devices: how many processes there are, which of them work together, and what they compute with.
 
-One process (`python train.py`) and many (`torchrun --nproc_per_node=8 train.py`) run the same code: with one, every
-function here is the identity.
+    check_flags(cfg)            # ValueError if flags, ranks and machine do not fit together
+    ranks = join(cfg)
+    ...                         # training
+    leave()
 
-The ranks stand in a grid, outermost first: pp stages, dp_replicate copies, shards, cp ranks with two pieces of each
-sequence, tp slices of a layer. Those that differ in copy or shard are data-parallel: they read different samples. The
-others read the same.
+One process (`python train.py`) and many (`torchrun --nproc_per_node=8 train.py`) run the same code: with one process,
+every collective here is the identity.
+
+The ranks form a grid. Its dimensions are, outermost first: pp (stages of a pipeline), dp_replicate (copies of the
+model), shard (shards of one copy; with cp also the pieces of each sequence) and tp (slices of a layer). Ranks that
+differ in copy or shard are data-parallel: they read different samples. All other ranks read the same samples.
 """
 
 import ctypes
 import hashlib
 import os
 import re
-import signal
-import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,135 +31,159 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from engine import context_parallel, tensor_parallel
+from engine import context, tensor
+from model import require
 
-STOPPING = "stopping after this step; press Ctrl-C again to quit now"
-STOPPED = "stopped at once: nothing was computed that is not saved"
 T = TypeVar("T")
+
+
+class Environment(NamedTuple):
+    """The numbers that torchrun sets in the environment."""
+
+    rank: int
+    local_rank: int  # among the ranks on this machine
+    size: int  # number of ranks
+    local_size: int  # number of ranks on this machine
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others, and what it computes with."""
+    """The place of this process among the ranks, and the device, dtype and compilation that it computes with."""
 
     rank: int
     size: int
     device: torch.device
     dtype: torch.dtype  # of matrix multiplications; parameters stay float32
     compile: bool
-    data_rank: int = 0  # among the data-parallel ranks
-    data_size: int = 1
-    mesh: DeviceMesh | None = None  # pp, replicate, shard (which holds the pieces of cp too), tp; None if size is 1
-    cp: dist.ProcessGroup | None = None  # the ranks that have the other pieces of this rank's sequences
+    data_rank: int = 0  # number of this rank's samples: 0 .. data_size - 1
+    data_size: int = 1  # how many data-parallel ranks there are
+    mesh: DeviceMesh | None = None  # dimensions pp, replicate, shard (times cp) and tp; None if size is 1
+    cp: dist.ProcessGroup | None = None  # the ranks that share this rank's sequences; None if cp is 1
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
     def autocast(self):
-        """Context in which matrix multiplications run in `dtype`."""
+        """A context in which matrix multiplications run in `dtype`."""
         full = self.dtype == torch.float32
         return nullcontext() if full else torch.autocast(self.device.type, dtype=self.dtype)
 
     def sum(self, x: Tensor) -> Tensor:
-        """x summed over all ranks, in place."""
+        """The sum of x over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
 
     def same(self, value: str) -> bool:
-        """Whether all ranks call this with the same value."""
+        """Whether all ranks call this function with the same value."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
         return len(set(values)) == 1
 
 
-def data_ranks(cfg, size: int) -> int:
-    """How many of `size` ranks read different samples. ValueError if flags do not fit together, or not the ranks."""
-    inner = cfg.tp * cfg.cp * cfg.pp
-    if size % inner:
-        raise ValueError(
-            f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {inner} ranks or a multiple, and there are {size}; start "
-            "as many with torchrun --nproc_per_node, or set them to 1"
+def environment() -> Environment:
+    """The place of this process as torchrun says it in the environment; without torchrun, that of a single process.
+
+    ValueError if one of these variables is not a number, or too large.
+    """
+    found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": ""}
+    found |= {name: os.environ[name] for name in found if name in os.environ}
+    one_rank_here = found["LOCAL_RANK"] == "0"  # as far as this process can know without LOCAL_WORLD_SIZE
+    found["LOCAL_WORLD_SIZE"] = found["LOCAL_WORLD_SIZE"] or ("1" if one_rank_here else found["WORLD_SIZE"])
+    for size, rank in (("WORLD_SIZE", "RANK"), ("LOCAL_WORLD_SIZE", "LOCAL_RANK")):
+        for name, least in ((size, 1), (rank, 0)):
+            require(
+                re.fullmatch("[0-9]{1,9}", found[name]) is not None and int(found[name]) >= least,
+                f"{name}={found[name]!r} in the environment must be a whole number from {least}; unset it, or start "
+                "with torchrun, which sets it",
+            )
+        require(
+            int(found[rank]) < int(found[size]),
+            f"{rank}={found[rank]} in the environment must be below {size}={found[size]}; unset both, or start with "
+            "torchrun, which sets them",
         )
-    data = size // inner
-    if data % replicas(cfg):
-        raise ValueError(
-            f"dp_replicate={cfg.dp_replicate} does not divide the {data} data-parallel ranks; set a divisor"
-        )
-    micro_batches = cfg.gradient_accumulation_steps
-    if micro_batches % data:
-        raise ValueError(
-            f"gradient_accumulation_steps={micro_batches} counts the micro-batches of all ranks together and is not "
-            f"divisible by the {data} {'ranks' if data == size else 'data-parallel ranks'}; set it to "
-            f"{-(-micro_batches // data) * data}"
-        )
-    if cfg.optimizer == "muon" and cfg.fsdp_offload:
-        raise ValueError(
-            "optimizer=muon does not go with fsdp_offload=True: it would multiply whole matrices on the host; use "
-            "optimizer=adamw"
-        )
+    return Environment(*(int(found[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks of flags
+
+
+def check_flags(cfg):
+    """ValueError if flags do not fit this machine or the number of ranks that torchrun has started."""
+    size, device = environment().size, resolve_device(cfg.device, environment().local_rank)
+    check_layout(cfg, size)
+    require(
+        cfg.backend != "nccl" or device.type == "cuda",
+        f"backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo",
+    )
+    cut = cfg.parallel == "fsdp" or cfg.tp * cfg.pp > 1
+    require(
+        resolve_dtype(cfg.dtype, device) != torch.float16 or not cut or size == 1,
+        "dtype=float16 needs a gradient scaler, which does not work with parallel=fsdp, tp or pp; use bfloat16",
+    )
+
+
+def check_layout(cfg, size: int):
+    """ValueError if flags of parallelism do not fit together, or do not fit `size` ranks."""
+    model_ranks = cfg.tp * cfg.cp * cfg.pp
+    require(
+        size % model_ranks == 0,
+        f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {model_ranks} ranks or a multiple, and there are {size}; start "
+        "as many with torchrun --nproc_per_node, or set them to 1",
+    )
+    data, micro_batches = data_ranks(cfg, size), cfg.gradient_accumulation_steps
+    require(
+        data % replicas(cfg) == 0,
+        f"dp_replicate={cfg.dp_replicate} does not divide the {data} data-parallel ranks; set a divisor",
+    )
+    require(
+        micro_batches % data == 0,
+        f"gradient_accumulation_steps={micro_batches} counts the micro-batches of all ranks together and is not "
+        f"divisible by the {data} {'ranks' if data == size else 'data-parallel ranks'}; set it to "
+        f"{-(-micro_batches // data) * data}",
+    )
+    require(
+        cfg.optimizer != "muon" or not cfg.fsdp_offload,
+        "optimizer=muon does not work with fsdp_offload=True: it would multiply whole matrices on the CPU; use "
+        "optimizer=adamw",
+    )
     if cfg.tp > 1:
-        tensor_parallel.check(cfg, cfg.tp)
+        tensor.check(cfg, cfg.tp)
     if cfg.cp > 1:
-        context_parallel.check(cfg, cfg.cp)
+        context.check(cfg, cfg.cp)
     if cfg.pp > 1:
         from engine import pipeline
 
         pipeline.check(cfg, cfg.pp, micro_batches // data)
-        for flag in ("tp", "cp"):
-            if getattr(cfg, flag) > 1:
-                raise ValueError(f"{flag}={getattr(cfg, flag)} does not go with pp={cfg.pp} yet; set one of them to 1")
-    return data
+        for flag, n in (("tp", cfg.tp), ("cp", cfg.cp)):
+            require(n == 1, f"{flag}={n} does not work with pp={cfg.pp} yet; set one of them to 1")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The process group
+
+
+def data_ranks(cfg, size: int) -> int:
+    """How many of `size` ranks read different samples."""
+    return size // (cfg.tp * cfg.cp * cfg.pp)
 
 
 def replicas(cfg) -> int:
-    """Groups of ranks that have one set of shards each."""
+    """How many copies of the model's shards there are, each on its own group of ranks."""
     return cfg.dp_replicate if cfg.parallel == "fsdp" else 1
 
 
-def place() -> tuple[int, int, int, int]:
-    """(rank, rank on this machine, ranks, ranks on this machine), as torchrun says in the environment, or one process.
-
-    ValueError if these variables are no such numbers.
-    """
-    found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": ""}
-    found |= {name: os.environ[name] for name in found if name in os.environ}
-    found["LOCAL_WORLD_SIZE"] = found["LOCAL_WORLD_SIZE"] or (
-        "1" if found["LOCAL_RANK"] == "0" else found["WORLD_SIZE"]
-    )
-    for name, rank in (("WORLD_SIZE", "RANK"), ("LOCAL_WORLD_SIZE", "LOCAL_RANK")):
-        for each, least in ((name, 1), (rank, 0)):
-            if not re.fullmatch("[0-9]{1,9}", found[each]) or int(found[each]) < least:
-                raise ValueError(
-                    f"{each}={found[each]!r} in the environment is no whole number from {least}; unset it, or start "
-                    "with torchrun, which sets it"
-                )
-        if int(found[rank]) >= int(found[name]):
-            raise ValueError(
-                f"{rank}={found[rank]} in the environment must be below {name}={found[name]}; unset both, or start "
-                "with torchrun, which sets them"
-            )
-    return tuple(int(found[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-
-
 def join(cfg) -> Ranks:
-    """Resolve device, dtype and compile, and join the other ranks if torchrun started this process.
+    """Choose device, dtype and compilation, and join the other ranks if torchrun has started this process.
 
-    An `auto` falls back to what the machine has; ValueError if an explicit choice cannot be met.
+    The flags must have passed `check_flags`. The value `auto` takes the best choice that the machine offers.
     """
-    rank, local_rank, size, _ = place()
+    rank, local_rank, size, _ = environment()
     device = resolve_device(cfg.device, local_rank)
-    data = data_ranks(cfg, size)
-    if cfg.backend == "nccl" and device.type != "cuda":
-        raise ValueError(f"backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo")
     dtype, compiled = resolve_dtype(cfg.dtype, device), resolve_compile(cfg.compile, device)
-    apart = cfg.parallel == "fsdp" or cfg.tp * cfg.pp > 1
-    if dtype == torch.float16 and apart and size > 1:
-        raise ValueError(
-            "dtype=float16 needs a gradient scaler, which does not go with parallel=fsdp, tp or pp; use bfloat16"
-        )
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda":
@@ -165,56 +191,58 @@ def join(cfg) -> Ranks:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     if size == 1:
         return Ranks(rank, size, device, dtype, compiled)
-    on_gpu = "nccl" if cfg.backend == "auto" else cfg.backend
-    backend = f"cpu:gloo,cuda:{on_gpu}" if device.type == "cuda" else "gloo"
+    gpu_backend = "nccl" if cfg.backend == "auto" else cfg.backend
+    backend = f"cpu:gloo,cuda:{gpu_backend}" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=cfg.collective_timeout)
     try:
         store = fresh_store(rank, size) if may_restart() else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    except (ValueError, RuntimeError) as error:  # no address, or nobody there
-        where = ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    except (ValueError, RuntimeError) as error:  # there is no address, or no rank answers there
+        address = ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
         reason = str(error).strip().partition("\n")[0][:200]
         raise ValueError(
-            f"rank {rank} cannot join the {size} ranks at {where}: {reason}; start all of them with torchrun"
+            f"rank {rank} cannot join the {size} ranks at {address}: {reason}; start all of them with torchrun"
         ) from error
+    data = data_ranks(cfg, size)
     grid = torch.arange(size).view(cfg.pp, replicas(cfg), data // replicas(cfg) * cfg.cp, cfg.tp)
     mesh = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "replicate", "shard", "tp"))
     limit(mesh, cfg.collective_timeout)
     data_rank = rank // (cfg.cp * cfg.tp) % data
-    pieces = None
+    cp_group = None
     if cfg.cp > 1:
-        finer = DeviceMesh(device.type, grid.view(-1, cfg.cp, cfg.tp), mesh_dim_names=("data", "cp", "tp"))
-        limit(finer, cfg.collective_timeout)
-        pieces = finer["cp"].get_group()
-    return Ranks(rank, size, device, dtype, compiled, data_rank, data, mesh, pieces)
+        cp_mesh = DeviceMesh(device.type, grid.view(-1, cfg.cp, cfg.tp), mesh_dim_names=("data", "cp", "tp"))
+        limit(cp_mesh, cfg.collective_timeout)
+        cp_group = cp_mesh["cp"].get_group()
+    return Ranks(rank, size, device, dtype, compiled, data_rank, data, mesh, cp_group)
 
 
 def limit(mesh: DeviceMesh, seconds: int):
-    """Let collectives along the mesh's dimensions end after so long; a DeviceMesh would give them half an hour."""
+    """Set the timeout of collectives along the mesh's dimensions, which is half an hour by default."""
     for group in mesh.get_all_groups():
-        if dist.get_backend(group) != "fake":  # a plan's
+        if dist.get_backend(group) != "fake":  # the pretended ranks of a plan
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def keep_freed_memory():
-    """Let glibc keep what tensors free; returned to the system, its pages would be cleared anew in every step."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    """Let glibc keep the memory that tensors free. Otherwise the system clears its pages again in every step."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do not have it
     for parameter, value in ((-1, 2**31 - 1), (-4, 0)) if mallopt else ():  # M_TRIM_THRESHOLD, M_MMAP_MAX
         mallopt(parameter, value)
 
 
 def may_restart() -> bool:
-    """Whether torchrun was asked to start its workers again when one is lost, see its --max-restarts."""
+    """Whether torchrun starts its workers again when one of them is lost (its flag --max-restarts)."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 def fresh_store(rank: int, size: int) -> dist.Store:
-    """The ranks' common key-value store, without what dead ranks have left there.
+    """The key-value store that all ranks share, without the keys of earlier starts.
 
-    torchrun --max-restarts keeps one store for all its starts: a rank would look up the address of a process that is
-    gone, and wait for ever. (Its TORCHELASTIC_RESTART_COUNT is no remedy, as nodes count on their own.) So each rank
-    picks a name, and all names together are the prefix of this start's keys. A rank knows that it has read no old name
-    when all others have read the same ones: among these is its own, which is new.
+    torchrun --max-restarts uses the same store for all starts. A rank could look up the address of a process that has
+    died, and wait for ever. (The variable TORCHELASTIC_RESTART_COUNT does not help, because each node counts its own
+    restarts.) So each rank chooses a random name, and the hash of all names is the prefix of this start's keys. A rank
+    may have read an old name of another rank. It knows that it has not when all ranks have read the same names: then
+    each of them has read the new name of every rank, because every rank has read its own new name.
     """
     store, _, _ = next(rendezvous("env://", rank, size))
     store.set(f"name_{rank}", uuid.uuid4().hex)
@@ -231,7 +259,8 @@ def is_first_rank() -> bool:
 
 
 def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """action(); if it raises OSError or ValueError on one rank, all ranks raise it: none waits for ever for another."""
+    """action() on every rank. If it raises OSError or ValueError on one rank, all ranks raise the same error, so that
+    no rank waits for ever for another."""
     result, error = None, None
     try:
         result = action()
@@ -247,7 +276,7 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
 
 
 def of_first_rank(action: Callable[[], T]) -> T:
-    """What action() gives on the first rank, on every rank; they raise its OSError or ValueError together."""
+    """The result of action() on the first rank, for every rank. All ranks raise its OSError or ValueError."""
     results = [together(lambda: action() if is_first_rank() else None)]
     if dist.is_initialized():
         results *= dist.get_world_size()
@@ -256,14 +285,15 @@ def of_first_rank(action: Callable[[], T]) -> T:
 
 
 def leave():
-    """The regular end, which all ranks come to."""
+    """End the process group. Every rank calls it."""
     if dist.is_initialized():
-        dist.barrier()  # a group that ends while another rank still talks to it can abort the process
+        dist.barrier()  # PyTorch can abort a process whose group ends while another rank still uses it
         dist.destroy_process_group()
 
 
 def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
-    """auto is cuda, then mps, then cpu; a bare cuda is the GPU of this rank. ValueError if there is no such device."""
+    """The device that the flag names: auto takes cuda, mps or cpu, the first that exists, and cuda without a number is
+    the GPU of this rank. ValueError if there is no such device."""
     have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if flag == "auto":
         flag = next(kind for kind, there in have.items() if there)
@@ -279,7 +309,7 @@ def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
 
 
 def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
-    """auto is bfloat16 on a GPU that has it, float16 on one that has not, and float32 elsewhere."""
+    """The dtype that the flag names: auto is bfloat16 on GPUs that support it, float16 on others, float32 elsewhere."""
     bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if flag == "auto":
         flag = ("bfloat16" if bf16 else "float16") if device.type == "cuda" else "float32"
@@ -293,66 +323,5 @@ def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_compile(flag: bool | str, device: torch.device) -> bool:
-    """auto compiles on GPUs only: on CPUs the gain is a few per cent, and the compilation takes half a minute."""
+    """Whether to compile: auto does so on GPUs only. On CPUs the gain is a few per cent, for half a minute of work."""
     return device.type == "cuda" if flag == "auto" else flag
-
-
-class StopSignal:
-    """SIGTERM or SIGINT asks for a stop that all ranks agree on; a second one ends the process at once.
-
-    So does the first one as long as `at_risk` is False: then nothing is computed yet that is not saved. A context.
-    """
-
-    def __init__(self, ranks: Ranks):
-        self.name, self.size, self.work, self.at_risk = "", ranks.size, None, False
-        self.speaks = ranks.first
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._catch)
-        reader, self.writer = os.pipe()
-        os.set_blocking(self.writer, False)
-        signal.set_wakeup_fd(self.writer)
-        threading.Thread(target=self._answer, args=(reader,), daemon=True).start()
-
-    def _catch(self, number: int, frame):
-        self.name = self.name or signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)  # not the other's: if it has come too, Python would print a traceback
-
-    def _answer(self, reader: int):
-        """A thread: the main one gets to _catch only after its current operation, a long backward pass for example."""
-        asked = False
-        while number := os.read(reader, 1):
-            if self.speaks and not asked:
-                erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
-                with suppress(OSError):
-                    os.write(sys.stderr.fileno(), f"{erase}{STOPPING if self.at_risk else STOPPED}\n".encode())
-            if asked or not self.at_risk:
-                os._exit(128 + number[0])
-            asked = True
-        os.close(reader)
-
-    def agreed(self) -> bool:
-        """Called equally often by every rank: True for all of them in the same call, the next one after a signal.
-
-        The reduction posted in one call is read in the next, so it overlaps with the computation.
-        """
-        if self.size == 1:
-            return bool(self.name)
-        stop = False
-        if self.work is not None:
-            self.work.wait()
-            stop = bool(self.posted)
-        self.posted = torch.tensor([float(bool(self.name))])  # on the host: agreeing never waits for the GPU
-        self.work = dist.all_reduce(self.posted, op=dist.ReduceOp.MAX, async_op=True)
-        return stop
-
-    def settle(self):
-        """Wait for what is still under way, before the process group ends."""
-        if self.work is not None:
-            self.work.wait()
-
-    def __enter__(self) -> "StopSignal":
-        return self
-
-    def __exit__(self, *error):
-        signal.set_wakeup_fd(-1)
-        os.close(self.writer)

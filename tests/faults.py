@@ -366,26 +366,26 @@ FAULTS = [
     # ---- train.py
     (
         "train.py",
-        """                replica.model.eval()
-                of_train = evaluate(streams["train"], cfg.eval_iters or val_batches)
+        """            model.eval()
+            of_train = self.mean_loss(self.streams["train"], cfg.eval_iters or self.val_batches)
 """,
-        """                of_train = evaluate(streams["train"], cfg.eval_iters or val_batches)
-                replica.model.eval()
+        """            of_train = self.mean_loss(self.streams["train"], cfg.eval_iters or self.val_batches)
+            model.eval()
 """,
         "The training loss is evaluated with dropout, whose draws also move those of the training that follows.",
         "tests/test_train.py::test_resume_is_exact",
     ),
     (
         "train.py",
-        """                    if improved and not worth_saving:  # before the first step there is nothing to save
-                        best = val_loss
+        """                if is_best and not worth_saving:  # before the first step there is nothing to save
+                    checkpoints.best_loss = val_loss
 """,
-        "                    best = val_loss\n",
+        "                checkpoints.best_loss = val_loss\n",
         "A validation loss counts as the best one when it is lower than the one before it.",
         "tests/test_train.py::test_the_best_checkpoint_stays_when_validation_worsens",
     ),
     (
-        "train.py",
+        "engine/run_state.py",
         "tensors = run_tensors(replica, optimizer) | random\n",
         "tensors = run_tensors(replica, optimizer)\n",
         "A resume does not restore the state of the random numbers, so dropout differs from the undisturbed run's.",
@@ -393,20 +393,20 @@ FAULTS = [
     ),
     (
         "train.py",
-        "samples += samples_per_step",
-        "samples += samples_per_step * bool(finite)",
+        "self.samples += self.samples_per_step",
+        "self.samples += self.samples_per_step * bool(finite)",
         "A step that is left out does not count its samples, so a resume reads some of the data again.",
         "tests/test_train.py::test_skip_nonfinite",
     ),
     (
         "train.py",
-        "lr = optim.learning_rate(step, cfg)",
-        "lr = optim.learning_rate(step + 1, cfg)",
+        "lr = optim.learning_rate(run.step, cfg)",
+        "lr = optim.learning_rate(run.step + 1, cfg)",
         "Each step has the learning rate of the step after it.",
         "tests/test_oracle.py",
     ),
     (
-        "train.py",
+        "engine/run_state.py",
         "scaler.load_state_dict(saved)",
         'scaler.load_state_dict(scaler.state_dict() | {"scale": saved["scale"]})',
         "A resume restores the gradient scaler's scale, but not how many good steps it has counted.",
@@ -414,8 +414,8 @@ FAULTS = [
     ),
     (
         "train.py",
-        "worth_saving = step > 0 and (improved or cfg.always_save_checkpoint)",
-        "worth_saving = step > 0 and improved or cfg.always_save_checkpoint",
+        "worth_saving = run.step > 0 and (is_best or cfg.always_save_checkpoint)",
+        "worth_saving = run.step > 0 and is_best or cfg.always_save_checkpoint",
         "A checkpoint is written before the first step, where there is nothing to save.",
         "tests/test_train.py::test_nothing_is_saved_before_the_first_step",
     ),

@@ -29,8 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import sample
-import train
-from engine import checkpoint, checkpoint_commands
+from engine import checkpoint, checkpoint_commands, run_state
 from engine.folder import FolderLock
 from engine.parallel import Ranks, limit
 from model import Model, ModelConfig
@@ -237,10 +236,10 @@ def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkey
     for tensor in live.values():
         tensor.zero_()
     assert not (tmp_path / "later").exists()
-    assert saver.saved is None
+    assert saver.last_written_step is None
     may_write.set()
     saver.wait()
-    assert saver.saved == 1 and names(tmp_path / "later") == ["best", "latest", step_name(1)]
+    assert saver.last_written_step == 1 and names(tmp_path / "later") == ["best", "latest", step_name(1)]
     first, second = (tmp_path / run / step_name(1) for run in ("now", "later"))
     assert (first / "__0_0.distcp").read_bytes() == (second / "__0_0.distcp").read_bytes()
     assert digests(first) == digests(second)
@@ -272,7 +271,7 @@ def test_an_asynchronous_failure_is_raised_by_the_next_call(tmp_path, tensors):
     with full_disk():
         saver.save(tmp_path, 2, tensors, {})
         text = message(OSError, saver.wait)
-    assert step_name(2) in text and "--out_dir" in text and saver.saved == 1
+    assert step_name(2) in text and "--out_dir" in text and saver.last_written_step == 1
     saver.wait()  # each failure is told once
     with full_disk():
         saver.save(tmp_path, 3, tensors, {})
@@ -657,24 +656,24 @@ STATE = {
 )
 def test_a_state_that_cannot_be_is_refused(tmp_path, key, values):
     path = checkpoint.save(tmp_path, 10, {"w": torch.ones(2)}, STATE)
-    checkpoint.read_state(path, train.STATE)
+    checkpoint.read_state(path, run_state.STATE)
     for value in values:
         edit_state(path, **{key: value})
-        text = message(ValueError, checkpoint.read_state, path, train.STATE)
+        text = message(ValueError, checkpoint.read_state, path, run_state.STATE)
         assert text.startswith(f"checkpoint {path} is damaged: state.json: {key} is {value!r}")
         assert text.count("; ") == 1 and "delete" not in text
         edit_state(path, **{key: {**STATE, "step": 10, "format": 2}[key]})
     state = json.loads((path / "state.json").read_text())
     del state[key]
     (path / "state.json").write_text(json.dumps(state))
-    assert key in message(ValueError, checkpoint.read_state, path, train.STATE)
+    assert key in message(ValueError, checkpoint.read_state, path, run_state.STATE)
 
 
 def test_a_state_at_its_limits_is_read(tmp_path):
     path = checkpoint.save(tmp_path, 10, {"w": torch.ones(2)}, STATE)
     for change in [{"samples": 10 * 2**40}, {"samples": 10}, {"skipped": 0}, {"best_val_loss": None}]:
         edit_state(path, **change)
-        assert checkpoint.read_state(path, train.STATE).items() >= change.items()
+        assert checkpoint.read_state(path, run_state.STATE).items() >= change.items()
 
 
 def test_a_step_has_its_own_name_or_one_that_is_no_step(tmp_path, monkeypatch):
@@ -957,7 +956,7 @@ def test_format_1_is_refused_until_it_is_converted(tmp_path, tensors, capsys):
         assert same(loaded, tensors) and digests(path) == true_digests(path)
         assert names(path) == [".metadata", "__0_0.distcp", "state.json"]
         loss = STATE["best_val_loss"] if path == paths[2] else None
-        assert checkpoint.read_state(path, train.STATE).items() >= (STATE | {"best_val_loss": loss}).items()
+        assert checkpoint.read_state(path, run_state.STATE).items() >= (STATE | {"best_val_loss": loss}).items()
         dcp.load(other := zeros(tensors), checkpoint_id=path, no_dist=True)  # DCP reads them still
         assert same(other, tensors)
     assert (paths[2] / "state.json").read_bytes() == unchanged

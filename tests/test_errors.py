@@ -18,6 +18,7 @@ from ranks import launch, train_runs
 
 import sample
 import train
+from engine import run_state
 from engine.folder import FolderLock
 
 
@@ -547,14 +548,14 @@ def test_metrics_that_are_no_file(kind, trained, tiny_data, tmp_path, capsys):
 def test_a_gradient_scaler_of_another_run():
     """One without a scaler, of another dtype; one whose state was changed by hand."""
     scaler, other = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (64.0, 32.0))
-    train.restore_scaler(scaler, {}, "out")
-    train.restore_scaler(torch.amp.GradScaler("cpu", enabled=False), other.state_dict(), "out")
+    run_state.restore_scaler(scaler, {}, "out")
+    run_state.restore_scaler(torch.amp.GradScaler("cpu", enabled=False), other.state_dict(), "out")
     assert scaler.get_scale() == 64
     for change in ({"scale": "x"}, {"scale": float("nan")}, {"scale": None}, {"_growth_tracker": -1}, {"scale": True}):
         with pytest.raises(ValueError, match=f"state.json in out: {next(iter(change))} of scaler is .*; "):
-            train.restore_scaler(scaler, other.state_dict() | change, "out")
+            run_state.restore_scaler(scaler, other.state_dict() | change, "out")
     with pytest.raises(ValueError, match="scale of scaler is None"):
-        train.restore_scaler(scaler, {"x": 1}, "out")
+        run_state.restore_scaler(scaler, {"x": 1}, "out")
     saved = other.state_dict() | {"_growth_tracker": 1999}  # one good step more, and the scale doubles
-    train.restore_scaler(scaler, saved, "out")
+    run_state.restore_scaler(scaler, saved, "out")
     assert scaler.state_dict() == saved and scaler.get_scale() == 32

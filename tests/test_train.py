@@ -34,10 +34,10 @@ from data.loader import draws  # the order itself has its own tests
 from data.objective import OBJECTIVE
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
-from engine import checkpoint, parallel
+from engine import checkpoint, evaluation, parallel
 from engine.metrics import evaluation_line
-from engine.parallel import STOPPED, STOPPING
-from engine.sharded_model import ShardedModel
+from engine.replica import Replica
+from engine.stop_signal import STOPPED, STOPPING, StopSignal
 
 
 def load(folder, which="latest"):
@@ -167,7 +167,7 @@ def test_recomputation_draws_the_same_masks(monkeypatch, flags, kind):
 
     def gradients(seed: int, kind: str) -> dict[str, torch.Tensor]:
         cfg = Config(**FLAT, **flags, vocab_size=30, dropout=0.3, activation_checkpoint=kind)
-        replica = ShardedModel(cfg, parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False))
+        replica = Replica(cfg, parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False))
         replica.init_weights(cfg.seed)
         torch.manual_seed(seed)
         drawn.clear()
@@ -264,7 +264,7 @@ class Products(TorchDispatchMode):
 def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
     """All of them, in the forward, the backward and what is computed again, in evaluations and in samples; parameters
     and gradients are float32."""
-    kept, backward = set(), ShardedModel.backward
+    kept, backward = set(), Replica.backward
 
     def seen(self, *args):
         loss = backward(self, *args)
@@ -273,8 +273,8 @@ def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
 
     for name in ("float32", "bfloat16"):
         with monkeypatch.context() as patch, Products() as products:
-            patch.setattr(ShardedModel, "backward", products.during("training", seen))
-            patch.setattr(ShardedModel, "loss", products.during("evaluation", ShardedModel.loss))
+            patch.setattr(Replica, "backward", products.during("training", seen))
+            patch.setattr(Replica, "loss", products.during("evaluation", Replica.loss))
             patch.setattr(sample, "main", products.during("sampling", sample.main))
             folder = run(*flags, f"--dtype={name}", "--max_iters=2", "--eval_interval=2", out=name)
             prompt = ["--start=the <mask>"] if "--objective=seq2seq" in flags else ["--start=the"]
@@ -366,8 +366,8 @@ def test_vocabulary_has_room_for_the_objective(tmp_path, objective, chars, given
         out.add("train", np.arange(chars))
     shape = {"corrupt_ratio": 0.3, "span_length": 1.5}
     cfg = Config(dataset=str(tmp_path), objective=objective, block_size=16, vocab_size=given, **shape)
-    data, made = train.open_dataset(cfg)
-    assert cfg.vocab_size == vocab_size
+    data, made, settled = train.open_dataset(cfg)
+    assert (cfg.vocab_size, settled) == (given, vocab_size)
     assert type(made) is OBJECTIVE[objective] and made == OBJECTIVE[objective](chars, None, 16, **shape)
 
 
@@ -451,12 +451,12 @@ def test_figures_that_cannot_be_written(run, monkeypatch, capsys):
 def test_no_rank_counts_bytes_if_one_cannot(tiny_data):
     """A table that only some nodes have in their cache."""
     cfg = parse(Config, [*TINY, f"--dataset={tiny_data}"])
-    data, _ = train.open_dataset(cfg)
+    data, _, _ = train.open_dataset(cfg)
     with_others = SimpleNamespace(device=torch.device("cpu"), sum=lambda x: x + 1)
-    lengths, why_not = train.byte_lengths(cfg, data, with_others)
+    lengths, why_not = evaluation.byte_lengths(cfg, data, with_others)
     assert lengths is None and "another rank cannot read the tokenizer; set TIKTOKEN_CACHE_DIR" in why_not
     alone = SimpleNamespace(device=torch.device("cpu"), sum=lambda x: x)
-    assert train.byte_lengths(cfg, data, alone)[0].sum() == 256
+    assert evaluation.byte_lengths(cfg, data, alone)[0].sum() == 256
 
 
 def test_a_home_folder_is_found(run, tiny_data, tmp_path, monkeypatch):
@@ -621,7 +621,7 @@ def test_a_signal_saves_and_exits(tiny_data, tmp_path, run, number):
 
 def test_a_signal_in_an_evaluation(run, monkeypatch):
     """It ends with that batch and its step is saved; the resumed run evaluates again, as if nothing had been."""
-    plain, after, whole = train.eval_batches, [], run(out="whole")
+    plain, after, whole = evaluation.eval_batches, [], run(out="whole")
 
     def batches(*args):
         for batch in plain(*args):
@@ -630,7 +630,7 @@ def test_a_signal_in_an_evaluation(run, monkeypatch):
                 after.append(1)
             yield batch
 
-    monkeypatch.setattr(train, "eval_batches", batches)
+    monkeypatch.setattr(evaluation, "eval_batches", batches)
     cut = run(out="cut")
     assert len(after) == 1 and checkpoint.find(cut).name == "step_00000020"
     assert losses(cut) == losses(whole)[:21]
@@ -694,14 +694,14 @@ FIRST_STEP = """
 import hashlib, sys, time
 sys.path.insert(0, "ROOT")
 import train
-from engine.sharded_model import ShardedModel
+from engine.replica import Replica
 
 def backward(*args):
     print("in the first step", flush=True)
     while True:
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # a minute in one operation, which no Python code interrupts
 
-ShardedModel.backward = backward
+Replica.backward = backward
 train.main(sys.argv[1:])
 """
 
@@ -729,8 +729,8 @@ def test_a_signal_is_answered_at_once(monkeypatch, size):
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with parallel.StopSignal(parallel.Ranks(size, 2, torch.device("cpu"), torch.float32, False)) as stop:
-            stop.at_risk = True
+        with StopSignal(parallel.Ranks(size, 2, torch.device("cpu"), torch.float32, False)) as stop:
+            stop.unsaved_steps = True
             threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
             hashlib.pbkdf2_hmac("sha256", b"", b"", 3 * 10**6)
             end = time.monotonic()
@@ -815,9 +815,9 @@ def test_second_signal_exits_at_once(monkeypatch):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         ranks = parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)
-        with parallel.StopSignal(ranks) as stop:
+        with StopSignal(ranks) as stop:
             assert not stop.agreed()
-            stop.at_risk = True
+            stop.unsaved_steps = True
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.agreed() and stop.name == "SIGTERM"
             assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -833,8 +833,8 @@ def test_two_signals_at_once_end_the_process_without_a_traceback(monkeypatch):
     monkeypatch.setattr(os, "_exit", exits.append)
     monkeypatch.setattr(sys, "unraisablehook", tracebacks.append)
     try:
-        with parallel.StopSignal(parallel.Ranks(1, 1, torch.device("cpu"), torch.float32, False)) as stop:
-            stop.at_risk = True
+        with StopSignal(parallel.Ranks(1, 1, torch.device("cpu"), torch.float32, False)) as stop:
+            stop.unsaved_steps = True
             signal.pthread_sigmask(signal.SIG_BLOCK, both)
             for number in both:
                 signal.raise_signal(number)

@@ -1,0 +1,246 @@
+"""The state of a run: its start from random weights, a checkpoint or nanoGPT's file, and the checkpoints that it saves.
+
+A checkpoint holds the parameters (`model.NAME`), the optimizer's state (`optim.NAME`), the state of every rank's random
+number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary with the types STATE. A resumed run goes on as if
+it had never stopped.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import NoneType
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from configurator import Config, user_errors
+from engine import checkpoint, interchange, optim, parallel
+from engine.folder import FolderLock
+from engine.metrics import Silent
+from engine.parallel import Ranks
+from engine.replica import Replica
+from engine.stop_signal import StopSignal
+from model import VOCAB_WEIGHTS, ModelConfig, require
+
+FREE_ON_RESUME = {"dropout", "loss_chunk"}  # flags of the model that may differ from the checkpoint's
+STATE = {  # keys of a checkpoint's state that a resume needs, and their types
+    "flags": dict, "samples": int, "skipped": int, "best_val_loss": (float, NoneType), "scaler": dict,
+    "tokenizer_hash": (str, NoneType), "ranks": int,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The start
+
+
+def stored_flags(lock: FolderLock, flags: dict) -> tuple[dict, str]:
+    """(flags stored in the checkpoint that init_from names, the checkpoint's path); they are used as defaults."""
+    kind, _, file = flags["init_from"].partition(":")
+    if kind == "resume":
+        if not (flags["eval_only"] or flags["plan"]):
+            lock.take(flags["out_dir"], make=False)
+        path, stored = checkpoint.read(flags["out_dir"], STATE, lambda path, state: (path, state["flags"]))
+        return {name: value for name, value in stored.items() if name not in ("out_dir", "init_from")}, str(path)
+    if kind == "nanogpt":
+        model_args, tensors, _ = interchange.read_nanogpt(file)
+        return interchange.from_nanogpt(model_args, tensors)[0], file
+    return {}, ""
+
+
+def was_restarted(cfg: Config) -> bool:
+    """Whether torchrun may have started this command again (its flag --max-restarts), so that it has to resume.
+
+    That is so if out_dir holds a checkpoint with the same flags. A checkpoint with other flags is of an older run.
+    """
+    if not parallel.may_restart() or not (Path(cfg.out_dir) / "latest").exists():
+        return False
+    stored = checkpoint.read(cfg.out_dir, STATE, lambda _, state: state["flags"])
+    settled_later = ("init_from", "vocab_size")
+    return all(stored.get(name) == value for name, value in asdict(cfg).items() if name not in settled_later)
+
+
+def check_same_start(cfg: Config, ranks: Ranks):
+    """ValueError if the ranks do not see the same checkpoint in out_dir."""
+    resumes = cfg.init_from == "resume" and not cfg.eval_only  # an evaluation may read what another run is writing
+    found = checkpoint.find(cfg.out_dir).name if resumes else cfg.init_from
+    require(
+        ranks.same(found),
+        f"out_dir={cfg.out_dir} does not look the same to all ranks, and one of them finds {found}; wait until its "
+        "file system shows the same to all nodes, and start again",
+    )
+
+
+def check_same_model(cfg: Config, flags: dict, path: str | Path):
+    """ValueError if the run's model differs from the model with these flags, whose weights are in `path`."""
+    for flag in fields(ModelConfig):  # a flag that is newer than the file had its default value
+        old, new = flags.get(flag.name, flag.default), getattr(cfg, flag.name)
+        remedy = "leave it out, or start from scratch in another --out_dir"
+        if flag.name == "vocab_size":
+            remedy = "leave it out: the table is padded to what --tp needs by itself"
+        same = old == new or flag.name in FREE_ON_RESUME
+        require(same, f"{flag.name}={new} differs from {old} in {path}; {remedy}")
+
+
+def initialize(cfg: Config, replica: Replica):
+    """Give the model the weights of a new run: random ones, or those of nanoGPT's file that init_from names."""
+    kind, _, file = cfg.init_from.partition(":")
+    if kind != "nanogpt":
+        return replica.init_weights(cfg.seed)
+    model_args, tensors, _ = interchange.read_nanogpt(file)
+    flags, tensors = interchange.from_nanogpt(model_args, tensors)
+    check_same_model(cfg, flags, file)
+    replica.fill(tensors | {"head.weight": tensors["wte.weight"]})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a checkpoint holds
+
+
+def run_tensors(replica: Replica, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+    """The parameters and the optimizer's state by name, to save them or to load into them."""
+    parameters = dict(replica.model.named_parameters())
+    tensors = {f"model.{name}": replica.whole(name, p.detach()) for name, p in parameters.items()}
+    for name, t in optimizer.state_tensors(replica.model).items():
+        tensors[f"optim.{name}"] = replica.whole(name.rpartition(".")[0], t)
+    return tensors
+
+
+def random_states(ranks: Ranks) -> dict[str, Tensor]:
+    """The state of this rank's random number generators by name."""
+    states = {f"rng.{ranks.rank}.cpu": torch.get_rng_state()}
+    if ranks.device.type == "cuda":
+        states[f"rng.{ranks.rank}.cuda"] = torch.cuda.get_rng_state(ranks.device)
+    return states
+
+
+def restore(cfg: Config, ranks: Ranks, replica: Replica, optimizer: optim.Optimizer) -> dict:
+    """Load the latest checkpoint into the run; returns its state. ValueError if it is of another model."""
+
+    def load(path: Path, state: dict) -> dict:
+        check_same_model(cfg, state["flags"], path)
+        random, saved = random_states(ranks), checkpoint.shapes(path)
+        random = {name: t for name, t in random.items() if name in saved}
+        tensors = run_tensors(replica, optimizer) | random
+        rows = {  # of the vocabulary's weights and their optimizer states, without padding
+            name: cfg.vocab_size
+            for name, t in tensors.items()
+            if name.split(".", 1)[1].startswith(VOCAB_WEIGHTS) and t.dim()
+        }
+        if any(saved[name][0][:1] < (cfg.vocab_rows,) for name in rows.keys() & saved.keys()):
+            replica.init_weights(cfg.seed, VOCAB_WEIGHTS)  # the padding that the saved layout did not need
+        checkpoint.load(path, tensors, rows)
+        for name, t in random.items():
+            torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)
+        if not random:  # the run that saved had fewer ranks
+            torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])
+        return state
+
+    return checkpoint.read(cfg.out_dir, STATE, load)
+
+
+def restore_scaler(scaler: torch.amp.GradScaler, saved: dict, out_dir: str):
+    """Load the gradient scaler's state. A run in another dtype saved none; the scaler then keeps its initial state."""
+    if not (scaler.is_enabled() and saved):
+        return
+    for name, value in scaler.state_dict().items():
+        found = saved.get(name)
+        good = type(found) is type(value) and math.isfinite(found) and found >= 0
+        require(good, f"state.json in {out_dir}: {name} of scaler is {found!r:.60}; bring it back from a copy")
+    scaler.load_state_dict(saved)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving
+
+
+class Checkpoints:
+    """Saves the checkpoints of a run. Every rank makes one and calls the same methods in the same order.
+
+    last_queued_step    step of the last checkpoint that was given to `save`; it may still be on its way, or have failed
+    last_written_step   step of the last checkpoint that is known to be on the disk
+    best_loss           lowest validation loss so far. A loss counts once its checkpoint is on the disk
+
+    Both steps are None before the first checkpoint.
+    """
+
+    def __init__(self, cfg: Config, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss):
+        self.cfg, self.ranks, self.stop, self.metrics = cfg, ranks, stop, metrics
+        self.saver = checkpoint.Saver(cfg.async_checkpoint)
+        self.last_queued_step = self.saver.last_written_step = step
+        self.best_loss: float | None = best_loss
+        self.unwritten_best = None  # (step, validation loss) of a best checkpoint that may not be on the disk yet
+
+    @property
+    def last_written_step(self) -> int | None:
+        return self.saver.last_written_step
+
+    def is_best(self, val_loss: float) -> bool:
+        return math.isfinite(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
+
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict, best_loss: float | None, last: bool = False):
+        """Save a checkpoint, after the one before it is written.
+
+        best_loss   the checkpoint's validation loss if it is the lowest so far, else None
+        last        nothing is saved after it, so a failure ends the run, whatever on_save_error says
+        """
+        self.wait()
+        is_best = best_loss is not None
+        self.unwritten_best = (step, best_loss) if is_best else None
+        state = state | {"best_val_loss": best_loss if is_best else self.best_loss}
+        with self.handle_save_errors(last):
+            self.saver.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last, is_best)
+            if last:
+                self.saver.wait()
+        self.last_queued_step = step
+
+    def wait(self):
+        """Wait until the last checkpoint is written or has failed."""
+        with self.handle_save_errors():  # its failure does not keep the next checkpoint from being tried
+            self.saver.wait()
+        if self.unwritten_best and self.last_written_step == self.unwritten_best[0]:
+            self.best_loss = self.unwritten_best[1]
+        self.unwritten_best = None
+
+    @contextmanager
+    def handle_save_errors(self, last: bool = False) -> Iterator[None]:
+        """`handle_write_errors` for a checkpoint, whose errors all ranks raise together.
+
+        The first rank reports the error, and the other ranks wait for that before they end.
+        """
+        fatal = last or self.cfg.on_save_error == "stop"
+        try:
+            with self.handle_write_errors(last):
+                try:
+                    yield
+                except OSError:
+                    if fatal and not self.ranks.first:
+                        raise SystemExit(1 if last else 2) from None
+                    raise
+        except SystemExit:
+            if fatal:
+                self.stop.finish()
+                parallel.leave()
+            raise
+
+    @contextmanager
+    def handle_write_errors(self, last: bool = False) -> Iterator[None]:
+        """An error while a file is written ends the run. With on_save_error=continue it is only a warning, unless this
+        is the `last` file of the run."""
+        with user_errors():
+            try:
+                yield
+            except OSError as error:
+                if self.cfg.on_save_error == "stop":
+                    raise
+                if last:
+                    self.fail(str(error))
+                self.metrics.say(f"warning: {error}; training goes on, as --on_save_error=continue asks")
+
+    def fail(self, text: str) -> NoReturn:
+        """End the run with exit code 1 and this error."""
+        self.metrics.close()
+        with user_errors(code=1):
+            raise ValueError(text)
