@@ -14,11 +14,9 @@ str flag takes its text as it is (less one pair of quotes around it), every othe
 Conversions lose nothing: 1e3 and 5_000 are ints, 64.5 is none; no flag is nan or inf.
 """
 
-import ast
 import difflib
 import inspect
 import io
-import operator
 import os
 import re
 import signal
@@ -31,12 +29,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 import model
+from engine.config_file import choices, coerce, from_text, read_file
 from model import ModelConfig, require
 
 T = TypeVar("T")
+COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
 
 
 @dataclass
@@ -161,88 +161,6 @@ class Config(ModelConfig):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Values
-
-COMMAND_LINE = "command line"  # where a flag was set; the other places are "file:line" and what base names
-CONSTANTS = {"true": True, "false": False}
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
-LARGEST_FILE = 2**20  # bytes
-LARGEST = 4096  # bits of a computed integer, characters of a joined string: 9**9**9 is refused, not computed
-ALLOWED = "a config file holds only name = value, a value being a literal or arithmetic over literals and earlier names"
-
-
-def evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
-    """Value of a literal or of arithmetic over literals and `names`; ValueError or ArithmeticError otherwise."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float, str)):
-        return node.value
-    if isinstance(node, ast.Name):
-        require(node.id in names, f"{node.id} is not set earlier in this file; {ALLOWED}")
-        return names[node.id]
-    if not isinstance(node, (ast.UnaryOp, ast.BinOp)) or type(node.op) not in OPERATORS:
-        refuse(node)
-    operands = [evaluate(child, names) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-    if isinstance(node.op, ast.Add) and all(isinstance(x, str) for x in operands):
-        sizes = [len(x) for x in operands]
-    elif all(isinstance(x, (int, float)) for x in operands):
-        sizes = [x.bit_length() if isinstance(x, int) else 0 for x in operands]
-    else:
-        refuse(node)
-    size = sizes[0] * operands[1] if isinstance(node.op, ast.Pow) else sum(sizes)
-    require(size <= LARGEST, f"the result is too large; write a number of at most {LARGEST} bits, or a shorter text")
-    return OPERATORS[type(node.op)](*operands)
-
-
-def refuse(node: ast.AST) -> NoReturn:
-    raise ValueError(f"{ast.unparse(node).splitlines()[0][:60]}: {ALLOWED}")
-
-
-def from_text(text: str, kind: Any) -> Any:
-    """The value that a flag's text on the command line stands for; the text itself if it stands for no other."""
-    try:
-        if kind is not str:
-            return evaluate(ast.parse(text.strip(), mode="eval").body, CONSTANTS)
-        return ast.literal_eval(text) if text[:1] in ("'", '"') else text
-    except (ValueError, ArithmeticError, SyntaxError, RecursionError, MemoryError):
-        return text
-
-
-def alternatives(kind: Any) -> list[Any]:
-    """bool | Literal["auto"] -> [bool, "auto"]."""
-    if get_origin(kind) is Literal:
-        return list(get_args(kind))
-    return [alternative for part in get_args(kind) for alternative in alternatives(part)] or [kind]
-
-
-def choices(kind: Any) -> list[str]:
-    """bool | Literal["auto"] -> ["True", "False", "auto"], int -> ["int"]."""
-    words = [["True", "False"] if a is bool else [getattr(a, "__name__", a)] for a in alternatives(kind)]
-    return sum(words, [])
-
-
-def coerce(value: Any, kind: Any) -> Any:
-    """`value` as `kind`, with nothing lost; ValueError if that cannot be."""
-    for wanted in alternatives(kind):
-        if value == wanted or (type(value) is wanted and wanted is not float):
-            return value
-        if wanted is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:  # no nan, no inf
-            if float(value) == value:
-                return float(value)
-        if wanted is int and type(value) is float and abs(value) <= 2**53 and value.is_integer():
-            return int(value)
-    raise ValueError
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Reading
 
 
@@ -252,13 +170,15 @@ def parse(
     doc: str = "",
     base: Callable[[dict[str, Any]], tuple[dict[str, Any], str]] | None = None,
 ) -> T:
-    """An instance of the flag dataclass `cls`, as config files and `--name=value` in argv (default sys.argv[1:]) say.
+    """An instance of the flag dataclass `cls`, filled from the config files and `--name=value` in argv.
 
-    doc   text above the flags of --help, usually the script's docstring
-    base  called with the flags as far as they are known, {name: value}, returns those that stand in for the defaults,
-          such as a checkpoint's, and where they are from. One that the rest leaves without a use is the default again.
+    argv  by default sys.argv[1:]
+    doc   the text above the flags of --help, usually the docstring of the script
+    base  a function that is called with {name: value} of all flags so far, and returns flags to use as defaults, such
+          as those of a checkpoint, and the place that they come from. If the other flags do not use one of them, it has
+          the default of `cls` again
 
-    The result's `sources` tells where each explicit flag was set: {"n_layer": "config/x.py:3", "pos": "command line"}.
+    The result's `sources` says where each explicit flag was set: {"n_layer": "config/x.py:3", "pos": "command line"}.
     Raises ValueError or OSError with the flag, its value, its place and the remedy, in one line.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -268,23 +188,7 @@ def parse(
     hints = get_type_hints(cls)
     kinds = {field.name: hints[field.name] for field in fields(cls)}
     default = {field.name: field.default for field in fields(cls)}
-
-    def convert(name: str, value: Any, where: str) -> Any:
-        here = f"{spell(name, value, where)} ({where})"
-        if name.startswith("wandb_"):
-            raise ValueError(f"{here}: there is no wandb here; remove it and use tensorboard --logdir=out_dir")
-        if name not in kinds:
-            near = difflib.get_close_matches(name, kinds, 1)
-            raise ValueError(f"{here}: no such flag; " + (f"the nearest is {near[0]}" if near else "--help lists them"))
-        try:
-            return coerce(value, kinds[name])
-        except ValueError:
-            words = choices(kinds[name])
-            near = difflib.get_close_matches(str(value), words if get_args(kinds[name]) else [], 1)
-            like = spell(name, from_text(near[0], kinds[name]) if near else default[name], where)
-            raise ValueError(f"{here}: expected {' or '.join(words)}, such as {like}") from None
-
-    given: dict[str, tuple[Any, str]] = {}  # in the order of their last setting
+    given: dict[str, tuple[Any, str]] = {}  # name: (value, place), in the order of the last settings
     paths, settings = read_arguments(argv, kinds)
     for name, value, where in [setting for path in paths for setting in read_file(path)] + settings:
         given.pop(name, None)
@@ -292,29 +196,51 @@ def parse(
     explicit, sources = {}, {}
     for spelling, (value, where) in given.items():
         for name, v in getattr(cls, "NANOGPT", {}).get((spelling, value), {spelling: value}).items():
-            explicit[name], sources[name] = convert(name, v, where), where
+            explicit[name], sources[name] = convert(name, v, where, kinds, default), where
     stored, origin = base(default | explicit) if base else ({}, "")
-    values = {name: convert(name, value, origin) for name, value in stored.items()} | explicit
-
+    values = {name: convert(name, value, origin, kinds, default) for name, value in stored.items()} | explicit
     try:
         cfg = cls(**values)
-    except ValueError as error:  # say where the flags that it names were set
+    except ValueError as error:  # add the places where the flags in the message were set
         message = str(error)
         for name, where in sources.items():
             said = "|".join(re.escape(text) for text in (repr(values[name]), str(values[name])))
             message = re.sub(rf"\b{name}=({said})", lambda m, w=where: f"{m[0]} ({w})", message, count=1)
         raise ValueError(message) from None
-    unused = {name: when for name, (used, when) in getattr(cls, "USED_WHEN", {}).items() if not used(cfg)}
-    for name, when in [(name, when) for name, when in unused.items() if name in sources]:
-        rule = re.match(r"\w+", when)[0]
-        here = f"{spell(name, explicit[name], sources[name])} ({sources[name]})"
-        state = f"{rule} is {getattr(cfg, rule)}" + (f" ({sources[rule]})" if rule in sources else "")
-        remedy = f"set {when}" if re.fullmatch(r"\w+=\w+", when) else f"change {rule}"
-        raise ValueError(f"{here} is used only with {when}, and {state}; remove it or {remedy}")
-    if unused.keys() & values.keys():
+    unused = {name for name, (used, _) in getattr(cls, "USED_WHEN", {}).items() if not used(cfg)}
+    check_used(cfg, explicit, sources)
+    if unused & values.keys():
         cfg = cls(**{name: value for name, value in values.items() if name not in unused})
     cfg.sources = sources
     return cfg
+
+
+def convert(name: str, value: Any, where: str, kinds: dict[str, Any], default: dict[str, Any]) -> Any:
+    """The value of a flag in its type. ValueError if there is no such flag, or it cannot have this value."""
+    here = f"{spell(name, value, where)} ({where})"
+    if name.startswith("wandb_"):
+        raise ValueError(f"{here}: there is no wandb here; remove it and use tensorboard --logdir=out_dir")
+    if name not in kinds:
+        near = difflib.get_close_matches(name, kinds, 1)
+        raise ValueError(f"{here}: no such flag; " + (f"the nearest is {near[0]}" if near else "--help lists them"))
+    try:
+        return coerce(value, kinds[name])
+    except ValueError:
+        words = choices(kinds[name])
+        near = difflib.get_close_matches(str(value), words if get_args(kinds[name]) else [], 1)
+        like = spell(name, from_text(near[0], kinds[name]) if near else default[name], where)
+        raise ValueError(f"{here}: expected {' or '.join(words)}, such as {like}") from None
+
+
+def check_used(cfg: Any, explicit: dict[str, Any], sources: dict[str, str]):
+    """ValueError if an explicit flag has no effect with the other flags."""
+    for name, (used, when) in getattr(cfg, "USED_WHEN", {}).items():
+        if name in explicit and not used(cfg):
+            rule = re.match(r"\w+", when)[0]
+            here = f"{spell(name, explicit[name], sources[name])} ({sources[name]})"
+            state = f"{rule} is {getattr(cfg, rule)}" + (f" ({sources[rule]})" if rule in sources else "")
+            remedy = f"set {when}" if re.fullmatch(r"\w+=\w+", when) else f"change {rule}"
+            raise ValueError(f"{here} is used only with {when}, and {state}; remove it or {remedy}")
 
 
 def spell(name: str, value: Any, where: str) -> str:
@@ -343,35 +269,6 @@ def read_arguments(argv: list[str], kinds: dict[str, Any]) -> tuple[list[str], l
         else:
             paths.append(arg)
     return paths, settings
-
-
-def read_file(path: str) -> list[tuple[str, Any, str]]:
-    """The settings of a config file as (name, value, "path:line"); ValueError where it holds anything else."""
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: no such config file; flags are written --name=value")
-    require(os.path.getsize(path) <= LARGEST_FILE, f"{path} has more than {LARGEST_FILE:,} bytes; {ALLOWED}")
-    settings, names, line = [], dict(CONSTANTS), 1
-    try:
-        for node in ast.parse(Path(path).read_bytes()).body:
-            line = node.lineno
-            match node:
-                case ast.Assign(targets=[ast.Name(id=name)]):
-                    names[name] = evaluate(node.value, names)
-                    if not name.startswith("_"):
-                        settings.append((name, names[name], f"{path}:{line}"))
-                case ast.Expr(value=ast.Constant(value=str())):
-                    pass  # a docstring
-                case _:
-                    refuse(node)
-    except SyntaxError as error:
-        raise ValueError(f"{path}:{error.lineno or line}: {error.msg}; {ALLOWED}") from None
-    except (RecursionError, MemoryError):
-        raise ValueError(f"{path}:{line}: too deeply nested; write the value itself") from None
-    except ArithmeticError as error:
-        raise ValueError(f"{path}:{line}: {error.args[-1]}; write a value that can be computed") from None
-    except ValueError as error:
-        raise ValueError(f"{path}:{line}: {error.args[-1]}") from None
-    return settings
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss
 from engine.folder import FolderLock, check_out_dir, replace_flags
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_steps
 from engine.replica import Replica
-from engine.run_state import Checkpoints
+from engine.saver import Checkpoints
 from engine.stop_signal import StopSignal
 from model import Model, require
 

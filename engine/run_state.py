@@ -1,4 +1,4 @@
-"""The state of a run: its start from random weights, a checkpoint or nanoGPT's file, and the checkpoints that it saves.
+"""The state of a run: its start from random weights, a checkpoint or nanoGPT's file, and what a checkpoint holds.
 
 A checkpoint holds the parameters (`model.NAME`), the optimizer's state (`optim.NAME`), the state of every rank's random
 number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary with the types STATE. A resumed run goes on as if
@@ -6,23 +6,18 @@ it had never stopped.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import NoneType
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from configurator import Config, user_errors
+from configurator import Config
 from engine import checkpoint, interchange, optim, parallel
 from engine.folder import FolderLock
-from engine.metrics import Silent
 from engine.parallel import Ranks
 from engine.replica import Replica
-from engine.stop_signal import StopSignal
 from model import VOCAB_WEIGHTS, ModelConfig, require
 
 FREE_ON_RESUME = {"dropout", "loss_chunk"}  # flags of the model that may differ from the checkpoint's
@@ -150,97 +145,3 @@ def restore_scaler(scaler: torch.amp.GradScaler, saved: dict, out_dir: str):
         good = type(found) is type(value) and math.isfinite(found) and found >= 0
         require(good, f"state.json in {out_dir}: {name} of scaler is {found!r:.60}; bring it back from a copy")
     scaler.load_state_dict(saved)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Saving
-
-
-class Checkpoints:
-    """Saves the checkpoints of a run. Every rank makes one and calls the same methods in the same order.
-
-    last_queued_step    step of the last checkpoint that was given to `save`; it may still be on its way, or have failed
-    last_written_step   step of the last checkpoint that is known to be on the disk
-    best_loss           lowest validation loss so far. A loss counts once its checkpoint is on the disk
-
-    Both steps are None before the first checkpoint.
-    """
-
-    def __init__(self, cfg: Config, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss):
-        self.cfg, self.ranks, self.stop, self.metrics = cfg, ranks, stop, metrics
-        self.saver = checkpoint.Saver(cfg.async_checkpoint)
-        self.last_queued_step = self.saver.last_written_step = step
-        self.best_loss: float | None = best_loss
-        self.unwritten_best = None  # (step, validation loss) of a best checkpoint that may not be on the disk yet
-
-    @property
-    def last_written_step(self) -> int | None:
-        return self.saver.last_written_step
-
-    def is_best(self, val_loss: float) -> bool:
-        return math.isfinite(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
-
-    def save(self, step: int, tensors: dict[str, Tensor], state: dict, best_loss: float | None, last: bool = False):
-        """Save a checkpoint, after the one before it is written.
-
-        best_loss   the checkpoint's validation loss if it is the lowest so far, else None
-        last        nothing is saved after it, so a failure ends the run, whatever on_save_error says
-        """
-        self.wait()
-        is_best = best_loss is not None
-        self.unwritten_best = (step, best_loss) if is_best else None
-        state = state | {"best_val_loss": best_loss if is_best else self.best_loss}
-        with self.handle_save_errors(last):
-            self.saver.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last, is_best)
-            if last:
-                self.saver.wait()
-        self.last_queued_step = step
-
-    def wait(self):
-        """Wait until the last checkpoint is written or has failed."""
-        with self.handle_save_errors():  # its failure does not keep the next checkpoint from being tried
-            self.saver.wait()
-        if self.unwritten_best and self.last_written_step == self.unwritten_best[0]:
-            self.best_loss = self.unwritten_best[1]
-        self.unwritten_best = None
-
-    @contextmanager
-    def handle_save_errors(self, last: bool = False) -> Iterator[None]:
-        """`handle_write_errors` for a checkpoint, whose errors all ranks raise together.
-
-        The first rank reports the error, and the other ranks wait for that before they end.
-        """
-        fatal = last or self.cfg.on_save_error == "stop"
-        try:
-            with self.handle_write_errors(last):
-                try:
-                    yield
-                except OSError:
-                    if fatal and not self.ranks.first:
-                        raise SystemExit(1 if last else 2) from None
-                    raise
-        except SystemExit:
-            if fatal:
-                self.stop.finish()
-                parallel.leave()
-            raise
-
-    @contextmanager
-    def handle_write_errors(self, last: bool = False) -> Iterator[None]:
-        """An error while a file is written ends the run. With on_save_error=continue it is only a warning, unless this
-        is the `last` file of the run."""
-        with user_errors():
-            try:
-                yield
-            except OSError as error:
-                if self.cfg.on_save_error == "stop":
-                    raise
-                if last:
-                    self.fail(str(error))
-                self.metrics.say(f"warning: {error}; training goes on, as --on_save_error=continue asks")
-
-    def fail(self, text: str) -> NoReturn:
-        """End the run with exit code 1 and this error."""
-        self.metrics.close()
-        with user_errors(code=1):
-            raise ValueError(text)

@@ -223,8 +223,8 @@ FAULTS = [
     # ---- engine/checkpoint.py, dcp_reader.py, folder.py
     (
         "engine/checkpoint.py",
-        "steps = [path for path in _steps(out_dir) if int(path.name[5:]) <= int(final.name[5:])]",
-        "steps = _steps(out_dir)",
+        'steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]',
+        "steps = steps_in(out_dir)",
         "Pruning counts later steps of a rewound run among the newest, and deletes an older one that was to stay.",
         "tests/test_checkpoint.py::test_pointers_and_pruning",
     ),

@@ -32,6 +32,7 @@ import sample
 from engine import checkpoint, checkpoint_commands, run_state
 from engine.folder import FolderLock
 from engine.parallel import Ranks, limit
+from engine.saver import Saver
 from model import Model, ModelConfig
 
 
@@ -227,10 +228,10 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, tensors):
 
 
 def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkeypatch):
-    checkpoint.Saver(asynchronous=False).save(tmp_path / "now", 1, tensors, {"seen": [1]}, best=True)
+    Saver(asynchronous=False).save(tmp_path / "now", 1, tensors, {"seen": [1]}, best=True)
     save, may_write = checkpoint.save, threading.Event()
     monkeypatch.setattr(checkpoint, "save", lambda *arguments: may_write.wait(20) and save(*arguments))
-    saver, live, state = checkpoint.Saver(asynchronous=True), {n: t.detach().clone() for n, t in tensors.items()}, [1]
+    saver, live, state = Saver(asynchronous=True), {n: t.detach().clone() for n, t in tensors.items()}, [1]
     saver.save(tmp_path / "later", 1, live, {"seen": state}, best=True)
     state.append(2)
     for tensor in live.values():
@@ -265,7 +266,7 @@ def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkey
 
 
 def test_an_asynchronous_failure_is_raised_by_the_next_call(tmp_path, tensors):
-    saver = checkpoint.Saver(asynchronous=True)
+    saver = Saver(asynchronous=True)
     saver.save(tmp_path, 1, tensors, {})
     saver.wait()
     with full_disk():
@@ -321,7 +322,7 @@ def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, asynchr
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # a killed process loses nothing that it wrote
 
     def save(out_dir, step, value, **options):
-        saver = checkpoint.Saver(asynchronous)
+        saver = Saver(asynchronous)
         saver.save(out_dir, step, {"w": torch.full((3,), value)}, {"value": value}, **options)
         saver.wait()
 
@@ -468,7 +469,7 @@ def test_an_error_on_one_rank_is_raised_by_both(tmp_path, asynchronous):
     first = checkpoint.save(tmp_path / "run", 1, tensors, {})
 
     def work(rank):
-        saver = checkpoint.Saver(asynchronous)
+        saver = Saver(asynchronous)
 
         def save():
             saver.save(tmp_path / "run", 2, tensors, {})
@@ -507,7 +508,7 @@ def test_a_rank_that_is_gone_is_no_full_disk(tmp_path):
     checkpoint.save(tmp_path / "run", 1, {"w": torch.ones(3)}, {})
 
     def work(rank):
-        saver = checkpoint.Saver(asynchronous=True)
+        saver = Saver(asynchronous=True)
         if rank == 0:
             saver.save(tmp_path / "run", 2, {"w": torch.zeros(3)}, {})
             with pytest.raises(RuntimeError, match="onnection|roken pipe"):  # found by reading or writing
@@ -565,7 +566,7 @@ def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path, asynchrono
     path = tmp_path / "run" / step_name(1)
 
     def save(rank):
-        saver = checkpoint.Saver(asynchronous)
+        saver = Saver(asynchronous)
         tensors = {name: sharded(whole, *layout, rank) for name, (whole, layout) in cases.items()}
         tensors |= {"plain": wholes["plain"].clone(), f"rng.{rank}": torch.full((2,), rank)}
         saver.save(tmp_path / "run", 1, tensors, {})
@@ -749,7 +750,7 @@ def test_every_rank_digests_its_pieces_and_verifies_those_that_it_reads(tmp_path
     whole, path = torch.arange(4000.0).view(1000, 4), tmp_path / step_name(1)
 
     def save(rank):
-        saver = checkpoint.Saver(asynchronous)
+        saver = Saver(asynchronous)
         saver.save(tmp_path, 1, {"w": sharded(whole, [Shard(0)], (2,), rank), f"rng.{rank}": torch.ones(3)}, {})
         saver.wait()
 
