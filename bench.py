@@ -39,7 +39,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
-from configurator import command, user_errors
+from engine.errors import command, user_errors
 from model import require
 
 HERE = Path(__file__).resolve().parent

@@ -1,17 +1,18 @@
 """Flags: a flat dataclass, filled from config files and the command line.
 
-    python train.py config/a.py config/b.py --batch_size=32     # later beats earlier, the command line beats the files
-    python train.py --help                                      # every flag: default, doc, type
+    python train.py config/a.py config/b.py --batch_size=32     # later files win over earlier ones, flags over files
+    python train.py --help                                      # every flag: its default, its type and what it does
 
-A flag is one line of a dataclass, `name: type = default  # doc`; a line `# --- title` above it opens a section. Types:
-int, float, str, bool, Literal["a", "b"], and unions such as `bool | Literal["auto"]`.
+A flag is one line of a dataclass, `name: type = default  # doc`. A line `# --- title` begins a section of flags. Types
+are int, float, str, bool, Literal["a", "b"], and unions such as `bool | Literal["auto"]`.
 
-A config file is parsed, never executed. It holds comments, a docstring and lines `name = value`. A value is a number,
-a string, True or False, an earlier name of the same file, + - * / // % ** and parentheses over numbers, or + over
-strings. A name that starts with an underscore is a helper of the file; any other must be a flag. On the command line a
-str flag takes its text as it is (less one pair of quotes around it), every other flag the same values as in a file.
+A config file is parsed, never executed. It holds comments, a docstring and lines `name = value`. A value is a number, a
+string, True or False, an earlier name of the same file, numbers joined by + - * / // % ** and parentheses, or strings
+joined by +. A name that begins with an underscore is a variable of the file; every other name must be a flag. On the
+command line, a str flag takes its text unchanged (without quotes around it); all other flags take the same values as in
+a file.
 
-Conversions lose nothing: 1e3 and 5_000 are ints, 64.5 is none; no flag is nan or inf.
+Conversions lose nothing: 1e3 and 5_000 are ints, 64.5 is not. No flag can be nan or inf.
 """
 
 import difflib
@@ -19,13 +20,11 @@ import inspect
 import io
 import os
 import re
-import signal
 import sys
 import textwrap
-import time
 import tokenize
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -41,7 +40,7 @@ COMMAND_LINE = "command line"  # the place where a flag was set; other places ar
 
 @dataclass
 class Config(ModelConfig):
-    """A training run. ValueError names the flags of an impossible combination, their values and the remedy."""
+    """The flags of a training run. ValueError if they do not fit together; it says their values and the remedy."""
 
     # --- data
     dataset: str = "pycode"  # folder under data/, or a path; or a mixture by weight, as a:0.7,b:0.3
@@ -100,7 +99,7 @@ class Config(ModelConfig):
     world_size: int = 1  # ranks to plan for
     gpu: Literal["h100", "h200", "a100", "b200"] = "h100"  # to plan for
 
-    # As in model.py: flag -> (is it used?, when it is).
+    # As in model.py: flag -> (a function that says whether the flag has an effect, and the same as text).
     USED_WHEN: ClassVar[dict[str, tuple[Callable[["Config"], bool], str]]] = model.USED_WHEN | {
         "corrupt_ratio": (lambda c: c.objective != "causal", "objective=masked"),
         "span_length": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
@@ -115,7 +114,7 @@ class Config(ModelConfig):
         "min_lr": (lambda c: c.schedule != "constant", "schedule other than constant"),
         "cooldown_iters": (lambda c: c.schedule == "wsd", "schedule=wsd"),
     }
-    # nanoGPT's spellings: (flag, value) -> the same in ours. Its constant learning rate has no warmup.
+    # A flag of nanoGPT and its value -> our flags. nanoGPT's constant learning rate has no warmup.
     NANOGPT: ClassVar[dict[tuple[str, Any], dict[str, Any]]] = {
         ("decay_lr", True): {},
         ("decay_lr", False): {"schedule": "constant", "warmup_iters": 0},
@@ -136,7 +135,7 @@ class Config(ModelConfig):
                 require(low <= value < high, f"{name}={value} must be at least {low} and below {high}")
         for name, pattern, form in (
             ("dataset", r".*\S.*", "a folder under data/, such as pycode, a path, or a mixture, such as a:0.7,b:0.3"),
-            ("out_dir", r"(?!~).*\S.*", "a folder, such as out, and ~ one's own home"),
+            ("out_dir", r"(?!~).*\S.*", "a folder, such as out; ~ means your home"),
             ("init_from", "scratch|resume|nanogpt:.+", "scratch, resume or nanogpt:FILE, a nanoGPT ckpt.pt"),
             ("device", r"auto|cpu|cuda(:\d{1,3})?|mps", "auto, cpu, cuda, cuda:N or mps"),
         ):
@@ -157,7 +156,8 @@ class Config(ModelConfig):
 
     @property
     def vocab_rows(self) -> int:
-        return -(-self.vocab_size // self.tp) * self.tp  # slices of equal size
+        """Rows of the vocabulary's weights, padded so that tp can cut them into equal slices."""
+        return -(-self.vocab_size // self.tp) * self.tp
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def check_used(cfg: Any, explicit: dict[str, Any], sources: dict[str, str]):
 
 
 def spell(name: str, value: Any, where: str) -> str:
-    """A setting as it is written on the command line or in a file, cut to what fits into a line."""
+    """A setting as the user writes it on the command line or in a file, cut to 100 characters."""
     if where == COMMAND_LINE:
         text = f"--{name}={value if str(value).isprintable() else repr(value)}"
     else:
@@ -253,7 +253,7 @@ def spell(name: str, value: Any, where: str) -> str:
 
 
 def read_arguments(argv: list[str], kinds: dict[str, Any]) -> tuple[list[str], list[tuple[str, Any, str]]]:
-    """The config files among the arguments, and the flags as (name, value, COMMAND_LINE)."""
+    """(the config files, the flags as [(name, value, COMMAND_LINE), ...]) of the arguments."""
     paths, settings = [], []
     for arg, following in pairwise([*argv, ""]):
         name, equals, text = arg.lstrip("-").partition("=")
@@ -261,7 +261,7 @@ def read_arguments(argv: list[str], kinds: dict[str, Any]) -> tuple[list[str], l
             settings.append((name, from_text(text, kinds.get(name)), COMMAND_LINE))
         elif arg.startswith("-") or equals:
             kind = kinds.get(name, str)
-            with suppress(ValueError):  # `--batch_size 32`, but not `--compile config/x.py`
+            with suppress(ValueError):  # the value of `--batch_size 32`, but no value of `--compile config/x.py`
                 text = text or str(coerce(from_text(following, kind), kind))
             raise ValueError(
                 f"{arg} ({COMMAND_LINE}): flags are written --name=value, here --{name}={text or choices(kind)[0]}"
@@ -276,17 +276,15 @@ def read_arguments(argv: list[str], kinds: dict[str, Any]) -> tuple[list[str], l
 
 
 def documented(cls: type) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """(section, [(name, doc), ...]) of the flags, in order, read from the comments of the source."""
+    """The flags in order as (section, [(name, doc), ...]), read from the comments of the source code."""
     notes = {}
     for owner in reversed([c for c in cls.__mro__ if "__dataclass_fields__" in vars(c)]):
         section, source = "", io.StringIO(textwrap.dedent(inspect.getsource(owner)))
-        words = []  # of a statement, which may go over several lines, or one: a comment that stands alone
+        words = []  # the tokens of one statement, which may have several lines, or of a comment on its own line
         for token in tokenize.generate_tokens(source.readline):
             if token.string.strip():
                 words.append(token)
-            elif (
-                token.type == tokenize.NEWLINE or token.type == tokenize.NL and len(words) < 2
-            ):  # not inside of brackets
+            elif token.type == tokenize.NEWLINE or token.type == tokenize.NL and len(words) < 2:  # not within brackets
                 if words and words[0].string.startswith("# ---"):
                     section = words[0].string.strip("# -")
                 elif len(words) > 1 and words[1].string == ":":
@@ -299,7 +297,7 @@ def documented(cls: type) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def usage(cls: type, doc: str) -> str:
-    """The text of --help: `doc`, then every flag with its default, type or choices, and doc, by section."""
+    """The text of --help: `doc`, then every flag by section, with its default, its type or choices, and its doc."""
     hints, default = get_type_hints(cls), {field.name: field.default for field in fields(cls)}
     lines = [doc.strip()]
     for section, flags in documented(cls):
@@ -312,7 +310,7 @@ def usage(cls: type, doc: str) -> str:
 
 
 def dump(cfg: Any, path: str | Path):
-    """Write the flags as a config file that reads back equal, atomically. Unused flags become comments."""
+    """Write a config file that sets the same flags; flags without an effect become comments. The write is atomic."""
     rules, lines = getattr(type(cfg), "USED_WHEN", {}), []
     for section, flags in documented(type(cfg)):
         lines += ["", f"# --- {section}"]
@@ -327,56 +325,3 @@ def dump(cfg: Any, path: str | Path):
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-
-
-FIRST_RANK_SPEAKS = 20  # seconds in which it has done so
-
-
-@contextmanager
-def user_errors(kinds: Any = (ValueError, OSError), code: int = 2) -> Iterator[None]:
-    """Turns an error of `kinds`, one class or several, into `error: ...` in one line on stderr and this exit code."""
-    try:
-        yield
-    except BrokenPipeError:  # nobody reads on, as in `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the exit flushes once more
-        raise SystemExit(1) from None
-    except kinds as error:
-        text = str(error)
-        if isinstance(error, OSError) and error.strerror:  # from the system, which gives no remedy
-            where = error.filename or stdout_that_fails()
-            text = f"{error.strerror}; see to the path, its permissions and the room on its disk, then try again"
-            text = f"{where}: {text}" if where else text
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            # All ranks mostly fail alike. Then the first one speaks, and torchrun ends the others while they wait. The
-            # exit code 0 keeps these out of its table of failures. A rank that fails alone speaks after the wait.
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-            time.sleep(FIRST_RANK_SPEAKS)
-        erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
-        text = " ".join(text.split())
-        text = text if len(text) <= 1000 else f"{text[:500]} ... {text[-400:]}"  # a name that was too long
-        print(f"{erase}error:", text, file=sys.stderr)
-        raise SystemExit(code) from None
-
-
-def stdout_that_fails() -> str:
-    """Its name if stdout holds what it cannot write, which then goes to /dev/null, as the exit flushes once more."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return "stdout"
-    return ""
-
-
-def command(main: Callable[[], Any]):
-    """Runs a script's main function. An OSError that it lets through, or of writing to stdout, becomes one line.
-
-    A stream that the shell has closed, as with `2>&-`, is replaced by /dev/null. A ValueError that main lets through is
-    a mistake in the code, and keeps its traceback.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
-    with user_errors(OSError):
-        main()
-        sys.stdout.flush()

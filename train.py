@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from configurator import Config, command, dump, parse, user_errors
+from configurator import Config, dump, parse
 from data.loader import Loader, count_windows
 from data.objective import OBJECTIVE, Objective
 from data.shards import DataSet, open_data
 from engine import memory, optim, parallel, run_state
+from engine.errors import command, user_errors
 from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss
 from engine.folder import FolderLock, check_out_dir, replace_flags
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_steps

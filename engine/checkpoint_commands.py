@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine import checkpoint
+from engine.errors import user_errors
 from engine.folder import FolderLock
 from model import VOCAB_WEIGHTS
 
@@ -32,8 +33,6 @@ USAGE = (
 
 def main(argv: list[str]) -> int:
     """The command line; returns the exit code."""
-    from configurator import user_errors
-
     match sorted(argv, key=lambda arg: arg.startswith("--")):  # flags last
         case ["consolidate", out_dir, file, *flags] if flags in ([], ["--which=latest"], ["--which=best"]):
             with user_errors():

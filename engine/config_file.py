@@ -1,7 +1,8 @@
-"""The values of flags: how config files and the command line write them.
+"""Reads config files and the values of flags without executing them; configurator.py says what they may hold.
 
-A config file is parsed, never executed: Python's `ast` reads it, and `evaluate` computes the few kinds of expressions
-that are allowed.
+read_file("config/x.py")            [("n_layer", 12, "config/x.py:3"), ...]
+from_text("2**10", int)             1024, for a flag on the command line
+coerce(1e3, int)                    1000; ValueError for 64.5
 """
 
 import ast
@@ -26,12 +27,12 @@ OPERATORS = {
     ast.USub: operator.neg,
 }
 LARGEST_FILE = 2**20  # bytes
-LARGEST = 4096  # bits of a computed integer, characters of a joined string: 9**9**9 is refused, not computed
-ALLOWED = "a config file holds only name = value, a value being a literal or arithmetic over literals and earlier names"
+LARGEST = 4096  # bits of a computed integer, or characters of a joined string; so 9**9**9 is refused, not computed
+ALLOWED = "a config file holds only name = value; a value is a literal or arithmetic over literals and earlier names"
 
 
 def evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
-    """Value of a literal or of arithmetic over literals and `names`; ValueError or ArithmeticError otherwise."""
+    """The value of a literal or of arithmetic over literals and `names`. ValueError or ArithmeticError for others."""
     if isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float, str)):
         return node.value
     if isinstance(node, ast.Name):
@@ -56,7 +57,7 @@ def refuse(node: ast.AST) -> NoReturn:
 
 
 def from_text(text: str, kind: Any) -> Any:
-    """The value that a flag's text on the command line stands for; the text itself if it stands for no other."""
+    """The value that a text on the command line means for a flag of this type; the text itself if it has no value."""
     try:
         if kind is not str:
             return evaluate(ast.parse(text.strip(), mode="eval").body, CONSTANTS)
@@ -79,7 +80,7 @@ def choices(kind: Any) -> list[str]:
 
 
 def coerce(value: Any, kind: Any) -> Any:
-    """`value` as `kind`, with nothing lost; ValueError if that cannot be."""
+    """`value` in the type `kind`, if the conversion loses nothing; otherwise ValueError."""
     for wanted in alternatives(kind):
         if value == wanted or (type(value) is wanted and wanted is not float):
             return value
@@ -92,7 +93,7 @@ def coerce(value: Any, kind: Any) -> Any:
 
 
 def read_file(path: str) -> list[tuple[str, Any, str]]:
-    """The settings of a config file as (name, value, "path:line"); ValueError where it holds anything else."""
+    """The settings of a config file as [(name, value, "path:line"), ...]. ValueError if it holds anything else."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such config file; flags are written --name=value")
     require(os.path.getsize(path) <= LARGEST_FILE, f"{path} has more than {LARGEST_FILE:,} bytes; {ALLOWED}")

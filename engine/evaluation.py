@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from configurator import user_errors
 from data.loader import eval_batches
 from data.objective import Objective
 from data.shards import DataSet, TokenStream
+from engine.errors import user_errors
 from engine.parallel import Ranks
 from engine.replica import Replica
 from engine.stop_signal import StopSignal

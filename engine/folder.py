@@ -1,11 +1,12 @@
-"""The folder of a run: the lock that keeps other runs out of it, and whether a run may begin there.
+"""The folder of a run: a lock keeps other runs out of it, and a check says whether a run may begin there.
 
     with FolderLock() as lock:
-        lock.take("out/x")              before anything in it is read
+        lock.take("out/x")              # before anything in the folder is read
         check_out_dir(cfg)
 
-The kernel releases it when the process ends, however that ends. When torchrun is killed the hard way, its workers live
-on: without a lock, two runs would then write the same checkpoints. On a file system without locks there is none.
+The kernel releases the lock when the process ends for any reason. The lock is needed because the workers of torchrun
+continue when torchrun is killed with SIGKILL: a second run would write the same checkpoints. On a file system that does
+not support locks, there is no lock.
 """
 
 import fcntl
@@ -20,7 +21,8 @@ from model import require
 
 
 class FolderLock:
-    """Holds what `take` has locked until the context ends. Then the file .lock goes, and folders made for it alone."""
+    """A context manager that holds the lock that `take` has taken. At its end it removes the file .lock, and also the
+    folders that it has made, if they are empty."""
 
     def __init__(self):
         self.path, self.file, self.made = Path(), None, []
@@ -29,10 +31,12 @@ class FolderLock:
         return self
 
     def take(self, folder: str, make: bool = True):
-        """Lock `folder`, or do nothing if it is not there and not to be made. Rank 0 does so for all ranks.
+        """Lock a folder. Rank 0 does so for all ranks.
 
-        ValueError names the process that holds it already. If that may be the worker in whose place torchrun has
-        started this one, it is given ten seconds to end.
+        make    make the folder if it does not exist; otherwise nothing is locked then
+
+        ValueError names the process that holds the lock already. If torchrun restarts lost workers, that process may be
+        the worker that this one replaces, so it has ten seconds to end.
         """
         folder, patient = Path(os.path.expanduser(folder)), may_restart()
         if os.environ.get("RANK", "0") != "0" or not (make or folder.is_dir()):
@@ -52,12 +56,12 @@ class FolderLock:
             self._close()
             time.sleep(0.1)
         name = f"{os.getpid()} on {socket.gethostname()}\n".encode()
-        with suppress(OSError):  # a full disk: what needs more room says so
+        with suppress(OSError):  # the disk is full; whatever needs more room reports it
             os.pwrite(self.file, name, 0)
             os.ftruncate(self.file, len(name))
 
     def _try(self) -> bool:
-        """Opens the lock file; returns whether it is ours now."""
+        """Open the lock file; returns whether this process has the lock now."""
         for tries_left in reversed(range(100)):
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +81,7 @@ class FolderLock:
             self._close()
 
     def _is_at_path(self) -> bool:
-        """Whether the open file is still the one of this name: its last holder may have removed it."""
+        """Whether the open file still has this name. The process that held the lock before may have removed it."""
         try:
             return os.path.samestat(os.fstat(self.file), os.stat(self.path))
         except FileNotFoundError:
@@ -90,31 +94,33 @@ class FolderLock:
     def __exit__(self, *error):
         if self.file is not None:
             with suppress(OSError):
-                if self._is_at_path():  # not the one of a run that has come after somebody deleted the folder
+                if self._is_at_path():  # otherwise it is the file of a run that began after the folder was deleted
                     self.path.unlink()
             self._close()
         for folder in self.made:
-            with suppress(OSError, ValueError):  # one that is not empty stays; a name with a null byte never was
+            with suppress(OSError, ValueError):  # a folder that is not empty stays; ValueError: a name with a null byte
                 folder.rmdir()
 
 
 def check_out_dir(cfg):
-    """A run must not end up among the checkpoints of another one, nor inside of a checkpoint."""
-    taken = cfg.init_from != "resume" and not cfg.eval_only and (Path(cfg.out_dir) / "latest").exists()
-    remedy = "go on with --init_from=resume, or choose another --out_dir"
-    require(not taken, f"out_dir={cfg.out_dir} already holds a run; {remedy}")
-    inside = not cfg.eval_only and (Path(cfg.out_dir) / "state.json").exists()
+    """ValueError if out_dir holds the checkpoints of another run, or is a checkpoint itself."""
+    holds_run = (Path(cfg.out_dir) / "latest").exists()
     require(
-        not inside,
+        cfg.eval_only or cfg.init_from == "resume" or not holds_run,
+        f"out_dir={cfg.out_dir} already holds a run; go on with --init_from=resume, or choose another --out_dir",
+    )
+    is_checkpoint = (Path(cfg.out_dir) / "state.json").exists()
+    require(
+        cfg.eval_only or not is_checkpoint,
         f"out_dir={cfg.out_dir} is one checkpoint, not the folder of a run; to go on from it, write its name into the "
         "file latest beside it and give the folder of both",
     )
 
 
 def replace_flags(out_dir: Path, step: int):
-    """Puts config.new in the place of config.py. Flags that led to `step` and are others now stay: config_<step>.py."""
+    """Replace config.py by config.new. If they differ, the old flags, which led to `step`, stay as config_<step>.py."""
     old, new, kept = (out_dir / name for name in ("config.py", "config.new", f"config_{step:08d}.py"))
-    while kept.exists():  # of an earlier resume at this step
+    while kept.exists():  # a run was resumed at this step before
         kept = kept.with_stem(f"{kept.stem}_again")
     texts = [path.read_text(errors="replace").splitlines() for path in (old, new) if path.is_file()]
     flags = [[line for line in text if not line.startswith("init_from =")] for text in texts]

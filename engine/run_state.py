@@ -13,7 +13,6 @@ from types import NoneType
 import torch
 from torch import Tensor
 
-from configurator import Config
 from engine import checkpoint, interchange, optim, parallel
 from engine.folder import FolderLock
 from engine.parallel import Ranks
@@ -45,7 +44,7 @@ def stored_flags(lock: FolderLock, flags: dict) -> tuple[dict, str]:
     return {}, ""
 
 
-def was_restarted(cfg: Config) -> bool:
+def was_restarted(cfg) -> bool:
     """Whether torchrun may have started this command again (its flag --max-restarts), so that it has to resume.
 
     That is so if out_dir holds a checkpoint with the same flags. A checkpoint with other flags is of an older run.
@@ -57,7 +56,7 @@ def was_restarted(cfg: Config) -> bool:
     return all(stored.get(name) == value for name, value in asdict(cfg).items() if name not in settled_later)
 
 
-def check_same_start(cfg: Config, ranks: Ranks):
+def check_same_start(cfg, ranks: Ranks):
     """ValueError if the ranks do not see the same checkpoint in out_dir."""
     resumes = cfg.init_from == "resume" and not cfg.eval_only  # an evaluation may read what another run is writing
     found = checkpoint.find(cfg.out_dir).name if resumes else cfg.init_from
@@ -68,7 +67,7 @@ def check_same_start(cfg: Config, ranks: Ranks):
     )
 
 
-def check_same_model(cfg: Config, flags: dict, path: str | Path):
+def check_same_model(cfg, flags: dict, path: str | Path):
     """ValueError if the run's model differs from the model with these flags, whose weights are in `path`."""
     for flag in fields(ModelConfig):  # a flag that is newer than the file had its default value
         old, new = flags.get(flag.name, flag.default), getattr(cfg, flag.name)
@@ -79,7 +78,7 @@ def check_same_model(cfg: Config, flags: dict, path: str | Path):
         require(same, f"{flag.name}={new} differs from {old} in {path}; {remedy}")
 
 
-def initialize(cfg: Config, replica: Replica):
+def initialize(cfg, replica: Replica):
     """Give the model the weights of a new run: random ones, or those of nanoGPT's file that init_from names."""
     kind, _, file = cfg.init_from.partition(":")
     if kind != "nanogpt":
@@ -111,7 +110,7 @@ def random_states(ranks: Ranks) -> dict[str, Tensor]:
     return states
 
 
-def restore(cfg: Config, ranks: Ranks, replica: Replica, optimizer: optim.Optimizer) -> dict:
+def restore(cfg, ranks: Ranks, replica: Replica, optimizer: optim.Optimizer) -> dict:
     """Load the latest checkpoint into the run; returns its state. ValueError if it is of another model."""
 
     def load(path: Path, state: dict) -> dict:

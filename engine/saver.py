@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from configurator import Config, user_errors
 from engine import checkpoint, parallel
+from engine.errors import user_errors
 from engine.metrics import Silent
 from engine.parallel import Ranks
 from engine.stop_signal import StopSignal
@@ -37,7 +37,7 @@ class Checkpoints:
     Both steps are None before the first checkpoint.
     """
 
-    def __init__(self, cfg: Config, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss):
+    def __init__(self, cfg, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss):
         self.cfg, self.ranks, self.stop, self.metrics = cfg, ranks, stop, metrics
         self.saver = Saver(cfg.async_checkpoint)
         self.last_queued_step = self.saver.last_written_step = step

@@ -237,7 +237,7 @@ FAULTS = [
     ),
     (
         "engine/folder.py",
-        "if self._is_at_path():  # not the one of a run that has come after somebody deleted the folder",
+        "if self._is_at_path():  # otherwise it is the file of a run that began after the folder was deleted",
         "if self.path.exists():",
         "A run that ends removes the lock of another one, which made the folder again after it was deleted.",
         "tests/test_folder.py::test_the_end_of_a_run_leaves_the_lock_of_the_next",

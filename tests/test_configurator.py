@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from configurator import Config, documented, dump, parse, user_errors
+from configurator import Config, documented, dump, parse
+from engine.errors import user_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 HINTS = get_type_hints(Config)
@@ -589,7 +590,8 @@ def test_as_a_process(tmp_path):
     """A mistake is one line without a traceback, and exit code 2."""
     script = write(
         tmp_path / "run.py",
-        "from configurator import *\nwith user_errors():\n    print(parse(Config).batch_size)\n",
+        "from configurator import *\nfrom engine.errors import *\n"
+        "with user_errors():\n    print(parse(Config).batch_size)\n",
     )
 
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
