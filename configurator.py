@@ -46,58 +46,58 @@ class Config(ModelConfig):
     dataset: str = "pycode"  # folder under data/, or a path; or a mixture by weight, as a:0.7,b:0.3
     batch_size: int = 12  # sequences per micro-batch
     gradient_accumulation_steps: int = 40  # micro-batches of one step, over all ranks
-    corrupt_ratio: float = 0.15  # share of the tokens to restore, of objectives masked and seq2seq
+    corrupt_ratio: float = 0.15  # share of the tokens that the objectives masked and seq2seq restore
     span_length: float = 3.0  # mean length of the spans that seq2seq restores
     verify_data: bool = False  # check every shard's SHA-256 before the first step
     # --- run
     out_dir: str = "out"  # checkpoints, metrics, the resolved flags (config.py) and earlier ones (config_STEP.py)
     init_from: str = "scratch"  # scratch, resume (the latest in out_dir) or nanogpt:FILE (its ckpt.pt)
-    seed: int = 1337  # of the initialisation, the order of the data and dropout
+    seed: int = 1337  # for initial weights, the order of the data and dropout
     max_iters: int = 600000  # optimizer steps
     eval_interval: int = 2000  # steps between evaluations
     eval_iters: int = 200  # batches per evaluation, 0 = the whole validation set
     eval_only: bool = False  # evaluate once and stop
     log_interval: int = 1  # steps between logged steps
     always_save_checkpoint: bool = True  # save at every evaluation, not only when the validation loss improves
-    save_interval: int = 0  # also save every so many steps, 0 = only at evaluations
-    keep_last: int = 2  # checkpoints that stay, besides the best
+    save_interval: int = 0  # also save after this many steps, 0 = only at evaluations
+    keep_last: int = 2  # how many of the newest checkpoints stay, besides the best one
     async_checkpoint: bool = False  # write checkpoints while training goes on
-    on_save_error: Literal["stop", "continue"] = "stop"  # when a checkpoint cannot be written; the last has to be
+    on_save_error: Literal["stop", "continue"] = "stop"  # if a checkpoint (but not the last) cannot be written
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # adamw for everything; muon for hidden matrices, AdamW for the rest
-    learning_rate: float = 6e-4  # AdamW's peak
+    learning_rate: float = 6e-4  # AdamW's highest learning rate
     weight_decay: float = 0.1  # on matrices only
     beta1: float = 0.9  # AdamW's decay of the mean gradient
     beta2: float = 0.95  # AdamW's decay of the mean squared gradient
     grad_clip: float = 1.0  # largest norm of the gradient, 0 = off
-    muon_lr: float = 0.02  # Muon's peak
+    muon_lr: float = 0.02  # Muon's highest learning rate
     muon_momentum: float = 0.95  # Muon's decay of the mean gradient
     skip_nonfinite: bool = False  # leave out a step whose gradient is not finite, instead of stopping
     # --- schedule
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd = constant, then linear to min_lr
     warmup_iters: int = 2000  # steps over which the learning rate rises from 0
-    lr_decay_iters: int = 0  # step at which it reaches min_lr, 0 = max_iters
-    min_lr: float = 6e-5  # where it ends
-    cooldown_iters: int = 0  # steps of wsd's way down, 0 = a fifth of lr_decay_iters
+    lr_decay_iters: int = 0  # step at which the learning rate reaches min_lr, 0 = max_iters
+    min_lr: float = 6e-5  # learning rate at the end
+    cooldown_iters: int = 0  # steps over which wsd falls to min_lr, 0 = a fifth of lr_decay_iters
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; auto = bfloat16 on GPUs
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto = bfloat16 on GPUs
     compile: bool | Literal["auto"] = "auto"  # torch.compile each block and the loss; auto = on GPUs
-    activation_checkpoint: Literal["none", "selective", "full"] = "none"  # recompute all but matmuls, or whole blocks
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"  # recompute all but products, or whole blocks
     # --- ranks, of torchrun
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # over what tp and pp leave: copies, or shards (FSDP2, ZeRO-3)
-    fsdp_reshard: bool = True  # drop a block's weights after its forward; False = keep them for the backward (ZeRO-2)
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # data-parallel ranks hold copies, or shards (FSDP2, ZeRO-3)
+    fsdp_reshard: bool = True  # free a block's weights after its forward; False = keep them for the backward (ZeRO-2)
     fsdp_offload: bool = False  # weights, gradients and optimizer state in host memory
-    dp_replicate: int = 1  # HSDP: groups of ranks, each with one whole set of shards
-    tp: int = 1  # tensor parallel degree: heads, hidden units and vocabulary, must divide n_kv_head
-    cp: int = 1  # context parallel degree: each sequence in twice as many pieces
-    pp: int = 1  # pipeline parallel degree: the blocks in as many stages, 1F1B
+    dp_replicate: int = 1  # HSDP: number of groups of ranks, each with a complete set of shards
+    tp: int = 1  # tensor parallel degree: cuts heads, hidden units and vocabulary; must divide n_kv_head
+    cp: int = 1  # context parallel degree: each rank has two of 2 * cp pieces of every sequence
+    pp: int = 1  # pipeline parallel degree: number of stages that the blocks are cut into (1F1B schedule)
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on GPUs
-    collective_timeout: int = 600  # seconds after which a rank that waits for another gives up
+    collective_timeout: int = 600  # seconds after which a rank gives up waiting for another
     # --- plan
     plan: bool = False  # print memory, communication and duration of this run for world_size GPUs, and stop
-    world_size: int = 1  # ranks to plan for
-    gpu: Literal["h100", "h200", "a100", "b200"] = "h100"  # to plan for
+    world_size: int = 1  # number of ranks in the plan
+    gpu: Literal["h100", "h200", "a100", "b200"] = "h100"  # kind of GPU in the plan
 
     # As in model.py: flag -> (a function that says whether the flag has an effect, and the same as text).
     USED_WHEN: ClassVar[dict[str, tuple[Callable[["Config"], bool], str]]] = model.USED_WHEN | {

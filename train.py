@@ -86,7 +86,7 @@ def train(run: "Run"):
         is_new = is_best or run.step != checkpoints.last_queued_step
         if is_new and (stopping or worth_saving or at_interval):
             run.save(val_loss if is_best else None)
-            # The first call returns what the ranks exchanged before the save, the second one knows of later signals.
+            # The first call returns the ranks' exchange of before the save, the second one that of after it.
             stopping = stopping or stop.agreed() or stop.agreed()
 
         if stopping or run.step >= cfg.max_iters:
@@ -119,6 +119,7 @@ class Run:
         self.cfg = cfg
         self.data, objective, cfg.vocab_size = open_dataset(cfg)
         self.streams = {split: self.data.split(split) for split in ("train", "val")}
+        # With eval_iters=0 the whole validation set is evaluated, and as many batches of the training set.
         self.val_batches = math.ceil(count_windows(self.streams["val"], cfg.block_size) / cfg.batch_size)
         parallel.check_flags(cfg)
         self.ranks = ranks = parallel.join(cfg)
@@ -153,7 +154,7 @@ class Run:
             self.streams["train"], objective, cfg.batch_size, self.micro_steps, ranks.data_rank, ranks.data_size,
             cfg.seed, ranks.device, start=self.samples,
         )  # fmt: skip
-        cleanup.callback(self.loader.close)  # Python's exit would wait for ever for the loader's thread
+        cleanup.callback(self.loader.close)  # otherwise Python's exit waits for ever for the loader's thread
         self.batches = data_errors_end_the_run(self.loader)
         peak = math.nan if cfg.eval_only else peak_flops(ranks.device, ranks.dtype) or math.nan
         self.peak_flops = ranks.sum(torch.tensor(peak)).item()  # of all ranks together; nan if it is unknown
@@ -182,7 +183,7 @@ class Run:
         return metrics
 
     def announce(self):
-        """Say what is trained on what, and what the user should know before the first step."""
+        """Print the sizes of model, data and machine, and what the user should know before the first step."""
         cfg, ranks, stream = self.cfg, self.ranks, self.streams["train"]
         machine = f"{ranks.size} x {ranks.device.type}, {str(ranks.dtype)[6:]}" + ", compiled" * ranks.compile
         self.metrics.say(
@@ -213,7 +214,7 @@ class Run:
             (train_loss, _), (val_loss, bits_per_byte) = of_train, of_val
             with self.checkpoints.handle_write_errors():
                 self.metrics.evaluation(self.step, train_loss, val_loss, bits_per_byte)
-            if self.checkpoints.unwritten_best:  # whether the next one is the best depends on it
+            if self.checkpoints.unwritten_best:  # whether this loss is the best depends on it
                 self.checkpoints.wait()
         return train_loss, val_loss, bits_per_byte
 
@@ -225,11 +226,11 @@ class Run:
         scaler.unscale_(self.optimizer)
         grad_norm = self.replica.clip(cfg.grad_clip)
         self.stop.unsaved_steps = True  # on all ranks: the norm needs them all, so no rank has ended in its first step
-        # With a scaler, an infinite gradient only says that its scale was too large, so there the loss is looked at.
-        finite = torch.isfinite(ranks.sum(loss.clone()) if scaler.is_enabled() else grad_norm)  # equal on all ranks
+        # With a scaler, an infinite gradient may only mean that its scale was too large, so there the loss decides.
+        finite = torch.isfinite(ranks.sum(loss.clone()) if scaler.is_enabled() else grad_norm)  # same on all ranks
         if not cfg.skip_nonfinite:
             self.first_bad_step = torch.where(finite, self.first_bad_step, self.first_bad_step.clamp(max=self.step))
-            # Looking at the value makes the host wait for a GPU, so it is done only where logging waits anyway.
+            # Reading the value makes the host wait for a GPU, so it is read only in steps that are logged.
             if self.step % cfg.log_interval == 0 or ranks.device.type == "cpu":
                 self.check_finite()
         if cfg.skip_nonfinite and not finite:
@@ -244,12 +245,12 @@ class Run:
         return loss, grad_norm
 
     def check_finite(self):
-        """End the run if a gradient was not finite, so that weights which it has spoilt are never saved."""
+        """End the run if a gradient was not finite, so that the weights after it are never saved."""
         if self.first_bad_step == NEVER:
             return
         self.checkpoints.wait()
         bad, saved = int(self.first_bad_step), self.checkpoints.last_written_step
-        first = self.samples - (self.step - bad) * self.samples_per_step  # self.samples is where self.step begins
+        first = self.samples - (self.step - bad) * self.samples_per_step  # self.samples is the first one of self.step
         kept = "nothing is saved yet" if saved is None else f"the checkpoint of step {saved} is good"
         self.checkpoints.fail(
             f"the loss or its gradient is not finite at step {bad} (samples {first} to "
@@ -307,7 +308,7 @@ def open_dataset(cfg: Config) -> tuple[DataSet, Objective, int]:
         data_ids, data.eot, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
     )
     needed = data_ids + objective.extra_ids
-    unit = 64 if needed > 1024 else 1  # matrix products are faster in multiples of 64; in a small one it hardly matters
+    unit = 64 if needed > 1024 else 1  # large matrix products are faster if the sizes are multiples of 64
     vocab_size = cfg.vocab_size or -(-needed // unit) * unit
     remedy = f"set it to {needed} or more"
     if cfg.init_from != "scratch":

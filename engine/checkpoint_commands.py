@@ -1,9 +1,9 @@
-"""What people do with checkpoints besides training and sampling.
+"""Commands for checkpoints.
 
-    python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]     the weights in one file
-    python -m engine.checkpoint convert OUT_DIR                                         from format 1 to format 2
+    python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]     writes the weights to one file
+    python -m engine.checkpoint convert OUT_DIR                                         converts format 1 to format 2
 
-Format 1 had no SHA-256 of its pieces.
+Format 1 had no SHA-256 of each piece.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ USAGE = (
 
 
 def main(argv: list[str]) -> int:
-    """The command line; returns the exit code."""
+    """Run the command that these arguments make; returns the exit code."""
     match sorted(argv, key=lambda arg: arg.startswith("--")):  # flags last
         case ["consolidate", out_dir, file, *flags] if flags in ([], ["--which=latest"], ["--which=best"]):
             with user_errors():
@@ -58,11 +58,11 @@ def main(argv: list[str]) -> int:
 
 
 def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") -> Path:
-    """Write the model's weights as one safetensors file, whatever ranks saved them; returns the checkpoint's path.
+    """Write the model's weights to one safetensors file, from any number of ranks; returns the checkpoint's path.
 
-    One process calls it, with room for the weights in memory. Names are those of the model's parameters; where tied
-    weights have two, the first stays: wte.weight, and there is no head.weight. The file's metadata has `format` (pt),
-    `step`, and `flags`, the run's flags as JSON. Raises OSError or ValueError; there is no half file then.
+    One process calls it, and its memory must hold the weights. The names are those of the model's parameters. Tied
+    weights are written once, as wte.weight and not as head.weight. The file's metadata has `format` (pt), `step`, and
+    `flags` (the run's flags as JSON). Raises OSError or ValueError, and leaves no incomplete file then.
     """
     try:
         from safetensors import SafetensorError
@@ -86,7 +86,7 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
 
     path, state, tensors = checkpoint.read(out_dir, {"flags": dict}, weights, which)
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    for name in tensors.keys() & VOCAB_WEIGHTS:  # without the padding that a layout needed
+    for name in tensors.keys() & VOCAB_WEIGHTS:  # without the padding that tp needed
         tensors[name] = tensors[name][: state["flags"]["vocab_size"]]
     partial = file.with_name(f".tmp-{file.name}")
     try:
@@ -94,7 +94,7 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
         partial.touch()
         mode = partial.stat().st_mode
         save_file(tensors, partial, metadata)
-        partial.chmod(mode)  # safetensors lets nobody else read it
+        partial.chmod(mode)  # safetensors makes a file that other users cannot read
         checkpoint.fsync(partial)
         partial.rename(file)
     except (OSError, SafetensorError) as error:
@@ -106,10 +106,10 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
 
 
 def convert(where: str | Path) -> list[Path]:
-    """Convert all steps of an out_dir, or the step that `where` is; returns those that were not of format 2 already.
+    """Convert all steps of an out_dir, or one step directory; returns the directories that had format 1.
 
-    No run may save there meanwhile; the command takes the folder's lock. Raises OSError or ValueError for the first
-    step that cannot be converted, which stays as it is, after the others were.
+    No run may save there meanwhile, so the command takes the folder's lock. If a step cannot be converted, it stays
+    unchanged and the other steps are converted; then the OSError or ValueError of the first such step is raised.
     """
     found = checkpoint.find(where)
     where = Path(os.path.expanduser(where))
@@ -127,8 +127,11 @@ def convert(where: str | Path) -> list[Path]:
 
 
 def _convert(path: Path) -> bool:
-    """Whether there was anything to do. The files of tensors stay as they are; .metadata is replaced first, by one that
-    format 1 may have too, and then state.json: a kill at any instant leaves a checkpoint of one of the formats."""
+    """Convert one step directory; returns whether it had format 1.
+
+    The files of tensors stay unchanged. First .metadata is replaced, with content that is also valid in format 1, and
+    then state.json. So a kill at any instant leaves a valid checkpoint of one of the formats.
+    """
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     from engine.dcp_reader import read_metadata
@@ -147,7 +150,7 @@ def _convert(path: Path) -> bool:
         raise checkpoint.damaged(path, error) from error
     content = dump_metadata(metadata)
     best = state.get("best_val_loss")
-    if isinstance(best, float) and not math.isfinite(best):  # format 1 had nothing against it
+    if isinstance(best, float) and not math.isfinite(best):  # which was allowed in format 1
         state["best_val_loss"] = None
     state |= {"format": checkpoint.FORMAT, "metadata_sha256": hashlib.sha256(content).hexdigest()}
     for name, text in ((".metadata", content), ("state.json", json.dumps(state, indent=1).encode())):
@@ -158,7 +161,7 @@ def _convert(path: Path) -> bool:
 
 
 def _digest(path: Path, name: str, piece: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
-    """SHA-256 of a piece, after the checks that format 1 allows: of its archive's checksums, its shape and dtype."""
+    """SHA-256 of a piece, after the checks that are possible in format 1: the archive's checksums, shape and dtype."""
     from engine.dcp_reader import first_line
 
     try:

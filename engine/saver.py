@@ -32,9 +32,9 @@ class Checkpoints:
 
     last_queued_step    step of the last checkpoint that was given to `save`; it may still be on its way, or have failed
     last_written_step   step of the last checkpoint that is known to be on the disk
-    best_loss           lowest validation loss so far. A loss counts once its checkpoint is on the disk
+    best_loss           lowest validation loss so far; the loss of a checkpoint counts when it is on the disk
 
-    Both steps are None before the first checkpoint.
+    All three are None at the beginning of a run.
     """
 
     def __init__(self, cfg, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss):
@@ -42,13 +42,14 @@ class Checkpoints:
         self.saver = Saver(cfg.async_checkpoint)
         self.last_queued_step = self.saver.last_written_step = step
         self.best_loss: float | None = best_loss
-        self.unwritten_best = None  # (step, validation loss) of a best checkpoint that may not be on the disk yet
+        self.unwritten_best = None  # (step, validation loss) of a best checkpoint that is not known to be on the disk
 
     @property
     def last_written_step(self) -> int | None:
         return self.saver.last_written_step
 
     def is_best(self, val_loss: float) -> bool:
+        """Whether this validation loss is finite and lower than all before it."""
         return math.isfinite(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict, best_loss: float | None, last: bool = False):

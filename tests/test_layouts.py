@@ -522,12 +522,12 @@ def test_fsdp_holds_one_share_of_parameters_and_optimizer(facts):
         (2, ["--cp=2", "--objective=masked"], "cp=2 needs objective=causal, and it is masked"),
         (2, ["--cp=2", "--doc_mask=True"], "doc_mask=True does not go with cp=2"),
         (3, ["--cp=3"], "cp=3, two pieces .* tp=1 do not divide block_size=16; set --block_size=18"),
-        (4, ["--pp=2", "--tp=2"], "tp=2 does not go with pp=2"),
-        (4, ["--pp=2", "--cp=2"], "cp=2 does not go with pp=2"),
+        (4, ["--pp=2", "--tp=2"], "tp=2 does not work with pp=2"),
+        (4, ["--pp=2", "--cp=2"], "cp=2 does not work with pp=2"),
         (3, ["--pp=3"], "pp=3 .* n_layer=2; set pp to 2"),
         (2, ["--pp=2", "--gradient_accumulation_steps=1"], "pp=2 needs as many micro-batches"),
         (2, ["--pp=2", "--objective=seq2seq"], "pp=2 .* objective=seq2seq"),
-        (2, [*FSDP, *MUON, "--fsdp_offload=True"], "optimizer=muon does not go with fsdp_offload=True"),
+        (2, [*FSDP, *MUON, "--fsdp_offload=True"], "optimizer=muon does not work with fsdp_offload=True"),
     ],
 )  # fmt: skip
 def test_a_layout_that_does_not_fit_is_refused_by_name(ranks, flags, said):
