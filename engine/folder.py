@@ -33,7 +33,7 @@ class FolderLock:
     def take(self, folder: str, make: bool = True):
         """Lock a folder. Rank 0 does so for all ranks.
 
-        make    make the folder if it does not exist; otherwise nothing is locked then
+        make    what to do if the folder does not exist: make it, or else lock nothing
 
         ValueError names the process that holds the lock already. If torchrun restarts lost workers, that process may be
         the worker that this one replaces, so it has ten seconds to end.
