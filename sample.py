@@ -139,20 +139,20 @@ def check_flags(cfg: SampleConfig, objective: str):
 
 
 def read_prompt(start: str) -> str:
-    """The text of --start, or of the file that it names. ValueError if that is no regular file of UTF-8 text."""
+    """The text of --start, or of the file that it names. ValueError if that is not a regular file of UTF-8 text."""
     if not start.startswith("FILE:"):
         return start
     what = f"start={start[:200]}"
     require("\0" not in start, f"start={start[:200]!r} holds a NUL, which no path does; give the path of a text file")
     try:
         path = Path(start[5:]).expanduser()
-        require(stat.S_ISREG(path.stat().st_mode), f"{what} is no regular file; give the path of a text file")
+        require(stat.S_ISREG(path.stat().st_mode), f"{what} is not a regular file; give the path of a text file")
         with open(path, "rb") as f:  # the size of a file under /proc is 0, whatever it holds
             content = f.read(LARGEST_PROMPT + 1)
         require(len(content) <= LARGEST_PROMPT, f"{what} has more than {LARGEST_PROMPT:,} bytes; shorten it")
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{what} is no UTF-8 text ({error}); convert it, such as with iconv") from None
+        raise ValueError(f"{what} is not UTF-8 text ({error}); convert it, such as with iconv") from None
     except OSError as error:
         raise ValueError(f"{what} cannot be read ({error.strerror}); give the path of a text file") from None
     except RuntimeError as error:  # of expanduser

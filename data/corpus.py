@@ -4,13 +4,13 @@
     flags.add_argument("--tokenizer", default="gpt2")
     prepare(flags.parse_args(), find_files(["books/*.txt", "web"]))
 
-A document's number, counted over the sorted files, decides by a hash whether it validates; a single text is cut in two
-instead. A tokenizer without end-of-text leaves a line end, or a blank line, between documents. Threads only encode, and
-their results are written in the order of the documents, so neither their number nor a restart changes any shard. A
-preparation that stops goes on from its last full shard when the same command is given again.
+Documents are numbered over the sorted files. A hash of the number decides whether a document validates. A single text
+is cut in two instead. If the tokenizer has no end-of-text, a line end or a blank line separates documents. Threads only
+encode, and their results are written in the order of the documents. So neither the number of threads nor a restart
+changes a shard. After an interruption the same command continues behind the last full shard.
 
-Memory holds one document and some pieces of about 1 MB, whatever the input's size: a longer document is encoded in
-pieces too. Only one with neither spaces nor lines to cut it at is encoded as a whole, in up to 20 times its size.
+Memory holds one document and some pieces of about 1 MB, whatever the size of the input. Longer documents are encoded in
+pieces. Only a document without spaces and lines cannot be cut: it is encoded at once, in up to 20 times its size.
 """
 
 import argparse
@@ -32,32 +32,34 @@ from pathlib import Path
 import numpy as np
 
 from data.command import Parser, next_command, out_folder
-from data.files import SPLITS, shown
-from data.hashing import mix
+from data.files import SPLITS, display_path
+from data.hashing import hash64
 from data.sources import ADDRESS, Source, find_files, hub_files, reason
 from data.tokenizer import TOKENIZERS, build
 from data.writer import ShardWriter
 
-JOB = 1_000_000  # characters that a thread gets at once, and after which a document is cut
-MANY = 4096  # documents that it gets at once
-CUT = re.compile(r"\S(?= )|(?<=\S)\n(?=\S)")
+JOB_CHARACTERS = 1_000_000  # most characters of a job; a longer document is cut into pieces
+JOB_PIECES = 4096  # most pieces of a job
+SAFE_CUT = re.compile(r"\S(?= )|(?<=\S)\n(?=\S)")
 
 
 # -------------------------------------------------------------------------------------------------------- tokenizing
 
 
-def shares(numbers: np.ndarray) -> np.ndarray:
-    """A number in [0, 1] for each document number, (N,) uint64."""
-    return mix(numbers) / 2.0**64
+def uniform(numbers: np.ndarray) -> np.ndarray:
+    """A uniform random number in [0, 1] for each document number: (N,) uint64 -> (N,) float64."""
+    return hash64(numbers) / 2.0**64
 
 
 def pieces(text: str, length: int) -> Iterator[str]:
-    """`text` in parts of at least `length` characters which have the same ids, joined, as the whole in all tokenizers.
+    """Cuts `text` into pieces of at least `length` characters without changing its ids: encoded and joined, they equal
+    the ids of the text in every tokenizer.
 
-    They split a text into words first, and in all of them a word ends ahead of a space, and behind a lone newline.
+    All tokenizers first split a text into words, and in all of them a word ends before a space and after a single
+    newline. The text is cut at such places only.
     """
     start = 0
-    while len(text) - start > length and (found := CUT.search(text, start + length)):
+    while len(text) - start > length and (found := SAFE_CUT.search(text, start + length)):
         yield text[start : found.end()]
         start = found.end()
     yield text[start:]
@@ -65,30 +67,33 @@ def pieces(text: str, length: int) -> Iterator[str]:
 
 @dataclass
 class Job:
-    """What a thread encodes at once."""
+    """The pieces that a thread encodes in one call."""
 
-    numbers: list[int] = field(default_factory=list)  # of the document of each piece
-    pieces: list[tuple[str, bool, bool]] = field(default_factory=list)  # text, whether it begins and ends a document
-    rows: list[tuple[int, int]] = field(default_factory=list)  # file and row of that document
+    numbers: list[int] = field(default_factory=list)  # the document number of each piece
+    pieces: list[tuple[str, bool, bool]] = field(default_factory=list)  # (text, begins a document, ends a document)
+    rows: list[tuple[int, int]] = field(default_factory=list)  # (file, row) of each piece's document
     size: int = 0  # characters
-    position: int = 0  # bytes of the input read
-    place: tuple[int, int, int] | None = None  # file, row and number to go on after it; None inside of a document
-    shares: np.ndarray | None = None  # of the numbers
+    position: int = 0  # bytes of the input read so far
+    place: tuple[int, int, int] | None = None  # (file, row, number) to continue from; None inside a document
+    uniform: np.ndarray | None = None  # the random number of each piece's document
 
 
 def make_jobs(documents: Iterable[tuple[str, int, int, int]], number: int) -> Iterator[Job]:
-    """`number` is the first document's. Empty documents have one, and are left out."""
+    """Groups (text, file, row, position) of documents into jobs. `number` is the number of the first document.
+
+    Empty documents are counted, but are in no job.
+    """
     job = Job()
     for text, file, row, position in documents:
         done, job.position = 0, position
-        for piece in pieces(text, JOB) if text else ():
+        for piece in pieces(text, JOB_CHARACTERS) if text else ():
             done += len(piece)
             job.numbers.append(number)
             job.pieces.append((piece, done == len(piece), done == len(text)))
             job.rows.append((file, row))
             job.size += len(piece)
             job.place = (file, row, number + 1) if done == len(text) else None
-            if job.size >= JOB or len(job.pieces) == MANY:
+            if job.size >= JOB_CHARACTERS or len(job.pieces) == JOB_PIECES:
                 yield job
                 job = Job(position=position)
         number += 1
@@ -96,14 +101,16 @@ def make_jobs(documents: Iterable[tuple[str, int, int, int]], number: int) -> It
         yield job
 
 
-def in_order(function: Callable, jobs: Iterable[Job], threads: int) -> Iterator[tuple]:
-    """(job, function(job)) in the order of the jobs; of these `threads` + 2, or 16 MB, are under way at a time."""
+def map_in_order(function: Callable, jobs: Iterable[Job], threads: int) -> Iterator[tuple]:
+    """Yields (job, function(job)) in the order of the jobs. At most `threads` + 2 jobs, or 16 MB, wait at a time."""
     waiting: deque = deque()
     pool = ThreadPoolExecutor(threads)
     try:
         for job in jobs:
-            while waiting and (len(waiting) > threads + 1 or sum(j.size for j, _ in waiting) + job.size > 16 * JOB):
+            size = job.size + sum(j.size for j, _ in waiting)
+            while waiting and (len(waiting) > threads + 1 or size > 16 * JOB_CHARACTERS):
                 before, result = waiting.popleft()
+                size -= before.size
                 yield before, result.result()
             waiting.append((job, pool.submit(function, job)))
         while waiting:
@@ -114,85 +121,91 @@ def in_order(function: Callable, jobs: Iterable[Job], threads: int) -> Iterator[
 
 
 class Progress:
-    """A line on stderr: twice a second on a terminal, where it replaces the one before, else every half minute.
+    """Shows on stderr how much of the input was read: a progress bar on a terminal, else a line every half minute.
 
-    tokens, position   that there were at the start; share of the work, in [0, 1]
+    `position` bytes of `total` were read before.
     """
 
-    def __init__(self, tokens: int, position: int, share: float):
-        self.tokens, self.position, self.share = tokens, position, share
+    def __init__(self, position: int, total: float):
+        self.position, self.bar = position, None
         self.start = self.last = time.monotonic()
-        self.terminal = sys.stderr.isatty()
+        if sys.stderr.isatty():
+            from tqdm import tqdm
 
-    def show(self, documents: int, tokens: int, position: int, share: float) -> None:
-        now = time.monotonic()
-        if now - self.last >= (0.5 if self.terminal else 30):
-            self.last, seconds = now, now - self.start
-            minutes, rest = divmod(int(seconds * (1 - share) / max(share - self.share, 1e-9)), 60)
-            self._print(
-                f"{documents:,} documents, {tokens:,} tokens, {(position - self.position) / seconds / 1e6:.1f} MB/s, "
-                f"{(tokens - self.tokens) / seconds / 1e6:.2f} Mtok/s, {share:.0%}, {minutes}:{rest:02} left"
-            )
+            options = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, "mininterval": 0.5, "leave": False}
+            self.bar = tqdm(initial=position, total=total, **options)
+
+    def show(self, position: int, total: float, counts: str) -> None:
+        if self.bar is not None:
+            self.bar.total, self.bar.postfix = total, counts
+            self.bar.update(position - self.bar.n)
+        elif (now := time.monotonic()) - self.last >= 30:
+            from tqdm import tqdm
+
+            self.last = now
+            figures = {"unit": "B", "unit_scale": True, "initial": self.position, "postfix": counts}
+            with suppress(OSError):  # a closed pipe is not a reason to stop
+                line = tqdm.format_meter(position, total, now - self.start, ncols=0, **figures)
+                print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        if self.terminal:
-            self._print("")
-
-    def _print(self, line: str) -> None:
-        with suppress(OSError):  # a closed pipe is no reason to stop
-            print(f"\r\033[K{line}" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr)
-            sys.stderr.flush()
+        """Removes the bar."""
+        if self.bar is not None:
+            self.bar.close()
 
 
-def texts_of(source: Source) -> Iterator[str]:
-    """The texts alone, for a tokenizer that is made from them."""
-    with closing(Progress(0, 0, 0.0)) as progress:
+def read_texts(source: Source) -> Iterator[str]:
+    """Yields the text of each document, for a tokenizer that is built from the texts."""
+    with closing(Progress(0, source.total)) as progress:
         for n, (text, _, _, position) in enumerate(source.read(), 1):
-            progress.show(n, 0, position, position / source.total)
+            progress.show(position, source.total, f"{n:,} documents")
             yield text
 
 
 def write(out: ShardWriter, source: Source, val_fraction: float, threads: int, limit: int) -> None:
-    """All documents into `out`, from `out.place` on; with a limit, until there are so many tokens to train on."""
+    """Writes all documents from `out.place` on into `out`. A `limit` stops at this number of training tokens."""
     file, row, number = out.place or (0, 0, 0)
     eot = [] if out.tokenizer.eot is None else [np.array([out.tokenizer.eot])]
 
     def encode(job: Job) -> dict[str, tuple[np.ndarray, int]]:
-        """{split: (tokens, documents begun)}"""
+        """{split: (tokens, number of documents that begin in the job)}"""
         numbers = np.array(job.numbers, dtype=np.uint64)
-        job.shares = numbers.astype(float) if source.val_fraction else shares(numbers)  # of a cut text
+        # A single text is cut into document 0, which validates, and document 1.
+        job.uniform = numbers.astype(float) if source.val_fraction else uniform(numbers)
         parts: dict[str, list] = {split: [] for split in SPLITS}
         begun = dict.fromkeys(SPLITS, 0)
-        for (text, begins, ends), val, at in zip(job.pieces, job.shares < val_fraction, job.rows, strict=True):
+        for (text, begins, ends), val, at in zip(job.pieces, job.uniform < val_fraction, job.rows, strict=True):
             split = "val" if val else "train"
             try:
                 parts[split] += [out.tokenizer.encode(text), *eot] if ends else [out.tokenizer.encode(text)]
-            except ValueError as e:  # such as a million blanks in a row with gpt2
+            except ValueError as e:  # for example a million blanks in a row with gpt2
                 where = f"{source.files[at[0]]}, document {at[1]}"
-                raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or leave it out") from e
+                raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or remove it") from e
             begun[split] += begins
         return {split: (np.concatenate(p), begun[split]) for split, p in parts.items() if p}
 
-    def count(what: str, *splits: str) -> int:
-        return sum(out.splits[split][what] for split in splits or SPLITS if split in out.splits)
+    def count(unit: str, *splits: str) -> int:
+        return sum(out.splits[split][unit] for split in splits or SPLITS if split in out.splits)
 
-    def done(position: int) -> float:
-        return max(position / source.total, limit and count("tokens", "train") / limit)
+    def bytes_to_read(position: int) -> float:
+        """The size of the input, or with a limit its part until then, estimated from the first `position` bytes."""
+        tokens = count("tokens", "train")
+        return min(source.total, position * limit / tokens) if limit and tokens else source.total
 
     def full_shards() -> int:
         return sum(bool(shard["sha256"]) for entry in out.splits.values() for shard in entry["shards"])
 
     start, saved, low, high = sum(source.sizes[:file]), full_shards(), 1.0, 0.0
     if number:
-        print(f"goes on after {number:,} documents, {count('tokens'):,} tokens", file=sys.stderr)
+        print(f"continues after {number:,} documents, {count('tokens'):,} tokens", file=sys.stderr)
     with (
-        closing(Progress(count("tokens"), start, done(start))) as progress,
-        closing(in_order(encode, make_jobs(source.read(file, row), number), threads)) as results,
+        closing(Progress(start, bytes_to_read(start))) as progress,
+        closing(map_in_order(encode, make_jobs(source.read(file, row), number), threads)) as results,
     ):
         for job, encoded in results:
-            low, high = min(low, job.shares.min()), max(high, job.shares.max())
+            low, high = min(low, job.uniform.min()), max(high, job.uniform.max())
             if limit and "train" in encoded and count("tokens", "train") + len(encoded["train"][0]) >= limit:
-                for n, piece, at in zip(job.numbers, job.pieces, job.rows, strict=True):  # to where the shard is full
+                for n, piece, at in zip(job.numbers, job.pieces, job.rows, strict=True):  # up to the limit
                     for split, (tokens, begun) in encode(Job([n], [piece], [at])).items():
                         room = limit - count("tokens", "train") if split == "train" else len(tokens)
                         out.add(split, tokens[:room], begun)
@@ -204,42 +217,43 @@ def write(out: ShardWriter, source: Source, val_fraction: float, threads: int, l
             if full_shards() > saved and job.place:
                 out.save(job.place)
                 saved = full_shards()
-            progress.show(count("documents"), count("tokens"), job.position, done(job.position))
+            counts = f"{count('documents'):,} documents, {count('tokens'):,} tokens"
+            progress.show(job.position, bytes_to_read(job.position), counts)
 
     n = count("documents")
     if n < 2:
         fact = "is one document, which cannot be split" if n else "has no text"
-        raise ValueError(f"the input {fact}; give it more, or cut it with --documents=paragraph or --documents=line")
+        raise ValueError(f"the input {fact}; add text, or cut it with --documents=paragraph or --documents=line")
     if len(out.splits) < 2:
         least, most = math.ceil(low * 1e4) / 1e4, math.floor(high * 1e4) / 1e4
         which, bound = ("all", f"{most} or less") if "val" in out.splits else ("none", f"{least} or more")
         raise ValueError(f"val_fraction={val_fraction} takes {which} of {n:,} documents; pass --val_fraction={bound}")
     for split in SPLITS:
         if count("tokens", split) < 2:
-            raise ValueError(f"the split {split} has one token, and a prediction needs two; give the input more text")
+            raise ValueError(f"the split {split} has one token, and a prediction needs two; add text to the input")
 
 
 # ---------------------------------------------------------------------------------------------------------- commands
 
 
 def parser(doc: str, here: Path) -> Parser:
-    """The flags that all preparations of documents share."""
+    """A parser with the flags that all preparations of documents share."""
     flags = Parser(doc)
-    share = "share of the documents that validates (default 0.005; of a single text its last 0.1)"
-    flags.add_argument("--val_fraction", type=float, help=share)
-    flags.add_argument("--field", default="text", help="of jsonl and parquet, what holds the text (default text)")
+    fraction = "fraction of the documents for validation (default 0.005; of a single text the last 0.1)"
+    flags.add_argument("--val_fraction", type=float, help=fraction)
+    flags.add_argument("--field", default="text", help="field of jsonl and parquet with the text (default text)")
     flags.add_argument("--out", default=str(here), help="NAME (data/NAME) or a path with a / (default: this folder)")
-    flags.add_argument("--shard_tokens", type=int, default=100_000_000, help="size of a shard (default 100_000_000)")
-    flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="default: one per core")
+    flags.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100_000_000)")
+    flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="to encode (default: one per core)")
     return flags
 
 
 def prepare(args: argparse.Namespace, files: list[str], documents: str = "file", shards: int = 0) -> None:
-    """The data set that the flags describe; `shards` full ones to train on, 0 = all. ValueError in one line."""
+    """Prepares the data set that the flags describe, with at most `shards` full shards to train on (0 = all)."""
     single = documents == "file" and len(files) == 1 and not re.search(r"\.(jsonl(\.gz|\.zst)?|parquet)$", files[0])
     val_fraction = (0.1 if single else 0.005) if args.val_fraction is None else args.val_fraction
     if not 0 < val_fraction < 1:
-        raise ValueError(f"val_fraction={val_fraction} is no share; pass a number between 0 and 1")
+        raise ValueError(f"val_fraction={val_fraction} is not possible; pass a number between 0 and 1")
     for name, value, most in (("threads", args.threads, 1024), ("shard_tokens", args.shard_tokens, 2**31 - 1)):
         if not 1 <= value <= most:
             raise ValueError(f"{name}={value} is not possible; pass a number from 1 to {most}")
@@ -248,8 +262,8 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
     folder = out_folder(args.out)
     separated = not single and getattr(TOKENIZERS.get(args.tokenizer), "eot", 0) is None
     source = Source(files, documents, args.field, separated, val_fraction if single else 0)
-    tokenizer = build(args.tokenizer, partial(texts_of, source))
-    tokenizer.encode("")  # reads gpt2's table, once, and before anything is written
+    tokenizer = build(args.tokenizer, partial(read_texts, source))
+    tokenizer.encode("")  # loads gpt2's table, and fails before anything is written
     names = json.dumps([[f if f.startswith("hf://") else os.path.abspath(f) for f in files], source.sizes])
     settings = {
         "tokenizer": tokenizer.hash,
@@ -265,24 +279,25 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
         with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
             write(out, source, val_fraction, args.threads, shards * args.shard_tokens)
     except OSError as e:
-        raise ValueError(f"cannot write to {shown(folder)} ({reason(e)}); make room, or pass another --out") from e
+        folder = display_path(folder)
+        raise ValueError(f"cannot write to {folder} ({reason(e)}); free some space, or pass another --out") from e
     train, val = out.splits["train"], out.splits["val"]
-    what = f"{train['documents']:,} + {val['documents']:,} documents"
+    summary = f"{train['documents']:,} + {val['documents']:,} documents"
     if separated:
-        what += f" with {'a blank line' if documents == 'paragraph' else 'a line end'} after each"
+        summary += f" with {'a blank line' if documents == 'paragraph' else 'a line end'} after each"
     if single:
-        what = f"one text, of which the last {val_fraction:.3g} validates (cut at a line end where one is near)"
+        summary = f"one text, of which the last {val_fraction:.3g} validates (cut at a line end if one is near)"
     print(
-        f"{what}, {train['tokens']:,} train + {val['tokens']:,} val tokens in {shown(folder)}; "
+        f"{summary}, {train['tokens']:,} train + {val['tokens']:,} val tokens in {display_path(folder)}; "
         f"next: {next_command(folder, tokenizer.vocab_size, [train['tokens'], val['tokens']])}"
     )
 
 
 def stream(doc: str, here: Path, path: str) -> None:
-    """The command of a data set on the hub."""
+    """The command that prepares a data set of the Hugging Face hub, `path` unless --path gives another."""
     flags = parser(doc, here)
     flags.add_argument("--path", default=path, help=f"OWNER/NAME[@REVISION][:CONFIG], or local files (default {path})")
-    flags.add_argument("--shards", type=int, default=0, help="how many to train on, 0 = all (default 0)")
+    flags.add_argument("--shards", type=int, default=0, help="number of full shards to train on, 0 = all (default 0)")
     flags.add_argument("--tokenizer", choices=("gpt2", "byte"), default="gpt2", help="default gpt2")
     args = flags.parse_args()
     try:

@@ -1,13 +1,13 @@
-"""Files of tokens: what each kind holds, and how one is checked and mapped. What all of data/ does with paths.
+"""Token files: the formats, and how a file is recognised, checked and mapped. Also helpers of data/ for paths.
 
 A shard is the file that llm.c and modded-nanogpt read: 256 little-endian int32 (magic 20240520 and version 1 for
 uint16, magic 20240801 and version 7 for uint32; the number of tokens; zeros), then the tokens.
 
 nanoGPT's train.bin and val.bin are uint16 tokens without a header.
 
-Of Megatron's pairs of .bin and .idx the index is b"MMIDIDX\\0\\0", version 1 (uint64), a code of the tokens' type
-(uint8), the numbers of sequences n and of document bounds d (uint64 each), then sizes (n int32, in tokens), pointers
-(n int64, in bytes) and bounds (d int64).
+Megatron's data is a .bin file of tokens and an .idx file, the index: b"MMIDIDX\\0\\0", version 1 (uint64), a code for
+the type of the tokens (uint8), the numbers of sequences n and of document bounds d (uint64 each), then sizes (n int32,
+in tokens), pointers (n int64, in bytes) and bounds (d int64).
 """
 
 import errno
@@ -24,12 +24,12 @@ FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # ma
 MEGATRON = b"MMIDIDX\0\0"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point numbers
 SPLITS = ("train", "val")
-AT_ONCE = 2**24  # sequences of an index
-LARGEST_JSON = 2**28  # bytes: the records of a million shards
+INDEX_BLOCK = 2**24  # sequences of an index that are checked at once
+LARGEST_JSON = 2**28  # bytes, enough for the records of a million shards
 
 
-def regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """os.open, and an `opener` of open, of a regular file only. OSError for whatever else, on which a read may wait."""
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """os.open for regular files only, usable as `opener` of open. OSError for a pipe or device: a read could block."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
@@ -41,17 +41,17 @@ def regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_json(path: Path):
-    """The value in a JSON file. ValueError (as for a key given twice), OSError or RecursionError if it has none."""
+    """Reads a JSON file. ValueError if it is malformed or repeats a key; OSError or RecursionError as they come."""
 
     def unique(pairs: list[tuple]) -> dict:
         if len(pairs) > len(dict(pairs)):
-            raise ValueError(f"a key stands twice in the object of {', '.join(key for key, _ in pairs)}"[:200])
+            raise ValueError(f"a key appears twice in the object of {', '.join(key for key, _ in pairs)}"[:200])
         return dict(pairs)
 
     def finite(word: str):
-        raise ValueError(f"{word} is no JSON")
+        raise ValueError(f"{word} is not JSON")
 
-    with open(path, "rb", opener=regular) as f:
+    with open(path, "rb", opener=open_regular) as f:
         content = f.read(LARGEST_JSON + 1)
     if len(content) > LARGEST_JSON:
         raise ValueError(f"it has more than {LARGEST_JSON} bytes")
@@ -59,10 +59,10 @@ def read_json(path: Path):
 
 
 def map_file(folder: Path, name: str) -> np.memmap:
-    """The tokens of one file, memory-mapped. The kind is recognised by an index beside it, by magic and exact size."""
+    """Maps the tokens of one file, checked. Its format is found by an .idx beside it, the magic and the exact size."""
     path = folder / name
     try:
-        with open(path, "rb", opener=regular) as f:
+        with open(path, "rb", opener=open_regular) as f:
             start = f.read(HEADER_BYTES)
             size = f.seek(0, os.SEEK_END)
     except OSError as e:
@@ -75,7 +75,7 @@ def map_file(folder: Path, name: str) -> np.memmap:
         expected, offset = int(sizes.sum(dtype=np.int64)) * dtype.itemsize, 0
         if size != expected:
             fact = "is truncated" if size < expected else "is too long"
-            raise problem(folder, name, f"{fact}: {size} bytes, but its .idx says {expected}")
+            raise problem(folder, name, f"{fact}: {size} bytes, but its .idx gives {expected}")
     elif magic in FORMATS:
         known, dtype = FORMATS[magic]
         expected, offset = HEADER_BYTES + count * dtype.itemsize, HEADER_BYTES
@@ -85,39 +85,40 @@ def map_file(folder: Path, name: str) -> np.memmap:
             raise problem(folder, name, f"is a shard of version {version}, not {known}")
         if size != expected:
             fact = "is truncated" if size < expected else "is too long"
-            raise problem(folder, name, f"{fact}: {size} bytes, but its header says {count} tokens, {expected} bytes")
+            raise problem(folder, name, f"{fact}: {size} bytes, but its header gives {count} tokens, {expected} bytes")
         if not count:
             raise problem(folder, name, "holds no tokens")
     elif name in [f"{split}.bin" for split in SPLITS]:
         dtype, offset = np.dtype("<u2"), 0
         if size % dtype.itemsize:
-            raise problem(folder, name, f"has {size} bytes, an odd number, so it is no file of uint16 tokens")
-        if count > 0 and size in (HEADER_BYTES + 2 * count, HEADER_BYTES + 4 * count):  # else chance would be 1 in 2^31
+            raise problem(folder, name, f"has {size} bytes, an odd number, so it is not a file of uint16 tokens")
+        if count > 0 and size in (HEADER_BYTES + 2 * count, HEADER_BYTES + 4 * count):  # by chance only 1 in 2^31
             raise problem(folder, name, f"is a shard whose magic is damaged: {magic}")
     else:
-        raise problem(folder, name, f"is no shard: it begins with {magic}, not with {' or '.join(map(str, FORMATS))}")
+        known = " or ".join(map(str, FORMATS))
+        raise problem(folder, name, f"is not a shard: it begins with {magic}, not with {known}")
     return np.memmap(path, dtype=dtype, mode="r", offset=offset)
 
 
 def header(start: bytes) -> list[int]:
-    """Magic, version and number of tokens."""
+    """Magic, version and number of tokens, from the first bytes of a shard."""
     return np.frombuffer(start[:12].ljust(12, b"\0"), dtype="<i4").tolist()
 
 
 def read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    """Megatron's .idx: the tokens' type, the sizes of the n sequences, the bounds of the documents among these.
+    """Reads Megatron's .idx: the tokens' type, the sizes of the n sequences, the document bounds as sequence numbers.
 
-    ValueError unless the sequences follow one another without a gap and the bounds go up from 0 to n.
+    ValueError unless the sequences follow one another without gaps and the bounds increase from 0 to n.
     """
     folder, name = path.parent, path.name
     try:
-        with open(path, "rb", opener=regular) as f:
+        with open(path, "rb", opener=open_regular) as f:
             start = f.read(34)
             size = f.seek(0, os.SEEK_END)
     except OSError as e:
         raise unreadable(folder, name, e) from e
     if not start.startswith(MEGATRON):
-        raise problem(folder, name, f"is no index of Megatron's: it does not begin with {MEGATRON}")
+        raise problem(folder, name, f"is not an index of Megatron: it does not begin with {MEGATRON}")
     if size < 34:
         raise problem(folder, name, f"is truncated: {size} bytes, less than an index's header of 34")
     version, (n, n_bounds) = int.from_bytes(start[9:17], "little"), np.frombuffer(start[18:], "<u8").tolist()
@@ -125,11 +126,11 @@ def read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
         raise problem(folder, name, f"is an index of version {version}, not 1")
     if start[17] not in MEGATRON_DTYPES:
         known = ", ".join(map(str, MEGATRON_DTYPES))
-        raise problem(folder, name, f"says that tokens are of type {start[17]}, which is none of {known}")
+        raise problem(folder, name, f"gives the tokens the type {start[17]}, which is none of {known}")
     expected = 34 + 12 * n + 8 * n_bounds
     if size != expected:
         fact = "is truncated" if size < expected else "is too long"
-        raise problem(folder, name, f"{fact}: {size} bytes, but its header says {expected}")
+        raise problem(folder, name, f"{fact}: {size} bytes, but its header gives {expected}")
     content, dtype = np.memmap(path, dtype="u1", mode="r"), np.dtype(MEGATRON_DTYPES[start[17]])
     sizes, pointers, bounds = (
         content[a:b].view(t)
@@ -138,40 +139,42 @@ def read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
         )
     )  # fmt: skip
     end, gaps = 0, not n
-    for i in range(0, n, AT_ONCE):
-        some, places = sizes[i : i + AT_ONCE], pointers[i : i + AT_ONCE]
-        ends = end + np.cumsum(some, dtype=np.int64)
-        gaps |= bool(some.min() < 0 or (places != (ends - some) * dtype.itemsize).any())
+    for i in range(0, n, INDEX_BLOCK):
+        block, starts = sizes[i : i + INDEX_BLOCK], pointers[i : i + INDEX_BLOCK]
+        ends = end + np.cumsum(block, dtype=np.int64)
+        gaps |= bool(block.min() < 0 or (starts != (ends - block) * dtype.itemsize).any())
         end = int(ends[-1])
     if gaps:
         raise problem(folder, name, "has sizes and pointers of sequences that do not follow one another")
     if not n_bounds or bounds[0] != 0 or bounds[-1] != n or (np.diff(bounds) < 0).any():
-        raise problem(folder, name, f"has bounds of documents that do not go up from 0 to its {n} sequences")
+        raise problem(folder, name, f"has document bounds that do not increase from 0 to its {n} sequences")
     return dtype, sizes, bounds
 
 
 def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
-    with open(path, "rb", opener=regular) as f:
+    with open(path, "rb", opener=open_regular) as f:
         while block := f.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
 
 
 def unreadable(folder: Path, name: str, e: OSError) -> ValueError:
+    """`problem` for a file that the system could not read."""
     many = e.errno == errno.EMFILE
-    remedy = "allow the process more of them with ulimit -n, or prepare fewer, larger shards" if many else ""
+    remedy = "raise the limit of open files with ulimit -n, or prepare fewer, larger shards" if many else ""
     return problem(folder, name, f"cannot be read ({e.strerror})", remedy)
 
 
 def problem(folder: Path, name: str, fact: str, remedy: str = "") -> ValueError:
-    """In one line: the file `name` of a data set, or the data set itself (""), what is wrong, and what to do."""
+    """A ValueError of one line: the file `name` of a data set (or the folder, for ""), the fact, and the remedy."""
     script = folder / "prepare.py"
-    remedy = remedy or (f"run python {shown(script)}" if script.exists() else "copy or prepare it again")
-    return ValueError(f"{shown(folder / name)} {fact}; {remedy}")
+    remedy = remedy or (f"run python {display_path(script)}" if script.exists() else "copy or prepare it again")
+    return ValueError(f"{display_path(folder / name)} {fact}; {remedy}")
 
 
-def shown(path: Path) -> str:
-    """`path` as a user in the current folder would type it."""
+def display_path(path: Path) -> str:
+    """`path` as a user would type it in the current folder."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

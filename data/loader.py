@@ -1,15 +1,15 @@
 """Batches in an order that is a pure function of (seed, epoch, global sample index).
 
 A split of N tokens is cut into n = (N - 1) // T windows of T inputs and one more target. Training samples are counted
-0, 1, 2, ... without end; sample i reads the (i % n)-th window of epoch i // n, which is a permutation of its own. The
-samples of step k are [kG, (k+1)G), of which rank r takes one contiguous slice. So the order does not depend on the
-ranks, and the loader's whole state is one sample number. The same holds for what an objective draws at random, which
-depends on the sample's number. B sequences per micro-batch, T block_size, G per step.
+0, 1, 2, ... without end. Sample i reads window i % n of the permutation that belongs to epoch i // n. Step k takes the
+samples [kG, (k+1)G), and each rank a contiguous slice of them. So the order does not depend on the number of ranks, and
+the loader's whole state is one sample index. The corruption by an objective depends on the sample index in the same
+way. B is the number of sequences per micro-batch, T is block_size, G the number of sequences per step.
 
-In a mixture every source is cut by itself, and has epochs and permutations of its own: its n-th sample is the one that
-it has in a run alone. Which source sample i comes from repeats with a short period, so it needs no replay either, and
-among any first i samples a source has less than one more or less than its share. Evaluation takes the windows of all
-sources, one source after the other, whatever the weights.
+In a mixture each source is cut into windows separately and has its own epochs and permutations: its n-th sample is the
+n-th sample of a run on this source alone. The source of sample i repeats with a short period, so a resume replays
+nothing. Among the first i samples, for any i, a source's count differs by less than one from its weight's share of i.
+Evaluation reads the windows of all sources, one source after another, and ignores the weights.
 """
 
 import threading
@@ -19,26 +19,27 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from data.hashing import mix
+from data.hashing import hash64
 from data.objective import Objective
-from data.shards import TokenStream
+from data.stream import TokenStream
 
 
 def permute(index: np.ndarray, n: int, key: np.ndarray | int) -> np.ndarray:
-    """A pseudo-random bijection of [0, n), a different one per `key`, without an array of size n.
+    """Applies a pseudo-random permutation of [0, n), a different one for each `key`, without an array of size n.
 
-    index: int64 in [0, n), any shape; key: uint64, for all or for each. Four Feistel rounds on the smallest even number
-    of bits that holds n; results >= n go through again until they fall below (cycle walking, Black and Rogaway 2002).
+    index: int64 in [0, n), any shape; key: uint64, one for all or one for each index. Four Feistel rounds permute the
+    smallest range [0, 4^b) that contains [0, n). A result of n or more is permuted again until it is below n (cycle
+    walking, Black and Rogaway 2002).
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     key = np.broadcast_to(np.asarray(key, dtype=np.uint64), index.shape)
-    rounds = [mix(key + np.uint64(i)) for i in range(4)]
+    rounds = [hash64(key + np.uint64(i)) for i in range(4)]
 
     def feistel(x: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
         left, right = x >> half, x & mask
         for k in keys:
-            left, right = right, left ^ (mix(right ^ k) & mask)
+            left, right = right, left ^ (hash64(right ^ k) & mask)
         return left << half | right
 
     x = feistel(index.astype(np.uint64), rounds)
@@ -48,12 +49,12 @@ def permute(index: np.ndarray, n: int, key: np.ndarray | int) -> np.ndarray:
 
 
 def count_windows(stream: TokenStream, block_size: int) -> int:
-    """Windows of `block_size` inputs in `stream`. ValueError if a source has none."""
-    return sum(source_windows(stream, block_size))
+    """The number of windows of `block_size` inputs in `stream`. ValueError if a source has none."""
+    return sum(windows_per_source(stream, block_size))
 
 
-def source_windows(stream: TokenStream, block_size: int) -> list[int]:
-    """`count_windows` of each source."""
+def windows_per_source(stream: TokenStream, block_size: int) -> list[int]:
+    """The number of windows in each source. ValueError if a source has none."""
     for name, tokens, _ in stream.sources:
         if tokens <= block_size:
             where = name if name == stream.name else f"{name} in {stream.name}"
@@ -64,20 +65,21 @@ def source_windows(stream: TokenStream, block_size: int) -> list[int]:
     return [(tokens - 1) // block_size for _, tokens, _ in stream.sources]
 
 
-def first_tokens(stream: TokenStream, block_size: int, windows: np.ndarray) -> np.ndarray:
-    """int64 windows, counted through all sources -> where each begins in the stream."""
-    counts, tokens = source_windows(stream, block_size), [tokens for _, tokens, _ in stream.sources]
+def window_starts(stream: TokenStream, block_size: int, windows: np.ndarray) -> np.ndarray:
+    """The first token of each window: int64 windows, numbered through all sources -> int64 positions in the stream."""
+    counts, tokens = windows_per_source(stream, block_size), [tokens for _, tokens, _ in stream.sources]
     firsts, starts = np.cumsum([0, *counts[:-1]]), np.cumsum([0, *tokens[:-1]])
     source = np.searchsorted(firsts, windows, side="right") - 1
     return starts[source] + (windows - firsts[source]) * block_size
 
 
-def turns(weights: list[int]) -> np.ndarray:
-    """The sources that the first P = sum(weights) samples come from, int64 (P,); after P samples it starts over.
+def blending_indices(weights: list[int]) -> np.ndarray:
+    """The source of each of the first P = sum(weights) samples, int64 (P,). Later samples repeat this period.
 
-    The n-th sample of source j, from 0, is due at ceil(P (n + 1) / w_j) and not allowed until its share is above n; of
-    those allowed the first due goes first, which keeps every count within one of its share (Tijdeman 1980, The chairman
-    assignment problem). To take whichever is furthest behind would not: many rare sources then wait for too long.
+    The n-th sample of source j (n from 0) has the deadline ceil(P (n + 1) / w_j), and is allowed at sample i only if
+    w_j (i + 1) / P > n. The allowed source with the earliest deadline is next. So every source's count differs by less
+    than one from its share (Tijdeman 1980, The chairman assignment problem). The simpler rule, the source furthest
+    behind its share is next, does not guarantee this if there are many rare sources.
     """
     period, counts, result = sum(weights), [0] * len(weights), []
     for i in range(period):
@@ -89,40 +91,41 @@ def turns(weights: list[int]) -> np.ndarray:
 
 
 def order(samples: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """int64 global sample indices, any shape -> the windows in [0, n) that they read."""
-    stream_key = mix(np.array([seed % 2**64], dtype=np.uint64))
-    return permute(samples % n, n, mix(stream_key + (samples // n).astype(np.uint64)))
+    """The shuffled order: int64 global sample indices, any shape -> the windows in [0, n) that these samples read."""
+    stream_key = hash64(np.array([seed % 2**64], dtype=np.uint64))
+    return permute(samples % n, n, hash64(stream_key + (samples // n).astype(np.uint64)))
 
 
-def draws(numbers: np.ndarray, seed: int) -> np.ndarray:
-    """int64 numbers of samples, any shape -> the uint64 keys of what is drawn at random for them."""
-    stream_key = mix(np.array([seed % 2**64], dtype=np.uint64))
-    return mix(mix(stream_key + np.uint64(2**63)) + numbers.astype(np.uint64))  # no epoch is 2^63, so not order's keys
+def corruption_keys(samples: np.ndarray, seed: int) -> np.ndarray:
+    """The random keys of an objective: int64 sample indices, any shape -> uint64, one for each sample."""
+    stream_key = hash64(np.array([seed % 2**64], dtype=np.uint64))
+    # The summand 2^63 keeps these keys apart from those of `order`, which adds an epoch, always below 2^63.
+    return hash64(hash64(stream_key + np.uint64(2**63)) + samples.astype(np.uint64))
 
 
 def _batch(
     stream: TokenStream, objective: Objective, windows: np.ndarray, keys: np.ndarray, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """The objective's batch of the given windows with these keys, in host memory that is pinned for a GPU.
+    """Reads the windows and applies the objective with the keys. The batch is in host memory, pinned for a GPU.
 
-    Always fresh buffers: what was handed out stays untouched for autograd, and PyTorch's pinned allocator does not
-    reuse a block before the copies from it have ended. ValueError for an id outside the vocabulary, which on a GPU
-    would end the run without a word about the data.
+    Every batch has new buffers, because autograd may still use the last one. PyTorch's pinned allocator reuses a block
+    only after all copies from it have ended. ValueError for an id outside the vocabulary: on a GPU it would end the run
+    with an error that does not mention the data.
     """
     pinned = device.type == "cuda"
     buffer = torch.empty(len(windows), objective.block_size + 1, dtype=torch.int64, pin_memory=pinned)
-    stream.read(first_tokens(stream, objective.block_size, windows), buffer.numpy())
-    if (largest := int(buffer.numpy().view(np.uint64).max())) >= stream.vocab_size:  # a negative id is a large one
+    stream.read(window_starts(stream, objective.block_size, windows), buffer.numpy())
+    if (largest := int(buffer.numpy().view(np.uint64).max())) >= stream.vocab_size:  # negative ids become large ones
         raise ValueError(
             f"{stream.name} has token id {largest} where its vocabulary is {stream.vocab_size}, so a file was changed "
-            "after it was prepared; pass --verify_data=True to learn which"
+            "after it was prepared; pass --verify_data=True to find the file"
         )
     batch = objective(buffer, keys)
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if pinned else batch
 
 
 def _send(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The batch on `device`; `text` (B, n+1) becomes idx and targets, views of it that are not contiguous."""
+    """Copies a batch to `device`. `text` (B, n+1) becomes its two views idx and targets, (B, n), not contiguous."""
     batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
     if "text" in batch:
         text = batch.pop("text")
@@ -131,15 +134,15 @@ def _send(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, tor
 
 
 class Loader:
-    """Training batches from sample `start` on, without end: next(loader) is what Model.forward takes, by name.
+    """Yields training batches without end, from sample `start` on: dicts of Model.forward's arguments, by name.
 
-    All are int64 on `device`. A step is `micro_steps` micro-batches of this rank, which is one of `world_size`
-    data-parallel ranks. A thread reads and corrupts two batches ahead; an exception in it is raised by next(). Call
-    close() at the end. ValueError if a source is shorter than one window.
+    All tensors are int64 on `device`. A step is `micro_steps` micro-batches on each of `world_size` data-parallel
+    ranks, of which this is `rank`. A thread prepares the next two batches; next() raises an exception of this thread.
+    Call close() at the end. ValueError if a source is shorter than one window.
     """
 
-    AHEAD = 2  # batches
-    PLANNED = 1024  # samples, or a batch if that is more
+    AHEAD = 2  # batches prepared before they are asked for
+    PLANNED = 1024  # samples whose order is computed at once, or one batch if that is larger
 
     def __init__(
         self,
@@ -156,9 +159,9 @@ class Loader:
         self.stream, self.objective, self.seed = stream, objective, seed
         self.batch_size, self.micro_steps, self.rank, self.world_size = batch_size, micro_steps, rank, world_size
         self.device = torch.device(device)
-        self.counts = source_windows(stream, objective.block_size)
+        self.counts = windows_per_source(stream, objective.block_size)
         self.n_windows = sum(self.counts)
-        self.turns = turns([weight for *_, weight in stream.sources])
+        self.blend = blending_indices([weight for *_, weight in stream.sources])
         self.closed = False
         self._ready = SimpleQueue()  # batches, or the exception that ended the thread
         self._wanted = threading.Semaphore(self.AHEAD)
@@ -166,38 +169,39 @@ class Loader:
         self._thread.start()
 
     def windows(self, samples: np.ndarray) -> np.ndarray:
-        """int64 global sample indices, any shape -> the windows that they read, counted through all sources."""
-        period, first, result = len(self.turns), 0, np.empty_like(samples)
+        """int64 global sample indices, any shape -> the windows of these samples, numbered through all sources."""
+        period, first, result = len(self.blend), 0, np.empty_like(samples)
         for source, n in enumerate(self.counts):
-            before = np.cumsum(self.turns == source)  # its samples among the first 1, 2, ..., period
-            mine = self.turns[samples % period] == source
-            own = samples[mine] // period * before[-1] + before[samples[mine] % period] - 1  # counted within the source
+            count = np.cumsum(self.blend == source)  # samples of this source in the first 1, 2, ..., period samples
+            mine = self.blend[samples % period] == source
+            own = samples[mine] // period * count[-1] + count[samples[mine] % period] - 1  # index within the source
             result[mine] = first + order(own, n, self.seed)
             first += n
         return result
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """How often the first `samples` samples have gone through each source, by name."""
-        rounds, rest = divmod(samples, len(self.turns))
-        drawn = np.bincount(self.turns, minlength=len(self.counts)) * rounds
-        drawn += np.bincount(self.turns[:rest], minlength=len(self.counts))
+        """The epochs of each source, by name, after the first `samples` samples."""
+        rounds, rest = divmod(samples, len(self.blend))
+        drawn = np.bincount(self.blend, minlength=len(self.counts)) * rounds
+        drawn += np.bincount(self.blend[:rest], minlength=len(self.counts))
         return {name: int(d) / n for (name, *_), d, n in zip(self.stream.sources, drawn, self.counts, strict=True)}
 
     def _work(self, start: int) -> None:
-        share = self.batch_size * self.micro_steps  # samples of this rank per step
-        numbers = np.arange(-(-self.PLANNED // self.batch_size))  # `permute` costs by the call more than by the sample
+        samples_per_step = self.batch_size * self.micro_steps  # of this rank
+        # Many batches are planned at once, because a call of `permute` costs more than its samples.
+        batches = np.arange(-(-self.PLANNED // self.batch_size))
         try:
             while True:
-                step, micro_step = numbers // self.micro_steps, numbers % self.micro_steps
-                starts = start + (step * self.world_size + self.rank) * share + micro_step * self.batch_size
+                step, micro_step = batches // self.micro_steps, batches % self.micro_steps
+                starts = start + (step * self.world_size + self.rank) * samples_per_step + micro_step * self.batch_size
                 samples = starts[:, None] + np.arange(self.batch_size)
-                for windows, keys in zip(self.windows(samples), draws(samples, self.seed), strict=True):
+                for windows, keys in zip(self.windows(samples), corruption_keys(samples, self.seed), strict=True):
                     self._wanted.acquire()
                     if self.closed:
                         return
                     self._ready.put(_batch(self.stream, self.objective, windows, keys, self.device))
-                numbers += len(numbers)
-        except BaseException as e:  # whatever it is, next() must not wait for ever
+                batches += len(batches)
+        except BaseException as e:  # of any kind, since next() would otherwise wait forever
             self._ready.put(e)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -214,7 +218,7 @@ class Loader:
         return _send(batch, self.device)
 
     def close(self) -> None:
-        """End the thread; may be called twice."""
+        """Ends the thread. A second call does nothing."""
         self.closed = True
         self._wanted.release()
         self._thread.join()
@@ -230,23 +234,24 @@ def eval_batches(
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's share of a fixed evaluation set, as batches like the Loader's.
+    """Yields this rank's part of a fixed evaluation set, in batches like the Loader's.
 
-    The set is every window once (n_batches 0), or n_batches * batch_size windows drawn without replacement by `seed`,
-    the same for every world_size; a window is always corrupted in the same way. Every rank gets the same number of
-    batches of the same shape and strides; rows that only fill up have the targets -1. A batch may hold nothing else:
-    add up losses and counts, and divide at the end.
+    With n_batches 0 the set is every window once. Otherwise it is n_batches * batch_size windows, drawn by `seed`
+    without replacement and the same for every world_size. A window is always corrupted in the same way. All ranks get
+    the same number of batches, of one shape and stride. Rows of padding have the targets -1, and a batch may consist of
+    padding alone: add up losses and numbers of targets over all batches, and divide at the end.
     """
     n = count_windows(stream, objective.block_size)
     windows = np.arange(min(n, n_batches * batch_size) if n_batches else n)
     if n_batches:
-        # -1 as epoch: training never gets there, so this order is none of its own.
+        # The windows of epoch -1, which training never reaches, so that the two orders differ.
         windows = order(windows - n, n, seed)
     device, round_size = torch.device(device), batch_size * world_size  # one batch on every rank
     for start in range(0, len(windows), round_size):
         rows = windows[start : start + round_size][rank * batch_size : (rank + 1) * batch_size]
         filled = np.concatenate([rows, np.zeros(batch_size - len(rows), dtype=np.int64)])
-        batch = _send(_batch(stream, objective, filled, draws(filled, -1), device), device)  # no run has the seed -1
-        batch["targets"] = batch["targets"].clone()  # idx may share its memory, and no -1 may get into that
+        keys = corruption_keys(filled, -1)  # a run's seed is never -1
+        batch = _send(_batch(stream, objective, filled, keys, device), device)
+        batch["targets"] = batch["targets"].clone()  # idx may share its memory, and must not get the -1
         batch["targets"][len(rows) :] = -1
         yield batch

@@ -1,14 +1,14 @@
-"""What a model is to predict: one class per objective, which turns windows of text into batches.
+"""Training objectives: one class for each, which turns windows of text into batches of inputs and targets.
 
     objective = OBJECTIVE["masked"](vocab_size=257, eot=256, block_size=1024)
     batch = objective(window, keys)          # window (B, T+1) int64, keys (B,) uint64 -> {name: tensor}
 
-A batch holds what Model.forward takes, by its names: idx and targets; with doc_mask docs; of seq2seq also source and
-source_docs. Where targets are idx one later, both stand in one tensor `text` (B, n+1): whoever uses the batch takes the
-two views, on the device.
+A batch holds arguments of Model.forward, by name: idx and targets; docs with doc_mask; source and source_docs for
+seq2seq. If the targets are idx shifted by one token, the batch has a single tensor `text` (B, n+1) in their place. The
+loader copies it to the device and takes the two views there.
 
-What is corrupted is a pure function of a window's key, so nothing has to be saved for a resume. A document number is
-the count of end-of-text tokens up to a token, its own included: end-of-text opens the document that follows it.
+The corruption of a window is a pure function of its key, so a resume needs no saved state. The document number of a
+token is the count of end-of-text tokens up to and including it: end-of-text begins the document that follows.
 
     B windows of a batch   T block_size   V the data's own vocabulary   m tokens to restore   k spans of them
 """
@@ -19,25 +19,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.hashing import mix
+from data.hashing import hash64
 
 # ---------------------------------------------------------------------------------------------------- random numbers
 
 
-def randoms(keys: np.ndarray, n: int) -> np.ndarray:
-    """(B, n) random uint64, those of a row all different, by keys (B,)."""
-    return mix(keys[:, None] + np.arange(n, dtype=np.uint64))
+def random_uint64(keys: np.ndarray, n: int) -> np.ndarray:
+    """Random uint64 (B, n) from keys (B,). The numbers of a row are all different."""
+    return hash64(keys[:, None] + np.arange(n, dtype=np.uint64))
 
 
-def smallest(x: np.ndarray, n: int) -> np.ndarray:
-    """True at the n smallest of each row of x, whose numbers differ."""
+def smallest_of_row(x: np.ndarray, n: int) -> np.ndarray:
+    """A mask of the n smallest numbers in each row of x. The numbers of a row must differ."""
     return x <= np.partition(x, n - 1)[:, n - 1 : n] if n else np.zeros(x.shape, dtype=bool)
 
 
-def compose(x: np.ndarray, k: int) -> np.ndarray:
-    """(B, k) positive integers whose sum is n, by randoms x (B, n - 1): every way to write n so is as likely."""
+def random_segmentation(x: np.ndarray, k: int) -> np.ndarray:
+    """Splits n items into k segments: positive lengths (B, k) of sum n, uniformly random, from uint64 x (B, n - 1)."""
     rows, n = len(x), x.shape[1] + 1
-    cuts = np.nonzero(smallest(x, k - 1))[1].reshape(rows, k - 1) + 1
+    cuts = np.nonzero(smallest_of_row(x, k - 1))[1].reshape(rows, k - 1) + 1
     return np.diff(cuts, prepend=0, append=n)
 
 
@@ -46,15 +46,15 @@ def compose(x: np.ndarray, k: int) -> np.ndarray:
 
 @dataclass
 class Objective:
-    """What all objectives share. ValueError names the flag that does not fit, and the remedy."""
+    """Base of all objectives. ValueError names a flag that does not fit, and the remedy."""
 
     vocab_size: int  # V
-    eot: int | None  # end-of-text, -1 where the data has none
+    eot: int | None  # id of end-of-text; None becomes -1, which is no token
     block_size: int  # T
-    doc_mask: bool = False  # batches have document numbers
+    doc_mask: bool = False  # adds document numbers to the batches
     corrupt_ratio: float = 0.15  # m / T
     span_length: float = 3.0  # m / k
-    extra_ids = 0  # ids from V on that it needs
+    extra_ids = 0  # ids from V on that the objective needs
 
     def __post_init__(self):
         if not 0 < self.corrupt_ratio < 1:
@@ -63,7 +63,7 @@ class Objective:
             raise ValueError(f"span_length={self.span_length} must be at least 1 token")
         if self.doc_mask and self.eot is None:
             raise ValueError(
-                "doc_mask=True needs data with an end-of-text id in its meta.json, which says where documents begin; "
+                "doc_mask=True needs data with an end-of-text id in its meta.json, to find where documents begin; "
                 "set doc_mask to False, or prepare the data with a tokenizer that has one, such as byte"
             )
         self.eot = -1 if self.eot is None else self.eot
@@ -71,19 +71,20 @@ class Objective:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Tokens of idx, and of source."""
+        """The number of tokens of idx and of source per sequence."""
         return self.block_size, 0
 
     def __call__(self, window: Tensor, keys: np.ndarray) -> dict[str, Tensor]:
-        """window (B, T+1) in host memory, keys (B,) uint64 -> the batch, int64 tensors in host memory."""
+        """Makes a batch: window (B, T+1) int64 and keys (B,) uint64 -> {name: int64 tensor}, all in host memory."""
         raise NotImplementedError
 
     def documents(self, text: np.ndarray) -> np.ndarray:
+        """The document number of each token, (B, T)."""
         return np.cumsum(text == self.eot, axis=1)
 
 
 class Causal(Objective):
-    """Every token from those before it."""
+    """Predicts every token from the tokens before it."""
 
     def __call__(self, window: Tensor, keys: np.ndarray) -> dict[str, Tensor]:
         batch = {"text": window}
@@ -93,23 +94,25 @@ class Causal(Objective):
 
 
 class Masked(Objective):
-    """m tokens from all others (BERT, arXiv:1810.04805): of these 80 % are V in idx, 10 % any id, 10 % themselves.
+    """Predicts m random tokens of a window from all its tokens (BERT, arXiv:1810.04805).
 
-    An end-of-text is never chosen; a window with fewer than m other tokens has only these as targets.
+    In idx 80 % of the chosen tokens become the mask V, 10 % a random id, and 10 % stay. End-of-text is never chosen. A
+    window with fewer than m other tokens has all of these as targets.
     """
 
     extra_ids = 1
 
     def __call__(self, window: Tensor, keys: np.ndarray) -> dict[str, Tensor]:
         text, V = window.numpy()[:, :-1], self.vocab_size
-        x = randoms(keys, self.block_size)
-        never = np.uint64(2**64 - 1)
-        x[text == self.eot] = never
-        chosen = smallest(x, self.m) & (x < never)
-        again = mix(x[chosen])
-        share, any_id = again >> np.uint64(32), again % np.uint64(2**32) * np.uint64(V) >> np.uint64(32)
+        x = random_uint64(keys, self.block_size)
+        largest = np.uint64(2**64 - 1)
+        x[text == self.eot] = largest
+        chosen = smallest_of_row(x, self.m) & (x < largest)
+        random = hash64(x[chosen])  # the high 32 bits choose the case, the low 32 bits an id below V
+        uniform, any_id = random >> np.uint64(32), random % np.uint64(2**32) * np.uint64(V) >> np.uint64(32)
+        cases = [uniform < 0.8 * 2**32, uniform < 0.9 * 2**32]
         idx = text.copy()
-        idx[chosen] = np.select([share < 0.8 * 2**32, share < 0.9 * 2**32], [V, any_id.astype(np.int64)], text[chosen])
+        idx[chosen] = np.select(cases, [V, any_id.astype(np.int64)], text[chosen])
         batch = {"idx": idx, "targets": np.where(chosen, text, -1)}
         if self.doc_mask:
             batch["docs"] = self.documents(text)
@@ -117,14 +120,16 @@ class Masked(Objective):
 
 
 class Seq2Seq(Objective):
-    """m tokens in k spans from the text around them (T5, arXiv:1910.10683, figure 2); sentinel i is the id V + i.
+    """Predicts m tokens in k spans from the text around them (T5, arXiv:1910.10683, figure 2).
+
+    Sentinel <i> is the id V + i. It replaces span i in source, and stands before span i in idx.
 
         source    a b <0> e f g <1> i          idx      <0> c d <1> h
         window    a b  c d  e f g  h  i        targets      c d <1> h <2>
 
-    Every way to lay k spans of m tokens in all into the window, with text between them, is as likely; m and k, and with
-    them the shapes, are the same for all windows. In source and idx a span and its sentinel have the number of the
-    document that the span begins in, so that every document of idx is in source.
+    All placements of k spans, of m tokens together and with text between them, are equally likely. m, k and so all
+    shapes are the same for every window. A span and its sentinel have the number of the document in which the span
+    begins, in source and in idx, so that every document of idx occurs in source.
     """
 
     def __post_init__(self):
@@ -142,21 +147,22 @@ class Seq2Seq(Objective):
 
     def __call__(self, window: Tensor, keys: np.ndarray) -> dict[str, Tensor]:
         text, B, T, V, m, k = window.numpy()[:, :-1], len(keys), self.block_size, self.vocab_size, self.m, self.k
-        x = randoms(keys, T)
-        spans, gaps = compose(x[:, : m - 1], k), compose(x[:, m - 1 :], k + 1)  # lengths (B, k), (B, k + 1)
+        x = random_uint64(keys, T)
+        spans = random_segmentation(x[:, : m - 1], k)  # lengths (B, k)
+        gaps = random_segmentation(x[:, m - 1 :], k + 1)  # lengths (B, k + 1)
         gaps[:, [0, -1]] -= 1  # the window may begin or end with a span
 
         parts = np.empty((B, 2 * k + 1), dtype=np.int64)  # gap, span, gap, ..., span, gap
         parts[:, ::2], parts[:, 1::2] = gaps, spans
-        part = np.repeat(np.tile(np.arange(2 * k + 1), B), parts.ravel()).reshape(B, T)  # that each token is in
+        part = np.repeat(np.tile(np.arange(2 * k + 1), B), parts.ravel()).reshape(B, T)  # the part of each token
         in_span = part % 2 == 1
-        first = in_span.copy()  # of its span
+        first = in_span.copy()  # the first token of each span
         first[:, 1:] &= part[:, 1:] != part[:, :-1]
         kept = first | ~in_span
         source = np.where(in_span, V + part // 2, text)[kept].reshape(B, T - m + k)
 
         sentinels = np.zeros((B, m + k + 1), dtype=bool)
-        ends = np.cumsum(spans, axis=1) + np.arange(1, k + 1)  # where the next sentinel stands
+        ends = np.cumsum(spans, axis=1) + np.arange(1, k + 1)  # the place of the next sentinel
         sentinels[:, 0] = True
         np.put_along_axis(sentinels, ends, True, axis=1)
         answer = np.empty(sentinels.shape, dtype=np.int64)

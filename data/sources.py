@@ -1,11 +1,11 @@
-"""The documents of files, one at a time, whatever their size: here, or on the Hugging Face hub.
+"""Documents read one at a time from files of any size, local ones or those of the Hugging Face hub.
 
 source = Source(find_files(["books/*.txt", "web"]))
 for text, file, row, position in source.read(): ...
 
 .jsonl, .parquet     a document is the text in one field of a line or row
 every other name     UTF-8 text; a document is the file, a line or a paragraph
-.gz, .zst after it   is decompressed while it is read
+.gz, .zst added      the file is decompressed while it is read
 """
 
 import glob
@@ -23,7 +23,7 @@ from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from data.files import regular
+from data.files import open_regular
 
 ENDINGS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 LARGEST = 32_000_000  # bytes of one document
@@ -31,9 +31,9 @@ ADDRESS = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
 
 
 def find_files(paths: Iterable[str]) -> list[str]:
-    """The files of paths, patterns, and folders (every file below with a name in ENDINGS), sorted.
+    """Lists the files of paths, patterns and folders, sorted. A folder gives all files below it with a name in ENDINGS.
 
-    ValueError names the one that has none.
+    ValueError names a path without files.
     """
     found: set[str] = set()
     for path in map(os.path.expanduser, paths):
@@ -44,11 +44,11 @@ def find_files(paths: Iterable[str]) -> list[str]:
         other = [f for f in files if not os.path.isfile(f) and not os.path.isdir(f)]
         files = [f for f in files if os.path.isfile(f)]
         if other and not files:
-            raise ValueError(f"{other[0]!r} is no regular file, whose size would be known; write the text into a file")
+            raise ValueError(f"{other[0]!r} is not a regular file with a known size; write the text into a file")
         if not files:
             if os.path.isdir(path):
                 raise ValueError(f"no file in the folder {path!r} ends in {', '.join(ENDINGS)}; pass a pattern")
-            raise ValueError(f"no file matches {path!r}; check the path, and put a pattern into quotes")
+            raise ValueError(f"no file matches {path!r}; check the path, and put quotes around a pattern")
         found.update(map(os.path.normpath, files))
     return sorted(found)
 
@@ -58,17 +58,17 @@ class Source:
     """The documents of `files`, which are paths or hf:// addresses."""
 
     files: list[str]
-    documents: str = "file"  # of a text: "file", "line" or "paragraph", these without blank ones and without line end
-    column: str = "text"  # the field of .jsonl and .parquet
-    separated: bool = False  # each document ends with a line end, a paragraph with a blank line too
-    val_fraction: float = 0  # of a text to cut in two: first the document of its end, then that of its beginning
+    documents: str = "file"  # of a text: "file", "line" or "paragraph"; without blank lines and without the line end
+    column: str = "text"  # field of .jsonl and .parquet with the text
+    separated: bool = False  # adds a line end to each document, to a paragraph a blank line
+    val_fraction: float = 0  # above 0: cuts a single text into two documents, the last part first (`cut_in_two`)
 
     def __post_init__(self):
         self.sizes = [_hub().size(name) if name.startswith("hf://") else os.path.getsize(name) for name in self.files]
         self.total = max(sum(self.sizes), 1)
 
     def read(self, file: int = 0, row: int = 0) -> Iterator[tuple[str, int, int, int]]:
-        """(text, i, r, bytes read so far) of each document, where read(i, r) goes on after it.
+        """Yields (text, i, r, bytes read so far) of each document. read(i, r) continues after this document.
 
         ValueError names the file, the line or byte, and the remedy.
         """
@@ -83,14 +83,14 @@ class Source:
             before += self.sizes[i]
 
     def _read_file(self, name: str, skip: int) -> Iterator[tuple[str, int]]:
-        """(text, bytes of the file read so far) of each document after the first `skip`."""
+        """Yields (text, bytes of the file read so far) of each document after the first `skip`."""
         unreadable: tuple = (OSError, EOFError, zlib.error)
         try:
             if name.endswith((".zst", ".parquet")):
                 import pyarrow
 
                 unreadable += (pyarrow.ArrowException,)
-            with _hub().open(name) if name.startswith("hf://") else open(name, "rb", opener=regular) as raw:
+            with _hub().open(name) if name.startswith("hf://") else open(name, "rb", opener=open_regular) as raw:
                 if name.endswith(".parquet"):
                     yield from self._rows(name, raw, skip)
                     return
@@ -109,10 +109,10 @@ class Source:
         except ImportError as e:
             raise ValueError(f"{name} needs {e.name} to be read; pip install -e .[data]") from None
         except Exception as e:
-            hub = name.startswith("hf://")  # where anything may go wrong
+            hub = name.startswith("hf://")  # its file system raises errors of any type
             if type(e) is ValueError or not (hub or isinstance(e, unreadable)):
                 raise
-            remedy = "give the same command again" if hub else "get it again, or leave it out"
+            remedy = "run the same command again" if hub else "replace it, or leave it out"
             raise ValueError(f"{name} cannot be read ({reason(e)}); {remedy}") from e
 
     def _plain_texts(self, name: str, f, skip: int) -> Iterator[str]:
@@ -146,9 +146,9 @@ class Source:
                 try:
                     record = json.loads(text)
                 except (ValueError, RecursionError) as e:
-                    raise ValueError(f"{where} is no JSON ({reason(e)}); mend it, or leave it out") from None
+                    raise ValueError(f"{where} is not JSON ({reason(e)}); correct it, or remove it") from None
                 if not isinstance(record, dict):
-                    raise ValueError(f"{where} is no JSON object such as {{{self.column!r}: ...}}; mend it")
+                    raise ValueError(f"{where} is not a JSON object such as {{{self.column!r}: ...}}; correct it")
                 if self.column not in record:
                     raise _no_field(where, self.column, record)
                 yield _checked(where, self.column, record[self.column])
@@ -160,10 +160,10 @@ class Source:
         table = ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
         if self.column not in table.schema_arrow.names:
             raise _no_field(name, self.column, table.schema_arrow.names)
-        first = 0  # row of the row group
+        first = 0  # number of the row group's first row
         for i in range(table.num_row_groups):
             group = table.metadata.row_group(i)
-            rows = int(1e6 * group.num_rows / (group.total_byte_size + 1))  # so that a batch has about 1 MB
+            rows = int(1e6 * group.num_rows / (group.total_byte_size + 1))  # batches of about 1 MB
             if skip < first + group.num_rows:
                 row = first
                 batches = table.iter_batches(min(max(rows, 1), 4096), [i], [self.column], use_threads=False)
@@ -177,8 +177,10 @@ class Source:
 
 
 def cut_in_two(text: str, val_fraction: float) -> list[str]:
-    """[the end of `text`, its beginning], the end being `val_fraction` of its characters, or up to half as many again
-    where that lets it begin at a line's begin. One character is a beginning without an end."""
+    """Cuts `text` into [last part, first part]. The last part has `val_fraction` of the characters.
+
+    It is up to half longer if it can then begin with a line. A text of one character has an empty last part.
+    """
     at = min(max(int(len(text) * (1 - val_fraction)), 1), max(len(text) - 1, 1))
     at = text.rfind("\n", max(at - (len(text) - at) // 2, 0), at) + 1 or at
     return [text[at:], text[:at]]
@@ -191,7 +193,7 @@ def _hub():
 
 
 def _lines(f) -> Iterator[tuple[int, bytes]]:
-    """(offset, line with its end); one that is longer than LARGEST comes in parts."""
+    """Yields (offset, line with its line end). A line longer than LARGEST comes in parts."""
     offset = 0
     while line := f.readline(LARGEST + 1):
         yield offset, line
@@ -199,7 +201,7 @@ def _lines(f) -> Iterator[tuple[int, bytes]]:
 
 
 def _paragraphs(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """(offset, lines up to the next blank one), or more than LARGEST of them."""
+    """Yields (offset, paragraph). A paragraph that exceeds LARGEST ends with the line that exceeds it."""
     part: list[bytes] = []
     start = size = 0
     for offset, line in lines:
@@ -218,13 +220,13 @@ def _decode(name: str, offset: int, content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as e:
-        fact = f"is no UTF-8 text: byte {offset + e.start} is {content[e.start]:#04x}"
+        fact = f"is not UTF-8 text: byte {offset + e.start} is {content[e.start]:#04x}"
         raise ValueError(f"{name} {fact}; convert it, for example with iconv, or leave it out") from None
 
 
 def _checked(where: str, column: str, text) -> str:
     if not isinstance(text, str):
-        raise ValueError(f"{where}: {column} is {ascii(text):.40}, no text; leave it out, or pass another --field")
+        raise ValueError(f"{where}: {column} is {ascii(text):.40}, not text; remove it, or pass another --field")
     return text
 
 
@@ -235,19 +237,19 @@ def _no_field(where: str, column: str, names: Iterable[str]) -> ValueError:
 
 def _too_long(name: str, offset: int) -> ValueError:
     fact = f"{name}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
-    return ValueError(f"{fact}; cut the text, such as with --documents=paragraph or --documents=line")
+    return ValueError(f"{fact}; cut the text, for example with --documents=paragraph or --documents=line")
 
 
 def hub_files(address: str) -> list[str]:
-    """The hf:// addresses of the files to train on of OWNER/NAME[@REVISION][:CONFIG], pinned to a commit.
+    """The hf:// addresses of the training files of OWNER/NAME[@REVISION][:CONFIG], pinned to a commit.
 
-    ValueError within 2 seconds if the hub is out of reach: `datasets` would try again for most of a minute.
+    ValueError within 2 seconds if the hub cannot be reached; `datasets` alone would retry for most of a minute.
     """
     name, revision, config = ADDRESS.fullmatch(address).groups()
     remedy = "pass --path= a folder with its .parquet or .jsonl files"
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     if trouble := unreachable(getproxies().get(urlsplit(hub).scheme, hub)):
-        raise ValueError(f"{address} is no file here, and {hub} cannot be reached ({trouble}); go online, or {remedy}")
+        raise ValueError(f"{address} is not a file, and {hub} cannot be reached ({trouble}); go online, or {remedy}")
     try:
         import datasets
 
@@ -255,13 +257,13 @@ def hub_files(address: str) -> list[str]:
         found = datasets.load_dataset_builder(name, config, revision=revision).config.data_files["train"]
     except ImportError as e:
         raise ValueError(f"{address} needs {e.name} to be read; pip install -e .[data]") from None
-    except Exception as e:  # of any kind: its name, its configuration, its format, the access, the network
-        raise ValueError(f"{address} cannot be had from {hub} ({reason(e)}); check its name, or {remedy}") from e
+    except Exception as e:  # any type: name, configuration, format, access, network
+        raise ValueError(f"{address} cannot be read from {hub} ({reason(e)}); check the name, or {remedy}") from e
     return sorted(found)
 
 
 def unreachable(address: str, seconds: float = 1.0) -> str:
-    """Why no connection to an address can be made, "" if one can."""
+    """The reason why no connection to `address` is possible, or "" if one is."""
     parts, answer = urlsplit(address if "//" in address else f"//{address}"), [f"no answer within {seconds:.0f} s"]
 
     def connect() -> None:
@@ -272,11 +274,12 @@ def unreachable(address: str, seconds: float = 1.0) -> str:
         except (OSError, ValueError) as e:
             answer[0] = reason(e)
 
-    thread = Thread(target=connect, daemon=True)  # because nothing limits how long a name is looked up
+    thread = Thread(target=connect, daemon=True)  # a thread, because a name look-up has no time limit
     thread.start()
     thread.join(seconds + 0.2)
     return answer[0]
 
 
 def reason(e: BaseException) -> str:
+    """The first line of an error's message, or else its type."""
     return getattr(e, "strerror", None) or str(e).strip().partition("\n")[0][:200] or type(e).__name__

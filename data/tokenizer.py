@@ -1,15 +1,15 @@
 """Text to token ids and back: `char`, `byte`, `gpt2` and `bpe`, behind one table.
 
-    tok = build("bpe:4096", lambda: texts)     # a preparation's; char and bpe are made from the texts
+    tok = build("bpe:4096", lambda: texts)     # in a preparation; char and bpe are built from the texts
     tok.save(folder)
-    tok = from_spec(tok.spec, folder)          # everybody else's
+    tok = from_spec(tok.spec, folder)          # everywhere else
     ids = tok.encode("def main(")              # (N,) int64
     tok.decode(ids)                            # "def main("
 
-A tokenizer is described by its `spec`, a JSON object which stands in a data set's meta.json and in every checkpoint;
-`hash` tells whether two of them are the same. Only `bpe` needs a file too, beside the shards and in a run's out_dir.
-To print ids as they are sampled, pass what `decode_bytes` gives to codecs.getincrementaldecoder("utf-8")("replace"):
-a character may be spread over several tokens.
+`spec`, a JSON object, describes a tokenizer in a data set's meta.json and in every checkpoint. Equal tokenizers have
+equal `hash`. Only `bpe` also needs a file, beside the shards and in a run's out_dir. A character may consist of several
+tokens: to print ids while they are sampled, pass the bytes of `decode_bytes` to an incremental UTF-8 decoder, as
+codecs.getincrementaldecoder("utf-8")("replace").
 """
 
 import base64
@@ -26,28 +26,28 @@ import numpy as np
 
 from data import files
 
-END_OF_TEXT = b"<|endoftext|>"  # how an end-of-text token is shown; it stands for no text
+END_OF_TEXT = b"<|endoftext|>"  # the printed form of an end-of-text token, which has no text
 SURROGATES = re.compile("([\ud800-\udfff]+)")
 
 
 class Tokenizer:
-    """What all kinds share; a kind sets the rest."""
+    """Base of all kinds. A kind sets the four attributes and `encode`."""
 
     spec: dict
     vocab_size: int  # V
     eot: int | None  # the id of end-of-text
-    token_bytes: list[bytes]  # V entries: the UTF-8 that each id is printed as
+    token_bytes: list[bytes]  # V entries: the UTF-8 bytes of each id
 
     def encode(self, text: str) -> np.ndarray:
-        """(N,) int64 ids of `text`; never an end-of-text id, which only a preparation writes."""
+        """The ids of `text`, (N,) int64, without end-of-text ids: only a preparation adds these."""
         raise NotImplementedError
 
     def save(self, folder: Path | str) -> None:
-        """Writes the files that `spec` alone does not replace into `folder`; most kinds have none."""
+        """Writes the files that `spec` refers to into `folder`. Most kinds have none."""
 
     @classmethod
     def load(cls, folder: Path | None, **fields) -> "Tokenizer":
-        """From the fields of a spec, and the files that `save` wrote into `folder`."""
+        """Makes the tokenizer from the fields of its spec and the files that `save` wrote into `folder`."""
         return cls(**fields)
 
     def decode_bytes(self, ids) -> bytes:
@@ -62,7 +62,7 @@ class Tokenizer:
         return b"".join([self.token_bytes[i] for i in ids.tolist()])
 
     def decode(self, ids) -> str:
-        """`decode_bytes` as text that can always be printed: bytes that are no UTF-8 become U+FFFD."""
+        """The text of `ids`, in which bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     @cached_property
@@ -72,7 +72,7 @@ class Tokenizer:
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
-        """(V,) int64: bytes of text per token, the denominator of bits per byte; 0 for end-of-text."""
+        """Bytes of text per token, (V,) int64, for the denominator of bits per byte; 0 for end-of-text."""
         lengths = np.array([len(b) for b in self.token_bytes], dtype=np.int64)
         if self.eot is not None:
             lengths[self.eot] = 0
@@ -80,12 +80,12 @@ class Tokenizer:
 
 
 class CharTokenizer(Tokenizer):
-    """One id per distinct character, in code point order: nanoGPT's ids for the same text. Has no end-of-text."""
+    """One id per distinct character, in code point order, as in nanoGPT. It has no end-of-text."""
 
     eot = None
 
     def __init__(self, chars: str):
-        """`chars`: the vocabulary, in any order (a whole text will do)."""
+        """`chars` holds the vocabulary in any order, with repeats: it may be the text itself."""
         self.codes = np.unique(_code_points(chars))  # (V,)
         self.chars = [chr(c) for c in self.codes.tolist()]
         self.vocab_size = len(self.chars)
@@ -93,21 +93,21 @@ class CharTokenizer(Tokenizer):
         self.token_bytes = [_utf8(c) for c in self.chars]
 
     def encode(self, text: str) -> np.ndarray:
-        """(N,) int64. ValueError names the characters that the vocabulary lacks."""
+        """The ids of `text`, (N,) int64. ValueError names characters that are not in the vocabulary."""
         points = _code_points(text)
         ids = np.searchsorted(self.codes, points)
         unknown = np.unique(points[np.append(self.codes, np.uint32(2**32 - 1))[ids] != points])
         if unknown.size:
-            shown = ", ".join(ascii(chr(c)) for c in unknown[:5].tolist()) + (", ..." if unknown.size > 5 else "")
+            listed = ", ".join(ascii(chr(c)) for c in unknown[:5].tolist()) + (", ..." if unknown.size > 5 else "")
             raise ValueError(
-                f"the char vocabulary of {self.vocab_size} lacks {unknown.size} of the text's characters: {shown}; "
-                "leave them out, or prepare the data with a text that has them or with the byte tokenizer"
+                f"the char vocabulary of {self.vocab_size} lacks {unknown.size} of the text's characters: {listed}; "
+                "remove them, or prepare the data with a text that has them or with the byte tokenizer"
             )
         return ids.astype(np.int64)
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes 0..255 and end-of-text 256. Encodes every str, also one holding lone surrogates."""
+    """UTF-8 bytes 0..255 and end-of-text 256. Encodes every str, including lone surrogates."""
 
     spec = {"kind": "byte"}
     vocab_size = 257
@@ -115,19 +115,21 @@ class ByteTokenizer(Tokenizer):
     token_bytes = [bytes([i]) for i in range(256)] + [END_OF_TEXT]
 
     def encode(self, text: str) -> np.ndarray:
-        """(N,) int64. A file read with errors="surrogateescape" gives back its own bytes, UTF-8 or not."""
+        """The bytes of `text`, (N,) int64. A file read with errors="surrogateescape" gives exactly its own bytes."""
         return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.int64)
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's 50,257 ids by tiktoken, which fetches its table from the network once. Loaded at the first use, so that
-    training on prepared data needs neither."""
+    """GPT-2's 50,257 ids, by tiktoken.
+
+    tiktoken downloads its table once, at the first use: training on prepared data needs no network.
+    """
 
     spec = {"kind": "gpt2"}
     vocab_size = 50257
     eot = 50256
-    # What tiktoken's own pattern matches, in half of the time: its regex engine takes a group that looks ahead of
-    # nothing as one automaton, and all others step by step.
+    # Equivalent to tiktoken's own pattern, in half of the time: its regex engine compiles a group without lookahead
+    # to one automaton, and interprets all others step by step.
     PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s"
 
     @cached_property
@@ -155,28 +157,28 @@ class GPT2Tokenizer(Tokenizer):
         return [self._encoding.decode_single_token_bytes(i) for i in range(self.vocab_size)]
 
     def encode(self, text: str) -> np.ndarray:
-        """(N,) int64; "<|endoftext|>" in the text is text. ValueError if tiktoken or its table is missing."""
+        """The ids of `text`, (N,) int64; "<|endoftext|>" is ordinary text. ValueError without tiktoken or its table."""
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int64)
-        except UnicodeEncodeError:  # a lone surrogate, which encode_ordinary repairs
+        except UnicodeEncodeError:  # a lone surrogate, which encode_ordinary replaces
             return np.array(self._encoding.encode_ordinary(text), dtype=np.int64)
 
 
 class BPETokenizer(Tokenizer):
-    """Byte-level BPE: bytes 0..255, then a training's merges in its order, then end-of-text. Encodes every str.
+    """Byte-level BPE: bytes 0..255, the merges in the order of training, end-of-text. Encodes every str.
 
-    Its file has tiktoken's format, a line "base64(bytes) id" for each id but end-of-text. PATTERN belongs to this kind:
-    another one would give other ids for the same file.
+    The file has tiktoken's format, a line "base64(bytes) id" for each id except end-of-text. PATTERN is a part of the
+    definition: another pattern would give other ids with the same file.
     """
 
     FILE = "tokenizer.tiktoken"
-    # Merges stay inside of what this matches, GPT-2's split. GPT-4's makes 3 % more tokens of Python at bpe:1024 and
-    # 2 % more at bpe:4096, where "(self" and ".self" cost ids of their own; at bpe:16384 they are equal. The bound on
-    # blanks is ours: a million of them in a row would overflow tiktoken's stack.
+    # GPT-2's split into words; merges stay inside a word. GPT-4's split makes 3 % more tokens of Python at bpe:1024 and
+    # 2 % more at bpe:4096, where "(self" and ".self" take ids of their own; at bpe:16384 both are equal. The limit of
+    # 999 blanks is ours: a million in a row would overflow tiktoken's stack.
     PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s{1,999}(?!\S)|\s"
 
     def __init__(self, tokens: list[bytes]):
-        """`tokens`: the bytes of every id but end-of-text."""
+        """`tokens` are the bytes of every id except end-of-text."""
         self.token_bytes = [*tokens, END_OF_TEXT]
         self.vocab_size, self.eot = len(tokens) + 1, len(tokens)
         self.content = b"".join(b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(tokens))
@@ -185,7 +187,7 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def load(cls, folder: Path | None, file: str, vocab_size: int, sha256: str) -> "BPETokenizer":
-        """ValueError if `file` is neither in `folder` nor beside it (a checkpoint's is in out_dir), or was changed."""
+        """Reads `file` in `folder` or its parent (out_dir of a checkpoint). ValueError if it is missing or changed."""
         if file != cls.FILE:
             raise ValueError(f"tokenizer bpe has file {ascii(file):.80}, but only {cls.FILE} is read; prepare again")
         folder = Path(folder or ".")
@@ -209,7 +211,7 @@ class BPETokenizer(Tokenizer):
         raise ValueError(f"{path} is damaged: it {fact}; restore it, or prepare the data again")
 
     def save(self, folder: Path | str) -> None:
-        """Writes `spec`'s file, which appears whole or not at all."""
+        """Writes the file of `spec` atomically."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".tmp-{self.FILE}"
@@ -231,7 +233,7 @@ class BPETokenizer(Tokenizer):
         return tiktoken.Encoding("bpe", pat_str=self.PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
     def encode(self, text: str) -> np.ndarray:
-        """(N,) int64; "<|endoftext|>" in the text is text. Lone surrogates become the bytes that `byte` gives them."""
+        """The ids of `text`, (N,) int64; "<|endoftext|>" is ordinary text. Lone surrogates are encoded as by `byte`."""
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int64)
         except UnicodeEncodeError:
@@ -244,10 +246,10 @@ class BPETokenizer(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-    """Merges the most frequent pair until there are `vocab_size` ids; the same texts always give the same ids.
+    """Trains BPE: merges the most frequent pair until there are `vocab_size` ids. Equal texts give equal ids.
 
     Memory grows with the number of different words. ValueError if `vocab_size` is not in [257, 1000000], or if no pair
-    occurs twice any more before it is reached.
+    occurs twice before `vocab_size` is reached.
     """
     if not 257 <= vocab_size <= 1_000_000:
         raise ValueError(
@@ -265,8 +267,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
         vocab_size=vocab_size - 1, min_frequency=2, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    parts = (part for text in texts for part in SURROGATES.split(text)[::2])  # it takes no lone surrogates,
-    parts = (re.sub(r"\S{1000}", r"\g<0> ", part) for part in parts)  # and time quadratic in a word's length
+    parts = (part for text in texts for part in SURROGATES.split(text)[::2])  # the library refuses lone surrogates
+    parts = (re.sub(r"\S{1000}", r"\g<0> ", part) for part in parts)  # its time is quadratic in a word's length
     tokenizer.train_from_iterator(parts, trainer)
     by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     letters = _letters_of_bytes()
@@ -283,10 +285,10 @@ TOKENIZERS = {"char": CharTokenizer, "byte": ByteTokenizer, "gpt2": GPT2Tokenize
 
 
 def build(kind: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-    """The tokenizer that a command line calls "char", "byte", "gpt2" or "bpe:N", such as bpe:4096.
+    """Builds the tokenizer "char", "byte", "gpt2" or "bpe:N", for example bpe:4096.
 
-    texts()     starts a pass over all documents; called, once, for char and bpe only
-    ValueError names what is wrong with `kind`, or with the texts for it.
+    texts() starts a pass over all documents. Only char and bpe call it, once. ValueError for an unknown `kind`, or for
+    texts that do not suffice.
     """
     name, _, size = kind.partition(":")
     if kind == "char":
@@ -304,9 +306,9 @@ def build(kind: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
 
 
 def from_spec(spec: dict, folder: Path | None = None) -> Tokenizer:
-    """The tokenizer that `spec` describes; `folder`, or the one that it is in, is where a bpe's file lies.
+    """Makes the tokenizer that `spec` describes. The file of a bpe is in `folder` or in its parent.
 
-    ValueError names an unknown kind and the known ones, a spec that does not fit its kind, or a file that is not right.
+    ValueError for an unknown kind, for a spec that does not fit its kind, or for a missing or damaged file.
     """
     kind = spec.get("kind") if isinstance(spec, dict) else spec
     if not isinstance(kind, str) or kind not in TOKENIZERS:
@@ -320,16 +322,18 @@ def from_spec(spec: dict, folder: Path | None = None) -> Tokenizer:
 def _utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # a lone surrogate that escapes no byte: keep it as the three bytes it would be
+    except UnicodeEncodeError:  # a lone surrogate that escapes no byte is kept as three bytes
         return text.encode("utf-8", "surrogatepass")
 
 
 def _letters_of_bytes() -> dict[str, int]:
-    """The printable letter that stands for each byte in a vocabulary of Hugging Face's, or GPT-2's: itself where it is
-    one in Latin-1, and else the next from U+0100 on."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in shown]
-    return {chr(b): b for b in shown} | {chr(0x100 + i): b for i, b in enumerate(others)}
+    """Maps the letters that represent bytes in vocabularies of Hugging Face and GPT-2 to these bytes.
+
+    A byte that is printable in Latin-1 is its own letter. The others take U+0100, U+0101, ... in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
 def _code_points(text: str) -> np.ndarray:

@@ -1,9 +1,9 @@
-"""How a preparation writes shards: all of a data set, or nothing.
+"""Writes the shards of a data set: all of them or, after an error, none.
 
     with ShardWriter(folder, tokenizer) as out:
         out.add("train", ids)                        # one document
 
-What the files hold stands in shards.py.
+shards.py describes the folder, files.py the format of a shard.
 """
 
 import fcntl
@@ -17,22 +17,22 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import FORMATS, HEADER_BYTES, SPLITS, problem, read_json, sha256, shown
+from data.files import FORMATS, HEADER_BYTES, SPLITS, display_path, problem, read_json, sha256
 from data.shards import MOVING
 from data.tokenizer import Tokenizer
 
-PREPARING = ".preparing"  # the folder inside a data set's folder where a preparation works until it is complete
-PROGRESS = "progress.json"  # in that folder: how far a preparation that can go on has come
+PREPARING = ".preparing"  # the folder in a data set's folder for a preparation that is not complete
+PROGRESS = "progress.json"  # the file in that folder with the state of a resumable preparation
 
 
 class ShardWriter:
-    """Context manager: documents become shards `{split}_{i:06d}.bin` of at most `shard_tokens` tokens, and a meta.json.
+    """A context that writes documents as shards `{split}_{i:06d}.bin` of at most `shard_tokens` tokens, and meta.json.
 
-    Everything is written and fsynced in a folder of its own and moved into place when the block ends, so a preparation
-    that stops early, by an exception or a power cut, leaves the old data as it was. Memory does not grow with the data.
+    All files are written and fsynced in the folder PREPARING, and moved into place when the block ends. So an exception
+    or a power cut leaves the old data unchanged. Memory does not grow with the data.
 
-    With `settings`, a JSON object of all that the data depends on, a preparation that stopped early goes on: what was
-    added until the last `save(place)` is there, and `place` is that one (None at a fresh start).
+    With `settings`, a JSON object of everything that determines the data, an interrupted preparation continues: the
+    documents added before the last `save(place)` are there, and `place` has its value (None at a fresh start).
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class ShardWriter:
         self.version, self.dtype = FORMATS[self.magic]
         self.temporary = self.folder / PREPARING
         self.splits: dict[str, dict] = {}
-        self.open: dict = {}  # split: the file of its last shard
+        self.open: dict = {}  # split: the open file of its last shard
 
     def __enter__(self) -> "ShardWriter":
         self.new = not self.folder.exists()
         self.temporary.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(self.temporary, os.O_RDONLY)
-        try:  # the kernel drops this lock with the process, however that ends
+        try:  # the kernel releases this lock however the process ends
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self.lock)
             raise ValueError(
-                f"{shown(self.folder)} is being prepared by another process; wait for it or end it"
+                f"{display_path(self.folder)} is being prepared by another process; wait for it or end it"
             ) from None
         try:
             self._resume()
@@ -65,10 +65,10 @@ class ShardWriter:
         return self
 
     def _resume(self) -> None:
-        """Back to the last `save`, if there is one; deletes whatever else an earlier preparation has left."""
+        """Restores the state of the last `save`, if any, and deletes all other files of an earlier preparation."""
         path, kept = self.temporary / PROGRESS, set()
         if self.settings is not None and path.exists():
-            start_again = f"delete {shown(self.temporary)} to start again"
+            start_again = f"delete {display_path(self.temporary)} to start again"
             try:
                 saved = read_json(path)
                 if saved.pop("sha256") != _digest(saved):
@@ -79,7 +79,7 @@ class ShardWriter:
             other = [name for name in self.settings if saved["settings"].get(name) != self.settings[name]]
             if other:
                 fact = f"holds an unfinished preparation with another {', '.join(other)}"
-                raise problem(self.folder, PREPARING, fact, f"go on with its flags, or {start_again}")
+                raise problem(self.folder, PREPARING, fact, f"continue with its flags, or {start_again}")
             self.splits, self.place = saved["splits"], saved["place"]
             meta = self.folder / "meta.json"
             moving = meta.is_file() and meta.read_text() == _json(MOVING)
@@ -89,7 +89,7 @@ class ShardWriter:
                     if moving and not file.exists():
                         os.replace(self.folder / shard["name"], file)
                     if not file.exists() or file.stat().st_size < size:
-                        raise problem(self.temporary, shard["name"], "is not as it was saved", start_again)
+                        raise problem(self.temporary, shard["name"], "differs from its saved state", start_again)
                     if not shard["sha256"]:
                         self.open[split] = open(file, "r+b")
                         self.open[split].seek(size)
@@ -99,7 +99,7 @@ class ShardWriter:
             file.unlink()
 
     def save(self, place) -> None:
-        """Makes all that was added so far last; `place`, a JSON value, tells the caller where to go on."""
+        """Saves everything added so far. `place`, a JSON value, tells the caller from where to continue."""
         for f in self.open.values():
             f.flush()
             os.fsync(f.fileno())
@@ -109,9 +109,9 @@ class ShardWriter:
         _sync_folder(self.temporary)
 
     def add(self, split: str, tokens: np.ndarray, documents: int = 1) -> None:
-        """Append documents, joined integers of shape (N,), to `split` ("train" or "val"); N may run over a shard's end.
+        """Appends documents, joined ids of shape (N,), to `split` ("train" or "val"), in as many shards as they need.
 
-        The caller puts the end-of-text id where it wants one. ValueError for an id outside the vocabulary.
+        The caller adds end-of-text ids. ValueError for an id outside the vocabulary.
         """
         assert split in SPLITS, split
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.tokenizer.vocab_size:
@@ -127,7 +127,7 @@ class ShardWriter:
                 shard = {"name": f"{split}_{len(entry['shards']):06d}.bin", "tokens": 0, "sha256": "", "max_token": 0}
                 entry["shards"].append(shard)
                 self.open[split] = open(self.temporary / shard["name"], "wb")
-                self.open[split].write(bytes(HEADER_BYTES))  # filled in when the count is known
+                self.open[split].write(bytes(HEADER_BYTES))  # written when the number of tokens is known
             shard = entry["shards"][-1]
             part, tokens = np.split(tokens, [self.shard_tokens - shard["tokens"]])
             self.open[split].write(part.astype(self.dtype).tobytes())
@@ -154,11 +154,11 @@ class ShardWriter:
 
     def _close(self) -> None:
         for f in self.open.values():
-            with suppress(OSError):  # a full disk: it was said where it was written to
+            with suppress(OSError):  # a full disk, which the write has reported
                 f.close()
         if not (self.temporary / PROGRESS).exists():
             shutil.rmtree(self.temporary, ignore_errors=True)
-            with suppress(OSError):  # it has data in it
+            with suppress(OSError):  # the folder is not empty
                 if self.new:
                     self.folder.rmdir()
         os.close(self.lock)
@@ -168,9 +168,7 @@ class ShardWriter:
             self._finish(split)
         for split, entry in self.splits.items():
             if not entry["tokens"]:
-                raise ValueError(
-                    f"{shown(self.folder)}: no tokens for the split {split}; give the preparation more text"
-                )
+                raise ValueError(f"{display_path(self.folder)}: no tokens for the split {split}; add text to the input")
         meta = {
             "tokenizer": self.tokenizer.spec,
             "tokenizer_hash": self.tokenizer.hash,
@@ -181,7 +179,7 @@ class ShardWriter:
         self.tokenizer.save(self.temporary)
         _write_json(self.temporary / "meta.json", meta)
         _write_json(self.temporary / "moving.json", MOVING)
-        # Several renames are not one: until the last, a meta.json says that old and new shards may be mixed.
+        # Several renames are not atomic: until the last one, meta.json marks that old and new shards may be mixed.
         os.replace(self.temporary / "moving.json", self.folder / "meta.json")
         _sync_folder(self.folder)
         for old in self.folder.iterdir():

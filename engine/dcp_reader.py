@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from data.files import regular
+from data.files import open_regular
 
 # Everything that a .metadata file may refer to, besides torch.Size and the dtypes (pathlib._local: Python 3.13).
 KNOWN_NAMES = {
@@ -109,7 +109,7 @@ def read_metadata(path: Path, sha256: str | None) -> Metadata:
     sha256  the table's, in hexadecimal; None for a checkpoint of format 1, which has no digests
     """
     try:
-        with open(path / ".metadata", "rb", opener=regular) as f:
+        with open(path / ".metadata", "rb", opener=open_regular) as f:
             content = f.read()
         if sha256 not in (None, hashlib.sha256(content).hexdigest()):
             raise ValueError("it is not the one that was saved with state.json")

@@ -1,4 +1,4 @@
-"""What a run says about itself: metrics.jsonl, TensorBoard events, console lines and a progress bar.
+"""A run's figures: metrics.jsonl, TensorBoard events, lines on the console and a progress bar.
 
     peak = peak_flops(device, dtype)
     metrics = Metrics(...) if rank == 0 else Silent()
@@ -8,8 +8,8 @@
     metrics.say("saved out/step_00001000")
     metrics.close()
 
-Time inside paused() counts as no step's. Lines go through say(), so that they do not garble the progress bar. All ranks
-measure the peak at once, since ranks on one CPU share it.
+The time inside paused() is not part of any step. Print through say(), so that the progress bar stays below the lines.
+Call peak_flops on all ranks at the same time, because ranks on one CPU share it.
 """
 
 import json
@@ -17,7 +17,6 @@ import math
 import os
 import re
 import resource
-import shutil
 import signal
 import socket
 import sys
@@ -28,14 +27,14 @@ from pathlib import Path
 
 import torch
 
-from data.files import regular
+from data.files import open_regular
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The machine
 
-# Dense peaks in FLOP/s: bfloat16 (float16 on chips without it) with float32 accumulation, and TF32. From NVIDIA's data
-# sheets (halved where they count sparsity) and its GA102, AD102 and GB202 white papers, and AMD's for MI300X.
-# A card is the first row whose words all stand in its name.
+# Dense peaks in FLOP/s: (bfloat16 with float32 accumulation, or float16 on chips without bfloat16; TF32). Sources are
+# NVIDIA's data sheets (halved where they count sparsity), its GA102, AD102 and GB202 white papers, and AMD's data sheet
+# for MI300X. A card is the first row all of whose words occur in its name.
 GPU_PEAKS = {
     "GB200": (2500e12, 1250e12),
     "B200": (2250e12, 1125e12),
@@ -62,21 +61,21 @@ GPU_PEAKS = {
     "T4": (65e12, None),
     "MI300X": (1307.4e12, 653.7e12),
 }
-LESSER = {"mig", "laptop", "d", "ti", "super"}  # words that make another card, or a part of one, of the same name
+OTHER_CARD = {"mig", "laptop", "d", "ti", "super"}  # a name with such a word is another card, or a part of one
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The most `device` can do in FLOP/s, MFU's denominator; None if unknown. On a CPU it is measured, in 0.5 s."""
+    """The peak of `device` in FLOP/s, the denominator of MFU; None if unknown. A CPU's is measured in 0.5 s."""
     if device.type == "cuda":
         return gpu_peak(torch.cuda.get_device_name(device), dtype)
     return cpu_peak() if device.type == "cpu" else None
 
 
 def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
-    """Dense matmul peak of a card in FLOP/s, None if unknown. float32 counts as TF32, even where that is off."""
+    """The dense matmul peak of a GPU in FLOP/s, None if unknown. float32 has the peak of TF32, even if TF32 is off."""
     words = set(re.split(r"[\s-]+", name.lower()))
     for card, (half, tf32) in GPU_PEAKS.items():
-        if words.issuperset(card.lower().split()) and not words & LESSER:
+        if words.issuperset(card.lower().split()) and not words & OTHER_CARD:
             return tf32 if dtype == torch.float32 else half
     return None
 
@@ -84,7 +83,7 @@ def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
 def cpu_peak(seconds: float = 0.5) -> float:
     """The best rate of square float32 matmuls in FLOP/s, on torch's current number of threads.
 
-    float32 for every dtype: it is the fastest one on CPUs without hardware for the others.
+    float32 serves every dtype, because it is the fastest on CPUs without hardware for the others.
     """
     best, end = 0.0, time.perf_counter() + seconds
     a, out = torch.ones(1536, 1536), torch.empty(1536, 1536)
@@ -95,22 +94,22 @@ def cpu_peak(seconds: float = 0.5) -> float:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory held at once so far: allocated on the GPU, or resident in this process."""
+    """The peak of memory so far, in bytes: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where it is written
+# Outputs
 
 
-def cut_back(path: Path, step: int):
-    """Leaves the lines of steps before `step` in a metrics.jsonl, by one rename. A half-written line goes too."""
+def truncate_metrics(path: Path, step: int):
+    """Removes the lines of `step` and later steps from a metrics.jsonl, and half-written lines, atomically."""
     if not path.exists():
         return
     temporary = path.with_suffix(".tmp")
-    with open(path, errors="replace", opener=regular) as lines, open(temporary, "w") as f:
+    with open(path, errors="replace", opener=open_regular) as lines, open(temporary, "w") as f:
         for line in lines:
             with suppress(ValueError, TypeError, KeyError, RecursionError):
                 if json.loads(line)["step"] < step:
@@ -121,7 +120,7 @@ def cut_back(path: Path, step: int):
 
 
 class Events:
-    """TensorBoard events, one record per write. torch.utils.tensorboard would take 3 s to import, these parts 0.2 s."""
+    """Writes TensorBoard events. Importing torch.utils.tensorboard would take 3 s, the parts used here take 0.2 s."""
 
     def __init__(self, folder: Path, step: int):
         try:
@@ -133,7 +132,7 @@ class Events:
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self.records = RecordWriter(open(folder / name, "wb"))
         self.write(file_version="brain.Event:2")
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # readers forget older files from this step on
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # readers then drop older events from `step` on
         self.write(step=step, session_log=start)
 
     def scalars(self, step: int, prefix: str, figures: dict):
@@ -147,31 +146,39 @@ class Events:
 
 
 class Console:
-    """Lines on stdout; below them a progress bar, if stderr is a terminal."""
+    """Prints lines on stdout and, if stderr is a terminal, a progress bar of the steps below them."""
 
-    def __init__(self):
-        self.bar, self.draw = "", self._draw if sys.stderr.isatty() else lambda text: None
+    def __init__(self, max_iters: int):
+        self.max_iters, self.terminal, self.bar = max_iters, sys.stderr.isatty(), None
+
+    def advance(self, steps: int):
+        """Sets the number of steps done; the next line shows it. Rate and time left are those since the first call."""
+        if self.bar is not None:
+            self.bar.n = steps
+        elif self.terminal:
+            from tqdm import tqdm
+
+            options = {"unit": "step", "smoothing": 0, "dynamic_ncols": True, "leave": False}
+            self.bar = tqdm(initial=steps, total=self.max_iters, **options)
 
     def line(self, text: str):
-        bar = self.bar
-        self.draw("")
+        if self.bar is not None:
+            self.bar.clear()
         try:
             print(text, flush=True)
-        except OSError as error:  # a terminal that is gone, a full disk: metrics.jsonl has it all
+        except OSError as error:  # the terminal is gone, or the disk is full: metrics.jsonl has all figures
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             caught = signal.SIGTERM, signal.SIGINT
-            stopping = signal.SIG_DFL in map(signal.getsignal, caught)  # already, as by a Ctrl-C that also ended tee
+            stopping = signal.SIG_DFL in map(signal.getsignal, caught)  # for example by a Ctrl-C that also ended tee
             if isinstance(error, BrokenPipeError) and not stopping:  # as in `| head`: save and stop, as after SIGTERM
                 os.kill(os.getpid(), signal.SIGTERM)
-        self.draw(bar)
+        if self.bar is not None:
+            self.bar.refresh()
 
-    def _draw(self, text: str):
-        self.bar = text[: shutil.get_terminal_size().columns - 1]  # a bar that wraps could not be erased
-        try:
-            print(f"\r\x1b[K{self.bar}", end="", file=sys.stderr, flush=True)
-        except OSError:  # the terminal is gone
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-            self.draw = lambda text: None
+    def close(self):
+        """Removes the bar."""
+        if self.bar is not None:
+            self.bar.close()
 
 
 def evaluation_line(step: int, train_loss: float, val_loss: float, val_bpb: float | None) -> str:
@@ -180,11 +187,11 @@ def evaluation_line(step: int, train_loss: float, val_loss: float, val_bpb: floa
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What train.py uses
+# The interface of train.py
 
 
-def slow_steps(cfg, seconds: float) -> str:
-    """What to say of steps that take so long at the machine's peak, which may be unknown (nan); "" below a minute."""
+def slow_step_warning(cfg, seconds: float) -> str:
+    """A warning if a step takes over a minute, else "". `seconds` is its time at the machine's peak, nan if unknown."""
     if not seconds > 60:
         return ""
     return (
@@ -195,32 +202,32 @@ def slow_steps(cfg, seconds: float) -> str:
 
 
 class Silent:
-    """The metrics of every rank but 0: nothing."""
+    """The metrics of all ranks except 0, which write nothing."""
 
     def log(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int, epoch=None, skipped: int = 0):
-        """Figures of step `step`: loss in nats; tokens, skipped steps and epoch (or epoch of each source) so far."""
+        """Logs step `step`: loss in nats; tokens, skipped steps and epoch (or epoch per source) since the start."""
 
     def evaluation(self, step: int, train_loss: float, val_loss: float, val_bpb: float | None):
-        """The figures after `step` steps: losses in nats per token, val_bpb in bits per byte of text."""
+        """Logs an evaluation after `step` steps: losses in nats per token, val_bpb in bits per byte of text."""
 
     def paused(self) -> AbstractContextManager:
-        """The time spent inside counts as no step's."""
+        """A context whose time is not part of any step."""
         return nullcontext()
 
     def say(self, text: str):
-        """A line for people."""
+        """Prints a line on the console only."""
 
     def close(self):
-        """Removes the bar and closes the files; may be called twice."""
+        """Removes the progress bar and closes the files. A second call does nothing."""
 
 
 class Metrics(Silent):
-    """Writes out_dir/metrics.jsonl and TensorBoard events beside it, and talks to the console.
+    """Writes out_dir/metrics.jsonl, TensorBoard events beside it, and lines on the console.
 
-    step, tokens: what is done already. On resume the lines of `step` and later go, evaluations too, and the run writes
-    them again: a loop that starts over at the top of `step` leaves the same losses as a run that never stopped.
-    TensorBoard forgets the same steps. Rates and the time left are this session's.
-    flops_per_token: of forward and backward; peak: FLOP/s of all ranks together, None = unknown (mfu is null).
+    step, tokens: number done before. A resume removes the lines of `step` and later, also evaluations, and the run
+    writes them again. So metrics.jsonl has the same losses as that of a run without interruption, if the loop restarts
+    at the top of `step`. TensorBoard drops the same steps. Rates and the time left are those of this session.
+    flops_per_token: of forward and backward. peak: FLOP/s of all ranks together, None if unknown (mfu is null then).
     """
 
     def __init__(
@@ -235,13 +242,12 @@ class Metrics(Silent):
     ):
         folder = Path(out_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        cut_back(folder / "metrics.jsonl", step)
-        self.file, self.events, self.console = open(folder / "metrics.jsonl", "a"), Events(folder, step), Console()
-        self.done, self.tokens, self.max_iters = step, tokens, max_iters
+        truncate_metrics(folder / "metrics.jsonl", step)
+        self.file, self.events = open(folder / "metrics.jsonl", "a"), Events(folder, step)
+        self.console, self.steps, self.tokens = Console(max_iters), step, tokens
         self.flops_per_token, self.peak, self.device = flops_per_token, peak, device
-        self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
-        self.first = None  # (time, steps done) at the first logged step, which may have compiled
-        self.since = time.perf_counter()
+        self.synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
+        self.since = time.perf_counter()  # start of the interval to the next log
 
     def log(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int, epoch=None, skipped: int = 0):
         now = time.perf_counter()
@@ -254,19 +260,18 @@ class Metrics(Silent):
             "tokens": tokens,
             "tokens_per_s": rate,
             "mfu": rate * self.flops_per_token / self.peak if self.peak else None,
-            "ms_per_step": 1000 * seconds / (step + 1 - self.done),
+            "ms_per_step": 1000 * seconds / (step + 1 - self.steps),
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
         figures |= {"epochs" if isinstance(epoch, dict) else "epoch": epoch} if epoch is not None else {}
         figures |= {"skipped": skipped} if skipped else {}
-        self.since, self.done, self.tokens = now, step + 1, tokens
-        self.first = self.first or (now, self.done)
+        self.since, self.steps, self.tokens = now, step + 1, tokens
         mfu = f", mfu {figures['mfu']:.2%}" if self.peak else ""
         speed = f"time {figures['ms_per_step']:.2f}ms, tok/s {rate:,.0f}{mfu}"
         skips = f", skipped {skipped}" if skipped else ""
         self.write(step, "train", figures)
+        self.console.advance(self.steps)  # first called after the first logged step, which may have compiled
         self.console.line(f"iter {step}: loss {loss:.4f}, {speed}, lr {lr:.2e}, grad norm {grad_norm:.3f}{skips}")
-        self.console.draw(self.progress(now))
 
     def evaluation(self, step: int, train_loss: float, val_loss: float, val_bpb: float | None):
         self.write(step, "eval", {"train_loss": train_loss, "val_loss": val_loss, "val_bpb": val_bpb})
@@ -274,7 +279,7 @@ class Metrics(Silent):
 
     @contextmanager
     def paused(self):
-        self.wait(self.device)  # steps still in the device's queue are steps' time
+        self.synchronize(self.device)  # the work still queued on the device belongs to the steps
         start = time.perf_counter()
         try:
             yield
@@ -285,25 +290,17 @@ class Metrics(Silent):
         self.console.line(text)
 
     def close(self):
-        self.console.draw("")
+        self.console.close()
         for file in (self.file, self.events.records):
-            with suppress(OSError):  # of lines that could not be written, which has been said
+            with suppress(OSError):  # lines that could not be written, which has been reported
                 file.close()
 
     def write(self, step: int, kind: str, figures: dict):
-        # A float's repr has all its digits; what JSON cannot hold (nan, inf) is null.
+        # A float's repr has all its digits. JSON has no nan and inf; they become null.
         figures = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in figures.items()}
         try:
             self.file.write(json.dumps({"step": step, "kind": kind} | figures) + "\n")
             self.file.flush()
             self.events.scalars(step, kind, figures)
-        except OSError as error:  # of a write, it does not say where
+        except OSError as error:  # a write error without the file's name
             raise OSError(error.errno, error.strerror, self.file.name) from error
-
-    def progress(self, now: float) -> str:
-        """'42% [########            ] 420/1000, 0:01:23 left', at the rate since the first logged step."""
-        start, done_then = self.first
-        left = (now - start) / max(1, self.done - done_then) * max(0, self.max_iters - self.done)
-        time_left = f", {timedelta(seconds=round(left))} left" if self.done > done_then else ""
-        share = min(1.0, self.done / self.max_iters)
-        return f"{share:.0%} [{'#' * int(20 * share):20}] {self.done}/{self.max_iters}{time_left}"

@@ -14,7 +14,7 @@ import ranks
 import torch
 
 import train
-from data.shards import Shard
+from data.stream import Shard
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -64,8 +65,8 @@ def gpt2(tmp_path_factory):
 @pytest.fixture
 def small(monkeypatch):
     """Jobs so small that a few documents make many."""
-    monkeypatch.setattr(corpus, "JOB", 60)
-    monkeypatch.setattr(corpus, "MANY", 3)
+    monkeypatch.setattr(corpus, "JOB_CHARACTERS", 60)
+    monkeypatch.setattr(corpus, "JOB_PIECES", 3)
 
 
 def texts(n: int, seed: int = 0) -> list[str]:
@@ -238,8 +239,8 @@ def test_no_document_is_lost_or_doubled(tmp_path_factory, data):
     flags = args(folder / "out", val_fraction=fraction, shard_tokens=data.draw(st.integers(60, 500)))
     expected = naive(parts, ByteTokenizer(), fraction)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "JOB", data.draw(st.integers(1, 100)))
-        patch.setattr(corpus, "MANY", data.draw(st.integers(1, 5)))
+        patch.setattr(corpus, "JOB_CHARACTERS", data.draw(st.integers(1, 100)))
+        patch.setattr(corpus, "JOB_PIECES", data.draw(st.integers(1, 5)))
         if not (expected["train"] and expected["val"]):
             error(corpus.prepare, flags, sources.find_files([str(folder)]))
             return
@@ -276,8 +277,8 @@ def test_pieces_are_short_where_they_can_be():
     assert list(corpus.pieces("a" * 1000, 50)) == ["a" * 1000]
 
 
-def test_shares_are_splitmix64():
-    many = corpus.shares(np.arange(100_000, dtype=np.uint64))
+def test_random_numbers_of_documents_are_splitmix64():
+    many = corpus.uniform(np.arange(100_000, dtype=np.uint64))
     assert abs((many < 0.005).mean() - 0.005) < 0.001 and many.min() >= 0 and many.max() < 1
     assert [validates(i, 0.005) for i in range(5000)] == (many[:5000] < 0.005).tolist()
 
@@ -298,13 +299,13 @@ def test_results_come_in_order_and_few_are_under_way():
 
     read = []
     jobs = (read.append(i) or corpus.Job(size=1, position=i) for i in range(50))
-    for i, (job, result) in enumerate(corpus.in_order(work, jobs, 3)):
+    for i, (job, result) in enumerate(corpus.map_in_order(work, jobs, 3)):
         assert (job.position, result) == (i, 10 * i)
         assert len(read) <= i + 6  # 5 under way, and the one to be added
     assert i == 49 and most <= 3
-    big, read = 10 * corpus.JOB, []
+    big, read = 10 * corpus.JOB_CHARACTERS, []
     jobs = (read.append(i) or corpus.Job(size=big, position=i) for i in range(5))
-    for i, _ in enumerate(corpus.in_order(work, jobs, 3)):
+    for i, _ in enumerate(corpus.map_in_order(work, jobs, 3)):
         assert len(read) <= i + 2  # more than 16 MB are not encoded at a time
 
 
@@ -339,20 +340,20 @@ def bad_file(tmp_path, name, content) -> str:
 
 def test_bad_lines_are_named(tmp_path):
     good = b'{"text": "a"}\n'
-    assert "a.jsonl:3 is no JSON (Expecting" in bad_file(tmp_path, "a.jsonl", good + b"\n{nope\n")
-    assert "a.jsonl:2 is no JSON object such as {'text': ...}" in bad_file(tmp_path, "a.jsonl", good + b"[1]")
+    assert "a.jsonl:3 is not JSON (Expecting" in bad_file(tmp_path, "a.jsonl", good + b"\n{nope\n")
+    assert "a.jsonl:2 is not a JSON object such as {'text': ...}" in bad_file(tmp_path, "a.jsonl", good + b"[1]")
     message = bad_file(tmp_path, "a.jsonl", good + b'{"title": "a", "body": "b"}')
     assert "a.jsonl:2 has no field 'text'; pass --field= one of title, body" in message
-    assert "a.jsonl:2: text is 5, no text" in bad_file(tmp_path, "a.jsonl", good + b'{"text": 5}')
-    assert "a.jsonl:2: text is None, no text" in bad_file(tmp_path, "a.jsonl", good + b'{"text": null}')
-    assert "a.jsonl:1 is no JSON" in bad_file(tmp_path, "a.jsonl", b"[" * 100_000)
+    assert "a.jsonl:2: text is 5, not text" in bad_file(tmp_path, "a.jsonl", good + b'{"text": 5}')
+    assert "a.jsonl:2: text is None, not text" in bad_file(tmp_path, "a.jsonl", good + b'{"text": null}')
+    assert "a.jsonl:1 is not JSON" in bad_file(tmp_path, "a.jsonl", b"[" * 100_000)
     message = bad_file(tmp_path, "a.jsonl", good + b'{"text": "\xff"}')
-    assert "a.jsonl:2 is no UTF-8 text: byte 24 is 0xff; convert it, for example with iconv" in message
+    assert "a.jsonl:2 is not UTF-8 text: byte 24 is 0xff; convert it, for example with iconv" in message
     assert not (tmp_path / "out" / PREPARING).exists()
 
 
 def test_bad_bytes_are_named(tmp_path):
-    assert "a.txt is no UTF-8 text: byte 9 is 0xe9" in bad_file(tmp_path, "a.txt", b"ab\n\ncd\naf\xe9\n")
+    assert "a.txt is not UTF-8 text: byte 9 is 0xe9" in bad_file(tmp_path, "a.txt", b"ab\n\ncd\naf\xe9\n")
     (tmp_path / "a.txt").write_bytes(b"ab\n\ncd\naf\xe9\n")
     for documents in ("file", "paragraph"):
         assert "byte 9 is" in error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / "a.txt")], documents)
@@ -371,7 +372,7 @@ def test_damaged_files_are_named(tmp_path, name):
         message = error(corpus.prepare, args(tmp_path / "out", field="body"), [str(tmp_path / name)])
         assert f"{name} has no field 'body'; pass --field= one of id, text, other" in message
         message = error(corpus.prepare, args(tmp_path / "out", field="id"), [str(tmp_path / name)])
-        assert f"{name}, row 1: id is 0, no text" in message
+        assert f"{name}, row 1: id is 0, not text" in message
 
 
 def test_unreadable_files_are_named(tmp_path, monkeypatch):
@@ -439,7 +440,7 @@ def test_a_single_text_is_cut_in_two(tmp_path_factory, kind, text, fraction, job
     folder = tmp_path_factory.mktemp("data")
     (folder / "a.txt").write_text(text, newline="")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "JOB", job)
+        patch.setattr(corpus, "JOB_CHARACTERS", job)
         try:
             corpus.prepare(args(folder / "out", kind, val_fraction=fraction), [str(folder / "a.txt")])
         except ValueError as e:
@@ -459,7 +460,7 @@ def test_a_single_text_by_default(tmp_path, capsys):
     flags = dict(val_fraction=None, shard_tokens=500)
     corpus.prepare(args(tmp_path / "out", **flags), [str(tmp_path / "a.txt")])
     printed = capsys.readouterr().out
-    assert printed.startswith("one text, of which the last 0.1 validates (cut at a line end where one is near), ")
+    assert printed.startswith("one text, of which the last 0.1 validates (cut at a line end if one is near), ")
     size = sum(map(len, lines))
     val = bytes(tokens_of(tmp_path / "out", "val")[:-1]).decode()
     assert 0.1 * size <= len(val) < 0.1 * size + 50 and val.startswith("line ")
@@ -593,7 +594,7 @@ def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, ca
     corpus.prepare(args(tmp_path / "whole"), web)
     documents = [*texts(60), *texts(60, seed=1)]
     encoded, real = [], ByteTokenizer.encode
-    stop = int(0.8 * sum(len(list(corpus.pieces(text, corpus.JOB))) for text in documents))
+    stop = int(0.8 * sum(len(list(corpus.pieces(text, corpus.JOB_CHARACTERS))) for text in documents))
 
     def encode(self, text):
         if len(encoded) == stop:
@@ -607,13 +608,13 @@ def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, ca
     saved = json.loads((tmp_path / "out" / PREPARING / "progress.json").read_text())
     file, row, number = saved["place"]
     assert file == 1 and row > 7 and number == 60 + row  # inside of the parquet file
-    pieces = [p for text in documents[number:] for p in corpus.pieces(text, corpus.JOB)]
+    pieces = [p for text in documents[number:] for p in corpus.pieces(text, corpus.JOB_CHARACTERS)]
     encoded, stop = [], -1
     monkeypatch.setattr(sources.Source, "_json_texts", None)  # a file that was read to its end is not opened again
     corpus.prepare(args(tmp_path / "out"), web)
     assert sorted(encoded) == sorted(["", *pieces])
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-    assert f"goes on after {number} documents" in capsys.readouterr().err
+    assert f"continues after {number} documents" in capsys.readouterr().err
 
 
 def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, small, monkeypatch):
@@ -633,13 +634,13 @@ def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, smal
 
     stop()
     message = error(corpus.prepare, args(tmp_path / "out", val_fraction=0.3, shard_tokens=999), web)
-    assert "holds an unfinished preparation with another val_fraction, shard_tokens; go on with its flags" in message
+    assert "holds an unfinished preparation with another val_fraction, shard_tokens; continue with its flags" in message
     assert "another input;" in error(corpus.prepare, args(tmp_path / "out"), web[:1])
     shard = tmp_path / "out" / PREPARING / "train_000000.bin"
     os.truncate(shard, 100)
-    assert "train_000000.bin is not as it was saved; delete" in error(corpus.prepare, args(tmp_path / "out"), web)
+    assert "train_000000.bin differs from its saved state; delete" in error(corpus.prepare, args(tmp_path / "out"), web)
     shard.unlink()
-    assert "train_000000.bin is not as it was saved; delete" in error(corpus.prepare, args(tmp_path / "out"), web)
+    assert "train_000000.bin differs from its saved state; delete" in error(corpus.prepare, args(tmp_path / "out"), web)
     with ShardWriter(tmp_path / "out", ByteTokenizer()) as out:  # one that cannot go on begins anew
         out.add("train", np.arange(5))
         out.add("val", np.arange(3))
@@ -670,7 +671,7 @@ def test_sigkill_at_random_moments(tmp_path):
 @pytest.mark.parametrize("shards", [1, 3, 1000])
 def test_so_many_shards(tmp_path, web, monkeypatch, shards):
     """The first tokens of the whole, with the validation documents that come before the last of them."""
-    monkeypatch.setattr(corpus, "JOB", 5000)
+    monkeypatch.setattr(corpus, "JOB_CHARACTERS", 5000)
     corpus.prepare(args(tmp_path / "whole"), web)
     corpus.prepare(args(tmp_path / "out"), web, shards=shards)
     whole = tokens_of(tmp_path / "whole", "train")
@@ -711,7 +712,7 @@ def test_a_full_disk_leaves_the_old_data(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
     flags = [f"--input={tmp_path}/a.txt", f"--out={tmp_path}/out", "--tokenizer=byte", "--documents=line"]
-    failed(command("text", *flags, preexec_fn=small_files), "cannot write to ", "(File too large); make room, or")
+    failed(command("text", *flags, preexec_fn=small_files), "cannot write to ", "(File too large); free some space, or")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
 
 
@@ -737,7 +738,7 @@ def test_text_command_errors(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     flags = [f"--input={tmp_path}/a.txt", "--tokenizer=byte", "--documents=line"]
     failed(
-        command("text", *flags, f"--out={tmp_path}/a.txt/x"), "cannot write to ", "; make room, or pass another --out"
+        command("text", *flags, f"--out={tmp_path}/a.txt/x"), "cannot write to ", "; free some space, or pass another"
     )
     failed(command("text", *flags, "--tokenizer=word", out), "unknown tokenizer 'word'; ")
     result = command("text", *flags, "--documents=page", out)
@@ -807,7 +808,7 @@ def test_the_hubs_files(monkeypatch):
         ("a/b", None, "v1"),
     ]
     message = error(sources.hub_files, "a/script")
-    assert "a/script cannot be had from https://" in message and "(Dataset scripts are no longer supported)" in message
+    assert "a/script cannot be read from https://" in message and "(Dataset scripts are no longer supported)" in message
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "needs datasets to be read; pip install -e .[data]" in error(sources.hub_files, "a/b")
 
@@ -829,29 +830,31 @@ def test_files_of_the_hub_are_read_like_others(tmp_path, web, small, monkeypatch
     corpus.prepare(args(tmp_path / "out"), ["hf://a.jsonl", "hf://b.parquet"])
     assert files_of(tmp_path / "out") == files_of(tmp_path / "local")
     message = error(corpus.prepare, args(tmp_path / "out"), ["hf://a.jsonl", "hf://c.jsonl"])
-    assert "hf://c.jsonl cannot be read (gone); give the same command again" in message
+    assert "hf://c.jsonl cannot be read (gone); run the same command again" in message
     (tmp_path / "d.jsonl").write_text("{")
-    assert error(corpus.prepare, args(tmp_path / "new"), ["hf://d.jsonl"]).startswith("hf://d.jsonl:1 is no JSON")
+    assert error(corpus.prepare, args(tmp_path / "new"), ["hf://d.jsonl"]).startswith("hf://d.jsonl:1 is not JSON")
 
 
 def test_progress(monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
 
     def shown(terminal: bool) -> str:
         monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
         clock[0] = 0.0
-        progress = corpus.Progress(1000, 0, 0.0)
+        progress = corpus.Progress(10**6, 800_000_000)
         for i in range(1, 401):
             clock[0] = i / 10
-            progress.show(i, 1000 + i * 500_000, i * 1_000_000, i / 800)
+            progress.show((i + 1) * 10**6, 800_000_000, f"{i} documents")
         progress.close()
         return capsys.readouterr().err
 
     lines = shown(False).splitlines()
-    assert lines == ["300 documents, 150,001,000 tokens, 10.0 MB/s, 5.00 Mtok/s, 38%, 0:50 left"]
-    lines = shown(True).split("\r\x1b[K")
-    assert len(lines) == 82 and lines[-1] == "" and lines[-2].startswith("400 documents") and "\n" not in "".join(lines)
+    assert lines == [" 38% 301M/800M [00:30<00:49, 10.0MB/s, 300 documents]"]
+    first, *lines, end = shown(True).removeprefix("\r").split("\r")
+    assert 70 < len(lines) < 90 and "\n" not in "".join(lines) and end == "" and lines[-1].strip() == ""
+    assert re.match(r" 50%\|.+\| 40\dM/800M \[00:\d\d<00:\d\d, 10.0MB/s, \d+ documents\]", lines[-2])
 
 
 # ------------------------------------------------------------------------------------------------------- shakespeare

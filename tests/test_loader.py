@@ -15,9 +15,10 @@ from conftest import shards_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import Loader, draws, eval_batches, order, permute, turns
+from data.loader import Loader, blending_indices, corruption_keys, eval_batches, order, permute
 from data.objective import OBJECTIVE, Causal, Objective
-from data.shards import TokenStream, open_data
+from data.shards import open_data
+from data.stream import TokenStream
 
 FEW = settings(max_examples=25, deadline=None)  # each example starts threads
 
@@ -282,7 +283,7 @@ def test_too_short_for_one_window(n_tokens):
 
 
 def test_keys_of_samples_and_seeds_differ():
-    assert len(np.unique([draws(np.arange(1000), seed) for seed in (0, 1, -1)])) == 3000
+    assert len(np.unique([corruption_keys(np.arange(1000), seed) for seed in (0, 1, -1)])) == 3000
 
 
 @pytest.mark.parametrize("name", ["masked", "seq2seq"])
@@ -358,7 +359,7 @@ def mixture_of(sizes: list[int], weights: list[int]) -> TokenStream:
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(0, 500))
 def test_every_prefix_of_a_mixture_has_its_shares(weights, extra):
     """Less than one sample off anywhere, so that a whole period has exactly the weights."""
-    period = turns(weights)
+    period = blending_indices(weights)
     assert np.bincount(period, minlength=len(weights)).tolist() == weights
     drawn = np.resize(period, len(period) + extra)[:, None] == np.arange(len(weights))
     share = np.arange(1, len(drawn) + 1)[:, None] * np.array(weights)  # times the period, to stay with integers
@@ -368,16 +369,16 @@ def test_every_prefix_of_a_mixture_has_its_shares(weights, extra):
 def test_many_rare_sources_keep_their_shares():
     """Here the source that is furthest behind is no good choice: it would let a count fall back by 1.4 samples."""
     weights = [1, 1, 3, 1, 56, 3, 1, 1, 5, 56, 13, 5, 56]
-    drawn = turns(weights)[:, None] == np.arange(len(weights))
+    drawn = blending_indices(weights)[:, None] == np.arange(len(weights))
     off = np.cumsum(drawn, axis=0) - np.arange(1, 1 + sum(weights))[:, None] * np.array(weights) / sum(weights)
     assert np.abs(off).max() < 1
 
 
 def test_turns_by_hand():
     """1 of 3 is due at sample 3, 2 of 3 at samples 2 and 3; both may begin at once. Equal sources take turns."""
-    assert turns([1, 2]).tolist() == [1, 0, 1]
-    assert turns([1, 1, 1]).tolist() == [0, 1, 2] and turns([5]).tolist() == [0] * 5
-    assert turns([7, 3]).tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]  # due at 2 3 5 6 8 9 10, and at 4 7 10
+    assert blending_indices([1, 2]).tolist() == [1, 0, 1]
+    assert blending_indices([1, 1, 1]).tolist() == [0, 1, 2] and blending_indices([5]).tolist() == [0] * 5
+    assert blending_indices([7, 3]).tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]  # due at 2 3 5 6 8 9 10, and at 4 7 10
 
 
 SOURCES = st.lists(st.tuples(st.integers(9, 150), st.integers(1, 9)), min_size=2, max_size=4)
@@ -426,7 +427,7 @@ def test_a_mixture_far_from_its_start():
         samples = 10**12 + np.arange(10)
         firsts = loader.windows(samples)
         own = {0: 7 * 10**11, 1: 3 * 10**11}
-        for sample, source in enumerate(turns([7, 3]).tolist()):
+        for sample, source in enumerate(blending_indices([7, 3]).tolist()):
             n, before = (12, 0) if source == 0 else (7, 12)
             assert firsts[sample] == before + order(np.array([own[source]]), n, 3)[0]
             own[source] += 1

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import time
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import engine.metrics
-from engine.metrics import Console, Metrics, Silent, cut_back, gpu_peak, peak_flops, peak_memory_bytes
+from engine.metrics import Console, Metrics, Silent, gpu_peak, peak_flops, peak_memory_bytes, truncate_metrics
 
 CPU = torch.device("cpu")
 
@@ -101,16 +102,16 @@ def test_resume_leaves_what_the_uninterrupted_run_leaves(tmp_path, stop, further
     assert sorted(os.listdir(tmp_path / "cut"))[-1] == "metrics.jsonl"  # no temporary file stays
 
 
-def test_cut_back_drops_what_is_no_line_of_ours(tmp_path):
+def test_truncation_drops_what_is_no_line_of_ours(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
         b'{"step": 1, "loss": 2.5}\n{"step": 2, "lo\n\xff\n[3]\n{"a": 1}\n\n{"step": "x"}\n{"step": 3}\n{"step": 4}'
     )
     with open(path, "a") as f:
         f.write("\n" + "[" * 100_000 + "\n" + '{"step":' * 100_000)  # too deeply nested to be read
-    cut_back(path, 4)
+    truncate_metrics(path, 4)
     assert path.read_text() == '{"step": 1, "loss": 2.5}\n{"step": 3}\n'  # lines without a kind are older, and stay
-    cut_back(tmp_path / "absent.jsonl", 4)
+    truncate_metrics(tmp_path / "absent.jsonl", 4)
     assert not (tmp_path / "absent.jsonl").exists()
 
 
@@ -162,7 +163,8 @@ def test_tensorboard_sees_figures_before_the_run_ends(tmp_path):
 
 
 def test_import_waits_until_something_is_written(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # importing it, or a part of it, fails now
+    for package in ("tensorboard", "tqdm"):
+        monkeypatch.setitem(sys.modules, package, None)  # importing it, or a part of it, fails now
     spec = importlib.util.spec_from_file_location("a_second_metrics", engine.metrics.__file__)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
@@ -180,6 +182,9 @@ def test_tensorboard_that_is_missing(tmp_path, monkeypatch):
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+    def fileno(self):
+        return 2
 
 
 def test_lines_like_nanogpts_and_no_control_characters_off_a_terminal(tmp_path, capsys):
@@ -202,24 +207,31 @@ def test_lines_like_nanogpts_and_no_control_characters_off_a_terminal(tmp_path, 
 
 
 def screen(text):
-    """The rows that a terminal shows: of each, what was written since its last erasure."""
-    return [row.split("\r\x1b[K")[-1] for row in text.split("\n")]
+    """The rows that a terminal shows: after each \\r a row is overwritten from its beginning."""
+    rows = []
+    for row in text.split("\n"):
+        shown = ""
+        for part in row.split("\r"):
+            shown = part + shown[len(part) :]
+        rows.append(shown.rstrip())
+    return rows
 
 
 def test_bar_on_a_terminal(tmp_path, monkeypatch):
     """stdout and stderr on one terminal: the lines stand whole, the bar is always last, close() removes it."""
     clock, terminal = [0.0], Terminal()
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((80, 25)))
     metrics = open_metrics(tmp_path, peak=None)
     for step in (0, 4, 9):
         clock[0] += 60
         metrics.log(step, 2.0, 1e-3, 0.5, tokens=100 * (step + 1))
     metrics.say("saved")
     *above, bar = screen(terminal.getvalue())
-    assert bar == "50% [##########          ] 10/20, 0:02:13 left"  # 10 more steps at 9 in 120 s
+    assert re.fullmatch(r" 50%\|.+\| 10/20 \[02:00<02:13, 13.33s/step\]", bar)  # 10 more steps at 9 in 120 s
     assert [line.split(",")[0] for line in above] == [
         "iter 0: loss 2.0000",
         "iter 4: loss 2.0000",
@@ -234,9 +246,13 @@ def test_bar_on_a_terminal(tmp_path, monkeypatch):
 def test_bar_does_not_wrap(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("COLUMNS", "30")
-    Console().draw("x" * 100)
-    assert terminal.getvalue().count("x") == 29
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((30, 25)))
+    console = Console(100)
+    console.advance(50)
+    for row in terminal.getvalue().split("\r"):
+        assert len(row) <= 29
+    assert "50%" in terminal.getvalue()
+    console.close()
 
 
 def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
@@ -245,7 +261,7 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
     Silent().say("hello")
     assert capsys.readouterr() == ("", "") and not list(tmp_path.iterdir())
     public = {name for name in vars(Metrics) if not name.startswith("_")}
-    assert public - set(vars(Silent)) == {"write", "progress"}  # nothing that train.py calls is missing
+    assert public - set(vars(Silent)) == {"write"}  # nothing that train.py calls is missing
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configurator import Config, parse
-from data.hashing import mix
+from data.hashing import hash64
 from data.objective import OBJECTIVE, Causal, Masked, Seq2Seq
 from model import Model, ModelConfig
 
 V = 1000
-KEYS = mix(np.arange(20_000, dtype=np.uint64))
+KEYS = hash64(np.arange(20_000, dtype=np.uint64))
 
 
 def texts(n: int, T: int, eot_share: float, seed: int = 0) -> torch.Tensor:

@@ -193,7 +193,7 @@ def test_shakespeare_with_a_bad_server(script, behaviour, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "content, part", [(b"\xff\xfe", "is no UTF-8 text (byte 0)"), (b"", "has 0 characters"), (None, "No such file")]
+    "content, part", [(b"\xff\xfe", "is not UTF-8 text (byte 0)"), (b"", "has 0 characters"), (None, "No such file")]
 )
 @pytest.mark.parametrize("name", ["shakespeare_char", "shakespeare"])
 def test_shakespeare_bad_input(tmp_path, name, content, part):

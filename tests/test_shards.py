@@ -16,7 +16,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from data import files, shards, writer
-from data.shards import TokenStream, open_data
+from data.shards import open_data
+from data.stream import Shard, TokenStream
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
 
@@ -127,7 +128,8 @@ def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
     out = np.full((2, 10), -1)
     stream.read(np.array([140, 3]), out)
     assert out.tolist() == [list(range(140, 150)), list(range(3, 13))]
-    assert "train_000000.bin was cut: tokens 145 to 155 are not there" in error(stream.read, np.array([3, 145]), out)
+    message = error(stream.read, np.array([3, 145]), out)
+    assert "train_000000.bin was truncated: tokens 145 to 155 are missing" in message
 
 
 def test_the_start_of_a_run_looks_at_the_beginning_of_unknown_files(tmp_path, capsys):
@@ -146,7 +148,7 @@ def test_the_start_of_a_run_looks_at_the_beginning_of_unknown_files(tmp_path, ca
         assert "train.bin holds token id 65535, but the vocabulary has only 60000" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("hard,said", [(400, "200 tokens"), (90, "cannot be read (Too many open files); allow the")])
+@pytest.mark.parametrize("hard,said", [(400, "200 tokens"), (90, "cannot be read (Too many open files); raise the")])
 def test_more_shards_than_a_process_may_open_by_itself(tmp_path, hard, said):
     folder = prepare(tmp_path, shard_tokens=1)
     script = (
@@ -164,7 +166,7 @@ def test_offsets_beyond_32_bits(tmp_path):
     with open(tmp_path / "train_000000.bin", "wb") as f:
         f.write(struct.pack("<3i", 20240520, 1, 2**30).ljust(1024, b"\0"))
         f.truncate(1024 + 2 * 2**30)
-    big = shards.Shard(files.map_file(tmp_path, "train_000000.bin"))
+    big = Shard(files.map_file(tmp_path, "train_000000.bin"))
     stream = TokenStream("x", [big] * 4 + shards_of(np.arange(10, dtype="<u2")), 1000)
     for starts in ([n - 12], [2**31, n - 10]):  # over an end, and not
         out = np.full((len(starts), n - starts[-1]), -1)
@@ -216,8 +218,8 @@ def index_bytes(sizes, bounds, code=8, width=2, version=1, magic=b"MMIDIDX\0\0")
 
 @pytest.mark.parametrize("code, letter", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
 def test_megatron_pairs(tmp_path, monkeypatch, code, letter):
-    monkeypatch.setattr(files, "AT_ONCE", 2)
-    monkeypatch.setattr(shards, "LOOKED_AT", 2)  # of each file at least one token
+    monkeypatch.setattr(files, "INDEX_BLOCK", 2)
+    monkeypatch.setattr(shards, "TOKENS_CHECKED", 2)  # of each file at least one token
     tokens = [5, 64, 0, 17, 101, 3]
     width = struct.calcsize(letter)
     for name, part in (("my_train_text_document", tokens), ("val", tokens[2:])):
@@ -226,7 +228,7 @@ def test_megatron_pairs(tmp_path, monkeypatch, code, letter):
     (tmp_path / "other.idx").touch()
     data = open_data(tmp_path, vocab_size=102)
     assert read_all(data.split("train")) == tokens and read_all(data.split("val")) == tokens[2:]
-    monkeypatch.setattr(shards, "LOOKED_AT", 5)
+    monkeypatch.setattr(shards, "TOKENS_CHECKED", 5)
     assert "holds token id 101, but the vocabulary has only 101" in error(
         open_data(tmp_path, vocab_size=101).split, "val"
     )
@@ -234,31 +236,31 @@ def test_megatron_pairs(tmp_path, monkeypatch, code, letter):
 
 INDEX = index_bytes([3, 1, 2], [0, 2, 3])
 BAD_INDEX = {
-    "empty": (b"", "x_train_y.idx is no index of Megatron's"),
-    "other magic": (b"X" + INDEX[1:], "x_train_y.idx is no index of Megatron's"),
+    "empty": (b"", "x_train_y.idx is not an index of Megatron"),
+    "other magic": (b"X" + INDEX[1:], "x_train_y.idx is not an index of Megatron"),
     "cut in the header": (INDEX[:20], "x_train_y.idx is truncated: 20 bytes, less than"),
-    "cut in the sizes": (INDEX[:40], "x_train_y.idx is truncated: 40 bytes, but its header says 94"),
+    "cut in the sizes": (INDEX[:40], "x_train_y.idx is truncated: 40 bytes, but its header gives 94"),
     "cut in the bounds": (INDEX[:-1], "x_train_y.idx is truncated: 93 bytes"),
     "too long": (INDEX + b"\0", "x_train_y.idx is too long: 95 bytes"),
     "version": (index_bytes([3, 1, 2], [0, 3], version=2), "is an index of version 2, not 1"),
-    "floats": (index_bytes([3, 1, 2], [0, 3], code=7), "says that tokens are of type 7, which is none of 1, 2, 3, 4"),
+    "floats": (index_bytes([3, 1, 2], [0, 3], code=7), "gives the tokens the type 7, which is none of 1, 2, 3, 4"),
     "count that overflows": (INDEX[:18] + b"\xff" * 8 + INDEX[26:], "x_train_y.idx is truncated"),
     "other width": (index_bytes([3, 1, 2], [0, 3], code=4, width=4), "x_train_y.bin is truncated: 12 bytes, but its"),
-    "fewer tokens": (index_bytes([3, 1, 1], [0, 3]), "x_train_y.bin is too long: 12 bytes, but its .idx says 10"),
+    "fewer tokens": (index_bytes([3, 1, 1], [0, 3]), "x_train_y.bin is too long: 12 bytes, but its .idx gives 10"),
     "negative size": (index_bytes([4, -1, 3], [0, 3]), "sizes and pointers of sequences that do not follow"),
     "other pointers": (index_bytes([3, 1, 2], [0, 3], width=3), "sizes and pointers of sequences that do not follow"),
     "no sequences": (index_bytes([], [0]), "sizes and pointers of sequences that do not follow"),
-    "no bounds": (index_bytes([3, 1, 2], []), "bounds of documents that do not go up from 0 to its 3 sequences"),
-    "bounds from 1": (index_bytes([3, 1, 2], [1, 3]), "bounds of documents that do not go up from 0 to its 3"),
-    "bounds to 2": (index_bytes([3, 1, 2], [0, 2]), "bounds of documents that do not go up from 0 to its 3"),
-    "bounds that fall": (index_bytes([3, 1, 2], [0, 2, 1, 3]), "bounds of documents that do not go up from 0 to its"),
+    "no bounds": (index_bytes([3, 1, 2], []), "document bounds that do not increase from 0 to its 3 sequences"),
+    "bounds from 1": (index_bytes([3, 1, 2], [1, 3]), "document bounds that do not increase from 0 to its 3"),
+    "bounds to 2": (index_bytes([3, 1, 2], [0, 2]), "document bounds that do not increase from 0 to its 3"),
+    "bounds that fall": (index_bytes([3, 1, 2], [0, 2, 1, 3]), "document bounds that do not increase from 0 to its"),
 }
 
 
-@pytest.mark.parametrize("at_once", [2, files.AT_ONCE])
+@pytest.mark.parametrize("at_once", [2, files.INDEX_BLOCK])
 @pytest.mark.parametrize("content, fact", BAD_INDEX.values(), ids=BAD_INDEX)
 def test_damaged_index_is_one_line(tmp_path, monkeypatch, content, fact, at_once):
-    monkeypatch.setattr(files, "AT_ONCE", at_once)
+    monkeypatch.setattr(files, "INDEX_BLOCK", at_once)
     (tmp_path / "x_train_y.bin").write_bytes(bytes(12))
     (tmp_path / "x_train_y.idx").write_bytes(content)
     assert fact in error(open_data(tmp_path, vocab_size=9).split, "train")
@@ -306,14 +308,14 @@ def test_a_mixture_is_its_sources_and_their_weights(tmp_path, monkeypatch, text,
 @pytest.mark.parametrize(
     "name, fact",
     [
-        ("a:1,b", "'b' is no name:weight with a positive number"),
-        ("a:1,b:0", "'b:0' is no name:weight"),
-        ("a:1,b:-1", "'b:-1' is no name:weight"),
-        ("a:1,b:nan", "'b:nan' is no name:weight"),
-        ("a:1,:2", "':2' is no name:weight"),
-        ("a:1,", "'' is no name:weight"),
-        ("a:1:2,b:1", "'a:1:2' is no name:weight"),
-        ("a:1,a:2", "'a:2' stands twice"),
+        ("a:1,b", "'b' is not name:weight with a positive weight"),
+        ("a:1,b:0", "'b:0' is not name:weight"),
+        ("a:1,b:-1", "'b:-1' is not name:weight"),
+        ("a:1,b:nan", "'b:nan' is not name:weight"),
+        ("a:1,:2", "':2' is not name:weight"),
+        ("a:1,", "'' is not name:weight"),
+        ("a:1:2,b:1", "'a:1:2' is not name:weight"),
+        ("a:1,a:2", "'a:2' appears twice"),
         ("a:1,nowhere:1", "there is no data set 'nowhere'"),
         ("a:1,c:1", "a and c cannot be mixed, because their meta.json differ in the tokenizer ("),
         ("a:1,d:1", "a and d cannot be mixed, because their meta.json differ in the tokenizer ("),
@@ -350,7 +352,7 @@ def test_inspection_of_a_data_set(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = ByteTokenizer().encode("été " * 100)
     prepare("set", train=[256, *text, 256, 65, 66, 256], val=[65] * 7)
-    kind, checked = "shard 20240520 of version 1, uint16", "SHA-256 as meta.json says"
+    kind, checked = "shard 20240520 of version 1, uint16", "SHA-256 as in meta.json"
     expected = [
         f"set/train_000000.bin: {kind}, {len(text) + 5} tokens, 3 documents, largest id 256, {checked}",
         "    first document: " + repr(("été " * 100)[:300]),
@@ -362,9 +364,9 @@ def test_inspection_of_a_data_set(tmp_path, monkeypatch, capsys):
     Path("set/train_000000.bin").write_bytes(shard_bytes([65] * (len(text) + 5)))
     code, out, err = inspected(capsys, "set", "nowhere", "set/meta.json")
     assert (code, out) == (2, expected[2:]) and len(err) == 3
-    assert err[0].startswith("error: there is no nowhere; ")
+    assert err[0].startswith("error: nowhere does not exist; ")
     assert err[1].startswith("error: set/train_000000.bin was changed: its SHA-256 is not the one in meta.json; ")
-    assert err[2].startswith("error: set/meta.json is no shard")
+    assert err[2].startswith("error: set/meta.json is not a shard")
     assert inspected(capsys)[0] == 2
 
 
@@ -383,7 +385,7 @@ def test_inspection_of_other_files(tmp_path, monkeypatch, capsys):
     Path("wide.bin").write_bytes(shard_bytes([70_000, 1, 2], 20240801, 7, code="I"))
     Path("x_val_y.bin").write_bytes(struct.pack("<6i", *range(6)))
     Path("x_val_y.idx").write_bytes(index_bytes([3, 1, 2], [0, 2, 3], code=4, width=4))
-    rest = "documents, largest id {}, SHA-256 on no record"
+    rest = "documents, largest id {}, SHA-256 not recorded"
     pair = "x_val_y.bin: Megatron's, version 1, int32, 6 tokens, 2 " + rest.format(5)
     assert inspected(capsys, "train.bin", "wide.bin", "x_val_y", "x_val_y.idx", "x_val_y.bin") == (
         0,
@@ -406,9 +408,9 @@ def test_inspection_of_other_files(tmp_path, monkeypatch, capsys):
 
 GOOD = shard_bytes(range(200))
 DAMAGE = {
-    "cut in the magic": (GOOD[:3], "is no shard"),
+    "cut in the magic": (GOOD[:3], "is not a shard"),
     "cut in the header": (GOOD[:500], "is truncated: 500 bytes"),
-    "cut in the tokens": (GOOD[:-2], "is truncated: 1422 bytes, but its header says 200 tokens, 1424 bytes"),
+    "cut in the tokens": (GOOD[:-2], "is truncated: 1422 bytes, but its header gives 200 tokens, 1424 bytes"),
     "cut in a token": (GOOD[:-1], "is truncated"),
     "too long": (GOOD + b"\0", "is too long"),
     "count too large": (shard_bytes(range(200), count=201), "is truncated"),
@@ -417,7 +419,7 @@ DAMAGE = {
     "no tokens": (shard_bytes([]), "holds no tokens"),
     "other magic": (
         shard_bytes(range(200), magic=20240521),
-        "is no shard: it begins with 20240521, not with 20240520 or 20240801",
+        "is not a shard: it begins with 20240521, not with 20240520 or 20240801",
     ),
     "other version": (shard_bytes(range(200), version=2), "is a shard of version 2, not 1"),
     "wide magic, narrow tokens": (shard_bytes(range(200), 20240801, 7), "is truncated"),
@@ -675,11 +677,11 @@ def test_a_crash_between_the_renames_never_passes_for_data(tmp_path, monkeypatch
 
     killed_while(work)
     if 0 < moves < 4:  # the mark, two shards, meta.json
-        assert "was cut off while it moved its files" in error(open_data, tmp_path, vocab_size=257)
+        assert "stopped while it moved its files" in error(open_data, tmp_path, vocab_size=257)
         with pytest.raises(KeyboardInterrupt):
             with ShardWriter(tmp_path, ByteTokenizer()):
                 raise KeyboardInterrupt  # and a second one, stopped early, does not hide it
-        assert "was cut off while it moved its files" in error(open_data, tmp_path, vocab_size=257)
+        assert "stopped while it moved its files" in error(open_data, tmp_path, vocab_size=257)
     else:
         expected = list(range(200)) if moves == 0 else list(range(199, -1, -1))
         assert read_all(open_data(tmp_path, verify=True).split("train")) == expected

@@ -54,7 +54,7 @@ def test_char_ids_are_nanogpts(text):
 
 def test_char_names_what_it_lacks():
     with pytest.raises(
-        ValueError, match=r"vocabulary of 3 lacks 2 of the text's characters: 'x', '\\u20ac'; leave"
+        ValueError, match=r"vocabulary of 3 lacks 2 of the text's characters: 'x', '\\u20ac'; remove"
     ) as e:
         CharTokenizer("abc").encode("abx€x")
     assert "\n" not in str(e.value)

@@ -30,7 +30,7 @@ import model
 import sample
 import train
 from configurator import Config, parse
-from data.loader import draws  # the order itself has its own tests
+from data.loader import corruption_keys  # the order itself has its own tests
 from data.objective import OBJECTIVE
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
@@ -94,7 +94,7 @@ def test_a_mixture_resumes_exactly(run, tiny_data, more_data):
     rows = [tokens[s : s + 17] for tokens in (tiny, np.arange(100)) for s in range(0, len(tokens) - 16, 16)]
     nats, count = 0.0, 0
     for window, row in enumerate(rows):
-        batch = objective(torch.from_numpy(row.astype(np.int64)[None]), draws(np.array([window]), -1))
+        batch = objective(torch.from_numpy(row.astype(np.int64)[None]), corruption_keys(np.array([window]), -1))
         targets = batch["targets"][0]
         with torch.no_grad():
             logits = net(batch["idx"])[0].double()
@@ -320,7 +320,7 @@ def test_other_evaluations_equal_a_naive_one(run, tiny_data, flags, capsys):
     nats, count = 0.0, 0
     for window in range(n):
         row = torch.from_numpy(tokens[None, 16 * window : 16 * window + 17])
-        batch = objective(row, draws(np.array([window]), -1))
+        batch = objective(row, corruption_keys(np.array([window]), -1))
         if "text" in batch:
             text = batch.pop("text")
             batch |= {"idx": text[:, :-1], "targets": text[:, 1:]}

@@ -2,16 +2,16 @@
 
     python data/fineweb_edu/prepare.py --shards=10                   # the first billion tokens
     python data/fineweb_edu/prepare.py --path=HuggingFaceFW/fineweb-edu:sample-100BT
-    python data/fineweb_edu/prepare.py --path='fineweb/*.parquet'    # from files that are here already
+    python data/fineweb_edu/prepare.py --path='fineweb/*.parquet'    # from local files
 
-Needs pip install -e .[data]. Pages come as they are read, a page validates by a hash of its number. Interrupted, the
-same command goes on after its last full shard.
+Needs pip install -e .[data]. Pages are streamed, and a hash of a page's number decides whether it validates. After an
+interruption the same command continues behind the last full shard.
 """
 
 import signal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process silently
 
 import sys
 from pathlib import Path

@@ -1,17 +1,17 @@
 """openwebtext: an open copy of GPT-2's training text, 8 million pages, 9 billion tokens.
 
     python data/openwebtext/prepare.py --shards=10               # the first billion tokens
-    python data/openwebtext/prepare.py --path='owt/*.parquet'    # from files that are here already
+    python data/openwebtext/prepare.py --path='owt/*.parquet'    # from local files
 
-Needs pip install -e .[data]. Pages come as they are read, a page validates by a hash of its number. Interrupted, the
-same command goes on after its last full shard. If the hub's main revision is still a loading script, which is refused,
-another revision has the pages as parquet files: --path=Skylion007/openwebtext@refs/pr/18, when this was written.
+Needs pip install -e .[data]. Pages are streamed, and a hash of a page's number decides whether it validates. After an
+interruption the same command continues behind the last full shard. The main revision on the hub may still be a loading
+script, which is refused. Then pass a revision with parquet files, such as --path=Skylion007/openwebtext@refs/pr/18.
 """
 
 import signal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process silently
 
 import sys
 from pathlib import Path

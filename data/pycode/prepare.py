@@ -1,16 +1,17 @@
-"""pycode: the source of Python's own standard library, there on every machine without a network.
+"""pycode: the source code of Python's standard library, which every machine has without a network.
 
     python data/pycode/prepare.py                    # about 11 MB of source into this folder, a few seconds
     python data/pycode/prepare.py --tokenizer=gpt2 --out=data/pycode_gpt2
 
-One document per file, in the order of the paths, each followed by end-of-text; tests are left out. The split goes by
-document: in the order of a hash of their paths, files validate as long as they fit into `val_fraction` of all bytes.
+Each file is one document, followed by end-of-text, in the order of the paths. Tests are left out. The split is by
+document: files are tried in the order of a hash of their paths, and validate if they fit into `val_fraction` of all
+bytes.
 """
 
 import signal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process silently
 
 import hashlib
 import os
@@ -25,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from data.command import Parser, next_command, out_folder, run  # noqa: E402
-from data.files import shown  # noqa: E402
+from data.files import display_path  # noqa: E402
 from data.tokenizer import from_spec  # noqa: E402
 from data.writer import ShardWriter  # noqa: E402
 
@@ -33,7 +34,7 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 
 
 def find_sources(folder: Path) -> list[Path]:
-    """Every .py file below `folder` that is not empty, sorted by relative path; none below a directory of LEFT_OUT."""
+    """All .py files below `folder` that are not empty, sorted by relative path, without the directories LEFT_OUT."""
     found = []
     for parent, directories, files in os.walk(folder):
         directories[:] = [d for d in directories if d not in LEFT_OUT]
@@ -42,7 +43,7 @@ def find_sources(folder: Path) -> list[Path]:
 
 
 def validation_set(paths: list[Path], folder: Path, fraction: float) -> set[Path]:
-    """The files that fit into `fraction` of all bytes, tried in the order of the hash of their relative paths."""
+    """Chooses files that fit into `fraction` of all bytes together, in the order of a hash of their relative paths."""
     sizes = {p: p.stat().st_size for p in paths}
     room, chosen = fraction * sum(sizes.values()), set()
     for path in sorted(paths, key=lambda p: hashlib.sha256(p.relative_to(folder).as_posix().encode()).digest()):
@@ -54,12 +55,13 @@ def validation_set(paths: list[Path], folder: Path, fraction: float) -> set[Path
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--val_fraction", type=float, default=0.05, help="share of validation, in bytes (default 0.05)")
+    fraction = "fraction of the bytes for validation (default 0.05)"
+    parser.add_argument("--val_fraction", type=float, default=0.05, help=fraction)
     parser.add_argument("--tokenizer", choices=("byte", "gpt2"), default="byte", help="default byte")
     parser.add_argument("--out", default=str(HERE), help="NAME (data/NAME) or a path with a / (default: this folder)")
     args = parser.parse_args()
     if not 0 < args.val_fraction < 1:
-        raise ValueError(f"val_fraction={args.val_fraction} is no share; pass a number between 0 and 1")
+        raise ValueError(f"val_fraction={args.val_fraction} is not possible; pass a number between 0 and 1")
 
     folder, library = out_folder(args.out), Path(sysconfig.get_path("stdlib"))
     paths = find_sources(library)
@@ -67,17 +69,17 @@ def main() -> None:
         raise ValueError(f"{library} has no .py files (a Python without sources?); use another Python")
     validation = validation_set(paths, library, args.val_fraction)
     if not validation:
-        raise ValueError(f"val_fraction={args.val_fraction} is less than the smallest file; pass a larger share")
+        raise ValueError(f"val_fraction={args.val_fraction} is less than the smallest file; pass a larger number")
     tokenizer = from_spec({"kind": args.tokenizer})
     with ShardWriter(folder, tokenizer) as out:
         for path in paths:
-            text = path.read_bytes().decode("utf-8", "surrogateescape")  # not all is UTF-8; every byte shall survive
+            text = path.read_bytes().decode("utf-8", "surrogateescape")  # keeps the bytes that are not UTF-8
             tokens = np.append(tokenizer.encode(text), tokenizer.eot)
             out.add("val" if path in validation else "train", tokens)
     train, val = out.splits["train"], out.splits["val"]
     print(
         f"the library of Python {platform.python_version()}: {train['documents']:,} + {val['documents']:,} documents, "
-        f"{train['tokens']:,} train + {val['tokens']:,} val tokens in {shown(folder)}; "
+        f"{train['tokens']:,} train + {val['tokens']:,} val tokens in {display_path(folder)}; "
         f"next: {next_command(folder, tokenizer.vocab_size, [train['tokens'], val['tokens']])}"
     )
 

@@ -1,7 +1,7 @@
 """shakespeare: nanoGPT's Shakespeare in GPT-2's tokens, token for token.
 
-    python data/shakespeare/prepare.py                  # shakespeare_char's input.txt, else a download to there
-    python data/shakespeare/prepare.py --input=my.txt   # any text of one's own, a file or an address
+    python data/shakespeare/prepare.py                  # shakespeare_char's input.txt, or a download to it
+    python data/shakespeare/prepare.py --input=my.txt   # your own text, a file or a URL
 
 The first 90 % of the characters train, the rest validate: 301,966 and 36,059 tokens, without an end-of-text.
 """
@@ -9,7 +9,7 @@ The first 90 % of the characters train, the rest validate: 301,966 and 36,059 to
 import signal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process silently
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from data.command import Parser, next_command, out_folder, run  # noqa: E402
-from data.files import shown  # noqa: E402
+from data.files import display_path  # noqa: E402
 from data.shakespeare_char.prepare import read_text  # noqa: E402
 from data.tokenizer import GPT2Tokenizer  # noqa: E402
 from data.writer import ShardWriter  # noqa: E402
@@ -26,7 +26,7 @@ from data.writer import ShardWriter  # noqa: E402
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--input", help="text file or its address (default: shakespeare_char's)")
+    parser.add_argument("--input", help="text file or its URL (default: the one of shakespeare_char)")
     parser.add_argument("--out", default=str(HERE), help="NAME (data/NAME) or a path with a / (default: this folder)")
     args = parser.parse_args()
 
@@ -39,7 +39,7 @@ def main() -> None:
         out.add("train", train)
         out.add("val", val)
     print(
-        f"{len(train):,} train + {len(val):,} val tokens in {shown(folder)}; "
+        f"{len(train):,} train + {len(val):,} val tokens in {display_path(folder)}; "
         f"next: {next_command(folder, tokenizer.vocab_size, [len(train), len(val)])}"
     )
 

@@ -1,7 +1,7 @@
 """shakespeare_char: nanoGPT's character-level Shakespeare, token for token.
 
-    python data/shakespeare_char/prepare.py                  # input.txt in this folder, else a download
-    python data/shakespeare_char/prepare.py --input=my.txt   # any text of one's own, a file or an address
+    python data/shakespeare_char/prepare.py                  # input.txt in this folder, or a download
+    python data/shakespeare_char/prepare.py --input=my.txt   # your own text, a file or a URL
 
 The first 90 % of the characters train, the rest validate: 1,003,854 and 111,540 tokens, 65 different characters.
 """
@@ -9,7 +9,7 @@ The first 90 % of the characters train, the rest validate: 1,003,854 and 111,540
 import signal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process silently
 
 import hashlib
 import sys
@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from data.command import Parser, next_command, out_folder, run  # noqa: E402
-from data.files import regular, shown  # noqa: E402
+from data.files import display_path, open_regular  # noqa: E402
 from data.tokenizer import CharTokenizer  # noqa: E402
 from data.writer import ShardWriter  # noqa: E402
 
@@ -31,18 +31,18 @@ SECONDS = 5  # for connecting, and for each read
 
 
 def download(url: str) -> bytes:
-    """The content at `url` (http, https, ftp or file). ValueError with the remedy if it cannot be had."""
+    """Downloads the content of `url` (http, https, ftp or file). ValueError with a remedy if this fails."""
     try:
         with urlopen(url, timeout=SECONDS) as response:
             return response.read()
     except (OSError, HTTPException, ValueError) as e:
         reason = getattr(e, "reason", None) or e or type(e).__name__
-        remedy = f"put the text at {shown(HERE / 'input.txt')} or pass --input=FILE"
+        remedy = f"put the text at {display_path(HERE / 'input.txt')} or pass --input=FILE"
         raise ValueError(f"cannot download {url} ({reason}); {remedy}") from e
 
 
 def shakespeare() -> bytes:
-    """input.txt of this folder, downloaded if it is not there. ValueError if the download is not the known text."""
+    """Reads input.txt in this folder, after a download if it is missing. ValueError if the download is another text."""
     path = HERE / "input.txt"
     if not path.exists():
         content = download(URL)
@@ -56,13 +56,15 @@ def shakespeare() -> bytes:
 
 
 def read(path: Path | str) -> bytes:
-    with open(path, "rb", opener=regular) as f:
+    with open(path, "rb", opener=open_regular) as f:
         return f.read()
 
 
 def read_text(source: str | None) -> str:
-    """The text at `source`, a file or an address, or shakespeare(). ValueError if it is no text of 11 characters, of
-    which the last tenth has two."""
+    """Reads the text at `source`, a file or a URL; None means shakespeare().
+
+    ValueError if it has fewer than 11 characters: the last tenth must have two.
+    """
     if source is None:
         content = shakespeare()
     else:
@@ -71,7 +73,7 @@ def read_text(source: str | None) -> str:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as e:
-        raise ValueError(f"{name} is no UTF-8 text (byte {e.start}); convert it, for example with iconv") from e
+        raise ValueError(f"{name} is not UTF-8 text (byte {e.start}); convert it, for example with iconv") from e
     if len(text) < 11:
         raise ValueError(f"{name} has {len(text)} characters, too few to split; pass a longer text")
     if hashlib.sha256(content).hexdigest() != SHA256:
@@ -81,7 +83,7 @@ def read_text(source: str | None) -> str:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--input", help="text file or its address (default: input.txt in this folder)")
+    parser.add_argument("--input", help="text file or its URL (default: input.txt in this folder)")
     parser.add_argument("--out", default=str(HERE), help="NAME (data/NAME) or a path with a / (default: this folder)")
     args = parser.parse_args()
 
@@ -93,7 +95,8 @@ def main() -> None:
         out.add("train", tokens[:cut])
         out.add("val", tokens[cut:])
     print(
-        f"{tokenizer.vocab_size} characters, {cut:,} train + {len(tokens) - cut:,} val tokens in {shown(folder)}; "
+        f"{tokenizer.vocab_size} characters, "
+        f"{cut:,} train + {len(tokens) - cut:,} val tokens in {display_path(folder)}; "
         f"next: {next_command(folder, tokenizer.vocab_size, [cut, len(tokens) - cut])}"
     )
 
