@@ -7,17 +7,17 @@
     python sample.py --out_dir=out/bert --start="def f_____(self):" --blank=_            # masked: a token each
     python sample.py --out_dir=out/t5 --start="for <mask> in range(<mask>):"             # seq2seq: a span each
 
-The distribution of the next token is that of Hugging Face's generate with the same flags: temperature divides the
-logits, then top_k, top_p and min_p each drop tokens from what the one before it has left.
+The next token has the same distribution as in Hugging Face's generate with these flags: the logits are divided by the
+temperature, then top_k, top_p and min_p in this order each remove tokens.
 
-Samples go to stdout, everything else to stderr. A causal model continues the prompt, and on a terminal its first sample
-appears while it is written; the others fill the blanks of the prompt.
+Samples go to stdout, everything else to stderr. A causal model continues the prompt; on a terminal the first sample
+appears while it is generated. Models of the other objectives fill the blanks of the prompt.
 """
 
 import signal
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGPIPE):  # Ctrl-C, imports included, and `| head` end it without a word
+    for number in (signal.SIGINT, signal.SIGPIPE):  # Ctrl-C (also during the imports) and `| head` end it silently
         signal.signal(number, signal.SIG_DFL)
 
 import codecs
@@ -43,28 +43,28 @@ from engine.errors import command, user_errors
 from engine.parallel import resolve_device, resolve_dtype
 from model import Model
 
-Choose = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
-LARGEST_PROMPT = 2**24  # bytes of a prompt's file
+Chooser = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
+LARGEST_PROMPT = 2**24  # bytes of a prompt file
 SEPARATOR = "\n---------------\n"
 
 
 @dataclass
 class SampleConfig:
-    """What to sample, and how. ValueError names the flag, its value and the remedy."""
+    """The flags of sample.py. ValueError names the flag, its value and the remedy."""
 
     # --- sample
-    out_dir: str = "out"  # of the training run; its latest checkpoint, or one checkpoint's own directory
+    out_dir: str = "out"  # of the training run, for its latest checkpoint; or the directory of one checkpoint
     start: str = ""  # the prompt, or FILE:path; empty = end-of-text, or a newline where there is none
-    blank: str = "<mask>"  # what stands in the prompt for a missing token (masked) or span (seq2seq)
-    num_samples: int = 1  # samples of the same prompt, written together as one batch
-    max_new_tokens: int = 500  # length of each sample, less where it ends by itself
-    stop: str = ""  # a sample ends before this text; it always ends at end-of-text
-    seed: int = 1337  # same seed, same samples
+    blank: str = "<mask>"  # text in the prompt that marks a missing token (masked) or span (seq2seq)
+    num_samples: int = 1  # samples of the same prompt, generated in one batch
+    max_new_tokens: int = 500  # largest length of a sample; end-of-text or `stop` ends it earlier
+    stop: str = ""  # text before which a sample ends; empty = only end-of-text ends it
+    seed: int = 1337  # the same seed gives the same samples
     # --- distribution
-    temperature: float = 0.8  # below 1 sharper, above 1 flatter, 0 = always the likeliest token
-    top_k: int = 200  # only the k likeliest tokens, 0 = all
-    top_p: float = 1.0  # only the likeliest tokens that together have this probability (arXiv:1904.09751)
-    min_p: float = 0.0  # only tokens at least this fraction as likely as the likeliest (arXiv:2407.01082)
+    temperature: float = 0.8  # below 1 sharper, above 1 flatter, 0 = always the most likely token
+    top_k: int = 200  # keeps the k most likely tokens, 0 = all
+    top_p: float = 1.0  # keeps the most likely tokens with this total probability (arXiv:1904.09751)
+    min_p: float = 0.0  # keeps tokens of at least this fraction of the largest probability (arXiv:2407.01082)
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix multiplications
@@ -73,22 +73,22 @@ class SampleConfig:
         for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
             value = getattr(self, name)
             require(least <= value < 2**31, f"{name}={value} must be at least {least} and below {2**31}")
-        require(self.blank != "", "blank='' stands for nothing; set it to a text such as <mask>")
+        require(self.blank != "", "blank='' must not be empty; set it to a text such as <mask>")
         require(
             self.temperature == 0 or self.temperature >= 1e-6,
-            f"temperature={self.temperature} must be 0 (always the likeliest token) or at least 1e-06",
+            f"temperature={self.temperature} must be 0 (always the most likely token) or at least 1e-06",
         )
         require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token")
         require(0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]; 0 keeps every token")
         known = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?|mps", self.device)
         require(known is not None, f"device={self.device!r} must be auto, cpu, cuda, cuda:N or mps")
-        require(self.out_dir != "", "out_dir='' names no folder; give the run's, such as out")
+        require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
 
 
 def distribution(logits: Tensor, cfg: SampleConfig) -> Tensor:
-    """Probabilities (B, V), up to a factor per row, of logits (B, V) under temperature > 0, top_k, top_p and min_p.
+    """Probabilities (B, V), up to a factor per row, from logits (B, V) by temperature > 0, top_k, top_p and min_p.
 
-    Each sees what the one before it has left, in this order, which is that of Hugging Face's generate.
+    Each filter sees the tokens that the one before it has kept. The order is that of Hugging Face's generate.
     """
     scaled = logits / cfg.temperature
     if 0 < cfg.top_k < logits.size(-1):
@@ -97,23 +97,23 @@ def distribution(logits: Tensor, cfg: SampleConfig) -> Tensor:
     p = torch.softmax(scaled, dim=-1)
     if cfg.top_p < 1:
         ordered, index = p.sort(dim=-1, descending=True)
-        before = ordered.cumsum(dim=-1) - ordered  # probability of everything likelier
-        over = (before >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)  # the likeliest always stays
+        before = ordered.cumsum(dim=-1) - ordered  # total probability of all more likely tokens
+        over = (before >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)  # the most likely token stays
         p = p.scatter(-1, index, ordered.masked_fill(over, 0))
     return p.masked_fill(p < cfg.min_p * p.amax(dim=-1, keepdim=True), 0)
 
 
 def choose(logits: Tensor, cfg: SampleConfig, generator: torch.Generator) -> Tensor:
-    """The next tokens (B,), drawn from logits (B, V) as the flags say."""
+    """Samples the next tokens (B,) from logits (B, V)."""
     if cfg.temperature == 0:
         return logits.argmax(dim=-1)
     return torch.multinomial(distribution(logits, cfg), 1, generator=generator)[:, 0]
 
 
 def load(cfg: SampleConfig, device: torch.device):
-    """The checkpoint's folder, its model in evaluation mode, and its tokenizer."""
+    """Loads the checkpoint of out_dir: its folder, its model in evaluation mode, and its tokenizer."""
 
-    def built(path: Path, state: dict) -> tuple[Path, Model, Tokenizer]:
+    def build(path: Path, state: dict) -> tuple[Path, Model, Tokenizer]:
         require(
             state["tokenizer"] is not None,
             f"{path} was trained on data without a tokenizer; give its meta.json a tokenizer and resume for one step",
@@ -128,74 +128,74 @@ def load(cfg: SampleConfig, device: torch.device):
         checkpoint.load(path, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
         return path, model.eval(), tokenizer
 
-    return checkpoint.read(cfg.out_dir, {"flags": dict, "tokenizer": (dict, NoneType)}, built)
+    return checkpoint.read(cfg.out_dir, {"flags": dict, "tokenizer": (dict, NoneType)}, build)
 
 
 def check_flags(cfg: SampleConfig, objective: str):
-    """A flag that the model's objective has no use for is refused where it was set."""
+    """ValueError if the user has set a flag that has no effect with the model's objective."""
     unused = {"causal": ["blank"], "masked": ["stop", "max_new_tokens"], "seq2seq": ["stop"]}[objective]
     for name in [name for name in unused if name in cfg.sources]:
-        raise ValueError(f"{name}={getattr(cfg, name)} has no use with a model of objective={objective}; leave it out")
+        raise ValueError(f"{name}={getattr(cfg, name)} has no effect on a model of objective={objective}; omit it")
 
 
 def read_prompt(start: str) -> str:
-    """The text of --start, or of the file that it names. ValueError if that is not a regular file of UTF-8 text."""
+    """Reads the prompt of --start. FILE:path must be a regular file of UTF-8 text, else ValueError."""
     if not start.startswith("FILE:"):
         return start
-    what = f"start={start[:200]}"
-    require("\0" not in start, f"start={start[:200]!r} holds a NUL, which no path does; give the path of a text file")
+    flag = f"start={start[:200]}"
+    require("\0" not in start, f"start={start[:200]!r} holds a NUL, so it is not a path; give the path of a text file")
     try:
         path = Path(start[5:]).expanduser()
-        require(stat.S_ISREG(path.stat().st_mode), f"{what} is not a regular file; give the path of a text file")
-        with open(path, "rb") as f:  # the size of a file under /proc is 0, whatever it holds
+        require(stat.S_ISREG(path.stat().st_mode), f"{flag} is not a regular file; give the path of a text file")
+        with open(path, "rb") as f:  # files under /proc have the size 0 but may have content
             content = f.read(LARGEST_PROMPT + 1)
-        require(len(content) <= LARGEST_PROMPT, f"{what} has more than {LARGEST_PROMPT:,} bytes; shorten it")
+        require(len(content) <= LARGEST_PROMPT, f"{flag} has more than {LARGEST_PROMPT:,} bytes; shorten it")
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{what} is not UTF-8 text ({error}); convert it, such as with iconv") from None
+        raise ValueError(f"{flag} is not UTF-8 text ({error}); convert it, for example with iconv") from None
     except OSError as error:
-        raise ValueError(f"{what} cannot be read ({error.strerror}); give the path of a text file") from None
+        raise ValueError(f"{flag} cannot be read ({error.strerror}); give the path of a text file") from None
     except RuntimeError as error:  # of expanduser
-        raise ValueError(f"{what} cannot be found ({error}); give the path of a text file") from None
+        raise ValueError(f"{flag} cannot be found ({error}); give the path of a text file") from None
 
 
 class Sample:
-    """One growing sample: bytes come in, complete characters go out, until end-of-text or `stop`."""
+    """A sample while it is generated: takes bytes, returns complete characters, ends at end-of-text or `stop`."""
 
     def __init__(self, stop: str):
         self.text, self.stop, self.ended = "", stop, False
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, piece: bytes, last: bool) -> str:
-        """The text that is now certain to belong to the sample and was not before."""
-        sure = self.sure()
+        """Adds the bytes of a token, and returns the text that from now on certainly belongs to the sample."""
+        settled = self.settled()
         self.text += self.decoder.decode(piece, final=last)
         if self.stop and self.stop in self.text:
             self.text, self.ended = self.text[: self.text.index(self.stop)], True
         self.ended |= last
-        return self.text[sure : self.sure()]
+        return self.text[settled : self.settled()]
 
-    def sure(self) -> int:
-        """Characters that cannot turn out to be the beginning of `stop`."""
+    def settled(self) -> int:
+        """The number of characters that certainly belong to the sample: the rest may be the beginning of `stop`."""
         held = 0 if self.ended else len(self.stop) - 1
         overlaps = (n for n in range(held, 0, -1) if self.text.endswith(self.stop[:n]))
         return len(self.text) - next(overlaps, 0)
 
 
 def text_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt, or what stands for an empty one."""
+    """The ids of the prompt. An empty prompt becomes end-of-text, or a newline if there is no end-of-text."""
     return tokenizer.encode(prompt or ("\n" if tokenizer.eot is None else "")).tolist() or [tokenizer.eot]
 
 
 def continue_text(
-    cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Choose
+    cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Chooser
 ) -> int:
-    """Prints samples that begin with the prompt; returns the number of tokens made, of all samples."""
+    """Prints samples that continue the prompt. Returns the number of tokens generated, of all samples together."""
     samples = [Sample(cfg.stop) for _ in range(cfg.num_samples)]
     live = sys.stdout.isatty()
     if live:
         print(prompt, end="", flush=True)
-    n, V = 0, tokenizer.vocab_size  # the embedding may have more rows
+    n, V = 0, tokenizer.vocab_size  # the embedding may be padded to more rows
     for n, token in enumerate(model.generate(idx, cfg.max_new_tokens, lambda x: choose(x[:, :V])), start=1):  # noqa: B007
         for i, (sample, t) in enumerate(zip(samples, token.tolist(), strict=True)):
             if not sample.ended:
@@ -211,57 +211,57 @@ def continue_text(
 
 
 def read_blanks(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str, blanks: list[int]) -> list[int]:
-    """The prompt with a token of `blanks` in the place of each blank. ValueError if that cannot be."""
+    """The ids of the prompt, with the next id of `blanks` in place of each blank. ValueError if this is impossible."""
     pieces = prompt.split(cfg.blank)
-    what = f"start={prompt[:40]!r}"
-    require(len(pieces) > 1, f"{what} has no blank to fill; write {cfg.blank} where text is missing, or set --blank")
+    flag = f"start={prompt[:40]!r}"
+    require(len(pieces) > 1, f"{flag} has no blank to fill; write {cfg.blank} for missing text, or set --blank")
     require(
         len(pieces) <= len(blanks) + 1,
-        f"{what} has {len(pieces) - 1} blanks, and the model knows only {len(blanks)} at once; fill some of them first",
+        f"{flag} has {len(pieces) - 1} blanks, and the model knows only {len(blanks)} at once; fill some of them first",
     )
     tokens = tokenizer.encode(pieces[0]).tolist()
     for i, piece in zip(blanks, pieces[1:], strict=False):
         tokens += [i, *tokenizer.encode(piece).tolist()]
     limit = flags.block_size
-    require(len(tokens) <= limit, f"{what} has {len(tokens)} tokens, more than block_size={limit}; shorten it")
+    require(len(tokens) <= limit, f"{flag} has {len(tokens)} tokens, more than block_size={limit}; shorten it")
     return tokens
 
 
 def masked_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt with <mask>, the id that follows the data's, in the place of each blank."""
+    """The ids of the prompt with the mask, id V, in place of each blank."""
     return read_blanks(cfg, flags, tokenizer, prompt, [tokenizer.vocab_size] * flags.block_size)
 
 
 @torch.no_grad()
-def fill_tokens(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Choose) -> int:
-    """Prints the prompt with each blank filled by one token, the one that the model is surest about first."""
-    V = tokenizer.vocab_size  # the id of a blank
+def fill_masks(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Chooser) -> int:
+    """Prints the prompt with a token in each blank. The blank with the highest probability of a token is next."""
+    V = tokenizer.vocab_size  # also the id of the mask
     rows, blanks = torch.arange(len(idx)), (idx[0] == V).nonzero()[:, 0]
     for _ in blanks:
         logits = model.logits(model.hidden(idx)[:, blanks])[..., :V]  # (B, blanks, V)
-        sure = logits.softmax(-1).amax(-1).masked_fill(idx[:, blanks] != V, -1)
-        best = sure.argmax(-1)  # (B,)
+        certainty = logits.softmax(-1).amax(-1).masked_fill(idx[:, blanks] != V, -1)  # (B, blanks)
+        best = certainty.argmax(-1)  # (B,)
         idx[rows, blanks[best]] = choose(logits[rows, best])
     print(SEPARATOR.join(tokenizer.decode(row.cpu()) for row in idx))
     return idx.size(0) * len(blanks)
 
 
 def source_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt with the next sentinel in the place of each blank."""
+    """The ids of the prompt with the next sentinel in place of each blank."""
     V, corruption = tokenizer.vocab_size, {"corrupt_ratio": flags.corrupt_ratio, "span_length": flags.span_length}
     objective = OBJECTIVE["seq2seq"](V, tokenizer.eot, flags.block_size, **corruption)
     return read_blanks(cfg, flags, tokenizer, prompt, list(range(V, V + objective.extra_ids - 1)))
 
 
 def fill_spans(
-    cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, source: Tensor, choose: Choose
+    cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, source: Tensor, choose: Chooser
 ) -> int:
-    """Prints the prompt with each blank filled by a text; max_new_tokens is for all blanks of a sample together."""
+    """Prints the prompt with a text in each blank. max_new_tokens limits all blanks of a sample together."""
     V = tokenizer.vocab_size
     n_blanks = int((source[0] >= V).sum())
-    span = torch.full_like(source[:, :1], V)  # (B, 1), the sentinel of the text that is being written
+    span = torch.full_like(source[:, :1], V)  # (B, 1), the sentinel of the blank that is being filled
 
-    def draw(logits: Tensor) -> Tensor:  # any token but end-of-text, or the sentinel that comes next
+    def draw(logits: Tensor) -> Tensor:  # any token except end-of-text, or the next sentinel
         ids = torch.arange(logits.size(1), device=logits.device)
         following = (span + 1).clamp(max=V + n_blanks)
         never = (ids >= V) & (ids != following) | (ids == tokenizer.eot)
@@ -276,7 +276,7 @@ def fill_spans(
             break
     pieces, texts = prompt.split(cfg.blank), []
     for row in torch.cat(written, dim=1).tolist():
-        fills = [[] for _ in range(n_blanks + 1)]  # what follows the last sentinel belongs to no blank
+        fills = [[] for _ in range(n_blanks + 1)]  # text after the last sentinel belongs to no blank
         for token in row:
             if token >= V:
                 fill = fills[token - V]
@@ -288,9 +288,9 @@ def fill_spans(
     return (len(written) - 1) * len(source)
 
 
-SAMPLER = {  # objective -> (the ids that the model reads, what it makes of them)
+SAMPLER = {  # objective -> (prompt to the ids that the model reads, function that prints the samples)
     "causal": (text_ids, continue_text),
-    "masked": (masked_ids, fill_tokens),
+    "masked": (masked_ids, fill_masks),
     "seq2seq": (source_ids, fill_spans),
 }
 
@@ -303,20 +303,20 @@ def main(argv: list[str] | None = None):
         dtype = resolve_dtype(cfg.dtype, device)
         path, model, tokenizer = load(cfg, device)
         check_flags(cfg, model.cfg.objective)
-        read, make = SAMPLER[model.cfg.objective]
-        ids = read(cfg, model.cfg, tokenizer, prompt)
+        read_ids, generate = SAMPLER[model.cfg.objective]
+        ids = read_ids(cfg, model.cfg, tokenizer, prompt)
     print(f"{path}: {model.n_params():,} parameters, on {device}", file=sys.stderr)
     idx = torch.tensor([ids], device=device).repeat(cfg.num_samples, 1)
     if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length of the text
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a new plan for every length of the text
     generator = torch.Generator(device).manual_seed(cfg.seed)
-    sys.stdout.reconfigure(errors="replace")  # a prompt may be no UTF-8, a terminal may know less than Unicode
+    sys.stdout.reconfigure(errors="replace")  # for a prompt that is not UTF-8, or a terminal without Unicode
     started = time.perf_counter()
     with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-        made = make(cfg, model, tokenizer, prompt, idx, partial(choose, cfg=cfg, generator=generator))
-    sys.stdout.flush()  # what fails here is said, and nothing else
+        n_tokens = generate(cfg, model, tokenizer, prompt, idx, partial(choose, cfg=cfg, generator=generator))
+    sys.stdout.flush()  # if it fails, the error is the only output
     seconds = time.perf_counter() - started
-    print(f"{made} tokens in {seconds:.2f} s: {made / seconds:.1f} tokens per second", file=sys.stderr)
+    print(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:.1f} tokens per second", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -366,8 +366,7 @@ def files(tmp_path_factory) -> Path:
 
 
 BAD = {  # --start=FILE:..., and what the line says
-    "fifo": "no regular file", "folder": "no regular file", "socket": "no regular file", "": "no regular file",
-    "/dev/zero": "no regular file", "/dev/stdin": "no regular file", "/dev/null": "no regular file",
+    **dict.fromkeys(["fifo", "folder", "socket", "", "/dev/zero", "/dev/stdin", "/dev/null"], "not a regular file"),
     "nowhere": "No such file", "round": "symbolic link", "empty.txt/x": "Not a directory", "a" * 5000: "too long",
     "~nobody_of_that_name/x": "cannot be found", "/proc/self/mem": "cannot be read", "huge.txt": "more than 16,777,216",
     "large.txt": "more than 16,777,216", "latin1.txt": "UTF-8", "cut.txt": "UTF-8", "utf16.txt": "UTF-8",
