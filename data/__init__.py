@@ -1,1 +1,1 @@
-"""From texts to batches. With this file the folder goes before any installed package of its name."""
+"""Preparing and loading data. With this file `import data` finds this folder before an installed package `data`."""

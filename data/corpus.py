@@ -1,4 +1,4 @@
-"""Documents to token shards, at any size: read as a stream, split by document, tokenized in threads, resumable.
+"""Prepares data sets of any size: reads documents as a stream, splits them by document, encodes them in threads.
 
     flags = parser(__doc__, HERE)
     flags.add_argument("--tokenizer", default="gpt2")
@@ -52,11 +52,10 @@ def uniform(numbers: np.ndarray) -> np.ndarray:
 
 
 def pieces(text: str, length: int) -> Iterator[str]:
-    """Cuts `text` into pieces of at least `length` characters without changing its ids: encoded and joined, they equal
-    the ids of the text in every tokenizer.
+    """Cuts `text` into pieces of at least `length` characters. Their ids, joined, are the ids of `text`.
 
-    All tokenizers first split a text into words, and in all of them a word ends before a space and after a single
-    newline. The text is cut at such places only.
+    This holds for all tokenizers, because they split a text into words first, and in all of them a word ends before a
+    space and after a single newline. The cuts are at such places only.
     """
     start = 0
     while len(text) - start > length and (found := SAFE_CUT.search(text, start + length)):
@@ -102,7 +101,7 @@ def make_jobs(documents: Iterable[tuple[str, int, int, int]], number: int) -> It
 
 
 def map_in_order(function: Callable, jobs: Iterable[Job], threads: int) -> Iterator[tuple]:
-    """Yields (job, function(job)) in the order of the jobs. At most `threads` + 2 jobs, or 16 MB, wait at a time."""
+    """Yields (job, function(job)) in the order of the jobs. At most `threads` + 2 jobs, of 16 MB, are pending."""
     waiting: deque = deque()
     pool = ThreadPoolExecutor(threads)
     try:
@@ -136,6 +135,7 @@ class Progress:
             self.bar = tqdm(initial=position, total=total, **options)
 
     def show(self, position: int, total: float, counts: str) -> None:
+        """Shows that `position` of `total` bytes are read. `counts` describes the output so far."""
         if self.bar is not None:
             self.bar.total, self.bar.postfix = total, counts
             self.bar.update(position - self.bar.n)
@@ -244,7 +244,7 @@ def parser(doc: str, here: Path) -> Parser:
     flags.add_argument("--field", default="text", help="field of jsonl and parquet with the text (default text)")
     flags.add_argument("--out", default=str(here), help="NAME (data/NAME) or a path with a / (default: this folder)")
     flags.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100_000_000)")
-    flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="to encode (default: one per core)")
+    flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="encoding threads (default: 1 per core)")
     return flags
 
 

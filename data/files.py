@@ -126,7 +126,7 @@ def read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
         raise problem(folder, name, f"is an index of version {version}, not 1")
     if start[17] not in MEGATRON_DTYPES:
         known = ", ".join(map(str, MEGATRON_DTYPES))
-        raise problem(folder, name, f"gives the tokens the type {start[17]}, which is none of {known}")
+        raise problem(folder, name, f"has the token type {start[17]}, which is none of {known}")
     expected = 34 + 12 * n + 8 * n_bounds
     if size != expected:
         fact = "is truncated" if size < expected else "is too long"

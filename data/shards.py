@@ -143,7 +143,7 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
         raise problem(folder, "", fact, f"pass {own} or more")
     tokenizer = from_spec(meta["tokenizer"], folder) if meta and "tokenizer" in meta else None
     if tokenizer and (tokenizer.hash, tokenizer.vocab_size) != (meta.get("tokenizer_hash", tokenizer.hash), own):
-        raise problem(folder, "meta.json", "has a tokenizer of another hash or vocabulary size than it records")
+        raise problem(folder, "meta.json", "records another tokenizer hash or vocabulary size than its tokenizer has")
     return DataSet(folder, meta, tokenizer, max(own, vocab_size), meta.get("eot") if meta else None, verify)
 
 

@@ -1,7 +1,7 @@
-"""Documents read one at a time from files of any size, local ones or those of the Hugging Face hub.
+"""Reads documents one at a time from files of any size, on this machine or on the Hugging Face hub.
 
-source = Source(find_files(["books/*.txt", "web"]))
-for text, file, row, position in source.read(): ...
+    source = Source(find_files(["books/*.txt", "web"]))
+    for text, file, row, position in source.read(): ...
 
 .jsonl, .parquet     a document is the text in one field of a line or row
 every other name     UTF-8 text; a document is the file, a line or a paragraph
@@ -60,7 +60,7 @@ class Source:
     files: list[str]
     documents: str = "file"  # of a text: "file", "line" or "paragraph"; without blank lines and without the line end
     column: str = "text"  # field of .jsonl and .parquet with the text
-    separated: bool = False  # adds a line end to each document, to a paragraph a blank line
+    separated: bool = False  # ends each document with a line end, a paragraph with a blank line
     val_fraction: float = 0  # above 0: cuts a single text into two documents, the last part first (`cut_in_two`)
 
     def __post_init__(self):

@@ -1,4 +1,4 @@
-"""Text to token ids and back: `char`, `byte`, `gpt2` and `bpe`, behind one table.
+"""Tokenizers, from text to token ids and back: `char`, `byte`, `gpt2` and `bpe`.
 
     tok = build("bpe:4096", lambda: texts)     # in a preparation; char and bpe are built from the texts
     tok.save(folder)
@@ -178,7 +178,7 @@ class BPETokenizer(Tokenizer):
     PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s{1,999}(?!\S)|\s"
 
     def __init__(self, tokens: list[bytes]):
-        """`tokens` are the bytes of every id except end-of-text."""
+        """`tokens` lists the bytes of each id except end-of-text."""
         self.token_bytes = [*tokens, END_OF_TEXT]
         self.vocab_size, self.eot = len(tokens) + 1, len(tokens)
         self.content = b"".join(b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(tokens))

@@ -109,7 +109,7 @@ class ShardWriter:
         _sync_folder(self.temporary)
 
     def add(self, split: str, tokens: np.ndarray, documents: int = 1) -> None:
-        """Appends documents, joined ids of shape (N,), to `split` ("train" or "val"), in as many shards as they need.
+        """Appends the ids (N,) of one or more documents to `split` ("train" or "val"), in as many shards as needed.
 
         The caller adds end-of-text ids. ValueError for an id outside the vocabulary.
         """
@@ -179,7 +179,7 @@ class ShardWriter:
         self.tokenizer.save(self.temporary)
         _write_json(self.temporary / "meta.json", meta)
         _write_json(self.temporary / "moving.json", MOVING)
-        # Several renames are not atomic: until the last one, meta.json marks that old and new shards may be mixed.
+        # Several renames are not atomic. Until the last one, meta.json warns that old and new shards may be mixed.
         os.replace(self.temporary / "moving.json", self.folder / "meta.json")
         _sync_folder(self.folder)
         for old in self.folder.iterdir():

@@ -120,7 +120,7 @@ def truncate_metrics(path: Path, step: int):
 
 
 class Events:
-    """Writes TensorBoard events. Importing torch.utils.tensorboard would take 3 s, the parts used here take 0.2 s."""
+    """Writes TensorBoard events. These imports take 0.2 s; torch.utils.tensorboard would take 3 s."""
 
     def __init__(self, folder: Path, step: int):
         try:
@@ -152,7 +152,7 @@ class Console:
         self.max_iters, self.terminal, self.bar = max_iters, sys.stderr.isatty(), None
 
     def advance(self, steps: int):
-        """Sets the number of steps done; the next line shows it. Rate and time left are those since the first call."""
+        """Sets the number of steps done, for the next redraw. Rate and time left are computed since the first call."""
         if self.bar is not None:
             self.bar.n = steps
         elif self.terminal:
@@ -162,6 +162,7 @@ class Console:
             self.bar = tqdm(initial=steps, total=self.max_iters, **options)
 
     def line(self, text: str):
+        """Prints a line above the bar."""
         if self.bar is not None:
             self.bar.clear()
         try:
@@ -182,6 +183,7 @@ class Console:
 
 
 def evaluation_line(step: int, train_loss: float, val_loss: float, val_bpb: float | None) -> str:
+    """The console's line for an evaluation."""
     bpb = f", bpb {val_bpb:.4f}" if val_bpb is not None else ""
     return f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bpb}"
 
@@ -202,7 +204,7 @@ def slow_step_warning(cfg, seconds: float) -> str:
 
 
 class Silent:
-    """The metrics of all ranks except 0, which write nothing."""
+    """The metrics of every rank except 0: they write nothing."""
 
     def log(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int, epoch=None, skipped: int = 0):
         """Logs step `step`: loss in nats; tokens, skipped steps and epoch (or epoch per source) since the start."""

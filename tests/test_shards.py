@@ -243,7 +243,7 @@ BAD_INDEX = {
     "cut in the bounds": (INDEX[:-1], "x_train_y.idx is truncated: 93 bytes"),
     "too long": (INDEX + b"\0", "x_train_y.idx is too long: 95 bytes"),
     "version": (index_bytes([3, 1, 2], [0, 3], version=2), "is an index of version 2, not 1"),
-    "floats": (index_bytes([3, 1, 2], [0, 3], code=7), "gives the tokens the type 7, which is none of 1, 2, 3, 4"),
+    "floats": (index_bytes([3, 1, 2], [0, 3], code=7), "has the token type 7, which is none of 1, 2, 3, 4"),
     "count that overflows": (INDEX[:18] + b"\xff" * 8 + INDEX[26:], "x_train_y.idx is truncated"),
     "other width": (index_bytes([3, 1, 2], [0, 3], code=4, width=4), "x_train_y.bin is truncated: 12 bytes, but its"),
     "fewer tokens": (index_bytes([3, 1, 1], [0, 3]), "x_train_y.bin is too long: 12 bytes, but its .idx gives 10"),
