@@ -244,7 +244,7 @@ def parser(doc: str, here: Path) -> Parser:
     flags.add_argument("--field", default="text", help="field of jsonl and parquet with the text (default text)")
     flags.add_argument("--out", default=str(here), help="NAME (data/NAME) or a path with a / (default: this folder)")
     flags.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100_000_000)")
-    flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="encoding threads (default: 1 per core)")
+    flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads (default: one per core)")
     return flags
 
 
