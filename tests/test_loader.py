@@ -1,4 +1,4 @@
-"""The order of the data: one epoch, every rank, every resume, against brute force."""
+"""The order of the data in epochs, on ranks and after resumes, compared with brute force."""
 
 import os
 import re
@@ -24,7 +24,7 @@ FEW = settings(max_examples=25, deadline=None)  # each example starts threads
 
 
 def stream_of(n_tokens: int, shard: int = 37) -> TokenStream:
-    """Token i is i, so a batch shows where it was read."""
+    """A stream whose token i is i, so that a batch shows its position in the data."""
     files = np.split(np.arange(n_tokens, dtype="<u4"), range(shard, n_tokens, shard))
     return TokenStream("numbers", shards_of(*files), n_tokens)
 
@@ -34,18 +34,18 @@ def causal(block_size: int) -> Causal:
 
 
 def corrupting(name: str) -> Objective:
-    """An objective that draws at random, with documents that begin at token 100."""
+    """An objective with random corruption, and documents that begin at token 100."""
     return OBJECTIVE[name](vocab_size=10**9, eot=100, block_size=8, doc_mask=True, corrupt_ratio=0.4, span_length=1.5)
 
 
 def take(loader: Loader, n: int) -> list[torch.Tensor]:
-    """n causal batches put together again as (B, T+1)."""
+    """The next n causal batches, each as its windows (B, T+1)."""
     with closing(loader):
         return [torch.cat([b["idx"], b["targets"][:, -1:]], dim=1) for b in (next(loader) for _ in range(n))]
 
 
 def rows(batches) -> list[tuple]:
-    """One tuple per row of the batches, with everything that the row holds."""
+    """One tuple per row of the batches, with the row of each tensor."""
     return [
         tuple((name, *row.tolist()) for name, row in zip(b, each, strict=True))
         for b in batches
@@ -80,7 +80,7 @@ def test_permutation_of_a_huge_range_needs_no_array():
 
 
 def test_permutation_of_one_index_is_that_of_the_array():
-    """Element by element, in any shape and with a key for each."""
+    """permute works element by element, in any shape and with a key per element."""
     n, keys = 1000, np.arange(60, dtype=np.uint64).reshape(3, 20)
     index = np.arange(60).reshape(3, 20)
     expected = [
@@ -131,7 +131,7 @@ def test_batches_are_the_windows_of_the_concatenated_array(block_size, batch_siz
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**31), st.integers(1, 3))
 @FEW
 def test_order_does_not_depend_on_the_ranks(batch_size, micro_steps, seed, steps):
-    """world_size ranks of micro_steps micro-batches read what one rank reads in world_size * micro_steps."""
+    """world_size ranks with micro_steps micro-batches read the windows of one rank with world_size * micro_steps."""
     stream = stream_of(300)
     for world_size in (1, 2, 3):
         alone = take(
@@ -159,14 +159,14 @@ def test_resume_is_one_integer(step, micro_steps, batch_size):
 
 
 def test_resume_where_plans_end(monkeypatch):
-    """The thread plans many steps at once; where one plan ends must not show."""
+    """The thread plans many steps at once. The ends of the plans have no effect on the batches."""
     whole = take(Loader(stream_of(200), causal(8), 2, 3, seed=3), 90)
     monkeypatch.setattr(Loader, "PLANNED", 7)
     assert torch.equal(torch.stack(whole), torch.stack(take(Loader(stream_of(200), causal(8), 2, 3, seed=3), 90)))
 
 
 def test_resume_with_another_batch_size():
-    """The position is a sample, so what comes next does not depend on how the samples before it were batched."""
+    """The state is a sample index, so the next samples do not depend on the batch size of the earlier ones."""
     whole = torch.cat(take(Loader(stream_of(200), causal(8), 1), 100))
     assert torch.equal(whole[30:], torch.cat(take(Loader(stream_of(200), causal(8), 7, 2, start=30), 10)))
 
@@ -212,7 +212,7 @@ def test_error_in_the_thread_reaches_next():
 
 
 def test_negative_ids_reach_no_batch():
-    """A signed file of Megatron's may be changed after it was opened."""
+    """A file of Megatron with a signed type may be changed after it was opened."""
     stream = TokenStream("signed", shards_of(np.array([1, 2, -1, 3, 4], dtype="<i4")), 10)
     with closing(Loader(stream, causal(4), 1)) as loader:
         with pytest.raises(ValueError, match="signed has token id .* where its vocabulary is 10"):
@@ -221,7 +221,7 @@ def test_negative_ids_reach_no_batch():
 
 @pytest.mark.parametrize("largest", [9, 10])
 def test_the_first_id_beyond_the_vocabulary_reaches_no_batch(largest):
-    """Of 10 ids the last one is 9; the 10 stands where it is a target alone."""
+    """With 10 ids the last one is 9. The id 10 is only a target here, not an input."""
     stream = TokenStream("numbers", shards_of(np.array([1, 2, 3, 4, largest], dtype="<u2")), 10)
     with closing(Loader(stream, causal(4), 1)) as loader:
         if largest == 9:
@@ -233,17 +233,17 @@ def test_the_first_id_beyond_the_vocabulary_reaches_no_batch(largest):
 
 @pytest.mark.parametrize("name", ["masked", "seq2seq"])
 def test_the_seed_reaches_what_is_corrupted(name):
-    """Of a window that two seeds read, other tokens are corrupted; of the same seed the same."""
+    """Two seeds corrupt different tokens of a window, and equal seeds the same tokens."""
     found = []
     for seed in (5, 6, 6):
-        stream = stream_of(8 + 1)  # one window, so that all samples are it
+        stream = stream_of(8 + 1)  # a single window, which every sample reads
         found.append(take_rows(Loader(stream, corrupting(name), 1, seed=seed), 6))
     assert found[1] == found[2] and not any(a == b for a, b in zip(found[0], found[1], strict=True))
-    assert len(set(map(str, found[0]))) > 3  # and epochs corrupt it anew
+    assert len(set(map(str, found[0]))) > 3  # each epoch corrupts it in another way
 
 
 def test_an_evaluation_needs_no_list_of_all_windows():
-    """10^15 of them would not fit."""
+    """A list of 10^15 windows would not fit in memory."""
 
     class Endless(TokenStream):
         def __init__(self):
@@ -288,7 +288,7 @@ def test_keys_of_samples_and_seeds_differ():
 
 @pytest.mark.parametrize("name", ["masked", "seq2seq"])
 def test_corruption_depends_on_the_sample_only(name):
-    """Not on ranks, micro-batches or a resume; it differs between epochs."""
+    """It does not depend on ranks, micro-batches or a resume, and differs between epochs."""
     stream, n = stream_of(200), 24  # samples in each epoch
     whole = take_rows(Loader(stream, corrupting(name), 1, seed=5), 3 * n)
     assert take_rows(Loader(stream, corrupting(name), 4, 3, seed=5), 18) == whole
@@ -304,13 +304,13 @@ def test_corruption_depends_on_the_sample_only(name):
 
 
 def resident(kind: str) -> int:
-    """kB of RssAnon, the process's own pages, or of RssFile, those of files that it maps."""
+    """kB of RssAnon, the process's own pages, or of RssFile, the pages of mapped files."""
     return int(re.search(rf"{kind}:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory from /proc, which Linux has")
 def test_21_gigabytes_take_no_memory_and_no_reading_ahead(tmp_path):
-    """Five shards of the largest size, sparse but for the first token of each window that is to be read."""
+    """Five shards of the largest size, sparse except for the first token of each window that the test reads."""
     with open(tmp_path / "hole", "wb") as f:
         f.truncate(2**24)
     if (tmp_path / "hole").stat().st_blocks:
@@ -337,12 +337,12 @@ def test_21_gigabytes_take_no_memory_and_no_reading_ahead(tmp_path):
             batch = next(loader)["idx"]
             assert batch[:, 0].tolist() == list(range(i * B + 1, (i + 1) * B + 1)) and not batch[:, 1:].any()
             memory.append((resident("RssAnon"), resident("RssFile")))
-    # The first batches allocate what all others use again. The others' pages of 4 kB are 8,960 kB, and a map brings
-    # fifteen more with each.
+    # The first batches allocate the memory that all later ones reuse. The pages of the later ones are 8,960 kB; a map
+    # would load fifteen more pages with each.
     own, mapped = (after - before for before, after in zip(memory[4], memory[-1], strict=True))
     assert own < 64_000 and mapped < 4000
     assert time.time() - start < 5  # reading ahead takes tens of seconds
-    for file in tmp_path.iterdir():  # not kept for the next runs: some tools write holes out
+    for file in tmp_path.iterdir():  # deleted at once, because some tools would write the holes out
         file.unlink()
 
 
@@ -350,7 +350,7 @@ def test_21_gigabytes_take_no_memory_and_no_reading_ahead(tmp_path):
 
 
 def mixture_of(sizes: list[int], weights: list[int]) -> TokenStream:
-    """Token i of all the sources together is i; source j is called by its number."""
+    """A stream of several sources: token i of all together is i, and source j has its number as name."""
     whole = stream_of(sum(sizes))
     sources = [(str(j), size, weight) for j, (size, weight) in enumerate(zip(sizes, weights, strict=True))]
     return TokenStream("mixed", whole.shards, whole.vocab_size, sources)
@@ -358,27 +358,27 @@ def mixture_of(sizes: list[int], weights: list[int]) -> TokenStream:
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(0, 500))
 def test_every_prefix_of_a_mixture_has_its_shares(weights, extra):
-    """Less than one sample off anywhere, so that a whole period has exactly the weights."""
+    """At every sample the counts differ by less than one from the weights' shares; after a period they are exact."""
     period = blending_indices(weights)
     assert np.bincount(period, minlength=len(weights)).tolist() == weights
     drawn = np.resize(period, len(period) + extra)[:, None] == np.arange(len(weights))
-    share = np.arange(1, len(drawn) + 1)[:, None] * np.array(weights)  # times the period, to stay with integers
-    assert (np.abs(np.cumsum(drawn, axis=0) * len(period) - share) < len(period)).all()
+    expected = np.arange(1, len(drawn) + 1)[:, None] * np.array(weights)  # counts times the period: integers
+    assert (np.abs(np.cumsum(drawn, axis=0) * len(period) - expected) < len(period)).all()
 
 
 def test_many_rare_sources_keep_their_shares():
-    """Here the source that is furthest behind is no good choice: it would let a count fall back by 1.4 samples."""
+    """With these weights, always choosing the source furthest behind would leave a count 1.4 samples behind."""
     weights = [1, 1, 3, 1, 56, 3, 1, 1, 5, 56, 13, 5, 56]
     drawn = blending_indices(weights)[:, None] == np.arange(len(weights))
     off = np.cumsum(drawn, axis=0) - np.arange(1, 1 + sum(weights))[:, None] * np.array(weights) / sum(weights)
     assert np.abs(off).max() < 1
 
 
-def test_turns_by_hand():
-    """1 of 3 is due at sample 3, 2 of 3 at samples 2 and 3; both may begin at once. Equal sources take turns."""
+def test_blending_indices_by_hand():
+    """Weight 1 of 3 has the deadline 3, weight 2 of 3 the deadlines 2 and 3. Equal sources alternate."""
     assert blending_indices([1, 2]).tolist() == [1, 0, 1]
     assert blending_indices([1, 1, 1]).tolist() == [0, 1, 2] and blending_indices([5]).tolist() == [0] * 5
-    assert blending_indices([7, 3]).tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]  # due at 2 3 5 6 8 9 10, and at 4 7 10
+    assert blending_indices([7, 3]).tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]  # deadlines 2 3 5 6 8 9 10, and 4 7 10
 
 
 SOURCES = st.lists(st.tuples(st.integers(9, 150), st.integers(1, 9)), min_size=2, max_size=4)
@@ -387,7 +387,7 @@ SOURCES = st.lists(st.tuples(st.integers(9, 150), st.integers(1, 9)), min_size=2
 @given(SOURCES, st.integers(0, 2**31), st.integers(1, 5))
 @FEW
 def test_a_source_in_a_mixture_is_read_as_if_alone(sources, seed, batch_size):
-    """Its n-th sample is that of a run on it alone, so each of its epochs has every window once."""
+    """The n-th sample of a source is that of a run on it alone, so each of its epochs has every window once."""
     sizes, weights = map(list, zip(*sources, strict=True))
     mixed = torch.cat(take(Loader(mixture_of(sizes, weights), causal(8), batch_size, seed=seed), 60)).tolist()
     start, counts = 0, []
@@ -421,7 +421,7 @@ def test_ranks_and_resumes_do_not_change_a_mixture(sources, batch_size, micro_st
 
 
 def test_a_mixture_far_from_its_start():
-    """Sample 10^12 needs no replay, and is what a count over whole periods says."""
+    """Sample 10^12 needs no replay, and is the one found by counting full periods."""
     stream = mixture_of([100, 60], [7, 3])
     with closing(Loader(stream, causal(8), 1, seed=3)) as loader:
         samples = 10**12 + np.arange(10)
@@ -441,7 +441,7 @@ def test_a_short_source_of_a_mixture():
 @given(SOURCES, st.integers(1, 5), st.integers(1, 3))
 @FEW
 def test_evaluation_of_a_mixture_is_that_of_its_sources(sources, batch_size, world_size):
-    """Every window of every source, whatever the weights; none lies over the end of a source."""
+    """Every window of every source once, for any weights; no window crosses the end of a source."""
     sizes, weights = map(list, zip(*sources, strict=True))
     starts = np.cumsum([0, *sizes])
     every = [
@@ -456,7 +456,7 @@ def test_evaluation_of_a_mixture_is_that_of_its_sources(sources, batch_size, wor
 
 
 def eval_set(stream, world_size, batch_size, n_batches, seed=0) -> list[tuple]:
-    """The rows with targets, of all ranks; every rank must give equally many batches of one shape and strides."""
+    """The rows with targets of all ranks, which must yield equally many batches of one shape and stride."""
     rows, counts, layouts = [], set(), set()
     for rank in range(world_size):
         batches = list(eval_batches(stream, causal(8), batch_size, n_batches, rank, world_size, seed))
@@ -488,7 +488,7 @@ def test_eval_set_does_not_depend_on_the_ranks(n_tokens, batch_size, n_batches):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_training_loss_is_not_of_what_training_reads_first(seed):
-    """Of 1000 windows, 50 that training begins with and 50 that are evaluated share a few by chance."""
+    """Of 1000 windows, the first 50 of training and the 50 of the evaluation have only a few in common, by chance."""
     stream = stream_of(8 * 1000 + 1)
     read = {row[0] for batch in take(Loader(stream, causal(8), 10, seed=seed), 5) for row in batch.tolist()}
     evaluated = {row[0] for row in eval_set(stream, 1, 10, 5, seed)}
@@ -503,7 +503,7 @@ def test_eval_set_is_a_sample_of_the_whole_split():
 
 @pytest.mark.parametrize("name", ["masked", "seq2seq"])
 def test_a_window_is_corrupted_in_one_way_in_every_evaluation(name):
-    """Whatever the seed, the ranks, the batch size and the other windows of the set are."""
+    """The corruption depends on no seed, rank, batch size or other window of the set."""
     stream = stream_of(403)
 
     def targets(batch_size, n_batches=0, world_size=1, seed=0):

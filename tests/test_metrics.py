@@ -1,4 +1,4 @@
-"""metrics.jsonl against an uninterrupted run, TensorBoard against metrics.jsonl, the bar against a terminal."""
+"""metrics.jsonl compared with an uninterrupted run, TensorBoard with metrics.jsonl, the bar on a simulated terminal."""
 
 import importlib.util
 import io
@@ -23,11 +23,11 @@ def open_metrics(folder, step=0, tokens=0, peak=1e9):
 
 
 def loss_at(step):
-    return math.exp(-step / 7) / 3  # digits to the last bit
+    return math.exp(-step / 7) / 3  # a float of many digits
 
 
 def loop(metrics, steps, stop):
-    """train.py's order: at the top of step s evaluate if it is due, then train and log."""
+    """The order of train.py: at the top of a step an evaluation if it is due, then training and log."""
     for step in range(*steps):
         if step % 5 == 0:
             with metrics.paused():
@@ -87,7 +87,7 @@ def test_rates_are_of_the_interval_and_leave_pauses_out(tmp_path, monkeypatch):
 @pytest.mark.parametrize("stop", [4, 5, 10, 13, 15])
 @pytest.mark.parametrize("further", [0, 3])
 def test_resume_leaves_what_the_uninterrupted_run_leaves(tmp_path, stop, further):
-    """A checkpoint at step `stop`; the run died `further` steps later, in the middle of a line."""
+    """A run saves at step `stop` and dies `further` steps later, in the middle of a line."""
     loop(open_metrics(tmp_path / "whole"), (0, 21), 20)
     loop(open_metrics(tmp_path / "cut"), (0, 21), stop + further)
     with open(tmp_path / "cut" / "metrics.jsonl", "a") as f:
@@ -110,7 +110,7 @@ def test_truncation_drops_what_is_no_line_of_ours(tmp_path):
     with open(path, "a") as f:
         f.write("\n" + "[" * 100_000 + "\n" + '{"step":' * 100_000)  # too deeply nested to be read
     truncate_metrics(path, 4)
-    assert path.read_text() == '{"step": 1, "loss": 2.5}\n{"step": 3}\n'  # lines without a kind are older, and stay
+    assert path.read_text() == '{"step": 1, "loss": 2.5}\n{"step": 3}\n'  # older lines without a kind stay
     truncate_metrics(tmp_path / "absent.jsonl", 4)
     assert not (tmp_path / "absent.jsonl").exists()
 
@@ -129,7 +129,7 @@ def test_a_new_run_forgets_the_old_one_in_its_folder(tmp_path):
 
 
 def scalars(folder):
-    """Tag -> [(step, value)], by TensorBoard's own reader."""
+    """{tag: [(step, value)]}, by TensorBoard's own reader."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -143,7 +143,7 @@ def from_jsonl(folder):
         assert line["kind"] == ("train" if "loss" in line else "eval")
         for key, value in line.items():
             if key not in ("step", "kind") and value is not None:
-                value = torch.tensor(value, dtype=torch.float32).item()  # what an event holds
+                value = torch.tensor(value, dtype=torch.float32).item()  # the precision of an event
                 expected.setdefault(f"{line['kind']}/{key}", []).append((line["step"], value))
     return expected
 
@@ -207,7 +207,7 @@ def test_lines_like_nanogpts_and_no_control_characters_off_a_terminal(tmp_path, 
 
 
 def screen(text):
-    """The rows that a terminal shows: after each \\r a row is overwritten from its beginning."""
+    """The rows on a terminal's screen: text after \\r overwrites its row from the beginning."""
     rows = []
     for row in text.split("\n"):
         shown = ""
@@ -218,7 +218,7 @@ def screen(text):
 
 
 def test_bar_on_a_terminal(tmp_path, monkeypatch):
-    """stdout and stderr on one terminal: the lines stand whole, the bar is always last, close() removes it."""
+    """With stdout and stderr on one terminal, lines are complete, the bar is the last row, and close() removes it."""
     clock, terminal = [0.0], Terminal()
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
@@ -261,7 +261,7 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
     Silent().say("hello")
     assert capsys.readouterr() == ("", "") and not list(tmp_path.iterdir())
     public = {name for name in vars(Metrics) if not name.startswith("_")}
-    assert public - set(vars(Silent)) == {"write"}  # nothing that train.py calls is missing
+    assert public - set(vars(Silent)) == {"write"}  # Silent has every method that train.py calls
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_cpu_peak_is_that_of_the_fastest_matmul(monkeypatch):
-    """Of three within half a second, of which the second takes 0.05 s."""
+    """Three matmuls in half a second, of which the second takes 0.05 s."""
     clock, shapes = iter([0.0, 0.0, 0.2, 0.2, 0.25, 0.25, 0.45, 0.6]), []
     monkeypatch.setattr(engine.metrics.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(torch, "mm", lambda a, b, out: shapes.append((*a.shape, b.size(1), a.dtype)))
@@ -310,5 +310,5 @@ def test_gpu_table(name, half, tf32):
 
 def test_peak_memory_grows_with_what_is_held():
     before = peak_memory_bytes(CPU)
-    block = torch.ones(2 * before // 4)  # twice what the process ever held
+    block = torch.ones(2 * before // 4)  # twice the peak so far
     assert 2 * before <= peak_memory_bytes(CPU) < 4 * before + 2**28 and len(block)

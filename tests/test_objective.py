@@ -1,4 +1,4 @@
-"""Corruption against naive loops that undo it, against every choice written out, and against T5's known sizes."""
+"""Corruption compared with naive loops that undo it, with all choices enumerated, and with the sizes of T5."""
 
 from collections import Counter
 from itertools import groupby, product
@@ -36,7 +36,7 @@ def numbers(text: list[int], eot: int = 0) -> list[int]:
 
 
 def chi_square(counts: list[int], expected: list[float]):
-    """The counts' distance from what is expected is below its mean plus five standard deviations."""
+    """Asserts that the chi-square statistic of the counts is below its mean plus five standard deviations."""
     freedom = len(expected) - 1
     distance = sum((c - e) ** 2 / e for c, e in zip(counts, expected, strict=True))
     assert distance < freedom + 5 * (2 * freedom) ** 0.5, counts
@@ -66,7 +66,7 @@ def test_causal_is_the_window_itself():
 @sizes
 @settings(deadline=None)
 def test_masked_can_be_undone(T, B, ratio, span_length, eot_share, seed):
-    """Targets over idx give the window; exactly m are targets, less only where the window has fewer tokens."""
+    """Targets replaced in idx give the window. There are exactly m targets, or fewer if the window has fewer tokens."""
     window, objective = texts(B, T, eot_share, seed), Masked(V, 0, T, True, ratio)
     before = window.clone()
     batch = objective(window, KEYS[seed % 1000 :][:B])
@@ -81,7 +81,7 @@ def test_masked_can_be_undone(T, B, ratio, span_length, eot_share, seed):
 
 
 def test_every_set_of_positions_is_chosen_as_often():
-    """Of the 15 sets of two out of six positions; with an end-of-text in the window, of the 10 without it."""
+    """All 15 sets of two of six positions are equally likely; with an end-of-text in the window, the 10 without it."""
     for row, n_sets in (([1, 2, 3, 4, 5, 6, 7], 15), ([1, 2, 0, 4, 5, 6, 7], 10)):
         targets = Masked(V, 0, 6, corrupt_ratio=0.3)(torch.tensor([row] * len(KEYS)), KEYS)["targets"]
         counts = Counter(map(tuple, targets.tolist()))
@@ -90,7 +90,7 @@ def test_every_set_of_positions_is_chosen_as_often():
 
 
 def test_what_stands_in_the_place_of_a_target():
-    """80 % the mask, 10 % any of the 8 ids, its own among them, 10 % its own: at every position."""
+    """At every position: 80 % the mask, 10 % any of the 8 ids (also the original), 10 % the original."""
     batch = Masked(8, None, 16, corrupt_ratio=0.5)(torch.full((len(KEYS), 17), 3), KEYS)
     shares = np.full(9, 0.1 / 8)
     shares[8], shares[3] = 0.8, 0.1 + 0.1 / 8
@@ -98,7 +98,7 @@ def test_what_stands_in_the_place_of_a_target():
         idx = batch["idx"][:, position][batch["targets"][:, position] == 3]
         assert abs(len(idx) / len(KEYS) - 0.5) < 5 * 0.5 / len(KEYS) ** 0.5
         chi_square(torch.bincount(idx, minlength=9).tolist(), (len(idx) * shares).tolist())
-    both = (batch["idx"][:, 0] == 8) & (batch["idx"][:, 1] == 8)  # each by itself: 8 of 16 chosen, times 0.8, twice
+    both = (batch["idx"][:, 0] == 8) & (batch["idx"][:, 1] == 8)  # independent: 8 of 16 chosen, times 0.8, twice
     p = 0.5 * 7 / 15 * 0.8**2
     assert abs(both.double().mean() - p) < 5 * (p * (1 - p) / len(KEYS)) ** 0.5
 
@@ -109,7 +109,7 @@ def test_what_stands_in_the_place_of_a_target():
 @sizes
 @settings(deadline=None)
 def test_seq2seq_can_be_undone(T, B, ratio, span_length, eot_share, seed):
-    """The spans behind the sentinels, put where these stand in the source, give the window and its documents."""
+    """The spans inserted in source in place of their sentinels give the window and its documents."""
     window, objective = texts(B, T, eot_share, seed), Seq2Seq(V, 0, T, True, ratio, span_length)
     before = window.clone()
     batch = objective(window, KEYS[seed % 1000 :][:B])
@@ -143,7 +143,7 @@ def test_seq2seq_can_be_undone(T, B, ratio, span_length, eot_share, seed):
 
 @pytest.mark.parametrize("T,ratio,span_length", [(7, 0.43, 1.5), (6, 0.5, 3), (6, 0.5, 1), (2, 0.5, 1), (5, 0.9, 1)])
 def test_every_choice_of_spans_is_as_likely(T, ratio, span_length):
-    """All masks of T tokens with m ones in k runs, written out."""
+    """All masks of T tokens with m ones in k runs, enumerated."""
     objective = Seq2Seq(V, None, T, corrupt_ratio=ratio, span_length=span_length)
     source = objective(torch.arange(T + 1).expand(len(KEYS), -1), KEYS)["source"].tolist()
     counts = Counter(tuple(t not in row for t in range(T)) for row in source)
@@ -157,8 +157,8 @@ def test_every_choice_of_spans_is_as_likely(T, ratio, span_length):
 
 
 def test_sizes_of_t5():
-    """Its 568 raw tokens make 512 of source and 114 of target, each with an end-of-sequence that ours lacks in source;
-    our target ends in a sentinel instead, which is no input."""
+    """T5 turns 568 raw tokens into 512 of source and 114 of target, each with an end-of-sequence token. Our source has
+    none, and our target ends with a sentinel instead, which is not an input."""
     assert Seq2Seq(32000, 1, 568).lengths == (113, 511)
 
 
@@ -188,15 +188,15 @@ def test_documents_only_with_doc_mask(name):
 @pytest.mark.parametrize("pos", ["learned", "sinusoidal"])
 @pytest.mark.parametrize("name", OBJECTIVE)
 def test_a_packed_document_is_as_if_alone(name, pos):
-    """With doc_positions, logits and gradients of windows with several documents are those of each document by itself,
-    in a model that knows of no documents."""
+    """With doc_positions, a window with several documents has the logits and gradients of the single documents in a
+    model without document masks."""
     window = texts(2, 24, 0)
-    window[0, [5, 14]] = window[1, [0, 1, 12]] = 0  # the first row begins inside of a document
+    window[0, [5, 14]] = window[1, [0, 1, 12]] = 0  # the first row begins inside a document
     objective = OBJECTIVE[name](V, 0, 24, True, 0.5, 2)
     batch = objective(window, KEYS[:2])
     idx = batch["text"][:, :-1] if "text" in batch else batch["idx"]
     docs, source, source_docs = batch["docs"], batch.get("source"), batch.get("source_docs")
-    assert all(len(set(row)) > 1 for row in docs.tolist())  # of seq2seq, those that have a span
+    assert all(len(set(row)) > 1 for row in docs.tolist())  # for seq2seq, the documents with a span
 
     def model(**flags) -> Model:
         shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=24, vocab_size=V + objective.extra_ids)
@@ -204,7 +204,7 @@ def test_a_packed_document_is_as_if_alone(name, pos):
         return Model(ModelConfig(**shape, objective=name, pos=pos, **flags)).double()
 
     torch.manual_seed(2)
-    weights = torch.randn(2, idx.size(1), V + objective.extra_ids, dtype=torch.float64)  # of the gradients
+    weights = torch.randn(2, idx.size(1), V + objective.extra_ids, dtype=torch.float64)  # of the logits
     packed, plain = model(doc_mask=True, doc_positions=True), model()
     logits = packed(idx, docs=docs, source=source, source_docs=source_docs)
     (logits * weights).sum().backward()

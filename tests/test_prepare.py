@@ -1,4 +1,4 @@
-"""The prepare scripts as their users run them: a command, its files, its exit status."""
+"""The prepare scripts as users run them: a command, its files, its exit code."""
 
 import hashlib
 import http.server
@@ -25,7 +25,7 @@ def run(name, *flags, cwd=ROOT):
 
 
 def load(name):
-    """The script as a module, to call its functions or to point it elsewhere."""
+    """The script as a module, so that tests can call its functions and change its folder."""
     spec = importlib.util.spec_from_file_location(f"prepare_{name}", ROOT / "data" / name / "prepare.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -53,7 +53,7 @@ def test_pycode_holds_every_source_once(tmp_path):
         tokens = np.array(read_all(data.split(split)))
         assert tokens[-1] == data.eot
         documents[split] = [bytes(d.astype(np.uint8)) for d in np.split(tokens, np.flatnonzero(tokens == data.eot) + 1)]
-        documents[split] = [d[:-1] for d in documents[split][:-1]]  # 256 became 0; what follows the last one is empty
+        documents[split] = [d[:-1] for d in documents[split][:-1]]  # 256 became 0; the part after the last one is empty
         assert len(documents[split]) == data.meta["splits"][split]["documents"]
 
     stdlib = Path(os.__file__).parent
@@ -125,7 +125,7 @@ def test_shakespeare_is_nanogpts_token_for_token(tmp_path, as_url):
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """The script as if it lay in an empty folder, and its download were the text above."""
+    """The script in an empty folder, with the text above as its download."""
     module = load("shakespeare_char")
     monkeypatch.setattr(module, "HERE", tmp_path / "set")
     monkeypatch.setattr(module, "URL", (tmp_path / "remote.txt").as_uri())
@@ -144,7 +144,7 @@ def test_shakespeare_download_is_checked_and_kept(script, tmp_path):
     assert script.shakespeare() == TEXT.encode()
     (tmp_path / "remote.txt").unlink()
     assert script.shakespeare() == TEXT.encode() and [p.name for p in script.HERE.iterdir()] == ["input.txt"]
-    (script.HERE / "input.txt").write_text("my own")  # what the user puts there is used as it is
+    (script.HERE / "input.txt").write_text("my own")  # a file of the user is not replaced
     assert script.shakespeare() == b"my own"
 
 
@@ -205,7 +205,7 @@ def test_shakespeare_bad_input(tmp_path, name, content, part):
 
 
 def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch, capsys):
-    """With another tokenizer in GPT-2's place, whose table may not be here; test_corpus.py has one with GPT-2's."""
+    """The byte tokenizer replaces GPT-2's, whose table may be missing here. test_corpus.py tests with GPT-2's."""
     module, text = load("shakespeare"), "é" * 19 + "a"
     (tmp_path / "a.txt").write_text(text)
     monkeypatch.setattr(module, "GPT2Tokenizer", ByteTokenizer)
@@ -218,7 +218,7 @@ def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch, cap
 
 
 def test_shakespeare_sizes(tmp_path):
-    """nanoGPT's published sizes, where the text is on this machine."""
+    """nanoGPT's published sizes, if the text is on this machine."""
     path = ROOT / "data/shakespeare_char/input.txt"
     if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != load("shakespeare_char").SHA256:
         pytest.skip("put the text there with python data/shakespeare_char/prepare.py")

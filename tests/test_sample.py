@@ -1,4 +1,4 @@
-"""Sampling: the filters against sets written out, the text against greedy forwards, streams against whole texts."""
+"""Sampling: filters compared with explicit sets, text with uncached forwards, streamed text with complete text."""
 
 import io
 import os
@@ -22,7 +22,7 @@ P = [0.5, 0.25, 0.15, 0.07, 0.03]
 
 
 def drawn(seed=0, n=4000, **flags) -> torch.Tensor:
-    """Frequencies of n draws from P, its tokens in shuffled places."""
+    """Frequencies of n samples from P, with shuffled token ids."""
     place = torch.tensor([3, 0, 4, 1, 2])
     logits = torch.empty(5).scatter(0, place, torch.tensor(P).log())
     generator = torch.Generator().manual_seed(seed)
@@ -48,7 +48,7 @@ def drawn(seed=0, n=4000, **flags) -> torch.Tensor:
         ({"top_p": 0.9}, P[:3]),
         ({"min_p": 0.29}, P[:3]),
         ({"min_p": 1.0}, P[:1]),
-        ({"top_k": 3, "top_p": 0.8}, P[:2]),  # of 0.9 that top_k leaves, 0.75 is more than 80 %
+        ({"top_k": 3, "top_p": 0.8}, P[:2]),  # 0.75 is more than 80 % of the 0.9 that top_k keeps
         ({"top_k": 4, "min_p": 0.1, "temperature": 0.5}, [p**2 for p in P[:2]]),  # 0.15^2 / 0.5^2 is below 0.1
     ],
     ids=str,
@@ -75,7 +75,7 @@ def test_choose(flags, kept):
     ids=str,
 )
 def test_the_distribution_is_that_of_transformers(flags):
-    """Of a random GPT-2 whose generate applies the same flags, in its own order: with min_p before top_p it is not."""
+    """The distribution equals that of a random GPT-2's generate with the same flags, which applies min_p last."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -130,7 +130,7 @@ def say(trained, capfd):
 
 @pytest.mark.parametrize("prompt", ["the cat ", "dogs bark; sat on a mat. the cat "])
 def test_greedy_text_equals_repeated_forwards(say, trained, prompt):
-    """60 bytes, far beyond block_size=16, against the argmax of a plain forward each; the longer prompt is so too."""
+    """60 bytes, far beyond block_size=16, equal the argmax of one plain forward per byte, also with a long prompt."""
     text = say(f"--start={prompt}", "--max_new_tokens=60", "--temperature=0")
     _, model, tokenizer = sample.load(SampleConfig(out_dir=str(trained)), torch.device("cpu"))
     ids = tokenizer.encode(prompt).tolist()
@@ -150,8 +150,8 @@ def test_greedy_text_equals_repeated_forwards(say, trained, prompt):
     ids=["causal", "masked", "seq2seq"],
 )
 def test_padding_of_the_vocabulary_is_never_drawn(run, say, monkeypatch, flags, prompt, known):
-    """Of 320 rows the tokenizer knows 257, and the objective the next ones. The rest may be the likeliest by far: the
-    samples are the same, be they nearly uniform or of few tokens."""
+    """The tokenizer has 257 of 320 rows, and the objective the next ones. Even if the other rows have the largest
+    logits, the samples stay the same, at a high and at a low temperature."""
     folder, logits = (
         run(*flags, "--vocab_size=320", "--max_iters=1", "--warmup_iters=1", "--eval_iters=1"),
         Model.logits,
@@ -190,7 +190,7 @@ def test_stop_ends_a_sample_before_it(say):
 
 
 def test_pieces_join_to_the_text_and_hold_back():
-    """Characters cut by token ends come out whole; the beginning of `stop` is held until it is decided."""
+    """A character split over tokens appears complete. A possible beginning of `stop` is held back."""
     s = sample.Sample(stop="END")
     out = [s.add(bytes([b]), last=False) for b in "añE EN€ END".encode()]
     assert "".join(out) == "añE EN€ " == s.text and s.ended
@@ -200,7 +200,7 @@ def test_pieces_join_to_the_text_and_hold_back():
 
 
 def test_a_terminal_sees_the_text_while_it_is_written(trained, monkeypatch, capsys):
-    """It is told of every piece as soon as it is there; the text is the same as through a pipe."""
+    """Each piece is written at once, and the text equals the one written to a pipe."""
     flags = [f"--out_dir={trained}", "--start=the cat ", "--max_new_tokens=40", "--device=cpu"]
     sample.main(flags)
     piped = capsys.readouterr().out
@@ -223,7 +223,7 @@ def test_a_terminal_sees_the_text_while_it_is_written(trained, monkeypatch, caps
 
 
 def test_any_prompt_and_any_terminal(trained):
-    """A prompt that is no UTF-8, a terminal that knows only ASCII, and a reader that goes away."""
+    """A prompt that is not UTF-8, a terminal with ASCII only, and a reader that ends early."""
     command = [sys.executable, "sample.py", f"--out_dir={trained}", b"--start=\xc3\xa9\xff", "--max_new_tokens=40"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0 and done.stdout.startswith(b"??")
@@ -251,14 +251,14 @@ def test_unknown_characters_are_named(tmp_path, capsys):
     err = capsys.readouterr().err
     assert "'z'" in err and "'?'" in err and "'a'" not in err and err.count("\n") == 1
     sample.main([f"--out_dir={tmp_path / 'out'}", "--max_new_tokens=5"])
-    assert set(capsys.readouterr().out) <= set("abc \n")  # from a newline: no end-of-text here
+    assert set(capsys.readouterr().out) <= set("abc \n")  # starts from a newline, without end-of-text
 
 
 # ---- blanks
 
 
 def test_masked_fills_the_surest_blank_first(say, masked):
-    """Against whole forwards and loops over their probabilities."""
+    """Compared with full forwards and loops over their probabilities."""
     _, model, tokenizer = sample.load(SampleConfig(out_dir=str(masked)), torch.device("cpu"))
     ids = [256 + 1 if c == "_" else ord(c) for c in "the c_t s_t __ a mat"]
     with torch.no_grad():
@@ -275,7 +275,7 @@ def test_masked_fills_the_surest_blank_first(say, masked):
 
 
 def test_seq2seq_fills_spans(say, seq2seq):
-    """Against uncached forwards: sentinels 257, 258, ... come in order, and the third ends the two spans."""
+    """Compared with uncached forwards: sentinels 257, 258, ... come in order, and the third one ends the two spans."""
     _, model, tokenizer = sample.load(SampleConfig(out_dir=str(seq2seq)), torch.device("cpu"))
     source = torch.tensor([[*b"the ", 257, *b" on a ", 258, *b"."]])
     ids = [257]
@@ -303,7 +303,7 @@ def test_seq2seq_fills_spans(say, seq2seq):
 
 
 def refused(capfd, argv: list[str]) -> str:
-    """The one line with which sample.main(argv) ends."""
+    """The error line of sample.main(argv)."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as stop:
         sample.main(argv)
@@ -341,7 +341,7 @@ def test_blanks_that_cannot_be_filled(request, capfd, files, monkeypatch, object
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
-    """Things that are no text to continue."""
+    """Files that are not prompts."""
     folder = tmp_path_factory.mktemp("prompts")
     contents = {
         "empty": "",
@@ -365,7 +365,7 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-BAD = {  # --start=FILE:..., and what the line says
+BAD = {  # --start=FILE:... -> a part of the error line
     **dict.fromkeys(["fifo", "folder", "socket", "", "/dev/zero", "/dev/stdin", "/dev/null"], "not a regular file"),
     "nowhere": "No such file", "round": "symbolic link", "empty.txt/x": "Not a directory", "a" * 5000: "too long",
     "~nobody_of_that_name/x": "cannot be found", "/proc/self/mem": "cannot be read", "huge.txt": "more than 16,777,216",

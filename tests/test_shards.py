@@ -1,4 +1,4 @@
-"""Shards against bytes that are put together by hand, and every way a file may be damaged."""
+"""Shards compared with bytes written by hand, and all kinds of damage to a file."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from data.writer import ShardWriter
 
 
 def shard_bytes(tokens, magic=20240520, version=1, count=None, code="H") -> bytes:
-    """A shard by the format's description, without numpy."""
+    """A shard written from the description of the format, without numpy."""
     header = struct.pack("<3i", magic, version, len(tokens) if count is None else count).ljust(1024, b"\0")
     return header + struct.pack(f"<{len(tokens)}{code}", *tokens)
 
@@ -36,7 +36,7 @@ def prepare(folder, train=range(200), val=range(100, 150), **options) -> Path:
 
 
 def error(call, *args, **kwargs) -> str:
-    """The message of the ValueError, which must be one line with a remedy."""
+    """Calls and returns the message of the ValueError, which must be one line with a remedy."""
     with pytest.raises(ValueError) as e:
         call(*args, **kwargs)
     message = str(e.value)
@@ -105,7 +105,7 @@ def test_documents_come_back_in_order(tmp_path_factory, documents, shard_tokens)
 
 @given(st.data())
 def test_reads_span_shard_ends(data):
-    """Whether the files are of one type or of two."""
+    """Also if the files have two integer types."""
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
     whole, ends = np.arange(sum(lengths)), np.cumsum(lengths)
     kinds = [data.draw(st.sampled_from(["<u2", "<i4"])) for _ in lengths]
@@ -122,7 +122,7 @@ def test_reads_span_shard_ends(data):
 
 
 def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
-    """Not the end of the process, as it would be by a page that is gone."""
+    """It raises an error, while a missing page of a memory map would kill the process."""
     stream = open_data(prepare(tmp_path)).split("train")
     os.truncate(tmp_path / "train_000000.bin", 1024 + 2 * 150)
     out = np.full((2, 10), -1)
@@ -133,7 +133,7 @@ def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
 
 
 def test_the_start_of_a_run_looks_at_the_beginning_of_unknown_files(tmp_path, capsys):
-    """All of nanoGPT's 17 GB would take long. A batch finds what comes later, and so does the inspection."""
+    """Reading all of nanoGPT's 17 GB would take long. A batch or the inspection finds wrong ids in the rest."""
     (tmp_path / "meta.json").write_text('{"vocab_size": 60000}')
     for position, found in ((2**24 - 1, True), (2**24, False)):
         with open(tmp_path / "train.bin", "wb") as f:
@@ -168,7 +168,7 @@ def test_offsets_beyond_32_bits(tmp_path):
         f.truncate(1024 + 2 * 2**30)
     big = Shard(files.map_file(tmp_path, "train_000000.bin"))
     stream = TokenStream("x", [big] * 4 + shards_of(np.arange(10, dtype="<u2")), 1000)
-    for starts in ([n - 12], [2**31, n - 10]):  # over an end, and not
+    for starts in ([n - 12], [2**31, n - 10]):  # across the end of a shard, and inside one
         out = np.full((len(starts), n - starts[-1]), -1)
         stream.read(np.array(starts), out)
         assert len(stream) == n and out[-1].tolist() == [0, 0, *range(10)][-len(out[-1]) :] and not out[:-1].any()
@@ -210,7 +210,7 @@ def test_shards_of_other_projects(tmp_path):
 
 
 def index_bytes(sizes, bounds, code=8, width=2, version=1, magic=b"MMIDIDX\0\0") -> bytes:
-    """Megatron's .idx by its description."""
+    """Megatron's .idx, written from its description."""
     header = magic + struct.pack("<QBQQ", version, code, len(sizes), len(bounds))
     pointers = [width * sum(sizes[:i]) for i in range(len(sizes))]
     return header + struct.pack(f"<{len(sizes)}i{len(sizes)}q{len(bounds)}q", *sizes, *pointers, *bounds)
@@ -219,7 +219,7 @@ def index_bytes(sizes, bounds, code=8, width=2, version=1, magic=b"MMIDIDX\0\0")
 @pytest.mark.parametrize("code, letter", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
 def test_megatron_pairs(tmp_path, monkeypatch, code, letter):
     monkeypatch.setattr(files, "INDEX_BLOCK", 2)
-    monkeypatch.setattr(shards, "TOKENS_CHECKED", 2)  # of each file at least one token
+    monkeypatch.setattr(shards, "TOKENS_CHECKED", 2)  # at least one token of each file
     tokens = [5, 64, 0, 17, 101, 3]
     width = struct.calcsize(letter)
     for name, part in (("my_train_text_document", tokens), ("val", tokens[2:])):
@@ -438,7 +438,7 @@ def test_damaged_shard_is_one_line(tmp_path, content, fact, script):
     message = error(open_data(folder).split, "train")
     assert f"{folder}/train_000000.bin {fact}" in message
     assert message.endswith(f"run python {folder}/prepare.py" if script else "copy or prepare it again")
-    assert read_all(open_data(folder).split("val")) == list(range(100, 150))  # one bad file does not spoil the other
+    assert read_all(open_data(folder).split("val")) == list(range(100, 150))  # the other split is readable
 
 
 @pytest.mark.parametrize("bit", range(32))
@@ -454,7 +454,7 @@ def test_a_shard_with_a_damaged_magic_is_no_raw_file(tmp_path, content, bit):
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_any_damage_is_one_line_or_does_no_harm(tmp_path_factory, data):
-    """Cut, lengthened, and with changed bytes in the header: an error, or the tokens that were written."""
+    """Truncated, extended, or with changed bytes in the header: an error, or the original tokens."""
     folder = tmp_path_factory.mktemp("damage")
     files = {"train_000000.bin": GOOD}
     kind = data.draw(st.sampled_from(["a shard", "a shard called like a raw file", "Megatron's"]))
@@ -516,13 +516,13 @@ def test_token_ids_outside_the_vocabulary(tmp_path):
     record = meta["splits"]["train"]["shards"][0]
     content = shard_bytes([300])
     (tmp_path / record["name"]).write_bytes(content)
-    for known in (300, None):  # as recorded, and by reading the file
+    for known in (300, None):  # from the record, and from the file
         record["max_token"] = known
         if known is None:
             del record["max_token"]
         (tmp_path / "meta.json").write_text(json.dumps(meta))
         assert "holds token id 300, but the vocabulary has only 257" in error(open_data(tmp_path).split, "train")
-        # a larger model does not make the data right
+        # a larger vocabulary of the model does not make the data valid
         assert "holds token id 300" in error(open_data(tmp_path, vocab_size=512).split, "train")
 
 
@@ -634,7 +634,7 @@ def test_an_interrupted_preparation_leaves_the_old_data(tmp_path):
 
 
 def killed_while(work) -> None:
-    """Run `work` in a process that ends at its first RuntimeError as if by SIGKILL: nothing is cleaned up."""
+    """Runs `work` in a process that ends at its first RuntimeError without any cleaning up, as by SIGKILL."""
     if (child := os.fork()) == 0:
         try:
             work()
@@ -673,14 +673,14 @@ def test_a_crash_between_the_renames_never_passes_for_data(tmp_path, monkeypatch
 
     def work():
         monkeypatch.setattr(os, "replace", replace)
-        prepare(tmp_path, train=range(199, -1, -1))  # the same sizes: only its content tells the new shard from the old
+        prepare(tmp_path, train=range(199, -1, -1))  # equal sizes: shards differ only in content
 
     killed_while(work)
     if 0 < moves < 4:  # the mark, two shards, meta.json
         assert "stopped while it moved its files" in error(open_data, tmp_path, vocab_size=257)
         with pytest.raises(KeyboardInterrupt):
             with ShardWriter(tmp_path, ByteTokenizer()):
-                raise KeyboardInterrupt  # and a second one, stopped early, does not hide it
+                raise KeyboardInterrupt  # a second preparation that stops early does not hide it
         assert "stopped while it moved its files" in error(open_data, tmp_path, vocab_size=257)
     else:
         expected = list(range(200)) if moves == 0 else list(range(199, -1, -1))
@@ -712,7 +712,7 @@ def test_two_preparations_do_not_mix(tmp_path):
 
 
 def test_opening_does_not_read_a_prepared_shard(tmp_path):
-    """The recorded largest id stands for the scan; otherwise every start of a run reads all of the data."""
+    """The recorded largest id replaces a scan; otherwise each start of a run would read all data."""
     folder = prepare(tmp_path)
     (folder / "train_000000.bin").write_bytes(shard_bytes([60_000] * 200))
-    assert len(open_data(folder).split("train")) == 200  # found by verify, or by the loader when it reads it
+    assert len(open_data(folder).split("train")) == 200  # `verify` or a batch finds the wrong id

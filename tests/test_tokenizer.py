@@ -1,4 +1,4 @@
-"""Tokenizers against independent definitions: nanoGPT's char table, Python's UTF-8, tiktoken's ordinary encoding,
+"""Tokenizers compared with independent definitions: nanoGPT's char table, Python's UTF-8, tiktoken's ordinary encoding,
 Hugging Face's own byte-level BPE."""
 
 import base64
@@ -34,7 +34,7 @@ ANY_CHARACTER = st.characters() | st.characters(categories=["Cs"])  # lone surro
 
 
 class Bytewise:
-    """A stand-in for tiktoken's encoding, so that what is ours is tested without GPT-2's table."""
+    """Replaces tiktoken's encoding, so that our own code is tested without GPT-2's table."""
 
     def encode_to_numpy(self, text, disallowed_special):
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)  # UnicodeEncodeError on lone surrogates
@@ -76,7 +76,7 @@ def test_byte_keeps_bytes_that_are_no_utf8(content):
 @given(st.text(ANY_CHARACTER))
 def test_lone_surrogates_never_crash_and_print(text):
     tok = ByteTokenizer()
-    tok.decode(tok.encode(text)).encode()  # printable, whatever went in
+    tok.decode(tok.encode(text)).encode()  # always printable
     char = CharTokenizer(text + "a")
     assert len(char.encode(text)) == len(text)
     char.decode(char.encode(text)).encode()
@@ -111,7 +111,7 @@ def test_spec_goes_through_json(tok):
 
 
 def test_hash_is_stable_and_tells_apart():
-    # sha256 of '{"kind": "byte"}', computed with sha256sum: a changed hash would orphan every prepared data set
+    # sha256sum of '{"kind": "byte"}'. With another hash no prepared data set would match its tokenizer.
     assert ByteTokenizer().hash == "68513ce4c5d4b6735a676c70d3318d18b50690d9c964240ffcb59d5916533d09"
     assert len({CharTokenizer("ab").hash, CharTokenizer("ac").hash, ByteTokenizer().hash, GPT2Tokenizer().hash}) == 4
 
@@ -183,7 +183,7 @@ BPE = train_bpe(SOURCES, 1000)
 
 
 def reference(texts: list[str], vocab_size: int) -> ByteLevelBPETokenizer:
-    """All of it Hugging Face's: split, alphabet, training and encoding."""
+    """Split, alphabet, training and encoding by Hugging Face."""
     tokenizer = ByteLevelBPETokenizer(add_prefix_space=False)
     tokenizer.train_from_iterator(texts, vocab_size - 1, min_frequency=2, show_progress=False)
     return tokenizer
@@ -356,7 +356,7 @@ def test_end_of_text_in_the_text_is_text():
 
 @pytest.mark.parametrize("text", [" " * 2_000_000 + "x", "\n" * 2_000_000, "a" * 2_000_000, "\udcff" * 2_000_000])
 def test_one_endless_word(text):
-    """Neither the regular expression's stack nor a quadratic training stands in the way."""
+    """Neither overflows the regular expression's stack nor takes quadratic time in training."""
     tok = train_bpe([text, *SOURCES[:2]], 400)
     assert tok.decode_bytes(tok.encode(text)) == text.encode("utf-8", "surrogateescape")
 
@@ -410,7 +410,7 @@ def test_training_without_tokenizers_is_one_line(monkeypatch):
 
 
 def test_a_run_keeps_its_tokenizer(run, tmp_path, capfd):
-    """train.py puts the file into out_dir, so that sample.py needs no data; without the file it says so."""
+    """train.py copies the file into out_dir, so that sample.py needs no data. Without the file there is an error."""
     import sample
     from data.writer import ShardWriter
 
