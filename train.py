@@ -33,7 +33,7 @@ from engine import memory, optim, parallel, run_state
 from engine.errors import command, user_errors
 from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss
 from engine.folder import FolderLock, check_out_dir, replace_flags
-from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_steps
+from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_step_warning
 from engine.replica import Replica
 from engine.saver import Checkpoints
 from engine.stop_signal import StopSignal
@@ -191,7 +191,7 @@ class Run:
             f"{stream.name}, {self.loader.n_windows:,} windows; {machine}"
         )
         schedule_moved = optim.rescheduled(self.step, cfg, self.stored_flags)
-        slow = slow_steps(cfg, self.samples_per_step * self.flops_per_sample / self.peak_flops)
+        slow = slow_step_warning(cfg, self.samples_per_step * self.flops_per_sample / self.peak_flops)
         for note in filter(None, (schedule_moved, slow, self.why_no_bytes)):
             self.metrics.say(note)
         if self.step >= cfg.max_iters:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from data.files import regular
+from data.files import open_regular
 
 FORMAT = 2
 STEP = re.compile(r"step_(\d{8,})")
@@ -79,7 +79,7 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None, formats: t
 def read_file(path: Path, most: int) -> bytes:
     """The content of a file. ValueError if it has more than `most` bytes; OSError if it is not a regular file, because
     reading a device or a pipe might never end."""
-    with open(path, "rb", opener=regular) as f:
+    with open(path, "rb", opener=open_regular) as f:
         content = f.read(most + 1)
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from data.loader import eval_batches
 from data.objective import Objective
-from data.shards import DataSet, TokenStream
+from data.shards import DataSet
+from data.stream import TokenStream
 from engine.errors import user_errors
 from engine.parallel import Ranks
 from engine.replica import Replica

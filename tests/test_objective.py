@@ -98,7 +98,7 @@ def test_what_stands_in_the_place_of_a_target():
         idx = batch["idx"][:, position][batch["targets"][:, position] == 3]
         assert abs(len(idx) / len(KEYS) - 0.5) < 5 * 0.5 / len(KEYS) ** 0.5
         chi_square(torch.bincount(idx, minlength=9).tolist(), (len(idx) * shares).tolist())
-    both = (batch["idx"][:, 0] == 8) & (batch["idx"][:, 1] == 8)  # independent: 8 of 16 chosen, times 0.8, twice
+    both = (batch["idx"][:, 0] == 8) & (batch["idx"][:, 1] == 8)  # both chosen: 8/16 * 7/15; both masked: 0.8 ** 2
     p = 0.5 * 7 / 15 * 0.8**2
     assert abs(both.double().mean() - p) < 5 * (p * (1 - p) / len(KEYS)) ** 0.5
 
