@@ -75,14 +75,16 @@ def adamw(model: Model) -> torch.optim.Optimizer:
 
 
 def reference(name: str, exact: bool = False) -> dict:
-    """The same run in one process, a loop over all micro-batches of all pipelines; exact: all of it in float64."""
+    """The same run in one process, a loop over all micro-batches of all pipelines, neither compiled nor recomputed;
+    exact: all of it in float64."""
     _, pipelines, n_micro, flags, extra = CASES[name]
-    model, n = build(flags, extra), pipelines * n_micro
+    model, n = build(flags, ""), pipelines * n_micro
     if exact:
         model, extra = model.double(), ""
     optimizer, losses, evaluations, grads = adamw(model), [], [], {}
     for step in range(STEPS):
-        evaluations += evaluate(lambda each: model(**each), model, flags, extra) if step in (0, STEPS - 1) else []
+        if step in (0, STEPS - 1):
+            evaluations += evaluate(lambda each: model(**each), model, name, partial(autocast, extra))
         losses.append(0.0)
         for i in range(n):
             with autocast(extra):
@@ -96,11 +98,14 @@ def reference(name: str, exact: bool = False) -> dict:
     return {"losses": losses, "evaluations": evaluations, "grads": grads}
 
 
-def evaluate(loss, model: Model, flags: dict, extra: str) -> list[float]:
-    """Losses of a batch of the usual size, of a smaller and of a larger one."""
+def evaluate(loss, model: Model, name: str, context=nullcontext) -> list[float]:
+    """Losses of a batch of the usual size, of a smaller and of a larger one. Compiled blocks have three of the usual
+    size: each new size would take seconds."""
+    flags, extra = CASES[name][3:]
+    sizes = (B, B, B) if extra == "compile" else (B, 1, 5)
     model.eval()
-    with torch.no_grad(), autocast(extra):
-        losses = [loss(batch(flags, 10_000 + size, size)).item() for size in (B, 1, 5)]
+    with torch.no_grad(), context():
+        losses = [loss(batch(flags, 10_000 + size, size)).item() for size in sizes]
     model.train()
     return losses
 
@@ -119,7 +124,7 @@ def pipelined(name: str) -> dict:
     pipeline = Pipeline(model, group, n_micro, (B, T), torch.device("cpu"), partial(autocast, extra))
     optimizer, losses, evaluations, grads = adamw(model), [], [], {}
     for step in range(STEPS):
-        evaluations += evaluate(pipeline.loss, model, flags, "") if step in (0, STEPS - 1) else []
+        evaluations += evaluate(pipeline.loss, model, name) if step in (0, STEPS - 1) else []
         first = (step * pipelines + replica) * n_micro
         loss = pipeline.backward([batch(flags, first + i) for i in range(n_micro)])
         assert not loss.requires_grad
