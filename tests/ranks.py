@@ -1,6 +1,7 @@
 """Several ranks on this machine, forked from a process that has imported everything: torchrun takes ten seconds longer.
 
 launch(2, work, folder, *args)      # work(*args) on both ranks, which find in the environment what torchrun says
+exit_codes(2, work, folder, *args)  # the same where they may fail
 """
 
 import multiprocessing
@@ -8,7 +9,6 @@ import os
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
@@ -26,6 +26,12 @@ IMPORTED = """
 
 def launch(size: int, work: Callable, folder: Path, *args):
     """work(*args) in `size` new processes; what they print goes to files in the folder. Fails if one of them fails."""
+    codes, logs = exit_codes(size, work, folder, *args), [folder / f"rank {rank}" for rank in range(size)]
+    assert codes == [0] * size, "\n".join(log.read_text()[-3000:] for log in logs if log.exists())
+
+
+def exit_codes(size: int, work: Callable, folder: Path, *args) -> list[int | None]:
+    """Of `size` new processes that call work(*args); None of one that is killed because it ends too late."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     paths = [str(ROOT), os.environ.get("PYTHONPATH")]
@@ -44,8 +50,7 @@ def launch(size: int, work: Callable, folder: Path, *args):
     codes = [each.exitcode for each in ranks]
     for each in ranks:
         each.kill()
-    logs = [folder / f"rank {rank}" for rank in range(size)]
-    assert codes == [0] * size, "\n".join(log.read_text()[-3000:] for log in logs if log.exists())
+    return codes
 
 
 def _rank(rank: int, size: int, port: int, folder: Path, work: Callable, args: tuple):
@@ -57,11 +62,7 @@ def _rank(rank: int, size: int, port: int, folder: Path, work: Callable, args: t
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in (place | where).items()}
     torch.set_num_threads(1)
-    try:
-        work(*args)
-    except BaseException:
-        traceback.print_exc()
-        raise
+    work(*args)
     if dist.is_initialized():
         dist.destroy_process_group()
 

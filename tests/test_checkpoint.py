@@ -24,7 +24,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT
+from conftest import ROOT, TINY
+from ranks import exit_codes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -74,6 +75,12 @@ def full_disk(size=2000):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def train_on_full_disk(flags):
+    train.peak_flops = lambda *_: 1e9  # half a second each
+    with full_disk(20_000):
+        train.main(flags)
 
 
 def digests(path):
@@ -492,14 +499,22 @@ def test_an_error_on_one_rank_is_raised_by_both(tmp_path, asynchronous):
 @pytest.mark.parametrize(
     "asynchronous,on_error,step,code", [(False, "stop", 3, 2), (True, "stop", 3, 2), (True, "continue", 4, 1)]
 )
-def test_two_ranks_end_together_when_the_disk_is_full(launch, asynchronous, on_error, step, code):
+def test_two_ranks_end_together_when_the_disk_is_full(tiny_data, tmp_path, asynchronous, on_error, step, code):
     """At once, or after the last save has failed twice; and the first rank alone says so."""
-    flags = ["--save_interval=3", "--max_iters=4", f"--async_checkpoint={asynchronous}", f"--on_save_error={on_error}"]
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--save_interval=3", "--max_iters=4"]
+    flags += [f"--async_checkpoint={asynchronous}", f"--on_save_error={on_error}"]
+    assert exit_codes(2, train_on_full_disk, tmp_path, flags) == [code, code]
+    said = "".join((tmp_path / f"rank {rank}").read_text() for rank in range(2))
+    lines = [line for line in said.splitlines() if "error: " in line]
+    assert len(lines) == 1 and f"step_{step:08d}: File too large (" in lines[0] and "Traceback" not in said, said
+
+
+def test_torchrun_tells_of_a_full_disk_once(launch):
     with full_disk(20_000):
-        _, done = launch(2, *flags)
+        _, done = launch(2, "--max_iters=1", "--async_checkpoint=True", "--on_save_error=continue")
     lines = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert done.returncode == 1 and len(lines) == 1 and f"step_{step:08d}: File too large (" in lines[0], done.stderr
-    assert "Aborted" not in done.stderr and f"exitcode  : {code}" in done.stderr
+    assert done.returncode == 1 and len(lines) == 1 and "step_00000001: File too large (" in lines[0], done.stderr
+    assert "Aborted" not in done.stderr and "exitcode  : 1" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
