@@ -1,15 +1,16 @@
 """Estimates of memory before a run: below what runs really take, and not far; what cannot fit is refused in a line."""
 
 import os
-import subprocess
-import sys
+import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY
+from ranks import launch, train_runs
 from test_errors import refused, trained  # noqa: F401
 
 import sample
@@ -49,13 +50,6 @@ def test_parameters_are_counted_without_the_whole_model(block, objective, layers
     assert memory.parameters(cfg) == (model.n_params(), sum(w.numel() for w in blocks))
 
 
-PEAK = """
-import re, sys, torch, train
-torch.set_num_threads(1)
-train.peak_flops = lambda *_: 1e9
-train.main(sys.argv[1:])
-print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
-"""
 SHAPE = ["--n_embd=128", "--block_size=256", "--gradient_accumulation_steps=1", "--max_iters=2", "--eval_iters=1"]
 SHAPES = {  # flags, and how many times the estimate a run may take
     "activations": (["--n_layer=4", "--batch_size=8", "--vocab_size=2048"], 3),
@@ -64,15 +58,21 @@ SHAPES = {  # flags, and how many times the estimate a run may take
 }
 
 
+def measure(flags: list[str], file: Path):
+    """train.py with these flags; the file then has what Linux says about the process."""
+    train_runs([flags])
+    file.write_text(Path("/proc/self/status").read_text())
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures as Linux does")
 def test_a_run_takes_more_and_not_much_more(tiny_data, tmp_path):
-    def start(name: str, flags: list[str]) -> subprocess.Popen:
+    def peak(name: str, flags: list[str]) -> int:
         flags = [*TINY, *SHAPE, "--warmup_iters=0", f"--dataset={tiny_data}", f"--out_dir={tmp_path / name}", *flags]
-        return subprocess.Popen([sys.executable, "-c", PEAK, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        launch(1, measure, tmp_path, flags, tmp_path / f"{name}.status")
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", (tmp_path / f"{name}.status").read_text())[1])
 
-    runs = {name: start(name, flags) for name, (flags, _) in SHAPES.items()}
-    runs["least"] = start("least", ["--block_size=16", "--n_embd=16", "--eval_only=True"])
-    peaks = {name: 1024 * int(run.communicate()[0].split()[-1]) for name, run in runs.items()}
+    peaks = {name: peak(name, flags) for name, (flags, _) in SHAPES.items()}
+    peaks["least"] = peak("least", ["--block_size=16", "--n_embd=16", "--eval_only=True"])
     for name, (flags, factor) in SHAPES.items():
         estimated = sum(need(config(*TINY, *SHAPE, *flags)).values())
         assert estimated > 30 * 2**20
