@@ -77,9 +77,10 @@ def full_disk(size=2000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def train_on_full_disk(flags):
+def train_on_full_disk(flags, size=20_000):
+    """train.py with these flags in a process of its own, whose files have at most so many bytes."""
     train.peak_flops = lambda *_: 1e9  # half a second each
-    with full_disk(20_000):
+    with full_disk(size):
         train.main(flags)
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import resource
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY
-from ranks import launch, train_runs
+from ranks import exit_codes, launch, train_runs
+from test_checkpoint import train_on_full_disk
 
 import sample
 import train
@@ -263,12 +263,12 @@ def test_ids_that_were_changed_after_the_preparation(split, tiny_data, tmp_path,
 
 def test_a_full_disk(tiny_data, tmp_path):
     """Where a file may not grow beyond 8 KB, metrics.jsonl is the first to feel it."""
-    command = [sys.executable, "train.py", *TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path}", "--max_iters=100"]
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))  # noqa: E731
-    done = subprocess.run([*command, "--eval_interval=100"], cwd=ROOT, capture_output=True, text=True, preexec_fn=limit)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.startswith(f"error: {tmp_path / 'metrics.jsonl'}: File too large; ")
-    assert not list(tmp_path.glob("*tmp*"))
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--max_iters=100", "--eval_interval=100"]
+    assert exit_codes(1, train_on_full_disk, tmp_path, flags, 8192) == [2]
+    lines = [line for line in (tmp_path / "rank 0").read_text().splitlines() if not line.startswith("iter ")]
+    assert len(lines) == 3 and "parameters;" in lines[0] and lines[1].startswith("step 0:"), lines
+    assert lines[2].startswith(f"error: {tmp_path / 'out' / 'metrics.jsonl'}: File too large; ")
+    assert not list((tmp_path / "out").glob("*tmp*"))
 
 
 RESUMES = [

@@ -189,7 +189,7 @@ for pair in range(pairs):
 def test_pairs_of_runs_do_not_mix(run, tiny_data, tmp_path, pairs):
     """Two at once or one a little later, both fresh or both resumed, while a checkpoint is written every 3 steps."""
     (tmp_path / "race.py").write_text(RACE.replace("ROOT", repr(str(ROOT))))
-    flags = [f"--max_iters={100 if pairs == 2 else 250}", "--lr_decay_iters=400", "--save_interval=3"]
+    flags = [f"--max_iters={40 if pairs == 2 else 250}", "--lr_decay_iters=400", "--save_interval=3"]
     command = [sys.executable, str(tmp_path / "race.py"), str(pairs), str(tmp_path)]
     done = subprocess.run(
         [*command, *TINY, f"--dataset={tiny_data}", *flags],
