@@ -2,15 +2,17 @@
 
 import fcntl
 import os
+import random
 import shutil
-import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, losses
+from conftest import TINY, losses
+from ranks import launch
 from test_errors import refused
 
 import train
@@ -153,51 +155,44 @@ def test_a_restarted_worker_waits_for_the_lost_one(tmp_path, monkeypatch):
         thread.join()
 
 
-RACE = """
-import os, random, sys, time
-sys.path[:0] = [ROOT, ROOT + "/tests"]
-import train
-train.peak_flops = lambda *_: 1e9
-pairs, base, flags = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-rng = random.Random(0)
+def race(pairs: int, folder: Path, flags: list[str]):
+    """Starts train.py twice, `pairs` times, and prints the process ids and exit codes of each pair."""
+    train.peak_flops = lambda *_: 1e9  # half a second each
+    rng = random.Random(0)
 
-def start(name, delay, flags):
-    if pid := os.fork():
-        return pid
-    out = os.open(f"{base}/{name}", os.O_CREAT | os.O_WRONLY)
-    os.dup2(out, 1), os.dup2(out, 2)
-    time.sleep(delay)
-    try:
-        train.main(flags)
-    except SystemExit as stop:
-        os._exit(stop.code)
-    os._exit(0)
+    def start(name: str, delay: float, flags: list[str]) -> int:
+        if pid := os.fork():
+            return pid
+        out = os.open(folder / name, os.O_CREAT | os.O_WRONLY)
+        os.dup2(out, 1), os.dup2(out, 2)
+        time.sleep(delay)
+        try:
+            train.main(flags)
+        except SystemExit as stop:
+            sys.stderr.flush()
+            os._exit(stop.code)
+        os._exit(0)
 
-for pair in range(pairs):
-    how, late = pair % 2, rng.uniform(0.1, 1) if pair // 2 % 2 else 0
-    mine = [*flags, f"--out_dir={base}/out{pair}"]
-    if how:
-        os.waitpid(start(f"before{pair}", 0, [*mine, "--max_iters=6", "--lr_decay_iters=400"]), 0)
-        mine.append("--init_from=resume")
-    pids = [start(f"{pair}.{i}", i * late, mine) for i in range(2)]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    print(pair, *pids, *codes, flush=True)
-"""
+    for pair in range(pairs):
+        how, late = pair % 2, rng.uniform(0.1, 1) if pair // 2 % 2 else 0
+        mine = [*flags, f"--out_dir={folder}/out{pair}"]
+        if how:
+            os.waitpid(start(f"before{pair}", 0, [*mine, "--max_iters=6", "--lr_decay_iters=400"]), 0)
+            mine.append("--init_from=resume")
+        pids = [start(f"{pair}.{i}", i * late, mine) for i in range(2)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(pair, *pids, *codes, flush=True)
 
 
 @pytest.mark.parametrize("pairs", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_pairs_of_runs_do_not_mix(run, tiny_data, tmp_path, pairs):
     """Two at once or one a little later, both fresh or both resumed, while a checkpoint is written every 3 steps."""
-    (tmp_path / "race.py").write_text(RACE.replace("ROOT", repr(str(ROOT))))
     flags = [f"--max_iters={40 if pairs == 2 else 250}", "--lr_decay_iters=400", "--save_interval=3"]
-    command = [sys.executable, str(tmp_path / "race.py"), str(pairs), str(tmp_path)]
-    done = subprocess.run(
-        [*command, *TINY, f"--dataset={tiny_data}", *flags],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert len(done.stdout.splitlines()) == pairs, done.stderr
+    launch(1, race, tmp_path, pairs, tmp_path, [*TINY, f"--dataset={tiny_data}", *flags])
+    printed = (tmp_path / "rank 0").read_text().splitlines()
+    assert len(printed) == pairs, printed
     whole = losses(run(*flags, out="whole"))
-    for line in done.stdout.splitlines():
+    for line in printed:
         pair, *pids, first, second = map(int, line.split())
         assert sorted((first, second)) == [0, 2], line
         assert (first, second) == (0, 2) or pair // 2 % 2 == 0, "the one that came first has to win"
