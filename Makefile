@@ -1,4 +1,5 @@
 # make train: environment, data, a trained model and a sample.   make test: environment and all tests but the slow.
+# make quick: for whoever edits model.py, half a minute: the grid of flags, the blocks, the references and golden losses.
 # make mutants: are 60 planted faults seen by the tests? Some minutes.
 # make gpu: on a machine with a GPU, 8 minutes: is everything computed there as on the CPU, and how fast does it train?
 # All need only a Python >= 3.10 with pip, write nothing outside this folder and skip what is already done.
@@ -7,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := out/pycode
 
-.PHONY: train test slow mutants gpu clean
+.PHONY: train test quick slow mutants gpu clean
 
 train: .venv/ready data/pycode/meta.json
 	$(BIN)/python train.py config/train_pycode.py --out_dir=$(RUN) --init_from=$(if $(wildcard $(RUN)/latest),resume,scratch)
@@ -17,6 +18,10 @@ test: .venv/ready-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+quick: .venv/ready-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -k "not golden or causal and adamw" \
+		tests/test_model.py::test_grid tests/test_blocks.py tests/test_references.py tests/test_golden.py
 
 gpu: .venv/ready
 	$(BIN)/python bench.py --gpu --out=out/gpu.json
