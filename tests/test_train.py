@@ -656,24 +656,16 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-TORCHRUN = """
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import PContext
-assert PContext.close.__defaults__ == (None, 30)
-PContext.close.__defaults__ = None, 10
-run.main()
-"""
-
-
 def test_torchrun_ends_a_long_evaluation(many, tiny_data, tmp_path):
-    """torchrun kills its workers 30 s after the signal, here 10 s, and half of an evaluation takes 20 s: the steps up
-    to this evaluation are saved before."""
+    """torchrun kills its workers 30 s after the signal, here 10 s, and an evaluation takes 20 s: the steps up to it are
+    saved before."""
     (tmp_path / "long.py").write_text(LONG_EVALUATION.replace("ROOT", str(ROOT)))
     flags = ["--max_iters=12", "--eval_interval=9", "--eval_iters=42"]
-    torchrun = ["-c", TORCHRUN, "--standalone", "--nproc_per_node=2", str(tmp_path / "long.py")]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "long.py")]
     done = subprocess.run(
         [sys.executable, *torchrun, *TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'cut'}", *flags],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"},
     )  # fmt: skip
     assert checkpoint.find(tmp_path / "cut").name == "step_00000009", done.stderr
     assert done.stderr.count(STOPPING) == 1 and "with step 9 saved" in done.stdout
