@@ -1,7 +1,8 @@
-"""What README.md and docs/ name exists: tests, files and flags."""
+"""What README.md and docs/ name exists: tests, files, flags and links."""
 
 import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -9,24 +10,27 @@ from conftest import ROOT
 from configurator import Config
 from sample import SampleConfig
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]*)\)")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_page
 def test_tests_exist(page):
     named = re.findall(r"\b(test_\w+)\b(?:\.py)?(?:::(\w+))?", page.read_text(encoding="utf-8"))
-    assert named or page.name == "scaling.md"
+    assert named
     for file, test in named:
         text = (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8")
         assert not test or f"\ndef {test}(" in text, f"{file}::{test}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/scaling.md"])
+@each_page
 def test_flags_of_commands_exist(page):
     """Of train.py and sample.py, in code that can be copied."""
-    page = ROOT / page
     commands = re.findall(r"(train|sample)\.py((?: +[^\s#`\\]+)*)", page.read_text(encoding="utf-8"))
-    assert commands
+    assert commands or page.name in ("blocks.md", "tests.md")
     known = {"train": {f.name for f in fields(Config)}, "sample": {f.name for f in fields(SampleConfig)}}
     for script, words in commands:
         for word in words.split():
@@ -38,11 +42,37 @@ def test_flags_of_commands_exist(page):
 
 def test_files_of_the_map_exist():
     """The README's table of what is where names every module, and none that is not there."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text.partition("## What is where")[2].split("```")[1]
-    beneath = {"costs", "dcp_reader", "dcp_writer", "checkpoint_commands", "checkpoint_state"}
-    named = set(re.findall(r"\b(\w+)\.py\b", table)) | beneath
+    table = README.read_text(encoding="utf-8").partition("## What is where")[2].split("```")[1]
+    named = set(re.findall(r"\b(\w+)\.py\b", table))
     modules = [path for folder in (".", "engine", "data") for path in (ROOT / folder).glob("*.py")]
     assert named == {path.stem for path in modules} - {"__init__"}
-    for word in beneath:
-        assert word in table
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 180
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+def test_the_first_sentence_says_whom_a_page_serves(page):
+    title, empty, first, *_ = page.read_text(encoding="utf-8").splitlines()
+    assert title.startswith("# ") and empty == "" and first.startswith("This page is for ")
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, spelled as GitHub does; lines of code that begin with # are none."""
+    lines = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@each_page
+def test_links_lead_to_files_and_headings(page):
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert ROOT.resolve() in target.parents and target.exists(), link
+        assert not anchor or anchor in headings(target), link
+
+
+def test_the_readme_links_to_every_page():
+    links = {link.partition("#")[0] for link in LINK.findall(README.read_text(encoding="utf-8"))}
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= links
