@@ -41,8 +41,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
-from configurator import require
-from engine.errors import command, user_errors
+from engine.errors import command, require, user_errors
 
 HERE = Path(__file__).resolve().parent
 LIBC = ctypes.CDLL(None)

@@ -23,7 +23,7 @@ import re
 import sys
 import textwrap
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
@@ -33,7 +33,8 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 import model
 from engine.config_file import choices, coerce, from_text, read_file
-from model import ModelConfig, require
+from engine.errors import require
+from model import ModelConfig
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints

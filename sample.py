@@ -35,11 +35,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from configurator import Config, parse, require
+from configurator import Config, parse
 from data.objective import OBJECTIVE
 from data.tokenizer import Tokenizer, from_spec
 from engine import checkpoint, memory
-from engine.errors import command, user_errors
+from engine.errors import command, require, user_errors
 from engine.parallel import resolve_device, resolve_dtype
 from model import Model
 

@@ -30,14 +30,14 @@ from data.loader import Loader, count_windows
 from data.objective import OBJECTIVE, Objective
 from data.shards import DataSet, open_data
 from engine import memory, optim, parallel, run_state
-from engine.errors import command, user_errors
+from engine.errors import command, require, user_errors
 from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss
 from engine.folder import FolderLock, check_out_dir, replace_flags
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_step_warning
-from engine.replica import Replica
 from engine.saver import Checkpoints
+from engine.sharded_model import ShardedModel
 from engine.stop_signal import StopSignal
-from model import Model, require
+from model import Model
 
 DATA = Path(__file__).parent / "data"
 NEVER = torch.iinfo(torch.int64).max  # larger than the number of any step
@@ -129,15 +129,15 @@ class Run:
         with torch.device("meta"):
             whole_model = Model(cfg)
         self.n_params, self.flops_per_sample = whole_model.n_params(), whole_model.flops(*objective.lengths)
-        self.replica = Replica(cfg, ranks)  # the part of the model that this rank computes
+        self.sharded = ShardedModel(cfg, ranks)  # the part of the model that this rank computes
         if cfg.init_from != "resume":
-            run_state.initialize(cfg, self.replica)
+            run_state.initialize(cfg, self.sharded)
         torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on every rank draws its own random numbers
-        self.optimizer = optim.build(self.replica.model, cfg, self.replica.whole)
+        self.optimizer = optim.build(self.sharded.model, cfg, self.sharded.as_global)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
         state = {"step": 0, "samples": 0, "skipped": 0, "best_val_loss": None, "flags": {}}
         if cfg.init_from == "resume":
-            state = run_state.restore(cfg, ranks, self.replica, self.optimizer)
+            state = run_state.restore(cfg, ranks, self.sharded, self.optimizer)
             require(
                 state["tokenizer_hash"] == (self.data.tokenizer and self.data.tokenizer.hash),
                 f"dataset={cfg.dataset} has another tokenizer than the checkpoint in {cfg.out_dir}; use the same data",
@@ -161,7 +161,7 @@ class Run:
         self.metrics = self.open_metrics(cleanup)
         self.stop = cleanup.enter_context(StopSignal(ranks))
         lengths, self.why_no_bytes = byte_lengths(cfg, self.data, ranks)
-        self.mean_loss = partial(mean_loss, cfg, ranks, self.replica, objective, lengths, self.stop)
+        self.mean_loss = partial(mean_loss, cfg, ranks, self.sharded, objective, lengths, self.stop)
         step = self.step if cfg.init_from == "resume" else None
         self.checkpoints = Checkpoints(cfg, ranks, self.stop, self.metrics, step, state["best_val_loss"])
 
@@ -201,14 +201,14 @@ class Run:
 
     def evaluate(self) -> tuple[float, float, float | None] | None:
         """(training loss, validation loss, bits per byte); None if the ranks have agreed to stop meanwhile."""
-        cfg, model = self.cfg, self.replica.model
+        cfg, model = self.cfg, self.sharded.model
         with self.metrics.paused():
             self.check_finite()
             model.eval()
             of_train = self.mean_loss(self.streams["train"], cfg.eval_iters or self.val_batches)
             of_val = of_train and self.mean_loss(self.streams["val"], cfg.eval_iters)
             model.train()
-            self.replica.cut_again()
+            self.sharded.reshard_after_eval()
             if of_val is None:
                 return None
             (train_loss, _), (val_loss, bits_per_byte) = of_train, of_val
@@ -222,9 +222,9 @@ class Run:
         """One optimizer step at this learning rate; returns (this rank's part of the loss, gradient norm)."""
         cfg, ranks, scaler = self.cfg, self.ranks, self.scaler
         self.optimizer.set_lr(lr)
-        loss = self.replica.backward(self.batches, self.micro_steps, scaler)
+        loss = self.sharded.backward(self.batches, self.micro_steps, scaler)
         scaler.unscale_(self.optimizer)
-        grad_norm = self.replica.clip(cfg.grad_clip)
+        grad_norm = self.sharded.clip(cfg.grad_clip)
         self.stop.unsaved_steps = True  # on all ranks: the norm needs them all, so no rank has ended in its first step
         # With a scaler, an infinite gradient may only mean that its scale was too large, so there the loss decides.
         finite = torch.isfinite(ranks.sum(loss.clone()) if scaler.is_enabled() else grad_norm)  # same on all ranks
@@ -238,7 +238,7 @@ class Run:
         else:
             scaler.step(self.optimizer)
         scaler.update()
-        self.replica.model.zero_grad(set_to_none=True)
+        self.sharded.model.zero_grad(set_to_none=True)
         self.samples += self.samples_per_step
         if ranks.compile and not self.graphs_of_first_step:
             self.graphs_of_first_step = compiled_graphs()
@@ -268,12 +268,12 @@ class Run:
                 "flags": asdict(self.cfg), "ranks": self.ranks.size,
                 "tokenizer": tokenizer and tokenizer.spec, "tokenizer_hash": tokenizer and tokenizer.hash,
             }  # fmt: skip
-            tensors = run_state.run_tensors(self.replica, self.optimizer) | run_state.random_states(self.ranks)
+            tensors = run_state.run_tensors(self.sharded, self.optimizer) | run_state.random_states(self.ranks)
             self.checkpoints.save(self.step, tensors, state, best_loss, last)
 
     def log(self, loss: Tensor, lr: float, grad_norm: Tensor):
         """Write the figures of the step that was just made."""
-        cfg, mean, epochs = self.cfg, self.replica.mean(loss), self.loader.epochs(self.samples)
+        cfg, mean, epochs = self.cfg, self.sharded.mean(loss), self.loader.epochs(self.samples)
         epoch = epochs if len(epochs) > 1 else self.samples / self.loader.n_windows
         with self.checkpoints.handle_write_errors():
             tokens = self.samples * cfg.block_size

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from model import require
+from engine.errors import require
 
 CONSTANTS = {"true": True, "false": False}
 OPERATORS = {

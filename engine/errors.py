@@ -17,6 +17,12 @@ from typing import Any
 FIRST_RANK_SPEAKS = 20  # seconds after which the first rank has reported the error that all ranks have
 
 
+def require(condition: object, message: str):
+    """Raise ValueError with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
 @contextmanager
 def user_errors(kinds: Any = (ValueError, OSError), code: int = 2) -> Iterator[None]:
     """Turn an error of `kinds`, one class or several, into a line `error: ...` on stderr and this exit code."""

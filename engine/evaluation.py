@@ -1,7 +1,7 @@
 """The loss over a fixed set of windows, and the bytes of text that its tokens stand for.
 
 lengths, why_no_bytes = byte_lengths(cfg, data, ranks)
-found = mean_loss(cfg, ranks, replica, objective, lengths, stop, data.split("val"), n_batches)
+found = mean_loss(cfg, ranks, sharded, objective, lengths, stop, data.split("val"), n_batches)
 """
 
 import math
@@ -14,11 +14,10 @@ from data.loader import eval_batches
 from data.objective import Objective
 from data.shards import DataSet
 from data.stream import TokenStream
-from engine.errors import user_errors
+from engine.errors import require, user_errors
 from engine.parallel import Ranks
-from engine.replica import Replica
+from engine.sharded_model import ShardedModel
 from engine.stop_signal import StopSignal
-from model import require
 
 
 def data_errors_end_the_run(batches: Iterator) -> Iterator:
@@ -31,7 +30,7 @@ def data_errors_end_the_run(batches: Iterator) -> Iterator:
 def mean_loss(
     cfg,
     ranks: Ranks,
-    replica: Replica,
+    sharded: ShardedModel,
     objective: Objective,
     lengths: Tensor | None,
     stop: StopSignal,
@@ -50,12 +49,12 @@ def mean_loss(
     batches = eval_batches(
         stream, objective, cfg.batch_size, n_batches, ranks.data_rank, ranks.data_size, cfg.seed, ranks.device
     )
-    for batch in map(replica.batch, data_errors_end_the_run(batches)):
+    for batch in map(sharded.batch, data_errors_end_the_run(batches)):
         if stop.agreed():
             return None
         targets = batch["targets"]
-        counted = (targets >= 0) & replica.has_loss  # only the last stage of a pipeline has the loss
-        total[0] += replica.loss(batch) * counted.sum()
+        counted = (targets >= 0) & sharded.has_loss  # only the last stage of a pipeline has the loss
+        total[0] += sharded.loss(batch) * counted.sum()
         total[1] += counted.sum()
         if lengths is not None:
             total[2] += (lengths[targets.clamp(min=0)] * counted).sum()

@@ -16,8 +16,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from engine.errors import require
 from engine.parallel import may_restart
-from model import require
 
 
 class FolderLock:

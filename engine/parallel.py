@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from engine import context, tensor
-from model import require
+from engine import context_parallel, tensor_parallel
+from engine.errors import require
 
 T = TypeVar("T")
 
@@ -151,9 +151,9 @@ def check_layout(cfg, size: int):
         "optimizer=adamw",
     )
     if cfg.tp > 1:
-        tensor.check(cfg, cfg.tp)
+        tensor_parallel.check(cfg, cfg.tp)
     if cfg.cp > 1:
-        context.check(cfg, cfg.cp)
+        context_parallel.check(cfg, cfg.cp)
     if cfg.pp > 1:
         from engine import pipeline
 

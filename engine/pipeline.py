@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
-from model import Model, ModelConfig, require
+from engine.errors import require
+from model import Model, ModelConfig
 
 
 def check(cfg: ModelConfig, n_stages: int, n_micro: int):

@@ -15,8 +15,8 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.costs import RECOMPUTE, STATES, Layout, Run, Stage, layout, neighbours
+from engine.errors import require
 from engine.metrics import gpu_peak
-from model import require
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Assumptions, none of them measured here. The peaks in FLOP/s are in engine/metrics.py.

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from engine import checkpoint, interchange, optim, parallel
+from engine.errors import require
 from engine.folder import FolderLock
 from engine.parallel import Ranks
-from engine.replica import Replica
-from model import VOCAB_WEIGHTS, ModelConfig, require
+from engine.sharded_model import ShardedModel
+from model import VOCAB_WEIGHTS, ModelConfig
 
 FREE_ON_RESUME = {"dropout", "loss_chunk"}  # flags of the model that may differ from the checkpoint's
 STATE = {  # keys of a checkpoint's state that a resume needs, and their types
@@ -78,27 +79,27 @@ def check_same_model(cfg, flags: dict, path: str | Path):
         require(same, f"{flag.name}={new} differs from {old} in {path}; {remedy}")
 
 
-def initialize(cfg, replica: Replica):
+def initialize(cfg, sharded: ShardedModel):
     """Give the model the weights of a new run: random ones, or those of nanoGPT's file that init_from names."""
     kind, _, file = cfg.init_from.partition(":")
     if kind != "nanogpt":
-        return replica.init_weights(cfg.seed)
+        return sharded.init_weights(cfg.seed)
     model_args, tensors, _ = interchange.read_nanogpt(file)
     flags, tensors = interchange.from_nanogpt(model_args, tensors)
     check_same_model(cfg, flags, file)
-    replica.fill(tensors | {"head.weight": tensors["wte.weight"]})
+    sharded.fill(tensors | {"head.weight": tensors["wte.weight"]})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a checkpoint holds
 
 
-def run_tensors(replica: Replica, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+def run_tensors(sharded: ShardedModel, optimizer: optim.Optimizer) -> dict[str, Tensor]:
     """The parameters and the optimizer's state by name, to save them or to load into them."""
-    parameters = dict(replica.model.named_parameters())
-    tensors = {f"model.{name}": replica.whole(name, p.detach()) for name, p in parameters.items()}
-    for name, t in optimizer.state_tensors(replica.model).items():
-        tensors[f"optim.{name}"] = replica.whole(name.rpartition(".")[0], t)
+    parameters = dict(sharded.model.named_parameters())
+    tensors = {f"model.{name}": sharded.as_global(name, p.detach()) for name, p in parameters.items()}
+    for name, t in optimizer.state_tensors(sharded.model).items():
+        tensors[f"optim.{name}"] = sharded.as_global(name.rpartition(".")[0], t)
     return tensors
 
 
@@ -110,21 +111,21 @@ def random_states(ranks: Ranks) -> dict[str, Tensor]:
     return states
 
 
-def restore(cfg, ranks: Ranks, replica: Replica, optimizer: optim.Optimizer) -> dict:
+def restore(cfg, ranks: Ranks, sharded: ShardedModel, optimizer: optim.Optimizer) -> dict:
     """Load the latest checkpoint into the run; returns its state. ValueError if it is of another model."""
 
     def load(path: Path, state: dict) -> dict:
         check_same_model(cfg, state["flags"], path)
         random, saved = random_states(ranks), checkpoint.shapes(path)
         random = {name: t for name, t in random.items() if name in saved}
-        tensors = run_tensors(replica, optimizer) | random
+        tensors = run_tensors(sharded, optimizer) | random
         rows = {  # of the vocabulary's weights and their optimizer states, without padding
             name: cfg.vocab_size
             for name, t in tensors.items()
             if name.split(".", 1)[1].startswith(VOCAB_WEIGHTS) and t.dim()
         }
         if any(saved[name][0][:1] < (cfg.vocab_rows,) for name in rows.keys() & saved.keys()):
-            replica.init_weights(cfg.seed, VOCAB_WEIGHTS)  # the padding that the saved layout did not need
+            sharded.init_weights(cfg.seed, VOCAB_WEIGHTS)  # the padding that the saved layout did not need
         checkpoint.load(path, tensors, rows)
         for name, t in random.items():
             torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)

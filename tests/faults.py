@@ -169,23 +169,23 @@ FAULTS = [
         "Muon orthogonalises the matrices that share a weight (q, k and v; gate and values) as a single one.",
         "tests/test_optim.py::test_who_gets_muon",
     ),
-    # ---- engine/replica.py
+    # ---- engine/sharded_model.py
     (
-        "engine/replica.py",
+        "engine/sharded_model.py",
         "loss += part.detach()",
         "loss = part.detach() * micro_steps",
         "The logged loss is that of each step's last micro-batch alone.",
         "tests/test_oracle.py",
     ),
     (
-        "engine/replica.py",
+        "engine/sharded_model.py",
         "dict.fromkeys(self.uncut, 1 / math.sqrt(cfg.tp))",
         "dict.fromkeys(self.uncut, 1 / cfg.tp)",
         "The gradient norm under tp, which clipping uses, counts parameters that all ranks have too little.",
         "tests/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp-models]",
     ),
     (
-        "engine/replica.py",
+        "engine/sharded_model.py",
         'if p.grad is not None], "shard", 1 / n)',
         'if p.grad is not None], "shard", 1.0)',
         "Gradients of several pipelines beside one another are summed instead of averaged.",
@@ -200,7 +200,7 @@ FAULTS = [
         "tests/test_layouts.py::test_losses_do_not_depend_on_the_layout[fsdp+cp-blocks]",
     ),
     (
-        "engine/context.py",
+        "engine/context_parallel.py",
         "torch.where(t < size, front, back - 1)",
         "torch.where(t <= size, front, back - 1)",
         "The first token of a rank's second piece has a wrong position under cp.",
@@ -214,7 +214,7 @@ FAULTS = [
         "tests/test_layouts.py::test_losses_do_not_depend_on_the_layout[pp-blocks]",
     ),
     (
-        "engine/tensor.py",
+        "engine/tensor_parallel.py",
         "return F.linear(x, layer.weight, layer.bias / n)",
         "return F.linear(x, layer.weight, layer.bias)",
         "The bias of a row-parallel layer is added once by every rank under tp.",

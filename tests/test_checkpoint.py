@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import sample
+import train
 from engine import checkpoint, checkpoint_commands, run_state
 from engine.folder import FolderLock
 from engine.parallel import Ranks, limit

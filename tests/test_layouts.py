@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from configurator import Config, parse
 from data.loader import order  # which has its own tests
-from engine import context, optim, parallel, tensor
+from engine import context_parallel, optim, parallel, tensor_parallel
 from engine.parallel import check_layout, join
-from engine.replica import Replica, local
+from engine.sharded_model import ShardedModel, local
 from model import VOCAB_WEIGHTS, Model
 
 SIZES = [  # of the data's 257 ids, which tp=2 pads
@@ -252,7 +252,7 @@ def test_fsdp_sends_weights_in_the_flags_dtype_and_gradients_in_float32(monkeypa
     """Of the blocks; embedding, head and the last norm travel in float32 both ways. A step of two micro-batches."""
     flags = [f"--dp_replicate={replicas}", f"--fsdp_reshard={reshard}", "--dtype=bfloat16", "--vocab_size=257"]
     cfg = parse(Config, [*TINY, *SIZES, *FSDP, *flags, "--gradient_accumulation_steps=8"])
-    replica, shards = Replica(cfg, join(cfg)), 4 // replicas
+    replica, shards = ShardedModel(cfg, join(cfg)), 4 // replicas
     replica.init_weights(cfg.seed)
     text = torch.randint(257, (4, 17))
     with Sent() as sent:
@@ -282,7 +282,7 @@ def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, pretended)
         check_layout(cfg, 4)
     except ValueError as error:
         pytest.skip(f"refused: {error}")
-    replica = Replica(cfg, join(cfg))
+    replica = ShardedModel(cfg, join(cfg))
     replica.init_weights(cfg.seed)
     drawn = {name: local(p).clone() for name, p in replica.model.named_parameters()}
     replica.fill(weights | {"head.weight": weights.get("head.weight", weights["wte.weight"])})
@@ -423,23 +423,23 @@ def count(models: dict[str, dict], result: Path):
     """Per name the bytes that rank 0 holds, those of all parameters, and with tp the collectives of a step."""
     found, join = {}, dist.init_process_group
     dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else join(*args, **kwargs)
-    originals = {name: getattr(tensor, name) for name in ("all_gather", "reduce_scatter")}
+    originals = {name: getattr(tensor_parallel, name) for name in ("all_gather", "reduce_scatter")}
 
     def counting(name, *args, **kwargs):
         calls[name] += 1
         return originals[name](*args, **kwargs)
 
     for name in originals:
-        setattr(tensor, name, partial(counting, name))
+        setattr(tensor_parallel, name, partial(counting, name))
     for each, flags in models.items():
         cfg = Config(**flags, device="cpu", gradient_accumulation_steps=4, batch_size=2)
         ranks = parallel.join(cfg)
-        replica = Replica(cfg, ranks)
+        replica = ShardedModel(cfg, ranks)
         replica.init_weights(cfg.seed)
         model = replica.model
         with torch.device("meta"):
             n_params = Model(cfg).n_params()
-        states = optim.build(model, cfg, replica.whole).state_tensors(model).values()
+        states = optim.build(model, cfg, replica.as_global).state_tensors(model).values()
         tensors = [*model.parameters(), *(t for t in states if t.dim())]
         held, calls = sum(local(t).untyped_storage().nbytes() for t in tensors), Counter()
         if cfg.tp > 1:
@@ -496,7 +496,7 @@ def test_context_parallel_ranks_compute_equally_many_scores(monkeypatch):
     for rank in range(4):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
         model = Model(Config(**SIZE, n_layer=3))
-        context.cut(model, dist.group.WORLD)
+        context_parallel.apply_context_parallel(model, dist.group.WORLD)
         model.hidden(torch.zeros(1, 4, dtype=torch.int64))
         dist.destroy_process_group()
     assert scores == dict.fromkeys(range(4), 3 * 2 * 2 * (8 + 1))  # layers, queries, keys of pieces r and 7 - r

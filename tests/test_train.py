@@ -39,7 +39,7 @@ from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
 from engine import checkpoint, evaluation, parallel
 from engine.metrics import evaluation_line
-from engine.replica import Replica
+from engine.sharded_model import ShardedModel
 from engine.stop_signal import STOPPED, STOPPING, StopSignal
 
 
@@ -170,7 +170,7 @@ def test_recomputation_draws_the_same_masks(monkeypatch, flags, kind):
 
     def gradients(seed: int, kind: str) -> dict[str, torch.Tensor]:
         cfg = Config(**FLAT, **flags, vocab_size=30, dropout=0.3, activation_checkpoint=kind)
-        replica = Replica(cfg, parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False))
+        replica = ShardedModel(cfg, parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False))
         replica.init_weights(cfg.seed)
         torch.manual_seed(seed)
         drawn.clear()
@@ -267,7 +267,7 @@ class Products(TorchDispatchMode):
 def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
     """All of them, in the forward, the backward and what is computed again, in evaluations and in samples; parameters
     and gradients are float32."""
-    kept, backward = set(), Replica.backward
+    kept, backward = set(), ShardedModel.backward
 
     def seen(self, *args):
         loss = backward(self, *args)
@@ -276,8 +276,8 @@ def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
 
     for name in ("float32", "bfloat16"):
         with monkeypatch.context() as patch, Products() as products:
-            patch.setattr(Replica, "backward", products.during("training", seen))
-            patch.setattr(Replica, "loss", products.during("evaluation", Replica.loss))
+            patch.setattr(ShardedModel, "backward", products.during("training", seen))
+            patch.setattr(ShardedModel, "loss", products.during("evaluation", ShardedModel.loss))
             patch.setattr(sample, "main", products.during("sampling", sample.main))
             folder = run(*flags, f"--dtype={name}", "--max_iters=2", "--eval_interval=2", out=name)
             prompt = ["--start=the <mask>"] if "--objective=seq2seq" in flags else ["--start=the"]
@@ -692,14 +692,14 @@ FIRST_STEP = """
 import hashlib, sys, time
 sys.path.insert(0, "ROOT")
 import train
-from engine.replica import Replica
+from engine.sharded_model import ShardedModel
 
 def backward(*args):
     print("in the first step", flush=True)
     while True:
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # a minute in one operation, which no Python code interrupts
 
-Replica.backward = backward
+ShardedModel.backward = backward
 train.main(sys.argv[1:])
 """
 
@@ -857,7 +857,7 @@ def test_ranks_must_share_the_accumulation(run, monkeypatch, capsys):
 
 def train_until_sigterm(flags: list[str]):
     """train.py, of which the second rank alone gets the signal, in its 26th step."""
-    backward, steps = Replica.backward, []
+    backward, steps = ShardedModel.backward, []
 
     def counted(*args):
         steps.append(1)
@@ -865,7 +865,7 @@ def train_until_sigterm(flags: list[str]):
             os.kill(os.getpid(), signal.SIGTERM)
         return backward(*args)
 
-    Replica.backward = counted
+    ShardedModel.backward = counted
     train.peak_flops = lambda *_: 1e9
     train.main(flags)
 
