@@ -53,7 +53,7 @@ class SampleConfig:
     """The flags of sample.py. ValueError names the flag, its value and the remedy."""
 
     # --- sample
-    out_dir: str = "out"  # of the training run, for its latest checkpoint; or the directory of one checkpoint
+    out_dir: str = "out"  # folder of the training run, for its latest checkpoint, or of one checkpoint
     start: str = ""  # the prompt, or FILE:path; empty = end-of-text, or a newline where there is none
     blank: str = "<mask>"  # text in the prompt that marks a missing token (masked) or span (seq2seq)
     num_samples: int = 1  # samples of the same prompt, generated in one batch
@@ -63,7 +63,7 @@ class SampleConfig:
     # --- distribution
     temperature: float = 0.8  # below 1 sharper, above 1 flatter, 0 = always the most likely token
     top_k: int = 200  # keeps the k most likely tokens, 0 = all
-    top_p: float = 1.0  # keeps the most likely tokens with this total probability (arXiv:1904.09751)
+    top_p: float = 1.0  # keeps the fewest most likely tokens of this total probability (arXiv:1904.09751)
     min_p: float = 0.0  # keeps tokens of at least this fraction of the largest probability (arXiv:2407.01082)
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps

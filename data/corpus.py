@@ -188,7 +188,7 @@ def write(out: ShardWriter, source: Source, val_fraction: float, threads: int, l
         return sum(out.splits[split][unit] for split in splits or SPLITS if split in out.splits)
 
     def bytes_to_read(position: int) -> float:
-        """The size of the input, or with a limit its part until then, estimated from the first `position` bytes."""
+        """Bytes of the input to be read in all. With a limit they are estimated from the first `position` bytes."""
         tokens = count("tokens", "train")
         return min(source.total, position * limit / tokens) if limit and tokens else source.total
 
@@ -244,7 +244,7 @@ def parser(doc: str, here: Path) -> Parser:
     flags.add_argument("--field", default="text", help="field of jsonl and parquet with the text (default text)")
     flags.add_argument("--out", default=str(here), help="NAME (data/NAME) or a path with a / (default: this folder)")
     flags.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100_000_000)")
-    flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads (default: one per core)")
+    flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="encoding threads (default: all cores)")
     return flags
 
 
@@ -298,7 +298,7 @@ def stream(doc: str, here: Path, path: str) -> None:
     flags = parser(doc, here)
     flags.add_argument("--path", default=path, help=f"OWNER/NAME[@REVISION][:CONFIG], or local files (default {path})")
     flags.add_argument("--shards", type=int, default=0, help="number of full shards to train on, 0 = all (default 0)")
-    flags.add_argument("--tokenizer", choices=("gpt2", "byte"), default="gpt2", help="default gpt2")
+    flags.add_argument("--tokenizer", choices=("gpt2", "byte"), default="gpt2", help="gpt2 or byte (default gpt2)")
     args = flags.parse_args()
     try:
         files = find_files([args.path])

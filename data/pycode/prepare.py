@@ -57,7 +57,7 @@ def main() -> None:
     parser = Parser(__doc__)
     fraction = "fraction of the bytes for validation (default 0.05)"
     parser.add_argument("--val_fraction", type=float, default=0.05, help=fraction)
-    parser.add_argument("--tokenizer", choices=("byte", "gpt2"), default="byte", help="default byte")
+    parser.add_argument("--tokenizer", choices=("byte", "gpt2"), default="byte", help="byte or gpt2 (default byte)")
     parser.add_argument("--out", default=str(HERE), help="NAME (data/NAME) or a path with a / (default: this folder)")
     args = parser.parse_args()
     if not 0 < args.val_fraction < 1:

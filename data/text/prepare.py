@@ -34,7 +34,7 @@ def main() -> None:
     flags.add_argument("--input", action="append", required=True, help="file, pattern or folder; may be repeated")
     flags.add_argument("--tokenizer", default="gpt2", help="char, byte, gpt2 or bpe:N (default gpt2)")
     kinds = ("file", "line", "paragraph")
-    flags.add_argument("--documents", choices=kinds, default="file", help="documents of a text (default file)")
+    flags.add_argument("--documents", choices=kinds, default="file", help="what a document of a text is (default file)")
     args = flags.parse_args()
     corpus.prepare(args, find_files(args.input), args.documents)
 
