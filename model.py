@@ -34,10 +34,12 @@ initial weights in its dict `initial`: name of the parameter -> a number, or Nor
 
 Seams. Other files replace or wrap these attributes and nothing else:
     attribute                        replaced by                                what must stay true
+    Model.forward                    pipeline stages: under autocast            same result
     Model.embed                      pipeline stages, context parallelism       (B, T) ids -> stream (B, T, C), t (T,)
     Model.loss, .tie                 tensor parallelism, pipeline stages        mean in nats; ends share one tensor
     Model.chunk_loss, a block        compilation, recomputation                 same result
-    Model.pos, .wte, .norm, .head    pipeline stages, tensor parallelism        shapes
+    Model.pos, .wte, .first_norm     pipeline stages, tensor parallelism        shapes
+    Model.norm, .head                pipeline stages                            shapes
     Stack.position_table             tensor parallelism: rows of its heads      as AttentionPosition.table
     forward of norms and layers      FSDP, tensor parallelism                   same result, or a part of a sum
     Heads.cache, .mix                decoding, context parallelism              as KVCache.extend, as Heads.mix
@@ -760,6 +762,7 @@ class Heads(nn.Module):
         return self.out(y[..., : self.head_dim].transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, C)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots = None) -> Tensor:
+        """The softmax of all heads. A variant of it goes here and works with slots, shaped and cross attention too."""
         return mix(q, k, v, self.head_dim, mask, self.softcap, self.dropout if self.training else 0.0, slots)
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
@@ -767,12 +770,12 @@ class Heads(nn.Module):
         parts = x.unflatten(-1, (-1, sum(sizes), self.head_dim)).split(sizes, dim=3)
         return tuple(part.flatten(2, 3).transpose(1, 2) for part in parts)
 
-    def kernel(self, T: int, S: int, device: str) -> str:
+    def kernel(self, T: int, S: int, device: str, flash: bool) -> str:
         """The kernel of attention_kernel that T queries and S keys take in training."""
         slopes = self.position.slopes(self.position.table(torch.arange(1), torch.float32)) is not None
         mask = Mask(self.causal, self.window if self.window < S else 0, None, None)
         slots, biased = "slot_k" in self.per_head, slopes or self.doc_mask
-        return attention_kernel(mask, T, S, biased, slots, self.softcap, self.dropout, device, False)
+        return attention_kernel(mask, T, S, biased, slots, self.softcap, self.dropout, device, flash)
 
     def flops(self, T: int, S: int) -> int:
         """Matmul FLOPs of scores and weighted sums, forward and backward, for T tokens of the stream and S of the
@@ -1286,11 +1289,15 @@ class Model(Stack):
         head = 6 * self.head.weight.numel() * T
         return head + self.stack_flops(T, source) + (self.encoder.stack_flops(source, 0) if self.encoder else 0)
 
-    def attention_kernels(self, T: int, source: int, device: str) -> str:
-        """The kernels of attention_kernel that T tokens and a source take in training, with their numbers of layers."""
-        counts = Counter()
+    def attention_kernels(self, T: int, source: int, device: str, dtype: torch.dtype, pieces: int = 1) -> str:
+        """The kernels of attention_kernel that T tokens and a source take in training, with their numbers of layers.
+
+        pieces: the queries of a text are computed in so many pieces, as by context parallelism.
+        """
+        flash, counts = device == "cuda" and dtype == torch.bfloat16 and self.cfg.head_dim % 8 == 0, Counter()
         for name, m in self.named_modules():
             if isinstance(m, Heads):
                 queries = source if name.startswith("encoder.") else T
-                counts[m.kernel(queries, source if isinstance(m, MemoryPool) else queries, device)] += 1
+                keys = source if isinstance(m, MemoryPool) else queries
+                counts[m.kernel(queries // pieces, keys, device, flash)] += 1
         return ", ".join(f"{kernel} ({n} layers)" for kernel, n in counts.items())

@@ -129,6 +129,10 @@ class Run:
         with torch.device("meta"):
             whole_model = Model(cfg)
         self.n_params, self.flops_per_sample = whole_model.n_params(), whole_model.flops(*objective.lengths)
+        pieces = 2 * cfg.cp if cfg.cp > 1 else 1  # of each text
+        self.attention_kernels = whole_model.attention_kernels(
+            *objective.lengths, ranks.device.type, ranks.dtype, pieces
+        )
         self.sharded = ShardedModel(cfg, ranks)  # the part of the model that this rank computes
         if cfg.init_from != "resume":
             run_state.initialize(cfg, self.sharded)
@@ -190,6 +194,7 @@ class Run:
             f"{self.n_params:,} parameters; {self.samples_per_step * cfg.block_size:,} tokens per step from "
             f"{stream.name}, {self.loader.n_windows:,} windows; {machine}"
         )
+        self.metrics.say(f"attention kernels: {self.attention_kernels}")
         schedule_moved = optim.rescheduled(self.step, cfg, self.stored_flags)
         slow = slow_step_warning(cfg, self.samples_per_step * self.flops_per_sample / self.peak_flops)
         for note in filter(None, (schedule_moved, slow, self.why_no_bytes)):

@@ -7,7 +7,6 @@
     read(out_dir, kinds, action)                    action(path, state), while another process may be saving
 
     python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]     writes the weights to one file
-    python -m engine.checkpoint convert OUT_DIR                                         converts from the older format
 
 Files on disk; out_dir must be on a file system that all ranks share:
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from data.files import open_regular
 
-FORMAT = 2
+FORMAT = 3  # 1 had no SHA-256 of each piece; 2 had other names of parameters
 STEP = re.compile(r"step_(\d{8,})")
 MOST_SAMPLES = 2**40  # of one step, far above any real batch
 
@@ -41,12 +41,11 @@ def steps_in(out_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
-def read_state(path: str | Path, kinds: dict[str, Any] | None = None, formats: tuple[int, ...] = (FORMAT,)) -> dict:
+def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
     """The state that was given to `save`, with "step", "format" and "metadata_sha256", the SHA-256 of .metadata.
 
     kinds    the keys that the caller needs, and the type or types of each. An int must lie in 0 .. 2**62 - 1, so that
              counting can go on, and a bool is not an int. A float must be finite.
-    formats  the formats that the caller can read
 
     Raises ValueError for another format. Raises Damaged if state.json is missing or is not JSON, if such a key is
     missing or of another type, if more steps were skipped than made, if the number of samples is impossible for that
@@ -58,10 +57,9 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None, formats: t
         found = state["format"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(path, f"state.json: {error!r:.200}") from error
-    if type(found) is int and found not in formats:
-        where = path if step_of(path) is None else path.parent
-        convert = f"convert it to format {FORMAT} with python -m engine.checkpoint convert {where}"
-        remedy = "update this program" if found > FORMAT else convert
+    if type(found) is int and found != FORMAT:
+        older = "use it with the version of this program that wrote it, or train anew in another --out_dir"
+        remedy = "update this program" if found > FORMAT else older
         raise ValueError(f"checkpoint {path} has format {found}, and this program reads format {FORMAT}; {remedy}")
     for key, kind in ({"format": int, "step": int} | (kinds or {})).items():
         if not _fits(state.get(key, ...), kind):

@@ -100,18 +100,18 @@ class _Unpickler(pickle.Unpickler):
         raise ValueError(f"it refers to {module}.{name}, which no checkpoint needs")
 
 
-def read_metadata(path: Path, sha256: str | None) -> Metadata:
+def read_metadata(path: Path, sha256: str) -> Metadata:
     """The table of tensors in the checkpoint directory, checked against the files there. Raises ValueError.
 
     After it, every shard lies inside its tensor and in a file of this directory that is long enough, and the shards of
     a tensor add up to its size.
 
-    sha256  the table's, in hexadecimal; None for a checkpoint of format 1, which has no digests
+    sha256  the table's, in hexadecimal
     """
     try:
         with open(path / ".metadata", "rb", opener=open_regular) as f:
             content = f.read()
-        if sha256 not in (None, hashlib.sha256(content).hexdigest()):
+        if sha256 != hashlib.sha256(content).hexdigest():
             raise ValueError("it is not the one that was saved with state.json")
         top = _Unpickler(BytesIO(content)).load().state
         size = cache(lambda name: (path / name).stat().st_size)

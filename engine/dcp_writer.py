@@ -7,13 +7,10 @@ Importing this module imports DCP, which takes a second: do it where it is neede
 """
 
 import hashlib
-import pickle
 from pathlib import Path
 from typing import IO, Any
 
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
 
 
 class DigestWriter(FileSystemWriter):
@@ -59,13 +56,3 @@ class _Piece:
         self.stream.flush()
 
     close = flush  # the file goes on
-
-
-def dump_metadata(metadata: Metadata) -> bytes:
-    """The content of `.metadata` for what dcp_reader.read_metadata has read, and given a `sha256` for each piece."""
-    entries = {}
-    for index, piece in metadata.storage_data.items():
-        entries[index] = _StorageInfo(piece.relative_path, piece.offset, piece.length)
-        entries[index].sha256 = piece.sha256
-    keys = {name: (name,) for name in metadata.state_dict_metadata}  # of the flat dictionary that was saved
-    return pickle.dumps(Metadata(metadata.state_dict_metadata, planner_data=keys, storage_data=entries))

@@ -35,10 +35,11 @@ def exit_codes(size: int, work: Callable, folder: Path, *args) -> list[int | Non
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     paths = [str(ROOT), os.environ.get("PYTHONPATH")]
-    with pytest.MonkeyPatch.context() as patch, socket.socket() as free:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))  # for the imports of the server
+    with socket.socket() as free:  # closed before a rank listens there
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))  # for the imports of the server
         ranks = [context.Process(target=_rank, args=(rank, size, port, folder, work, args)) for rank in range(size)]
         for each in ranks:
             each.start()

@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import sample
 import train
 from engine import checkpoint, checkpoint_commands, run_state
-from engine.folder import FolderLock
 from engine.parallel import Ranks, limit
 from engine.saver import Saver
 from model import Model, ModelConfig
@@ -938,118 +937,19 @@ def test_commands_follow_a_run(run, tmp_path, monkeypatch, capsys, command):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Format 1
+# Other formats
 
 
-def old_format(out_dir, step, tensors, state):
-    """A checkpoint of format 1, written by DCP alone."""
-    path = out_dir / step_name(step)
-    dcp.save(dict(tensors), checkpoint_id=path, no_dist=True)
-    (path / "state.json").write_text(json.dumps({**state, "format": 1, "step": step}))
-    (out_dir / "latest").write_text(f"{path.name}\n")
-    return path
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_format_1_is_refused_until_it_is_converted(tmp_path, tensors, capsys):
-    out = tmp_path / "run"
-    newest = checkpoint.save(out, 30, tensors, STATE)
-    paths = [old_format(out, step, tensors, STATE | {"best_val_loss": math.nan}) for step in (10, 20)]
-    paths[1] = paths[1].rename(out / f"{step_name(20)}.old")  # of a process killed while it replaced the step
-    paths.append(newest)
-    unchanged = (paths[2] / "state.json").read_bytes()
-    for path in paths[:2]:
-        for call in [(checkpoint.read_state, path), (checkpoint.shapes, path), (checkpoint.load, path, zeros(tensors))]:
-            text = message(ValueError, *call)
-            assert f"{path} has format 1" in text and f"python -m engine.checkpoint convert {out}" in text
-    copy = shutil.copytree(paths[0], tmp_path / "good")
-    assert message(ValueError, checkpoint.read_state, copy).endswith(f"convert {copy}")
-
-    assert checkpoint_commands.main(["convert", str(out)]) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{path}: now of format 2" for path in paths[:2]]
-    assert checkpoint_commands.main(["convert", str(copy)]) == 0 and step_name(1) not in capsys.readouterr().out
-    for path in [*paths, copy]:
-        loaded = zeros(tensors)
-        checkpoint.load(path, loaded)
-        assert same(loaded, tensors) and digests(path) == true_digests(path)
-        assert names(path) == [".metadata", "__0_0.distcp", "state.json"]
-        loss = STATE["best_val_loss"] if path == paths[2] else None
-        assert checkpoint.read_state(path, run_state.STATE).items() >= (STATE | {"best_val_loss": loss}).items()
-        dcp.load(other := zeros(tensors), checkpoint_id=path, no_dist=True)  # DCP reads them still
-        assert same(other, tensors)
-    assert (paths[2] / "state.json").read_bytes() == unchanged
-    assert checkpoint_commands.main(["convert", str(out)]) == 0
-    assert capsys.readouterr().out == f"{out}: was of format 2 already\n"
-    with FolderLock() as lock:  # as of a run that saves there
-        lock.take(out)
-        for where in (out, paths[0]):
-            with pytest.raises(SystemExit):
-                checkpoint_commands.main(["convert", str(where)])
-            assert f"belongs to process {os.getpid()}" in capsys.readouterr().err
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:torch.distributed is disabled")
-def test_a_kill_during_conversion(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-    tensors = {"w": torch.arange(5.0), "v": torch.ones(3)}
-    for step in (1, 2):
-        old_format(tmp_path / "before", step, tensors, STATE | {"skipped": 0})
-    killed, formats = True, []
-    for operation in itertools.count(1):
-        if not killed:
-            break
-        run = shutil.copytree(tmp_path / "before", tmp_path / f"run{operation}")
-        killed = killed_before(operation, lambda run=run: checkpoint_commands.convert(run))
-        formats.append([])
-        for again in (False, True):
-            for path in run.glob("step_*"):
-                if json.loads((path / "state.json").read_text())["format"] == 1:
-                    assert not again
-                    formats[-1].append(1)
-                    continue
-                formats[-1].append(2)
-                loaded = zeros(tensors)
-                checkpoint.load(path, loaded)
-                assert same(loaded, tensors)
-            checkpoint_commands.convert(run)
-        assert names(run / step_name(1)) == [".metadata", "__0_0.distcp", "state.json"]
-    assert operation > 8 and formats[0][:2] == [1, 1] and formats[-1] == [2] * 4
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_is_damaged_is_not_converted(tmp_path, capsys):
-    tensors = {"w": torch.arange(2000.0)}
-    good, bad = old_format(tmp_path, 1, tensors, {}), old_format(tmp_path, 2, tensors, {})
-    whole = {name: (bad / name).read_bytes() for name in names(bad)}
-
-    def refused(*words):
-        files = {name: (bad / name).read_bytes() for name in names(bad)}
-        with pytest.raises(SystemExit) as stop:
-            checkpoint_commands.main(["convert", str(tmp_path)])
-        line = capsys.readouterr().err
-        assert stop.value.code == 2 and line.startswith(f"error: checkpoint {bad}") and line.count("\n") == 1
-        assert all(word in line for word in words)
-        assert files == {name: (bad / name).read_bytes() for name in names(bad)}
-        for name, content in whole.items():
-            (bad / name).write_bytes(content)
-
-    data = bytearray(whole["__0_0.distcp"])
-    data[data.index(tensors["w"][1000:1004].numpy().tobytes())] ^= 1
-    (bad / "__0_0.distcp").write_bytes(data)
-    refused("damaged", "__0_0.distcp: w: wrong checksum")
-    checkpoint.load(good, zeros(tensors))  # the other one was
-    (bad / "__0_0.distcp").write_bytes(data[:3000])
-    refused("damaged", "cut off")
-    (bad / ".metadata").write_bytes(b"")
-    refused("damaged", ".metadata")
-    edit_state(bad, step=3)
-    refused("damaged", "step is 3")
-    edit_state(bad, format=3)
-    refused("format 3", "update")
-    with full_disk():
-        with pytest.raises(SystemExit) as stop:
-            checkpoint_commands.main(["convert", str(tmp_path / "absent")])
-    assert stop.value.code == 2 and "no directory" in capsys.readouterr().err
+@pytest.mark.parametrize(("found", "remedy"), [(2, "the version of this program that wrote it"), (4, "update this")])
+def test_another_format_is_refused_in_one_line(found, remedy, tmp_path, tensors, capsys):
+    path = checkpoint.save(tmp_path, 10, tensors, STATE)
+    edit_state(path, format=found)
+    for call in [(checkpoint.read_state, path), (checkpoint.shapes, path), (checkpoint.load, path, zeros(tensors))]:
+        text = message(ValueError, *call)
+        assert f"{path} has format {found}, and this program reads format 3" in text and remedy in text
+    with pytest.raises(SystemExit) as stop:
+        checkpoint_commands.main(["consolidate", str(tmp_path), str(tmp_path / "file")])
+    assert stop.value.code == 2 and f"has format {found}" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Workers of torchrun that are killed come back, from the last checkpoint; one that fails ends them all."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -13,8 +12,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from conftest import ROOT, TINY, losses
+from ranks import launch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+import train
 from engine import parallel
+from engine.sharded_model import ShardedModel
 
 
 @pytest.fixture
@@ -58,16 +61,34 @@ def workers(process: subprocess.Popen) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-def test_a_killed_worker_is_started_again_and_goes_on(start, run, tmp_path):
-    """The command says init_from=scratch; the losses are those of one process that nobody disturbed."""
+def torchrun(flags: list[str]):
+    """torchrun's agent in this process, with --max_restarts=1, and two workers that are forked from it."""
+    config = {"run_id": "test", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "start_method": "fork"}
+    elastic_launch(LaunchConfig(1, 1, 2, max_restarts=1, **config), train_until_killed)(flags)
+
+
+def train_until_killed(flags: list[str]):
+    """train.py, of which the second rank is killed in the 22nd step of its first start."""
+    backward, steps = ShardedModel.backward, []
+
+    def counted(*args):
+        steps.append(1)
+        if len(steps) == 22 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return backward(*args)
+
+    ShardedModel.backward = counted
+    train.peak_flops = lambda *_: 1e9  # half a second each
+    train.main(flags)
+
+
+def test_a_killed_worker_is_started_again_and_goes_on(run, tiny_data, tmp_path):
+    """The flags say init_from=scratch; the losses are those of one process that nobody disturbed."""
     flags = ["--max_iters=60", "--eval_interval=30", "--save_interval=5"]
-    process = start("train.py", 1, *flags, "--async_checkpoint=True")
-    said = read_until(process, "iter 20:")
-    os.kill(random.Random(0).choice(workers(process)), signal.SIGKILL)
-    rest = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, rest
-    said = "".join(said) + rest
-    assert said.count("step 0:") == 1 and said.count("parameters;") == 2
+    common = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--async_checkpoint=True"]
+    launch(1, torchrun, tmp_path, [*common, *flags])
+    said = (tmp_path / "rank 0").read_text()
+    assert said.count("step 0:") == 1 and said.count("parameters;") == 2, said
     undisturbed = losses(run(*flags, out="whole"))
     assert len(undisturbed) == 63
     for line, expected in zip(losses(tmp_path / "out"), undisturbed, strict=True):
