@@ -220,18 +220,19 @@ def shapes(f: SimpleNamespace) -> dict[str, tuple[int, ...]]:
             result[f"{name}.bias"] = (n_out,)
 
     def blocks(prefix: str, n: int, cross: bool):
-        for name in (f"{prefix}.{i}" for i in range(n)):
-            norm(f"{name}.norm_attn.before")
-            linear(f"{name}.attn.qkv", C, (f.n_head + 2 * f.kv_heads) * D)
-            linear(f"{name}.attn.out", C, C)
+        for name in (f"{prefix}.{i}.sums" for i in range(n)):
+            norm(f"{name}.0.before")
+            linear(f"{name}.0.attn.qkv", C, (f.n_head + 2 * f.kv_heads) * D)
+            linear(f"{name}.0.attn.out", C, C)
             if cross:
-                norm(f"{name}.cross.norm.before")
-                linear(f"{name}.cross.attn.pools.0.kv", C, 2 * f.kv_heads * D)
-                linear(f"{name}.cross.attn.into", C, C)
-                linear(f"{name}.cross.attn.out", C, C)
-            norm(f"{name}.norm_mlp.before")
-            linear(f"{name}.mlp.up", C, F)
-            linear(f"{name}.mlp.down", F, C)
+                norm(f"{name}.1.before")
+                linear(f"{name}.1.cross.q", C, C)
+                linear(f"{name}.1.cross.kv", C, 2 * f.kv_heads * D)
+                linear(f"{name}.1.cross.out", C, C)
+            last = 2 if cross else 1
+            norm(f"{name}.{last}.before")
+            linear(f"{name}.{last}.mlp.up", C, F)
+            linear(f"{name}.{last}.mlp.down", F, C)
 
     blocks("blocks", f.n_layer, f.objective == "seq2seq")
     norm("norm")
@@ -244,7 +245,10 @@ def shapes(f: SimpleNamespace) -> dict[str, tuple[int, ...]]:
 
 
 def initial_weights(f: SimpleNamespace) -> dict[str, Tensor]:
-    """N(0, 0.02), divided by the root of their number where branches are added to the stream; biases 0, gains 1."""
+    """N(0, 0.02), divided by the root of their number where branches are added to the stream; biases 0, gains 1.
+
+    The number of the sum that a weight stands in is no part of the name that its random numbers depend on.
+    """
     result = {}
     for name, shape in shapes(f).items():
         if len(shape) == 1:
@@ -254,7 +258,9 @@ def initial_weights(f: SimpleNamespace) -> dict[str, Tensor]:
         if name.endswith(("out.weight", "down.weight")):
             in_decoder = (3 if f.objective == "seq2seq" else 2) * f.n_layer
             summands = 2 * f.n_encoder_layer if name.startswith("encoder") else in_decoder
-        numbers = torch.tensor(normal_numbers(f"{f.seed} {name}", math.prod(shape)), dtype=torch.float64)
+        before, sums, after = name.partition("sums.")
+        drawn_as = before + after[2:] if sums else name  # without "sums.0."
+        numbers = torch.tensor(normal_numbers(f"{f.seed} {drawn_as}", math.prod(shape)), dtype=torch.float64)
         result[name] = 0.02 / math.sqrt(summands) * numbers.view(shape)
     return result
 
@@ -289,8 +295,8 @@ def self_attention(f: SimpleNamespace, w: dict[str, Tensor], name: str, x: Tenso
 
 def cross_attention(f: SimpleNamespace, w: dict[str, Tensor], name: str, x: Tensor, memory: Tensor, seen: Tensor):
     D = f.n_embd // f.n_head
-    q = linear(w, f"{name}.into", x).view(*x.shape[:2], f.n_head, D)
-    kv = linear(w, f"{name}.pools.0.kv", memory).view(*memory.shape[:2], f.kv_heads, 2, D)
+    q = linear(w, f"{name}.q", x).view(*x.shape[:2], f.n_head, D)
+    kv = linear(w, f"{name}.kv", memory).view(*memory.shape[:2], f.kv_heads, 2, D)
     k, v = kv[:, :, :, 0], kv[:, :, :, 1]
     return linear(w, f"{name}.out", attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen))
 
@@ -313,19 +319,20 @@ def loss_of(f: SimpleNamespace, w: dict[str, Tensor], rows: list[dict[str, list[
     if f.objective == "seq2seq":
         source, source_docs = (torch.tensor([row[name] for row in rows]) for name in ("source", "source_docs"))
         memory, of_source = embed(w, source), source_docs[:, :, None] == source_docs[:, None, :]
-        for name in (f"encoder.blocks.{i}" for i in range(f.n_encoder_layer)):
-            x = layer_norm(w, f"{name}.norm_attn.before", memory)
-            memory = memory + self_attention(f, w, f"{name}.attn", x, of_source)
-            memory = memory + mlp(w, f"{name}.mlp", layer_norm(w, f"{name}.norm_mlp.before", memory))
+        for name in (f"encoder.blocks.{i}.sums" for i in range(f.n_encoder_layer)):
+            x = layer_norm(w, f"{name}.0.before", memory)
+            memory = memory + self_attention(f, w, f"{name}.0.attn", x, of_source)
+            memory = memory + mlp(w, f"{name}.1.mlp", layer_norm(w, f"{name}.1.before", memory))
         memory = layer_norm(w, "encoder.norm", memory)
         across = docs[:, :, None] == source_docs[:, None, :]
     x = embed(w, idx)
-    for name in (f"blocks.{i}" for i in range(f.n_layer)):
-        x = x + self_attention(f, w, f"{name}.attn", layer_norm(w, f"{name}.norm_attn.before", x), seen)
+    last = 2 if f.objective == "seq2seq" else 1
+    for name in (f"blocks.{i}.sums" for i in range(f.n_layer)):
+        x = x + self_attention(f, w, f"{name}.0.attn", layer_norm(w, f"{name}.0.before", x), seen)
         if f.objective == "seq2seq":
-            n = layer_norm(w, f"{name}.cross.norm.before", x)
-            x = x + cross_attention(f, w, f"{name}.cross.attn", n, memory, across)
-        x = x + mlp(w, f"{name}.mlp", layer_norm(w, f"{name}.norm_mlp.before", x))
+            n = layer_norm(w, f"{name}.1.before", x)
+            x = x + cross_attention(f, w, f"{name}.1.cross", n, memory, across)
+        x = x + mlp(w, f"{name}.{last}.mlp", layer_norm(w, f"{name}.{last}.before", x))
     x = layer_norm(w, "norm", x)
     logits = x @ w["wte.weight" if f.tie_weights else "head.weight"].T
     picked = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
@@ -359,7 +366,7 @@ def logical_matrices(f: SimpleNamespace, name: str) -> list[list[int]] | None:
     layer = name.removesuffix(".weight").rpartition(".")[2]
     per_head = {"qkv": [G * D, D, D], "kv": [D, D]}.get(layer)
     if per_head is None:
-        return [list(range(shapes(f)[name][0]))] if layer in ("out", "into", "up", "down") else None
+        return [list(range(shapes(f)[name][0]))] if layer in ("out", "q", "up", "down") else None
     result, row = [[] for _ in per_head], 0
     for _ in range(K):
         for matrix, size in zip(result, per_head, strict=True):
