@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model import assert_same, beside, build, jitter, leaves, naive_attention, tokens
+from test_model import TINY, assert_same, beside, build, jitter, leaves, naive_attention, tokens
 
 import model as M
 from configurator import Config
 from engine import optim
-from model import At
+from model import Inputs
 
 SAS = ["simplified", "simplified_parallel"]
 T, C, H = 11, 32, 4
@@ -23,8 +23,14 @@ def stream(*shape) -> torch.Tensor:
 
 
 def at(net, docs=None, memory=None, memory_docs=None):
-    table = net.rotate.table(torch.arange(T), torch.float64)
-    return At(table, memory=memory) if docs is None else At(table, (docs, docs), memory, (docs, memory_docs))
+    table = net.position_table(torch.arange(T), torch.float64)
+    return Inputs(table, memory=memory) if docs is None else Inputs(table, (docs, docs), memory, (docs, memory_docs))
+
+
+def heads_of(reader: M.Heads, q, k, v, inputs: Inputs) -> torch.Tensor:
+    """(B, T, C): the reader's heads on these q, k and v, without its projections."""
+    reader.project, reader.out = lambda x, inputs: (q, k, v), torch.nn.Identity()
+    return reader(None, inputs)
 
 
 DOCS = torch.tensor([[0] * 4 + [2] * 7, [0] * 8 + [1] + [2] * 2])
@@ -40,12 +46,12 @@ def naive_shaped(net, attn, x, window, slopes, docs):
     q = qk[..., :-1, :].reshape(2, T, H, D).transpose(1, 2)
     k = qk[..., -1, :].transpose(1, 2)
     if net.cfg.qk_norm:
-        q, k = attn.heads.q_norm(q), attn.heads.k_norm(k)
+        q, k = attn.q_norm(q), attn.k_norm(k)
     if net.cfg.pos == "rope":
-        q, k, _ = attn.heads.rotate(q, k, k, at(net).table)
+        q, k, _ = attn.position(q, k, k, at(net).table)
     value = x
     if isinstance(attn.value, M.NearIdentity):
-        value = attn.value.skip * x + attn.value.resid * x @ attn.value.weight.T
+        value = attn.value.skip.weight * x + attn.value.resid.weight * x @ attn.value.weight.T
     eye, out = torch.eye(T, dtype=torch.float64).expand(2, 1, T, T), []
     causal, docs = net.cfg.objective != "masked", None if docs is None else (docs, docs)
     for h in range(H):
@@ -55,11 +61,10 @@ def naive_shaped(net, attn, x, window, slopes, docs):
             naive_attention(*pair, eye, window, 0.0, slopes and [slopes[h]], causal, docs)[:, 0]
             for pair in (content, no_content)
         )
-        heads = attn.heads
-        out.append((heads.alpha[h] * eye[:, 0] + heads.beta[h] * softmax - heads.gamma[h] * uniform) @ v)
+        out.append((attn.alpha[h] * eye[:, 0] + attn.beta[h] * softmax - attn.gamma[h] * uniform) @ v)
     y = torch.cat(out, dim=-1)
     if isinstance(attn.out, M.NearIdentity):
-        y = attn.out.skip * y + attn.out.resid * y @ attn.out.weight.T
+        y = attn.out.skip.weight * y + attn.out.resid.weight * y @ attn.out.weight.T
     return y
 
 
@@ -83,7 +88,7 @@ both_ways = pytest.mark.parametrize("objective", ["causal", "masked"])
 def test_shaped_attention_equals_its_matrices(flags, layer, docs, objective):
     net = build(block="simplified", objective=objective, **flags)
     jitter(net)
-    attn, x = net.blocks[layer].attn, stream(2, T, C)
+    attn, x = net.blocks[layer].sums[0].attn, stream(2, T, C)
     slopes = M.alibi_slopes(H).double().tolist() if net.cfg.pos == "alibi" else None
     expected = naive_shaped(net, attn, x, net.cfg.window, slopes, docs)
     assert_same(attn(x, at(net, docs)), expected, [x, *attn.parameters()], atol=1e-9)
@@ -95,7 +100,7 @@ def test_shaped_attention_equals_its_matrices(flags, layer, docs, objective):
 def test_shaped_attention_starts_as_the_identity(flags, docs, objective):
     net, x = build(block="simplified", objective=objective, **flags), stream(2, T, C)
     for block in net.blocks:
-        assert torch.allclose(block.attn(x, at(net, docs)), x, atol=1e-12)
+        assert torch.allclose(block.sums[0].attn(x, at(net, docs)), x, atol=1e-12)
 
 
 def test_the_centring_matrix_sees_no_future():
@@ -109,18 +114,26 @@ def test_the_centring_matrix_sees_no_future():
 @pytest.mark.parametrize("objective", ["causal", "seq2seq"])
 def test_simplified_equations(objective):
     """A decoder's cross-attention stands between the two, or before both."""
-    x, where = stream(2, T, C), At(memory=stream(2, 7, C) / 2)
+    x, inputs = stream(2, T, C), Inputs(memory=stream(2, 7, C) / 2)
+    norm = lambda n, z: F.rms_norm(z, (C,), n.before.weight, 1e-5)  # noqa: E731
+
+    def crossed(cross, s):
+        """s after the sum of cross-attention, or as it is in a model without an encoder."""
+        return s + cross[0].cross(norm(cross[0], s), inputs) if cross else s
+
     net = build(block="simplified", norm="rmsnorm", pos="none", objective=objective)
     jitter(net)
-    b = net.blocks[1]
-    norm = lambda n, z: F.rms_norm(z, (C,), n.before.weight, 1e-5)  # noqa: E731
-    s = b.cross(b.g_attn * b.attn(norm(b.norm_attn, x), where), where)
-    assert torch.allclose(b(x, where), b.g_skip * s + b.b_ff * b.mlp(norm(b.norm_mlp, s)), atol=1e-12)
+    first, *cross, last = net.blocks[1].sums
+    s = crossed(cross, first.gain.weight * first.attn(norm(first, x), inputs))
+    expected = last.skip.weight * s + last.gain.weight * last.mlp(norm(last, s), inputs)
+    assert torch.allclose(net.blocks[1](x, inputs), expected, atol=1e-12)
     net = build(block="simplified_parallel", norm="rmsnorm", pos="none", objective=objective)
     jitter(net)
-    b = net.blocks[1]
-    n = norm(b.norm, b.cross(x, where))
-    assert torch.allclose(b(x, where), b.g_attn * b.attn(n, where) + b.b_ff * b.mlp(n), atol=1e-12)
+    *cross, both = net.blocks[1].sums
+    n, (g_attn, b_ff) = norm(both, crossed(cross, x)), (gain.weight for gain in both.gains)
+    expected = g_attn * both.attn(n, inputs) + b_ff * both.mlp(n, inputs)
+    assert torch.allclose(net.blocks[1](x, inputs), expected, atol=1e-12)
+    assert len(cross) == (objective == "seq2seq")
 
 
 @pytest.mark.parametrize("block", ["parallel", *SAS])
@@ -138,17 +151,19 @@ def test_norms_around_branches_and_gains(block, placement, used):
 
     net = build(block=block, norm="rmsnorm" if used else "none", norm_placement=placement, pos="none")
     jitter(net)
-    b, x, where = net.blocks[1], stream(2, T, C), At()
+    (one, *two), x, inputs = net.blocks[1].sums, stream(2, T, C), Inputs()
+    before, after, total = norms(one)
     if block == "simplified":
-        before, after, total = norms(b.norm_attn)
-        s = total(b.g_attn * after(b.attn(before(x), where)))
-        before, after, total = norms(b.norm_mlp)
-        expected = total(b.g_skip * s + b.b_ff * after(b.mlp(before(s))))
+        s = total(one.gain.weight * after(one.attn(before(x), inputs)))
+        before, after, total = norms(two[0])
+        expected = total(two[0].skip.weight * s + two[0].gain.weight * after(two[0].mlp(before(s), inputs)))
     else:
-        before, after, total = norms(b.norm)
-        attn, mlp = b.attn(before(x), where), b.mlp(before(x))
-        expected = total(x + after(attn + mlp) if block == "parallel" else after(b.g_attn * attn + b.b_ff * mlp))
-    assert torch.allclose(b(x, where), expected, atol=1e-12)
+        attn, mlp = (reader(before(x), inputs) for reader in (one.attn, one.mlp))
+        if block == "parallel":
+            expected = total(x + after(attn + mlp))
+        else:
+            expected = total(after(one.gains[0].weight * attn + one.gains[1].weight * mlp))
+    assert torch.allclose(net.blocks[1](x, inputs), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("block", SAS)
@@ -158,14 +173,17 @@ def test_simplified_initial_values(block):
     for again in (False, True):
         if again:
             net.init_weights(5)
-        for i, b in enumerate(net.blocks):
-            qk = b.attn.qk.weight.view(H, 2, C // H, C)
+        for i, each in enumerate(net.blocks):
+            first, last = each.sums[0], each.sums[-1]
+            qk = first.attn.qk.weight.view(H, 2, C // H, C)
             assert (qk[:, 0] == 0).all() and qk[:, 1].std().item() == pytest.approx(0.02, rel=0.1)
-            for gain in (b.attn.heads.alpha, b.attn.heads.beta, b.attn.heads.gamma):
+            for gain in (first.attn.alpha, first.attn.beta, first.attn.gamma):
                 assert gain.shape == (H,) and (gain == 1).all()
-            assert b.b_ff.item() == pytest.approx(0.25) and b.g_attn.item() == 1
-            assert [n for n, _ in b.attn.named_parameters() if "value" in n or "out" in n] == [
-                "value.weight", "value.skip", "value.resid",
+            g_attn, b_ff = (first.gain, last.gain) if block == "simplified" else first.gains
+            assert b_ff.weight.item() == pytest.approx(0.25) and g_attn.weight.item() == 1
+            assert block != "simplified" or last.skip.weight.item() == 1
+            assert [n for n, _ in first.attn.named_parameters() if "value" in n or "out" in n] == [
+                "value.weight", "value.skip.weight", "value.resid.weight",
             ] * (i == 0)  # fmt: skip
 
 
@@ -175,21 +193,27 @@ def test_no_gain_decays(block, optimizer):
     net = build(block=block, simplified_value_proj="all")
     names = {p: n for n, p in net.named_parameters()}
     decays = {
-        names[p].rpartition(".")[2]: group["weight_decay"] > 0
+        names[p]: group["weight_decay"] > 0
         for group in optim.build(net, Config(optimizer=optimizer)).param_groups
         for p in group["params"]
     }
-    gains = {"alpha", "beta", "gamma", "g_attn", "b_ff", "skip", "resid"} | ({"g_skip"} if block == SAS[0] else set())
+    gains = {f"sums.0.attn.{name}" for name in ("alpha", "beta", "gamma")}
+    gains |= {f"sums.0.attn.{layer}.{gain}.weight" for layer in ("value", "out") for gain in ("skip", "resid")}
+    simplified = {"sums.0.gain.weight", "sums.1.gain.weight", "sums.1.skip.weight"}
+    gains |= simplified if block == "simplified" else {"sums.0.gains.0.weight", "sums.0.gains.1.weight"}
+    gains = {f"blocks.{i}.{gain}" for i in range(2) for gain in gains}
     assert gains <= decays.keys() and not any(decays[gain] for gain in gains)
 
 
 @pytest.mark.parametrize("block", SAS)
 @pytest.mark.parametrize("off", [{"norm": "none"}, {"norm_placement": "none"}], ids=str)
-def test_without_norms_one_stays(block, off):
-    norms = [
-        n for n, m in build(block=block, **off).named_modules() if isinstance(m, torch.nn.LayerNorm | torch.nn.RMSNorm)
-    ]
-    assert len(norms) == 1 and norms[0].startswith("blocks.0.")
+@pytest.mark.parametrize(
+    "objective,norms", [("causal", ["first_norm"]), ("seq2seq", ["first_norm", "encoder.first_norm"])]
+)
+def test_without_norms_one_stays(block, off, objective, norms):
+    net = build(block=block, objective=objective, **off)
+    kinds = torch.nn.LayerNorm | torch.nn.RMSNorm
+    assert [name for name, m in net.named_modules() if isinstance(m, kinds)] == norms
 
 
 def test_sas_p_saves_parameters():
@@ -228,112 +252,106 @@ def test_cross_attention_equals_naive_attention(pos, Hkv, extra, docs):
     net = build(objective="seq2seq", pos=pos, attention="gqa", n_kv_head=Hkv, **extra)
     jitter(net)
     x, memory = leaves((2, T, C), (2, S, C))
-    branch = net.blocks[1].cross
-    attn, n = branch.attn, F.layer_norm(x, (C,), branch.norm.before.weight, branch.norm.before.bias)
-    (pool,) = attn.pools
-    y = naive_memory(pool.heads, attn.into(n), pool.kv(memory), net.cfg.attn_softcap, docs)
+    branch = net.blocks[1].sums[1]
+    attn, n = branch.cross, F.layer_norm(x, (C,), branch.before.weight, branch.before.bias)
+    y = naive_memory(attn, attn.q(n), attn.kv(memory), net.cfg.attn_softcap, docs)
     of_text, of_memory = docs or (None, None)
     got = branch(x, at(net, of_text, memory, of_memory))
     assert_same(got, x + attn.out(y), [x, memory, *branch.parameters()])
 
 
 def test_memory_is_one_more_pool_of_a_superblock():
-    """W_out [ heads over the context ; heads over the memory ; f(W_in x) ], each with rows and columns of its own."""
+    """s + W_O heads over the context + W_O' heads over the memory + W_down f(W_up n), all of n = norm(s)."""
     net, Hkv = build(objective="seq2seq", block="superblock", attention="gqa", n_kv_head=2, pos="none"), 2
     jitter(net)
-    x, memory = leaves((2, T, C), (2, S, C))
-    ((pools,),) = net.blocks[0].readers
-    context, of_memory, _ = pools.pools
-    of_context, q, hidden = pools.into.weight.unflatten(0, (Hkv, -1)).split([32, 16, 64], dim=1)  # (Hkv, rows, C)
-    columns = [w.flatten(1) for w in pools.out.weight.unflatten(1, (Hkv, -1)).split([16, 16, 64], dim=2)]
-    q_k_v = (x @ of_context.flatten(0, 1).T).unflatten(-1, (Hkv, 4, 8))
+    s, memory = leaves((2, T, C), (2, S, C))
+    (one,) = net.blocks[0].sums
+    x, weight = F.layer_norm(s, (C,), one.before.weight), dict(one.named_parameters())
+    q_k_v = (x @ weight["attn.qkv.weight"].T).unflatten(-1, (Hkv, 4, 8))
     heads = [q_k_v[:, :, :, part].flatten(2, 3).transpose(1, 2) for part in (slice(2), slice(2, 3), slice(3, 4))]
-    ys = (
-        naive_attention(*heads).transpose(1, 2).flatten(2),
-        naive_memory(of_memory.heads, x @ q.flatten(0, 1).T, of_memory.kv(memory)),
-        F.gelu(x @ hidden.flatten(0, 1).T),
+    expected = (
+        s
+        + naive_attention(*heads).transpose(1, 2).flatten(2) @ weight["attn.out.weight"].T
+        + naive_memory(one.cross, x @ weight["cross.q.weight"].T, memory @ weight["cross.kv.weight"].T)
+        @ weight["cross.out.weight"].T
+        + F.gelu(x @ weight["mlp.up.weight"].T) @ weight["mlp.down.weight"].T
     )
-    expected = sum(y @ w.T for y, w in zip(ys, columns, strict=True))
-    assert_same(pools(x, At(memory=memory)), expected, [x, memory, *pools.parameters()])
+    assert_same(one(s, Inputs(memory=memory)), expected, [s, memory, *one.parameters()])
 
 
 # ---- superblock
 
 
-def group_major(groups: int, *rows: torch.Tensor) -> torch.Tensor:
-    """Pieces (groups * n_i, ...) -> (groups * sum n_i, ...): every piece's rows of group 0, then of group 1, ..."""
-    return torch.cat([x.unflatten(0, (groups, -1)) for x in rows], dim=1).flatten(0, 1)
+GENERALISES = [  # wiring of the superblock, the block that it is then, objective
+    ("series", "standard", "causal"),
+    ("series", "standard", "masked"),
+    ("series", "standard", "seq2seq"),
+    ("parallel", "parallel", "causal"),
+    ("parallel", "parallel", "masked"),
+]
 
 
-def copy(target: torch.nn.Linear, *sources: torch.nn.Linear, weight=lambda w: w, bias=lambda b: b):
-    """Fills target with what weight and bias make of the sources'."""
-    target.weight.copy_(weight(*(source.weight for source in sources)))
-    if target.bias is not None:
-        target.bias.copy_(bias(*(source.bias for source in sources)))
+def readers_of(block: M.Block) -> dict[str, torch.nn.Module]:
+    return {name: getattr(each, name) for each in block.sums for name in each.names}
 
 
-def kinds(mlp: M.MLP, up: torch.Tensor) -> list[torch.Tensor]:
-    """Rows of an MLP's `up` -> those of all gates, those of all values; or all, where there are no gates."""
-    _, groups, sizes = mlp.up.fused
-    return [x.flatten(0, 1) for x in up.unflatten(0, (groups, -1)).split(sizes, dim=1)]
-
-
-def copy_standard(a: M.StandardBlock, b: M.Superblock):
-    """Of wiring=series: each pool has its own matrices."""
-    first, *cross, second = (reader for (reader,) in b.readers)
-    mlp = lambda up: group_major(second.into.fused[1], *kinds(a.mlp, up))  # noqa: E731
-    copy(first.into, a.attn.qkv), copy(first.out, a.attn.out)
-    copy(second.into, a.mlp.up, weight=mlp, bias=mlp), copy(second.out, a.mlp.down)
-    norms = [a.norm_attn, a.norm_mlp]
-    if cross:
-        cross[0].load_state_dict(a.cross.attn.state_dict())
-        norms.insert(1, a.cross.norm)
-    for source, target in zip(norms, b.norms, strict=True):
-        target.load_state_dict(source.state_dict())
-
-
-def copy_parallel(a: M.ParallelBlock, b: M.Superblock):
-    """Of wiring=parallel: the rows of a group side by side, and so the columns."""
-    ((both,),) = b.readers
-    rows = lambda qkv, up: group_major(both.into.fused[1], qkv, *kinds(a.mlp, up))  # noqa: E731
-    copy(both.into, a.attn.qkv, a.mlp.up, weight=rows, bias=rows)
-    columns = lambda *w: group_major(both.into.fused[1], *(x.T for x in w)).T  # noqa: E731
-    copy(both.out, a.attn.out, a.mlp.down, weight=columns, bias=torch.add)
-    b.norms[0].load_state_dict(a.norm.state_dict())
+def copy_readers(source: M.Stack, target: M.Stack):
+    """Every reader's weights into the reader of the same name, and the norms of the sums in their order."""
+    for a, b in zip(source.blocks, target.blocks, strict=True):
+        of_source, of_target = readers_of(a), readers_of(b)
+        assert of_source.keys() == of_target.keys()
+        for name, reader in of_target.items():
+            reader.load_state_dict(of_source[name].state_dict())
+        for x, y in zip(a.sums, b.sums, strict=True):
+            y.before.load_state_dict(x.before.state_dict())
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("heads", [{}, {"attention": "gqa", "n_kv_head": 2}, {"attention": "mqa"}], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    "wiring,block,objective",
-    [
-        ("series", "standard", "causal"),
-        ("series", "standard", "masked"),
-        ("series", "standard", "seq2seq"),
-        ("parallel", "parallel", "causal"),
-        ("parallel", "parallel", "masked"),
-    ],
-)
+@pytest.mark.parametrize("wiring,block,objective", GENERALISES)
 def test_superblock_is_the_block_it_generalises(wiring, block, objective, mlp, heads, bias):
     """Weights copied from the standard or the parallel model: same logits, same gradients."""
     flags = dict(mlp=mlp, mlp_ratio=3.0, pos="rope", bias=bias, objective=objective, **heads)
     known, ours = build(block=block, **flags), build(block="superblock", wiring=wiring, **flags)
     jitter(known)
-    with torch.no_grad():
-        for stack in ("blocks", "encoder.blocks") if known.encoder else ("blocks",):
-            for a, b in zip(known.get_submodule(stack), ours.get_submodule(stack), strict=True):
-                {"standard": copy_standard, "parallel": copy_parallel}[block](a, b)
-        for name in ("wte", "norm", "pos") + (("encoder.norm",) if known.encoder else ()):
-            ours.get_submodule(name).load_state_dict(known.get_submodule(name).state_dict())
+    copy_readers(known, ours)
+    if known.encoder:
+        copy_readers(known.encoder, ours.encoder)
+    for name in ("wte", "norm", "pos") + (("encoder.norm",) if known.encoder else ()):
+        ours.get_submodule(name).load_state_dict(known.get_submodule(name).state_dict())
     idx, given = tokens(2, 13), beside(known, docs=objective != "causal")
     assert torch.allclose(ours(idx, **given), known(idx, **given), atol=1e-10)
-    if wiring == "parallel" and not bias:
-        for net in (known, ours):
-            net(idx, idx, **given).backward()
-        got, attn, mlp = ours.blocks[0].readers[0][0].into.weight.grad, known.blocks[0].attn, known.blocks[0].mlp
-        rows = group_major(ours.cfg.kv_heads, attn.qkv.weight.grad, *kinds(mlp, mlp.up.weight.grad))
-        assert torch.allclose(got, rows, atol=1e-10)
+    for net in (known, ours):
+        net(idx, idx, **given).backward()
+    for a, b in zip(known.blocks, ours.blocks, strict=True):
+        for name, reader in readers_of(a).items():
+            for expected, got in zip(reader.parameters(), readers_of(b)[name].parameters(), strict=True):
+                assert torch.allclose(got.grad, expected.grad, atol=1e-10), name
+
+
+@pytest.mark.parametrize("wiring,block,objective", GENERALISES)
+def test_equal_blocks_begin_with_equal_weights(wiring, block, objective):
+    """Without any copy: of one seed, the loss of a superblock is the loss of the block that it generalises."""
+    flags = dict(objective=objective, pos="rope")
+    known, ours = (
+        M.Model(M.ModelConfig(**TINY | flags | each), seed=7)
+        for each in ({"block": block}, {"block": "superblock", "wiring": wiring})
+    )
+    idx, given = tokens(2, 13), beside(known)
+    assert torch.equal(known(idx, idx, **given), ours(idx, idx, **given))
+
+
+@pytest.mark.parametrize("blocks", [("standard", "parallel", "superblock"), tuple(SAS)], ids=str)
+@pytest.mark.parametrize("objective", ["causal", "seq2seq"])
+def test_a_reader_begins_with_the_same_weights_in_every_block(blocks, objective):
+    first, *others = (M.Model(M.ModelConfig(**TINY, block=block, objective=objective), seed=7) for block in blocks)
+    for layer, block in enumerate(first.blocks):
+        for name, reader in readers_of(block).items():
+            for other in others:
+                state = readers_of(other.blocks[layer])[name].state_dict()
+                assert state.keys() == reader.state_dict().keys()
+                assert all(torch.equal(x, state[key]) for key, x in reader.state_dict().items()), name
 
 
 @pytest.mark.parametrize("window", [0, 3])
@@ -348,10 +366,10 @@ def test_joint_pool_is_one_softmax(window, pos, Hkv, objective, docs):
         attention="gqa", n_kv_head=Hkv,
     )  # fmt: skip
     jitter(net)
-    heads = net.blocks[0].readers[0][0].pools[0].heads
+    heads = net.blocks[0].sums[0].attn
     D, slopes = C // H, M.alibi_slopes(H).double()
     q, k, v = stream(2, H, T, D), stream(2, Hkv, T, D) * 2, stream(2, Hkv, T, D) - 1
-    Q, K, _ = heads.rotate(q, k, v, at(net).table) if pos == "rope" else (q, k, v)
+    Q, K, _ = heads.position(q, k, v, at(net).table) if pos == "rope" else (q, k, v)
     distance = torch.arange(T)[:, None] - torch.arange(T)
     hidden = (distance.abs() >= (window or T)) | ((objective == "causal") & (distance < 0))
     if docs is not None:
@@ -363,7 +381,8 @@ def test_joint_pool_is_one_softmax(window, pos, Hkv, objective, docs):
         context = context.masked_fill(hidden, -math.inf)
         weights = torch.cat((Q[:, h] @ heads.slot_k[g].T / math.sqrt(D), context), dim=-1).softmax(-1)
         out.append(weights[..., :5] @ heads.slot_v[g] + weights[..., 5:] @ v[:, g])
-    assert_same(heads(q, k, v, at(net, docs)), torch.cat(out, dim=-1), (heads.slot_k, heads.slot_v, q, k))
+    got = heads_of(heads, q, k, v, at(net, docs))
+    assert_same(got, torch.cat(out, dim=-1), (heads.slot_k, heads.slot_v, q, k))
 
 
 @pytest.mark.parametrize(
@@ -375,17 +394,18 @@ def test_alibi_beside_slots_in_a_long_text(flags):
     T, D = 600, C // H
     net = build(block="superblock", pool="joint", n_slot=5, pos="alibi", block_size=T, n_layer=1, **flags)
     jitter(net)
-    heads, Hkv = net.blocks[0].readers[0][0].pools[0].heads, net.cfg.kv_heads
+    heads, Hkv = net.blocks[0].sums[0].attn, net.cfg.kv_heads
     q, k, v = leaves((1, H, T, D), (1, Hkv, T, D), (1, Hkv, T, D))
     slopes, slots = M.alibi_slopes(H).double(), (heads.slot_k, heads.slot_v)
     expected = naive_attention(q, k, v, net.cfg.window, net.cfg.attn_softcap, slopes, slots=slots)
     expected = expected.transpose(1, 2).flatten(2)
-    assert_same(heads(q, k, v, At(net.rotate.table(torch.arange(T), torch.float64))), expected, (*slots, q, k, v))
+    inputs = Inputs(net.position_table(torch.arange(T), torch.float64))
+    assert_same(heads_of(heads, q, k, v, inputs), expected, (*slots, q, k, v))
     with torch.no_grad():
         heads.cache, pieces = M.KVCache(T), []
         for start, end in ((0, 460), (460, 599), (599, 600)):
-            table = net.rotate.table(torch.arange(start, end), torch.float64)
-            pieces.append(heads(*(x[:, :, start:end] for x in (q, k, v)), At(table)))
+            inputs = Inputs(net.position_table(torch.arange(start, end), torch.float64))
+            pieces.append(heads_of(heads, *(x[:, :, start:end] for x in (q, k, v)), inputs))
         assert torch.allclose(torch.cat(pieces, dim=1), expected, atol=1e-10)
 
 
@@ -402,14 +422,14 @@ def test_joint_pool_without_context_is_a_softmax_mlp():
 def test_grouped_mlp_is_block_diagonal():
     net = build(block="superblock", n_group=4, mlp="swiglu", bias=True, pos="none")
     jitter(net)
-    mlp, x = net.blocks[0].readers[0][1], stream(2, T, C)
+    mlp, x = net.blocks[0].sums[0].mlp, stream(2, T, C)
     up = mlp.up.weight.unflatten(0, (4, 2, -1))  # group, gate or up, hidden, input
     F4 = up.size(2)
     gate, lin = (torch.block_diag(*up[:, i]) for i in range(2))
     b = mlp.up.bias.view(4, 2, F4)
     h = F.silu(x @ gate.T + b[:, 0].flatten()) * (x @ lin.T + b[:, 1].flatten())
     expected = h @ torch.block_diag(*mlp.down.weight.unflatten(0, (4, -1))).T + mlp.down.bias
-    assert torch.allclose(mlp(x, At()), expected, atol=1e-12)
+    assert torch.allclose(mlp(x, Inputs()), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
@@ -426,6 +446,12 @@ def test_superblock_parameters(mlp, heads):
     assert abs(count(block="superblock", pool="joint") - count(block="superblock")) <= 4 * 8 * 2 * 32
 
 
-def test_one_matrix_in_and_one_out():
-    linear = [m for m in build(block="superblock").blocks[0].modules() if isinstance(m, torch.nn.Linear)]
-    assert len(linear) == 2
+@pytest.mark.parametrize("objective,pools", [("causal", ("attn", "mlp")), ("seq2seq", ("attn", "cross", "mlp"))])
+def test_wiring_is_the_number_of_sums(objective, pools):
+    """In parallel all pools share one sum, and so one norm; in series each has its own."""
+
+    def names(**flags):
+        return [each.names for each in build(block="superblock", objective=objective, **flags).blocks[0].sums]
+
+    assert names() == [pools] and names(wiring="series") == [(name,) for name in pools]
+    assert names(pool="joint", n_slot=3) == [pools[:-1]]
