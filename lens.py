@@ -11,28 +11,16 @@ import math
 import torch
 from torch import Tensor
 
-from model import (
-    Alibi,
-    AttentionPosition,
-    ContextPool,
-    Heads,
-    Mask,
-    MemoryPool,
-    Model,
-    Rope,
-    ShapedPool,
-    SlotPool,
-    TwoSidedAlibi,
-    capped,
-    require,
-)  # fmt: skip
+import model as M
+from model import require
 
-KNOWN = {ContextPool, SlotPool, ShapedPool, AttentionPosition, Rope, Alibi, TwoSidedAlibi}  # heads and positions
+# Heads and positions that contextual_mlp computes; others are refused.
+KNOWN = {M.ContextPool, M.SlotPool, M.ShapedPool, M.AttentionPosition, M.Rope, M.Alibi, M.TwoSidedAlibi}
 
 
 @torch.no_grad()
 def contextual_mlp(
-    model: Model, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None
+    model: M.Model, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A head at one query as an MLP of a unit per visible token: incoming (S, C), outgoing (S, C), hidden (S,).
 
@@ -57,9 +45,8 @@ def contextual_mlp(
     cfg, D, H = model.cfg, model.cfg.head_dim, model.cfg.n_head
     for name, value, limit in (("layer", layer, cfg.n_layer), ("head", head, H), ("position", position, len(idx))):
         require(0 <= value < limit, f"{name}={value} must be in 0 .. {limit - 1}")
-    heads = next(
-        (m for m in model.blocks[layer].modules() if isinstance(m, Heads) and not isinstance(m, MemoryPool)), None
-    )
+    modules = model.blocks[layer].modules()
+    heads = next((m for m in modules if isinstance(m, M.Heads) and not isinstance(m, M.MemoryPool)), None)
     require(heads is not None, f"contextual_mlp finds no attention to the context in layer {layer}")
     for part in (heads, heads.position):
         require(type(part) in KNOWN, f"contextual_mlp does not know {type(part).__name__}; write its case into lens.py")
@@ -73,10 +60,10 @@ def contextual_mlp(
     if cfg.qk_norm:
         scale *= heads.q_norm.weight * (q[0, head, position].square().mean() + heads.q_norm.eps).rsqrt()
     q, k, v = heads.position(heads.q_norm(q), heads.k_norm(k), v, inputs.table)
-    lo, hi = (int(x[position]) for x in Mask(heads.causal, heads.window).reach(len(idx), len(idx), idx.device))
+    lo, hi = (int(x[position]) for x in M.Mask(heads.causal, heads.window).reach(len(idx), len(idx), idx.device))
     q, k, v = (x[0, head * x.size(1) // H] for x in (q, k, v))
     q, k, v = q[position], k[lo:hi], v[lo:hi]  # (E,), and what it sees, each (S, E)
-    if isinstance(heads, SlotPool):
+    if isinstance(heads, M.SlotPool):
         slots = heads.position.slots(heads.k_norm(heads.slot_k), heads.slot_v)
         k, v = (torch.cat((x[head * x.size(0) // H], y)) for x, y in zip(slots, (k, v), strict=True))
     content, bias = (k[:, part] @ q[part] / math.sqrt(D) for part in (slice(D), slice(D, None)))
@@ -84,21 +71,19 @@ def contextual_mlp(
     bias -= bias[own].clone()
     if (slopes := heads.position.slopes(inputs.table)) is not None:
         bias[len(k) - hi + lo :] -= slopes[head] * (torch.arange(lo, hi, device=idx.device) - position).abs()
-    hidden = torch.exp(capped(content, heads.softcap) + bias)
+    hidden = torch.exp(M.capped(content, heads.softcap) + bias)
     Z = hidden.sum()
-    if isinstance(heads, ShapedPool):
+    if isinstance(heads, M.ShapedPool):
         hidden = heads.beta[head] * hidden - heads.gamma[head] * Z * bias.softmax(0)
         hidden[own] += heads.alpha[head] * Z
 
-    group, member = divmod(head, H // cfg.kv_heads)  # groups are the outer index of rows and columns
-    part = slice(member * D, (member + 1) * D)
     keys = k[:, :D].expand(1, H, -1, -1)
-    back = heads.position(keys, keys, keys, heads.position.table(idx.new_tensor([-position]), k.dtype))[0][
-        0, head, :, :D
-    ]
-    into = heads.qk if isinstance(heads, ShapedPool) else heads.qkv
-    incoming = (back * scale) @ into.weight.unflatten(0, (cfg.kv_heads, -1))[group, part]
-    y = v.new_zeros(len(v), cfg.kv_heads, getattr(heads.out, "in_features", cfg.n_embd) // cfg.kv_heads)
-    y[:, group, part] = v[:, :D]
-    y = y.flatten(1)
+    back, _, _ = heads.position(keys, keys, keys, heads.position.table(idx.new_tensor([-position]), k.dtype))
+    group, member = divmod(head, H // cfg.kv_heads)  # a group of rows holds its query heads, then key and value
+    into = heads.qk if isinstance(heads, M.ShapedPool) else heads.qkv
+    W_Q = into.weight.unflatten(0, (cfg.kv_heads, -1))[group, member * D : (member + 1) * D]
+    incoming = (back[0, head, :, :D] * scale) @ W_Q
+    y = v.new_zeros(len(v), H, D)
+    y[:, head] = v[:, :D]
+    y = y.flatten(1)  # (S, C), in which a head's channels stand together
     return incoming, (heads.out(y) - heads.out(torch.zeros_like(y))) / Z, hidden
