@@ -214,6 +214,14 @@ def test_without_norms_one_stays(block, off, objective, norms):
     net = build(block=block, objective=objective, **off)
     kinds = torch.nn.LayerNorm | torch.nn.RMSNorm
     assert [name for name, m in net.named_modules() if isinstance(m, kinds)] == norms
+    jitter(net)
+    idx, given, read = tokens(2, T), beside(net, docs=False), []
+    for stack in [net.encoder, net] if net.encoder else [net]:
+        stack.blocks[0].register_forward_pre_hook(lambda _, args: read.append(args[0]))
+    net(idx, **given)
+    for name, x, text in zip(reversed(norms), read, [*given.values(), idx], strict=True):
+        expected = F.layer_norm(net.embed(text, 0)[0], (C,), net.get_submodule(name).weight)
+        assert torch.allclose(x, expected, atol=1e-12), name
 
 
 def test_sas_p_saves_parameters():
