@@ -22,7 +22,7 @@ def stream(*shape) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def at(net, docs=None, memory=None, memory_docs=None):
+def inputs_of(net, docs=None, memory=None, memory_docs=None):
     table = net.position_table(torch.arange(T), torch.float64)
     return Inputs(table, memory=memory) if docs is None else Inputs(table, (docs, docs), memory, (docs, memory_docs))
 
@@ -48,7 +48,7 @@ def naive_shaped(net, attn, x, window, slopes, docs):
     if net.cfg.qk_norm:
         q, k = attn.q_norm(q), attn.k_norm(k)
     if net.cfg.pos == "rope":
-        q, k, _ = attn.position(q, k, k, at(net).table)
+        q, k, _ = attn.position(q, k, k, inputs_of(net).table)
     value = x
     if isinstance(attn.value, M.NearIdentity):
         value = attn.value.skip.weight * x + attn.value.resid.weight * x @ attn.value.weight.T
@@ -91,7 +91,7 @@ def test_shaped_attention_equals_its_matrices(flags, layer, docs, objective):
     attn, x = net.blocks[layer].sums[0].attn, stream(2, T, C)
     slopes = M.alibi_slopes(H).double().tolist() if net.cfg.pos == "alibi" else None
     expected = naive_shaped(net, attn, x, net.cfg.window, slopes, docs)
-    assert_same(attn(x, at(net, docs)), expected, [x, *attn.parameters()], atol=1e-9)
+    assert_same(attn(x, inputs_of(net, docs)), expected, [x, *attn.parameters()], atol=1e-9)
 
 
 @pytest.mark.parametrize("flags", [*VARIANTS, *({"pos": p, "window": w} for p in M.POSITION for w in (0, 3))], ids=str)
@@ -100,7 +100,7 @@ def test_shaped_attention_equals_its_matrices(flags, layer, docs, objective):
 def test_shaped_attention_starts_as_the_identity(flags, docs, objective):
     net, x = build(block="simplified", objective=objective, **flags), stream(2, T, C)
     for block in net.blocks:
-        assert torch.allclose(block.sums[0].attn(x, at(net, docs)), x, atol=1e-12)
+        assert torch.allclose(block.sums[0].attn(x, inputs_of(net, docs)), x, atol=1e-12)
 
 
 def test_the_centring_matrix_sees_no_future():
@@ -264,7 +264,7 @@ def test_cross_attention_equals_naive_attention(pos, Hkv, extra, docs):
     attn, n = branch.cross, F.layer_norm(x, (C,), branch.before.weight, branch.before.bias)
     y = naive_memory(attn, attn.q(n), attn.kv(memory), net.cfg.attn_softcap, docs)
     of_text, of_memory = docs or (None, None)
-    got = branch(x, at(net, of_text, memory, of_memory))
+    got = branch(x, inputs_of(net, of_text, memory, of_memory))
     assert_same(got, x + attn.out(y), [x, memory, *branch.parameters()])
 
 
@@ -377,7 +377,7 @@ def test_joint_pool_is_one_softmax(window, pos, Hkv, objective, docs):
     heads = net.blocks[0].sums[0].attn
     D, slopes = C // H, M.alibi_slopes(H).double()
     q, k, v = stream(2, H, T, D), stream(2, Hkv, T, D) * 2, stream(2, Hkv, T, D) - 1
-    Q, K, _ = heads.position(q, k, v, at(net).table) if pos == "rope" else (q, k, v)
+    Q, K, _ = heads.position(q, k, v, inputs_of(net).table) if pos == "rope" else (q, k, v)
     distance = torch.arange(T)[:, None] - torch.arange(T)
     hidden = (distance.abs() >= (window or T)) | ((objective == "causal") & (distance < 0))
     if docs is not None:
@@ -389,7 +389,7 @@ def test_joint_pool_is_one_softmax(window, pos, Hkv, objective, docs):
         context = context.masked_fill(hidden, -math.inf)
         weights = torch.cat((Q[:, h] @ heads.slot_k[g].T / math.sqrt(D), context), dim=-1).softmax(-1)
         out.append(weights[..., :5] @ heads.slot_v[g] + weights[..., 5:] @ v[:, g])
-    got = heads_of(heads, q, k, v, at(net, docs))
+    got = heads_of(heads, q, k, v, inputs_of(net, docs))
     assert_same(got, torch.cat(out, dim=-1), (heads.slot_k, heads.slot_v, q, k))
 
 
