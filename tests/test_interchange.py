@@ -141,7 +141,7 @@ def test_every_head_keeps_its_query_key_and_value():
     _, ours = from_nanogpt(ARGS, state)
     for kind in ("weight", "bias"):
         fused = state[f"transformer.h.1.attn.c_attn.{kind}"]
-        groups = ours[f"blocks.1.attn.qkv.{kind}"].split(3 * D)
+        groups = ours[f"blocks.1.sums.0.attn.qkv.{kind}"].split(3 * D)
         for h in range(H):
             for part in range(3):  # q, k, v
                 theirs = fused[part * C + h * D : part * C + (h + 1) * D]
