@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from configurator import Config
 from engine.optim import OPTIMIZER, Muon, build, learning_rate, orthogonalize
-from model import GroupedMLP, Model, ModelConfig
+from model import GroupedLinear, Linear, Model, ModelConfig
 
 
 def config(**flags):
@@ -38,8 +38,9 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(8, 8)
-        self.qkv.fused = (0, 2, (4, 2, 2))
+        cfg = ModelConfig(bias=True)
+        self.norm, self.qkv = nn.LayerNorm(8), Linear(cfg, 8, 16, "into", (0, 2, (4, 2, 2)))
+        self.out = Linear(cfg, 8, 8, "out")
         self.gain = nn.Parameter(torch.ones(2, 1))
         self.gain.no_decay = True
 
@@ -278,13 +279,14 @@ def test_who_gets_muon():
 
 @pytest.mark.parametrize("mlp,matrices", [("gelu", 1), ("swiglu", 2)])
 def test_grouped_mlps_are_a_matrix_per_group_and_kind(mlp, matrices):
-    """A group's gate and its values stand below one another in GroupedMLP's weight; each is orthogonalised alone."""
+    """A group's gate and its values stand below one another in GroupedLinear's weight; each is orthogonalised alone."""
     cfg = Config(
         n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=16, block="superblock", n_group=2, mlp=mlp,
         optimizer="muon", muon_lr=1.0, weight_decay=0.0, muon_momentum=0.0,
     )  # fmt: skip
     model = Model(cfg, seed=1)
-    mlp = next(m for m in model.modules() if isinstance(m, GroupedMLP))
+    mlp = model.blocks[0].sums[0].mlp
+    assert isinstance(mlp.up, GroupedLinear) and isinstance(mlp.down, GroupedLinear)
     before, muon = mlp.up.weight.detach().clone(), list(build(model, cfg).parts)[1]
     for p in model.parameters():
         p.grad = torch.randn_like(p)
@@ -301,15 +303,16 @@ def test_real_model():
     model = Model(ModelConfig(**size, attention="gqa", n_kv_head=2, mlp="swiglu"))
     _, muon = build(model, config(optimizer="muon")).parts
     names = {name for name, p in model.named_parameters() if p in muon.fused}
-    assert names == {f"blocks.0.{m}.weight" for m in ("attn.qkv", "attn.out", "mlp.up", "mlp.down")}
+    assert names == {f"blocks.0.sums.{m}.weight" for m in ("0.attn.qkv", "0.attn.out", "1.mlp.up", "1.mlp.down")}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model(torch.arange(8)[None], torch.arange(1, 9)[None]).backward()
-    qkv, up = model.blocks[0].attn.qkv.weight, model.blocks[0].mlp.up.weight
+    attention, mlp = model.blocks[0].sums
+    qkv, up = attention.attn.qkv.weight, mlp.mlp.up.weight
     qkv.grad, up.grad = torch.randn_like(qkv), torch.randn_like(up)  # of full rank, unlike those of 8 tokens
     muon.param_groups[0]["weight_decay"] = 0.0
     muon.step()
-    q, k, v = (qkv.detach() - before["blocks.0.attn.qkv.weight"]).view(2, 4, 8, 32).split((2, 1, 1), dim=1)  # Hkv G D C
-    gate, value = (up.detach() - before["blocks.0.mlp.up.weight"]).unflatten(0, (-1, 2)).unbind(1)
+    q, k, v = (qkv.detach() - before["blocks.0.sums.0.attn.qkv.weight"]).view(2, 4, 8, 32).split((2, 1, 1), dim=1)  # Hkv G D C
+    gate, value = (up.detach() - before["blocks.0.sums.1.mlp.up.weight"]).unflatten(0, (-1, 2)).unbind(1)
     for update in (q, k, v, gate, value):
         update = update.reshape(-1, 32) / 0.02
         s = torch.linalg.svdvals(update) / max(1, update.size(0) / 32) ** 0.5
