@@ -4,6 +4,9 @@ import hashlib
 import itertools
 import math
 import random
+import re
+from collections import Counter
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import numpy as np
@@ -18,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import configurator
 import model as M
-from model import At, Mask, Model, ModelConfig, mix
+from model import Inputs, Mask, Model, ModelConfig, attention_kernel, mix
 
 TABLES = {  # every axis of the model: flag -> its values, read from the tables themselves
     "block": list(M.BLOCK),
@@ -380,9 +383,9 @@ def test_mix_equals_naive_attention(T, S, Hkv, window, softcap, alibi):
     B, H, D = 2, 6, 4
     q, k, v = leaves((B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, D))
     slopes = M.alibi_slopes(H).double() if alibi else None
-    rotate = M.Alibi(ModelConfig(n_head=H, n_embd=H * D)) if alibi else M.Unrotated(ModelConfig())
-    at = rotate.table(torch.arange(S), torch.float64)
-    Q, K, V = rotate(F.pad(q, (0, 0, S - T, 0)), k, v, at)  # every query's own position, then the last T of them
+    position = M.Alibi(ModelConfig(n_head=H, n_embd=H * D)) if alibi else M.AttentionPosition(ModelConfig())
+    table = position.table(torch.arange(S), torch.float64)
+    Q, K, V = position(F.pad(q, (0, 0, S - T, 0)), k, v, table)  # every query's own position, then the last T of them
     got = mix(Q[:, :, S - T :], K, V, D, Mask(window=window), softcap)[..., :D]
     assert_same(got, naive_attention(q, k, v, window, softcap, slopes), (q, k, v))
 
@@ -438,12 +441,12 @@ def test_mix_over_a_memory_equals_naive_attention(T, S, softcap, docs, Hkv):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_slot_attention_in_low_precision(causal, dtype):
+def test_joined_attention_in_low_precision(causal, dtype):
     """In bfloat16 it errs from float64 as the equations in bfloat16 do, in float32 by 1e-5 at the most."""
     given = [x.detach().to(dtype) for x in leaves(*[(2, 4, 40, 8)] * 3, (2, 6, 8), (2, 6, 8))]
 
     def ours(q, k, v, *slots):
-        return M.SlotAttention.apply(q, k, v, *(x.expand(2, -1, -1, -1) for x in slots), 8**-0.5, causal)
+        return M.JoinedAttention.apply(q, k, v, *(x.expand(2, -1, -1, -1) for x in slots), 8**-0.5, causal)
 
     def equations(q, k, v, *slots):
         return naive_attention(q, k, v, causal=causal, slots=[x.repeat_interleave(2, dim=0) for x in slots])
@@ -487,6 +490,139 @@ def test_dropout_in_attention_keeps_the_mean():
     draws = torch.stack([mix(q, k, v, 4, Mask(), dropout=0.3) for _ in range(1500)])
     assert torch.allclose(draws.mean(0), mix(q, k, v, 4, Mask()), atol=0.1)
     assert draws.std(0).min() > 1e-3
+
+
+PLAIN, PAST, CPU, CUDA = (270, 270), (140, 270), ("cpu", "float32", 8), ("cuda", "bfloat16", 8)
+KERNEL = [  # kernel; queries and keys: of a text, or of its end; device, dtype, width of a head; mask and options
+    ("full", PLAIN, CPU, {}),
+    ("full", PLAIN, CPU, {"causal": False}),
+    ("full", PAST, CPU, {"causal": False}),
+    ("full", PLAIN, CPU, {"window": 270}),
+    ("full", (1, 270), CPU, {"window": 5}),
+    ("full", PLAIN, CUDA, {"dropout": 0.1}),
+    ("window", PLAIN, CPU, {"window": 100}),
+    ("window", PLAIN, CUDA, {"window": 100, "dropout": 0.1}),
+    ("flash", PAST, CUDA, {}),
+    ("flash", PAST, CUDA, {"dropout": 0.1}),
+    ("joined", PAST, CPU, {}),
+    ("joined", PAST, CPU, {"slots": True}),
+    ("joined", PLAIN, CPU, {"slots": True}),
+    ("joined", PLAIN, ("cpu", "bfloat16", 8), {"slots": True, "causal": False}),
+    ("strips", PLAIN, CPU, {"docs": True}),
+    ("strips", PLAIN, CUDA, {"docs": True, "dropout": 0.1}),
+    ("strips", PLAIN, CPU, {"causal": False, "slopes": True, "slots": True}),
+    ("strips", PLAIN, CPU, {"causal": False, "window": 100}),
+    ("strips", PAST, CPU, {"window": 100}),
+    ("strips", PAST, CUDA, {"window": 100}),
+    ("strips", PLAIN, CPU, {"window": 100, "slots": True}),
+    ("strips", PLAIN, CUDA, {"slots": True}),
+    ("strips", PAST, CUDA, {"slots": True}),
+    ("strips", PAST, ("cuda", "float32", 8), {}),
+    ("strips", PAST, ("cuda", "bfloat16", 12), {}),
+    ("naive", PLAIN, CPU, {"softcap": 2.0}),
+    ("naive", PLAIN, CPU, {"dropout": 0.1}),
+    ("naive", PLAIN, CUDA, {"docs": True, "softcap": 2.0}),
+    ("naive", PAST, CPU, {"causal": False, "slots": True, "softcap": 2.0}),
+]
+CALLS = {  # kernel -> the functions that compute it, from the outside to the inside
+    "full": ["fused_attention"],
+    "window": ["window_attention", "fused_attention"],
+    "flash": ["flash"],
+    "joined": ["JoinedAttention"],
+    "strips": ["strip_attention", "fused_attention"],
+    "naive": ["strip_attention", "naive_attention"],
+}
+
+
+def spy_on_kernels(monkeypatch) -> list[str]:
+    """The answers of attention_kernel to mix, from now on."""
+    answers, kernel = [], M.attention_kernel
+    monkeypatch.setattr(M, "attention_kernel", lambda *args: answers.append(kernel(*args)) or answers[-1])
+    return answers
+
+
+class Noting(TorchDispatchMode):
+    """Adds "flash" to a list when CUDA's flash operator is called."""
+
+    def __init__(self, called: list[str]):
+        super().__init__()
+        self.called = called
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        if f is torch.ops.aten._scaled_dot_product_flash_attention.default:
+            self.called.append("flash")
+        return f(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kernel,lengths,where,options", KERNEL, ids=str)
+def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, lengths, where, options):
+    """On fake tensors, which may be on a GPU that is not there; the functions that compute only note their call."""
+    (T, S), (device, dtype, D) = lengths, where
+    softcap, dropout = (options.get(x, 0.0) for x in ("softcap", "dropout"))
+    docs, slopes, slots = (options.get(x, False) for x in ("docs", "slopes", "slots"))
+    mask = Mask(options.get("causal", True), options.get("window", 0))
+    if T > 1 and mask.window < S:  # others mix makes simpler before it asks
+        flash = device == "cuda" and dtype == "bfloat16" and D % 8 == 0
+        assert attention_kernel(mask, T, S, docs or slopes, slots, softcap, dropout, device, flash) == kernel
+    called, answers = [], spy_on_kernels(monkeypatch)
+
+    def noting(name, compute):
+        return lambda *args, **options: called.append(name) or compute(*args, **options)
+
+    monkeypatch.setattr(M, "window_attention", noting("window_attention", lambda sdpa, q, k, v, _: sdpa(q, k, v)))
+    monkeypatch.setattr(M, "strip_attention", noting("strip_attention", lambda f, q, k, v, *_: f(q, k, v, None)))
+    monkeypatch.setattr(M, "fused_attention", noting("fused_attention", lambda q, *_, **__: torch.empty_like(q)))
+    monkeypatch.setattr(M, "naive_attention", noting("naive_attention", lambda *args: torch.empty_like(args[3])))
+    joined = noting("JoinedAttention", lambda q, *_: torch.empty_like(q))
+    monkeypatch.setattr(M, "JoinedAttention", SimpleNamespace(apply=joined))
+    with FakeTensorMode(), torch.no_grad(), Noting(called):
+        q, k = (torch.empty(1, 2, n, D, device=device, dtype=getattr(torch, dtype)) for n in lengths)
+        numbers = tuple(torch.zeros(1, n, device=device, dtype=torch.int64) for n in lengths) if docs else None
+        mask = mask._replace(docs=numbers, slopes=torch.ones(2, device=device) if slopes else None)
+        y = mix(q, k, k, D, mask, softcap, dropout, (k.new_empty(2, 5, D),) * 2 if slots else None)
+    assert y.shape == q.shape and answers == [kernel] and called == CALLS[kernel]
+
+
+def test_the_examples_have_every_kernel_of_the_table():
+    rows = [line.split()[0] for line in attention_kernel.__doc__.split("kernel    when")[1].splitlines()[1:7]]
+    assert rows == list(CALLS) and {kernel for kernel, *_ in KERNEL} == set(rows)
+
+
+@pytest.mark.parametrize(
+    "flags,said",
+    [
+        ({}, "full (2 layers)"),
+        ({"window": 3, "window_pattern": "SL"}, "window (1 layers), full (1 layers)"),
+        ({"window": 13}, "full (2 layers)"),
+        ({"window": 3, "objective": "masked"}, "strips (2 layers)"),
+        ({"attn_softcap": 5.0}, "naive (2 layers)"),
+        ({"dropout": 0.1}, "naive (2 layers)"),
+        ({"doc_mask": True}, "strips (2 layers)"),
+        ({"pos": "alibi", "objective": "masked"}, "strips (2 layers)"),
+        ({"pos": "alibi", "block": "superblock", "pool": "joint", "n_slot": 5}, "joined (2 layers)"),
+        ({"block": "simplified", "window": 3}, "window (2 layers)"),
+        ({"objective": "seq2seq", "window": 3}, "window (2 layers), full (2 layers), strips (2 layers)"),
+        ({"objective": "seq2seq", "block": "parallel", "doc_mask": True}, "strips (6 layers)"),
+    ],
+    ids=str,
+)
+def test_the_kernels_of_a_model_are_those_that_training_takes(monkeypatch, flags, said):
+    model = build(torch.float32, **flags).train()
+    T, source = TINY["block_size"], S if model.encoder else 0
+    assert model.attention_kernels(T, source, "cpu") == said
+    answers = spy_on_kernels(monkeypatch)
+    model(tokens(2, T), tokens(2, T), **beside(model, docs=model.cfg.doc_mask))
+    assert Counter(answers) == {kernel: int(n) for kernel, n in re.findall(r"(\w+) \((\d+) layers\)", said)}
+
+
+def test_the_kernels_of_a_model_on_a_gpu():
+    for flags, said in (
+        ({"dropout": 0.1}, "full (2 layers)"),
+        ({"window": 3, "dropout": 0.1}, "window (2 layers)"),
+        ({"block": "superblock", "pool": "joint", "n_slot": 5}, "strips (2 layers)"),
+        ({"attn_softcap": 5.0}, "naive (2 layers)"),
+    ):
+        assert build(**flags).attention_kernels(TINY["block_size"], 0, "cuda") == said
 
 
 class Largest(TorchDispatchMode):
@@ -588,10 +724,11 @@ def test_the_compiled_loss_of_a_chunk(softcap):
 
 def test_caches_have_the_length_of_the_text(monkeypatch):
     lengths = []
-    monkeypatch.setattr(M, "KVCache", lambda length, real=M.KVCache: lengths.append(length) or real(length))
     model = Model(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=32, vocab_size=11)).eval()
+    monkeypatch.setattr(M, "KVCache", lambda length, real=M.KVCache: lengths.append(length) or real(length))
     for prompt, new in ((4, 5), (30, 2), (30, 9)):
         list(model.generate(torch.zeros(1, prompt, dtype=torch.int64), new, lambda logits: logits.argmax(-1)))
+    lengths = [length for length in lengths if length]  # 0 when decoding ends
     assert lengths[:2] == [9, 32] and set(lengths[2:]) == {32}
 
 
@@ -650,12 +787,14 @@ def test_alibi_columns_are_exact_far_out_in_bfloat16():
 
 
 def test_two_sided_alibi_is_a_bias_of_the_distance():
-    heads = M.Heads(ModelConfig(n_head=4, n_embd=16, pos="alibi", objective="masked"), layer=0)
+    heads = M.ContextPool(ModelConfig(n_head=4, n_embd=16, pos="alibi", objective="masked"), layer=0)
+    heads.project, heads.out = lambda x, inputs: x, torch.nn.Identity()
     q, k, v = leaves(*[(2, 4, 9, 4)] * 3)
     t, slopes = torch.arange(9), torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])
     bias = -slopes[:, None, None] * (t[:, None] - t).abs()
     expected = ((q @ k.mT / 2 + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
-    assert_same(heads(q, k, v, At(heads.rotate.table(t + 5, torch.float64))), expected, (q, k, v))
+    inputs = Inputs(heads.position.table(t + 5, torch.float64))
+    assert_same(heads((q, k, v), inputs), expected, (q, k, v))
 
 
 def test_sinusoidal_closed_form():
@@ -672,19 +811,18 @@ def test_sinusoidal_closed_form():
 
 def hand_block(model, x, placement):
     """One standard block written out, with an arbitrary norm function."""
-    block = model.blocks[0]
+    attention, mlp = model.blocks[0].sums
 
     def branch(x, f, norms):
         norm = norms.before if placement in ("pre", "sandwich") else norms.total
         n = lambda z: F.rms_norm(z, (z.size(-1),), norm.weight, 1e-5)  # noqa: E731
         if placement == "pre":
-            return x + f(n(x))
+            return x + f(n(x), Inputs())
         if placement == "post":
-            return n(x + f(x))
-        return x + F.rms_norm(f(n(x)), (x.size(-1),), norms.after.weight, 1e-5)
+            return n(x + f(x, Inputs()))
+        return x + F.rms_norm(f(n(x), Inputs()), (x.size(-1),), norms.after.weight, 1e-5)
 
-    x = branch(x, lambda z: block.attn(z, At()), block.norm_attn)
-    return branch(x, block.mlp, block.norm_mlp)
+    return branch(branch(x, attention.attn, attention), mlp.mlp, mlp)
 
 
 @pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
@@ -693,7 +831,7 @@ def test_norm_placement(placement):
     for p in model.parameters():
         torch.nn.init.normal_(p)
     x = torch.randn(2, 5, 32, dtype=torch.float64)
-    assert torch.allclose(model.blocks[0](x, At()), hand_block(model, x, placement), atol=1e-10)
+    assert torch.allclose(model.blocks[0](x, Inputs()), hand_block(model, x, placement), atol=1e-10)
 
 
 def test_final_norm_only_where_the_stream_is_not_normalised():
@@ -704,35 +842,37 @@ def test_final_norm_only_where_the_stream_is_not_normalised():
 def test_parallel_block_equation():
     model = build(block="parallel", pos="none", bias=True)
     block, x = model.blocks[0], torch.randn(2, 5, 32, dtype=torch.float64)
-    n = F.layer_norm(x, (32,), block.norm.before.weight, block.norm.before.bias)
-    assert torch.allclose(block(x, At()), x + block.attn(n, At()) + block.mlp(n), atol=1e-12)
+    (both,) = block.sums
+    n = F.layer_norm(x, (32,), both.before.weight, both.before.bias)
+    expected = x + both.attn(n, Inputs()) + both.mlp(n, Inputs())
+    assert torch.allclose(block(x, Inputs()), expected, atol=1e-12)
 
 
 def test_qk_norm_makes_scores_blind_to_scale():
     model = build(qk_norm=True, pos="none", n_layer=1)
     x = torch.randn(1, 6, 32, dtype=torch.float64)
-    attn = model.blocks[0].attn
-    before = attn(x, At())
+    attn = model.blocks[0].sums[0].attn
+    before = attn(x, Inputs())
     with torch.no_grad():
         for n in range(4):  # q and k rows of each head, not v's
             attn.qkv.weight.view(4, 3, 8, 32)[n, :2] *= 100
-    assert torch.allclose(attn(x, At()), before, atol=1e-3)
+    assert torch.allclose(attn(x, Inputs()), before, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind,f", [("gelu", F.gelu), ("relu", F.relu), ("relu2", lambda x: F.relu(x) ** 2)])
 def test_plain_mlp(kind, f):
     model = build(mlp=kind)
-    mlp, x = model.blocks[0].mlp, torch.randn(3, 2, 32, dtype=torch.float64)
+    mlp, x = model.blocks[0].sums[1].mlp, torch.randn(3, 2, 32, dtype=torch.float64)
     assert mlp.up.weight.shape == (128, 32)
-    assert torch.allclose(mlp(x), f(x @ mlp.up.weight.T) @ mlp.down.weight.T)
+    assert torch.allclose(mlp(x, Inputs()), f(x @ mlp.up.weight.T) @ mlp.down.weight.T)
 
 
 @pytest.mark.parametrize("kind,f", [("swiglu", F.silu), ("geglu", F.gelu)])
 def test_gated_mlp(kind, f):
     model = build(mlp=kind)
-    mlp, x = model.blocks[0].mlp, torch.randn(3, 2, 32, dtype=torch.float64)
+    mlp, x = model.blocks[0].sums[1].mlp, torch.randn(3, 2, 32, dtype=torch.float64)
     gate, up = mlp.up.weight[::2], mlp.up.weight[1::2]
-    assert torch.allclose(mlp(x), (f(x @ gate.T) * (x @ up.T)) @ mlp.down.weight.T)
+    assert torch.allclose(mlp(x, Inputs()), (f(x @ gate.T) * (x @ up.T)) @ mlp.down.weight.T)
 
 
 @pytest.mark.parametrize("C,expected", [(768, 2048), (4096, 10944), (32, 85)])
@@ -834,7 +974,7 @@ def test_initial_standard_deviations(flags, summands):
     model = Model(ModelConfig(n_layer=8, n_head=4, n_embd=256, block_size=64, vocab_size=512, bias=True, **flags))
     for n, p in model.named_parameters():
         if p.dim() == 2:
-            summand = n.endswith(("attn.out.weight", "mlp.down.weight"))
+            summand = n.endswith(("attn.out.weight", "cross.out.weight", "mlp.down.weight"))
             expected = 0.02 / math.sqrt(summands["encoder" in n]) if summand else 0.02
             assert p.std().item() == pytest.approx(expected, rel=0.05), n
             assert abs(p.mean().item()) < expected / 10, n
@@ -849,9 +989,11 @@ def test_initial_values_of_simplified_blocks(block, values, resid):
     C, H, D = 256, 4, 64
     flags = dict(block=block, simplified_value_proj=values, simplified_beta_ff=0.3, attention="gqa", n_kv_head=2)
     model, seen = Model(ModelConfig(n_layer=3, n_head=H, n_embd=C, block_size=64, vocab_size=512, **flags), 1), set()
+    g_attn, b_ff = {"simplified": ("0.gain", "1.gain"), "simplified_parallel": ("0.gains.0", "0.gains.1")}[block]
+    others = {"value.resid.weight": resid, "out.resid.weight": resid, f"sums.{b_ff}.weight": 0.3}
     for n, p in model.named_parameters():
         kind = ".".join(n.split(".")[-2:])
-        seen.add(kind)
+        seen |= {n.partition("sums.")[2], kind}
         if kind == "qk.weight":  # two groups of two heads' queries and one's keys
             q, k = p.view(2, 3, D, C).split((2, 1), dim=1)
             assert (q == 0).all() and k.std().item() == pytest.approx(0.02, rel=0.05)
@@ -860,9 +1002,10 @@ def test_initial_values_of_simplified_blocks(block, values, resid):
         elif kind in ("up.weight", "down.weight", "wte.weight", "wpe.weight"):
             assert p.std().item() == pytest.approx(0.02, rel=0.05), n
         else:
-            gain = {"resid": resid, "b_ff": 0.3}.get(n.rpartition(".")[2], 1.0)
+            gain = next((value for name, value in others.items() if n.endswith(name)), 1.0)
             assert p.dim() == 1 and torch.equal(p, torch.full_like(p, gain)), n
-    assert {"value.resid", "value.skip", "heads.alpha"} <= seen and any(kind.endswith("b_ff") for kind in seen)
+    assert {"0.attn.value.resid.weight", "0.attn.value.skip.weight", "0.attn.alpha"} <= seen
+    assert {f"{g_attn}.weight", f"{b_ff}.weight"} <= seen and ("1.skip.weight" in seen) == (block == "simplified")
 
 
 def test_initial_values_of_slots():
@@ -875,6 +1018,17 @@ def test_initial_values_of_slots():
         assert p.shape == (4, 300, 64) and p.std().item() == pytest.approx(0.02 * 16, rel=0.02)
         assert abs(p.mean().item()) < 0.01
     assert len({p[0, 0, 0].item() for p in slots}) == 4  # each has numbers of its own
+
+
+def test_a_reader_begins_with_the_same_weights_in_every_block():
+    blocks = [{"block": "standard"}, {"block": "parallel"}, {"block": "superblock", "wiring": "series"}]
+    readers = []
+    for flags in blocks:
+        state = Model(ModelConfig(**TINY, **flags, objective="seq2seq"), seed=3).state_dict()
+        readers.append({re.sub(r"sums[.][0-9]+[.]", "", n): p for n, p in state.items() if p.dim() == 2})
+    for other in readers[1:]:
+        assert other.keys() == readers[0].keys()
+        assert all(torch.equal(p, other[n]) for n, p in readers[0].items())
 
 
 @pytest.mark.parametrize("block", M.BLOCK)

@@ -311,7 +311,8 @@ def test_real_model():
     qkv.grad, up.grad = torch.randn_like(qkv), torch.randn_like(up)  # of full rank, unlike those of 8 tokens
     muon.param_groups[0]["weight_decay"] = 0.0
     muon.step()
-    q, k, v = (qkv.detach() - before["blocks.0.sums.0.attn.qkv.weight"]).view(2, 4, 8, 32).split((2, 1, 1), dim=1)  # Hkv G D C
+    update = (qkv.detach() - before["blocks.0.sums.0.attn.qkv.weight"]).view(2, 4, 8, 32)  # Hkv G D C
+    q, k, v = update.split((2, 1, 1), dim=1)
     gate, value = (up.detach() - before["blocks.0.sums.1.mlp.up.weight"]).unflatten(0, (-1, 2)).unbind(1)
     for update in (q, k, v, gate, value):
         update = update.reshape(-1, 32) / 0.02
