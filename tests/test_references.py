@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.func import functional_call
 
-from model import At, Attention, Model, ModelConfig, StandardBlock
+from model import Block, ContextPool, Inputs, Model, ModelConfig
 
 L, H, HKV, C, T, V = 3, 6, 2, 48, 24, 29  # names as in model.py; six heads are no power of two
 S, LE = 19, 4  # tokens of a source and layers of its encoder (as many as the decoder's at least, says their cache)
@@ -98,8 +98,8 @@ def attention(theirs: nn.Module, out: nn.Linear, groups: int = HKV, merge=group_
 
 
 def cross_attention(q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear) -> dict[str, Tensor]:
-    kv = put("cross.attn.pools.0.kv", k, v, merge=partial(group_major, groups=H))
-    return put("cross.attn.into", q) | kv | put("cross.attn.out", out)
+    kv = put("cross.kv", k, v, merge=partial(group_major, groups=H))
+    return put("cross.q", q) | kv | put("cross.out", out)
 
 
 def in_turn(gate: Tensor, up: Tensor) -> Tensor:
@@ -113,6 +113,11 @@ def gated_mlp(theirs: nn.Module) -> dict[str, Tensor]:
 
 def inside(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{name}.{inner}": w for inner, w in weights.items()}
+
+
+def sums(*weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a block from those of its sums."""
+    return {name: w for i, each in enumerate(weights) for name, w in inside(f"sums.{i}", each).items()}
 
 
 def blocks(layers, weights_of) -> dict[str, Tensor]:
@@ -162,26 +167,25 @@ def torch_cross_attention(theirs: nn.MultiheadAttention) -> dict[str, Tensor]:
     for kind, fused in (("weight", theirs.in_proj_weight), ("bias", theirs.in_proj_bias)):
         if fused is not None:
             q, k, v = fused.chunk(3)
-            weights |= {f"into.{kind}": q, f"pools.0.kv.{kind}": group_major(k, v, groups=H)}
+            weights |= {f"q.{kind}": q, f"kv.{kind}": group_major(k, v, groups=H)}
     return weights
 
 
 def torch_layer(theirs: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) -> dict[str, Tensor]:
     slot = "before" if theirs.norm_first else "total"
-    weights = inside("attn", torch_attention(theirs.self_attn)) | put(f"norm_attn.{slot}", theirs.norm1)
-    last = theirs.norm2
-    if isinstance(theirs, nn.TransformerDecoderLayer):
-        weights |= inside("cross.attn", torch_cross_attention(theirs.multihead_attn))
-        weights |= put(f"cross.norm.{slot}", theirs.norm2)
-        last = theirs.norm3
-    return weights | put(f"norm_mlp.{slot}", last) | put("mlp.up", theirs.linear1) | put("mlp.down", theirs.linear2)
+    attn = inside("attn", torch_attention(theirs.self_attn)) | put(slot, theirs.norm1)
+    mlp = put("mlp.up", theirs.linear1) | put("mlp.down", theirs.linear2)
+    if not isinstance(theirs, nn.TransformerDecoderLayer):
+        return sums(attn, put(slot, theirs.norm2) | mlp)
+    cross = inside("cross", torch_cross_attention(theirs.multihead_attn)) | put(slot, theirs.norm2)
+    return sums(attn, cross, put(slot, theirs.norm3) | mlp)
 
 
 def layer_pair(kind: type, placement: str, mlp: str = "relu", bias: bool = True, **flags) -> tuple[nn.Module, ...]:
     """A layer of torch.nn and our block of the same shape."""
     options = dict(dropout=0.0, activation=mlp, batch_first=True, norm_first=placement == "pre", bias=bias)
     cfg = ModelConfig(**SIZE, **flags, pos="none", norm_placement=placement, mlp=mlp, bias=bias)
-    return jitter(kind(C, H, 4 * C, **options)), StandardBlock(cfg, layer=0).double()
+    return jitter(kind(C, H, 4 * C, **options)), Block(cfg, layer=0).double()
 
 
 def stream(length: int = T) -> Tensor:
@@ -200,10 +204,10 @@ placements = pytest.mark.parametrize("placement", ["pre", "post"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_attention_equals_torch(bias):
     theirs = jitter(nn.MultiheadAttention(C, H, bias=bias, batch_first=True))
-    ours = Attention(ModelConfig(**SIZE, pos="none", bias=bias), layer=0).double()
+    ours = ContextPool(ModelConfig(**SIZE, pos="none", bias=bias), layer=0).double()
     x = stream()
     expected, _ = theirs(x, x, x, attn_mask=future(T), need_weights=False)
-    assert_same(call(ours, torch_attention(theirs), x, At()), expected, trained(theirs) | {"x": x}, EXACT)
+    assert_same(call(ours, torch_attention(theirs), x, Inputs()), expected, trained(theirs) | {"x": x}, EXACT)
 
 
 @placements
@@ -212,7 +216,7 @@ def test_attention_equals_torch(bias):
 def test_block_equals_torch(placement, mlp, bias):
     theirs, ours = layer_pair(nn.TransformerEncoderLayer, placement, mlp, bias)
     x = stream()
-    got, expected = call(ours, torch_layer(theirs), x, At()), theirs(x, src_mask=future(T))
+    got, expected = call(ours, torch_layer(theirs), x, Inputs()), theirs(x, src_mask=future(T))
     assert_same(got, expected, trained(theirs) | {"x": x}, EXACT)
 
 
@@ -221,12 +225,12 @@ def test_encoder_block_equals_torch(placement):
     """Both ways; padding as a last document, whose own outputs are finite but nobody's concern; then true documents."""
     theirs, ours = layer_pair(nn.TransformerEncoderLayer, placement, objective="masked")
     x, hidden, leaves = stream(), padding(T), trained(theirs)
-    got = call(ours, torch_layer(theirs), x, At(docs=(hidden.long(), hidden.long())))
+    got = call(ours, torch_layer(theirs), x, Inputs(docs=(hidden.long(), hidden.long())))
     assert got.isfinite().all()
     assert_same(got[~hidden], theirs(x, src_key_padding_mask=hidden)[~hidden], leaves | {"x": x}, EXACT)
     x = stream(150)  # two strips of queries
     docs = documents(150)
-    got = call(ours, torch_layer(theirs), x, At(docs=(docs, docs)))
+    got = call(ours, torch_layer(theirs), x, Inputs(docs=(docs, docs)))
     assert_same(got, theirs(x, src_mask=per_head(apart(docs, docs))), leaves | {"x": x}, EXACT)
 
 
@@ -237,13 +241,13 @@ def test_decoder_block_equals_torch(placement, bias):
     theirs, ours = layer_pair(nn.TransformerDecoderLayer, placement, bias=bias, objective="seq2seq")
     x, memory, hidden, leaves = stream(), stream(S), padding(S), trained(theirs)
     weights, text = torch_layer(theirs), torch.zeros(2, T, dtype=torch.int64)
-    got = call(ours, weights, x, At(memory=memory))
+    got = call(ours, weights, x, Inputs(memory=memory))
     assert_same(got, theirs(x, memory, tgt_mask=future(T)), leaves | {"x": x, "memory": memory}, EXACT)
-    got = call(ours, weights, x, At((), (text, text), memory, (text, hidden.long())))
+    got = call(ours, weights, x, Inputs((), (text, text), memory, (text, hidden.long())))
     expected = theirs(x, memory, tgt_mask=future(T), memory_key_padding_mask=hidden)
     assert_same(got, expected, leaves | {"x": x, "memory": memory}, EXACT)
     x, docs, of_memory = stream(150), documents(150), documents(S)  # two strips of queries
-    got = call(ours, weights, x, At((), (docs, docs), memory, (docs, of_memory)))
+    got = call(ours, weights, x, Inputs((), (docs, docs), memory, (docs, of_memory)))
     masks = dict(tgt_mask=per_head(apart(docs, docs) | future(150)), memory_mask=per_head(apart(docs, of_memory)))
     assert_same(got, theirs(x, memory, **masks), leaves | {"x": x, "memory": memory}, EXACT)
 
@@ -303,13 +307,13 @@ def gated_width(mlp: str) -> int:
 
 def openai_weights(m: nn.Module, qkv, matrix) -> dict[str, Tensor]:
     def weights_of(layer):
-        return (
-            put("norm_attn.before", layer.ln_1)
+        return sums(
+            put("before", layer.ln_1)
             | put("attn.qkv", layer.attn.c_attn, merge=qkv)
-            | put("attn.out", layer.attn.c_proj, merge=matrix)
-            | put("norm_mlp.before", layer.ln_2)
+            | put("attn.out", layer.attn.c_proj, merge=matrix),
+            put("before", layer.ln_2)
             | put("mlp.up", layer.mlp.c_fc, merge=matrix)
-            | put("mlp.down", layer.mlp.c_proj, merge=matrix)
+            | put("mlp.down", layer.mlp.c_proj, merge=matrix),
         )
 
     return put("wte", m.wte) | put("pos.wpe", m.wpe) | blocks(m.h, weights_of) | put("norm", m.ln_f)
@@ -335,8 +339,8 @@ def gptj(hf):
     reference.lm_head.bias = None
 
     def weights_of(layer):
-        return (
-            put("norm.before", layer.ln_1)
+        return sums(
+            put("before", layer.ln_1)
             | attention(layer.attn, layer.attn.out_proj, groups=H, merge=uninterleaved)
             | put("mlp.up", layer.mlp.fc_in)
             | put("mlp.down", layer.mlp.fc_out)
@@ -354,8 +358,8 @@ def phi(hf):
     reference.lm_head.bias = None
 
     def weights_of(layer):
-        return (
-            put("norm.before", layer.input_layernorm)
+        return sums(
+            put("before", layer.input_layernorm)
             | attention(layer.self_attn, layer.self_attn.dense)
             | put("mlp.up", layer.mlp.fc1)
             | put("mlp.down", layer.mlp.fc2)
@@ -375,8 +379,8 @@ def cohere(hf):
     reference = build(hf, config)
 
     def weights_of(layer):
-        return (
-            put("norm.before", layer.input_layernorm)
+        return sums(
+            put("before", layer.input_layernorm)
             | attention(layer.self_attn, layer.self_attn.o_proj, merge=uninterleaved)
             | gated_mlp(layer.mlp)
         )
@@ -388,11 +392,9 @@ def cohere(hf):
 
 def llama_weights(reference) -> dict[str, Tensor]:
     def weights_of(layer):
-        return (
-            put("norm_attn.before", layer.input_layernorm)
-            | attention(layer.self_attn, layer.self_attn.o_proj)
-            | put("norm_mlp.before", layer.post_attention_layernorm)
-            | gated_mlp(layer.mlp)
+        return sums(
+            put("before", layer.input_layernorm) | attention(layer.self_attn, layer.self_attn.o_proj),
+            put("before", layer.post_attention_layernorm) | gated_mlp(layer.mlp),
         )
 
     m = reference.model
@@ -429,7 +431,7 @@ def qwen3(hf):
     weights = llama_weights(reference)
     for i, layer in enumerate(reference.model.layers):
         for norm in ("q_norm", "k_norm"):
-            weights |= put(f"blocks.{i}.attn.heads.{norm}", getattr(layer.self_attn, norm))
+            weights |= put(f"blocks.{i}.sums.0.attn.{norm}", getattr(layer.self_attn, norm))
     return reference, OUR_LLAMA | dict(qk_norm=True, window=WINDOW, window_pattern="LSS"), weights, ROUNDED
 
 
@@ -444,13 +446,13 @@ def gemma2(hf):
     gain = dict(merge=lambda w: 1 + w)
 
     def weights_of(layer):
-        return (
-            put("norm_attn.before", layer.input_layernorm, **gain)
+        return sums(
+            put("before", layer.input_layernorm, **gain)
             | attention(layer.self_attn, layer.self_attn.o_proj)
-            | put("norm_attn.after", layer.post_attention_layernorm, **gain)
-            | put("norm_mlp.before", layer.pre_feedforward_layernorm, **gain)
+            | put("after", layer.post_attention_layernorm, **gain),
+            put("before", layer.pre_feedforward_layernorm, **gain)
             | gated_mlp(layer.mlp)
-            | put("norm_mlp.after", layer.post_feedforward_layernorm, **gain)
+            | put("after", layer.post_feedforward_layernorm, **gain),
         )
 
     m = reference.model
@@ -469,12 +471,11 @@ def nemotron(hf):
         return {f"{name}.weight": 1 + theirs.weight, f"{name}.bias": theirs.bias}
 
     def weights_of(layer):
-        return (
-            norm("norm_attn.before", layer.input_layernorm)
-            | attention(layer.self_attn, layer.self_attn.o_proj)
-            | norm("norm_mlp.before", layer.post_attention_layernorm)
+        return sums(
+            norm("before", layer.input_layernorm) | attention(layer.self_attn, layer.self_attn.o_proj),
+            norm("before", layer.post_attention_layernorm)
             | put("mlp.up", layer.mlp.up_proj)
-            | put("mlp.down", layer.mlp.down_proj)
+            | put("mlp.down", layer.mlp.down_proj),
         )
 
     m = reference.model
@@ -489,13 +490,11 @@ def mpt(hf, n_head: int):
     reference = build(hf, config)
 
     def weights_of(layer):
-        return (
-            put("norm_attn.before", layer.norm_1)
+        return sums(
+            put("before", layer.norm_1)
             | put("attn.qkv", layer.attn.Wqkv, merge=partial(thirds, groups=n_head))
-            | put("attn.out", layer.attn.out_proj)
-            | put("norm_mlp.before", layer.norm_2)
-            | put("mlp.up", layer.ffn.up_proj)
-            | put("mlp.down", layer.ffn.down_proj)
+            | put("attn.out", layer.attn.out_proj),
+            put("before", layer.norm_2) | put("mlp.up", layer.ffn.up_proj) | put("mlp.down", layer.ffn.down_proj),
         )
 
     m = reference.transformer
@@ -503,14 +502,14 @@ def mpt(hf, n_head: int):
     return reference, dict(n_head=n_head, pos="alibi"), weights, ROUNDED
 
 
-def fairseq_layer(layer: nn.Module, slot: str) -> dict[str, Tensor]:
+def fairseq_layer(layer: nn.Module, slot: str, with_source: bool = True) -> dict[str, Tensor]:
     """A layer of an encoder, or with cross-attention of a decoder, of the many models that descend from fairseq."""
-    weights = attention(layer.self_attn, layer.self_attn.out_proj, groups=H)
-    weights |= put(f"norm_attn.{slot}", layer.self_attn_layer_norm) | put(f"norm_mlp.{slot}", layer.final_layer_norm)
-    if (cross := getattr(layer, "encoder_attn", None)) is not None:
-        weights |= cross_attention(cross.q_proj, cross.k_proj, cross.v_proj, cross.out_proj)
-        weights |= put(f"cross.norm.{slot}", layer.encoder_attn_layer_norm)
-    return weights | put("mlp.up", layer.fc1) | put("mlp.down", layer.fc2)
+    attn = attention(layer.self_attn, layer.self_attn.out_proj, groups=H) | put(slot, layer.self_attn_layer_norm)
+    mlp = put("mlp.up", layer.fc1) | put("mlp.down", layer.fc2) | put(slot, layer.final_layer_norm)
+    if (cross := getattr(layer, "encoder_attn", None)) is None or not with_source:
+        return sums(attn, mlp)
+    cross = cross_attention(cross.q_proj, cross.k_proj, cross.v_proj, cross.out_proj)
+    return sums(attn, cross | put(slot, layer.encoder_attn_layer_norm), mlp)
 
 
 FAIRSEQ = NO_TOKENS | dict(
@@ -525,8 +524,7 @@ def marian(hf):
     """The decoder of the first transformer: post-norm, sinusoidal positions beside sqrt(C) times the embedding."""
     reference = build(hf, hf.MarianConfig(**FAIRSEQ))
     m = reference.model.decoder
-    weights = put("wte", m.embed_tokens) | blocks(m.layers, partial(fairseq_layer, slot="total"))
-    weights = {name: w for name, w in weights.items() if ".cross." not in name}  # which has no source here
+    weights = put("wte", m.embed_tokens) | blocks(m.layers, partial(fairseq_layer, slot="total", with_source=False))
     return reference, OUR_MARIAN, weights, ROUNDED
 
 
@@ -586,13 +584,13 @@ def bert(hf):
 
     def weights_of(layer):
         theirs = layer.attention.self
-        return (
+        return sums(
             put("attn.qkv", theirs.query, theirs.key, theirs.value, merge=partial(group_major, groups=H))
             | put("attn.out", layer.attention.output.dense)
-            | put("norm_attn.total", layer.attention.output.LayerNorm)
-            | put("mlp.up", layer.intermediate.dense)
+            | put("total", layer.attention.output.LayerNorm),
+            put("mlp.up", layer.intermediate.dense)
             | put("mlp.down", layer.output.dense)
-            | put("norm_mlp.total", layer.output.LayerNorm)
+            | put("total", layer.output.LayerNorm),
         )
 
     weights = {"wte.weight": reference.bert.embeddings(tokens(T)).flatten(0, 1)}
@@ -612,13 +610,13 @@ def modernbert(hf):
     reference.model.layers[0].attn_norm = jitter(nn.LayerNorm(C, bias=False))
 
     def weights_of(layer):
-        return (
-            put("norm_attn.before", layer.attn_norm)
+        return sums(
+            put("before", layer.attn_norm)
             | put("attn.qkv", layer.attn.Wqkv, merge=thirds)
-            | put("attn.out", layer.attn.Wo)
-            | put("norm_mlp.before", layer.mlp_norm)
+            | put("attn.out", layer.attn.Wo),
+            put("before", layer.mlp_norm)
             | put("mlp.up", layer.mlp.Wi, merge=lambda w: in_turn(*w.chunk(2)))
-            | put("mlp.down", layer.mlp.Wo)
+            | put("mlp.down", layer.mlp.Wo),
         )
 
     weights = {"wte.weight": reference.model.embeddings(tokens(T)).flatten(0, 1)}
@@ -699,14 +697,14 @@ def t5_weights(reference: nn.Module) -> dict[str, Tensor]:
     def weights_of(layer):
         theirs, norm = layer.layer[0].SelfAttention, layer.layer[0].layer_norm
         merge = partial(group_major, groups=H)
-        weights = put("attn.qkv", scaled(theirs.q), theirs.k, theirs.v, merge=merge) | put("attn.out", theirs.o)
-        weights |= put("norm_attn.before", norm)
+        attn = put("attn.qkv", scaled(theirs.q), theirs.k, theirs.v, merge=merge) | put("attn.out", theirs.o)
+        each = [attn | put("before", norm)]
         if layer.is_decoder:
             theirs, norm = layer.layer[1].EncDecAttention, layer.layer[1].layer_norm
-            weights |= cross_attention(scaled(theirs.q), theirs.k, theirs.v, theirs.o) | put("cross.norm.before", norm)
+            each.append(cross_attention(scaled(theirs.q), theirs.k, theirs.v, theirs.o) | put("before", norm))
         mlp, norm = layer.layer[-1].DenseReluDense, layer.layer[-1].layer_norm
         up = put("mlp.up", mlp.wi) if hasattr(mlp, "wi") else put("mlp.up", mlp.wi_0, mlp.wi_1, merge=in_turn)
-        return weights | put("norm_mlp.before", norm) | up | put("mlp.down", mlp.wo)
+        return sums(*each, put("before", norm) | up | put("mlp.down", mlp.wo))
 
     encoder = blocks(reference.encoder.block, weights_of) | put("norm", reference.encoder.final_layer_norm)
     weights = put("wte", reference.shared) | inside("encoder", encoder) | blocks(reference.decoder.block, weights_of)
