@@ -12,7 +12,7 @@ from ranks import launch
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from engine.pipeline import Pipeline, check, cut, owned
+from engine.pipeline import Pipeline, check, keep_stage, owned
 from model import Model, ModelConfig
 
 B, T, V, STEPS = 2, 12, 31, 6
@@ -116,7 +116,7 @@ def pipelined(name: str) -> dict:
     mesh = dist.init_device_mesh("cpu", (stages, pipelines), mesh_dim_names=("pp", "dp"))
     group, replica, stage = mesh.get_group("pp"), mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     model = build(flags, extra)
-    cut(model, stage, stages)
+    keep_stage(model, stage, stages)
     if extra == "shard":
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])
@@ -195,7 +195,7 @@ def test_blocks_are_spread_evenly_and_a_later_stage_begins_with_the_stream():
         found = []
         for stage in range(stages):
             model = build({"n_layer": n_layer, "dropout": 0.5}, "")
-            cut(model, stage, stages)
+            keep_stage(model, stage, stages)
             found.append(len(model.blocks))
             x = torch.randn(B, T, 16)
             if stage:
