@@ -30,7 +30,7 @@ Roles. A module with parameters declares its role. Initial weights, optimizers, 
     last      norm behind the last block           1                       whole; an all-gather follows
     whole     all others                           N(0, 0.02), 1; bias 0   whole
 A parameter with a row for each head is named in its module's `per_head`; its rows are cut. A module may declare other
-initial weights in its dict `initial`: name of the parameter -> a number, or Normal.
+initial weights in its dict `initial`: name of the parameter -> a number, a tensor of its shape, or Normal.
 
 Seams. Other files replace or wrap these attributes and nothing else:
     attribute                        replaced by                                what must stay true
@@ -914,12 +914,13 @@ class Sum(nn.Module):
     def __init__(self, cfg: ModelConfig, skip: int | str = 1, gains: dict[str, float] | None = None, **readers):
         super().__init__()
         self.before, self.after, self.total = (norm(cfg, role) for role in ("before", "after", "total"))
-        each = [Gain(gains[name]) if gains else nn.Identity() for name in readers]
+        each = [Gain(gains[name]) if gains and name in gains else nn.Identity() for name in readers]
         inner, outer = ([nn.Identity()], each) if len(each) == 1 else (each, [nn.Identity()])
         self.gains, self.gain = nn.ModuleList(inner), outer[0]
         self.skip = {1: nn.Identity(), 0: None, "learned": Gain(1.0)}[skip]
         self.dropout, self.names = cfg.dropout, tuple(readers)
         for name, reader in readers.items():
+            require(not hasattr(self, name), f"a reader cannot have the name {name!r}, which a sum has for itself")
             self.add_module(name, reader)
 
     def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
@@ -1168,9 +1169,10 @@ class Model(Stack):
         """
         layer, _, kind = name.rpartition(".")
         initial = getattr(self.get_submodule(layer), "initial", {})
-        value = initial.get(kind, (0.0 if kind == "bias" else 1.0) if len(shape) == 1 else Normal(0.02))
-        if not isinstance(value, Normal):
-            return torch.full(size, float(value), device=device)
+        value = initial.get(kind, (0.0 if kind == "bias" else 1.0) if len(shape) < 2 else Normal(0.02))
+        if not isinstance(value, Normal):  # a number, or a tensor of this shape
+            part = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
+            return torch.as_tensor(value, dtype=torch.float32, device=device).expand(shape)[part].clone()
         drawn = value.std * normal(f"{seed} {re.sub(r'sums[.][0-9]+[.]', '', name)}", shape, start, size, device)
         row = torch.arange(start[0], start[0] + size[0], device=device) % value.period
         drawn[row < value.zero] = 0

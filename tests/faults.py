@@ -65,15 +65,19 @@ FAULTS = [
     ),
     (
         "model.py",
-        "return n.total(s + n.after(self.attn(x, at) + self.mlp(x)))",
-        "return n.total(s + n.after(self.attn(x, at)) + self.mlp(x))",
+        """        y = reduce(add, [gain(getattr(self, name)(x, inputs)) for gain, name in readers])
+        y = self.gain(self.after(F.dropout(y, self.dropout, self.training)))
+""",
+        """        y, *others = [gain(getattr(self, name)(x, inputs)) for gain, name in readers]
+        y = self.gain(reduce(add, others, self.after(F.dropout(y, self.dropout, self.training))))
+""",
         "The norm behind a parallel block's branches (sandwich) covers attention alone and leaves the MLP out.",
         "tests/test_blocks.py::test_norms_around_branches_and_gains",
     ),
     (
         "model.py",
-        "return n2.total(self.g_skip * s + self.b_ff * n2.after(self.mlp(n2.before(s))))",
-        "return n2.total(self.g_skip * s + n2.after(self.b_ff * self.mlp(n2.before(s))))",
+        "y = self.gain(self.after(F.dropout(y, self.dropout, self.training)))",
+        "y = self.after(self.gain(F.dropout(y, self.dropout, self.training)))",
         "The gain b_FF of a simplified block stands inside the sandwich norm, which divides it out again.",
         "tests/test_blocks.py::test_norms_around_branches_and_gains",
     ),
@@ -100,22 +104,22 @@ FAULTS = [
     ),
     (
         "model.py",
-        'total += 6 * m.weight.numel() * (source if name.endswith(".kv") else queries)',
-        "total += 6 * m.weight.numel() * queries",
+        'return 6 * self.weight.numel() * (S if self.role == "memory" else T)',
+        "return 6 * self.weight.numel() * T",
         "The FLOPs of cross-attention's keys and values are counted per token of the text, not of the source.",
         "tests/test_model.py::test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand",
     ),
     (
         "model.py",
-        "return self.encoder(*self.embed(source, 0, docs), docs) if given else None",
-        "return self.encoder(*self.embed(source, 0), docs) if given else None",
+        "return self.encoder.stream(*self.embed(source, 0, docs), docs) if given else None",
+        "return self.encoder.stream(*self.embed(source, 0), docs) if given else None",
         "The encoder's positions do not begin anew with each document under doc_positions.",
         "tests/test_objective.py::test_a_packed_document_is_as_if_alone",
     ),
     (
         "model.py",
-        "at._replace(docs=at.memory_docs)).view(q.shape)",
-        "at._replace(docs=None)).view(q.shape)",
+        "inputs._replace(docs=inputs.memory_docs)",
+        "inputs._replace(docs=None)",
         "Cross-attention sees the memory of all documents under doc_mask.",
         "tests/test_objective.py::test_a_packed_document_is_as_if_alone",
     ),
@@ -164,8 +168,8 @@ FAULTS = [
     ),
     (
         "engine/optim.py",
-        'getattr(m, "fused", None)',
-        'getattr(m.weight, "fused", None)',
+        "return {m.weight: m.fused for m in model.modules()",
+        "return {m.weight: None for m in model.modules()",
         "Muon orthogonalises the matrices that share a weight (q, k and v; gate and values) as a single one.",
         "tests/test_optim.py::test_who_gets_muon",
     ),
@@ -179,8 +183,8 @@ FAULTS = [
     ),
     (
         "engine/sharded_model.py",
-        "dict.fromkeys(self.uncut, 1 / math.sqrt(cfg.tp))",
-        "dict.fromkeys(self.uncut, 1 / cfg.tp)",
+        "dict.fromkeys(self.tp_replicated, 1 / math.sqrt(cfg.tp))",
+        "dict.fromkeys(self.tp_replicated, 1 / cfg.tp)",
         "The gradient norm under tp, which clipping uses, counts parameters that all ranks have too little.",
         "tests/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp-models]",
     ),
@@ -386,8 +390,8 @@ FAULTS = [
     ),
     (
         "engine/run_state.py",
-        "tensors = run_tensors(replica, optimizer) | random\n",
-        "tensors = run_tensors(replica, optimizer)\n",
+        "tensors = run_tensors(sharded, optimizer) | random\n",
+        "tensors = run_tensors(sharded, optimizer)\n",
         "A resume does not restore the state of the random numbers, so dropout differs from the undisturbed run's.",
         "tests/test_train.py::test_resume_is_exact",
     ),
