@@ -41,6 +41,15 @@ def tiny_data(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def trained(tiny_data, tmp_path_factory) -> Path:
+    """A finished run of two steps; tests damage copies of it."""
+    folder = tmp_path_factory.mktemp("trained") / "out"
+    flags = [*TINY, "--max_iters=2", "--warmup_iters=1", f"--dataset={tiny_data}", f"--out_dir={folder}"]
+    ranks.launch(1, ranks.train_runs, folder.parent, [flags])
+    return folder
+
+
 @pytest.fixture
 def more_data(tmp_path) -> Path:
     """A second source, of the same tokenizer as tiny_data."""

@@ -10,9 +10,9 @@ import multiprocessing
 import os
 import pickle
 import resource
+import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, TINY
+from conftest import TINY
 from ranks import exit_codes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -1045,10 +1045,13 @@ def test_consolidating_what_cannot_be(tmp_path, capsys, monkeypatch):
     refused(shard.parent, "damaged")
 
 
-def test_the_command_line(capsys):
-    done = subprocess.run([sys.executable, "-m", "engine.checkpoint"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_command_line(capsys, monkeypatch):
     error = "error: these arguments make no command:"
-    assert done.returncode == 2 and done.stderr == f"{error} none; {checkpoint_commands.USAGE}\n"
+    monkeypatch.setattr(sys, "argv", ["checkpoint.py"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("engine.checkpoint", run_name="__main__")
+    assert stopped.value.code == 2 and capsys.readouterr().err == f"{error} none; {checkpoint_commands.USAGE}\n"
     for wrong in ("consolidate a", "consolidate a b c", "other a b", "consolidate a b --which=last"):
         assert checkpoint_commands.main(wrong.split()) == 2
         assert capsys.readouterr().err == f"{error} {wrong}; {checkpoint_commands.USAGE}\n"

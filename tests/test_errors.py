@@ -13,22 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY
-from ranks import exit_codes, launch, train_runs
+from ranks import exit_codes
 from test_checkpoint import train_on_full_disk
 
 import sample
 import train
 from engine import run_state
 from engine.folder import FolderLock
-
-
-@pytest.fixture(scope="session")
-def trained(tiny_data, tmp_path_factory) -> Path:
-    """A finished run of two steps; tests damage copies of it."""
-    folder = tmp_path_factory.mktemp("trained") / "out"
-    flags = [*TINY, "--max_iters=2", "--warmup_iters=1", f"--dataset={tiny_data}", f"--out_dir={folder}"]
-    launch(1, train_runs, folder.parent, [flags])
-    return folder
 
 
 def refused(main, argv: list[str], capsys) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY
 from ranks import launch, train_runs
-from test_errors import refused, trained  # noqa: F401
+from test_errors import refused
 
 import sample
 import train
@@ -212,7 +212,7 @@ def test_samples_that_do_not_fit_are_refused(flags, words, monkeypatch):
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_sampling_asks(trained, capsys):  # noqa: F811
+def test_sampling_asks(trained, capsys):
     line = refused(sample.main, [f"--out_dir={trained}", "--device=cpu", "--num_samples=2e9"], capsys)
     assert line.startswith("error: num_samples=2000000000 (command line) needs at least "), line
 
