@@ -22,11 +22,11 @@ from engine.sharded_model import ShardedModel
 
 @pytest.fixture
 def start(tiny_data, tmp_path):
-    """start(script, restarts, *flags) -> two training processes under torchrun; at the end of the test all are gone."""
+    """start(script, *flags) -> two training processes under torchrun; at the end of the test all are gone."""
     started = []
 
-    def call(script: str | Path, restarts: int, *flags: str) -> subprocess.Popen:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"--max_restarts={restarts}"]
+    def call(script: Path, *flags: str) -> subprocess.Popen:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
         flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", *flags]
         process = subprocess.Popen(
             [sys.executable, *torchrun, script, *flags],
@@ -155,7 +155,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 def test_a_rank_that_raises_takes_the_others_down_with_its_own_traceback_first_and_last(start, tmp_path):
     (tmp_path / "failing.py").write_text(FAILING.replace("ROOT", str(ROOT)))
-    process = start(tmp_path / "failing.py", 0, "--async_checkpoint=True", "--save_interval=1")
+    process = start(tmp_path / "failing.py", "--async_checkpoint=True", "--save_interval=1")
     said = read_until(process, "RuntimeError: planted failure")
     since = time.monotonic()
     rest = process.communicate(timeout=120)[0]
