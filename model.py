@@ -679,7 +679,8 @@ class NearIdentity(Linear):
     """skip x + resid W x with W = 0 at first: the reparametrised projections of arXiv:2311.01906, section 4."""
 
     def __init__(self, cfg: ModelConfig, role: str):
-        super().__init__(replace(cfg, bias=False), cfg.n_embd, cfg.n_embd, role)
+        super().__init__(cfg, cfg.n_embd, cfg.n_embd, role)
+        self.bias = None
         self.skip, self.resid = Gain(1.0), Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
         self.same = with_role(nn.Identity(), role)
         self.initial = {"weight": 0.0}
@@ -1141,8 +1142,9 @@ class Model(Stack):
         self.wte = with_role(nn.Embedding(cfg.vocab_rows, cfg.n_embd), "vocab")
         self.pos = POSITION[cfg.pos][0](cfg)
         self.head = with_role(nn.Linear(cfg.n_embd, cfg.vocab_rows, bias=False), "vocab")
-        of_encoder = replace(cfg, objective="masked", n_layer=cfg.n_encoder_layer or cfg.n_layer)
-        self.encoder = Stack(of_encoder) if cfg.objective == "seq2seq" else None
+        self.encoder = None
+        if cfg.objective == "seq2seq":
+            self.encoder = Stack(replace(cfg, objective="masked", n_layer=cfg.n_encoder_layer or cfg.n_layer))
         self.chunk_loss = chunk_loss
         self.tie()
         if not self.wte.weight.is_meta:
@@ -1302,4 +1304,4 @@ class Model(Stack):
                 queries = source if name.startswith("encoder.") else T
                 keys = source if isinstance(m, MemoryPool) else queries
                 counts[m.kernel(queries // pieces, keys, device, flash)] += 1
-        return ", ".join(f"{kernel} ({n} layers)" for kernel, n in counts.items())
+        return ", ".join(f"{kernel} ({n} layer{'s' * (n > 1)})" for kernel, n in counts.items())

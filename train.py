@@ -192,9 +192,8 @@ class Run:
         machine = f"{ranks.size} x {ranks.device.type}, {str(ranks.dtype)[6:]}" + ", compiled" * ranks.compile
         self.metrics.say(
             f"{self.n_params:,} parameters; {self.samples_per_step * cfg.block_size:,} tokens per step from "
-            f"{stream.name}, {self.loader.n_windows:,} windows; {machine}"
+            f"{stream.name}, {self.loader.n_windows:,} windows; {machine}; attention: {self.attention_kernels}"
         )
-        self.metrics.say(f"attention kernels: {self.attention_kernels}")
         schedule_moved = optim.rescheduled(self.step, cfg, self.stored_flags)
         slow = slow_step_warning(cfg, self.samples_per_step * self.flops_per_sample / self.peak_flops)
         for note in filter(None, (schedule_moved, slow, self.why_no_bytes)):

@@ -311,12 +311,15 @@ def test_a_wrong_number_is_found(monkeypatch, capfd):
 def test_a_wrong_block_is_found(monkeypatch, capfd):
     """A new entry of the table is compared without any change to gpu_check."""
 
-    class Mine(M.StandardBlock):
-        def forward(self, s, at):
-            return super().forward(s, at) * (1 if s.dtype == torch.float64 else 1.01)
+    class Wrong(M.Sum):
+        def forward(self, s, inputs):
+            return super().forward(s, inputs) * (1 if s.dtype == torch.float64 else 1.01)
 
-    monkeypatch.setattr(gpu_check, "BLOCK", {"mine": Mine})
-    monkeypatch.setitem(M.BLOCK, "mine", Mine)
+    def mine(cfg, layer):
+        return [Wrong(cfg, attn=M.attention(cfg, layer)), M.Sum(cfg, **M.cross(cfg, layer))]
+
+    monkeypatch.setattr(gpu_check, "BLOCK", {"mine": mine})
+    monkeypatch.setitem(M.BLOCK, "mine", mine)
     lines = checked("models", capfd, every=9)
     assert len(lines) > 3 and all("block=mine" in line["case"] and "float32 is off" in line["failed"] for line in lines)
 

@@ -128,7 +128,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path, tensors):
     checkpoint.load(checkpoint.find(tmp_path / "a" / "b"), loaded)
     assert same(loaded, tensors) and pointers == [tensor.data_ptr() for tensor in loaded.values()]
     digest = hashlib.sha256((path / ".metadata").read_bytes()).hexdigest()
-    assert checkpoint.read_state(path) == state | {"step": 1000, "format": 2, "metadata_sha256": digest}
+    assert checkpoint.read_state(path) == state | {"step": 1000, "format": 3, "metadata_sha256": digest}
     assert checkpoint.shapes(path) == {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
 
@@ -188,10 +188,10 @@ def test_find_says_what_is_missing(tmp_path, tensors):
 
 def test_damaged_or_newer_state(tmp_path, tensors):
     path = checkpoint.save(tmp_path, 1, tensors, {})
-    for text in ['{"format": 2', "[]", "{}", '{"format": "2", "step": 1}', '{"format": true}', "[" * 100_000]:
+    for text in ['{"format": 3', "[]", "{}", '{"format": "3", "step": 1}', '{"format": true}', "[" * 100_000]:
         (path / "state.json").write_text(text)
         assert f"{path} is damaged: state.json" in message(ValueError, checkpoint.read_state, path)
-    (path / "state.json").write_text(json.dumps({"format": 3, "step": 1}))
+    (path / "state.json").write_text(json.dumps({"format": 4, "step": 1}))
     assert "update" in message(ValueError, checkpoint.read_state, path)
     (path / "state.json").unlink()
     assert "damaged" in message(ValueError, checkpoint.read_state, path)

@@ -592,7 +592,7 @@ def test_the_examples_have_every_kernel_of_the_table():
     "flags,said",
     [
         ({}, "full (2 layers)"),
-        ({"window": 3, "window_pattern": "SL"}, "window (1 layers), full (1 layers)"),
+        ({"window": 3, "window_pattern": "SL"}, "window (1 layer), full (1 layer)"),
         ({"window": 13}, "full (2 layers)"),
         ({"window": 3, "objective": "masked"}, "strips (2 layers)"),
         ({"attn_softcap": 5.0}, "naive (2 layers)"),
@@ -609,10 +609,21 @@ def test_the_examples_have_every_kernel_of_the_table():
 def test_the_kernels_of_a_model_are_those_that_training_takes(monkeypatch, flags, said):
     model = build(torch.float32, **flags).train()
     T, source = TINY["block_size"], S if model.encoder else 0
-    assert model.attention_kernels(T, source, "cpu") == said
+    assert model.attention_kernels(T, source, "cpu", torch.float32) == said
     answers = spy_on_kernels(monkeypatch)
     model(tokens(2, T), tokens(2, T), **beside(model, docs=model.cfg.doc_mask))
-    assert Counter(answers) == {kernel: int(n) for kernel, n in re.findall(r"(\w+) \((\d+) layers\)", said)}
+    assert Counter(answers) == {kernel: int(n) for kernel, n in re.findall(r"(\w+) \((\d+) layers?\)", said)}
+
+
+def test_the_kernels_of_pieces_of_a_text():
+    """As under context parallelism: queries of a piece see the keys of earlier pieces too."""
+    for flags, device, said in (
+        ({}, "cpu", "joined"),
+        ({}, "cuda", "flash"),
+        ({"window": 3}, "cuda", "strips"),
+        ({"doc_mask": True}, "cpu", "strips"),
+    ):
+        assert build(**flags).attention_kernels(12, 0, device, torch.bfloat16, pieces=4) == f"{said} (2 layers)"
 
 
 def test_the_kernels_of_a_model_on_a_gpu():
@@ -622,7 +633,7 @@ def test_the_kernels_of_a_model_on_a_gpu():
         ({"block": "superblock", "pool": "joint", "n_slot": 5}, "strips (2 layers)"),
         ({"attn_softcap": 5.0}, "naive (2 layers)"),
     ):
-        assert build(**flags).attention_kernels(TINY["block_size"], 0, "cuda") == said
+        assert build(**flags).attention_kernels(TINY["block_size"], 0, "cuda", torch.bfloat16) == said
 
 
 class Largest(TorchDispatchMode):
@@ -1018,6 +1029,20 @@ def test_initial_values_of_slots():
         assert p.shape == (4, 300, 64) and p.std().item() == pytest.approx(0.02 * 16, rel=0.02)
         assert abs(p.mean().item()) < 0.01
     assert len({p[0, 0, 0].item() for p in slots}) == 4  # each has numbers of its own
+
+
+def test_a_module_declares_its_initial_values():
+    """A number, or a normal distribution with rows of zeros; other parameters keep what the table says."""
+    model = Model(ModelConfig(**TINY, bias=True), seed=1)
+    first, second = model.blocks[0].sums
+    others = {n: p.clone() for n, p in model.named_parameters() if "blocks.0." not in n}
+    first.before.initial, second.mlp.up.initial = {"weight": 0.5}, {"weight": M.Normal(3.0, zero=2, period=8)}
+    model.init_weights(1)
+    assert (first.before.weight == 0.5).all() and (first.before.bias == 0).all()
+    up = second.mlp.up.weight.view(16, 8, 32)
+    assert (up[:, :2] == 0).all() and up[:, 2:].std().item() == pytest.approx(3.0, rel=0.05)
+    assert (second.mlp.up.bias == 0).all() and (second.before.weight == 1).all()
+    assert all(torch.equal(p, others[n]) for n, p in model.named_parameters() if n in others)
 
 
 def test_a_reader_begins_with_the_same_weights_in_every_block():

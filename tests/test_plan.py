@@ -131,7 +131,7 @@ def test_states_and_traffic_are_those_of_training(flags):
     cfg = config(**flags)
     with as_rank(cfg) as ranks:  # the first, whose shards are no smaller than others'
         rank = ShardedModel(cfg, ranks)
-        optimizer = optim.build(rank.model, cfg, rank.whole)
+        optimizer = optim.build(rank.model, cfg, rank.as_global)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         with Collectives() as counted:
             rank.backward(repeat(batch_of(cfg)), cfg.gradient_accumulation_steps // ranks.data_size, scaler)
