@@ -195,7 +195,7 @@ FAULTS = [
         "Gradients of several pipelines beside one another are summed instead of averaged.",
         "tests/test_layouts.py::test_losses_do_not_depend_on_the_layout[ddp+pp-blocks]",
     ),
-    # ---- engine/parallel.py, context.py, pipeline.py, tensor.py
+    # ---- engine/parallel.py, context_parallel.py, pipeline.py, tensor_parallel.py
     (
         "engine/parallel.py",
         "data_rank = rank // (cfg.cp * cfg.tp) % data",
