@@ -1,4 +1,4 @@
-"""Checkpoints that survive a crash at any instant, and whose reading runs no code.
+"""Writes checkpoints that survive a crash at any instant, and reads them without running code that they may hold.
 
     path = save(out_dir, step, tensors, state)      every rank calls it; `tensors` maps names to tensors or DTensors
     path = find(out_dir)                            the step directory that `latest` (or `best`) names
@@ -59,8 +59,8 @@ def save(
     """Write out_dir/step_<step>, and its name into `latest` and, with `best`, into `best`; returns its path.
 
     Ranks may give different names, such as those of their random states. If several ranks give the same name with a
-    plain tensor, the tensors must be equal. `state` holds JSON values, and rank 0's is written. The newest `keep_last`
-    steps up to this one stay, and those that `latest` or `best` names; other steps up to this one are deleted.
+    plain tensor, the tensors must be equal. `state` holds JSON values; rank 0's state is written. Of the steps up to
+    this one, the newest `keep_last` stay, and those that `latest` or `best` names; the others are deleted.
 
     Raises OSError on every rank if any rank cannot write; older checkpoints then stay. If a rank has died, the others
     raise RuntimeError, as in every collective.
@@ -81,7 +81,7 @@ def save(
     writer, planner = DigestWriter(partial), dcp.DefaultSavePlanner()
     if copies is not None:
         planner.lookup_object = lambda index: copies[index.fqn]
-        writer.per_thread_copy_ahead = 0  # otherwise it would wait for the GPU, though nothing comes from there
+        writer.per_thread_copy_ahead = 0  # otherwise it would wait for the GPU, although all copies are on the host
     try:
         together(lambda: is_first_rank() and _begin(out_dir, partial), group)
         _run(dcp.save, tensors, group, storage_writer=writer, planner=planner)
@@ -135,10 +135,10 @@ def find(where: str | Path, which: str = "latest") -> Path:
 def read(where: str | Path, kinds: dict[str, Any], action: Callable[[Path, dict], T], which: str = "latest") -> T:
     """action(path, state), where path = find(where, which) and state = read_state(path, kinds).
 
-    A run that saves meanwhile may delete or replace a step while it is read. Then `find` and `action` are called again,
-    so a checkpoint counts as damaged only if it has stayed in its place. Every rank calls this function, and all ranks
-    read the path that the first rank finds. `action` may call `shapes` and `load`. Raises the errors of `find`,
-    `read_state` and `action`, and OSError if for a minute no step has stayed as long as reading it takes.
+    Another process may delete or replace the step during the reading. Then `find` and `action` are called again, so a
+    checkpoint counts as damaged only if it has stayed in its place. Every rank calls this function, and all ranks read
+    the path that the first rank finds. `action` may call `shapes` and `load`. Raises the errors of `find`, `read_state`
+    and `action`, and OSError if for a minute no step has stayed until it was read.
     """
     end, failed, failure = time.monotonic() + PATIENCE, None, None
 
@@ -152,8 +152,8 @@ def read(where: str | Path, kinds: dict[str, Any], action: Callable[[Path, dict]
             raise failure
         if not patient:
             raise OSError(
-                f"{where} is saved to faster than it can be read: no checkpoint stayed there for as long as reading "
-                f"takes, in {PATIENCE} s; give that run a larger --keep_last or --save_interval"
+                f"{where} is saved to faster than it can be read: for {PATIENCE} s, each checkpoint was deleted before "
+                "it was read; give the run that saves a larger --keep_last or --save_interval"
             )
         try:
             result = action(path, together(functools.partial(read_state, path, kinds)))
@@ -175,8 +175,8 @@ def load(path: str | Path, tensors: dict[str, Tensor], rows: dict[str, int] | No
     rows    name -> number of rows without padding. Such a tensor may have more or fewer rows than the saved tensor, as
             long as both have these rows. Rows that the saved tensor does not have keep their values.
 
-    Other tensors of the checkpoint are ignored. Raises ValueError on every rank if the checkpoint does not have a name,
-    or has it with another shape or dtype; raises Damaged if files are damaged.
+    Other tensors of the checkpoint are ignored. Raises ValueError on every rank if the checkpoint lacks one of the
+    names, or if its shape or dtype differs; raises Damaged if files are damaged.
     """
     from torch.distributed import checkpoint as dcp
 
@@ -189,7 +189,7 @@ def load(path: str | Path, tensors: dict[str, Tensor], rows: dict[str, int] | No
         for name, tensor in tensors.items():
             entry, least = metadata.state_dict_metadata.get(name), (rows or {}).get(name)
             if entry and least and entry.size[1:] == tensor.shape[1:] and least <= min(len(tensor), entry.size[0]):
-                entry.size = tensor.shape  # so DCP reads the rows that both have
+                entry.size = tensor.shape  # then DCP reads the rows that both tensors have
             saved = f"{tuple(entry.size)} {entry.properties.dtype}" if entry else "absent"
             given = f"{tuple(tensor.shape)} {tensor.dtype}"
             if saved != given:
@@ -205,7 +205,7 @@ def load(path: str | Path, tensors: dict[str, Tensor], rows: dict[str, int] | No
 
 
 def _begin(out_dir: Path, partial: Path) -> None:
-    """Make the directory `partial`, after removing the files that killed processes have left."""
+    """Make the directory `partial`, after removing files of processes that were killed."""
     out_dir.mkdir(parents=True, exist_ok=True)
     for entry in list(out_dir.iterdir()):
         if LEFTOVER.fullmatch(entry.name):
@@ -218,7 +218,7 @@ def _begin(out_dir: Path, partial: Path) -> None:
 
 
 def _commit(partial: Path, final: Path, state: dict, keep_last: int, best: bool) -> None:
-    """Give the directory its final name, then update `latest` and `best`, then delete old steps. Each is one rename."""
+    """Give the directory its final name, then update `latest` and `best`, then delete old steps; each by one rename."""
     out_dir, old = final.parent, final.with_name(f"{final.name}.old")
     state["metadata_sha256"] = hashlib.sha256((partial / ".metadata").read_bytes()).hexdigest()
     write(partial / "state.json", json.dumps(state, indent=1).encode())
@@ -234,7 +234,7 @@ def _commit(partial: Path, final: Path, state: dict, keep_last: int, best: bool)
     fsync(out_dir)
     if old.exists():
         _remove(old)
-    # Later steps exist if the user has gone back to an earlier checkpoint. They stay.
+    # If the user has gone back to an earlier checkpoint, there are later steps. They stay.
     steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]
     pointed = [path.read_text().strip() for path in (out_dir / "latest", out_dir / "best") if path.exists()]
     for path in steps[: max(0, len(steps) - keep_last)]:
@@ -266,7 +266,7 @@ def fsync(path: Path) -> None:
 def _run(operation: Callable, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None, **how: Any) -> None:
     """Call dcp.save or dcp.load. If it fails, all ranks raise the error of the first rank that failed.
 
-    A RuntimeError comes from a collective, when another rank has died.
+    Raises RuntimeError, as every collective does, if another rank has died.
     """
     from torch.distributed.checkpoint import CheckpointException
 

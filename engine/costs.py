@@ -1,16 +1,15 @@
-"""What one rank of a run holds, keeps and sends, counted on fake tensors, which have a shape and no memory.
+"""Counts the bytes that one rank of a run holds and sends, on fake tensors, which have a shape but no memory.
 
-    with neighbours(r := layout(cfg)) as groups, FakeTensorMode():
+    with fake_groups(r := layout(cfg)) as groups, FakeTensorMode():
         run = Run(cfg, r, *groups)
-        run.memory(run.uses(cfg.batch_size))         # bytes, by kind
+        run.memory(run.part_costs(cfg.batch_size))         # bytes, by kind
 
-What a block keeps for its backward, what it needs besides, and what tensor and context parallelism send, is measured by
-running the block in both directions, cut and wrapped as in training, so it follows every flag. FSDP, DDP and pipelines
-are closed forms.
+The activations of a block and the traffic of tensor and context parallelism are measured: a block runs forward and
+backward, cut and wrapped as in training, so the figures follow every flag. The memory and the traffic of FSDP, DDP and
+pipelines are closed forms.
 
-Traffic is what a rank sends when the n ranks of a group pass pieces around a ring: (n-1)/n of the whole tensor in an
-all-gather or a reduce-scatter, twice that in an all-reduce. Left out is what is small: scalars, tables of positions,
-token ids.
+Traffic counts the bytes that a rank sends in a ring of n ranks: (n-1)/n of the full tensor in an all-gather or a
+reduce-scatter, and twice as many in an all-reduce. Scalars, tables of positions and token ids are not counted.
 """
 
 import math
@@ -34,46 +33,46 @@ from data.objective import OBJECTIVE
 from engine import context_parallel, parallel, sharded_model, tensor_parallel
 from model import Heads, Inputs, Linear, Model, Stack, rows_at_once
 
-RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to keeping everything
+RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Who has what
+# The mesh, and the parameters of each stage
 
 Shapes = dict[str, tuple[int, ...]]  # of parameters, by name
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of the mesh, outermost first; only ranks that differ in a dp_ read different samples."""
+    """Sizes of the mesh's dimensions, outermost first; dp_replicate and dp_shard divide the samples."""
 
     pp: int
     dp_replicate: int
-    dp_shard: int  # with DDP, the copies
+    dp_shard: int  # with DDP, the number of copies of the model
     cp: int
     tp: int
-    micro_steps: int  # of each rank, in a step
+    micro_steps: int  # micro-batches of each rank in a step
 
     def group(self, *dims: str) -> tuple[int, int]:
-        """(ranks, distance from one to the next) of a group along neighbouring dimensions."""
+        """(number of ranks, distance between consecutive ranks) of a group along adjacent dimensions."""
         order = ["pp", "dp_replicate", "dp_shard", "cp", "tp"]
         within = order[order.index(dims[-1]) + 1 :]
         return math.prod(getattr(self, dim) for dim in dims), math.prod(getattr(self, dim) for dim in within)
 
 
 def layout(cfg) -> Layout:
-    """The mesh of cfg.world_size ranks; ValueError if the flags do not fit them."""
+    """The mesh of cfg.world_size ranks; ValueError if the flags do not fit this number."""
     parallel.check_layout(cfg, cfg.world_size)
     data, replicas = parallel.data_ranks(cfg, cfg.world_size), parallel.replicas(cfg)
     return Layout(cfg.pp, replicas, data // replicas, cfg.cp, cfg.tp, cfg.gradient_accumulation_steps // data)
 
 
 class Stage:
-    """The part of the model that a rank has: one stage of a pipeline, or all of it."""
+    """The parameters of one pipeline stage; without a pipeline, of the model."""
 
     def __init__(self, model: Model, index: int, blocks: range):
         self.index, self.blocks, self.first, self.last = index, blocks, index == 0, blocks.stop == model.cfg.n_layer
         ends = {"wte": self.first or model.cfg.tie_weights and self.last, "pos": self.first, "first_norm": self.first}
-        self.units: dict[str, Shapes] = defaultdict(dict)  # what FSDP gathers at once: a block, or the root
+        self.units: dict[str, Shapes] = defaultdict(dict)  # FSDP gathers one unit at once: a block, or the root
         for name, p in model.named_parameters():
             part, _, rest = name.removeprefix("encoder.").partition(".")
             layer = rest.partition(".")[0]
@@ -84,33 +83,36 @@ class Stage:
         self.shapes: Shapes = {name: shape for unit in self.units.values() for name, shape in unit.items()}
 
 
-def shard(shape: tuple[int, ...], ranks: int) -> int:
-    """Numbers that the first of the ranks has: FSDP2 cuts along the first dimension, into equal pieces but the last."""
+def shard_numel(shape: tuple[int, ...], ranks: int) -> int:
+    """Number of elements in the first rank's shard, the largest one. FSDP2 cuts along the first dimension."""
     return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
-def ring(n: int) -> float:
+def ring_share(n: int) -> float:
     return (n - 1) / n
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a part of the model takes, measured
+# Measured costs of a part of the model
 
 
 @dataclass
-class Use:
-    """Bytes on one rank."""
+class Cost:
+    """Bytes that a forward and a backward of one part of the model take on one rank."""
 
-    kept: int  # from the forward to the backward, the result included
-    peak: int  # at the worst moment of both, kept included
-    sent: dict[str, float] = field(default_factory=dict)  # in both, by kind of traffic
+    kept: int  # memory from the forward to the backward, the result included
+    peak: int  # largest memory during both, kept included
+    sent: dict[str, float] = field(default_factory=dict)  # traffic of both, by kind
+
+
+PartCosts = tuple[list[Cost], list[Cost], Cost]  # each block; the parts before the blocks; last norm and loss
 
 
 class Trace(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made inside and still there, their largest sum so far, and traffic.
+    """Counts memory and traffic of the code inside: `live` and `peak` bytes of new tensors, `sent` bytes by kind.
 
-    Tensors in `given` do not count, nor casts of `weights`, of which autocast makes one per forward. groups: the name
-    of a process group -> what to call its traffic.
+    Tensors in `given` do not count, nor casts of `weights`, which autocast makes once per forward. groups maps the name
+    of a process group to the name of its traffic.
     """
 
     KINDS = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce"}
@@ -125,9 +127,9 @@ class Trace(TorchDispatchMode):
         if func.namespace == "c10d":
             group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
             kind = self.KINDS[func._schema.name.partition("::")[2]]
-            whole = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
+            full = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
             passes = 2 if kind == "all-reduce" else 1
-            self.sent[f"{self.groups[group.group_name]} {kind}"] += passes * ring(group.size()) * whole
+            self.sent[f"{self.groups[group.group_name]} {kind}"] += passes * ring_share(group.size()) * full
         cast = func is torch.ops.aten._to_copy.default and args[0].untyped_storage() in self.weights
         for storage in {t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)}:
             if cast:
@@ -144,8 +146,8 @@ class Trace(TorchDispatchMode):
 
 
 @contextmanager
-def neighbours(r: Layout) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
-    """The tp and the cp group of a rank with pretended neighbours; in cp it is the first, which keeps most keys."""
+def fake_groups(r: Layout) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+    """The tp group and the cp group of rank 0, whose other ranks do not exist. Rank 0 keeps the most keys under cp."""
     n = r.tp * r.cp
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
     try:
@@ -157,24 +159,24 @@ def neighbours(r: Layout) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup
 # ---------------------------------------------------------------------------------------------------------------------
 # A run
 
-STATES = ("parameters", "gradients", "optimizer state")  # in float32, from step to step
+STATES = ("parameters", "gradients", "optimizer state")  # in float32; they stay from step to step
 
 
-class Undrawn(Model):
-    """The model without initial weights, which fake tensors could not hold."""
+class UninitializedModel(Model):
+    """The model without initial weights: fake tensors hold no values."""
 
     def init_weights(self, seed: int):
         pass
 
 
 class Run:
-    """The model of a run on fake tensors, cut for one rank, and what the rank holds, keeps and sends.
+    """One rank's model on fake tensors, and the memory, the traffic and the FLOPs of this rank.
 
-    To be used within FakeTensorMode, with the groups that `neighbours` makes.
+    To be used within FakeTensorMode, with the groups that `fake_groups` makes.
     """
 
     def __init__(self, cfg, r: Layout, tp: dist.ProcessGroup, cp: dist.ProcessGroup):
-        self.cfg, self.r, self.model = cfg, r, Undrawn(cfg, seed=0)  # to draw one, fake tensors are no use
+        self.cfg, self.r, self.model = cfg, r, UninitializedModel(cfg, seed=0)  # fake tensors cannot draw a seed
         self.fsdp = cfg.parallel == "fsdp" and cfg.world_size > 1
         self.offload = self.fsdp and cfg.fsdp_offload
         self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
@@ -183,7 +185,7 @@ class Run:
         self.n_params, self.flops = self.model.n_params(), self.model.flops(*self.lengths)
         self.head_flops = 6 * self.model.head.weight.numel() * self.lengths[0]
         self.hidden = {f"{name}.weight": m for name, m in self.model.named_modules() if isinstance(m, Linear)}
-        self.matrices = {name: logical_matrices(m) for name, m in self.hidden.items()}  # before they are cut
+        self.matrices = {name: logical_matrices(m) for name, m in self.hidden.items()}  # shapes before tp cuts them
         self.tp, self.groups = tp, {tp.group_name: "tp", cp.group_name: "cp"}
         if cfg.tp > 1:
             tensor_parallel.apply_tensor_parallel(self.model, tp)
@@ -194,27 +196,27 @@ class Run:
         self.shards = r.dp_shard * r.cp if self.fsdp else 1
         self.encoder = self.model.encoder.blocks if self.model.encoder else []
         for block in [*self.model.blocks, *self.encoder]:
-            self.as_on_gpu(block)
+            self.imitate_gpu(block)
             if cfg.activation_checkpoint != "none":
                 sharded_model.recompute(block, cfg.activation_checkpoint)
-        self.as_on_gpu(self.model.norm)
+        self.imitate_gpu(self.model.norm)
 
-    def as_on_gpu(self, part: nn.Module):
-        """What kernels of this machine, and the lack of FSDP, make different."""
+    def imitate_gpu(self, part: nn.Module):
+        """Change the part so that it takes the memory that it takes on a GPU under FSDP."""
         for m in part.modules():
             if self.fsdp and part is not self.model.norm:  # blocks are gathered in the matmuls' dtype
                 for name, p in list(m.named_parameters(recurse=False)):
                     setattr(m, name, nn.Parameter(torch.empty_like(p, dtype=self.dtype)))
             if isinstance(m, nn.LayerNorm | nn.RMSNorm):
-                m.forward = partial(norm, m, self.fsdp)
+                m.forward = partial(gpu_norm, m, self.fsdp)
             if isinstance(m, Heads):
-                m.dropout = 0.0  # the fused kernel keeps no mask
+                m.dropout = 0.0  # a GPU's fused kernel keeps no mask
 
-    def measure(self, f: Callable, part: nn.Module, x: Tensor | None, given: list[Tensor], casts: bool = True) -> Use:
-        """Of f, a forward of part, with x and its backward. casts: whether those of weights count."""
+    def measure(self, f: Callable, part: nn.Module, x: Tensor | None, given: list[Tensor], casts: bool = True) -> Cost:
+        """The cost of f, which is the part's forward, and its backward. casts: whether casts of weights count."""
         params = list(part.parameters())
         for p in params:
-            p.grad = torch.empty_like(p)  # as from the second micro-step on
+            p.grad = torch.empty_like(p)  # gradients exist from the second micro-step on
         inputs = [] if x is None else [x]
         trace = Trace([*params, *inputs, *given, *(p.grad for p in params)], [] if casts else params, self.groups)
         with trace:
@@ -222,70 +224,68 @@ class Run:
                 y = f(*inputs)
             kept = trace.live
             y.backward(torch.ones_like(y))
-        return Use(kept, trace.peak, trace.sent)
+        return Cost(kept, trace.peak, trace.sent)
 
     def stream(self, batch: int, length: int) -> Tensor:
-        """The residual stream of a micro-batch, as far as it lies on the rank; autocast leaves it in float32."""
+        """This rank's part of the residual stream, (batch, length / cp / tp, C); autocast keeps it in float32."""
         return torch.empty(batch, length // self.r.cp // self.r.tp, self.cfg.n_embd, requires_grad=True)
 
-    def uses(self, batch: int) -> tuple[list[Use], list[Use], Use]:
-        """Of each block; of what is before them, an encoder included; of the last norm and the loss."""
+    def part_costs(self, batch: int) -> PartCosts:
+        """Costs of each block, of the parts before the blocks (with an encoder), and of the last norm and the loss."""
         cfg, model, (T, S) = self.cfg, self.model, self.lengths
 
-        def of_blocks(stack: Stack, length: int, memory: Tensor | None) -> Iterator[Use]:
+        def block_costs(stack: Stack, length: int, memory: Tensor | None) -> Iterator[Cost]:
             own, of_memory = (torch.zeros(batch, n, dtype=torch.int64) for n in (length, S))
             docs = ((own, own), (own, of_memory)) if cfg.doc_mask else (None, None)
             table = stack.position_table(torch.arange(length // self.r.cp), torch.float32)
             inputs = Inputs(table, docs[0], memory, docs[1])
             given, known = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)], {}
             for layer, block in enumerate(stack.blocks):
-                kind = cfg.layer_window(layer), *(p.shape for p in block.parameters())  # equal kinds, equal figures
+                kind = cfg.layer_window(layer), *(p.shape for p in block.parameters())  # each kind is measured once
                 if kind not in known:
                     x = self.stream(batch, length)
                     known[kind] = self.measure(lambda x, f=block: f(x, inputs), block, x, given, casts=False)
                 yield known[kind]
 
-        def of_embedding(length: int) -> Use:
+        def embedding_cost(length: int) -> Cost:
             idx = torch.zeros(batch, length // self.r.cp, dtype=torch.int64)
             return self.measure(lambda: model.embed(idx, 0)[0], nn.ModuleList([model.wte, model.pos]), None, [idx])
 
-        before, memory = [of_embedding(T)], None
+        before, memory = [embedding_cost(T)], None
         if (encoder := model.encoder) is not None:
             memory = torch.empty(batch, S, cfg.n_embd, requires_grad=True)
-            before += [of_embedding(S), *of_blocks(encoder, S, None)]
+            before += [embedding_cost(S), *block_costs(encoder, S, None)]
             before.append(self.measure(encoder.norm, encoder.norm, self.stream(batch, S), []))
-        return list(of_blocks(model, T, memory)), before, self.of_loss(batch)
+        return list(block_costs(model, T, memory)), before, self.loss_cost(batch)
 
-    def of_loss(self, batch: int) -> Use:
-        """Of the last norm and the loss."""
+    def loss_cost(self, batch: int) -> Cost:
+        """The cost of the last norm and the loss."""
         cfg, model, T = self.cfg, self.model, self.lengths[0] // self.r.cp
         chunk = rows_at_once(cfg, cfg.vocab_size)
-        least = -(-4 * chunk // T)  # sequences; from these on, more of them add the same each
+        least = -(-4 * chunk // T)  # sequences; above this number the cost is linear in the batch
         if batch > 2 * least:
-            a, b = (self.of_loss(n) for n in (least, 2 * least))
+            a, b = (self.loss_cost(n) for n in (least, 2 * least))
             x = batch / least - 1
             sent = {kind: n + x * (b.sent[kind] - n) for kind, n in a.sent.items()}
-            return Use(round(a.kept + x * (b.kept - a.kept)), round(a.peak + x * (b.peak - a.peak)), sent)
+            return Cost(round(a.kept + x * (b.kept - a.kept)), round(a.peak + x * (b.peak - a.peak)), sent)
         loss = model.loss
         if self.r.tp == 1 and batch * T > chunk:
-            loss = partial(
-                tensor_parallel.parallel_loss, model, self.tp
-            )  # like model.loss, whose loop fake tensors cannot run
+            loss = partial(tensor_parallel.parallel_loss, model, self.tp)  # fake tensors cannot run model.loss's loop
         targets, ends = torch.zeros(batch, T, dtype=torch.int64), nn.ModuleList([model.norm, model.head])
         x = self.stream(batch, self.lengths[0])
         return self.measure(lambda x: loss(model.norm(x), targets), ends, x, [targets])
 
     # ---- memory
 
-    def weights(self, stage: Stage) -> dict[str, int]:
-        """Bytes that do not depend on the batch.
+    def static_memory(self, stage: Stage) -> dict[str, int]:
+        """Bytes of a stage that do not depend on the batch, by kind.
 
-        FSDP gathers a block while the one before it computes. Embedding, last norm and head are gathered in float32. In
-        a pipeline weights stay gathered from a backward to the next forward. A block's gradients are reduced in float32
-        while the next ones arise; where weights stay whole, so do gradients, until the last micro-step.
+        FSDP gathers a block while the block before it computes. Embedding, last norm and head are gathered in float32.
+        In a pipeline, weights stay gathered from a backward to the next forward. A block's gradients are reduced in
+        float32 while other gradients are computed; if weights stay gathered, only the last micro-step reduces them.
         """
         cfg, r, size = self.cfg, self.r, self.dtype.itemsize
-        mine = {name: shard(shape, self.shards) for name, shape in stage.shapes.items()}
+        mine = {name: shard_numel(shape, self.shards) for name, shape in stage.shapes.items()}
         muon = self.hidden if cfg.optimizer == "muon" else ()
         optimizer = sum(4 * n if name in muon else 8 * n + 4 for name, n in mine.items())
         out = dict(zip(STATES, (4 * sum(mine.values()), 4 * sum(mine.values()), optimizer), strict=True))
@@ -295,109 +295,109 @@ class Run:
         full = {name: sum(map(math.prod, unit.values())) for name, unit in stage.units.items()}
         root = full.pop("root", 0)
         block, total = max(full.values()), sum(full.values())
-        stay = cfg.pp > 1 or not cfg.fsdp_reshard
+        gathered = cfg.pp > 1 or not cfg.fsdp_reshard  # between passes
         return out | {
-            "gathered weights": 4 * root + size * (total if stay else 2 * block),
-            "whole gradients": 4 * (total + root) if stay and r.micro_steps > 1 else 4 * root + (size + 4) * block,
+            "gathered weights": 4 * root + size * (total if gathered else 2 * block),
+            "unsharded gradients": 4 * root + (4 * total if gathered and r.micro_steps > 1 else (size + 4) * block),
         }
 
-    def muon(self, stage: Stage) -> tuple[int, float]:
-        """(bytes besides the state, FLOPs) of an update by Muon, for which every rank computes whole matrices, those of
-        one shape at once and five iterations each; see engine/optim.py."""
+    def muon_update(self, stage: Stage) -> tuple[int, float]:
+        """(bytes besides the state, FLOPs) of an update by Muon. Every rank computes full matrices, all of one shape in
+        one batch, in five iterations; see engine/optim.py."""
         names = self.hidden.keys() & stage.shapes.keys()
-        found = [matrix for name in names for matrix in self.matrices[name]]
-        flops = sum(5 * (4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3) for m in found)
-        mine = sum(shard(stage.shapes[name], self.shards) for name in names)
-        whole = sum(map(math.prod, found)) if self.shards * self.r.tp > 1 else 0
+        matrices = [matrix for name in names for matrix in self.matrices[name]]
+        flops = sum(5 * (4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3) for m in matrices)
+        mine = sum(shard_numel(stage.shapes[name], self.shards) for name in names)
+        gathered = sum(map(math.prod, matrices)) if self.shards * self.r.tp > 1 else 0
         fused = sum(sum(map(math.prod, self.matrices[name])) for name in names if len(self.matrices[name]) > 1)
-        batch = max(found.count(m) * math.prod(m) for m in set(found))
-        # the updates, on the rank and whole; copies of matrices that lie interleaved; a batch and what iterations need
-        return 4 * (mine + whole + fused) + 8 * batch, flops
+        batch = max(matrices.count(m) * math.prod(m) for m in set(matrices))
+        # updates of the shards; gathered updates; copies of fused matrices; a batch and its iterations' buffers
+        return 4 * (mine + gathered + fused) + 8 * batch, flops
 
-    def memory(self, uses: tuple[list[Use], list[Use], Use]) -> dict[str, int]:
-        """Bytes of a rank of the fullest stage, by kind."""
-        cfg, r, found = self.cfg, self.r, []
-        of_blocks, before, loss = uses
+    def memory(self, costs: PartCosts) -> dict[str, int]:
+        """Bytes of a rank of the stage that needs most, by kind."""
+        cfg, r, of_stages = self.cfg, self.r, []
+        block_costs, before, loss = costs
         for stage in self.stages:
-            mine = [of_blocks[layer] for layer in stage.blocks]
-            in_flight = min(cfg.pp - stage.index, r.micro_steps)  # micro-batches whose backward is still to come
-            parts = self.weights(stage) | {
-                "activations": in_flight * sum(use.kept for use in mine + before * stage.first),
+            mine = [block_costs[layer] for layer in stage.blocks]
+            in_flight = min(cfg.pp - stage.index, r.micro_steps)  # micro-batches between forward and backward
+            parts = self.static_memory(stage) | {
+                "activations": in_flight * sum(cost.kept for cost in mine + before * stage.first),
                 "logits and loss": loss.peak if stage.last else 0,
-                "backward of a block": max(use.peak - use.kept for use in mine),
+                "backward of a block": max(cost.peak - cost.kept for cost in mine),
             }
-            if cfg.pp > 1:  # PyTorch allocates what comes from other stages for a whole step
+            if cfg.pp > 1:  # PyTorch allocates a buffer for each stream that a stage receives in a step
                 parts["streams received"] = r.micro_steps * before[0].kept * (2 - stage.first - stage.last)
             if cfg.optimizer == "muon":
-                parts["update by Muon"] = self.muon(stage)[0]
-            found.append(parts)
-        return max(found, key=self.on_gpu)
+                parts["update by Muon"] = self.muon_update(stage)[0]
+            of_stages.append(parts)
+        return max(of_stages, key=self.gpu_bytes)
 
-    def on_host(self, memory: dict[str, int]) -> int:
+    def host_bytes(self, memory: dict[str, int]) -> int:
         return sum(memory[kind] for kind in STATES) if self.offload else 0
 
-    def on_gpu(self, memory: dict[str, int]) -> int:
-        """At the worst moment: in the loss, in a block's backward, or in the update."""
+    def gpu_bytes(self, memory: dict[str, int]) -> int:
+        """Peak memory on the GPU: in the loss, in a block's backward, or in the update."""
         states, update = sum(memory[kind] for kind in STATES), memory.get("update by Muon", 0)
         one_at_a_time = memory["logits and loss"], memory["backward of a block"]
         training = sum(memory.values()) - update - min(one_at_a_time)
-        return max(training, states + update) - self.on_host(memory)
+        return max(training, states + update) - self.host_bytes(memory)
 
     # ---- traffic and time
 
-    def traffic(self, stage: Stage, uses: tuple[list[Use], list[Use], Use]) -> dict[str, tuple[float, tuple[int, int]]]:
-        """kind -> (bytes that a rank of the stage sends in a step, its group)."""
+    def traffic(self, stage: Stage, costs: PartCosts) -> dict[str, tuple[float, tuple[int, int]]]:
+        """kind -> (bytes that a rank of the stage sends in a step, the group as Layout.group describes it)."""
         cfg, r, size, steps = self.cfg, self.r, self.dtype.itemsize, self.r.micro_steps
-        of_blocks, before, loss = uses
+        block_costs, before, loss = costs
         others, data, out = self.shards - 1, r.group("dp_shard", "cp"), {}
         total, root = (
-            sum(shard(s, self.shards) for s in part.values()) for part in (stage.shapes, stage.units["root"])
+            sum(shard_numel(s, self.shards) for s in part.values()) for part in (stage.shapes, stage.units["root"])
         )
         if self.fsdp:
             forwards, backwards = (steps, steps) if cfg.fsdp_reshard else (steps, 0)
-            if cfg.pp > 1:  # from the first backward on, forwards find what backwards have gathered
+            if cfg.pp > 1:  # after the first backward, each forward uses the weights that a backward has gathered
                 ahead = min(cfg.pp - stage.index, steps)
                 forwards, backwards = (ahead, steps - ahead + 1) if cfg.fsdp_reshard else (1, 0)
-            blocks = others * size * (total - root)  # of what is in none, backwards need no values
+            blocks = others * size * (total - root)  # the root's weights are not gathered again for the backward
             out["fsdp all-gather, forward"] = blocks * forwards + others * 4 * root * (1 if cfg.pp > 1 else steps), data
             out["fsdp all-gather, backward"] = blocks * backwards, data
             once = cfg.pp > 1 or not cfg.fsdp_reshard
             out["fsdp reduce-scatter"] = others * total * 4 * (1 if once else steps), data
-            out["hsdp all-reduce"] = 2 * ring(r.dp_replicate) * total * 4, r.group("dp_replicate")
+            out["hsdp all-reduce"] = 2 * ring_share(r.dp_replicate) * total * 4, r.group("dp_replicate")
         else:
-            out["ddp all-reduce"] = 2 * ring(data[0]) * total * 4, data
+            out["ddp all-reduce"] = 2 * ring_share(data[0]) * total * 4, data
         sent = defaultdict(float)
-        for use in [of_blocks[layer] for layer in stage.blocks] + before * stage.first + [loss] * stage.last:
-            for kind, n in use.sent.items():
+        for cost in [block_costs[layer] for layer in stage.blocks] + before * stage.first + [loss] * stage.last:
+            for kind, n in cost.sent.items():
                 sent[kind] += n * steps
         if r.tp > 1:
             dims = {name: tensor_parallel.sharded_dim(self.model, name) for name in stage.shapes}
-            whole = sum(shard(shape, self.shards) for name, shape in stage.shapes.items() if dims[name] is None)
-            sent["tp all-reduce"] += 2 * ring(r.tp) * 4 * whole  # of the gradients of parameters that are not cut
+            uncut = sum(shard_numel(shape, self.shards) for name, shape in stage.shapes.items() if dims[name] is None)
+            sent["tp all-reduce"] += 2 * ring_share(r.tp) * 4 * uncut  # gradients of parameters that tp does not cut
         out |= {kind: (n, r.group(kind[:2])) for kind, n in sent.items()}
         if cfg.pp > 1:
-            streams = steps * (2 - stage.first - stage.last)  # there and back
+            streams = steps * (2 - stage.first - stage.last)  # forward to the next stage, backward to the previous one
             n = streams * self.stream(cfg.batch_size, self.lengths[0]).nbytes
             if cfg.tie_weights and (stage.first or stage.last):
-                n += 4 * shard(stage.shapes["wte.weight"], self.shards)
+                n += 4 * shard_numel(stage.shapes["wte.weight"], self.shards)
             out["pp point to point"] = n, r.group("pp")
         if cfg.optimizer == "muon":
             hidden = [stage.shapes[name] for name in self.hidden.keys() & stage.shapes.keys()]
-            out["muon all-gather"] = 4 * others * sum(shard(s, self.shards) for s in hidden), data
+            out["muon all-gather"] = 4 * others * sum(shard_numel(s, self.shards) for s in hidden), data
             out["muon all-gather over tp"] = 4 * (r.tp - 1) * sum(map(math.prod, hidden)), r.group("tp")
         return {kind: each for kind, each in out.items() if each[0]}
 
-    def matmuls(self, stage: Stage) -> float:
-        """FLOPs of a rank in a step, in both directions, with a part for what is recomputed."""
+    def matmul_flops(self, stage: Stage) -> float:
+        """Matmul FLOPs of a rank in a step: forward, backward and recomputation."""
         cfg, r = self.cfg, self.r
         blocks = (self.flops - self.head_flops) * len(stage.blocks) / cfg.n_layer
         sequence = blocks * RECOMPUTE[cfg.activation_checkpoint] + self.head_flops * stage.last
         return sequence * cfg.batch_size * r.micro_steps / (r.cp * r.tp)
 
 
-def norm(m: nn.LayerNorm | nn.RMSNorm, wide: bool, x: Tensor) -> Tensor:
-    """As on a GPU, whose one kernel for an RMS norm keeps what layer norm does, if x and weight have the same dtype; a
-    CPU always has several, which keep more. wide: the weight is cast, see engine/sharded_model.py."""
+def gpu_norm(m: nn.LayerNorm | nn.RMSNorm, wide: bool, x: Tensor) -> Tensor:
+    """The norm of x, keeping as many bytes as on a GPU. If x and weight have one dtype, a GPU computes RMSNorm in one
+    kernel, which keeps as much as LayerNorm's; a CPU keeps more. wide: cast the weight, see engine/sharded_model.py."""
     weight, *bias = (None if p is None else p.to(x.dtype) if wide else p for p in (m.weight, getattr(m, "bias", None)))
     if isinstance(m, nn.RMSNorm) and weight.dtype != x.dtype:
         return F.rms_norm(x, m.normalized_shape, weight, m.eps)
@@ -405,7 +405,7 @@ def norm(m: nn.LayerNorm | nn.RMSNorm, wide: bool, x: Tensor) -> Tensor:
 
 
 def logical_matrices(layer: Linear) -> list[tuple[int, int]]:
-    """(rows, columns) of what Muon orthogonalizes in a linear layer's weight, see engine/optim.py."""
+    """(rows, columns) of each matrix that Muon orthogonalizes in a linear layer's weight, see engine/optim.py."""
     dim, groups, sizes = layer.fused or (0, 1, (layer.weight.size(0),))
     other = layer.weight.size(1 - dim)
     return [(groups * size, other) if dim == 0 else (other, groups * size) for size in sizes]

@@ -1,11 +1,11 @@
-"""Reads what torch.distributed.checkpoint (DCP) writes, without running any code that a file may hold.
+"""Reads checkpoints of torch.distributed.checkpoint (DCP) without running any code that a file may hold.
 
-DCP's own reader unpickles `.metadata` as it stands, and loads entries that are no tensors with weights_only=False: a
-stranger's checkpoint can run anything. Here the metadata is rebuilt from inert records, entries that are no tensors are
-refused, and each tensor is loaded with weights_only=True after its SHA-256 was compared with the metadata's, and the
-metadata's with state.json's: no file of another checkpoint is taken for one of this.
+DCP's own reader unpickles `.metadata` without checks, and loads entries that are no tensors with weights_only=False, so
+an untrusted checkpoint can run any code. This reader rebuilds the metadata from inert records, refuses entries that are
+no tensors, and loads each tensor with weights_only=True. It compares the SHA-256 of each shard with the metadata, and
+the SHA-256 of the metadata with state.json, so it never reads a file of another checkpoint.
 
-Importing this module imports DCP, which takes a second: do it where it is needed.
+Import this module only where it is needed: it imports DCP, which takes a second.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from data.files import open_regular
 
-# Everything that a .metadata file may refer to, besides torch.Size and the dtypes (pathlib._local: Python 3.13).
+# All names that a .metadata file may refer to, besides torch.Size and the dtypes (pathlib._local: Python 3.13).
 KNOWN_NAMES = {
     "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata"
     " BytesStorageMetadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
@@ -43,7 +43,7 @@ KNOWN_NAMES = {
 
 
 class SafeReader(FileSystemReader):
-    """DCP's storage reader, given metadata that `read_metadata` has checked. Raises ValueError naming the file."""
+    """Reads tensors for DCP, given metadata that `read_metadata` has checked. Raises ValueError naming the file."""
 
     def __init__(self, path: Path, metadata: Metadata):
         super().__init__(path)
@@ -62,7 +62,7 @@ class SafeReader(FileSystemReader):
                 if hashlib.sha256(data).digest() != shard.sha256:
                     raise ValueError("its bytes are not those that were saved")
                 _copy(data, item, planner.resolve_tensor(item).detach())
-            except Exception as error:  # an archive made by hand can make torch.load raise nearly anything
+            except Exception as error:  # a malicious archive can make torch.load raise any error
                 raise ValueError(f"{shard.relative_path}: {item.storage_index.fqn}: {first_line(error)}") from error
         done = torch.futures.Future()
         done.set_result(None)
@@ -70,7 +70,7 @@ class SafeReader(FileSystemReader):
 
 
 def _copy(data: bytes, item: Any, target: Tensor) -> None:
-    """The part of a saved shard that DCP's ReadItem `item` asks for, into `target`, which has that part's shape."""
+    """Copy the part of a saved shard that DCP's ReadItem `item` names into `target`, which has the part's shape."""
     shard = torch.load(BytesIO(data), map_location="cpu", weights_only=True)
     for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         shard = shard.narrow(dim, offset, length)
@@ -80,7 +80,7 @@ def _copy(data: bytes, item: Any, target: Tensor) -> None:
 
 
 class _Record:
-    """Stands for any class that the metadata names: it keeps the fields and does nothing."""
+    """Replaces every class that the metadata names. It keeps the fields and runs nothing."""
 
     def __init__(self, *args: Any):
         pass
@@ -103,10 +103,10 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(path: Path, sha256: str) -> Metadata:
     """The table of tensors in the checkpoint directory, checked against the files there. Raises ValueError.
 
-    After it, every shard lies inside its tensor and in a file of this directory that is long enough, and the shards of
-    a tensor add up to its size.
+    The checks: every shard lies inside its tensor and in a file of this directory that is long enough, and the sizes of
+    a tensor's shards add up to its size.
 
-    sha256  the table's, in hexadecimal
+    sha256  SHA-256 of .metadata, in hexadecimal
     """
     try:
         with open(path / ".metadata", "rb", opener=open_regular) as f:
@@ -119,7 +119,7 @@ def read_metadata(path: Path, sha256: str) -> Metadata:
         for index, info in top["storage_data"].items():
             name, offset, length = (info.state[field] for field in ("relative_path", "offset", "length"))
             if not re.fullmatch(r"[\w-]+\.distcp", name) or info.state.get("transform_descriptors"):
-                raise ValueError(f"file {name!r} is none that a save writes")
+                raise ValueError(f"file {name!r} is not a file of a checkpoint")
             if not 0 <= offset <= offset + length <= size(name):
                 raise ValueError(f"{name} is cut off after {size(name)} bytes")
             key = MetadataIndex(index.state["fqn"], index.state.get("offset"))
@@ -132,22 +132,22 @@ def read_metadata(path: Path, sha256: str) -> Metadata:
             boxes = [
                 (torch.Size(box.state["offsets"]), torch.Size(box.state["sizes"])) for box in entry.state["chunks"]
             ]
-            whole = isinstance(dtype, torch.dtype) and sum(prod(sizes) for _, sizes in boxes) == prod(shape)
+            complete = isinstance(dtype, torch.dtype) and sum(prod(sizes) for _, sizes in boxes) == prod(shape)
             for offsets, sizes in boxes:
                 spans = zip(offsets, sizes, shape, strict=True)
-                whole &= all(0 <= start <= start + size <= end for start, size, end in spans)
-                whole &= MetadataIndex(name, offsets) in shards
-            if not whole:
+                complete &= all(0 <= start <= start + size <= end for start, size, end in spans)
+                complete &= MetadataIndex(name, offsets) in shards
+            if not complete:
                 raise ValueError(f"shards of {name} are missing")
             chunks = [ChunkStorageMetadata(*box) for box in boxes]
             tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
-    except Exception as error:  # unpickling garbage can raise nearly anything
+    except Exception as error:  # unpickling garbage can raise any error
         raise ValueError(f".metadata: {first_line(error)}") from error
     return Metadata(tensors, storage_data=shards)
 
 
 def first_line(error: BaseException) -> str:
-    """The error's first line, shortened, after its kind if that says anything."""
+    """The first line of the error's message, shortened, after the name of its class unless that is ValueError."""
     lines = str(error).strip().splitlines() or [""]
     kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
     return kind + lines[0][:200]

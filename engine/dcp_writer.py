@@ -1,9 +1,9 @@
-"""Writes the files of torch.distributed.checkpoint (DCP), with a SHA-256 of every piece, which dcp_reader.py verifies.
+"""Writes checkpoints of torch.distributed.checkpoint (DCP) with a SHA-256 of every piece, which dcp_reader.py verifies.
 
-A piece is one rank's part of one tensor. DCP's table `.metadata` has an entry for each, with its file, offset and
-length; here the entry has an attribute `sha256` too, which DCP's own reader passes over.
+A piece is one rank's part of one tensor. DCP's table `.metadata` has an entry for each piece, with its file, offset and
+length. This writer adds an attribute `sha256` to the entry, which DCP's own reader ignores.
 
-Importing this module imports DCP, which takes a second: do it where it is needed.
+Import this module only where it is needed: it imports DCP, which takes a second.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 
 class DigestWriter(FileSystemWriter):
-    """DCP's storage writer, which computes each piece's SHA-256 while it is written. Raises OSError for a full disk."""
+    """Writes pieces for DCP, and computes the SHA-256 of each piece meanwhile. Raises OSError if the disk is full."""
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self.transforms = self  # DCP asks it for the stream that a piece is written to
+        self.transforms = self  # DCP calls its transform_save_stream for each piece
         self.pieces: dict[Any, _Piece] = {}
 
     def transform_save_stream(self, item: Any, stream: IO[bytes]) -> tuple["_Piece", list[str]]:
@@ -28,7 +28,7 @@ class DigestWriter(FileSystemWriter):
     def write_data(self, plan, planner):
         try:
             written = super().write_data(plan, planner)
-        except RuntimeError:  # torch's archive writer says of a full disk only: unexpected pos 704 vs 598
+        except RuntimeError:  # for a full disk, torch's archive writer says only: unexpected pos 704 vs 598
             failures = [piece.failure for piece in self.pieces.values() if piece.failure]
             if failures:
                 raise failures[0] from None
@@ -39,7 +39,7 @@ class DigestWriter(FileSystemWriter):
 
 
 class _Piece:
-    """A stream into an open file, with the SHA-256 of what was written to it, and the error that ended it."""
+    """A stream into an open file that computes the SHA-256 of the bytes written, and keeps the error that ended it."""
 
     def __init__(self, stream: IO[bytes]):
         self.stream, self.digest, self.failure = stream, hashlib.sha256(), None
@@ -55,4 +55,4 @@ class _Piece:
     def flush(self):
         self.stream.flush()
 
-    close = flush  # the file goes on
+    close = flush  # the file stays open for further pieces

@@ -1,14 +1,14 @@
-"""What a device computes, against float64 on the CPU: attention, models and losses, forward and backward.
+"""Compares a device's attention, models and losses with float64 on the CPU, forward and backward.
 
-    python -m engine.gpu_check attention cuda        # or models, losses; or `machine`, which tells what there is
+    python -m engine.gpu_check attention cuda        # or models, losses; or machine, which describes the hardware
 
-`bench.py --gpu` runs this. A line of JSON says which case begins, {"case": name}, and one how it ended: the same with
-its errors, {"float32": e, "bfloat16": e}, or also with what is wrong, {"failed": text}. The error of a tensor, which is
-an output or a gradient, is the norm of the difference over the tensor's norm, or over 1 % of the largest norm in the
-case if that is more; that of a case is its worst tensor's. float32 runs without TF32. On the device `cpu` shapes are
-tiny, and of attention and models only every 23rd case runs.
+`bench.py --gpu` runs this. Each case prints one line of JSON when it begins, {"case": name}, and one when it ends,
+which also has its errors, {"float32": e, "bfloat16": e}, and {"failed": text} if it fails. The error of a tensor (an
+output or a gradient) is the norm of the difference, divided by the tensor's norm or by 1 % of the largest norm in the
+case, whichever is larger. The error of a case is the largest of its tensors. float32 runs without TF32. On the device
+`cpu`, shapes are tiny and only every 23rd case of attention and models runs.
 
-The cases walk the model's tables and Literals, so that a new entry is a new case.
+The cases come from the model's tables and Literals, so a new entry is a new case.
 """
 
 import itertools
@@ -25,22 +25,22 @@ from torch import Tensor
 
 from model import BLOCK, USED_WHEN, Mask, Model, ModelConfig, alibi_slopes, mix
 
-# The errors allowed. bfloat16 has 8 bits, and CPUs stay within 2.2 * 2^-8; but where a derivative has a step, as ReLU's
-# has, rounding moves some of its inputs across, and an error e becomes one of about sqrt(e) in the gradient: 17 * 2^-8.
+# The errors allowed. bfloat16 has 8 bits, and CPUs stay within 2.2 * 2^-8. If a derivative has a step, as ReLU's has,
+# rounding moves some inputs across the step: an error e becomes about sqrt(e) in the gradient, 17 * 2^-8 on CPUs.
 FLOAT32, BFLOAT16 = 1e-4, {"attention": 8 * 2**-8, "models": 32 * 2**-8, "losses": 8 * 2**-8}
 
 
 def documents(B: int, T: int) -> Tensor:
-    """(B, T) numbers of four documents of a token at least, which end elsewhere in each row."""
+    """(B, T) document numbers: four documents of at least one token, with other ends in each row."""
     return torch.cat((torch.arange(4).expand(B, -1), torch.randint(4, (B, T - 4))), dim=1).sort(dim=1).values
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Cases: flags, and what is computed with them
+# Cases, and the functions that compute them
 
 
 def attention_cases() -> Iterator[dict]:
-    """Every mask; all queries, the last third of them, or one as in decoding."""
+    """Every mask, with all queries, the last third of them, or one query as in decoding."""
     axes = {
         "causal": (True, False), "window": (False, True), "docs": (False, True), "bias": ("none", "columns", "slopes"),
         "slots": (0, 6), "softcap": (0.0, 2.0), "kv_heads": (4, 2), "queries": ("all", "third", "one"),
@@ -49,7 +49,7 @@ def attention_cases() -> Iterator[dict]:
 
 
 def model_cases() -> Iterator[dict]:
-    """Every block with each value of every Literal and switch that it uses, and with some numbers."""
+    """Every block with each value of each Literal and bool flag that it uses, and with some numbers."""
     hints, seen = get_type_hints(ModelConfig), []
     values = {f.name: get_args(hints[f.name]) for f in fields(ModelConfig) if get_origin(hints[f.name]) is Literal}
     values |= {f.name: (True, False) for f in fields(ModelConfig) if hints[f.name] is bool}
@@ -65,13 +65,13 @@ def model_cases() -> Iterator[dict]:
 
 
 def loss_cases() -> Iterator[dict]:
-    """The loss whole, in chunks and in compiled ones, with and without a softcap."""
+    """The loss at once, in chunks and in compiled chunks, with and without a softcap."""
     for softcap, (chunk, compiled) in itertools.product((0.0, 3.0), ((0, False), (14, False), (16, True))):
         yield {"logit_softcap": softcap, "loss_chunk": chunk, "compiled": compiled, "vocab_size": 3001}
 
 
 def attend(case: dict, S: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What mix makes of S keys, and all its gradients."""
+    """The result of mix for S keys, and all its gradients."""
     torch.manual_seed(0)
     B, H, D, M, Hkv = 2, 4, 16, case["slots"], case["kv_heads"]
     T, E = {"all": S, "third": S // 3, "one": 1}[case["queries"]], D + 8 * (case["bias"] == "columns")
@@ -87,7 +87,7 @@ def attend(case: dict, S: int, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def run_model(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The loss and logits of two layers, every parameter's gradient, and what cached decoding gives."""
+    """The loss and logits of two layers, the gradient of every parameter, and the logits of cached decoding."""
     torch.manual_seed(1)
     B, S, exact = 2, T // 2, dtype == torch.float64
     flags = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": T, "vocab_size": 61} | case
@@ -96,7 +96,7 @@ def run_model(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> d
     V = model.cfg.vocab_size
     with torch.no_grad():
         for p in model.parameters():
-            p += 0.05 * torch.randn_like(p)  # off the initial point, where some gradients are zero
+            p += 0.05 * torch.randn_like(p)  # at the initial point, some gradients are zero
     idx, targets = torch.randint(V, (B, T)).to(device), torch.randint(-1, V, (B, T)).to(device)
     given = {"source": torch.randint(V, (B, S))} if model.encoder else {}
     if model.cfg.doc_mask:
@@ -106,14 +106,14 @@ def run_model(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> d
     if compiled and not exact:
         backend = "inductor" if device.type == "cuda" else "aot_eager"
         model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False, backend=backend)
-    found, logits, text = {}, [], iter(idx.T[4:12])
+    results, logits, text = {}, [], iter(idx.T[4:12])
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        found["loss"], found["logits"] = model(idx, targets, **given), model(idx, **given)
-        if model.cfg.objective != "masked":  # the text is given: rounding could choose another
+        results["loss"], results["logits"] = model(idx, targets, **given), model(idx, **given)
+        if model.cfg.objective != "masked":  # the text is fixed: with rounding, argmax could choose other tokens
             list(model.generate(idx[:, :4], 8, lambda x: logits.append(x) or next(text), given.get("source")))
-            found["cached decoding"] = torch.stack(logits)
-    found["loss"].backward()
-    return found | {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+            results["cached decoding"] = torch.stack(logits)
+    results["loss"].backward()
+    return results | {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
 
 
 PARTS = {"attention": (attention_cases, attend), "models": (model_cases, run_model), "losses": (loss_cases, run_model)}
@@ -124,7 +124,7 @@ PARTS = {"attention": (attention_cases, attend), "models": (model_cases, run_mod
 
 
 def error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
-    """The error of a case, 1e99 where something is not finite, and the name of its worst tensor."""
+    """(error of a case, name of its worst tensor); the error is 1e99 if a tensor is not finite."""
     norms = {name: x.detach().norm().item() for name, x in expected.items()}
     errors = []
     for name, x in expected.items():
@@ -134,7 +134,7 @@ def error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, s
 
 
 def check(part: str, device: torch.device, size: int, every: int):
-    """Prints the lines of a part: of its first case, and of each `every`-th after it. No failure ends the others."""
+    """Print the lines of a part's first case and of each `every`-th case after it. A failure does not stop it."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     cases, compute = PARTS[part]
@@ -146,14 +146,14 @@ def check(part: str, device: torch.device, size: int, every: int):
             for dtype, limit in (("float32", FLOAT32), ("bfloat16", BFLOAT16[part])):
                 line[dtype], where = error(compute(case, size, device, getattr(torch, dtype)), expected)
                 if line[dtype] > limit:
-                    line["failed"] = f"{where} in {dtype} is off by {line[dtype]:.1e}, and {limit:.1e} is allowed"
-        except Exception as e:  # whatever a kernel raises
+                    line["failed"] = f"{where} in {dtype} is off by {line[dtype]:.1e}; {limit:.1e} is allowed"
+        except Exception as e:  # a kernel may raise anything
             line["failed"] = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
         print(json.dumps(line), flush=True)
 
 
 def machine(device: torch.device) -> dict:
-    """What the figures are measured on; "device" is null where there is no GPU."""
+    """A description of the hardware and of torch; "device" is null if there is no GPU."""
     facts = {"device": None, "torch": torch.__version__, "cuda": torch.version.cuda, "system": platform.platform()}
     if device.type == "cpu":
         facts["device"] = f"CPU ({platform.machine()})"

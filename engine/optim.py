@@ -5,7 +5,7 @@
     optimizer.step()
     optimizer.state_tensors(model)  # {"blocks.0.mlp.up.weight.momentum": tensor, ...}, for checkpoints
 
-Build it after whatever replaces parameters (sharding, tensor parallelism).
+Call `build` after sharding and tensor parallelism, which replace parameters.
 """
 
 import math
@@ -25,21 +25,21 @@ from model import Linear
 
 
 def learning_rate(step: int, cfg) -> float:
-    """The rate of optimizer step `step` (the first is 0): a linear warm-up, then cfg.schedule."""
+    """The learning rate of step `step` (the first is 0): a linear warm-up, then cfg.schedule."""
     if step < cfg.warmup_iters:
         return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
     return SCHEDULE[cfg.schedule](step, cfg.lr_decay_iters or cfg.max_iters, cfg)
 
 
 def rescheduled(step: int, cfg, flags: dict) -> str:
-    """A warning if cfg changes the learning rate of `step` from that of the checkpoint's flags; "" if it does not."""
+    """A warning if the learning rate of `step` differs between cfg and the checkpoint's flags, otherwise ""."""
     end = flags.get("lr_decay_iters") or flags.get("max_iters", cfg.max_iters)
     new, old = learning_rate(step, cfg), learning_rate(step, SimpleNamespace(**vars(cfg) | {"lr_decay_iters": end}))
     if cfg.lr_decay_iters or new == old:
         return ""
     return (
         f"warning: max_iters={cfg.max_iters} moves the end of the schedule, which was {end}: the learning rate of step "
-        f"{step} is {new:.2e} now, and was to be {old:.2e}; --lr_decay_iters={end} keeps it"
+        f"{step} is now {new:.2e} instead of {old:.2e}; --lr_decay_iters={end} keeps the old schedule"
     )
 
 
@@ -68,26 +68,26 @@ SCHEDULE = {"cosine": cosine, "wsd": wsd, "constant": constant}
 # ---------------------------------------------------------------------------------------------------------------------
 # Muon
 
-Fused = tuple[int, int, tuple[int, ...]]  # (dim, groups, sizes), see Muon
+Fused = tuple[int, int, tuple[int, ...]]  # (dim, groups, sizes), see model.Linear
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum for hidden layers' matrices (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
+    """Trains hidden matrices with orthogonalised momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
 
         b = mu b + (1 - mu) g
         U S V^T = (1 - mu) g + mu b
         W = (1 - lr decay) W - lr sqrt(max(1, rows / columns)) U V^T
 
-    The scale bounds how far a step moves a layer's output, whatever its shape: lr = 0.02 carries over between widths.
-    It wants a rate of its own, unlike 0.2 sqrt(max(rows, columns)) of arXiv:2502.16982, which borrows AdamW's.
+    With this scale a step moves the outputs of all layers equally far, so lr = 0.02 fits all widths. Muon has its own
+    rate; with the scale of arXiv:2502.16982, 0.2 sqrt(max(rows, columns)), it would have AdamW's.
 
-    A weight may store several logical matrices, and each is orthogonalised alone: as one they would share one set of
-    singular directions, which costs loss. weights maps a weight to None (one matrix) or to (dim, groups, sizes), as
-    model.Linear's `fused` says. as_global(p, x) returns this rank's part x of the parameter p, or of its update, as a
-    DTensor with the shape of the full parameter.
+    A weight may store several logical matrices. Each is orthogonalised alone: as one matrix they would share their
+    singular directions, and the loss is higher. weights maps a weight to None (one matrix) or to the (dim, groups,
+    sizes) of model.Linear's `fused`. as_global(p, x) returns this rank's part x of the parameter p, or of its update,
+    as a DTensor with the shape of the full parameter.
     """
 
-    LARGEST = 2**28  # numbers: 1 GiB
+    LARGEST = 2**28  # numbers that are gathered at once: 1 GiB
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, updates, alpha=-group["lr"])
 
     def portions(self, params: list[nn.Parameter]) -> Iterator[list[int]]:
-        """Indices of parameters, at most LARGEST numbers at once or a single parameter: full matrices take memory."""
+        """Indices of parameters in portions of at most LARGEST numbers, or of one parameter, to limit the memory."""
         some, size = [], 0
         for i, p in enumerate(params):
             if some and size + self.sizes[p] > self.LARGEST:
@@ -133,24 +133,24 @@ class Muon(torch.optim.Optimizer):
         yield some
 
     def orthogonalize_all(self, params: list[nn.Parameter], updates: list[Tensor]):
-        """Every logical matrix U S V^T of the updates becomes sqrt(max(1, rows/columns)) U V^T, one batch per shape."""
+        """Replace each logical matrix U S V^T of the updates by sqrt(max(1, rows/columns)) U V^T, a batch per shape."""
         same_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for p, update in zip(params, updates, strict=True):
             dim, groups, sizes = self.fused[p]
             for piece in update.unflatten(dim, (groups, sum(sizes))).split(sizes, dim + 1):  # views, groups still apart
                 matrix = piece.flatten(dim, dim + 1)  # (rows, columns)
                 same_shape[matrix.shape].append((piece, matrix))
-        for (rows, columns), found in same_shape.items():
-            batch = orthogonalize(torch.stack([matrix for _, matrix in found])) * max(1, rows / columns) ** 0.5
-            for (piece, _), matrix in zip(found, batch, strict=True):
+        for (rows, columns), group in same_shape.items():
+            batch = orthogonalize(torch.stack([matrix for _, matrix in group])) * max(1, rows / columns) ** 0.5
+            for (piece, _), matrix in zip(group, batch, strict=True):
                 piece.copy_(matrix.reshape(piece.shape))
 
 
 def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
-    """U V^T of x = U S V^T, x (N, rows, columns), up to singular values in about 0.7 .. 1.2.
+    """U V^T of x = U S V^T, with singular values of about 0.7 to 1.2 instead of 1; x (N, rows, columns).
 
-    Newton-Schulz with Jordan's quintic, as steep at 0 as that band allows. bfloat16 on CUDA; elsewhere float32, as
-    bfloat16 is 30 times slower on a CPU without hardware for it.
+    A Newton-Schulz iteration with Jordan's quintic polynomial, which is as steep at 0 as these bounds allow. It runs in
+    bfloat16 on CUDA and in float32 elsewhere: bfloat16 is 30 times slower on a CPU without hardware for it.
     """
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     x = x.to(torch.bfloat16 if x.is_cuda else torch.float32)
@@ -164,14 +164,14 @@ def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What train.py uses
+# The optimizer of a run
 
 
 class Optimizer:
-    """One or two torch optimizers as one, so that a gradient scaler that meets an overflow skips both or neither.
+    """Combines one or two torch optimizers, so that a gradient scaler that finds an overflow skips both or neither.
 
-    parts maps each to its peak learning rate relative to cfg.learning_rate. All state exists from the start, so that a
-    checkpoint can be loaded into it in place.
+    parts maps each optimizer to its peak learning rate, relative to cfg.learning_rate. All state exists from the start,
+    so a checkpoint can be loaded into it in place.
     """
 
     def __init__(self, parts: dict[torch.optim.Optimizer, float]):
@@ -188,7 +188,7 @@ class Optimizer:
             part.step()
 
     def state_tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """The live state by parameter name and kind, such as "wte.weight.exp_avg": to save, or to load into."""
+        """The state by parameter name and kind, such as "wte.weight.exp_avg": the tensors themselves, not copies."""
         state = {p: tensors for part in self.parts for p, tensors in part.state.items()}
         return {f"{name}.{kind}": t for name, p in model.named_parameters() for kind, t in state.get(p, {}).items()}
 
@@ -203,12 +203,12 @@ def build(model: nn.Module, cfg, as_global: Callable[[str, Tensor], Tensor] = la
     hidden = OPTIMIZER[cfg.optimizer](model)
     if hidden and cfg.learning_rate == 0:
         raise ValueError(
-            "learning_rate=0.0 with optimizer=muon: muon_lr follows its schedule; set learning_rate above 0"
+            "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it; set learning_rate above 0"
         )
-    rest = [p for p in model.parameters() if p.requires_grad and p not in hidden]  # tied weights once
+    rest = [p for p in model.parameters() if p.requires_grad and p not in hidden]  # a tied weight occurs once
     groups, betas = decay_groups(rest, cfg.weight_decay), (cfg.beta1, cfg.beta2)
     adamw = torch.optim.AdamW(groups, cfg.learning_rate, betas, fused=True)
-    for p in rest:  # what AdamW would make in its first step
+    for p in rest:  # AdamW itself would create this state in its first step
         adamw.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
         adamw.state[p]["exp_avg"], adamw.state[p]["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
     if not hidden:
@@ -218,7 +218,7 @@ def build(model: nn.Module, cfg, as_global: Callable[[str, Tensor], Tensor] = la
 
 
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
-    """The weights of linear layers within blocks, each with its logical matrices, as Muon takes them."""
+    """The weights that Muon trains (linear layers within blocks) -> their logical matrices, see Linear.fused."""
     return {m.weight: m.fused for m in model.modules() if isinstance(m, Linear) and m.weight.requires_grad}
 
 
@@ -226,7 +226,7 @@ OPTIMIZER = {"adamw": lambda model: {}, "muon": hidden_matrices}  # flag -> the 
 
 
 def decay_groups(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
-    """Parameter groups: matrices decay; vectors, gains and parameters with the attribute no_decay do not."""
+    """Parameter groups with and without weight decay: matrices decay; vectors, gains and no_decay parameters do not."""
     groups = {True: [], False: []}
     for p in params:
         groups[p.dim() >= 2 and not getattr(p, "no_decay", False)].append(p)

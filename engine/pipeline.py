@@ -1,15 +1,14 @@
-"""Pipeline parallelism: the blocks in stages, one per rank, through which the micro-batches of a step pass as 1F1B.
+"""Pipeline parallelism: each rank has one stage of the blocks, and micro-batches pass through the stages (1F1B).
 
-    check(cfg, n_stages, n_micro)                                # before the ranks meet
-    keep_stage(model, stage, n_stages)                           # before anything is compiled, sharded or moved
+    check(cfg, n_stages, n_micro)                                # before the process group exists
+    keep_stage(model, stage, n_stages)                           # before compilation, sharding and moves to a device
     pipeline = Pipeline(model, group, n_micro, (B, T), device, ranks.autocast)
     loss = pipeline.backward(batches)                            # once per step: p.grad of the mean loss
     loss = pipeline.loss(batch)                                  # evaluation
 
-Every rank of a pipeline reads the same batches, and waits for (stages - 1) / (n_micro + stages - 1) of a step. Blocks
-are split by count alone, though the first stage also has the embedding and the last one the head. If the count does not
-divide evenly, the last stage has one block less than others. torch keeps buffers for the inputs of all n_micro
-micro-batches.
+Every rank of a pipeline reads the same batches, and is idle for (stages - 1) / (n_micro + stages - 1) of a step. Stages
+have equally many blocks, or some have one block more; the first stage also has the embedding, and the last stage the
+head. PyTorch allocates a buffer for each input of the n_micro micro-batches.
 """
 
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from model import Model, ModelConfig
 
 
 def check(cfg: ModelConfig, n_stages: int, n_micro: int):
-    """ValueError unless the model has a block for each stage, and each of its pipelines enough micro-batches."""
+    """ValueError unless there is a block for each stage, and each pipeline has at least as many micro-batches."""
     require(
         cfg.objective != "seq2seq", f"pp={n_stages} cuts one stack of blocks, and objective=seq2seq has two; use tp"
     )
@@ -52,7 +51,7 @@ def keep_stage(model: Model, stage: int, n_stages: int):
     tied = model.cfg.tie_weights
     begin, end = (-(-n_layer * i // n_stages) for i in (stage, stage + 1))
     for layer in set(range(n_layer)) - set(range(begin, end)):
-        delattr(model.blocks, str(layer))  # unlike del model.blocks[layer], this numbers no other block anew
+        delattr(model.blocks, str(layer))  # del model.blocks[layer] would renumber the other blocks
     if not first:
         model.pos, model.first_norm = nn.Identity(), nn.Identity()
         model.embed = lambda x, start, docs=None: (x, torch.arange(start, start + x.size(1), device=x.device))
@@ -75,10 +74,10 @@ def owned(model: Model) -> list[nn.Parameter]:
 class Pipeline:
     """One stage of a pipeline, with the schedule of its micro-batches.
 
-    model      after keep_stage, perhaps also after fully_shard of its blocks and of itself
+    model      the stage that keep_stage leaves; it may be sharded by fully_shard
     group      the ranks of this pipeline, at least two, in the order of their stages
     shape      (B, T) of a micro-batch on this rank
-    autocast   makes the context in which forwards run
+    autocast   returns the context manager for forwards
     """
 
     def __init__(
@@ -95,27 +94,28 @@ class Pipeline:
         self.last, self.length = n_stages - 1, shape[1]
         forward = model.forward
 
-        def forward_in_autocast(*args, **kwargs) -> Tensor:  # not the schedule as a whole, which also runs backwards
+        def forward_in_autocast(*args, **kwargs) -> Tensor:  # the schedule also runs backwards, which need no autocast
             with autocast():
                 return forward(*args, **kwargs)
 
         model.forward = forward_in_autocast
-        # Without examples the stage would find shapes and dtypes by a forward and backward more, in the first step.
+        # Without these examples, the first step would run an extra forward and backward to find shapes and dtypes.
         stream = torch.empty(*shape, model.cfg.n_embd, device="meta", requires_grad=True)
         x = torch.empty(shape, dtype=torch.int64, device="meta") if self.stage == 0 else stream
         y = torch.empty((), device="meta", requires_grad=True) if self.stage == self.last else stream
         stage = PipelineStage(model, self.stage, n_stages, device, x, y, group=group)
-        # The schedule's own scaling would divide p.grad as a whole at the end.
+        # scale_grads=True would divide the sum of all gradients at the end, instead of each loss.
         self.schedule = Schedule1F1B(stage, n_micro, lambda loss, targets: loss / n_micro, scale_grads=False)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL connects a group when all its ranks call
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL connects a group in its first collective
 
     def backward(self, batches: list[dict[str, Tensor]]) -> Tensor:
-        """The mean loss, detached, of n_micro batches of what Model.forward takes; 0 before the last stage.
+        """The mean loss, detached, of n_micro batches (arguments of Model.forward by name); 0 before the last stage.
 
-        Leaves its gradient in p.grad, which must be None before: tied weights are summed over both ends as a whole.
+        Its gradient is left in p.grad, which must be None before, because the gradients of both ends of a tied weight
+        are added once.
         """
         assert all(p.grad is None for p in self.model.parameters())
-        batch = {name: torch.cat([each[name] for each in batches]) for name in batches[0]}  # which the schedule splits
+        batch = {name: torch.cat([each[name] for each in batches]) for name in batches[0]}  # the schedule splits it
         idx, losses = batch.pop("idx"), []
         args = (idx,) if self.stage == 0 else ()
         self.schedule.step(*args, target=batch["targets"], losses=losses, return_outputs=False, **batch)
@@ -124,7 +124,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _sum_tied(self):
-        """The embedding's and the head's gradients of a tied weight, added up on both ends, in the same bits."""
+        """Add the gradients of embedding and head for a tied weight. Both ends get the same bits."""
         if not self.model.cfg.tie_weights or self.stage not in (0, self.last):
             return
         grad = self.model.wte.weight.grad

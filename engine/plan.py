@@ -1,10 +1,10 @@
-"""What a run will cost: memory, communication and time, on GPUs that need not be there.
+"""Plans a run: estimates its memory, traffic and time on GPUs that this machine need not have.
 
     plan = estimate(cfg)      # for cfg.world_size GPUs of the kind cfg.gpu; opens no data and needs no other rank
     print(report(plan))
 
-Bytes and FLOPs are counted in costs.py; here they become seconds. Of pipeline stages, memory is the fullest one's and
-time the slowest one's. GB are 1e9 bytes, GiB 2**30.
+costs.py counts bytes and FLOPs; this file turns them into seconds. Memory is that of the pipeline stage that needs
+most, and time that of the slowest stage. GB are 1e9 bytes, GiB are 2**30 bytes.
 """
 
 import warnings
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engine.costs import RECOMPUTE, STATES, Layout, Run, Stage, layout, neighbours
+from engine.costs import RECOMPUTE, STATES, Layout, PartCosts, Run, Stage, fake_groups, layout
 from engine.errors import require
 from engine.metrics import gpu_peak
 
@@ -31,16 +31,16 @@ class Gpu:
 
 
 GPU = {
-    "a100": Gpu(79 * 2**30, 300e9, 25e9, 0.60),  # the one of 80 GB
+    "a100": Gpu(79 * 2**30, 300e9, 25e9, 0.60),  # the 80 GB version
     "h100": Gpu(79 * 2**30, 450e9, 50e9, 0.50),
     "h200": Gpu(139 * 2**30, 450e9, 50e9, 0.50),
     "b200": Gpu(178 * 2**30, 900e9, 50e9, 0.45),
 }
 PER_NODE = 8  # GPUs
-USABLE = 0.92  # share of the memory; the rest is for CUDA, NCCL and the allocator's gaps
+USABLE = 0.92  # share of the memory that a run can use; CUDA, NCCL and the allocator's gaps take the rest
 LINK = 0.8  # share of a link's bandwidth that collectives reach
-OVERLAP = 0.8  # share of the computation that the traffic of FSDP and DDP can hide behind
-HOST = 20e9  # bytes per second of a rank between GPU and host, and of the optimizer that runs on the host
+OVERLAP = 0.8  # share of the computation during which the traffic of FSDP and DDP can run
+HOST = 20e9  # bytes per second of a rank between GPU and host, and of the optimizer on the host
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -49,69 +49,69 @@ HOST = 20e9  # bytes per second of a rank between GPU and host, and of the optim
 
 @dataclass
 class Traffic:
-    bytes: float  # that a rank sends in a step
-    ranks: int  # of its group
+    bytes: float  # sent by a rank in a step
+    ranks: int  # size of the group
     bandwidth: float  # bytes per second
     seconds: float
 
 
 @dataclass
 class Plan:
-    """Numbers of bytes, seconds and others; what is said of a rank holds for the one that needs most."""
+    """The estimates for one run. Figures of a rank are those of the rank that needs most."""
 
-    cfg: Any  # what is planned
+    cfg: Any  # the run's flags
     layout: Layout
     dtype: str
     peak: float  # FLOP/s of a GPU
     parameters: int
-    flops_per_token: float  # in both directions, without what is recomputed
+    flops_per_token: float  # forward and backward, without recomputation
     tokens_per_step: int
-    memory: dict[str, int]  # by kind
-    total: int  # of it on the GPU, at the worst moment
-    host: int  # of it on the host
-    usable: int  # of a GPU
-    largest_batch: int  # batch_size that fits; 0 = none
+    memory: dict[str, int]  # bytes of a rank, by kind
+    total: int  # bytes on the GPU at the worst moment
+    host: int  # bytes on the host
+    usable: int  # bytes of a GPU that a run can use
+    largest_batch: int  # largest batch_size that fits; 0 = none
     traffic: dict[str, Traffic]  # by kind
-    seconds: dict[str, float]  # of a step, by what they go into
-    step: float  # their sum
+    seconds: dict[str, float]  # of a step, by cause
+    step: float  # seconds of a step: the sum of `seconds`
     mfu: float
 
 
 def estimate(cfg) -> Plan:
-    """The plan of a run; ValueError if its flags do not fit together. cfg.vocab_size must be known."""
+    """The plan of a run; ValueError if its flags contradict each other. cfg.vocab_size must be known."""
     r, gpu = layout(cfg), GPU[cfg.gpu]
     for fact, n, most in (
         (f"n_layer={cfg.n_layer}", cfg.n_layer + cfg.n_encoder_layer, 1024),
         (f"block_size={cfg.block_size}", cfg.block_size, 2**24),
         (f"tp={cfg.tp} times cp={cfg.cp}", cfg.tp * cfg.cp, 2**12),
     ):
-        require(n <= most, f"{fact} takes too long to plan; at most {most} does not, so lower it")
+        require(n <= most, f"{fact} takes too long to plan; lower it to at most {most}")
     usable = int(USABLE * gpu.memory)
-    with warnings.catch_warnings(), neighbours(r) as groups, FakeTensorMode():
-        warnings.simplefilter("ignore")  # of things to come in PyTorch
+    with warnings.catch_warnings(), fake_groups(r) as groups, FakeTensorMode():
+        warnings.simplefilter("ignore")  # announcements of changes in PyTorch
         run = Run(cfg, r, *groups)
         peak = gpu_peak(cfg.gpu, run.dtype)
-        uses = run.uses(cfg.batch_size)
-        memory = run.memory(uses)
-        times = [step_time(run, stage, uses, gpu, peak) for stage in run.stages]
-        most = largest(lambda batch: run.on_gpu(run.memory(run.uses(batch))), usable)
+        costs = run.part_costs(cfg.batch_size)
+        memory = run.memory(costs)
+        times = [step_time(run, stage, costs, gpu, peak) for stage in run.stages]
+        most = largest(lambda batch: run.gpu_bytes(run.memory(run.part_costs(batch))), usable)
     traffic, seconds = max(times, key=lambda each: sum(each[1].values()))
     step, tokens = sum(seconds.values()), cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     flops = run.flops / cfg.block_size
     return Plan(
-        cfg, r, str(run.dtype)[6:], peak, run.n_params, flops, tokens, memory, run.on_gpu(memory), run.on_host(memory),
-        usable, most, traffic, seconds, step, flops * tokens / (cfg.world_size * peak * step),
+        cfg, r, str(run.dtype)[6:], peak, run.n_params, flops, tokens, memory, run.gpu_bytes(memory),
+        run.host_bytes(memory), usable, most, traffic, seconds, step, flops * tokens / (cfg.world_size * peak * step),
     )  # fmt: skip
 
 
 def bandwidth(gpu: Gpu, ranks: int, distance: int) -> float:
-    """Bytes per second that a rank of a ring can send. Between nodes it also has its node's other ranks' cards."""
+    """Bytes per second that a rank of a ring can send. Between nodes, all ring ranks of a node share their cards."""
     in_node = min(ranks, max(1, PER_NODE // distance))
     return LINK * (gpu.intra if ranks * distance <= PER_NODE else in_node * gpu.inter)
 
 
 def largest(total: Callable[[int], int], usable: int, limit: int = 2**16) -> int:
-    """The largest batch below the limit whose total is at most usable, 0 if there is none; total is almost a line."""
+    """The largest batch below the limit whose total(batch) is at most usable, or 0. total must be nearly linear."""
     low, high, guess, points = 0, limit, 1, [(0, 0)]
     while high - low > 1:
         points = [points[-1], (guess, total(guess))]
@@ -123,35 +123,35 @@ def largest(total: Callable[[int], int], usable: int, limit: int = 2**16) -> int
 
 
 def step_time(
-    run: Run, stage: Stage, uses: tuple, gpu: Gpu, peak: float
+    run: Run, stage: Stage, costs: PartCosts, gpu: Gpu, peak: float
 ) -> tuple[dict[str, Traffic], dict[str, float]]:
-    """What a rank of the stage sends, and the seconds that its step is made of."""
+    """(traffic of a rank of the stage, seconds of its step by cause)."""
     cfg, r, speed = run.cfg, run.r, gpu.achieved * peak
     traffic = {}
-    for kind, (n, group) in run.traffic(stage, uses).items():
+    for kind, (n, group) in run.traffic(stage, costs).items():
         traffic[kind] = Traffic(n, group[0], bandwidth(gpu, *group), n / bandwidth(gpu, *group))
     data = sum(each.seconds for kind, each in traffic.items() if kind.startswith(("fsdp", "hsdp", "ddp")))
-    compute, rest = run.matmuls(stage) / speed, sum(each.seconds for each in traffic.values()) - data
-    behind = OVERLAP * compute * (1 if run.fsdp else 2 / 3 / r.micro_steps)  # DDP's: the last backward
+    compute, rest = run.matmul_flops(stage) / speed, sum(each.seconds for each in traffic.values()) - data
+    hidden = OVERLAP * compute * (1 if run.fsdp else 2 / 3 / r.micro_steps)  # DDP sends in the last backward only
     seconds = {
         "computation": compute,
         "traffic of tp, cp, pp and Muon": rest,
         "bubble of the pipeline": (compute + rest) * (cfg.pp - 1) / r.micro_steps,
-        "traffic of data ranks, not hidden": max(0.0, data - behind),
-        "Muon's matmuls": run.muon(stage)[1] / speed if cfg.optimizer == "muon" else 0.0,
+        "traffic of data ranks, not hidden": max(0.0, data - hidden),
+        "Muon's matmuls": run.muon_update(stage)[1] / speed if cfg.optimizer == "muon" else 0.0,
     }
-    if run.offload:  # parameters go up for each gather, gradients down; AdamW reads and writes seven numbers for each
+    if run.offload:  # parameters go up for each gather, gradients down; AdamW reads and writes 7 numbers per parameter
         passes = (1 + cfg.fsdp_reshard) * r.micro_steps + 1 + 7
-        seconds["offload to the host"] = passes * run.weights(stage)["parameters"] / HOST
+        seconds["offload to the host"] = passes * run.static_memory(stage)["parameters"] / HOST
     return traffic, {kind: time for kind, time in seconds.items() if time}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In words
+# The report
 
 
 def report(plan: Plan) -> str:
-    """A table for people, of at most 45 lines."""
+    """The plan as a table to print, at most 45 lines."""
     cfg, r, gpu = plan.cfg, plan.layout, GPU[plan.cfg.gpu]
     degrees = {name: getattr(r, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     if cfg.parallel == "ddp":
@@ -186,10 +186,10 @@ def report(plan: Plan) -> str:
         f"  {'in all':<34} {plan.step:>10.3f}  MFU {plan.mfu:.1%} of {plan.peak / 1e12:,.0f} TFLOP/s in {plan.dtype}",
         f"max_iters={cfg.max_iters:,}: {tokens / 1e9:,.1f} billion tokens in {days:,.1f} days",
         "",
-        f"Assumed, not measured: a rank that waits for nobody reaches {gpu.achieved:.0%} of the peak, uncompiled;",
-        f"{PER_NODE} GPUs a node, {gpu.intra / 1e9:.0f} GB/s within and {gpu.inter / 1e9:.0f} GB/s per GPU between "
-        f"nodes, {LINK:.0%} of it reached;",
-        f"data ranks' traffic hides behind {OVERLAP:.0%} of the computation; recomputing makes a block take "
+        f"Assumed, not measured: a rank that does not wait reaches {gpu.achieved:.0%} of the peak, uncompiled;",
+        f"{PER_NODE} GPUs per node; collectives reach {LINK:.0%} of {gpu.intra / 1e9:.0f} GB/s within a node and of "
+        f"{gpu.inter / 1e9:.0f} GB/s per GPU between nodes;",
+        f"traffic of data ranks overlaps with {OVERLAP:.0%} of the computation; recomputation makes a block take "
         f"{RECOMPUTE[cfg.activation_checkpoint]:.2f} times",
         f"as long; {USABLE:.0%} of the memory is usable.",
     ]

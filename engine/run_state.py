@@ -1,7 +1,7 @@
-"""The state of a run: its start from random weights, a checkpoint or nanoGPT's file, and what a checkpoint holds.
+"""Starts a run from random weights, a checkpoint or nanoGPT's file, and collects the tensors of its checkpoints.
 
 A checkpoint holds the parameters (`model.NAME`), the optimizer's state (`optim.NAME`), the state of every rank's random
-number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary with the types STATE. A resumed run goes on as if
+number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary with the types STATE. A resumed run continues as if
 it had never stopped.
 """
 
@@ -32,7 +32,7 @@ STATE = {  # keys of a checkpoint's state that a resume needs, and their types
 
 
 def stored_flags(lock: FolderLock, flags: dict) -> tuple[dict, str]:
-    """(flags stored in the checkpoint that init_from names, the checkpoint's path); they are used as defaults."""
+    """(flags stored in the checkpoint that init_from names, to use as defaults; the checkpoint's path)."""
     kind, _, file = flags["init_from"].partition(":")
     if kind == "resume":
         if not (flags["eval_only"] or flags["plan"]):
@@ -48,7 +48,7 @@ def stored_flags(lock: FolderLock, flags: dict) -> tuple[dict, str]:
 def was_restarted(cfg) -> bool:
     """Whether torchrun may have started this command again (its flag --max-restarts), so that it has to resume.
 
-    That is so if out_dir holds a checkpoint with the same flags. A checkpoint with other flags is of an older run.
+    This is assumed if out_dir holds a checkpoint with the same flags; one with other flags belongs to an older run.
     """
     if not parallel.may_restart() or not (Path(cfg.out_dir) / "latest").exists():
         return False
@@ -59,28 +59,28 @@ def was_restarted(cfg) -> bool:
 
 def check_same_start(cfg, ranks: Ranks):
     """ValueError if the ranks do not see the same checkpoint in out_dir."""
-    resumes = cfg.init_from == "resume" and not cfg.eval_only  # an evaluation may read what another run is writing
+    resumes = cfg.init_from == "resume" and not cfg.eval_only  # under eval_only, another run may be saving there
     found = checkpoint.find(cfg.out_dir).name if resumes else cfg.init_from
     require(
         ranks.same(found),
         f"out_dir={cfg.out_dir} does not look the same to all ranks, and one of them finds {found}; wait until its "
-        "file system shows the same to all nodes, and start again",
+        "file system shows the same files to all nodes, and start again",
     )
 
 
 def check_same_model(cfg, flags: dict, path: str | Path):
-    """ValueError if the run's model differs from the model with these flags, whose weights are in `path`."""
-    for flag in fields(ModelConfig):  # a flag that is newer than the file had its default value
+    """ValueError if cfg describes another model than these flags, which belong to the weights in `path`."""
+    for flag in fields(ModelConfig):  # a flag that the file does not know had its default value
         old, new = flags.get(flag.name, flag.default), getattr(cfg, flag.name)
         remedy = "leave it out, or start from scratch in another --out_dir"
         if flag.name == "vocab_size":
-            remedy = "leave it out: the table is padded to what --tp needs by itself"
+            remedy = "leave it out: the embedding is padded automatically as --tp needs"
         same = old == new or flag.name in FREE_ON_RESUME
         require(same, f"{flag.name}={new} differs from {old} in {path}; {remedy}")
 
 
 def initialize(cfg, sharded: ShardedModel):
-    """Give the model the weights of a new run: random ones, or those of nanoGPT's file that init_from names."""
+    """Give the model the initial weights of a new run: random weights, or the nanoGPT file that init_from names."""
     kind, _, file = cfg.init_from.partition(":")
     if kind != "nanogpt":
         return sharded.init_weights(cfg.seed)
@@ -91,11 +91,11 @@ def initialize(cfg, sharded: ShardedModel):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a checkpoint holds
+# Checkpoints
 
 
 def run_tensors(sharded: ShardedModel, optimizer: optim.Optimizer) -> dict[str, Tensor]:
-    """The parameters and the optimizer's state by name, to save them or to load into them."""
+    """The parameters and the optimizer's state by name. They share storage with the run: to save, or to load into."""
     parameters = dict(sharded.model.named_parameters())
     tensors = {f"model.{name}": sharded.as_global(name, p.detach()) for name, p in parameters.items()}
     for name, t in optimizer.state_tensors(sharded.model).items():
@@ -125,11 +125,11 @@ def restore(cfg, ranks: Ranks, sharded: ShardedModel, optimizer: optim.Optimizer
             if name.split(".", 1)[1].startswith(VOCAB_WEIGHTS) and t.dim()
         }
         if any(saved[name][0][:1] < (cfg.vocab_rows,) for name in rows.keys() & saved.keys()):
-            sharded.init_weights(cfg.seed, VOCAB_WEIGHTS)  # the padding that the saved layout did not need
+            sharded.init_weights(cfg.seed, VOCAB_WEIGHTS)  # for padding that the saved layout did not have
         checkpoint.load(path, tensors, rows)
         for name, t in random.items():
             torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)
-        if not random:  # the run that saved had fewer ranks
+        if not random:  # the checkpoint was saved by fewer ranks
             torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])
         return state
 
@@ -141,7 +141,7 @@ def restore_scaler(scaler: torch.amp.GradScaler, saved: dict, out_dir: str):
     if not (scaler.is_enabled() and saved):
         return
     for name, value in scaler.state_dict().items():
-        found = saved.get(name)
-        good = type(found) is type(value) and math.isfinite(found) and found >= 0
-        require(good, f"state.json in {out_dir}: {name} of scaler is {found!r:.60}; bring it back from a copy")
+        stored = saved.get(name)
+        good = type(stored) is type(value) and math.isfinite(stored) and stored >= 0
+        require(good, f"state.json in {out_dir}: {name} of scaler is {stored!r:.60}; restore the file from a copy")
     scaler.load_state_dict(saved)

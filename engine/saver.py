@@ -1,7 +1,7 @@
-"""When a training run saves its checkpoints, and what happens if one of them cannot be written.
+"""Saves the checkpoints of a training run, and handles the errors of checkpoints that cannot be written.
 
     checkpoints = Checkpoints(cfg, ranks, stop, metrics, step, best_loss)
-    checkpoints.save(step, tensors, state, best_loss)       # with --async_checkpoint=True, training goes on meanwhile
+    checkpoints.save(step, tensors, state, best_loss)       # with --async_checkpoint=True, training continues meanwhile
     checkpoints.wait()
 
 Every rank makes these objects and calls the same methods in the same order.
@@ -28,9 +28,9 @@ from engine.stop_signal import StopSignal
 
 
 class Checkpoints:
-    """Saves the checkpoints of a run. Every rank makes one and calls the same methods in the same order.
+    """Saves the checkpoints of a run, one at a time, and ends or continues the run if one fails.
 
-    last_queued_step    step of the last checkpoint that was given to `save`; it may still be on its way, or have failed
+    last_queued_step    step of the last checkpoint that was given to `save`; it may still be unwritten, or have failed
     last_written_step   step of the last checkpoint that is known to be on the disk
     best_loss           lowest validation loss so far; the loss of a checkpoint counts when it is on the disk
 
@@ -53,10 +53,10 @@ class Checkpoints:
         return math.isfinite(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict, best_loss: float | None, last: bool = False):
-        """Save a checkpoint, after the one before it is written.
+        """Save a checkpoint, after the previous checkpoint is written.
 
         best_loss   the checkpoint's validation loss if it is the lowest so far, else None
-        last        nothing is saved after it, so a failure ends the run, whatever on_save_error says
+        last        whether this is the last checkpoint: then a failure ends the run, whatever on_save_error says
         """
         self.wait()
         is_best = best_loss is not None
@@ -70,7 +70,7 @@ class Checkpoints:
 
     def wait(self):
         """Wait until the last checkpoint is written or has failed."""
-        with self.handle_save_errors():  # its failure does not keep the next checkpoint from being tried
+        with self.handle_save_errors():
             self.saver.wait()
         if self.unwritten_best and self.last_written_step == self.unwritten_best[0]:
             self.best_loss = self.unwritten_best[1]
@@ -80,7 +80,7 @@ class Checkpoints:
     def handle_save_errors(self, last: bool = False) -> Iterator[None]:
         """`handle_write_errors` for a checkpoint, whose errors all ranks raise together.
 
-        The first rank reports the error, and the other ranks wait for that before they end.
+        The first rank reports the error, and the other ranks wait for the report before they end.
         """
         fatal = last or self.cfg.on_save_error == "stop"
         try:
@@ -109,7 +109,7 @@ class Checkpoints:
                     raise
                 if last:
                     self.fail(str(error))
-                self.metrics.say(f"warning: {error}; training goes on, as --on_save_error=continue asks")
+                self.metrics.say(f"warning: {error}; training goes on because of --on_save_error=continue")
 
     def fail(self, text: str) -> NoReturn:
         """End the run with exit code 1 and this error."""
@@ -119,13 +119,13 @@ class Checkpoints:
 
 
 class Saver:
-    """Calls checkpoint.save at once or, asynchronously, in a thread while training goes on.
+    """Calls checkpoint.save at once or, asynchronously, in a thread while training continues.
 
     last_written_step   step of the last checkpoint that is known to be on the disk
 
-    An asynchronous `save` returns when this rank's part of every tensor is copied to host memory, which the next save
-    uses again. The thread is a daemon, so that a process that fails does not wait for it. Its collectives use a process
-    group of their own, because collectives of two threads must not mix. So the timeout of the training loop's
+    An asynchronous `save` returns when this rank's part of every tensor is copied to host memory; the next save uses
+    the same buffers. The thread is a daemon, so a process that fails does not wait for it. Its collectives use a
+    process group of their own, because collectives of two threads must not mix. So the timeout of the training loop's
     collectives does not apply to ranks that wait for a slow disk.
 
     `save` raises the errors of checkpoint.save. If an asynchronous save fails, the next `wait` or `save` raises the
@@ -148,7 +148,7 @@ class Saver:
         keep_last: int = 2,
         best: bool = False,
     ):
-        """Save as checkpoint.save does, after the checkpoint before it is written."""
+        """Call checkpoint.save, after the previous checkpoint is written."""
         self.wait()
         arguments = (out_dir, step, dict(tensors), deepcopy(state), keep_last, best, self.group)
         if not self.asynchronous:
@@ -156,7 +156,7 @@ class Saver:
             self.last_written_step = step
             return
         copies = self.copies = {name: _copy(tensor, self.copies.get(name)) for name, tensor in tensors.items()}
-        device = -1  # means no device to torch.cuda.set_device
+        device = -1  # torch.cuda.set_device(-1) does nothing
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
             device = torch.cuda.current_device()

@@ -1,13 +1,13 @@
-"""This rank's shard of the model, and one training step on it, for every layout of the ranks.
+"""Builds this rank's shard of the model, and runs one training step on it, for every layout of the ranks.
 
-    sharded = ShardedModel(cfg, ranks)              # cut and wrapped on the meta device, then given memory
+    sharded = ShardedModel(cfg, ranks)              # cut and wrapped on the meta device, then allocated
     sharded.init_weights(cfg.seed)
     optimizer = optim.build(sharded.model, cfg, sharded.as_global)
     loss = sharded.backward(batches, micro_steps, scaler)
     norm = sharded.clip(cfg.grad_clip)
 
-The steps have this order: a pipeline's stage, tensor parallelism's slices, context parallelism's hooks, recomputation,
-compilation, and last DDP or FSDP2 around the blocks. model.py knows of none of them.
+The constructor applies, in this order: a pipeline's stage, tensor parallelism, context parallelism, recomputation,
+compilation, and last DDP or FSDP2. model.py has no code for any of them.
 """
 
 import math
@@ -27,7 +27,7 @@ from engine.parallel import Ranks
 from model import Model
 
 aten = torch.ops.aten
-KEPT = [  # results that selective recomputation keeps, since they take long to compute
+KEPT = [  # operations whose results selective recomputation keeps, because they are slow
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
@@ -39,12 +39,12 @@ KEPT = [  # results that selective recomputation keeps, since they take long to 
 
 
 def local(x: Tensor) -> Tensor:
-    """The part of x, a tensor or a DTensor, that lies on this rank."""
+    """This rank's part of x, a tensor or a DTensor."""
     return x.to_local() if hasattr(x, "to_local") else x
 
 
 def copy_local_shard_(x: Tensor, full: Tensor, like: Tensor):
-    """Copy into x, a tensor or a DTensor, this rank's part of the full tensor, which is cut as `like` is."""
+    """Copy this rank's part of the full tensor into x, a tensor or a DTensor. `like` says how full is cut."""
     if hasattr(like, "placements"):
         from torch.distributed.tensor import distribute_tensor
 
@@ -53,21 +53,21 @@ def copy_local_shard_(x: Tensor, full: Tensor, like: Tensor):
 
 
 def recompute(block: nn.Module, kind: str):
-    """Let the block's backward compute the forward's results again instead of keeping them (arXiv:1604.06174).
+    """Make the block's backward recompute the forward's results instead of keeping them (arXiv:1604.06174).
 
-    kind    selective: all but KEPT; full: all
+    kind    selective: all results but those of KEPT; full: all results
     """
     forward = block.forward
     options = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if kind == "selective" else {}
 
-    def recomputed(*args, **kwargs):  # a function of its own: torch.compile would leave out a partial of checkpoint
+    def recomputed(*args, **kwargs):  # not a partial of checkpoint, which torch.compile would skip
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     block.forward = recomputed
 
 
 def wide_norm(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
-    """The norm of x, computed in x's precision, which may be higher than that of the norm's parameters."""
+    """The norm of x, computed in the dtype of x, which may be wider than the dtype of the norm's parameters."""
     weight, shape = norm.weight.to(x.dtype), norm.normalized_shape
     if isinstance(norm, nn.RMSNorm):
         return F.rms_norm(x, shape, weight, norm.eps)
@@ -92,8 +92,8 @@ class ShardedModel:
             owned = partial(pipeline.owned, model)
         if cfg.tp > 1:
             tensor_parallel.apply_tensor_parallel(model, mesh["tp"].get_group())
-            grid = mesh.mesh[0].permute(2, 0, 1)  # slices outside of shards
-            where = "cpu" if self.fsdp and cfg.fsdp_offload else ranks.device.type  # DTensors move parts to their mesh
+            grid = mesh.mesh[0].permute(2, 0, 1)  # tp is the outer cut, FSDP the inner one
+            where = "cpu" if self.fsdp and cfg.fsdp_offload else ranks.device.type  # the device of DTensors
             self.outer = DeviceMesh(where, grid, mesh_dim_names=("tp", "replicate", "shard"))
             parallel.limit(self.outer, cfg.collective_timeout)
         if cfg.cp > 1:
@@ -132,7 +132,7 @@ class ShardedModel:
         self.norm_groups = [mesh[dim].get_group() for dim, on in sums.items() if on]
 
     def _shard(self, blocks: list[nn.Module], cfg):
-        """FSDP2 (arXiv:2304.11277) per block, the rest of the model as one more."""
+        """Apply FSDP2 (arXiv:2304.11277) to each block and to the rest of the model."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         mesh, dtype, pinned = self.ranks.mesh, self.ranks.dtype, self.ranks.device.type == "cuda"
@@ -148,14 +148,14 @@ class ShardedModel:
                 module.forward = partial(wide_norm, module)
         for block in blocks:
             fully_shard(block, mp_policy=policy, **options)
-        # embedding, last norm and head; they stay gathered from forward to backward
+        # embedding, last norm and head stay gathered from forward to backward
         fully_shard(self.model, **(options | {"reshard_after_forward": False}))
 
     @torch.no_grad()
     def init_weights(self, seed: int, names: Collection[str] | None = None):
         """Draw this rank's part of the initial weights of Model(cfg, seed), which do not depend on the layout.
 
-        names   draw these parameters only, as far as this rank has them
+        names   draw only these parameters, if this rank has them
         """
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
 
@@ -170,7 +170,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def fill(self, weights: dict[str, Tensor]):
-        """Give every parameter its part of the full tensor of that name; a vocabulary's padding may be absent there."""
+        """Copy into each parameter its part of the full tensor of that name, which may lack a vocabulary's padding."""
         for name, p in self.model.named_parameters():
             full, like = weights[name].to(p.device), self.as_global(name, p)
             copy_local_shard_(p, F.pad(full, (0, 0) * (full.dim() - 1) + (0, len(like) - len(full))), like)
@@ -179,12 +179,12 @@ class ShardedModel:
 
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The part of a batch that this rank computes: all of it, or with cp two pieces of each sequence."""
-        return (
-            {name: context_parallel.pieces(x, self.ranks.cp) for name, x in batch.items()} if self.ranks.cp else batch
-        )
+        cp = self.ranks.cp
+        return {name: context_parallel.local_pieces(x, cp) for name, x in batch.items()} if cp else batch
 
     def backward(self, batches: Iterator, micro_steps: int, scaler: torch.amp.GradScaler) -> Tensor:
-        """p.grad of the mean loss over the step's micro-batches of all ranks; returns this rank's part of that loss."""
+        """Set p.grad to the gradient of the mean loss of a step, over the micro-batches of all ranks; returns this
+        rank's part of the loss."""
         if self.pp > 1:
             loss = self.pipeline.backward([next(batches) for _ in range(micro_steps)])
             self._average()
@@ -195,7 +195,7 @@ class ShardedModel:
             if self.fsdp:  # reduce-scatter after every micro-step if resharding, otherwise only after the last
                 self.model.set_requires_gradient_sync(last or self.reshard)
                 self.model.set_requires_all_reduce(last)
-            else:  # ranks average once a step
+            else:  # DDP averages once per step
                 self.forward_model.require_backward_grad_sync = last
             with self.ranks.autocast():
                 part = self.forward_model(**batch) / micro_steps
@@ -206,12 +206,12 @@ class ShardedModel:
         return loss
 
     def _average(self):
-        """Average gradients as DDP would, which cannot wrap a pipeline's schedule."""
+        """Average gradients over the data ranks, as DDP does. DDP itself cannot wrap a pipeline's schedule."""
         if not self.fsdp and (n := self.ranks.mesh["shard"].size()) > 1:
             self._all_reduce([p.grad for p in self.model.parameters() if p.grad is not None], "shard", 1 / n)
 
     def _all_reduce(self, grads: list[Tensor], dim: str, scale: float):
-        """Each gradient summed along a dimension of the mesh, in one message."""
+        """Replace each gradient by scale times its sum along a dimension of the mesh, in one message."""
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat, group=self.ranks.mesh[dim].get_group())
         flat *= scale
@@ -220,14 +220,13 @@ class ShardedModel:
 
     @torch.no_grad()
     def clip(self, limit: float) -> Tensor:
-        """Scale the gradient down to a norm of at most `limit`, 0 = any; returns its norm before, over all ranks."""
+        """Scale the gradient to a norm of at most `limit` (0 = no limit); returns the norm before, over all ranks."""
         params = [p for p in self.model.parameters() if p.grad is not None]
         grads = [local(p.grad) for p in params]
         norms = torch.stack(torch._foreach_norm(grads))
         if self.norm_groups:
-            weights = torch.tensor(
-                [self.norm_weight[p] for p in params], pin_memory=norms.is_cuda
-            )  # no wait for the GPU
+            weights = [self.norm_weight[p] for p in params]
+            weights = torch.tensor(weights, pin_memory=norms.is_cuda)  # pinned: copied without waiting for the GPU
             square = (norms * weights.to(norms.device, non_blocking=True)).square().sum()
             for group in self.norm_groups:
                 dist.all_reduce(square, group=group)
@@ -240,27 +239,27 @@ class ShardedModel:
 
     @torch.no_grad()
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """The mean loss over the targets of `batch`, which `self.batch` made; 0 where has_loss is False."""
+        """The mean loss over the targets of a batch from `self.batch`; 0 if has_loss is False."""
         if self.pp > 1:
             return self.pipeline.loss(batch)
         with self.ranks.autocast():
             return self.model(**batch)
 
     def reshard_after_eval(self):
-        """Free the gathered parameters that forwards without a backward have left: the optimizer knows only shards."""
+        """Free the gathered parameters after forwards without a backward: the optimizer updates only the shards."""
         for module in self.model.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
 
     def mean(self, loss: Tensor) -> float:
-        """The mean over all ranks of what backward returned."""
+        """The mean over all ranks of the loss that `backward` returned."""
         return self.ranks.sum(loss.clone()).item() * self.pp / self.ranks.size
 
     # ---- shapes of the full model
 
     def as_global(self, name: str, x: Tensor) -> Tensor:
-        """x, the parameter `name` or a tensor of its shape such as its momentum, with the shape of the full model's: a
-        tensor, or a DTensor that shares x's storage."""
+        """x (the parameter `name`, or a tensor of its shape such as its momentum) with the shape of the full model's
+        parameter: a tensor, or a DTensor that shares the storage of x."""
         if self.tp == 1 or x.dim() == 0:
             return x
         from torch.distributed.tensor import DTensor, Replicate, Shard

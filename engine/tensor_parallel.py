@@ -1,18 +1,18 @@
 """Tensor parallelism with sequence parallelism (Megatron-LM, arXiv:1909.08053 and 2205.05198), applied from outside.
 
     apply_tensor_parallel(model, group)     in place: afterwards every rank of the group holds its slices as parameters
-    sharded_dim(model, name)                the dimension along which that parameter is cut, or None if it is whole
+    sharded_dim(model, name)                the dimension along which the parameter is cut, or None if it is not cut
 
-The modules' declared roles decide; model.py has the table. Between the sums' norms the stream is cut along T. Within a
-sum, heads, hidden units and vocabulary are cut:
+The roles that modules declare decide what is cut; model.py has the table. The stream is cut along T. Within a sum,
+heads and hidden units are cut instead:
 
     s (T/n) --+-- before -- all-gather -- into -- heads, hidden units -- out -- reduce-scatter -- after -- + --> s
               +--------------------------------------------------------------------------------------------+
 
-So each sum costs one all-gather and one reduce-scatter in the forward, and again in the backward: two pairs per layer
-in a standard block, one in a parallel block or a superblock. Every rank computes a part of a sum between all-gather and
-reduce-scatter. So the gradients of parameters that are not cut are parts of a sum, too: the caller adds them up over
-the group, once a step.
+So each sum costs one all-gather and one reduce-scatter in the forward, and the same in the backward: two pairs per
+layer in a standard block, one pair in a parallel block or a superblock. Between all-gather and reduce-scatter, each
+rank computes one term of a sum over the ranks. So the gradients of parameters that are not cut are such terms too, and
+the caller adds them over the group once per step.
 
     n ranks of the group   B batch   T time   C width   V vocabulary
 """
@@ -29,7 +29,7 @@ from torch import Tensor
 from data.objective import OBJECTIVE
 from model import Linear, matmul_dtype, rows_at_once
 
-SHARDED_DIM = {  # role -> of the weight; a bias of outputs that are cut is cut along
+SHARDED_DIM = {  # role -> dimension of the weight that is cut; 0 also cuts the bias
     "vocab": 0,
     "into": 0,
     "memory": 0,
@@ -43,7 +43,7 @@ SHARDED_DIM = {  # role -> of the weight; a bias of outputs that are cut is cut 
 
 def sharded_dim(model: nn.Module, name: str) -> int | None:
     """The dimension along which the parameter `name`, such as blocks.0.sums.0.attn.qkv.weight, is cut over the ranks;
-    None if every rank has all of it. ValueError if its module declares neither a role nor the parameter in per_head."""
+    None if every rank has all of it. ValueError if its module neither declares a role nor names it in per_head."""
     layer, _, kind = name.rpartition(".")
     module = model.get_submodule(layer)
     if kind in getattr(module, "per_head", ()):
@@ -52,14 +52,14 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
     if role not in SHARDED_DIM:
         raise ValueError(
             f"tensor parallelism does not know how to cut {name}: its module {type(module).__name__} has role={role}; "
-            f"declare a role of {', '.join(SHARDED_DIM)}, or name it in per_head, as model.py's docstring says"
+            f"declare one of the roles {', '.join(SHARDED_DIM)}, or name the parameter in per_head (see model.py)"
         )
     dim = SHARDED_DIM[role]
     return None if dim == 1 and kind == "bias" else dim
 
 
 def check(cfg, n: int):
-    """ValueError names the flag that keeps the model from being cut into n, and the remedy."""
+    """ValueError if the model cannot be cut for n ranks; it names the flag and the remedy."""
     sizes = {"n_kv_head": cfg.kv_heads, "block_size": cfg.block_size}
     if cfg.objective == "seq2seq":
         objective = OBJECTIVE["seq2seq"](
@@ -68,7 +68,7 @@ def check(cfg, n: int):
         if any(length % n for length in objective.lengths):
             raise ValueError(
                 f"tp={n} does not divide the {objective.lengths[0]} tokens of the text or the {objective.lengths[1]} "
-                "of its source, which follow from block_size, corrupt_ratio and span_length; change one of them"
+                "of its source; change block_size, corrupt_ratio or span_length, from which they follow"
             )
     for name, size in sizes.items():
         if size % n:
@@ -78,7 +78,7 @@ def check(cfg, n: int):
     if cfg.hidden_dim % (cfg.hidden_unit * n) and not cfg.slots:
         raise ValueError(
             f"tp={n} does not divide the MLP's {cfg.hidden_dim} hidden units in groups of {cfg.hidden_unit}; "
-            "choose another tp, n_embd or mlp_ratio"
+            "set another tp, n_embd or mlp_ratio"
         )
     for flag, clash in (("dropout", cfg.dropout > 0), ("n_group", cfg.n_group > 1)):
         if clash:
@@ -86,31 +86,31 @@ def check(cfg, n: int):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Collectives with gradients. Each is the other's backward.
+# Collectives with gradients. AllGather and ReduceScatter are each other's backward.
 
-# torch 2.13 has new names for them
+# torch 2.13 renamed the functions
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' x one after the other along dim."""
+    """The x of all ranks, concatenated along dim."""
     out = x.new_empty(dist.get_world_size(group), *x.shape)
     all_gather(out.flatten(0, 1), x.contiguous(), group=group)
     return out.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's piece along dim of the sum of the ranks' x."""
+    """This rank's piece, along dim, of the sum of x over the ranks."""
     n = dist.get_world_size(group)
     parts = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
     out = torch.empty_like(parts[0])
-    reduce_scatter(out.flatten(0, 1), parts.flatten(0, 2), group=group)  # pieces in the first dimension
+    reduce_scatter(out.flatten(0, 1), parts.flatten(0, 2), group=group)  # it cuts along the first dimension
     return out
 
 
 class AllGather(torch.autograd.Function):
-    """`gathered`, where what follows computes on each rank a part of a sum."""
+    """`gathered` with a gradient. After it, each rank computes one term of a sum over the ranks."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -123,7 +123,7 @@ class AllGather(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """`scattered` of parts of a sum."""
+    """`scattered` with a gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -136,16 +136,16 @@ class ReduceScatter(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The cut
+# Parameters and hooks
 
 
 def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
-    """Keep this rank's slices of the model's parameters, and put the collectives where the stream needs them.
+    """Keep this rank's slices of the model's parameters, and insert the collectives.
 
-    To be called on a whole model, equal on all ranks, before whatever else wraps it. ValueError for a parameter whose
+    To be called on a full model, equal on all ranks, before anything else wraps it. ValueError for a parameter whose
     module declares no role.
     """
-    cuts = {name: sharded_dim(model, name) for name, _ in model.named_parameters()}  # all are known, or nothing is cut
+    cuts = {name: sharded_dim(model, name) for name, _ in model.named_parameters()}  # may raise before any cut
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     for name, dim in cuts.items():
         if dim is not None:
@@ -169,35 +169,35 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
         elif isinstance(module, Linear) and role == "out" and module.bias is not None:
             module.forward = partial(row_parallel, module, n)
         elif isinstance(module, nn.Identity) and role in ("into", "out"):
-            module.forward = partial(padded, rank, n) if role == "out" else lambda x: x.chunk(n, -1)[rank]
+            module.forward = partial(pad_to_width, rank, n) if role == "out" else lambda x: x.chunk(n, -1)[rank]
 
     model.wte.forward = partial(lookup, model.wte, rank, group)
     model.pos.register_forward_pre_hook(lambda module, args: (args[0], args[1].chunk(n, -1)[rank]))
     for stack in filter(None, (model, model.encoder)):
-        stack.position_table = partial(own_heads, stack.position_table, rank, n)
+        stack.position_table = partial(local_heads, stack.position_table, rank, n)
     model.loss = partial(parallel_loss, model, group)
 
 
 def row_parallel(layer: nn.Linear, n: int, x: Tensor) -> Tensor:
-    """One of n parts of a sum: the bias must not be added n times."""
+    """This rank's term of the layer's output: each of n ranks adds bias / n, so that the sum has the bias once."""
     return F.linear(x, layer.weight, layer.bias / n)
 
 
-def padded(rank: int, n: int, x: Tensor) -> Tensor:
-    """(..., C/n) -> (..., C), its rank-th piece; zeros elsewhere."""
+def pad_to_width(rank: int, n: int, x: Tensor) -> Tensor:
+    """(..., C/n) -> (..., C): x as the rank-th of n pieces, with zeros elsewhere."""
     width = x.size(-1)
     return F.pad(x, (rank * width, (n - 1 - rank) * width))
 
 
 def lookup(wte: nn.Embedding, rank: int, group: dist.ProcessGroup, idx: Tensor) -> Tensor:
-    """idx (B, T) -> (B, T/n, C): every rank looks up what its rows of the table hold."""
-    own = idx - rank * wte.weight.size(0)  # (B, T)
-    here = (own >= 0) & (own < wte.weight.size(0))
-    return ReduceScatter.apply(F.embedding(own.where(here, 0), wte.weight) * here[..., None], 1, group)
+    """Token embeddings: idx (B, T) -> (B, T/n, C). Every rank looks up the ids whose rows it holds."""
+    row = idx - rank * wte.weight.size(0)  # (B, T)
+    here = (row >= 0) & (row < wte.weight.size(0))
+    return ReduceScatter.apply(F.embedding(row.where(here, 0), wte.weight) * here[..., None], 1, group)
 
 
-def own_heads(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The table of positions with the rows of this rank's heads."""
+def local_heads(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The table of positions, with only the rows of this rank's heads."""
     entries, count = table(t, dtype), table.__self__.head_entries
     return tuple(x.chunk(n)[rank] if i < count else x for i, x in enumerate(entries))
 
@@ -210,21 +210,21 @@ def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets
     """Model.loss for a head of V/n rows, padding included: x (B, T, C), targets (B, T) -> the mean in nats over targets
     >= 0."""
     weight, cfg = model.head.weight, model.cfg
-    chunk, own = rows_at_once(cfg, len(weight)), cfg.vocab_size - dist.get_rank(group) * len(weight)
-    args = x.flatten(0, 1), weight, targets.flatten(), cfg.logit_softcap, chunk, group, max(0, own)
+    chunk, end = rows_at_once(cfg, len(weight)), cfg.vocab_size - dist.get_rank(group) * len(weight)
+    args = x.flatten(0, 1), weight, targets.flatten(), cfg.logit_softcap, chunk, group, max(0, end)
     return ParallelCrossEntropy.apply(*args) / (targets >= 0).sum().clamp(min=1)
 
 
 class ParallelCrossEntropy(torch.autograd.Function):
-    """Sum of cross entropies of x W^T whose V columns are cut over the ranks: of the logits only a maximum, a sum and
-    the target's travel. As in model.py's ChunkedCrossEntropy the forward computes the gradients, chunk by chunk.
+    """Sum of the cross entropies of logits x W^T, whose V columns are cut over the ranks. Ranks exchange three numbers
+    per token. As in model.py's ChunkedCrossEntropy, the forward computes the gradients, chunk by chunk.
 
-    x (N, C), W (V/n, C), targets (N,) with -1 left out; W's rows from `own` on are padding of the vocabulary. The
-    gradient for x is this rank's part of a sum.
+    x (N, C), W (V/n, C), targets (N,) with -1 left out; the rows of W from `end` on are padding. The gradient for x is
+    this rank's term of a sum over the ranks.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, W: Tensor, targets: Tensor, softcap: float, chunk: int, group: dist.ProcessGroup, own):
+    def forward(ctx, x: Tensor, W: Tensor, targets: Tensor, softcap: float, chunk: int, group: dist.ProcessGroup, end):
         dtype, first = matmul_dtype(x), dist.get_rank(group) * len(W)
         dx, dW, total = torch.empty_like(x), torch.zeros_like(W), 0.0
         with torch.autocast(x.device.type, enabled=False):
@@ -234,7 +234,7 @@ class ParallelCrossEntropy(torch.autograd.Function):
                 logits = (h @ weight.mT).to(torch.promote_types(x.dtype, torch.float32))  # (chunk, V/n)
                 if softcap > 0:
                     logits = softcap * torch.tanh(logits / softcap)
-                logits[:, own:] = torch.finfo(logits.dtype).min
+                logits[:, end:] = torch.finfo(logits.dtype).min
                 valid, here = target >= 0, (target >= first) & (target < first + len(W))
                 index = (target - first).where(here, 0)[:, None]
                 largest = logits.amax(-1, keepdim=True)

@@ -34,7 +34,8 @@ def need(cfg: Config, size: int = 1, data_size: int = 1, dtype: torch.dtype = to
     """The estimate for one of `size` ranks, by kind, in bytes."""
     ranks = Ranks(0, size, torch.device("cpu"), dtype, False, 0, data_size)
     ids = cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
-    return {kind: n for kind, (n, _) in memory.training(cfg, ranks, OBJECTIVE[cfg.objective](*ids).lengths).items()}
+    least = memory.training_need(cfg, ranks, OBJECTIVE[cfg.objective](*ids).lengths)
+    return {kind: n for kind, (n, _) in least.items()}
 
 
 @pytest.mark.parametrize("block", BLOCK)
@@ -113,7 +114,7 @@ def test_copies_of_the_shards_do_not_share_them():
 
 
 def test_the_machine_is_what_the_least_limit_leaves(tmp_path, monkeypatch):
-    whole = memory.machine()
+    whole = memory.machine_memory()
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 2**28 < whole
     files = {
@@ -133,12 +134,12 @@ def test_the_machine_is_what_the_least_limit_leaves(tmp_path, monkeypatch):
     monkeypatch.setattr(memory.Path, "read_text", read)
     for gone, expected in ((None, 202), ("/sys/fs/cgroup/c/memory.max", 302)):
         files.pop(gone, None)
-        assert memory.machine() == expected * 2**20
+        assert memory.machine_memory() == expected * 2**20
     del files["/sys/fs/cgroup/memory/a/memory.limit_in_bytes"]
-    assert memory.machine() == pages + 2 * 2**20
-    monkeypatch.setattr(memory, "machine", lambda: 8 * GIB)
+    assert memory.machine_memory() == pages + 2 * 2**20
+    monkeypatch.setattr(memory, "machine_memory", lambda: 8 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert memory.host_share() == 2 * GIB
+    assert memory.process_memory() == 2 * GIB
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_a_gpu_and_its_host_have_memories_of_their_own(monkeypatch):
     gpu = Ranks(0, 2, torch.device("cuda"), torch.bfloat16, False, 0, 2)
     states, kept, ids = need(cfg, 2, 2, torch.bfloat16).values()
     limits = {"host": states + ids, "gpu": kept}
-    monkeypatch.setattr(memory, "host_share", lambda: limits["host"])
+    monkeypatch.setattr(memory, "process_memory", lambda: limits["host"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=limits["gpu"]))
     memory.check_training(cfg, gpu, (1024, 0))
     limits["gpu"] -= 1
@@ -198,13 +199,13 @@ def test_a_gpu_and_its_host_have_memories_of_their_own(monkeypatch):
     [
         ({"num_samples": 2 * 10**9}, ["num_samples=2000000000", "lower num_samples"]),
         ({"num_samples": 10**6, "max_new_tokens": 2 * 10**9}, ["num_samples=1000000 ", "keys and values"]),
-        ({"out_dir": "/x"}, ["out_dir=/x", "the checkpoint's weights", "sample where there is more memory"]),
+        ({"out_dir": "/x"}, ["out_dir=/x", "the checkpoint's weights", "sample on a machine with more memory"]),
     ],
     ids=str,
 )
 def test_samples_that_do_not_fit_are_refused(flags, words, monkeypatch):
     model = ModelConfig(n_layer=4, n_head=4, n_embd=128, block_size=256, vocab_size=50304)
-    monkeypatch.setattr(memory, "host_share", lambda: GIB if "num_samples" in flags else 2**20)
+    monkeypatch.setattr(memory, "process_memory", lambda: GIB if "num_samples" in flags else 2**20)
     cfg = SampleConfig(**flags)
     cfg.sources = {}
     with pytest.raises(ValueError) as error:
@@ -221,9 +222,9 @@ def test_the_estimate_takes_no_time():
     cfg = config("--n_layer=48", "--n_embd=1600", "--n_head=25")
     cfg.vocab_size = 50304
     ranks = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
-    memory.training(cfg, ranks, (1024, 0))
+    memory.training_need(cfg, ranks, (1024, 0))
     started = time.process_time()
-    memory.training(cfg, ranks, (1024, 0))
+    memory.training_need(cfg, ranks, (1024, 0))
     assert time.process_time() - started < 0.05
 
 

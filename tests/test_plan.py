@@ -162,7 +162,7 @@ def test_stages_have_what_the_pipeline_leaves_them(tied):
     cfg = config(n_layer=7, pp=3, world_size=3, tie_weights=tied)
     model = Model(cfg)
     r = costs.layout(cfg)
-    with costs.neighbours(r) as groups, FakeTensorMode():
+    with costs.fake_groups(r) as groups, FakeTensorMode():
         stages = costs.Run(cfg, r, *groups).stages
     for i, stage in enumerate(stages):
         part = copy.deepcopy(model)
@@ -294,9 +294,9 @@ def test_the_loss_of_many_tokens():
     """Measured on few tokens and continued, it is what all of them give."""
     cfg = config(vocab_size=4096, loss_chunk=8, tp=2, world_size=2)
     r = costs.layout(cfg)
-    with costs.neighbours(r) as groups, FakeTensorMode():
+    with costs.fake_groups(r) as groups, FakeTensorMode():
         run = costs.Run(cfg, r, *groups)
-        continued, model, targets = run.of_loss(5), run.model, torch.zeros(5, 32, dtype=torch.int64)
+        continued, model, targets = run.loss_cost(5), run.model, torch.zeros(5, 32, dtype=torch.int64)
         ends = torch.nn.ModuleList([model.norm, model.head])
         whole = run.measure(lambda x: model.loss(model.norm(x), targets), ends, run.stream(5, 32), [targets])
     assert (continued.kept, continued.peak, continued.sent) == (whole.kept, whole.peak, whole.sent)
@@ -410,10 +410,10 @@ def test_muon_multiplies():
     """Five times X X^T, its square and a product with X, of each logical matrix: q, k, v, out, up and down."""
     cfg = config(optimizer="muon", norm="none", norm_placement="none", mlp="relu")
     r = costs.layout(cfg)
-    with costs.neighbours(r) as groups, FakeTensorMode():
+    with costs.fake_groups(r) as groups, FakeTensorMode():
         run = costs.Run(cfg, r, *groups)
     square, tall = 2 * 3 * 64**3, 2 * (2 * 64 * 256 * 64 + 64**3)
-    assert run.muon(run.stages[0])[1] == 3 * 5 * (4 * square + 2 * tall)
+    assert run.muon_update(run.stages[0])[1] == 3 * 5 * (4 * square + 2 * tall)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -807,7 +807,7 @@ def test_a_schedule_that_moves_is_announced(run, capsys):
     run(*flags)
     said = capsys.readouterr().out
     new = 6e-5 + 0.5 * (1 + math.cos(math.pi * 15 / 16)) * (1e-2 - 6e-5)
-    assert f"the learning rate of step 20 is {new:.2e} now, and was to be 6.00e-05; --lr_decay_iters=20 keeps" in said
+    assert f"the learning rate of step 20 is now {new:.2e} instead of 6.00e-05; --lr_decay_iters=20 keeps" in said
     run(*flags, "--max_iters=22", "--lr_decay_iters=21")
     assert "learning rate of" not in capsys.readouterr().out
 
