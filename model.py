@@ -1,36 +1,35 @@
-"""The whole model: every design axis of the transformer is one flat flag, one table and one no-op default.
+"""The transformer. Each choice in its design is one flag and one table of variants; unused parts are identities.
 
     from model import Model, ModelConfig
     model = Model(ModelConfig(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65, pos="rope"))
     loss = model(idx, targets)        # idx, targets (B, T) int64; targets of -1 are left out
     logits = model(idx)               # (B, T, V)
 
-A model with objective="seq2seq" also takes source=(B, S), the text that its encoder reads. docs=(B, T) and
-source_docs=(B, S) hold document numbers that do not fall along a row: a token sees only its own document. Padding is a
-document of its own.
+With objective="seq2seq", the encoder reads source (B, S). docs (B, T) and source_docs (B, S) hold document numbers that
+never decrease along a row: a token sees only its own document. Padding is a document of its own.
 
-A block is a list of sums, and a sum adds readers to the residual stream: heads that look into the context, heads that
-look into the encoder's memory, and the MLP, which looks into its own parameters. To try an idea, add an entry to one of
-the tables (NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the flag's Literal: the grid test walks the
-tables, so the new entry is tested without writing a test. docs/hacking.md has worked examples.
+A block is a list of sums. A sum adds the results of readers to the residual stream: attention reads the context,
+cross-attention reads the encoder's memory, and an MLP reads its own parameters. To try an idea, add an entry to a table
+(NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the flag's Literal. The grid test walks the tables, so it
+checks the new entry. docs/hacking.md has worked examples.
 
 Names used everywhere
     B batch   T time (queries)   S keys, or tokens of a source   C n_embd   V vocabulary   L layers
     H query heads   Hkv key/value heads   G = H / Hkv query heads of one group   D = C / H head size
     F hidden width of the MLP
 
-Roles. A module with parameters declares its role. Initial weights, optimizers, FLOPs and tensor parallelism go by it.
+Roles. Each module with parameters declares one; initial weights, optimizers, FLOPs and tensor parallelism follow it.
     role      module                               initial weights         under tensor parallelism
     vocab     token embedding, head                N(0, 0.02)              rows are cut
     into      linear layer from the stream         N(0, 0.02)              outputs (heads, hidden units) are cut
     memory    linear layer from the memory         N(0, 0.02)              outputs are cut
     out       linear layer to the stream           N(0, 0.02 / sqrt(n))    inputs are cut; n outputs make a stream
-    before    norm ahead of a sum's readers        1                       whole; an all-gather follows
-    after     norm behind a sum's readers          1                       whole; a reduce-scatter precedes
-    last      norm behind the last block           1                       whole; an all-gather follows
-    whole     all others                           N(0, 0.02), 1; bias 0   whole
-A parameter with a row for each head is named in its module's `per_head`; its rows are cut. A module may declare other
-initial weights in its dict `initial`: name of the parameter -> a number, a tensor of its shape, or Normal.
+    before    norm before a sum's readers          1                       not cut; an all-gather follows
+    after     norm after a sum's readers           1                       not cut; a reduce-scatter precedes
+    last      norm after the last block            1                       not cut; an all-gather follows
+    whole     all others                           N(0, 0.02), 1; bias 0   not cut
+A module lists in `per_head` the parameters that have a row for each head; tensor parallelism cuts the rows. It may set
+other initial weights in its dict `initial`: name of a parameter -> a number, a tensor of its shape, or a Normal.
 
 Seams. Other files replace or wrap these attributes and nothing else:
     attribute                        replaced by                                what must stay true
@@ -41,7 +40,7 @@ Seams. Other files replace or wrap these attributes and nothing else:
     Model.pos, .wte, .first_norm     pipeline stages, tensor parallelism        shapes
     Model.norm, .head                pipeline stages                            shapes
     Stack.position_table             tensor parallelism: rows of its heads      as AttentionPosition.table
-    forward of norms and layers      FSDP, tensor parallelism                   same result, or a part of a sum
+    forward of norms and layers      FSDP, tensor parallelism                   same result, or one term of a sum
     Heads.cache, .mix                decoding, context parallelism              as KVCache.extend, as Heads.mix
 """
 
@@ -68,7 +67,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class ModelConfig:
-    """What the network is. ValueError names the flags of an impossible combination, their values and the remedy."""
+    """The network's flags. ValueError names the flags of an impossible combination, their values and the remedy."""
 
     # --- model: size
     n_layer: int = 12  # number of blocks
@@ -87,9 +86,9 @@ class ModelConfig:
     mlp_ratio: float = 4.0  # hidden width over n_embd; gated kinds take 2/3 of it, so that parameters match
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # layers whose value projection is trained
     simplified_beta_ff: float = 0.1  # initial gain of the MLP branch, use O(1 / sqrt(depth)) (arXiv:2311.01906)
-    pool: Literal["separate", "joint"] = "separate"  # MLP beside attention; or learned slots under the same softmax
+    pool: Literal["separate", "joint"] = "separate"  # MLP beside attention, or learned slots in attention's softmax
     wiring: Literal["parallel", "series"] = "parallel"  # the superblock's two pools at once, or one after the other
-    n_group: int = 1  # the superblock's MLP in this many independent groups of channels
+    n_group: int = 1  # number of independent groups of channels in the superblock's MLP
     n_slot: int = 0  # learned slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
     # --- model: attention
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # GQA arXiv:2305.13245, MQA arXiv:1911.02150
@@ -113,10 +112,10 @@ class ModelConfig:
     def __post_init__(self):
         ranges = {
             "n_head n_embd block_size": (1, 2**31),
-            "n_group": (1, 2**16),  # a layer lists its groups
+            "n_group": (1, 2**16),  # each layer holds a tuple of its groups
             "vocab_size n_kv_head n_slot window loss_chunk attn_softcap logit_softcap": (0, 2**31),
             "simplified_beta_ff": (-(2**31), 2**31),
-            "n_layer": (1, 2**12),  # each is a dozen Python objects, which take a hundredth of a second
+            "n_layer": (1, 2**12),  # building a layer takes a hundredth of a second
             "n_encoder_layer": (0, 2**12),
         }
         for name, (least, limit) in ((name, each) for names, each in ranges.items() for name in names.split()):
@@ -161,12 +160,12 @@ class ModelConfig:
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of embedding and head. Rows from vocab_size on are padding, which no token and no loss uses."""
+        """Rows of embedding and head. Rows from vocab_size on are padding: no token and no loss uses them."""
         return self.vocab_size
 
     @property
     def hidden_dim(self) -> int:
-        """F: mlp_ratio * C, of gated kinds 2/3 of that, rounded to a multiple of 64 where C is one."""
+        """F: mlp_ratio * C (2/3 of it for gated kinds), rounded to a multiple of 64 if C is a multiple of 64."""
         width = self.mlp_ratio * self.n_embd * (2 / 3 if MLP_KIND[self.mlp].inputs == 2 else 1)
         width = max(self.hidden_unit, round(width / self.hidden_unit) * self.hidden_unit)
         # a superblock's width is divisible by its groups, and by tp wherever the key/value heads are
@@ -175,18 +174,18 @@ class ModelConfig:
 
     @property
     def hidden_unit(self) -> int:
-        """Hidden units come in pieces of so many, in which a gated kind's gates stand before its values."""
+        """Hidden units per piece. In each piece, a gated kind's gates stand before its values."""
         return 64 if self.n_embd % 64 == 0 else 1
 
     def initial_std(self, role: str) -> float:
-        """Initial standard deviation of a linear layer's weights. A stream is a sum of n outputs: 0.02 / sqrt(n) keeps
-        its variance from growing, except in simplified blocks."""
+        """Initial standard deviation of a linear layer's weights. The stream is a sum of n outputs, so 0.02 / sqrt(n)
+        keeps its variance from growing; simplified blocks use 0.02."""
         n = self.n_layer * (3 if self.objective == "seq2seq" else 2)
         return 0.02 / math.sqrt(n) if role == "out" and not self.block.startswith("simplified") else 0.02
 
     @property
     def slots(self) -> int:
-        """Learned slots per key/value head: n_slot, or what gives a joint pool as many parameters as the MLP."""
+        """Learned slots per key/value head: n_slot, or the number that needs as many parameters as the MLP."""
         if self.block != "superblock" or self.pool != "joint":
             return 0
         mlp = (MLP_KIND[self.mlp].inputs + 1) * self.n_embd * self.hidden_dim
@@ -198,7 +197,7 @@ class ModelConfig:
         return self.window if kinds[layer % len(kinds)] == "S" else 0
 
 
-# A flag that the chosen variant does not use is refused when set explicitly: flag -> (is it used?, when it is).
+# A flag that is set explicitly but not used is refused. flag -> (whether cfg uses it, the condition in words)
 USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "rope_theta": (lambda c: c.pos == "rope", "pos=rope"),
     "window_pattern": (lambda c: c.window > 0, "window > 0"),
@@ -230,7 +229,7 @@ NORM: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "none": lambda c: nn.Identity(),
 }
 
-PLACEMENT = {  # flag -> the roles of the norms: before a sum's readers, after them, of the total; last, before the head
+PLACEMENT = {  # flag -> places of the norms: before a sum's readers, after them, on the total; last = before the head
     "pre": {"before", "last"},
     "post": {"total"},
     "sandwich": {"before", "after", "last"},
@@ -239,7 +238,7 @@ PLACEMENT = {  # flag -> the roles of the norms: before a sum's readers, after t
 
 
 def norm(cfg: ModelConfig, role: str) -> nn.Module:
-    """The norm that stands in this role, or an identity where norm_placement has none there."""
+    """The norm for this place, or an identity if norm_placement has no norm there."""
     module = NORM[cfg.norm](cfg) if role in PLACEMENT[cfg.norm_placement] else nn.Identity()
     return with_role(module, "whole" if role == "total" else role)
 
@@ -250,12 +249,12 @@ def with_role(module: nn.Module, role: str) -> nn.Module:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Positions. One part is added to the embedding, the other acts on q, k and v. t (T,) holds the absolute positions; with
-# doc_positions the embedding gets (B, T) instead.
+# Positions: a class for the embedding and a class for q, k and v. t (T,) holds absolute positions; with doc_positions
+# the embedding gets positions (B, T) within the documents.
 
 
 class NoEmbedding(nn.Module):
-    """x (B, T, C) as it is."""
+    """Returns x (B, T, C) unchanged; the base class of position embeddings."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -285,7 +284,7 @@ class SinusoidalEmbedding(NoEmbedding):
 
 
 def outer_angles(t: Tensor, width: int, theta: float) -> Tensor:
-    """t_i * theta^(-2j/width): (..., T) -> (..., T, width/2), in float64 so that far positions keep their phase."""
+    """t_i * theta^(-2j/width): (..., T) -> (..., T, width/2). float64 keeps the phase of far positions exact."""
     frequency = theta ** (-torch.arange(0, width, 2, device=t.device, dtype=ANGLE[t.device.type]) / width)
     return t.to(frequency.dtype)[..., None] * frequency
 
@@ -294,13 +293,13 @@ ANGLE = {"mps": torch.float32, "cpu": torch.float64, "cuda": torch.float64, "met
 
 
 class AttentionPosition(nn.Module):
-    """q (B, H, T, D), k and v (B, Hkv, T, D) as they are; the base class of encodings that act on them.
+    """Returns q (B, H, T, D), k and v (B, Hkv, T, D) unchanged; the base class of encodings that act on them.
 
-    Every layer has its own instance, whose parameters, if any, act in forward or slopes. table(t) must not depend on
-    them: it is computed once per forward, by the first layer's instance, for all layers.
+    Every layer has its own instance, which may have parameters. table(t) must not depend on them: it is computed once
+    per forward, by the first layer's instance, for all layers.
     """
 
-    head_entries = 0  # so many entries at the front of the table have a row for each head
+    head_entries = 0  # number of entries, at the front of the table, that have a row for each head
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -313,16 +312,16 @@ class AttentionPosition(nn.Module):
         return q, k, v
 
     def slots(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (Hkv, M, D) of slots, which have no position, in the width of forward's results."""
+        """Keys and values (Hkv, M, D) of slots, which have no position, padded to the width E of forward's results."""
         return k, v
 
     def slopes(self, table: tuple[Tensor, ...]) -> Tensor | None:
-        """(H,) slopes, of which mix subtracts slope_h |i - j| from the scores; None if there are none."""
+        """Slopes (H,), if any: mix subtracts slope_h |i - j| from the scores."""
         return None
 
 
 class Rope(AttentionPosition):
-    """Pairs (x_j, x_{j+D/2}) turned by t * theta^(-2j/D) (arXiv:2104.09864, in GPT-NeoX's and Llama's order)."""
+    """Rotates pairs (x_j, x_{j+D/2}) by angles t * theta^(-2j/D) (arXiv:2104.09864; pairs as in GPT-NeoX and Llama)."""
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         angle = outer_angles(t, self.cfg.head_dim, self.cfg.rope_theta).repeat(1, 2)  # (T, D)
@@ -331,7 +330,7 @@ class Rope(AttentionPosition):
         return angle.cos().to(dtype), (angle.sin() * sign).to(dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        cos, sin = table  # in whose precision the products are computed
+        cos, sin = table  # the products are computed in their dtype
         q, k = ((x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin).to(x.dtype) for x in (q, k))
         return q, k, v
 
@@ -339,13 +338,13 @@ class Rope(AttentionPosition):
 class Alibi(AttentionPosition):
     """Adds -m_h (i - j) to the scores (arXiv:2108.12409) without a bias matrix.
 
-    Softmax ignores a shift per row, so m_h j is enough, and that is a dot product of columns added to q and k:
+    Softmax ignores a constant per row, so adding m_h j is enough. Extra columns of q and k give this dot product:
 
         q   256 m_h, m_h, 256 m_h (i // 256), m_h (i % 256)   times sqrt(D)
-        k   j // 256, j % 256, 0, 0;   of a slot without position 0, 0, 1, 1, which takes its shift back
+        k   j // 256, j % 256, 0, 0   (slots: 0, 0, 1, 1, so that their scores have the row's constant m_h i too)
 
-    Each is exact in bfloat16. v is padded with zeros to the same width (a multiple of 8), which the fused kernels want;
-    attention drops those columns of its result.
+    Each is exact in bfloat16. v is padded with zeros to the same width E, a multiple of 8 as the fused kernels need;
+    Heads drops these columns of the result.
     """
 
     head_entries = 1
@@ -373,7 +372,7 @@ class Alibi(AttentionPosition):
 
 
 class TwoSidedAlibi(AttentionPosition):
-    """Subtracts m_h |i - j| where tokens see both ways; columns could do that for one direction only."""
+    """Subtracts m_h |i - j| from the scores of tokens that see both ways; Alibi's columns work in one direction."""
 
     head_entries = 1
 
@@ -385,7 +384,7 @@ class TwoSidedAlibi(AttentionPosition):
 
 
 def alibi_slopes(n_head: int, device: torch.device | str = "cpu") -> Tensor:
-    """(H,) slopes 2^(-8i/H), i = 1..H; if H is no power of two, those of the power p below, then every other of 2p."""
+    """Slopes (H,): 2^(-8i/H), i = 1..H. If H is no power of two: those of the power p below, then every other of 2p."""
     p = 2 ** int(math.log2(n_head))
     i = torch.arange(n_head, device=device)
     return torch.exp2(-8 * torch.where(i < p, (i + 1) / p, (2 * (i - p) + 1) / (2 * p)))
@@ -400,15 +399,15 @@ POSITION = {  # flag -> (acts on the embedding, acts on q, k and v)
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# mix(q; K, V): every score goes through a fused kernel or through strips of queries, never through a (T, S) matrix
+# Attention: mix(q, k, v) computes all scores in fused kernels or in strips of queries, never as a (T, S) matrix
 
 
 class Mask(NamedTuple):
-    """The keys that each of T queries sees: a range [lo, hi) of the S keys. Both end together in self-attention."""
+    """The keys that each of T queries sees: a range [lo, hi) of S keys. In self-attention, queries are the last T."""
 
     causal: bool = True
-    window: int = 0  # positions before (and, if not causal, behind) the query's, its own included; 0 = all
-    docs: tuple[Tensor, Tensor] | None = None  # numbers (B, T) and (B, S) that do not fall: only equal ones are seen
+    window: int = 0  # positions before (and, if not causal, after) the query's, its own included; 0 = all
+    docs: tuple[Tensor, Tensor] | None = None  # document numbers of queries (B, T) and keys (B, S), never decreasing
     slopes: Tensor | None = None  # (H,): slope |i - j| is subtracted from the scores
 
     def reach(self, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -429,17 +428,17 @@ class Mask(NamedTuple):
 def attention_kernel(
     mask: Mask, T: int, S: int, biased: bool, slots: bool, softcap: float, dropout: float, device: str, flash: bool
 ) -> str:
-    """The kernel that computes the attention of T queries to S keys. None makes a (T, S) matrix.
+    """Name of the kernel for the attention of T queries to S keys. No kernel makes a (T, S) matrix.
 
     kernel    when                                                              memory of scores and masks
-    full      all queries see all keys, or each one all up to its own           none: one fused call
+    full      all queries see all keys, or causal with T = S                    none: one fused call
     window    causal, each query sees the last W keys                           a (W, 2W) mask; two fused calls
     flash     causal, T < S, bfloat16 on CUDA                                   none: one fused call
     joined    slots, or causal with T < S, on a CPU, without a window           none: two fused calls
-    strips    documents or slopes (biased), or no other kernel                  a (128, S) mask; a fused call a strip
-    naive     a softcap, or dropout on a CPU, which no fused kernel has         (128, S) scores a strip
+    strips    documents or slopes (biased), or none of the others               a (128, S) mask; a fused call per strip
+    naive     a softcap, or dropout on a CPU: no fused kernel has them          (128, S) scores per strip
 
-    flash: whether CUDA's flash operator takes the queries' dtype and width.
+    flash: whether CUDA's flash operator accepts the dtype and the width of the queries.
     """
     past = S - T if mask.causal else 0  # keys before the first query
     if softcap or (dropout and device == "cpu"):
@@ -459,8 +458,8 @@ def mix(
 ) -> Tensor:
     """Attention softmax(cap(q k^T / sqrt(D))) v over the keys that the mask admits: (B, H, T, E).
 
-    q (B, H, T, E), k and v (B, Hkv, S, E), E >= D = head_dim: columns beyond D carry a position bias, which a softcap
-    leaves alone. In causal attention the queries are the last T of the S positions, as in decoding.
+    q (B, H, T, E), k and v (B, Hkv, S, E), E >= D = head_dim. The columns from D on hold a position bias, which is not
+    capped. In causal attention, the queries are the last T of the S positions, as in decoding.
     """
     T, S = q.size(2), k.size(2)
     if T == 1 and mask.causal:
@@ -477,7 +476,7 @@ def mix(
         return sdpa(q, k, v, is_causal=mask.causal)
     if kernel == "window":
         return window_attention(sdpa, q, k, v, mask.window)
-    if kernel == "flash":  # this operator aligns T < S at their ends
+    if kernel == "flash":  # for T < S, this operator takes the queries as the last positions
         q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal=True, scale=scale)[0]
     if kernel == "joined":
@@ -493,8 +492,8 @@ def mix(
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
-    """PyTorch's attention, kept on its fused kernels. CUDA's kernels for masks and for float32 have no groups of heads,
-    with which PyTorch would silently make a (T, S) matrix; so keys and values are repeated there."""
+    """PyTorch's attention in a fused kernel. CUDA's kernels for masks and float32 have no grouped heads, for which
+    PyTorch would silently make a (T, S) matrix; so keys and values are repeated there."""
     group = q.size(1) // k.size(1)
     if group > 1 and q.device.type == "cuda" and (attn_mask is not None or matmul_dtype(q) == torch.float32):
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
@@ -502,10 +501,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
 
 
 def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, W: int) -> Tensor:
-    """Each query sees the W last positions, its own included: blocks of W queries against two blocks of W keys.
-
-    The first block has no predecessor and is plain causal attention; the others share one (W, 2W) mask. O(T W).
-    """
+    """Causal attention to the last W positions, its own included, in O(T W): blocks of W queries see 2W keys each. The
+    first block has no predecessor and is plain causal attention; the other blocks share one (W, 2W) mask."""
     B, _, T, E = q.shape
     n = -(-T // W)
     q, k, v = (F.pad(x, (0, 0, 0, n * W - T)) for x in (q, k, v))  # padding comes last, where the causal mask hides it
@@ -514,15 +511,15 @@ def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tenso
         return x[:, :, first:].unfold(2, width, W).permute(2, 0, 1, 4, 3).flatten(0, 1)
 
     i, j = torch.arange(W, device=q.device)[:, None], torch.arange(2 * W, device=q.device)
-    band = (j > i) & (j <= i + W)  # (W, 2W): key j stands W before the block's first query
+    band = (j > i) & (j <= i + W)  # (W, 2W): key 0 is W positions before query 0
     rest = sdpa(blocks(q, W, W), blocks(k, 0, 2 * W), blocks(v, 0, 2 * W), attn_mask=band)
     rest = rest.view(n - 1, B, -1, W, E).permute(1, 2, 0, 3, 4).flatten(2, 3)  # (B, H, (n-1) W, E)
     return torch.cat((sdpa(q[:, :, :W], k[:, :, :W], v[:, :, :W], is_causal=True), rest), dim=2)[:, :, :T]
 
 
 class JoinedAttention(torch.autograd.Function):
-    """One softmax over slots, which every query sees, and context: two calls of the CPU's fused kernel, joined by their
-    normalisers. Its backward takes the joint result and normaliser, and then each part's gradients are already right.
+    """One softmax over slots and context: two calls of the CPU's fused kernel, joined by their normalisers. Given the
+    joint result and normaliser, the kernel's backward computes the right gradients of each part.
 
     q (B, H, T, E), k and v (B, H, S, E), slot_k and slot_v (B, Hkv, M, E).
     """
@@ -530,13 +527,13 @@ class JoinedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, slot_k: Tensor, slot_v: Tensor, scale: float, causal: bool):
         kernel = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
-        q_slots = q.reshape(len(q), slot_k.size(1), -1, q.size(3))  # the heads of a group one after the other
+        q_slots = q.reshape(len(q), slot_k.size(1), -1, q.size(3))  # (B, Hkv, G T, E)
         y_slots, z_slots = kernel(q_slots, slot_k, slot_v)
         y, z = kernel(q, k, v, is_causal=causal)  # (B, H, T, E) and log of the normaliser (B, H, T)
         z_slots = z_slots.reshape(z.shape)
         total = torch.logaddexp(z, z_slots)
         y = (z - total).exp()[..., None] * y + (z_slots - total).exp()[..., None] * y_slots.reshape(y.shape)
-        if y.dtype != q.dtype:  # of a conversion that does nothing torch 2.11 compiles a backward that returns zeros
+        if y.dtype != q.dtype:  # a conversion without effect, compiled by torch 2.11, has a backward that returns zeros
             y = y.to(q.dtype)
         ctx.save_for_backward(q, k, v, slot_k, slot_v, y, total)
         ctx.scale, ctx.causal = scale, causal
@@ -555,7 +552,7 @@ class JoinedAttention(torch.autograd.Function):
 
 
 def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots, rows=128) -> Tensor:
-    """Attention in strips of queries, recomputed in the backward: any mask and score function in O(rows S) memory."""
+    """Attention in strips of `rows` queries, recomputed in the backward: any mask and score in O(rows S) memory."""
     T, S, W = q.size(2), k.size(2), mask.window
     lo, hi = mask.reach(T, S, q.device)
     if slots is not None:
@@ -585,7 +582,7 @@ def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mas
 def naive_attention(
     head_dim: int, softcap: float, dropout: float, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor
 ) -> Tensor:
-    """Attention with a softcap, or with dropout on a CPU. Shapes as in mix; attn_mask (B, H, T, S), or 1 for a size."""
+    """Attention with a softcap, or with dropout on a CPU. Shapes as in mix; attn_mask broadcasts to (B, H, T, S)."""
     D, scale = head_dim, head_dim**-0.5
     q, k, v = q.unflatten(1, (k.size(1), -1)), k[:, :, None], v[:, :, None]  # (B, Hkv, G, t, E), (B, Hkv, 1, s, E)
     scores = capped(q[..., :D] @ k[..., :D].mT * scale, softcap) + q[..., D:] @ k[..., D:].mT * scale
@@ -595,11 +592,8 @@ def naive_attention(
 
 
 def uniform_mix(q: Tensor, k: Tensor, v: Tensor, head_dim: int, mask: Mask) -> Tensor:
-    """mix with q and k of zeros: the mean over the visible values, in O(T).
-
-    With a position bias (columns beyond head_dim, or slopes) it is the softmax of the bias. Shapes as in mix; k has H
-    heads.
-    """
+    """mix with q = k = 0, in O(T): the mean of the visible values. With a position bias (columns from head_dim on, or
+    slopes), the weights are the softmax of the bias. Shapes as in mix; k has H heads."""
     if q.size(-1) > head_dim or mask.slopes is not None:
         return mix(torch.cat((torch.zeros_like(q[..., :head_dim]), q[..., head_dim:]), dim=-1), k, v, head_dim, mask)
     T, S = q.size(2), k.size(2)
@@ -632,17 +626,16 @@ def at_least_float32(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers
 
-
-# Initial weights from N(0, std), but of every `period` rows the first `zero` are 0.
+# Initial weights from N(0, std), except that the first `zero` of every `period` rows are 0.
 Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
 
 
 class Linear(nn.Linear):
     """A linear layer that declares its role, and the logical matrices that its weight stores side by side.
 
-    fused = (dim, groups, sizes): along dim (0 rows, 1 columns) the weight is `groups` repetitions of pieces of `sizes`;
-    piece n of all groups is logical matrix n. Muon treats each as a matrix; tensor parallelism cuts between groups.
-    None: the weight is one matrix.
+    fused = (dim, groups, sizes): along dim (0 rows, 1 columns) the weight has `groups` groups of pieces of `sizes`, and
+    the n-th pieces of all groups are logical matrix n; None = one matrix. Muon orthogonalizes each matrix alone; tensor
+    parallelism cuts between groups.
     """
 
     def __init__(
@@ -659,10 +652,8 @@ class Linear(nn.Linear):
 
 
 class GroupedLinear(Linear):
-    """n independent linear maps of slices: (..., n i) -> (..., n o), with the weights (n o, i) below one another.
-
-    Each map holds `matrices` logical matrices, such as the gate and the values of a gated MLP, one below the other.
-    """
+    """n independent linear maps of slices, (..., n i) -> (..., n o), with weight (n o, i). The rows of each map hold
+    `matrices` logical matrices, such as the gate and the values of a gated MLP."""
 
     def __init__(self, cfg: ModelConfig, groups: int, n_in: int, n_out: int, role: str, matrices: int = 1):
         sizes = (n_out // groups // matrices,) * groups * matrices
@@ -676,7 +667,7 @@ class GroupedLinear(Linear):
 
 
 class NearIdentity(Linear):
-    """skip x + resid W x with W = 0 at first: the reparametrised projections of arXiv:2311.01906, section 4."""
+    """skip x + resid W x, where W starts at 0: the reparametrised projections of arXiv:2311.01906, section 4."""
 
     def __init__(self, cfg: ModelConfig, role: str):
         super().__init__(cfg, cfg.n_embd, cfg.n_embd, role)
@@ -703,13 +694,13 @@ class Gain(nn.Module):
 
 
 class KVCache:
-    """Keys and values of earlier calls while decoding; with length 0 nothing is kept, as in training."""
+    """Keeps the keys and values of earlier calls while decoding. With length 0, as in training, it keeps nothing."""
 
     def __init__(self, length: int = 0):
         self.length, self.end, self.k, self.v = length, 0, None, None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v (B, heads, T, E) of new positions -> all so far, (B, heads, S, E), in buffers allocated once."""
+        """k and v (B, heads, T, E) of new positions -> k and v of all positions so far, (B, heads, S, E)."""
         if not self.length:
             return k, v
         if self.k is None:
@@ -719,7 +710,7 @@ class KVCache:
         return self.k[:, :, : self.end], self.v[:, :, : self.end]
 
     def once(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """compute() of the first call, for all calls while decoding."""
+        """The result of compute(), which is computed only once while decoding."""
         if not self.length:
             return compute()
         if self.k is None:
@@ -728,7 +719,7 @@ class KVCache:
 
 
 class Inputs(NamedTuple):
-    """Inputs of a block besides the stream: positions, the encoder's memory, and which tokens may see which."""
+    """Inputs of a block besides the stream: positions, document numbers and the encoder's memory."""
 
     table: tuple[Tensor, ...] = ()  # of AttentionPosition.table
     docs: tuple[Tensor, Tensor] | None = None  # document numbers of the queries and of the keys
@@ -737,11 +728,11 @@ class Inputs(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Readers: the normed stream x (B, T, C) -> (B, T, C), to be added to the stream. Each one looks into a pool.
+# Readers: the normed stream x (B, T, C) -> (B, T, C), to be added to the stream. Each reads a pool of keys and values.
 
 
 class Heads(nn.Module):
-    """W_O softmax(q_h k_g(h)^T / sqrt(D)) v_g(h), where a subclass projects q, k and v: the base of attention."""
+    """W_O softmax(q_h k_g(h)^T / sqrt(D)) v_g(h): the base class of attention. Subclasses project q, k and v."""
 
     per_head: tuple[str, ...] = ()  # names of the parameters that have a row for each head
 
@@ -780,13 +771,13 @@ class Heads(nn.Module):
 
     def flops(self, T: int, S: int) -> int:
         """Matmul FLOPs of scores and weighted sums, forward and backward, for T tokens of the stream and S of the
-        memory; all T keys are counted, or the window (PaLM, appendix B)."""
+        memory; a query counts T keys, or its window (PaLM, appendix B)."""
         seen = self.window if self.causal else 2 * self.window - 1
         return 12 * T * self.n_head * self.head_dim * min(T, seen if self.window else T)
 
 
 class ContextPool(Heads):
-    """Attention to the context: q, k and v are linear in x, and G = H / Hkv query heads share a key and a value."""
+    """Attention to the context: q, k and v are projections of x. G = H / Hkv query heads share a key and a value."""
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__(cfg, layer)
@@ -799,14 +790,14 @@ class ContextPool(Heads):
 
 
 class SlotPool(ContextPool):
-    """Attention with M learned keys and values each under the same softmax: persistent memory (arXiv:1907.01470)."""
+    """Attention to the context and to M learned keys and values, in one softmax: persistent memory (1907.01470)."""
 
     per_head = ("slot_k", "slot_v")
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__(cfg, layer)
         self.slot_k, self.slot_v = (nn.Parameter(torch.empty(cfg.kv_heads, cfg.slots, cfg.head_dim)) for _ in range(2))
-        self.initial = dict.fromkeys(self.per_head, Normal(0.02 * math.sqrt(cfg.n_embd)))  # as keys of a normed stream
+        self.initial = dict.fromkeys(self.per_head, Normal(0.02 * math.sqrt(cfg.n_embd)))  # as a normed stream's keys
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         slots = self.position.slots(self.k_norm(self.slot_k), self.slot_v)  # each (Hkv, M, E)
@@ -819,8 +810,8 @@ class SlotPool(ContextPool):
 class ShapedPool(Heads):
     """(alpha_h I + beta_h softmax(q_h k_h^T / sqrt(D)) - gamma_h U) x_h (arXiv:2311.01906, equation 9; 2306.17759).
 
-    U is the same attention without content. So with W_Q = 0, as it starts, and gains of 1 this is the identity. Neither
-    I nor U is ever a matrix. Values and output are x itself, or close to it where they are trained.
+    U is the same attention with q = k = 0. So the initial values, W_Q = 0 and gains of 1, make this the identity. I and
+    U are never built as matrices. Values and output are x itself, or start near x where they are trained.
     """
 
     per_head = ("alpha", "beta", "gamma")
@@ -840,14 +831,14 @@ class ShapedPool(Heads):
         return *self.split(self.qk(x), *self.sizes), *self.split(self.value(x), 1)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # values are chunks of the stream: one per query head
+        k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
         alpha, beta, gamma = (gain[:, None, None].to(v.dtype) for gain in (self.alpha, self.beta, self.gamma))
         uniform = uniform_mix(q, k, v, self.head_dim, mask)
         return alpha * v[:, :, -q.size(2) :] + beta * super().mix(q, k, v, mask) - gamma * uniform
 
 
 class MemoryPool(Heads):
-    """Attention to the encoder's memory, which has no common order with the queries: no positions, no window."""
+    """Attention to the encoder's memory, without positions or window: queries and memory are different texts."""
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__(cfg, layer)
@@ -866,7 +857,7 @@ class MemoryPool(Heads):
         return 12 * T * self.n_head * self.head_dim * S
 
 
-Kind = namedtuple("Kind", "f inputs", defaults=[1])  # f maps so many inputs, each (..., F), to (..., F)
+Kind = namedtuple("Kind", "f inputs", defaults=[1])  # f maps `inputs` tensors (..., F) to one (..., F)
 MLP_KIND = {
     "gelu": Kind(F.gelu),
     "relu": Kind(F.relu),
@@ -879,8 +870,8 @@ MLP_KIND = {
 class ParameterPool(nn.Module):
     """MLP: W_down f(W_up x), or W_down (f(W_gate x) * W_up x), in independent groups of channels.
 
-    Gate and up are one weight, whose rows come in pieces of `unit` hidden units: a piece of gates, a piece of values,
-    and so on. So tensor parallelism can cut between them.
+    W_gate and W_up are one weight. Its rows alternate between `unit` gates and `unit` values, so that tensor
+    parallelism can cut between them.
     """
 
     def __init__(self, cfg: ModelConfig, groups: int = 1):
@@ -907,9 +898,9 @@ class ParameterPool(nn.Module):
 class Sum(nn.Module):
     """s -> total(skip s + after(gain_1 reader_1(before(s)) + gain_2 reader_2(before(s)) + ...)).
 
-    before, after and total are norms or identities, see PLACEMENT. The gain of a single reader stands outside of
-    `after`, whose norm would cancel it. gains: name of a reader -> initial value of its learned gain. skip: 1, 0, or
-    "learned", which begins at 1.
+    before, after and total are norms or identities, see PLACEMENT. gains maps a reader's name to the initial value of
+    its learned gain; a single reader's gain acts outside of `after`, whose norm would cancel it. skip is 1, 0, or
+    "learned", which starts at 1.
     """
 
     def __init__(self, cfg: ModelConfig, skip: int | str = 1, gains: dict[str, float] | None = None, **readers):
@@ -937,7 +928,7 @@ def attention(cfg: ModelConfig, layer: int) -> Heads:
 
 
 def cross(cfg: ModelConfig, layer: int) -> dict[str, Heads]:
-    """The reader of the encoder's memory, if there is an encoder. Block leaves out a sum without readers."""
+    """Cross-attention, if there is an encoder. Block leaves out a sum without readers."""
     return {"cross": MemoryPool(cfg, layer)} if cfg.objective == "seq2seq" else {}
 
 
@@ -966,10 +957,8 @@ def simplified_parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
 
 
 def superblock(cfg: ModelConfig, layer: int) -> list[Sum]:
-    """s = s + A(n(s)) + X(n(s)) + M(n(s)): a sum over all pools, or with wiring=series a sum for each, in this order.
-
-    With pool=joint, slots under the softmax of A take the place of M.
-    """
+    """s = s + A(n(s)) + X(n(s)) + M(n(s)): one sum over all pools, or with wiring=series one sum for each pool, in this
+    order. With pool=joint, slots in the softmax of A replace M."""
     mlp = {"mlp": ParameterPool(cfg, cfg.n_group)} if cfg.pool == "separate" else {}
     pools = {"attn": attention(cfg, layer)} | cross(cfg, layer) | mlp
     return (
@@ -992,7 +981,7 @@ class Block(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
         self.sums = nn.ModuleList(each for each in BLOCK[cfg.block](cfg, layer) if each.names)
-        names = [name for each in self.sums for name in each.names]  # which initial weights follow
+        names = [name for each in self.sums for name in each.names]  # initial weights depend on the names
         require(len(set(names)) == len(names), f"block={cfg.block} has two readers of one name: {', '.join(names)}")
 
     def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
@@ -1006,13 +995,13 @@ class Block(nn.Module):
 
 
 def rows_at_once(cfg: ModelConfig, vocab_size: int) -> int:
-    """Tokens whose logits exist at once in the loss: loss_chunk, or as many as fit in 128 MiB of float32."""
+    """Number of tokens whose logits exist at once in the loss: loss_chunk, or as many as fit in 128 MiB of float32."""
     fit = max(1, 2**25 // vocab_size)
-    return cfg.loss_chunk or (fit if fit < 128 else fit // 128 * 128)  # matmuls like multiples of 128
+    return cfg.loss_chunk or (fit if fit < 128 else fit // 128 * 128)  # matmuls are faster with multiples of 128
 
 
 def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Sum of cross entropies over targets >= 0, (N,), and its gradient for the logits, (N, V), or None."""
+    """(sum of cross entropies over targets >= 0, its gradient for the logits or None); logits (N, V), targets (N,)."""
     valid, index = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
     z = capped(at_least_float32(logits), softcap)
     log_p = z.log_softmax(-1)
@@ -1020,7 +1009,7 @@ def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) 
     if not gradient:
         return total, None
     p, slope = log_p.exp_(), 1 - (z / softcap).square() if softcap > 0 else 1.0
-    if torch.compiler.is_compiling():  # fuses with the rest; a scatter would need p as a tensor
+    if torch.compiler.is_compiling():  # this form fuses; a scatter would write p to memory first
         p = p - (torch.arange(z.size(1), device=z.device) == index).to(p.dtype)
     else:
         p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
@@ -1028,10 +1017,8 @@ def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) 
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of cross entropies of x W^T, without its (N, V) logits: the forward computes the gradient, chunk by chunk.
-
-    of_chunk is chunk_loss, perhaps compiled. The gradients are kept unscaled until the backward, so that a gradient
-    scaler protects them in float16.
+    """Sum of the cross entropies of logits x W^T, which never exist as (N, V): the forward computes loss and gradients
+    chunk by chunk. of_chunk is chunk_loss, perhaps compiled. The backward scales the gradients, for a gradient scaler.
     """
 
     @staticmethod
@@ -1069,11 +1056,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def normal(
     key: str, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """float32 numbers from N(0, 1): the part that begins at `start` and has `size` of an array of `shape`.
+    """float32 numbers from N(0, 1): the part with shape `size`, from index `start` on, of an array of `shape`.
 
-    A number depends on the key and on its place in the array alone. Its hash gives two uniform numbers of 32 bits, from
-    which Box and Muller's formula makes a normal one; in float64, whose last digits differ between devices, so that the
-    float32 hardly ever does.
+    A number depends only on the key and its place in the array. Their hash gives two uniform 32-bit numbers, which Box
+    and Muller's formula turns into a normal one. float64 makes the float32 results almost always equal on all devices.
     """
     first = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -1081,7 +1067,7 @@ def normal(
     for dim in range(1, len(shape)):
         place = place[..., None] + strides[dim] * torch.arange(start[dim], start[dim] + size[dim], device=device)
     out = torch.empty(size, device=device)
-    rows = max(1, 2**16 // max(1, place.numel()))  # at once, so that the hashes stay in the cache
+    rows = max(1, 2**16 // max(1, place.numel()))  # rows at once, so that the hashes stay in the cache
     for part, row in zip(out.split(rows), torch.arange(size[0], device=device).split(rows), strict=True):
         index = (start[0] + row).mul_(strides[0]).view(-1, *[1] * place.dim()) + place
         bits = index.mul_(-0x61C8864680B583EB)  # splitmix64, whose products wrap around
@@ -1100,7 +1086,7 @@ Maybe = Tensor | None
 
 
 class Stack(nn.Module):
-    """The blocks one after the other and the last norm: an encoder, and the trunk of a Model."""
+    """The blocks and the last norm: the encoder, and the base class of Model."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -1114,7 +1100,7 @@ class Stack(nn.Module):
         self.position_table = next((m.position for m in heads), AttentionPosition(cfg)).table
 
     def stream(self, x: Tensor, t: Tensor, docs: Maybe, memory: Maybe = None, memory_docs: Maybe = None) -> Tensor:
-        """x (B, T, C) at positions t (T,), document numbers (B, T), memory (B, S, C) -> (B, T, C)."""
+        """The last norm's result (B, T, C) for x (B, T, C) at positions t (T,); docs (B, T), memory (B, S, C)."""
         own, of_memory = (None, None) if docs is None else ((docs, docs), (docs, memory_docs))
         inputs = Inputs(self.position_table(t, x.dtype), own, memory, of_memory)
         x = self.first_norm(x)
@@ -1127,14 +1113,12 @@ class Stack(nn.Module):
         return sum(m.flops(T, S) for m in self.blocks.modules() if isinstance(m, Linear | Heads))
 
 
-VOCAB_WEIGHTS = ("wte.weight", "head.weight")  # parameters with a row for each token id, padding included
+VOCAB_WEIGHTS = ("wte.weight", "head.weight")  # parameters with a row per token id, padding included
 
 
 class Model(Stack):
-    """Token ids in, loss or logits out; see the module's docstring.
-
-    seed is that of the initial weights; None draws one from torch's global generator.
-    """
+    """Computes logits or the loss from token ids; see the module's docstring. seed determines the initial weights; None
+    draws a seed from torch's global generator."""
 
     def __init__(self, cfg: ModelConfig, seed: int | None = None):
         require(cfg.vocab_size > 0, "vocab_size=0 means the data's, and here there is no data; set vocab_size")
@@ -1151,7 +1135,7 @@ class Model(Stack):
             self.init_weights(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
 
     def tie(self):
-        """Make head and embedding one parameter again; to be called after whatever replaces parameters."""
+        """Make head and embedding one parameter again. Call it after parameters were replaced."""
         if self.cfg.tie_weights:
             self.head.weight = self.wte.weight
 
@@ -1163,12 +1147,9 @@ class Model(Stack):
     def initial_weight(
         self, name: str, seed: int, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], device
     ) -> Tensor:
-        """Initial values of one part of parameter `name`: the part begins at `start` and has `size`, the parameter has
-        `shape`. The values depend on the seed, the name and the place in the parameter, not on how it is cut.
-
-        The module's docstring has the table. The number of a sum within its block does not count as part of the name,
-        so that a reader begins with the same weights in every kind of block.
-        """
+        """Initial values of the part, with shape `size` from index `start` on, of parameter `name` with `shape`. They
+        depend only on the seed, the name and the place in the parameter. The number of a sum is left out of the name,
+        so a reader starts with the same weights in every block. The module's docstring has the table."""
         layer, _, kind = name.rpartition(".")
         initial = getattr(self.get_submodule(layer), "initial", {})
         value = initial.get(kind, (0.0 if kind == "bias" else 1.0) if len(shape) < 2 else Normal(0.02))
@@ -1185,9 +1166,8 @@ class Model(Stack):
     ) -> Tensor:
         """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0.
 
-        docs (B, T) and source_docs (B, S) are document numbers that do not fall along a row; each number in docs must
-        also be in source_docs. source (B, S) is the text that the encoder of a seq2seq model reads; other models take
-        none.
+        source (B, S) is the text for a seq2seq model's encoder. docs (B, T) and source_docs (B, S) are document numbers
+        that never decrease along a row; each number in docs must also be in source_docs.
         """
         together = source is None or (docs is None) == (source_docs is None)
         require(together, "docs and source_docs go together; give zeros to the one that is a single document")
@@ -1195,26 +1175,26 @@ class Model(Stack):
         return self.logits(x) if targets is None else self.loss(x, targets)
 
     def encode(self, source: Maybe, docs: Maybe = None) -> Maybe:
-        """source (B, S) -> the encoder's memory of it, (B, S, C); None for a model without an encoder."""
+        """source (B, S) -> the encoder's output (B, S, C), called memory; None for a model without an encoder."""
         given, wanted = source is not None, self.encoder is not None
         require(given == wanted, f"objective={self.cfg.objective} {'needs a' if wanted else 'reads no'} source")
         return self.encoder.stream(*self.embed(source, 0, docs), docs) if given else None
 
     def embed(self, idx: Tensor, start: int, docs: Maybe = None) -> tuple[Tensor, Tensor]:
-        """idx (B, T) that begins at position start, document numbers (B, T) -> the stream (B, T, C), positions (T,)."""
+        """idx (B, T), whose first token has position `start`, docs (B, T) -> the stream (B, T, C), positions (T,)."""
         T, limit = idx.size(1), self.cfg.block_size
         require(start + T <= limit, f"a sequence of {start + T} tokens does not fit in block_size={limit}; crop it")
         t = torch.arange(start, start + T, device=idx.device)
         place = t
         if docs is not None and self.cfg.doc_positions:
             docs = docs.contiguous()
-            place = t - torch.searchsorted(docs, docs)  # (B, T), from the first token of its document
+            place = t - torch.searchsorted(docs, docs)  # (B, T), counted from the first token of the document
         return F.dropout(self.pos(self.wte(idx), place), self.cfg.dropout, self.training), t
 
     def hidden(
         self, idx: Tensor, start: int = 0, docs: Maybe = None, memory: Maybe = None, memory_docs: Maybe = None
     ) -> Tensor:
-        """idx (B, T), its first token at position start -> the stream that the head reads, (B, T, C)."""
+        """idx (B, T), whose first token has position `start` -> the stream that the head reads, (B, T, C)."""
         return self.stream(*self.embed(idx, start, docs), docs, memory, memory_docs)
 
     def head_weight(self) -> Tensor:
@@ -1223,7 +1203,7 @@ class Model(Stack):
         return W if len(W) == V else W[:V]
 
     def logits(self, x: Tensor) -> Tensor:
-        """The stream x (..., C) behind the last norm -> (..., V) in float32."""
+        """The last norm's result x (..., C) -> logits (..., V) in float32."""
         return capped(at_least_float32(F.linear(x, self.head_weight())), self.cfg.logit_softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -1241,8 +1221,8 @@ class Model(Stack):
 
     @contextmanager
     def caching(self, length: int):
-        """Context in which heads keep the keys and values of up to `length` tokens and of the memory; yields a function
-        that forgets them."""
+        """Context manager in which heads cache the keys and values of up to `length` tokens and of the memory. It
+        yields a function that empties the caches."""
         heads = [m for m in self.modules() if isinstance(m, Heads)]
 
         def forget(length: int = length):
@@ -1262,10 +1242,10 @@ class Model(Stack):
     def generate(
         self, idx: Tensor, max_new_tokens: int, choose: Callable[[Tensor], Tensor], source: Maybe = None
     ) -> Iterator[Tensor]:
-        """Continues idx (B, T): yields max_new_tokens times the next tokens (B,), chosen by choose from logits (B, V).
+        """Continues idx (B, T): yields max_new_tokens times the next tokens (B,), which choose(logits (B, V)) returns.
 
-        A token costs one cached step while the text fits in block_size. Beyond it the context is the last block_size
-        tokens, as in nanoGPT: every position has moved, so each token costs one forward of the whole context.
+        While the text fits in block_size, a token costs one cached step. After that, the context is the last block_size
+        tokens, as in nanoGPT: all positions change with each token, so it costs a forward of the full context.
         """
         require(self.cfg.objective != "masked", "objective=masked does not continue a text; it fills blanks in one")
         memory = self.encode(source)
@@ -1284,20 +1264,18 @@ class Model(Stack):
     # ---- accounting
 
     def n_params(self) -> int:
-        """Trainable numbers, a tied head counted once."""
+        """Number of trainable parameters; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
 
     def flops(self, T: int, source: int = 0) -> int:
-        """Matmul FLOPs of forward and backward of a sequence of T tokens and its source: 6 per token and weight that is
-        multiplied (the head always, lookups never) plus the attention's, thrice its forward (PaLM, appendix B)."""
+        """Matmul FLOPs of forward and backward for a sequence of T tokens and its source: 6 per token and weight (the
+        head counts, the embedding does not), plus 3 times those of attention's forward (PaLM, appendix B)."""
         head = 6 * self.head.weight.numel() * T
         return head + self.stack_flops(T, source) + (self.encoder.stack_flops(source, 0) if self.encoder else 0)
 
     def attention_kernels(self, T: int, source: int, device: str, dtype: torch.dtype, pieces: int = 1) -> str:
-        """The kernels of attention_kernel that T tokens and a source take in training, with their numbers of layers.
-
-        pieces: the queries of a text are computed in so many pieces, as by context parallelism.
-        """
+        """The kernels of attention_kernel in training on T tokens and a source, with their numbers of layers. Context
+        parallelism computes the queries of a text in `pieces`."""
         flash, counts = device == "cuda" and dtype == torch.bfloat16 and self.cfg.head_dim % 8 == 0, Counter()
         for name, m in self.named_modules():
             if isinstance(m, Heads):

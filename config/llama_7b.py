@@ -1,5 +1,5 @@
-# Llama 2's 7B network (arXiv:2307.09288): 6.74 B parameters, 2.0 T tokens, with its rates. Not run here; by --plan 64
-# H100 take 5 weeks, see docs/scaling.md. The data set is one of your own with 32,000 ids:
+# Llama 2's 7B network (arXiv:2307.09288): 6.74 B parameters, 2.0 T tokens, with its learning rates. Not run here;
+# --plan estimates 5 weeks on 64 H100, see docs/scaling.md. The data set is your own, with 32,000 token ids:
 # python data/text/prepare.py --input='web/*.parquet' --tokenizer=bpe:32000 --out=data/web_32k
 # python train.py config/llama_7b.py --plan=True --world_size=64
 out_dir = "out/llama_7b"

@@ -1,5 +1,5 @@
 # Llama's network (arXiv:2302.13971, grouped heads as in arXiv:2307.09288) with train_pycode.py's optimizer, 2 to 3
-# minutes on 2 cores: RoPE, RMSNorm, SwiGLU, two query heads per key, embedding and head apart.
+# minutes on 2 cores: RoPE, RMSNorm, SwiGLU, two query heads per key, embedding and head not tied.
 # Validation loss 1.297 nats per byte (measured 2026-11-22).
 dataset = "pycode"
 out_dir = "out/pycode_llama"

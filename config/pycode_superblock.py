@@ -1,5 +1,4 @@
-# train_pycode.py with superblocks, 2 to 3 minutes on 2 cores: heads and MLP read one norm through one matrix and write
-# through one.
+# train_pycode.py with superblocks, 2 to 3 minutes on 2 cores: heads and MLP share one norm and one residual sum.
 # Validation loss 1.267 to 1.275 nats per byte with --seed=1, 2 and 3 on the whole set (measured 2026-11-21, 2 cores
 # without GPU, Python 3.11.7's library).
 dataset = "pycode"

@@ -1,8 +1,7 @@
 # The simplified block SAS in the setting of its paper (arXiv:2311.01906, autoregressive models of code): 18 layers,
 # 40,000 steps of 128 sequences of 128 tokens, a learning rate that falls linearly after 5 % of warm-up. Not yet
-# measured. --block=simplified_parallel is SAS-P, --block=standard the Pre-LN baseline. The paper trains on codeparrot;
-# the standard library stands in for it but is far smaller, so pass --dataset with enough code before you compare
-# losses.
+# measured. --block=simplified_parallel is SAS-P, --block=standard the Pre-LN baseline. The paper trains on codeparrot.
+# The standard library used here is far smaller, so pass --dataset with enough code before you compare losses.
 # python data/pycode/prepare.py --tokenizer=gpt2 --out=data/pycode_gpt2 && python train.py config/sas_18l_768.py
 out_dir = "out/sas_18l_768"
 dataset = "pycode_gpt2"
@@ -24,7 +23,7 @@ beta2 = 0.999
 weight_decay = 0.1
 schedule = "wsd"
 warmup_iters = 2000
-cooldown_iters = 38000  # all the rest: no constant part
+cooldown_iters = 38000  # all steps after the warm-up: no constant part
 
 eval_interval = 500
 eval_iters = 200

@@ -1,5 +1,5 @@
-# GPT-2 small's size, data and batch with what came after it: RoPE, RMSNorm, normed q and k, squared ReLU, Muon, and a
-# constant learning rate with a linear end. 124 M parameters, 9.8 B tokens. Not yet measured, a place to start from.
+# GPT-2 small's size, data and batch with later inventions: RoPE, RMSNorm, normed q and k, squared ReLU, Muon, and a
+# constant learning rate with a linear decay at the end. 124 M parameters, 9.8 B tokens. Not yet measured.
 # torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py
 out_dir = "out/gpt2_modern"
 dataset = "openwebtext"

@@ -1,5 +1,5 @@
-# config/train_gpt2.py with a superblock in place of each block and nothing else changed: the same parameters less one
-# norm per layer, so that the two losses can be compared. Not yet measured.
+# config/train_gpt2.py with superblocks and no other change: the same number of parameters less one norm per layer, so
+# that the two losses can be compared. Not yet measured.
 # torchrun --standalone --nproc_per_node=8 train.py config/train_superblock_124m.py
 out_dir = "out/superblock_124m"
 dataset = "openwebtext"
