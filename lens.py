@@ -1,9 +1,7 @@
-"""Attention read as an MLP whose weights the context writes.
+"""Computes the MLP that equals a head of attention at one query; the context determines the weights of this MLP.
 
-    from lens import contextual_mlp
-    incoming, outgoing, hidden = contextual_mlp(model, idx, layer=2, head=0, position=17)
-
-The model's file does not need it.
+from lens import contextual_mlp
+incoming, outgoing, hidden = contextual_mlp(model, idx, layer=2, head=0, position=17)
 """
 
 import math
@@ -22,25 +20,25 @@ KNOWN = {M.ContextPool, M.SlotPool, M.ShapedPool, M.AttentionPosition, M.Rope, M
 def contextual_mlp(
     model: M.Model, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A head at one query as an MLP of a unit per visible token: incoming (S, C), outgoing (S, C), hidden (S,).
+    """A head at one query as an MLP with one unit per visible token: incoming (S, C), outgoing (S, C), hidden (S,).
 
-    idx (T,) is the text, source (S,) what the encoder of a seq2seq model reads, and x_t (C,) the normalised stream that
+    idx (T,) is the text, source (S,) the input of a seq2seq model's encoder, and x_t (C,) the normalised stream that
     the layer's self-attention reads at t = position. Then
 
         b_i = W_Q^T W_K x_i / sqrt(D)    hidden_i = exp(b_i . x_t)    a_i = W_O W_V x_i / Z    Z = sum of exp(b_i . x_t)
 
-    and hidden @ outgoing is what the head adds to the attention's output: before the output's bias, dropout, and any
-    norm or gain that the block puts behind it. The units are the slots of a joint pool, then the tokens that t sees.
+    and hidden @ outgoing is the head's term of the attention's output, before the output's bias, dropout, and a norm or
+    gain of the block. The units are the slots of a joint pool, then the tokens that t sees.
 
-        pos=rope            b_i is turned back by the query's position
+        pos=rope            b_i is rotated back by the query's position
         pos=alibi           hidden_i = exp(b_i . x_t - slope |t - i|); slots have no such term
-        bias                hidden_i = exp(b_i . x_t + what the bias of W_Q adds)
-        qk_norm             b_i holds the gains and this query's divisor
+        bias                hidden_i = exp(b_i . x_t + c_i), where c_i comes from the bias of W_Q
+        qk_norm             b_i includes the norms' gains and the RMS of this query
         attn_softcap=c      hidden_i = exp(c tanh(b_i . x_t / c))
         simplified blocks   hidden_i = beta exp(b_i . x_t) + Z (alpha [i = t] - gamma C_ti)
 
-    For a model in eval mode; a score above 88 overflows in float32. ValueError if layer, head or position is none of
-    the model's, or its heads or positions are of a class that is not known here.
+    The model must be in eval mode; a score above 88 overflows in float32. ValueError if layer, head or position does
+    not exist, or if a class of the head or of its position is not in KNOWN.
     """
     cfg, D, H = model.cfg, model.cfg.head_dim, model.cfg.n_head
     for name, value, limit in (("layer", layer, cfg.n_layer), ("head", head, H), ("position", position, len(idx))):
