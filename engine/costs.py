@@ -1,7 +1,7 @@
 """Counts the bytes that one rank of a run holds and sends, on fake tensors, which have a shape but no memory.
 
-    with fake_groups(r := layout(cfg)) as groups, FakeTensorMode():
-        run = Run(cfg, r, *groups)
+    with fake_groups(layout := layout_of(cfg)) as groups, FakeTensorMode():
+        run = Run(cfg, layout, *groups)
         run.memory(run.part_costs(cfg.batch_size))         # bytes, by kind
 
 The activations of a block and the traffic of tensor and context parallelism are measured: a block runs forward and
@@ -59,7 +59,7 @@ class Layout:
         return math.prod(getattr(self, dim) for dim in dims), math.prod(getattr(self, dim) for dim in within)
 
 
-def layout(cfg) -> Layout:
+def layout_of(cfg) -> Layout:
     """The mesh of cfg.world_size ranks; ValueError if the flags do not fit this number."""
     parallel.check_layout(cfg, cfg.world_size)
     data, replicas = parallel.data_ranks(cfg, cfg.world_size), parallel.replicas(cfg)
@@ -146,12 +146,12 @@ class Trace(TorchDispatchMode):
 
 
 @contextmanager
-def fake_groups(r: Layout) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+def fake_groups(layout: Layout) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
     """The tp group and the cp group of rank 0, whose other ranks do not exist. Rank 0 keeps the most keys under cp."""
-    n = r.tp * r.cp
+    n = layout.tp * layout.cp
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
     try:
-        yield dist.new_group(list(range(r.tp))), dist.new_group(list(range(0, n, r.tp)))
+        yield dist.new_group(list(range(layout.tp))), dist.new_group(list(range(0, n, layout.tp)))
     finally:
         dist.destroy_process_group()
 
@@ -175,8 +175,8 @@ class Run:
     To be used within FakeTensorMode, with the groups that `fake_groups` makes.
     """
 
-    def __init__(self, cfg, r: Layout, tp: dist.ProcessGroup, cp: dist.ProcessGroup):
-        self.cfg, self.r, self.model = cfg, r, UninitializedModel(cfg, seed=0)  # fake tensors cannot draw a seed
+    def __init__(self, cfg, layout: Layout, tp: dist.ProcessGroup, cp: dist.ProcessGroup):
+        self.cfg, self.layout, self.model = cfg, layout, UninitializedModel(cfg, seed=0)  # a fake seed cannot be drawn
         self.fsdp = cfg.parallel == "fsdp" and cfg.world_size > 1
         self.offload = self.fsdp and cfg.fsdp_offload
         self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
@@ -193,7 +193,7 @@ class Run:
             context_parallel.apply_context_parallel(self.model, cp)
         ends = [-(-cfg.n_layer * i // cfg.pp) for i in range(cfg.pp + 1)]  # as engine/pipeline.py cuts
         self.stages = [Stage(self.model, i, range(ends[i], ends[i + 1])) for i in range(cfg.pp)]
-        self.shards = r.dp_shard * r.cp if self.fsdp else 1
+        self.shards = layout.dp_shard * layout.cp if self.fsdp else 1
         self.encoder = self.model.encoder.blocks if self.model.encoder else []
         for block in [*self.model.blocks, *self.encoder]:
             self.imitate_gpu(block)
@@ -228,7 +228,7 @@ class Run:
 
     def stream(self, batch: int, length: int) -> Tensor:
         """This rank's part of the residual stream, (batch, length / cp / tp, C); autocast keeps it in float32."""
-        return torch.empty(batch, length // self.r.cp // self.r.tp, self.cfg.n_embd, requires_grad=True)
+        return torch.empty(batch, length // self.layout.cp // self.layout.tp, self.cfg.n_embd, requires_grad=True)
 
     def part_costs(self, batch: int) -> PartCosts:
         """Costs of each block, of the parts before the blocks (with an encoder), and of the last norm and the loss."""
@@ -237,7 +237,7 @@ class Run:
         def block_costs(stack: Stack, length: int, memory: Tensor | None) -> Iterator[Cost]:
             own, of_memory = (torch.zeros(batch, n, dtype=torch.int64) for n in (length, S))
             docs = ((own, own), (own, of_memory)) if cfg.doc_mask else (None, None)
-            table = stack.position_table(torch.arange(length // self.r.cp), torch.float32)
+            table = stack.position_table(torch.arange(length // self.layout.cp), torch.float32)
             inputs = Inputs(table, docs[0], memory, docs[1])
             given, known = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)], {}
             for layer, block in enumerate(stack.blocks):
@@ -248,7 +248,7 @@ class Run:
                 yield known[kind]
 
         def embedding_cost(length: int) -> Cost:
-            idx = torch.zeros(batch, length // self.r.cp, dtype=torch.int64)
+            idx = torch.zeros(batch, length // self.layout.cp, dtype=torch.int64)
             return self.measure(lambda: model.embed(idx, 0)[0], nn.ModuleList([model.wte, model.pos]), None, [idx])
 
         before, memory = [embedding_cost(T)], None
@@ -260,7 +260,7 @@ class Run:
 
     def loss_cost(self, batch: int) -> Cost:
         """The cost of the last norm and the loss."""
-        cfg, model, T = self.cfg, self.model, self.lengths[0] // self.r.cp
+        cfg, model, T = self.cfg, self.model, self.lengths[0] // self.layout.cp
         chunk = rows_at_once(cfg, cfg.vocab_size)
         least = -(-4 * chunk // T)  # sequences; above this number the cost is linear in the batch
         if batch > 2 * least:
@@ -269,7 +269,7 @@ class Run:
             sent = {kind: n + x * (b.sent[kind] - n) for kind, n in a.sent.items()}
             return Cost(round(a.kept + x * (b.kept - a.kept)), round(a.peak + x * (b.peak - a.peak)), sent)
         loss = model.loss
-        if self.r.tp == 1 and batch * T > chunk:
+        if self.layout.tp == 1 and batch * T > chunk:
             loss = partial(tensor_parallel.parallel_loss, model, self.tp)  # fake tensors cannot run model.loss's loop
         targets, ends = torch.zeros(batch, T, dtype=torch.int64), nn.ModuleList([model.norm, model.head])
         x = self.stream(batch, self.lengths[0])
@@ -284,7 +284,7 @@ class Run:
         In a pipeline, weights stay gathered from a backward to the next forward. A block's gradients are reduced in
         float32 while other gradients are computed; if weights stay gathered, only the last micro-step reduces them.
         """
-        cfg, r, size = self.cfg, self.r, self.dtype.itemsize
+        cfg, layout, size = self.cfg, self.layout, self.dtype.itemsize
         mine = {name: shard_numel(shape, self.shards) for name, shape in stage.shapes.items()}
         muon = self.hidden if cfg.optimizer == "muon" else ()
         optimizer = sum(4 * n if name in muon else 8 * n + 4 for name, n in mine.items())
@@ -296,10 +296,9 @@ class Run:
         root = full.pop("root", 0)
         block, total = max(full.values()), sum(full.values())
         gathered = cfg.pp > 1 or not cfg.fsdp_reshard  # between passes
-        return out | {
-            "gathered weights": 4 * root + size * (total if gathered else 2 * block),
-            "unsharded gradients": 4 * root + (4 * total if gathered and r.micro_steps > 1 else (size + 4) * block),
-        }
+        unsharded = 4 * total if gathered and layout.micro_steps > 1 else (size + 4) * block
+        weights = total if gathered else 2 * block
+        return out | {"gathered weights": 4 * root + size * weights, "unsharded gradients": 4 * root + unsharded}
 
     def muon_update(self, stage: Stage) -> tuple[int, float]:
         """(bytes besides the state, FLOPs) of an update by Muon. Every rank computes full matrices, all of one shape in
@@ -308,7 +307,7 @@ class Run:
         matrices = [matrix for name in names for matrix in self.matrices[name]]
         flops = sum(5 * (4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3) for m in matrices)
         mine = sum(shard_numel(stage.shapes[name], self.shards) for name in names)
-        gathered = sum(map(math.prod, matrices)) if self.shards * self.r.tp > 1 else 0
+        gathered = sum(map(math.prod, matrices)) if self.shards * self.layout.tp > 1 else 0
         fused = sum(sum(map(math.prod, self.matrices[name])) for name in names if len(self.matrices[name]) > 1)
         batch = max(matrices.count(m) * math.prod(m) for m in set(matrices))
         # updates of the shards; gathered updates; copies of fused matrices; a batch and its iterations' buffers
@@ -316,18 +315,18 @@ class Run:
 
     def memory(self, costs: PartCosts) -> dict[str, int]:
         """Bytes of a rank of the stage that needs most, by kind."""
-        cfg, r, of_stages = self.cfg, self.r, []
+        cfg, layout, of_stages = self.cfg, self.layout, []
         block_costs, before, loss = costs
         for stage in self.stages:
             mine = [block_costs[layer] for layer in stage.blocks]
-            in_flight = min(cfg.pp - stage.index, r.micro_steps)  # micro-batches between forward and backward
+            in_flight = min(cfg.pp - stage.index, layout.micro_steps)  # micro-batches between forward and backward
             parts = self.static_memory(stage) | {
                 "activations": in_flight * sum(cost.kept for cost in mine + before * stage.first),
                 "logits and loss": loss.peak if stage.last else 0,
                 "backward of a block": max(cost.peak - cost.kept for cost in mine),
             }
             if cfg.pp > 1:  # PyTorch allocates a buffer for each stream that a stage receives in a step
-                parts["streams received"] = r.micro_steps * before[0].kept * (2 - stage.first - stage.last)
+                parts["streams received"] = layout.micro_steps * before[0].kept * (2 - stage.first - stage.last)
             if cfg.optimizer == "muon":
                 parts["update by Muon"] = self.muon_update(stage)[0]
             of_stages.append(parts)
@@ -347,9 +346,9 @@ class Run:
 
     def traffic(self, stage: Stage, costs: PartCosts) -> dict[str, tuple[float, tuple[int, int]]]:
         """kind -> (bytes that a rank of the stage sends in a step, the group as Layout.group describes it)."""
-        cfg, r, size, steps = self.cfg, self.r, self.dtype.itemsize, self.r.micro_steps
+        cfg, layout, size, steps = self.cfg, self.layout, self.dtype.itemsize, self.layout.micro_steps
         block_costs, before, loss = costs
-        others, data, out = self.shards - 1, r.group("dp_shard", "cp"), {}
+        others, data, out = self.shards - 1, layout.group("dp_shard", "cp"), {}
         total, root = (
             sum(shard_numel(s, self.shards) for s in part.values()) for part in (stage.shapes, stage.units["root"])
         )
@@ -363,36 +362,36 @@ class Run:
             out["fsdp all-gather, backward"] = blocks * backwards, data
             once = cfg.pp > 1 or not cfg.fsdp_reshard
             out["fsdp reduce-scatter"] = others * total * 4 * (1 if once else steps), data
-            out["hsdp all-reduce"] = 2 * ring_share(r.dp_replicate) * total * 4, r.group("dp_replicate")
+            out["hsdp all-reduce"] = 2 * ring_share(layout.dp_replicate) * total * 4, layout.group("dp_replicate")
         else:
             out["ddp all-reduce"] = 2 * ring_share(data[0]) * total * 4, data
         sent = defaultdict(float)
         for cost in [block_costs[layer] for layer in stage.blocks] + before * stage.first + [loss] * stage.last:
             for kind, n in cost.sent.items():
                 sent[kind] += n * steps
-        if r.tp > 1:
+        if layout.tp > 1:
             dims = {name: tensor_parallel.sharded_dim(self.model, name) for name in stage.shapes}
             uncut = sum(shard_numel(shape, self.shards) for name, shape in stage.shapes.items() if dims[name] is None)
-            sent["tp all-reduce"] += 2 * ring_share(r.tp) * 4 * uncut  # gradients of parameters that tp does not cut
-        out |= {kind: (n, r.group(kind[:2])) for kind, n in sent.items()}
+            sent["tp all-reduce"] += 2 * ring_share(layout.tp) * 4 * uncut  # gradients of uncut parameters
+        out |= {kind: (n, layout.group(kind[:2])) for kind, n in sent.items()}
         if cfg.pp > 1:
             streams = steps * (2 - stage.first - stage.last)  # forward to the next stage, backward to the previous one
             n = streams * self.stream(cfg.batch_size, self.lengths[0]).nbytes
             if cfg.tie_weights and (stage.first or stage.last):
                 n += 4 * shard_numel(stage.shapes["wte.weight"], self.shards)
-            out["pp point to point"] = n, r.group("pp")
+            out["pp point to point"] = n, layout.group("pp")
         if cfg.optimizer == "muon":
             hidden = [stage.shapes[name] for name in self.hidden.keys() & stage.shapes.keys()]
             out["muon all-gather"] = 4 * others * sum(shard_numel(s, self.shards) for s in hidden), data
-            out["muon all-gather over tp"] = 4 * (r.tp - 1) * sum(map(math.prod, hidden)), r.group("tp")
+            out["muon all-gather over tp"] = 4 * (layout.tp - 1) * sum(map(math.prod, hidden)), layout.group("tp")
         return {kind: each for kind, each in out.items() if each[0]}
 
     def matmul_flops(self, stage: Stage) -> float:
         """Matmul FLOPs of a rank in a step: forward, backward and recomputation."""
-        cfg, r = self.cfg, self.r
+        cfg, layout = self.cfg, self.layout
         blocks = (self.flops - self.head_flops) * len(stage.blocks) / cfg.n_layer
         sequence = blocks * RECOMPUTE[cfg.activation_checkpoint] + self.head_flops * stage.last
-        return sequence * cfg.batch_size * r.micro_steps / (r.cp * r.tp)
+        return sequence * cfg.batch_size * layout.micro_steps / (layout.cp * layout.tp)
 
 
 def gpu_norm(m: nn.LayerNorm | nn.RMSNorm, wide: bool, x: Tensor) -> Tensor:

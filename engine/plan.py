@@ -14,7 +14,7 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engine.costs import RECOMPUTE, STATES, Layout, PartCosts, Run, Stage, fake_groups, layout
+from engine.costs import RECOMPUTE, STATES, Layout, PartCosts, Run, Stage, fake_groups, layout_of
 from engine.errors import require
 from engine.metrics import gpu_peak
 
@@ -79,7 +79,7 @@ class Plan:
 
 def estimate(cfg) -> Plan:
     """The plan of a run; ValueError if its flags contradict each other. cfg.vocab_size must be known."""
-    r, gpu = layout(cfg), GPU[cfg.gpu]
+    layout, gpu = layout_of(cfg), GPU[cfg.gpu]
     for fact, n, most in (
         (f"n_layer={cfg.n_layer}", cfg.n_layer + cfg.n_encoder_layer, 1024),
         (f"block_size={cfg.block_size}", cfg.block_size, 2**24),
@@ -87,9 +87,9 @@ def estimate(cfg) -> Plan:
     ):
         require(n <= most, f"{fact} takes too long to plan; lower it to at most {most}")
     usable = int(USABLE * gpu.memory)
-    with warnings.catch_warnings(), fake_groups(r) as groups, FakeTensorMode():
+    with warnings.catch_warnings(), fake_groups(layout) as groups, FakeTensorMode():
         warnings.simplefilter("ignore")  # announcements of changes in PyTorch
-        run = Run(cfg, r, *groups)
+        run = Run(cfg, layout, *groups)
         peak = gpu_peak(cfg.gpu, run.dtype)
         costs = run.part_costs(cfg.batch_size)
         memory = run.memory(costs)
@@ -99,7 +99,7 @@ def estimate(cfg) -> Plan:
     step, tokens = sum(seconds.values()), cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     flops = run.flops / cfg.block_size
     return Plan(
-        cfg, r, str(run.dtype)[6:], peak, run.n_params, flops, tokens, memory, run.gpu_bytes(memory),
+        cfg, layout, str(run.dtype)[6:], peak, run.n_params, flops, tokens, memory, run.gpu_bytes(memory),
         run.host_bytes(memory), usable, most, traffic, seconds, step, flops * tokens / (cfg.world_size * peak * step),
     )  # fmt: skip
 
@@ -126,22 +126,22 @@ def step_time(
     run: Run, stage: Stage, costs: PartCosts, gpu: Gpu, peak: float
 ) -> tuple[dict[str, Traffic], dict[str, float]]:
     """(traffic of a rank of the stage, seconds of its step by cause)."""
-    cfg, r, speed = run.cfg, run.r, gpu.achieved * peak
+    cfg, layout, speed = run.cfg, run.layout, gpu.achieved * peak
     traffic = {}
     for kind, (n, group) in run.traffic(stage, costs).items():
         traffic[kind] = Traffic(n, group[0], bandwidth(gpu, *group), n / bandwidth(gpu, *group))
     data = sum(each.seconds for kind, each in traffic.items() if kind.startswith(("fsdp", "hsdp", "ddp")))
     compute, rest = run.matmul_flops(stage) / speed, sum(each.seconds for each in traffic.values()) - data
-    hidden = OVERLAP * compute * (1 if run.fsdp else 2 / 3 / r.micro_steps)  # DDP sends in the last backward only
+    hidden = OVERLAP * compute * (1 if run.fsdp else 2 / 3 / layout.micro_steps)  # DDP sends in the last backward only
     seconds = {
         "computation": compute,
         "traffic of tp, cp, pp and Muon": rest,
-        "bubble of the pipeline": (compute + rest) * (cfg.pp - 1) / r.micro_steps,
+        "bubble of the pipeline": (compute + rest) * (cfg.pp - 1) / layout.micro_steps,
         "traffic of data ranks, not hidden": max(0.0, data - hidden),
         "Muon's matmuls": run.muon_update(stage)[1] / speed if cfg.optimizer == "muon" else 0.0,
     }
     if run.offload:  # parameters go up for each gather, gradients down; AdamW reads and writes 7 numbers per parameter
-        passes = (1 + cfg.fsdp_reshard) * r.micro_steps + 1 + 7
+        passes = (1 + cfg.fsdp_reshard) * layout.micro_steps + 1 + 7
         seconds["offload to the host"] = passes * run.static_memory(stage)["parameters"] / HOST
     return traffic, {kind: time for kind, time in seconds.items() if time}
 
@@ -152,12 +152,12 @@ def step_time(
 
 def report(plan: Plan) -> str:
     """The plan as a table to print, at most 45 lines."""
-    cfg, r, gpu = plan.cfg, plan.layout, GPU[plan.cfg.gpu]
-    degrees = {name: getattr(r, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    cfg, layout, gpu = plan.cfg, plan.layout, GPU[plan.cfg.gpu]
+    degrees = {name: getattr(layout, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     if cfg.parallel == "ddp":
         degrees = {"copies" if name == "dp_shard" else name: n for name, n in degrees.items()}
     mesh = " x ".join(f"{name}={n}" for name, n in degrees.items() if n > 1) or "one rank"
-    data = r.dp_replicate * r.dp_shard
+    data = layout.dp_replicate * layout.dp_shard
     tokens, days = plan.tokens_per_step * cfg.max_iters, plan.step * cfg.max_iters / 86400
     fit = "it fits" if plan.total <= plan.usable else "it DOES NOT FIT"
     most = f"batch_size={plan.largest_batch} is the largest that does" if plan.largest_batch else "no batch_size does"
@@ -165,7 +165,7 @@ def report(plan: Plan) -> str:
         f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e9:,.4g} GFLOP per token forward and backward",
         f"{cfg.world_size:,} x {cfg.gpu}: {mesh}; parallel={cfg.parallel}, optimizer={cfg.optimizer}, "
         f"activation_checkpoint={cfg.activation_checkpoint}",
-        f"{plan.tokens_per_step:,} tokens a step: {data:,} data ranks x {r.micro_steps} micro-steps x "
+        f"{plan.tokens_per_step:,} tokens a step: {data:,} data ranks x {layout.micro_steps} micro-steps x "
         f"batch_size={cfg.batch_size} x {cfg.block_size:,} tokens",
         "",
         "memory of a rank                            GiB",

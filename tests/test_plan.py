@@ -161,7 +161,7 @@ def test_states_of_one_rank(flags, optimizer):
 def test_stages_have_what_the_pipeline_leaves_them(tied):
     cfg = config(n_layer=7, pp=3, world_size=3, tie_weights=tied)
     model = Model(cfg)
-    r = costs.layout(cfg)
+    r = costs.layout_of(cfg)
     with costs.fake_groups(r) as groups, FakeTensorMode():
         stages = costs.Run(cfg, r, *groups).stages
     for i, stage in enumerate(stages):
@@ -293,7 +293,7 @@ def test_a_pipeline_holds_micro_batches():
 def test_the_loss_of_many_tokens():
     """Measured on few tokens and continued, it is what all of them give."""
     cfg = config(vocab_size=4096, loss_chunk=8, tp=2, world_size=2)
-    r = costs.layout(cfg)
+    r = costs.layout_of(cfg)
     with costs.fake_groups(r) as groups, FakeTensorMode():
         run = costs.Run(cfg, r, *groups)
         continued, model, targets = run.loss_cost(5), run.model, torch.zeros(5, 32, dtype=torch.int64)
@@ -409,7 +409,7 @@ def test_bandwidth(ranks, distance, expected):
 def test_muon_multiplies():
     """Five times X X^T, its square and a product with X, of each logical matrix: q, k, v, out, up and down."""
     cfg = config(optimizer="muon", norm="none", norm_placement="none", mlp="relu")
-    r = costs.layout(cfg)
+    r = costs.layout_of(cfg)
     with costs.fake_groups(r) as groups, FakeTensorMode():
         run = costs.Run(cfg, r, *groups)
     square, tall = 2 * 3 * 64**3, 2 * (2 * 64 * 256 * 64 + 64**3)
