@@ -293,11 +293,9 @@ ANGLE = {"mps": torch.float32, "cpu": torch.float64, "cuda": torch.float64, "met
 
 
 class AttentionPosition(nn.Module):
-    """Returns q (B, H, T, D), k and v (B, Hkv, T, D) unchanged; the base class of encodings that act on them.
-
-    Every layer has its own instance, which may have parameters. table(t) must not depend on them: it is computed once
-    per forward, by the first layer's instance, for all layers.
-    """
+    """Returns q (B, H, T, D), k and v (B, Hkv, T, D) unchanged; the base class of encodings that act on them. Every
+    layer has its own instance, which may have parameters. table(t) must not depend on them: the first layer's instance
+    computes it once per forward, for all layers."""
 
     head_entries = 0  # number of entries, at the front of the table, that have a row for each head
 
@@ -384,7 +382,7 @@ class TwoSidedAlibi(AttentionPosition):
 
 
 def alibi_slopes(n_head: int, device: torch.device | str = "cpu") -> Tensor:
-    """Slopes (H,): 2^(-8i/H), i = 1..H. If H is no power of two: those of the power p below, then every other of 2p."""
+    """Slopes (H,): 2^(-8i/H), i = 1..H. If H is no power of two: the slopes of the power p below, then half of 2p's."""
     p = 2 ** int(math.log2(n_head))
     i = torch.arange(n_head, device=device)
     return torch.exp2(-8 * torch.where(i < p, (i + 1) / p, (2 * (i - p) + 1) / (2 * p)))
@@ -456,10 +454,10 @@ Slots = tuple[Tensor, Tensor] | None  # keys and values (Hkv, M, E) without posi
 def mix(
     q: Tensor, k: Tensor, v: Tensor, head_dim: int, mask: Mask, softcap=0.0, dropout=0.0, slots: Slots = None
 ) -> Tensor:
-    """Attention softmax(cap(q k^T / sqrt(D))) v over the keys that the mask admits: (B, H, T, E).
+    """Attention softmax(cap(q k^T / sqrt(D))) v over the keys that the mask admits: (B, H, T, E), E >= D = head_dim.
 
-    q (B, H, T, E), k and v (B, Hkv, S, E), E >= D = head_dim. The columns from D on hold a position bias, which is not
-    capped. In causal attention, the queries are the last T of the S positions, as in decoding.
+    q (B, H, T, E), k and v (B, Hkv, S, E). The columns from D on hold a position bias, which is not capped. In causal
+    attention, the queries are the last T of the S positions, as in decoding.
     """
     T, S = q.size(2), k.size(2)
     if T == 1 and mask.causal:
@@ -519,10 +517,8 @@ def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tenso
 
 class JoinedAttention(torch.autograd.Function):
     """One softmax over slots and context: two calls of the CPU's fused kernel, joined by their normalisers. Given the
-    joint result and normaliser, the kernel's backward computes the right gradients of each part.
-
-    q (B, H, T, E), k and v (B, H, S, E), slot_k and slot_v (B, Hkv, M, E).
-    """
+    joint result and normaliser, the kernel's backward computes the right gradients of each part. q (B, H, T, E), k and
+    v (B, H, S, E), slot_k and slot_v (B, Hkv, M, E)."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, slot_k: Tensor, slot_v: Tensor, scale: float, causal: bool):
@@ -868,11 +864,8 @@ MLP_KIND = {
 
 
 class ParameterPool(nn.Module):
-    """MLP: W_down f(W_up x), or W_down (f(W_gate x) * W_up x), in independent groups of channels.
-
-    W_gate and W_up are one weight. Its rows alternate between `unit` gates and `unit` values, so that tensor
-    parallelism can cut between them.
-    """
+    """MLP: W_down f(W_up x), or W_down (f(W_gate x) * W_up x), in independent groups of channels. One weight has `unit`
+    rows of W_gate and of W_up in turn, so that tensor parallelism can cut between them."""
 
     def __init__(self, cfg: ModelConfig, groups: int = 1):
         super().__init__()
@@ -1018,8 +1011,8 @@ def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of the cross entropies of logits x W^T, which never exist as (N, V): the forward computes loss and gradients
-    chunk by chunk. of_chunk is chunk_loss, perhaps compiled. The backward scales the gradients, for a gradient scaler.
-    """
+    chunk by chunk. of_chunk is chunk_loss, perhaps compiled. Only the backward scales the gradients, so that a gradient
+    scaler protects them in float16."""
 
     @staticmethod
     def forward(
@@ -1269,7 +1262,7 @@ class Model(Stack):
 
     def flops(self, T: int, source: int = 0) -> int:
         """Matmul FLOPs of forward and backward for a sequence of T tokens and its source: 6 per token and weight (the
-        head counts, the embedding does not), plus 3 times those of attention's forward (PaLM, appendix B)."""
+        head counts, the embedding does not), plus 3 times attention's forward (PaLM, appendix B)."""
         head = 6 * self.head.weight.numel() * T
         return head + self.stack_flops(T, source) + (self.encoder.stack_flops(source, 0) if self.encoder else 0)
 

@@ -8,8 +8,8 @@ So the queries of every rank see equally many keys, and attention takes equally 
 
 Attention gathers the keys and values of all pieces (arXiv:2407.21783, section 3.3.2) where decoding has its cache:
 after the position encoding, so a piece's keys equal those of the uncut text. For each piece, the keys end where the
-piece ends, and its queries are the last positions of these keys. The losses and gradients of the ranks are averaged as
-those of data-parallel ranks are.
+piece ends, and its queries are the last positions of these keys. Losses and gradients are averaged over the ranks, as
+over data-parallel ranks.
 """
 
 import math

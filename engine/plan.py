@@ -3,8 +3,8 @@
     plan = estimate(cfg)      # for cfg.world_size GPUs of the kind cfg.gpu; opens no data and needs no other rank
     print(report(plan))
 
-costs.py counts bytes and FLOPs; this file turns them into seconds. Memory is that of the pipeline stage that needs
-most, and time that of the slowest stage. GB are 1e9 bytes, GiB are 2**30 bytes.
+costs.py counts bytes and FLOPs; this file turns them into seconds. With a pipeline, memory is planned for the stage
+that needs most, and time for the slowest stage. GB are 1e9 bytes, GiB are 2**30 bytes.
 """
 
 import warnings
@@ -57,7 +57,7 @@ class Traffic:
 
 @dataclass
 class Plan:
-    """The estimates for one run. Figures of a rank are those of the rank that needs most."""
+    """The estimates for one run. Figures per rank describe the rank that needs most."""
 
     cfg: Any  # the run's flags
     layout: Layout

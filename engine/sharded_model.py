@@ -55,7 +55,7 @@ def copy_local_shard_(x: Tensor, full: Tensor, like: Tensor):
 def recompute(block: nn.Module, kind: str):
     """Make the block's backward recompute the forward's results instead of keeping them (arXiv:1604.06174).
 
-    kind    selective: all results but those of KEPT; full: all results
+    kind    selective: all results except of the operations in KEPT; full: all results
     """
     forward = block.forward
     options = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if kind == "selective" else {}
