@@ -35,7 +35,7 @@ def check(cfg, n: int):
     if cfg.block_size % unit:
         above = -(-cfg.block_size // unit) * unit
         raise ValueError(
-            f"cp={n}, with two pieces per rank, and tp={cfg.tp} do not divide block_size={cfg.block_size}; "
+            f"cp={n}, two pieces per rank, and tp={cfg.tp} do not divide block_size={cfg.block_size}; "
             f"set --block_size={above}"
         )
 
