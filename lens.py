@@ -35,7 +35,7 @@ def contextual_mlp(
         bias                hidden_i = exp(b_i . x_t + c_i), where c_i comes from the bias of W_Q
         qk_norm             b_i includes the norms' gains and the RMS of this query
         attn_softcap=c      hidden_i = exp(c tanh(b_i . x_t / c))
-        simplified blocks   hidden_i = beta exp(b_i . x_t) + Z (alpha [i = t] - gamma C_ti)
+        simplified blocks   hidden_i = beta exp(b_i . x_t) + Z (alpha [i = t] - gamma U_ti)
 
     The model must be in eval mode; a score above 88 overflows in float32. ValueError if layer, head or position does
     not exist, or if a class of the head or of its position is not in KNOWN.

@@ -37,8 +37,10 @@ Seams. Other files replace or wrap these attributes and nothing else:
     Model.embed                      pipeline stages, context parallelism       (B, T) ids -> stream (B, T, C), t (T,)
     Model.loss, .tie                 tensor parallelism, pipeline stages        mean in nats; ends share one tensor
     Model.chunk_loss, a block        compilation, recomputation                 same result
-    Model.pos, .wte, .first_norm     pipeline stages, tensor parallelism        shapes
-    Model.norm, .head                pipeline stages                            shapes
+    Model.pos, .wte, .first_norm     pipeline stages; tensor, context par.      shapes
+    Model.norm, .head, .blocks       pipeline stages, which delete others       shapes; a block keeps its name
+    Model.init_weights, .dropout     plan (engine/costs.py), on fake tensors    shapes
+    parameters                       tensor parallelism: slices; plan: dtypes   names
     Stack.position_table             tensor parallelism: rows of its heads      as AttentionPosition.table
     forward of norms and layers      FSDP, tensor parallelism                   same result, or one term of a sum
     Heads.cache, .mix                decoding, context parallelism              as KVCache.extend, as Heads.mix
@@ -142,8 +144,8 @@ class ModelConfig:
         require(pos != "sinusoidal" or C % 2 == 0, f"pos=sinusoidal needs an even n_embd, and it is {C}")
         require(
             not self.doc_positions or pos in ("learned", "sinusoidal"),
-            f"doc_positions=True with pos={pos}: it moves embeddings of positions, and here there are only distances, "
-            "which a document does not change; leave doc_positions out, or set pos=learned",
+            f"doc_positions=True has no effect with pos={pos}, which encodes distances of tokens or nothing; leave it "
+            "out, or set pos=learned",
         )
         letters = f"window_pattern={pattern!r} may hold only S (sliding) and L (full), such as SSSL"
         require(set(pattern) <= set("SL"), letters)
@@ -167,10 +169,8 @@ class ModelConfig:
     def hidden_dim(self) -> int:
         """F: mlp_ratio * C (2/3 of it for gated kinds), rounded to a multiple of 64 if C is a multiple of 64."""
         width = self.mlp_ratio * self.n_embd * (2 / 3 if MLP_KIND[self.mlp].inputs == 2 else 1)
-        width = max(self.hidden_unit, round(width / self.hidden_unit) * self.hidden_unit)
-        # a superblock's width is divisible by its groups, and by tp wherever the key/value heads are
-        slices = math.lcm(self.kv_heads, self.n_group) if self.block == "superblock" else 1
-        return -(-width // slices) * slices
+        unit = math.lcm(self.hidden_unit, self.n_group)  # every group of channels gets an equal slice
+        return max(unit, round(width / unit) * unit)
 
     @property
     def hidden_unit(self) -> int:
@@ -285,11 +285,9 @@ class SinusoidalEmbedding(NoEmbedding):
 
 def outer_angles(t: Tensor, width: int, theta: float) -> Tensor:
     """t_i * theta^(-2j/width): (..., T) -> (..., T, width/2). float64 keeps the phase of far positions exact."""
-    frequency = theta ** (-torch.arange(0, width, 2, device=t.device, dtype=ANGLE[t.device.type]) / width)
+    dtype = torch.float32 if t.device.type == "mps" else torch.float64  # MPS has no float64
+    frequency = theta ** (-torch.arange(0, width, 2, device=t.device, dtype=dtype) / width)
     return t.to(frequency.dtype)[..., None] * frequency
-
-
-ANGLE = {"mps": torch.float32, "cpu": torch.float64, "cuda": torch.float64, "meta": torch.float64}
 
 
 class AttentionPosition(nn.Module):
@@ -329,8 +327,9 @@ class Rope(AttentionPosition):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = table  # the products are computed in their dtype
-        q, k = ((x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin).to(x.dtype) for x in (q, k))
-        return q, k, v
+        half = q.size(-1) // 2
+        turned_q, turned_k = q * cos + q.roll(half, dims=-1) * sin, k * cos + k.roll(half, dims=-1) * sin
+        return turned_q.to(q.dtype), turned_k.to(k.dtype), v
 
 
 class Alibi(AttentionPosition):
@@ -339,7 +338,9 @@ class Alibi(AttentionPosition):
     Softmax ignores a constant per row, so adding m_h j is enough. Extra columns of q and k give this dot product:
 
         q   256 m_h, m_h, 256 m_h (i // 256), m_h (i % 256)   times sqrt(D)
-        k   j // 256, j % 256, 0, 0   (slots: 0, 0, 1, 1, so that their scores have the row's constant m_h i too)
+        k   j // 256, j % 256, 0, 0
+
+    A slot has the columns 0, 0, 1, 1. Its score then contains m_h i, as all scores of query i do; softmax cancels it.
 
     Each is exact in bfloat16. v is padded with zeros to the same width E, a multiple of 8 as the fused kernels need;
     Heads drops these columns of the result.
@@ -424,7 +425,7 @@ class Mask(NamedTuple):
 
 
 def attention_kernel(
-    mask: Mask, T: int, S: int, biased: bool, slots: bool, softcap: float, dropout: float, device: str, flash: bool
+    mask: Mask, T: int, S: int, slots: bool, softcap: float, dropout: float, device: str, flash: bool
 ) -> str:
     """Name of the kernel for the attention of T queries to S keys. No kernel makes a (T, S) matrix.
 
@@ -433,12 +434,13 @@ def attention_kernel(
     window    causal, each query sees the last W keys                           a (W, 2W) mask; two fused calls
     flash     causal, T < S, bfloat16 on CUDA                                   none: one fused call
     joined    slots, or causal with T < S, on a CPU, without a window           none: two fused calls
-    strips    documents or slopes (biased), or none of the others               a (128, S) mask; a fused call per strip
+    strips    documents or slopes, or none of the others                        a (128, S) mask; a fused call per strip
     naive     a softcap, or dropout on a CPU: no fused kernel has them          (128, S) scores per strip
 
-    flash: whether CUDA's flash operator accepts the dtype and the width of the queries.
+    flash: see takes_flash.
     """
     past = S - T if mask.causal else 0  # keys before the first query
+    biased = mask.docs is not None or mask.slopes is not None
     if softcap or (dropout and device == "cpu"):
         return "naive"
     if not (biased or slots or past or (mask.window and not mask.causal)):
@@ -466,9 +468,8 @@ def mix(
         mask, S = Mask(False, 0, docs, mask.slopes), k.size(2)
     mask = mask._replace(window=mask.window if mask.window < S else 0)
     device, scale = q.device.type, head_dim**-0.5
-    flash = device == "cuda" and matmul_dtype(q) == torch.bfloat16 and q.size(3) in range(8, 257, 8)
-    biased = mask.docs is not None or mask.slopes is not None
-    kernel = attention_kernel(mask, T, S, biased, slots is not None, softcap, dropout, device, flash)
+    flash = takes_flash(device, matmul_dtype(q), q.size(3))
+    kernel = attention_kernel(mask, T, S, slots is not None, softcap, dropout, device, flash)
     sdpa = partial(fused_attention, scale=scale, dropout_p=dropout)
     if kernel == "full":
         return sdpa(q, k, v, is_causal=mask.causal)
@@ -487,6 +488,11 @@ def mix(
         return JoinedAttention.apply(q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always), scale, mask.causal)
     attend = sdpa if kernel == "strips" else partial(naive_attention, head_dim, softcap, dropout)
     return strip_attention(attend, q, k, v, mask, slots)
+
+
+def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
+    """Whether CUDA's flash operator accepts queries of this dtype and width."""
+    return device == "cuda" and dtype == torch.bfloat16 and width in range(8, 257, 8)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
@@ -758,12 +764,13 @@ class Heads(nn.Module):
         parts = x.unflatten(-1, (-1, sum(sizes), self.head_dim)).split(sizes, dim=3)
         return tuple(part.flatten(2, 3).transpose(1, 2) for part in parts)
 
-    def kernel(self, T: int, S: int, device: str, flash: bool) -> str:
+    def kernel(self, T: int, S: int, device: str, dtype: torch.dtype) -> str:
         """The kernel of attention_kernel that T queries and S keys take in training."""
-        slopes = self.position.slopes(self.position.table(torch.arange(1), torch.float32)) is not None
-        mask = Mask(self.causal, self.window if self.window < S else 0, None, None)
-        slots, biased = "slot_k" in self.per_head, slopes or self.doc_mask
-        return attention_kernel(mask, T, S, biased, slots, self.softcap, self.dropout, device, flash)
+        table, q = self.position.table(torch.arange(1), torch.float32), torch.empty(1, self.n_head, 1, self.head_dim)
+        width, docs = self.position(q, q, q, table)[0].size(-1), (q, q) if self.doc_mask else None
+        mask = Mask(self.causal, self.window if self.window < S else 0, docs, self.position.slopes(table))
+        flash, slots = takes_flash(device, dtype, width), isinstance(self, SlotPool)
+        return attention_kernel(mask, T, S, slots, self.softcap, self.dropout, device, flash)
 
     def flops(self, T: int, S: int) -> int:
         """Matmul FLOPs of scores and weighted sums, forward and backward, for T tokens of the stream and S of the
@@ -853,6 +860,8 @@ class MemoryPool(Heads):
         return 12 * T * self.n_head * self.head_dim * S
 
 
+HEADS = {"context": ContextPool, "slots": SlotPool, "shaped": ShapedPool, "memory": MemoryPool}
+
 Kind = namedtuple("Kind", "f inputs", defaults=[1])  # f maps `inputs` tensors (..., F) to one (..., F)
 MLP_KIND = {
     "gelu": Kind(F.gelu),
@@ -899,10 +908,11 @@ class Sum(nn.Module):
     def __init__(self, cfg: ModelConfig, skip: int | str = 1, gains: dict[str, float] | None = None, **readers):
         super().__init__()
         self.before, self.after, self.total = (norm(cfg, role) for role in ("before", "after", "total"))
-        each = [Gain(gains[name]) if gains and name in gains else nn.Identity() for name in readers]
-        inner, outer = ([nn.Identity()], each) if len(each) == 1 else (each, [nn.Identity()])
-        self.gains, self.gain = nn.ModuleList(inner), outer[0]
-        self.skip = {1: nn.Identity(), 0: None, "learned": Gain(1.0)}[skip]
+        require(set(gains or ()) <= set(readers), f"gains={gains} must have the names of readers: {', '.join(readers)}")
+        each = [Gain(gains[name]) if name in gains else nn.Identity() for name in readers] if gains else []
+        self.gain = each[0] if len(each) == 1 else None
+        self.gains = nn.ModuleList(each) if len(each) > 1 else None
+        self.skip = Gain(1.0) if skip == "learned" else bool(skip)
         self.dropout, self.names = cfg.dropout, tuple(readers)
         for name, reader in readers.items():
             require(not hasattr(self, name), f"a reader cannot have the name {name!r}, which a sum has for itself")
@@ -910,19 +920,24 @@ class Sum(nn.Module):
 
     def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
         x = self.before(s)
-        readers = zip(self.gains, self.names, strict=True)
-        y = reduce(add, [gain(getattr(self, name)(x, inputs)) for gain, name in readers])
-        y = self.gain(self.after(F.dropout(y, self.dropout, self.training)))
-        return self.total(y if self.skip is None else self.skip(s) + y)
+        y = [F.dropout(getattr(self, name)(x, inputs), self.dropout, self.training) for name in self.names]
+        if self.gains is not None:
+            y = [gain(part) for gain, part in zip(self.gains, y, strict=True)]
+        y = self.after(reduce(add, y))
+        if self.gain is not None:
+            y = self.gain(y)
+        if self.skip:
+            y = y + (s if self.skip is True else self.skip(s))
+        return self.total(y)
 
 
 def attention(cfg: ModelConfig, layer: int) -> Heads:
-    return (SlotPool if cfg.slots else ContextPool)(cfg, layer)
+    return HEADS["slots" if cfg.slots else "context"](cfg, layer)
 
 
 def cross(cfg: ModelConfig, layer: int) -> dict[str, Heads]:
     """Cross-attention, if there is an encoder. Block leaves out a sum without readers."""
-    return {"cross": MemoryPool(cfg, layer)} if cfg.objective == "seq2seq" else {}
+    return {"cross": HEADS["memory"](cfg, layer)} if cfg.objective == "seq2seq" else {}
 
 
 def standard(cfg: ModelConfig, layer: int) -> list[Sum]:
@@ -937,7 +952,7 @@ def parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
 
 def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n1(s));  s = g_S s + b_FF M(n2(s)): no skip around attention (SAS, arXiv:2311.01906)."""
-    attn = Sum(cfg, skip=0, gains={"attn": 1.0}, attn=ShapedPool(cfg, layer))
+    attn = Sum(cfg, skip=0, gains={"attn": 1.0}, attn=HEADS["shaped"](cfg, layer))
     mlp = Sum(cfg, skip="learned", gains={"mlp": cfg.simplified_beta_ff}, mlp=ParameterPool(cfg))
     return [attn, Sum(cfg, **cross(cfg, layer)), mlp]
 
@@ -945,7 +960,7 @@ def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
 def simplified_parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n(s)) + b_FF M(n(s)): no skip at all (SAS-P, arXiv:2311.01906)."""
     gains = {"attn": 1.0, "mlp": cfg.simplified_beta_ff}
-    both = Sum(cfg, skip=0, gains=gains, attn=ShapedPool(cfg, layer), mlp=ParameterPool(cfg))
+    both = Sum(cfg, skip=0, gains=gains, attn=HEADS["shaped"](cfg, layer), mlp=ParameterPool(cfg))
     return [Sum(cfg, **cross(cfg, layer)), both]
 
 
@@ -954,18 +969,11 @@ def superblock(cfg: ModelConfig, layer: int) -> list[Sum]:
     order. With pool=joint, slots in the softmax of A replace M."""
     mlp = {"mlp": ParameterPool(cfg, cfg.n_group)} if cfg.pool == "separate" else {}
     pools = {"attn": attention(cfg, layer)} | cross(cfg, layer) | mlp
-    return (
-        [Sum(cfg, **pools)] if cfg.wiring == "parallel" else [Sum(cfg, **{name: pool}) for name, pool in pools.items()]
-    )
+    sums = [pools] if cfg.wiring == "parallel" else [{name: pool} for name, pool in pools.items()]
+    return [Sum(cfg, **each) for each in sums]
 
 
-BLOCK: dict[str, Callable[[ModelConfig, int], list[Sum]]] = {
-    "standard": standard,
-    "parallel": parallel,
-    "simplified": simplified,
-    "simplified_parallel": simplified_parallel,
-    "superblock": superblock,
-}
+BLOCK = {f.__name__: f for f in (standard, parallel, simplified, simplified_parallel, superblock)}
 
 
 class Block(nn.Module):
@@ -976,6 +984,8 @@ class Block(nn.Module):
         self.sums = nn.ModuleList(each for each in BLOCK[cfg.block](cfg, layer) if each.names)
         names = [name for each in self.sums for name in each.names]  # initial weights depend on the names
         require(len(set(names)) == len(names), f"block={cfg.block} has two readers of one name: {', '.join(names)}")
+        plain = [name for name, m in self.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, Linear)]
+        require(not plain, f"block={cfg.block} has plain nn.Linear layers: {', '.join(plain)}; use Linear, with a role")
 
     def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
         for each in self.sums:
@@ -1011,8 +1021,8 @@ def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of the cross entropies of logits x W^T, which never exist as (N, V): the forward computes loss and gradients
-    chunk by chunk. of_chunk is chunk_loss, perhaps compiled. Only the backward scales the gradients, so that a gradient
-    scaler protects them in float16."""
+    chunk by chunk. of_chunk is chunk_loss, perhaps compiled. The gradients are stored unscaled; the backward multiplies
+    them by the incoming gradient, which contains the loss scale of float16."""
 
     @staticmethod
     def forward(
@@ -1051,8 +1061,8 @@ def normal(
 ) -> Tensor:
     """float32 numbers from N(0, 1): the part with shape `size`, from index `start` on, of an array of `shape`.
 
-    A number depends only on the key and its place in the array. Their hash gives two uniform 32-bit numbers, which Box
-    and Muller's formula turns into a normal one. float64 makes the float32 results almost always equal on all devices.
+    A number depends only on the key and its place in the array. A hash of both gives two uniform 32-bit numbers, which
+    Box and Muller's formula turns into a normal one. float64 makes the results almost always equal on all devices.
     """
     first = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -1269,10 +1279,10 @@ class Model(Stack):
     def attention_kernels(self, T: int, source: int, device: str, dtype: torch.dtype, pieces: int = 1) -> str:
         """The kernels of attention_kernel in training on T tokens and a source, with their numbers of layers. Context
         parallelism computes the queries of a text in `pieces`."""
-        flash, counts = device == "cuda" and dtype == torch.bfloat16 and self.cfg.head_dim % 8 == 0, Counter()
+        counts = Counter()
         for name, m in self.named_modules():
             if isinstance(m, Heads):
                 queries = source if name.startswith("encoder.") else T
                 keys = source if isinstance(m, MemoryPool) else queries
-                counts[m.kernel(queries // pieces, keys, device, flash)] += 1
+                counts[m.kernel(queries // pieces, keys, device, dtype)] += 1
         return ", ".join(f"{kernel} ({n} layer{'s' * (n > 1)})" for kernel, n in counts.items())

@@ -7,7 +7,8 @@
     python train.py config/x.py --init_from=nanogpt:ckpt.pt           # starts from nanoGPT's weights
 
 Watch it with tensorboard --logdir=out/x. SIGINT (Ctrl-C) and SIGTERM finish the step, or leave the evaluation, save and
-exit. A second signal ends the run at once; so does the first one before a step is done, when there is nothing to save.
+exit. A second signal ends the run at once. Before the first step is done there is nothing to save, so there the first
+signal ends it already.
 """
 
 import signal
@@ -86,7 +87,8 @@ def train(run: "Run"):
         is_new = is_best or run.step != checkpoints.last_queued_step
         if is_new and (stopping or worth_saving or at_interval):
             run.save(val_loss if is_best else None)
-            # The first call returns the ranks' exchange of before the save, the second one that of after it.
+            # agreed() returns what the ranks exchanged in the call before: so the first call reports the signals from
+            # before the save, and the second one those that came during it.
             stopping = stopping or stop.agreed() or stop.agreed()
 
         if stopping or run.step >= cfg.max_iters:

@@ -241,8 +241,8 @@ def fresh_store(rank: int, size: int) -> dist.Store:
     torchrun --max-restarts uses the same store for all starts. A rank could look up the address of a process that has
     died, and wait for ever. (The variable TORCHELASTIC_RESTART_COUNT does not help, because each node counts its own
     restarts.) So each rank chooses a random name, and the hash of all names is the prefix of this start's keys. A rank
-    may have read an old name of another rank. It knows that it has not when all ranks have read the same names: then
-    each of them has read the new name of every rank, because every rank has read its own new name.
+    may have read an old name of another rank. But every rank reads its own new name, so if all ranks have read the same
+    list, the list has only new names.
     """
     store, _, _ = next(rendezvous("env://", rank, size))
     store.set(f"name_{rank}", uuid.uuid4().hex)

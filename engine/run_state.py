@@ -95,7 +95,7 @@ def initialize(cfg, sharded: ShardedModel):
 
 
 def run_tensors(sharded: ShardedModel, optimizer: optim.Optimizer) -> dict[str, Tensor]:
-    """The parameters and the optimizer's state by name. They share storage with the run: to save, or to load into."""
+    """The parameters and the optimizer's state by name. They share storage with the run, to be saved or loaded."""
     parameters = dict(sharded.model.named_parameters())
     tensors = {f"model.{name}": sharded.as_global(name, p.detach()) for name, p in parameters.items()}
     for name, t in optimizer.state_tensors(sharded.model).items():

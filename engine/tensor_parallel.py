@@ -11,8 +11,8 @@ heads and hidden units are cut instead:
 
 So each sum costs one all-gather and one reduce-scatter in the forward, and the same in the backward: two pairs per
 layer in a standard block, one pair in a parallel block or a superblock. Between all-gather and reduce-scatter, each
-rank computes one term of a sum over the ranks. So the gradients of parameters that are not cut are such terms too, and
-the caller adds them over the group once per step.
+rank computes one term of a sum over the ranks. So a parameter that is not cut gets only a part of its gradient on each
+rank, and the caller sums these parts over the group once per step.
 
     n ranks of the group   B batch   T time   C width   V vocabulary
 """
@@ -147,6 +147,9 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
     """
     cuts = {name: sharded_dim(model, name) for name, _ in model.named_parameters()}  # may raise before any cut
     n, rank = dist.get_world_size(group), dist.get_rank(group)
+    for name, module in model.named_modules():
+        if (fused := getattr(module, "fused", None)) and fused[1] % n:
+            raise ValueError(f"tp={n} does not divide the {fused[1]} groups of rows of {name}; set another tp")
     for name, dim in cuts.items():
         if dim is not None:
             layer, _, kind = name.rpartition(".")

@@ -65,19 +65,22 @@ FAULTS = [
     ),
     (
         "model.py",
-        """        y = reduce(add, [gain(getattr(self, name)(x, inputs)) for gain, name in readers])
-        y = self.gain(self.after(F.dropout(y, self.dropout, self.training)))
-""",
-        """        y, *others = [gain(getattr(self, name)(x, inputs)) for gain, name in readers]
-        y = self.gain(reduce(add, others, self.after(F.dropout(y, self.dropout, self.training))))
-""",
+        "y = self.after(reduce(add, y))",
+        "y = reduce(add, y[1:], self.after(y[0]))",
         "The norm behind a parallel block's branches (sandwich) covers attention alone and leaves the MLP out.",
         "tests/test_blocks.py::test_norms_around_branches_and_gains",
     ),
     (
         "model.py",
-        "y = self.gain(self.after(F.dropout(y, self.dropout, self.training)))",
-        "y = self.after(self.gain(F.dropout(y, self.dropout, self.training)))",
+        """        y = self.after(reduce(add, y))
+        if self.gain is not None:
+            y = self.gain(y)
+""",
+        """        y = reduce(add, y)
+        if self.gain is not None:
+            y = self.gain(y)
+        y = self.after(y)
+""",
         "The gain b_FF of a simplified block stands inside the sandwich norm, which divides it out again.",
         "tests/test_blocks.py::test_norms_around_branches_and_gains",
     ),

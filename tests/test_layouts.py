@@ -63,7 +63,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "parallel, post": ["--block=parallel", "--norm_placement=post", "--logit_softcap=5.0", "--loss_chunk=7"],
         "values": ["--block=simplified_parallel", "--simplified_value_proj=all", *MUON],
         "joint pool": ["--block=superblock", "--pool=joint", "--pos=alibi", "--window=7"],
-        "series": ["--block=superblock", "--wiring=series", "--mlp=geglu", "--qk_norm=True"],
+        "series": ["--block=superblock", "--wiring=series", "--mlp=geglu", "--qk_norm=True", "--n_embd=48"],
         "masked": ["--objective=masked", "--doc_mask=True", "--doc_positions=True", "--attn_softcap=3.0"],
         "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0", "--pos=alibi", *MUON],
     },
