@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import launch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model
 from configurator import Config
@@ -136,3 +137,37 @@ def test_two_readers_of_one_name_are_refused(monkeypatch):
     monkeypatch.setitem(model.BLOCK, "twice", twice)
     with pytest.raises(ValueError, match="block=twice has two readers of one name: mlp, mlp"):
         model.Model(model.ModelConfig(**SIZES, block="twice"))
+
+
+def pool(cfg):
+    return {"mlp": model.ParameterPool(cfg)}
+
+
+@pytest.mark.parametrize(
+    ("sums", "said"),
+    [
+        (
+            lambda c, i: [model.Sum(c, gains={"mpl": 0.5}, **pool(c))],
+            r"gains=\{'mpl': 0.5\} must have the names of .*mlp",
+        ),
+        (lambda c, i: [model.Sum(c, before=model.ParameterPool(c))], "a reader cannot have the name 'before'"),
+        (lambda c, i: [model.Sum(c, mlp=torch.nn.Linear(32, 32))], r"plain nn.Linear layers: sums\.0\.mlp; use Linear"),
+    ],
+    ids=["gain", "name", "linear"],
+)
+def test_mistakes_in_a_new_block_are_refused_by_name(sums, said, monkeypatch):
+    monkeypatch.setitem(model.BLOCK, "mine", sums)
+    with pytest.raises(ValueError, match=said):
+        model.Model(model.ModelConfig(**SIZES, block="mine"))
+
+
+def test_groups_of_rows_that_tp_does_not_divide_are_refused_by_name():
+    net = model.Model(model.ModelConfig(**SIZES, attention="gqa", n_kv_head=2))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        with pytest.raises(
+            ValueError, match=r"tp=4 does not divide the 2 groups of rows of blocks\.0\.sums\.0\.attn\.qkv"
+        ):
+            tensor_parallel.apply_tensor_parallel(net, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

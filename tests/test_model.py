@@ -625,6 +625,31 @@ def test_the_kernels_of_pieces_of_a_text():
         ({"doc_mask": True}, "cpu", "strips"),
     ):
         assert build(**flags).attention_kernels(12, 0, device, torch.bfloat16, pieces=4) == f"{said} (2 layers)"
+    for pos, said in (("rope", "flash"), ("alibi", "strips")):  # whose columns make queries wider than flash allows
+        wide = build(n_head=1, n_embd=256, pos=pos)
+        assert wide.attention_kernels(12, 0, "cuda", torch.bfloat16, pieces=4) == f"{said} (2 layers)"
+
+
+@pytest.mark.parametrize("block", M.BLOCK)
+@pytest.mark.parametrize("C,H", [(768, 12), (384, 6), (192, 3)])
+def test_gated_mlps_have_one_width_in_all_blocks(block, C, H):
+    """2/3 of 4 C, to the nearest multiple of 64, whatever the number of heads."""
+    with torch.device("meta"):
+        net = Model(ModelConfig(n_layer=1, n_head=H, n_embd=C, vocab_size=64, block=block, mlp="swiglu"))
+    (up,) = [p for name, p in net.named_parameters() if name.endswith("mlp.up.weight")]
+    assert up.shape == (2 * {768: 2048, 384: 1024, 192: 512}[C], C)
+
+
+@pytest.mark.parametrize("block", ["parallel", "superblock"])
+def test_every_reader_has_a_dropout_of_its_own(block):
+    """The branches' sum loses each branch at other places: some entries keep one of the two alone."""
+    net = build(torch.float64, block=block, dropout=0.5, pos="none").train()
+    (both,) = net.blocks[0].sums
+    for name, value in (("attn", 1.0), ("mlp", 10.0)):
+        reader = getattr(both, name)
+        reader.forward = lambda x, inputs, value=value: torch.full_like(x, value)
+    s = torch.zeros(2, 12, net.cfg.n_embd, dtype=torch.float64)
+    assert set(both(s, M.Inputs()).unique().tolist()) == {0.0, 2.0, 20.0, 22.0}
 
 
 def test_the_kernels_of_a_model_on_a_gpu():
