@@ -49,7 +49,7 @@ Seams. Other files replace or wrap these attributes and nothing else:
 import hashlib
 import math
 import re
-from collections import Counter, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -648,10 +648,6 @@ class Linear(nn.Linear):
         self.initial: dict[str, float | Normal] = {"weight": Normal(cfg.initial_std(role))}
         assert fused is None or self.weight.size(fused[0]) == fused[1] * sum(fused[2])
 
-    def flops(self, T: int, S: int) -> int:
-        """Matmul FLOPs of forward and backward for T tokens of the stream and S of the encoder's memory."""
-        return 6 * self.weight.numel() * (S if self.role == "memory" else T)
-
 
 class GroupedLinear(Linear):
     """n independent linear maps of slices, (..., n i) -> (..., n o), with weight (n o, i). The rows of each map hold
@@ -740,12 +736,11 @@ class Heads(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
-        self.head_dim, self.n_head, self.causal = cfg.head_dim, cfg.n_head, cfg.objective != "masked"
+        self.head_dim, self.causal = cfg.head_dim, cfg.objective != "masked"
         self.window, self.softcap, self.dropout = cfg.layer_window(layer), cfg.attn_softcap, cfg.dropout
         norms = (nn.RMSNorm(cfg.head_dim, 1e-5) if cfg.qk_norm else nn.Identity() for _ in range(2))
         self.q_norm, self.k_norm = (with_role(each, "whole") for each in norms)
-        self.position, self.doc_mask = POSITION[cfg.pos][1](cfg), cfg.doc_mask
-        self.cache = KVCache()
+        self.position, self.cache = POSITION[cfg.pos][1](cfg), KVCache()
         self.out = Linear(cfg, cfg.n_embd, cfg.n_embd, "out")
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
@@ -763,20 +758,6 @@ class Heads(nn.Module):
         """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
         parts = x.unflatten(-1, (-1, sum(sizes), self.head_dim)).split(sizes, dim=3)
         return tuple(part.flatten(2, 3).transpose(1, 2) for part in parts)
-
-    def kernel(self, T: int, S: int, device: str, dtype: torch.dtype) -> str:
-        """The kernel of attention_kernel that T queries and S keys take in training."""
-        table, q = self.position.table(torch.arange(1), torch.float32), torch.empty(1, self.n_head, 1, self.head_dim)
-        width, docs = self.position(q, q, q, table)[0].size(-1), (q, q) if self.doc_mask else None
-        mask = Mask(self.causal, self.window if self.window < S else 0, docs, self.position.slopes(table))
-        flash, slots = takes_flash(device, dtype, width), isinstance(self, SlotPool)
-        return attention_kernel(mask, T, S, slots, self.softcap, self.dropout, device, flash)
-
-    def flops(self, T: int, S: int) -> int:
-        """Matmul FLOPs of scores and weighted sums, forward and backward, for T tokens of the stream and S of the
-        memory; a query counts T keys, or its window (PaLM, appendix B)."""
-        seen = self.window if self.causal else 2 * self.window - 1
-        return 12 * T * self.n_head * self.head_dim * min(T, seen if self.window else T)
 
 
 class ContextPool(Heads):
@@ -805,9 +786,6 @@ class SlotPool(ContextPool):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         slots = self.position.slots(self.k_norm(self.slot_k), self.slot_v)  # each (Hkv, M, E)
         return super().mix(q, k, v, mask, tuple(x.to(k.dtype) for x in slots))
-
-    def flops(self, T: int, S: int) -> int:
-        return super().flops(T, S) + 12 * T * self.n_head * self.slot_k.size(1) * self.head_dim
 
 
 class ShapedPool(Heads):
@@ -855,9 +833,6 @@ class MemoryPool(Heads):
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         return super().forward(x, inputs._replace(docs=inputs.memory_docs))
-
-    def flops(self, T: int, S: int) -> int:
-        return 12 * T * self.n_head * self.head_dim * S
 
 
 HEADS = {"context": ContextPool, "slots": SlotPool, "shaped": ShapedPool, "memory": MemoryPool}
@@ -1111,10 +1086,6 @@ class Stack(nn.Module):
             x = block(x, inputs)
         return self.norm(x)
 
-    def stack_flops(self, T: int, S: int) -> int:
-        """Matmul FLOPs of the blocks, forward and backward, for T tokens and a memory of S tokens."""
-        return sum(m.flops(T, S) for m in self.blocks.modules() if isinstance(m, Linear | Heads))
-
 
 VOCAB_WEIGHTS = ("wte.weight", "head.weight")  # parameters with a row per token id, padding included
 
@@ -1264,25 +1235,6 @@ class Model(Stack):
                 yield token
                 idx = torch.cat((idx, token[:, None]), dim=1)
 
-    # ---- accounting
-
     def n_params(self) -> int:
         """Number of trainable parameters; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
-
-    def flops(self, T: int, source: int = 0) -> int:
-        """Matmul FLOPs of forward and backward for a sequence of T tokens and its source: 6 per token and weight (the
-        head counts, the embedding does not), plus 3 times attention's forward (PaLM, appendix B)."""
-        head = 6 * self.head.weight.numel() * T
-        return head + self.stack_flops(T, source) + (self.encoder.stack_flops(source, 0) if self.encoder else 0)
-
-    def attention_kernels(self, T: int, source: int, device: str, dtype: torch.dtype, pieces: int = 1) -> str:
-        """The kernels of attention_kernel in training on T tokens and a source, with their numbers of layers. Context
-        parallelism computes the queries of a text in `pieces`."""
-        counts = Counter()
-        for name, m in self.named_modules():
-            if isinstance(m, Heads):
-                queries = source if name.startswith("encoder.") else T
-                keys = source if isinstance(m, MemoryPool) else queries
-                counts[m.kernel(queries // pieces, keys, device, dtype)] += 1
-        return ", ".join(f"{kernel} ({n} layer{'s' * (n > 1)})" for kernel, n in counts.items())

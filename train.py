@@ -30,7 +30,7 @@ from configurator import Config, dump, parse
 from data.loader import Loader, count_windows
 from data.objective import OBJECTIVE, Objective
 from data.shards import DataSet, open_data
-from engine import memory, optim, parallel, run_state
+from engine import accounting, memory, optim, parallel, run_state
 from engine.errors import command, require, user_errors
 from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss
 from engine.folder import FolderLock, check_out_dir, replace_flags
@@ -130,10 +130,10 @@ class Run:
 
         with torch.device("meta"):
             whole_model = Model(cfg)
-        self.n_params, self.flops_per_sample = whole_model.n_params(), whole_model.flops(*objective.lengths)
+        self.n_params, self.flops_per_sample = whole_model.n_params(), accounting.flops(whole_model, *objective.lengths)
         pieces = 2 * cfg.cp if cfg.cp > 1 else 1  # of each text
-        self.attention_kernels = whole_model.attention_kernels(
-            *objective.lengths, ranks.device.type, ranks.dtype, pieces
+        self.attention_kernels = accounting.attention_kernels(
+            whole_model, *objective.lengths, ranks.device.type, ranks.dtype, pieces
         )
         self.sharded = ShardedModel(cfg, ranks)  # the part of the model that this rank computes
         if cfg.init_from != "resume":

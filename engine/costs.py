@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from data.objective import OBJECTIVE
 from engine import context_parallel, parallel, sharded_model, tensor_parallel
+from engine.accounting import flops
 from model import Heads, Inputs, Linear, Model, Stack, rows_at_once
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
@@ -182,7 +183,7 @@ class Run:
         self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
         objective = cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
         self.lengths = OBJECTIVE[cfg.objective](*objective).lengths
-        self.n_params, self.flops = self.model.n_params(), self.model.flops(*self.lengths)
+        self.n_params, self.flops = self.model.n_params(), flops(self.model, *self.lengths)
         self.head_flops = 6 * self.model.head.weight.numel() * self.lengths[0]
         self.hidden = {f"{name}.weight": m for name, m in self.model.named_modules() if isinstance(m, Linear)}
         self.matrices = {name: logical_matrices(m) for name, m in self.hidden.items()}  # shapes before tp cuts them

@@ -106,9 +106,9 @@ FAULTS = [
         "tests/test_model.py::test_grid",
     ),
     (
-        "model.py",
-        'return 6 * self.weight.numel() * (S if self.role == "memory" else T)',
-        "return 6 * self.weight.numel() * T",
+        "engine/accounting.py",
+        'total += 6 * m.weight.numel() * (source if m.role == "memory" else tokens)',
+        "total += 6 * m.weight.numel() * tokens",
         "The FLOPs of cross-attention's keys and values are counted per token of the text, not of the source.",
         "tests/test_model.py::test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand",
     ),

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import configurator
 import model as M
+from engine.accounting import attention_kernels, flops
 from model import Inputs, Mask, Model, ModelConfig, attention_kernel, mix
 
 TABLES = {  # every axis of the model: flag -> its values, read from the tables themselves
@@ -610,7 +611,7 @@ def test_the_examples_have_every_kernel_of_the_table():
 def test_the_kernels_of_a_model_are_those_that_training_takes(monkeypatch, flags, said):
     model = build(torch.float32, **flags).train()
     T, source = TINY["block_size"], S if model.encoder else 0
-    assert model.attention_kernels(T, source, "cpu", torch.float32) == said
+    assert attention_kernels(model, T, source, "cpu", torch.float32) == said
     answers = spy_on_kernels(monkeypatch)
     model(tokens(2, T), tokens(2, T), **beside(model, docs=model.cfg.doc_mask))
     assert Counter(answers) == {kernel: int(n) for kernel, n in re.findall(r"(\w+) \((\d+) layers?\)", said)}
@@ -624,10 +625,10 @@ def test_the_kernels_of_pieces_of_a_text():
         ({"window": 3}, "cuda", "strips"),
         ({"doc_mask": True}, "cpu", "strips"),
     ):
-        assert build(**flags).attention_kernels(12, 0, device, torch.bfloat16, pieces=4) == f"{said} (2 layers)"
+        assert attention_kernels(build(**flags), 12, 0, device, torch.bfloat16, pieces=4) == f"{said} (2 layers)"
     for pos, said in (("rope", "flash"), ("alibi", "strips")):  # whose columns make queries wider than flash allows
         wide = build(n_head=1, n_embd=256, pos=pos)
-        assert wide.attention_kernels(12, 0, "cuda", torch.bfloat16, pieces=4) == f"{said} (2 layers)"
+        assert attention_kernels(wide, 12, 0, "cuda", torch.bfloat16, pieces=4) == f"{said} (2 layers)"
 
 
 @pytest.mark.parametrize("block", M.BLOCK)
@@ -659,7 +660,7 @@ def test_the_kernels_of_a_model_on_a_gpu():
         ({"block": "superblock", "pool": "joint", "n_slot": 5}, "strips (2 layers)"),
         ({"attn_softcap": 5.0}, "naive (2 layers)"),
     ):
-        assert build(**flags).attention_kernels(TINY["block_size"], 0, "cuda", torch.bfloat16) == said
+        assert attention_kernels(build(**flags), TINY["block_size"], 0, "cuda", torch.bfloat16) == said
 
 
 class Largest(TorchDispatchMode):
@@ -965,7 +966,7 @@ def test_parameters_and_flops_counted_by_hand():
     vectors = L * (2 * C + 2 * D) + C
     assert model.n_params() == matrices + V * C + vectors
     visible = (4 * W + 2 * T) * H * D  # four of six layers slide
-    assert model.flops(T) == T * (6 * matrices + 12 * visible)
+    assert flops(model, T) == T * (6 * matrices + 12 * visible)
 
 
 @pytest.mark.parametrize("T", [100, 40])
@@ -978,7 +979,7 @@ def test_flops_of_an_encoder_counted_by_hand(T):
     )  # fmt: skip
     matrices = L * (C * (C + 2 * C // H) + C * C) + V * C
     scores = T * (2 * min(T, 59) + T + L * M) * C  # as many multiplications as the weighted sum
-    assert model.flops(T) == 6 * T * matrices + 12 * scores
+    assert flops(model, T) == 6 * T * matrices + 12 * scores
 
 
 def test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand():
@@ -993,7 +994,7 @@ def test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand():
         assert model.n_params() == encoder + decoder + L * kv + V * C + norms * C
         weights = S * (encoder + L * kv) + T * (decoder + V * C)
         scores = (E * S * (2 * W - 1) + L * T * (W + S)) * C
-        assert model.flops(T, source=S) == 6 * weights + 12 * scores
+        assert flops(model, T, source=S) == 6 * weights + 12 * scores
 
 
 @pytest.mark.parametrize(

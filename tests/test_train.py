@@ -37,7 +37,7 @@ from data.loader import corruption_keys  # the order itself has its own tests
 from data.objective import OBJECTIVE
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
-from engine import checkpoint, evaluation, parallel
+from engine import accounting, checkpoint, evaluation, parallel
 from engine.metrics import evaluation_line
 from engine.sharded_model import ShardedModel
 from engine.stop_signal import STOPPED, STOPPING, StopSignal
@@ -351,7 +351,7 @@ def test_every_figure_is_written(run, flags, lengths):
         assert {"lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "ms_per_step", "peak_memory_bytes"} <= line.keys()
         assert line["tokens"] == (line["step"] + 1) * 4 * 2 * 16
         net = load(folder)[0]
-        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * net.flops(*lengths) / 16 / 1e9)
+        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * accounting.flops(net, *lengths) / 16 / 1e9)
     events = EventAccumulator(str(folder)).Reload()
     assert [e.value for e in events.Scalars("train/loss")] == pytest.approx([line["loss"] for line in logged])
 
@@ -793,7 +793,7 @@ def test_steps_of_more_than_a_minute_are_announced(run, monkeypatch, capsys):
     """From the FLOPs of a step and the machine's peak, before the first one."""
     net = model.Model(Config(**FLAT, vocab_size=257))
     for seconds in (59, 150):
-        monkeypatch.setattr(train, "peak_flops", lambda *_, s=seconds: 8 * net.flops(16, 0) / s)
+        monkeypatch.setattr(train, "peak_flops", lambda *_, s=seconds: 8 * accounting.flops(net, 16, 0) / s)
         run("--max_iters=1", out=str(seconds))
         said = capsys.readouterr().out
         assert ("warning: a step takes 0:02:30 or more" in said) == (seconds == 150)

@@ -1,0 +1,53 @@
+"""Counts a model's matmul FLOPs and names the kernels of its attention, from its modules, without a forward.
+
+    flops(model, T, source)                                     # of a sequence of T tokens and a source
+    attention_kernels(model, T, source, "cuda", torch.bfloat16)   # "flash (12 layers)"
+
+The model is whole: no rank's slice or stage of it. It may be on the meta device.
+"""
+
+from collections import Counter
+
+import torch
+
+from model import Heads, Linear, Mask, MemoryPool, Model, SlotPool, attention_kernel, takes_flash
+
+
+def flops(model: Model, T: int, source: int = 0) -> int:
+    """Matmul FLOPs of forward and backward for a sequence of T tokens and its source: 6 per token and weight (the head
+    counts, the embedding does not), plus 3 times attention's forward (PaLM, arXiv:2204.02311, appendix B)."""
+    total = 6 * model.head.weight.numel() * T
+    for name, m in model.named_modules():
+        tokens = source if name.startswith("encoder.") else T
+        if isinstance(m, Linear):
+            total += 6 * m.weight.numel() * (source if m.role == "memory" else tokens)
+        if isinstance(m, Heads):
+            total += 12 * tokens * model.cfg.n_embd * keys_per_query(m, tokens, source)
+    return total
+
+
+def keys_per_query(heads: Heads, T: int, source: int) -> int:
+    """The keys that a query counts in FLOPs: all tokens of its text or its window, and the slots; the source in
+    cross-attention."""
+    if isinstance(heads, MemoryPool):
+        return source
+    window = heads.window if heads.causal else 2 * heads.window - 1
+    slots = heads.slot_k.size(1) if isinstance(heads, SlotPool) else 0
+    return slots + (min(T, window) if heads.window else T)
+
+
+def attention_kernels(model: Model, T: int, source: int, device: str, dtype: torch.dtype, pieces: int = 1) -> str:
+    """The kernels of model.attention_kernel in training on T tokens and a source, with their numbers of layers. Context
+    parallelism computes the queries of a text in `pieces`."""
+    cfg, counts = model.cfg, Counter()
+    for name, m in model.named_modules():
+        if isinstance(m, Heads):
+            tokens = source if name.startswith("encoder.") else T
+            keys = source if isinstance(m, MemoryPool) else tokens
+            table, q = m.position.table(torch.arange(1), torch.float32), torch.empty(1, cfg.n_head, 1, cfg.head_dim)
+            width, docs = m.position(q, q, q, table)[0].size(-1), (q, q) if cfg.doc_mask else None
+            mask = Mask(m.causal, m.window if m.window < keys else 0, docs, m.position.slopes(table))
+            flash, slots = takes_flash(device, dtype, width), isinstance(m, SlotPool)
+            args = mask, tokens // pieces, keys, slots, m.softcap, m.dropout, device, flash
+            counts[attention_kernel(*args)] += 1
+    return ", ".join(f"{kernel} ({n} layer{'s' * (n > 1)})" for kernel, n in counts.items())
