@@ -51,7 +51,6 @@ import math
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
@@ -1193,24 +1192,13 @@ class Model(Stack):
 
     # ---- decoding
 
-    @contextmanager
-    def caching(self, length: int):
-        """Context manager in which heads cache the keys and values of up to `length` tokens and of the memory. It
-        yields a function that empties the caches."""
-        heads = [m for m in self.modules() if isinstance(m, Heads)]
-
-        def forget(length: int = length):
-            for m in heads:
-                if m.causal:
-                    m.cache = KVCache(length)
-                if isinstance(m, MemoryPool):
-                    m.memory_cache = KVCache(length)
-
-        forget()
-        try:
-            yield forget
-        finally:
-            forget(0)
+    def set_caches(self, length: int):
+        """Give the heads empty caches for the keys and values of `length` tokens and of the memory; 0 = no caches."""
+        for m in self.modules():
+            if isinstance(m, Heads) and m.causal:
+                m.cache = KVCache(length)
+            if isinstance(m, MemoryPool):
+                m.memory_cache = KVCache(length)
 
     @torch.no_grad()
     def generate(
@@ -1222,18 +1210,20 @@ class Model(Stack):
         tokens, as in nanoGPT: all positions change with each token, so it costs a forward of the full context.
         """
         require(self.cfg.objective != "masked", "objective=masked does not continue a text; it fills blanks in one")
-        memory = self.encode(source)
-        with self.caching(min(self.cfg.block_size, idx.size(1) + max_new_tokens)) as forget:
-            seen = 0
+        memory, seen, length = self.encode(source), 0, min(self.cfg.block_size, idx.size(1) + max_new_tokens)
+        self.set_caches(length)
+        try:
             for _ in range(max_new_tokens):
                 if idx.size(1) > self.cfg.block_size:
                     idx, seen = idx[:, -self.cfg.block_size :], 0
-                    forget()
+                    self.set_caches(length)
                 x = self.hidden(idx[:, seen:], start=seen, memory=memory)
                 seen = idx.size(1)
                 token = choose(self.logits(x[:, -1:])[:, 0])
                 yield token
                 idx = torch.cat((idx, token[:, None]), dim=1)
+        finally:
+            self.set_caches(0)
 
     def n_params(self) -> int:
         """Number of trainable parameters; a tied head counts once."""

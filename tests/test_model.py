@@ -281,8 +281,9 @@ def test_texts_of_several_strips(flags):
             text = torch.cat((text, expected.argmax(-1, keepdim=True)), dim=1)
         assert text.size(1) == T + 4
         memory = model.encode(source.get("source"))
-        with model.caching(T):
-            pieces = [model.hidden(idx[:, a:b], a, memory=memory) for a, b in ((0, 20), (20, 292))]
+        model.set_caches(T)
+        pieces = [model.hidden(idx[:, a:b], a, memory=memory) for a, b in ((0, 20), (20, 292))]
+        model.set_caches(0)
         assert torch.allclose(torch.cat(pieces, dim=1), model.hidden(idx, memory=memory), atol=1e-9)
         numbers, of_source = (torch.arange(n).expand(2, n) // 110 for n in (292, 270))
         together = model(idx, docs=numbers, **source, source_docs=of_source if source else None)
