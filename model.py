@@ -649,12 +649,11 @@ class Linear(nn.Linear):
 
 
 class GroupedLinear(Linear):
-    """n independent linear maps of slices, (..., n i) -> (..., n o), with weight (n o, i). The rows of each map hold
-    `matrices` logical matrices, such as the gate and the values of a gated MLP."""
+    """Independent linear maps of slices, (..., groups i) -> (..., groups o), with weight (groups o, i). `rows` holds
+    the numbers of rows of a map's logical matrices, such as the gate and the values of a gated MLP."""
 
-    def __init__(self, cfg: ModelConfig, groups: int, n_in: int, n_out: int, role: str, matrices: int = 1):
-        sizes = (n_out // groups // matrices,) * groups * matrices
-        super().__init__(cfg, n_in // groups, n_out, role, (0, 1, sizes))
+    def __init__(self, cfg: ModelConfig, groups: int, n_in: int, role: str, rows: tuple[int, ...]):
+        super().__init__(cfg, n_in // groups, groups * sum(rows), role, (0, 1, groups * rows))
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
@@ -859,8 +858,8 @@ class ParameterPool(nn.Module):
             self.up = Linear(cfg, C, hidden * kind.inputs, "into", (0, hidden // unit, self.rows))
             self.down = Linear(cfg, hidden, C, "out")
         else:
-            self.up = GroupedLinear(cfg, groups, C, hidden * kind.inputs, "into", kind.inputs)
-            self.down = GroupedLinear(cfg, groups, hidden, C, "out")
+            self.up = GroupedLinear(cfg, groups, C, "into", self.rows)
+            self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         parts = self.up(x).unflatten(-1, (-1, sum(self.rows))).split(self.rows, dim=-1)  # each (B, T, F / unit, unit)
