@@ -111,26 +111,25 @@ class ModelConfig:
     loss_chunk: int = 0  # tokens whose logits exist at once in the loss; 0 = as many as fit in 128 MiB
 
     def __post_init__(self):
-        ranges = {
-            "n_head n_embd block_size": (1, 2**31),
-            "n_group": (1, 2**16),  # each layer holds a tuple of its groups
-            "vocab_size n_kv_head n_slot window loss_chunk attn_softcap logit_softcap": (0, 2**31),
-            "simplified_beta_ff": (-(2**31), 2**31),
-            "n_layer": (1, 2**12),  # building a layer takes a hundredth of a second
-            "n_encoder_layer": (0, 2**12),
-        }
-        for name, (least, limit) in ((name, each) for names, each in ranges.items() for name in names.split()):
-            value = getattr(self, name)
-            require(least <= value < limit, f"{name}={value} must be at least {least} and below {limit}")
-        H, C, Hkv, pos, pattern = self.n_head, self.n_embd, self.n_kv_head, self.pos, self.window_pattern
+        for names, least, limit in (
+            ("n_head n_embd block_size", 1, 2**31),
+            ("n_group", 1, 2**16),  # each layer holds a tuple of its groups
+            ("vocab_size n_kv_head n_slot window loss_chunk attn_softcap logit_softcap", 0, 2**31),
+            ("simplified_beta_ff", -(2**31), 2**31),
+            ("n_layer", 1, 2**12),  # building a layer takes a hundredth of a second
+            ("n_encoder_layer", 0, 2**12),
+        ):
+            for name in names.split():
+                value = getattr(self, name)
+                require(least <= value < limit, f"{name}={value} must be at least {least} and below {limit}")
+        H, C, Hkv, pos, ratio = self.n_head, self.n_embd, self.n_kv_head, self.pos, self.mlp_ratio
         near = -(-C // H) * H
         require(C % H == 0, f"n_embd={C} is not divisible by n_head={H}; set n_embd to a multiple such as {near}")
         require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
-        hidden = f"mlp_ratio={self.mlp_ratio} must be positive, and times n_embd={C} below {2**31}"
-        require(0 < self.mlp_ratio * C < 2**31, hidden)
+        require(0 < ratio * C < 2**31, f"mlp_ratio={ratio} must be positive, and times n_embd={C} below {2**31}")
         require(self.rope_theta > 0, f"rope_theta={self.rope_theta} must be positive")
-        for name, value in (("attn_softcap", self.attn_softcap), ("logit_softcap", self.logit_softcap)):
-            require(value == 0 or value >= 1e-6, f"{name}={value} must be 0 (off) or at least 1e-06")
+        for name, cap in (("attn_softcap", self.attn_softcap), ("logit_softcap", self.logit_softcap)):
+            require(cap == 0 or cap >= 1e-6, f"{name}={cap} must be 0 (off) or at least 1e-06")
         require(C % self.n_group == 0, f"n_group={self.n_group} does not divide n_embd={C}; set n_group to a divisor")
         low = [n for n in range(1, math.isqrt(H) + 1) if H % n == 0]
         divisors = sorted({*low, *(H // n for n in low)})
@@ -141,15 +140,12 @@ class ModelConfig:
         require(Hkv in (0, fixed), f"n_kv_head={Hkv} {clash}")
         require(pos != "rope" or C // H % 2 == 0, f"pos=rope needs an even head size, and n_embd / n_head is {C // H}")
         require(pos != "sinusoidal" or C % 2 == 0, f"pos=sinusoidal needs an even n_embd, and it is {C}")
-        require(
-            not self.doc_positions or pos in ("learned", "sinusoidal"),
-            f"doc_positions=True has no effect with pos={pos}, which encodes distances of tokens or nothing; leave it "
-            "out, or set pos=learned",
-        )
-        letters = f"window_pattern={pattern!r} may hold only S (sliding) and L (full), such as SSSL"
-        require(set(pattern) <= set("SL"), letters)
-        tokens = f"window_pattern={pattern!r} needs a window, and window=0; set window to a number of tokens"
-        require(self.window > 0 or not pattern, tokens)
+        unused = f"doc_positions=True has no effect with pos={pos}, which encodes distances of tokens or nothing"
+        absolute = pos in ("learned", "sinusoidal")
+        require(not self.doc_positions or absolute, f"{unused}; leave it out, or set pos=learned")
+        pattern, flag = self.window_pattern, f"window_pattern={self.window_pattern!r}"
+        require(set(pattern) <= set("SL"), f"{flag} may hold only S (sliding) and L (full), such as SSSL")
+        require(self.window or not pattern, f"{flag} needs a window, and window=0; set window to a number of tokens")
 
     @property
     def head_dim(self) -> int:
