@@ -172,12 +172,6 @@ class ModelConfig:
         """Hidden units per piece. In each piece, a gated kind's gates stand before its values."""
         return 64 if self.n_embd % 64 == 0 else 1
 
-    def initial_std(self, role: str) -> float:
-        """Initial standard deviation of a linear layer's weights. The stream is a sum of n outputs, so 0.02 / sqrt(n)
-        keeps its variance from growing; simplified blocks use 0.02."""
-        n = self.n_layer * (3 if self.objective == "seq2seq" else 2)
-        return 0.02 / math.sqrt(n) if role == "out" and not self.block.startswith("simplified") else 0.02
-
     @property
     def slots(self) -> int:
         """Learned slots per key/value head: n_slot, or the number that needs as many parameters as the MLP."""
@@ -640,7 +634,10 @@ class Linear(nn.Linear):
     ):
         super().__init__(n_in, n_out, cfg.bias)
         self.role, self.fused = role, fused
-        self.initial: dict[str, float | Normal] = {"weight": Normal(cfg.initial_std(role))}
+        # The stream is a sum of n outputs; 0.02 / sqrt(n) keeps its variance from growing. Simplified blocks use 0.02.
+        n = cfg.n_layer * (3 if cfg.objective == "seq2seq" else 2)
+        std = 0.02 / math.sqrt(n) if role == "out" and not cfg.block.startswith("simplified") else 0.02
+        self.initial: dict[str, float | Normal] = {"weight": Normal(std)}
         assert fused is None or self.weight.size(fused[0]) == fused[1] * sum(fused[2])
 
 
@@ -730,7 +727,7 @@ class Heads(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
-        self.head_dim, self.causal = cfg.head_dim, cfg.objective != "masked"
+        self.head_dim, self.group, self.causal = cfg.head_dim, cfg.n_head // cfg.kv_heads, cfg.objective != "masked"
         self.window, self.softcap, self.dropout = cfg.layer_window(layer), cfg.attn_softcap, cfg.dropout
         norms = (nn.RMSNorm(cfg.head_dim, 1e-5) if cfg.qk_norm else nn.Identity() for _ in range(2))
         self.q_norm, self.k_norm = (with_role(each, "whole") for each in norms)
@@ -759,12 +756,11 @@ class ContextPool(Heads):
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__(cfg, layer)
-        H, Hkv, D = cfg.n_head, cfg.kv_heads, cfg.head_dim
-        self.sizes = H // Hkv, 1, 1
-        self.qkv = Linear(cfg, cfg.n_embd, (H + 2 * Hkv) * D, "into", (0, Hkv, (H // Hkv * D, D, D)))
+        G, Hkv, D = self.group, cfg.kv_heads, cfg.head_dim
+        self.qkv = Linear(cfg, cfg.n_embd, (G + 2) * Hkv * D, "into", (0, Hkv, (G * D, D, D)))
 
     def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        return self.split(self.qkv(x), *self.sizes)
+        return self.split(self.qkv(x), self.group, 1, 1)
 
 
 class SlotPool(ContextPool):
@@ -793,17 +789,16 @@ class ShapedPool(Heads):
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__(cfg, layer)
-        H, Hkv, D = cfg.n_head, cfg.kv_heads, cfg.head_dim
-        self.sizes, queries = (H // Hkv, 1), H // Hkv * D
-        self.qk = Linear(cfg, cfg.n_embd, (H + Hkv) * D, "into", (0, Hkv, (queries, D)))
-        self.qk.initial = {"weight": Normal(0.02, zero=queries, period=queries + D)}  # W_Q = 0
+        G, Hkv, D = self.group, cfg.kv_heads, cfg.head_dim
+        self.qk = Linear(cfg, cfg.n_embd, (G + 1) * Hkv * D, "into", (0, Hkv, (G * D, D)))
+        self.qk.initial = {"weight": Normal(0.02, zero=G * D, period=(G + 1) * D)}  # W_Q = 0
         trained = {"first": (layer == 0, False), "all": (True, True), "none": (False, False)}[cfg.simplified_value_proj]
         roles = zip(trained, ("into", "out"), strict=True)
         self.value, self.out = (NearIdentity(cfg, role) if on else with_role(nn.Identity(), role) for on, role in roles)
         self.alpha, self.beta, self.gamma = (nn.Parameter(torch.empty(cfg.n_head)) for _ in range(3))
 
     def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        return *self.split(self.qk(x), *self.sizes), *self.split(self.value(x), 1)
+        return *self.split(self.qk(x), self.group, 1), *self.split(self.value(x), 1)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
@@ -991,34 +986,30 @@ def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of the cross entropies of logits x W^T, which never exist as (N, V): the forward computes loss and gradients
     chunk by chunk. of_chunk is chunk_loss, perhaps compiled. The gradients are stored unscaled; the backward multiplies
-    them by the incoming gradient, which contains the loss scale of float16."""
+    them by the incoming gradient, which contains the loss scale of float16. gradient: whether there is a backward."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, targets: Tensor, softcap: float, chunk: int, of_chunk: Callable
-    ) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, softcap: float, chunk: int, of_chunk, gradient: bool):
         dtype = matmul_dtype(x)
+        dx, dW = (torch.empty_like(x), torch.zeros_like(weight)) if gradient else (None, None)
         with torch.autocast(x.device.type, enabled=False):
             W = weight.to(dtype)
-            dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-            dW = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
             total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
             for start in range(0, x.size(0), chunk):
                 rows = slice(start, start + chunk)
                 h = x[rows].to(dtype)
-                part, p = of_chunk(h @ W.mT, targets[rows], softcap, dx is not None or dW is not None)
+                part, p = of_chunk(h @ W.mT, targets[rows], softcap, gradient)
                 total += part
-                if dx is not None:
+                if gradient:
                     dx[rows] = p @ W
-                if dW is not None:
                     dW += p.mT @ h
         ctx.save_for_backward(dx, dW)
         return total
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        dx, dW = (None if g is None else g * grad for g in ctx.saved_tensors)
-        return dx, dW, None, None, None, None
+        dx, dW = ctx.saved_tensors
+        return dx * grad, dW * grad, None, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1079,9 +1070,6 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x, inputs)
         return self.norm(x)
-
-
-VOCAB_WEIGHTS = ("wte.weight", "head.weight")  # parameters with a row per token id, padding included
 
 
 class Model(Stack):
@@ -1180,9 +1168,8 @@ class Model(Stack):
         if x.size(0) <= chunk:
             total = F.cross_entropy(self.logits(x), targets, ignore_index=-1, reduction="sum")
         else:
-            total = ChunkedCrossEntropy.apply(
-                x, self.head_weight(), targets, self.cfg.logit_softcap, chunk, self.chunk_loss
-            )
+            options = self.cfg.logit_softcap, chunk, self.chunk_loss, torch.is_grad_enabled()
+            total = ChunkedCrossEntropy.apply(x, self.head_weight(), targets, *options)
         return total / (targets >= 0).sum().clamp(min=1)
 
     # ---- decoding

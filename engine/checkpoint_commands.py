@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine import checkpoint
 from engine.errors import user_errors
-from model import VOCAB_WEIGHTS
 
 USAGE = "usage: python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]"
 
@@ -62,7 +61,7 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
 
     path, state, tensors = checkpoint.read(out_dir, {"flags": dict}, weights, which)
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    for name in tensors.keys() & VOCAB_WEIGHTS:  # without the padding that tp needed
+    for name in tensors.keys() & checkpoint.VOCAB_WEIGHTS:  # without the padding that tp needed
         tensors[name] = tensors[name][: state["flags"]["vocab_size"]]
     partial = file.with_name(f".tmp-{file.name}")
     try:

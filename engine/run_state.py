@@ -18,7 +18,7 @@ from engine.errors import require
 from engine.folder import FolderLock
 from engine.parallel import Ranks
 from engine.sharded_model import ShardedModel
-from model import VOCAB_WEIGHTS, ModelConfig
+from model import ModelConfig
 
 FREE_ON_RESUME = {"dropout", "loss_chunk"}  # flags of the model that may differ from the checkpoint's
 STATE = {  # keys of a checkpoint's state that a resume needs, and their types
@@ -122,10 +122,10 @@ def restore(cfg, ranks: Ranks, sharded: ShardedModel, optimizer: optim.Optimizer
         rows = {  # of the vocabulary's weights and their optimizer states, without padding
             name: cfg.vocab_size
             for name, t in tensors.items()
-            if name.split(".", 1)[1].startswith(VOCAB_WEIGHTS) and t.dim()
+            if name.split(".", 1)[1].startswith(checkpoint.VOCAB_WEIGHTS) and t.dim()
         }
         if any(saved[name][0][:1] < (cfg.vocab_rows,) for name in rows.keys() & saved.keys()):
-            sharded.init_weights(cfg.seed, VOCAB_WEIGHTS)  # for padding that the saved layout did not have
+            sharded.init_weights(cfg.seed, checkpoint.VOCAB_WEIGHTS)  # for padding that the saved layout did not have
         checkpoint.load(path, tensors, rows)
         for name, t in random.items():
             torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)

@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from configurator import Config, parse
 from data.loader import order  # which has its own tests
 from engine import context_parallel, optim, parallel, tensor_parallel
+from engine.checkpoint import VOCAB_WEIGHTS
 from engine.parallel import check_layout, join
 from engine.sharded_model import ShardedModel, local
-from model import VOCAB_WEIGHTS, Model
+from model import Model
 
 SIZES = [  # of the data's 257 ids, which tp=2 pads
     "--max_iters=20",

@@ -942,6 +942,27 @@ def test_chunked_loss_equals_the_whole(softcap, chunk):
         assert torch.allclose(model(idx, targets), b)
 
 
+@pytest.mark.parametrize("trained", ["head", "all but the head", "nothing"])
+def test_chunked_loss_of_frozen_parameters(trained):
+    """Trained parameters have the gradients that they have together; without autograd, no chunk computes a gradient."""
+    model, idx = build(loss_chunk=5, tie_weights=False), tokens(2, 13)
+    model(idx, idx).backward()
+    whole = {name: p.grad for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.grad = None
+        p.requires_grad_(trained != "nothing" and (name == "head.weight") == (trained == "head"))
+    calls = []
+    model.chunk_loss = lambda *args: calls.append(args[-1]) or M.chunk_loss(*args)
+    loss = model(idx, idx)
+    if trained != "nothing":
+        loss.backward()
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, whole[name]) if p.requires_grad else p.grad is None, name
+    with torch.no_grad():
+        model(idx, idx)
+    assert len(calls) == 12 and not any(calls[6:])
+
+
 # ---- accounting, initialisation, configuration
 
 
