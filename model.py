@@ -62,6 +62,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+Maybe = Tensor | None
+Shape = tuple[int, ...]
+Fused = tuple[int, int, Shape]  # (dim, groups, sizes), see Linear
+Slots = tuple[Tensor, Tensor] | None  # keys and values (Hkv, M, E) without position, which every query sees
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
 
@@ -439,16 +444,10 @@ def attention_kernel(
     return "flash" if flash and not slots else "joined" if device == "cpu" else "strips"
 
 
-Slots = tuple[Tensor, Tensor] | None  # keys and values (Hkv, M, E) without position, which every query sees
+def mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, softcap=0.0, dropout=0.0, slots: Slots = None) -> Tensor:
+    """Attention softmax(cap(q k^T / sqrt(D))) v over the keys that the mask admits: (B, H, T, E), where E >= D.
 
-
-def mix(
-    q: Tensor, k: Tensor, v: Tensor, head_dim: int, mask: Mask, softcap=0.0, dropout=0.0, slots: Slots = None
-) -> Tensor:
-    """Attention softmax(cap(q k^T / sqrt(D))) v over the keys that the mask admits: (B, H, T, E), E >= D = head_dim.
-
-    q (B, H, T, E), k and v (B, Hkv, S, E). The columns from D on hold a position bias, which is not capped. In causal
-    attention, the queries are the last T of the S positions, as in decoding.
+    q (B, H, T, E), k and v (B, Hkv, S, E). The columns from D on hold a position bias, which is not capped.
     """
     T, S = q.size(2), k.size(2)
     if T == 1 and mask.causal:
@@ -456,7 +455,7 @@ def mix(
         docs = mask.docs and (mask.docs[0], mask.docs[1][:, -mask.window :])
         mask, S = Mask(False, 0, docs, mask.slopes), k.size(2)
     mask = mask._replace(window=mask.window if mask.window < S else 0)
-    device, scale = q.device.type, head_dim**-0.5
+    device, scale = q.device.type, D**-0.5
     flash = takes_flash(device, matmul_dtype(q), q.size(3))
     kernel = attention_kernel(mask, T, S, slots is not None, softcap, dropout, device, flash)
     sdpa = partial(fused_attention, scale=scale, dropout_p=dropout)
@@ -475,7 +474,7 @@ def mix(
             always = [torch.cat((x.expand(len(q), -1, -1, -1), y), dim=2) if past else x[None] for x, y in both]
         k, v = (x[:, :, past:].repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         return JoinedAttention.apply(q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always), scale, mask.causal)
-    attend = sdpa if kernel == "strips" else partial(naive_attention, head_dim, softcap, dropout)
+    attend = sdpa if kernel == "strips" else partial(naive_attention, D, softcap, dropout)
     return strip_attention(attend, q, k, v, mask, slots)
 
 
@@ -533,12 +532,10 @@ class JoinedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         q, k, v, slot_k, slot_v, y, total = ctx.saved_tensors
-        kernel = partial(
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=0.0, scale=ctx.scale
-        )
-        dq, dk, dv = kernel(grad, q, k, v, y, total, is_causal=ctx.causal)
+        kernel = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, scale=ctx.scale)
+        dq, dk, dv = kernel(grad, q, k, v, y, total, dropout_p=0.0, is_causal=ctx.causal)
         grad, q_slots, y, total = (x.reshape(len(x), slot_k.size(1), -1, *x.shape[3:]) for x in (grad, q, y, total))
-        dq_slots, *d_slots = kernel(grad, q_slots, slot_k, slot_v, y, total, is_causal=False)
+        dq_slots, *d_slots = kernel(grad, q_slots, slot_k, slot_v, y, total, dropout_p=0.0, is_causal=False)
         return dq + dq_slots.reshape(dq.shape), dk, dv, *d_slots, None, None
 
 
@@ -570,23 +567,21 @@ def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mas
     return torch.cat(out, dim=2)
 
 
-def naive_attention(
-    head_dim: int, softcap: float, dropout: float, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor
-) -> Tensor:
+def naive_attention(D: int, cap: float, dropout: float, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
     """Attention with a softcap, or with dropout on a CPU. Shapes as in mix; attn_mask broadcasts to (B, H, T, S)."""
-    D, scale = head_dim, head_dim**-0.5
+    scale = D**-0.5
     q, k, v = q.unflatten(1, (k.size(1), -1)), k[:, :, None], v[:, :, None]  # (B, Hkv, G, t, E), (B, Hkv, 1, s, E)
-    scores = capped(q[..., :D] @ k[..., :D].mT * scale, softcap) + q[..., D:] @ k[..., D:].mT * scale
+    scores = capped(q[..., :D] @ k[..., :D].mT * scale, cap) + q[..., D:] @ k[..., D:].mT * scale
     bias = torch.where(attn_mask, 0.0, -math.inf) if attn_mask.dtype == torch.bool else attn_mask
     weights = (at_least_float32(scores.flatten(1, 2)) + bias).softmax(-1).to(v.dtype)  # (B, H, t, s)
     return (F.dropout(weights, dropout).view_as(scores) @ v).flatten(1, 2)  # (B, H, t, E)
 
 
-def uniform_mix(q: Tensor, k: Tensor, v: Tensor, head_dim: int, mask: Mask) -> Tensor:
-    """mix with q = k = 0, in O(T): the mean of the visible values. With a position bias (columns from head_dim on, or
-    slopes), the weights are the softmax of the bias. Shapes as in mix; k has H heads."""
-    if q.size(-1) > head_dim or mask.slopes is not None:
-        return mix(torch.cat((torch.zeros_like(q[..., :head_dim]), q[..., head_dim:]), dim=-1), k, v, head_dim, mask)
+def uniform_mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask) -> Tensor:
+    """mix with q = k = 0, in O(T): the mean of the visible values. With a position bias (columns from D on, or slopes),
+    the weights are the softmax of the bias. Shapes as in mix; k has H heads."""
+    if q.size(-1) > D or mask.slopes is not None:
+        return mix(torch.cat((torch.zeros_like(q[..., :D]), q[..., D:]), dim=-1), k, v, D, mask)
     T, S = q.size(2), k.size(2)
     if T == 1 and mask.causal:
         return v[:, :, -mask.window :].mean(dim=2, keepdim=True)
@@ -629,9 +624,7 @@ class Linear(nn.Linear):
     parallelism cuts between groups.
     """
 
-    def __init__(
-        self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: tuple[int, int, tuple[int, ...]] | None = None
-    ):
+    def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None):
         super().__init__(n_in, n_out, cfg.bias)
         self.role, self.fused = role, fused
         # The stream is a sum of n outputs; 0.02 / sqrt(n) keeps its variance from growing. Simplified blocks use 0.02.
@@ -645,7 +638,7 @@ class GroupedLinear(Linear):
     """Independent linear maps of slices, (..., groups i) -> (..., groups o), with weight (groups o, i). `rows` holds
     the numbers of rows of a map's logical matrices, such as the gate and the values of a gated MLP."""
 
-    def __init__(self, cfg: ModelConfig, groups: int, n_in: int, role: str, rows: tuple[int, ...]):
+    def __init__(self, cfg: ModelConfig, groups: int, n_in: int, role: str, rows: Shape):
         super().__init__(cfg, n_in // groups, groups * sum(rows), role, (0, 1, groups * rows))
         self.groups = groups
 
@@ -1016,9 +1009,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 # Initial weights
 
 
-def normal(
-    key: str, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], device: torch.device
-) -> Tensor:
+def normal(key: str, shape: Shape, start: Shape, size: Shape, device: torch.device) -> Tensor:
     """float32 numbers from N(0, 1): the part with shape `size`, from index `start` on, of an array of `shape`.
 
     A number depends only on the key and its place in the array. A hash of both gives two uniform 32-bit numbers, which
@@ -1043,9 +1034,6 @@ def normal(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model
-
-
-Maybe = Tensor | None
 
 
 class Stack(nn.Module):
@@ -1100,9 +1088,7 @@ class Model(Stack):
         for name, p in self.named_parameters():
             p.copy_(self.initial_weight(name, seed, p.shape, (0,) * p.dim(), p.shape, p.device))
 
-    def initial_weight(
-        self, name: str, seed: int, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], device
-    ) -> Tensor:
+    def initial_weight(self, name: str, seed: int, shape: Shape, start: Shape, size: Shape, device) -> Tensor:
         """Initial values of the part, with shape `size` from index `start` on, of parameter `name` with `shape`. They
         depend only on the seed, the name and the place in the parameter. The number of a sum is left out of the name,
         so a reader starts with the same weights in every block. The module's docstring has the table."""
@@ -1183,9 +1169,7 @@ class Model(Stack):
                 m.memory_cache = KVCache(length)
 
     @torch.no_grad()
-    def generate(
-        self, idx: Tensor, max_new_tokens: int, choose: Callable[[Tensor], Tensor], source: Maybe = None
-    ) -> Iterator[Tensor]:
+    def generate(self, idx: Tensor, max_new_tokens: int, choose: Callable, source: Maybe = None) -> Iterator[Tensor]:
         """Continues idx (B, T): yields max_new_tokens times the next tokens (B,), which choose(logits (B, V)) returns.
 
         While the text fits in block_size, a token costs one cached step. After that, the context is the last block_size

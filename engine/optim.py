@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from engine.sharded_model import copy_local_shard_
-from model import Linear
+from model import Fused, Linear
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Schedules
@@ -67,8 +67,6 @@ SCHEDULE = {"cosine": cosine, "wsd": wsd, "constant": constant}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Muon
-
-Fused = tuple[int, int, tuple[int, ...]]  # (dim, groups, sizes), see model.Linear
 
 
 class Muon(torch.optim.Optimizer):

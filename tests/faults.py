@@ -30,8 +30,8 @@ FAULTS = [
     ),
     (
         "model.py",
-        "dq, dk, dv = kernel(grad, q, k, v, y, total, is_causal=ctx.causal)",
-        "dq, dk, dv = kernel(grad, q, k, v, y, total, is_causal=True)",
+        "dq, dk, dv = kernel(grad, q, k, v, y, total, dropout_p=0.0, is_causal=ctx.causal)",
+        "dq, dk, dv = kernel(grad, q, k, v, y, total, dropout_p=0.0, is_causal=True)",
         "Gradients of two-sided attention beside slots (joint pool, masked or encoder) are those of a causal mask.",
         "tests/test_model.py::test_mix_equals_naive_attention_under_every_mask",
     ),
@@ -58,8 +58,8 @@ FAULTS = [
     ),
     (
         "model.py",
-        "scores = capped(q[..., :D] @ k[..., :D].mT * scale, softcap) + q[..., D:]",
-        "scores = capped(q[..., :D] @ k[..., :D].mT, softcap) * scale + q[..., D:]",
+        "scores = capped(q[..., :D] @ k[..., :D].mT * scale, cap) + q[..., D:]",
+        "scores = capped(q[..., :D] @ k[..., :D].mT, cap) * scale + q[..., D:]",
         "The softcap of attention is applied before the scores are divided by sqrt(D), and is divided too.",
         "tests/test_model.py::test_mix_equals_naive_attention",
     ),
