@@ -247,11 +247,8 @@ def with_role(module: nn.Module, role: str) -> nn.Module:
 # the embedding gets positions (B, T) within the documents.
 
 
-class NoEmbedding(nn.Module):
+class NoEmbedding(nn.Identity):
     """Returns x (B, T, C) unchanged; the base class of position embeddings."""
-
-    def __init__(self, cfg: ModelConfig):
-        super().__init__()
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return x
@@ -314,10 +311,9 @@ class Rope(AttentionPosition):
     """Rotates pairs (x_j, x_{j+D/2}) by angles t * theta^(-2j/D) (arXiv:2104.09864; pairs as in GPT-NeoX and Llama)."""
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        angle = outer_angles(t, self.cfg.head_dim, self.cfg.rope_theta).repeat(1, 2)  # (T, D)
-        sign = torch.ones_like(angle)
-        sign[:, : angle.size(1) // 2] = -1
-        return angle.cos().to(dtype), (angle.sin() * sign).to(dtype)
+        angle = outer_angles(t, self.cfg.head_dim, self.cfg.rope_theta)  # (T, D/2)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)  # (T, D)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = table  # the products are computed in their dtype
@@ -426,12 +422,10 @@ def attention_kernel(
     kernel    when                                                              memory of scores and masks
     full      all queries see all keys, or causal with T = S                    none: one fused call
     window    causal, each query sees the last W keys                           a (W, 2W) mask; two fused calls
-    flash     causal, T < S, bfloat16 on CUDA                                   none: one fused call
+    flash     causal, T < S, and `flash`: see takes_flash                       none: one fused call
     joined    slots, or causal with T < S, on a CPU, without a window           none: two fused calls
     strips    documents or slopes, or none of the others                        a (128, S) mask; a fused call per strip
     naive     a softcap, or dropout on a CPU: no fused kernel has them          (128, S) scores per strip
-
-    flash: see takes_flash.
     """
     past = S - T if mask.causal else 0  # keys before the first query
     biased = mask.docs is not None or mask.slopes is not None
@@ -817,8 +811,6 @@ class MemoryPool(Heads):
         return super().forward(x, inputs._replace(docs=inputs.memory_docs))
 
 
-HEADS = {"context": ContextPool, "slots": SlotPool, "shaped": ShapedPool, "memory": MemoryPool}
-
 Kind = namedtuple("Kind", "f inputs", defaults=[1])  # f maps `inputs` tensors (..., F) to one (..., F)
 MLP_KIND = {
     "gelu": Kind(F.gelu),
@@ -867,7 +859,7 @@ class Sum(nn.Module):
         self.before, self.after, self.total = (norm(cfg, role) for role in ("before", "after", "total"))
         require(set(gains or ()) <= set(readers), f"gains={gains} must have the names of readers: {', '.join(readers)}")
         each = [Gain(gains[name]) if name in gains else nn.Identity() for name in readers] if gains else []
-        self.gain = each[0] if len(each) == 1 else None
+        self.gain = each[0] if len(each) == 1 else nn.Identity()
         self.gains = nn.ModuleList(each) if len(each) > 1 else None
         self.skip = Gain(1.0) if skip == "learned" else bool(skip)
         self.dropout, self.names = cfg.dropout, tuple(readers)
@@ -880,21 +872,19 @@ class Sum(nn.Module):
         y = [F.dropout(getattr(self, name)(x, inputs), self.dropout, self.training) for name in self.names]
         if self.gains is not None:
             y = [gain(part) for gain, part in zip(self.gains, y, strict=True)]
-        y = self.after(reduce(add, y))
-        if self.gain is not None:
-            y = self.gain(y)
+        y = self.gain(self.after(reduce(add, y)))
         if self.skip:
             y = y + (s if self.skip is True else self.skip(s))
         return self.total(y)
 
 
 def attention(cfg: ModelConfig, layer: int) -> Heads:
-    return HEADS["slots" if cfg.slots else "context"](cfg, layer)
+    return SlotPool(cfg, layer) if cfg.slots else ContextPool(cfg, layer)
 
 
 def cross(cfg: ModelConfig, layer: int) -> dict[str, Heads]:
     """Cross-attention, if there is an encoder. Block leaves out a sum without readers."""
-    return {"cross": HEADS["memory"](cfg, layer)} if cfg.objective == "seq2seq" else {}
+    return {"cross": MemoryPool(cfg, layer)} if cfg.objective == "seq2seq" else {}
 
 
 def standard(cfg: ModelConfig, layer: int) -> list[Sum]:
@@ -909,7 +899,7 @@ def parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
 
 def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n1(s));  s = g_S s + b_FF M(n2(s)): no skip around attention (SAS, arXiv:2311.01906)."""
-    attn = Sum(cfg, skip=0, gains={"attn": 1.0}, attn=HEADS["shaped"](cfg, layer))
+    attn = Sum(cfg, skip=0, gains={"attn": 1.0}, attn=ShapedPool(cfg, layer))
     mlp = Sum(cfg, skip="learned", gains={"mlp": cfg.simplified_beta_ff}, mlp=ParameterPool(cfg))
     return [attn, Sum(cfg, **cross(cfg, layer)), mlp]
 
@@ -917,7 +907,7 @@ def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
 def simplified_parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n(s)) + b_FF M(n(s)): no skip at all (SAS-P, arXiv:2311.01906)."""
     gains = {"attn": 1.0, "mlp": cfg.simplified_beta_ff}
-    both = Sum(cfg, skip=0, gains=gains, attn=HEADS["shaped"](cfg, layer), mlp=ParameterPool(cfg))
+    both = Sum(cfg, skip=0, gains=gains, attn=ShapedPool(cfg, layer), mlp=ParameterPool(cfg))
     return [Sum(cfg, **cross(cfg, layer)), both]
 
 

@@ -51,8 +51,8 @@ FAULTS = [
     ),
     (
         "model.py",
-        "angle = outer_angles(t, self.cfg.head_dim, self.cfg.rope_theta).repeat(1, 2)",
-        "angle = outer_angles(t, self.cfg.head_dim, 10000.0).repeat(1, 2)",
+        "angle = outer_angles(t, self.cfg.head_dim, self.cfg.rope_theta)",
+        "angle = outer_angles(t, self.cfg.head_dim, 10000.0)",
         "The flag rope_theta does not reach RoPE's angles.",
         "tests/test_model.py::test_rope_is_relative_and_applied",
     ),
@@ -65,22 +65,15 @@ FAULTS = [
     ),
     (
         "model.py",
-        "y = self.after(reduce(add, y))",
-        "y = reduce(add, y[1:], self.after(y[0]))",
+        "y = self.gain(self.after(reduce(add, y)))",
+        "y = self.gain(reduce(add, y[1:], self.after(y[0])))",
         "The norm behind a parallel block's branches (sandwich) covers attention alone and leaves the MLP out.",
         "tests/test_blocks.py::test_norms_around_branches_and_gains",
     ),
     (
         "model.py",
-        """        y = self.after(reduce(add, y))
-        if self.gain is not None:
-            y = self.gain(y)
-""",
-        """        y = reduce(add, y)
-        if self.gain is not None:
-            y = self.gain(y)
-        y = self.after(y)
-""",
+        "y = self.gain(self.after(reduce(add, y)))",
+        "y = self.after(self.gain(reduce(add, y)))",
         "The gain b_FF of a simplified block stands inside the sandwich norm, which divides it out again.",
         "tests/test_blocks.py::test_norms_around_branches_and_gains",
     ),
