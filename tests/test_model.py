@@ -1,11 +1,13 @@
 """The model against independent references: naive attention, closed forms, counts by hand, its own uncached self."""
 
+import ast
 import hashlib
 import itertools
 import math
 import random
 import re
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_rounds_alike
+from conftest import ROOT, assert_rounds_alike
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -1188,6 +1190,28 @@ def test_document_numbers_of_one_side_only_are_refused(given):
     idx = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="docs and source_docs go together"):
         build(objective="seq2seq")(idx, source=idx, **{given: idx})
+
+
+# ---- seams
+
+
+def stored_attributes(file: Path) -> set[tuple[str, str]]:
+    """(object, attribute) of every assignment to an attribute in a file."""
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
+    return {(ast.unparse(node.value), node.attr) for node in nodes if isinstance(node.ctx, ast.Store)}
+
+
+def test_engine_replaces_the_seams_and_nothing_else():
+    """Among the attributes that model.py defines, engine/ assigns exactly those in the table of its docstring."""
+    of_modules = {name for owner, name in stored_attributes(ROOT / "model.py") if owner == "self"}
+    for kind in vars(M).values():
+        if isinstance(kind, type) and issubclass(kind, torch.nn.Module):
+            of_modules |= set(vars(kind))
+    stored = set().union(*(stored_attributes(file) for file in (ROOT / "engine").glob("*.py")))
+    replaced = {name for owner, name in stored if owner not in ("self", "ctx", "cfg")} & of_modules
+    table = M.__doc__.partition("Seams.")[2].splitlines()
+    named = set(re.findall(r"[.](\w+)", " ".join(line[:37] for line in table)))
+    assert named == replaced | {"init_weights", "blocks"}  # a subclass overrides the one; the other loses entries
 
 
 # ---- initial weights
