@@ -1,9 +1,9 @@
 """Counts a model's matmul FLOPs and names the kernels of its attention, from its modules, without a forward.
 
-    flops(model, T, source)                                     # of a sequence of T tokens and a source
-    attention_kernels(model, T, source, "cuda", torch.bfloat16)   # "flash (12 layers)"
+    flops(model, T, source)                                         # of a sequence of T tokens and its source
+    attention_kernels(model, T, source, "cuda", torch.bfloat16)     # such as "window (9 layers), full (3 layers)"
 
-The model is whole: no rank's slice or stage of it. It may be on the meta device.
+The model must be whole, not a rank's slice or stage of it. It may be on the meta device.
 """
 
 from collections import Counter
