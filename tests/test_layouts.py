@@ -1,6 +1,6 @@
 """Whatever the layout of the ranks, training is the same: every run here is held against one process's run.
 
-Losses and gradient norms of 20 steps (the standard block on two ranks) or 6 steps (all others) and evaluations among
+Losses and gradient norms of 10 steps (the standard block on two ranks) or 4 steps (all others) and evaluations among
 them, float32, the same global batch. The processes are real (gloo); each launch makes several runs.
 """
 
@@ -29,13 +29,13 @@ from engine.sharded_model import ShardedModel, local
 from model import Model
 
 SIZES = [  # of the data's 257 ids, which tp=2 pads
-    "--max_iters=20",
-    "--eval_interval=10",
+    "--max_iters=10",
+    "--eval_interval=5",
     "--gradient_accumulation_steps=4",
     "--learning_rate=3e-3",
 ]
 TWO = ["--gradient_accumulation_steps=2"]  # where all ranks read the same samples
-SHORT = ["--max_iters=6", "--eval_interval=3", "--warmup_iters=1"]
+SHORT = ["--max_iters=4", "--eval_interval=2", "--warmup_iters=1"]
 FSDP = ["--parallel=fsdp"]
 MUON = ["--optimizer=muon"]
 BLOCKS = {
@@ -97,7 +97,7 @@ RUNS |= {f"{each}-models": (each, models, SHORT) for each, models in MODELS.item
 def largest_difference(a: list[tuple], b: list[tuple]) -> float:
     pairs = list(zip(a, b, strict=True))
     n = pairs[-1][0][0]  # steps
-    assert n >= 6 and [p[0] for p, _ in pairs] == [0, *range(n // 2), n // 2, *range(n // 2, n), n]  # and evaluations
+    assert n >= 4 and [p[0] for p, _ in pairs] == [0, *range(n // 2), n // 2, *range(n // 2, n), n]  # and evaluations
     return max(abs(x - y) for p, q in pairs for x, y in zip(p, q, strict=True) if x is not None)
 
 
@@ -127,11 +127,11 @@ def test_losses_do_not_depend_on_the_layout(layout, models, steps, alone, many):
 
 
 def forget_the_end(run: Path, copy: Path):
-    """A copy of a run of 6 steps, as if it had been killed after the third."""
+    """A copy of a run of 4 steps, as if it had been killed after the second."""
     shutil.copytree(run, copy)
-    shutil.rmtree(copy / "step_00000006")
+    shutil.rmtree(copy / "step_00000004")
     for pointer in ("latest", "best"):
-        (copy / pointer).write_text("step_00000003\n")
+        (copy / pointer).write_text("step_00000002\n")
 
 
 UNEVEN = ["--n_layer=3", "--n_embd=20", "--gradient_accumulation_steps=3", *SHORT]  # the vocabulary is 257
@@ -167,7 +167,7 @@ def test_bfloat16_under_fsdp_is_bfloat16(processes, how, alone, many):
         lines = [losses(folder / name), alone(*flags), alone(*flags, "--dtype=float32")]
         trained = [[line for line in each if len(line) == 5] for each in lines]  # step, loss, gradient norm, ...
         evaluated = [[x for line in each if len(line) == 4 for x in line[1:3]] for each in lines]
-        assert len(trained[0]) == 20 and len(evaluated[0]) == 6
+        assert len(trained[0]) == 10 and len(evaluated[0]) == 6
         assert_rounds_alike(*([line[1] for line in each] for each in trained), f"{name}: losses")
         assert_rounds_alike(*([line[2] for line in each] for each in trained), f"{name}: gradient norms")
         assert_rounds_alike(*evaluated, f"{name}: evaluations")
