@@ -1,6 +1,6 @@
 """Whatever the layout of the ranks, training is the same: every run here is held against one process's run.
 
-Losses and gradient norms of 10 steps (the standard block on two ranks) or 4 steps (all others) and evaluations among
+Losses and gradient norms of 20 steps (the standard block on two ranks) or 4 steps (all others) and evaluations among
 them, float32, the same global batch. The processes are real (gloo); each launch makes several runs.
 """
 
@@ -29,8 +29,8 @@ from engine.sharded_model import ShardedModel, local
 from model import Model
 
 SIZES = [  # of the data's 257 ids, which tp=2 pads
-    "--max_iters=10",
-    "--eval_interval=5",
+    "--max_iters=20",
+    "--eval_interval=10",
     "--gradient_accumulation_steps=4",
     "--learning_rate=3e-3",
 ]
@@ -160,7 +160,8 @@ def test_layouts_whose_sizes_do_not_divide(run, alone, many):
 def test_bfloat16_under_fsdp_is_bfloat16(processes, how, alone, many):
     """Weights that travel in bfloat16, and norms of both kinds in float32, as autocast alone has them: losses, gradient
     norms and evaluations err from float32's as those of one process do."""
-    low = ["--dtype=bfloat16", "--qk_norm=True", "--bias=True", *(TWO if processes == 4 else [])]
+    low = ["--dtype=bfloat16", "--qk_norm=True", "--bias=True", "--max_iters=10", "--eval_interval=5"]
+    low += [*(TWO if processes == 4 else [])]
     models = {"layernorm": low, "rmsnorm": [*low, "--norm=rmsnorm", "--block=superblock"]}
     folder = many(processes, *((name, [*SIZES, *flags, *how]) for name, flags in models.items()))
     for name, flags in models.items():
