@@ -1,7 +1,8 @@
 """Several ranks on this machine, forked from a process that has imported everything: torchrun takes ten seconds longer.
 
-launch(2, work, folder, *args)      # work(*args) on both ranks, which find in the environment what torchrun says
-exit_codes(2, work, folder, *args)  # the same where they may fail
+launch(2, work, folder, *args)            # work(*args) on both ranks, which find in the environment what torchrun says
+exit_codes(2, work, folder, *args)        # the same where they may fail
+launch(1, torchrun, folder, work, *args)  # the same under torchrun, whose agent starts two workers
 """
 
 import multiprocessing
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 ROOT = Path(__file__).parent.parent
 IMPORTED = """
@@ -66,6 +68,12 @@ def _rank(rank: int, size: int, port: int, folder: Path, work: Callable, args: t
     work(*args)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def torchrun(work: Callable, *args, **config):
+    """torchrun's agent in this process, and two workers that are forked from it and call work(*args)."""
+    where = {"run_id": "test", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "start_method": "fork"}
+    elastic_launch(LaunchConfig(1, 1, 2, **where, **config), work)(*args)
 
 
 def train_runs(all_flags: list[list[str]]):

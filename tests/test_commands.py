@@ -181,6 +181,7 @@ def test_ctrl_c_while_it_starts(tmp_path, arguments):
         while states[-2:] != [True, False] and process.poll() is None:
             caught = int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())[1], 16)
             states.append(bool(caught >> signal.SIGINT - 1 & 1))
+            time.sleep(0.0005)  # the process itself needs this processor
         time.sleep(rng.uniform(0, 0.15))
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)

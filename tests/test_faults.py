@@ -7,13 +7,13 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from conftest import ROOT, TINY, losses
-from ranks import launch
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from ranks import launch, torchrun
 
 import train
 from engine import parallel
@@ -61,12 +61,6 @@ def workers(process: subprocess.Popen) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-def torchrun(flags: list[str]):
-    """torchrun's agent in this process, with --max_restarts=1, and two workers that are forked from it."""
-    config = {"run_id": "test", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "start_method": "fork"}
-    elastic_launch(LaunchConfig(1, 1, 2, max_restarts=1, **config), train_until_killed)(flags)
-
-
 def train_until_killed(flags: list[str]):
     """train.py, of which the second rank is killed in the 22nd step of its first start."""
     backward, steps = ShardedModel.backward, []
@@ -86,7 +80,7 @@ def test_a_killed_worker_is_started_again_and_goes_on(run, tiny_data, tmp_path):
     """The flags say init_from=scratch; the losses are those of one process that nobody disturbed."""
     flags = ["--max_iters=60", "--eval_interval=30", "--save_interval=5"]
     common = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--async_checkpoint=True"]
-    launch(1, torchrun, tmp_path, [*common, *flags])
+    launch(1, partial(torchrun, max_restarts=1), tmp_path, train_until_killed, [*common, *flags])
     said = (tmp_path / "rank 0").read_text()
     assert said.count("step 0:") == 1 and said.count("parameters;") == 2, said
     undisturbed = losses(run(*flags, out="whole"))

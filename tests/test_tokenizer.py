@@ -190,7 +190,8 @@ def reference(texts: list[str], vocab_size: int) -> ByteLevelBPETokenizer:
 
 
 HF = reference(SOURCES, 1000)
-HF_BYTES = {i: bytes(_letters_of_bytes()[c] for c in token) for token, i in HF.get_vocab().items()}
+LETTERS = _letters_of_bytes()
+HF_BYTES = {i: bytes(LETTERS[c] for c in token) for token, i in HF.get_vocab().items()}
 
 
 @given(st.binary())
@@ -210,12 +211,11 @@ def test_bpe_keeps_any_text(text):
 
 
 def test_letters_of_bytes_are_those_of_hugging_face():
-    letters = _letters_of_bytes()
-    assert set(letters) == set(ByteLevel.alphabet()) and sorted(letters.values()) == list(range(256))
+    assert set(LETTERS) == set(ByteLevel.alphabet()) and sorted(LETTERS.values()) == list(range(256))
     level = ByteLevel(add_prefix_space=False, use_regex=False)
     for text in map(chr, [*range(0x800), *range(0x1000, 0xD000, 0x1000), *range(0x10000, 0x110000, 0x10000)]):
         [(shown, _)] = level.pre_tokenize_str(text)
-        assert bytes(letters[c] for c in shown) == text.encode()
+        assert bytes(LETTERS[c] for c in shown) == text.encode()
 
 
 def test_bpe_vocabulary_is_hugging_faces():

@@ -25,8 +25,10 @@ import pytest
 import torch
 from conftest import ROOT, TINY, figures, losses, metrics
 from ranks import launch as launch_ranks
+from ranks import torchrun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoint import full_disk
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
@@ -635,44 +637,40 @@ def test_a_signal_in_an_evaluation(run, monkeypatch):
     assert losses(cut) == losses(whole)
 
 
-LONG_EVALUATION = """
-import os, runpy, signal, sys, time
-sys.path.insert(0, "ROOT")
-from data import loader
-from engine import metrics
-metrics.peak_flops = lambda *_: 1e9
-plain, evaluations = loader.eval_batches, 0
+def train_with_a_long_evaluation(flags: list[str]):
+    """train.py, whose second evaluation takes a second per batch; in it torchrun gets the signal."""
+    plain, evaluations = evaluation.eval_batches, []
 
-def batches(*args):
-    global evaluations
-    evaluations += 1
-    for number, batch in enumerate(plain(*args)):
-        if evaluations == 3:  # train and val of step 0 are the first two
-            if number == 1 and os.environ["RANK"] == "0":
-                os.kill(os.getppid(), signal.SIGTERM)
-            if number:
-                time.sleep(1)
-        yield batch
+    def batches(*args):
+        evaluations.append(args)
+        for number, batch in enumerate(plain(*args)):
+            if len(evaluations) == 3:  # train and val of step 0 are the first two
+                if number == 1 and os.environ["RANK"] == "0":
+                    os.kill(os.getppid(), signal.SIGTERM)
+                if number:
+                    time.sleep(1)
+            yield batch
 
-loader.eval_batches = batches
-runpy.run_path("train.py", run_name="__main__")
-"""
+    evaluation.eval_batches = batches
+    train.peak_flops = lambda *_: 1e9
+    train.main(flags)
+
+
+def torchrun_with_a_long_evaluation(flags: list[str]):
+    with pytest.raises(SignalException):
+        torchrun(train_with_a_long_evaluation, flags, shutdown_timeout=10)
 
 
 def test_torchrun_ends_a_long_evaluation(many, tiny_data, tmp_path):
     """torchrun kills its workers 30 s after the signal, here 10 s, and an evaluation takes 20 s: the steps up to it are
     saved before."""
-    (tmp_path / "long.py").write_text(LONG_EVALUATION.replace("ROOT", str(ROOT)))
     flags = ["--max_iters=12", "--eval_interval=9", "--eval_iters=42"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "long.py")]
-    done = subprocess.run(
-        [sys.executable, *torchrun, *TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'cut'}", *flags],
-        cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"},
-    )  # fmt: skip
-    assert checkpoint.find(tmp_path / "cut").name == "step_00000009", done.stderr
-    assert done.stderr.count(STOPPING) == 1 and "with step 9 saved" in done.stdout
-    assert "--init_from=resume" in done.stdout
+    common = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'cut'}"]
+    launch_ranks(1, torchrun_with_a_long_evaluation, tmp_path, [*common, *flags])
+    said = (tmp_path / "rank 0").read_text()
+    assert checkpoint.find(tmp_path / "cut").name == "step_00000009", said
+    assert said.count(STOPPING) == 1 and "with step 9 saved" in said
+    assert "--init_from=resume" in said
     many(2, ("cut", ["--init_from=resume", *flags]), ("whole", flags))
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
