@@ -217,9 +217,37 @@ def require(condition: bool, message: str):
 # ---------------------------------------------------------------------------------------------------------------------
 # Norms
 
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) times a weight. PyTorch's is a fused kernel on GPUs, and a dozen passes on CPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return RMSNormOfCPU.apply(x, self.weight, self.eps)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class RMSNormOfCPU(torch.autograd.Function):
+    """RMSNorm in few passes. Its gradient is LayerNorm's for a mean of 0, plus the mean that LayerNorm subtracts."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = at_least_float32(x)
+        rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rms)
+        return (wide * rms).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, rms = ctx.saved_tensors
+        options = rms.new_zeros(rms.shape), rms, weight, None, (True, True, False)
+        dx, dw, _ = torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], *options)
+        mean = (grad.flatten(0, -2) @ weight.to(grad.dtype)).view(rms.shape) / x.size(-1)
+        return dx.add_((mean * rms).to(x.dtype)), dw, None
+
+
 NORM: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "layernorm": lambda c: nn.LayerNorm(c.n_embd, bias=c.bias),
-    "rmsnorm": lambda c: nn.RMSNorm(c.n_embd, eps=1e-5),
+    "rmsnorm": lambda c: RMSNorm(c.n_embd, eps=1e-5),
     "none": lambda c: nn.Identity(),
 }
 
@@ -316,10 +344,25 @@ class Rope(AttentionPosition):
         return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)  # (T, D)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        cos, sin = table  # the products are computed in their dtype
-        half = q.size(-1) // 2
-        turned_q, turned_k = q * cos + q.roll(half, dims=-1) * sin, k * cos + k.roll(half, dims=-1) * sin
-        return turned_q.to(q.dtype), turned_k.to(k.dtype), v
+        cos, sin = (x.to(q.dtype) for x in table)
+        return Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin), v
+
+
+class Rotation(torch.autograd.Function):
+    """x cos + (second half of x, first half of x) sin, for x (B, H, T, D), cos and sin (T, D), in two passes."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        half, y = x.size(-1) // 2, x * cos
+        y[..., :half].addcmul_(x[..., half:], sin[:, :half])
+        y[..., half:].addcmul_(x[..., :half], sin[:, half:])
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        cos, sin = ctx.saved_tensors
+        return Rotation.apply(grad, cos, -sin), None, None
 
 
 class Alibi(AttentionPosition):
@@ -425,7 +468,7 @@ def attention_kernel(
     flash     causal, T < S, and `flash`: see takes_flash                       none: one fused call
     joined    slots, or causal with T < S, on a CPU, without a window           none: two fused calls
     strips    documents or slopes, or none of the others                        a (128, S) mask; a fused call per strip
-    naive     a softcap, or dropout on a CPU: no fused kernel has them          (128, S) scores per strip
+    naive     a softcap, or dropout on a CPU: no fused kernel has them          (256, S) scores per strip
     """
     past = S - T if mask.causal else 0  # keys before the first query
     biased = mask.docs is not None or mask.slopes is not None
@@ -468,8 +511,9 @@ def mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, softcap=0.0, dropou
             always = [torch.cat((x.expand(len(q), -1, -1, -1), y), dim=2) if past else x[None] for x, y in both]
         k, v = (x[:, :, past:].repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         return JoinedAttention.apply(q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always), scale, mask.causal)
-    attend = sdpa if kernel == "strips" else partial(naive_attention, D, softcap, dropout)
-    return strip_attention(attend, q, k, v, mask, slots)
+    if kernel == "strips":
+        return strip_attention(sdpa, q, k, v, mask, slots, rows=128)
+    return strip_attention(partial(naive_attention, D, softcap, dropout), q, k, v, mask, slots, rows=256)
 
 
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
@@ -533,8 +577,9 @@ class JoinedAttention(torch.autograd.Function):
         return dq + dq_slots.reshape(dq.shape), dk, dv, *d_slots, None, None
 
 
-def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots, rows=128) -> Tensor:
-    """Attention in strips of `rows` queries, recomputed in the backward: any mask and score in O(rows S) memory."""
+def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots, rows: int) -> Tensor:
+    """Attention in strips of `rows` queries: any mask and score in O(rows S) memory. Several strips are recomputed in
+    the backward; a single one is not."""
     T, S, W = q.size(2), k.size(2), mask.window
     lo, hi = mask.reach(T, S, q.device)
     if slots is not None:
@@ -557,18 +602,22 @@ def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mas
         first = max(0, S - T + i - W + 1) if W else 0
         last = S - T + end if mask.causal else min(S, S - T + end + W - 1) if W else S
         strips = q[:, :, i:end], k[:, :, first:last], v[:, :, first:last], i, first
-        out.append(checkpoint(strip, *strips, use_reentrant=False) if torch.is_grad_enabled() else strip(*strips))
+        recompute = torch.is_grad_enabled() and T > rows
+        out.append(checkpoint(strip, *strips, use_reentrant=False) if recompute else strip(*strips))
     return torch.cat(out, dim=2)
 
 
 def naive_attention(D: int, cap: float, dropout: float, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
     """Attention with a softcap, or with dropout on a CPU. Shapes as in mix; attn_mask broadcasts to (B, H, T, S)."""
-    scale = D**-0.5
-    q, k, v = q.unflatten(1, (k.size(1), -1)), k[:, :, None], v[:, :, None]  # (B, Hkv, G, t, E), (B, Hkv, 1, s, E)
-    scores = capped(q[..., :D] @ k[..., :D].mT * scale, cap) + q[..., D:] @ k[..., D:].mT * scale
+    q = (q * D**-0.5).unflatten(1, (k.size(1), -1))  # (B, Hkv, G, t, E)
+    k, v = k[:, :, None], v[:, :, None]  # (B, Hkv, 1, s, E)
+    if cap:
+        scores = capped(q[..., :D] @ k[..., :D].mT, cap) + q[..., D:] @ k[..., D:].mT
+    else:
+        scores = q @ k.mT
     bias = torch.where(attn_mask, 0.0, -math.inf) if attn_mask.dtype == torch.bool else attn_mask
     weights = (at_least_float32(scores.flatten(1, 2)) + bias).softmax(-1).to(v.dtype)  # (B, H, t, s)
-    return (F.dropout(weights, dropout).view_as(scores) @ v).flatten(1, 2)  # (B, H, t, E)
+    return (dropped(weights, dropout).view_as(scores) @ v).flatten(1, 2)  # (B, H, t, E)
 
 
 def uniform_mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask) -> Tensor:
@@ -587,6 +636,17 @@ def uniform_mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask) -> Tensor:
     ends = (x.view(-1, 1, T, 1).expand(len(v), v.size(1), T, v.size(3)) for x in (hi, lo))
     upper, lower = (total.gather(2, end) for end in ends)
     return ((upper - lower) / (hi - lo).view(-1, 1, T, 1)).to(v.dtype)
+
+
+def dropped(x: Tensor, p: float) -> Tensor:
+    """F.dropout. In eager mode on a CPU, 16 random bits decide on each element (p is rounded to 1 / 65536), because
+    Bernoulli draws take longer than a small model's matrix products."""
+    if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.dropout(x, p)
+    limit = min(round(p * 2**16), 2**16 - 1)
+    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    kept = (bits[: x.numel()] >= limit - 2**15).view(x.shape)
+    return x * kept.to(x.dtype).mul_(2**16 / (2**16 - limit))
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
@@ -716,7 +776,7 @@ class Heads(nn.Module):
         super().__init__()
         self.head_dim, self.group, self.causal = cfg.head_dim, cfg.n_head // cfg.kv_heads, cfg.objective != "masked"
         self.window, self.softcap, self.dropout = cfg.layer_window(layer), cfg.attn_softcap, cfg.dropout
-        norms = (nn.RMSNorm(cfg.head_dim, 1e-5) if cfg.qk_norm else nn.Identity() for _ in range(2))
+        norms = (RMSNorm(cfg.head_dim, 1e-5) if cfg.qk_norm else nn.Identity() for _ in range(2))
         self.q_norm, self.k_norm = (with_role(each, "whole") for each in norms)
         self.position, self.cache = POSITION[cfg.pos][1](cfg), KVCache()
         self.out = Linear(cfg, cfg.n_embd, cfg.n_embd, "out")
@@ -811,11 +871,26 @@ class MemoryPool(Heads):
         return super().forward(x, inputs._replace(docs=inputs.memory_docs))
 
 
+class SquaredReLU(torch.autograd.Function):
+    """relu(x)^2 (arXiv:2109.08668), whose gradient takes one pass here."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        positive = F.relu(x)
+        ctx.save_for_backward(positive)
+        return positive.square()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (positive,) = ctx.saved_tensors
+        return torch.addcmul(grad.new_zeros(()), grad, positive, value=2.0)
+
+
 Kind = namedtuple("Kind", "f inputs", defaults=[1])  # f maps `inputs` tensors (..., F) to one (..., F)
 MLP_KIND = {
     "gelu": Kind(F.gelu),
     "relu": Kind(F.relu),
-    "relu2": Kind(lambda x: (r := F.relu(x)) * r),  # the backward of square() is slow
+    "relu2": Kind(lambda x: SquaredReLU.apply(x)),
     "swiglu": Kind(lambda gate, x: F.silu(gate) * x, inputs=2),
     "geglu": Kind(lambda gate, x: F.gelu(gate) * x, inputs=2),
 }
@@ -869,7 +944,7 @@ class Sum(nn.Module):
 
     def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
         x = self.before(s)
-        y = [F.dropout(getattr(self, name)(x, inputs), self.dropout, self.training) for name in self.names]
+        y = [dropped(getattr(self, name)(x, inputs), self.dropout * self.training) for name in self.names]
         if self.gains is not None:
             y = [gain(part) for gain, part in zip(self.gains, y, strict=True)]
         y = self.gain(self.after(reduce(add, y)))
@@ -1121,7 +1196,7 @@ class Model(Stack):
         if docs is not None and self.cfg.doc_positions:
             docs = docs.contiguous()
             place = t - torch.searchsorted(docs, docs)  # (B, T), counted from the first token of the document
-        return F.dropout(self.pos(self.wte(idx), place), self.cfg.dropout, self.training), t
+        return dropped(self.pos(self.wte(idx), place), self.cfg.dropout * self.training), t
 
     def hidden(
         self, idx: Tensor, start: int = 0, docs: Maybe = None, memory: Maybe = None, memory_docs: Maybe = None
