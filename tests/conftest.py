@@ -25,7 +25,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdi
 TINY = [
     "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--gradient_accumulation_steps=2",
     "--max_iters=40", "--eval_interval=20", "--eval_iters=2", "--warmup_iters=5", "--learning_rate=1e-2",
-    "--device=cpu",
+    "--device=cpu", "--dtype=float32",
 ]  # fmt: skip
 
 
