@@ -68,7 +68,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """The peak of `device` in FLOP/s, the denominator of MFU; None if unknown. A CPU's is measured in 0.5 s."""
     if device.type == "cuda":
         return gpu_peak(torch.cuda.get_device_name(device), dtype)
-    return cpu_peak() if device.type == "cpu" else None
+    return cpu_peak(dtype) if device.type == "cpu" else None
 
 
 def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
@@ -80,16 +80,21 @@ def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
     return None
 
 
-def cpu_peak(seconds: float = 0.5) -> float:
-    """The best rate of square float32 matmuls in FLOP/s, on torch's current number of threads.
+def cpu_peak(dtype: torch.dtype, seconds: float = 0.5) -> float:
+    """The best rate of square matmuls in this dtype in FLOP/s, on torch's current number of threads.
 
-    float32 serves every dtype, because it is the fastest on CPUs without hardware for the others.
+    The matrices grow from 192 rows to 1536, unless the next product would take longer than the rest of the time: on a
+    CPU that emulates bfloat16, a product of 1536 rows can take 20 s.
     """
-    best, end = 0.0, time.perf_counter() + seconds
-    a, out = torch.ones(1536, 1536), torch.empty(1536, 1536)
+    best, n, last, end = 0.0, 96, 0.0, time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
+        if n < 1536 and start + 8 * last < end:
+            n *= 2
+            a, out = torch.ones(n, n, dtype=dtype), torch.empty(n, n, dtype=dtype)
+            start = time.perf_counter()
         torch.mm(a, a, out=out)
-        best = max(best, 2 * 1536**3 / (time.perf_counter() - start))
+        last = time.perf_counter() - start
+        best = max(best, 2 * n**3 / last)
     return best
 
 
