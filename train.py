@@ -139,7 +139,7 @@ class Run:
         if cfg.init_from != "resume":
             run_state.initialize(cfg, self.sharded)
         torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on every rank draws its own random numbers
-        self.optimizer = optim.build(self.sharded.model, cfg, self.sharded.as_global)
+        self.optimizer = optim.build(self.sharded.model, cfg, self.sharded.as_global, ranks.dtype)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
         state = {"step": 0, "samples": 0, "skipped": 0, "best_val_loss": None, "flags": {}}
         if cfg.init_from == "resume":

@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
     A weight may store several logical matrices. Each is orthogonalised alone: as one matrix they would share their
     singular directions, and the loss is higher. weights maps a weight to None (one matrix) or to the (dim, groups,
     sizes) of model.Linear's `fused`. as_global(p, x) returns this rank's part x of the parameter p, or of its update,
-    as a DTensor with the shape of the full parameter.
+    as a DTensor with the shape of the full parameter. dtype is that of the run's matrix products, see `orthogonalize`.
     """
 
     LARGEST = 2**28  # numbers that are gathered at once: 1 GiB
@@ -94,7 +94,9 @@ class Muon(torch.optim.Optimizer):
         momentum: float,
         weight_decay: float,
         as_global: Callable[[nn.Parameter, Tensor], Tensor] = lambda p, x: x,
+        dtype: torch.dtype = torch.float32,
     ):
+        self.dtype = dtype
         self.fused = {p: fused or (0, 1, (as_global(p, p).size(0),)) for p, fused in weights.items()}
         self.as_global, self.sizes = as_global, {p: as_global(p, p).numel() for p in weights}
         super().__init__(decay_groups(weights, weight_decay), {"lr": lr, "momentum": momentum})
@@ -139,19 +141,20 @@ class Muon(torch.optim.Optimizer):
                 matrix = piece.flatten(dim, dim + 1)  # (rows, columns)
                 same_shape[matrix.shape].append((piece, matrix))
         for (rows, columns), group in same_shape.items():
-            batch = orthogonalize(torch.stack([matrix for _, matrix in group])) * max(1, rows / columns) ** 0.5
+            batch = orthogonalize(torch.stack([m for _, m in group]), self.dtype) * max(1, rows / columns) ** 0.5
             for (piece, _), matrix in zip(group, batch, strict=True):
                 piece.copy_(matrix.reshape(piece.shape))
 
 
-def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(x: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
     """U V^T of x = U S V^T, with singular values of about 0.7 to 1.2 instead of 1; x (N, rows, columns).
 
     A Newton-Schulz iteration with Jordan's quintic polynomial, which is as steep at 0 as these bounds allow. It runs in
-    bfloat16 on CUDA and in float32 elsewhere: bfloat16 is 30 times slower on a CPU without hardware for it.
+    bfloat16 on CUDA, and on a CPU if this is the dtype of the run's products; otherwise in float32.
     """
+    in_bfloat16 = x.is_cuda or x.is_cpu and dtype == torch.bfloat16
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    x = x.to(torch.bfloat16 if x.is_cuda else torch.float32)
+    x = x.to(torch.bfloat16 if in_bfloat16 else torch.float32)
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x  # the Gram matrix is the smaller one
     for _ in range(steps):
@@ -191,11 +194,16 @@ class Optimizer:
         return {f"{name}.{kind}": t for name, p in model.named_parameters() for kind, t in state.get(p, {}).items()}
 
 
-def build(model: nn.Module, cfg, as_global: Callable[[str, Tensor], Tensor] = lambda name, x: x) -> Optimizer:
+def build(
+    model: nn.Module,
+    cfg,
+    as_global: Callable[[str, Tensor], Tensor] = lambda name, x: x,
+    dtype: torch.dtype = torch.float32,
+) -> Optimizer:
     """The optimizer that cfg.optimizer names: adamw trains everything; muon trains hidden matrices, AdamW the rest.
 
     as_global(name, x) returns this rank's part x of the parameter `name`, or of its update, as a DTensor with the shape
-    of the full parameter.
+    of the full parameter. dtype is that of the run's matrix products.
     """
     names = {p: name for name, p in model.named_parameters()}
     hidden = OPTIMIZER[cfg.optimizer](model)
@@ -211,7 +219,7 @@ def build(model: nn.Module, cfg, as_global: Callable[[str, Tensor], Tensor] = la
         adamw.state[p]["exp_avg"], adamw.state[p]["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
     if not hidden:
         return Optimizer({adamw: 1.0})
-    muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, lambda p, x: as_global(names[p], x))
+    muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, lambda p, x: as_global(names[p], x), dtype)
     return Optimizer({adamw: 1.0, muon: cfg.muon_lr / cfg.learning_rate})
 
 

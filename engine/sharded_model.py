@@ -2,7 +2,7 @@
 
     sharded = ShardedModel(cfg, ranks)              # cut and wrapped on the meta device, then allocated
     sharded.init_weights(cfg.seed)
-    optimizer = optim.build(sharded.model, cfg, sharded.as_global)
+    optimizer = optim.build(sharded.model, cfg, sharded.as_global, ranks.dtype)
     loss = sharded.backward(batches, micro_steps, scaler)
     norm = sharded.clip(cfg.grad_clip)
 

@@ -97,7 +97,9 @@ def compare(sources: dict[str, str]):
         name = FLAGS[flag]
         entry = (model.NoEmbedding, model.LearnedSlopes) if flag == "pos" else model.macaron
         (model.POSITION if flag == "pos" else model.BLOCK)[name] = entry
-        cfg = Config(**SIZES, **{flag: name}, tp=2, device="cpu", batch_size=2, gradient_accumulation_steps=1)
+        cfg = Config(
+            **SIZES, **{flag: name}, tp=2, device="cpu", dtype="float32", batch_size=2, gradient_accumulation_steps=1
+        )
         with torch.random.fork_rng():
             torch.manual_seed(0)
             idx = torch.randint(64, (2, 17))

@@ -41,6 +41,7 @@ from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
 from engine import accounting, checkpoint, evaluation, parallel
 from engine.metrics import evaluation_line
+from engine.optim import Muon
 from engine.sharded_model import ShardedModel
 from engine.stop_signal import STOPPED, STOPPING, StopSignal
 
@@ -75,7 +76,8 @@ def test_resume_is_exact(run, flags):
     assert figures(halves) == figures(whole)
     shutil.rmtree(halves / "step_00000020")
     (halves / "latest").write_text("step_00000010\n")  # as if killed after the log had gone on
-    run("--init_from=resume", *flags[-2:], out="halves")
+    dtype = [flag for flag in flags if flag.startswith("--dtype=")]  # TINY names another
+    run("--init_from=resume", *dtype, *flags[-2:], out="halves")
     assert figures(halves) == figures(whole)
     assert [line["step"] for line in metrics(whole) if "loss" in line] == list(range(20))
     assert [line["step"] for line in metrics(whole) if "val_loss" in line] == [0, 10, 20]
@@ -268,8 +270,8 @@ class Products(TorchDispatchMode):
     ids=["standard", "joint", "seq2seq"],
 )
 def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
-    """All of them, in the forward, the backward and what is computed again, in evaluations and in samples; parameters
-    and gradients are float32."""
+    """All of them, in the forward, the backward and what is computed again, in evaluations, in samples and in Muon;
+    parameters and gradients are float32."""
     kept, backward = set(), ShardedModel.backward
 
     def seen(self, *args):
@@ -281,12 +283,15 @@ def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
         with monkeypatch.context() as patch, Products() as products:
             patch.setattr(ShardedModel, "backward", products.during("training", seen))
             patch.setattr(ShardedModel, "loss", products.during("evaluation", ShardedModel.loss))
+            patch.setattr(Muon, "step", products.during("Muon", Muon.step))
             patch.setattr(sample, "main", products.during("sampling", sample.main))
-            folder = run(*flags, f"--dtype={name}", "--max_iters=2", "--eval_interval=2", out=name)
+            muon = ["--optimizer=muon", "--max_iters=2", "--eval_interval=2"]
+            folder = run(*flags, f"--dtype={name}", *muon, out=name)
             prompt = ["--start=the <mask>"] if "--objective=seq2seq" in flags else ["--start=the"]
             sample.main([f"--out_dir={folder}", *prompt, f"--dtype={name}", "--max_new_tokens=4", "--device=cpu"])
         wanted = {getattr(torch, name)}
-        assert products.dtypes | {"": wanted} == dict.fromkeys(["training", "evaluation", "sampling", ""], wanted)
+        during = ["training", "evaluation", "sampling", "Muon", ""]
+        assert products.dtypes | {"": wanted} == dict.fromkeys(during, wanted)
     assert kept == {torch.float32}
 
 
