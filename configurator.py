@@ -83,7 +83,7 @@ class Config(ModelConfig):
     cooldown_iters: int = 0  # steps over which wsd falls to min_lr, 0 = a fifth of lr_decay_iters
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto = bfloat16 on GPUs
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto = bfloat16 where fast
     compile: bool | Literal["auto"] = "auto"  # torch.compile each block and the loss; auto = on GPUs
     activation_checkpoint: Literal["none", "selective", "full"] = "none"  # recompute all but products, or whole blocks
     # --- ranks, of torchrun

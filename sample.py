@@ -67,7 +67,7 @@ class SampleConfig:
     min_p: float = 0.0  # keeps tokens of at least this fraction of the largest probability (arXiv:2407.01082)
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix multiplications
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto on a CPU = float32
 
     def __post_init__(self):
         for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):

@@ -54,8 +54,7 @@ def main(argv: list[str] | None = None):
             parallel.environment()  # if it is wrong, the run is refused before out_dir is made
             if not cfg.eval_only and cfg.init_from != "resume":
                 lock.take(cfg.out_dir)
-            if run_state.was_restarted(cfg):
-                cfg.init_from = "resume"
+            run_state.resume_after_restart(cfg)
             check_out_dir(cfg)
             run = Run(cfg, cleanup)
         run.announce()
@@ -125,6 +124,7 @@ class Run:
         self.val_batches = math.ceil(count_windows(self.streams["val"], cfg.block_size) / cfg.batch_size)
         parallel.check_flags(cfg)
         self.ranks = ranks = parallel.join(cfg)
+        cfg.dtype, cfg.compile = str(ranks.dtype)[6:], ranks.compile  # auto is settled, and a resume keeps the choice
         memory.check_training(cfg, ranks, objective.lengths)
         run_state.check_same_start(cfg, ranks)
 
@@ -191,7 +191,7 @@ class Run:
     def announce(self):
         """Print the sizes of model, data and machine, and what the user should know before the first step."""
         cfg, ranks, stream = self.cfg, self.ranks, self.streams["train"]
-        machine = f"{ranks.size} x {ranks.device.type}, {str(ranks.dtype)[6:]}" + ", compiled" * ranks.compile
+        machine = f"{ranks.size} x {ranks.device.type}, {cfg.dtype}" + ", compiled" * ranks.compile
         self.metrics.say(
             f"{self.n_params:,} parameters; {self.samples_per_step * cfg.block_size:,} tokens per step from "
             f"{stream.name}, {self.loader.n_windows:,} windows; {machine}; attention: {self.attention_kernels}"

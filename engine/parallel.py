@@ -15,6 +15,7 @@ differ in copy or shard are data-parallel: they read different samples. All othe
 
 import ctypes
 import hashlib
+import math
 import os
 import re
 import time
@@ -179,18 +180,19 @@ def replicas(cfg) -> int:
 def join(cfg) -> Ranks:
     """Choose device, dtype and compilation, and join the other ranks if torchrun has started this process.
 
-    The flags must have passed `check_flags`. The value `auto` takes the best choice that the machine offers.
+    The flags must have passed `check_flags`. The value `auto` takes the best choice that the machine offers; on a CPU
+    the first rank measures for 0.05 s which dtype that is.
     """
     rank, local_rank, size, _ = environment()
     device = resolve_device(cfg.device, local_rank)
-    dtype, compiled = resolve_dtype(cfg.dtype, device), resolve_compile(cfg.compile, device)
+    compiled = resolve_compile(cfg.compile, device)
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     if size == 1:
-        return Ranks(rank, size, device, dtype, compiled)
+        return Ranks(rank, size, device, agreed_dtype(cfg.dtype, device), compiled)
     gpu_backend = "nccl" if cfg.backend == "auto" else cfg.backend
     backend = f"cpu:gloo,cuda:{gpu_backend}" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=cfg.collective_timeout)
@@ -213,7 +215,7 @@ def join(cfg) -> Ranks:
         cp_mesh = DeviceMesh(device.type, grid.view(-1, cfg.cp, cfg.tp), mesh_dim_names=("data", "cp", "tp"))
         limit(cp_mesh, cfg.collective_timeout)
         cp_group = cp_mesh["cp"].get_group()
-    return Ranks(rank, size, device, dtype, compiled, data_rank, data, mesh, cp_group)
+    return Ranks(rank, size, device, agreed_dtype(cfg.dtype, device), compiled, data_rank, data, mesh, cp_group)
 
 
 def limit(mesh: DeviceMesh, seconds: int):
@@ -309,7 +311,10 @@ def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
 
 
 def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
-    """The dtype that the flag names: auto is bfloat16 on GPUs that support it, float16 on others, float32 elsewhere."""
+    """The dtype that the flag names: auto is bfloat16 on GPUs that support it, float16 on others, float32 elsewhere.
+
+    Nothing is measured here. A training run on a CPU resolves auto with `agreed_dtype`.
+    """
     bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if flag == "auto":
         flag = ("bfloat16" if bf16 else "float16") if device.type == "cuda" else "float32"
@@ -320,6 +325,49 @@ def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
     if flag == "bfloat16" and device.type == "cuda" and not bf16:
         raise ValueError(f"dtype=bfloat16 is not supported by {torch.cuda.get_device_name(device)}; use float16")
     return getattr(torch, flag)
+
+
+def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:
+    """The dtype of a training run, which is the same on all ranks; every rank calls this function.
+
+    It is that of `resolve_dtype`, except that auto on a CPU is bfloat16 if the first rank finds bfloat16 fast.
+    """
+    measured = flag == "auto" and device.type == "cpu"
+    fast = of_first_rank(lambda: measured and fast_bfloat16())
+    return torch.bfloat16 if measured and fast else resolve_dtype(flag, device)
+
+
+def fast_bfloat16() -> bool:
+    """Whether this CPU multiplies matrices in bfloat16 at least 1.5 times as fast as in float32. Takes 0.05 s at most.
+
+    With less, the casts between the products would cost what the products gain. The speed is measured, because a CPU's
+    list of instructions does not tell which of them the libraries use (ONEDNN_MAX_CPU_ISA, for example, limits them).
+    Small matrices come first, because a CPU that emulates bfloat16 may need 100 times as long for it. The measurement
+    uses one thread, which other programs on the machine disturb least.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return speed_of_bfloat16(128, 0.0) > 1 / 3 and speed_of_bfloat16(384, 0.03) >= 1.5
+    finally:
+        torch.set_num_threads(threads)
+
+
+def speed_of_bfloat16(n: int, seconds: float) -> float:
+    """How many times as fast as in float32 two (n, n) matrices are multiplied in bfloat16.
+
+    The best times are compared. The dtypes alternate for so many seconds, and at least three times.
+    """
+    dtypes = torch.float32, torch.bfloat16
+    matrices = {dtype: (torch.ones(n, n, dtype=dtype), torch.empty(n, n, dtype=dtype)) for dtype in dtypes}
+    best, rounds, end = dict.fromkeys(dtypes, math.inf), 0, time.perf_counter() + seconds
+    while rounds < 3 or time.perf_counter() < end:
+        for dtype, (a, out) in matrices.items():
+            start = time.perf_counter()
+            torch.mm(a, a, out=out)
+            best[dtype] = min(best[dtype], time.perf_counter() - start)
+        rounds += 1
+    return best[torch.float32] / best[torch.bfloat16]
 
 
 def resolve_compile(flag: bool | str, device: torch.device) -> bool:

@@ -20,6 +20,7 @@ from engine.parallel import Ranks
 from engine.sharded_model import ShardedModel
 from model import ModelConfig
 
+SETTLED_BY_AUTO = {"dtype", "compile"}  # flags whose value auto is replaced by the machine's, which checkpoints store
 FREE_ON_RESUME = {"dropout", "loss_chunk"}  # flags of the model that may differ from the checkpoint's
 STATE = {  # keys of a checkpoint's state that a resume needs, and their types
     "flags": dict, "samples": int, "skipped": int, "best_val_loss": (float, NoneType), "scaler": dict,
@@ -45,16 +46,20 @@ def stored_flags(lock: FolderLock, flags: dict) -> tuple[dict, str]:
     return {}, ""
 
 
-def was_restarted(cfg) -> bool:
-    """Whether torchrun may have started this command again (its flag --max-restarts), so that it has to resume.
+def resume_after_restart(cfg):
+    """Make cfg a resume if torchrun may have started this command again (its flag --max-restarts).
 
     This is assumed if out_dir holds a checkpoint with the same flags; one with other flags belongs to an older run.
     """
     if not parallel.may_restart() or not (Path(cfg.out_dir) / "latest").exists():
-        return False
+        return
     stored = checkpoint.read(cfg.out_dir, STATE, lambda _, state: state["flags"])
-    settled_later = ("init_from", "vocab_size")
-    return all(stored.get(name) == value for name, value in asdict(cfg).items() if name not in settled_later)
+    auto = {name for name in SETTLED_BY_AUTO if getattr(cfg, name) == "auto"}
+    settled_later = auto | {"init_from", "vocab_size"}
+    if all(stored.get(name) == value for name, value in asdict(cfg).items() if name not in settled_later):
+        cfg.init_from = "resume"
+        for name in auto:
+            setattr(cfg, name, stored[name])
 
 
 def check_same_start(cfg, ranks: Ranks):

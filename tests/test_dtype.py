@@ -1,0 +1,195 @@
+"""How dtype=auto is resolved on a CPU: by a measurement of the first rank, which checkpoints keep."""
+
+import math
+import os
+import time
+
+import pytest
+import torch
+from conftest import TINY, figures, losses
+from ranks import launch, train_runs
+from test_errors import refused
+
+import sample
+import train
+from configurator import Config, parse
+from engine import checkpoint, parallel
+from engine.parallel import agreed_dtype, fast_bfloat16, resolve_dtype
+
+CPU, CUDA, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
+SHORT = [flag for flag in TINY if not flag.startswith("--dtype=")]  # with dtype=auto
+SHORT += ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1", "--lr_decay_iters=8"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The measurement
+
+
+@pytest.mark.parametrize(
+    "float32, bfloat16, fast",
+    [
+        (100e9, 800e9, True),  # AMX
+        (100e9, 160e9, True),
+        (100e9, 140e9, False),
+        (100e9, 60e9, False),
+        (100e9, 3e9, False),  # emulated
+        (100e9, 1e9, False),
+        (20e9, 40e9, True),
+        (20e9, 0.5e9, False),
+    ],
+)
+def test_auto_is_bfloat16_where_it_is_faster(monkeypatch, float32, bfloat16, fast):
+    """On CPUs with these rates in FLOP/s. A product in a new shape takes 1 ms longer; another program takes the
+    processor for 8 ms in every fifth product. The measurement takes 0.05 s, and what that program takes."""
+    rates, now, seen, taken = {torch.float32: float32, torch.bfloat16: bfloat16}, [0.0], [], 0.0
+
+    def mm(a, b, out):
+        nonlocal taken
+        assert torch.get_num_threads() == 1
+        now[0] += 2 * len(a) ** 3 / rates[a.dtype] + 1e-3 * ((len(a), a.dtype) not in seen)
+        seen.append((len(a), a.dtype))
+        if len(seen) % 5 == 0:
+            now[0] += 8e-3
+            taken += 8e-3
+
+    threads = torch.get_num_threads()
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel.time, "perf_counter", lambda: now[0])
+        patch.setattr(torch, "mm", mm)
+        assert agreed_dtype("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
+    assert now[0] - taken < 0.05
+    assert torch.get_num_threads() == threads
+
+
+def test_only_auto_on_a_cpu_is_measured(monkeypatch, trained, capsys):
+    """An explicit dtype is not, nor are the checks of flags, a plan and sample.py, whose auto is float32 on a CPU."""
+    monkeypatch.setattr(parallel, "fast_bfloat16", lambda: pytest.fail("measured"))
+    for name in ("float32", "bfloat16"):
+        assert agreed_dtype(name, CPU) == getattr(torch, name)
+    assert agreed_dtype("auto", MPS) == resolve_dtype("auto", CPU) == torch.float32
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda s=supported, **_: s)
+        assert agreed_dtype("auto", CUDA) == (torch.bfloat16 if supported else torch.float16)
+    parallel.check_flags(parse(Config, SHORT))
+    train.main([*SHORT, "--plan=True", "--vocab_size=257"])
+    assert "TFLOP/s in bfloat16" in capsys.readouterr().out
+    sample.main([f"--out_dir={trained}", "--max_new_tokens=3", "--device=cpu"])
+
+
+def test_this_cpu_is_measured(monkeypatch):
+    """The answer agrees with a longer measurement, and costs about 0.05 s of the processor."""
+    start = time.thread_time()
+    fast = fast_bfloat16()
+    assert time.thread_time() - start < 0.1
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    speed = parallel.speed_of_bfloat16(512, 0.3)
+    torch.set_num_threads(threads)
+    assert fast or speed < 3
+    assert speed > 0.75 or not fast
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+@pytest.fixture
+def go(run, tiny_data, tmp_path, monkeypatch):
+    """go(fast, *flags) trains in a folder; fast is what the measurement says, None if it must not be made."""
+
+    def call(fast: bool | None, *flags: str, out: str = "out") -> tuple[str, bool]:
+        monkeypatch.setattr(parallel, "fast_bfloat16", lambda: pytest.fail("measured") if fast is None else fast)
+        train.main([*SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
+        cfg = parse(Config, [str(tmp_path / out / "config.py")])
+        assert (cfg.dtype, cfg.compile) == stored(tmp_path / out)
+        return cfg.dtype, cfg.compile
+
+    return call
+
+
+def stored(folder) -> tuple[str, bool]:
+    """The resolved dtype and compile of the latest checkpoint."""
+    flags = checkpoint.read_state(checkpoint.find(folder))["flags"]
+    return flags["dtype"], flags["compile"]
+
+
+@pytest.mark.parametrize("fast, name", [(True, "bfloat16"), (False, "float32")])
+def test_a_resume_keeps_the_dtype(go, tmp_path, fast, name):
+    """Without another measurement, and digit for digit, Muon included; the losses are those of the explicit flag."""
+    muon = "--optimizer=muon"
+    assert go(fast, muon) == (name, False)
+    assert go(None, "--init_from=resume", "--max_iters=8") == (name, False)
+    assert go(fast, muon, "--max_iters=8", out="whole") == (name, False)
+    assert go(None, muon, "--max_iters=8", f"--dtype={name}", "--compile=False", out="named") == (name, False)
+    resumed, whole, named = (figures(tmp_path / out) for out in ("out", "whole", "named"))
+    assert resumed == whole == named and len(whole) == 11
+
+
+def test_an_explicit_flag_replaces_the_stored_dtype(go, capsys):
+    """Also auto, which is measured again."""
+    assert go(True) == ("bfloat16", False)
+    assert "1 x cpu, bfloat16;" in capsys.readouterr().out
+    assert go(None, "--init_from=resume", "--max_iters=5", "--dtype=float32") == ("float32", False)
+    assert "1 x cpu, float32;" in capsys.readouterr().out
+    assert go(None, "--init_from=resume", "--max_iters=6") == ("float32", False)
+    assert go(True, "--init_from=resume", "--max_iters=7", "--dtype=auto") == ("bfloat16", False)
+    go(None, "--init_from=resume", "--eval_only=True")
+    assert "step 7: " in capsys.readouterr().out
+
+
+def test_the_dtype_of_a_gpu_is_refused_on_a_cpu(go, tiny_data, tmp_path, capsys):
+    """A checkpoint that stores float16, in an evaluation too; --dtype=auto is measured."""
+    go(False)
+    state = tmp_path / "out" / "step_00000004" / "state.json"
+    state.write_text(state.read_text().replace('"dtype": "float32"', '"dtype": "float16"'))
+    assert stored(tmp_path / "out") == ("float16", False)
+    for more in ([], ["--eval_only=True"]):
+        flags = [*SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume", *more]
+        line = refused(train.main, flags, capsys)
+        assert "dtype=float16 needs a gradient scaler on a GPU, and the device is cpu; use float32" in line
+    assert go(True, "--init_from=resume", "--max_iters=5", "--dtype=auto") == ("bfloat16", False)
+
+
+def test_a_restart_keeps_the_dtype(go, tmp_path, monkeypatch, capsys):
+    """torchrun starts the same command again, which says dtype=auto; one that names another dtype is another run."""
+    go(True, "--save_interval=2")
+    before = losses(tmp_path / "out")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    (tmp_path / "out" / "latest").write_text("step_00000002\n")
+    capsys.readouterr()
+    assert go(None, "--save_interval=2") == ("bfloat16", False)
+    assert "1 x cpu, bfloat16;" in capsys.readouterr().out
+    assert losses(tmp_path / "out") == before
+    with pytest.raises(SystemExit):
+        go(None, "--save_interval=2", "--dtype=float32")
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def two_ranks(runs: list[tuple[bool, list[str]]]):
+    """Train each; the first rank measures that bfloat16 is fast or not, and another rank must not measure."""
+    measured, join = iter([fast for fast, _ in runs]), parallel.join
+
+    def measure() -> bool:
+        assert os.environ["RANK"] == "0"
+        return next(measured)
+
+    def said(cfg):
+        ranks = join(cfg)
+        print("joined:", ranks.dtype, flush=True)
+        return ranks
+
+    parallel.fast_bfloat16, train.parallel.join = measure, said
+    train_runs([flags for _, flags in runs])
+
+
+def test_all_ranks_have_the_dtype_of_the_first(tiny_data, tmp_path):
+    flags = [*SHORT, f"--dataset={tiny_data}"]
+    launch(2, two_ranks, tmp_path, [(fast, [*flags, f"--out_dir={tmp_path / str(fast)}"]) for fast in (True, False)])
+    assert stored(tmp_path / "True") == ("bfloat16", False) and stored(tmp_path / "False") == ("float32", False)
+    for rank in range(2):
+        lines = (tmp_path / f"rank {rank}").read_text().splitlines()
+        assert [x for x in lines if "joined: " in x] == ["joined: torch.bfloat16", "joined: torch.float32"]
+    (first, *_), (other, *_) = (
+        [line[1] for line in losses(tmp_path / out) if len(line) == 5] for out in ("True", "False")
+    )
+    assert first != other and math.isclose(first, other, rel_tol=0.02)
