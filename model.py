@@ -103,6 +103,7 @@ class ModelConfig:
     window: int = 0  # sliding window in tokens, 0 = full attention
     window_pattern: str = ""  # per layer, repeated: S = sliding window, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
+    fp32_residual: bool = True  # residual stream in float32 also where matrices are multiplied in bfloat16
     # --- model: position
     pos: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"  # position encoding
     rope_theta: float = 10000.0  # base of RoPE's wavelengths (arXiv:2104.09864)
@@ -216,6 +217,7 @@ def require(condition: bool, message: str):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Norms
+
 
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) times a weight. PyTorch's is a fused kernel on GPUs, and a dozen passes on CPUs."""
@@ -523,8 +525,12 @@ def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
     """PyTorch's attention in a fused kernel. CUDA's kernels for masks and float32 have no grouped heads, for which
-    PyTorch would silently make a (T, S) matrix; so keys and values are repeated there."""
+    PyTorch would silently make a (T, S) matrix; so keys and values are repeated there. The CPU's kernel is slower in
+    bfloat16 than in float32 for few keys: its backward takes up to six times as long."""
     group = q.size(1) // k.size(1)
+    if q.device.type == "cpu" and matmul_dtype(q) == torch.bfloat16 and k.size(2) <= 256:
+        with torch.autocast("cpu", enabled=False):
+            return fused_attention(q.float(), k.float(), v.float(), attn_mask, **options).to(v.dtype)
     if group > 1 and q.device.type == "cuda" and (attn_mask is not None or matmul_dtype(q) == torch.float32):
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=q.size(1) != k.size(1), **options)
@@ -1196,7 +1202,8 @@ class Model(Stack):
         if docs is not None and self.cfg.doc_positions:
             docs = docs.contiguous()
             place = t - torch.searchsorted(docs, docs)  # (B, T), counted from the first token of the document
-        return dropped(self.pos(self.wte(idx), place), self.cfg.dropout * self.training), t
+        x = dropped(self.pos(self.wte(idx), place), self.cfg.dropout * self.training)
+        return x if self.cfg.fp32_residual else x.to(matmul_dtype(x)), t
 
     def hidden(
         self, idx: Tensor, start: int = 0, docs: Maybe = None, memory: Maybe = None, memory_docs: Maybe = None
