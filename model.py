@@ -351,7 +351,7 @@ class Rope(AttentionPosition):
 
 
 class Rotation(torch.autograd.Function):
-    """x cos + (second half of x, first half of x) sin, for x (B, H, T, D), cos and sin (T, D), in two passes."""
+    """x cos + (second half of x, first half of x) sin, in two passes: x (B, H, T, D); cos and sin (T, D) from Rope."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -514,8 +514,8 @@ def mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, softcap=0.0, dropou
         k, v = (x[:, :, past:].repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         return JoinedAttention.apply(q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always), scale, mask.causal)
     if kernel == "strips":
-        return strip_attention(sdpa, q, k, v, mask, slots, rows=128)
-    return strip_attention(partial(naive_attention, D, softcap, dropout), q, k, v, mask, slots, rows=256)
+        return strip_attention(sdpa, q, k, v, mask, slots, 128)
+    return strip_attention(partial(naive_attention, D, softcap, dropout), q, k, v, mask, slots, 256)
 
 
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
@@ -1124,7 +1124,7 @@ class Stack(nn.Module):
     def stream(self, x: Tensor, t: Tensor, docs: Maybe, memory: Maybe = None, memory_docs: Maybe = None) -> Tensor:
         """The last norm's result (B, T, C) for x (B, T, C) at positions t (T,); docs (B, T), memory (B, S, C)."""
         own, of_memory = (None, None) if docs is None else ((docs, docs), (docs, memory_docs))
-        inputs = Inputs(self.position_table(t, x.dtype), own, memory, of_memory)
+        inputs = Inputs(self.position_table(t, torch.promote_types(x.dtype, torch.float32)), own, memory, of_memory)
         x = self.first_norm(x)
         for block in self.blocks:
             x = block(x, inputs)

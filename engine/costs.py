@@ -181,6 +181,7 @@ class Run:
         self.fsdp = cfg.parallel == "fsdp" and cfg.world_size > 1
         self.offload = self.fsdp and cfg.fsdp_offload
         self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+        self.stream_dtype = torch.float32 if cfg.fp32_residual else self.dtype
         objective = cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
         self.lengths = OBJECTIVE[cfg.objective](*objective).lengths
         self.n_params, self.flops = self.model.n_params(), flops(self.model, *self.lengths)
@@ -228,8 +229,9 @@ class Run:
         return Cost(kept, trace.peak, trace.sent)
 
     def stream(self, batch: int, length: int) -> Tensor:
-        """This rank's part of the residual stream, (batch, length / cp / tp, C); autocast keeps it in float32."""
-        return torch.empty(batch, length // self.layout.cp // self.layout.tp, self.cfg.n_embd, requires_grad=True)
+        """This rank's part of the residual stream, (batch, length / cp / tp, C)."""
+        shape = batch, length // self.layout.cp // self.layout.tp, self.cfg.n_embd
+        return torch.empty(shape, dtype=self.stream_dtype, requires_grad=True)
 
     def part_costs(self, batch: int) -> PartCosts:
         """Costs of each block, of the parts before the blocks (with an encoder), and of the last norm and the loss."""
@@ -254,7 +256,7 @@ class Run:
 
         before, memory = [embedding_cost(T)], None
         if (encoder := model.encoder) is not None:
-            memory = torch.empty(batch, S, cfg.n_embd, requires_grad=True)
+            memory = torch.empty(batch, S, cfg.n_embd, dtype=self.stream_dtype, requires_grad=True)
             before += [embedding_cost(S), *block_costs(encoder, S, None)]
             before.append(self.measure(encoder.norm, encoder.norm, self.stream(batch, S), []))
         return list(block_costs(model, T, memory)), before, self.loss_cost(batch)

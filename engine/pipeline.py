@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 from engine.errors import require
-from model import Model, ModelConfig
+from model import Model, ModelConfig, matmul_dtype
 
 
 def check(cfg: ModelConfig, n_stages: int, n_micro: int):
@@ -58,12 +58,17 @@ def keep_stage(model: Model, stage: int, n_stages: int):
     if not last:
         model.norm = nn.Identity()
         model.head = nn.Identity()
-        model.loss = lambda x, targets: x.float()  # stages exchange the stream in float32
+        model.loss = lambda x, targets: x.to(stream_dtype(model.cfg, x))  # what stages exchange
     if not first and not (last and tied):
         model.wte = nn.Identity()
     if not (last and tied):
         model.tie = lambda: None
     model.copies = {"wte.weight"} if last and tied else set()
+
+
+def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:
+    """The dtype in which stages exchange the stream, for any x on their device. Called under autocast."""
+    return torch.float32 if cfg.fp32_residual else matmul_dtype(x)
 
 
 def owned(model: Model) -> list[nn.Parameter]:
@@ -100,7 +105,9 @@ class Pipeline:
 
         model.forward = forward_in_autocast
         # Without these examples, the first step would run an extra forward and backward to find shapes and dtypes.
-        stream = torch.empty(*shape, model.cfg.n_embd, device="meta", requires_grad=True)
+        with autocast():
+            self.dtype = stream_dtype(model.cfg, torch.empty(0, device=device))
+        stream = torch.empty(*shape, model.cfg.n_embd, dtype=self.dtype, device="meta", requires_grad=True)
         x = torch.empty(shape, dtype=torch.int64, device="meta") if self.stage == 0 else stream
         y = torch.empty((), device="meta", requires_grad=True) if self.stage == self.last else stream
         stage = PipelineStage(model, self.stage, n_stages, device, x, y, group=group)
@@ -143,7 +150,7 @@ class Pipeline:
         batch = dict(batch)
         x = batch.pop("idx")
         if self.stage > 0:
-            x = torch.empty(len(x), self.length, self.model.cfg.n_embd, device=self.device)
+            x = torch.empty(len(x), self.length, self.model.cfg.n_embd, dtype=self.dtype, device=self.device)
             dist.recv(x, group=self.group, group_src=self.stage - 1)
         y = self.model(x, **batch)
         if self.stage == self.last:

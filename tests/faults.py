@@ -58,9 +58,9 @@ FAULTS = [
     ),
     (
         "model.py",
-        "scores = capped(q[..., :D] @ k[..., :D].mT * scale, cap) + q[..., D:]",
-        "scores = capped(q[..., :D] @ k[..., :D].mT, cap) * scale + q[..., D:]",
-        "The softcap of attention is applied before the scores are divided by sqrt(D), and is divided too.",
+        "scores = capped(q[..., :D] @ k[..., :D].mT, cap) + q[..., D:]",
+        "scores = capped(q[..., :D] @ k[..., :D].mT, cap / D**0.5) + q[..., D:]",
+        "The softcap of attention is divided by sqrt(D), as if it were applied before the scores are divided.",
         "tests/test_model.py::test_mix_equals_naive_attention",
     ),
     (

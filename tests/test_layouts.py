@@ -20,6 +20,7 @@ from ranks import launch, train_runs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import model
 from configurator import Config, parse
 from data.loader import order  # which has its own tests
 from engine import context_parallel, optim, parallel, tensor_parallel
@@ -156,13 +157,14 @@ def test_layouts_whose_sizes_do_not_divide(run, alone, many):
     assert largest_difference(alone(*UNEVEN, *UNEVEN_RUNS["fsdp"][0]), losses(folder / "half")) < 1e-5
 
 
-@pytest.mark.parametrize("processes,how", [(2, FSDP), (4, [*FSDP, "--tp=2"])], ids=["fsdp", "fsdp+tp"])
-def test_bfloat16_under_fsdp_is_bfloat16(processes, how, alone, many):
-    """Weights that travel in bfloat16, and norms of both kinds in float32, as autocast alone has them: losses, gradient
-    norms and evaluations err from float32's as those of one process do."""
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp+tp", "pp"])
+def test_layouts_in_bfloat16(layout, alone, many):
+    """Weights that travel in bfloat16, norms of both kinds, and a residual stream in float32 or bfloat16: losses,
+    gradient norms and evaluations err from float32's as those of one process in bfloat16 do."""
     low = ["--dtype=bfloat16", "--qk_norm=True", "--bias=True", "--max_iters=10", "--eval_interval=5"]
-    low += [*(TWO if processes == 4 else [])]
-    models = {"layernorm": low, "rmsnorm": [*low, "--norm=rmsnorm", "--block=superblock"]}
+    low += [*(TWO if layout != "fsdp" else [])]
+    models = {"layernorm": low, "rmsnorm": [*low, "--norm=rmsnorm", "--block=superblock", "--fp32_residual=False"]}
+    processes, how = {"fsdp": (2, FSDP), "fsdp+tp": (4, [*FSDP, "--tp=2"]), "pp": (2, ["--pp=2"])}[layout]
     folder = many(processes, *((name, [*SIZES, *flags, *how]) for name, flags in models.items()))
     for name, flags in models.items():
         lines = [losses(folder / name), alone(*flags), alone(*flags, "--dtype=float32")]
@@ -188,20 +190,20 @@ def test_compiled_layouts_do_the_same(layout, alone, many):
 
 def masks_drawn(runs: dict[str, list[str]], folder: Path):
     """train.py with each of these flags; a file per run and rank with all dropout masks of the stream."""
-    dropout = torch.nn.functional.dropout
+    dropped = model.dropped
     for name, flags in runs.items():
         masks = []
 
-        def kept(x, p, training=True, masks=masks):
-            y = dropout(x, p, training)
-            if training and x.dim() == 3:  # of the stream, where nothing else is 0
+        def kept(x, p, masks=masks):
+            y = dropped(x, p)
+            if p and x.dim() == 3:  # of the stream, where nothing else is 0
                 masks.append((y != 0).flatten())
             return y
 
-        torch.nn.functional.dropout = kept
+        model.dropped = kept
         train_runs([flags])
         torch.save(masks, folder / f"{name} {dist.get_rank()}")
-    torch.nn.functional.dropout = dropout
+    model.dropped = dropped
 
 
 def test_every_rank_drops_something_else(run, tiny_data, tmp_path):

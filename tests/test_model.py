@@ -496,6 +496,79 @@ def test_dropout_in_attention_keeps_the_mean():
     assert draws.std(0).min() > 1e-3
 
 
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropped_elements(p):
+    """They are a fraction p of all, independent of their neighbours and of the next draw. The others grow, so that the
+    mean stays, and their gradients with them."""
+    torch.manual_seed(0)
+    x = torch.rand(400, 999).add_(1).requires_grad_()
+    torch.manual_seed(1)
+    y, again = M.dropped(x, p), M.dropped(x, p).detach()
+    kept = (y != 0).double()
+    assert torch.allclose(y[y != 0].double(), x[y != 0].double() / kept.mean(), rtol=0.01)
+    assert abs(kept.mean() - (1 - p)) < 4 * math.sqrt(p * (1 - p) / x.numel()) + 1 / 65536
+    for other in (again != 0, *(kept.flatten().roll(n).view_as(kept) for n in (1, 2, 3, 4, 999))):
+        both = (kept * other).mean() - (1 - p) ** 2
+        assert abs(both) < 4 * (1 - p) / math.sqrt(x.numel()) + 2e-5
+    y.sum().backward()
+    assert torch.equal(x.grad != 0, y != 0) and torch.allclose(x.grad * x.detach(), y.detach())
+    torch.manual_seed(1)
+    assert torch.equal(M.dropped(x, p), y) and torch.equal(M.dropped(x, 0.0), x)
+    assert M.dropped(x.bfloat16(), p).dtype == torch.bfloat16 and M.dropped(x, 0.999999).isfinite().all()
+
+
+SWAP = torch.eye(6, dtype=torch.float64).roll(3, 0)
+
+
+def turns(w):
+    """Tables like RoPE's: cos and sin (7, 6)."""
+    cos, sin = w[:3].detach().cos(), w[:3].detach().sin()
+    return torch.cat((cos, cos)).expand(7, 6), torch.cat((-sin, sin)).expand(7, 6)
+
+
+FUNCTION = {  # of x (B, H, T, D) and more: the function, and the same in float64 by a formula
+    "rmsnorm": (
+        lambda x, w: M.RMSNormOfCPU.apply(x, w, 1e-3),
+        lambda x, w: x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * w,
+    ),
+    "rotation": (
+        lambda x, w: M.Rotation.apply(x, *(t.to(x.dtype) for t in turns(w))),
+        lambda x, w: torch.einsum("...d,de->...e", x, torch.diag(turns(w)[0][0]) + SWAP * turns(w)[1][0]),
+    ),
+    "squared relu": (lambda x, w: M.SquaredReLU.apply(x), lambda x, w: x.clamp(min=0) ** 2),
+}
+
+
+@pytest.mark.parametrize("dtype,error", [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 0.03)])
+@pytest.mark.parametrize("name", FUNCTION)
+def test_functions_with_gradients_of_their_own(name, dtype, error):
+    """Values and gradients against autograd of the formula in float64, for heads that are views of one matrix."""
+    f, formula = FUNCTION[name]
+    torch.manual_seed(0)
+    whole = torch.randn(2, 7, 4, 9, dtype=torch.float64)
+    w, grad = torch.rand(6, dtype=torch.float64) + 0.5, torch.randn(2, 4, 7, 6, dtype=torch.float64)
+    results = []
+    for g, kind in ((f, getattr(torch, dtype)), (formula, torch.float64)):
+        leaves_ = [whole.to(kind).clone().requires_grad_(), w.to(torch.promote_types(kind, torch.float32)).clone()]
+        leaves_[1].requires_grad_(name == "rmsnorm")
+        y = g(leaves_[0][..., :6].transpose(1, 2), leaves_[1])
+        assert y.dtype == kind
+        y.backward(grad.to(kind))
+        results.append([y.detach(), *(x.grad for x in leaves_ if x.grad is not None)])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours.double() - theirs).abs().max() < error * max(1, theirs.abs().max())
+
+
+def test_the_residual_stream_has_the_dtype_of_the_flag():
+    for flag, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        seen, lm = set(), build(torch.float32, norm="rmsnorm", qk_norm=True, pos="rope", fp32_residual=flag)
+        for block in lm.blocks:
+            block.register_forward_hook(lambda _, args, y, seen=seen: seen.update((args[0].dtype, y.dtype)))
+        with torch.autocast("cpu", torch.bfloat16):
+            lm(torch.zeros(1, 8, dtype=torch.int64))
+        assert seen == {dtype}
+
+
 PLAIN, PAST, CPU, CUDA = (270, 270), (140, 270), ("cpu", "float32", 8), ("cuda", "bfloat16", 8)
 KERNEL = [  # kernel; queries and keys: of a text, or of its end; device, dtype, width of a head; mask and options
     ("full", PLAIN, CPU, {}),
@@ -710,14 +783,14 @@ def test_no_square_tensor(flags, docs):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         with Largest() as largest:
             model(idx, idx, **source, **of_docs).backward()
-    assert T < largest.numel < T * T / 2
+    assert T < largest.numel < 0.6 * T * T  # strips of 256 rows, two heads
     assert sum(kept) < 1.5 * T * T, "the strips' matrices are kept for the backward"  # of a layer, or two
     if docs or model.cfg.objective == "masked":
         return
     model.eval()
     with Largest() as largest, torch.no_grad():
         list(model.generate(idx[:, :900], 2, lambda logits: logits.argmax(-1), **source))
-    assert T < largest.numel < T * T / 2
+    assert T < largest.numel < 0.6 * T * T  # strips of 256 rows, two heads
 
 
 @pytest.mark.parametrize("dtype,masked,heads", [("float32", False, 4), ("bfloat16", False, 2), ("bfloat16", True, 4)])
