@@ -39,8 +39,8 @@ SHORT += ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1", "--lr_decay_
     ],
 )
 def test_auto_is_bfloat16_where_it_is_faster(monkeypatch, float32, bfloat16, fast):
-    """On CPUs with these rates in FLOP/s. A product in a new shape takes 1 ms longer; another program takes the
-    processor for 8 ms in every fifth product. The measurement takes 0.05 s, and what that program takes."""
+    """On CPUs with these rates in FLOP/s. A product in a new shape takes 1 ms longer, and every fifth one 8 ms. But for
+    these, the measurement takes 0.05 s."""
     rates, now, seen, taken = {torch.float32: float32, torch.bfloat16: bfloat16}, [0.0], [], 0.0
 
     def mm(a, b, out):
@@ -54,7 +54,7 @@ def test_auto_is_bfloat16_where_it_is_faster(monkeypatch, float32, bfloat16, fas
 
     threads = torch.get_num_threads()
     with monkeypatch.context() as patch:
-        patch.setattr(parallel.time, "perf_counter", lambda: now[0])
+        patch.setattr(parallel.time, "thread_time", lambda: now[0])
         patch.setattr(torch, "mm", mm)
         assert agreed_dtype("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
     assert now[0] - taken < 0.05
