@@ -529,8 +529,9 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
     bfloat16 than in float32 for few keys: its backward takes up to six times as long."""
     group = q.size(1) // k.size(1)
     if q.device.type == "cpu" and matmul_dtype(q) == torch.bfloat16 and k.size(2) <= 256:
+        mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.float()
         with torch.autocast("cpu", enabled=False):
-            return fused_attention(q.float(), k.float(), v.float(), attn_mask, **options).to(v.dtype)
+            return fused_attention(q.float(), k.float(), v.float(), mask, **options).to(v.dtype)
     if group > 1 and q.device.type == "cuda" and (attn_mask is not None or matmul_dtype(q) == torch.float32):
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=q.size(1) != k.size(1), **options)
