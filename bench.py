@@ -1,18 +1,25 @@
-"""Measures training speed: of this checkout, against another checkout, or of several runs against each other.
+"""Measures how fast this machine trains, decodes and loads data, and compares training runs and checkouts.
 
-Also measures the loader's speed (--loader), and checks a GPU's results and speed (--gpu).
-
+    python bench.py                                                              # a table for this machine, 90 seconds
+    python bench.py --config=make-train --json                                   # one configuration of it, as JSON
+    python bench.py --config=make-train --profile=out/trace.json                 # where the time of a step goes
     python bench.py config/train_shakespeare_cpu.py --max_iters=300
     python bench.py --against=../nanoGPT --rounds=3 config/train_shakespeare_char.py --device=cpu --compile=False ...
     python bench.py --run=config/pycode_gpt2.py --run=config/pycode_llama.py --max_iters=60 --cooldown_iters=5
     python bench.py --loader=openwebtext
     python bench.py --gpu --out=out/gpu.json --against=../nanoGPT                # as make gpu, and nanoGPT's speed
 
-`python train.py` gets the arguments of each --run, followed by the arguments behind the options. Another checkout must
-know these flags too: one of superblock does, and nanoGPT knows the flags that both have. The speed is computed from the
-times at which the lines "iter N:" appear, so start-up and the first steps do not count. Set eval_interval above
-max_iters to leave evaluations out. Runs alternate (A B C, then C B A), because the speed of a shared machine drifts.
-Quote the ratios, which compare runs of the same round.
+Without arguments of train.py, the table has a row per configuration (CONFIGS in engine/bench_table.py) in the dtype of
+--dtype=auto, and in float32 if that differs: milliseconds per step by phase (data, forward, backward, optimizer),
+tokens/s, MFU, peak memory; then the speed of decoding, and of the loader on random tokens. --json prints the same
+figures as one JSON object. --profile writes a trace of three steps for Chrome or Perfetto.
+
+With arguments of train.py, whole runs are timed. `python train.py` gets the arguments of each --run, followed by the
+arguments behind the options. With --against, another checkout runs too, which must know these flags: one of superblock
+does, and nanoGPT knows the flags that both have. The speed is computed from the times at which the lines "iter N:"
+appear, so start-up and the first steps do not count. Set eval_interval above max_iters to leave evaluations out. Runs
+alternate (A B C, then C B A), because the speed of a shared machine drifts. Quote the ratios, which compare runs of the
+same round.
 
 --loader reads batches of 64 x 1024 tokens from a data set that fits in memory, then as many in nanoGPT's way: with a
 new memory map for each batch, and two copies of every sequence, as inputs and as targets.
@@ -25,7 +32,6 @@ shapes. The exit code is 1 if a part failed.
 """
 
 import argparse
-import ctypes
 import json
 import os
 import re
@@ -34,17 +40,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from contextlib import suppress
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from statistics import median
 
+from engine.child import Child
 from engine.errors import command, require, user_errors
 
 HERE = Path(__file__).resolve().parent
-LIBC = ctypes.CDLL(None)
 WARMUP = 0.2  # fraction of the timings, at the beginning, that is ignored
 RESERVED = ("--out_dir=", "--log_interval=")  # arguments of train.py that bench.py sets
 SECONDS = {"machine": 60, "attention": 60, "models": 75, "losses": 50, "speed": 110, "against": 125}  # at most
@@ -58,55 +63,7 @@ TIMED_LINES = 8  # lines "iter N:", one per 10 steps, after which a run of --gpu
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Processes
-
-
-def kill_with_parent():
-    """Called in a child process: asks Linux to kill it when bench.py ends, even if bench.py is killed."""
-    if hasattr(LIBC, "prctl"):
-        LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-class Child:
-    """A context of a process in its own group. The whole group is killed at the block's end, or after `seconds`."""
-
-    def __init__(self, command: list[str], cwd: Path, seconds: float | None = None):
-        self.seconds, self.timed_out, self.errors = seconds, False, tempfile.TemporaryFile()
-        self.process = subprocess.Popen(
-            command, cwd=cwd, stdout=subprocess.PIPE, stderr=self.errors, text=True, errors="replace",
-            start_new_session=True, preexec_fn=kill_with_parent,
-        )  # fmt: skip
-        self.lines = self.process.stdout
-        self.timer = threading.Timer(seconds or threading.TIMEOUT_MAX, self.time_out)
-        self.timer.daemon = True
-        self.timer.start()
-
-    def __enter__(self) -> "Child":
-        return self
-
-    def __exit__(self, *_):
-        self.timer.cancel()
-        self.kill()
-        self.process.wait()
-        self.lines.close()
-        self.errors.close()
-
-    def time_out(self):
-        self.timed_out = True
-        self.kill()
-
-    def kill(self):
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def failure(self) -> str:
-        """Waits for the end. Returns "" on success, else the cause and the last line of stderr."""
-        code = self.process.wait()
-        self.errors.seek(0)
-        said = [line for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
-        last = said[-1].removeprefix("error: ")[:500] if said and not self.timed_out else ""
-        how = f"time limit of {self.seconds} s" if self.timed_out else signal.Signals(-code).name if code < 0 else ""
-        return ": ".join(filter(None, (how, last))) or f"exit code {code}" if code else ""
+# Measurements
 
 
 def measure(
@@ -134,44 +91,6 @@ def measure(
         raise ValueError(f"{checkout}: python train.py {' '.join(args)}: {why}")
     (first, start), (last, end) = marks[0], marks[-1]
     return 1000 * (end - start) / (last - first), next((row for row in reversed(rows) if "mfu" in row), {})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Measurements
-
-
-def measure_loader(name: str, batches: int = 200) -> tuple[float, float]:
-    """Million tokens per second of our loader and of nanoGPT's way, each after batches / 10 batches of warm-up."""
-    from contextlib import closing
-
-    import numpy as np
-    import torch
-
-    from data.loader import Loader
-    from data.objective import Causal
-    from data.shards import open_data
-
-    B, T = 64, 1024
-    data = open_data(name, HERE / "data")
-    stream = data.split("train")
-    shard = max(stream.shards, key=len)
-    require(len(shard) > T + 1, f"--loader={name} has shards of at most {len(shard)} tokens; give a larger data set")
-
-    def theirs() -> None:
-        tokens = np.memmap(shard.path, shard.dtype, mode="r", offset=shard.offset, shape=(len(shard),))
-        starts = torch.randint(len(tokens) - T, (B,))
-        for first in (0, 1):
-            torch.stack([torch.from_numpy(tokens[i + first : i + first + T].astype(np.int64)) for i in starts])
-
-    speeds = []
-    with closing(Loader(stream, Causal(data.vocab_size, data.eot, T), B)) as loader:
-        for fetch in (loader.__next__, theirs):
-            for number in range(-batches // 10, batches):
-                if number == 0:
-                    start = time.perf_counter()
-                fetch()
-            speeds.append(batches * B * T / (time.perf_counter() - start) / 1e6)
-    return tuple(speeds)
 
 
 def compare(checkouts: list[Path], runs: list[list[str]], names: list[str], rounds: int):
@@ -290,22 +209,28 @@ class Parser(argparse.ArgumentParser):
 
 
 def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
-    """Parses the options and the arguments of each run for train.py. ValueError names a wrong one."""
+    """Parses the options and the arguments of each run of train.py. ValueError names a wrong one."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--against", help="folder of another checkout with a train.py")
     parser.add_argument("--run", action="append", help="arguments of one run; repeat the option to compare runs")
     parser.add_argument("--rounds", type=int, help="how often all runs are measured (default 3)")
     parser.add_argument("--loader", metavar="DATASET", help="measure the loader instead of training")
+    parser.add_argument("--json", action="store_true", help="print the table's figures as one JSON object")
+    parser.add_argument("--profile", metavar="FILE.json", help="write a trace of some steps instead of the table")
+    parser.add_argument("--config", metavar="NAME", help="the only configuration of the table, or that of --profile")
     parser.add_argument("--gpu", action="store_true", help="compare a GPU with the CPU, and measure its speed")
     parser.add_argument("--out", metavar="FILE.json", help="file for the report of --gpu")
     options, args = parser.parse_known_args(argv)
     given = {name for name, value in vars(options).items() if value not in (None, False)}
-    for name, alone in (("loader", {"rounds"}), ("gpu", {"out", "against"})):
-        others = [f"--{other}" for other in sorted(given - alone - {name})] + args * (name == "loader")
+    companions = {"loader": {"rounds"}, "json": {"config"}, "profile": {"config"}, "config": {"json", "profile"}}
+    for name, allowed in (companions | {"gpu": {"out", "against"}}).items():
+        others = [f"--{other}" for other in sorted(given - allowed - {name})] + args * (name in companions)
         require(name not in given or not others, f"--{name} does not go with {' '.join(others)}; leave one of them out")
     require("out" not in given or options.gpu, f"--out={options.out} is used only with --gpu; leave it out")
     json_file = (options.out or "").endswith(".json")
     require(not options.gpu or json_file, f"--out={options.out} must be a .json file for --gpu, such as out/gpu.json")
+    profile = options.profile is None or options.profile.endswith(".json")
+    require(profile, f"--profile={options.profile} must be a .json file, such as out/trace.json")
     require(options.loader != "", "--loader= names no data set; give one, such as pycode")
     options.rounds = 3 if options.rounds is None else options.rounds
     require(1 <= options.rounds <= 1000, f"--rounds={options.rounds} must be at least 1 and at most 1000")
@@ -318,13 +243,15 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
         require(args in ([], ["--device=cpu"]), fixed)
         options.device = "cpu" if args else "cuda"
         return options, []
+    if options.loader or given <= {"json", "profile", "config"} and not args:
+        return options, []
     runs = []
     for text in options.run or [""]:
         try:
             runs.append(shlex.split(text) + args)
         except ValueError as error:
             raise ValueError(f"--run={text}: {error}; correct its quotation marks") from None
-    for run in [] if options.loader else runs:
+    for run in runs:
         require(run, "there is nothing to train; give train.py's arguments, such as a config file and --max_iters=100")
         own = [arg for arg in run if arg.startswith(RESERVED)]
         require(not own, f"{' '.join(own)} is an argument that bench.py sets; leave it out")
@@ -343,13 +270,22 @@ def main(argv: list[str] | None = None):
         options, runs = read(argv)
         if options.gpu:
             return gpu_report(options.device, Path(options.out), options.against)
-        for number in range(options.rounds if options.loader else 0):
-            ours, theirs = measure_loader(options.loader)
-            times = f"{ours / theirs:.1f} times"
-            print(f"round {number + 1}: {ours:.0f} Mtok/s, {theirs:.0f} in nanoGPT's way: {times}", flush=True)
-        if not options.loader:
+        if runs:
             checkouts = [options.against] * bool(options.against) + [HERE]
-            compare(checkouts, runs, options.run or [""], options.rounds)
+            return compare(checkouts, runs, options.run or [""], options.rounds)
+        from engine import bench_table  # imports torch, which takes a second
+
+        if options.loader:
+            for number in range(options.rounds):
+                speeds = bench_table.loader_text(*bench_table.measure_loader(options.loader))
+                print(f"round {number + 1}: {speeds}", flush=True)
+        elif options.profile is not None:
+            print(bench_table.write_trace(options.config or "make-train", Path(options.profile)))
+        else:
+            names = [options.config] if options.config is not None else list(bench_table.CONFIGS)
+            report = bench_table.measure(names, (lambda line: None) if options.json else partial(print, flush=True))
+            if options.json:
+                print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,13 @@ The cases come from the model's tables and Literals, so a new entry is a new cas
 import itertools
 import json
 import math
+import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -28,6 +31,8 @@ from model import BLOCK, USED_WHEN, Mask, Model, ModelConfig, alibi_slopes, mix
 # The errors allowed. bfloat16 has 8 bits, and CPUs stay within 2.2 * 2^-8. If a derivative has a step, as ReLU's has,
 # rounding moves some inputs across the step: an error e becomes about sqrt(e) in the gradient, 17 * 2^-8 on CPUs.
 FLOAT32, BFLOAT16 = 1e-4, {"attention": 8 * 2**-8, "models": 32 * 2**-8, "losses": 8 * 2**-8}
+
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")  # variables of torch's libraries
 
 
 def documents(B: int, T: int) -> Tensor:
@@ -153,10 +158,22 @@ def check(part: str, device: torch.device, size: int, every: int):
 
 
 def machine(device: torch.device) -> dict:
-    """A description of the hardware and of torch; "device" is null if there is no GPU."""
-    facts = {"device": None, "torch": torch.__version__, "cuda": torch.version.cuda, "system": platform.platform()}
+    """A description of the hardware and of torch; "device" is null if there is no GPU.
+
+    cpu_bfloat16    the CPU's instructions for bfloat16, as far as Linux names them
+    limited_by      environment variables that keep torch's libraries from using all instructions
+    """
+    file = Path("/proc/cpuinfo")
+    cpu = file.read_text() if file.exists() else ""
+    name = re.search(r"^model name\s*: (.+)", cpu, re.MULTILINE)
+    facts = {
+        "device": None, "torch": torch.__version__, "cuda": torch.version.cuda, "system": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "cpu_bfloat16": [word for word in ("amx_bf16", "avx512_bf16", "bf16") if re.search(rf"\b{word}\b", cpu)],
+        "limited_by": [variable for variable in LIMITS if variable in os.environ],
+    }  # fmt: skip
     if device.type == "cpu":
-        facts["device"] = f"CPU ({platform.machine()})"
+        facts["device"] = f"CPU ({name[1] if name else platform.machine()})"
     elif torch.cuda.is_available():
         card = torch.cuda.get_device_properties(device)
         facts |= {"device": card.name, "memory_bytes": card.total_memory, "capability": f"{card.major}.{card.minor}"}

@@ -1,4 +1,4 @@
-"""bench.py: wrong options, child processes that end with it, the parts of --gpu; on fake checkouts and on the CPU."""
+"""bench.py: wrong options, child processes that end with it, the table, the parts of --gpu; all on the CPU."""
 
 import errno
 import io
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -15,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 import model as M
-from engine import gpu_check
+from engine import accounting, bench_table, gpu_check, optim, parallel
 
 TRAIN = """
 import pathlib, sys, time
@@ -83,7 +85,7 @@ GPU = ["--gpu", "--out=x.json"]
 @pytest.mark.parametrize(
     "argv,fragments",
     [
-        ([], ["nothing to train", "--max_iters"]),
+        (["--against=."], ["nothing to train", "--max_iters"]),
         (["--run="], ["nothing to train"]),
         (["--rounds=2"], ["nothing to train"]),
         (["--against=/nope", "x"], ["--against=/nope", "train.py"]),
@@ -110,6 +112,19 @@ GPU = ["--gpu", "--out=x.json"]
         (["--loader=pycode", "--against=."], ["--loader", "--against"]),
         (["--run=--out_dir=x", "y"], ["--out_dir=x", "bench.py sets"]),
         (["x", "--log_interval=5"], ["--log_interval=5", "bench.py sets"]),
+        (["--json", "config/train_pycode.py"], ["--json", "config/train_pycode.py"]),
+        (["--json", "--rounds=2"], ["--json", "--rounds"]),
+        (["--json", "--loader=pycode"], ["--json", "--loader"]),
+        (["--json", "--profile=x.json"], ["--json", "--profile"]),
+        (["--json", *GPU], ["--json", "--gpu"]),
+        (["--config=4L"], ["--config=4L", "4L/128/T64/B12", "make-train"]),
+        (["--config="], ["--config= ", "make-train"]),
+        (["--config=make-train", "--max_iters=9"], ["--config", "--max_iters=9"]),
+        (["--profile=x.json", "--config=4L"], ["--config=4L", "make-train"]),
+        (["--profile=x.json", "--against=."], ["--profile", "--against"]),
+        (["--profile="], ["--profile= ", ".json"]),
+        (["--profile=trace.txt"], ["--profile=trace.txt", ".json"]),
+        (["--profile"], ["--profile", "--help"]),
         (["--out=x.json", "y"], ["--out=x.json", "--gpu"]),
         (["--gpu"], ["--out", "out/gpu.json"]),
         (["--gpu", "--out="], ["--out= ", ".json"]),
@@ -126,7 +141,8 @@ GPU = ["--gpu", "--out=x.json"]
     ids=lambda argv: " ".join(argv)[:40],
 )
 def test_wrong_options(argv, fragments, refused, monkeypatch):
-    monkeypatch.setattr(bench, "Child", lambda *_: pytest.fail("something was started"))
+    for where, name in ((bench, "Child"), (bench_table, "machine"), (bench_table, "random_data")):
+        monkeypatch.setattr(where, name, lambda *_: pytest.fail("something was started"))
     line = refused(*argv)
     assert all(fragment in line for fragment in fragments), line
 
@@ -214,6 +230,139 @@ def test_a_child_ends_with_bench(name, tmp_path):
     until(lambda: gone(other))
     assert process.returncode == 128 + getattr(signal, name) and out == b""
     assert not list((tmp_path / "tmp").iterdir())
+
+
+# ---- the table
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Two tiny configurations, one step, so that medians add up, and a CPU whose dtype is bfloat16."""
+    small = "--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --vocab_size=65 --compile=False "
+    configs = {"small": small + "--optimizer=muon --mlp=swiglu --attention=gqa --n_kv_head=1"}
+    monkeypatch.setattr(bench_table, "CONFIGS", configs | {"dropped": small + "--dropout=0.2"})
+    sizes = {"SHARD": 2**17, "BATCHES": 2, "WARM": 1, "LEAST": 1, "MOST": 1, "DECODED": ("small",)}
+    for name, value in sizes.items():
+        monkeypatch.setattr(bench_table, name, value)
+    monkeypatch.setattr(bench_table, "peak_flops", lambda device, dtype: 4e12 / dtype.itemsize)
+    monkeypatch.setattr(parallel, "fast_bfloat16", lambda: True)
+    monkeypatch.setattr(parallel, "resolve_device", lambda *_: torch.device("cpu"))
+
+
+def test_the_table(tiny):
+    """It has a row per configuration and dtype, its cells are the report's figures, and the report becomes JSON."""
+    lines = []
+    report = bench_table.measure(["small", "dropped"], lines.append)
+    assert json.loads(json.dumps(report)) == report
+    table = "\n".join(lines).splitlines()
+    assert all(word in table[0] for word in ("CPU (", torch.__version__, f"{torch.get_num_threads()} threads", "T"))
+    assert "2,000 GFLOP/s in bfloat16" in table[1] and "1,000 GFLOP/s in float32" in table[1]
+    assert [(row["configuration"], row["dtype"], row["compiled"]) for row in report["training"]] == [
+        (name, dtype, False) for name in ("small", "dropped") for dtype in ("bfloat16", "float32")
+    ]
+    titles = "training dtype tokens/s MFU ms/step data forward backward optimizer share N-S_GFLOP peak_MiB".split()
+    assert table[3].replace("N-S ", "N-S_").replace("peak ", "peak_").split() == titles
+    for row, shown in zip(report["training"], table[4:8], strict=True):
+        cells = dict(zip(titles, shown.split(), strict=True))
+        phases = [row[f"{phase}_ms"] for phase in ("data", "forward", "backward", "optimizer")]
+        assert min(phases) > 0 and sum(phases) == pytest.approx(row["ms_per_step"]) and row["steps"] == 1
+        assert row["optimizer_share"] == pytest.approx(phases[3] / sum(phases))
+        assert row["tokens_per_s"] == pytest.approx(64_000 / row["ms_per_step"])
+        flops = accounting.flops(M.Model(bench_table.flags(row["configuration"])), 16) / 16
+        peak = 2e12 if row["dtype"] == "bfloat16" else 1e12
+        assert row["mfu"] == pytest.approx(row["tokens_per_s"] * flops / peak)
+        assert row["peak_memory_bytes"] > 2**27
+        assert (row["newton_schulz_flops"] > 0) == (row["configuration"] == "small")
+        assert (cells["training"], cells["dtype"]) == (row["configuration"], row["dtype"])
+        for title, figure, step in (
+            ("ms/step", "ms_per_step", 0.1),
+            ("data", "data_ms", 0.01),
+            ("forward", "forward_ms", 0.1),
+            ("backward", "backward_ms", 0.1),
+            ("optimizer", "optimizer_ms", 0.1),
+            ("tokens/s", "tokens_per_s", 1),
+        ):
+            assert float(cells[title].replace(",", "")) == pytest.approx(row[figure], abs=step)
+        assert cells["share"] == f"{row['optimizer_share']:.1%}" and cells["MFU"] == f"{row['mfu']:.1%}"
+        assert cells["N-S_GFLOP"] == ("0.00" if row["configuration"] == "small" else "-")
+        assert int(cells["peak_MiB"].replace(",", "")) == round(row["peak_memory_bytes"] / 2**20)
+    assert table[9].split() == ["decoding", "dtype", "samples", "tokens/s", "last/first"]
+    for row, shown in zip(report["decoding"], table[10:12], strict=True):
+        rate, ratio = f"{row['tokens_per_s']:,.0f}", f"{row['last_quarter_to_first']:.2f}"
+        assert shown.split() == ["small", row["dtype"], str(row["batch_size"]), rate, ratio]
+    assert [row["batch_size"] for row in report["decoding"]] == [1, 8]
+    assert table[13].startswith(f"loader: {report['loader']['tokens_per_s'] / 1e6:.0f} Mtok/s")
+
+
+def test_json_is_all_that_stdout_gets(tiny, capfd):
+    bench.main(["--json", "--config=dropped"])
+    report = json.loads(capfd.readouterr().out)
+    assert {row["configuration"] for row in report["training"]} == {"dropped"} and report["decoding"] == []
+    assert {"date", "machine", "peak_flops", "loader"} <= report.keys()
+
+
+def test_without_arguments_all_configurations_are_measured(monkeypatch, capfd):
+    monkeypatch.setattr(bench_table, "measure", lambda names, say: say(" ".join(names)))
+    bench.main([])
+    assert capfd.readouterr().out == " ".join(bench_table.CONFIGS) + "\n"
+
+
+def test_configurations_are_what_their_names_say():
+    for name in bench_table.CONFIGS:
+        cfg = bench_table.flags(name)
+        shape = f"{cfg.n_layer}L/{cfg.n_embd}/T{cfg.block_size}/B{cfg.batch_size}"
+        assert name in (shape, f"{shape}/dropout{cfg.dropout}", "make-train")
+    with torch.device("meta"):
+        assert M.Model(bench_table.flags("make-train")).n_params() == 1_820_928  # as in the README
+    assert set(bench_table.DECODED) <= set(bench_table.CONFIGS)
+
+
+def test_a_phase_ends_when_the_device_is_done(monkeypatch):
+    """The clock moves in the phases and in the waits for the device alone."""
+    now = [0.0]
+
+    def work(seconds: float):
+        now[0] += seconds
+
+    training = object.__new__(bench_table.Training)
+    training.phases = {name: partial(work, n) for n, name in enumerate(("data", "forward", "backward", "optimizer"))}
+    training.synchronize = partial(work, 0.5)
+    monkeypatch.setattr(bench_table.time, "perf_counter", lambda: now[0])
+    assert training.timed_step() == {"data": 500, "forward": 1500, "backward": 2500, "optimizer": 3500}
+
+
+def test_flops_of_newton_schulz(tiny):
+    """They equal those that torch counts in the optimizer's step, and in the iteration of one matrix by hand."""
+    cfg = bench_table.flags("small")
+    model = M.Model(cfg)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer = optim.build(model, cfg)
+    with FlopCounterMode(display=False) as step:
+        optimizer.step()
+    assert bench_table.newton_schulz_flops(optimizer) == step.get_total_flops() > 0
+    for shape in ((1, 3, 7), (1, 7, 3)):
+        with FlopCounterMode(display=False) as iteration:
+            optim.orthogonalize(torch.randn(shape), torch.float32)
+        weight = torch.nn.Parameter(torch.zeros(shape[1:]))
+        muon = optim.Muon({weight: None}, lr=0.1, momentum=0.9, weight_decay=0.0)
+        count = bench_table.newton_schulz_flops(optim.Optimizer({muon: 1.0}))
+        assert count == iteration.get_total_flops() == 5 * (2 * 3 * 3 * 7 + 2 * 3 * 3 * 3 + 2 * 3 * 3 * 7)
+    assert bench_table.newton_schulz_flops(optim.build(model, bench_table.flags("dropped"))) == 0
+
+
+def test_a_trace(tiny, tmp_path, capfd, refused):
+    """It has the operations, and each phase once per step. A file that cannot be written is refused first."""
+    path = tmp_path / "new" / "trace.json"
+    bench.main([f"--profile={path}", "--config=dropped"])
+    out = capfd.readouterr().out
+    assert str(path) in out and "dropped in bfloat16" in out and out.count("\n") == 1
+    names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
+    assert [names.count(phase) for phase in ("data", "forward", "backward", "optimizer")] == [bench_table.TRACED] * 4
+    assert "aten::embedding" in names
+    assert str(path) in refused(f"--profile={path}/x.json", "--config=small")
+    (tmp_path / "x.json").mkdir()
+    assert f"{tmp_path}/x.json" in refused(f"--profile={tmp_path}/x.json", "--config=small")
 
 
 # ---- the parts of --gpu
