@@ -70,6 +70,14 @@ def flags(name: str, dtype: str = "auto") -> Config:
     return parse(Config, [*args, "--gradient_accumulation_steps=1", f"--dtype={dtype}"])
 
 
+def check(names: list[str]):
+    """ValueError if a name is wrong, or if torchrun has started several processes."""
+    size = parallel.environment().size
+    require(size == 1, f"WORLD_SIZE={size}: bench.py measures a single process; start it without torchrun")
+    for name in names:
+        flags(name)
+
+
 def random_data(folder: Path) -> DataSet:
     """A data set of random tokens below 65 in this folder."""
     tokens = np.random.default_rng(0).integers(65, size=SHARD, dtype=np.uint16)
@@ -188,7 +196,7 @@ def newton_schulz_flops(optimizer: optim.Optimizer) -> int:
 
 def write_trace(name: str, path: Path) -> str:
     """Write a trace of some steps after the first ones as a JSON file for Chrome or Perfetto. Returns a description."""
-    flags(name)  # ValueError for a wrong name, before the file is made
+    check([name])
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a"):  # an OSError comes now, and not after the steps
         pass
@@ -288,17 +296,11 @@ to the first quarter
 """
 
 
-def heading(title: str, columns: dict) -> str:
-    return f"\n{title:<26}{'dtype':<9}" + "".join(f"{column:>{width(column)}}" for column in columns)
-
-
-def line(row: dict, columns: dict) -> str:
-    cells = (f"{cell(row):>{width(column)}}" for column, cell in columns.items())
-    return f"{row['configuration']:<26}{row['dtype']:<9}" + "".join(cells)
-
-
-def width(column: str) -> int:
-    return max(7, len(column) + 1)
+def line(columns: dict, row: dict | None = None, title: str = "") -> str:
+    """The line of a row; without a row, the line of titles above the rows."""
+    name, dtype = (row["configuration"], row["dtype"]) if row else (title, "dtype")
+    cells = {column: text(row) if row else column for column, text in columns.items()}
+    return f"{name:<26}{dtype:<9}" + "".join(f"{cell:>{max(7, len(column) + 1)}}" for column, cell in cells.items())
 
 
 def dtypes() -> list[str]:
@@ -308,33 +310,35 @@ def dtypes() -> list[str]:
 
 def measure(names: list[str], say: Callable[[str], None]) -> dict:
     """Measure these configurations and the loader. Hands each line of the table to `say`, and returns all figures."""
-    for name in names:
-        flags(name)  # ValueError for a wrong name, before anything is measured
-    require(parallel.environment().size == 1, "bench.py measures a single process; start it without torchrun")
+    check(names)
     device = parallel.resolve_device("auto")
     date, here = datetime.now().astimezone().isoformat(timespec="minutes"), machine(device)
     peaks = {dtype: peak_flops(device, getattr(torch, dtype)) for dtype in dtypes()}
     report = {"date": date, "machine": here, "peak_flops": peaks, "training": [], "decoding": []}
-    limits = [f"{name}={os.environ[name]}" for name in here["limited_by"]]
-    features = f"bfloat16 by {', '.join(here['cpu_bfloat16'])}" if here["cpu_bfloat16"] else ""
-    about = [here["device"], f"{here['threads']} threads", features, *limits, f"torch {here['torch']}", date]
-    say("; ".join(filter(None, about)))
+    about = [here["device"], f"torch {here['torch']}", date]
+    if device.type == "cpu":
+        instructions = ", ".join(here["cpu_bfloat16"]) or "no instructions that are known"
+        limits = [f"{name}={os.environ[name]}" for name in here["limited_by"]]
+        about[1:1] = [f"bfloat16 by {instructions}", *limits, f"{here['threads']} thread{'s' * (here['threads'] > 1)}"]
+    say("; ".join(about))
     known = [f"{peak / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, peak in peaks.items() if peak]
     say(f"peak of matrix products, for MFU: {', '.join(known) or 'unknown'}")
     with tempfile.TemporaryDirectory() as folder:
         data = random_data(Path(folder))
-        say(heading("training", TRAINING))
+        say("\n" + line(TRAINING, title="training"))
         for name in names:
             for dtype, peak in peaks.items():
                 report["training"].append(measure_training(name, dtype, data, peak))
-                say(line(report["training"][-1], TRAINING))
+                say(line(TRAINING, report["training"][-1]))
+        if any(row["compiled"] for row in report["training"]):
+            say("These models were compiled.")
         decoded = [name for name in DECODED if name in names]
         if decoded:
-            say(heading("decoding", DECODING))
+            say("\n" + line(DECODING, title="decoding"))
         for name in decoded:
             for batch in (1, 8):
                 report["decoding"].append(measure_decoding(name, batch))
-                say(line(report["decoding"][-1], DECODING))
+                say(line(DECODING, report["decoding"][-1]))
         ours, theirs = measure_loader(folder)
         report["loader"] = {"tokens_per_s": ours, "nanogpt_tokens_per_s": theirs}
         say(f"\nloader: {loader_text(ours, theirs)}")

@@ -249,13 +249,16 @@ def tiny(monkeypatch):
     monkeypatch.setattr(parallel, "resolve_device", lambda *_: torch.device("cpu"))
 
 
-def test_the_table(tiny):
+def test_the_table(tiny, monkeypatch):
     """It has a row per configuration and dtype, its cells are the report's figures, and the report becomes JSON."""
     lines = []
+    monkeypatch.setattr(gpu_check, "LIMITS", ("SOME_VARIABLE",))
+    monkeypatch.setenv("SOME_VARIABLE", "AVX2")
     report = bench_table.measure(["small", "dropped"], lines.append)
     assert json.loads(json.dumps(report)) == report
     table = "\n".join(lines).splitlines()
-    assert all(word in table[0] for word in ("CPU (", torch.__version__, f"{torch.get_num_threads()} threads", "T"))
+    machine = ("CPU (", "; bfloat16 by ", "SOME_VARIABLE=AVX2", torch.__version__, f"{torch.get_num_threads()} thread")
+    assert all(word in table[0] for word in (*machine, report["date"]))
     assert "2,000 GFLOP/s in bfloat16" in table[1] and "1,000 GFLOP/s in float32" in table[1]
     assert [(row["configuration"], row["dtype"], row["compiled"]) for row in report["training"]] == [
         (name, dtype, False) for name in ("small", "dropped") for dtype in ("bfloat16", "float32")
@@ -299,6 +302,11 @@ def test_json_is_all_that_stdout_gets(tiny, capfd):
     report = json.loads(capfd.readouterr().out)
     assert {row["configuration"] for row in report["training"]} == {"dropped"} and report["decoding"] == []
     assert {"date", "machine", "peak_flops", "loader"} <= report.keys()
+
+
+def test_torchrun_is_refused(monkeypatch, refused):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "WORLD_SIZE=2" in refused() and "WORLD_SIZE=2" in refused("--profile=x.json")
 
 
 def test_without_arguments_all_configurations_are_measured(monkeypatch, capfd):
