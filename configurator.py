@@ -56,7 +56,7 @@ class Config(ModelConfig):
     init_from: str = "scratch"  # scratch, resume (the latest in out_dir) or nanogpt:FILE (its ckpt.pt)
     seed: int = 1337  # for initial weights, the order of the data and dropout
     max_iters: int = 600000  # optimizer steps
-    eval_interval: int = 2000  # steps between evaluations
+    eval_interval: int = 2000  # steps between evaluations, 0 = only at the end
     eval_iters: int = 200  # batches per evaluation, 0 = the whole validation set
     eval_only: bool = False  # evaluate once and stop
     log_interval: int = 1  # steps between logged steps
@@ -126,9 +126,9 @@ class Config(ModelConfig):
         super().__post_init__()
         self.out_dir = os.path.expanduser(self.out_dir)
         for names, low, high in (
-            ("batch_size gradient_accumulation_steps max_iters eval_interval log_interval keep_last", 1, 2**31),
+            ("batch_size gradient_accumulation_steps max_iters log_interval keep_last", 1, 2**31),
             ("dp_replicate tp cp pp collective_timeout world_size", 1, 2**31),
-            ("seed eval_iters save_interval warmup_iters lr_decay_iters cooldown_iters", 0, 2**31),
+            ("seed eval_interval eval_iters save_interval warmup_iters lr_decay_iters cooldown_iters", 0, 2**31),
             ("learning_rate min_lr muon_lr weight_decay grad_clip", 0, 2**31),
             ("beta1 beta2 muon_momentum", 0, 1),
         ):

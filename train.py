@@ -68,7 +68,8 @@ def train(run: "Run"):
     cfg, checkpoints, stop = run.cfg, run.checkpoints, run.stop
     while True:
         stopping, is_best, worth_saving = stop.agreed(), False, False
-        if not stopping and (cfg.eval_only or run.step % cfg.eval_interval == 0 or run.step == cfg.max_iters):
+        due = cfg.eval_only or run.step == cfg.max_iters or (cfg.eval_interval and run.step % cfg.eval_interval == 0)
+        if not stopping and due:
             losses = run.evaluate()
             stopping = losses is None  # a signal came during the evaluation
             if losses:

@@ -221,6 +221,7 @@ def test_dropout_is_of_training_alone(run, capsys):
     never = run(*flags, "--dropout=0", out="never")
     rows = [[line for line in losses(folder) if len(line) == 5] for folder in (seldom, often, never)]
     assert rows[0] == rows[1] and len(rows[0]) == 6
+    assert losses(run(*flags, "--eval_interval=0", out="once")) == [*rows[0], losses(seldom)[-1]]
     assert losses(seldom)[0] == losses(never)[0] and all(a[1] != b[1] for a, b in zip(rows[0], rows[2], strict=True))
     capsys.readouterr()
     without = ["--init_from=resume", "--eval_only=True", "--dropout=0"]
