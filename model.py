@@ -284,12 +284,17 @@ class NoEmbedding(nn.Identity):
         return x
 
 
+def embedding(rows: int, width: int) -> nn.Embedding:
+    """nn.Embedding without weights of its own, whose drawing on the meta device imports torch._dynamo in a second."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+
+
 class LearnedEmbedding(NoEmbedding):
     """x + W[t] (GPT-2)."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
-        self.wpe = with_role(nn.Embedding(cfg.block_size, cfg.n_embd), "whole")
+        self.wpe = with_role(embedding(cfg.block_size, cfg.n_embd), "whole")
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return x + self.wpe(t)
@@ -1139,7 +1144,7 @@ class Model(Stack):
     def __init__(self, cfg: ModelConfig, seed: int | None = None):
         require(cfg.vocab_size > 0, "vocab_size=0 means the data's, and here there is no data; set vocab_size")
         super().__init__(cfg)
-        self.wte = with_role(nn.Embedding(cfg.vocab_rows, cfg.n_embd), "vocab")
+        self.wte = with_role(embedding(cfg.vocab_rows, cfg.n_embd), "vocab")
         self.pos = POSITION[cfg.pos][0](cfg)
         self.head = with_role(nn.Linear(cfg.n_embd, cfg.vocab_rows, bias=False), "vocab")
         self.encoder = None

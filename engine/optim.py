@@ -69,7 +69,7 @@ SCHEDULE = {"cosine": cosine, "wsd": wsd, "constant": constant}
 # Muon
 
 
-class Muon(torch.optim.Optimizer):
+class Muon:
     """Trains hidden matrices with orthogonalised momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
 
         b = mu b + (1 - mu) g
@@ -99,9 +99,8 @@ class Muon(torch.optim.Optimizer):
         self.dtype = dtype
         self.fused = {p: fused or (0, 1, (as_global(p, p).size(0),)) for p, fused in weights.items()}
         self.as_global, self.sizes = as_global, {p: as_global(p, p).numel() for p in weights}
-        super().__init__(decay_groups(weights, weight_decay), {"lr": lr, "momentum": momentum})
-        for p in weights:
-            self.state[p]["momentum"] = torch.zeros_like(p)
+        self.param_groups = [group | {"lr": lr, "momentum": momentum} for group in decay_groups(weights, weight_decay)]
+        self.state = {p: {"momentum": torch.zeros_like(p)} for p in weights}
 
     @torch.no_grad()
     def step(self):
@@ -168,14 +167,43 @@ def orthogonalize(x: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
 # The optimizer of a run
 
 
+class AdamW:
+    """AdamW (arXiv:1711.05101) in PyTorch's fused kernel, with all its state from the start. torch.optim.AdamW does the
+    same, after it has imported torch._dynamo in a second or two."""
+
+    def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]):
+        self.param_groups = [group | {"lr": lr, "betas": betas} for group in groups]
+        self.state = {
+            p: {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+            for group in groups
+            for p in group["params"]
+        }
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            params, (beta1, beta2) = [p for p in group["params"] if p.grad is not None], group["betas"]
+            states = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")]
+            if params:
+                torch._foreach_add_(states[2], 1)
+                torch._fused_adamw_(
+                    params, [p.grad for p in params], *states[:2], [], states[2], lr=group["lr"], beta1=beta1,
+                    beta2=beta2, weight_decay=group["weight_decay"], eps=1e-8, amsgrad=False, maximize=False,
+                )  # fmt: skip
+
+
 class Optimizer:
-    """Combines one or two torch optimizers, so that a gradient scaler that finds an overflow skips both or neither.
+    """Combines AdamW and Muon, so that a gradient scaler that finds an overflow skips both or neither.
 
     parts maps each optimizer to its peak learning rate, relative to cfg.learning_rate. All state exists from the start,
     so a checkpoint can be loaded into it in place.
     """
 
-    def __init__(self, parts: dict[torch.optim.Optimizer, float]):
+    def __init__(self, parts: dict[AdamW | Muon, float]):
         self.parts = parts
         self.param_groups = [group for part in parts for group in part.param_groups]
 
@@ -213,10 +241,7 @@ def build(
         )
     rest = [p for p in model.parameters() if p.requires_grad and p not in hidden]  # a tied weight occurs once
     groups, betas = decay_groups(rest, cfg.weight_decay), (cfg.beta1, cfg.beta2)
-    adamw = torch.optim.AdamW(groups, cfg.learning_rate, betas, fused=True)
-    for p in rest:  # AdamW itself would create this state in its first step
-        adamw.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-        adamw.state[p]["exp_avg"], adamw.state[p]["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+    adamw = AdamW(groups, cfg.learning_rate, betas)
     if not hidden:
         return Optimizer({adamw: 1.0})
     muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, lambda p, x: as_global(names[p], x), dtype)

@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from configurator import Config
-from engine.optim import OPTIMIZER, Muon, build, learning_rate, orthogonalize
+from engine.optim import OPTIMIZER, AdamW, Muon, build, decay_groups, learning_rate, orthogonalize
 from model import GroupedLinear, Linear, Model, ModelConfig
 
 
@@ -398,3 +398,23 @@ def test_overflow_skips_all_parameters():
         model.zero_grad()
         same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
         assert all(same) if bad else not any(same)
+
+
+def test_adamw_equals_torch():
+    """Five steps of both groups, with a parameter that has no gradient in one of them."""
+    torch.manual_seed(0)
+    start = [torch.randn(5, 3), torch.randn(7)]
+    results = []
+    for make in (AdamW, lambda groups, lr, betas: torch.optim.AdamW(groups, lr, betas)):
+        generator, params = torch.Generator().manual_seed(1), [nn.Parameter(x.clone()) for x in start]
+        adamw = make(decay_groups(params, 0.1), 1e-2, (0.8, 0.9))
+        for step in range(5):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+            if step == 2:
+                params[1].grad = None
+            adamw.step()
+        results.append(params)
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).abs().max() < 1e-7
+    assert not torch.equal(results[0][0], start[0])

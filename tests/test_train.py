@@ -923,12 +923,15 @@ def test_compiled_training_gives_the_same_losses(run):
         assert x == pytest.approx(y, abs=1e-4)
 
 
-def test_imported_files_stay_light():
-    """What a command does not need is not imported: TensorBoard, distributed checkpoints and tiktoken cost seconds."""
-    heavy = "tensorboard tiktoken torch.distributed.checkpoint torch._inductor datasets"
-    code = f"import sys, train, sample; print([m for m in {heavy.split()!r} if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_imports_nothing_that_it_does_not_need(tiny_data, tmp_path, optimizer):
+    """The parts of a compiler, and tiktoken, cost a second or two each."""
+    heavy = "tiktoken torch._dynamo torch._inductor datasets"
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path}/x", "--max_iters=2", "--warmup_iters=1"]
+    code = f"import sys, sample, train; train.main({[*flags, f'--optimizer={optimizer}']!r})"
+    code += f"; print('heavy:', [m for m in {heavy.split()!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("heavy: []\n")
 
 
 def test_help_teaches(capsys):
