@@ -49,7 +49,7 @@ Seams. Other files replace or wrap these attributes and nothing else:
 import hashlib
 import math
 import re
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -225,6 +225,11 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return RMSNormOfCPU.apply(x, self.weight, self.eps)
+        if x.device.type == "cpu" and x.dtype == self.weight.dtype:  # the fewest calls, which decoding waits for
+            width = x.size(-1)
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            length.hypot_(torch.scalar_tensor(math.sqrt(width * self.eps), dtype=x.dtype))
+            return (x * self.weight).div_(length).mul_(math.sqrt(width))
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -327,7 +332,10 @@ class AttentionPosition(nn.Module):
         super().__init__()
         self.cfg = cfg
 
+    moves = True  # whether the first D columns of a key do not depend on its position
+
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Tensors (..., T, n) with a row for each position of t (T,), or (n,) without."""
         return ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -345,6 +353,8 @@ class AttentionPosition(nn.Module):
 class Rope(AttentionPosition):
     """Rotates pairs (x_j, x_{j+D/2}) by angles t * theta^(-2j/D) (arXiv:2104.09864; pairs as in GPT-NeoX and Llama)."""
 
+    moves = False
+
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         angle = outer_angles(t, self.cfg.head_dim, self.cfg.rope_theta)  # (T, D/2)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
@@ -352,6 +362,9 @@ class Rope(AttentionPosition):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = (x.to(q.dtype) for x in table)
+        if not torch.is_grad_enabled():  # another pass, but fewer calls, which decoding waits for
+            half = q.size(-1) // 2
+            return *((x * cos).addcmul_(x.roll(half, -1), sin) for x in (q, k)), v
         return Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin), v
 
 
@@ -495,7 +508,8 @@ def mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, softcap=0.0, dropou
     """
     T, S = q.size(2), k.size(2)
     if T == 1 and mask.causal:
-        k, v = (x[:, :, -mask.window :] for x in (k, v))
+        if 0 < mask.window < S:
+            k, v = (x[:, :, -mask.window :] for x in (k, v))
         docs = mask.docs and (mask.docs[0], mask.docs[1][:, -mask.window :])
         mask, S = Mask(False, 0, docs, mask.slopes), k.size(2)
     mask = mask._replace(window=mask.window if mask.window < S else 0)
@@ -638,6 +652,7 @@ def uniform_mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask) -> Tensor:
     if q.size(-1) > D or mask.slopes is not None:
         return mix(torch.cat((torch.zeros_like(q[..., :D]), q[..., D:]), dim=-1), k, v, D, mask)
     T, S = q.size(2), k.size(2)
+    mask = mask._replace(window=mask.window if mask.window < S else 0)
     if T == 1 and mask.causal:
         return v[:, :, -mask.window :].mean(dim=2, keepdim=True)
     total = at_least_float32(v).cumsum(dim=2)
@@ -653,7 +668,9 @@ def uniform_mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask) -> Tensor:
 def dropped(x: Tensor, p: float) -> Tensor:
     """F.dropout. In eager mode on a CPU, 16 random bits decide on each element (p is rounded to 1 / 65536), because
     Bernoulli draws take longer than a small model's matrix products."""
-    if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
+    if p == 0:
+        return x
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
     limit = min(round(p * 2**16), 2**16 - 1)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
@@ -672,7 +689,7 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype == torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -754,8 +771,15 @@ class KVCache:
         if self.k is None:
             self.k, self.v = (x.new_empty(*x.shape[:2], self.length, x.size(3)) for x in (k, v))
         start, self.end = self.end, self.end + k.size(2)
-        self.k[:, :, start : self.end], self.v[:, :, start : self.end] = k, v
-        return self.k[:, :, : self.end], self.v[:, :, : self.end]
+        self.k.narrow(2, start, k.size(2)).copy_(k)
+        self.v.narrow(2, start, k.size(2)).copy_(v)
+        return self.k.narrow(2, 0, self.end), self.v.narrow(2, 0, self.end)
+
+    def keep(self, length: int, width: int):
+        """Moves the last `length` keys and values to the front. Key columns from `width` on, ALiBi's, stay in place."""
+        for x in (self.k[..., :width], self.v):
+            x[:, :, :length] = x[:, :, self.end - length : self.end].clone()
+        self.end = length
 
     def once(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """The result of compute(), which is computed only once while decoding."""
@@ -788,6 +812,8 @@ class Heads(nn.Module):
         super().__init__()
         self.head_dim, self.group, self.causal = cfg.head_dim, cfg.n_head // cfg.kv_heads, cfg.objective != "masked"
         self.window, self.softcap, self.dropout = cfg.layer_window(layer), cfg.attn_softcap, cfg.dropout
+        if self.causal:  # a text is longer than block_size only while a cache rolls
+            self.window = min(self.window or cfg.block_size, cfg.block_size)
         norms = (RMSNorm(cfg.head_dim, 1e-5) if cfg.qk_norm else nn.Identity() for _ in range(2))
         self.q_norm, self.k_norm = (with_role(each, "whole") for each in norms)
         self.position, self.cache = POSITION[cfg.pos][1](cfg), KVCache()
@@ -798,7 +824,8 @@ class Heads(nn.Module):
         q, k, v = self.position(self.q_norm(q), self.k_norm(k), v, inputs.table)
         k, v = self.cache.extend(k, v)  # (B, heads, S, E)
         y = self.mix(q, k, v, Mask(self.causal, self.window, inputs.docs, self.position.slopes(inputs.table)))
-        return self.out(y[..., : self.head_dim].transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, C)
+        y = y if y.size(3) == self.head_dim else y[..., : self.head_dim]  # (B, H, T, E) -> (B, H, T, D)
+        return self.out(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots = None) -> Tensor:
         """The softmax of all heads. A variant of it goes here and works with slots, shaped and cross attention too."""
@@ -806,8 +833,9 @@ class Heads(nn.Module):
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
-        parts = x.unflatten(-1, (-1, sum(sizes), self.head_dim)).split(sizes, dim=3)
-        return tuple(part.flatten(2, 3).transpose(1, 2) for part in parts)
+        B, T, _ = x.shape
+        parts = x.view(B, T, -1, sum(sizes), self.head_dim).permute(0, 2, 3, 1, 4).split_with_sizes(sizes, 2)
+        return tuple(part.flatten(1, 2) for part in parts)
 
 
 class ContextPool(Heads):
@@ -902,7 +930,7 @@ Kind = namedtuple("Kind", "f inputs", defaults=[1])  # f maps `inputs` tensors (
 MLP_KIND = {
     "gelu": Kind(F.gelu),
     "relu": Kind(F.relu),
-    "relu2": Kind(lambda x: SquaredReLU.apply(x)),
+    "relu2": Kind(lambda x: SquaredReLU.apply(x) if torch.is_grad_enabled() else F.relu(x).square_()),
     "swiglu": Kind(lambda gate, x: F.silu(gate) * x, inputs=2),
     "geglu": Kind(lambda gate, x: F.gelu(gate) * x, inputs=2),
 }
@@ -925,7 +953,10 @@ class ParameterPool(nn.Module):
             self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        parts = self.up(x).unflatten(-1, (-1, sum(self.rows))).split(self.rows, dim=-1)  # each (B, T, F / unit, unit)
+        x = self.up(x)
+        if len(self.rows) == 1:
+            return self.down(self.f(x))
+        parts = x.unflatten(-1, (-1, sum(self.rows))).split(self.rows, dim=-1)  # each (B, T, F / unit, unit)
         return self.down(self.f(*parts).flatten(2))
 
 
@@ -1130,7 +1161,10 @@ class Stack(nn.Module):
     def stream(self, x: Tensor, t: Tensor, docs: Maybe, memory: Maybe = None, memory_docs: Maybe = None) -> Tensor:
         """The last norm's result (B, T, C) for x (B, T, C) at positions t (T,); docs (B, T), memory (B, S, C)."""
         own, of_memory = (None, None) if docs is None else ((docs, docs), (docs, memory_docs))
-        inputs = Inputs(self.position_table(t, torch.promote_types(x.dtype, torch.float32)), own, memory, of_memory)
+        table = self.position_table(t, torch.promote_types(x.dtype, torch.float32))
+        return self.through_blocks(x, Inputs(table, own, memory, of_memory))
+
+    def through_blocks(self, x: Tensor, inputs: Inputs) -> Tensor:
         x = self.first_norm(x)
         for block in self.blocks:
             x = block(x, inputs)
@@ -1202,7 +1236,7 @@ class Model(Stack):
     def embed(self, idx: Tensor, start: int, docs: Maybe = None) -> tuple[Tensor, Tensor]:
         """idx (B, T), whose first token has position `start`, docs (B, T) -> the stream (B, T, C), positions (T,)."""
         T, limit = idx.size(1), self.cfg.block_size
-        require(start + T <= limit, f"a sequence of {start + T} tokens does not fit in block_size={limit}; crop it")
+        require(T <= limit, f"a sequence of {T} tokens does not fit in block_size={limit}; crop it")
         t = torch.arange(start, start + T, device=idx.device)
         place = t
         if docs is not None and self.cfg.doc_positions:
@@ -1238,34 +1272,56 @@ class Model(Stack):
 
     # ---- decoding
 
-    def set_caches(self, length: int):
-        """Give the heads empty caches for the keys and values of `length` tokens and of the memory; 0 = no caches."""
-        for m in self.modules():
-            if isinstance(m, Heads) and m.causal:
-                m.cache = KVCache(length)
+    def set_caches(self, length: int) -> list[Heads]:
+        """Give the heads empty caches for the keys and values of `length` tokens and of the memory; 0 = no caches.
+        Returns the heads that attend to the text."""
+        heads = [m for m in self.modules() if isinstance(m, Heads)]
+        for m in heads:
             if isinstance(m, MemoryPool):
                 m.memory_cache = KVCache(length)
+            elif m.causal:
+                m.cache = KVCache(length)
+        return [m for m in heads if m.causal]
 
-    @torch.no_grad()
-    def generate(self, idx: Tensor, max_new_tokens: int, choose: Callable, source: Maybe = None) -> Iterator[Tensor]:
+    @torch.inference_mode()
+    def generate(
+        self, idx: Tensor, max_new_tokens: int, choose: Callable, source: Maybe = None, roll: bool = False
+    ) -> Iterator[Tensor]:
         """Continues idx (B, T): yields max_new_tokens times the next tokens (B,), which choose(logits (B, V)) returns.
 
         While the text fits in block_size, a token costs one cached step. After that, the context is the last block_size
-        tokens, as in nanoGPT: all positions change with each token, so it costs a forward of the full context.
+        tokens, as in nanoGPT: all positions change with each token, so it costs a forward of the full context. With
+        roll, a token still costs one cached step, which is the forward of the whole text with window=block_size.
         """
+        pos, limit, D = self.cfg.pos, self.cfg.block_size, self.cfg.head_dim
         require(self.cfg.objective != "masked", "objective=masked does not continue a text; it fills blanks in one")
-        memory, seen, length = self.encode(source), 0, min(self.cfg.block_size, idx.size(1) + max_new_tokens)
-        self.set_caches(length)
+        endless = POSITION[pos][0] is NoEmbedding
+        require(endless or not roll, f"pos={pos} ends at block_size={limit}, so the cache cannot roll; recompute")
+        memory, length = self.encode(source), min(2 * limit if roll else limit, idx.size(1) + max_new_tokens)
+        heads, table, start, end = self.set_caches(length), None, 0, 0  # position of the first cached key; their number
+        new, text = idx, deque([idx], maxlen=limit)
         try:
             for _ in range(max_new_tokens):
-                if idx.size(1) > self.cfg.block_size:
-                    idx, seen = idx[:, -self.cfg.block_size :], 0
-                    self.set_caches(length)
-                x = self.hidden(idx[:, seen:], start=seen, memory=memory)
-                seen = idx.size(1)
-                token = choose(self.logits(x[:, -1:])[:, 0])
-                yield token
-                idx = torch.cat((idx, token[:, None]), dim=1)
+                if end + new.size(1) > length and not roll:
+                    new = torch.cat(tuple(text), dim=1)[:, -limit:]
+                    text, heads, end = deque([new], maxlen=limit), self.set_caches(length), 0
+                for piece in new.split(limit, dim=1):
+                    if end + piece.size(1) > length:
+                        for m in heads:
+                            m.cache.keep(limit - 1, D)
+                        if not all(m.position.moves for m in heads):  # positions go on growing
+                            start, table = start + end - (limit - 1), None
+                        end = limit - 1
+                    x, t = self.embed(piece, start + end)
+                    if table is None:
+                        everywhere = torch.arange(start, start + length, device=t.device)
+                        table = self.position_table(everywhere, torch.promote_types(x.dtype, torch.float32))
+                    first, end = end, end + piece.size(1)
+                    rows = tuple(each[..., first:end, :] if each.dim() > 1 else each for each in table)
+                    x = self.through_blocks(x, Inputs(rows, None, memory))
+                new = choose(self.logits(x[:, -1]))[:, None]
+                yield new[:, 0]
+                text.append(new)
         finally:
             self.set_caches(0)
 

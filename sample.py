@@ -41,7 +41,7 @@ from data.tokenizer import Tokenizer, from_spec
 from engine import checkpoint, memory
 from engine.errors import command, require, user_errors
 from engine.parallel import resolve_device, resolve_dtype
-from model import Model
+from model import POSITION, Model, NoEmbedding
 
 Chooser = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
 LARGEST_PROMPT = 2**24  # bytes of a prompt file
@@ -59,6 +59,7 @@ class SampleConfig:
     num_samples: int = 1  # samples of the same prompt, generated in one batch
     max_new_tokens: int = 500  # largest length of a sample; end-of-text or `stop` ends it earlier
     stop: str = ""  # text before which a sample ends; empty = only end-of-text ends it
+    overflow: Literal["recompute", "roll"] = "recompute"  # beyond block_size: recompute the context, or drop its oldest
     seed: int = 1337  # the same seed gives the same samples
     # --- distribution
     temperature: float = 0.8  # below 1 sharper, above 1 flatter, 0 = always the most likely token
@@ -92,7 +93,7 @@ def distribution(logits: Tensor, cfg: SampleConfig) -> Tensor:
     """
     scaled = logits / cfg.temperature
     if 0 < cfg.top_k < logits.size(-1):
-        least = logits.topk(cfg.top_k).values[:, -1:]
+        least = logits.topk(cfg.top_k, sorted=False).values.amin(-1, keepdim=True)
         scaled = scaled.masked_fill(logits < least, -torch.inf)
     p = torch.softmax(scaled, dim=-1)
     if cfg.top_p < 1:
@@ -100,7 +101,7 @@ def distribution(logits: Tensor, cfg: SampleConfig) -> Tensor:
         before = ordered.cumsum(dim=-1) - ordered  # total probability of all more likely tokens
         over = (before >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)  # the most likely token stays
         p = p.scatter(-1, index, ordered.masked_fill(over, 0))
-    return p.masked_fill(p < cfg.min_p * p.amax(dim=-1, keepdim=True), 0)
+    return p.masked_fill(p < cfg.min_p * p.amax(dim=-1, keepdim=True), 0) if cfg.min_p > 0 else p
 
 
 def choose(logits: Tensor, cfg: SampleConfig, generator: torch.Generator) -> Tensor:
@@ -131,11 +132,18 @@ def load(cfg: SampleConfig, device: torch.device):
     return checkpoint.read(cfg.out_dir, {"flags": dict, "tokenizer": (dict, NoneType)}, build)
 
 
-def check_flags(cfg: SampleConfig, objective: str):
-    """ValueError if the user has set a flag that has no effect with the model's objective."""
-    unused = {"causal": ["blank"], "masked": ["stop", "max_new_tokens"], "seq2seq": ["stop"]}[objective]
+def check_flags(cfg: SampleConfig, objective: str, pos: str):
+    """ValueError if the user has set a flag that has no effect with the model's objective, or that its positions do not
+    allow."""
+    unused = {"causal": ["blank"], "masked": ["stop", "max_new_tokens", "overflow"], "seq2seq": ["stop"]}[objective]
     for name in [name for name in unused if name in cfg.sources]:
         raise ValueError(f"{name}={getattr(cfg, name)} has no effect on a model of objective={objective}; omit it")
+    endless = [name for name, (embedding, _) in POSITION.items() if embedding is NoEmbedding]
+    require(
+        cfg.overflow == "recompute" or pos in endless,
+        f"overflow=roll does not work for a model with pos={pos}, which has no positions beyond block_size; set "
+        f"overflow=recompute, or train a model with pos={', '.join(endless[:-1])} or {endless[-1]}",
+    )
 
 
 def read_prompt(start: str) -> str:
@@ -196,7 +204,8 @@ def continue_text(
     if live:
         print(prompt, end="", flush=True)
     n, V = 0, tokenizer.vocab_size  # the embedding may be padded to more rows
-    for n, token in enumerate(model.generate(idx, cfg.max_new_tokens, lambda x: choose(x[:, :V])), start=1):  # noqa: B007
+    tokens = model.generate(idx, cfg.max_new_tokens, lambda x: choose(x[:, :V]), roll=cfg.overflow == "roll")
+    for n, token in enumerate(tokens, start=1):  # noqa: B007
         for i, (sample, t) in enumerate(zip(samples, token.tolist(), strict=True)):
             if not sample.ended:
                 over = t == tokenizer.eot or n == cfg.max_new_tokens
@@ -270,7 +279,7 @@ def fill_spans(
         return token
 
     written = [span.clone()]
-    for token in model.generate(span.clone(), cfg.max_new_tokens, draw, source):
+    for token in model.generate(span.clone(), cfg.max_new_tokens, draw, source, cfg.overflow == "roll"):
         written.append(token[:, None])
         if (span == V + n_blanks).all():
             break
@@ -302,7 +311,7 @@ def main(argv: list[str] | None = None):
         device = resolve_device(cfg.device)
         dtype = resolve_dtype(cfg.dtype, device)
         path, model, tokenizer = load(cfg, device)
-        check_flags(cfg, model.cfg.objective)
+        check_flags(cfg, model.cfg.objective, model.cfg.pos)
         read_ids, generate = SAMPLER[model.cfg.objective]
         ids = read_ids(cfg, model.cfg, tokenizer, prompt)
     print(f"{path}: {model.n_params():,} parameters, on {device}", file=sys.stderr)

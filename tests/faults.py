@@ -93,8 +93,8 @@ FAULTS = [
     ),
     (
         "model.py",
-        "idx, seen = idx[:, -self.cfg.block_size :], 0",
-        "idx, seen = idx[:, 1 - self.cfg.block_size :], 0",
+        "new = torch.cat(tuple(text), dim=1)[:, -limit:]",
+        "new = torch.cat(tuple(text), dim=1)[:, 1 - limit :]",
         "Texts beyond block_size are cropped to one token less than the context when decoding goes on.",
         "tests/test_model.py::test_grid",
     ),

@@ -1,6 +1,7 @@
 """The model against independent references: naive attention, closed forms, counts by hand, its own uncached self."""
 
 import ast
+import copy
 import hashlib
 import itertools
 import math
@@ -251,6 +252,64 @@ def test_the_context_of_a_long_prompt_is_its_end(pos, length):
 
 
 SLOTS = {"block": "superblock", "pool": "joint", "n_slot": 5}
+
+
+@pytest.mark.parametrize("prompt,size", [(1, 8), (5, 8), (8, 8), (9, 8), (21, 8), (3, 1), (150, 140)])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"pos": "rope", "attention": "gqa", "n_kv_head": 2},
+        {"pos": "rope", "qk_norm": True, "norm": "rmsnorm", "mlp": "relu2"},
+        {"pos": "rope", **SLOTS},
+        {"pos": "rope", "block": "simplified"},
+        {"pos": "alibi", "window": 3},
+        {"pos": "alibi", "window": 3, "window_pattern": "SL", **SLOTS},
+        {"pos": "alibi", "block": "simplified", "attention": "mqa"},
+        {"pos": "alibi", "attn_softcap": 2.0},
+        {"pos": "none", "window": 400},
+        {"pos": "none", "block": "simplified_parallel", "window": 3},
+        {"pos": "rope", "objective": "seq2seq", "n_encoder_layer": 1},
+    ],
+    ids=name,
+)
+def test_a_rolling_cache_is_a_window(flags, prompt, size):
+    """Decoding with a rolling cache, from prompts shorter and longer than block_size, equals uncached forwards of the
+    whole text by a model whose layers see at most block_size tokens."""
+    model = build(block_size=size, **flags)
+    jitter(model)
+    whole = build(**flags | {"block_size": 1024})
+    whole.load_state_dict(model.state_dict())
+    for m in whole.modules():
+        if isinstance(m, M.Heads) and m.causal:
+            m.window = min(m.window, size)
+    text, steps = tokens(2, prompt), []
+    source = {"source": tokens(2, min(size, 7))} if model.encoder else {}
+    for _ in model.generate(text, 3 * size + 2, lambda z: steps.append(z) or z.argmin(-1), **source, roll=True):
+        pass
+    text = torch.cat((text, *(step.argmin(-1, keepdim=True) for step in steps)), dim=1)
+    with torch.no_grad():
+        expected = whole(text[:, :-1], **source)[:, prompt - 1 :]
+    assert torch.allclose(torch.stack(steps, dim=1), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("pos", ["rope", "alibi", "none"])
+def test_far_positions_of_a_rolling_cache_are_exact(pos):
+    """In float32, the logits after 3,000 tokens, when the cache has been moved 370 times, equal those in float64."""
+    model = build(block_size=8, pos=pos, n_layer=1)
+    jitter(model)
+    text, steps = tokens(1, 3000), []
+    for each in (model, copy.deepcopy(model).float()):
+        given, last = iter(text[0, 4:, None]), None
+        for _ in each.generate(text[:, :4], 2990, lambda z: steps.append(z) or next(given), roll=True):  # noqa: B023
+            last = steps.pop()
+        steps.append(last.double())
+    assert torch.allclose(*steps, atol=1e-5)
+
+
+@pytest.mark.parametrize("pos", ["learned", "sinusoidal"])
+def test_positions_that_end_do_not_roll(pos):
+    with pytest.raises(ValueError, match=f"^pos={pos} ends at block_size={T}.*recompute"):
+        next(build(pos=pos).generate(tokens(1, 4), 1, lambda z: z.argmax(-1), roll=True))
 
 
 @pytest.mark.parametrize(

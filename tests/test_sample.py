@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,21 @@ def test_greedy_text_equals_repeated_forwards(say, trained, prompt):
     ids = tokenizer.encode(prompt).tolist()
     for _ in range(60):
         ids.append(model(torch.tensor([ids[-16:]]))[0, -1, :257].argmax().item())
+    expected = bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+    assert text == (expected if 256 not in ids else expected[: ids.index(256)]) + "\n"
+
+
+def test_rolling_text_equals_forwards_with_a_window(say, train_tiny):
+    """60 bytes beyond block_size=16 equal the argmax of one plain forward of the whole text with window=16 per byte."""
+    out = train_tiny("--pos=rope")
+    text = say("--start=the cat ", "--max_new_tokens=60", "--temperature=0", "--overflow=roll", out=out)
+    _, model, tokenizer = sample.load(SampleConfig(out_dir=str(out)), torch.device("cpu"))
+    whole = Model(replace(model.cfg, block_size=128, window=16))
+    whole.load_state_dict(model.state_dict())
+    ids = tokenizer.encode("the cat ").tolist()
+    with torch.no_grad():
+        for _ in range(60):
+            ids.append(whole(torch.tensor([ids]))[0, -1, :257].argmax().item())
     expected = bytes(i for i in ids if i < 256).decode("utf-8", "replace")
     assert text == (expected if 256 not in ids else expected[: ids.index(256)]) + "\n"
 
@@ -320,6 +336,9 @@ def refused(capfd, argv: list[str]) -> str:
         ("masked", [], ["start=''", "<mask>"]),
         ("masked", ["--start=a_", "--blank=_", "--stop=x"], ["stop=x", "objective=masked"]),
         ("masked", ["--start=a_", "--blank=_", "--max_new_tokens=5"], ["max_new_tokens=5", "objective=masked"]),
+        ("masked", ["--start=a_", "--blank=_", "--overflow=roll"], ["overflow=roll", "objective=masked"]),
+        ("trained", ["--overflow=roll"], ["overflow=roll", "pos=learned", "overflow=recompute"]),
+        ("seq2seq", ["--start=a_", "--blank=_", "--overflow=roll"], ["overflow=roll", "pos=learned"]),
         ("masked", [f"--start={'a' * 32}<mask>"], ["33 tokens", "block_size=32"]),
         ("masked", [f"--start={'<mask>' * 40}"], ["40 blanks", "knows only 32"]),
         ("masked", ["--start=FILE:empty.txt"], ["start=''", "<mask>"]),
@@ -378,6 +397,7 @@ WRONG = [
     "--top_p=-0.5", "--top_p=1.0001", "--top_p=nan", "--min_p=-0.1", "--min_p=1.1", "--min_p=inf", "--num_samples=0",
     "--num_samples=-3", "--num_samples=2**31", "--num_samples=1e400", "--max_new_tokens=0", "--max_new_tokens=-5",
     "--max_new_tokens=2**31", "--max_new_tokens=9**9**9", "--seed=-1", "--seed=2**31", "--seed=1.5", "--seed=None",
+    "--overflow=wrap", "--overflow=",
     "--device=", "--device=tpu", "--device=cpu:7", "--device=cuda:x", "--device=cuda:-1", "--device=CPU",
     "--dtype=float16", "--dtype=int8", "--dtype=", "--out_dir=", "--out_dir=/dev/null", "--out_dir=/no/such/run",
     "--out_dir=folder", "--start", "--start text", "-start=x", "--strat=x", "--blank=", "--block_size=4", "nul.py",
