@@ -223,13 +223,14 @@ class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) times a weight. PyTorch's is a fused kernel on GPUs, and a dozen passes on CPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return RMSNormOfCPU.apply(x, self.weight, self.eps)
-        if x.device.type == "cpu" and x.dtype == self.weight.dtype:  # the fewest calls, which decoding waits for
-            width = x.size(-1)
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            length.hypot_(torch.scalar_tensor(math.sqrt(width * self.eps), dtype=x.dtype))
-            return (x * self.weight).div_(length).mul_(math.sqrt(width))
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                return RMSNormOfCPU.apply(x, self.weight, self.eps)
+            if x.dtype == self.weight.dtype:  # in few calls, which decoding waits for
+                root = math.sqrt(x.size(-1))
+                length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+                length.hypot_(torch.scalar_tensor(root * math.sqrt(self.eps), dtype=x.dtype))
+                return (x * self.weight).div_(length).mul_(root)
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
