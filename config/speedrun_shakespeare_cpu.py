@@ -1,0 +1,29 @@
+# The loss of nanoGPT's laptop run (config/train_shakespeare_cpu.py, 1.8857 after 2000 steps) in the least time on 2
+# cores: 0.76 M parameters, the same context and data. docs/performance.md says what was tried, and the times.
+# python data/shakespeare_char/prepare.py && python train.py config/speedrun_shakespeare_cpu.py
+out_dir = "out/speedrun_shakespeare_cpu"
+dataset = "shakespeare_char"
+
+n_layer = 2  # two wide layers take three quarters of the time of four with as many parameters, and learn as fast
+n_head = 4
+n_embd = 176
+block_size = 64
+batch_size = 16
+gradient_accumulation_steps = 1
+norm = "rmsnorm"
+qk_norm = True
+pos = "rope"
+mlp = "relu2"
+
+optimizer = "muon"
+muon_momentum = 0.75  # with 0.95, a run of 200 steps is half over before the average is of its own gradients
+max_iters = 180
+learning_rate = 3e-3
+min_lr = 0.0
+schedule = "wsd"
+warmup_iters = 10
+cooldown_iters = 90
+
+eval_interval = 0  # only at the end
+eval_iters = 0  # the whole validation set
+log_interval = 20
