@@ -33,6 +33,7 @@ PARAMETERS = {
     # q and k of 12 heads and the MLP: 10 squares; alpha, beta, gamma per head; 3 gains; the first value and its 2 gains
     "sas_18l_768": (50304 + 128) * 768 + 18 * (10 * 768**2 + 3 * 12 + 3 + 2 * 768) + 768**2 + 2 + 768,
     "train_shakespeare_char": (65 + 256) * 384 + 6 * (12 * 384**2 + 2 * 384) + 384,
+    "speedrun_shakespeare_cpu": 65 * 176 + 2 * (12 * 176**2 + 2 * 176 + 2 * 44) + 176,
     "train_shakespeare_cpu": (65 + 64) * 128 + 4 * (12 * 128**2 + 2 * 128) + 128,
     "train_pycode": quick(12 * C**2 + 2 * C + 2 * D),
     # biases: q, k, v 3 C, out C, up 4 C, down C, norms 2 C, and the last norm's C
