@@ -227,10 +227,9 @@ class RMSNorm(nn.RMSNorm):
             if torch.is_grad_enabled():
                 return RMSNormOfCPU.apply(x, self.weight, self.eps)
             if x.dtype == self.weight.dtype:  # in few calls, which decoding waits for
-                root = math.sqrt(x.size(-1))
-                length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-                length.hypot_(torch.scalar_tensor(root * math.sqrt(self.eps), dtype=x.dtype))
-                return (x * self.weight).div_(length).mul_(root)
+                n, length = x.size(-1), torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+                length.hypot_(torch.scalar_tensor(math.sqrt(n * self.eps), dtype=x.dtype))
+                return (x * self.weight).div_(length).mul_(math.sqrt(n))
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -333,11 +332,8 @@ class AttentionPosition(nn.Module):
         super().__init__()
         self.cfg = cfg
 
-    moves = True  # whether the first D columns of a key do not depend on its position
-
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Tensors (..., T, n) with a row for each position of t (T,), or (n,) without."""
-        return ()
+        return ()  # causal models: tensors (..., T, n), with a row for each position of t (T,)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         return q, k, v
@@ -353,8 +349,6 @@ class AttentionPosition(nn.Module):
 
 class Rope(AttentionPosition):
     """Rotates pairs (x_j, x_{j+D/2}) by angles t * theta^(-2j/D) (arXiv:2104.09864; pairs as in GPT-NeoX and Llama)."""
-
-    moves = False
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         angle = outer_angles(t, self.cfg.head_dim, self.cfg.rope_theta)  # (T, D/2)
@@ -669,10 +663,8 @@ def uniform_mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask) -> Tensor:
 def dropped(x: Tensor, p: float) -> Tensor:
     """F.dropout. In eager mode on a CPU, 16 random bits decide on each element (p is rounded to 1 / 65536), because
     Bernoulli draws take longer than a small model's matrix products."""
-    if p == 0:
-        return x
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return F.dropout(x, p)
+    if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.dropout(x, p) if p else x
     limit = min(round(p * 2**16), 2**16 - 1)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     kept = (bits[: x.numel()] >= limit - 2**15).view(x.shape)
@@ -772,8 +764,7 @@ class KVCache:
         if self.k is None:
             self.k, self.v = (x.new_empty(*x.shape[:2], self.length, x.size(3)) for x in (k, v))
         start, self.end = self.end, self.end + k.size(2)
-        self.k.narrow(2, start, k.size(2)).copy_(k)
-        self.v.narrow(2, start, k.size(2)).copy_(v)
+        self.k.narrow(2, start, k.size(2)).copy_(k), self.v.narrow(2, start, k.size(2)).copy_(v)
         return self.k.narrow(2, 0, self.end), self.v.narrow(2, 0, self.end)
 
     def keep(self, length: int, width: int):
@@ -813,7 +804,7 @@ class Heads(nn.Module):
         super().__init__()
         self.head_dim, self.group, self.causal = cfg.head_dim, cfg.n_head // cfg.kv_heads, cfg.objective != "masked"
         self.window, self.softcap, self.dropout = cfg.layer_window(layer), cfg.attn_softcap, cfg.dropout
-        if self.causal:  # a text is longer than block_size only while a cache rolls
+        if self.causal:  # this bounds a cache that rolls; no other text is longer than block_size
             self.window = min(self.window or cfg.block_size, cfg.block_size)
         norms = (RMSNorm(cfg.head_dim, 1e-5) if cfg.qk_norm else nn.Identity() for _ in range(2))
         self.q_norm, self.k_norm = (with_role(each, "whole") for each in norms)
@@ -825,8 +816,7 @@ class Heads(nn.Module):
         q, k, v = self.position(self.q_norm(q), self.k_norm(k), v, inputs.table)
         k, v = self.cache.extend(k, v)  # (B, heads, S, E)
         y = self.mix(q, k, v, Mask(self.causal, self.window, inputs.docs, self.position.slopes(inputs.table)))
-        y = y if y.size(3) == self.head_dim else y[..., : self.head_dim]  # (B, H, T, E) -> (B, H, T, D)
-        return self.out(y.transpose(1, 2).flatten(2))  # (B, T, C)
+        return self.out(y[..., : self.head_dim].transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, C)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots = None) -> Tensor:
         """The softmax of all heads. A variant of it goes here and works with slots, shaped and cross attention too."""
@@ -954,10 +944,9 @@ class ParameterPool(nn.Module):
             self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        x = self.up(x)
         if len(self.rows) == 1:
-            return self.down(self.f(x))
-        parts = x.unflatten(-1, (-1, sum(self.rows))).split(self.rows, dim=-1)  # each (B, T, F / unit, unit)
+            return self.down(self.f(self.up(x)))
+        parts = self.up(x).unflatten(-1, (-1, sum(self.rows))).split(self.rows, dim=-1)  # each (B, T, F / unit, unit)
         return self.down(self.f(*parts).flatten(2))
 
 
@@ -1162,8 +1151,10 @@ class Stack(nn.Module):
     def stream(self, x: Tensor, t: Tensor, docs: Maybe, memory: Maybe = None, memory_docs: Maybe = None) -> Tensor:
         """The last norm's result (B, T, C) for x (B, T, C) at positions t (T,); docs (B, T), memory (B, S, C)."""
         own, of_memory = (None, None) if docs is None else ((docs, docs), (docs, memory_docs))
-        table = self.position_table(t, torch.promote_types(x.dtype, torch.float32))
-        return self.through_blocks(x, Inputs(table, own, memory, of_memory))
+        return self.through_blocks(x, Inputs(self.table(t, x), own, memory, of_memory))
+
+    def table(self, t: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return self.position_table(t, torch.promote_types(x.dtype, torch.float32))
 
     def through_blocks(self, x: Tensor, inputs: Inputs) -> Tensor:
         x = self.first_norm(x)
@@ -1273,16 +1264,13 @@ class Model(Stack):
 
     # ---- decoding
 
-    def set_caches(self, length: int) -> list[Heads]:
-        """Give the heads empty caches for the keys and values of `length` tokens and of the memory; 0 = no caches.
-        Returns the heads that attend to the text."""
-        heads = [m for m in self.modules() if isinstance(m, Heads)]
-        for m in heads:
+    def set_caches(self, length: int):
+        """Give the heads empty caches for the keys and values of `length` tokens and of the memory; 0 = no caches."""
+        for m in self.modules():
+            if isinstance(m, Heads) and m.causal:
+                m.cache = KVCache(length)
             if isinstance(m, MemoryPool):
                 m.memory_cache = KVCache(length)
-            elif m.causal:
-                m.cache = KVCache(length)
-        return [m for m in heads if m.causal]
 
     @torch.inference_mode()
     def generate(
@@ -1294,35 +1282,33 @@ class Model(Stack):
         tokens, as in nanoGPT: all positions change with each token, so it costs a forward of the full context. With
         roll, a token still costs one cached step, which is the forward of the whole text with window=block_size.
         """
-        pos, limit, D = self.cfg.pos, self.cfg.block_size, self.cfg.head_dim
+        pos, limit = self.cfg.pos, self.cfg.block_size
+        heads = [m for m in self.modules() if isinstance(m, Heads) and m.causal]
         require(self.cfg.objective != "masked", "objective=masked does not continue a text; it fills blanks in one")
-        endless = POSITION[pos][0] is NoEmbedding
-        require(endless or not roll, f"pos={pos} ends at block_size={limit}, so the cache cannot roll; recompute")
-        memory, length = self.encode(source), min(2 * limit if roll else limit, idx.size(1) + max_new_tokens)
-        heads, table, start, end = self.set_caches(length), None, 0, 0  # position of the first cached key; their number
-        new, text = idx, deque([idx], maxlen=limit)
+        require(not roll or POSITION[pos][0] is NoEmbedding, f"pos={pos} ends at block_size={limit}; recompute")
+        memory, length = self.encode(source), min(limit * (1 + roll), idx.size(1) + max_new_tokens)
+        new, text, table, start, end = idx, deque([idx], maxlen=limit), None, 0, 0  # the cache has [start, start + end)
+        self.set_caches(length)
         try:
             for _ in range(max_new_tokens):
                 if end + new.size(1) > length and not roll:
-                    new = torch.cat(tuple(text), dim=1)[:, -limit:]
-                    text, heads, end = deque([new], maxlen=limit), self.set_caches(length), 0
+                    new, end = torch.cat(tuple(text), dim=1)[:, -limit:], 0
+                    text = deque([new], maxlen=limit)
+                    self.set_caches(length)
                 for piece in new.split(limit, dim=1):
-                    if end + piece.size(1) > length:
+                    if (T := piece.size(1)) > length - end:  # a full cache keeps the keys that the next query sees
+                        moved, end = end - (limit - 1), limit - 1
                         for m in heads:
-                            m.cache.keep(limit - 1, D)
-                        if not all(m.position.moves for m in heads):  # positions go on growing
-                            start, table = start + end - (limit - 1), None
-                        end = limit - 1
+                            m.cache.keep(end, m.head_dim)
+                        if any(isinstance(m.position, Rope) for m in heads):  # rotated keys stay at their positions
+                            start, table = start + moved, None
                     x, t = self.embed(piece, start + end)
-                    if table is None:
-                        everywhere = torch.arange(start, start + length, device=t.device)
-                        table = self.position_table(everywhere, torch.promote_types(x.dtype, torch.float32))
-                    first, end = end, end + piece.size(1)
-                    rows = tuple(each[..., first:end, :] if each.dim() > 1 else each for each in table)
-                    x = self.through_blocks(x, Inputs(rows, None, memory))
+                    table = self.table(start + torch.arange(length, device=t.device), x) if table is None else table
+                    rows = tuple(each[..., end : end + T, :] for each in table)
+                    x, end = self.through_blocks(x, Inputs(rows, None, memory)), end + T
                 new = choose(self.logits(x[:, -1]))[:, None]
-                yield new[:, 0]
                 text.append(new)
+                yield new[:, 0]
         finally:
             self.set_caches(0)
 

@@ -93,8 +93,8 @@ FAULTS = [
     ),
     (
         "model.py",
-        "new = torch.cat(tuple(text), dim=1)[:, -limit:]",
-        "new = torch.cat(tuple(text), dim=1)[:, 1 - limit :]",
+        "new, end = torch.cat(tuple(text), dim=1)[:, -limit:], 0",
+        "new, end = torch.cat(tuple(text), dim=1)[:, 1 - limit :], 0",
         "Texts beyond block_size are cropped to one token less than the context when decoding goes on.",
         "tests/test_model.py::test_grid",
     ),
