@@ -804,8 +804,6 @@ class Heads(nn.Module):
         super().__init__()
         self.head_dim, self.group, self.causal = cfg.head_dim, cfg.n_head // cfg.kv_heads, cfg.objective != "masked"
         self.window, self.softcap, self.dropout = cfg.layer_window(layer), cfg.attn_softcap, cfg.dropout
-        if self.causal:  # this bounds a cache that rolls; no other text is longer than block_size
-            self.window = min(self.window or cfg.block_size, cfg.block_size)
         norms = (RMSNorm(cfg.head_dim, 1e-5) if cfg.qk_norm else nn.Identity() for _ in range(2))
         self.q_norm, self.k_norm = (with_role(each, "whole") for each in norms)
         self.position, self.cache = POSITION[cfg.pos][1](cfg), KVCache()
@@ -1289,6 +1287,8 @@ class Model(Stack):
         memory, length = self.encode(source), min(limit * (1 + roll), idx.size(1) + max_new_tokens)
         new, text, table, start, end = idx, deque([idx], maxlen=limit), None, 0, 0  # the cache has [start, start + end)
         self.set_caches(length)
+        for m in heads if roll else ():  # a window as long as block_size has no effect on texts that fit in it
+            m.window = min(m.window or limit, limit)
         try:
             for _ in range(max_new_tokens):
                 if end + new.size(1) > length and not roll:

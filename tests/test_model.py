@@ -281,7 +281,7 @@ def test_a_rolling_cache_is_a_window(flags, prompt, size):
     whole.load_state_dict(model.state_dict())
     for m in whole.modules():
         if isinstance(m, M.Heads) and m.causal:
-            m.window = min(m.window, size)
+            m.window = min(m.window or size, size)
     text, steps = tokens(2, prompt), []
     source = {"source": tokens(2, min(size, 7))} if model.encoder else {}
     for _ in model.generate(text, 3 * size + 2, lambda z: steps.append(z) or z.argmin(-1), **source, roll=True):
