@@ -21,6 +21,7 @@ import torch
 
 from data.loader import Loader
 from engine import parallel
+from engine.device import resolve_dtype
 from model import MLP_KIND, Model, rows_at_once
 
 Need = dict[str, tuple[int, bool]]  # kind -> (bytes, whether they are in host memory even on a GPU)
@@ -114,7 +115,7 @@ def check_training(cfg, ranks: parallel.Ranks, lengths: tuple[int, int]):
 
 def check_sampling(cfg, flags, device: torch.device):
     """ValueError if sampling with cfg from a model with these flags needs more memory than the process can have."""
-    size, total = parallel.resolve_dtype(cfg.dtype, device).itemsize, parameters(flags)[0]
+    size, total = resolve_dtype(cfg.dtype, device).itemsize, parameters(flags)[0]
     cached = 2 * size * flags.n_layer * flags.kv_heads * flags.head_dim * (flags.objective != "masked")  # per token
 
     def need(c) -> Need:

@@ -1,4 +1,4 @@
-"""Ranks and devices: how many processes there are, which of them work together, and what they compute with.
+"""Ranks: how many processes there are, which of them work together, and what they compute with.
 
     check_flags(cfg)            # ValueError if flags, ranks and machine do not fit together
     ranks = join(cfg)
@@ -13,9 +13,7 @@ model), shard (shards of one copy; with cp also the pieces of each sequence) and
 differ in copy or shard are data-parallel: they read different samples. All other ranks read the same samples.
 """
 
-import ctypes
 import hashlib
-import math
 import os
 import re
 import time
@@ -33,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from engine import context_parallel, tensor_parallel
+from engine.device import fast_bfloat16, keep_freed_memory, resolve_compile, resolve_device, resolve_dtype
 from engine.errors import require
 
 T = TypeVar("T")
@@ -225,13 +224,6 @@ def limit(mesh: DeviceMesh, seconds: int):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def keep_freed_memory():
-    """Let glibc keep the memory that tensors free. Otherwise the system clears its pages again in every step."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do not have it
-    for parameter, value in ((-1, 2**31 - 1), (-4, 0)) if mallopt else ():  # M_TRIM_THRESHOLD, M_MMAP_MAX
-        mallopt(parameter, value)
-
-
 def may_restart() -> bool:
     """Whether torchrun starts its workers again when one of them is lost (its flag --max-restarts)."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -286,47 +278,6 @@ def of_first_rank(action: Callable[[], T]) -> T:
     return results[0]
 
 
-def leave():
-    """End the process group. Every rank calls it."""
-    if dist.is_initialized():
-        dist.barrier()  # PyTorch can abort a process whose group ends while another rank still uses it
-        dist.destroy_process_group()
-
-
-def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
-    """The device that the flag names: auto takes cuda, mps or cpu, the first that exists, and cuda without a number is
-    the GPU of this rank. ValueError if there is no such device."""
-    have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if flag == "auto":
-        flag = next(kind for kind, there in have.items() if there)
-    kind, _, index = flag.partition(":")
-    if not have.get(kind, False):
-        raise ValueError(f"device={flag} is not on this machine; use --device=cpu or --device=auto")
-    index = int(index or local_rank)
-    if kind != "cuda":
-        return torch.device(kind)
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device=cuda:{index} is not on this machine, which has {torch.cuda.device_count()} GPUs")
-    return torch.device("cuda", index)
-
-
-def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
-    """The dtype that the flag names: auto is bfloat16 on GPUs that support it, float16 on others, float32 elsewhere.
-
-    Nothing is measured here. A training run on a CPU resolves auto with `agreed_dtype`.
-    """
-    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    if flag == "auto":
-        flag = ("bfloat16" if bf16 else "float16") if device.type == "cuda" else "float32"
-    if flag == "float16" and device.type != "cuda":
-        raise ValueError(
-            f"dtype=float16 needs a gradient scaler on a GPU, and the device is {device.type}; use float32"
-        )
-    if flag == "bfloat16" and device.type == "cuda" and not bf16:
-        raise ValueError(f"dtype=bfloat16 is not supported by {torch.cuda.get_device_name(device)}; use float16")
-    return getattr(torch, flag)
-
-
 def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:
     """The dtype of a training run, which is the same on all ranks; every rank calls this function.
 
@@ -337,39 +288,8 @@ def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if measured and fast else resolve_dtype(flag, device)
 
 
-def fast_bfloat16() -> bool:
-    """Whether this CPU multiplies matrices in bfloat16 at least 1.5 times as fast as in float32. Takes 0.05 s at most.
-
-    With less, the casts between the products would cost what the products gain. The speed is measured, because a CPU's
-    list of instructions does not tell which of them the libraries use (ONEDNN_MAX_CPU_ISA, for example, limits them).
-    Small matrices come first, because a CPU that emulates bfloat16 may need 100 times as long for it.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for speed_of_bfloat16
-    try:
-        return speed_of_bfloat16(128, 0.01) > 1 / 4 and speed_of_bfloat16(384, 0.025) >= 1.5
-    finally:
-        torch.set_num_threads(threads)
-
-
-def speed_of_bfloat16(n: int, seconds: float) -> float:
-    """How many times as fast as in float32 two (n, n) matrices are multiplied in bfloat16.
-
-    The best times are compared. The dtypes alternate for so many seconds, and at least three times. All of these are
-    seconds of this thread on a processor, so other programs hardly disturb them; torch must have one thread.
-    """
-    dtypes = torch.float32, torch.bfloat16
-    matrices = {dtype: (torch.ones(n, n, dtype=dtype), torch.empty(n, n, dtype=dtype)) for dtype in dtypes}
-    best, rounds, end = dict.fromkeys(dtypes, math.inf), 0, time.thread_time() + seconds
-    while rounds < 3 or time.thread_time() < end:
-        for dtype, (a, out) in matrices.items():
-            start = time.thread_time()
-            torch.mm(a, a, out=out)
-            best[dtype] = min(best[dtype], time.thread_time() - start)
-        rounds += 1
-    return best[torch.float32] / best[torch.bfloat16]
-
-
-def resolve_compile(flag: bool | str, device: torch.device) -> bool:
-    """Whether to compile: auto does so on GPUs only. On CPUs the gain is a few per cent, for half a minute of work."""
-    return device.type == "cuda" if flag == "auto" else flag
+def leave():
+    """End the process group. Every rank calls it."""
+    if dist.is_initialized():
+        dist.barrier()  # PyTorch can abort a process whose group ends while another rank still uses it
+        dist.destroy_process_group()

@@ -13,8 +13,9 @@ from test_errors import refused
 import sample
 import train
 from configurator import Config, parse
-from engine import checkpoint, parallel
-from engine.parallel import agreed_dtype, fast_bfloat16, resolve_dtype
+from engine import checkpoint, device, parallel
+from engine.device import fast_bfloat16, resolve_dtype
+from engine.parallel import agreed_dtype
 
 CPU, CUDA, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
 SHORT = [flag for flag in TINY if not flag.startswith("--dtype=")]  # with dtype=auto
@@ -55,7 +56,7 @@ def test_auto_is_bfloat16_where_it_is_faster(monkeypatch, float32, bfloat16, fas
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     with monkeypatch.context() as patch:
-        patch.setattr(parallel.time, "thread_time", lambda: now[0])
+        patch.setattr(device.time, "thread_time", lambda: now[0])
         patch.setattr(torch, "mm", mm)
         assert agreed_dtype("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
     assert now[0] - taken < 0.05
@@ -85,7 +86,7 @@ def test_this_cpu_is_measured(monkeypatch):
     assert time.thread_time() - start < 0.1
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    speed = parallel.speed_of_bfloat16(512, 0.3)
+    speed = device.speed_of_bfloat16(512, 0.3)
     torch.set_num_threads(threads)
     assert fast or speed < 3
     assert speed > 0.75 or not fast

@@ -39,7 +39,7 @@ from data.loader import corruption_keys  # the order itself has its own tests
 from data.objective import OBJECTIVE
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
-from engine import accounting, checkpoint, evaluation, parallel
+from engine import accounting, checkpoint, device, evaluation, parallel
 from engine.metrics import evaluation_line
 from engine.optim import Muon
 from engine.sharded_model import ShardedModel
@@ -955,7 +955,7 @@ def test_freed_memory_is_kept(tmp_path):
 def count_page_faults(file: Path):
     """Those of ten such tensors, before and after the call."""
     counts = []
-    for call in (lambda: None, parallel.keep_freed_memory):
+    for call in (lambda: None, device.keep_freed_memory):
         call()
         for n in (20, 10):
             start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -1,0 +1,92 @@
+"""The device and the dtype that a process computes with, and whether it compiles.
+
+    device = resolve_device("auto")
+    dtype = resolve_dtype("auto", device)
+
+These functions know only their own process; `parallel.join` makes all ranks take the same dtype.
+"""
+
+import ctypes
+import math
+import time
+
+import torch
+
+
+def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
+    """The device that the flag names: auto takes cuda, mps or cpu, the first that exists, and cuda without a number is
+    the GPU of this rank. ValueError if there is no such device."""
+    have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if flag == "auto":
+        flag = next(kind for kind, there in have.items() if there)
+    kind, _, index = flag.partition(":")
+    if not have.get(kind, False):
+        raise ValueError(f"device={flag} is not on this machine; use --device=cpu or --device=auto")
+    index = int(index or local_rank)
+    if kind != "cuda":
+        return torch.device(kind)
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device=cuda:{index} is not on this machine, which has {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", index)
+
+
+def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
+    """The dtype that the flag names: auto is bfloat16 on GPUs that support it, float16 on others, float32 elsewhere.
+
+    Nothing is measured here. A training run on a CPU resolves auto with `agreed_dtype`.
+    """
+    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if flag == "auto":
+        flag = ("bfloat16" if bf16 else "float16") if device.type == "cuda" else "float32"
+    if flag == "float16" and device.type != "cuda":
+        raise ValueError(
+            f"dtype=float16 needs a gradient scaler on a GPU, and the device is {device.type}; use float32"
+        )
+    if flag == "bfloat16" and device.type == "cuda" and not bf16:
+        raise ValueError(f"dtype=bfloat16 is not supported by {torch.cuda.get_device_name(device)}; use float16")
+    return getattr(torch, flag)
+
+
+def fast_bfloat16() -> bool:
+    """Whether this CPU multiplies matrices in bfloat16 at least 1.5 times as fast as in float32. Takes 0.05 s at most.
+
+    With less, the casts between the products would cost what the products gain. The speed is measured, because a CPU's
+    list of instructions does not tell which of them the libraries use (ONEDNN_MAX_CPU_ISA, for example, limits them).
+    Small matrices come first, because a CPU that emulates bfloat16 may need 100 times as long for it.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for speed_of_bfloat16
+    try:
+        return speed_of_bfloat16(128, 0.01) > 1 / 4 and speed_of_bfloat16(384, 0.025) >= 1.5
+    finally:
+        torch.set_num_threads(threads)
+
+
+def speed_of_bfloat16(n: int, seconds: float) -> float:
+    """How many times as fast as in float32 two (n, n) matrices are multiplied in bfloat16.
+
+    The best times are compared. The dtypes alternate for so many seconds, and at least three times. All of these are
+    seconds of this thread on a processor, so other programs hardly disturb them; torch must have one thread.
+    """
+    dtypes = torch.float32, torch.bfloat16
+    matrices = {dtype: (torch.ones(n, n, dtype=dtype), torch.empty(n, n, dtype=dtype)) for dtype in dtypes}
+    best, rounds, end = dict.fromkeys(dtypes, math.inf), 0, time.thread_time() + seconds
+    while rounds < 3 or time.thread_time() < end:
+        for dtype, (a, out) in matrices.items():
+            start = time.thread_time()
+            torch.mm(a, a, out=out)
+            best[dtype] = min(best[dtype], time.thread_time() - start)
+        rounds += 1
+    return best[torch.float32] / best[torch.bfloat16]
+
+
+def resolve_compile(flag: bool | str, device: torch.device) -> bool:
+    """Whether to compile: auto does so on GPUs only. On CPUs the gain is a few per cent, for half a minute of work."""
+    return device.type == "cuda" if flag == "auto" else flag
+
+
+def keep_freed_memory():
+    """Let glibc keep the memory that tensors free. Otherwise the system clears its pages again in every step."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do not have it
+    for parameter, value in ((-1, 2**31 - 1), (-4, 0)) if mallopt else ():  # M_TRIM_THRESHOLD, M_MMAP_MAX
+        mallopt(parameter, value)
