@@ -2,7 +2,7 @@
 # make quick: for whoever edits model.py, half a minute: the grid of flags, the blocks, the references and golden losses.
 # make mutants: are 60 planted faults seen by the tests? Some minutes.
 # make gpu: on a machine with a GPU, 8 minutes: is everything computed there as on the CPU, and how fast does it train?
-# All need only a Python >= 3.10 with pip, write nothing outside this folder and skip what is already done.
+# All need only a Python >= 3.10 with pip, write nothing outside this folder but caches, and skip what is already done.
 
 PYTHON ?= python3
 BIN := .venv/bin

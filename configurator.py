@@ -84,7 +84,7 @@ class Config(ModelConfig):
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto = bfloat16 where fast
-    compile: bool | Literal["auto"] = "auto"  # torch.compile each block and the loss; auto = on GPUs
+    compile: bool | Literal["auto"] = "auto"  # torch.compile each block and the loss; auto = on GPUs, in long CPU runs
     activation_checkpoint: Literal["none", "selective", "full"] = "none"  # recompute all but products, or whole blocks
     # --- ranks, of torchrun
     parallel: Literal["ddp", "fsdp"] = "ddp"  # data-parallel ranks hold copies, or shards (FSDP2, ZeRO-3)

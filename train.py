@@ -30,7 +30,7 @@ from configurator import Config, dump, parse
 from data.loader import Loader, count_windows
 from data.objective import OBJECTIVE, Objective
 from data.shards import DataSet, open_data
-from engine import accounting, memory, optim, parallel, run_state
+from engine import accounting, compilation, memory, optim, parallel, run_state
 from engine.errors import command, require, user_errors
 from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss
 from engine.folder import FolderLock, check_out_dir, replace_flags
@@ -125,7 +125,7 @@ class Run:
         self.val_batches = math.ceil(count_windows(self.streams["val"], cfg.block_size) / cfg.batch_size)
         parallel.check_flags(cfg)
         self.ranks = ranks = parallel.join(cfg)
-        cfg.dtype, cfg.compile = str(ranks.dtype)[6:], ranks.compile  # auto is settled, and a resume keeps the choice
+        cfg.dtype = str(ranks.dtype)[6:]  # auto is settled, here and for compile below, and a resume keeps the choice
         memory.check_training(cfg, ranks, objective.lengths)
         run_state.check_same_start(cfg, ranks)
 
@@ -136,6 +136,12 @@ class Run:
         self.attention_kernels = accounting.attention_kernels(
             whole_model, *objective.lengths, ranks.device.type, ranks.dtype, pieces
         )
+        self.samples_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
+        peak = math.nan if cfg.eval_only else peak_flops(ranks.device, ranks.dtype) or math.nan
+        self.peak_flops = ranks.sum(torch.tensor(peak)).item()  # of all ranks together; nan if it is unknown
+        self.fastest_step = self.samples_per_step * self.flops_per_sample / self.peak_flops  # seconds, at the peak
+        seconds = (cfg.max_iters - run_state.steps_done(cfg)) * self.fastest_step
+        self.ranks = ranks = compilation.settle(cfg, ranks, seconds)
         self.sharded = ShardedModel(cfg, ranks)  # the part of the model that this rank computes
         if cfg.init_from != "resume":
             run_state.initialize(cfg, self.sharded)
@@ -152,7 +158,6 @@ class Run:
             run_state.restore_scaler(self.scaler, state["scaler"], cfg.out_dir)
         self.step, self.samples, self.skipped = state["step"], state["samples"], state["skipped"]
         self.stored_flags = state["flags"]
-        self.samples_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
         self.first_bad_step = torch.full((), NEVER, device=ranks.device)  # whose gradient was not finite
         self.graphs_of_first_step = 0
 
@@ -163,8 +168,6 @@ class Run:
         )  # fmt: skip
         cleanup.callback(self.loader.close)  # otherwise Python's exit waits for ever for the loader's thread
         self.batches = data_errors_end_the_run(self.loader)
-        peak = math.nan if cfg.eval_only else peak_flops(ranks.device, ranks.dtype) or math.nan
-        self.peak_flops = ranks.sum(torch.tensor(peak)).item()  # of all ranks together; nan if it is unknown
         self.metrics = self.open_metrics(cleanup)
         self.stop = cleanup.enter_context(StopSignal(ranks))
         lengths, self.why_no_bytes = byte_lengths(cfg, self.data, ranks)
@@ -198,7 +201,7 @@ class Run:
             f"{stream.name}, {self.loader.n_windows:,} windows; {machine}; attention: {self.attention_kernels}"
         )
         schedule_moved = optim.rescheduled(self.step, cfg, self.stored_flags)
-        slow = slow_step_warning(cfg, self.samples_per_step * self.flops_per_sample / self.peak_flops)
+        slow = slow_step_warning(cfg, self.fastest_step)
         for note in filter(None, (schedule_moved, slow, self.why_no_bytes)):
             self.metrics.say(note)
         if self.step >= cfg.max_iters:

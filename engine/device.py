@@ -1,4 +1,4 @@
-"""The device and the dtype that a process computes with, and whether it compiles.
+"""The device and the dtype that a process computes with, and whether auto compiles there.
 
     device = resolve_device("auto")
     dtype = resolve_dtype("auto", device)
@@ -81,7 +81,8 @@ def speed_of_bfloat16(n: int, seconds: float) -> float:
 
 
 def resolve_compile(flag: bool | str, device: torch.device) -> bool:
-    """Whether to compile: auto does so on GPUs only. On CPUs the gain is a few per cent, for half a minute of work."""
+    """Whether to compile as far as flag and device tell: auto does so on GPUs. On a CPU, auto is settled later, by
+    `compilation.settle`."""
     return device.type == "cuda" if flag == "auto" else flag
 
 

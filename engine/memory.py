@@ -78,7 +78,8 @@ def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
     """The least peak memory of a rank, as the mean over a pipeline's stages. lengths: (T, S), see check_training.
 
     A block keeps at least its input, q, k and the hidden units before their non-linearity. Without recomputation and
-    compilation, it also keeps the inputs of its last projections. An evaluation keeps one stream.
+    compilation, it also keeps the inputs of its last projections (compile=auto on a CPU counts as without). An
+    evaluation keeps one stream.
     """
     (T, S), B, C, V = lengths, cfg.batch_size, cfg.n_embd, cfg.vocab_rows // cfg.tp
     total, matrices = parameters(cfg)

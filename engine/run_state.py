@@ -62,6 +62,12 @@ def resume_after_restart(cfg):
             setattr(cfg, name, stored[name])
 
 
+def steps_done(cfg) -> int:
+    """The number of steps behind the checkpoint that a resume starts from; 0 for a new run."""
+    resumes = cfg.init_from == "resume"
+    return checkpoint.read(cfg.out_dir, STATE, lambda _, state: state["step"]) if resumes else 0
+
+
 def check_same_start(cfg, ranks: Ranks):
     """ValueError if the ranks do not see the same checkpoint in out_dir."""
     resumes = cfg.init_from == "resume" and not cfg.eval_only  # under eval_only, another run may be saving there

@@ -17,15 +17,16 @@ import train
 from data.stream import Shard
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
+from engine import compilation
 
 ROOT = Path(__file__).parent.parent
 # torch.compile finds its kernels again without asking for which instructions (ATEN_CPU_CAPABILITY) they were made.
 KERNELS = f"superblock_kernels_{os.getuid()}_{torch.backends.cpu.get_cpu_capability()}"
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), KERNELS))
+compilation.USERS_FOLDER = os.environ.setdefault(compilation.FOLDER, os.path.join(tempfile.gettempdir(), KERNELS))
 TINY = [
     "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--gradient_accumulation_steps=2",
     "--max_iters=40", "--eval_interval=20", "--eval_iters=2", "--warmup_iters=5", "--learning_rate=1e-2",
-    "--device=cpu", "--dtype=float32",
+    "--device=cpu", "--dtype=float32", "--compile=False",
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from engine.device import fast_bfloat16, resolve_dtype
 from engine.parallel import agreed_dtype
 
 CPU, CUDA, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
-SHORT = [flag for flag in TINY if not flag.startswith("--dtype=")]  # with dtype=auto
+SHORT = [flag for flag in TINY if not flag.startswith(("--dtype=", "--compile="))]  # both are auto
 SHORT += ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1", "--lr_decay_iters=8"]
 
 

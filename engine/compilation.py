@@ -1,0 +1,143 @@
+"""Decides whether a run is compiled, and where the kernels for a CPU are kept.
+
+    ranks = settle(cfg, ranks, seconds)         # on all ranks, before the model is made
+
+On GPUs, compile=auto compiles every run. On a CPU it pays only in a long run: compiling takes about 20 seconds, or 5 if
+the kernels of an earlier run are found again, and then a step takes about a fifth less time.
+"""
+
+import hashlib
+import os
+import platform
+import stat
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from engine.parallel import Ranks, of_first_rank, together
+
+LONG = 180  # seconds of training without compilation from which compile=auto compiles on a CPU
+UTILISATION = 0.4  # fraction of the peak that an uncompiled run typically reaches on a CPU
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+USERS_FOLDER = os.environ.get(FOLDER)  # read now: torch sets the variable itself as soon as dynamo is imported
+
+
+def settle(cfg, ranks: Ranks, seconds: float) -> Ranks:
+    """Replace compile=auto in cfg by True or False, and return `ranks` with the compilation of this run.
+
+    seconds    the time that the remaining steps would take at the peak of all ranks, nan if it is unknown
+
+    Every rank calls this function; the first one decides. On a CPU where torch.compile does not work, the run goes on
+    without it. A flag compile=True keeps its value then, so that a resume on another machine is compiled again.
+    """
+    if ranks.device.type != "cpu":
+        cfg.compile = ranks.compile
+        return ranks
+    auto = cfg.compile == "auto"
+    wanted = of_first_rank(lambda: seconds / UTILISATION >= LONG) if auto else cfg.compile
+    compiled = wanted and works(ranks)
+    cfg.compile = compiled if auto else wanted
+    return replace(ranks, compile=compiled)
+
+
+def works(ranks: Ranks) -> bool:
+    """Whether torch.compile works on the CPU of every rank. Prints what is done, and the cause if it does not work."""
+    warning = use_private_folder()
+    if ranks.first:
+        print(
+            *filter(None, [warning]),
+            "compiling for this CPU before the first step: 15 to 60 seconds, or about 5 if the kernels are found in "
+            f"{os.environ.get(FOLDER, 'the cache of torch.compile')}; --compile=False leaves it out",
+            sep="\n",
+            flush=True,
+        )
+    try:
+        together(try_compiler)
+    except ValueError as error:
+        if ranks.first:
+            print(
+                f"warning: torch.compile does not work here ({error}), so this run is not compiled and takes longer; "
+                "install g++ and Python's headers, or name a C++ compiler in the variable CXX",
+                flush=True,
+            )
+        return False
+    return True
+
+
+def try_compiler():
+    """Compile a small kernel and call it. ValueError if that fails.
+
+    This finds also a compiler that lacks Python's headers or OpenMP. It costs about a second more than the compilation
+    of the model alone, because most of the time goes into headers that all kernels share.
+    """
+    graph, x = torch.fx.symbolic_trace(lambda x: x + 1), torch.ones(64)
+    try:
+        torch._inductor.compile(graph, [x])(x)
+    except Exception as error:  # of many classes, and whichever it is, the run can do without
+        lines = [line for line in str(error).splitlines() if line] or [type(error).__name__]
+        cause = next((line for line in lines if "error: " in line), lines[0])  # the compiler's own words
+        raise ValueError(f"{cause:.200}") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The folder of the kernels
+
+
+def use_private_folder() -> str:
+    """Make torch.compile keep its kernels in `private_folder`; returns a warning if this is impossible, else "".
+
+    By default it uses a folder under /tmp, which a restart of the machine empties. If the user has set the variable
+    TORCHINDUCTOR_CACHE_DIR, its folder is used.
+    """
+    if USERS_FOLDER:
+        return ""
+    try:
+        os.environ[FOLDER] = str(private_folder())
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        return (
+            f"warning: {error}, so torch.compile keeps its kernels in its default folder; to choose a folder, set the "
+            f"variable {FOLDER}"
+        )
+    return ""
+
+
+def private_folder() -> Path:
+    """A folder for kernels below ~/.cache/superblock/inductor, or below $XDG_CACHE_HOME; it is made if it is missing.
+
+    The folder holds libraries that torch.compile loads, and pickles, which run any code when they are read. So nobody
+    else may write there: new folders have mode 0700, and ValueError refuses a folder that belongs to another user or
+    that others can write. For the same reason the kernels are never kept in out_dir, which users copy and share.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():
+        caches = Path.home() / ".cache"
+    folder = caches / "superblock" / "inductor" / kind_of_kernels()
+    for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
+        missing.mkdir(0o700, exist_ok=True)
+    for each in (folder, *list(folder.parents)[:2]):
+        found = each.stat()
+        if found.st_uid != os.getuid():
+            raise ValueError(f"{each} belongs to another user")
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ValueError(f"{each} can be written by other users")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{folder} cannot be written")
+    return folder
+
+
+def kind_of_kernels() -> str:
+    """A name that is the same where kernels can be shared: for a version of torch and of Python, a setting of
+    ATEN_CPU_CAPABILITY, and CPUs with the same instructions (homes are shared by machines).
+
+    torch.compile does not look at the last two when it searches for a kernel, although it compiles with -march=native.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    instructions = {line for line in lines if line.startswith(("flags", "Features"))}  # the same line for each core
+    python = sys.implementation.cache_tag
+    kind = hashlib.sha256(repr((python, platform.machine(), sorted(instructions))).encode()).hexdigest()[:8]
+    return f"torch{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}-{kind}"

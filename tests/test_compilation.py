@@ -1,0 +1,292 @@
+"""Which runs are compiled on a CPU, where their kernels are kept, and how a run goes on without a compiler."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY, losses
+from ranks import launch
+
+import train
+from configurator import Config, parse
+from engine import accounting, checkpoint, compilation, parallel
+from engine.compilation import kind_of_kernels, private_folder, settle, try_compiler, use_private_folder
+from engine.parallel import Ranks
+from model import Model
+
+ALONE = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
+FLAGS = [flag for flag in TINY if not flag.startswith("--compile=")]  # with compile=auto
+SHORT = ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1", "--lr_decay_iters=8"]
+COMPILING, FAILS = "compiling for this CPU", "warning: torch.compile does not work here"
+
+
+def stored(folder: Path) -> bool | str:
+    """The flag compile of the latest checkpoint."""
+    return checkpoint.read_state(checkpoint.find(folder))["flags"]["compile"]
+
+
+def raising(error: Exception) -> Callable:
+    """A function that raises this error."""
+
+    def function(*_, **__):
+        raise error
+
+    return function
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The decision
+
+
+@pytest.mark.parametrize("seconds, expected", [(71, False), (73, True), (float("nan"), False), (-1, False)])
+def test_auto_compiles_long_runs(monkeypatch, seconds, expected):
+    """180 s at 40 % of the peak are 72 s at the peak. Explicit flags do not depend on it, nor do other devices."""
+    for works in (True, False):
+        monkeypatch.setattr(compilation, "works", lambda ranks, works=works: works)
+        for flag in ("auto", True, False):
+            cfg = Config(compile=flag)
+            compiled = settle(cfg, ALONE, seconds).compile
+            assert compiled is (works and (expected if flag == "auto" else flag))
+            assert cfg.compile is (compiled if flag == "auto" else flag)
+    monkeypatch.setattr(compilation, "works", lambda ranks: pytest.fail("tried"))
+    for device, compiled in (("cuda", True), ("cuda", False), ("mps", False)):
+        cfg, ranks = Config(), replace(ALONE, device=torch.device(device), compile=compiled)
+        assert settle(cfg, ranks, seconds) is ranks and cfg.compile is compiled
+
+
+def test_the_time_is_that_of_the_remaining_steps(run, monkeypatch):
+    """At the peak, from the FLOPs of the model."""
+    seen = []
+
+    def settled(cfg, ranks, seconds):
+        seen.append(seconds)
+        cfg.compile = False
+        return ranks
+
+    monkeypatch.setattr(compilation, "settle", settled)
+    run(*SHORT)
+    run("--init_from=resume", *SHORT, "--max_iters=7")
+    run("--init_from=resume", "--eval_only=True")
+    cfg = parse(Config, [*TINY, "--vocab_size=257"])
+    step = 8 * accounting.flops(Model(cfg), cfg.block_size) / 1e9
+    assert seen == pytest.approx([4 * step, 3 * step, float("nan")], nan_ok=True)
+
+
+def test_a_resume_keeps_the_compilation(run, tiny_data, tmp_path, monkeypatch, capsys):
+    """Unless a flag replaces it; an evaluation alone is never compiled by auto."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+    def go(peak: float, *flags: str, out: str = "out") -> str:
+        """What a run prints on a machine with this peak: a run of 4 steps has 4e7 FLOPs."""
+        monkeypatch.setattr(train, "peak_flops", lambda *_: peak)
+        train.main([*FLAGS, *SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
+        return capsys.readouterr().out
+
+    said = go(1e3).splitlines()
+    assert stored(tmp_path / "out") is True
+    assert said[0].startswith(COMPILING) and os.environ[compilation.FOLDER] in said[0] and ", compiled;" in said[1]
+    assert ", compiled;" in go(1e12, "--init_from=resume", "--max_iters=5")
+    said = go(1e12, "--init_from=resume", "--max_iters=6", "--compile=auto")
+    assert COMPILING not in said and ", compiled" not in said and stored(tmp_path / "out") is False
+    assert ", compiled" not in go(1e3, "--init_from=resume", "--max_iters=7")
+    assert COMPILING not in go(1e3, "--init_from=resume", "--eval_only=True", "--compile=auto")
+    assert COMPILING not in go(1e12, out="short") and stored(tmp_path / "short") is False
+
+
+def settle_on_two_ranks():
+    """Each line is: what the ranks think of the time and the compiler, then what they do."""
+    cfg = parse(Config, [*FLAGS, "--dtype=float32"])
+    ranks = parallel.join(cfg)
+    for long, works in (("10", "11"), ("01", "11"), ("11", "10"), ("11", "01")):
+
+        def attempt(works=works):
+            if works[ranks.rank] == "0":
+                raise ValueError(f"no compiler on rank {ranks.rank}")
+
+        compilation.try_compiler, cfg.compile = attempt, "auto"
+        print("settled:", long, works, settle(cfg, ranks, 1e9 * int(long[ranks.rank])).compile, cfg.compile)
+
+
+def test_all_ranks_do_the_same(tmp_path):
+    """The first rank decides how long the run is; a rank without a compiler keeps all of them from compiling."""
+    launch(2, settle_on_two_ranks, tmp_path)
+    first, other = ((tmp_path / f"rank {rank}").read_text() for rank in range(2))
+    for text in (first, other):
+        assert [line[9:] for line in text.splitlines() if line.startswith("settled: ")] == [
+            "10 11 True True", "01 11 False False", "11 10 False False", "11 01 False False"
+        ]  # fmt: skip
+    assert first.count(COMPILING) == 3 and first.count(FAILS) == 2 and "no compiler on rank 1" in first
+    assert COMPILING not in other and FAILS not in other
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without a compiler
+
+
+WITHOUT = """
+import train
+train.peak_flops = lambda *_: 1e3
+train.main(FLAGS + ["--compile=True"])
+train.main(FLAGS + ["--init_from=resume", "--max_iters=8"])
+train.main(FLAGS + ["--init_from=resume", "--eval_only=True"])
+train.main(FLAGS + ["--out_dir=AUTO"])
+"""
+
+
+def test_a_run_without_a_compiler_is_not_compiled(run, tiny_data, tmp_path):
+    """It says so in a line and has the losses of compile=False. Where compile=True was a flag, it stays the flag."""
+    flags = [*FLAGS, *SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}"]
+    code = WITHOUT.replace("FLAGS", repr(flags)).replace("AUTO", str(tmp_path / "auto"))
+    env = os.environ | {"CXX": "/no/such/compiler", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    warnings = [line for line in done.stdout.splitlines() if line.startswith(FAILS)]
+    assert len(warnings) == 4 and len(set(warnings)) == 1, done.stdout
+    assert "/no/such/compiler" in warnings[0] and "install g++" in warnings[0] and "variable CXX" in warnings[0]
+    assert ", compiled" not in done.stdout
+    assert stored(tmp_path / "out") is True and stored(tmp_path / "auto") is False
+    assert losses(tmp_path / "out") == losses(run(*SHORT, "--max_iters=8", out="eager"))
+
+
+def test_the_cause_is_the_compiler_s_own_line(monkeypatch):
+    """Of the many lines of an error, and of an error without a line its class."""
+    output = (
+        "CppCompileError: C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nx.cpp:3: fatal error: Python.h: No\n"
+    )
+    for error, cause in (
+        (RuntimeError(output), "x.cpp:3: fatal error: Python.h: No"),
+        (PermissionError(13, "Permission denied", "/x"), "[Errno 13] Permission denied: '/x'"),
+        (AssertionError(), "AssertionError"),
+    ):
+        monkeypatch.setattr(torch._inductor, "compile", raising(error))
+        with pytest.raises(ValueError) as caught:
+            try_compiler()
+        assert str(caught.value) == cause
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The folder of the kernels
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """A folder for caches that may be written, of a user who has not set TORCHINDUCTOR_CACHE_DIR."""
+    monkeypatch.setattr(compilation, "USERS_FOLDER", None)
+    monkeypatch.setenv(compilation.FOLDER, "default")  # as torch does
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
+    return tmp_path / "new" / "cache" / "superblock" / "inductor"
+
+
+def mode(folder: Path) -> int:
+    return stat.S_IMODE(folder.stat().st_mode)
+
+
+def test_the_folder_is_private(cache, tmp_path, monkeypatch):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new").chmod(0o755)
+    assert use_private_folder() == ""
+    folder = Path(os.environ[compilation.FOLDER])
+    assert folder == cache / kind_of_kernels() and use_private_folder() == ""
+    assert [mode(each) for each in (folder, *folder.parents)[:5]] == [0o700] * 4 + [0o755]
+    monkeypatch.setattr(compilation, "USERS_FOLDER", "mine")
+    monkeypatch.setenv(compilation.FOLDER, "mine")
+    assert use_private_folder() == "" and os.environ[compilation.FOLDER] == "mine"
+
+
+@pytest.mark.parametrize("variable", ["", "not/absolute"])
+def test_the_folder_is_in_the_home(cache, tmp_path, monkeypatch, variable):
+    monkeypatch.setenv("XDG_CACHE_HOME", variable)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert private_folder() == tmp_path / ".cache" / "superblock" / "inductor" / kind_of_kernels()
+
+
+@pytest.mark.parametrize("depth", range(3))
+def test_a_folder_of_others_is_refused(cache, monkeypatch, depth):
+    """The folder, or the one around it, or the next: torch's default folder is used, and one line says why."""
+    folder = private_folder()
+    each = (folder, *folder.parents)[depth]
+    for bits in (0o770, 0o702):
+        each.chmod(bits)
+        line = use_private_folder()
+        assert line.startswith(f"warning: {each} can be written by other users, so ") and "\n" not in line
+        assert os.environ[compilation.FOLDER] == "default"
+    each.chmod(0o755)
+    assert private_folder() == folder
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+        assert f"{folder} belongs to another user" in use_private_folder()
+    assert os.environ[compilation.FOLDER] == "default"
+
+
+def test_a_folder_that_cannot_be_made(cache, tmp_path, monkeypatch):
+    """Or that cannot be written any more, or a user without a home: one line, and the run goes on."""
+    folder = private_folder()
+    for path, at, replacement, cause in (
+        (folder, (os, "access"), lambda *_: False, f"{folder} cannot be written"),
+        (
+            tmp_path / "none",
+            (Path, "mkdir"),
+            raising(OSError(30, "Read-only file system", "x")),
+            "Read-only file system",
+        ),
+        (folder / "file", (Path, "exists"), raising(PermissionError(13, "Permission denied")), "Permission denied"),
+        ("", (Path, "home"), raising(RuntimeError("Could not determine home directory.")), "Could not determine home"),
+    ):
+        with monkeypatch.context() as patch:
+            if path != folder:
+                patch.setenv("XDG_CACHE_HOME", str(path))
+            patch.setattr(*at, replacement)
+            line = use_private_folder()
+        assert line.startswith("warning: ") and cause in line and "\n" not in line and compilation.FOLDER in line
+        assert os.environ[compilation.FOLDER] == "default"
+
+
+def test_kernels_of_other_machines_are_kept_apart(monkeypatch):
+    """Those for other instructions, another setting of ATEN_CPU_CAPABILITY, another version of torch or of Python."""
+    names = {kind_of_kernels()}
+    read = Path.read_text
+    for change in (
+        lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER"),
+        lambda patch: patch.setattr(torch, "__version__", "9.9.9"),
+        lambda patch: patch.setattr(sys.implementation, "cache_tag", "cpython-99"),
+        lambda patch: patch.setattr(Path, "read_text", lambda path: read(path) + "flags\t: amx_new\n"),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            names.add(kind_of_kernels())
+    assert len(names) == 5 and names > {kind_of_kernels()}
+    assert all(not set(name) & set("/ \n") for name in names)
+
+
+COUNTS = """
+import json, torch, train
+train.main(FLAGS)
+counts = torch._dynamo.utils.counters["inductor"]
+print(json.dumps([counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_the_kernels(tiny_data, tmp_path):
+    """With empty folders a process takes half a minute. The run's folder receives none of the kernels."""
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    del env[compilation.FOLDER]
+    counts = []
+    for out in ("first", "second"):
+        flags = [*TINY, *SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", "--compile=True"]
+        code = COUNTS.replace("FLAGS", repr(flags))
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        counts.append(json.loads(done.stdout.splitlines()[-1]))
+    (hits, misses), (later_hits, later_misses) = counts
+    assert misses > 2 and later_hits == hits + misses and later_misses == 0
+    assert losses(tmp_path / "first") == losses(tmp_path / "second")
+    assert list((tmp_path / "cache").rglob("*.so")) and not list((tmp_path / "first").rglob("*.so"))
