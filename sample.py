@@ -39,8 +39,8 @@ from configurator import Config, parse
 from data.objective import OBJECTIVE
 from data.tokenizer import Tokenizer, from_spec
 from engine import checkpoint, memory
+from engine.device import resolve_device, resolve_dtype
 from engine.errors import command, require, user_errors
-from engine.parallel import resolve_device, resolve_dtype
 from model import POSITION, Model, NoEmbedding
 
 Chooser = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)

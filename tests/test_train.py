@@ -169,9 +169,8 @@ def test_recomputation_draws_the_same_masks(monkeypatch, flags, kind):
     torch.manual_seed(0)
     batch = {name: torch.randint(30, (4, 16)) for name in ("idx", "targets", "source")}
     batch = {name: x for name, x in batch.items() if name != "source" or "objective" in flags}
-    dropout, drawn = torch.nn.functional.dropout, []
-    counted = lambda x, *args, **options: drawn.append(x.shape) or dropout(x, *args, **options)  # noqa: E731
-    monkeypatch.setattr(torch.nn.functional, "dropout", counted)
+    dropped, drawn = model.dropped, []
+    monkeypatch.setattr(model, "dropped", lambda x, p: drawn.append(x.shape) or dropped(x, p))
 
     def gradients(seed: int, kind: str) -> dict[str, torch.Tensor]:
         cfg = Config(**FLAT, **flags, vocab_size=30, dropout=0.3, activation_checkpoint=kind)
@@ -243,11 +242,14 @@ class Products(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.now, self.dtypes = "", defaultdict(set)
+        self.now, self.dtypes, self.attention = "", defaultdict(set), set()
 
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-        if str(f).removeprefix("aten.").startswith(("mm.", "addmm.", "bmm.", "baddbmm.", "_scaled_dot_product")):
-            self.dtypes[self.now] |= {x.dtype for x in args[:3]}
+        name, dtypes = str(f).removeprefix("aten."), {x.dtype for x in args[:3] if isinstance(x, torch.Tensor)}
+        if name.startswith(("mm.", "addmm.", "bmm.", "baddbmm.", "linear.", "matmul.")):
+            self.dtypes[self.now] |= dtypes
+        if name.startswith("_scaled_dot_product"):
+            self.attention |= dtypes
         return f(*args, **(kwargs or {}))
 
     def during(self, name: str, f):
@@ -293,6 +295,7 @@ def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
         wanted = {getattr(torch, name)}
         during = ["training", "evaluation", "sampling", "Muon", ""]
         assert products.dtypes | {"": wanted} == dict.fromkeys(during, wanted)
+        assert products.attention <= {torch.float32}  # of few keys, on a CPU
     assert kept == {torch.float32}
 
 
