@@ -109,6 +109,7 @@ class Config(ModelConfig):
         "fsdp_offload": (lambda c: c.parallel == "fsdp", "parallel=fsdp"),
         "dp_replicate": (lambda c: c.parallel == "fsdp", "parallel=fsdp"),
         "world_size": (lambda c: c.plan, "plan=True"),
+        "fp32_residual": (lambda c: c.dtype != "float32", "dtype other than float32"),
         "gpu": (lambda c: c.plan, "plan=True"),
         "muon_lr": (lambda c: c.optimizer == "muon", "optimizer=muon"),
         "muon_momentum": (lambda c: c.optimizer == "muon", "optimizer=muon"),

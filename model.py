@@ -60,6 +60,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 Maybe = Tensor | None
@@ -103,7 +104,7 @@ class ModelConfig:
     window: int = 0  # sliding window in tokens, 0 = full attention
     window_pattern: str = ""  # per layer, repeated: S = sliding window, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
-    fp32_residual: bool = True  # residual stream in float32 also where matrices are multiplied in bfloat16
+    fp32_residual: bool = True  # keep the residual stream in float32 where matrices are multiplied in 16 bits
     # --- model: position
     pos: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"  # position encoding
     rope_theta: float = 10000.0  # base of RoPE's wavelengths (arXiv:2104.09864)
@@ -226,7 +227,7 @@ class RMSNorm(nn.RMSNorm):
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
                 return RMSNormOfCPU.apply(x, self.weight, self.eps)
-            if x.dtype == self.weight.dtype:  # in few calls, which decoding waits for
+            if x.dtype == self.weight.dtype:  # few calls: their number limits the speed of decoding
                 n, length = x.size(-1), torch.linalg.vector_norm(x, dim=-1, keepdim=True)
                 length.hypot_(torch.scalar_tensor(math.sqrt(n * self.eps), dtype=x.dtype))
                 return (x * self.weight).div_(length).mul_(math.sqrt(n))
@@ -234,7 +235,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class RMSNormOfCPU(torch.autograd.Function):
-    """RMSNorm in few passes. Its gradient is LayerNorm's for a mean of 0, plus the mean that LayerNorm subtracts."""
+    """RMSNorm in few passes. The backward calls LayerNorm's kernel with a mean of 0, and adds the term that only
+    LayerNorm subtracts."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -244,12 +246,13 @@ class RMSNormOfCPU(torch.autograd.Function):
         return (wide * rms).mul_(weight).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         x, weight, rms = ctx.saved_tensors
-        options = rms.new_zeros(rms.shape), rms, weight, None, (True, True, False)
+        options = torch.zeros_like(rms), rms, weight.to(rms.dtype), None, (True, True, False)
         dx, dw, _ = torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], *options)
         mean = (grad.flatten(0, -2) @ weight.to(grad.dtype)).view(rms.shape) / x.size(-1)
-        return dx.add_((mean * rms).to(x.dtype)), dw, None
+        return dx.add_((mean * rms).to(x.dtype)), dw.to(weight.dtype), None
 
 
 NORM: dict[str, Callable[[ModelConfig], nn.Module]] = {
@@ -290,7 +293,7 @@ class NoEmbedding(nn.Identity):
 
 
 def embedding(rows: int, width: int) -> nn.Embedding:
-    """nn.Embedding without weights of its own, whose drawing on the meta device imports torch._dynamo in a second."""
+    """nn.Embedding with an uninitialised weight. Drawing it on the meta device would import torch._dynamo: a second."""
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
@@ -357,7 +360,7 @@ class Rope(AttentionPosition):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = (x.to(q.dtype) for x in table)
-        if not torch.is_grad_enabled():  # another pass, but fewer calls, which decoding waits for
+        if not torch.is_grad_enabled():  # another pass, but fewer calls, whose number limits the speed of decoding
             half = q.size(-1) // 2
             return *((x * cos).addcmul_(x.roll(half, -1), sin) for x in (q, k)), v
         return Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin), v
@@ -475,7 +478,7 @@ class Mask(NamedTuple):
 def attention_kernel(
     mask: Mask, T: int, S: int, slots: bool, softcap: float, dropout: float, device: str, flash: bool
 ) -> str:
-    """Name of the kernel for the attention of T queries to S keys. No kernel makes a (T, S) matrix.
+    """Name of the kernel for the attention of T queries to S keys. Longer texts have no (T, S) matrix.
 
     kernel    when                                                              memory of scores and masks
     full      all queries see all keys, or causal with T = S                    none: one fused call
@@ -526,7 +529,8 @@ def mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, softcap=0.0, dropou
             both = zip(slots, always, strict=True)
             always = [torch.cat((x.expand(len(q), -1, -1, -1), y), dim=2) if past else x[None] for x, y in both]
         k, v = (x[:, :, past:].repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-        return JoinedAttention.apply(q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always), scale, mask.causal)
+        given = q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always)
+        return JoinedAttention.apply(*(x.to(matmul_dtype(q)) for x in given), scale, mask.causal).to(v.dtype)
     if kernel == "strips":
         return strip_attention(sdpa, q, k, v, mask, slots, 128)
     return strip_attention(partial(naive_attention, D, softcap, dropout), q, k, v, mask, slots, 256)
@@ -539,8 +543,8 @@ def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
     """PyTorch's attention in a fused kernel. CUDA's kernels for masks and float32 have no grouped heads, for which
-    PyTorch would silently make a (T, S) matrix; so keys and values are repeated there. The CPU's kernel is slower in
-    bfloat16 than in float32 for few keys: its backward takes up to six times as long."""
+    PyTorch would silently make a (T, S) matrix; so keys and values are repeated there. For at
+    most 256 keys on a CPU, bfloat16 inputs become float32, whose backward is up to six times as fast."""
     group = q.size(1) // k.size(1)
     if q.device.type == "cpu" and matmul_dtype(q) == torch.bfloat16 and k.size(2) <= 256:
         mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.float()
@@ -629,7 +633,11 @@ def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mas
 
 
 def naive_attention(D: int, cap: float, dropout: float, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
-    """Attention with a softcap, or with dropout on a CPU. Shapes as in mix; attn_mask broadcasts to (B, H, T, S)."""
+    """Attention with a softcap, or with dropout on a CPU. Shapes as in mix; attn_mask broadcasts to (B, H, T, S).
+
+    Dropout is that of the field: each weight is dropped after the softmax has normalised all weights, independently for
+    each head, query and key; the others are divided by 1 - p.
+    """
     q = (q * D**-0.5).unflatten(1, (k.size(1), -1))  # (B, Hkv, G, t, E)
     k, v = k[:, :, None], v[:, :, None]  # (B, Hkv, 1, s, E)
     if cap:
@@ -823,7 +831,11 @@ class Heads(nn.Module):
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
         B, T, _ = x.shape
-        parts = x.view(B, T, -1, sum(sizes), self.head_dim).permute(0, 2, 3, 1, 4).split_with_sizes(sizes, 2)
+        parts = (
+            x.view(B, T, x.size(2) // (sum(sizes) * self.head_dim), sum(sizes), self.head_dim)
+            .permute(0, 2, 3, 1, 4)
+            .split_with_sizes(sizes, 2)
+        )
         return tuple(part.flatten(1, 2) for part in parts)
 
 
@@ -907,9 +919,10 @@ class SquaredReLU(torch.autograd.Function):
     def forward(ctx, x: Tensor) -> Tensor:
         positive = F.relu(x)
         ctx.save_for_backward(positive)
-        return positive.square()
+        return positive * positive
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         (positive,) = ctx.saved_tensors
         return torch.addcmul(grad.new_zeros(()), grad, positive, value=2.0)
@@ -981,7 +994,7 @@ class Sum(nn.Module):
         y = self.gain(self.after(reduce(add, y)))
         if self.skip:
             y = y + (s if self.skip is True else self.skip(s))
-        return self.total(y)
+        return self.total(y).to(s.dtype)  # some norms return float32
 
 
 def attention(cfg: ModelConfig, layer: int) -> Heads:
@@ -1155,7 +1168,7 @@ class Stack(nn.Module):
         return self.position_table(t, torch.promote_types(x.dtype, torch.float32))
 
     def through_blocks(self, x: Tensor, inputs: Inputs) -> Tensor:
-        x = self.first_norm(x)
+        x = self.first_norm(x).to(x.dtype)
         for block in self.blocks:
             x = block(x, inputs)
         return self.norm(x)
@@ -1287,7 +1300,8 @@ class Model(Stack):
         memory, length = self.encode(source), min(limit * (1 + roll), idx.size(1) + max_new_tokens)
         new, text, table, start, end = idx, deque([idx], maxlen=limit), None, 0, 0  # the cache has [start, start + end)
         self.set_caches(length)
-        for m in heads if roll else ():  # a window as long as block_size has no effect on texts that fit in it
+        windows = [m.window for m in heads]
+        for m in heads if roll else ():
             m.window = min(m.window or limit, limit)
         try:
             for _ in range(max_new_tokens):
@@ -1311,6 +1325,8 @@ class Model(Stack):
                 yield new[:, 0]
         finally:
             self.set_caches(0)
+            for m, window in zip(heads, windows, strict=True):
+                m.window = window
 
     def n_params(self) -> int:
         """Number of trainable parameters; a tied head counts once."""

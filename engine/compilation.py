@@ -38,6 +38,8 @@ def settle(cfg, ranks: Ranks, seconds: float) -> Ranks:
         return ranks
     auto = cfg.compile == "auto"
     wanted = of_first_rank(lambda: cfg.dropout == 0 and seconds / UTILISATION >= LONG) if auto else cfg.compile
+    if cfg.eval_only and "compile" not in cfg.sources:
+        wanted = False
     compiled = wanted and works(ranks)
     cfg.compile = compiled if auto else wanted
     return replace(ranks, compile=compiled)

@@ -120,7 +120,8 @@ def check_sampling(cfg, flags, device: torch.device):
     cached = 2 * size * flags.n_layer * flags.kv_heads * flags.head_dim * (flags.objective != "masked")  # per token
 
     def need(c) -> Need:
-        length = min(flags.block_size, 1 + c.max_new_tokens)  # the prompt has at least one token
+        most = flags.block_size * (2 if c.overflow == "roll" else 1)
+        length = min(most, 1 + c.max_new_tokens)  # the prompt has at least one token
         keep, logits = c.num_samples * length * cached, 4 * c.num_samples * flags.vocab_size
         return {CHECKPOINT: (4 * total, False), "keys and values": (keep, False), "logits": (logits, False)}
 

@@ -20,7 +20,7 @@ from engine.parallel import Ranks
 from engine.sharded_model import ShardedModel
 from model import ModelConfig
 
-SETTLED_BY_AUTO = {"dtype", "compile"}  # flags whose value auto is replaced by the machine's, which checkpoints store
+SETTLED_BY_AUTO = {"dtype", "compile"}  # flags whose `auto` becomes the machine's choice, which checkpoints store
 FREE_ON_RESUME = {"dropout", "loss_chunk", "fp32_residual"}  # flags of the model that may differ from the checkpoint's
 STATE = {  # keys of a checkpoint's state that a resume needs, and their types
     "flags": dict, "samples": int, "skipped": int, "best_val_loss": (float, NoneType), "scaler": dict,
