@@ -50,9 +50,9 @@ def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
 def fast_bfloat16() -> bool:
     """Whether this CPU multiplies matrices in bfloat16 at least 1.5 times as fast as in float32. Takes 0.05 s at most.
 
-    Below this factor, the casts between the products cost what the products gain. The speed is measured, because a CPU's
-    list of instructions does not tell which of them the libraries use (ONEDNN_MAX_CPU_ISA, for example, limits them).
-    Small matrices come first, because a CPU that emulates bfloat16 may need 100 times as long for it.
+    Below this factor, the casts between the products cost what the products gain. The speed is measured, because a
+    CPU's list of instructions does not tell which of them the libraries use (ONEDNN_MAX_CPU_ISA, for example,
+    limits them). Small matrices come first, because a CPU that emulates bfloat16 may need 100 times as long for it.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for speed_of_bfloat16
