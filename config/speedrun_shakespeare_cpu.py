@@ -16,13 +16,13 @@ pos = "rope"
 mlp = "relu2"
 
 optimizer = "muon"
-muon_momentum = 0.75  # with 0.95, a run of 220 steps is half over before the average is of its own gradients
-max_iters = 220
+muon_momentum = 0.75  # with 0.95, a run of 200 steps is half over before the average is of its own gradients
+max_iters = 200
 learning_rate = 3e-3
 min_lr = 0.0
 schedule = "wsd"
 warmup_iters = 10
-cooldown_iters = 110
+cooldown_iters = 100
 
 eval_interval = 0  # only at the end
 eval_iters = 0  # the whole validation set
