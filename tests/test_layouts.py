@@ -157,14 +157,17 @@ def test_layouts_whose_sizes_do_not_divide(run, alone, many):
     assert largest_difference(alone(*UNEVEN, *UNEVEN_RUNS["fsdp"][0]), losses(folder / "half")) < 1e-5
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "fsdp+tp", "pp"])
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp+tp", "cp", "pp"])
 def test_layouts_in_bfloat16(layout, alone, many):
     """Weights that travel in bfloat16, norms of both kinds, and a residual stream in float32 or bfloat16: losses,
     gradient norms and evaluations err from float32's as those of one process in bfloat16 do."""
     low = ["--dtype=bfloat16", "--qk_norm=True", "--bias=True", "--max_iters=10", "--eval_interval=5"]
     low += [*(TWO if layout != "fsdp" else [])]
     models = {"layernorm": low, "rmsnorm": [*low, "--norm=rmsnorm", "--block=superblock", "--fp32_residual=False"]}
-    processes, how = {"fsdp": (2, FSDP), "fsdp+tp": (4, [*FSDP, "--tp=2"]), "pp": (2, ["--pp=2"])}[layout]
+    if layout == "cp":  # its values are in float32, and its queries in bfloat16
+        models["simplified"] = [*low, "--block=simplified"]
+    layouts = {"fsdp": (2, FSDP), "fsdp+tp": (4, [*FSDP, "--tp=2"]), "cp": (2, ["--cp=2"]), "pp": (2, ["--pp=2"])}
+    processes, how = layouts[layout]
     folder = many(processes, *((name, [*SIZES, *flags, *how]) for name, flags in models.items()))
     for name, flags in models.items():
         exact = [flag for flag in flags if flag != "--fp32_residual=False"]
