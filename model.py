@@ -285,8 +285,11 @@ def with_role(module: nn.Module, role: str) -> nn.Module:
 # the embedding gets positions (B, T) within the documents.
 
 
-class NoEmbedding(nn.Identity):
+class NoEmbedding(nn.Module):
     """Returns x (B, T, C) unchanged; the base class of position embeddings."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return x

@@ -40,6 +40,7 @@ from data.loader import Loader
 from data.objective import Causal
 from data.shards import DataSet, open_data
 from engine import accounting, optim, parallel
+from engine.device import resolve_device, resolve_dtype
 from engine.errors import require
 from engine.gpu_check import machine
 from engine.metrics import peak_flops, peak_memory_bytes
@@ -219,11 +220,10 @@ def write_trace(name: str, path: Path) -> str:
 # Decoding and loading
 
 
-@torch.no_grad()
 def measure_decoding(name: str, batch: int) -> dict:
     """The speed of greedy decoding with random weights, of block_size tokens for each of `batch` samples."""
-    cfg, device = flags(name), parallel.resolve_device("auto")
-    dtype = parallel.resolve_dtype("auto", device)  # as in sample.py
+    cfg, device = flags(name), resolve_device("auto")
+    dtype = resolve_dtype("auto", device)  # as in sample.py
     model = Model(cfg, cfg.seed).to(device).eval()
     start = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
@@ -305,13 +305,13 @@ def line(columns: dict, row: dict | None = None, title: str = "") -> str:
 
 def dtypes() -> list[str]:
     """The dtypes of the training rows: of --dtype=auto on this machine, and float32."""
-    return list(dict.fromkeys([str(parallel.agreed_dtype("auto", parallel.resolve_device("auto")))[6:], "float32"]))
+    return list(dict.fromkeys([str(parallel.agreed_dtype("auto", resolve_device("auto")))[6:], "float32"]))
 
 
 def measure(names: list[str], say: Callable[[str], None]) -> dict:
     """Measure these configurations and the loader. Hands each line of the table to `say`, and returns all figures."""
     check(names)
-    device = parallel.resolve_device("auto")
+    device = resolve_device("auto")
     date, here = datetime.now().astimezone().isoformat(timespec="minutes"), machine(device)
     peaks = {dtype: peak_flops(device, getattr(torch, dtype)) for dtype in dtypes()}
     report = {"date": date, "machine": here, "peak_flops": peaks, "training": [], "decoding": []}

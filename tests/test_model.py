@@ -286,6 +286,7 @@ def test_a_rolling_cache_is_a_window(flags, prompt, size):
     source = {"source": tokens(2, min(size, 7))} if model.encoder else {}
     for _ in model.generate(text, 3 * size + 2, lambda z: steps.append(z) or z.argmin(-1), **source, roll=True):
         pass
+    assert all(m.window in (0, flags.get("window")) for m in model.modules() if isinstance(m, M.Heads))  # as before
     text = torch.cat((text, *(step.argmin(-1, keepdim=True) for step in steps)), dim=1)
     with torch.no_grad():
         expected = whole(text[:, :-1], **source)[:, prompt - 1 :]
@@ -616,6 +617,31 @@ def test_functions_with_gradients_of_their_own(name, dtype, error):
         results.append([y.detach(), *(x.grad for x in leaves_ if x.grad is not None)])
     for ours, theirs in zip(*results, strict=True):
         assert (ours.double() - theirs).abs().max() < error * max(1, theirs.abs().max())
+
+
+@pytest.mark.parametrize("name", ["rmsnorm", "rope", "relu2"])
+def test_paths_without_gradients_compute_the_same(name):
+    """Decoding takes other calls than training: in float64 they agree."""
+    torch.manual_seed(0)
+    cfg, x = ModelConfig(**TINY | {"pos": "rope"}), torch.randn(2, 4, 7, 8, dtype=torch.float64)
+    norm, rope = M.RMSNorm(8, eps=0.1).double(), M.Rope(cfg)
+    torch.nn.init.normal_(norm.weight)
+    table = rope.table(torch.arange(7) + 3, torch.float64)
+    f = {"rmsnorm": norm, "rope": lambda x: rope(x, x[:, :2], x, table)[0], "relu2": M.MLP_KIND["relu2"].f}[name]
+    expected = f(x)
+    with torch.no_grad():
+        assert torch.allclose(f(x), expected, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(expected, x)
+
+
+def test_a_model_of_bfloat16_parameters_trains():
+    """Not under autocast: gradients of all parameters, those of the norms among them, are near float32's."""
+    flags, grads = {"norm": "rmsnorm", "qk_norm": True, "pos": "rope", "mlp": "relu2"}, []
+    for dtype in (torch.float32, torch.bfloat16):
+        lm, ids = build(dtype, **flags), tokens(2, 13)
+        lm(ids, ids).backward()
+        grads.append(torch.cat([p.grad.flatten().float() for p in lm.parameters()]))
+    assert (grads[1] - grads[0]).norm() < 0.05 * grads[0].norm()
 
 
 def test_the_residual_stream_has_the_dtype_of_the_flag():
