@@ -58,17 +58,12 @@ def keep_stage(model: Model, stage: int, n_stages: int):
     if not last:
         model.norm = nn.Identity()
         model.head = nn.Identity()
-        model.loss = lambda x, targets: x.to(stream_dtype(model.cfg, x))  # what stages exchange
+        model.loss = lambda x, targets: x  # stages exchange the stream
     if not first and not (last and tied):
         model.wte = nn.Identity()
     if not (last and tied):
         model.tie = lambda: None
     model.copies = {"wte.weight"} if last and tied else set()
-
-
-def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:
-    """The dtype in which stages exchange the stream, for any x on their device. Called under autocast."""
-    return torch.float32 if cfg.fp32_residual else matmul_dtype(x)
 
 
 def owned(model: Model) -> list[nn.Parameter]:
@@ -106,7 +101,7 @@ class Pipeline:
         model.forward = forward_in_autocast
         # Without these examples, the first step would run an extra forward and backward to find shapes and dtypes.
         with autocast():
-            self.dtype = stream_dtype(model.cfg, torch.empty(0, device=device))
+            self.dtype = torch.float32 if model.cfg.fp32_residual else matmul_dtype(torch.empty(0, device=device))
         stream = torch.empty(*shape, model.cfg.n_embd, dtype=self.dtype, device="meta", requires_grad=True)
         x = torch.empty(shape, dtype=torch.int64, device="meta") if self.stage == 0 else stream
         y = torch.empty((), device="meta", requires_grad=True) if self.stage == self.last else stream
