@@ -80,16 +80,25 @@ class ModelConfig:
     n_layer: int = 12  # number of blocks
     n_head: int = 12  # query heads per layer
     n_embd: int = 768  # width of the residual stream
+    head_dim: int = 0  # width of a head, 0 = n_embd / n_head
     block_size: int = 1024  # context length in tokens
     vocab_size: int = 0  # 0 = the data's; above 1024 rounded up to a multiple of 64
     dropout: float = 0.0  # on embeddings, attention weights and both sub-layers' outputs
     bias: bool = False  # bias in linear layers and layer norms, as in GPT-2
+    qkv_bias: bool = False  # bias of q, k and v where bias=False (Qwen2)
+    norm_bias: bool = False  # bias of layer norms where bias=False (Falcon, StableLM)
+    head_bias: bool = False  # bias of the head (GPT-J, Phi)
     tie_weights: bool = True  # the head shares the token embedding
+    embed_scale: float = 1.0  # factor of the token embeddings; Gemma's is sqrt(n_embd)
+    embed_norm: bool = False  # a norm after the embeddings (BLOOM)
     # --- model: block
     block: Literal["standard", "parallel", "simplified", "simplified_parallel", "superblock"] = "standard"  # the wiring
     norm: Literal["layernorm", "rmsnorm", "none"] = "layernorm"  # LayerNorm, RMSNorm (arXiv:1910.07467), or nothing
-    norm_placement: Literal["pre", "post", "sandwich", "none"] = "pre"  # x+f(n(x)); n(x+f(x)); x+n(f(n(x))); x+f(x)
-    mlp: Literal["gelu", "relu", "relu2", "swiglu", "geglu"] = "gelu"  # relu2 arXiv:2109.08668, *glu arXiv:2002.05202
+    norm_placement: Literal["pre", "post", "after", "sandwich", "none"] = "pre"  # after: x+n(f(x)); docs/blocks.md
+    norm_eps: float = 1e-5  # added to the variance, or to the mean square, in every norm
+    norm_per_reader: bool = False  # attention and MLP of one sum have a norm each (GPT-NeoX)
+    # relu2 arXiv:2109.08668, *glu arXiv:2002.05202; *_tanh: the approximation of GPT-2 and Gemma
+    mlp: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "geglu_tanh"] = "gelu"
     mlp_ratio: float = 4.0  # hidden width over n_embd; gated kinds take 2/3 of it, so that parameters match
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # layers whose value projection is trained
     simplified_beta_ff: float = 0.1  # initial gain of the MLP branch, use O(1 / sqrt(depth)) (arXiv:2311.01906)
@@ -100,7 +109,8 @@ class ModelConfig:
     # --- model: attention
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # GQA arXiv:2305.13245, MQA arXiv:1911.02150
     n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
-    qk_norm: bool = False  # RMS norm of q and k per head (arXiv:2302.05442)
+    qk_norm: bool = False  # RMS norm of q and k (arXiv:2302.05442)
+    qk_norm_width: Literal["head", "model"] = "head"  # over each head, or over all heads together (OLMo-2)
     window: int = 0  # sliding window in tokens, 0 = full attention
     window_pattern: str = ""  # per layer, repeated: S = sliding window, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
@@ -108,6 +118,11 @@ class ModelConfig:
     # --- model: position
     pos: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"  # position encoding
     rope_theta: float = 10000.0  # base of RoPE's wavelengths (arXiv:2104.09864)
+    rope_fraction: float = 1.0  # fraction of each head that RoPE turns (GPT-NeoX: 0.25)
+    rope_scaling: str = ""  # linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW; see ROPE_SCALING
+    pos_pattern: str = ""  # per layer, repeated: G = as above, L = RoPE with rope_theta_local, N = none; empty = all G
+    rope_theta_local: float = 10000.0  # RoPE's base in layers L, whose wavelengths are not scaled (Gemma 3)
+    alibi_scale: float = 1.0  # factor of ALiBi's slopes (Falcon-RW: 1 / sqrt(head size))
     # --- model: objective
     objective: Literal["causal", "masked", "seq2seq"] = "causal"  # decoder; encoder (BERT); both (T5's corrupted spans)
     n_encoder_layer: int = 0  # blocks of the encoder, 0 = n_layer
@@ -121,8 +136,8 @@ class ModelConfig:
         for names, least, limit in (
             ("n_head n_embd block_size", 1, 2**31),
             ("n_group", 1, 2**16),  # each layer holds a tuple of its groups
-            ("vocab_size n_kv_head n_slot window loss_chunk attn_softcap logit_softcap", 0, 2**31),
-            ("simplified_beta_ff", -(2**31), 2**31),
+            ("vocab_size head_dim n_kv_head n_slot window loss_chunk attn_softcap logit_softcap norm_eps", 0, 2**31),
+            ("simplified_beta_ff embed_scale alibi_scale", -(2**31), 2**31),
             ("n_layer", 1, 2**12),  # building a layer takes a hundredth of a second
             ("n_encoder_layer", 0, 2**12),
         ):
@@ -131,10 +146,17 @@ class ModelConfig:
                 require(least <= value < limit, f"{name}={value} must be at least {least} and below {limit}")
         H, C, Hkv, pos, ratio = self.n_head, self.n_embd, self.n_kv_head, self.pos, self.mlp_ratio
         near = -(-C // H) * H
-        require(C % H == 0, f"n_embd={C} is not divisible by n_head={H}; set n_embd to a multiple such as {near}")
+        fact = f"n_embd={C} is not divisible by n_head={H}"
+        require(self.head_dim or C % H == 0, f"{fact}; set n_embd to a multiple such as {near}, or set head_dim")
         require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
         require(0 < ratio * C < 2**31, f"mlp_ratio={ratio} must be positive, and times n_embd={C} below {2**31}")
-        require(self.rope_theta > 0, f"rope_theta={self.rope_theta} must be positive")
+        for name in ("rope_theta", "rope_theta_local", "rope_fraction"):
+            require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
+        fraction = f"rope_fraction={self.rope_fraction}"
+        require(self.rope_fraction <= 1, f"{fraction} must be at most 1, which turns all of a head")
+        require(pos != "rope" or self.rope_pairs, f"{fraction} turns nothing of a head of {self.head_size}; raise it")
+        if self.rope_scaling:
+            scaled_frequencies(self, torch.ones(1))  # refuses a scaling that is not known
         for name, cap in (("attn_softcap", self.attn_softcap), ("logit_softcap", self.logit_softcap)):
             require(cap == 0 or cap >= 1e-6, f"{name}={cap} must be 0 (off) or at least 1e-06")
         require(C % self.n_group == 0, f"n_group={self.n_group} does not divide n_embd={C}; set n_group to a divisor")
@@ -145,18 +167,32 @@ class ModelConfig:
         fixed = {"mha": H, "mqa": 1}.get(self.attention, Hkv)
         clash = f"contradicts attention={self.attention} (n_kv_head={fixed}); set attention=gqa"
         require(Hkv in (0, fixed), f"n_kv_head={Hkv} {clash}")
-        require(pos != "rope" or C // H % 2 == 0, f"pos=rope needs an even head size, and n_embd / n_head is {C // H}")
+        size = f"head size {self.head_size} (head_dim, or n_embd / n_head)"
+        require(pos != "rope" or self.head_size % 2 == 0, f"pos=rope needs an even head size, not {size}")
+        whole = not self.block.startswith("simplified") or C == H * self.head_size
+        require(whole, f"block={self.block} cuts the stream into heads, but {H} of {size} are not n_embd={C}")
         require(pos != "sinusoidal" or C % 2 == 0, f"pos=sinusoidal needs an even n_embd, and it is {C}")
         unused = f"doc_positions=True has no effect with pos={pos}, which encodes distances of tokens or nothing"
         absolute = pos in ("learned", "sinusoidal")
         require(not self.doc_positions or absolute, f"{unused}; leave it out, or set pos=learned")
+        kinds, flag = {"rope": "GLN", "alibi": "GN"}.get(pos, ""), f"pos_pattern={self.pos_pattern!r}"
+        known = " and ".join(kinds) or "nothing, as only rope and alibi differ between layers"
+        require(
+            set(self.pos_pattern) <= set(kinds), f"{flag} may hold, with pos={pos}, {known}; set it to '' for all G"
+        )
         pattern, flag = self.window_pattern, f"window_pattern={self.window_pattern!r}"
         require(set(pattern) <= set("SL"), f"{flag} may hold only S (sliding) and L (full), such as SSSL")
         require(self.window or not pattern, f"{flag} needs a window, and window=0; set window to a number of tokens")
 
     @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
+    def head_size(self) -> int:
+        """D: head_dim, or n_embd / n_head."""
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def rope_pairs(self) -> int:
+        """Number of pairs of a head's columns that RoPE turns."""
+        return round(self.rope_fraction * self.head_size / 2)
 
     @property
     def kv_heads(self) -> int:
@@ -185,7 +221,7 @@ class ModelConfig:
         if self.block != "superblock" or self.pool != "joint":
             return 0
         mlp = (MLP_KIND[self.mlp].inputs + 1) * self.n_embd * self.hidden_dim
-        return self.n_slot or round(mlp / (2 * self.kv_heads * self.head_dim))
+        return self.n_slot or round(mlp / (2 * self.kv_heads * self.head_size))
 
     def layer_window(self, layer: int) -> int:
         """Sliding window of a layer in tokens, 0 = full attention."""
@@ -195,7 +231,15 @@ class ModelConfig:
 
 # A flag that is set explicitly but not used is refused. flag -> (whether cfg uses it, the condition in words)
 USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
-    "rope_theta": (lambda c: c.pos == "rope", "pos=rope"),
+    **dict.fromkeys(("rope_theta", "rope_fraction", "rope_scaling"), (lambda c: c.pos == "rope", "pos=rope")),
+    "rope_theta_local": (lambda c: "L" in c.pos_pattern, "L in pos_pattern"),
+    "alibi_scale": (lambda c: c.pos == "alibi", "pos=alibi"),
+    "qkv_bias": (lambda c: not c.bias, "bias=False, as bias=True includes it"),
+    "norm_bias": (lambda c: not c.bias and c.norm == "layernorm", "norm=layernorm and bias=False"),
+    "embed_norm": (lambda c: c.norm != "none", "norm other than none"),
+    "norm_eps": (lambda c: c.norm != "none" or c.qk_norm, "norm other than none"),
+    "norm_per_reader": (lambda c: "before" in PLACEMENT[c.norm_placement], "norm_placement=pre or sandwich"),
+    "qk_norm_width": (lambda c: c.qk_norm, "qk_norm=True"),
     "window_pattern": (lambda c: c.window > 0, "window > 0"),
     "simplified_value_proj": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "simplified_beta_ff": (lambda c: c.block.startswith("simplified"), "block=simplified"),
@@ -255,15 +299,23 @@ class RMSNormOfCPU(torch.autograd.Function):
         return dx.add_((mean * rms).to(x.dtype)), dw.to(weight.dtype), None
 
 
+class NormOfHeads(RMSNorm):
+    """RMSNorm of x (..., heads, T, D) over all heads together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(-3, -2).flatten(-2)).unflatten(-1, (x.size(-3), -1)).transpose(-3, -2)
+
+
 NORM: dict[str, Callable[[ModelConfig], nn.Module]] = {
-    "layernorm": lambda c: nn.LayerNorm(c.n_embd, bias=c.bias),
-    "rmsnorm": lambda c: RMSNorm(c.n_embd, eps=1e-5),
+    "layernorm": lambda c: nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias or c.norm_bias),
+    "rmsnorm": lambda c: RMSNorm(c.n_embd, c.norm_eps),
     "none": lambda c: nn.Identity(),
 }
 
 PLACEMENT = {  # flag -> places of the norms: before a sum's readers, after them, on the total; last = before the head
     "pre": {"before", "last"},
     "post": {"total"},
+    "after": {"after", "last"},
     "sandwich": {"before", "after", "last"},
     "none": set(),
 }
@@ -316,14 +368,18 @@ class SinusoidalEmbedding(NoEmbedding):
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         C = x.size(-1)
-        angle = outer_angles(t, C, 10000.0)  # (..., T, C/2)
+        angle = outer(t, frequencies(C // 2, 10000.0, t.device))  # (..., T, C/2)
         return x * math.sqrt(C) + torch.cat((angle.sin(), angle.cos()), dim=-1).to(x.dtype)
 
 
-def outer_angles(t: Tensor, width: int, theta: float) -> Tensor:
-    """t_i * theta^(-2j/width): (..., T) -> (..., T, width/2). float64 keeps the phase of far positions exact."""
-    dtype = torch.float32 if t.device.type == "mps" else torch.float64  # MPS has no float64
-    frequency = theta ** (-torch.arange(0, width, 2, device=t.device, dtype=dtype) / width)
+def frequencies(n: int, theta: float, device: torch.device) -> Tensor:
+    """theta^(-j/n), j < n: radians per token (n,). float64 keeps the phase of far positions exact."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    return theta ** (-torch.arange(n, device=device, dtype=dtype) / n)
+
+
+def outer(t: Tensor, frequency: Tensor) -> Tensor:
+    """t_i f_j: (..., T) and (n,) -> (..., T, n)."""
     return t.to(frequency.dtype)[..., None] * frequency
 
 
@@ -353,20 +409,80 @@ class AttentionPosition(nn.Module):
         return None
 
 
+def linear_scaling(f: Tensor, cfg: "ModelConfig", factor: float) -> tuple[Tensor, float]:
+    """Every wavelength times the factor (position interpolation, arXiv:2306.15595)."""
+    return f / factor, 1.0
+
+
+def llama3_scaling(f: Tensor, cfg: "ModelConfig", factor: float, low=1.0, high=4.0, original=8192.0):
+    """Wavelengths above original / low times the factor, those below original / high as they are (Llama 3.1)."""
+    kept = ((original * f / math.tau - low) / (high - low)).clamp(0, 1)
+    return f * kept + f / factor * (1 - kept), 1.0
+
+
+def yarn_scaling(f: Tensor, cfg: "ModelConfig", factor: float, original=0.0, fast=32.0, slow=1.0):
+    """Pairs that turn more than `fast` times in the original context as they are, those that turn less than `slow`
+    times with their wavelength times the factor; q and k grow too (YaRN, arXiv:2309.00071)."""
+    n, original = len(f), original or cfg.block_size / factor  # the present context is the longer one
+    ends = (n * math.log(original / (turns * math.tau)) / math.log(cfg.rope_theta) for turns in (fast, slow))
+    first, last = (edge(end) for edge, end in zip((math.floor, math.ceil), ends, strict=True))
+    first, last = max(first, 0), min(last, 2 * n - 1)
+    scaled = ((torch.arange(n, device=f.device) - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return f * (1 - scaled) + f / factor * scaled, 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+ROPE_SCALING = {  # name -> (frequencies (n,), cfg, numbers of the flag) -> (frequencies (n,), factor of q and of k)
+    "linear": linear_scaling,
+    "llama3": llama3_scaling,
+    "yarn": yarn_scaling,
+}
+
+
+def scaled_frequencies(cfg: ModelConfig, f: Tensor) -> tuple[Tensor, float]:
+    """RoPE's frequencies (n,) under cfg.rope_scaling, and the factor of q and of k."""
+    name, *numbers = cfg.rope_scaling.split(":")
+    if not name:
+        return f, 1.0
+    try:
+        numbers = [float(x) for x in numbers]
+        require(all(0 < x < math.inf for x in numbers), "a number is not positive")
+        return ROPE_SCALING[name](f, cfg, *numbers)
+    except (KeyError, ValueError, TypeError, ZeroDivisionError):
+        remedy = "set it to linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW, such as llama3:8"
+        raise ValueError(f"rope_scaling={cfg.rope_scaling!r} is not known; {remedy}") from None
+
+
 class Rope(AttentionPosition):
-    """Rotates pairs (x_j, x_{j+D/2}) by angles t * theta^(-2j/D) (arXiv:2104.09864; pairs as in GPT-NeoX and Llama)."""
+    """Rotates pairs (x_j, x_{j+D/2}), j < n, by angles t * theta^(-j/n) (arXiv:2104.09864; pairs as in GPT-NeoX and
+    Llama). n is rope_fraction of D/2. The table holds cos and sin of layers G, then those of layers L."""
+
+    first = 0  # entry of the table where this layer's begin
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        angle = outer_angles(t, self.cfg.head_dim, self.cfg.rope_theta)  # (T, D/2)
-        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)  # (T, D)
+        cfg, n = self.cfg, self.cfg.rope_pairs
+        turns = [scaled_frequencies(cfg, frequencies(n, cfg.rope_theta, t.device))]
+        if "L" in cfg.pos_pattern:
+            turns.append((frequencies(n, cfg.rope_theta_local, t.device), 1.0))
+        out, still = [], cfg.head_size // 2 - n
+        for f, factor in turns:
+            angle = outer(t, f)  # (T, n)
+            cos = F.pad((factor * angle.cos()).to(dtype), (0, still), value=1.0)  # (T, D/2)
+            sin = F.pad((factor * angle.sin()).to(dtype), (0, still))
+            out += torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)  # (T, D)
+        return tuple(out)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        cos, sin = (x.to(q.dtype) for x in table)
+        cos, sin = (x.to(q.dtype) for x in table[self.first : self.first + 2])
         if not torch.is_grad_enabled():  # another pass, but fewer calls, whose number limits the speed of decoding
             half = q.size(-1) // 2
             return *((x * cos).addcmul_(x.roll(half, -1), sin) for x in (q, k)), v
         return Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin), v
+
+
+class LocalRope(Rope):
+    """RoPE with rope_theta_local, for layers L."""
+
+    first = 2
 
 
 class Rotation(torch.autograd.Function):
@@ -403,14 +519,15 @@ class Alibi(AttentionPosition):
     head_entries = 1
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        slope = alibi_slopes(self.cfg.n_head, t.device).to(dtype)[:, None] * math.sqrt(self.cfg.head_dim)  # (H, 1)
+        cfg, D = self.cfg, self.cfg.head_size
+        slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None] * (cfg.alibi_scale * math.sqrt(D))  # (H, 1)
         far, near = (t // 256).to(dtype), (t % 256).to(dtype)  # (T,)
         columns = (256 * slope).expand(-1, len(t)), slope.expand(-1, len(t)), 256 * slope * far, slope * near
         return self.pad(torch.stack(columns, dim=-1)), self.pad(torch.stack((far, near), dim=-1))  # (H, T, .), (T, .)
 
     def pad(self, columns: Tensor) -> Tensor:
         """(..., n) -> (..., E - D), where E is the least multiple of 8 that holds D + 4."""
-        D = self.cfg.head_dim
+        D = self.cfg.head_size
         return F.pad(columns, (0, -(-(D + 4) // 8) * 8 - D - columns.size(-1)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -430,7 +547,7 @@ class TwoSidedAlibi(AttentionPosition):
     head_entries = 1
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return (alibi_slopes(self.cfg.n_head, t.device).to(dtype),)
+        return (self.cfg.alibi_scale * alibi_slopes(self.cfg.n_head, t.device).to(dtype),)
 
     def slopes(self, table: tuple[Tensor, ...]) -> Tensor | None:
         return table[0]
@@ -450,6 +567,13 @@ POSITION = {  # flag -> (acts on the embedding, acts on q, k and v)
     "alibi": (NoEmbedding, lambda cfg: (TwoSidedAlibi if cfg.objective == "masked" else Alibi)(cfg)),
     "none": (NoEmbedding, AttentionPosition),
 }
+
+
+def layer_position(cfg: ModelConfig, layer: int) -> AttentionPosition:
+    """What acts on q, k and v in this layer, by cfg.pos and cfg.pos_pattern."""
+    kinds = cfg.pos_pattern or "G"
+    return {"G": POSITION[cfg.pos][1], "L": LocalRope, "N": AttentionPosition}[kinds[layer % len(kinds)]](cfg)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention: mix(q, k, v) computes all scores in fused kernels or in strips of queries, never as a (T, S) matrix
@@ -711,8 +835,8 @@ class Linear(nn.Linear):
     parallelism cuts between groups.
     """
 
-    def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None):
-        super().__init__(n_in, n_out, cfg.bias)
+    def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None, bias=False):
+        super().__init__(n_in, n_out, cfg.bias or bias)
         self.role, self.fused = role, fused
         # The stream is a sum of n outputs; 0.02 / sqrt(n) keeps its variance from growing. Simplified blocks use 0.02.
         n = cfg.n_layer * (3 if cfg.objective == "seq2seq" else 2)
@@ -813,12 +937,13 @@ class Heads(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
-        self.head_dim, self.group, self.causal = cfg.head_dim, cfg.n_head // cfg.kv_heads, cfg.objective != "masked"
+        self.head_dim, self.group, self.causal = cfg.head_size, cfg.n_head // cfg.kv_heads, cfg.objective != "masked"
         self.window, self.softcap, self.dropout = cfg.layer_window(layer), cfg.attn_softcap, cfg.dropout
-        norms = (RMSNorm(cfg.head_dim, 1e-5) if cfg.qk_norm else nn.Identity() for _ in range(2))
+        kind, per = (RMSNorm, [1, 1]) if cfg.qk_norm_width == "head" else (NormOfHeads, [cfg.n_head, cfg.kv_heads])
+        norms = (kind(n * cfg.head_size, cfg.norm_eps) if cfg.qk_norm else nn.Identity() for n in per)
         self.q_norm, self.k_norm = (with_role(each, "whole") for each in norms)
-        self.position, self.cache = POSITION[cfg.pos][1](cfg), KVCache()
-        self.out = Linear(cfg, cfg.n_embd, cfg.n_embd, "out")
+        self.position, self.cache = layer_position(cfg, layer), KVCache()
+        self.out = Linear(cfg, cfg.n_head * cfg.head_size, cfg.n_embd, "out")
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
@@ -847,8 +972,8 @@ class ContextPool(Heads):
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__(cfg, layer)
-        G, Hkv, D = self.group, cfg.kv_heads, cfg.head_dim
-        self.qkv = Linear(cfg, cfg.n_embd, (G + 2) * Hkv * D, "into", (0, Hkv, (G * D, D, D)))
+        G, Hkv, D = self.group, cfg.kv_heads, cfg.head_size
+        self.qkv = Linear(cfg, cfg.n_embd, (G + 2) * Hkv * D, "into", (0, Hkv, (G * D, D, D)), cfg.qkv_bias)
 
     def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         return self.split(self.qkv(x), self.group, 1, 1)
@@ -861,7 +986,7 @@ class SlotPool(ContextPool):
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__(cfg, layer)
-        self.slot_k, self.slot_v = (nn.Parameter(torch.empty(cfg.kv_heads, cfg.slots, cfg.head_dim)) for _ in range(2))
+        self.slot_k, self.slot_v = (nn.Parameter(torch.empty(cfg.kv_heads, cfg.slots, cfg.head_size)) for _ in range(2))
         self.initial = dict.fromkeys(self.per_head, Normal(0.02 * math.sqrt(cfg.n_embd)))  # as a normed stream's keys
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -880,8 +1005,8 @@ class ShapedPool(Heads):
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__(cfg, layer)
-        G, Hkv, D = self.group, cfg.kv_heads, cfg.head_dim
-        self.qk = Linear(cfg, cfg.n_embd, (G + 1) * Hkv * D, "into", (0, Hkv, (G * D, D)))
+        G, Hkv, D = self.group, cfg.kv_heads, cfg.head_size
+        self.qk = Linear(cfg, cfg.n_embd, (G + 1) * Hkv * D, "into", (0, Hkv, (G * D, D)), cfg.qkv_bias)
         self.qk.initial = {"weight": Normal(0.02, zero=G * D, period=(G + 1) * D)}  # W_Q = 0
         trained = {"first": (layer == 0, False), "all": (True, True), "none": (False, False)}[cfg.simplified_value_proj]
         roles = zip(trained, ("into", "out"), strict=True)
@@ -904,9 +1029,9 @@ class MemoryPool(Heads):
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__(cfg, layer)
         self.causal, self.window, self.position, self.memory_cache = False, 0, AttentionPosition(cfg), KVCache()
-        self.q = Linear(cfg, cfg.n_embd, cfg.n_embd, "into")
-        Hkv, D = cfg.kv_heads, cfg.head_dim
-        self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "memory", (0, Hkv, (D, D)))
+        Hkv, D = cfg.kv_heads, cfg.head_size
+        self.q = Linear(cfg, cfg.n_embd, cfg.n_head * D, "into", bias=cfg.qkv_bias)
+        self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "memory", (0, Hkv, (D, D)), cfg.qkv_bias)
 
     def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         return *self.split(self.q(x), 1), *self.memory_cache.once(lambda: self.split(self.kv(inputs.memory), 1, 1))
@@ -934,10 +1059,12 @@ class SquaredReLU(torch.autograd.Function):
 Kind = namedtuple("Kind", "f inputs", defaults=[1])  # f maps `inputs` tensors (..., F) to one (..., F)
 MLP_KIND = {
     "gelu": Kind(F.gelu),
+    "gelu_tanh": Kind(partial(F.gelu, approximate="tanh")),
     "relu": Kind(F.relu),
     "relu2": Kind(lambda x: SquaredReLU.apply(x) if torch.is_grad_enabled() else F.relu(x).square_()),
     "swiglu": Kind(lambda gate, x: F.silu(gate) * x, inputs=2),
     "geglu": Kind(lambda gate, x: F.gelu(gate) * x, inputs=2),
+    "geglu_tanh": Kind(lambda gate, x: F.gelu(gate, approximate="tanh") * x, inputs=2),
 }
 
 
@@ -971,7 +1098,8 @@ class ParameterPool(nn.Module):
 class Sum(nn.Module):
     """s -> total(skip s + after(gain_1 reader_1(before(s)) + gain_2 reader_2(before(s)) + ...)).
 
-    before, after and total are norms or identities, see PLACEMENT. gains maps a reader's name to the initial value of
+    before, after and total are norms or identities, see PLACEMENT. With norm_per_reader, several readers have a norm
+    each, in `befores`, instead of `before`. gains maps a reader's name to the initial value of
     its learned gain; a single reader's gain acts outside of `after`, whose norm would cancel it. skip is 1, 0, or
     "learned", which starts at 1.
     """
@@ -979,6 +1107,9 @@ class Sum(nn.Module):
     def __init__(self, cfg: ModelConfig, skip: int | str = 1, gains: dict[str, float] | None = None, **readers):
         super().__init__()
         self.before, self.after, self.total = (norm(cfg, role) for role in ("before", "after", "total"))
+        self.befores = None
+        if cfg.norm_per_reader and len(readers) > 1:
+            self.before, self.befores = nn.Identity(), nn.ModuleDict({name: norm(cfg, "before") for name in readers})
         require(set(gains or ()) <= set(readers), f"gains={gains} must have the names of readers: {', '.join(readers)}")
         each = [Gain(gains[name]) if name in gains else nn.Identity() for name in readers] if gains else []
         self.gain = each[0] if len(each) == 1 else nn.Identity()
@@ -991,7 +1122,9 @@ class Sum(nn.Module):
 
     def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
         x = self.before(s)
-        y = [dropped(getattr(self, name)(x, inputs), self.dropout * self.training) for name in self.names]
+        xs = [x] * len(self.names) if self.befores is None else [before(x) for before in self.befores.values()]
+        y = [getattr(self, name)(x, inputs) for name, x in zip(self.names, xs, strict=True)]
+        y = [dropped(part, self.dropout * self.training) for part in y]
         if self.gains is not None:
             y = [gain(part) for gain, part in zip(self.gains, y, strict=True)]
         y = self.gain(self.after(reduce(add, y)))
@@ -1089,32 +1222,47 @@ def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) 
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropies of logits x W^T, which never exist as (N, V): the forward computes loss and gradients
-    chunk by chunk. of_chunk is chunk_loss, perhaps compiled. The gradients are stored unscaled; the backward multiplies
-    them by the incoming gradient, which contains the loss scale of float16. gradient: whether there is a backward."""
+    """Sum of the cross entropies of logits x W^T + b, which never exist as (N, V): the forward computes loss and
+    gradients chunk by chunk. b (V,) or None. of_chunk is chunk_loss, perhaps compiled. The gradients are stored
+    unscaled; the backward multiplies them by the incoming gradient, which contains the loss scale of float16. gradient:
+    whether there is a backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, softcap: float, chunk: int, of_chunk, gradient: bool):
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Maybe,
+        targets: Tensor,
+        softcap: float,
+        chunk: int,
+        of_chunk,
+        gradient: bool,
+    ):
         dtype = matmul_dtype(x)
         dx, dW = (torch.empty_like(x), torch.zeros_like(weight)) if gradient else (None, None)
+        db = None if bias is None or not gradient else torch.zeros_like(bias)
         with torch.autocast(x.device.type, enabled=False):
             W = weight.to(dtype)
             total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
             for start in range(0, x.size(0), chunk):
                 rows = slice(start, start + chunk)
                 h = x[rows].to(dtype)
-                part, p = of_chunk(h @ W.mT, targets[rows], softcap, gradient)
+                logits = h @ W.mT if bias is None else h @ W.mT + bias.to(dtype)
+                part, p = of_chunk(logits, targets[rows], softcap, gradient)
                 total += part
                 if gradient:
                     dx[rows] = p @ W
                     dW += p.mT @ h
-        ctx.save_for_backward(dx, dW)
+                    if db is not None:
+                        db += p.sum(dim=0)
+        ctx.save_for_backward(dx, dW, db)
         return total
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        dx, dW = ctx.saved_tensors
-        return dx * grad, dW * grad, None, None, None, None, None
+        dx, dW, db = ctx.saved_tensors
+        return dx * grad, dW * grad, None if db is None else db * grad, None, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1155,12 +1303,13 @@ class Stack(nn.Module):
         super().__init__()
         self.cfg = cfg
         bare = cfg.block.startswith("simplified") and (cfg.norm == "none" or cfg.norm_placement == "none")
-        first = nn.LayerNorm(cfg.n_embd, bias=cfg.bias) if bare else nn.Identity()  # He and Hofmann keep one norm
+        first = NORM[cfg.norm](cfg) if cfg.embed_norm else nn.Identity()
+        if bare:  # He and Hofmann keep one norm
+            first = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
         self.first_norm = with_role(first, "whole")
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = norm(cfg, "last")
-        heads = (m for m in self.blocks.modules() if isinstance(m, Heads) and not isinstance(m, MemoryPool))
-        self.position_table = next((m.position for m in heads), AttentionPosition(cfg)).table
+        self.position_table = POSITION[cfg.pos][1](cfg).table
 
     def stream(self, x: Tensor, t: Tensor, docs: Maybe, memory: Maybe = None, memory_docs: Maybe = None) -> Tensor:
         """The last norm's result (B, T, C) for x (B, T, C) at positions t (T,); docs (B, T), memory (B, S, C)."""
@@ -1186,7 +1335,7 @@ class Model(Stack):
         super().__init__(cfg)
         self.wte = with_role(embedding(cfg.vocab_rows, cfg.n_embd), "vocab")
         self.pos = POSITION[cfg.pos][0](cfg)
-        self.head = with_role(nn.Linear(cfg.n_embd, cfg.vocab_rows, bias=False), "vocab")
+        self.head = with_role(nn.Linear(cfg.n_embd, cfg.vocab_rows, bias=cfg.head_bias), "vocab")
         self.encoder = None
         if cfg.objective == "seq2seq":
             self.encoder = Stack(replace(cfg, objective="masked", n_layer=cfg.n_encoder_layer or cfg.n_layer))
@@ -1248,7 +1397,8 @@ class Model(Stack):
         if docs is not None and self.cfg.doc_positions:
             docs = docs.contiguous()
             place = t - torch.searchsorted(docs, docs)  # (B, T), counted from the first token of the document
-        x = dropped(self.pos(self.wte(idx), place), self.cfg.dropout * self.training)
+        x = self.wte(idx) if self.cfg.embed_scale == 1 else self.wte(idx) * self.cfg.embed_scale
+        x = dropped(self.pos(x, place), self.cfg.dropout * self.training)
         return x if self.cfg.fp32_residual else x.to(matmul_dtype(x)), t
 
     def hidden(
@@ -1257,14 +1407,14 @@ class Model(Stack):
         """idx (B, T), whose first token has position `start` -> the stream that the head reads, (B, T, C)."""
         return self.stream(*self.embed(idx, start, docs), docs, memory, memory_docs)
 
-    def head_weight(self) -> Tensor:
-        """(V, C): the head without its padding rows."""
-        W, V = self.head.weight, self.cfg.vocab_size
-        return W if len(W) == V else W[:V]
+    def head_parameters(self) -> tuple[Tensor, Maybe]:
+        """Weight (V, C) and bias (V,) or None of the head, without its padding rows."""
+        W, b, V = self.head.weight, self.head.bias, self.cfg.vocab_size
+        return (W, b) if len(W) == V else (W[:V], None if b is None else b[:V])
 
     def logits(self, x: Tensor) -> Tensor:
         """The last norm's result x (..., C) -> logits (..., V) in float32."""
-        return capped(at_least_float32(F.linear(x, self.head_weight())), self.cfg.logit_softcap)
+        return capped(at_least_float32(F.linear(x, *self.head_parameters())), self.cfg.logit_softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
@@ -1273,7 +1423,7 @@ class Model(Stack):
             total = F.cross_entropy(self.logits(x), targets, ignore_index=-1, reduction="sum")
         else:
             options = self.cfg.logit_softcap, chunk, self.chunk_loss, torch.is_grad_enabled()
-            total = ChunkedCrossEntropy.apply(x, self.head_weight(), targets, *options)
+            total = ChunkedCrossEntropy.apply(x, *self.head_parameters(), targets, *options)
         return total / (targets >= 0).sum().clamp(min=1)
 
     # ---- decoding

@@ -22,7 +22,7 @@ def flops(model: Model, T: int, source: int = 0) -> int:
         if isinstance(m, Linear):
             total += 6 * m.weight.numel() * (source if m.role == "memory" else tokens)
         if isinstance(m, Heads):
-            total += 12 * tokens * model.cfg.n_embd * keys_per_query(m, tokens, source)
+            total += 12 * tokens * model.cfg.n_head * m.head_dim * keys_per_query(m, tokens, source)
     return total
 
 
@@ -44,7 +44,7 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
         if isinstance(m, Heads):
             tokens = source if name.startswith("encoder.") else T
             keys = source if isinstance(m, MemoryPool) else tokens
-            table, q = m.position.table(torch.arange(1), torch.float32), torch.empty(1, cfg.n_head, 1, cfg.head_dim)
+            table, q = m.position.table(torch.arange(1), torch.float32), torch.empty(1, cfg.n_head, 1, cfg.head_size)
             width, docs = m.position(q, q, q, table)[0].size(-1), (q, q) if cfg.doc_mask else None
             mask = Mask(m.causal, m.window if m.window < keys else 0, docs, m.position.slopes(table))
             flash, slots = takes_flash(device, dtype, width), isinstance(m, SlotPool)

@@ -43,7 +43,11 @@ from engine.parallel import is_first_rank, of_first_rank, together
 
 LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|latest|best)")
 PATIENCE = 60  # seconds for which a reader tries again while a run replaces checkpoints faster than it reads them
-VOCAB_WEIGHTS = ("wte.weight", "head.weight")  # parameters with a row per token id; tp may add rows of padding
+VOCAB_WEIGHTS = (
+    "wte.weight",
+    "head.weight",
+    "head.bias",
+)  # parameters with a row per token id; tp may add rows of padding
 T = TypeVar("T")
 
 

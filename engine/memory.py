@@ -88,7 +88,7 @@ def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
     micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
     batches = Loader.AHEAD + (micro_steps if cfg.pp > 1 else 1)
     hidden = 0 if cfg.slots else MLP_KIND[cfg.mlp].inputs * cfg.hidden_dim
-    width = C + (C + cfg.kv_heads * cfg.head_dim + hidden) * (cfg.activation_checkpoint != "full")
+    width = C + (C + cfg.kv_heads * cfg.head_size + hidden) * (cfg.activation_checkpoint != "full")
     if cfg.activation_checkpoint == "none" and not ranks.compile:
         width += C + cfg.hidden_dim * (cfg.slots == 0 and cfg.mlp != "relu")  # relu's input is not kept
     tokens = cfg.n_layer * T + (cfg.n_encoder_layer or cfg.n_layer) * S
@@ -117,7 +117,7 @@ def check_training(cfg, ranks: parallel.Ranks, lengths: tuple[int, int]):
 def check_sampling(cfg, flags, device: torch.device):
     """ValueError if sampling with cfg from a model with these flags needs more memory than the process can have."""
     size, total = resolve_dtype(cfg.dtype, device).itemsize, parameters(flags)[0]
-    cached = 2 * size * flags.n_layer * flags.kv_heads * flags.head_dim * (flags.objective != "masked")  # per token
+    cached = 2 * size * flags.n_layer * flags.kv_heads * flags.head_size * (flags.objective != "masked")  # per token
 
     def need(c) -> Need:
         most = flags.block_size * (2 if c.overflow == "roll" else 1)

@@ -212,29 +212,33 @@ def local_heads(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtyp
 def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets: Tensor) -> Tensor:
     """Model.loss for a head of V/n rows, padding included: x (B, T, C), targets (B, T) -> the mean in nats over targets
     >= 0."""
-    weight, cfg = model.head.weight, model.cfg
+    weight, bias, cfg = model.head.weight, model.head.bias, model.cfg
     chunk, end = rows_at_once(cfg, len(weight)), cfg.vocab_size - dist.get_rank(group) * len(weight)
-    args = x.flatten(0, 1), weight, targets.flatten(), cfg.logit_softcap, chunk, group, max(0, end)
+    args = x.flatten(0, 1), weight, bias, targets.flatten(), cfg.logit_softcap, chunk, group, max(0, end)
     return ParallelCrossEntropy.apply(*args) / (targets >= 0).sum().clamp(min=1)
 
 
 class ParallelCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropies of logits x W^T, whose V columns are cut over the ranks. Ranks exchange three numbers
-    per token. As in model.py's ChunkedCrossEntropy, the forward computes the gradients, chunk by chunk.
+    """Sum of the cross entropies of logits x W^T + b, whose V columns are cut over the ranks. Ranks exchange three
+    numbers per token. As in model.py's ChunkedCrossEntropy, the forward computes the gradients, chunk by chunk.
 
-    x (N, C), W (V/n, C), targets (N,) with -1 left out; the rows of W from `end` on are padding. The gradient for x is
-    this rank's term of a sum over the ranks.
+    x (N, C), W (V/n, C), b (V/n,) or None, targets (N,) with -1 left out; the rows of W from `end` on are padding. The
+    gradient for x is this rank's term of a sum over the ranks.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, W: Tensor, targets: Tensor, softcap: float, chunk: int, group: dist.ProcessGroup, end):
+    def forward(
+        ctx, x: Tensor, W: Tensor, b: Tensor | None, targets: Tensor, softcap: float, chunk: int, group, end: int
+    ):
         dtype, first = matmul_dtype(x), dist.get_rank(group) * len(W)
         dx, dW, total = torch.empty_like(x), torch.zeros_like(W), 0.0
+        db = None if b is None else torch.zeros_like(b)
         with torch.autocast(x.device.type, enabled=False):
             weight = W.to(dtype)
             for rows, h, target in zip(dx.split(chunk), x.split(chunk), targets.split(chunk), strict=True):
                 h = h.to(dtype)
-                logits = (h @ weight.mT).to(torch.promote_types(x.dtype, torch.float32))  # (chunk, V/n)
+                logits = h @ weight.mT if b is None else h @ weight.mT + b.to(dtype)
+                logits = logits.to(torch.promote_types(x.dtype, torch.float32))  # (chunk, V/n)
                 if softcap > 0:
                     logits = softcap * torch.tanh(logits / softcap)
                 logits[:, end:] = torch.finfo(logits.dtype).min
@@ -253,10 +257,12 @@ class ParallelCrossEntropy(torch.autograd.Function):
                     p = p.mul_(slope * valid[:, None]).to(dtype)  # d loss / d logits
                     rows.copy_(p @ weight)
                     dW += p.mT @ h
-        ctx.save_for_backward(dx, dW)
+                    if db is not None:
+                        db += p.sum(dim=0)
+        ctx.save_for_backward(dx, dW, db)
         return total
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        dx, dW = ctx.saved_tensors
-        return grad * dx, grad * dW, None, None, None, None, None
+        dx, dW, db = ctx.saved_tensors
+        return grad * dx, grad * dW, None if db is None else grad * db, None, None, None, None, None

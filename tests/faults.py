@@ -51,8 +51,8 @@ FAULTS = [
     ),
     (
         "model.py",
-        "angle = outer_angles(t, self.cfg.head_dim, self.cfg.rope_theta)",
-        "angle = outer_angles(t, self.cfg.head_dim, 10000.0)",
+        "frequencies(n, cfg.rope_theta, t.device)",
+        "frequencies(n, 10000.0, t.device)",
         "The flag rope_theta does not reach RoPE's angles.",
         "tests/test_model.py::test_rope_is_relative_and_applied",
     ),
