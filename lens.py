@@ -13,7 +13,9 @@ import model as M
 from model import require
 
 # Heads and positions that contextual_mlp computes; others are refused.
-KNOWN = {M.ContextPool, M.SlotPool, M.ShapedPool, M.AttentionPosition, M.Rope, M.Alibi, M.TwoSidedAlibi}
+KNOWN = {
+    M.ContextPool, M.SlotPool, M.ShapedPool, M.AttentionPosition, M.Rope, M.LocalRope, M.Alibi, M.TwoSidedAlibi,
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -40,7 +42,7 @@ def contextual_mlp(
     The model must be in eval mode; a score above 88 overflows in float32. ValueError if layer, head or position does
     not exist, or if a class of the head or of its position is not in KNOWN.
     """
-    cfg, D, H = model.cfg, model.cfg.head_dim, model.cfg.n_head
+    cfg, D, H = model.cfg, model.cfg.head_size, model.cfg.n_head
     for name, value, limit in (("layer", layer, cfg.n_layer), ("head", head, H), ("position", position, len(idx))):
         require(0 <= value < limit, f"{name}={value} must be in 0 .. {limit - 1}")
     modules = model.blocks[layer].modules()
@@ -56,7 +58,9 @@ def contextual_mlp(
 
     scale = q.new_ones(D) / math.sqrt(D)
     if cfg.qk_norm:
-        scale *= heads.q_norm.weight * (q[0, head, position].square().mean() + heads.q_norm.eps).rsqrt()
+        normed = q[0, :, position] if cfg.qk_norm_width == "model" else q[0, head, position]
+        gain = heads.q_norm.weight.view(-1, D).expand(H, D)[head]
+        scale *= gain * (normed.square().mean() + heads.q_norm.eps).rsqrt()
     q, k, v = heads.position(heads.q_norm(q), heads.k_norm(k), v, inputs.table)
     lo, hi = (int(x[position]) for x in M.Mask(heads.causal, heads.window).reach(len(idx), len(idx), idx.device))
     q, k, v = (x[0, head * x.size(1) // H] for x in (q, k, v))

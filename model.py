@@ -94,11 +94,14 @@ class ModelConfig:
     # --- model: block
     block: Literal["standard", "parallel", "simplified", "simplified_parallel", "superblock"] = "standard"  # the wiring
     norm: Literal["layernorm", "rmsnorm", "none"] = "layernorm"  # LayerNorm, RMSNorm (arXiv:1910.07467), or nothing
-    norm_placement: Literal["pre", "post", "after", "sandwich", "none"] = "pre"  # after: x+n(f(x)); docs/blocks.md
+    norm_placement: Literal[  # x+f(n(x)); n(x+f(x)); x+n(f(x)); x+n(f(n(x))); x+f(x)
+        "pre", "post", "after", "sandwich", "none"
+    ] = "pre"
     norm_eps: float = 1e-5  # added to the variance, or to the mean square, in every norm
     norm_per_reader: bool = False  # attention and MLP of one sum have a norm each (GPT-NeoX)
-    # relu2 arXiv:2109.08668, *glu arXiv:2002.05202; *_tanh: the approximation of GPT-2 and Gemma
-    mlp: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "geglu_tanh"] = "gelu"
+    mlp: Literal[  # relu2 arXiv:2109.08668, *glu arXiv:2002.05202; *_tanh: the approximation of GPT-2 and Gemma
+        "gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "geglu_tanh"
+    ] = "gelu"
     mlp_ratio: float = 4.0  # hidden width over n_embd; gated kinds take 2/3 of it, so that parameters match
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # layers whose value projection is trained
     simplified_beta_ff: float = 0.1  # initial gain of the MLP branch, use O(1 / sqrt(depth)) (arXiv:2311.01906)
@@ -232,7 +235,7 @@ class ModelConfig:
 # A flag that is set explicitly but not used is refused. flag -> (whether cfg uses it, the condition in words)
 USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     **dict.fromkeys(("rope_theta", "rope_fraction", "rope_scaling"), (lambda c: c.pos == "rope", "pos=rope")),
-    "rope_theta_local": (lambda c: "L" in c.pos_pattern, "L in pos_pattern"),
+    "rope_theta_local": (lambda c: "L" in c.pos_pattern, "pos_pattern with an L"),
     "alibi_scale": (lambda c: c.pos == "alibi", "pos=alibi"),
     "qkv_bias": (lambda c: not c.bias, "bias=False, as bias=True includes it"),
     "norm_bias": (lambda c: not c.bias and c.norm == "layernorm", "norm=layernorm and bias=False"),

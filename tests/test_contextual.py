@@ -32,6 +32,7 @@ EXTRAS = [
     {"qk_norm": True},
     {"attn_softcap": 0.5},
     {"bias": True},
+    {"qk_norm": True, "qk_norm_width": "model", "norm_eps": 1e-3},
     {"window": 5, "window_pattern": "SL", "qk_norm": True, "attn_softcap": 0.5, "norm_placement": "post"},
 ]
 OBJECTIVES = [{"objective": "causal"}, {"objective": "masked"}, {"objective": "seq2seq", "n_encoder_layer": 1}]

@@ -35,7 +35,15 @@ TABLES = {  # every axis of the model: flag -> its values, read from the tables 
     "mlp": list(M.MLP_KIND),
 }
 VALUE_PROJ = [{"simplified_value_proj": value} for value in ("first", "all", "none")]
-VARIANTS = {  # of a block, for the flags that it alone uses
+VARIANTS = {  # of a block or a position, for the flags that it alone uses
+    "rope": [
+        {},
+        {"rope_fraction": 0.5, "pos_pattern": "LGN", "rope_theta_local": 7.0},
+        {"rope_scaling": "yarn:4", "pos_pattern": "NG"},
+    ],
+    "alibi": [{}, {"pos_pattern": "NG", "alibi_scale": 0.3}],
+    "standard": [{}, {"head_dim": 6}],
+    "parallel": [{}, {"norm_per_reader": True, "head_dim": 12}],
     "simplified": VALUE_PROJ,
     "simplified_parallel": VALUE_PROJ,
     "superblock": [
@@ -49,6 +57,7 @@ VARIANTS = {  # of a block, for the flags that it alone uses
 }
 AXES = TABLES | {
     "block": [{"block": block} | variant for block in M.BLOCK for variant in VARIANTS.get(block, [{}])],
+    "pos": [{"pos": pos} | variant for pos in M.POSITION for variant in VARIANTS.get(pos, [{}])],
     "objective": [
         {"objective": objective} | ({"n_encoder_layer": 1} if objective == "seq2seq" else {})
         for objective in get_args(get_type_hints(ModelConfig)["objective"])
@@ -57,8 +66,9 @@ AXES = TABLES | {
     "window": [{}, {"window": 3}, {"window": 5, "window_pattern": "SL"}],
     "attn_softcap": [0.0, 2.0],
     "logit_softcap": [0.0, 3.0],
-    "qk_norm": [False, True],
-    "bias": [False, True],
+    "qk_norm": [{}, {"qk_norm": True}, {"qk_norm": True, "qk_norm_width": "model", "norm_eps": 1e-3}],
+    "bias": [{}, {"bias": True}, {"qkv_bias": True, "norm_bias": True}, {"head_bias": True}],
+    "embedding": [{}, {"embed_norm": True, "embed_scale": 3.0}],
     "tie_weights": [True, False],
     "loss_chunk": [0, 7],
 }
@@ -1013,12 +1023,14 @@ def hand_block(model, x, placement):
     attention, mlp = model.blocks[0].sums
 
     def branch(x, f, norms):
-        norm = norms.before if placement in ("pre", "sandwich") else norms.total
+        norm = {"post": norms.total, "after": norms.after}.get(placement, norms.before)
         n = lambda z: F.rms_norm(z, (z.size(-1),), norm.weight, 1e-5)  # noqa: E731
         if placement == "pre":
             return x + f(n(x), Inputs())
         if placement == "post":
             return n(x + f(x, Inputs()))
+        if placement == "after":
+            return x + F.rms_norm(f(x, Inputs()), (x.size(-1),), norms.after.weight, 1e-5)
         return x + F.rms_norm(f(n(x), Inputs()), (x.size(-1),), norms.after.weight, 1e-5)
 
     return branch(branch(x, attention.attn, attention), mlp.mlp, mlp)
@@ -1035,7 +1047,7 @@ def test_norm_placement(placement):
 
 def test_final_norm_only_where_the_stream_is_not_normalised():
     final = {p: not isinstance(build(norm_placement=p).norm, torch.nn.Identity) for p in M.PLACEMENT}
-    assert final == {"pre": True, "post": False, "sandwich": True, "none": False}
+    assert final == {"pre": True, "post": False, "after": True, "sandwich": True, "none": False}
 
 
 def test_parallel_block_equation():
