@@ -305,6 +305,8 @@ class RMSNormOfCPU(torch.autograd.Function):
 class NormOfHeads(RMSNorm):
     """RMSNorm of x (..., heads, T, D) over all heads together."""
 
+    per_head = ("weight",)
+
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.transpose(-3, -2).flatten(-2)).unflatten(-1, (x.size(-3), -1)).transpose(-3, -2)
 

@@ -66,12 +66,10 @@ def recompute(block: nn.Module, kind: str):
     block.forward = recomputed
 
 
-def wide_norm(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
-    """The norm of x, computed in the dtype of x, which may be wider than the dtype of the norm's parameters."""
-    weight, shape = norm.weight.to(x.dtype), norm.normalized_shape
-    if isinstance(norm, nn.RMSNorm):
-        return F.rms_norm(x, shape, weight, norm.eps)
-    return F.layer_norm(x, shape, weight, None if norm.bias is None else norm.bias.to(x.dtype), norm.eps)
+def wide_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    """LayerNorm of x, computed in the dtype of x, which may be wider than that of its parameters, as in RMSNorm."""
+    bias = None if norm.bias is None else norm.bias.to(x.dtype)
+    return F.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), bias, norm.eps)
 
 
 class ShardedModel:
@@ -144,7 +142,7 @@ class ShardedModel:
         policy = MixedPrecisionPolicy()
         if dtype != torch.float32:  # blocks are gathered in the matmuls' dtype; stream, embedding and head are float32
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-            for module in (m for block in blocks for m in block.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)):
+            for module in (m for block in blocks for m in block.modules() if isinstance(m, nn.LayerNorm)):
                 module.forward = partial(wide_norm, module)
         for block in blocks:
             fully_shard(block, mp_policy=policy, **options)

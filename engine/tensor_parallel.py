@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.objective import OBJECTIVE
-from model import Linear, matmul_dtype, rows_at_once
+from model import Linear, NormOfHeads, at_least_float32, matmul_dtype, rows_at_once
 
 SHARDED_DIM = {  # role -> dimension of the weight that is cut; 0 also cuts the bias
     "vocab": 0,
@@ -135,6 +135,20 @@ class ReduceScatter(torch.autograd.Function):
         return gathered(grad, ctx.dim, ctx.group), None, None
 
 
+class SumOverRanks(torch.autograd.Function):
+    """The sum of x over the ranks, of which each rank computes another term of the loss with it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, total = group, x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return SumOverRanks.apply(grad.contiguous(), ctx.group), None
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Parameters and hooks
 
@@ -171,6 +185,8 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
             module.register_forward_pre_hook(reduce)
         elif isinstance(module, Linear) and role == "out" and module.bias is not None:
             module.forward = partial(row_parallel, module, n)
+        elif isinstance(module, NormOfHeads):
+            module.forward = partial(norm_over_ranks, module, group)
         elif isinstance(module, nn.Identity) and role in ("into", "out"):
             module.forward = partial(pad_to_width, rank, n) if role == "out" else lambda x: x.chunk(n, -1)[rank]
 
@@ -184,6 +200,14 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
 def row_parallel(layer: nn.Linear, n: int, x: Tensor) -> Tensor:
     """This rank's term of the layer's output: each of n ranks adds bias / n, so that the sum has the bias once."""
     return F.linear(x, layer.weight, layer.bias / n)
+
+
+def norm_over_ranks(norm: NormOfHeads, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """The norm of x (..., heads / n, T, D) over the heads of all n ranks."""
+    wide = at_least_float32(x)
+    mean = wide.square().mean((-3, -1), keepdim=True) / dist.get_world_size(group)
+    rms = (SumOverRanks.apply(mean, group) + norm.eps).rsqrt()
+    return (wide * rms * norm.weight.view(x.size(-3), 1, -1)).to(x.dtype)
 
 
 def pad_to_width(rank: int, n: int, x: Tensor) -> Tensor:

@@ -58,6 +58,9 @@ LAYOUTS = {  # name -> (processes, flags)
     "ddp+pp": (4, ["--pp=2"]),
 }
 GATED = "--mlp=swiglu --norm=rmsnorm --pos=rope --n_embd=48 --n_head=4 --attention=gqa --n_kv_head=2".split()
+WIDE = "--qk_norm=True --qk_norm_width=model --norm_placement=after --norm=rmsnorm --pos=rope --n_head=4".split()
+LAYERS = "--block=parallel --norm_per_reader=True --pos=rope --pos_pattern=LNG --rope_fraction=0.5 --n_layer=3".split()
+LAYERS += "--head_bias=True --qkv_bias=True --norm_bias=True --embed_norm=True --embed_scale=3.0".split()
 MODELS = {  # what is particular about a layout: layout -> {name: flags of the model}
     "tp": {
         "llama": [*GATED, *MUON],
@@ -66,6 +69,8 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "values": ["--block=simplified_parallel", "--simplified_value_proj=all", *MUON],
         "joint pool": ["--block=superblock", "--pool=joint", "--pos=alibi", "--window=7"],
         "series": ["--block=superblock", "--wiring=series", "--mlp=geglu", "--qk_norm=True", "--n_embd=48"],
+        "wide": [*WIDE, "--head_dim=12", "--attention=gqa", "--n_kv_head=2", "--tie_weights=False", *MUON],
+        "layers": [*LAYERS, "--loss_chunk=7"],
         "masked": ["--objective=masked", "--doc_mask=True", "--doc_positions=True", "--attn_softcap=3.0"],
         "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0", "--pos=alibi", *MUON],
     },
@@ -74,10 +79,12 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "biases, alibi": ["--bias=True", "--pos=alibi", "--attn_softcap=3.0", "--activation_checkpoint=full"],
         "joint pool": ["--block=superblock", "--pool=joint", "--pos=rope", *MUON],
         "values": ["--block=simplified_parallel", "--simplified_value_proj=all", "--pos=rope", "--window=9"],
+        "layers": [*LAYERS, "--rope_scaling=llama3:8:1:4:8"],
         "few keys": ["--block=simplified", "--attention=mqa", "--n_embd=48", "--n_head=4"],
     },
     "fsdp": {
         "llama, kept": [*GATED, *MUON, "--fsdp_reshard=False"],
+        "layers": LAYERS,
         "offloaded": ["--fsdp_offload=True", "--activation_checkpoint=full"],
         "untied": ["--tie_weights=False", "--activation_checkpoint=selective", "--n_layer=3"],
         "seq2seq": ["--objective=seq2seq", "--grad_clip=0.0"],
@@ -88,7 +95,11 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0"],
         "values": ["--block=simplified", "--simplified_value_proj=all", "--bias=True", *MUON],
     },
-    "fsdp+pp": {"untied": ["--tie_weights=False", "--n_layer=3", *MUON], "masked": ["--objective=masked"]},
+    "fsdp+pp": {
+        "untied": ["--tie_weights=False", "--n_layer=3", *MUON],
+        "masked": ["--objective=masked"],
+        "layers": LAYERS,
+    },
     "ddp+pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
 }
 RUNS = {f"{each}-blocks": (each, BLOCKS, [] if processes == 2 else SHORT) for each, (processes, _) in LAYOUTS.items()}

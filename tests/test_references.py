@@ -297,8 +297,8 @@ THEIR_GQA = dict(num_key_value_heads=HKV)
 OUR_ROPE, OUR_GQA = dict(pos="rope", rope_theta=THETA), dict(attention="gqa", n_kv_head=HKV)
 
 
-def build(hf, config, kind: str = "AutoModelForCausalLM") -> nn.Module:
-    return jitter(getattr(hf, kind).from_config(config, attn_implementation="eager"))
+def build(hf, config, kind: str = "AutoModelForCausalLM", kernel: str = "eager") -> nn.Module:
+    return jitter(getattr(hf, kind).from_config(config, attn_implementation=kernel))
 
 
 def gated_width(mlp: str) -> int:
@@ -334,9 +334,8 @@ def gpt_bigcode(hf):
 
 
 def gptj(hf):
-    """One norm for attention and MLP in parallel; biases in norms and MLP only; RoPE turns neighbours."""
+    """One norm for attention and MLP in parallel; biases in norms, MLP and head only; RoPE turns neighbours."""
     reference = build(hf, hf.GPTJConfig(**OPENAI_SIZE, rotary_dim=C // H))
-    reference.lm_head.bias = None
 
     def weights_of(layer):
         return sums(
@@ -348,14 +347,13 @@ def gptj(hf):
 
     m = reference.transformer
     weights = put("wte", m.wte) | blocks(m.h, weights_of) | put("norm", m.ln_f) | put("head", reference.lm_head)
-    return reference, dict(block="parallel", bias=True, pos="rope", tie_weights=False), weights, ROUNDED
+    return reference, dict(block="parallel", bias=True, head_bias=True, pos="rope", tie_weights=False), weights, ROUNDED
 
 
 def phi(hf):
     """Parallel as GPT-J, with biases everywhere and our order of RoPE."""
     config = hf.PhiConfig(**THEIR_SIZE, **THEIR_ROPE, **THEIR_GQA, intermediate_size=4 * C, hidden_act="gelu")
     reference = build(hf, config)
-    reference.lm_head.bias = None
 
     def weights_of(layer):
         return sums(
@@ -367,7 +365,7 @@ def phi(hf):
 
     m = reference.model
     weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.final_layernorm)
-    flags = dict(block="parallel", bias=True, tie_weights=False)
+    flags = dict(block="parallel", bias=True, head_bias=True, tie_weights=False)
     return reference, flags | OUR_ROPE | OUR_GQA, weights | put("head", reference.lm_head), ROUNDED
 
 
@@ -502,6 +500,250 @@ def mpt(hf, n_head: int):
     return reference, dict(n_head=n_head, pos="alibi"), weights, ROUNDED
 
 
+def gpt2_tanh(hf):
+    """GPT-2 with its own activation, the tanh approximation of GELU."""
+    config = hf.GPT2Config(
+        **OPENAI_SIZE | dict(activation_function="gelu_new", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    )
+    reference = build(hf, config)
+    weights = openai_weights(reference.transformer, lambda w: thirds(w.t()), Tensor.t)
+    return reference, dict(bias=True, mlp="gelu_tanh"), weights, EXACT
+
+
+def rope_parameters(kind: str, **more) -> dict:
+    return dict(rope_parameters=dict(rope_type=kind, rope_theta=THETA, partial_rotary_factor=1.0, **more))
+
+
+def llama_scaled(hf, scaling: str, parameters: dict):
+    """Llama with longer wavelengths. float32 in their frequencies limits what can be compared."""
+    reference = build(hf, hf.LlamaConfig(**LLAMA | parameters))
+    return reference, OUR_LLAMA | dict(rope_scaling=scaling), llama_weights(reference), ROUNDED
+
+
+def llama31(hf):
+    parameters = dict(factor=8.0, low_freq_factor=2.0, high_freq_factor=5.0, original_max_position_embeddings=30)
+    return llama_scaled(hf, "llama3:8:2:5:30", rope_parameters("llama3", **parameters))
+
+
+def llama_linear(hf):
+    return llama_scaled(hf, "linear:3", rope_parameters("linear", factor=3.0))
+
+
+def llama_yarn(hf):
+    parameters = dict(factor=4.0, original_max_position_embeddings=T // 4, beta_fast=2.0, beta_slow=0.5)
+    return llama_scaled(hf, f"yarn:4:{T // 4}:2:0.5", rope_parameters("yarn", **parameters))
+
+
+def qwen2(hf):
+    """Llama with biases of q, k and v, and another eps of the norms."""
+    reference = build(hf, hf.Qwen2Config(**LLAMA | dict(rms_norm_eps=1e-2)))
+    return reference, OUR_LLAMA | dict(qkv_bias=True, norm_eps=1e-2), llama_weights(reference), ROUNDED
+
+
+def wide_heads(hf):
+    """Qwen3 with heads that together are wider than the stream (Qwen3-0.6B)."""
+    reference = build(hf, hf.Qwen3Config(**LLAMA, head_dim=12, use_sliding_window=False))
+    weights = llama_weights(reference)
+    for i, layer in enumerate(reference.model.layers):
+        for norm in ("q_norm", "k_norm"):
+            weights |= put(f"blocks.{i}.sums.0.attn.{norm}", getattr(layer.self_attn, norm))
+    return reference, OUR_LLAMA | dict(qk_norm=True, head_dim=12), weights, ROUNDED
+
+
+def smollm3(hf):
+    """Llama with layers without positions."""
+    config = hf.SmolLM3Config(**LLAMA, no_rope_layers=[1, 0, 1], use_sliding_window=False)
+    reference = build(hf, config)
+    return reference, OUR_LLAMA | dict(pos_pattern="GNG"), llama_weights(reference), ROUNDED
+
+
+def cohere2(hf):
+    """Cohere with windows and positions in some layers, and with neither in the others."""
+    config = hf.Cohere2Config(
+        **THEIR_SIZE, **THEIR_ROPE, **THEIR_GQA, intermediate_size=gated_width("swiglu"), logit_scale=1.0,
+        sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    reference = build(hf, config)
+
+    def weights_of(layer):
+        return sums(
+            put("before", layer.input_layernorm)
+            | attention(layer.self_attn, layer.self_attn.o_proj, merge=uninterleaved)
+            | gated_mlp(layer.mlp)
+        )
+
+    m = reference.model
+    weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
+    flags = dict(block="parallel", mlp="swiglu", window=WINDOW, window_pattern="SLS", pos_pattern="GNG")
+    return reference, flags | OUR_ROPE | OUR_GQA, weights, ROUNDED
+
+
+def gemma3(hf):
+    """Sandwich norms, qk-norm, a base of RoPE for the layers with windows, scaled embeddings tied to the head."""
+    rope = {
+        "full_attention": rope_parameters("linear", factor=3.0)["rope_parameters"],
+        "sliding_attention": dict(rope_type="default", rope_theta=7.0),
+    }
+    config = hf.Gemma3TextConfig(
+        **THEIR_SIZE, **THEIR_GQA, rope_parameters=rope, head_dim=12, query_pre_attn_scalar=12, rms_norm_eps=1e-6,
+        intermediate_size=gated_width("geglu"), sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    reference = build(hf, config)
+    gain = dict(merge=lambda w: 1 + w)
+
+    def weights_of(layer):
+        return sums(
+            put("before", layer.input_layernorm, **gain)
+            | attention(layer.self_attn, layer.self_attn.o_proj)
+            | put("attn.q_norm", layer.self_attn.q_norm, **gain)
+            | put("attn.k_norm", layer.self_attn.k_norm, **gain)
+            | put("after", layer.post_attention_layernorm, **gain),
+            put("before", layer.pre_feedforward_layernorm, **gain)
+            | gated_mlp(layer.mlp)
+            | put("after", layer.post_feedforward_layernorm, **gain),
+        )
+
+    m = reference.model
+    weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm, **gain)
+    flags = dict(norm="rmsnorm", norm_eps=1e-6, norm_placement="sandwich", mlp="geglu_tanh", qk_norm=True, head_dim=12)
+    flags |= dict(embed_scale=C**0.5, window=WINDOW, window_pattern="SLS", pos_pattern="LGL", rope_theta_local=7.0)
+    return reference, flags | OUR_ROPE | OUR_GQA | dict(rope_scaling="linear:3"), weights, ROUNDED
+
+
+def olmo2(hf):
+    """Norms after the branches inside of the sums, q and k normed over all heads together."""
+    reference = build(hf, hf.Olmo2Config(**LLAMA))
+
+    def weights_of(layer):
+        return sums(
+            attention(layer.self_attn, layer.self_attn.o_proj)
+            | put("attn.q_norm", layer.self_attn.q_norm)
+            | put("attn.k_norm", layer.self_attn.k_norm)
+            | put("after", layer.post_attention_layernorm),
+            gated_mlp(layer.mlp) | put("after", layer.post_feedforward_layernorm),
+        )
+
+    m = reference.model
+    weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
+    flags = dict(norm_placement="after", qk_norm=True, qk_norm_width="model")
+    return reference, OUR_LLAMA | flags, weights | put("head", reference.lm_head), ROUNDED
+
+
+def first_half_apart(qkv: Tensor, width: int) -> Tensor:
+    """Rows of q, k, v per head, in which RoPE turns pairs among the first `width`, as it turns (j, j + D/2) here."""
+    D = C // H
+    turned, still = torch.arange(width).view(2, -1), torch.arange(width, D).view(2, -1)
+    order = torch.cat((turned, still), dim=1).flatten()
+    q, k, v = qkv.unflatten(0, (H, 3, D)).unbind(1)
+    return torch.cat((q[:, order], k[:, order], v), dim=1).flatten(0, 1)
+
+
+def gpt_neox(hf):
+    """Parallel, with a norm for attention and one for the MLP; RoPE turns half of each head."""
+    rope = dict(rope_parameters=THEIR_ROPE["rope_parameters"] | dict(partial_rotary_factor=0.5))
+    config = hf.GPTNeoXConfig(
+        **THEIR_SIZE, **rope, intermediate_size=4 * C, tie_word_embeddings=False, layer_norm_eps=1e-5
+    )
+    reference = build(hf, config)
+
+    def weights_of(layer):
+        return sums(
+            put("befores.attn", layer.input_layernorm)
+            | put("befores.mlp", layer.post_attention_layernorm)
+            | put("attn.qkv", layer.attention.query_key_value, merge=partial(first_half_apart, width=C // H // 2))
+            | put("attn.out", layer.attention.dense)
+            | put("mlp.up", layer.mlp.dense_h_to_4h)
+            | put("mlp.down", layer.mlp.dense_4h_to_h)
+        )
+
+    m = reference.gpt_neox
+    weights = put("wte", m.embed_in) | blocks(m.layers, weights_of) | put("norm", m.final_layer_norm)
+    flags = dict(block="parallel", bias=True, norm_per_reader=True, tie_weights=False, rope_fraction=0.5)
+    return reference, flags | OUR_ROPE, weights | put("head", reference.lm_head), ROUNDED
+
+
+def falcon_weights(reference: nn.Module, norms: dict[str, str], n_sums: int) -> dict[str, Tensor]:
+    def weights_of(layer):
+        attn = put("attn.qkv", layer.self_attention.query_key_value) | put("attn.out", layer.self_attention.dense)
+        mlp = put("mlp.up", layer.mlp.dense_h_to_4h) | put("mlp.down", layer.mlp.dense_4h_to_h)
+        placed = {name: w for ours, theirs in norms.items() for name, w in put(ours, getattr(layer, theirs)).items()}
+        if n_sums == 1:
+            return sums(placed | attn | mlp)
+        return inside("sums.0", attn) | inside("sums.1", mlp) | placed
+
+    m = reference.transformer
+    return put("wte", m.word_embeddings) | blocks(m.h, weights_of) | put("norm", m.ln_f)
+
+
+FALCON = THEIR_SIZE | dict(hidden_dropout=0.0, attention_dropout=0.0, ffn_hidden_size=4 * C)
+
+
+def falcon40b(hf):
+    """Parallel with grouped heads, RoPE and a norm for attention and one for the MLP, biases in the norms alone."""
+    config = hf.FalconConfig(**FALCON, **THEIR_ROPE, new_decoder_architecture=True, num_kv_heads=HKV, bias=False)
+    reference = build(hf, config)
+    weights = falcon_weights(reference, {"befores.attn": "ln_attn", "befores.mlp": "ln_mlp"}, 1)
+    flags = dict(block="parallel", norm_per_reader=True, norm_bias=True)
+    return reference, flags | OUR_ROPE | OUR_GQA, weights, ROUNDED
+
+
+def falcon_rw(hf):
+    """Sequential with biases, and ALiBi divided by sqrt(D) too. Its slopes are rounded to bfloat16, so it has eight
+    heads here. Not eager, where transformers 5.23 adds ALiBi twice: to the scores and to their mask."""
+    config = hf.FalconConfig(
+        **FALCON | dict(num_attention_heads=8), alibi=True, multi_query=False, parallel_attn=False, bias=True,
+        new_decoder_architecture=False,
+    )  # fmt: skip
+    reference = build(hf, config, kernel="sdpa")
+    norms = {"sums.0.before": "input_layernorm", "sums.1.before": "post_attention_layernorm"}
+    flags = dict(n_head=8, bias=True, pos="alibi", alibi_scale=(C // 8) ** -0.5)
+    return reference, flags, falcon_weights(reference, norms, 2), ROUNDED
+
+
+def bloom(hf):
+    """A norm after the embeddings, ALiBi, biases, tanh GELU."""
+    config = hf.BloomConfig(
+        **NO_TOKENS, n_layer=L, n_head=8, hidden_size=C, vocab_size=V, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    reference = build(hf, config)
+
+    def weights_of(layer):
+        attn, mlp = layer.self_attention, layer.mlp
+        return sums(
+            put("before", layer.input_layernorm) | put("attn.qkv", attn.query_key_value) | put("attn.out", attn.dense),
+            put("before", layer.post_attention_layernorm)
+            | put("mlp.up", mlp.dense_h_to_4h)
+            | put("mlp.down", mlp.dense_4h_to_h),
+        )
+
+    m = reference.transformer
+    weights = put("wte", m.word_embeddings) | put("first_norm", m.word_embeddings_layernorm)
+    weights |= blocks(m.h, weights_of) | put("norm", m.ln_f)
+    return reference, dict(n_head=8, bias=True, pos="alibi", mlp="gelu_tanh", embed_norm=True), weights, ROUNDED
+
+
+def starcoder2(hf):
+    """LayerNorm and biases, grouped heads, RoPE, tanh GELU."""
+    config = hf.Starcoder2Config(
+        **THEIR_SIZE, **THEIR_ROPE, **THEIR_GQA, intermediate_size=4 * C, residual_dropout=0.0, embedding_dropout=0.0,
+        sliding_window=None,
+    )  # fmt: skip
+    reference = build(hf, config)
+
+    def weights_of(layer):
+        return sums(
+            put("before", layer.input_layernorm) | attention(layer.self_attn, layer.self_attn.o_proj),
+            put("before", layer.post_attention_layernorm)
+            | put("mlp.up", layer.mlp.c_fc)
+            | put("mlp.down", layer.mlp.c_proj),
+        )
+
+    m = reference.model
+    weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
+    return reference, dict(bias=True, mlp="gelu_tanh") | OUR_ROPE | OUR_GQA, weights, ROUNDED
+
+
 def fairseq_layer(layer: nn.Module, slot: str, with_source: bool = True) -> dict[str, Tensor]:
     """A layer of an encoder, or with cross-attention of a decoder, of the many models that descend from fairseq."""
     attn = attention(layer.self_attn, layer.self_attn.out_proj, groups=H) | put(slot, layer.self_attn_layer_norm)
@@ -531,6 +773,8 @@ def marian(hf):
 architectures = pytest.mark.parametrize(
     "architecture",
     [gpt2, gpt_bigcode, gptj, phi, cohere, llama, mistral, qwen3, gemma2, nemotron, marian]
+    + [gpt2_tanh, llama31, llama_linear, llama_yarn, qwen2, wide_heads, smollm3, cohere2, gemma3, olmo2, gpt_neox]
+    + [falcon40b, falcon_rw, bloom, starcoder2]
     + [pytest.param(partial(mpt, n_head=n), id=f"mpt with {n} heads") for n in (4, 6, 12)],
     ids=lambda f: getattr(f, "__name__", None),
 )
