@@ -89,11 +89,15 @@ class ModelConfig:
     norm_bias: bool = False  # bias of layer norms where bias=False (Falcon, StableLM)
     head_bias: bool = False  # bias of the head (GPT-J, Phi)
     tie_weights: bool = True  # the head shares the token embedding
+    scaled_init: bool = True  # output layers start at 0.02 / sqrt(their number), as in GPT-2; False = 0.02 like others
     embed_scale: float = 1.0  # factor of the token embeddings; Gemma's is sqrt(n_embd)
     embed_norm: bool = False  # a norm after the embeddings (BLOOM)
     # --- model: block
     block: Literal["standard", "parallel", "simplified", "simplified_parallel", "superblock"] = "standard"  # the wiring
-    norm: Literal["layernorm", "rmsnorm", "none"] = "layernorm"  # LayerNorm, RMSNorm (arXiv:1910.07467), or nothing
+    norm: Literal[  # LayerNorm; RMSNorm x / sqrt(mean square + eps) (arXiv:1910.07467); x / (rms + eps); nothing
+        "layernorm", "rmsnorm", "rmsnorm_eps_outside", "none"
+    ] = "layernorm"
+    last_norm: Literal["same", "layernorm", "rmsnorm"] = "same"  # kind of the norm before the head; same = as norm
     norm_placement: Literal[  # x+f(n(x)); n(x+f(x)); x+n(f(x)); x+n(f(n(x))); x+f(x)
         "pre", "post", "after", "sandwich", "none"
     ] = "pre"
@@ -238,7 +242,14 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "rope_theta_local": (lambda c: "L" in c.pos_pattern, "pos_pattern with an L"),
     "alibi_scale": (lambda c: c.pos == "alibi", "pos=alibi"),
     "qkv_bias": (lambda c: not c.bias, "bias=False, as bias=True includes it"),
-    "norm_bias": (lambda c: not c.bias and c.norm == "layernorm", "norm=layernorm and bias=False"),
+    "norm_bias": (
+        lambda c: (
+            not c.bias and (c.norm == "layernorm" or c.last_norm == "layernorm" or c.block.startswith("simplified"))
+        ),
+        "norm=layernorm or last_norm=layernorm, and bias=False",
+    ),
+    "scaled_init": (lambda c: not c.block.startswith("simplified"), "block other than simplified"),
+    "last_norm": (lambda c: c.norm_placement != "post", "norm_placement other than post"),
     "embed_norm": (lambda c: c.norm != "none", "norm other than none"),
     "norm_eps": (lambda c: c.norm != "none" or c.qk_norm, "norm other than none"),
     "norm_per_reader": (lambda c: "before" in PLACEMENT[c.norm_placement], "norm_placement=pre or sandwich"),
@@ -311,9 +322,23 @@ class NormOfHeads(RMSNorm):
         return super().forward(x.transpose(-3, -2).flatten(-2)).unflatten(-1, (x.size(-3), -1)).transpose(-3, -2)
 
 
+class RMSNormEpsOutside(nn.Module):
+    """x / (rms + eps) times a weight: the RMSNorm of arXiv:1910.07467's authors, and of He and Hofmann."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = at_least_float32(x)
+        rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) / math.sqrt(x.size(-1))
+        return (wide / (rms + self.eps) * self.weight).to(x.dtype)
+
+
 NORM: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "layernorm": lambda c: nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias or c.norm_bias),
     "rmsnorm": lambda c: RMSNorm(c.n_embd, c.norm_eps),
+    "rmsnorm_eps_outside": lambda c: RMSNormEpsOutside(c.n_embd, c.norm_eps),
     "none": lambda c: nn.Identity(),
 }
 
@@ -328,8 +353,10 @@ PLACEMENT = {  # flag -> places of the norms: before a sum's readers, after them
 
 def norm(cfg: ModelConfig, role: str) -> nn.Module:
     """The norm for this place, or an identity if norm_placement has no norm there."""
-    module = NORM[cfg.norm](cfg) if role in PLACEMENT[cfg.norm_placement] else nn.Identity()
-    return with_role(module, "whole" if role == "total" else role)
+    kind = cfg.norm if role in PLACEMENT[cfg.norm_placement] else "none"
+    if role == "last" and cfg.last_norm != "same":
+        kind = cfg.last_norm
+    return with_role(NORM[kind](cfg), "whole" if role == "total" else role)
 
 
 def with_role(module: nn.Module, role: str) -> nn.Module:
@@ -845,7 +872,8 @@ class Linear(nn.Linear):
         self.role, self.fused = role, fused
         # The stream is a sum of n outputs; 0.02 / sqrt(n) keeps its variance from growing. Simplified blocks use 0.02.
         n = cfg.n_layer * (3 if cfg.objective == "seq2seq" else 2)
-        std = 0.02 / math.sqrt(n) if role == "out" and not cfg.block.startswith("simplified") else 0.02
+        scaled = role == "out" and cfg.scaled_init and not cfg.block.startswith("simplified")
+        std = 0.02 / math.sqrt(n) if scaled else 0.02
         self.initial: dict[str, float | Normal] = {"weight": Normal(std)}
         assert fused is None or self.weight.size(fused[0]) == fused[1] * sum(fused[2])
 
@@ -1308,10 +1336,8 @@ class Stack(nn.Module):
         super().__init__()
         self.cfg = cfg
         bare = cfg.block.startswith("simplified") and (cfg.norm == "none" or cfg.norm_placement == "none")
-        first = NORM[cfg.norm](cfg) if cfg.embed_norm else nn.Identity()
-        if bare:  # He and Hofmann keep one norm
-            first = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
-        self.first_norm = with_role(first, "whole")
+        kind = "layernorm" if bare else cfg.norm if cfg.embed_norm else "none"  # He and Hofmann keep one norm
+        self.first_norm = with_role(NORM[kind](cfg), "whole")
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = norm(cfg, "last")
         self.position_table = POSITION[cfg.pos][1](cfg).table

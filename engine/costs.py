@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from data.objective import OBJECTIVE
 from engine import context_parallel, parallel, sharded_model, tensor_parallel
 from engine.accounting import flops
-from model import Heads, Inputs, Linear, Model, Stack, rows_at_once
+from model import Heads, Inputs, Linear, Model, NormOfHeads, Stack, rows_at_once
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
 
@@ -209,7 +209,7 @@ class Run:
             if self.fsdp and part is not self.model.norm:  # blocks are gathered in the matmuls' dtype
                 for name, p in list(m.named_parameters(recurse=False)):
                     setattr(m, name, nn.Parameter(torch.empty_like(p, dtype=self.dtype)))
-            if isinstance(m, nn.LayerNorm | nn.RMSNorm):
+            if isinstance(m, nn.LayerNorm | nn.RMSNorm) and not isinstance(m, NormOfHeads):
                 m.forward = partial(gpu_norm, m, self.fsdp)
             if isinstance(m, Heads):
                 m.dropout = 0.0  # a GPU's fused kernel keeps no mask

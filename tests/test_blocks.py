@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from test_model import TINY, assert_same, beside, build, jitter, leaves, naive_attention, tokens
 
 import model as M
-from configurator import Config
+from configurator import Config, parse
 from engine import optim
 from model import Inputs
 
@@ -134,6 +134,49 @@ def test_simplified_equations(objective):
     expected = g_attn * both.attn(n, inputs) + b_ff * both.mlp(n, inputs)
     assert torch.allclose(net.blocks[1](x, inputs), expected, atol=1e-12)
     assert len(cross) == (objective == "seq2seq")
+
+
+@pytest.mark.parametrize("block", SAS)
+def test_the_whole_network_of_the_paper(block):
+    """The config of the paper's setting against the equations of its authors' code (arXiv:2311.01906), from the
+    parameters alone: RMSNorm is x / (rms + eps), q and k have biases, the last norm is LayerNorm with a bias."""
+    sizes = ["--n_layer=3", f"--n_head={H}", f"--n_embd={C}", f"--block_size={T}", f"--vocab_size={TINY['vocab_size']}"]
+    cfg = parse(Config, ["config/sas_18l_768.py", f"--block={block}", *sizes])
+    net, idx = M.Model(cfg).double(), tokens(2, T)
+    jitter(net)
+    w = dict(net.named_parameters())
+    past = torch.ones(T, T, dtype=torch.float64).tril()
+    uniform = past / past.sum(-1, keepdim=True)
+
+    def rms_norm(x, weight):
+        return weight * x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-5)
+
+    def attention(x, name, first):
+        q, k = (x @ w[f"{name}.qk.weight"].T + w[f"{name}.qk.bias"]).unflatten(-1, (H, 2, C // H)).unbind(3)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(C // H)
+        alpha, beta, gamma = (w[f"{name}.{gain}"][:, None, None] for gain in ("alpha", "beta", "gamma"))
+        A = alpha * torch.eye(T) + beta * scores.masked_fill(past == 0, -math.inf).softmax(-1) - gamma * uniform
+        if first:
+            W = w[f"{name}.value.resid.weight"] * w[f"{name}.value.weight"]
+            x = x @ (W + w[f"{name}.value.skip.weight"] * torch.eye(C)).T
+        return torch.einsum("bhij,bjhd->bihd", A, x.unflatten(-1, (H, -1))).flatten(2)
+
+    def mlp(x, name):
+        return F.relu(x @ w[f"{name}.up.weight"].T) @ w[f"{name}.down.weight"].T
+
+    x = w["wte.weight"][idx] + w["pos.wpe.weight"]
+    for i in range(3):
+        one, two = f"blocks.{i}.sums.0", f"blocks.{i}.sums.1"
+        n = rms_norm(x, w[f"{one}.before.weight"])
+        if block == "simplified":
+            x = w[f"{one}.gain.weight"] * attention(n, f"{one}.attn", i == 0)
+            part = mlp(rms_norm(x, w[f"{two}.before.weight"]), f"{two}.mlp")
+            x = w[f"{two}.skip.weight"] * x + w[f"{two}.gain.weight"] * part
+        else:
+            x = w[f"{one}.gains.0.weight"] * attention(n, f"{one}.attn", i == 0)
+            x = x + w[f"{one}.gains.1.weight"] * mlp(n, f"{one}.mlp")
+    expected = F.layer_norm(x, (C,), w["norm.weight"], w["norm.bias"]) @ w["wte.weight"].T
+    assert_same(net(idx), expected, list(net.parameters()), atol=1e-9)
 
 
 @pytest.mark.parametrize("block", ["parallel", *SAS])

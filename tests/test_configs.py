@@ -30,8 +30,9 @@ PARAMETERS = {
     "train_gpt2": gpt2(norms=2, positions=1024),
     "train_gpt2_modern": gpt2(norms=2, positions=0, gains=2 * 64),
     "train_superblock_124m": gpt2(norms=1, positions=1024),
-    # q and k of 12 heads and the MLP: 10 squares; alpha, beta, gamma per head; 3 gains; the first value and its 2 gains
-    "sas_18l_768": (50304 + 128) * 768 + 18 * (10 * 768**2 + 3 * 12 + 3 + 2 * 768) + 768**2 + 2 + 768,
+    # q and k of 12 heads, with biases, and the MLP: 10 squares; alpha, beta, gamma per head; 3 gains; 2 norms;
+    # the first value and its 2 gains; the last norm and its bias
+    "sas_18l_768": (50304 + 128) * 768 + 18 * (10 * 768**2 + 3 * 12 + 3 + 4 * 768) + 768**2 + 2 + 2 * 768,
     "train_shakespeare_char": (65 + 256) * 384 + 6 * (12 * 384**2 + 2 * 384) + 384,
     "speedrun_shakespeare_cpu": 65 * 176 + 2 * (12 * 176**2 + 2 * 176 + 2 * 44) + 176,
     "train_shakespeare_cpu": (65 + 64) * 128 + 4 * (12 * 128**2 + 2 * 128) + 128,

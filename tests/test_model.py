@@ -69,6 +69,7 @@ AXES = TABLES | {
     "qk_norm": [{}, {"qk_norm": True}, {"qk_norm": True, "qk_norm_width": "model", "norm_eps": 1e-3}],
     "bias": [{}, {"bias": True}, {"qkv_bias": True, "norm_bias": True}, {"head_bias": True}],
     "embedding": [{}, {"embed_norm": True, "embed_scale": 3.0}],
+    "last_norm": ["same", "layernorm", "rmsnorm"],
     "tie_weights": [True, False],
     "loss_chunk": [0, 7],
 }
