@@ -182,11 +182,9 @@ class ModelConfig:
         unused = f"doc_positions=True has no effect with pos={pos}, which encodes distances of tokens or nothing"
         absolute = pos in ("learned", "sinusoidal")
         require(not self.doc_positions or absolute, f"{unused}; leave it out, or set pos=learned")
-        kinds, flag = {"rope": "GLN", "alibi": "GN"}.get(pos, ""), f"pos_pattern={self.pos_pattern!r}"
-        known = " and ".join(kinds) or "nothing, as only rope and alibi differ between layers"
-        require(
-            set(self.pos_pattern) <= set(kinds), f"{flag} may hold, with pos={pos}, {known}; set it to '' for all G"
-        )
+        kinds, flag = {"rope": "GLN", "alibi": "GN"}.get(pos, ""), f"pos_pattern={self.pos_pattern!r} with pos={pos}"
+        known = "may hold only the letters " + kinds if kinds else "has no effect, only rope and alibi differ by layer"
+        require(set(self.pos_pattern) <= set(kinds), f"{flag} {known}; leave it empty for the same in all layers")
         pattern, flag = self.window_pattern, f"window_pattern={self.window_pattern!r}"
         require(set(pattern) <= set("SL"), f"{flag} may hold only S (sliding) and L (full), such as SSSL")
         require(self.window or not pattern, f"{flag} needs a window, and window=0; set window to a number of tokens")
@@ -242,12 +240,7 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "rope_theta_local": (lambda c: "L" in c.pos_pattern, "pos_pattern with an L"),
     "alibi_scale": (lambda c: c.pos == "alibi", "pos=alibi"),
     "qkv_bias": (lambda c: not c.bias, "bias=False, as bias=True includes it"),
-    "norm_bias": (
-        lambda c: (
-            not c.bias and (c.norm == "layernorm" or c.last_norm == "layernorm" or c.block.startswith("simplified"))
-        ),
-        "norm=layernorm or last_norm=layernorm, and bias=False",
-    ),
+    "norm_bias": (lambda c: not c.bias and "layernorm" in (c.norm, c.last_norm), "norm=layernorm and bias=False"),
     "scaled_init": (lambda c: not c.block.startswith("simplified"), "block other than simplified"),
     "last_norm": (lambda c: c.norm_placement != "post", "norm_placement other than post"),
     "embed_norm": (lambda c: c.norm != "none", "norm other than none"),
@@ -322,12 +315,8 @@ class NormOfHeads(RMSNorm):
         return super().forward(x.transpose(-3, -2).flatten(-2)).unflatten(-1, (x.size(-3), -1)).transpose(-3, -2)
 
 
-class RMSNormEpsOutside(nn.Module):
+class RMSNormEpsOutside(nn.RMSNorm):
     """x / (rms + eps) times a weight: the RMSNorm of arXiv:1910.07467's authors, and of He and Hofmann."""
-
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = at_least_float32(x)
@@ -400,7 +389,7 @@ class SinusoidalEmbedding(NoEmbedding):
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         C = x.size(-1)
-        angle = outer(t, frequencies(C // 2, 10000.0, t.device))  # (..., T, C/2)
+        angle = t[..., None] * frequencies(C // 2, 10000.0, t.device)  # (..., T, C/2)
         return x * math.sqrt(C) + torch.cat((angle.sin(), angle.cos()), dim=-1).to(x.dtype)
 
 
@@ -408,11 +397,6 @@ def frequencies(n: int, theta: float, device: torch.device) -> Tensor:
     """theta^(-j/n), j < n: radians per token (n,). float64 keeps the phase of far positions exact."""
     dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
     return theta ** (-torch.arange(n, device=device, dtype=dtype) / n)
-
-
-def outer(t: Tensor, frequency: Tensor) -> Tensor:
-    """t_i f_j: (..., T) and (n,) -> (..., T, n)."""
-    return t.to(frequency.dtype)[..., None] * frequency
 
 
 class AttentionPosition(nn.Module):
@@ -441,18 +425,14 @@ class AttentionPosition(nn.Module):
         return None
 
 
-def linear_scaling(f: Tensor, cfg: "ModelConfig", factor: float) -> tuple[Tensor, float]:
-    """Every wavelength times the factor (position interpolation, arXiv:2306.15595)."""
-    return f / factor, 1.0
-
-
-def llama3_scaling(f: Tensor, cfg: "ModelConfig", factor: float, low=1.0, high=4.0, original=8192.0):
+def llama3_scaling(f: Tensor, cfg: ModelConfig, factor: float, low=1.0, high=4.0, original=8192.0):
     """Wavelengths above original / low times the factor, those below original / high as they are (Llama 3.1)."""
+    require(low < high, "LOW is not below HIGH")
     kept = ((original * f / math.tau - low) / (high - low)).clamp(0, 1)
     return f * kept + f / factor * (1 - kept), 1.0
 
 
-def yarn_scaling(f: Tensor, cfg: "ModelConfig", factor: float, original=0.0, fast=32.0, slow=1.0):
+def yarn_scaling(f: Tensor, cfg: ModelConfig, factor: float, original=0.0, fast=32.0, slow=1.0):
     """Pairs that turn more than `fast` times in the original context as they are, those that turn less than `slow`
     times with their wavelength times the factor; q and k grow too (YaRN, arXiv:2309.00071)."""
     n, original = len(f), original or cfg.block_size / factor  # the present context is the longer one
@@ -464,7 +444,7 @@ def yarn_scaling(f: Tensor, cfg: "ModelConfig", factor: float, original=0.0, fas
 
 
 ROPE_SCALING = {  # name -> (frequencies (n,), cfg, numbers of the flag) -> (frequencies (n,), factor of q and of k)
-    "linear": linear_scaling,
+    "linear": lambda f, cfg, factor: (f / factor, 1.0),  # position interpolation (arXiv:2306.15595)
     "llama3": llama3_scaling,
     "yarn": yarn_scaling,
 }
@@ -497,7 +477,7 @@ class Rope(AttentionPosition):
             turns.append((frequencies(n, cfg.rope_theta_local, t.device), 1.0))
         out, still = [], cfg.head_size // 2 - n
         for f, factor in turns:
-            angle = outer(t, f)  # (T, n)
+            angle = t[:, None] * f  # (T, n)
             cos = F.pad((factor * angle.cos()).to(dtype), (0, still), value=1.0)  # (T, D/2)
             sin = F.pad((factor * angle.sin()).to(dtype), (0, still))
             out += torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)  # (T, D)
@@ -1132,9 +1112,9 @@ class Sum(nn.Module):
     """s -> total(skip s + after(gain_1 reader_1(before(s)) + gain_2 reader_2(before(s)) + ...)).
 
     before, after and total are norms or identities, see PLACEMENT. With norm_per_reader, several readers have a norm
-    each, in `befores`, instead of `before`. gains maps a reader's name to the initial value of
-    its learned gain; a single reader's gain acts outside of `after`, whose norm would cancel it. skip is 1, 0, or
-    "learned", which starts at 1.
+    each, in `befores`, instead of `before`. gains maps a reader's name to the initial value of its learned gain; a
+    single reader's gain acts outside of `after`, whose norm would cancel it. skip is 1, 0, or "learned", which starts
+    at 1.
     """
 
     def __init__(self, cfg: ModelConfig, skip: int | str = 1, gains: dict[str, float] | None = None, **readers):
@@ -1256,22 +1236,13 @@ def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of the cross entropies of logits x W^T + b, which never exist as (N, V): the forward computes loss and
-    gradients chunk by chunk. b (V,) or None. of_chunk is chunk_loss, perhaps compiled. The gradients are stored
-    unscaled; the backward multiplies them by the incoming gradient, which contains the loss scale of float16. gradient:
-    whether there is a backward."""
+    gradients chunk by chunk. b (V,) or None. options: the softcap, rows of a chunk, chunk_loss, perhaps compiled, and
+    whether there is a backward. The gradients are stored unscaled; the backward multiplies them by the incoming
+    gradient, which contains the loss scale of float16."""
 
     @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        bias: Maybe,
-        targets: Tensor,
-        softcap: float,
-        chunk: int,
-        of_chunk,
-        gradient: bool,
-    ):
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Maybe, targets: Tensor, options: tuple) -> Tensor:
+        softcap, chunk, of_chunk, gradient = options
         dtype = matmul_dtype(x)
         dx, dW = (torch.empty_like(x), torch.zeros_like(weight)) if gradient else (None, None)
         db = None if bias is None or not gradient else torch.zeros_like(bias)
@@ -1295,7 +1266,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         dx, dW, db = ctx.saved_tensors
-        return dx * grad, dW * grad, None if db is None else db * grad, None, None, None, None, None
+        return dx * grad, dW * grad, None if db is None else db * grad, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1454,7 +1425,7 @@ class Model(Stack):
             total = F.cross_entropy(self.logits(x), targets, ignore_index=-1, reduction="sum")
         else:
             options = self.cfg.logit_softcap, chunk, self.chunk_loss, torch.is_grad_enabled()
-            total = ChunkedCrossEntropy.apply(x, *self.head_parameters(), targets, *options)
+            total = ChunkedCrossEntropy.apply(x, *self.head_parameters(), targets, options)
         return total / (targets >= 0).sum().clamp(min=1)
 
     # ---- decoding
