@@ -126,6 +126,34 @@ FAULTS = [
         "Query heads of simplified blocks read the keys of another group under grouped-query attention.",
         "tests/test_blocks.py::test_shaped_attention_equals_its_matrices",
     ),
+    (
+        "model.py",
+        "kept = ((original * f / math.tau - low) / (high - low)).clamp(0, 1)",
+        "kept = ((original * f / math.tau - low) / (high - low)).round().clamp(0, 1)",
+        "Llama 3's scaling of RoPE scales wavelengths between the two limits all or not at all.",
+        "tests/test_references.py::test_model_equals_hugging_face[llama31]",
+    ),
+    (
+        "model.py",
+        "[before(x) for before in self.befores.values()]",
+        "[self.befores[self.names[0]](x) for _ in self.names]",
+        "With norm_per_reader, all readers of a sum have the first one's norm.",
+        "tests/test_references.py::test_model_equals_hugging_face[gpt_neox]",
+    ),
+    (
+        "model.py",
+        "                        db += p.sum(dim=0)",
+        "                        db = p.sum(dim=0)",
+        "The gradient of the head's bias is that of the last chunk of the loss alone.",
+        "tests/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp-models]",
+    ),
+    (
+        "engine/tensor_parallel.py",
+        "        return SumOverRanks.apply(grad.contiguous(), ctx.group), None",
+        "        return grad, None",
+        "Norms over all heads leave the other ranks' losses out of their gradient.",
+        "tests/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp-models]",
+    ),
     # ---- engine/optim.py
     (
         "engine/optim.py",
