@@ -26,6 +26,13 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+def ready_tokenizer(kind: str) -> str:
+    """The type of a flag --tokenizer without the kinds that are built from the texts, char and bpe."""
+    if kind not in ("byte", "gpt2") and not kind.startswith("hf:"):
+        raise argparse.ArgumentTypeError(f"{kind[:80]!r} is not byte, gpt2 or hf:DIR")
+    return kind
+
+
 def out_folder(out: str) -> Path:
     """The folder of --out: NAME means data/NAME, and anything with a / is a path."""
     if not out.strip():

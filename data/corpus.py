@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.command import Parser, next_command, out_folder
+from data.command import Parser, next_command, out_folder, ready_tokenizer
 from data.files import SPLITS, display_path
 from data.hashing import hash64
 from data.sources import ADDRESS, Source, find_files, hub_files, reason
@@ -55,7 +55,8 @@ def pieces(text: str, length: int) -> Iterator[str]:
     """Cuts `text` into pieces of at least `length` characters. Their ids, joined, are the ids of `text`.
 
     This holds for all tokenizers, because they split a text into words first, and in all of them a word ends before a
-    space and after a single newline. The cuts are at such places only.
+    space and after a single newline. The cuts are at such places only. (A tokenizer of the kind hf may split otherwise.
+    Then the tokens at a cut are others.)
     """
     start = 0
     while len(text) - start > length and (found := SAFE_CUT.search(text, start + length)):
@@ -177,7 +178,8 @@ def write(out: ShardWriter, source: Source, val_fraction: float, threads: int, l
         for (text, begins, ends), val, at in zip(job.pieces, job.uniform < val_fraction, job.rows, strict=True):
             split = "val" if val else "train"
             try:
-                parts[split] += [out.tokenizer.encode(text), *eot] if ends else [out.tokenizer.encode(text)]
+                encode_piece = out.tokenizer.encode if begins else out.tokenizer.encode_rest
+                parts[split] += [encode_piece(text), *eot] if ends else [encode_piece(text)]
             except ValueError as e:  # for example a million blanks in a row with gpt2
                 where = f"{source.files[at[0]]}, document {at[1]}"
                 raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or remove it") from e
@@ -298,7 +300,7 @@ def stream(doc: str, here: Path, path: str) -> None:
     flags = parser(doc, here)
     flags.add_argument("--path", default=path, help=f"OWNER/NAME[@REVISION][:CONFIG], or local files (default {path})")
     flags.add_argument("--shards", type=int, default=0, help="number of full shards to train on, 0 = all (default 0)")
-    flags.add_argument("--tokenizer", choices=("gpt2", "byte"), default="gpt2", help="gpt2 or byte (default gpt2)")
+    flags.add_argument("--tokenizer", type=ready_tokenizer, default="gpt2", help="gpt2, byte or hf:DIR (default gpt2)")
     args = flags.parse_args()
     try:
         files = find_files([args.path])

@@ -1,4 +1,4 @@
-"""Tokenizers, from text to token ids and back: `char`, `byte`, `gpt2` and `bpe`.
+"""Tokenizers, from text to token ids and back: `char`, `byte`, `gpt2`, `bpe` and `hf` (data/hf_tokenizer.py).
 
     tok = build("bpe:4096", lambda: texts)     # in a preparation; char and bpe are built from the texts
     tok.save(folder)
@@ -7,16 +7,14 @@
     tok.decode(ids)                            # "def main("
 
 `spec`, a JSON object, describes a tokenizer in a data set's meta.json and in every checkpoint. Equal tokenizers have
-equal `hash`. Only `bpe` also needs a file, beside the shards and in a run's out_dir. A character may consist of several
-tokens: to print ids while they are sampled, pass the bytes of `decode_bytes` to an incremental UTF-8 decoder, as
-codecs.getincrementaldecoder("utf-8")("replace").
+equal `hash`. Only `bpe` and `hf` also need a file, beside the shards and in a run's out_dir. A character may consist of
+several tokens: to print ids while they are sampled, pass the bytes of `decode_bytes` to an incremental UTF-8 decoder,
+as codecs.getincrementaldecoder("utf-8")("replace").
 """
 
 import base64
 import difflib
 import hashlib
-import json
-import os
 import re
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -24,59 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data import files
+from data.base_tokenizer import END_OF_TEXT, Tokenizer, read_file, write_file
+from data.hf_tokenizer import LETTERS, HFTokenizer
 
-END_OF_TEXT = b"<|endoftext|>"  # the printed form of an end-of-text token, which has no text
 SURROGATES = re.compile("([\ud800-\udfff]+)")
-
-
-class Tokenizer:
-    """Base of all kinds. A kind sets the four attributes and `encode`."""
-
-    spec: dict
-    vocab_size: int  # V
-    eot: int | None  # the id of end-of-text
-    token_bytes: list[bytes]  # V entries: the UTF-8 bytes of each id
-
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, (N,) int64, without end-of-text ids: only a preparation adds these."""
-        raise NotImplementedError
-
-    def save(self, folder: Path | str) -> None:
-        """Writes the files that `spec` refers to into `folder`. Most kinds have none."""
-
-    @classmethod
-    def load(cls, folder: Path | None, **fields) -> "Tokenizer":
-        """Makes the tokenizer from the fields of its spec and the files that `save` wrote into `folder`."""
-        return cls(**fields)
-
-    def decode_bytes(self, ids) -> bytes:
-        """The bytes of `ids`, an integer sequence, array or CPU tensor. ValueError for an id outside [0, V)."""
-        ids = np.asarray(ids, dtype=np.int64).ravel()
-        bad = ids[(ids < 0) | (ids >= self.vocab_size)]
-        if bad.size:
-            raise ValueError(
-                f"token id {bad[0]} is outside the {self.spec['kind']} vocabulary of {self.vocab_size}; "
-                "sample only from the first vocab_size logits"
-            )
-        return b"".join([self.token_bytes[i] for i in ids.tolist()])
-
-    def decode(self, ids) -> str:
-        """The text of `ids`, in which bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
-
-    @cached_property
-    def hash(self) -> str:
-        """SHA-256 of the spec; equal hashes mean equal ids for equal text."""
-        return hashlib.sha256(json.dumps(self.spec, sort_keys=True).encode()).hexdigest()
-
-    @cached_property
-    def byte_lengths(self) -> np.ndarray:
-        """Bytes of text per token, (V,) int64, for the denominator of bits per byte; 0 for end-of-text."""
-        lengths = np.array([len(b) for b in self.token_bytes], dtype=np.int64)
-        if self.eot is not None:
-            lengths[self.eot] = 0
-        return lengths
 
 
 class CharTokenizer(Tokenizer):
@@ -188,15 +137,7 @@ class BPETokenizer(Tokenizer):
     @classmethod
     def load(cls, folder: Path | None, file: str, vocab_size: int, sha256: str) -> "BPETokenizer":
         """Reads `file` in `folder` or its parent (out_dir of a checkpoint). ValueError if it is missing or changed."""
-        if file != cls.FILE:
-            raise ValueError(f"tokenizer bpe has file {ascii(file):.80}, but only {cls.FILE} is read; prepare again")
-        folder = Path(folder or ".")
-        path = next((p for p in (folder / file, folder.absolute().parent / file) if p.is_file()), None)
-        if path is None:
-            raise ValueError(f"{folder} lacks the tokenizer's {file}; copy it there from the data, or prepare it again")
-        if files.sha256(path) != sha256:
-            raise ValueError(f"{path} was changed: its SHA-256 is not the recorded one; restore it, or prepare again")
-        content = path.read_bytes()
+        path, content = read_file(folder, cls.FILE, file, sha256)
         try:
             tokens = [base64.b64decode(line.split(b" ")[0], validate=True) for line in content.splitlines()]
         except ValueError as e:
@@ -212,14 +153,7 @@ class BPETokenizer(Tokenizer):
 
     def save(self, folder: Path | str) -> None:
         """Writes the file of `spec` atomically."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".tmp-{self.FILE}"
-        with open(temporary, "wb") as f:
-            f.write(self.content)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, folder / self.FILE)
+        write_file(folder, self.FILE, self.content)
 
     @cached_property
     def _encoding(self):
@@ -271,8 +205,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     parts = (re.sub(r"\S{1000}", r"\g<0> ", part) for part in parts)  # its time is quadratic in a word's length
     tokenizer.train_from_iterator(parts, trainer)
     by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    letters = _letters_of_bytes()
-    tokens = [bytes(letters[c] for c in token) for token, _ in by_id]
+    tokens = [bytes(LETTERS[c] for c in token) for token, _ in by_id]
     if len(tokens) + 1 < vocab_size:
         raise ValueError(
             f"tokenizer bpe:{vocab_size} is larger than the text supports: no pair of tokens occurs twice beyond "
@@ -281,11 +214,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     return BPETokenizer(sorted(tokens[:256]) + tokens[256:])
 
 
-TOKENIZERS = {"char": CharTokenizer, "byte": ByteTokenizer, "gpt2": GPT2Tokenizer, "bpe": BPETokenizer}
+TOKENIZERS = {
+    "char": CharTokenizer,
+    "byte": ByteTokenizer,
+    "gpt2": GPT2Tokenizer,
+    "bpe": BPETokenizer,
+    "hf": HFTokenizer,
+}
 
 
 def build(kind: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-    """Builds the tokenizer "char", "byte", "gpt2" or "bpe:N", for example bpe:4096.
+    """Builds the tokenizer "char", "byte", "gpt2", "bpe:N", for example bpe:4096, or "hf:DIR".
 
     texts() starts a pass over all documents. Only char and bpe call it, once. ValueError for an unknown `kind`, or for
     texts that do not suffice.
@@ -300,13 +239,16 @@ def build(kind: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
         return TOKENIZERS[kind]()
     if name == "bpe" and re.fullmatch("[0-9]{1,9}", size):
         return train_bpe(texts(), int(size))
+    if name == "hf" and size:
+        return HFTokenizer.from_folder(size)
     near = next(iter(difflib.get_close_matches(name.lower(), TOKENIZERS, n=1, cutoff=0.5)), None)
-    hints = {None: "choose char, byte, gpt2 or bpe:N", "bpe": "give it a number of ids, such as bpe:4096"}
+    hints = {None: "choose char, byte, gpt2, bpe:N or hf:DIR", "bpe": "give it a number of ids, such as bpe:4096"}
+    hints["hf"] = "give it the folder of a tokenizer.json, such as hf:DIR"
     raise ValueError(f"unknown tokenizer {kind[:80]!r}; " + hints.get(near, f"did you mean {near}?"))
 
 
 def from_spec(spec: dict, folder: Path | None = None) -> Tokenizer:
-    """Makes the tokenizer that `spec` describes. The file of a bpe is in `folder` or in its parent.
+    """Makes the tokenizer that `spec` describes. The file of a bpe or hf is in `folder` or in its parent.
 
     ValueError for an unknown kind, for a spec that does not fit its kind, or for a missing or damaged file.
     """
@@ -324,16 +266,6 @@ def _utf8(text: str) -> bytes:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:  # a lone surrogate that escapes no byte is kept as three bytes
         return text.encode("utf-8", "surrogatepass")
-
-
-def _letters_of_bytes() -> dict[str, int]:
-    """Maps the letters that represent bytes in vocabularies of Hugging Face and GPT-2 to these bytes.
-
-    A byte that is printable in Latin-1 is its own letter. The others take U+0100, U+0101, ... in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
 def _code_points(text: str) -> np.ndarray:

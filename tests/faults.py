@@ -364,7 +364,7 @@ FAULTS = [
         "tests/test_shards.py::test_a_mixture_is_its_sources_and_their_weights",
     ),
     (
-        "data/tokenizer.py",
+        "data/base_tokenizer.py",
         "lengths[self.eot] = 0",
         "lengths[self.eot] = 1",
         "An end-of-text counts as a byte of text in bits per byte.",
@@ -379,8 +379,8 @@ FAULTS = [
     ),
     (
         "data/corpus.py",
-        "[out.tokenizer.encode(text), *eot] if ends else",
-        "[out.tokenizer.encode(text), *eot] if begins else",
+        "[encode_piece(text), *eot] if ends else",
+        "[encode_piece(text), *eot] if begins else",
         "A document that is encoded in several pieces has its end-of-text behind the first one.",
         "tests/test_corpus.py::test_formats_equal_a_naive_loop",
     ),

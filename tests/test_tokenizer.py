@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from data.hf_tokenizer import LETTERS
 from data.tokenizer import (
     TOKENIZERS,
     ByteTokenizer,
     CharTokenizer,
     GPT2Tokenizer,
-    _letters_of_bytes,
     build,
     from_spec,
     train_bpe,
@@ -118,7 +118,7 @@ def test_hash_is_stable_and_tells_apart():
 
 @pytest.mark.parametrize("spec", [{"kind": "word"}, {}, {"kind": ["byte"]}, "byte2", None])
 def test_unknown_kind_lists_the_known(spec):
-    with pytest.raises(ValueError, match="unknown tokenizer .*; choose one of char, byte, gpt2, bpe$"):
+    with pytest.raises(ValueError, match="unknown tokenizer .*; choose one of char, byte, gpt2, bpe, hf$"):
         from_spec(spec)
 
 
@@ -167,7 +167,8 @@ def test_gpt2_is_tiktokens_ordinary_encoding():
 
 def test_the_table_has_every_kind():
     assert {name: cls.__name__ for name, cls in TOKENIZERS.items()} == {
-        "char": "CharTokenizer", "byte": "ByteTokenizer", "gpt2": "GPT2Tokenizer", "bpe": "BPETokenizer"
+        "char": "CharTokenizer", "byte": "ByteTokenizer", "gpt2": "GPT2Tokenizer", "bpe": "BPETokenizer",
+        "hf": "HFTokenizer",
     }  # fmt: skip
 
 
@@ -190,7 +191,6 @@ def reference(texts: list[str], vocab_size: int) -> ByteLevelBPETokenizer:
 
 
 HF = reference(SOURCES, 1000)
-LETTERS = _letters_of_bytes()
 HF_BYTES = {i: bytes(LETTERS[c] for c in token) for token, i in HF.get_vocab().items()}
 
 
@@ -393,8 +393,8 @@ def test_build():
         ("bpe:-5", "give it a number"),
         ("bpe:٣٠٠", "give it a number"),
         ("bpe4096", "give it a number"),
-        ("", "choose char, byte, gpt2 or bpe:N"),
-        ("word", "choose char, byte, gpt2 or bpe:N"),
+        ("", "choose char, byte, gpt2, bpe:N or hf:DIR"),
+        ("word", "choose char, byte, gpt2, bpe:N or hf:DIR"),
     ],
 )
 def test_build_helps(kind, words):

@@ -25,9 +25,9 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.command import Parser, next_command, out_folder, run  # noqa: E402
+from data.command import Parser, next_command, out_folder, ready_tokenizer, run  # noqa: E402
 from data.files import display_path  # noqa: E402
-from data.tokenizer import from_spec  # noqa: E402
+from data.tokenizer import build  # noqa: E402
 from data.writer import ShardWriter  # noqa: E402
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -57,7 +57,7 @@ def main() -> None:
     parser = Parser(__doc__)
     fraction = "fraction of the bytes for validation (default 0.05)"
     parser.add_argument("--val_fraction", type=float, default=0.05, help=fraction)
-    parser.add_argument("--tokenizer", choices=("byte", "gpt2"), default="byte", help="byte or gpt2 (default byte)")
+    parser.add_argument("--tokenizer", type=ready_tokenizer, default="byte", help="byte, gpt2 or hf:DIR (default byte)")
     parser.add_argument("--out", default=str(HERE), help="NAME (data/NAME) or a path with a / (default: this folder)")
     args = parser.parse_args()
     if not 0 < args.val_fraction < 1:
@@ -70,7 +70,7 @@ def main() -> None:
     validation = validation_set(paths, library, args.val_fraction)
     if not validation:
         raise ValueError(f"val_fraction={args.val_fraction} is less than the smallest file; pass a larger number")
-    tokenizer = from_spec({"kind": args.tokenizer})
+    tokenizer = build(args.tokenizer, list)
     with ShardWriter(folder, tokenizer) as out:
         for path in paths:
             text = path.read_bytes().decode("utf-8", "surrogateescape")  # keeps the bytes that are not UTF-8

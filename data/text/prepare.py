@@ -32,7 +32,7 @@ from data.sources import find_files  # noqa: E402
 def main() -> None:
     flags = corpus.parser(__doc__, HERE)
     flags.add_argument("--input", action="append", required=True, help="file, pattern or folder; may be repeated")
-    flags.add_argument("--tokenizer", default="gpt2", help="char, byte, gpt2 or bpe:N (default gpt2)")
+    flags.add_argument("--tokenizer", default="gpt2", help="char, byte, gpt2, bpe:N or hf:DIR (default gpt2)")
     kinds = ("file", "line", "paragraph")
     flags.add_argument("--documents", choices=kinds, default="file", help="what a document of a text is (default file)")
     args = flags.parse_args()

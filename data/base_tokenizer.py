@@ -1,0 +1,96 @@
+"""The base class of all tokenizers, and the file that some of them have."""
+
+import hashlib
+import json
+import os
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from data import files
+
+END_OF_TEXT = b"<|endoftext|>"  # the printed form of an end-of-text token, which has no text
+
+
+class Tokenizer:
+    """Base of all kinds. A kind sets the four attributes and `encode`."""
+
+    spec: dict
+    vocab_size: int  # V
+    eot: int | None  # the id of end-of-text
+    bos: int | None = None  # the id of beginning-of-text, if a model was trained with one
+    prefix: list[int] = []  # the ids that other programs put before a text and `encode` leaves out
+    token_bytes: list[bytes]  # V entries: the UTF-8 bytes of each id
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of `text`, (N,) int64, without end-of-text ids: only a preparation adds these."""
+        raise NotImplementedError
+
+    def encode_rest(self, text: str) -> np.ndarray:
+        """The ids of a text that continues another one."""
+        return self.encode(text)
+
+    def save(self, folder: Path | str) -> None:
+        """Writes the files that `spec` refers to into `folder`. Most kinds have none."""
+
+    @classmethod
+    def load(cls, folder: Path | None, **fields) -> "Tokenizer":
+        """Makes the tokenizer from the fields of its spec and the files that `save` wrote into `folder`."""
+        return cls(**fields)
+
+    def decode_bytes(self, ids) -> bytes:
+        """The bytes of `ids`, an integer sequence, array or CPU tensor. ValueError for an id outside [0, V)."""
+        ids = np.asarray(ids, dtype=np.int64).ravel()
+        bad = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if bad.size:
+            raise ValueError(
+                f"token id {bad[0]} is outside the {self.spec['kind']} vocabulary of {self.vocab_size}; "
+                "sample only from the first vocab_size logits"
+            )
+        return b"".join([self.token_bytes[i] for i in ids.tolist()])
+
+    def decode(self, ids) -> str:
+        """The text of `ids`, in which bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the spec; equal hashes mean equal ids for equal text."""
+        return hashlib.sha256(json.dumps(self.spec, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """Bytes of text per token, (V,) int64, for the denominator of bits per byte; 0 for end-of-text."""
+        lengths = np.array([len(b) for b in self.token_bytes], dtype=np.int64)
+        if self.eot is not None:
+            lengths[self.eot] = 0
+        return lengths
+
+
+def read_file(folder: Path | None, name: str, file: str, sha256: str) -> tuple[Path, bytes]:
+    """The path and the content of the file `name` in `folder` or its parent (out_dir of a checkpoint).
+
+    `file` and `sha256` are those of a spec. ValueError if they do not fit, or the file is missing.
+    """
+    if file != name:
+        raise ValueError(f"the tokenizer has file {ascii(file):.80}, but only {name} is read; prepare again")
+    folder = Path(folder or ".")
+    path = next((p for p in (folder / name, folder.absolute().parent / name) if p.is_file()), None)
+    if path is None:
+        raise ValueError(f"{folder} lacks the tokenizer's {name}; copy it there from the data, or prepare it again")
+    if files.sha256(path) != sha256:
+        raise ValueError(f"{path} was changed: its SHA-256 is not the recorded one; restore it, or prepare again")
+    return path, path.read_bytes()
+
+
+def write_file(folder: Path | str, name: str, content: bytes) -> None:
+    """Writes the file atomically, and makes the folder."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".tmp-{name}"
+    with open(temporary, "wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, folder / name)

@@ -1,0 +1,298 @@
+"""Tokenizers of Hugging Face, read and written, compared with transformers' AutoTokenizer."""
+
+import hashlib
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from data.hf_tokenizer import HFTokenizer
+from data.tokenizer import build, from_spec
+
+TEXTS = [(ROOT / "README.md").read_text()[:20000], "naïve «été» 中文字 \U0001f600\r\n\t\t x  y\n\n\n" * 4]
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MIXED = "Hello world, it's naïve.  \n\n  def f(x):\t# 中文 \U0001f600 <s> </s> <|endoftext|>"
+
+
+def with_bos(tokenizer: Tokenizer) -> processors.PostProcessor:
+    return processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+
+
+def byte_level(prefix_space: bool = False) -> Tokenizer:
+    """As GPT-2's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["</s>", "<s>"]
+    options = dict(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=500, **options))
+    return tokenizer
+
+
+def llama3() -> Tokenizer:
+    tokenizer = byte_level()
+    split = pre_tokenizers.Split(Regex(LLAMA3), behavior="isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    tokenizer.add_special_tokens(["<|far|>"])
+    tokenizer.post_processor = with_bos(tokenizer)
+    return tokenizer
+
+
+def sentencepiece(prefix: bool) -> Tokenizer:
+    """As Llama 2's with the prefix, as Gemma's without."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    blanks = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blanks]) if prefix else blanks
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    special = ["<unk>", "<s>", "</s>", *BYTES]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False, limit_alphabet=60)
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    trained.train_from_iterator(TEXTS, trainer)
+    parts, own = json.loads(trained.to_str()), json.loads(tokenizer.to_str())
+    parts["added_tokens"] = parts["added_tokens"][:3]  # a <0x0A> in a text is text
+    own |= {"added_tokens": parts["added_tokens"], "model": parts["model"] | {"byte_fallback": True, "fuse_unk": True}}
+    if prefix:
+        own["pre_tokenizer"] = None
+    tokenizer = Tokenizer.from_str(json.dumps(own))
+    tokenizer.post_processor = with_bos(tokenizer)
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    """As XGLM's: an unknown character becomes <unk>, and a blank at the beginning is lost."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    special = ["<unk>", "<s>", "</s>"]
+    tokenizer.train_from_iterator(
+        TEXTS, trainers.UnigramTrainer(vocab_size=300, special_tokens=special, unk_token="<unk>", show_progress=False)
+    )
+    return tokenizer
+
+
+KINDS = {
+    "gpt2": byte_level,
+    "roberta": lambda: byte_level(prefix_space=True),
+    "llama3": llama3,
+    "llama2": lambda: sentencepiece(True),
+    "gemma": lambda: sentencepiece(False),
+    "unigram": unigram,
+}
+EXACT = ["gpt2", "llama3", "llama2", "gemma"]  # give back every text
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """folder(kind): a folder with the tokenizer of this kind."""
+
+    @cache
+    def make(kind: str) -> Path:
+        path = tmp_path_factory.mktemp(kind)
+        KINDS[kind]().save(str(path / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+        return path
+
+    return make
+
+
+@cache
+def both(path: Path):
+    return HFTokenizer.from_folder(path), AutoTokenizer.from_pretrained(path)
+
+
+def theirs(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+
+WORDS = st.sampled_from([*" \n▁é中\U0001f600", "  ", "it's", "the", "<s>", "</s>", "<0x0A>", "e\u0301"])
+ANY = st.lists(st.text(max_size=3) | WORDS, max_size=8).map("".join)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(text=ANY)
+def test_ids_and_text_are_those_of_transformers(folder, kind, text):
+    ours, reference = both(folder(kind))
+    ids = ours.encode(text)
+    assert ids.dtype == np.int64 and ids.tolist() == theirs(reference, text)
+    if kind in EXACT:
+        same = text if kind == "gpt2" or kind == "llama3" else text.replace("▁", " ")
+        assert ours.decode(ids) == same == reference.decode(ids, clean_up_tokenization_spaces=False)
+        assert ours.byte_lengths[ids].sum() == len(same.encode()) + (kind == "llama2" and text != "")
+    elif not text.startswith((" ", "▁")):
+        assert ours.decode(ids) == reference.decode(ids, clean_up_tokenization_spaces=False)
+    assert ours.eot not in ids or kind == "unigram"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attributes_are_those_of_transformers(folder, kind):
+    ours, reference = both(folder(kind))
+    assert (ours.vocab_size, ours.eot, ours.bos) == (len(reference), reference.eos_token_id, reference.bos_token_id)
+    assert [*ours.prefix, *ours.encode(MIXED)] == reference(MIXED, split_special_tokens=True).input_ids
+    assert ours.prefix == ([ours.bos] if kind in ("llama2", "gemma", "llama3") else [])
+    assert ours.token_bytes[ours.eot] == b"</s>" and ours.byte_lengths[ours.eot] == 0
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@given(text=ANY, more=ANY)
+@settings(max_examples=30, deadline=None)
+def test_a_text_in_pieces(folder, kind, text, more):
+    """The rest of a text has no blank before it, so the bytes of the ids join to the text."""
+    ours, _ = both(folder(kind))
+    ids = [*ours.encode(text), *ours.encode_rest(more)] if text else ours.encode(more)
+    assert ours.decode(ids) == (text + more if kind in ("gpt2", "llama3") else (text + more).replace("▁", " "))
+
+
+@pytest.mark.parametrize("kind", ["roberta", "unigram"])
+def test_the_rest_of_a_text_gets_no_blank(folder, kind):
+    ours, _ = both(folder(kind))
+    assert ours.decode_bytes(ours.encode("the")) == b" the" and ours.decode_bytes(ours.encode_rest("the")) == b"the"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spec_and_file(folder, kind, tmp_path):
+    tokenizer = build(f"hf:{folder(kind)}", lambda: pytest.fail("read the texts"))
+    tokenizer.save(tmp_path / "new")
+    again = from_spec(json.loads(json.dumps(tokenizer.spec)), tmp_path / "new" / "step_00000001")
+    assert (again.spec, again.hash) == (tokenizer.spec, tokenizer.hash)
+    assert (again.vocab_size, again.eot, again.bos) == (tokenizer.vocab_size, tokenizer.eot, tokenizer.bos)
+    assert again.encode(MIXED).tolist() == tokenizer.encode(MIXED).tolist()
+    assert (tmp_path / "new" / "tokenizer.json").read_bytes() == (folder(kind) / "tokenizer.json").read_bytes()
+
+
+def test_gaps_in_the_vocabulary_and_tokens_beyond_it():
+    """The library numbers an added token by the size of the vocabulary, whatever the file says."""
+    parts = json.loads(byte_level().to_str())
+    vocabulary, parts["model"]["merges"] = parts["model"]["vocab"], []
+    n, last = len(vocabulary), max(vocabulary, key=vocabulary.get)
+    vocabulary[last] = n + 30
+    parts["added_tokens"].append(parts["added_tokens"][0] | {"id": n, "content": "<|far|>"})
+    content = json.dumps(parts)
+    tokenizer = HFTokenizer(content.encode(), {"eos_token": "<|far|>"}, "x")
+    reference = Tokenizer.from_str(content)
+    assert (tokenizer.vocab_size, tokenizer.eot) == (n + 31, reference.token_to_id("<|far|>"))
+    assert tokenizer.token_bytes[n + 5] == b"" and tokenizer.byte_lengths[n + 5] == 0
+    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+
+
+def test_random_dropout_truncation_and_padding_of_the_file_are_off():
+    reference = byte_level()
+    parts = json.loads(reference.to_str())
+    parts["model"]["dropout"] = 0.9
+    parts["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    parts["padding"] = {
+        "strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "</s>",
+    }  # fmt: skip
+    tokenizer = HFTokenizer(json.dumps(parts).encode(), {"eos_token": "</s>"}, "x")
+    assert tokenizer.encode("the parallel block").tolist() == reference.encode("the parallel block").ids
+
+
+def test_lone_surrogates_become_replacement_characters(folder):
+    ours, _ = both(folder("gpt2"))
+    assert ours.decode(ours.encode("a\ud800b\udcff")) == "a\ufffdb\ufffd"
+
+
+@pytest.mark.parametrize(
+    "configs",
+    [
+        {"tokenizer_config.json": {"eos_token": "</s>"}},
+        {"special_tokens_map.json": {"eos_token": {"content": "</s>", "lstrip": False}}},
+        {"generation_config.json": {"eos_token_id": [0, 1]}},
+        {"config.json": {"eos_token_id": 0}},
+        {"tokenizer_config.json": {"eos_token": "</s>", "bos_token": None}, "config.json": {"eos_token_id": 7}},
+    ],
+    ids=str,
+)
+def test_where_end_of_text_is_found(folder, tmp_path, configs):
+    for name, config in configs.items():
+        (tmp_path / name).write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_bytes((folder("gpt2") / "tokenizer.json").read_bytes())
+    tokenizer = HFTokenizer.from_folder(tmp_path)
+    assert (tokenizer.eot, tokenizer.special) == (0, {"eos_token": "</s>"})
+
+
+def damaged(change) -> bytes:
+    parts = json.loads(byte_level().to_str())
+    change(parts)
+    return json.dumps(parts).encode()
+
+
+@pytest.mark.parametrize(
+    "content,config,words",
+    [
+        (b"", "{}", "is damaged"),
+        (b"\x80\x04K*.", "{}", "is damaged"),  # a pickle
+        (b"[]", "{}", "is damaged"),
+        (b"{}", "{}", "is damaged"),
+        (b'{"model": {}}', "{}", "is damaged"),
+        (b"[" * 100_000, "{}", "is damaged"),
+        (damaged(lambda parts: parts["model"].update(merges=["x y"])), "{}", "is damaged"),
+        (damaged(lambda parts: parts.update(decoder=None)), "{}", "has no decoder"),
+        (damaged(lambda parts: parts.update(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})), "{}",
+         "the decoder WordPiece, with which a token has no bytes of its own; use a byte-level"),
+        (damaged(lambda parts: parts.update(decoder={"type": "BPEDecoder", "suffix": "</w>"})), "{}", "BPEDecoder"),
+        (damaged(lambda parts: parts.update(pre_tokenizer={"type": "Whitespace"})), "{}", "drops the blanks"),
+        (damaged(lambda parts: None), "{}", "has no end-of-text token (None is"),
+        (damaged(lambda parts: None), '{"eos_token": "<eos>"}', "has no end-of-text token ('<eos>' is"),
+        (damaged(lambda parts: None), '{"eos_token": "</s>", "eos_token": "a"}', "tokenizer_config.json is damaged"),
+        (damaged(lambda parts: None), "[1]", "tokenizer_config.json is damaged"),
+        (damaged(lambda parts: None), "{", "tokenizer_config.json is damaged"),
+    ],
+)  # fmt: skip
+def test_bad_files_are_one_line(tmp_path, content, config, words):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ValueError) as e:
+        build(f"hf:{tmp_path}", list)
+    assert words in str(e.value) and "\n" not in str(e.value) and len(str(e.value)) < 300 + len(str(tmp_path))
+
+
+def test_no_folder_and_no_library(folder, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="nowhere lacks tokenizer.json; give the folder .* `hf download NAME"):
+        build(f"hf:{tmp_path}/nowhere", list)
+    with pytest.raises(ValueError, match="unknown tokenizer 'hf:'; give it the folder"):
+        build("hf:", list)
+    path = folder("gpt2")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match="needs tokenizers; pip install tokenizers$"):
+        build(f"hf:{path}", list)
+
+
+@pytest.mark.parametrize(
+    "fields,words",
+    [
+        ({"sha256": "0"}, "was changed"),
+        ({"vocab_size": 7}, "other ids or special tokens than its spec"),
+        ({"special": {}}, "no end-of-text"),
+        ({"special": {"eos_token": "</s>", "bos_token": "nope"}}, "other ids or special tokens"),
+        ({"special": ["eos_token"]}, "cannot be made from"),
+        ({"file": "../tokenizer.json"}, "only tokenizer.json is read"),
+        ({"more": 1}, "cannot be made from"),
+    ],
+    ids=str,
+)
+def test_a_spec_that_does_not_fit(folder, tmp_path, fields, words):
+    tokenizer, _ = both(folder("gpt2"))
+    tokenizer.save(tmp_path)
+    with pytest.raises(ValueError, match=words) as e:
+        from_spec(tokenizer.spec | fields, tmp_path)
+    assert "\n" not in str(e.value)
+    assert hashlib.sha256(tokenizer.content).hexdigest() == tokenizer.spec["sha256"]
