@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from data.hf_tokenizer import HFTokenizer
-from data.tokenizer import build, from_spec
+from data.hf_tokenizer import LETTERS, HFTokenizer
+from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, from_spec, train_bpe
+from engine.export_tokenizer import export_tokenizer
 
 TEXTS = [(ROOT / "README.md").read_text()[:20000], "naïve «été» 中文字 \U0001f600\r\n\t\t x  y\n\n\n" * 4]
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
@@ -296,3 +298,107 @@ def test_a_spec_that_does_not_fit(folder, tmp_path, fields, words):
         from_spec(tokenizer.spec | fields, tmp_path)
     assert "\n" not in str(e.value)
     assert hashlib.sha256(tokenizer.content).hexdigest() == tokenizer.spec["sha256"]
+
+
+# -------------------------------------------------------------------------------------------------------- written
+
+
+def gpt2_of_other_table() -> GPT2Tokenizer:
+    """GPT-2's tokenizer with a table that needs no network: its single bytes are in the order of GPT-2's letters."""
+    tokens, tokenizer = train_bpe(TEXTS, 700).token_bytes[:-1], GPT2Tokenizer()
+    tokens[:256] = [bytes([byte]) for byte in LETTERS.values()]
+    options = dict(pat_str=GPT2Tokenizer.PATTERN, mergeable_ranks={t: i for i, t in enumerate(tokens)})
+    tokenizer.vocab_size, tokenizer.eot = len(tokens) + 1, len(tokens)
+    tokenizer._encoding = tiktoken.Encoding("gpt2", **options, special_tokens={"<|endoftext|>": tokenizer.eot})
+    return tokenizer
+
+
+CHARS = "".join(sorted({*TEXTS[0], *TEXTS[1], *"\x00\u2028<|>"}))
+OURS = {
+    "char": CharTokenizer(CHARS),
+    "byte": ByteTokenizer(),
+    "gpt2": gpt2_of_other_table(),
+    "bpe": train_bpe([*TEXTS, "  " * 200, "a" * 50, "ab" * 40] * 2, 900),
+}
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory):
+    """exported(kind): AutoTokenizer of what was written, in a folder with the config.json of a Llama."""
+
+    @cache
+    def make(kind: str):
+        path = tmp_path_factory.mktemp(kind)
+        export_tokenizer(OURS[kind], path)
+        LlamaConfig(num_hidden_layers=1).save_pretrained(path)
+        return AutoTokenizer.from_pretrained(path)
+
+    return make
+
+
+SAME_LETTERS = st.text("ab ", max_size=40)  # tokens overlap in many ways
+
+
+@pytest.mark.parametrize("kind", OURS)
+@settings(max_examples=100, deadline=None)
+@given(text=ANY | SAME_LETTERS)
+def test_what_is_written_gives_the_same_ids_and_text(exported, kind, text):
+    reference, text = exported(kind), "".join(c for c in text if kind != "char" or c in CHARS)
+    ids = theirs(reference, text)
+    assert ids == OURS[kind].encode(text).tolist()
+    assert reference.decode(ids, clean_up_tokenization_spaces=False) == text == OURS[kind].decode(ids)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_what_is_written_for_whole_files(exported, kind):
+    reference, text = exported(kind), "".join(TEXTS)
+    assert theirs(reference, text) == OURS[kind].encode(text).tolist()
+    assert (
+        len(reference) == OURS[kind].vocab_size and reference.eos_token_id == reference.bos_token_id == OURS[kind].eot
+    )
+    if kind != "char":
+        assert reference("<|endoftext|>").input_ids == [OURS[kind].eot]
+        assert theirs(reference, "<|endoftext|>") == OURS[kind].encode("<|endoftext|>").tolist()
+
+
+def test_char_refuses_what_it_lacks_there_too(exported):
+    with pytest.raises(Exception, match="Missing"):
+        exported("char")("\x07")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=20, deadline=None)
+@given(text=ANY)
+def test_what_was_read_is_written_unchanged(folder, tmp_path_factory, kind, text):
+    path = folder(kind).parent / f"again_{kind}"
+    if not path.exists():
+        export_tokenizer(both(folder(kind))[0], path)
+    ours, reference = both(path)
+    assert ours.hash == both(folder(kind))[0].hash
+    assert reference(text).input_ids == both(folder(kind))[1](text).input_ids
+    assert (reference.bos_token, reference.eos_token) == ("<s>", "</s>")
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe", "gpt2"])
+def test_our_own_can_be_read_again(tmp_path, kind):
+    export_tokenizer(OURS[kind], tmp_path)
+    again = HFTokenizer.from_folder(tmp_path)
+    assert again.encode(MIXED).tolist() == OURS[kind].encode(MIXED).tolist()
+    assert (again.token_bytes, again.eot, again.bos) == (OURS[kind].token_bytes, OURS[kind].eot, OURS[kind].eot)
+
+
+def test_beside_a_qwen2(tmp_path):
+    export_tokenizer(OURS["bpe"], tmp_path)
+    Qwen2Config(num_hidden_layers=1).save_pretrained(tmp_path)
+    assert theirs(PreTrainedTokenizerFast.from_pretrained(tmp_path), MIXED) == OURS["bpe"].encode(MIXED).tolist()
+
+
+def test_what_cannot_be_written(tmp_path):
+    with pytest.raises(ValueError, match=r"the char vocabulary has the lone surrogate '\\ud800', which no"):
+        export_tokenizer(CharTokenizer("a\ud800"), tmp_path)
+    odd = BPETokenizer([*ByteTokenizer.token_bytes[:256], b"abc"])  # neither ab nor bc is a token
+    with pytest.raises(
+        ValueError, match="the token b'abc' is not the union of two earlier tokens, so no list of merges"
+    ):
+        export_tokenizer(odd, tmp_path)
+    assert not list(tmp_path.iterdir())
