@@ -795,7 +795,7 @@ def uniform_mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask) -> Tensor:
         return mix(torch.cat((torch.zeros_like(q[..., :D]), q[..., D:]), dim=-1), k, v, D, mask)
     T, S = q.size(2), k.size(2)
     mask = mask._replace(window=mask.window if mask.window < S else 0)
-    if T == 1 and mask.causal:
+    if T == 1 and mask.causal and mask.docs is None:
         return v[:, :, -mask.window :].mean(dim=2, keepdim=True)
     total = at_least_float32(v).cumsum(dim=2)
     lo, hi = mask.reach(T, S, v.device)

@@ -1,0 +1,104 @@
+"""superblock's causal models for transformers: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).
+
+model.py, beside this file, is the model; config.json holds its flags. A batch may be padded on either side, and
+`generate` works with transformers' caches.
+"""
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .model import Heads, Inputs, KVCache, LearnedEmbedding, Model, ModelConfig
+
+
+class SuperblockConfig(PretrainedConfig):
+    """The flags of ModelConfig, in `flags`, and the names that transformers' tools look for."""
+
+    model_type = "superblock"
+
+    def __init__(self, flags: dict | None = None, **kwargs):
+        self.flags = flags or {}
+        cfg = ModelConfig(**self.flags)
+        self.vocab_size, self.hidden_size, self.max_position_embeddings = cfg.vocab_size, cfg.n_embd, cfg.block_size
+        self.num_hidden_layers, self.num_attention_heads = cfg.n_layer, cfg.n_head
+        kwargs["tie_word_embeddings"] = cfg.tie_weights
+        super().__init__(**kwargs)
+
+
+class LayerCache:
+    """Keeps the keys and values of one layer in transformers' cache, in place of a KVCache."""
+
+    def __init__(self, cache, layer: int):
+        self.cache, self.layer = cache, layer
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cache.update(k, v, self.layer)
+
+
+class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
+    """A Model as transformers expects it."""
+
+    config_class = SuperblockConfig
+    base_model_prefix = "model"
+    _tied_weights_keys = {"model.head.weight": "model.wte.weight"}
+
+    def __init__(self, config: SuperblockConfig):
+        super().__init__(config)
+        self.seed = int(torch.randint(2**62, (), device="cpu"))
+        self.model = Model(ModelConfig(**config.flags), self.seed)
+        self.heads = [m for m in self.model.modules() if isinstance(m, Heads)]
+        self.names = {m: name for name, m in self.model.named_modules()}
+        self.padding = None  # (B, 1): tokens of padding before each text
+        self.model.pos.register_forward_pre_hook(self.count_from_text)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.model.wte
+
+    def set_input_embeddings(self, value):
+        self.model.wte = value
+
+    def get_output_embeddings(self):
+        return self.model.head
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        """Draws the parameters of this module that no file has given."""
+        for kind, p in module.named_parameters(recurse=False):
+            if not getattr(p, "_is_hf_initialized", False):
+                name = f"{self.names[module]}.{kind}"
+                p.copy_(self.model.initial_weight(name, self.seed, p.shape, (0,) * p.dim(), p.shape, p.device))
+
+    def count_from_text(self, pos, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Gives the embedding of positions the positions (B, T) within the texts."""
+        x, t = inputs
+        return x, t if self.padding is None else (t - self.padding).clamp(min=0)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values=None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """input_ids (B, T) -> logits (B, T, V). attention_mask (B, past + T) is 0 where there is padding."""
+        model, T = self.model, input_ids.size(1)
+        start = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if start + T > model.cfg.block_size and isinstance(model.pos, LearnedEmbedding):
+            raise ValueError(f"a text of {start + T} tokens does not fit in block_size={model.cfg.block_size}; crop it")
+        docs, self.padding = None, None
+        if attention_mask is not None and not attention_mask[:, 0].all():  # padding before a text is a document
+            text = (attention_mask.cumsum(dim=1) > 0).long()
+            docs, self.padding = (text[:, start:].contiguous(), text), (text == 0).sum(dim=1, keepdim=True)
+        for layer, heads in enumerate(self.heads):
+            heads.cache = KVCache() if past_key_values is None else LayerCache(past_key_values, layer)
+        x, t = model.embed(input_ids, start)
+        x = model.through_blocks(x, Inputs(model.table(t, x), docs))
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = model.logits(x[:, keep])
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=model.cfg.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)

@@ -1,0 +1,156 @@
+"""model.py as a custom architecture of transformers: the same logits, `generate`, padding, caches, another save."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
+
+from engine.remote_code import write_remote_code
+from model import Model, ModelConfig
+
+SIZE = dict(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=50)
+KINDS = {
+    "gpt2": dict(bias=True),
+    "llama": dict(pos="rope", norm="rmsnorm", mlp="swiglu", attention="gqa", n_kv_head=2, tie_weights=False),
+    "superblock": dict(block="superblock", pos="alibi", window=5, window_pattern="SL", n_group=2),
+    "slots": dict(block="superblock", pool="joint", pos="alibi", n_slot=3, qk_norm=True),
+    "simplified": dict(block="simplified", pos="rope", simplified_value_proj="all"),
+    "simplified_parallel": dict(block="simplified_parallel", pos="alibi", norm="none", attention="mqa"),
+    "capped": dict(block="parallel", pos="sinusoidal", attn_softcap=5.0, logit_softcap=3.0),
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def modules_cache(tmp_path_factory):
+    """transformers copies the code that it runs into this folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        patch.syspath_prepend("")  # so that sys.path is restored at the end
+        yield
+
+
+@pytest.fixture(scope="session")
+def both(tmp_path_factory):
+    """both(kind): our model, and the one that transformers loads from what was written."""
+    made = {}
+
+    def make(kind: str):
+        if kind not in made:
+            model = Model(ModelConfig(**SIZE | KINDS[kind]), seed=1).eval()
+            with torch.no_grad():
+                for p in model.parameters():  # no initial zeros or ones
+                    p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+            folder = tmp_path_factory.mktemp(kind)
+            write_remote_code(model.cfg, folder)
+            weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+            theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+            made[kind] = model, theirs, folder
+        return made[kind]
+
+    return make
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(50, shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_loss(both, kind):
+    ours, theirs, _ = both(kind)
+    idx = tokens(3, 20)
+    targets = torch.cat((idx[:, 1:], torch.full((3, 1), 0)), dim=1)
+    with torch.no_grad():
+        found = theirs(idx, labels=idx.where(idx % 7 > 0, -100))
+        torch.testing.assert_close(found.logits, ours(idx), atol=1e-6, rtol=0)
+        torch.testing.assert_close(found.loss, ours(idx, targets.where(targets % 7 > 0, -1)), atol=1e-6, rtol=1e-6)
+    assert not theirs.training and theirs.num_parameters() == ours.n_params()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_is_greedy_with_and_without_cache(both, kind):
+    ours, theirs, _ = both(kind)
+    idx = tokens(2, 5)
+    want = torch.stack([*ours.generate(idx, 12, lambda logits: logits.argmax(-1))], dim=1)
+    for use_cache in (True, False):
+        found = theirs.generate(idx, max_new_tokens=12, do_sample=False, use_cache=use_cache)
+        assert found[:, 5:].tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_changes_nothing(both, kind):
+    ours, theirs, _ = both(kind)
+    short, long = tokens(1, 4), tokens(1, 9)
+    for side in (1, 0):  # before the text, after it
+        rows = [torch.zeros(1, 5, dtype=torch.long), short]
+        idx = torch.cat((torch.cat(rows if side else rows[::-1], dim=1), long))
+        mask = torch.ones_like(idx)
+        mask[0, slice(0, 5) if side else slice(4, 9)] = 0
+        with torch.no_grad():
+            found = theirs(idx, attention_mask=mask).logits
+        torch.testing.assert_close(found[0, mask[0] > 0], ours(short)[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[1], ours(long)[0], atol=1e-5, rtol=1e-5)
+        if side:
+            found = theirs.generate(idx, attention_mask=mask, max_new_tokens=6, do_sample=False)
+            for row, prompt in zip(found, (short, long), strict=True):
+                want = [int(t) for t in ours.generate(prompt, 6, lambda logits: logits.argmax(-1))]
+                assert row[9:].tolist() == want
+
+
+def test_saved_again(both, tmp_path):
+    ours, theirs, _ = both("superblock")
+    theirs.save_pretrained(tmp_path)
+    assert {"model.py", "modeling_superblock.py", "model.safetensors"} <= {p.name for p in tmp_path.iterdir()}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    for (name, p), q in zip(ours.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    with torch.no_grad():
+        assert torch.equal(again(tokens(1, 9)).logits, theirs(tokens(1, 9)).logits)
+
+
+def test_config(both):
+    _, theirs, folder = both("llama")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    assert config.flags == json.loads((folder / "config.json").read_text())["flags"]
+    assert (config.vocab_size, config.max_position_embeddings, config.tie_word_embeddings) == (50, 24, False)
+    assert theirs.get_output_embeddings().weight is not theirs.get_input_embeddings().weight
+
+
+def test_new_weights_are_the_models_own(both):
+    _, _, folder = both("gpt2")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    assert 0.018 < model.model.blocks[0].sums[0].attn.qkv.weight.std() < 0.022
+    assert model.model.head.weight is model.model.wte.weight and (model.model.norm.weight == 1).all()
+
+
+def test_a_weight_that_is_missing_is_drawn(both, tmp_path):
+    ours, theirs, folder = both("gpt2")
+    write_remote_code(ours.cfg, tmp_path)
+    weights = {f"model.{name}": p.detach() for name, p in ours.named_parameters() if name != "norm.weight"}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    assert (model.model.norm.weight == 1).all() and torch.equal(model.model.wte.weight, ours.wte.weight)
+
+
+def test_in_bfloat16(both, tmp_path):
+    ours, theirs, folder = both("superblock")
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
+    with torch.no_grad():
+        found, want = model(tokens(2, 9)).logits, theirs(tokens(2, 9)).logits
+    assert model.dtype == torch.bfloat16 and (found - want).abs().max() < 0.1 * want.abs().max()
+
+
+def test_a_text_that_is_too_long(both):
+    _, theirs, _ = both("gpt2")
+    with pytest.raises(ValueError, match="a text of 25 tokens does not fit in block_size=24; crop it"):
+        theirs.generate(tokens(1, 23), max_new_tokens=5, do_sample=False)
+
+
+@pytest.mark.parametrize("objective", ["masked", "seq2seq"])
+def test_only_causal_models_are_written(tmp_path, objective):
+    with pytest.raises(ValueError, match=f"objective={objective} cannot be exported"):
+        write_remote_code(ModelConfig(**SIZE, objective=objective), tmp_path / "x")
+    assert not (tmp_path / "x").exists()
