@@ -1,6 +1,7 @@
 # make train: environment, data, a trained model and a sample.   make test: environment and all tests but the slow.
 # make quick: for whoever edits model.py, half a minute: the grid of flags, the blocks, the references and golden losses.
 # make mutants: are 60 planted faults seen by the tests? Some minutes.
+# make interop: our models in lm-eval's tasks, compared with transformers' there. lm-eval has an environment of its own.
 # make gpu: on a machine with a GPU, 8 minutes: is everything computed there as on the CPU, and how fast does it train?
 # All need only a Python >= 3.10 with pip, write nothing outside this folder but caches, and skip what is already done.
 
@@ -8,7 +9,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := out/pycode
 
-.PHONY: train test quick slow mutants gpu clean
+.PHONY: train test quick slow mutants gpu interop clean
 
 train: .venv/ready data/pycode/meta.json
 	$(BIN)/python train.py config/train_pycode.py --out_dir=$(RUN) --init_from=$(if $(wildcard $(RUN)/latest),resume,scratch)
@@ -32,6 +33,9 @@ slow: .venv/ready-test
 mutants: .venv/ready-test
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py
 
+interop: .venv-interop/ready
+	OMP_NUM_THREADS=1 .venv-interop/bin/python -m pytest -m interop
+
 data/pycode/meta.json: data/pycode/prepare.py | .venv/ready
 	$(BIN)/python $<
 
@@ -45,5 +49,10 @@ data/pycode/meta.json: data/pycode/prepare.py | .venv/ready
 	$(BIN)/python -m pip install --quiet torch==2.13.0 --editable ".[test]"
 	touch $@
 
+.venv-interop/ready: pyproject.toml
+	test -x .venv-interop/bin/python || $(PYTHON) -m venv .venv-interop
+	.venv-interop/bin/python -m pip install --quiet torch==2.13.0 --editable ".[interop]"
+	touch $@
+
 clean:
-	rm -rf .venv *.egg-info out
+	rm -rf .venv .venv-interop *.egg-info out
