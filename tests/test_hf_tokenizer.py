@@ -1,21 +1,27 @@
 """Tokenizers of Hugging Face, read and written, compared with transformers' AutoTokenizer."""
 
+import argparse
 import hashlib
 import json
+import shutil
 import sys
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
-from conftest import ROOT
+from conftest import ROOT, metrics, read_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
+import sample
+from data import corpus
 from data.hf_tokenizer import LETTERS, HFTokenizer
+from data.shards import open_data
 from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, from_spec, train_bpe
 from engine.export_tokenizer import export_tokenizer
 
@@ -402,3 +408,25 @@ def test_what_cannot_be_written(tmp_path):
     ):
         export_tokenizer(odd, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, monkeypatch):
+    """From texts to a sample. Long documents are cut; the file travels with the shards and with the run."""
+    monkeypatch.setattr(corpus, "JOB_CHARACTERS", 40)
+    path, text = tmp_path / "model", tmp_path / "a.txt"
+    shutil.copytree(folder("llama2"), path)
+    text.write_text("".join(TEXTS))
+    options = dict(out=f"{tmp_path}/data", val_fraction=0.2, field="text", shard_tokens=10**6, threads=2)
+    corpus.prepare(argparse.Namespace(tokenizer=f"hf:{path}", **options), [str(text)], "line")
+    shutil.rmtree(path)
+    data, (_, reference) = open_data(tmp_path / "data", verify=True), both(folder("llama2"))
+    splits = [data.split(split) for split in ("train", "val")]
+    lines = sorted(tuple(theirs(reference, line)) for line in text.read_text().split("\n") if line.strip())
+    found, eot = sum(map(read_all, splits), []), [reference.eos_token_id]
+    assert sorted(tuple(ids) for end, ids in groupby(found, lambda i: [i] == eot) if not end) == lines
+    out = run(f"--dataset={tmp_path}/data", "--max_iters=2", "--warmup_iters=1", "--eval_interval=2")
+    assert (out / "tokenizer.json").read_bytes() == data.tokenizer.content and metrics(out)[-1]["val_bpb"] > 0
+    shutil.rmtree(tmp_path / "data")
+    capfd.readouterr()
+    sample.main([f"--out_dir={out}", "--start=the été", "--max_new_tokens=5", "--device=cpu"])
+    assert capfd.readouterr().out.startswith("the été")
