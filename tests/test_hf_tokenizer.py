@@ -200,6 +200,15 @@ def test_gaps_in_the_vocabulary_and_tokens_beyond_it():
     assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
 
 
+@pytest.mark.parametrize("fallback", [True, False])
+def test_only_byte_fallback_makes_bytes_of_numbers(fallback):
+    steps = [decoders.ByteFallback()] * fallback + [decoders.Fuse()]
+    reference = Tokenizer(models.WordLevel({"<0x41>": 0, "</s>": 1}, unk_token="</s>"))
+    reference.decoder = decoders.Sequence(steps)
+    tokenizer = HFTokenizer(reference.to_str().encode(), {"eos_token": "</s>"}, "x")
+    assert tokenizer.decode([0]) == reference.decode([0]) == ("A" if fallback else "<0x41>")
+
+
 def test_random_dropout_truncation_and_padding_of_the_file_are_off():
     reference = byte_level()
     parts = json.loads(reference.to_str())
