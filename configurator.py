@@ -53,7 +53,7 @@ class Config(ModelConfig):
     verify_data: bool = False  # check every shard's SHA-256 before the first step
     # --- run
     out_dir: str = "out"  # checkpoints, metrics, the resolved flags (config.py) and earlier ones (config_STEP.py)
-    init_from: str = "scratch"  # scratch, resume (the latest in out_dir) or nanogpt:FILE (its ckpt.pt)
+    init_from: str = "scratch"  # scratch, resume (the latest in out_dir), checkpoint:RUN (its weights) or nanogpt:FILE
     seed: int = 1337  # for initial weights, the order of the data and dropout
     max_iters: int = 600000  # optimizer steps
     eval_interval: int = 2000  # steps between evaluations, 0 = only at the end
@@ -139,7 +139,11 @@ class Config(ModelConfig):
         for name, pattern, form in (
             ("dataset", r".*\S.*", "a folder under data/, such as pycode, a path, or a mixture, such as a:0.7,b:0.3"),
             ("out_dir", r"(?!~).*\S.*", "a folder, such as out; ~ means your home"),
-            ("init_from", "scratch|resume|nanogpt:.+", "scratch, resume or nanogpt:FILE, a nanoGPT ckpt.pt"),
+            (
+                "init_from",
+                "scratch|resume|(checkpoint|nanogpt):.+",
+                "scratch, resume, checkpoint:RUN, the weights of a run, or nanogpt:FILE, a nanoGPT ckpt.pt",
+            ),
             ("device", r"auto|cpu|cuda(:\d{1,3})?|mps", "auto, cpu, cuda, cuda:N or mps"),
         ):
             value = getattr(self, name)

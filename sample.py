@@ -4,6 +4,8 @@
     python sample.py --out_dir=out/x --start="def main(" --num_samples=4
     python sample.py --out_dir=out/x --start=FILE:prompt.txt --temperature=0
     python sample.py --out_dir=out/x/step_00001000 --top_p=0.95 --stop=$'\\n\\n'
+    python sample.py --out_dir=nanogpt:ckpt.pt --start="To be"       # nanoGPT's weights; also hf:DIR, Hugging Face's
+    python sample.py --out_dir=out/x --score=text.txt                # the log-probability of each token of a text
     python sample.py --out_dir=out/bert --start="def f_____(self):" --blank=_            # masked: a token each
     python sample.py --out_dir=out/t5 --start="for <mask> in range(<mask>):"             # seq2seq: a span each
 
@@ -12,6 +14,10 @@ temperature, then top_k, top_p and min_p in this order each remove tokens.
 
 Samples go to stdout, everything else to stderr. A causal model continues the prompt; on a terminal the first sample
 appears while it is generated. Models of the other objectives fill the blanks of the prompt.
+
+--score prints a JSON object for each token of a text: its id, its text, its log-probability in nats given the tokens
+before it (null for the first token), and the number of bytes before it. The context is the whole text before the token;
+beyond block_size, it is at least half of block_size.
 """
 
 import signal
@@ -21,15 +27,16 @@ if __name__ == "__main__":
         signal.signal(number, signal.SIG_DFL)
 
 import codecs
+import json
+import math
 import re
-import stat
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from types import NoneType
 from typing import Literal
 
 import torch
@@ -37,14 +44,20 @@ from torch import Tensor
 
 from configurator import Config, parse
 from data.objective import OBJECTIVE
-from data.tokenizer import Tokenizer, from_spec
-from engine import checkpoint, memory
+from data.tokenizer import Tokenizer
+from engine import memory, weights
 from engine.device import resolve_device, resolve_dtype
 from engine.errors import command, require, user_errors
+from engine.parallel import Ranks
+from engine.text import read_text, token_logprobs
 from model import POSITION, Model, NoEmbedding
 
 Chooser = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
-LARGEST_PROMPT = 2**24  # bytes of a prompt file
+LARGEST_PROMPT, LARGEST_TEXT = 2**24, 2**28  # bytes of a prompt file, and of a text to score
+UNUSED = {  # objective -> flags that have no effect
+    "causal": ["blank"], "masked": ["stop", "max_new_tokens", "overflow"], "seq2seq": ["stop"],
+}  # fmt: skip
+SCORING = {"out_dir", "score", "device", "dtype"}  # flags that --score uses
 SEPARATOR = "\n---------------\n"
 
 
@@ -53,7 +66,7 @@ class SampleConfig:
     """The flags of sample.py. ValueError names the flag, its value and the remedy."""
 
     # --- sample
-    out_dir: str = "out"  # folder of the training run, for its latest checkpoint, or of one checkpoint
+    out_dir: str = "out"  # the model: a training run, one of its checkpoints, nanogpt:FILE or hf:DIR
     start: str = ""  # the prompt, or FILE:path; empty = end-of-text, or a newline where there is none
     blank: str = "<mask>"  # text in the prompt that marks a missing token (masked) or span (seq2seq)
     num_samples: int = 1  # samples of the same prompt, generated in one batch
@@ -61,6 +74,7 @@ class SampleConfig:
     stop: str = ""  # text before which a sample ends; empty = only end-of-text ends it
     overflow: Literal["recompute", "roll"] = "recompute"  # beyond block_size: recompute the context, or drop its oldest
     seed: int = 1337  # the same seed gives the same samples
+    score: str = ""  # text file: print the log-probability of each of its tokens as JSON lines, and generate nothing
     # --- distribution
     temperature: float = 0.8  # below 1 sharper, above 1 flatter, 0 = always the most likely token
     top_k: int = 200  # keeps the k most likely tokens, 0 = all
@@ -111,33 +125,27 @@ def choose(logits: Tensor, cfg: SampleConfig, generator: torch.Generator) -> Ten
     return torch.multinomial(distribution(logits, cfg), 1, generator=generator)[:, 0]
 
 
-def load(cfg: SampleConfig, device: torch.device):
-    """Loads the checkpoint of out_dir: its folder, its model in evaluation mode, and its tokenizer."""
+def load(cfg: SampleConfig, device: torch.device) -> tuple[str | Path, Model, Tokenizer]:
+    """Loads the model that out_dir names: its path, the model in evaluation mode, and its tokenizer."""
 
-    def build(path: Path, state: dict) -> tuple[Path, Model, Tokenizer]:
-        require(
-            state["tokenizer"] is not None,
-            f"{path} was trained on data without a tokenizer; give its meta.json a tokenizer and resume for one step",
-        )
-        tokenizer = from_spec(state["tokenizer"], path)
-        flags = parse(Config, [], base=lambda _: (state["flags"], str(path)))
+    def build(found: weights.Weights) -> tuple[str | Path, Model, Tokenizer]:
+        tokenizer, flags = found.tokenizer(), found.config()
         memory.check_sampling(cfg, flags, device)
-        with torch.device("meta"):
-            model = Model(flags)
-        model.to_empty(device=device)
-        model.tie()
-        checkpoint.load(path, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
-        return path, model.eval(), tokenizer
+        ranks = Ranks(0, 1, device, resolve_dtype(cfg.dtype, device), compile=False)
+        return found.path, found.load(flags, ranks).model, tokenizer
 
-    return checkpoint.read(cfg.out_dir, {"flags": dict, "tokenizer": (dict, NoneType)}, build)
+    return weights.read(cfg.out_dir, build)
 
 
 def check_flags(cfg: SampleConfig, objective: str, pos: str):
     """ValueError if the user has set a flag that has no effect with the model's objective, or that its positions do not
     allow."""
-    unused = {"causal": ["blank"], "masked": ["stop", "max_new_tokens", "overflow"], "seq2seq": ["stop"]}[objective]
+    unused, reason = UNUSED[objective], f"on a model of objective={objective}"
+    if cfg.score:
+        require(objective == "causal", f"score={cfg.score} needs a model of objective=causal, and this is {objective}")
+        unused, reason = cfg.sources.keys() - SCORING, "with score, which generates nothing"
     for name in [name for name in unused if name in cfg.sources]:
-        raise ValueError(f"{name}={getattr(cfg, name)} has no effect on a model of objective={objective}; omit it")
+        raise ValueError(f"{name}={getattr(cfg, name)} has no effect {reason}; omit it")
     endless = [name for name, (embedding, _) in POSITION.items() if embedding is NoEmbedding]
     require(
         cfg.overflow == "recompute" or pos in endless,
@@ -150,21 +158,7 @@ def read_prompt(start: str) -> str:
     """Reads the prompt of --start. FILE:path must be a regular file of UTF-8 text, else ValueError."""
     if not start.startswith("FILE:"):
         return start
-    flag = f"start={start[:200]}"
-    require("\0" not in start, f"start={start[:200]!r} holds a NUL, so it is not a path; give the path of a text file")
-    try:
-        path = Path(start[5:]).expanduser()
-        require(stat.S_ISREG(path.stat().st_mode), f"{flag} is not a regular file; give the path of a text file")
-        with open(path, "rb") as f:  # files under /proc have the size 0 but may have content
-            content = f.read(LARGEST_PROMPT + 1)
-        require(len(content) <= LARGEST_PROMPT, f"{flag} has more than {LARGEST_PROMPT:,} bytes; shorten it")
-        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{flag} is not UTF-8 text ({error}); convert it, for example with iconv") from None
-    except OSError as error:
-        raise ValueError(f"{flag} cannot be read ({error.strerror}); give the path of a text file") from None
-    except RuntimeError as error:  # of expanduser
-        raise ValueError(f"{flag} cannot be found ({error}); give the path of a text file") from None
+    return read_text("start", start, LARGEST_PROMPT).replace("\r\n", "\n").replace("\r", "\n")
 
 
 class Sample:
@@ -297,23 +291,35 @@ def fill_spans(
     return (len(written) - 1) * len(source)
 
 
-SAMPLER = {  # objective -> (prompt to the ids that the model reads, function that prints the samples)
+def score_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, text: str, idx: Tensor, choose: Chooser) -> int:
+    """Prints the log-probability of each token of the text, idx (1, N), as a JSON object on a line of its own."""
+    place = 0
+    for token, logprob in zip(idx[0].tolist(), chain([math.nan], token_logprobs(model, idx[0])), strict=True):
+        known = logprob if math.isfinite(logprob) else None  # JSON has no nan and inf
+        print(json.dumps({"token": token, "text": tokenizer.decode([token]), "logprob": known, "byte": place}))
+        place += len(tokenizer.token_bytes[token])
+    return idx.size(1)
+
+
+SAMPLER = {  # objective, or score -> (prompt to the ids that the model reads, function that prints the samples)
     "causal": (text_ids, continue_text),
     "masked": (masked_ids, fill_masks),
     "seq2seq": (source_ids, fill_spans),
+    "score": (text_ids, score_text),
 }
 
 
 def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(SampleConfig, argv, doc=__doc__)
-        prompt = read_prompt(cfg.start)
+        text = read_text("score", cfg.score, LARGEST_TEXT) if cfg.score else read_prompt(cfg.start)
+        require(text or not cfg.score, f"score={cfg.score} is empty; give a file with text")
         device = resolve_device(cfg.device)
         dtype = resolve_dtype(cfg.dtype, device)
         path, model, tokenizer = load(cfg, device)
         check_flags(cfg, model.cfg.objective, model.cfg.pos)
-        read_ids, generate = SAMPLER[model.cfg.objective]
-        ids = read_ids(cfg, model.cfg, tokenizer, prompt)
+        read_ids, generate = SAMPLER["score" if cfg.score else model.cfg.objective]
+        ids = read_ids(cfg, model.cfg, tokenizer, text)
     print(f"{path}: {model.n_params():,} parameters, on {device}", file=sys.stderr)
     idx = torch.tensor([ids], device=device).repeat(cfg.num_samples, 1)
     if device.type == "cuda":
@@ -322,7 +328,7 @@ def main(argv: list[str] | None = None):
     sys.stdout.reconfigure(errors="replace")  # for a prompt that is not UTF-8, or a terminal without Unicode
     started = time.perf_counter()
     with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-        n_tokens = generate(cfg, model, tokenizer, prompt, idx, partial(choose, cfg=cfg, generator=generator))
+        n_tokens = generate(cfg, model, tokenizer, text, idx, partial(choose, cfg=cfg, generator=generator))
     sys.stdout.flush()  # if it fails, the error is the only output
     seconds = time.perf_counter() - started
     print(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:.1f} tokens per second", file=sys.stderr)

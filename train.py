@@ -4,6 +4,7 @@
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/llama_7b.py
     python train.py --out_dir=out/x --init_from=resume                # goes on as if it had never stopped
+    python train.py config/x.py --init_from=checkpoint:out/x          # a new run, from the weights of another one
     python train.py config/x.py --init_from=nanogpt:ckpt.pt           # starts from nanoGPT's weights
 
 Watch it with tensorboard --logdir=out/x. SIGINT (Ctrl-C) and SIGTERM finish the step, or leave the evaluation, save and
@@ -28,11 +29,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from configurator import Config, dump, parse
 from data.loader import Loader, count_windows
-from data.objective import OBJECTIVE, Objective
-from data.shards import DataSet, open_data
 from engine import accounting, compilation, memory, optim, parallel, run_state
 from engine.errors import command, require, user_errors
-from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss
+from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss, open_dataset
 from engine.folder import FolderLock, check_out_dir, replace_flags
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_step_warning
 from engine.saver import Checkpoints
@@ -40,7 +39,6 @@ from engine.sharded_model import ShardedModel
 from engine.stop_signal import StopSignal
 from model import Model
 
-DATA = Path(__file__).parent / "data"
 NEVER = torch.iinfo(torch.int64).max  # larger than the number of any step
 
 
@@ -144,7 +142,7 @@ class Run:
         self.ranks = ranks = compilation.settle(cfg, ranks, seconds)
         self.sharded = ShardedModel(cfg, ranks)  # the part of the model that this rank computes
         if cfg.init_from != "resume":
-            run_state.initialize(cfg, self.sharded)
+            run_state.initialize(cfg, self.sharded, self.data.tokenizer)
         torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on every rank draws its own random numbers
         self.optimizer = optim.build(self.sharded.model, cfg, self.sharded.as_global, ranks.dtype)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
@@ -304,32 +302,6 @@ class Run:
 def compiled_graphs() -> int:
     """Number of graphs that torch.compile has made in this process."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def open_dataset(cfg: Config) -> tuple[DataSet, Objective, int]:
-    """(the data, the objective, vocab_size). The ids of the objective's own tokens follow those of the data."""
-    data = open_data(cfg.dataset, DATA, cfg.vocab_size, cfg.verify_data)
-    require(
-        data.meta is not None or cfg.objective == "causal",
-        f"objective={cfg.objective} adds ids to the data's vocabulary, and dataset={cfg.dataset} has no meta.json with "
-        'its size; write {"vocab_size": N} into one beside the shards',
-    )
-    data_ids = data.meta["vocab_size"] if data.meta else cfg.vocab_size
-    objective = OBJECTIVE[cfg.objective](
-        data_ids, data.eot, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
-    )
-    needed = data_ids + objective.extra_ids
-    unit = 64 if needed > 1024 else 1  # large matrix products are faster if the sizes are multiples of 64
-    vocab_size = cfg.vocab_size or -(-needed // unit) * unit
-    remedy = f"set it to {needed} or more"
-    if cfg.init_from != "scratch":
-        remedy = f"init_from={cfg.init_from} settles it, so leave objective, corrupt_ratio and span_length out"
-    require(
-        vocab_size >= needed,
-        f"vocab_size={vocab_size} has no room for the data's {data_ids} ids and the {objective.extra_ids} that "
-        f"objective={cfg.objective} adds; {remedy}",
-    )
-    return data, objective, vocab_size
 
 
 def show_plan(cfg: Config):

@@ -140,7 +140,7 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
         raise problem(folder, "", fact, f"pass --vocab_size=N, or {write}")
     if 0 < vocab_size < own:
         fact = f"has a vocabulary of {own}, more than vocab_size={vocab_size}"
-        raise problem(folder, "", fact, f"pass {own} or more")
+        raise problem(folder, "", fact, f"pass {own} or more, or prepare the data with the tokenizer of the model")
     tokenizer = from_spec(meta["tokenizer"], folder) if meta and "tokenizer" in meta else None
     if tokenizer and (tokenizer.hash, tokenizer.vocab_size) != (meta.get("tokenizer_hash", tokenizer.hash), own):
         raise problem(folder, "meta.json", "records another tokenizer hash or vocabulary size than its tokenizer has")

@@ -1,32 +1,61 @@
 """The loss over a fixed set of windows, and the bytes of text that its tokens stand for.
 
+data, objective, vocab_size = open_dataset(cfg)
 lengths, why_no_bytes = byte_lengths(cfg, data, ranks)
 found = mean_loss(cfg, ranks, sharded, objective, lengths, stop, data.split("val"), n_batches)
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from data.loader import eval_batches
-from data.objective import Objective
-from data.shards import DataSet
+from data.objective import OBJECTIVE, Objective
+from data.shards import DataSet, open_data
 from data.stream import TokenStream
 from engine.errors import require, user_errors
 from engine.parallel import Ranks
 from engine.sharded_model import ShardedModel
 from engine.stop_signal import StopSignal
 
+DATA = Path(__file__).parent.parent / "data"
 
-def data_errors_end_the_run(batches: Iterator) -> Iterator:
+
+def open_dataset(cfg) -> tuple[DataSet, Objective, int]:
+    """(the data, the objective, vocab_size). The ids of the objective's own tokens follow those of the data."""
+    data = open_data(cfg.dataset, DATA, cfg.vocab_size, cfg.verify_data)
+    require(
+        data.meta is not None or cfg.objective == "causal",
+        f"objective={cfg.objective} adds ids to the data's vocabulary, and dataset={cfg.dataset} has no meta.json with "
+        'its size; write {"vocab_size": N} into one beside the shards',
+    )
+    data_ids = data.meta["vocab_size"] if data.meta else cfg.vocab_size
+    objective = OBJECTIVE[cfg.objective](
+        data_ids, data.eot, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
+    )
+    needed = data_ids + objective.extra_ids
+    unit = 64 if needed > 1024 else 1  # large matrix products are faster if the sizes are multiples of 64
+    vocab_size = cfg.vocab_size or -(-needed // unit) * unit
+    remedy = f"set it to {needed} or more"
+    if cfg.init_from != "scratch":
+        remedy = f"init_from={cfg.init_from} settles it, so leave objective, corrupt_ratio and span_length out"
+    require(
+        vocab_size >= needed,
+        f"vocab_size={vocab_size} has no room for the data's {data_ids} ids and the {objective.extra_ids} that "
+        f"objective={cfg.objective} adds; {remedy}",
+    )
+    return data, objective, vocab_size
+
+
+def data_errors_end_the_run(batches: Iterable) -> Iterator:
     """The same batches. An error of the data, such as a shard that was changed, ends the run in one line."""
     with user_errors():
         yield from batches
 
 
-@torch.no_grad()
 def mean_loss(
     cfg,
     ranks: Ranks,
@@ -44,13 +73,30 @@ def mean_loss(
 
     Returns None if the ranks agree to stop meanwhile, because torchrun gives them only 30 s to save.
     """
-    # MPS does not support float64.
-    total = torch.zeros(3, dtype=torch.float32 if ranks.device.type == "mps" else torch.float64, device=ranks.device)
     batches = eval_batches(
         stream, objective, cfg.batch_size, n_batches, ranks.data_rank, ranks.data_size, cfg.seed, ranks.device
     )
+    found = total_loss(ranks, sharded, lengths, batches, stop)
+    if found is None:
+        return None
+    nats, tokens, n_bytes = found
+    return nats / tokens, nats / math.log(2) / n_bytes if n_bytes else None
+
+
+@torch.no_grad()
+def total_loss(
+    ranks: Ranks,
+    sharded: ShardedModel,
+    lengths: Tensor | None,
+    batches: Iterable[dict[str, Tensor]],
+    stop: StopSignal | None = None,
+) -> list[float] | None:
+    """[nats, number of targets, bytes of text of the targets] of the batches of all ranks together. The bytes are 0
+    without `lengths`. Returns None if the ranks agree to stop meanwhile."""
+    # MPS does not support float64.
+    total = torch.zeros(3, dtype=torch.float32 if ranks.device.type == "mps" else torch.float64, device=ranks.device)
     for batch in map(sharded.batch, data_errors_end_the_run(batches)):
-        if stop.agreed():
+        if stop and stop.agreed():
             return None
         targets = batch["targets"]
         counted = (targets >= 0) & sharded.has_loss  # only the last stage of a pipeline has the loss
@@ -58,8 +104,7 @@ def mean_loss(
         total[1] += counted.sum()
         if lengths is not None:
             total[2] += (lengths[targets.clamp(min=0)] * counted).sum()
-    nats, tokens, n_bytes = ranks.sum(total).tolist()
-    return nats / tokens, nats / math.log(2) / n_bytes if n_bytes else None
+    return ranks.sum(total).tolist()
 
 
 def byte_lengths(cfg, data: DataSet, ranks: Ranks) -> tuple[Tensor | None, str]:

@@ -1,7 +1,8 @@
-"""Refuses, before anything is allocated, a run or a sampling that can never fit into the machine's memory.
+"""Refuses, before anything is allocated, a run, a sampling or an evaluation that can never fit into the memory.
 
     check_training(cfg, ranks, objective.lengths)     # ValueError names the flag to lower
     check_sampling(cfg, flags, device)
+    check_evaluation(cfg, flags, ranks, objective.lengths)
 
 The estimates are lower bounds of a run's peak memory. They are compared with the total memory, not with the free
 memory, which other programs may increase. So a run that could fit is never refused; --plan=True estimates the memory in
@@ -31,7 +32,7 @@ SIZES += ["loss_chunk", "gradient_accumulation_steps"]
 USUAL = {"vocab_size": 50304}  # usual values of flags whose default is not a size
 REMEDY = {
     STATES: "lower {flag}, or divide them among more ranks with --parallel=fsdp; --plan=True tells how many",
-    CHECKPOINT: "sample on a machine with more memory",
+    CHECKPOINT: "use a machine with more memory",
 }
 
 
@@ -126,6 +127,18 @@ def check_sampling(cfg, flags, device: torch.device):
         return {CHECKPOINT: (4 * total, False), "keys and values": (keep, False), "logits": (logits, False)}
 
     check_memory(cfg, device, need, ["num_samples", "max_new_tokens"])
+
+
+def check_evaluation(cfg, flags, ranks, lengths: tuple[int, int]):
+    """ValueError if evaluating a model with these flags, as evaluate.py's cfg says, needs more memory than there is."""
+
+    def need(c) -> Need:
+        changed = copy.copy(flags)
+        changed.batch_size = c.batch_size
+        parts = training_need(changed, ranks, lengths)
+        return {CHECKPOINT: parts.pop(STATES)} | parts
+
+    check_memory(cfg, ranks.device, need, ["batch_size"])
 
 
 def check_memory(cfg, device: torch.device, need: Callable[[Any], Need], sizes: list[str]):

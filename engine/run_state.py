@@ -1,4 +1,4 @@
-"""Starts a run from random weights, a checkpoint or nanoGPT's file, and collects the tensors of its checkpoints.
+"""Starts a run from random or trained weights, and collects the tensors of its checkpoints.
 
 A checkpoint holds the parameters (`model.NAME`), the optimizer's state (`optim.NAME`), the state of every rank's random
 number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary with the types STATE. A resumed run continues as if
@@ -6,20 +6,23 @@ it had never stopped.
 """
 
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import NoneType
 
 import torch
 from torch import Tensor
 
-from engine import checkpoint, interchange, optim, parallel
+from data.tokenizer import Tokenizer
+from engine import checkpoint, optim, parallel, weights
 from engine.errors import require
 from engine.folder import FolderLock
 from engine.parallel import Ranks
 from engine.sharded_model import ShardedModel
-from model import ModelConfig
+from engine.weights import Weights
+from model import Model, ModelConfig
 
+OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for the runs that continue it
 SETTLED_BY_AUTO = {"dtype", "compile"}  # flags whose `auto` becomes the machine's choice, which checkpoints store
 FREE_ON_RESUME = {"dropout", "loss_chunk", "fp32_residual"}  # flags of the model that may differ from the checkpoint's
 STATE = {  # keys of a checkpoint's state that a resume needs, and their types
@@ -33,17 +36,20 @@ STATE = {  # keys of a checkpoint's state that a resume needs, and their types
 
 
 def stored_flags(lock: FolderLock, flags: dict) -> tuple[dict, str]:
-    """(flags stored in the checkpoint that init_from names, to use as defaults; the checkpoint's path)."""
-    kind, _, file = flags["init_from"].partition(":")
+    """(flags that belong to the weights that init_from names, to use as defaults; the path of these weights)."""
+    kind = flags["init_from"].partition(":")[0]
     if kind == "resume":
         if not (flags["eval_only"] or flags["plan"]):
             lock.take(flags["out_dir"], make=False)
         path, stored = checkpoint.read(flags["out_dir"], STATE, lambda path, state: (path, state["flags"]))
-        return {name: value for name, value in stored.items() if name not in ("out_dir", "init_from")}, str(path)
-    if kind == "nanogpt":
-        model_args, tensors, _ = interchange.read_nanogpt(file)
-        return interchange.from_nanogpt(model_args, tensors)[0], file
-    return {}, ""
+        return {name: value for name, value in stored.items() if name not in OWN}, str(path)
+    if kind == "scratch":
+        return {}, ""
+
+    def stored(found: Weights) -> tuple[dict, str]:
+        return {name: value for name, value in found.flags.items() if name not in OWN}, str(found.path)
+
+    return weights.read(named(flags["init_from"]), stored)
 
 
 def resume_after_restart(cfg):
@@ -90,15 +96,66 @@ def check_same_model(cfg, flags: dict, path: str | Path):
         require(same, f"{flag.name}={new} differs from {old} in {path}; {remedy}")
 
 
-def initialize(cfg, sharded: ShardedModel):
-    """Give the model the initial weights of a new run: random weights, or the nanoGPT file that init_from names."""
-    kind, _, file = cfg.init_from.partition(":")
-    if kind != "nanogpt":
+def layout(cfg) -> dict[str, tuple]:
+    """The name of each parameter -> (its shape, the matrices that its rows belong to). If both are equal for two
+    configurations, each has the weights of the other."""
+    with torch.device("meta"):
+        model = Model(cfg)
+    found = {}
+    for name, p in model.named_parameters():
+        rows = (cfg.vocab_size,) if name in checkpoint.VOCAB_WEIGHTS else p.shape[:1]  # without padding
+        module = model.get_submodule(name.rpartition(".")[0])
+        found[name] = (*rows, *p.shape[1:]), getattr(module, "fused", None)
+    return found
+
+
+def check_same_weights(cfg, found: Weights):
+    """ValueError if the model of cfg needs other weights than those found. It names the flag that makes the difference.
+
+    All other flags are free: they change what is computed with the weights, or how they are trained.
+    """
+    before = found.config()
+    weights_before = layout(before)
+    if layout(cfg) == weights_before:
+        return
+    changed = [f.name for f in fields(ModelConfig) if getattr(cfg, f.name) != getattr(before, f.name)]
+
+    def matters(name: str) -> bool:
+        try:
+            return layout(replace(before, **{name: getattr(cfg, name)})) != weights_before
+        except ValueError:  # this flag alone does not fit to the others
+            return True
+
+    name = next(filter(matters, changed), changed[0])
+    raise ValueError(
+        f"{name}={getattr(cfg, name)} needs other weights than {name}={getattr(before, name)} in {found.path}; "
+        "leave it out, or start with --init_from=scratch"
+    )
+
+
+def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):
+    """Give the model the initial weights of a new run: random weights, or those that init_from names.
+
+    tokenizer   of the run's data
+    """
+    kind = cfg.init_from.partition(":")[0]
+    if kind == "scratch":
         return sharded.init_weights(cfg.seed)
-    model_args, tensors, _ = interchange.read_nanogpt(file)
-    flags, tensors = interchange.from_nanogpt(model_args, tensors)
-    check_same_model(cfg, flags, file)
-    sharded.fill(tensors | {"head.weight": tensors["wte.weight"]})
+
+    def fill(found: Weights):
+        check_same_weights(cfg, found) if kind == "checkpoint" else check_same_model(cfg, found.flags, found.path)
+        require(
+            tokenizer is None or found.spec in (None, tokenizer.spec),
+            f"dataset={cfg.dataset} has another tokenizer than the data of {found.path}; prepare it with the same one",
+        )
+        found.fill(sharded)
+
+    weights.read(named(cfg.init_from), fill)
+
+
+def named(init_from: str) -> str:
+    """The weights that init_from names, as weights.read takes them: checkpoint:RUN is RUN."""
+    return init_from.removeprefix("checkpoint:")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,8 +164,7 @@ def initialize(cfg, sharded: ShardedModel):
 
 def run_tensors(sharded: ShardedModel, optimizer: optim.Optimizer) -> dict[str, Tensor]:
     """The parameters and the optimizer's state by name. They share storage with the run, to be saved or loaded."""
-    parameters = dict(sharded.model.named_parameters())
-    tensors = {f"model.{name}": sharded.as_global(name, p.detach()) for name, p in parameters.items()}
+    tensors = weights.parameters(sharded)
     for name, t in optimizer.state_tensors(sharded.model).items():
         tensors[f"optim.{name}"] = sharded.as_global(name.rpartition(".")[0], t)
     return tensors
@@ -130,14 +186,7 @@ def restore(cfg, ranks: Ranks, sharded: ShardedModel, optimizer: optim.Optimizer
         random, saved = random_states(ranks), checkpoint.shapes(path)
         random = {name: t for name, t in random.items() if name in saved}
         tensors = run_tensors(sharded, optimizer) | random
-        rows = {  # of the vocabulary's weights and their optimizer states, without padding
-            name: cfg.vocab_size
-            for name, t in tensors.items()
-            if name.split(".", 1)[1].startswith(checkpoint.VOCAB_WEIGHTS) and t.dim()
-        }
-        if any(saved[name][0][:1] < (cfg.vocab_rows,) for name in rows.keys() & saved.keys()):
-            sharded.init_weights(cfg.seed, checkpoint.VOCAB_WEIGHTS)  # for padding that the saved layout did not have
-        checkpoint.load(path, tensors, rows)
+        weights.load_tensors(path, tensors, sharded)
         for name, t in random.items():
             torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)
         if not random:  # the checkpoint was saved by fewer ranks

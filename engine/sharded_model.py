@@ -114,7 +114,7 @@ class ShardedModel:
             micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
             args = mesh["pp"].get_group(), micro_steps, shape, ranks.device, ranks.autocast
             self.pipeline = pipeline.Pipeline(model, *args)
-        elif not self.fsdp and mesh is not None and mesh["shard"].size() > 1:
+        elif not self.fsdp and mesh is not None and mesh["shard"].size() > 1 and not cfg.eval_only:
             devices = [ranks.device] if ranks.device.type == "cuda" else None
             self.forward_model = nn.parallel.DistributedDataParallel(
                 model, device_ids=devices, process_group=mesh["shard"].get_group(), gradient_as_bucket_view=True

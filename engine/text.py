@@ -1,0 +1,68 @@
+"""A text file as a model reads it: its characters, its windows, and the log-probability of each of its tokens."""
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.errors import require
+from model import Model, rows_at_once
+
+
+def read_text(name: str, value: str, most: int) -> str:
+    """The text of the file that the flag `name` names with `value`, a path or FILE:path.
+
+    ValueError unless it is a regular file of UTF-8 text with at most `most` bytes.
+    """
+    flag, path = f"{name}={value[:200]}", value.removeprefix("FILE:")
+    require("\0" not in path, f"{name}={value[:200]!r} holds a NUL, so it is not a path; give the path of a text file")
+    try:
+        file = Path(path).expanduser()
+        require(stat.S_ISREG(file.stat().st_mode), f"{flag} is not a regular file; give the path of a text file")
+        with open(file, "rb") as f:  # files under /proc have the size 0 but may have content
+            content = f.read(most + 1)
+        require(len(content) <= most, f"{flag} has more than {most:,} bytes; shorten it")
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} is not UTF-8 text ({error}); convert it, for example with iconv") from None
+    except OSError as error:
+        raise ValueError(f"{flag} cannot be read ({error.strerror}); give the path of a text file") from None
+    except RuntimeError as error:  # of expanduser
+        raise ValueError(f"{flag} cannot be found ({error}); give the path of a text file") from None
+
+
+def text_batches(
+    ids: Tensor, block_size: int, batch_size: int, rank: int, world_size: int, device: torch.device
+) -> Iterator[dict[str, Tensor]]:
+    """This rank's batches of a text, ids (N,): windows of block_size inputs, one after another, so that each token but
+    the first is a target once. The last windows are padded with targets of -1; all ranks get as many batches."""
+    T = min(block_size, len(ids) - 1)
+    n = -(-(len(ids) - 1) // T)  # windows
+    B = min(batch_size, -(-n // world_size))
+    n = -(-n // (B * world_size)) * B * world_size
+    ids = F.pad(ids, (0, n * T + 1 - len(ids)), value=-1)
+    windows = zip(ids[:-1].view(-1, B, T), ids[1:].view(-1, B, T), strict=True)
+    for number, (idx, targets) in enumerate(windows):
+        if number % world_size == rank:
+            yield {"idx": idx.clamp(min=0).to(device), "targets": targets.to(device)}
+
+
+@torch.inference_mode()
+def token_logprobs(model: Model, ids: Tensor) -> Iterator[float]:
+    """The log-probabilities, in nats, of ids[1], ids[2], ..., each given the ids before it; ids (N,).
+
+    Within block_size the context of a token is the whole text before it. Beyond, windows of block_size inputs overlap
+    by half, so the context has at least half of block_size tokens.
+    """
+    limit, N = model.cfg.block_size, len(ids) - 1
+    step, chunk = max(1, limit // 2), rows_at_once(model.cfg, model.cfg.vocab_size)
+    start = done = 0  # inputs before the window; targets that have their log-probability
+    while done < N:
+        end = min(start + limit, N)
+        x = model.hidden(ids[None, start:end])[0, done - start :]  # (T, C)
+        for part, targets in zip(x.split(chunk), ids[done + 1 : end + 1].split(chunk), strict=True):
+            yield from model.logits(part).log_softmax(-1).gather(1, targets[:, None])[:, 0].tolist()
+        start, done = start + step, end

@@ -1,0 +1,243 @@
+"""Evaluate a trained model on data, on a text, or on the tasks of lm-eval.
+
+    python evaluate.py --out_dir=out/x                                # on the validation set that it was trained with
+    python evaluate.py --out_dir=out/x --dataset=pycode --split=train --eval_iters=100
+    python evaluate.py --out_dir=out/x/step_00001000 --file=text.txt --json
+    python evaluate.py --out_dir=nanogpt:ckpt.pt --dataset=shakespeare_char       # nanoGPT's weights; also hf:DIR
+    torchrun --standalone --nproc_per_node=2 evaluate.py --out_dir=out/x
+    python evaluate.py --out_dir=out/x --tasks=hellaswag,lambada_openai,piqa,arc_easy --limit=100
+
+The loss is the mean of -log p in nats per token, the perplexity is its exponential, and bits per byte divide all of it
+by the bytes of the text, so they compare models with different tokenizers. Nothing is written to a file.
+
+A data set is read in windows of block_size tokens, as `train.py --eval_only=True` reads it; a model of the objectives
+masked or seq2seq restores the same tokens in each. A text is encoded with the model's own tokenizer and may have any
+length: its windows of block_size tokens follow one another without overlap, the last one may be shorter, and each token
+but the first is predicted once.
+
+--tasks needs lm-eval. A name in --tasks may also be a folder with task files (YAML) of your own. lm-eval executes code
+that a task file names, so give only files that you trust.
+"""
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the program without a traceback
+
+import importlib.util
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from configurator import Config, parse
+from data.loader import eval_batches
+from data.tokenizer import Tokenizer
+from engine import memory, parallel, weights
+from engine.device import resolve_device, resolve_dtype
+from engine.errors import command, require, user_errors
+from engine.evaluation import byte_lengths, open_dataset, total_loss
+from engine.parallel import Ranks
+from engine.text import read_text, text_batches
+from engine.weights import Weights
+
+LARGEST_TEXT = 2**28  # bytes
+OF_TASKS = {"out_dir", "tasks", "limit", "json", "batch_size", "device", "dtype"}  # flags that --tasks uses
+
+
+@dataclass
+class EvaluateConfig:
+    """The flags of evaluate.py. ValueError names the flag, its value and the remedy."""
+
+    # --- model
+    out_dir: str = "out"  # the model: a training run, one of its checkpoints, nanogpt:FILE or hf:DIR
+    # --- text
+    dataset: str = ""  # folder under data/, a path or a mixture; empty = the data that the model was trained on
+    split: Literal["val", "train"] = "val"  # part of the data set
+    eval_iters: int = 0  # batches of the data set, drawn at random; 0 = all of it
+    file: str = ""  # text file (UTF-8) to evaluate instead of a data set
+    block_size: int = 0  # tokens of context, at most the model's; 0 = the model's
+    # --- tasks
+    tasks: str = ""  # tasks of lm-eval to evaluate instead of a text, such as hellaswag,piqa, or folders of task files
+    limit: int = 0  # examples of each task, 0 = all
+    # --- output
+    json: bool = False  # print one JSON object instead of a line or a table
+    # --- machine
+    batch_size: int = 8  # sequences at once on each rank
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # ranks of torchrun hold copies of the model, or shards
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto on a CPU = float32
+
+    def __post_init__(self):
+        for name, least in (("batch_size", 1), ("eval_iters", 0), ("block_size", 0), ("limit", 0)):
+            value = getattr(self, name)
+            require(least <= value < 2**31, f"{name}={value} must be at least {least} and below {2**31}")
+        known = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?|mps", self.device)
+        require(known is not None, f"device={self.device!r} must be auto, cpu, cuda, cuda:N or mps")
+        require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
+        require(self.tasks or not self.limit, f"limit={self.limit} is used only with tasks; leave it out, or set tasks")
+        for one, other in (("file", "dataset"), ("file", "eval_iters")):
+            both = f"{one}={getattr(self, one)} and {other}={getattr(self, other)} exclude each other; set one of them"
+            require(not (getattr(self, one) and getattr(self, other)), both)
+
+
+class Part(NamedTuple):
+    """What is evaluated: its name, batches, the bytes of each token (V,) or why they are not known, and the lengths of
+    the sequences that the decoder and the encoder read."""
+
+    name: str
+    batches: Iterable[dict[str, Tensor]]
+    byte_lengths: Tensor | None
+    why_no_bytes: str
+    lengths: tuple[int, int]
+
+
+def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights, text: str) -> Part:
+    """The text of cfg.file, encoded with the tokenizer of the model."""
+    require(flags.objective == "causal", f"file={cfg.file} needs a model of objective=causal; use a data set")
+    tokenizer = found.tokenizer()
+    ids = torch.from_numpy(tokenizer.encode(text))
+    require(len(ids) > 1, f"file={cfg.file} has {len(ids)} tokens, and the first is not predicted; give more text")
+    own = flags.vocab_size
+    require(ids.max() < own, f"file={cfg.file} has token id {ids.max()}, and the model has {own}; see to its tokenizer")
+    batches = text_batches(ids, flags.block_size, cfg.batch_size, ranks.data_rank, ranks.data_size, ranks.device)
+    byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(ranks.device)
+    return Part(cfg.file, batches, byte_lengths, "", (min(flags.block_size, len(ids) - 1), 0))
+
+
+def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) -> Part:
+    """The split of the data set, in the windows that train.py evaluates."""
+    known = cfg.dataset or "dataset" in found.flags
+    require(known, f"out_dir={cfg.out_dir} does not say its data; set --dataset=NAME or --file=TEXT")
+    data, objective, _ = open_dataset(flags)
+    check_tokenizer(found, data.tokenizer, flags.dataset)
+    stream = data.split(cfg.split)
+    batches = eval_batches(
+        stream, objective, cfg.batch_size, cfg.eval_iters, ranks.data_rank, ranks.data_size, flags.seed, ranks.device
+    )
+    return Part(stream.name, batches, *byte_lengths(flags, data, ranks), objective.lengths)
+
+
+def evaluate_text(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], text: str, found: Weights) -> dict:
+    """The figures of a model on a data set, or on `text` if cfg.file is set. Every rank calls it."""
+    flags = found.config(**machine)
+    limit = flags.block_size
+    require(cfg.block_size <= limit, f"block_size={cfg.block_size} is more than the model's {limit}; lower it")
+    shorter = replace(flags, block_size=cfg.block_size or limit)
+    part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)
+    memory.check_evaluation(cfg, flags, ranks, part.lengths)
+    nats, tokens, n_bytes = total_loss(ranks, found.load(flags, ranks), part.byte_lengths, part.batches)
+    loss = nats / tokens
+    return {
+        "model": str(found.path), "data": part.name, "loss": loss,
+        "perplexity": math.exp(loss) if loss < 709 else math.inf,
+        "bits_per_byte": nats / math.log(2) / n_bytes if n_bytes else None,
+        "tokens": int(tokens), "bytes": int(n_bytes) if n_bytes else None, "note": part.why_no_bytes,
+    }  # fmt: skip
+
+
+def check_tokenizer(found: Weights, tokenizer: Tokenizer | None, dataset: str):
+    """ValueError if the model is known to have another tokenizer than the data."""
+    try:
+        own = found.tokenizer()
+    except ValueError:  # it cannot be opened, so it is not known
+        return
+    require(
+        tokenizer is None or own.hash == tokenizer.hash,
+        f"dataset={dataset} has another tokenizer than the model in {found.path}; give a text with --file, or prepare "
+        "the data with the tokenizer of the model",
+    )
+
+
+def evaluate_tasks(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], found: Weights) -> dict:
+    """The results of lm-eval: {"model", "tasks": {name: figures}, "table": text}."""
+    import lm_eval
+    from engine.harness import Harness
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    names = [name.strip() for name in cfg.tasks.split(",")]
+    folders = [name for name in names if Path(name).is_dir()]
+    manager = TaskManager(include_path=folders or None)
+    for name in set(names) - set(folders):
+        remedy = "see lm-eval ls tasks, or give a folder with task files"
+        require(manager.match_tasks([name]), f"tasks={cfg.tasks}: lm-eval has no task {name!r}; {remedy}")
+    wanted = [name for name in names if name not in folders]
+    if folders:
+        wanted += TaskManager(include_path=folders, include_defaults=False).all_subtasks
+    require(wanted, f"tasks={cfg.tasks} holds no task; give task names or folders with task files")
+    flags, tokenizer = found.config(**machine), found.tokenizer()
+    require(flags.objective == "causal", f"tasks={cfg.tasks} needs a model of objective=causal, not {flags.objective}")
+    memory.check_evaluation(cfg, flags, ranks, (flags.block_size, 0))
+    with ranks.autocast():
+        model = Harness(found.load(flags, ranks).model, tokenizer, cfg.batch_size, ranks.device)
+        results = lm_eval.simple_evaluate(
+            model=model, tasks=wanted, limit=cfg.limit or None, task_manager=manager, log_samples=False
+        )
+    return {"model": str(found.path), "tasks": results["results"], "table": make_table(results)}
+
+
+def line(figures: dict) -> str:
+    """The figures in one line for people."""
+    bits = figures["bits_per_byte"]
+    of_bytes = "" if bits is None else f", {bits:.4f} bits per byte"
+    return (
+        f"{figures['model']} on {figures['data']}: loss {figures['loss']:.4f} nats per token{of_bytes}, "
+        f"perplexity {figures['perplexity']:.4g}, over {figures['tokens']:,} tokens"
+    )
+
+
+def main(argv: list[str] | None = None):
+    argv = ["--json=True" if word == "--json" else word for word in (sys.argv[1:] if argv is None else argv)]
+    with user_errors():
+        cfg = parse(EvaluateConfig, argv, doc=__doc__)
+        unused = sorted(cfg.sources.keys() - OF_TASKS) if cfg.tasks else []
+        require(not unused, f"{', '.join(unused)} has no effect with tasks={cfg.tasks}; leave it out")
+        environment = parallel.environment()
+        if cfg.tasks:
+            require(environment.size == 1, f"tasks={cfg.tasks} is evaluated by one process; start it without torchrun")
+            there = importlib.util.find_spec("lm_eval")
+            require(there is not None, f"tasks={cfg.tasks} needs lm-eval; pip install -e .[eval]")
+        text = read_text("file", cfg.file, LARGEST_TEXT) if cfg.file else ""
+        dtype = str(resolve_dtype(cfg.dtype, resolve_device(cfg.device, environment.local_rank)))[6:]
+        machine = {
+            "device": cfg.device, "dtype": dtype, "compile": False, "parallel": cfg.parallel, "eval_only": True,
+            "batch_size": cfg.batch_size, "gradient_accumulation_steps": environment.size,
+            "init_from": f"checkpoint:{cfg.out_dir}",
+        }  # fmt: skip
+        parallel.check_flags(Config(**machine))
+        ranks = parallel.join(Config(**machine))
+        if cfg.tasks:
+            found = weights.read(cfg.out_dir, lambda found: evaluate_tasks(cfg, ranks, machine, found))
+        else:
+            machine |= {"dataset": cfg.dataset} if cfg.dataset else {}
+            found = weights.read(cfg.out_dir, lambda found: evaluate_text(cfg, ranks, machine, text, found))
+    if ranks.first:
+        show(cfg, found)
+    parallel.leave()
+
+
+def show(cfg: EvaluateConfig, figures: dict):
+    """Print the figures, for programs as one JSON object, or for people."""
+    note, table = figures.pop("note", ""), figures.pop("table", "")
+    if note:
+        print(note, file=sys.stderr)
+    print(json.dumps(finite(figures)) if cfg.json else table or line(figures))
+
+
+def finite(x: Any) -> Any:
+    """x with None in place of nan and inf, which JSON does not have."""
+    if isinstance(x, dict):
+        return {key: finite(value) for key, value in x.items()}
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+if __name__ == "__main__":
+    command(main)

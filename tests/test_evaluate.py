@@ -1,0 +1,376 @@
+"""evaluate.py: losses compared with train.py's, and with plain loops in float64 over the same windows."""
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY, metrics
+from ranks import launch, train_runs
+
+import evaluate
+import sample
+from data.tokenizer import ByteTokenizer, CharTokenizer
+from data.writer import ShardWriter
+from engine import checkpoint
+from engine.interchange import from_nanogpt
+from model import Model, ModelConfig
+
+SHAPED = {
+    "causal": ["--pos=rope", "--doc_mask=True"],
+    "masked": ["--objective=masked", "--corrupt_ratio=0.3"],
+    "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.3", "--span_length=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_data, tmp_path_factory) -> Path:
+    """The folder of a run for each objective, which evaluates the whole validation set at its end."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    flags = [*TINY, "--max_iters=20", "--eval_interval=0", "--eval_iters=0", f"--dataset={tiny_data}"]
+    launch(1, train_runs, folder, [[*flags, *more, f"--out_dir={folder / name}"] for name, more in SHAPED.items()])
+    return folder
+
+
+@pytest.fixture
+def figures(capsys):
+    """figures(*flags) is the JSON object that evaluate.py prints."""
+
+    def call(*flags: str) -> dict:
+        capsys.readouterr()
+        evaluate.main(["--device=cpu", "--json", *flags])
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def model_of(where: Path):
+    path, model, tokenizer = sample.load(sample.SampleConfig(out_dir=str(where)), torch.device("cpu"))
+    return model.double(), tokenizer
+
+
+def tokens_of(folder: Path, split: str) -> torch.Tensor:
+    arrays = [np.fromfile(path, "<u2")[512:] for path in sorted(folder.glob(f"{split}_*.bin"))]
+    return torch.from_numpy(np.concatenate(arrays).astype(np.int64))
+
+
+def total_nats(model: Model, ids: torch.Tensor, T: int) -> tuple[float, list[int]]:
+    """Sum of -log p, window after window, and the targets, each of which is predicted once."""
+    nats, targets = 0.0, []
+    with torch.no_grad():
+        for start in range(0, len(ids) - 1, T):
+            window = ids[start : start + T + 1]
+            nats += F.cross_entropy(model(window[None, :-1])[0], window[1:], reduction="sum").item()
+            targets += window[1:].tolist()
+    return nats, targets
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_a_data_set_has_the_loss_of_training(runs, figures, name):
+    last = metrics(runs / name)[-1]
+    found = figures(f"--out_dir={runs / name}")
+    assert found["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(last["val_loss"]), rel=1e-6)
+    assert found["bits_per_byte"] == (pytest.approx(last["val_bpb"], rel=1e-6) if name == "causal" else None)
+    assert figures(f"--out_dir={runs / name}", "--split=train")["loss"] != found["loss"]
+
+
+def test_a_data_set_has_the_loss_of_eval_only(run, figures, capsys):
+    """With some of the windows only, and at a shorter context than that of the model."""
+    out = run("--pos=rope", "--max_iters=4", "--lr_decay_iters=40")
+    capsys.readouterr()
+    for T, more in ((16, []), (8, ["--block_size=8"])):
+        flags = ["--init_from=resume", "--eval_only=True", "--eval_iters=3", "--batch_size=2"]
+        run("--pos=rope", *flags, "--init_from=" + (f"checkpoint:{out}" if more else "resume"), f"--block_size={T}")
+        said = capsys.readouterr().out.splitlines()[-1]
+        found = figures(f"--out_dir={out}", "--eval_iters=3", "--batch_size=2", *more)
+        assert f"val loss {found['loss']:.4f}, bpb {found['bits_per_byte']:.4f}" in said
+        assert found["tokens"] == 3 * 2 * T
+
+
+def test_a_data_set_equals_a_loop_in_float64(tiny_data, tmp_path, figures, run):
+    out = run("--n_layer=1", "--max_iters=3", "--lr_decay_iters=40")
+    model, tokenizer = model_of(out)
+    ids = tokens_of(tiny_data, "val")
+    whole = ids[: (len(ids) - 1) // 16 * 16 + 1]  # windows that are complete
+    nats, targets = total_nats(model, whole, 16)
+    n_bytes = sum(t != 256 for t in targets)
+    found = figures(f"--out_dir={out}", "--batch_size=5")
+    assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-6)
+    assert (found["tokens"], found["bytes"]) == (len(targets), n_bytes)
+    assert found["model"] == str(out / "step_00000003") and found["data"].endswith("val")
+
+
+@pytest.mark.parametrize("length", [2, 3, 16, 17, 18, 32, 33, 34, 150])
+def test_a_text_of_any_length_equals_a_loop_in_float64(runs, figures, tmp_path, length):
+    """Every token but the first is predicted once; the characters have one or two bytes."""
+    text = ("the café sat\r\n" * 20).encode()[:length]
+    text = text[:-1] + b"x" if text[-1] > 127 else text
+    (tmp_path / "text.txt").write_bytes(text)
+    model, tokenizer = model_of(runs / "causal")
+    nats, targets = total_nats(model, torch.tensor(list(text)), 16)
+    assert targets == list(text[1:])
+    for batch_size in (1, 3, 100):
+        found = figures(f"--out_dir={runs / 'causal'}", f"--file={tmp_path / 'text.txt'}", f"--batch_size={batch_size}")
+        assert found["loss"] == pytest.approx(nats / (length - 1), rel=1e-6)
+        assert found["bits_per_byte"] == pytest.approx(nats / (length - 1) / math.log(2), rel=1e-6)
+        assert (found["tokens"], found["bytes"]) == (length - 1, length - 1)
+
+
+def test_a_long_token_counts_its_bytes(figures, run, tmp_path):
+    """A character of three bytes is one token; the first character's bytes do not count."""
+    text = "añ€ñ€a" * 5
+    with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:
+        for split in ("train", "val"):
+            out.add(split, CharTokenizer(text * 20).encode(text * 20))
+    trained = run("--max_iters=1", "--warmup_iters=1", f"--dataset={tmp_path / 'chars'}")
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    found = figures(f"--out_dir={trained}", f"--file={tmp_path / 'text.txt'}")
+    assert (found["tokens"], found["bytes"]) == (29, len(text.encode()) - 1)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] * 29 / math.log(2) / found["bytes"], rel=1e-9)
+
+
+def evaluations(all_flags: list[list[str]]):
+    """evaluate.py with each of these flags, in the same processes."""
+    join, leave = torch.distributed.init_process_group, evaluate.parallel.leave
+    once = torch.distributed.is_initialized
+    torch.distributed.init_process_group = lambda *args, **kwargs: None if once() else join(*args, **kwargs)
+    evaluate.parallel.leave = lambda: None
+    for flags in all_flags:
+        evaluate.main(["--device=cpu", "--json", *flags])
+    leave()
+
+
+def test_two_ranks_find_what_one_finds(runs, figures, tmp_path):
+    """With copies and with shards of the model, and with fewer windows than ranks."""
+    (tmp_path / "short.txt").write_text("a cat")
+    (tmp_path / "long.txt").write_text("the cat sat on a mat. " * 9)
+    cases = [
+        ["--batch_size=4"], ["--batch_size=3", "--parallel=fsdp"], ["--eval_iters=3", "--batch_size=2"],
+        [f"--file={tmp_path / 'short.txt'}"], [f"--file={tmp_path / 'long.txt'}", "--batch_size=2"],
+        [f"--file={tmp_path / 'long.txt'}", "--parallel=fsdp"],
+    ]  # fmt: skip
+    cases = [[f"--out_dir={runs / 'causal'}", *case] for case in cases]
+    cases.append([f"--out_dir={runs / 'seq2seq'}", "--batch_size=3"])
+    launch(2, evaluations, tmp_path, cases)
+    said = [json.loads(line) for line in (tmp_path / "rank 0").read_text().splitlines() if line.startswith("{")]
+    assert len(said) == len(cases) and "{" not in (tmp_path / "rank 1").read_text()
+    for case, two in zip(cases, said, strict=True):
+        one = figures(*case)
+        assert one.keys() == two.keys()
+        for name, value in one.items():
+            assert two[name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), (case, name)
+
+
+ARGS = dict(n_layer=2, n_head=2, n_embd=8, block_size=16, vocab_size=257, bias=True, dropout=0.1)
+
+
+def nanogpt_file(file: Path, **config) -> Model:
+    """Writes nanoGPT's checkpoint with random weights; returns our model of it, in float64."""
+    torch.manual_seed(0)
+    C, state = ARGS["n_embd"], {}
+    layers = {"ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C), "ln_2": (C,)}
+    layers |= {"mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
+    shapes = {f"h.{i}.{name}": shape for i in range(2) for name, shape in layers.items()} | {"ln_f": (C,)}
+    for name, shape in shapes.items():
+        state[f"transformer.{name}.weight"] = torch.randn(shape) * 0.5
+        state[f"transformer.{name}.bias"] = torch.randn(shape[0]) * 0.5
+    state["transformer.wte.weight"] = state["lm_head.weight"] = torch.randn(257, C)
+    state["transformer.wpe.weight"] = torch.randn(16, C)
+    content = {"model": state, "model_args": ARGS, "iter_num": 1, "best_val_loss": 1.0, "config": config}
+    torch.save(content, file)
+    flags, tensors = from_nanogpt(ARGS, dict(state))
+    model = Model(ModelConfig(**flags))
+    model.load_state_dict(tensors, strict=False)
+    return model.double().eval()
+
+
+def test_nanogpts_file(tmp_path, tiny_data, figures, capsys, monkeypatch):
+    """It holds no tokenizer: that of the data set of its config, if there is one, reads texts."""
+    file, text = tmp_path / "ckpt.pt", tmp_path / "text.txt"
+    model = nanogpt_file(file, dataset="mine")
+    where = f"--out_dir=nanogpt:{file}"
+    ids = tokens_of(tiny_data, "val")
+    nats, targets = total_nats(model, ids[: (len(ids) - 1) // 16 * 16 + 1], 16)
+    found = figures(where, f"--dataset={tiny_data}")
+    assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-6) and found["model"] == str(file)
+    text.write_text("the cat sat on a mat.")
+    assert "data/mine has none of 257 ids" in refused([where, f"--file={text}"], capsys)
+    assert "set --dataset=NAME or --file=TEXT" in refused([where], capsys)
+
+    (tmp_path / "mine").symlink_to(tiny_data)
+    monkeypatch.setattr("engine.weights.DATA", tmp_path)
+    nats, targets = total_nats(model, torch.tensor(list(text.read_bytes())), 16)
+    assert figures(where, f"--file={text}")["loss"] == pytest.approx(nats / len(targets), rel=1e-6)
+    sample.main([where, "--device=cpu", "--max_new_tokens=3", "--start=the"])
+    assert capsys.readouterr().out.startswith("the")
+    nanogpt_file(file, dataset="../mine")
+    assert "holds no tokenizer" in refused([where, f"--file={text}"], capsys)
+
+
+def test_a_line_for_people_and_nothing_written(runs, capsys, tmp_path):
+    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
+    evaluate.main([f"--out_dir={runs / 'causal'}", "--device=cpu"])
+    out, err = capsys.readouterr()
+    last = metrics(runs / "causal")[-1]
+    assert out.count("\n") == 1 and err == ""
+    assert f"loss {last['val_loss']:.4f} nats per token, {last['val_bpb']:.4f} bits per byte, perplexity " in out
+    evaluate.main([f"--out_dir={runs / 'masked'}", "--device=cpu"])
+    out, err = capsys.readouterr()
+    assert "bits per byte" not in out and err.startswith("no bits per byte: objective=masked")
+    assert before == {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
+
+
+def test_json_has_no_infinity(capsys):
+    figures = {"loss": math.nan, "perplexity": math.inf, "tasks": {"a": {"acc": 0.5, "stderr": math.nan}}}
+    evaluate.show(evaluate.EvaluateConfig(json=True), figures)
+    expected = {"loss": None, "perplexity": None, "tasks": {"a": {"acc": 0.5, "stderr": None}}}
+    assert json.loads(capsys.readouterr().out) == expected
+
+
+# ---- tasks
+
+
+def stand_in_for_lm_eval(monkeypatch, called: dict):
+    """Modules of lm-eval with the two functions that evaluate.py calls; tests/test_harness.py uses the real ones."""
+
+    class TaskManager:
+        def __init__(self, include_path=None, include_defaults=True):
+            own = [path.stem for folder in include_path or () for path in Path(folder).glob("*.yaml")]
+            self.all_subtasks = own + ["piqa", "hellaswag"] * include_defaults
+
+        def match_tasks(self, names):
+            return [name for name in names if name in self.all_subtasks]
+
+    def simple_evaluate(model, tasks, **options):
+        called.update(model=model, tasks=tasks, **options)
+        return {"results": {name: {"acc,none": 0.5} for name in tasks}}
+
+    made = {
+        "lm_eval": {"simple_evaluate": simple_evaluate},
+        "lm_eval.tasks": {"TaskManager": TaskManager},
+        "lm_eval.utils": {"make_table": lambda results: "|".join(results["results"])},
+        "engine.harness": {"Harness": lambda *args: args},
+    }
+    for name, attributes in made.items():
+        module = types.ModuleType(name)
+        module.__spec__ = types.SimpleNamespace(name=name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_tasks_go_to_lm_eval(runs, monkeypatch, figures, capsys, tmp_path):
+    called, own = {}, tmp_path / "own"
+    stand_in_for_lm_eval(monkeypatch, called)
+    own.mkdir()
+    (own / "mine.yaml").write_text("task: mine")
+    found = figures(f"--out_dir={runs / 'causal'}", f"--tasks=piqa, {own}", "--limit=7", "--batch_size=3")
+    assert found["tasks"] == {"piqa": {"acc,none": 0.5}, "mine": {"acc,none": 0.5}}
+    assert called["limit"] == 7 and called["tasks"] == ["piqa", "mine"]
+    model, tokenizer, batch_size, device = called["model"]
+    assert isinstance(model, Model) and not model.training and tokenizer.vocab_size == 257 and batch_size == 3
+    assert torch.equal(model.wte.weight.double(), model_of(runs / "causal")[0].wte.weight)
+    evaluate.main([f"--out_dir={runs / 'causal'}", "--tasks=piqa,hellaswag", "--device=cpu"])
+    assert capsys.readouterr().out == "piqa|hellaswag\n" and called["limit"] is None
+    assert "no task 'pika'" in refused([f"--out_dir={runs / 'causal'}", "--tasks=piqa,pika"], capsys)
+    assert "objective=causal" in refused([f"--out_dir={runs / 'masked'}", "--tasks=piqa"], capsys)
+    (own / "mine.yaml").unlink()
+    assert "holds no task" in refused([f"--out_dir={runs / 'causal'}", f"--tasks={own}"], capsys)
+
+
+# ---- what cannot be
+
+
+def refused(argv: list[str], capsys) -> str:
+    """The error line of evaluate.main(argv)."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(["--device=cpu", *argv])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == "", (out, err)
+    assert err.startswith("error: ") and err.count("\n") == 1 and len(err) < 700, err
+    return err
+
+
+@pytest.mark.parametrize(
+    "flags,fragments",
+    [
+        (["--dataset=nowhere"], ["no data set 'nowhere'"]),
+        (["--dataset=nowhere", "--file=x"], ["file=x", "dataset=nowhere", "exclude"]),
+        (["--file=x", "--eval_iters=3"], ["file=x", "eval_iters=3"]),
+        (["--file=absent.txt"], ["file=absent.txt", "No such file"]),
+        (["--file=."], ["file=.", "not a regular file"]),
+        (["--file=one.txt"], ["file=one.txt has 1 tokens"]),
+        (["--file=empty.txt"], ["file=empty.txt has 0 tokens"]),
+        (["--file=latin1.txt"], ["file=latin1.txt is not UTF-8"]),
+        (["--block_size=17"], ["block_size=17", "16"]),
+        (["--block_size=-1"], ["block_size=-1"]),
+        (["--batch_size=0"], ["batch_size=0"]),
+        (["--batch_size=2e9"], ["batch_size=2000000000", "lower batch_size"]),
+        (["--split=test"], ["split=test", "val"]),
+        (["--device=tpu"], ["device='tpu'"]),
+        (["--dtype=float16"], ["float16", "float32"]),
+        (["--out_dir=hf"], ["no directory hf"]),
+        (["--out_dir="], ["out_dir='' (command line) is empty"]),
+        (["--out_dir=nanogpt:absent.pt"], ["no file absent.pt"]),
+        (["--limit=3"], ["limit=3", "tasks"]),
+        (["--tasks=piqa", "--file=x"], ["file has no effect with tasks=piqa"]),
+        (["--tasks=piqa"], ["tasks=piqa needs lm-eval; pip install -e .[eval]"]),
+        (["--max_new_tokens=3"], ["max_new_tokens", "no such flag"]),
+        (["--dataset=chars", "--out_dir=MASKED"], ["chars has another tokenizer than the model", "--file"]),
+        (["--dataset=large"], ["300", "vocab_size=257", "the tokenizer of the model"]),
+    ],
+    ids=lambda x: " ".join(x),
+)
+def test_what_cannot_be_evaluated(runs, capsys, tmp_path, monkeypatch, flags, fragments):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name, content in {"one": b"a", "empty": b"", "latin1": b"\xe9t\xe9"}.items():
+        Path(f"{name}.txt").write_bytes(content)
+    for name, chars in {"chars": 20, "large": 300}.items():
+        text = "".join(chr(1000 + i) for i in range(chars)) * 2
+        with ShardWriter(tmp_path / name, CharTokenizer(text)) as out:
+            for split in ("train", "val"):
+                out.add(split, CharTokenizer(text).encode(text))
+    flags = [flag.replace("MASKED", str(runs / "masked")) for flag in flags]
+    line = refused([f"--out_dir={runs / 'causal'}", *flags], capsys)
+    assert all(fragment in line for fragment in fragments), line
+
+
+def test_a_text_needs_a_causal_model_and_a_tokenizer(runs, capsys, tmp_path, run):
+    (tmp_path / "text.txt").write_text("the cat")
+    file = f"--file={tmp_path / 'text.txt'}"
+    assert "objective=causal" in refused([f"--out_dir={runs / 'masked'}", file], capsys)
+    with ShardWriter(tmp_path / "bytes", ByteTokenizer()) as out:
+        for split in ("train", "val"):
+            out.add(split, np.arange(100))
+    meta = json.loads((tmp_path / "bytes" / "meta.json").read_text())
+    (tmp_path / "bytes" / "meta.json").write_text(json.dumps({"vocab_size": meta["vocab_size"]}))
+    out = run("--max_iters=1", "--warmup_iters=1", f"--dataset={tmp_path / 'bytes'}")
+    assert "without a tokenizer" in refused([f"--out_dir={out}", file], capsys)
+    evaluate.main([f"--out_dir={out}", "--device=cpu"])
+    out, err = capsys.readouterr()
+    assert "nats per token, perplexity" in out and err.startswith("no bits per byte: ")
+
+
+def test_tasks_take_one_process(runs, capsys, monkeypatch):
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    assert "without torchrun" in refused([f"--out_dir={runs / 'causal'}", "--tasks=piqa"], capsys)
+
+
+def test_a_damaged_checkpoint(runs, capsys, tmp_path):
+    path = checkpoint.find(runs / "causal")
+    copy = tmp_path / path.name
+    copy.mkdir()
+    for file in path.iterdir():
+        content = file.read_bytes()
+        flipped = content[:500] + bytes([content[500] ^ 1]) + content[501:]
+        (copy / file.name).write_bytes(flipped if file.suffix == ".distcp" else content)
+    assert "is damaged" in refused([f"--out_dir={copy}"], capsys)
