@@ -43,13 +43,16 @@ def stored_flags(lock: FolderLock, flags: dict) -> tuple[dict, str]:
             lock.take(flags["out_dir"], make=False)
         path, stored = checkpoint.read(flags["out_dir"], STATE, lambda path, state: (path, state["flags"]))
         return {name: value for name, value in stored.items() if name not in OWN}, str(path)
-    if kind == "scratch":
+    if kind not in ("checkpoint", *weights.FOREIGN):
         return {}, ""
+    where, place = flags["init_from"], named(flags["init_from"])
+    there = kind != "checkpoint" or place and Path(place).expanduser().is_dir()
+    require(there, f"init_from={where}: no such folder; give the folder of a run, or of one checkpoint")
 
-    def stored(found: Weights) -> tuple[dict, str]:
+    def defaults(found: Weights) -> tuple[dict, str]:
         return {name: value for name, value in found.flags.items() if name not in OWN}, str(found.path)
 
-    return weights.read(named(flags["init_from"]), stored)
+    return weights.read(place, defaults)
 
 
 def resume_after_restart(cfg):

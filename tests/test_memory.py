@@ -18,6 +18,7 @@ import train
 from configurator import Config, parse
 from data.loader import Loader
 from data.objective import OBJECTIVE
+from data.shards import open_data
 from engine import memory, plan
 from engine.parallel import Ranks
 from model import BLOCK, Model, ModelConfig
@@ -238,7 +239,7 @@ def test_divisors_of_any_number_of_heads():
 
 
 def test_a_step_of_any_number_of_micro_batches_is_planned_in_parts(tiny_data):
-    data = train.open_data(str(tiny_data), ROOT)
+    data = open_data(str(tiny_data), ROOT)
     objective = OBJECTIVE["causal"](257, 256, 16)
     loader = Loader(data.split("train"), objective, batch_size=4, micro_steps=2**31 - 1)
     assert next(loader)["idx"].shape == (4, 16)

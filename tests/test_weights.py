@@ -1,0 +1,174 @@
+"""init_from=checkpoint:RUN: a new run from the weights of another one, in every layout; flags that are free or not."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, losses, metrics
+from ranks import launch, train_runs
+from safetensors.torch import load_file
+from test_errors import refused
+
+import train
+from configurator import Config, parse
+from data.tokenizer import CharTokenizer
+from data.writer import ShardWriter
+from engine import checkpoint, run_state
+from engine.checkpoint_commands import consolidate
+from engine.sharded_model import ShardedModel
+from model import BLOCK, Model, ModelConfig
+
+ROPE = ["--pos=rope", "--qk_norm=True", "--mlp=swiglu", "--mlp_ratio=3"]
+SHORT = ["--max_iters=3", "--eval_interval=1", "--lr_decay_iters=40"]
+
+
+@pytest.fixture(scope="module")
+def source(tiny_data, tmp_path_factory):
+    """A run whose weights have moved away from their initial values."""
+    folder = tmp_path_factory.mktemp("source")
+    flags = [*TINY, *ROPE, "--max_iters=10", f"--dataset={tiny_data}", f"--out_dir={folder / 'run'}", "--dropout=0.1"]
+    launch(1, train_runs, folder, [flags])
+    return folder / "run"
+
+
+def test_it_is_a_new_run_with_these_weights(run, source, tmp_path, monkeypatch):
+    """It equals a run from scratch, of other code, whose initial weights are replaced by those of the source."""
+    before = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+    new = run(*SHORT, "--init_from=checkpoint:" + str(source), "--dropout=0", out="new")
+    assert before == {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+    consolidate(source, tmp_path / "weights.safetensors")
+    weights = load_file(tmp_path / "weights.safetensors")
+
+    def replaced(self, seed, names=None):
+        for name, p in self.model.named_parameters():
+            p.data.copy_(weights[name])
+
+    monkeypatch.setattr(ShardedModel, "init_weights", replaced)
+    same = run(*SHORT, *ROPE, "--vocab_size=257", out="same")
+    assert losses(new) == losses(same)
+    assert metrics(new)[0]["step"] == 0
+    state = checkpoint.read_state(checkpoint.find(new))
+    assert (state["step"], state["samples"]) == (3, 3 * 8) and state["flags"]["mlp"] == "swiglu"
+    resumed = run("--init_from=resume", "--max_iters=4", "--lr_decay_iters=40", out="new")
+    assert checkpoint.find(resumed).name == "step_00000004"
+
+
+def test_its_flags_are_the_defaults(run, source, tiny_data, tmp_path):
+    """Those of the source's run, but for out_dir and init_from; a step's directory may be named too."""
+    step, out = checkpoint.find(source), tmp_path / "new"
+    lines = [f"--out_dir={out}", "--max_iters=1", "--eval_interval=0", "--eval_iters=1", "--warmup_iters=0"]
+    train.main([*lines, f"--init_from=checkpoint:{step}"])
+    new, old = (checkpoint.read_state(checkpoint.find(folder))["flags"] for folder in (out, source))
+    changed = {name for name in old if old[name] != new[name]}
+    assert changed == {"out_dir", "init_from", "max_iters", "eval_interval", "eval_iters", "warmup_iters"}
+
+
+FREE = [
+    ["--dropout=0.3"], ["--window=5"], ["--window=5", "--window_pattern=SL"], ["--rope_theta=500"], ["--block_size=40"],
+    ["--attn_softcap=20"], ["--logit_softcap=30", "--loss_chunk=7"], ["--pos=none"], ["--pos=alibi"],
+    ["--norm=rmsnorm"], ["--doc_mask=True"], ["--mlp=geglu"], ["--fp32_residual=False", "--dtype=bfloat16"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", FREE, ids=" ".join)
+def test_flags_that_keep_the_weights_are_free(flags, source, tmp_path):
+    """The first evaluation is that of the source's weights in a model with these flags."""
+    base = [f"--init_from=checkpoint:{source}", f"--out_dir={tmp_path / 'none'}", "--eval_only=True", "--eval_iters=1"]
+    seen = {}
+    with pytest.MonkeyPatch.context() as patch:
+        evaluate = train.Run.evaluate
+
+        def keep(self):
+            seen["model"], seen["losses"] = self.sharded.model, evaluate(self)
+            return seen["losses"]
+
+        patch.setattr(train.Run, "evaluate", keep)
+        train.main([*base, *flags])
+    state = {name: p.clone() for name, p in seen["model"].named_parameters()}
+    stored = checkpoint.read_state(checkpoint.find(source))["flags"]
+    with torch.no_grad():
+        model = Model(parse(Config, flags, base=lambda _: ({**stored}, "source")))
+    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    checkpoint.load(checkpoint.find(source), tensors)
+    assert all(torch.equal(state[name], p) for name, p in model.named_parameters())
+    assert all(np.isfinite(x) for x in seen["losses"])
+
+
+REFUSED = [
+    (["--n_head=4"], "n_head=4 needs other weights than n_head=2"),  # the same shapes, and other rows of q, k and v
+    (["--attention=mqa"], "attention=mqa needs other weights than attention=mha"),
+    (["--attention=gqa", "--n_kv_head=1"], "attention=gqa needs other weights than attention=mha"),
+    (["--n_embd=32"], "n_embd=32 needs other weights than n_embd=16"),
+    (["--n_layer=3"], "n_layer=3 needs other weights than n_layer=2"),
+    (["--pos=learned"], "pos=learned needs other weights than pos=rope"),
+    (["--mlp=gelu"], "mlp=gelu needs other weights than mlp=swiglu"),
+    (["--mlp_ratio=2"], "mlp_ratio=2.0 needs other weights than mlp_ratio=3.0"),
+    (["--bias=True"], "bias=True needs other weights than bias=False"),
+    (["--tie_weights=False"], "tie_weights=False needs other weights than tie_weights=True"),
+    (["--vocab_size=300"], "vocab_size=300 needs other weights than vocab_size=257"),
+    (["--block=parallel"], "block=parallel needs other weights than block=standard"),
+    (["--qk_norm=False", "--dropout=0.2"], "qk_norm=False needs other weights than qk_norm=True"),
+    (["--norm_placement=sandwich"], "norm_placement=sandwich needs other weights than norm_placement=pre"),
+    (["--objective=masked"], "vocab_size=257 has no room"),
+]
+
+
+@pytest.mark.parametrize("flags,words", REFUSED, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_flags_that_need_other_weights_are_named(flags, words, source, tmp_path, capsys):
+    base = [f"--init_from=checkpoint:{source}", f"--out_dir={tmp_path / 'new'}", "--max_iters=1", "--warmup_iters=1"]
+    assert words in refused(train.main, [*base, *flags], capsys)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("block", BLOCK)
+@pytest.mark.parametrize("attention", ["mha", "mqa"])
+def test_heads_of_another_size_are_another_layout(block, attention):
+    """Their weights have the same shapes wherever a head has all its channels, but other rows belong to a head."""
+    sizes = dict(n_layer=2, n_embd=16, block_size=16, vocab_size=20, block=block, attention=attention)
+    two, four = (run_state.layout(ModelConfig(n_head=n, **sizes)) for n in (2, 4))
+    assert two != four
+
+
+def test_two_flags_that_only_together_need_other_weights(source, tmp_path, capsys):
+    """Each of them alone contradicts the other flags."""
+    base = [f"--init_from=checkpoint:{source}", f"--out_dir={tmp_path / 'new'}", "--max_iters=1", "--warmup_iters=1"]
+    line = refused(train.main, [*base, "--n_embd=18", "--n_head=3"], capsys)
+    assert "n_head=3 needs other weights" in line
+
+
+@pytest.mark.parametrize("flags", [["--parallel=fsdp"], ["--tp=2"], ["--pp=2"], ["--cp=2"]], ids=" ".join)
+def test_in_every_layout(flags, run, many, source):
+    """As in one process; tp pads the 257 rows of the vocabulary to 258."""
+    start = [*SHORT, f"--init_from=checkpoint:{source}", "--dropout=0", "--grad_clip=0"]
+    alone, two = run(*start, out="alone"), many(2, ("two", [*start, *flags])) / "two"
+    assert len(losses(alone)) == len(losses(two)) > 3
+    for one, other in zip(losses(alone), losses(two), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_from_a_padded_vocabulary(run, many, source):
+    """A run with tp=2 has a row of padding; a new run in one process starts from its weights."""
+    start = [*SHORT, f"--init_from=checkpoint:{source}", "--dropout=0"]
+    padded = many(2, ("padded", [*start, "--tp=2"])) / "padded"
+    new = run(*SHORT, f"--init_from=checkpoint:{padded}", "--tp=1", out="new")
+    assert metrics(new)[0]["val_loss"] == pytest.approx(metrics(padded)[-1]["val_loss"], rel=1e-5)
+
+
+def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
+    text = "".join(chr(1000 + i) for i in range(257)) * 2
+    with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:
+        for split in ("train", "val"):
+            out.add(split, CharTokenizer(text).encode(text))
+    new = [f"--out_dir={tmp_path / 'new'}", "--max_iters=1", "--warmup_iters=1"]
+    start = [*new, f"--init_from=checkpoint:{source}"]
+    assert "another tokenizer" in refused(train.main, [*start, f"--dataset={tmp_path / 'chars'}"], capsys)
+    assert "already holds a run" in refused(train.main, [*start, f"--out_dir={source}"], capsys)
+    for wrong in ("checkpoint:", f"checkpoint:{tmp_path / 'absent'}", f"checkpoint:{tiny_data / 'meta.json'}"):
+        assert f"init_from={wrong}: no such folder" in refused(train.main, [*new, f"--init_from={wrong}"], capsys)
+    assert "no checkpoint in" in refused(train.main, [*new, f"--init_from=checkpoint:{tiny_data}"], capsys)
+    copy = tmp_path / "step_00000010"
+    copy.mkdir()
+    (copy / "state.json").write_text(json.dumps({"format": 3, "step": 10, "flags": {}, "tokenizer": 3}))
+    assert "tokenizer is 3" in refused(train.main, [*new, f"--init_from=checkpoint:{copy}"], capsys)
+    assert not (tmp_path / "new").exists()
