@@ -1,6 +1,7 @@
 """Sampling: filters compared with explicit sets, text with uncached forwards, streamed text with complete text."""
 
 import io
+import json
 import os
 import signal
 import socket
@@ -15,7 +16,10 @@ import torch.nn.functional as F
 from conftest import ROOT, TINY
 from ranks import launch, train_runs
 
+import evaluate
 import sample
+from engine import weights
+from engine.parallel import Ranks
 from model import Model
 from sample import SampleConfig, choose
 
@@ -268,6 +272,78 @@ def test_unknown_characters_are_named(tmp_path, capsys):
     assert "'z'" in err and "'?'" in err and "'a'" not in err and err.count("\n") == 1
     sample.main([f"--out_dir={tmp_path / 'out'}", "--max_new_tokens=5"])
     assert set(capsys.readouterr().out) <= set("abc \n")  # starts from a newline, without end-of-text
+
+
+# ---- scores
+
+
+@pytest.fixture(scope="module")
+def wide(train_tiny):
+    return train_tiny("--vocab_size=320", "--pos=rope", "--logit_softcap=20")
+
+
+@pytest.mark.parametrize("name", ["trained", "wide"])
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 18, 24, 25, 26, 70])
+def test_scores_equal_log_softmax_of_the_logits(request, say, tmp_path, name, length):
+    """Up to block_size + 1 = 17 tokens the context is the whole text; then each window adds 8 tokens to it."""
+    out, text = request.getfixturevalue(name), ("the café sat\r\non a mat. " * 5).encode()[:length]
+    text = text[:-1] + b"x" if text[-1] > 127 else text
+    (tmp_path / "text.txt").write_bytes(text)
+    lines = [json.loads(line) for line in say(f"--score={tmp_path / 'text.txt'}", out=out).splitlines()]
+    assert [line["token"] for line in lines] == list(text)
+    assert [line["byte"] for line in lines] == list(range(length))
+    assert [line["text"] for line in lines] == [bytes([b]).decode("utf-8", "replace") for b in text]
+    _, model, _ = sample.load(SampleConfig(out_dir=str(out)), torch.device("cpu"))
+    expected, ids = [None], torch.tensor(list(text))
+    for i in range(1, length):  # the inputs from a multiple of 8 on, of which there are at most 16
+        start = max(0, -(-(i - 16) // 8) * 8)
+        assert 9 <= i - start <= 16 or start == 0
+        logits = model.double()(ids[None, start:i])[0, -1]
+        expected.append(logits.log_softmax(-1)[text[i]].item())
+    assert lines[0]["logprob"] is None
+    assert [line["logprob"] for line in lines[1:]] == pytest.approx(expected[1:], rel=1e-5, abs=1e-6)
+
+
+def test_scores_of_tokens_of_several_bytes(run, say, tmp_path):
+    """`byte` counts the bytes before a token, and the mean of the log-probabilities is evaluate.py's loss."""
+    from data.tokenizer import CharTokenizer
+    from data.writer import ShardWriter
+
+    text = "añ€ñ€a" * 2
+    with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as writer:
+        for split in ("train", "val"):
+            writer.add(split, CharTokenizer(text).encode(text * 20))
+    out = run("--max_iters=1", "--warmup_iters=1", f"--dataset={tmp_path / 'chars'}")
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    lines = [json.loads(line) for line in say(f"--score={tmp_path / 'text.txt'}", out=out).splitlines()]
+    assert "".join(line["text"] for line in lines) == text
+    assert [line["byte"] for line in lines] == [len(text[:i].encode()) for i in range(len(text))]
+    evaluated = evaluate.EvaluateConfig(file=str(tmp_path / "text.txt"))
+    ranks = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
+    machine = {"device": "cpu", "eval_only": True, "batch_size": 8}
+    found = weights.read(str(out), lambda found: evaluate.evaluate_text(evaluated, ranks, machine, text, found))
+    assert found["loss"] == pytest.approx(-sum(line["logprob"] for line in lines[1:]) / 11, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "objective,flags,fragments",
+    [
+        ("trained", ["--score=absent.txt"], ["score=absent.txt cannot be read (No such file"]),
+        ("trained", ["--score=empty.txt"], ["score=empty.txt is empty"]),
+        ("trained", ["--score=latin1.txt"], ["score=latin1.txt is not UTF-8"]),
+        ("trained", ["--score=fifo"], ["score=fifo is not a regular file"]),
+        ("trained", ["--score=huge.txt"], ["score=huge.txt has more than 268,435,456 bytes"]),
+        ("trained", ["--score=nul.py", "--top_p=0.5"], ["top_p=0.5 has no effect with score"]),
+        ("trained", ["--score=nul.py", "--start=a"], ["start=a has no effect with score"]),
+        ("masked", ["--score=nul.py"], ["score=nul.py needs a model of objective=causal, and this is masked"]),
+    ],
+    ids=str,
+)
+def test_scores_that_cannot_be(request, capfd, files, monkeypatch, objective, flags, fragments):
+    out = request.getfixturevalue(objective)
+    monkeypatch.chdir(files)
+    error = refused(capfd, [f"--out_dir={out}", "--device=cpu", *flags])
+    assert all(fragment in error for fragment in fragments), error
 
 
 # ---- blanks
