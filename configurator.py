@@ -53,7 +53,7 @@ class Config(ModelConfig):
     verify_data: bool = False  # check every shard's SHA-256 before the first step
     # --- run
     out_dir: str = "out"  # checkpoints, metrics, the resolved flags (config.py) and earlier ones (config_STEP.py)
-    init_from: str = "scratch"  # scratch, resume (the latest in out_dir), checkpoint:RUN (its weights) or nanogpt:FILE
+    init_from: str = "scratch"  # scratch, resume (out_dir's latest), checkpoint:RUN, hf:DIR or nanogpt:FILE
     seed: int = 1337  # for initial weights, the order of the data and dropout
     max_iters: int = 600000  # optimizer steps
     eval_interval: int = 2000  # steps between evaluations, 0 = only at the end

@@ -146,7 +146,7 @@ def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):
         return sharded.init_weights(cfg.seed)
 
     def fill(found: Weights):
-        check_same_weights(cfg, found) if kind == "checkpoint" else check_same_model(cfg, found.flags, found.path)
+        check_same_model(cfg, found.flags, found.path) if kind == "nanogpt" else check_same_weights(cfg, found)
         require(
             tokenizer is None or found.spec in (None, tokenizer.spec),
             f"dataset={cfg.dataset} has another tokenizer than the data of {found.path}; prepare it with the same one",

@@ -116,7 +116,8 @@ def of_hf(folder: str) -> Weights:
     from engine.interchange import read_hf
 
     weights = read_hf(folder)
-    return Weights(folder, weights.flags, None, partial(build, f"hf:{folder}", list), lambda s: s.fill(weights))
+    tokenizer = partial(build, f"hf:{weights.folder}", list)
+    return Weights(weights.folder, weights.flags, None, tokenizer, lambda sharded: sharded.fill(weights))
 
 
 FOREIGN = {"nanogpt": of_nanogpt, "hf": of_hf}
