@@ -13,7 +13,8 @@ by the bytes of the text, so they compare models with different tokenizers. Noth
 A data set is read in windows of block_size tokens, as `train.py --eval_only=True` reads it; a model of the objectives
 masked or seq2seq restores the same tokens in each. A text is encoded with the model's own tokenizer and may have any
 length: its windows of block_size tokens follow one another without overlap, the last one may be shorter, and each token
-but the first is predicted once.
+but the first is predicted once. (If the tokenizer of an imported model puts a token such as <s> before a text, it is
+the first one.)
 
 --tasks needs lm-eval. A name in --tasks may also be a folder with task files (YAML) of your own. lm-eval executes code
 that a task file names, so give only files that you trust.
@@ -103,7 +104,7 @@ def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights, te
     """The text of cfg.file, encoded with the tokenizer of the model."""
     require(flags.objective == "causal", f"file={cfg.file} needs a model of objective=causal; use a data set")
     tokenizer = found.tokenizer()
-    ids = torch.from_numpy(tokenizer.encode(text))
+    ids = torch.tensor([*tokenizer.prefix, *tokenizer.encode(text)])
     require(len(ids) > 1, f"file={cfg.file} has {len(ids)} tokens, and the first is not predicted; give more text")
     own = flags.vocab_size
     require(ids.max() < own, f"file={cfg.file} has token id {ids.max()}, and the model has {own}; see to its tokenizer")

@@ -35,7 +35,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -186,7 +185,8 @@ class Sample:
 
 def text_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of the prompt. An empty prompt becomes end-of-text, or a newline if there is no end-of-text."""
-    return tokenizer.encode(prompt or ("\n" if tokenizer.eot is None else "")).tolist() or [tokenizer.eot]
+    text = prompt or ("\n" if tokenizer.eot is None else "")
+    return [*tokenizer.prefix, *tokenizer.encode(text).tolist()] or [tokenizer.eot]
 
 
 def continue_text(
@@ -293,8 +293,9 @@ def fill_spans(
 
 def score_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, text: str, idx: Tensor, choose: Chooser) -> int:
     """Prints the log-probability of each token of the text, idx (1, N), as a JSON object on a line of its own."""
-    place = 0
-    for token, logprob in zip(idx[0].tolist(), chain([math.nan], token_logprobs(model, idx[0])), strict=True):
+    place, of_text = 0, slice(len(tokenizer.prefix), None)
+    scores = [math.nan, *token_logprobs(model, idx[0])][of_text]
+    for token, logprob in zip(idx[0, of_text].tolist(), scores, strict=True):
         known = logprob if math.isfinite(logprob) else None  # JSON has no nan and inf
         print(json.dumps({"token": token, "text": tokenizer.decode([token]), "logprob": known, "byte": place}))
         place += len(tokenizer.token_bytes[token])
