@@ -141,8 +141,8 @@ class Config(ModelConfig):
             ("out_dir", r"(?!~).*\S.*", "a folder, such as out; ~ means your home"),
             (
                 "init_from",
-                "scratch|resume|(checkpoint|nanogpt):.+",
-                "scratch, resume, checkpoint:RUN, the weights of a run, or nanogpt:FILE, a nanoGPT ckpt.pt",
+                "scratch|resume|(checkpoint|hf|nanogpt):.+",
+                "scratch, resume, checkpoint:RUN (the weights of a run), hf:DIR or nanogpt:FILE (a ckpt.pt)",
             ),
             ("device", r"auto|cpu|cuda(:\d{1,3})?|mps", "auto, cpu, cuda, cuda:N or mps"),
         ):

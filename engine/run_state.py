@@ -131,8 +131,8 @@ def check_same_weights(cfg, found: Weights):
 
     name = next(filter(matters, changed), changed[0])
     raise ValueError(
-        f"{name}={getattr(cfg, name)} needs other weights than {name}={getattr(before, name)} in {found.path}; "
-        "leave it out, or start with --init_from=scratch"
+        f"the weights in {found.path}, of a model with {name}={getattr(before, name)}, do not fit "
+        f"{name}={getattr(cfg, name)}; leave it out, or start with --init_from=scratch"
     )
 
 

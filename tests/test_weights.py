@@ -96,20 +96,23 @@ def test_flags_that_keep_the_weights_are_free(flags, source, tmp_path):
 
 
 REFUSED = [
-    (["--n_head=4"], "n_head=4 needs other weights than n_head=2"),  # the same shapes, and other rows of q, k and v
-    (["--attention=mqa"], "attention=mqa needs other weights than attention=mha"),
-    (["--attention=gqa", "--n_kv_head=1"], "attention=gqa needs other weights than attention=mha"),
-    (["--n_embd=32"], "n_embd=32 needs other weights than n_embd=16"),
-    (["--n_layer=3"], "n_layer=3 needs other weights than n_layer=2"),
-    (["--pos=learned"], "pos=learned needs other weights than pos=rope"),
-    (["--mlp=gelu"], "mlp=gelu needs other weights than mlp=swiglu"),
-    (["--mlp_ratio=2"], "mlp_ratio=2.0 needs other weights than mlp_ratio=3.0"),
-    (["--bias=True"], "bias=True needs other weights than bias=False"),
-    (["--tie_weights=False"], "tie_weights=False needs other weights than tie_weights=True"),
-    (["--vocab_size=300"], "vocab_size=300 needs other weights than vocab_size=257"),
-    (["--block=parallel"], "block=parallel needs other weights than block=standard"),
-    (["--qk_norm=False", "--dropout=0.2"], "qk_norm=False needs other weights than qk_norm=True"),
-    (["--norm_placement=sandwich"], "norm_placement=sandwich needs other weights than norm_placement=pre"),
+    (
+        ["--n_head=4"],
+        "of a model with n_head=2, do not fit n_head=4; leave",
+    ),  # the same shapes, and other rows of q, k and v
+    (["--attention=mqa"], "of a model with attention=mha, do not fit attention=mqa; leave"),
+    (["--attention=gqa", "--n_kv_head=1"], "of a model with attention=mha, do not fit attention=gqa; leave"),
+    (["--n_embd=32"], "of a model with n_embd=16, do not fit n_embd=32; leave"),
+    (["--n_layer=3"], "of a model with n_layer=2, do not fit n_layer=3; leave"),
+    (["--pos=learned"], "of a model with pos=rope, do not fit pos=learned; leave"),
+    (["--mlp=gelu"], "of a model with mlp=swiglu, do not fit mlp=gelu; leave"),
+    (["--mlp_ratio=2"], "of a model with mlp_ratio=3.0, do not fit mlp_ratio=2.0; leave"),
+    (["--bias=True"], "of a model with bias=False, do not fit bias=True; leave"),
+    (["--tie_weights=False"], "of a model with tie_weights=True, do not fit tie_weights=False; leave"),
+    (["--vocab_size=300"], "of a model with vocab_size=257, do not fit vocab_size=300; leave"),
+    (["--block=parallel"], "of a model with block=standard, do not fit block=parallel; leave"),
+    (["--qk_norm=False", "--dropout=0.2"], "of a model with qk_norm=True, do not fit qk_norm=False; leave"),
+    (["--norm_placement=sandwich"], "of a model with norm_placement=pre, do not fit norm_placement=sandwich; leave"),
     (["--objective=masked"], "vocab_size=257 has no room"),
 ]
 
@@ -134,7 +137,7 @@ def test_two_flags_that_only_together_need_other_weights(source, tmp_path, capsy
     """Each of them alone contradicts the other flags."""
     base = [f"--init_from=checkpoint:{source}", f"--out_dir={tmp_path / 'new'}", "--max_iters=1", "--warmup_iters=1"]
     line = refused(train.main, [*base, "--n_embd=18", "--n_head=3"], capsys)
-    assert "n_head=3 needs other weights" in line
+    assert "do not fit n_head=3; leave" in line
 
 
 @pytest.mark.parametrize("flags", [["--parallel=fsdp"], ["--tp=2"], ["--pp=2"], ["--cp=2"]], ids=" ".join)
