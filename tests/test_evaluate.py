@@ -255,7 +255,7 @@ def test_json_has_no_infinity(capsys):
 
 
 def stand_in_for_lm_eval(monkeypatch, called: dict):
-    """Modules of lm-eval with the two functions that evaluate.py calls; tests/test_harness.py uses the real ones."""
+    """Modules of lm-eval with the functions that evaluate.py calls; tests/test_harness.py uses the real ones."""
 
     class TaskManager:
         def __init__(self, include_path=None, include_defaults=True):
@@ -269,9 +269,13 @@ def stand_in_for_lm_eval(monkeypatch, called: dict):
         called.update(model=model, tasks=tasks, **options)
         return {"results": {name: {"acc,none": 0.5} for name in tasks}}
 
+    def get_task_dict(names, manager):
+        if "bad" in names:
+            raise TypeError("no data\nin it")
+
     made = {
         "lm_eval": {"simple_evaluate": simple_evaluate},
-        "lm_eval.tasks": {"TaskManager": TaskManager},
+        "lm_eval.tasks": {"TaskManager": TaskManager, "get_task_dict": get_task_dict},
         "lm_eval.utils": {"make_table": lambda results: "|".join(results["results"])},
         "engine.harness": {"Harness": lambda *args: args},
     }
@@ -297,7 +301,10 @@ def test_tasks_go_to_lm_eval(runs, monkeypatch, figures, capsys, tmp_path):
     assert capsys.readouterr().out == "piqa|hellaswag\n" and called["limit"] is None
     assert "no task 'pika'" in refused([f"--out_dir={runs / 'causal'}", "--tasks=piqa,pika"], capsys)
     assert "objective=causal" in refused([f"--out_dir={runs / 'masked'}", "--tasks=piqa"], capsys)
-    (own / "mine.yaml").unlink()
+    (own / "mine.yaml").rename(own / "bad.yaml")
+    line = refused([f"--out_dir={runs / 'causal'}", f"--tasks={own}"], capsys)
+    assert f"lm-eval cannot load tasks={own} (TypeError: no data in it); see to the task files" in line
+    (own / "bad.yaml").unlink()
     assert "holds no task" in refused([f"--out_dir={runs / 'causal'}", f"--tasks={own}"], capsys)
 
 
