@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT
 
 from configurator import Config
+from evaluate import EvaluateConfig
 from sample import SampleConfig
 
 README = ROOT / "README.md"
@@ -28,10 +29,11 @@ def test_tests_exist(page):
 
 @each_page
 def test_flags_of_commands_exist(page):
-    """Of train.py and sample.py, in code that can be copied."""
-    commands = re.findall(r"(train|sample)\.py((?: +[^\s#`\\]+)*)", page.read_text(encoding="utf-8"))
+    """Of train.py, sample.py and evaluate.py, in code that can be copied."""
+    commands = re.findall(r"(train|sample|evaluate)\.py((?: +[^\s#`\\]+)*)", page.read_text(encoding="utf-8"))
     assert commands or page.name in ("blocks.md", "tests.md")
-    known = {"train": {f.name for f in fields(Config)}, "sample": {f.name for f in fields(SampleConfig)}}
+    configs = {"train": Config, "sample": SampleConfig, "evaluate": EvaluateConfig}
+    known = {script: {f.name for f in fields(config)} for script, config in configs.items()}
     for script, words in commands:
         for word in words.split():
             if word.startswith("--") and word != "--help":
