@@ -37,6 +37,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from configurator import Config, parse
 from data.loader import eval_batches
@@ -246,4 +247,4 @@ def finite(x: Any) -> Any:
 
 
 if __name__ == "__main__":
-    command(main)
+    command(record(main))  # record: torchrun reports the error of the rank that failed first

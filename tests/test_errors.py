@@ -331,7 +331,7 @@ def test_wrong_sample_flags(flags, fragments, trained, capsys):
         assert fragment in line
 
 
-@pytest.mark.parametrize("script", ["train.py", "sample.py"])
+@pytest.mark.parametrize("script", ["train.py", "sample.py", "evaluate.py"])
 def test_a_real_process_says_one_line(script):
     done = subprocess.run([sys.executable, script, "--nope=1"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""

@@ -389,6 +389,15 @@ def test_tasks_take_one_process(runs, capsys, monkeypatch):
     assert "without torchrun" in refused([f"--out_dir={runs / 'causal'}", "--tasks=piqa"], capsys)
 
 
+def test_a_model_that_does_not_fit_into_the_memory(runs, capsys, monkeypatch):
+    monkeypatch.setattr("engine.memory.process_memory", lambda: 2**14)
+    line = refused([f"--out_dir={runs / 'causal'}", "--batch_size=1"], capsys)
+    assert line.startswith(
+        f"error: out_dir={runs / 'causal'} (command line) needs at least 0.0 GiB, most of it for the "
+    )
+    assert line.endswith("; use a machine with more memory\n")
+
+
 def test_a_damaged_checkpoint(runs, capsys, tmp_path):
     path = checkpoint.find(runs / "causal")
     copy = tmp_path / path.name
