@@ -47,11 +47,12 @@ from engine.device import resolve_device, resolve_dtype
 from engine.errors import command, require, user_errors
 from engine.evaluation import byte_lengths, open_dataset, total_loss
 from engine.parallel import Ranks
-from engine.text import read_text, text_batches
+from engine.text import read_text, text_batches, token_ids
 from engine.weights import Weights
 
 LARGEST_TEXT = 2**28  # bytes
-OF_TASKS = {"out_dir", "tasks", "limit", "json", "batch_size", "device", "dtype"}  # flags that --tasks uses
+COMMON = {"out_dir", "json", "batch_size", "device", "dtype"}
+USED_WITH = {"tasks": COMMON | {"tasks", "limit"}, "file": COMMON | {"file", "block_size", "parallel"}}  # flags in use
 
 
 @dataclass
@@ -85,9 +86,6 @@ class EvaluateConfig:
         require(known is not None, f"device={self.device!r} must be auto, cpu, cuda, cuda:N or mps")
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
         require(self.tasks or not self.limit, f"limit={self.limit} is used only with tasks; leave it out, or set tasks")
-        for one, other in (("file", "dataset"), ("file", "eval_iters")):
-            both = f"{one}={getattr(self, one)} and {other}={getattr(self, other)} exclude each other; set one of them"
-            require(not (getattr(self, one) and getattr(self, other)), both)
 
 
 class Part(NamedTuple):
@@ -105,7 +103,7 @@ def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights, te
     """The text of cfg.file, encoded with the tokenizer of the model."""
     require(flags.objective == "causal", f"file={cfg.file} needs a model of objective=causal; use a data set")
     tokenizer = found.tokenizer()
-    ids = torch.tensor([*tokenizer.prefix, *tokenizer.encode(text)])
+    ids = token_ids(tokenizer, text)
     require(len(ids) > 1, f"file={cfg.file} has {len(ids)} tokens, and the first is not predicted; give more text")
     own = flags.vocab_size
     require(ids.max() < own, f"file={cfg.file} has token id {ids.max()}, and the model has {own}; see to its tokenizer")
@@ -205,8 +203,9 @@ def main(argv: list[str] | None = None):
     argv = ["--json=True" if word == "--json" else word for word in (sys.argv[1:] if argv is None else argv)]
     with user_errors():
         cfg = parse(EvaluateConfig, argv, doc=__doc__)
-        unused = sorted(cfg.sources.keys() - OF_TASKS) if cfg.tasks else []
-        require(not unused, f"{', '.join(unused)} has no effect with tasks={cfg.tasks}; leave it out")
+        for flag, used in USED_WITH.items():
+            unused = sorted(cfg.sources.keys() - used) if getattr(cfg, flag) else []
+            require(not unused, f"{', '.join(unused)} has no effect with {flag}={getattr(cfg, flag)}; leave it out")
         environment = parallel.environment()
         if cfg.tasks:
             require(environment.size == 1, f"tasks={cfg.tasks} is evaluated by one process; start it without torchrun")
@@ -222,12 +221,12 @@ def main(argv: list[str] | None = None):
         parallel.check_flags(Config(**machine))
         ranks = parallel.join(Config(**machine))
         if cfg.tasks:
-            found = weights.read(cfg.out_dir, lambda found: evaluate_tasks(cfg, ranks, machine, found))
+            figures = weights.read(cfg.out_dir, lambda found: evaluate_tasks(cfg, ranks, machine, found))
         else:
             machine |= {"dataset": cfg.dataset} if cfg.dataset else {}
-            found = weights.read(cfg.out_dir, lambda found: evaluate_text(cfg, ranks, machine, text, found))
+            figures = weights.read(cfg.out_dir, lambda found: evaluate_text(cfg, ranks, machine, text, found))
     if ranks.first:
-        show(cfg, found)
+        show(cfg, figures)
     parallel.leave()
 
 

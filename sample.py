@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
@@ -48,11 +49,11 @@ from engine import memory, weights
 from engine.device import resolve_device, resolve_dtype
 from engine.errors import command, require, user_errors
 from engine.parallel import Ranks
-from engine.text import read_text, token_logprobs
+from engine.text import read_text, token_ids, token_logprobs
 from model import POSITION, Model, NoEmbedding
 
 Chooser = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
-LARGEST_PROMPT, LARGEST_TEXT = 2**24, 2**28  # bytes of a prompt file, and of a text to score
+LARGEST_PROMPT = 2**24  # bytes of a file with a prompt, or with a text to score
 UNUSED = {  # objective -> flags that have no effect
     "causal": ["blank"], "masked": ["stop", "max_new_tokens", "overflow"], "seq2seq": ["stop"],
 }  # fmt: skip
@@ -186,7 +187,7 @@ class Sample:
 def text_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of the prompt. An empty prompt becomes end-of-text, or a newline if there is no end-of-text."""
     text = prompt or ("\n" if tokenizer.eot is None else "")
-    return [*tokenizer.prefix, *tokenizer.encode(text).tolist()] or [tokenizer.eot]
+    return token_ids(tokenizer, text).tolist() or [tokenizer.eot]
 
 
 def continue_text(
@@ -293,9 +294,9 @@ def fill_spans(
 
 def score_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, text: str, idx: Tensor, choose: Chooser) -> int:
     """Prints the log-probability of each token of the text, idx (1, N), as a JSON object on a line of its own."""
-    place, of_text = 0, slice(len(tokenizer.prefix), None)
-    scores = [math.nan, *token_logprobs(model, idx[0])][of_text]
-    for token, logprob in zip(idx[0, of_text].tolist(), scores, strict=True):
+    place, first = 0, len(tokenizer.prefix)
+    scores = islice(chain([math.nan], token_logprobs(model, idx[0])), first, None)
+    for token, logprob in zip(idx[0, first:].tolist(), scores, strict=True):
         known = logprob if math.isfinite(logprob) else None  # JSON has no nan and inf
         print(json.dumps({"token": token, "text": tokenizer.decode([token]), "logprob": known, "byte": place}))
         place += len(tokenizer.token_bytes[token])
@@ -313,7 +314,7 @@ SAMPLER = {  # objective, or score -> (prompt to the ids that the model reads, f
 def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(SampleConfig, argv, doc=__doc__)
-        text = read_text("score", cfg.score, LARGEST_TEXT) if cfg.score else read_prompt(cfg.start)
+        text = read_text("score", cfg.score, LARGEST_PROMPT) if cfg.score else read_prompt(cfg.start)
         require(text or not cfg.score, f"score={cfg.score} is empty; give a file with text")
         device = resolve_device(cfg.device)
         dtype = resolve_dtype(cfg.dtype, device)

@@ -4,10 +4,12 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data.tokenizer import Tokenizer
 from engine.errors import require
 from model import Model, rows_at_once
 
@@ -32,6 +34,11 @@ def read_text(name: str, value: str, most: int) -> str:
         raise ValueError(f"{flag} cannot be read ({error.strerror}); give the path of a text file") from None
     except RuntimeError as error:  # of expanduser
         raise ValueError(f"{flag} cannot be found ({error}); give the path of a text file") from None
+
+
+def token_ids(tokenizer: Tokenizer, text: str) -> Tensor:
+    """The ids of the text, (N,), after those that the tokenizer puts before every text."""
+    return torch.from_numpy(np.concatenate([np.array(tokenizer.prefix, np.int64), tokenizer.encode(text)]))
 
 
 def text_batches(

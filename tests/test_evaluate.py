@@ -326,8 +326,9 @@ def refused(argv: list[str], capsys) -> str:
     "flags,fragments",
     [
         (["--dataset=nowhere"], ["no data set 'nowhere'"]),
-        (["--dataset=nowhere", "--file=x"], ["file=x", "dataset=nowhere", "exclude"]),
-        (["--file=x", "--eval_iters=3"], ["file=x", "eval_iters=3"]),
+        (["--dataset=nowhere", "--file=x"], ["dataset has no effect with file=x"]),
+        (["--file=x", "--eval_iters=3"], ["eval_iters has no effect with file=x"]),
+        (["--file=x", "--split=train"], ["split has no effect with file=x"]),
         (["--file=absent.txt"], ["file=absent.txt", "No such file"]),
         (["--file=."], ["file=.", "not a regular file"]),
         (["--file=one.txt"], ["file=one.txt has 1 tokens"]),

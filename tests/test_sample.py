@@ -332,7 +332,7 @@ def test_scores_of_tokens_of_several_bytes(run, say, tmp_path):
         ("trained", ["--score=empty.txt"], ["score=empty.txt is empty"]),
         ("trained", ["--score=latin1.txt"], ["score=latin1.txt is not UTF-8"]),
         ("trained", ["--score=fifo"], ["score=fifo is not a regular file"]),
-        ("trained", ["--score=huge.txt"], ["score=huge.txt has more than 268,435,456 bytes"]),
+        ("trained", ["--score=huge.txt"], ["score=huge.txt has more than 16,777,216 bytes"]),
         ("trained", ["--score=nul.py", "--top_p=0.5"], ["top_p=0.5 has no effect with score"]),
         ("trained", ["--score=nul.py", "--start=a"], ["start=a has no effect with score"]),
         ("masked", ["--score=nul.py"], ["score=nul.py needs a model of objective=causal, and this is masked"]),
