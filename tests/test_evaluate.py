@@ -17,7 +17,7 @@ import evaluate
 import sample
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
-from engine import checkpoint
+from engine import checkpoint, interchange
 from engine.interchange import from_nanogpt
 from model import Model, ModelConfig
 
@@ -229,6 +229,61 @@ def test_nanogpts_file(tmp_path, tiny_data, figures, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("the")
     nanogpt_file(file, dataset="../mine")
     assert "holds no tokenizer" in refused([where, f"--file={text}"], capsys)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A folder of Hugging Face with a random Llama and a tokenizer that puts <s> before a text; and both of them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["the cat sat on a mat. dogs bark; été "], trainer)
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    theirs = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(theirs), max_position_embeddings=16, **sizes)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
+    for each in (model, theirs):
+        each.save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama", model.double(), theirs
+
+
+@pytest.mark.skipif(not hasattr(interchange, "read_hf"), reason="engine/interchange.py does not read these folders yet")
+def test_a_folder_of_hugging_face(llama, figures, tmp_path, capsys):
+    """Losses, scores and greedy text are those of transformers, which puts <s> before the text too."""
+    folder, model, tokenizer = llama
+    text = "the cat sat on a mat. été, dogs"
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    where, ids = f"--out_dir=hf:{folder}", tokenizer(text, return_tensors="pt").input_ids
+    nats, targets = total_nats(lambda idx: model(idx).logits, ids[0], 16)
+    found = figures(where, f"--file={tmp_path / 'text.txt'}")
+    assert ids[0, 0] == 0 and targets == ids[0, 1:].tolist()
+    assert (found["tokens"], found["bytes"]) == (len(targets), len(text.encode()))
+    assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-5)
+
+    sample.main([where, "--device=cpu", f"--score={tmp_path / 'text.txt'}"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["token"] for line in lines] == targets and len(lines) > 16
+    log_p = model(ids[:, :16]).logits[0].log_softmax(-1)
+    expected = [log_p[i, t].item() for i, t in enumerate(targets[:16])]
+    assert [line["logprob"] for line in lines[:16]] == pytest.approx(expected, rel=1e-4)
+
+    prompt = tokenizer("the cat", return_tensors="pt")
+    theirs = model.generate(**prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
+    sample.main([where, "--device=cpu", "--start=the cat", "--max_new_tokens=8", "--temperature=0"])
+    said = capsys.readouterr().out
+    expected = tokenizer.decode(theirs, skip_special_tokens=True)
+    assert said.startswith("the cat") and expected.startswith(said.rstrip("\n")[:9])
+    assert "set --dataset=NAME or --file=TEXT" in refused([where], capsys)
 
 
 def test_a_line_for_people_and_nothing_written(runs, capsys, tmp_path):
