@@ -261,7 +261,7 @@ def llama(tmp_path):
 def test_a_folder_of_hugging_face(llama, figures, tmp_path, capsys):
     """Losses, scores and greedy text are those of transformers, which puts <s> before the text too."""
     folder, model, tokenizer = llama
-    text = "the cat sat on a mat. été, dogs"
+    text = "the cat sat on a mat. été, dogs, " * 2
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     where, ids = f"--out_dir=hf:{folder}", tokenizer(text, return_tensors="pt").input_ids
     nats, targets = total_nats(lambda idx: model(idx).logits, ids[0], 16)
