@@ -159,9 +159,10 @@ def check_tokenizer(found: Weights, tokenizer: Tokenizer | None, dataset: str):
 def evaluate_tasks(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], found: Weights) -> dict:
     """The results of lm-eval: {"model", "tasks": {name: figures}, "table": text}."""
     import lm_eval
-    from engine.harness import Harness
-    from lm_eval.tasks import TaskManager, get_task_dict
+    from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
+
+    from engine.harness import Harness
 
     names = [name.strip() for name in cfg.tasks.split(",")]
     folders = [name for name in names if Path(name).is_dir()]
@@ -174,7 +175,7 @@ def evaluate_tasks(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], f
         wanted += TaskManager(include_path=folders, include_defaults=False).all_subtasks
     require(wanted, f"tasks={cfg.tasks} holds no task; give task names or folders with task files")
     try:
-        get_task_dict(wanted, manager)
+        manager.load(wanted)
     except Exception as error:  # a task file can make lm-eval raise anything
         fact = f"lm-eval cannot load tasks={cfg.tasks} ({type(error).__name__}: {str(error).strip()[:200]})"
         raise ValueError(f"{fact}; see to the task files, and to the network, from which data may come") from error

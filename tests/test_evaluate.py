@@ -320,17 +320,17 @@ def stand_in_for_lm_eval(monkeypatch, called: dict):
         def match_tasks(self, names):
             return [name for name in names if name in self.all_subtasks]
 
+        def load(self, names):
+            if "bad" in names:
+                raise TypeError("no data\nin it")
+
     def simple_evaluate(model, tasks, **options):
         called.update(model=model, tasks=tasks, **options)
         return {"results": {name: {"acc,none": 0.5} for name in tasks}}
 
-    def get_task_dict(names, manager):
-        if "bad" in names:
-            raise TypeError("no data\nin it")
-
     made = {
         "lm_eval": {"simple_evaluate": simple_evaluate},
-        "lm_eval.tasks": {"TaskManager": TaskManager, "get_task_dict": get_task_dict},
+        "lm_eval.tasks": {"TaskManager": TaskManager},
         "lm_eval.utils": {"make_table": lambda results: "|".join(results["results"])},
         "engine.harness": {"Harness": lambda *args: args},
     }
@@ -361,6 +361,47 @@ def test_tasks_go_to_lm_eval(runs, monkeypatch, figures, capsys, tmp_path):
     assert f"lm-eval cannot load tasks={own} (TypeError: no data in it); see to the task files" in line
     (own / "bad.yaml").unlink()
     assert "holds no task" in refused([f"--out_dir={runs / 'causal'}", f"--tasks={own}"], capsys)
+
+
+@pytest.mark.interop
+def test_a_task_of_ones_own(runs, figures, tmp_path, capsys, monkeypatch):
+    """The accuracy is that of the choices with the largest probability in float64."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    docs = [("the cat ", ["sat on ", "a mat. "]), ("dogs ", ["bark; ", "the cat ", "a"]), ("sat ", ["on ", "été "])]
+    lines = [json.dumps({"question": q, "choices": choices, "answer": 0}) for q, choices in docs]
+    (tmp_path / "docs.jsonl").write_text("\n".join(lines))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.yaml").write_text(f"""
+task: mine
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {tmp_path / "docs.jsonl"}}}}}
+validation_split: validation
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+target_delimiter: ""
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+""")
+    model, tokenizer = model_of(runs / "causal")
+    right = []
+    for question, choices in docs:
+        scores = []
+        for choice in choices:
+            ids, n = tokenizer.encode(question + choice).tolist(), len(choice.encode())
+            log_p = model(torch.tensor([ids[-17:-1]]))[0].log_softmax(-1)
+            scores.append(sum(log_p[i - n, ids[i - n]].item() for i in range(n)))
+        right.append(scores[0] == max(scores))
+    found = figures(f"--out_dir={runs / 'causal'}", f"--tasks={tmp_path / 'own'}")
+    assert found["tasks"]["mine"]["acc,none"] == pytest.approx(sum(right) / 3)
+    found = figures(f"--out_dir={runs / 'causal'}", f"--tasks={tmp_path / 'own'}", "--limit=1")
+    assert found["tasks"]["mine"]["acc,none"] == right[0]
+    evaluate.main([f"--out_dir={runs / 'causal'}", f"--tasks={tmp_path / 'own'}", "--device=cpu"])
+    assert "|mine" in capsys.readouterr().out
+    (tmp_path / "docs.jsonl").unlink()
+    assert "lm-eval cannot load tasks=" in refused(
+        [f"--out_dir={runs / 'causal'}", f"--tasks={tmp_path / 'own'}"], capsys
+    )
 
 
 # ---- what cannot be

@@ -67,7 +67,9 @@ def test_its_flags_are_the_defaults(run, source, tiny_data, tmp_path):
 FREE = [
     ["--dropout=0.3"], ["--window=5"], ["--window=5", "--window_pattern=SL"], ["--rope_theta=500"], ["--block_size=40"],
     ["--attn_softcap=20"], ["--logit_softcap=30", "--loss_chunk=7"], ["--pos=none"], ["--pos=alibi"],
-    ["--norm=rmsnorm"], ["--doc_mask=True"], ["--mlp=geglu"], ["--fp32_residual=False", "--dtype=bfloat16"],
+    ["--rope_scaling=llama3:8:1:4:16", "--block_size=128"], ["--rope_fraction=0.5"], ["--pos_pattern=GLN"],
+    ["--norm_eps=1e-6", "--embed_scale=4"], ["--norm=rmsnorm"],
+    ["--doc_mask=True"], ["--mlp=geglu"], ["--fp32_residual=False", "--dtype=bfloat16"],
 ]  # fmt: skip
 
 
@@ -113,6 +115,9 @@ REFUSED = [
     (["--block=parallel"], "of a model with block=standard, do not fit block=parallel; leave"),
     (["--qk_norm=False", "--dropout=0.2"], "of a model with qk_norm=True, do not fit qk_norm=False; leave"),
     (["--norm_placement=sandwich"], "of a model with norm_placement=pre, do not fit norm_placement=sandwich; leave"),
+    (["--head_dim=16"], "of a model with head_dim=0, do not fit head_dim=16; leave"),
+    (["--qkv_bias=True"], "of a model with qkv_bias=False, do not fit qkv_bias=True; leave"),
+    (["--qk_norm_width=model"], "of a model with qk_norm_width=head, do not fit qk_norm_width=model; leave"),
     (["--objective=masked"], "vocab_size=257 has no room"),
 ]
 
