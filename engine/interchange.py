@@ -1,153 +1,294 @@
-"""Reads weights of other programs without running code that their files may hold.
+"""Reads and writes the folders of Hugging Face's models, without running code that they may hold.
 
-model_args, tensors, info = read_nanogpt("out/ckpt.pt")
-flags, tensors = from_nanogpt(model_args, tensors)       our flags and our parameter names
+    python -m engine.interchange export RUN DIR [--dtype=bfloat16] [--which=best] [--remote-code]
+
+    weights = read_hf("DIR")                        # config.json and safetensors; or the name of a model on the hub
+    cfg = ModelConfig(**weights.flags)
+    weights["blocks.0.sums.0.attn.qkv.weight"]      # ours, in float32; its file is read only now
+
+`export` writes the weights of a training run such that transformers' AutoModelForCausalLM loads them. The family is the
+first in engine/families.py that has the run's flags. With --remote-code, our own model.py is the architecture.
 """
 
+import json
 import os
-import pickle
 import re
-import reprlib
-import warnings
-from collections.abc import Iterator
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from zipfile import is_zipfile
+from types import NoneType
 
 import torch
 from torch import Tensor
 
-# Keys of model_args: None = required; other values are those that older checkpoints without the key were trained with.
-NANOGPT_ARGS = dict(n_layer=None, n_head=None, n_embd=None, block_size=None, vocab_size=None, bias=True, dropout=0.0)
+from configurator import Config, parse
+from data.base_tokenizer import Tokenizer
+from data.tokenizer import from_spec
+from engine import checkpoint
+from engine.errors import require, user_errors
+from engine.export_tokenizer import export_tokenizer
+from engine.families import FAMILIES, Family, choose
+from engine.hf_config import describe
+from engine.hf_files import AGAIN, locate, open_files, read_json
+from engine.remote_code import write_remote_code
+from model import Model, ModelConfig
+
+USAGE = "usage: python -m engine.interchange export RUN DIR [--dtype=bfloat16] [--which=best] [--remote-code]"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # names of safetensors
+BUFFERS = re.compile(r".*(rotary\w*[.]inv_freq|(attn|attention)[.](masked_)?bias)")  # of old files; no weights
+SHARD_BYTES = 5 * 10**9  # largest size of a file of weights, as in transformers
 
 
-def read_nanogpt(file: str | Path) -> tuple[dict, dict[str, Tensor], dict]:
-    """(model_args, tensors, info) of nanoGPT's ckpt.pt; info has iter_num, best_val_loss and config.
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
 
-    Raises FileNotFoundError, or ValueError if the file is no checkpoint of nanoGPT or holds anything besides tensors
-    and plain values.
+
+class Pretrained(Mapping[str, Tensor]):
+    """The weights of a folder by our names, in float32. A tensor is read when it is asked for."""
+
+    def __init__(self, folder: Path, family: Family, config: dict, flags: dict):
+        self.folder, self.family, self.config, self.flags = folder, family, config, flags
+        self.cfg = ModelConfig(**flags)
+        self.files = open_files(folder)  # their name -> the open file
+        self.shapes = shapes_of(self.cfg)
+        prefix = family.layers.partition(".")[0] + "."
+        self.prefix = "" if any(name.startswith(prefix) for name in self.files) else prefix  # base models lack it
+        self.tied_head = family.source("head.weight")[0][0] if self.cfg.tie_weights else None
+        self._check()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name == "head.weight" and self.cfg.tie_weights:
+            name = "wte.weight"
+        names, steps = self.family.source(name)
+        x = torch.cat([self._tensor(each) for each in names]) if len(names) > 1 else self._tensor(names[0])
+        if name == "wte.weight" and self.tied_head in self.files:
+            same = torch.equal(self._tensor(self.tied_head), x)
+            require(same, f"{self.folder}: {self.tied_head} differs from {names[0]}, but they are tied; {AGAIN}")
+        for step in steps:
+            x = step.read(x, self.cfg, self.config)
+        return x.contiguous()
+
+    def _tensor(self, name: str) -> Tensor:
+        x = self.files[self._stored(name)].get_tensor(self._stored(name)).float()
+        finite = all(end.isfinite() for end in x.aminmax())  # needs no memory; one NaN makes both NaN
+        require(finite, f"{self.folder}: {name} holds numbers that are not finite; {AGAIN}")
+        return x
+
+    def _stored(self, name: str) -> str:
+        return name.removeprefix(self.prefix)
+
+    def _check(self):
+        """ValueError if the files lack a tensor, or have one of another shape or dtype, or one too many."""
+        known = {self.tied_head}
+        for name, shape in self.shapes.items():
+            for their_name, expected in their_shapes(self.family, self.cfg, self.config, name, shape):
+                stored = self._stored(their_name)
+                known.add(stored)
+                file = self.files.get(stored)
+                found = file.get_slice(stored) if file else None
+                fact = f"{self.folder}: {stored} is {tuple(found.get_shape()) if found else 'absent'}"
+                same = found is not None and tuple(found.get_shape()) == expected
+                require(same, f"{fact}, but config.json means {expected}; {AGAIN}")
+                dtype = found.get_dtype()
+                fact = f"{self.folder}: {stored} has the dtype {dtype}, not {', '.join(DTYPES)}"
+                require(dtype in DTYPES, f"{fact}; load the model with dtype=torch.bfloat16 and save_pretrained it")
+        surplus = sorted(name for name in self.files.keys() - known if not BUFFERS.fullmatch(name))
+        if surplus:
+            fact = f"{self.folder}: {describe(surplus[0])} is no weight of a model with this config.json"
+            raise ValueError(f"{fact}; {AGAIN}")
+
+
+def read_hf(where: str | Path) -> Pretrained:
+    """The model in the folder, or of this name on the hub. `flags` holds our flags for it.
+
+    Raises ValueError or OSError in one line if there is no such model, if our flags cannot express it, or if its files
+    are damaged.
     """
-    remedy = "give the ckpt.pt that nanoGPT's train.py wrote"
-    file = Path(os.path.expanduser(file))
-    if not file.is_file():
-        raise FileNotFoundError(f"no file {file}; {remedy}")
+    folder = locate(str(where))
+    require((folder / "config.json").is_file(), f"{folder} has no config.json; give the folder of a Hugging Face model")
+    config = read_json(folder / "config.json")
+    kind = config.get("model_type")
+    family = FAMILIES.get(kind) if type(kind) is str else None
+    fact = f"{folder}/config.json: model_type={describe(kind)} is not known"
+    require(family, f"{fact}; give a model of one of these types: {', '.join(FAMILIES)}")
     try:
-        # With mmap, the optimizer's two thirds of the file are never read. Files older than torch 1.6 have no mmap.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # for example about quantized tensors, which _flaw refuses
-            checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{file} is not loaded, as it holds more than tensors and plain values; {remedy}") from error
-    except Exception as error:  # a damaged archive can make torch.load raise nearly anything
-        raise ValueError(f"{file} is damaged or of another kind ({type(error).__name__}); {remedy}") from error
-
-    def entry(name: str, *kinds: type):
-        value = checkpoint[name] if isinstance(checkpoint, dict) and name in checkpoint else None
-        if isinstance(value, Tensor) and float in kinds and not _flaw(value) and value.numel() == 1:
-            value = value.item()  # nanoGPT stores best_val_loss as a tensor
-        if not isinstance(value, kinds):
-            kind = kinds[0].__name__
-            text = f"its {name} is {_describe(value)}, not of type {kind}"
-            raise ValueError(f"{file} is no nanoGPT checkpoint: {text}; {remedy}")
-        return value
-
-    model, config = entry("model", dict), entry("config", dict)
-    info = {"iter_num": entry("iter_num", int), "best_val_loss": float(entry("best_val_loss", float)), "config": config}
-    for name in model:
-        if not isinstance(name, str):
-            raise ValueError(f"{file} is no nanoGPT checkpoint: {_describe(name)} is no name of a tensor; {remedy}")
-    tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in model.items()}  # torch.compile's prefix
-    if len(tensors) < len(model):
-        raise ValueError(f"{file} holds tensors with and without the prefix _orig_mod. of the same name; {remedy}")
-    return entry("model_args", dict), tensors, info
+        flags = family.flags(config)
+    except ValueError as error:
+        raise ValueError(f"{folder}/config.json: {error}") from None
+    return Pretrained(folder, family, config, flags)
 
 
-def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
-    """Our flags and our parameters in float32, without head.weight, which is tied to wte.weight.
+# ---------------------------------------------------------------------------------------------------------------------
+# Names and shapes of both
 
-    ValueError names a tensor that is absent, has another shape, or is not a dense floating-point tensor of finite
-    numbers. nanoGPT orders the rows of q, k and v as (3, H, D); our order is (H, 3, D).
+
+def shapes_of(cfg: ModelConfig) -> dict[str, torch.Size]:
+    """Our parameter -> its shape."""
+    with torch.device("meta"):
+        return {name: p.shape for name, p in Model(cfg).named_parameters()}
+
+
+def to_theirs(family: Family, cfg: ModelConfig, config: dict, name: str, x: Tensor) -> dict[str, Tensor]:
+    """Their tensors by name, for our parameter x."""
+    names, steps = family.source(name)
+    for step in reversed(steps):
+        x = step.write(x, cfg, config)
+    heads = [cfg.n_head * cfg.head_size, *[cfg.kv_heads * cfg.head_size] * 2]
+    rows = {1: [len(x)], 2: [len(x) // 2] * 2, 3: heads}[len(names)]
+    return dict(zip(names, x.split(rows), strict=True))
+
+
+def their_shapes(family: Family, cfg: ModelConfig, config: dict, name: str, shape: torch.Size) -> list:
+    """(name, shape) of each of their tensors, for our parameter of this shape."""
+    theirs = to_theirs(family, cfg, config, name, torch.empty(shape, device="meta"))
+    return [(each, tuple(x.shape)) for each, x in theirs.items()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def write_hf(folder: Path, cfg: ModelConfig, weight: Callable[[str], Tensor | None], dtype: torch.dtype, tokens: dict):
+    """Write config.json, generation_config.json and the weights of a model with these flags into the folder.
+
+    weight(name) is our parameter, or None for a bias that only the family has, which is then 0. tokens are the ids of
+    special tokens. ValueError if no family has the flags. The memory holds one file of weights at a time.
     """
-    flags = {name: model_args.get(name, default) for name, default in NANOGPT_ARGS.items()}
-    for name, value in flags.items():
-        if name == "bias" and type(value) is not bool:
-            raise ValueError(f"nanoGPT checkpoint: model_args has bias={_describe(value)}; True or False is needed")
-        if name == "dropout" and not (type(value) in (int, float) and 0 <= value < 1):
-            raise ValueError(
-                f"nanoGPT checkpoint: model_args has dropout={_describe(value)}; a number in [0, 1) is needed"
-            )
-        if name not in ("bias", "dropout") and not (type(value) is int and 0 < value < 2**31):
-            fact = f"model_args has {name}={_describe(value)}"
-            raise ValueError(f"nanoGPT checkpoint: {fact}; a positive whole number below 2**31 is needed")
-    if flags["n_embd"] % flags["n_head"]:
-        raise ValueError(f"nanoGPT checkpoint: n_head={flags['n_head']} does not divide n_embd={flags['n_embd']}")
-    # The causal mask was a buffer before torch 2.0.
-    state = {name: t for name, t in state.items() if not re.fullmatch(r"transformer\.h\.\d+\.attn\.bias", name)}
-    ours = {}
+    family, kind, cfg = choose(cfg)
+    config = {"model_type": kind, "torch_dtype": str(dtype)[6:]} | family.config(cfg) | tokens
 
-    def take(theirs: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = state.pop(theirs, None)
-        flaw = "absent" if tensor is None else _flaw(tensor)
-        if flaw or tensor.shape != shape:
-            fact = f"{theirs} is {flaw or tuple(tensor.shape)}, but its model_args mean {shape}"
-            raise ValueError(f"nanoGPT checkpoint: {fact}; give the file that nanoGPT's train.py wrote")
-        tensor = tensor.detach().float()
-        if not all(x.isfinite() for x in tensor.aminmax()):  # needs no memory; one NaN makes both NaN
-            fact = f"{theirs} holds numbers that are not finite"
-            raise ValueError(f"nanoGPT checkpoint: {fact}; give a checkpoint from before the training diverged")
-        return tensor
+    def theirs(name: str, shape: torch.Size) -> dict[str, Tensor]:
+        x = weight(name)
+        return to_theirs(family, cfg, config, name, torch.zeros(shape) if x is None else x)
 
-    for name, theirs, shape in _nanogpt_layers(**flags):
-        ours[name] = take(theirs, shape)
-        if ".qkv." in name:
-            rows = ours[name].view(3, flags["n_head"], -1, *shape[1:])  # (3, H, D, C), or (3, H, D) for the bias
-            ours[name] = rows.transpose(0, 1).reshape(shape)
-    if not torch.equal(take("lm_head.weight", ours["wte.weight"].shape), ours["wte.weight"]):
-        raise ValueError("nanoGPT checkpoint: lm_head.weight differs from transformer.wte.weight; nanoGPT ties them")
-    if state:
-        raise ValueError(f"nanoGPT checkpoint: {_describe(min(state))} is no tensor of nanoGPT's model; remove it")
-    return flags, ours
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", tokens)
+    write_weights(folder, shapes_of(cfg), theirs, dtype)
 
 
-def _flaw(tensor: object) -> str:
-    """Why `tensor` cannot be used as weights; "" if it can."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested:
-        return _describe(tensor)
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        return "a quantized tensor" if tensor.is_quantized else f"a sparse tensor ({tensor.layout})"
-    if tensor.is_meta:
-        return "a meta tensor, which holds no numbers"
-    if tensor.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        return f"of {tensor.dtype}, which is no type of weights"
-    if tensor.untyped_storage().nbytes() < tensor.nbytes:
-        return f"{tuple(tensor.shape)} of fewer numbers, expanded"
-    return ""
+def write_weights(folder: Path, shapes: dict[str, torch.Size], theirs: Callable, dtype: torch.dtype):
+    """Write the tensors theirs(name, shape) -> {their name: tensor} of all our names into files of safetensors."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    files, room, total = [], 0, 0
+    for name, shape in shapes.items():
+        size = shape.numel() * dtype.itemsize
+        total += size
+        if size > room:
+            files, room = [*files, []], SHARD_BYTES
+        files[-1].append(name)
+        room -= size
+    free = shutil.disk_usage(folder).free
+    if total > free:
+        raise OSError(f"{folder} needs {total / 1e6:,.0f} MB and its disk has {free / 1e6:,.0f}; make room")
+    table = {}
+    for i, names in enumerate(files, 1):
+        file = f"model-{i:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
+        tensors = {}
+        for each, x in (item for name in names for item in theirs(name, shapes[name]).items()):
+            tensors[each] = x.to(dtype, copy=True).contiguous()
+            finite = all(end.isfinite() for end in tensors[each].aminmax())
+            require(finite, f"{each} has numbers that are not finite in {str(dtype)[6:]}; export with --dtype=float32")
+        table |= dict.fromkeys(tensors, file)
+        try:
+            save_file(tensors, folder / file, {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"cannot write {folder / file}: {error}; see to the room on its disk") from error
+        (folder / file).chmod((folder / "config.json").stat().st_mode)  # safetensors lets no other user read it
+    if len(files) > 1:
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": table})
 
 
-def _describe(value: object) -> str:
-    """A short text for an untrusted value, safe to print."""
-    if isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    return " ".join(ascii(reprlib.repr(value))[1:-1].split())[:80]
+def special_tokens(tokenizer: Tokenizer | None) -> dict[str, int | None]:
+    """The ids that begin and end a text, for config.json."""
+    eot = tokenizer.eot if tokenizer else None
+    first = tokenizer.prefix[0] if tokenizer and tokenizer.prefix else eot
+    return {"bos_token_id": first, "eos_token_id": eot, "pad_token_id": None}
 
 
-def _nanogpt_layers(
-    n_layer: int, n_embd: int, block_size: int, vocab_size: int, bias: bool, **_: object
-) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(our name, nanoGPT's name, shape) of every parameter."""
-    C = n_embd
+def write_json(file: Path, value: dict):
+    file.write_text(json.dumps(value, indent=2) + "\n")
 
-    def module(name: str, theirs: str, *shape: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        yield f"{name}.weight", f"transformer.{theirs}.weight", shape
-        if bias:
-            yield f"{name}.bias", f"transformer.{theirs}.bias", shape[:1]
 
-    yield "wte.weight", "transformer.wte.weight", (vocab_size, C)
-    yield "pos.wpe.weight", "transformer.wpe.weight", (block_size, C)
-    for i in range(n_layer):
-        yield from module(f"blocks.{i}.sums.0.before", f"h.{i}.ln_1", C)
-        yield from module(f"blocks.{i}.sums.0.attn.qkv", f"h.{i}.attn.c_attn", 3 * C, C)
-        yield from module(f"blocks.{i}.sums.0.attn.out", f"h.{i}.attn.c_proj", C, C)
-        yield from module(f"blocks.{i}.sums.1.before", f"h.{i}.ln_2", C)
-        yield from module(f"blocks.{i}.sums.1.mlp.up", f"h.{i}.mlp.c_fc", 4 * C, C)
-        yield from module(f"blocks.{i}.sums.1.mlp.down", f"h.{i}.mlp.c_proj", C, 4 * C)
-    yield from module("norm", "ln_f", C)
+@contextmanager
+def whole_or_nothing(folder: Path) -> Iterator[Path]:
+    """A folder that gets this name when all is written, and that is deleted after an error."""
+    partial = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        for file in partial.iterdir():
+            checkpoint.fsync(file)
+        checkpoint.fsync(partial)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def export(run: str, where: str, dtype: str = "float32", which: str = "latest", remote_code: bool = False) -> Path:
+    """Write a training run's weights and tokenizer as a Hugging Face model; returns the checkpoint's path."""
+    folder = Path(os.path.expanduser(where)).absolute()
+    if folder.exists():
+        raise FileExistsError(f"{where} is there already; delete it, or name another folder")
+    require(folder.parent.is_dir(), f"there is no folder {folder.parent}; make it first")
+
+    def build(path: Path, state: dict) -> Path:
+        cfg = parse(Config, [], base=lambda _: (state["flags"], str(path)))
+        cfg = ModelConfig(**{name: getattr(cfg, name) for name in ModelConfig.__dataclass_fields__})
+        tokenizer = state["tokenizer"] and from_spec(state["tokenizer"], path)
+        tokens, shapes = special_tokens(tokenizer), shapes_of(cfg)
+
+        def weight(name: str) -> Tensor | None:
+            if name not in shapes:
+                return None
+            x, rows = torch.empty(shapes[name]), {}
+            if name.startswith(checkpoint.VOCAB_WEIGHTS):
+                rows = {f"model.{name}": cfg.vocab_size}  # without the padding that tp needed
+            checkpoint.load(path, {f"model.{name}": x}, rows)
+            return x
+
+        with whole_or_nothing(folder) as partial:
+            if remote_code:
+                write_remote_code(cfg, partial, torch_dtype=dtype, **tokens)
+                write_json(partial / "generation_config.json", tokens)
+                write_weights(partial, shapes, lambda name, _: {f"model.{name}": weight(name)}, getattr(torch, dtype))
+            else:
+                write_hf(partial, cfg, weight, getattr(torch, dtype), tokens)
+            if tokenizer:
+                export_tokenizer(tokenizer, partial)
+        return path
+
+    return checkpoint.read(run, {"flags": dict, "tokenizer": (dict, NoneType)}, build, which)
+
+
+def main(argv: list[str]) -> int:
+    """Run the command that these arguments make; returns the exit code."""
+    flags = [arg for arg in argv if arg.startswith("--")]
+    known = all(re.fullmatch(r"--(remote-code|dtype=(float32|bfloat16|float16)|which=(best|latest))", x) for x in flags)
+    match [arg for arg in argv if arg not in flags]:
+        case ["export", run, folder] if known:
+            with user_errors():
+                options = dict(flag[2:].split("=") for flag in flags if "=" in flag)
+                path = export(run, folder, remote_code="--remote-code" in flags, **options)
+                print(f"{folder}: the weights of {path}")
+            return 0
+    if {"-h", "--help"} & set(argv):
+        print(__doc__.strip())
+        return 0
+    print(f"error: these arguments make no command: {' '.join(argv) or 'none'}; {USAGE}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,7 @@ compilation, and last DDP or FSDP2. model.py has no code for any of them.
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -167,7 +167,7 @@ class ShardedModel:
                 part.copy_(self.model.initial_weight(name, seed, x.shape, start, part.shape, device))
 
     @torch.no_grad()
-    def fill(self, weights: dict[str, Tensor]):
+    def fill(self, weights: Mapping[str, Tensor]):
         """Copy into each parameter its part of the full tensor of that name, which may lack a vocabulary's padding."""
         for name, p in self.model.named_parameters():
             full, like = weights[name].to(p.device), self.as_global(name, p)

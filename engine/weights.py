@@ -93,7 +93,7 @@ def of_checkpoint(path: Path, state: dict) -> Weights:
 
 
 def of_nanogpt(file: str) -> Weights:
-    from engine.interchange import from_nanogpt, read_nanogpt
+    from engine.nanogpt import from_nanogpt, read_nanogpt
 
     model_args, tensors, info = read_nanogpt(file)
     flags, tensors = from_nanogpt(model_args, tensors)

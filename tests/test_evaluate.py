@@ -17,8 +17,8 @@ import evaluate
 import sample
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
-from engine import checkpoint, interchange
-from engine.interchange import from_nanogpt
+from engine import checkpoint
+from engine.nanogpt import from_nanogpt
 from model import Model, ModelConfig
 
 SHAPED = {
@@ -257,7 +257,6 @@ def llama(tmp_path):
     return tmp_path / "llama", model.double(), theirs
 
 
-@pytest.mark.skipif(not hasattr(interchange, "read_hf"), reason="engine/interchange.py does not read these folders yet")
 def test_a_folder_of_hugging_face(llama, figures, tmp_path, capsys):
     """Losses, scores and greedy text are those of transformers, which puts <s> before the text too."""
     folder, model, tokenizer = llama
