@@ -149,8 +149,8 @@ def check_tokenizer(found: Weights, tokenizer: Tokenizer | None, dataset: str):
         own = found.tokenizer()
     except ValueError:  # it cannot be opened, so it is not known
         return
-    require(
-        tokenizer is None or own.hash == tokenizer.hash,
+    require(  # an exported model has a tokenizer of another kind, with the same tokens
+        tokenizer is None or own.hash == tokenizer.hash or own.token_bytes == tokenizer.token_bytes,
         f"dataset={dataset} has another tokenizer than the model in {found.path}; give a text with --file, or prepare "
         "the data with the tokenizer of the model",
     )

@@ -18,6 +18,7 @@ import sample
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
 from engine import checkpoint
+from engine.interchange import export
 from engine.nanogpt import from_nanogpt
 from model import Model, ModelConfig
 
@@ -283,6 +284,14 @@ def test_a_folder_of_hugging_face(llama, figures, tmp_path, capsys):
     expected = tokenizer.decode(theirs, skip_special_tokens=True)
     assert said.startswith("the cat") and expected.startswith(said.rstrip("\n")[:9])
     assert "set --dataset=NAME or --file=TEXT" in refused([where], capsys)
+
+
+def test_an_exported_run_on_its_own_data(run, tiny_data, figures, tmp_path):
+    """Its tokenizer has become a tokenizer.json, with the same tokens."""
+    out = run("--pos=rope", "--norm=rmsnorm", "--mlp=swiglu", "--max_iters=4", "--lr_decay_iters=40")
+    export(str(out), str(tmp_path / "exported"))
+    found = figures(f"--out_dir=hf:{tmp_path / 'exported'}", f"--dataset={tiny_data}")
+    assert found["loss"] == pytest.approx(figures(f"--out_dir={out}")["loss"], rel=1e-6)
 
 
 def test_a_line_for_people_and_nothing_written(runs, capsys, tmp_path):
