@@ -126,7 +126,7 @@ class ModelConfig:
     pos: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"  # position encoding
     rope_theta: float = 10000.0  # base of RoPE's wavelengths (arXiv:2104.09864)
     rope_fraction: float = 1.0  # fraction of each head that RoPE turns (GPT-NeoX: 0.25)
-    rope_scaling: str = ""  # linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW; see ROPE_SCALING
+    rope_scaling: str = ""  # linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW; docs/blocks.md
     pos_pattern: str = ""  # per layer, repeated: G = as above, L = RoPE with rope_theta_local, N = none; empty = all G
     rope_theta_local: float = 10000.0  # RoPE's base in layers L, whose wavelengths are not scaled (Gemma 3)
     alibi_scale: float = 1.0  # factor of ALiBi's slopes (Falcon-RW: 1 / sqrt(head size))
@@ -228,6 +228,12 @@ class ModelConfig:
         mlp = (MLP_KIND[self.mlp].inputs + 1) * self.n_embd * self.hidden_dim
         return self.n_slot or round(mlp / (2 * self.kv_heads * self.head_size))
 
+    @property
+    def several_readers(self) -> bool:
+        """Whether attention and MLP read the stream in one sum."""
+        alike = self.block == "superblock" and self.pool == "separate" and self.wiring == "parallel"
+        return alike or self.block in ("parallel", "simplified_parallel")
+
     def layer_window(self, layer: int) -> int:
         """Sliding window of a layer in tokens, 0 = full attention."""
         kinds = self.window_pattern or "S"
@@ -245,7 +251,10 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "last_norm": (lambda c: c.norm_placement != "post", "norm_placement other than post"),
     "embed_norm": (lambda c: c.norm != "none", "norm other than none"),
     "norm_eps": (lambda c: c.norm != "none" or c.qk_norm, "norm other than none"),
-    "norm_per_reader": (lambda c: "before" in PLACEMENT[c.norm_placement], "norm_placement=pre or sandwich"),
+    "norm_per_reader": (
+        lambda c: "before" in PLACEMENT[c.norm_placement] and c.several_readers,
+        "block=parallel, simplified_parallel, or superblock with wiring=parallel; and norm_placement=pre or sandwich",
+    ),
     "qk_norm_width": (lambda c: c.qk_norm, "qk_norm=True"),
     "window_pattern": (lambda c: c.window > 0, "window > 0"),
     "simplified_value_proj": (lambda c: c.block.startswith("simplified"), "block=simplified"),

@@ -266,8 +266,6 @@ def network(cfg: ModelConfig) -> dict[str, Any]:
     out = {name: getattr(cfg, name) for name in flags if name not in ("attention", "window")}
     if out.get("last_norm") == cfg.norm:
         out["last_norm"] = "same"
-    if "norm_per_reader" in out:
-        out["norm_per_reader"] &= cfg.block != "standard"
     layers, kinds = range(cfg.n_layer), cfg.pos_pattern or "G"
     out["pos_pattern"] = "".join(kinds[i % len(kinds)] for i in layers)
     out["window_pattern"] = [cfg.layer_window(i) for i in layers]
