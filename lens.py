@@ -1,16 +1,111 @@
-"""Computes the MLP that equals a head of attention at one query; the context determines the weights of this MLP.
+"""Reads a head of attention as an MLP, whose weights the context determines, and finds heads of known patterns.
 
-from lens import contextual_mlp
-incoming, outgoing, hidden = contextual_mlp(model, idx, layer=2, head=0, position=17)
+    python lens.py --out_dir=out/x --start="class Reader:" --layer=1 --head=2            # at the last token
+    python lens.py --out_dir=out/x --start=FILE:text.py --layer=1 --head=2 --position=40 --out=head.png
+    python lens.py --out_dir=out/x --find=induction,previous                             # in the validation set
+
+The hidden units are the learned slots of a joint pool, then the tokens that the query sees. Each unit has one row:
+
+    activation   phi(b . x), for a softmax exp(b . x)
+    share        the activation over the sum of all absolute activations; in a softmax, the weight of attention
+    |in|, |out|  the norms of its incoming weights b and of its outgoing weights a
+    promotes     the tokens whose probability p at the query the unit raises most, and the change of log p in nats
+
+A unit adds z = activation * W n(a) to the logits, where W is the model's head, and n its last norm, without its bias
+and with the statistics of the final stream at the query. To first order, log p changes by z minus the mean of z under
+p. This is a logit lens: norms and gains that follow in the block, and later layers, are left out. --out draws the same
+rows, and needs matplotlib.
+
+--find prints the heads with the highest scores: the attention that a query gives to one token, as the mean over all
+queries that have such a token.
+
+    previous     the token before the query
+    induction    the token after the latest earlier occurrence of the query's token: prefix matching (arXiv:2209.11895).
+                 Queries where it is the query itself or the token before do not count
+
+From Python:
+
+    incoming, outgoing, hidden = contextual_mlp(model, idx, layer=2, head=0, position=17)
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the program without a traceback
+
+import importlib.util
 import math
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
 
 import model as M
-from model import require
+from configurator import parse
+from data.loader import count_windows, eval_batches
+from data.tokenizer import Tokenizer
+from engine import weights
+from engine.device import resolve_device
+from engine.errors import command, require, user_errors
+from engine.evaluation import open_dataset
+from engine.text import read_text
+from model import Model
+from sample import LARGEST_PROMPT, SampleConfig, load, text_ids
+
+OF_FIND = {"out_dir", "find", "dataset", "device"}  # flags that --find uses
+QUALIFIES = 0.4  # the least score of a head that has a pattern
+LISTED = 5  # heads of each pattern that are printed
+PROMOTED = 3  # tokens of each unit
+COLOURS = "#3b82c4", "#d1782f", "#4f9d69"  # of bars, and the grey of text: legible on white and on black
+GREY = "#7a7a7a"
+
+
+@dataclass
+class LensConfig:
+    """The flags of lens.py. ValueError names the flag, its value and the remedy."""
+
+    # --- head
+    out_dir: str = "out"  # the model: a training run, one of its checkpoints, nanogpt:FILE or hf:DIR
+    start: str = ""  # the text that the model reads, or FILE:path
+    source: str = ""  # the text that the encoder of a seq2seq model reads, or FILE:path
+    layer: int = 0  # the layer of the head, counted from 0
+    head: int = 0  # the head, counted from 0
+    position: int = -1  # the token that is the query, counted from 0; -1 = the last one
+    units: int = 24  # the most units shown: those of the largest activations
+    out: str = ""  # picture to write, FILE.png or FILE.svg; empty = text only
+    # --- find
+    find: str = ""  # patterns of heads to find instead of reading one: induction, previous, or both with a comma
+    dataset: str = ""  # data whose validation set is read; empty = the data that the model was trained on
+    # --- machine
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+
+    def __post_init__(self):
+        require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
+        require(0 < self.units < 1000, f"units={self.units} must be at least 1 and below 1000")
+        require(self.position >= -1, f"position={self.position} must be at least 0, or -1 for the last token")
+        unknown = sorted(set(self.find.split(",")) - PATTERN.keys()) if self.find else []
+        require(not unknown, f"find={self.find} has no pattern {unknown and unknown[0]!r}; known: {', '.join(PATTERN)}")
+        require(self.find or self.start, "start='' is empty; give a text, or set find")
+        require(self.find or not self.dataset, f"dataset={self.dataset} is used only with find; leave it out")
+        known = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?|mps", self.device)
+        require(known is not None, f"device={self.device!r} must be auto, cpu, cuda, cuda:N or mps")
+        require(not self.out or Path(self.out).suffix in (".png", ".svg"), f"out={self.out} must end in .png or .svg")
+        there = importlib.util.find_spec("matplotlib") is not None
+        require(there or not self.out, f"out={self.out} needs matplotlib; pip install -e .[plots]")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A head as an MLP
 
 # Heads and positions that contextual_mlp computes; others are refused.
 KNOWN = {
@@ -20,7 +115,7 @@ KNOWN = {
 
 @torch.no_grad()
 def contextual_mlp(
-    model: M.Model, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None
+    model: Model, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A head at one query as an MLP with one unit per visible token: incoming (S, C), outgoing (S, C), hidden (S,).
 
@@ -45,8 +140,7 @@ def contextual_mlp(
     cfg, D, H = model.cfg, model.cfg.head_size, model.cfg.n_head
     for name, value, limit in (("layer", layer, cfg.n_layer), ("head", head, H), ("position", position, len(idx))):
         require(0 <= value < limit, f"{name}={value} must be in 0 .. {limit - 1}")
-    modules = model.blocks[layer].modules()
-    heads = next((m for m in modules if isinstance(m, M.Heads) and not isinstance(m, M.MemoryPool)), None)
+    heads = self_attention(model.blocks[layer])
     require(heads is not None, f"contextual_mlp finds no attention to the context in layer {layer}")
     for part in (heads, heads.position):
         require(type(part) in KNOWN, f"contextual_mlp does not know {type(part).__name__}; write its case into lens.py")
@@ -89,3 +183,273 @@ def contextual_mlp(
     y[:, head] = v[:, :D]
     y = y.flatten(1)  # (S, C), in which a head's channels stand together
     return incoming, (heads.out(y) - heads.out(torch.zeros_like(y))) / Z, hidden
+
+
+def self_attention(block: M.Block) -> M.Heads | None:
+    """The reader of the context in a block, if there is one."""
+    return next((m for m in block.modules() if isinstance(m, M.Heads) and not isinstance(m, M.MemoryPool)), None)
+
+
+Promoted = list[tuple[str, float]]  # tokens and what a unit adds to their log p
+
+
+class Unit(NamedTuple):
+    """A hidden unit of a head; see the docstring of the module."""
+
+    name: str  # its token and the token's position, or its slot
+    activation: float
+    share: float
+    incoming: float
+    outgoing: float
+    promotes: Promoted
+
+
+@torch.no_grad()
+def read_head(
+    model: Model, tokenizer: Tokenizer, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None
+) -> tuple[list[Unit], Promoted]:
+    """The units of a head at one query, slots before tokens, and the tokens that they promote together. Arguments as of
+    contextual_mlp."""
+    final = []
+    with model.norm.register_forward_pre_hook(lambda _, args: final.append(args[0][0, position])):
+        incoming, outgoing, hidden = contextual_mlp(model, idx, layer, head, position, source)
+    require(hidden.isfinite().all(), f"a score of layer={layer} head={head} is above 88 and overflows; no activations")
+    p = model.logits(model.norm(final[-1]))[: tokenizer.vocab_size].softmax(-1)  # (V,), what the model predicts
+    gain = hidden[:, None] * added_logits(model, outgoing, final[-1])[:, : tokenizer.vocab_size]  # (S, V)
+    gain = torch.cat((gain, gain.sum(0, keepdim=True)))
+    gain -= (gain @ p)[:, None]  # of log p
+    tokens = (p * gain).topk(min(PROMOTED, len(p))).indices
+    values, tokens = gain.gather(1, tokens).tolist(), tokens.tolist()
+    *promotes, total = [
+        [(spelled(tokenizer, t), v) for t, v in zip(*each, strict=True) if v > 0]
+        for each in zip(tokens, values, strict=True)
+    ]
+    heads = self_attention(model.blocks[layer])
+    slots = model.cfg.slots if isinstance(heads, M.SlotPool) else 0
+    first = int(M.Mask(heads.causal, heads.window).reach(len(idx), len(idx), "cpu")[0][position])
+    names = [f"slot {i}" for i in range(slots)]
+    names += [f"{i} {spelled(tokenizer, idx[i])}" for i in range(first, first + len(hidden) - slots)]
+    numbers = hidden, hidden / hidden.abs().sum(), incoming.norm(dim=1), outgoing.norm(dim=1)
+    return [Unit(*row) for row in zip(names, *(x.tolist() for x in numbers), promotes, strict=True)], total
+
+
+def added_logits(model: Model, x: Tensor, stream: Tensor) -> Tensor:
+    """What x (..., C) adds to the logits (..., V), if the last norm has the statistics of the final stream (C,)."""
+    norm = model.norm
+    gain, bias = getattr(norm, "weight", 1.0), getattr(norm, "bias", None)
+
+    def linear(x: Tensor) -> Tensor:
+        return gain * (x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x)
+
+    scale = (norm(stream) - (0.0 if bias is None else bias)).norm() / linear(stream).norm()
+    return F.linear(scale * linear(x), model.head_parameters()[0])
+
+
+def spelled(tokenizer: Tokenizer, token: int | Tensor) -> str:
+    """The text of a token in quotation marks, with escapes for what cannot be printed."""
+    token = int(token)
+    if token >= tokenizer.vocab_size:
+        return f"<id {token}>"
+    text = tokenizer.token_bytes[token].decode("utf-8", "backslashreplace")
+    return "'" + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text) + "'"
+
+
+def promoted(tokens: Promoted) -> str:
+    return "  ".join(f"{token} {value:+.3f}" for token, value in tokens)
+
+
+def shown(units: list[Unit], most: int) -> list[Unit]:
+    """The units with the largest absolute activations, in their order."""
+    order = sorted(range(len(units)), key=lambda i: -abs(units[i].activation))
+    return [units[i] for i in sorted(order[:most])]
+
+
+def print_units(units: list[Unit], n_all: int):
+    width = max(len(unit.name) for unit in units)
+    print(f"{'unit':{width}}  activation    share     |in|    |out|  promotes")
+    for name, *numbers, promotes in units:
+        columns = "{:10.4g}  {:7.4f}  {:7.4g}  {:7.4g}".format(*numbers)
+        print(f"{name:{width}}  {columns}  {promoted(promotes)}")
+    if len(units) < n_all:
+        rest = max(0.0, 1 - sum(abs(unit.share) for unit in units))
+        print(f"{n_all - len(units)} more units have a share of {rest:.4f} together; --units={n_all} shows them")
+
+
+def picture(units: list[Unit], title: str):
+    """A matplotlib Figure with a row for each unit: bars of its share and of its norms, and the tokens it promotes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.3 + 0.24 * len(units)), layout="constrained")
+    axes = figure.subplots(1, 4, sharey=True, width_ratios=(3, 2, 2, 3.4))
+    figure.suptitle(title, color=GREY, fontsize=11, parse_math=False)
+    columns = [unit[2:5] for unit in units]
+    labels = "share of all activations", "norm of incoming weights", "norm of outgoing weights"
+    for axis, label, values, colour in zip(axes, labels, zip(*columns, strict=True), COLOURS, strict=False):
+        axis.barh(range(len(units)), values, color=colour)
+        axis.set_xlabel(label)
+        axis.locator_params(axis="x", nbins=4)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.spines["bottom"].set_color(GREY)
+    for axis in axes:
+        axis.tick_params(colors=GREY, labelsize=9)
+        axis.xaxis.label.set(color=GREY, fontsize=9)
+        axis.tick_params(axis="y", length=0)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    mono = {"family": "monospace", "fontsize": 9, "color": GREY, "parse_math": False}
+    axes[0].set_yticks(range(len(units)), [unit.name for unit in units], **mono)
+    axes[0].invert_yaxis()
+    axes[3].spines["bottom"].set_visible(False)
+    axes[3].tick_params(bottom=False, labelbottom=False)
+    axes[3].set_xlabel("promotes: change of log p in nats")
+    figure.align_xlabels(axes)
+    for row, unit in enumerate(units):
+        for column, (token, value) in enumerate(unit.promotes):
+            text = f"{token} {value:+.3f}"
+            axes[3].text(column / PROMOTED, row, text, va="center", transform=axes[3].get_yaxis_transform(), **mono)
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Heads of known patterns. A pattern is a function of idx (B, T) that returns, for each query, the position of the token
+# that the head would attend to, or -1: (B, T).
+
+
+def previous(idx: Tensor) -> Tensor:
+    """The token before the query."""
+    return torch.arange(-1, idx.size(1) - 1, device=idx.device).expand_as(idx)
+
+
+def induction(idx: Tensor) -> Tensor:
+    """The token after the latest earlier occurrence of the query's token, unless its distance is below 2."""
+    order = idx.argsort(dim=1, stable=True)  # equal tokens stand together, in the order of the text
+    ordered = idx.gather(1, order)
+    earlier = torch.where(ordered[:, 1:] == ordered[:, :-1], order[:, :-1], -2)
+    key = torch.full_like(idx, -2).scatter_(1, order[:, 1:], earlier) + 1
+    return key.masked_fill(key >= previous(idx), -1)
+
+
+PATTERN: dict[str, Callable[[Tensor], Tensor]] = {"induction": induction, "previous": previous}
+
+
+class Score(NamedTuple):
+    """The mean attention of a head to the tokens of a pattern, and that of a head with equal weights."""
+
+    score: float
+    even: float
+    layer: int
+    head: int
+
+
+def attention_to(keys: Tensor, mix: Callable, q: Tensor, k: Tensor, v: Tensor, mask: M.Mask) -> Tensor:
+    """The weights of keys (P, B, T) in Heads.mix's result, (P, B, H, T), and 0 where a key is -1.
+
+    mix is linear in the values. So it is called with columns of the identity matrix in their place, which give the
+    weights of as many keys, and once with zeros, which give the part of the slots. No T x T tensor is made.
+    """
+    S, E = v.shape[2:]
+    zeros, found = mix(q, k, torch.zeros_like(v), mask), 0.0
+    for first, columns in enumerate(torch.eye(S, -(-S // E) * E, dtype=v.dtype, device=v.device).split(E, dim=1)):
+        weights = mix(q, k, columns.expand_as(v).contiguous(), mask) - zeros  # (B, H, T, E)
+        place = (keys - first * E)[:, :, None].expand(-1, -1, q.size(1), -1)  # (P, B, H, T)
+        each = weights.expand(len(keys), *weights.shape).gather(-1, place.clamp(0, E - 1)[..., None])[..., 0]
+        found = found + each * ((place >= 0) & (place < E))
+    return found
+
+
+@torch.no_grad()
+def scores(model: Model, batches: Iterable[dict[str, Tensor]], patterns: list[str]) -> dict[str, list[Score]]:
+    """The scores of all heads for each pattern, the best first. Rows of a batch without targets are padding."""
+    layers = {i: heads for i, block in enumerate(model.blocks) if (heads := self_attention(block))}
+    H, P = model.cfg.n_head, len(patterns)
+    total, count = torch.zeros(model.cfg.n_layer, P, H + 1, dtype=torch.float64), torch.zeros(P)
+
+    def watch(layer: int, mix: Callable, q: Tensor, k: Tensor, v: Tensor, mask: M.Mask) -> Tensor:
+        lo, hi = mask.reach(q.size(2), k.size(2), q.device)  # (T,) or (B, T)
+        even = ((keys >= lo) & (keys < hi)) / (hi - lo)  # (P, B, T)
+        weights = torch.cat((attention_to(keys, mix, q, k, v, mask), even[:, :, None]), dim=2)  # (P, B, H + 1, T)
+        total[layer] += weights.sum((1, 3)).cpu()
+        return mix(q, k, v, mask)
+
+    with ExitStack() as undo:
+        for layer, heads in layers.items():
+            heads.mix = partial(watch, layer, heads.mix)
+            undo.callback(heads.__delattr__, "mix")
+        for batch in batches:
+            batch = {name: x[(batch["targets"] >= 0).any(1)] for name, x in batch.items()}
+            docs = batch.get("docs", torch.zeros_like(batch["idx"]))
+            ids = batch["idx"] + docs * model.cfg.vocab_size  # equal tokens of two documents are not the same
+            keys = torch.stack([PATTERN[name](ids) for name in patterns])  # (P, B, T)
+            docs = docs.expand_as(keys)
+            keys = keys.where(docs.gather(2, keys.clamp(min=0)) == docs, -1)
+            count += (keys >= 0).sum((1, 2)).cpu()
+            model(**batch)
+    mean = (total / count.clamp(min=1)[:, None]).tolist()
+    each = {
+        name: [
+            Score(x, mean[layer][i][H], layer, head) for layer in layers for head, x in enumerate(mean[layer][i][:H])
+        ]
+        for i, name in enumerate(patterns)
+    }
+    return {name: sorted(found, reverse=True) for name, found in each.items()}
+
+
+def find(cfg: LensConfig, model: Model, tokenizer: Tokenizer, device: torch.device):
+    """Print the heads with the highest scores on the validation set."""
+    flags, patterns = model.cfg, list(dict.fromkeys(cfg.find.split(",")))
+    known = cfg.dataset or cfg.out_dir.partition(":")[0] not in weights.FOREIGN
+    require(known, f"out_dir={cfg.out_dir} does not say its data; set dataset")
+    data, objective, _ = open_dataset(replace(flags, dataset=cfg.dataset or flags.dataset))
+    same = data.tokenizer is None or data.tokenizer.hash == tokenizer.hash
+    require(same, f"dataset={cfg.dataset or flags.dataset} has another tokenizer than the model; prepare it with that")
+    stream = data.split("val")
+    B = max(1, 2**13 // max(objective.lengths))  # 8192 tokens at once
+    n = count_windows(stream, objective.block_size)
+    batches = eval_batches(stream, objective, B, device=device)
+    found = scores(model, tqdm(batches, total=-(-n // B), unit=" batches", disable=None), patterns)
+    print(f"{stream.name}: {n:,} windows of {objective.block_size} tokens")
+    for name, heads in found.items():
+        print(f"\n{name}: attention to {PATTERN[name].__doc__[0].lower()}{PATTERN[name].__doc__[1:]}")
+        print("layer  head   score  equal weights")
+        for score, even, layer, head in heads[:LISTED]:
+            print(f"{layer:5}  {head:4}  {score:.4f}         {even:.4f}")
+        good = sum(each.score >= QUALIFIES for each in heads)
+        best = f"the best is head {heads[0].head} of layer {heads[0].layer} with {heads[0].score:.4f}"
+        print(f"{good or 'No'} of {len(heads)} heads reach the threshold {QUALIFIES}; {best}.")
+
+
+def main(argv: list[str] | None = None):
+    with user_errors():
+        cfg = parse(LensConfig, argv, doc=__doc__)
+        unused = sorted(cfg.sources.keys() - OF_FIND) if cfg.find else []
+        require(not unused, f"{', '.join(unused)} has no effect with find={cfg.find}; leave it out")
+        device = resolve_device(cfg.device)
+        sampling = SampleConfig(out_dir=cfg.out_dir, device=cfg.device, max_new_tokens=1)
+        path, model, tokenizer = load(sampling, device)
+        if cfg.find:
+            return find(cfg, model, tokenizer, device)
+        names = ["start", "source"] if model.cfg.objective == "seq2seq" else ["start"]
+        fits = bool(cfg.source) == ("source" in names)
+        remedy = "leave it out" if cfg.source else "give the text that the encoder reads"
+        require(fits, f"source={cfg.source!r} for a model of objective={model.cfg.objective}: {remedy}")
+        texts = [getattr(cfg, name) for name in names]
+        texts = [read_text(n, x, LARGEST_PROMPT) if x[:5] == "FILE:" else x for n, x in zip(names, texts, strict=True)]
+        ids = [text_ids(sampling, model.cfg, tokenizer, text) for text in texts]
+        limit = model.cfg.block_size
+        for name, tokens in zip(names, ids, strict=True):
+            require(len(tokens) <= limit, f"{name} has {len(tokens)} tokens, more than block_size={limit}; shorten it")
+        position = len(ids[0]) - 1 if cfg.position == -1 else cfg.position
+        tensors = [torch.tensor(tokens, device=device) for tokens in ids]
+        units, total = read_head(model, tokenizer, tensors[0], cfg.layer, cfg.head, position, *tensors[1:])
+    sys.stdout.reconfigure(errors="replace")  # for a terminal without Unicode
+    title = f"layer {cfg.layer}, head {cfg.head}, query {position} {spelled(tokenizer, ids[0][position])}"
+    print(f"{path}, {title}: {len(units)} units, which together promote {promoted(total)}")
+    rows = shown(units, cfg.units)
+    print_units(rows, len(units))
+    if cfg.out:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # characters that the font lacks
+            picture(rows, title).savefig(cfg.out, dpi=150, transparent=True)
+
+
+if __name__ == "__main__":
+    command(main)
