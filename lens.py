@@ -11,10 +11,10 @@ The hidden units are the learned slots of a joint pool, then the tokens that the
     |in|, |out|  the norms of its incoming weights b and of its outgoing weights a
     promotes     the tokens whose probability p at the query the unit raises most, and the change of log p in nats
 
-A unit adds z = activation * W n(a) to the logits, where W is the model's head, and n its last norm, without its bias
-and with the statistics of the final stream at the query. To first order, log p changes by z minus the mean of z under
-p. This is a logit lens: norms and gains that follow in the block, and later layers, are left out. --out draws the same
-rows, and needs matplotlib.
+The change is log p minus what it were if the unit did not add its part, activation * W n(a), to the logits. W is the
+model's head, and n its last norm, without its bias and with the statistics of the final stream at the query. This is a
+logit lens: norms and gains that follow in the block, and later layers, are left out. --out draws the same rows, and
+needs matplotlib.
 
 --find prints the heads with the highest scores: the attention that a query gives to one token, as the mean over all
 queries that have such a token.
@@ -58,9 +58,8 @@ from engine import weights
 from engine.device import resolve_device
 from engine.errors import command, require, user_errors
 from engine.evaluation import open_dataset
-from engine.text import read_text
 from model import Model
-from sample import LARGEST_PROMPT, SampleConfig, load, text_ids
+from sample import SampleConfig, load, read_prompt, text_ids
 
 OF_FIND = {"out_dir", "find", "dataset", "device"}  # flags that --find uses
 QUALIFIES = 0.4  # the least score of a head that has a pattern
@@ -77,7 +76,7 @@ class LensConfig:
     # --- head
     out_dir: str = "out"  # the model: a training run, one of its checkpoints, nanogpt:FILE or hf:DIR
     start: str = ""  # the text that the model reads, or FILE:path
-    source: str = ""  # the text that the encoder of a seq2seq model reads, or FILE:path
+    source: str = ""  # the text that the encoder of a seq2seq model reads
     layer: int = 0  # the layer of the head, counted from 0
     head: int = 0  # the head, counted from 0
     position: int = -1  # the token that is the query, counted from 0; -1 = the last one
@@ -206,31 +205,45 @@ class Unit(NamedTuple):
 
 @torch.no_grad()
 def read_head(
-    model: Model, tokenizer: Tokenizer, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None
-) -> tuple[list[Unit], Promoted]:
-    """The units of a head at one query, slots before tokens, and the tokens that they promote together. Arguments as of
-    contextual_mlp."""
+    model: Model,
+    tokenizer: Tokenizer,
+    idx: Tensor,
+    layer: int,
+    head: int,
+    position: int,
+    source: Tensor | None = None,
+    most: int = 24,
+) -> tuple[list[Unit], int, Promoted]:
+    """The `most` units with the largest absolute activations of a head at one query, slots before tokens; the number of
+    all units; and the tokens that all of them promote together. The other arguments are those of contextual_mlp."""
     final = []
     with model.norm.register_forward_pre_hook(lambda _, args: final.append(args[0][0, position])):
         incoming, outgoing, hidden = contextual_mlp(model, idx, layer, head, position, source)
     require(hidden.isfinite().all(), f"a score of layer={layer} head={head} is above 88 and overflows; no activations")
-    p = model.logits(model.norm(final[-1]))[: tokenizer.vocab_size].softmax(-1)  # (V,), what the model predicts
-    gain = hidden[:, None] * added_logits(model, outgoing, final[-1])[:, : tokenizer.vocab_size]  # (S, V)
-    gain = torch.cat((gain, gain.sum(0, keepdim=True)))
-    gain -= (gain @ p)[:, None]  # of log p
-    tokens = (p * gain).topk(min(PROMOTED, len(p))).indices
-    values, tokens = gain.gather(1, tokens).tolist(), tokens.tolist()
-    *promotes, total = [
+    rows = hidden.abs().argsort(descending=True, stable=True)[:most].sort().values
+    parts = torch.cat((hidden[rows, None] * outgoing[rows], (hidden @ outgoing)[None]))  # and all units together
+    logits = F.linear(model.norm(final[-1]), *model.head_parameters()).cpu().double()
+    without = logits - added_logits(model, parts, final[-1]).cpu().double()
+
+    def log_p(logits: Tensor) -> Tensor:
+        return M.capped(logits, model.cfg.logit_softcap)[..., : tokenizer.vocab_size].log_softmax(-1)
+
+    gain = log_p(logits) - log_p(without)
+    tokens = (log_p(logits).exp() - log_p(without).exp()).topk(min(PROMOTED, gain.size(1))).indices
+    *promotes, together = [
         [(spelled(tokenizer, t), v) for t, v in zip(*each, strict=True) if v > 0]
-        for each in zip(tokens, values, strict=True)
+        for each in zip(tokens.tolist(), gain.gather(1, tokens).tolist(), strict=True)
     ]
     heads = self_attention(model.blocks[layer])
     slots = model.cfg.slots if isinstance(heads, M.SlotPool) else 0
     first = int(M.Mask(heads.causal, heads.window).reach(len(idx), len(idx), "cpu")[0][position])
     names = [f"slot {i}" for i in range(slots)]
-    names += [f"{i} {spelled(tokenizer, idx[i])}" for i in range(first, first + len(hidden) - slots)]
-    numbers = hidden, hidden / hidden.abs().sum(), incoming.norm(dim=1), outgoing.norm(dim=1)
-    return [Unit(*row) for row in zip(names, *(x.tolist() for x in numbers), promotes, strict=True)], total
+    names += [f"{i} {spelled(tokenizer, int(idx[i]))}" for i in range(first, first + len(hidden) - slots)]
+    numbers = (
+        x[rows].tolist() for x in (hidden, hidden / hidden.abs().sum(), incoming.norm(dim=1), outgoing.norm(dim=1))
+    )
+    names = [names[i] for i in rows.tolist()]
+    return [Unit(*row) for row in zip(names, *numbers, promotes, strict=True)], len(hidden), together
 
 
 def added_logits(model: Model, x: Tensor, stream: Tensor) -> Tensor:
@@ -245,9 +258,8 @@ def added_logits(model: Model, x: Tensor, stream: Tensor) -> Tensor:
     return F.linear(scale * linear(x), model.head_parameters()[0])
 
 
-def spelled(tokenizer: Tokenizer, token: int | Tensor) -> str:
+def spelled(tokenizer: Tokenizer, token: int) -> str:
     """The text of a token in quotation marks, with escapes for what cannot be printed."""
-    token = int(token)
     if token >= tokenizer.vocab_size:
         return f"<id {token}>"
     text = tokenizer.token_bytes[token].decode("utf-8", "backslashreplace")
@@ -258,13 +270,8 @@ def promoted(tokens: Promoted) -> str:
     return "  ".join(f"{token} {value:+.3f}" for token, value in tokens)
 
 
-def shown(units: list[Unit], most: int) -> list[Unit]:
-    """The units with the largest absolute activations, in their order."""
-    order = sorted(range(len(units)), key=lambda i: -abs(units[i].activation))
-    return [units[i] for i in sorted(order[:most])]
-
-
 def print_units(units: list[Unit], n_all: int):
+    """Print a row for each unit, and a line on those that are left out."""
     width = max(len(unit.name) for unit in units)
     print(f"{'unit':{width}}  activation    share     |in|    |out|  promotes")
     for name, *numbers, promotes in units:
@@ -427,28 +434,29 @@ def main(argv: list[str] | None = None):
         path, model, tokenizer = load(sampling, device)
         if cfg.find:
             return find(cfg, model, tokenizer, device)
-        names = ["start", "source"] if model.cfg.objective == "seq2seq" else ["start"]
-        fits = bool(cfg.source) == ("source" in names)
+        objective, limit = model.cfg.objective, model.cfg.block_size
         remedy = "leave it out" if cfg.source else "give the text that the encoder reads"
-        require(fits, f"source={cfg.source!r} for a model of objective={model.cfg.objective}: {remedy}")
-        texts = [getattr(cfg, name) for name in names]
-        texts = [read_text(n, x, LARGEST_PROMPT) if x[:5] == "FILE:" else x for n, x in zip(names, texts, strict=True)]
-        ids = [text_ids(sampling, model.cfg, tokenizer, text) for text in texts]
-        limit = model.cfg.block_size
-        for name, tokens in zip(names, ids, strict=True):
-            require(len(tokens) <= limit, f"{name} has {len(tokens)} tokens, more than block_size={limit}; shorten it")
-        position = len(ids[0]) - 1 if cfg.position == -1 else cfg.position
-        tensors = [torch.tensor(tokens, device=device) for tokens in ids]
-        units, total = read_head(model, tokenizer, tensors[0], cfg.layer, cfg.head, position, *tensors[1:])
+        fits = bool(cfg.source) == (objective == "seq2seq")
+        require(fits, f"source={cfg.source!r} for a model of objective={objective}: {remedy}")
+        ids = {}
+        for name, text in {"start": read_prompt(cfg.start), "source": cfg.source}.items():
+            if text or name == "start":
+                ids[name] = torch.tensor(text_ids(sampling, model.cfg, tokenizer, text), device=device)
+                n = len(ids[name])
+                require(n <= limit, f"{name} has {n} tokens, more than block_size={limit}; shorten it")
+        position = len(ids["start"]) - 1 if cfg.position == -1 else cfg.position
+        units, n, together = read_head(
+            model, tokenizer, ids["start"], cfg.layer, cfg.head, position, ids.get("source"), cfg.units
+        )
     sys.stdout.reconfigure(errors="replace")  # for a terminal without Unicode
-    title = f"layer {cfg.layer}, head {cfg.head}, query {position} {spelled(tokenizer, ids[0][position])}"
-    print(f"{path}, {title}: {len(units)} units, which together promote {promoted(total)}")
-    rows = shown(units, cfg.units)
-    print_units(rows, len(units))
+    query = f"{position} {spelled(tokenizer, int(ids['start'][position]))}"
+    title = f"layer {cfg.layer}, head {cfg.head}, query {query}"
+    print(f"{path}, {title}: {n} units, which together promote {promoted(together)}")
+    print_units(units, n)
     if cfg.out:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # characters that the font lacks
-            picture(rows, title).savefig(cfg.out, dpi=150, transparent=True)
+            picture(units, title).savefig(cfg.out, dpi=150, transparent=True)
 
 
 if __name__ == "__main__":

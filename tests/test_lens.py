@@ -158,7 +158,8 @@ def test_units_by_hand():
     """Layer 1 of the model set by hand, at the second occurrence of token 4, which token 0 follows."""
     strength, t = 3.0, 8
     net, e = by_hand(strength), math.exp(strength)
-    units, total = read_head(net, tokenizer_of(V), REPEATED, layer=1, head=0, position=t)
+    units, n, total = read_head(net, tokenizer_of(V), REPEATED, layer=1, head=0, position=t)
+    assert n == len(units) == t + 1
     share = torch.zeros(t + 1, V, dtype=torch.float64)
     for i in range(t + 1):
         for j in range(i + 1):
@@ -171,17 +172,16 @@ def test_units_by_hand():
         assert unit.incoming == pytest.approx(strength * row.norm().item(), rel=1e-9)  # b = strength * row, on tokens
         assert unit.outgoing == pytest.approx(1 / hidden.sum().item(), rel=1e-9)  # a copies the token, over Z
 
-    # The stream holds the query's token and the mean token of the head, so these are the logits.
+    # The head of the model reads from the stream the query's token and what the units write.
     onehot = torch.eye(V, dtype=torch.float64)[REPEATED[: t + 1]]
     z = onehot * (hidden / hidden.sum())[:, None]  # the logits that each unit adds
-    p = (onehot[t] + z.sum(0)).softmax(0)
-    gain = z - (z @ p)[:, None]
-    for unit, row, token in zip(units, gain, REPEATED.tolist(), strict=False):
-        name, value = unit.promotes[0]
-        assert name == f"'{'abcdef'[token]}'" and value == pytest.approx(row[token].item(), rel=1e-9)
-        assert len(unit.promotes) == 1  # the other tokens lose
+    logits = onehot[t] + z.sum(0)
+    for unit, row, token in zip(units, z, REPEATED.tolist(), strict=False):
+        gain = logits.log_softmax(0) - (logits - row).log_softmax(0)
+        assert unit.promotes == [(f"'{'abcdef'[token]}'", pytest.approx(gain[token].item(), rel=1e-9))]
     best = max(units, key=lambda unit: unit.share)
-    assert best.name == "3 'a'" and total[0] == ("'a'", pytest.approx(gain.sum(0)[0].item(), rel=1e-9))
+    gain = logits.log_softmax(0) - onehot[t].log_softmax(0)
+    assert best.name == "3 'a'" and total[0] == ("'a'", pytest.approx(gain[0].item(), rel=1e-9))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -202,20 +202,23 @@ def test_the_last_norm_keeps_its_statistics(norm, bias):
             assert torch.allclose(lens.added_logits(net, parts[0], stream), net.logits(expected))
 
 
-def test_the_gain_is_the_derivative_of_the_log_probability():
-    """With norm=none nothing is frozen: a small multiple of a unit changes log p as its row says."""
-    net = sharp(norm="none", norm_placement="none")
-    idx, final, size = text(net), [], 1e-6
-    with net.norm.register_forward_pre_hook(lambda _, args: final.append(args[0])), torch.no_grad():
-        net((idx % 26)[None])
-        units, total = read_head(net, tokenizer_of(26), idx % 26, 1, 2, 5)
-        _, outgoing, hidden = lens.contextual_mlp(net, idx % 26, 1, 2, 5)
-        final = final[0][0, 5]
-        change = (net.logits(final + size * (hidden @ outgoing)) - net.logits(final))[:26] / size
-        p = net.logits(final)[:26].softmax(0)
-    for name, value in total:
-        token = "abcdefghijklmnopqrstuvwxyz".index(name[1])
-        assert value == pytest.approx((change[token] - change @ p).item(), rel=1e-3)
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_a_unit_promotes_what_the_stream_loses_without_it(softcap):
+    """With norm=none nothing is frozen: log p of the final stream, minus log p without the unit's vector in it."""
+    net = sharp(norm="none", norm_placement="none", logit_softcap=softcap)
+    letters, final = "abcdefghijklmnopqrstuvwxyz", []
+    idx = text(net) % 26
+    with net.norm.register_forward_pre_hook(lambda _, args: final.append(args[0][0, 5])), torch.no_grad():
+        net.hidden(idx[None])
+    units, _, total = read_head(net, tokenizer_of(26), idx, 1, 2, 5)
+    _, outgoing, hidden = lens.contextual_mlp(net, idx, 1, 2, 5)
+    vectors = hidden[:, None] * outgoing
+    with torch.no_grad():
+        for promotes, vector in zip([u.promotes for u in units] + [total], [*vectors, vectors.sum(0)], strict=True):
+            now, then = (net.logits(x)[:26].log_softmax(0) for x in (final[0], final[0] - vector))
+            best = (now.exp() - then.exp()).topk(lens.PROMOTED).indices.tolist()
+            assert [letters.index(token[1]) for token, _ in promotes] == best
+            assert [value for _, value in promotes] == pytest.approx((now - then)[best].tolist(), rel=1e-6)
 
 
 def test_tokens_are_spelled_in_characters_that_can_be_printed():
@@ -224,11 +227,14 @@ def test_tokens_are_spelled_in_characters_that_can_be_printed():
     assert [lens.spelled(byte, t) for t in tokens] == ["'a'", r"'\n'", r"'\xc3'", r"'\x00'", "'''", "<id 300>"]
 
 
-def test_the_units_of_the_largest_activations_are_shown_in_their_order():
-    units = [Unit(str(i), a, a / 10, 1, 1, []) for i, a in enumerate([1, -5, 2, 2, 4])]
-    assert [unit.name for unit in lens.shown(units, 2)] == ["1", "4"]
-    assert [unit.name for unit in lens.shown(units, 3)] == ["1", "2", "4"]
-    assert lens.shown(units, 9) == units
+@pytest.mark.parametrize("block", [BLOCKS[0], BLOCKS[4], BLOCKS[5]], ids=str)
+def test_the_units_of_the_largest_activations_are_shown_in_their_order(block):
+    net = sharp(**block)
+    idx = text(net) % 26
+    units, n, total = read_head(net, tokenizer_of(26), idx, 1, 3, 9, most=99)
+    few = read_head(net, tokenizer_of(26), idx, 1, 3, 9, most=4)
+    best = sorted(units, key=lambda unit: -abs(unit.activation))[:4]
+    assert len(units) == n and few == ([unit for unit in units if unit in best], n, total)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
