@@ -65,8 +65,12 @@ OF_FIND = {"out_dir", "find", "dataset", "device"}  # flags that --find uses
 QUALIFIES = 0.4  # the least score of a head that has a pattern
 LISTED = 5  # heads of each pattern that are printed
 PROMOTED = 3  # tokens of each unit
-COLOURS = "#3b82c4", "#d1782f", "#4f9d69"  # of bars, and the grey of text: legible on white and on black
-GREY = "#7a7a7a"
+BARS = {  # field of a unit -> label, colour and number of ticks; the colours are legible on white and on black
+    "share": ("share of all activations", "#3b82c4", 4),
+    "incoming": ("norm of incoming weights", "#d1782f", 4),
+    "outgoing": ("norm of outgoing weights", "#4f9d69", 2),
+}
+GREY = "#7a7a7a"  # of text and axes
 
 
 @dataclass
@@ -289,12 +293,10 @@ def picture(units: list[Unit], title: str):
     figure = Figure(figsize=(10, 1.3 + 0.24 * len(units)), layout="constrained")
     axes = figure.subplots(1, 4, sharey=True, width_ratios=(3, 2, 2, 3.4))
     figure.suptitle(title, color=GREY, fontsize=11, parse_math=False)
-    columns = [unit[2:5] for unit in units]
-    labels = "share of all activations", "norm of incoming weights", "norm of outgoing weights"
-    for axis, label, values, colour in zip(axes, labels, zip(*columns, strict=True), COLOURS, strict=False):
-        axis.barh(range(len(units)), values, color=colour)
+    for axis, (field, (label, colour, ticks)) in zip(axes, BARS.items(), strict=False):
+        axis.barh(range(len(units)), [getattr(unit, field) for unit in units], color=colour)
         axis.set_xlabel(label)
-        axis.locator_params(axis="x", nbins=4)
+        axis.locator_params(axis="x", nbins=ticks)
         axis.xaxis.set_major_formatter("{x:g}")
         axis.spines["bottom"].set_color(GREY)
     for axis in axes:
@@ -311,7 +313,7 @@ def picture(units: list[Unit], title: str):
     figure.align_xlabels(axes)
     for row, unit in enumerate(units):
         for column, (token, value) in enumerate(unit.promotes):
-            text = f"{token} {value:+.3f}"
+            text = f"{token if len(token) < 10 else token[:8] + '…'} {value:+.3f}"
             axes[3].text(column / PROMOTED, row, text, va="center", transform=axes[3].get_yaxis_transform(), **mono)
     return figure
 
@@ -368,7 +370,8 @@ def scores(model: Model, batches: Iterable[dict[str, Tensor]], patterns: list[st
     """The scores of all heads for each pattern, the best first. Rows of a batch without targets are padding."""
     layers = {i: heads for i, block in enumerate(model.blocks) if (heads := self_attention(block))}
     H, P = model.cfg.n_head, len(patterns)
-    total, count = torch.zeros(model.cfg.n_layer, P, H + 1, dtype=torch.float64), torch.zeros(P)
+    total = torch.zeros(model.cfg.n_layer, P, H + 1, dtype=torch.float64)
+    count = torch.zeros(P, dtype=torch.int64)
 
     def watch(layer: int, mix: Callable, q: Tensor, k: Tensor, v: Tensor, mask: M.Mask) -> Tensor:
         lo, hi = mask.reach(q.size(2), k.size(2), q.device)  # (T,) or (B, T)
@@ -420,8 +423,8 @@ def find(cfg: LensConfig, model: Model, tokenizer: Tokenizer, device: torch.devi
         for score, even, layer, head in heads[:LISTED]:
             print(f"{layer:5}  {head:4}  {score:.4f}         {even:.4f}")
         good = sum(each.score >= QUALIFIES for each in heads)
-        best = f"the best is head {heads[0].head} of layer {heads[0].layer} with {heads[0].score:.4f}"
-        print(f"{good or 'No'} of {len(heads)} heads reach the threshold {QUALIFIES}; {best}.")
+        best = f"The best is head {heads[0].head} of layer {heads[0].layer} with {heads[0].score:.4f}."
+        print(f"Heads with {QUALIFIES} or more: {good} of {len(heads)}. {best}")
 
 
 def main(argv: list[str] | None = None):

@@ -9,6 +9,7 @@ from conftest import ROOT
 
 from configurator import Config
 from evaluate import EvaluateConfig
+from lens import LensConfig
 from sample import SampleConfig
 
 README = ROOT / "README.md"
@@ -29,10 +30,10 @@ def test_tests_exist(page):
 
 @each_page
 def test_flags_of_commands_exist(page):
-    """Of train.py, sample.py and evaluate.py, in code that can be copied."""
-    commands = re.findall(r"(train|sample|evaluate)\.py((?: +[^\s#`\\]+)*)", page.read_text(encoding="utf-8"))
+    """Of train.py, sample.py, evaluate.py and lens.py, in code that can be copied."""
+    commands = re.findall(r"(train|sample|evaluate|lens)\.py((?: +[^\s#`\\]+)*)", page.read_text(encoding="utf-8"))
     assert commands or page.name in ("blocks.md", "tests.md")
-    configs = {"train": Config, "sample": SampleConfig, "evaluate": EvaluateConfig}
+    configs = {"train": Config, "sample": SampleConfig, "evaluate": EvaluateConfig, "lens": LensConfig}
     known = {script: {f.name for f in fields(config)} for script, config in configs.items()}
     for script, words in commands:
         for word in words.split():

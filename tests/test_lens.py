@@ -283,7 +283,10 @@ def test_the_text_and_the_picture(trained, tmp_path, capsys):
 
 
 def test_the_picture_has_three_bars_for_each_unit():
-    units = [Unit(f"{i} '$_{i}$'", 2.0 * i, 0.1 * i, i + 1.0, 0.5, [("'$x$'", 0.25)]) for i in range(5)]
+    units = [
+        Unit(f"{i} '$_{i}$'", 2.0 * i, 0.1 * i, i + 1.0, 0.5, [("'$x$'", 0.25), ("' longtoken'", 0.5)])
+        for i in range(5)
+    ]
     figure = lens.picture(units, "layer 0, head 1, query 4 '$'")
     figure.canvas.draw()
     axes = figure.axes
@@ -292,7 +295,7 @@ def test_the_picture_has_three_bars_for_each_unit():
     assert [bar.get_width() for bar in axes[1].patches] == [unit.incoming for unit in units]
     assert [bar.get_width() for bar in axes[2].patches] == [unit.outgoing for unit in units]
     assert [label.get_text() for label in axes[0].get_yticklabels()] == [unit.name for unit in units]
-    assert [text.get_text() for text in axes[3].texts] == ["'$x$' +0.250"] * 5
+    assert [text.get_text() for text in axes[3].texts] == ["'$x$' +0.250", "' longto… +0.500"] * 5
     assert all(axis.get_xlabel() for axis in axes)
 
 
@@ -306,7 +309,7 @@ def test_find_reads_the_whole_validation_set(trained, tiny_data, capsys):
         assert sorted(row[:2] for row in table) == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
         assert [row[2] for row in table] == sorted((row[2] for row in table), reverse=True)
         layer, head, best, _ = table[0]
-        said = f"No of 4 heads reach the threshold 0.4; the best is head {head} of layer {layer} with {best}."
+        said = f"Heads with 0.4 or more: 0 of 4. The best is head {head} of layer {layer} with {best}."
         assert lines[i + 6] == said
 
 
