@@ -254,21 +254,26 @@ def output(capsys, *flags: str) -> list[str]:
         (["--block=superblock", "--pool=joint", "--n_slot=3"], 3),
         (["--block=simplified", "--pos=alibi"], 0),
         (["--objective=masked"], 0),
+        (["--doc_mask=True", "--window=4"], 0),
         (["--objective=seq2seq", "--n_encoder_layer=1"], 0),
     ],
     ids=str,
 )
 def test_reads_every_kind_of_model(run, capsys, flags, slots):
-    """Slots, the tokens that the query sees, and a line above them."""
+    """Slots, the tokens that the query sees, and a line above them; then the scores."""
     out = run("--max_iters=1", "--warmup_iters=0", *flags)
     capsys.readouterr()
     source = ["--source=on a mat."] if "--objective=seq2seq" in flags else []
-    n = 11 if "--objective=masked" in flags else 5
+    first, last = (1 if "--window=4" in flags else 0), (10 if "--objective=masked" in flags else 4)
+    n = last - first + 1
     lines = output(capsys, f"--out_dir={out}", *READ, "--position=4", *source)
     assert f"layer 1, head 1, query 4 'c': {slots + n} units, which together promote " in lines[0]
     assert [line.split("  ")[0] for line in lines[2:]] == [
-        *(f"slot {i}" for i in range(slots)), *(f"{i} '{'the cat sat'[i]}'" for i in range(n))
+        *(f"slot {i}" for i in range(slots)), *(f"{i} '{'the cat sat'[i]}'" for i in range(first, last + 1))
     ]  # fmt: skip
+    scored = [line.split() for line in output(capsys, f"--out_dir={out}", "--find=previous", "--device=cpu")[4:8]]
+    assert sorted(row[:2] for row in scored) == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
+    assert all(0 < float(even) < 1 for *_, even in scored)
 
 
 def test_the_text_and_the_picture(trained, tmp_path, capsys):
