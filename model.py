@@ -43,7 +43,7 @@ Seams. Other files replace or wrap these attributes and nothing else:
     parameters                       tensor parallelism: slices; plan: dtypes   names
     Stack.position_table             tensor parallelism: rows of its heads      as AttentionPosition.table
     forward of norms and layers      FSDP, tensor parallelism                   same result, or one term of a sum
-    Heads.cache, .mix, .dropout      decoding, context parallelism; plan: 0.0   as KVCache.extend, as Heads.mix
+    Heads.cache, .mix, .dropout      decoding, context par., lens; plan: 0.0    as KVCache.extend, as Heads.mix
 """
 
 import hashlib
