@@ -94,7 +94,6 @@ LLAMA_PARTS = [*LLAMA_SHAPE, mlp("hidden_act", "intermediate_size", GATED)]
 GEMMA_PARTS = [
     *LLAMA_SHAPE, mlp("hidden_activation", "intermediate_size", GATED), hf_config.GEMMA_LAYERS, hf_config.SCORES,
     value("final_logit_softcapping", "logit_softcap", float, NoneType),
-    value("attn_logit_softcapping", "attn_softcap", float, NoneType),
     only(attention_bias=False, use_bidirectional_attention=False),
 ]  # fmt: skip
 OUR_LLAMA = dict(norm="rmsnorm", pos="rope")
@@ -156,14 +155,15 @@ FAMILIES = {
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM", "model.layers.{}.", OUR_LLAMA | dict(norm_placement="sandwich"),
-        [*GEMMA_PARTS, rope()], GEMMA_DEFAULTS, GEMMA2,
+        [*GEMMA_PARTS, value("attn_logit_softcapping", "attn_softcap", float, NoneType), rope()],
+        GEMMA_DEFAULTS, GEMMA2,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", "model.layers.{}.", OUR_LLAMA | dict(norm_placement="sandwich", qk_norm=True),
-        [*GEMMA_PARTS, hf_config.GEMMA3_ROPE],
+        [*GEMMA_PARTS, only(attn_logit_softcapping=None), hf_config.GEMMA3_ROPE],  # transformers ignores the key
         GEMMA_DEFAULTS | dict(
             vocab_size=262208, max_position_embeddings=131072, rope_theta=1e6, rope_local_base_freq=10000.0,
-            sliding_window_pattern=6, final_logit_softcapping=None, attn_logit_softcapping=None,
+            sliding_window_pattern=6, final_logit_softcapping=None,
         ),
         GEMMA2 | {
             "attn.qkv": LLAMA["attn.qkv"], "attn.q_norm": ("self_attn.q_norm", PLUS_ONE, SCALE),

@@ -167,6 +167,7 @@ def test_in_and_out(hf, tmp_path, name):
 # ---- ours, out: flags of ours -> the family that expresses them
 
 LLAMA_LIKE = dict(norm="rmsnorm", mlp="swiglu", pos="rope")
+GEMMA3_LIKE = LLAMA_LIKE | dict(mlp="geglu_tanh", norm_placement="sandwich", qk_norm=True, embed_scale=32**0.5)
 CHOICES = {
     "gpt2": [
         {},
@@ -189,6 +190,7 @@ CHOICES = {
     "qwen3": [LLAMA_LIKE | dict(qk_norm=True, window=WINDOW, window_pattern="LS")],
     "olmo2": [LLAMA_LIKE | dict(norm_placement="after", qk_norm=True, qk_norm_width="model")],
     "phi3": [LLAMA_LIKE | dict(rope_fraction=0.5)],
+    "gemma3_text": [GEMMA3_LIKE | dict(logit_softcap=2.0)],
     "mpt": [dict(pos="alibi")],
     "bloom": [dict(pos="alibi", embed_norm=True, mlp="gelu_tanh")],
 }
@@ -219,6 +221,7 @@ def test_the_first_family_that_expresses_the_flags(hf, tmp_path, family, flags):
         (LLAMA_LIKE | dict(norm_placement="post"), "norm_placement=post"),
         (LLAMA_LIKE | dict(rope_fraction=0.5, rope_scaling="llama3:8"), "rope_fraction=0.5"),
         (dict(block="superblock", pool="joint"), "pool=joint"),
+        (GEMMA3_LIKE | dict(attn_softcap=2.0), "attn_softcap=2.0"),
     ],
 )
 def test_no_family(flags, words):
