@@ -321,7 +321,8 @@ def main(argv: list[str] | None = None):
         path, model, tokenizer = load(cfg, device)
         check_flags(cfg, model.cfg.objective, model.cfg.pos)
         read_ids, generate = SAMPLER["score" if cfg.score else model.cfg.objective]
-        ids = read_ids(cfg, model.cfg, tokenizer, text)
+        ids, own = read_ids(cfg, model.cfg, tokenizer, text), model.cfg.vocab_size
+        require(max(ids) < own, f"the text has token id {max(ids)}, and the model has {own}; see to its tokenizer")
     print(f"{path}: {model.n_params():,} parameters, on {device}", file=sys.stderr)
     idx = torch.tensor([ids], device=device).repeat(cfg.num_samples, 1)
     if device.type == "cuda":

@@ -284,6 +284,11 @@ def test_a_folder_of_hugging_face(llama, figures, tmp_path, capsys):
     expected = tokenizer.decode(theirs, skip_special_tokens=True)
     assert said.startswith("the cat") and expected.startswith(said.rstrip("\n")[:9])
     assert "set --dataset=NAME or --file=TEXT" in refused([where], capsys)
+    tokenizer.add_tokens(["sat on"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(SystemExit):
+        sample.main([where, "--device=cpu", "--start=the cat sat on"])
+    assert f"has token id {len(tokenizer) - 1}, and the model has {len(tokenizer) - 1};" in capsys.readouterr().err
 
 
 def test_an_exported_run_on_its_own_data(run, tiny_data, figures, tmp_path):
