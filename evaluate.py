@@ -144,13 +144,13 @@ def evaluate_text(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], te
 
 
 def check_tokenizer(found: Weights, tokenizer: Tokenizer | None, dataset: str):
-    """ValueError if the model is known to have another tokenizer than the data."""
+    """ValueError if the model is known to have other tokens than the data. An exported tokenizer has the same."""
     try:
         own = found.tokenizer()
     except ValueError:  # it cannot be opened, so it is not known
         return
-    require(  # an exported model has a tokenizer of another kind, with the same tokens
-        tokenizer is None or own.hash == tokenizer.hash or own.token_bytes == tokenizer.token_bytes,
+    require(
+        tokenizer is None or own.same_tokens(tokenizer),
         f"dataset={dataset} has another tokenizer than the model in {found.path}; give a text with --file, or prepare "
         "the data with the tokenizer of the model",
     )

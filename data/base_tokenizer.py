@@ -59,6 +59,12 @@ class Tokenizer:
         """SHA-256 of the spec; equal hashes mean equal ids for equal text."""
         return hashlib.sha256(json.dumps(self.spec, sort_keys=True).encode()).hexdigest()
 
+    def same_tokens(self, other: "Tokenizer") -> bool:
+        """Whether the ids mean the same, as those of a tokenizer and of its export to Hugging Face do."""
+        if self.hash == other.hash or (self.vocab_size, self.eot) != (other.vocab_size, other.eot):
+            return self.hash == other.hash
+        return self.token_bytes == other.token_bytes
+
     @cached_property
     def byte_lengths(self) -> np.ndarray:
         """Bytes of text per token, (V,) int64, for the denominator of bits per byte; 0 for end-of-text."""
