@@ -31,7 +31,7 @@ BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 class HFTokenizer(Tokenizer):
     """A tokenizer.json whose tokens have bytes: byte-level BPE (GPT-2, Llama 3, Qwen), or BPE, Unigram and WordLevel
-    with a decoder that only joins tokens (Llama 2, Gemma)."""
+    with a decoder that only joins tokens (Llama 2, Gemma). One without any special token has no end-of-text."""
 
     FILE = "tokenizer.json"
 
@@ -61,7 +61,7 @@ class HFTokenizer(Tokenizer):
         if not 0 <= last < LARGEST_ID:
             raise ValueError(f"{name} has the largest id {last}; give a vocabulary of 1 to {LARGEST_ID} ids")
         self.special = {key: text for key, text in texts.items() if text in self.vocabulary}
-        if "eos_token" not in self.special:
+        if "eos_token" not in self.special and (self.parts.get("added_tokens") or "eos_token" in special):
             fact = f"no end-of-text token ({ascii(special.get('eos_token')):.50} is not in its vocabulary)"
             raise ValueError(f"{name} has {fact}; name one as eos_token in tokenizer_config.json beside it")
         self.vocab_size = last + 1

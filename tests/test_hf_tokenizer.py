@@ -394,12 +394,13 @@ def test_what_was_read_is_written_unchanged(folder, tmp_path_factory, kind, text
     assert (reference.bos_token, reference.eos_token) == ("<s>", "</s>")
 
 
-@pytest.mark.parametrize("kind", ["byte", "bpe", "gpt2"])
+@pytest.mark.parametrize("kind", OURS)
 def test_our_own_can_be_read_again(tmp_path, kind):
     export_tokenizer(OURS[kind], tmp_path)
     again = HFTokenizer.from_folder(tmp_path)
     assert again.encode(MIXED).tolist() == OURS[kind].encode(MIXED).tolist()
     assert (again.token_bytes, again.eot, again.bos) == (OURS[kind].token_bytes, OURS[kind].eot, OURS[kind].eot)
+    assert [name for name, each in OURS.items() if again.same_tokens(each)] == [kind]
 
 
 def test_beside_a_qwen2(tmp_path):
