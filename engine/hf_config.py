@@ -171,10 +171,11 @@ def write_scaling(cfg: ModelConfig) -> dict | None:
 
 
 def rope(theta: str = "rope_theta", fraction: str = "", scaled: bool = True) -> Part:
-    """RoPE of all layers, in the keys of transformers 5 (rope_parameters) or of older releases, which both read."""
+    """RoPE of all layers, in the keys of transformers 5 (rope_parameters) or of older releases, which both read. Where
+    a file has both, transformers takes rope_scaling."""
 
     def read(keys: Keys, flags: dict) -> dict:
-        given = keys("rope_parameters", dict, NoneType) or keys("rope_scaling", dict, NoneType) or {}
+        given = keys("rope_scaling", dict, NoneType) or keys("rope_parameters", dict, NoneType) or {}
         defaults = {"rope_theta": keys(theta, float), "partial_rotary_factor": keys(fraction, float) if fraction else 1}
         found = read_rope(given, defaults, flags)
         express(fraction or found["rope_fraction"] == 1, f"partial_rotary_factor={found['rope_fraction']}, but only 1")
@@ -237,12 +238,12 @@ def write_gemma_layers(cfg: ModelConfig) -> dict:
 
 def read_gemma3_rope(keys: Keys, flags: dict) -> dict:
     """Layers with a window have a base of their own, without scaling."""
-    given = keys("rope_parameters", dict, NoneType) or {}
+    given, scaling = (keys(name, dict, NoneType) or {} for name in ("rope_parameters", "rope_scaling"))
     if not {"full_attention", "sliding_attention"} & given.keys():
-        given = {"full_attention": given or keys("rope_scaling", dict, NoneType)}
+        given = {"full_attention": given}
     found = {}
     for kind, theta in (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq")):
-        inner = Keys(given, {})(kind, dict, NoneType) or {}
+        inner = (Keys(given, {})(kind, dict, NoneType) or {}) | (scaling if kind == "full_attention" else {})
         found[kind] = read_rope(inner, {"rope_theta": keys(theta, float), "partial_rotary_factor": 1}, flags)
     local = found["sliding_attention"]
     express(not local["rope_scaling"], "a rope_type of sliding_attention, but only default")

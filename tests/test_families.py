@@ -229,6 +229,17 @@ def test_no_family(flags, words):
         choose(ModelConfig(n_layer=4, n_head=4, n_embd=32, block_size=T, vocab_size=V, **flags))
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rope_scaling_beside_rope_parameters(hf, tmp_path, name):
+    """Users add the older key to a file of transformers 5; it counts there, so it does here."""
+    build(hf, name).save_pretrained(tmp_path)
+    config(rope_scaling={"rope_type": "linear", "factor": 3.0})(tmp_path)
+    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    weights = read_hf(tmp_path)
+    assert weights.flags["rope_scaling"] == "linear:3"
+    assert_same_logits(ours(weights), reference)
+
+
 # ---- config.json as it was published, and the number of parameters that its model is known to have
 
 GELU_TANH = "gelu_pytorch_tanh"
