@@ -41,7 +41,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from configurator import Config, parse
 from data.loader import eval_batches
-from data.tokenizer import Tokenizer
 from engine import memory, parallel, weights
 from engine.device import resolve_device, resolve_dtype
 from engine.errors import command, require, user_errors
@@ -117,7 +116,7 @@ def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) ->
     known = cfg.dataset or "dataset" in found.flags
     require(known, f"out_dir={cfg.out_dir} does not say its data; set --dataset=NAME or --file=TEXT")
     data, objective, _ = open_dataset(flags)
-    check_tokenizer(found, data.tokenizer, flags.dataset)
+    found.check_tokenizer(data.tokenizer, flags.dataset)
     stream = data.split(cfg.split)
     batches = eval_batches(
         stream, objective, cfg.batch_size, cfg.eval_iters, ranks.data_rank, ranks.data_size, flags.seed, ranks.device
@@ -141,19 +140,6 @@ def evaluate_text(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], te
         "bits_per_byte": nats / math.log(2) / n_bytes if n_bytes else None,
         "tokens": int(tokens), "bytes": int(n_bytes) if n_bytes else None, "note": part.why_no_bytes,
     }  # fmt: skip
-
-
-def check_tokenizer(found: Weights, tokenizer: Tokenizer | None, dataset: str):
-    """ValueError if the model is known to have other tokens than the data. An exported tokenizer has the same."""
-    try:
-        own = found.tokenizer()
-    except ValueError:  # it cannot be opened, so it is not known
-        return
-    require(
-        tokenizer is None or own.same_tokens(tokenizer),
-        f"dataset={dataset} has another tokenizer than the model in {found.path}; give a text with --file, or prepare "
-        "the data with the tokenizer of the model",
-    )
 
 
 def evaluate_tasks(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], found: Weights) -> dict:

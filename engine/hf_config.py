@@ -38,7 +38,7 @@ class Keys:
         good = type(value) in kinds and (type(value) is not float or math.isfinite(value))
         good = good and (type(value) is not int or least <= value < 2**31)
         wanted = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
-        require(good, f"{name}={describe(value)} must be of type {wanted} and in range; mend it")
+        require(good, f"{name}={describe(value)} must be of type {wanted} and in range; correct it")
         return value
 
 
@@ -147,9 +147,10 @@ def read_rope(given: dict, defaults: dict, flags: dict) -> dict:
     defaults = defaults | {"original_max_position_embeddings": flags["block_size"], "beta_fast": 32, "beta_slow": 1}
     keys = Keys(given, defaults)
     numbers = [keys(name, float) for name in SCALING[kind]]
+    require(all(x > 0 for x in numbers), f"the numbers of rope_type={kind} must be positive; correct them")
     theta, fraction = keys("rope_theta", float), keys("partial_rotary_factor", float)
     more = sorted(given.keys() - keys.seen - {"rope_type", "type"}, key=str)
-    express(not more, f"{describe(more[:1])} of rope_type={kind}, but only {', '.join(SCALING[kind]) or 'no number'}")
+    express(not more, f"{describe(more[:1])} of rope_type={kind}, but only {', '.join(SCALING[kind]) or 'rope_theta'}")
     D = flags.get("head_dim") or max(1, flags["n_embd"] // flags["n_head"])
     rows = int(D * fraction)
     even = D % 2 or (0 < rows <= D and rows % 2 == 0)  # ModelConfig refuses an odd D itself
@@ -295,7 +296,7 @@ def read_llama_bias(keys: Keys, flags: dict) -> dict:
 
 def read_scores(keys: Keys, flags: dict) -> dict:
     """Gemma's factor of the scores, which goes into the weights; and that of the embeddings, which is no key."""
-    require(keys("query_pre_attn_scalar", float) > 0, "query_pre_attn_scalar must be positive; mend it")
+    require(keys("query_pre_attn_scalar", float) > 0, "query_pre_attn_scalar must be positive; correct it")
     return {"embed_scale": flags["n_embd"] ** 0.5}
 
 

@@ -21,6 +21,7 @@ AGAIN = "download the folder again, or write it with transformers' save_pretrain
 
 def locate(where: str) -> Path:
     """The folder, or the downloaded copy of the model of this name on the hub."""
+    require(where, "hf: names no model; give hf:DIR, or hf:NAME for a model on the hub")
     folder = Path(os.path.expanduser(where))
     if folder.is_dir():
         return folder

@@ -106,6 +106,23 @@ class Pretrained(Mapping[str, Tensor]):
             raise ValueError(f"{fact}; {AGAIN}")
 
 
+class Own(Family):
+    """The family of exports with --remote-code: our flags and our names."""
+
+    def source(self, name: str) -> tuple[list[str], list]:
+        return [f"model.{name}"], []
+
+
+OWN = Own("SuperblockForCausalLM", "model.", {}, [], {}, {})
+
+
+def own_flags(config: dict, folder: Path) -> dict:
+    """The flags of the model in the config.json of an export with --remote-code."""
+    require(type(config.get("flags")) is dict, f"{folder}/config.json has no flags of a superblock; {AGAIN}")
+    cfg = parse(Config, [], base=lambda _: (config["flags"], f"{folder}/config.json"))
+    return {name: getattr(cfg, name) for name in ModelConfig.__dataclass_fields__}
+
+
 def read_hf(where: str | Path) -> Pretrained:
     """The model in the folder, or of this name on the hub. `flags` holds our flags for it.
 
@@ -116,6 +133,8 @@ def read_hf(where: str | Path) -> Pretrained:
     require((folder / "config.json").is_file(), f"{folder} has no config.json; give the folder of a Hugging Face model")
     config = read_json(folder / "config.json")
     kind = config.get("model_type")
+    if kind == "superblock":
+        return Pretrained(folder, OWN, config, own_flags(config, folder))
     family = FAMILIES.get(kind) if type(kind) is str else None
     fact = f"{folder}/config.json: model_type={describe(kind)} is not known"
     require(family, f"{fact}; give a model of one of these types: {', '.join(FAMILIES)}")
@@ -238,6 +257,11 @@ def whole_or_nothing(folder: Path) -> Iterator[Path]:
 
 def export(run: str, where: str, dtype: str = "float32", which: str = "latest", remote_code: bool = False) -> Path:
     """Write a training run's weights and tokenizer as a Hugging Face model; returns the checkpoint's path."""
+    foreign = re.match("(hf|nanogpt):", run)
+    require(not foreign, f"{run} is no run of train.py; train from it with --init_from={run} and export that run")
+    single = which == "best" and (Path(run) / "state.json").is_file()
+    require(not single, f"--which=best needs the folder of a run, and {run} is one checkpoint; leave --which out")
+    require(where, "the folder to write has no name; give one, such as exported")
     folder = Path(os.path.expanduser(where)).absolute()
     if folder.exists():
         raise FileExistsError(f"{where} is there already; delete it, or name another folder")

@@ -147,10 +147,7 @@ def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):
 
     def fill(found: Weights):
         check_same_model(cfg, found.flags, found.path) if kind == "nanogpt" else check_same_weights(cfg, found)
-        require(
-            tokenizer is None or found.spec in (None, tokenizer.spec),
-            f"dataset={cfg.dataset} has another tokenizer than the data of {found.path}; prepare it with the same one",
-        )
+        found.check_tokenizer(tokenizer, cfg.dataset)
         found.fill(sharded)
 
     weights.read(named(cfg.init_from), fill)

@@ -66,6 +66,17 @@ class Weights:
         sharded.model.eval()
         return sharded
 
+    def check_tokenizer(self, tokenizer: Tokenizer | None, dataset: str):
+        """ValueError if these weights are known to have other tokens than the data. Exported tokenizers have the same
+        as the run's."""
+        try:
+            own = self.tokenizer()
+            same = tokenizer is None or own.same_tokens(tokenizer)
+        except ValueError:  # it cannot be opened, so it is not known
+            return
+        fact = f"dataset={dataset} has another tokenizer than the model in {self.path}"
+        require(same, f"{fact}; prepare the data with the tokenizer of the model")
+
 
 def read(where: str, action: Callable[[Weights], T]) -> T:
     """action(found), where `found` are the weights that `where` names: RUN, nanogpt:FILE or hf:DIR.

@@ -457,7 +457,7 @@ def refused(argv: list[str], capsys) -> str:
         (["--tasks=piqa", "--file=x"], ["file has no effect with tasks=piqa"]),
         (["--tasks=piqa"], ["tasks=piqa needs lm-eval; pip install -e .[eval]"]),
         (["--max_new_tokens=3"], ["max_new_tokens", "no such flag"]),
-        (["--dataset=chars", "--out_dir=MASKED"], ["chars has another tokenizer than the model", "--file"]),
+        (["--dataset=chars", "--out_dir=MASKED"], ["chars has another tokenizer than the model", "prepare the data"]),
         (["--dataset=large"], ["300", "vocab_size=257", "the tokenizer of the model"]),
     ],
     ids=lambda x: " ".join(x),

@@ -712,6 +712,18 @@ def test_remote_code(hf, trained, tmp_path, monkeypatch):
     found, expected = reference.model.state_dict(), consolidated(trained, tmp_path / "all.safetensors")
     assert expected and all(torch.equal(found[name], x.half()) for name, x in expected.items())
 
+    again = read_hf(tmp_path / "out")
+    assert all(torch.equal(again[name], x.half().float()) for name, x in expected.items())
+    assert again.flags == {name: config["flags"][name] for name in again.flags}
+    for flags, words in (
+        ({"n_layer": "x"}, "n_layer = 'x'"),
+        ([], "no flags"),
+        (config["flags"] | {"n_layer": 9}, "absent"),
+    ):
+        (tmp_path / "out/config.json").write_text(json.dumps({"model_type": "superblock", "flags": flags}))
+        with pytest.raises(ValueError, match=words):
+            read_hf(tmp_path / "out")
+
 
 def test_numbers_beyond_a_dtype(tmp_path):
     model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=9), seed=1)
@@ -733,9 +745,18 @@ def test_nothing_is_left_after_a_failure(trained, tmp_path, monkeypatch, capsys)
     with pytest.raises(SystemExit):
         export(trained, tmp_path / "out")
     assert "is there already" in capsys.readouterr().err and not list((tmp_path / "out").iterdir())
-    with pytest.raises(SystemExit):
-        export(tmp_path, tmp_path / "new")
-    assert "no checkpoint in" in capsys.readouterr().err
+    step = next(trained.glob("step_*"))
+    for run, where, flags, words in (
+        (tmp_path, tmp_path / "new", [], "no checkpoint in"),
+        ("hf:there", tmp_path / "new", [], "hf:there is no run of train.py"),
+        (step, tmp_path / "new", ["--which=best"], "is one checkpoint; leave --which out"),
+        (trained, "", [], "has no name"),
+    ):
+        with pytest.raises(SystemExit):
+            export(run, where, *flags)
+        assert words in capsys.readouterr().err
+    with pytest.raises(ValueError, match="hf: names no model"):
+        read_hf("")
 
 
 @pytest.mark.parametrize(

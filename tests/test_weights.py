@@ -16,6 +16,7 @@ from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
 from engine import checkpoint, run_state
 from engine.checkpoint_commands import consolidate
+from engine.interchange import export
 from engine.sharded_model import ShardedModel
 from model import BLOCK, Model, ModelConfig
 
@@ -165,7 +166,10 @@ def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
             out.add(split, CharTokenizer(text).encode(text))
     new = [f"--out_dir={tmp_path / 'new'}", "--max_iters=1", "--warmup_iters=1"]
     start = [*new, f"--init_from=checkpoint:{source}"]
-    assert "another tokenizer" in refused(train.main, [*start, f"--dataset={tmp_path / 'chars'}"], capsys)
+    export(str(source), str(tmp_path / "exported"), remote_code=True)
+    for weights in (start[-1], f"--init_from=hf:{tmp_path / 'exported'}"):
+        line = refused(train.main, [*new, weights, f"--dataset={tmp_path / 'chars'}"], capsys)
+        assert "another tokenizer" in line and not (tmp_path / "new" / "latest").exists()
     assert "already holds a run" in refused(train.main, [*start, f"--out_dir={source}"], capsys)
     for wrong in ("checkpoint:", f"checkpoint:{tmp_path / 'absent'}", f"checkpoint:{tiny_data / 'meta.json'}"):
         assert f"init_from={wrong}: no such folder" in refused(train.main, [*new, f"--init_from={wrong}"], capsys)
