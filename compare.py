@@ -1,0 +1,495 @@
+"""Trains several models with several seeds, and writes a table of their losses, costs and speeds.
+
+    python compare.py --run=config/train_pycode.py --run="config/train_pycode.py --block=parallel" --seeds=3
+    python compare.py --run=... --run=... --sweep=learning_rate=1e-3,2e-3,4e-3 --match=flops --out=out/rates
+    python compare.py --run=... --run=... --dry_run=True             # prints the commands and starts nothing
+
+Each --run holds arguments of train.py, and each training is an ordinary run of train.py in its own folder below --out.
+The same command continues a comparison that was ended: it skips the trainings that are finished and resumes the others.
+The table is printed, and written to compare.md and compare.json in --out. The exit code is 1 if a training failed.
+
+Seed 1 of all runs is trained first, then seed 2, and so on, because the speed of a shared machine drifts. A sweep is
+trained with seed 1; the best value of each run is then trained with the other seeds. --match says which cost all runs
+have in common. The first run keeps its flags, and the others follow:
+
+    tokens        max_iters follows, so that all runs read as many tokens
+    flops         max_iters follows, so that all runs compute as many FLOPs (engine/accounting.py)
+    seconds       max_iters follows from a short timing of each run, so that all runs train as long
+    parameters    n_embd follows, the nearest width that the heads divide; then max_iters, as for tokens
+
+With parameters,flops or parameters,seconds, first n_embd follows and then max_iters. When max_iters changes,
+warmup_iters, cooldown_iters and lr_decay_iters change in proportion, rounded down, to at least 1. docs/compare.md
+describes the table.
+"""
+
+import json
+import os
+import re
+import select
+import shlex
+import signal
+import sys
+import time
+from bisect import bisect_left
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+import torch
+
+import bench
+from configurator import Config, parse
+from engine import accounting
+from engine.child import Child
+from engine.compare_table import MOST_SEEDS, markdown, summary
+from engine.device import resolve_device
+from engine.errors import command, require, user_errors
+from engine.folder import FolderLock
+from engine.gpu_check import machine
+from model import Model
+from train import open_dataset
+
+HERE = Path(__file__).resolve().parent
+RESERVED = ("out_dir", "seed", "init_from", "eval_iters", "eval_only", "plan")  # flags that compare.py sets
+SCALED = ("warmup_iters", "cooldown_iters", "lr_decay_iters")  # flags that change with max_iters
+TIMED_LINES, ROUNDS = 8, 2  # of --match=seconds: lines "iter N:", one per 10 steps, and how often each run is timed
+
+
+@dataclass
+class CompareConfig:
+    """The flags of compare.py. ValueError names the flag, its value and the remedy."""
+
+    # --- compare
+    run: str = ""  # arguments of train.py; repeat the flag, and all runs are compared with the first
+    common: str = ""  # arguments of every run, such as --max_iters=150; those of --run win
+    seeds: int = 1  # number of trainings of each run, with --seed=1, 2, ...
+    sweep: str = ""  # a flag and its values, such as learning_rate=1e-3,2e-3,4e-3; each run gets its best one
+    match: Literal[  # the cost that all runs have in common
+        "tokens", "flops", "seconds", "parameters", "parameters,flops", "parameters,seconds"
+    ] = "tokens"
+    jobs: int = 1  # trainings at the same time; they share the threads
+    out: str = "out/compare"  # folder of the trainings and the table
+    dry_run: bool = False  # print the commands that are left to do, and start nothing
+
+    def __post_init__(self):
+        for name, value, most in (("seeds", self.seeds, MOST_SEEDS), ("jobs", self.jobs, 1000)):
+            require(1 <= value <= most, f"{name}={value} must be at least 1 and at most {most}")
+        require(self.out.strip(), f"out={self.out!r} must be a folder, such as out/compare")
+        name, _, values = self.sweep.partition("=")
+        values = values.split(",")
+        good = not self.sweep or name and all(values) and len(set(values)) == len(values) > 1
+        require(good, f"sweep={self.sweep} must be a flag and two or more values, such as learning_rate=1e-3,2e-3")
+
+    @property
+    def swept(self) -> str:
+        """The flag that is swept, "" if none is."""
+        return self.sweep.partition("=")[0]
+
+    @property
+    def settings(self) -> list[str]:
+        """The settings of the sweep, such as learning_rate=1e-3; one empty setting without a sweep."""
+        return [f"{self.swept}={value}" for value in self.sweep.partition("=")[2].split(",")] if self.sweep else [""]
+
+
+class Costs(NamedTuple):
+    """What a run costs; flops_per_token counts forward and backward."""
+
+    parameters: int
+    flops_per_token: float
+    tokens_per_step: int
+    steps: int
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.tokens_per_step
+
+    @property
+    def flops(self) -> float:
+        return self.tokens * self.flops_per_token
+
+
+def costs(cfg: Config) -> Costs:
+    """The costs of a run of train.py with these flags."""
+    _, objective, cfg.vocab_size = open_dataset(cfg)
+    with torch.device("meta"):
+        whole_model = Model(cfg)
+    flops_per_token = accounting.flops(whole_model, *objective.lengths) / cfg.block_size
+    tokens_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
+    return Costs(whole_model.n_params(), flops_per_token, tokens_per_step, cfg.max_iters)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run
+
+
+class Run:
+    """One --run: its flags, its costs, and the results of its trainings.
+
+    changed     flags that --match has set, with their values
+    results     (setting of the sweep, seed) -> figures of a finished training
+    errors      (setting of the sweep, seed) -> error of a training that has failed
+    """
+
+    def __init__(self, number: int, text: str, options: CompareConfig):
+        self.number, self.text, self.options, self.settings = number, text, options, options.settings
+        self.changed, self.results, self.errors = {}, {}, {}
+        try:
+            self.own = shlex.split(text)
+            self.args = shlex.split(options.common) + self.own
+        except ValueError as error:
+            raise ValueError(f"--run={text} --common={options.common}: {error}; correct its quotation marks") from None
+        for arg in [*self.args, f"--{self.options.swept}"]:
+            name = arg.lstrip("-").partition("=")[0]
+            require(name not in RESERVED, f"--run={text}: {arg} is a flag that compare.py sets; leave it out")
+        swept = [arg for arg in self.args if options.sweep and arg.startswith(f"--{options.swept}=")]
+        require(not swept, f"--run={text}: {' '.join(swept)} is a flag that --sweep sets; leave it out")
+        self.cfg = self.read()
+        self.costs = costs(self.cfg)
+
+    def line(self, setting: str = "") -> list[str]:
+        """The arguments of train.py that describe the model and its training, with a setting of the sweep."""
+        changed = [f"{name}={value}" for name, value in self.changed.items()]
+        return self.args + [f"--{each}" for each in (*changed, setting) if each]
+
+    def read(self, setting: str = "") -> Config:
+        """The flags of `line`. ValueError names the run."""
+        try:
+            return parse(Config, self.line(setting))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"--run={self.text}: {error}") from None
+
+    def change(self, name: str, value: int):
+        """Set a flag as --match asks. ValueError if --run sets it to another value."""
+        if value != getattr(self.cfg, name):
+            given = any(arg.startswith(f"--{name}=") for arg in self.own)
+            advice = f"--match={self.options.match} needs {name}={value} here; leave {name} out"
+            require(not given, f"--run={self.text}: {advice}")
+            self.changed[name] = value
+
+    def match_parameters(self, wanted: int):
+        """Set n_embd to the width with which the number of parameters is nearest to `wanted`."""
+        width, heads = self.cfg.n_embd, self.cfg.n_head
+
+        def parameters(n_embd: int) -> int:
+            return costs(self.read(f"n_embd={n_embd}")).parameters
+
+        def possible(n_embd: int) -> bool:
+            with suppress(ValueError):
+                return bool(self.read(f"n_embd={n_embd}"))
+            return False
+
+        # Heads, RoPE and groups ask for multiples of a number, which is the smallest step to a possible width.
+        unit = next((n for n in range(heads, 65 * heads, heads) if possible(width + n)), heads)
+        widths = range(width % unit or unit, 16 * width, unit)
+        larger = min(bisect_left(widths, wanted, key=parameters), len(widths) - 1)
+        near = widths[max(larger - 1, 0) : larger + 1]
+        self.change("n_embd", min(near, key=lambda n_embd: abs(parameters(n_embd) - wanted)))
+        self.cfg = self.read()
+        self.costs = costs(self.cfg)
+
+    def match_steps(self, steps: float):
+        """Set max_iters to the nearest integer, and the other flags of the schedule in proportion."""
+        old, new = self.cfg.max_iters, max(1, round(steps))
+        if new == old:
+            return
+        self.change("max_iters", new)
+        for name in SCALED:
+            if value := getattr(self.cfg, name):
+                self.changed[name] = max(1, value * new // old)
+        self.cfg = self.read()
+        self.costs = costs(self.cfg)
+
+    def folder(self, setting: str, seed: int) -> Path:
+        name = f"run{self.number}-" + f"{setting}-" * bool(setting) + f"seed{seed}"
+        return Path(self.options.out).expanduser() / name.replace(os.sep, "_")
+
+    def arguments(self, setting: str, seed: int) -> list[str]:
+        """All arguments of a training. Those before the run's own are defaults, which --run may replace."""
+        folder, steps = self.folder(setting, seed), self.cfg.max_iters
+        often = [
+            "--eval_interval=0",
+            f"--save_interval={max(1, steps // 10)}",
+            f"--log_interval={max(1, steps // 100)}",
+        ]
+        start = "resume" if (folder / "latest").exists() else "scratch"
+        fixed = ["--eval_iters=0", f"--seed={seed}", f"--out_dir={folder}", f"--init_from={start}"]
+        return ["--keep_last=1", *often, *self.line(setting), *fixed]
+
+    def load(self, setting: str, seed: int) -> bool:
+        """Read the figures of a training from its metrics.jsonl; returns whether it is finished."""
+        rows, file = [], self.folder(setting, seed) / "metrics.jsonl"
+        for line in file.read_text(errors="replace").splitlines() if file.is_file() else []:
+            with suppress(ValueError):  # a kill has cut the line
+                rows.append(json.loads(line))
+        last = [row for row in rows if row["kind"] == "eval" and row["step"] == self.cfg.max_iters]
+        if not last or last[-1]["val_loss"] is None:
+            return False
+        times = [row["ms_per_step"] for row in rows if row["kind"] == "train"]
+        ms = fmean(times[int(bench.WARMUP * len(times)) :])
+        self.results[setting, seed] = {
+            "folder": str(file.parent), "loss": last[-1]["val_loss"], "bits_per_byte": last[-1]["val_bpb"],
+            "seconds": ms * self.cfg.max_iters / 1000, "tokens_per_s": 1000 * self.costs.tokens_per_step / ms,
+        }  # fmt: skip
+        return True
+
+    @property
+    def best(self) -> str | None:
+        """The setting with the lowest loss at seed 1, which the other seeds take: "" without a sweep, FLAG=BEST while
+        trainings of the sweep are left to do, None if all of them have failed."""
+        if not self.options.sweep:
+            return ""
+        if any((setting, 1) not in self.results | self.errors for setting in self.settings):
+            return f"{self.options.swept}=BEST"
+        losses = {s: self.results[s, 1]["loss"] for s in self.settings if (s, 1) in self.results}
+        return min(losses, key=losses.get, default=None)
+
+    def of_seeds(self) -> dict[int, dict]:
+        """seed -> figures of the finished trainings with the best setting."""
+        return {seed: figures for (setting, seed), figures in sorted(self.results.items()) if setting == self.best}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All runs
+
+
+class Training:
+    """A process of train.py, and the steps that it has logged."""
+
+    def __init__(self, run: Run, setting: str, seed: int):
+        self.run, self.setting, self.seed, self.first, self.step = run, setting, seed, None, 0
+        self.exit = ExitStack()
+        arguments = [sys.executable, "-u", str(HERE / "train.py"), *run.arguments(setting, seed)]
+        self.child = self.exit.enter_context(Child(arguments, Path.cwd()))
+        self.name = " ".join(filter(None, (f"run {run.number}", setting, f"seed {seed}")))
+
+    def poll(self) -> bool:
+        """Read the output that is there; returns whether the process has ended."""
+        ended, pipe = self.child.process.poll() is not None, self.child.lines.fileno()
+        while select.select([pipe], [], [], 0)[0] and (said := os.read(pipe, 2**16)):
+            for step in re.findall(rb"^iter (\d+):", said, re.MULTILINE):
+                self.step = int(step)
+                self.first = self.step if self.first is None else self.first
+        return ended
+
+    def flops(self, since: int) -> float:
+        """The FLOPs of the steps since this one."""
+        return (self.step - since) / self.run.costs.steps * self.run.costs.flops
+
+
+class Comparison:
+    """All runs, and their trainings in order."""
+
+    def __init__(self, options: CompareConfig, texts: list[str]):
+        self.options, self.folder = options, Path(options.out).expanduser()
+        self.runs = [Run(number, text, options) for number, text in enumerate(texts, 1)]
+        flags = [{name: getattr(run.cfg, name) for name in sorted(run.cfg.sources)} for run in self.runs]
+        self.stored = {"match": options.match, "flags": flags, "ms_per_step": None}  # a later call needs the same
+        path = self.folder / "compare.json"
+        if path.is_file():
+            try:
+                old = json.loads(path.read_text())
+                same = {"match": old["match"] == options.match, "run": old["flags"] == flags}
+                self.stored["ms_per_step"] = old["ms_per_step"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{path} is damaged; delete it, or choose another --out") from None
+            for name in same:
+                advice = "choose another --out"
+                require(same[name], f"--out={options.out} holds a comparison with another --{name}; {advice}")
+
+    def match(self):
+        """Adapt the other runs to the first."""
+        first, *others = self.runs
+        kind = self.options.match.split(",")
+        if "parameters" in kind:
+            for run in others:
+                run.match_parameters(first.costs.parameters)
+        if "seconds" in kind and not self.stored["ms_per_step"] and not self.options.dry_run:
+            self.stored["ms_per_step"] = self.time_steps()
+            bench.write(self.folder / "compare.json", self.stored)  # later calls take the same number of steps
+        times = self.stored["ms_per_step"]
+        for run in others:
+            if "seconds" in kind:
+                run.match_steps(first.costs.steps * times[0] / times[run.number - 1] if times else run.costs.steps)
+            elif "flops" in kind:
+                run.match_steps(first.costs.flops / (run.costs.tokens_per_step * run.costs.flops_per_token))
+            else:
+                run.match_steps(first.costs.tokens / run.costs.tokens_per_step)
+        for run in self.runs:
+            for setting in run.settings:
+                advice = f"{self.options.swept} changes the costs of run {run.number}; give each value its own --run"
+                require(costs(run.read(setting)) == run.costs, f"--sweep={self.options.sweep}: {advice}")
+
+    def time_steps(self) -> list[float]:
+        """The milliseconds per step of each run, the mean of two timings in the order A B B A."""
+        times = [[] for _ in self.runs]
+        for number in range(ROUNDS):
+            order = list(zip(self.runs, times, strict=True))
+            for run, of_run in order if number % 2 == 0 else reversed(order):
+                arguments = ["--eval_interval=0", *run.line(), "--seed=1", "--init_from=scratch"]
+                of_run.append(bench.measure(HERE, arguments, lines=TIMED_LINES)[0])
+                print(f"timing {number + 1} of {ROUNDS}, run {run.number}: {of_run[-1]:.2f} ms per step", flush=True)
+        return [fmean(of_run) for of_run in times]
+
+    def unfinished(self, seeds: range) -> list[tuple[Run, str, int]]:
+        """The trainings that are left to do with these seeds, as (run, setting, seed). Seed 1 has those of a sweep."""
+        every = []
+        for seed in seeds:
+            for setting in self.options.settings if seed == 1 else [None]:
+                every += [(run, run.best if setting is None else setting, seed) for run in self.runs]
+        return [training for training in every if training[1] is not None and not training[0].load(*training[1:])]
+
+    def stages(self) -> list[range]:
+        """The seeds that can be trained together: the best settings are known after seed 1."""
+        seeds = range(1, self.options.seeds + 1)
+        return [seeds[:1], seeds[1:]] if self.options.sweep else [seeds]
+
+    def show_commands(self):
+        """Print the unfinished trainings as commands of a shell."""
+        print("".join(f"# {note}\n" for note in self.notes_on_match()), end="")
+        script = os.path.relpath(HERE / "train.py")
+        for seeds in self.stages():
+            for run, setting, seed in self.unfinished(seeds):
+                print(shlex.join(["python", script, *run.arguments(setting, seed)]))
+
+    def train(self):
+        """Make the unfinished trainings, at most --jobs at a time."""
+        self.start, self.flops_done = time.monotonic(), 0.0
+        for seeds in self.stages():
+            waiting, running = self.unfinished(seeds), []
+            try:
+                while waiting or running:
+                    while waiting and len(running) < self.options.jobs:
+                        running.append(Training(*waiting.pop(0)))
+                    select.select([training.child.lines for training in running], [], [], 1)
+                    for training in [each for each in running if each.poll()]:
+                        running.remove(training)
+                        self.finish(training, running)
+                    self.show_progress(running)
+            finally:  # after a signal, trainings in progress save a checkpoint
+                for training in running:
+                    training.child.process.terminate()
+                for training in running:
+                    training.child.process.wait()
+                    training.exit.close()
+
+    def finish(self, training: Training, running: list[Training]):
+        """Read the figures of a training that has ended, and write the table."""
+        run, key, failure = training.run, (training.setting, training.seed), training.child.failure()
+        training.exit.close()
+        self.flops_done += training.flops(since=training.first or 0)
+        if run.load(*key):
+            text = f"loss {run.results[key]['loss']:.4f}, {run.results[key]['seconds']:.1f} s"
+        else:
+            run.errors[key] = failure or "it ended before its last step, or its validation loss is not finite"
+            text = f"failed: {run.errors[key]}"
+        self.write()
+        erase = "\r\x1b[K" if sys.stderr.isatty() else ""
+        print(f"{erase}{training.name}: {text}; {self.progress(running)}", flush=True)
+
+    def progress(self, running: list[Training]) -> str:
+        """How many trainings are done, and the time left, which is estimated from their FLOPs."""
+        each = len(self.options.settings) + self.options.seeds - 1
+        done = [len(run.results) + len(run.errors) for run in self.runs]
+        left = sum(run.costs.flops * (each - n) for run, n in zip(self.runs, done, strict=True))
+        left -= sum(training.flops(since=0) for training in running)
+        seconds = time.monotonic() - self.start
+        rate = (self.flops_done + sum(each.flops(since=each.first or 0) for each in running)) / seconds
+        time_left = f", about {timedelta(seconds=round(left / rate))} left" if rate and left > 0 else ""
+        return f"{sum(done)} of {each * len(self.runs)} trainings done{time_left}"
+
+    def show_progress(self, running: list[Training]):
+        """Redraw the line of progress, if stderr is a terminal."""
+        if sys.stderr.isatty():
+            at = [f"{training.name} at step {training.step} of {training.run.costs.steps}" for training in running]
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns
+            text = "; ".join([self.progress(running), *at])[: columns - 1]
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def write(self) -> str:
+        """Write compare.json and compare.md; returns the text of the latter."""
+        rows = [summary(run, self.runs[0]) for run in self.runs]
+        facts = machine(resolve_device(self.runs[0].cfg.device))
+        jobs, common, threads = self.options.jobs, self.options.common, os.environ.get("OMP_NUM_THREADS")
+        notes = [
+            f"Measured on {datetime.now():%Y-%m-%d}: {facts['device']}, {threads or facts['threads']} threads, torch "
+            f"{facts['torch']}, {jobs} at a time."
+        ]
+        notes += [f"All runs also have `{common}`."] if common else []
+        notes += self.notes_on_match()
+        if self.options.sweep:
+            notes += ["The sweep was trained with seed 1, and the best value of each run with the other seeds too."]
+        for row in rows:
+            if row["edge"]:
+                advice = "a value beyond it may be better; extend --sweep"
+                notes += [f"Run {row['number']}: {row['best']} is the {row['edge']} value of the sweep, and {advice}."]
+            for error in row["errors"]:
+                which = " ".join(filter(None, (error["setting"], f"seed {error['seed']}")))
+                notes += [f"Run {row['number']}, {which} failed: {error['error']}"]
+        text = markdown(rows, self.options.swept) + "".join(f"* {note}\n" for note in notes)
+        bench.write(self.folder / "compare.json", self.stored | {"machine": facts, "notes": notes, "runs": rows})
+        (self.folder / "compare.md").write_text(text)
+        return text
+
+    def notes_on_match(self) -> list[str]:
+        """The flags that --match has changed, and the costs of each run compared with the first."""
+        first, *others = self.runs
+        notes, times = [f"--match={self.options.match}: run 1 keeps its flags."], self.stored["ms_per_step"]
+        if "seconds" in self.options.match and not times:
+            return [*notes, "A timing of each run will settle max_iters of the other runs."]
+        for run in others:
+            ratios = {name: getattr(run.costs, name) / getattr(first.costs, name) for name in ("parameters", "tokens")}
+            ratios["FLOPs"] = run.costs.flops / first.costs.flops
+            if times:
+                ratios["seconds"] = run.costs.steps * times[run.number - 1] / (first.costs.steps * times[0])
+            flags = " ".join(f"--{name}={value}" for name, value in run.changed.items())
+            than = ", ".join(f"{name} {100 * (ratio - 1):+.2f} %" for name, ratio in ratios.items())
+            notes.append(f"Run {run.number}: {flags or 'no flag changes'}; compared with run 1: {than}.")
+        return notes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def stop(number: int, frame):
+    """Exit so that the trainings in progress save a checkpoint; a second signal ends them at once."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_DFL)
+    print(
+        "\nstopping: the trainings in progress are saved, and the same command continues", file=sys.stderr, flush=True
+    )
+    raise SystemExit(128 + number)
+
+
+def main(argv: list[str] | None = None):
+    argv = sys.argv[1:] if argv is None else argv
+    with user_errors(), FolderLock() as lock:
+        options = parse(CompareConfig, argv, __doc__)
+        texts = [arg.removeprefix("--run=") for arg in argv if arg.startswith("--run=")]
+        require(texts, "--run is missing; give train.py's arguments, such as --run=config/train_pycode.py")
+        size = os.environ.get("WORLD_SIZE", "1")
+        require(size == "1", f"WORLD_SIZE={size}: each training is a single process; start compare.py without torchrun")
+        if not options.dry_run:
+            try:
+                lock.take(options.out)
+            except ValueError as error:
+                raise ValueError(str(error).replace("out_dir", "out")) from None
+        if options.jobs > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // options.jobs)))
+        comparison = Comparison(options, texts)
+        comparison.match()
+        if options.dry_run:
+            return comparison.show_commands()
+        comparison.train()
+        print(f"\n{comparison.write()}\nThe table is in {options.out}/compare.md and compare.json.", flush=True)
+        if any(run.errors for run in comparison.runs):
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    command(main)

@@ -1,0 +1,138 @@
+"""The table of compare.py: figures of runs over seeds, their paired differences, and both as Markdown.
+
+row = summary(run, first)       # run, first: compare.Run
+print(markdown([row, ...], "learning_rate"))
+"""
+
+import math
+from statistics import fmean, median, stdev
+
+T95 = (  # 97.5 % quantile of Student's t with 1, 2, ... degrees of freedom
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093,
+)  # fmt: skip
+MOST_SEEDS = len(T95) + 1
+LEGEND = """
+* Loss: nats per token of the whole validation set; mean and range over the seeds. Bits per byte likewise.
+* Difference: the loss minus that of run 1 with the same seed; mean over n seeds ± half of its 95 % confidence interval
+  (Student's t). A single seed has no interval.
+* Relative speed: tokens per second divided by those of run 1 with the same seed; median and range over the seeds.
+"""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figures
+
+
+def spread(values: list[float]) -> dict | None:
+    """The mean, median and range of values; None if there are none, or if one is None."""
+    if not values or None in values:
+        return None
+    return {"mean": fmean(values), "median": median(values), "min": min(values), "max": max(values)}
+
+
+def interval(differences: list[float]) -> dict | None:
+    """The mean of n differences, and half the width of its 95 % confidence interval (Student's t), None for n = 1."""
+    if not differences:
+        return None
+    n = len(differences)
+    half = T95[n - 2] * stdev(differences) / math.sqrt(n) if n > 1 else None
+    return {"n": n, "mean": fmean(differences), "half_width": half}
+
+
+def edge(best: str, settings: list[str]) -> str:
+    """Which of the settings NAME=NUMBER the best one is, "smallest" or "largest"; "" if it is between them."""
+    try:
+        values = {setting: float(setting.partition("=")[2]) for setting in settings}
+    except ValueError:  # the values are not numbers
+        return ""
+    return {min(values.values()): "smallest", max(values.values()): "largest"}.get(values.get(best), "")
+
+
+def summary(run, first) -> dict:
+    """The figures of a compare.Run over its seeds. Differences and ratios are those to `first` with the same seed."""
+    mine, other = run.of_seeds(), first.of_seeds()
+    pairs = [(mine[seed], other[seed]) for seed in sorted(mine.keys() & other.keys())]
+    return {
+        "number": run.number,
+        "run": run.text,
+        "arguments": run.line(),
+        "matched": run.changed,
+        "parameters": run.costs.parameters,
+        "flops_per_token": run.costs.flops_per_token,
+        "steps": run.costs.steps,
+        "tokens": run.costs.tokens,
+        "seconds": spread([figures["seconds"] for figures in mine.values()]),
+        "loss": spread([figures["loss"] for figures in mine.values()]),
+        "bits_per_byte": spread([figures["bits_per_byte"] for figures in mine.values()]),
+        "difference": interval([a["loss"] - b["loss"] for a, b in pairs]),
+        "relative_speed": spread([a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs]),
+        "best": run.best if mine and run.best else None,
+        "edge": edge(run.best, run.settings),
+        "sweep": {s: run.results.get((s, 1), {}).get("loss") for s in run.settings if s},
+        "seeds": mine,
+        "errors": [{"setting": s, "seed": seed, "error": text} for (s, seed), text in run.errors.items()],
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Markdown
+
+
+def markdown(rows: list[dict], swept: str) -> str:
+    """The table of these summaries, then that of the sweep if there is one, and a legend. swept: the flag, or ""."""
+    header = ["run", "parameters", "FLOPs per token", "tokens", "seconds", "loss", "bits per byte"]
+    header += ["difference from run 1", "relative speed"] + [f"best {swept}"] * bool(swept)
+    text = aligned([header] + [cells(row) + [best(row)] * bool(swept) for row in rows])
+    if swept:
+        settings = list(rows[0]["sweep"])
+        lines = [[str(row["number"]), *(sweep_cell(row, setting) for setting in settings)] for row in rows]
+        text += "\nLoss at seed 1, by value of the sweep:\n\n" + aligned([["run", *settings], *lines])
+    return text + LEGEND
+
+
+def cells(row: dict) -> list[str]:
+    """A run's cells, without that of the sweep."""
+    loss = figure(row["loss"], 4)
+    if row["loss"] is None and row["errors"]:
+        loss = "failed (see below)"
+    difference, compared = row["difference"], "-"
+    if row["number"] > 1 and difference:
+        half = f"± {difference['half_width']:.4f} " if difference["n"] > 1 else ""
+        compared = f"{difference['mean']:+.4f} {half}(n = {difference['n']})"
+    return [
+        f"{row['number']}: " + f"`{row['run']}`" * bool(row["run"]), f"{row['parameters']:,}",
+        f"{row['flops_per_token'] / 1e6:,.2f} M", f"{row['tokens']:,}", figure(row["seconds"], 1), loss,
+        figure(row["bits_per_byte"], 4), compared, figure(row["relative_speed"], 3, "median"),
+    ]  # fmt: skip
+
+
+def figure(values: dict | None, digits: int, middle: str = "mean") -> str:
+    """The mean, or the median, and the range."""
+    if values is None:
+        return "-"
+    low, high = (f"{values[name]:.{digits}f}" for name in ("min", "max"))
+    return f"{values[middle]:.{digits}f}" + (f" ({low} to {high})" if low != high else "")
+
+
+def best(row: dict) -> str:
+    """The best value of the sweep."""
+    value = (row["best"] or "-").partition("=")[2] or "-"
+    return value + (f" (the {row['edge']})" if row["edge"] else "")
+
+
+def sweep_cell(row: dict, setting: str) -> str:
+    """The loss of a setting, in bold for the best one."""
+    failed = any(error["setting"] == setting for error in row["errors"])
+    loss = row["sweep"][setting]
+    text = f"{loss:.4f}" if loss is not None else "failed" if failed else "-"
+    return f"**{text}**" if setting == row["best"] else text
+
+
+def aligned(lines: list[list[str]]) -> str:
+    """A Markdown table, of which the first line is the header, with columns of equal width."""
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    rows = ([f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
