@@ -323,7 +323,7 @@ class Comparison:
                 require(costs(run.read(setting)) == run.costs, f"--sweep={self.options.sweep}: {advice}")
 
     def time_steps(self) -> list[float]:
-        """The milliseconds per step of each run, the mean of two timings in the order A B B A."""
+        """The milliseconds per step of each run: the fastest of its timings, which are made in the order A B B A."""
         times = [[] for _ in self.runs]
         for number in range(ROUNDS):
             order = list(zip(self.runs, times, strict=True))
@@ -331,7 +331,7 @@ class Comparison:
                 arguments = ["--eval_interval=0", *run.line(), "--seed=1", "--init_from=scratch"]
                 of_run.append(bench.measure(HERE, arguments, lines=TIMED_LINES)[0])
                 print(f"timing {number + 1} of {ROUNDS}, run {run.number}: {of_run[-1]:.2f} ms per step", flush=True)
-        return [fmean(of_run) for of_run in times]
+        return [min(of_run) for of_run in times]  # other programs on the machine only slow a run down
 
     def unfinished(self, seeds: range) -> list[tuple[Run, str, int]]:
         """The trainings that are left to do with these seeds, as (run, setting, seed). Seed 1 has those of a sweep."""
@@ -379,12 +379,13 @@ class Comparison:
         """Read the figures of a training that has ended, and write the table."""
         run, key, failure = training.run, (training.setting, training.seed), training.child.failure()
         training.exit.close()
-        self.flops_done += training.flops(since=training.first or 0)
         if run.load(*key):
+            training.step = run.costs.steps
             text = f"loss {run.results[key]['loss']:.4f}, {run.results[key]['seconds']:.1f} s"
         else:
             run.errors[key] = failure or "it ended before its last step, or its validation loss is not finite"
             text = f"failed: {run.errors[key]}"
+        self.flops_done += training.flops(since=training.first or 0)
         self.write()
         erase = "\r\x1b[K" if sys.stderr.isatty() else ""
         print(f"{erase}{training.name}: {text}; {self.progress(running)}", flush=True)
