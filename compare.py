@@ -64,7 +64,7 @@ class CompareConfig:
 
     # --- compare
     run: str = ""  # arguments of train.py; repeat the flag, and all runs are compared with the first
-    common: str = ""  # arguments of every run, such as --max_iters=150; those of --run win
+    common: str = ""  # arguments of every run, such as --device=cpu; those of --run win
     seeds: int = 1  # number of trainings of each run, with --seed=1, 2, ...
     sweep: str = ""  # a flag and its values, such as learning_rate=1e-3,2e-3,4e-3; each run gets its best one
     match: Literal[  # the cost that all runs have in common
@@ -95,12 +95,13 @@ class CompareConfig:
 
 
 class Costs(NamedTuple):
-    """What a run costs; flops_per_token counts forward and backward."""
+    """What a training costs; flops_per_token counts forward and backward, evaluation the FLOPs of the final one."""
 
     parameters: int
     flops_per_token: float
     tokens_per_step: int
     steps: int
+    evaluation: float
 
     @property
     def tokens(self) -> int:
@@ -112,13 +113,14 @@ class Costs(NamedTuple):
 
 
 def costs(cfg: Config) -> Costs:
-    """The costs of a run of train.py with these flags."""
-    _, objective, cfg.vocab_size = open_dataset(cfg)
+    """The costs of a training with these flags."""
+    data, objective, cfg.vocab_size = open_dataset(cfg)
     with torch.device("meta"):
         whole_model = Model(cfg)
     flops_per_token = accounting.flops(whole_model, *objective.lengths) / cfg.block_size
     tokens_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
-    return Costs(whole_model.n_params(), flops_per_token, tokens_per_step, cfg.max_iters)
+    evaluation = 2 * len(data.split("val")) * flops_per_token / 3  # forward of this set, and as much of the other one
+    return Costs(whole_model.n_params(), flops_per_token, tokens_per_step, cfg.max_iters, evaluation)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -274,9 +276,10 @@ class Training:
                 self.first = self.step if self.first is None else self.first
         return ended
 
-    def flops(self, since: int) -> float:
-        """The FLOPs of the steps since this one."""
-        return (self.step - since) / self.run.costs.steps * self.run.costs.flops
+    @property
+    def flops(self) -> float:
+        """The FLOPs of the steps that this process has made."""
+        return (self.step - (self.first or 0)) / self.run.costs.steps * self.run.costs.flops
 
 
 class Comparison:
@@ -381,11 +384,12 @@ class Comparison:
         training.exit.close()
         if run.load(*key):
             training.step = run.costs.steps
+            self.flops_done += run.costs.evaluation
             text = f"loss {run.results[key]['loss']:.4f}, {run.results[key]['seconds']:.1f} s"
         else:
             run.errors[key] = failure or "it ended before its last step, or its validation loss is not finite"
             text = f"failed: {run.errors[key]}"
-        self.flops_done += training.flops(since=training.first or 0)
+        self.flops_done += training.flops
         self.write()
         erase = "\r\x1b[K" if sys.stderr.isatty() else ""
         print(f"{erase}{training.name}: {text}; {self.progress(running)}", flush=True)
@@ -394,10 +398,11 @@ class Comparison:
         """How many trainings are done, and the time left, which is estimated from their FLOPs."""
         each = len(self.options.settings) + self.options.seeds - 1
         done = [len(run.results) + len(run.errors) for run in self.runs]
-        left = sum(run.costs.flops * (each - n) for run, n in zip(self.runs, done, strict=True))
-        left -= sum(training.flops(since=0) for training in running)
-        seconds = time.monotonic() - self.start
-        rate = (self.flops_done + sum(each.flops(since=each.first or 0) for each in running)) / seconds
+        left = sum(
+            (run.costs.flops + run.costs.evaluation) * (each - n) for run, n in zip(self.runs, done, strict=True)
+        )
+        left -= sum(training.step / training.run.costs.steps * training.run.costs.flops for training in running)
+        rate = (self.flops_done + sum(each.flops for each in running)) / (time.monotonic() - self.start)
         time_left = f", about {timedelta(seconds=round(left / rate))} left" if rate and left > 0 else ""
         return f"{sum(done)} of {each * len(self.runs)} trainings done{time_left}"
 

@@ -280,7 +280,7 @@ def flops_per_token(layers: int, width: int) -> int:
 
 def test_costs_by_hand(fake):
     (run,) = runs(fake, texts=["--n_layer=3"])
-    assert run.costs == (parameters(3, 16), flops_per_token(3, 16), 4 * 2 * 16, 3)
+    assert run.costs[:4] == (parameters(3, 16), flops_per_token(3, 16), 4 * 2 * 16, 3)
 
 
 def test_match_tokens(fake):
@@ -307,7 +307,7 @@ def test_match_parameters(text, unit, fake):
     layers = second.cfg.n_layer
     near = min(range(unit, 300, unit), key=lambda width: abs(parameters(layers, width) - parameters(2, 64)))
     assert second.cfg.n_embd == second.changed["n_embd"] == near
-    assert second.costs == (parameters(layers, near), flops_per_token(layers, near), first.costs.tokens_per_step, 3)
+    assert second.costs[:4] == (parameters(layers, near), flops_per_token(layers, near), first.costs.tokens_per_step, 3)
 
 
 def test_match_parameters_with_rope(fake):
