@@ -44,7 +44,7 @@ import bench
 from configurator import Config, parse
 from engine import accounting
 from engine.child import Child
-from engine.compare_table import MOST_SEEDS, markdown, summary
+from engine.compare_table import MOST_SEEDS, markdown, match_notes, row_notes, summary
 from engine.device import resolve_device
 from engine.errors import command, require, user_errors
 from engine.folder import FolderLock
@@ -55,6 +55,7 @@ from train import open_dataset
 HERE = Path(__file__).resolve().parent
 RESERVED = ("out_dir", "seed", "init_from", "eval_iters", "eval_only", "plan")  # flags that compare.py sets
 SCALED = ("warmup_iters", "cooldown_iters", "lr_decay_iters")  # flags that change with max_iters
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TIMED_LINES, ROUNDS = 8, 2  # of --match=seconds: lines "iter N:", one per 10 steps, and how often each run is timed
 
 
@@ -211,14 +212,11 @@ class Run:
     def arguments(self, setting: str, seed: int) -> list[str]:
         """All arguments of a training. Those before the run's own are defaults, which --run may replace."""
         folder, steps = self.folder(setting, seed), self.cfg.max_iters
-        often = [
-            "--eval_interval=0",
-            f"--save_interval={max(1, steps // 10)}",
-            f"--log_interval={max(1, steps // 100)}",
-        ]
+        defaults = ["--keep_last=1", "--eval_interval=0"]
+        defaults += [f"--save_interval={max(1, steps // 10)}", f"--log_interval={max(1, steps // 100)}"]
         start = "resume" if (folder / "latest").exists() else "scratch"
         fixed = ["--eval_iters=0", f"--seed={seed}", f"--out_dir={folder}", f"--init_from={start}"]
-        return ["--keep_last=1", *often, *self.line(setting), *fixed]
+        return [*defaults, *self.line(setting), *fixed]
 
     def load(self, setting: str, seed: int) -> bool:
         """Read the figures of a training from its metrics.jsonl; returns whether it is finished."""
@@ -286,7 +284,7 @@ class Comparison:
     """All runs, and their trainings in order."""
 
     def __init__(self, options: CompareConfig, texts: list[str]):
-        self.options, self.folder = options, Path(options.out).expanduser()
+        self.options, self.folder, self.stopped = options, Path(options.out).expanduser(), 0
         self.runs = [Run(number, text, options) for number, text in enumerate(texts, 1)]
         flags = [{name: getattr(run.cfg, name) for name in sorted(run.cfg.sources)} for run in self.runs]
         self.stored = {"match": options.match, "flags": flags, "ms_per_step": None}  # a later call needs the same
@@ -297,7 +295,7 @@ class Comparison:
                 same = {"match": old["match"] == options.match, "run": old["flags"] == flags}
                 self.stored["ms_per_step"] = old["ms_per_step"]
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{path} is damaged; delete it, or choose another --out") from None
+                raise ValueError(f"{path} is damaged; delete --out={options.out}, or choose another folder") from None
             for name in same:
                 advice = "choose another --out"
                 require(same[name], f"--out={options.out} holds a comparison with another --{name}; {advice}")
@@ -321,7 +319,7 @@ class Comparison:
             else:
                 run.match_steps(first.costs.tokens / run.costs.tokens_per_step)
         for run in self.runs:
-            for setting in run.settings:
+            for setting in filter(None, run.settings):
                 advice = f"{self.options.swept} changes the costs of run {run.number}; give each value its own --run"
                 require(costs(run.read(setting)) == run.costs, f"--sweep={self.options.sweep}: {advice}")
 
@@ -351,7 +349,8 @@ class Comparison:
 
     def show_commands(self):
         """Print the unfinished trainings as commands of a shell."""
-        print("".join(f"# {note}\n" for note in self.notes_on_match()), end="")
+        for note in match_notes(self.runs, self.options.match, self.stored["ms_per_step"]):
+            print(f"# {note}")
         script = os.path.relpath(HERE / "train.py")
         for seeds in self.stages():
             for run, setting, seed in self.unfinished(seeds):
@@ -360,10 +359,16 @@ class Comparison:
     def train(self):
         """Make the unfinished trainings, at most --jobs at a time."""
         self.start, self.flops_done = time.monotonic(), 0.0
+        for number in SIGNALS:
+            signal.signal(number, self.stop)
+        self.write()  # before the first training, so that another comparison never continues it
         for seeds in self.stages():
             waiting, running = self.unfinished(seeds), []
             try:
                 while waiting or running:
+                    if self.stopped:
+                        print("\nthe trainings in progress are saved; the same command continues", file=sys.stderr)
+                        raise SystemExit(128 + self.stopped)
                     while waiting and len(running) < self.options.jobs:
                         running.append(Training(*waiting.pop(0)))
                     select.select([training.child.lines for training in running], [], [], 1)
@@ -377,6 +382,15 @@ class Comparison:
                 for training in running:
                     training.child.process.wait()
                     training.exit.close()
+
+    def stop(self, number: int, frame):
+        """Ask `train` to end. A second signal ends this process at once, and the trainings with it.
+
+        An exception here could leave a lock of subprocess.Popen taken, for which `wait` would then wait for ever.
+        """
+        self.stopped = number
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
 
     def finish(self, training: Training, running: list[Training]):
         """Read the figures of a training that has ended, and write the table."""
@@ -396,15 +410,14 @@ class Comparison:
 
     def progress(self, running: list[Training]) -> str:
         """How many trainings are done, and the time left, which is estimated from their FLOPs."""
-        each = len(self.options.settings) + self.options.seeds - 1
+        total = len(self.options.settings) + self.options.seeds - 1  # of each run
         done = [len(run.results) + len(run.errors) for run in self.runs]
-        left = sum(
-            (run.costs.flops + run.costs.evaluation) * (each - n) for run, n in zip(self.runs, done, strict=True)
-        )
+        work = [run.costs.flops + run.costs.evaluation for run in self.runs]
+        left = sum(flops * (total - n) for flops, n in zip(work, done, strict=True))
         left -= sum(training.step / training.run.costs.steps * training.run.costs.flops for training in running)
-        rate = (self.flops_done + sum(each.flops for each in running)) / (time.monotonic() - self.start)
+        rate = (self.flops_done + sum(training.flops for training in running)) / (time.monotonic() - self.start)
         time_left = f", about {timedelta(seconds=round(left / rate))} left" if rate and left > 0 else ""
-        return f"{sum(done)} of {each * len(self.runs)} trainings done{time_left}"
+        return f"{sum(done)} of {total * len(self.runs)} trainings done{time_left}"
 
     def show_progress(self, running: list[Training]):
         """Redraw the line of progress, if stderr is a terminal."""
@@ -424,50 +437,15 @@ class Comparison:
             f"{facts['torch']}, {jobs} at a time."
         ]
         notes += [f"All runs also have `{common}`."] if common else []
-        notes += self.notes_on_match()
-        if self.options.sweep:
-            notes += ["The sweep was trained with seed 1, and the best value of each run with the other seeds too."]
-        for row in rows:
-            if row["edge"]:
-                advice = "a value beyond it may be better; extend --sweep"
-                notes += [f"Run {row['number']}: {row['best']} is the {row['edge']} value of the sweep, and {advice}."]
-            for error in row["errors"]:
-                which = " ".join(filter(None, (error["setting"], f"seed {error['seed']}")))
-                notes += [f"Run {row['number']}, {which} failed: {error['error']}"]
+        notes += match_notes(self.runs, self.options.match, self.stored["ms_per_step"]) + row_notes(rows)
         text = markdown(rows, self.options.swept) + "".join(f"* {note}\n" for note in notes)
         bench.write(self.folder / "compare.json", self.stored | {"machine": facts, "notes": notes, "runs": rows})
         (self.folder / "compare.md").write_text(text)
         return text
 
-    def notes_on_match(self) -> list[str]:
-        """The flags that --match has changed, and the costs of each run compared with the first."""
-        first, *others = self.runs
-        notes, times = [f"--match={self.options.match}: run 1 keeps its flags."], self.stored["ms_per_step"]
-        if "seconds" in self.options.match and not times:
-            return [*notes, "A timing of each run will settle max_iters of the other runs."]
-        for run in others:
-            ratios = {name: getattr(run.costs, name) / getattr(first.costs, name) for name in ("parameters", "tokens")}
-            ratios["FLOPs"] = run.costs.flops / first.costs.flops
-            if times:
-                ratios["seconds"] = run.costs.steps * times[run.number - 1] / (first.costs.steps * times[0])
-            flags = " ".join(f"--{name}={value}" for name, value in run.changed.items())
-            than = ", ".join(f"{name} {100 * (ratio - 1):+.2f} %" for name, ratio in ratios.items())
-            notes.append(f"Run {run.number}: {flags or 'no flag changes'}; compared with run 1: {than}.")
-        return notes
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
-
-
-def stop(number: int, frame):
-    """Exit so that the trainings in progress save a checkpoint; a second signal ends them at once."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_DFL)
-    print(
-        "\nstopping: the trainings in progress are saved, and the same command continues", file=sys.stderr, flush=True
-    )
-    raise SystemExit(128 + number)
 
 
 def main(argv: list[str] | None = None):
@@ -496,6 +474,6 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+    for number in SIGNALS:
+        signal.signal(number, bench.stop)
     command(main)

@@ -75,6 +75,42 @@ def summary(run, first) -> dict:
     }
 
 
+def match_notes(runs: list, match: str, times: list[float] | None) -> list[str]:
+    """The flags that --match has changed in each compare.Run, and its costs relative to the first one's.
+
+    times   milliseconds per step of each run, for --match=seconds
+    """
+    first = runs[0].costs
+    notes = [f"--match={match}: run 1 keeps its flags."]
+    if "seconds" in match and not times:
+        return [*notes, "A timing of each run will settle max_iters of the other runs."]
+    for run in runs[1:]:
+        costs = run.costs
+        ratios = {"parameters": costs.parameters / first.parameters, "tokens": costs.tokens / first.tokens}
+        ratios["FLOPs"] = costs.flops / first.flops
+        if times:
+            ratios["seconds"] = costs.steps * times[run.number - 1] / (first.steps * times[0])
+        flags = " ".join(f"--{name}={value}" for name, value in run.changed.items())
+        than = ", ".join(f"{name} {100 * (ratio - 1):+.2f} %" for name, ratio in ratios.items())
+        notes.append(f"Run {run.number}: {flags or 'no flag changes'}; compared with run 1: {than}.")
+    return notes
+
+
+def row_notes(rows: list[dict]) -> list[str]:
+    """What the summaries say about the sweep's edges, and about trainings that failed."""
+    notes = []
+    if rows[0]["sweep"]:
+        notes.append("The sweep was trained with seed 1, and the best value of each run with the other seeds too.")
+    for row in rows:
+        if row["edge"]:
+            advice = "a value beyond it may be better; extend --sweep"
+            notes.append(f"Run {row['number']}: {row['best']} is the {row['edge']} value of the sweep, and {advice}.")
+        for error in row["errors"]:
+            which = " ".join(filter(None, (error["setting"], f"seed {error['seed']}")))
+            notes.append(f"Run {row['number']}, {which} failed: {error['error']}")
+    return notes
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Markdown
 

@@ -34,7 +34,8 @@ if (here / "slow").exists() and out.name == (here / "slow").read_text():
     signal.signal(signal.SIGTERM, lambda *_: ((out / "saved").touch(), sys.exit(0)))
     if (here / "signal").exists():
         os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(60)
+    for _ in range(600):
+        time.sleep(0.1)
 if rate > 1 and not (here / "mended").exists():
     sys.exit("error: the loss is not finite; lower --learning_rate")
 loss = (math.log10(rate) + 2) ** 2 + int(flags["seed"]) / 100 + parallel
@@ -78,6 +79,15 @@ def fake(tmp_path, tiny_data, monkeypatch):
     monkeypatch.setattr(compare, "HERE", tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return Fake(tmp_path, tiny_data)
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """The signal handlers of the test, which compare.main replaces."""
+    before = {number: signal.getsignal(number) for number in compare.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 # ---- options
@@ -163,12 +173,7 @@ def test_finished_trainings_are_not_repeated(fake, capfd):
 def test_a_signal_lets_trainings_save(fake, capfd):
     (fake.folder / "slow").write_text("run2-seed1")
     (fake.folder / "signal").touch()
-    handlers = {number: signal.signal(number, compare.stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        assert fake("--seeds=2") == 128 + signal.SIGTERM
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    assert fake("--seeds=2") == 128 + signal.SIGTERM
     assert "the same command continues" in capfd.readouterr().err and (fake.out / "run2-seed1" / "saved").exists()
     (fake.folder / "slow").unlink()
     assert fake("--seeds=2") == 0
