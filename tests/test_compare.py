@@ -171,13 +171,14 @@ def test_finished_trainings_are_not_repeated(fake, capfd):
 
 
 def test_a_signal_lets_trainings_save(fake, capfd):
-    (fake.folder / "slow").write_text("run2-seed1")
+    (fake.folder / "slow").write_text("run1-seed1")
     (fake.folder / "signal").touch()
     assert fake("--seeds=2") == 128 + signal.SIGTERM
-    assert "the same command continues" in capfd.readouterr().err and (fake.out / "run2-seed1" / "saved").exists()
+    assert "the same command continues" in capfd.readouterr().err and (fake.out / "run1-seed1" / "saved").exists()
+    assert fake(runs=["--block=parallel", ""]) == 2 and "another --run" in capfd.readouterr().err
     (fake.folder / "slow").unlink()
     assert fake("--seeds=2") == 0
-    assert fake.calls() == ["run1-seed1", "run2-seed1", "run2-seed1*", "run1-seed2", "run2-seed2"]
+    assert fake.calls() == ["run1-seed1", "run1-seed1*", "run2-seed1", "run1-seed2", "run2-seed2"]
 
 
 def test_a_killed_comparison_goes_on(fake):
