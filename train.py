@@ -31,7 +31,7 @@ from configurator import Config, dump, parse
 from data.loader import Loader, count_windows
 from engine import accounting, compilation, memory, optim, parallel, run_state
 from engine.errors import command, require, user_errors
-from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss, open_dataset
+from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss, open_dataset, text_sample
 from engine.folder import FolderLock, check_out_dir, replace_flags
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_step_warning
 from engine.saver import Checkpoints
@@ -170,6 +170,9 @@ class Run:
         self.stop = cleanup.enter_context(StopSignal(ranks))
         lengths, self.why_no_bytes = byte_lengths(cfg, self.data, ranks)
         self.mean_loss = partial(mean_loss, cfg, ranks, self.sharded, objective, lengths, self.stop)
+        writes = cfg.objective == "causal" and self.data.tokenizer and not (self.sharded.norm_groups or cfg.cp > 1)
+        args = ranks, self.sharded.model, self.data.tokenizer, self.streams["val"]
+        self.text_sample = partial(text_sample, *args) if writes else None
         step = self.step if cfg.init_from == "resume" else None
         self.checkpoints = Checkpoints(cfg, ranks, self.stop, self.metrics, step, state["best_val_loss"])
 
@@ -181,7 +184,7 @@ class Run:
         metrics = Metrics(
             cfg.out_dir, self.step, self.samples * cfg.block_size, cfg.max_iters,
             self.flops_per_sample / cfg.block_size, self.peak_flops if math.isfinite(self.peak_flops) else None,
-            self.ranks.device,
+            self.ranks.device, asdict(cfg),
         )  # fmt: skip
         cleanup.callback(metrics.close)
         dump(cfg, folder / "config.new")
@@ -216,13 +219,15 @@ class Run:
             model.eval()
             of_train = self.mean_loss(self.streams["train"], cfg.eval_iters or self.val_batches)
             of_val = of_train and self.mean_loss(self.streams["val"], cfg.eval_iters)
-            model.train()
             self.sharded.reshard_after_eval()
             if of_val is None:
                 return None
             (train_loss, _), (val_loss, bits_per_byte) = of_train, of_val
             with self.checkpoints.handle_write_errors():
                 self.metrics.evaluation(self.step, train_loss, val_loss, bits_per_byte)
+                if self.text_sample:
+                    self.metrics.sample(self.step, self.text_sample)
+            model.train()
             if self.checkpoints.unwritten_best:  # whether this loss is the best depends on it
                 self.checkpoints.wait()
         return train_loss, val_loss, bits_per_byte
@@ -287,6 +292,8 @@ class Run:
         with self.checkpoints.handle_write_errors():
             tokens = self.samples * cfg.block_size
             self.metrics.log(self.step, mean, lr, grad_norm.item(), tokens, epoch, self.skipped)
+            if self.ranks.first:
+                self.metrics.norms(self.step, self.sharded.norms())
 
     def say_stopped(self):
         self.metrics.say(

@@ -1,4 +1,4 @@
-"""The loss over a fixed set of windows, and the bytes of text that its tokens stand for.
+"""The loss over a fixed set of windows, the bytes of text that its tokens stand for, and a sample of text.
 
 data, objective, vocab_size = open_dataset(cfg)
 lengths, why_no_bytes = byte_lengths(cfg, data, ranks)
@@ -6,9 +6,12 @@ found = mean_loss(cfg, ranks, sharded, objective, lengths, stop, data.split("val
 """
 
 import math
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,10 +19,12 @@ from data.loader import eval_batches
 from data.objective import OBJECTIVE, Objective
 from data.shards import DataSet, open_data
 from data.stream import TokenStream
+from data.tokenizer import Tokenizer
 from engine.errors import require, user_errors
 from engine.parallel import Ranks
 from engine.sharded_model import ShardedModel
 from engine.stop_signal import StopSignal
+from model import Model
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -105,6 +110,25 @@ def total_loss(
         if lengths is not None:
             total[2] += (lengths[targets.clamp(min=0)] * counted).sum()
     return ranks.sum(total).tolist()
+
+
+def text_sample(ranks: Ranks, model: Model, tokenizer: Tokenizer, stream: TokenStream, seconds: float) -> str:
+    """The first 32 tokens of the stream and the 128 that a causal model continues them with, or those that it writes in
+    so many seconds, but at least one. They are drawn at temperature 0.8, from random numbers of their own."""
+    start, own = np.empty((1, min(32, model.cfg.block_size)), np.int64), torch.Generator(ranks.device).manual_seed(0)
+    stream.read(np.zeros(1, np.int64), start)
+
+    def draw(logits: Tensor) -> Tensor:
+        p = torch.softmax(logits[:, : tokenizer.vocab_size] / 0.8, dim=-1)
+        return torch.multinomial(p, 1, generator=own)[:, 0]
+
+    ids, end = start[0].tolist(), time.perf_counter() + seconds
+    with ranks.autocast(), torch.compiler.set_stance("force_eager") if ranks.compile else nullcontext():
+        for token in model.generate(torch.from_numpy(start).to(ranks.device), 128, draw):
+            ids.append(token.item())
+            if time.perf_counter() > end:
+                break
+    return tokenizer.decode(ids)
 
 
 def byte_lengths(cfg, data: DataSet, ranks: Ranks) -> tuple[Tensor | None, str]:

@@ -18,9 +18,9 @@ import os
 import re
 import resource
 import signal
-import socket
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 from data.files import open_regular
+from engine.events import Events
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The machine
@@ -109,45 +110,28 @@ def peak_memory_bytes(device: torch.device) -> int:
 # Outputs
 
 
+def read_metrics(path: Path) -> Iterator[tuple[dict, str]]:
+    """Yields each row of a metrics.jsonl with its line. Damaged lines, such as half-written ones, are left out."""
+    with open(path, errors="replace", opener=open_regular) as lines:
+        for line in lines:
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                row = json.loads(line)
+                if row["step"] >= 0:
+                    yield row, line
+
+
 def truncate_metrics(path: Path, step: int):
     """Removes the lines of `step` and later steps from a metrics.jsonl, and half-written lines, atomically."""
     if not path.exists():
         return
     temporary = path.with_suffix(".tmp")
-    with open(path, errors="replace", opener=open_regular) as lines, open(temporary, "w") as f:
-        for line in lines:
-            with suppress(ValueError, TypeError, KeyError, RecursionError):
-                if json.loads(line)["step"] < step:
-                    f.write(line.rstrip("\n") + "\n")
+    with open(temporary, "w") as f:
+        for row, line in read_metrics(path):
+            if row["step"] < step:
+                f.write(line.rstrip("\n") + "\n")
         f.flush()
         os.fsync(f.fileno())
     temporary.replace(path)
-
-
-class Events:
-    """Writes TensorBoard events. These imports take 0.2 s; torch.utils.tensorboard would take 3 s."""
-
-    def __init__(self, folder: Path, step: int):
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError as error:
-            raise ValueError(f"{error.name} is not installed; pip install tensorboard") from error
-        self.Event, self.Summary = event_pb2.Event, summary_pb2.Summary
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self.records = RecordWriter(open(folder / name, "wb"))
-        self.write(file_version="brain.Event:2")
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # readers then drop older events from `step` on
-        self.write(step=step, session_log=start)
-
-    def scalars(self, step: int, prefix: str, figures: dict):
-        numbers = {key: x for key, x in figures.items() if isinstance(x, (int, float))}
-        values = [self.Summary.Value(tag=f"{prefix}/{key}", simple_value=x) for key, x in numbers.items()]
-        self.write(step=step, summary=self.Summary(value=values))
-
-    def write(self, **event):
-        self.records.write(self.Event(wall_time=time.time(), **event).SerializeToString())
-        self.records.flush()
 
 
 class Console:
@@ -214,8 +198,15 @@ class Silent:
     def log(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int, epoch=None, skipped: int = 0):
         """Logs step `step`: loss in nats; tokens, skipped steps and epoch (or epoch per source) since the start."""
 
+    def norms(self, step: int, norms: dict[str, float]):
+        """Logs norms by tag, such as grad_norm/blocks.0, in TensorBoard only."""
+
     def evaluation(self, step: int, train_loss: float, val_loss: float, val_bpb: float | None):
         """Logs an evaluation after `step` steps: losses in nats per token, val_bpb in bits per byte of text."""
+
+    def sample(self, step: int, write_text: Callable[[float], str]):
+        """Logs the text of write_text(seconds) in TensorBoard only. It ends its text after so many seconds, which are a
+        hundredth of the time since the last sample, or since the start."""
 
     def paused(self) -> AbstractContextManager:
         """A context whose time is not part of any step."""
@@ -235,6 +226,7 @@ class Metrics(Silent):
     writes them again. So metrics.jsonl has the same losses as that of a run without interruption, if the loop restarts
     at the top of `step`. TensorBoard drops the same steps. Rates and the time left are those of this session.
     flops_per_token: of forward and backward. peak: FLOP/s of all ranks together, None if unknown (mfu is null then).
+    flags: of the run, for TensorBoard.
     """
 
     def __init__(
@@ -246,6 +238,7 @@ class Metrics(Silent):
         flops_per_token: float,
         peak: float | None,
         device: torch.device,
+        flags: dict,
     ):
         folder = Path(out_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -254,7 +247,8 @@ class Metrics(Silent):
         self.console, self.steps, self.tokens = Console(max_iters), step, tokens
         self.flops_per_token, self.peak, self.device = flops_per_token, peak, device
         self.synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
-        self.since = time.perf_counter()  # start of the interval to the next log
+        self.events.hparams(flags, ["eval/val_loss", "eval/val_bpb", "train/loss"])
+        self.since = self.sampled = time.perf_counter()  # start of the interval to the next log, end of the last sample
 
     def log(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int, epoch=None, skipped: int = 0):
         now = time.perf_counter()
@@ -265,6 +259,7 @@ class Metrics(Silent):
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens": tokens,
+            "flops": tokens * self.flops_per_token,
             "tokens_per_s": rate,
             "mfu": rate * self.flops_per_token / self.peak if self.peak else None,
             "ms_per_step": 1000 * seconds / (step + 1 - self.steps),
@@ -283,6 +278,16 @@ class Metrics(Silent):
     def evaluation(self, step: int, train_loss: float, val_loss: float, val_bpb: float | None):
         self.write(step, "eval", {"train_loss": train_loss, "val_loss": val_loss, "val_bpb": val_bpb})
         self.console.line(evaluation_line(step, train_loss, val_loss, val_bpb))
+
+    def norms(self, step: int, norms: dict[str, float]):
+        with self._errors_with_name():
+            self.events.scalars(step, norms)
+
+    def sample(self, step: int, write_text: Callable[[float], str]):
+        text = write_text((time.perf_counter() - self.sampled) / 100)
+        with self._errors_with_name():
+            self.events.text(step, "eval/sample", text)
+        self.sampled = time.perf_counter()
 
     @contextmanager
     def paused(self):
@@ -305,9 +310,14 @@ class Metrics(Silent):
     def write(self, step: int, kind: str, figures: dict):
         # A float's repr has all its digits. JSON has no nan and inf; they become null.
         figures = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in figures.items()}
-        try:
+        with self._errors_with_name():
             self.file.write(json.dumps({"step": step, "kind": kind} | figures) + "\n")
             self.file.flush()
-            self.events.scalars(step, kind, figures)
+            self.events.scalars(step, {f"{kind}/{key}": x for key, x in figures.items()})
+
+    @contextmanager
+    def _errors_with_name(self):
+        try:
+            yield
         except OSError as error:  # a write error without the file's name
             raise OSError(error.errno, error.strerror, self.file.name) from error

@@ -11,6 +11,8 @@ compilation, and last DDP or FSDP2. model.py has no code for any of them.
 """
 
 import math
+import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 
@@ -222,6 +224,7 @@ class ShardedModel:
         params = [p for p in self.model.parameters() if p.grad is not None]
         grads = [local(p.grad) for p in params]
         norms = torch.stack(torch._foreach_norm(grads))
+        self.grad_norms = params, norms
         if self.norm_groups:
             weights = [self.norm_weight[p] for p in params]
             weights = torch.tensor(weights, pin_memory=norms.is_cuda)  # pinned: copied without waiting for the GPU
@@ -234,6 +237,21 @@ class ShardedModel:
         if limit:
             torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+    @torch.no_grad()
+    def norms(self) -> dict[str, float]:
+        """The norms of the gradient (before `clip`) and of the weights of each block and of each part beside them, by
+        names such as grad_norm/blocks.0. It waits for the device. {} if ranks share the weights."""
+        if self.norm_groups:
+            return {}
+        params, grads = self.grad_norms
+        squares = torch.stack((grads, torch.stack(torch._foreach_norm(params)))).square().tolist()
+        part = {p: re.match(r"(encoder\.)?(blocks\.)?\w+", name)[0] for name, p in self.model.named_parameters()}
+        found = defaultdict(float)
+        for kind, values in zip(("grad_norm", "weight_norm"), squares, strict=True):
+            for p, square in zip(params, values, strict=True):
+                found[f"{kind}/{part[p]}"] += square
+        return {tag: math.sqrt(total) for tag, total in found.items()}
 
     @torch.no_grad()
     def loss(self, batch: dict[str, Tensor]) -> Tensor:

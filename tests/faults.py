@@ -273,8 +273,8 @@ FAULTS = [
     # ---- engine/metrics.py, costs.py, plan.py, memory.py, nanogpt.py
     (
         "engine/metrics.py",
-        'if json.loads(line)["step"] < step:',
-        'if json.loads(line)["step"] <= step:',
+        'if row["step"] < step:',
+        'if row["step"] <= step:',
         "A resume keeps the lines of the step that it starts with, and writes its evaluation a second time.",
         "tests/test_metrics.py::test_resume_leaves_what_the_uninterrupted_run_leaves",
     ),

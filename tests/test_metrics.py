@@ -16,10 +16,11 @@ import engine.metrics
 from engine.metrics import Console, Metrics, Silent, gpu_peak, peak_flops, peak_memory_bytes, truncate_metrics
 
 CPU = torch.device("cpu")
+FLAGS = {"n_layer": 4, "learning_rate": 3e-3, "bias": False, "pos": "rope"}
 
 
 def open_metrics(folder, step=0, tokens=0, peak=1e9):
-    return Metrics(folder, step, tokens, max_iters=20, flops_per_token=1000, peak=peak, device=CPU)
+    return Metrics(folder, step, tokens, max_iters=20, flops_per_token=1000, peak=peak, device=CPU, flags=FLAGS)
 
 
 def loss_at(step):
@@ -56,9 +57,9 @@ def test_one_line_per_step_with_all_digits(tmp_path):
     metrics.evaluation(12, 1 / 3, 2 / 3, None)
     metrics.close()
     first, second, *evaluations = lines(tmp_path / "deep" / "out")
-    fields = "step kind loss lr grad_norm tokens tokens_per_s mfu ms_per_step peak_memory_bytes".split()
+    fields = "step kind loss lr grad_norm tokens flops tokens_per_s mfu ms_per_step peak_memory_bytes".split()
     assert list(first) == [*fields, "epoch"] and list(second) == [*fields, "skipped"]
-    assert first["loss"] == loss and first["tokens"] == 640 and first["epoch"] == 0.25
+    assert first["loss"] == loss and first["tokens"] == 640 and first["flops"] == 640_000 and first["epoch"] == 0.25
     assert second["loss"] is None and second["grad_norm"] is None and second["skipped"] == 3
     assert evaluations == [
         {"step": 11, "kind": "eval", "train_loss": 1 / 3, "val_loss": 2 / 3, "val_bpb": 1 / 7},

@@ -113,8 +113,8 @@ def compared(name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
 
 def assert_equal(folder, case: dict, lines: list[dict], tensors: dict[str, torch.Tensor]):
     """Every line of metrics.jsonl in its order, and every tensor of the last checkpoint."""
-    timed = {"tokens_per_s", "mfu", "ms_per_step", "peak_memory_bytes"}
-    got = [{name: x for name, x in line.items() if name not in timed} for line in metrics(folder)]
+    others = {"flops", "tokens_per_s", "mfu", "ms_per_step", "peak_memory_bytes"}
+    got = [{name: x for name, x in line.items() if name not in others} for line in metrics(folder)]
     assert [(line["step"], line["kind"]) for line in got] == [(line["step"], line["kind"]) for line in lines]
     for ours, theirs in zip(got, lines, strict=True):
         assert ours == {name: approx(x, NORMS if name == "grad_norm" else FIGURES) for name, x in theirs.items()}
