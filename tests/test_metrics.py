@@ -156,6 +156,39 @@ def test_tensorboard_reads_the_same_figures(tmp_path):
     assert scalars(tmp_path) == expected
 
 
+def test_tensorboard_shows_norms_texts_and_flags(tmp_path, monkeypatch):
+    """On its pages of scalars, texts and hyperparameters, the last with the final losses."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata
+
+    clock, granted = [100.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def write_text(seconds: float) -> str:
+        granted.append(seconds)
+        clock[0] += 7
+        return "def f():\n\n    pass"
+
+    metrics = open_metrics(tmp_path)
+    for step in (10, 20):
+        metrics.norms(step, {"grad_norm/wte": step / 10})
+        clock[0] += 300
+        metrics.sample(step, write_text)
+    metrics.close()
+    assert granted == [3, 3] and lines(tmp_path) == []  # a hundredth of the time since the last text
+    reader = EventAccumulator(str(tmp_path)).Reload()
+    assert scalars(tmp_path) == {"grad_norm/wte": [(10, 1.0), (20, 2.0)]}
+    texts = [(e.step, e.tensor_proto.string_val[0].decode()) for e in reader.Tensors("eval/sample")]
+    assert texts == [(step, "    def f():\n    \n        pass") for step in (10, 20)]  # Markdown: code
+    assert list(reader.PluginTagToContent("text")) == ["eval/sample"]
+    pages = reader.PluginTagToContent("hparams")
+    start = metadata.parse_session_start_info_plugin_data(pages[metadata.SESSION_START_INFO_TAG]).hparams
+    assert {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()} == FLAGS
+    whole = metadata.parse_experiment_plugin_data(pages[metadata.EXPERIMENT_TAG])
+    assert [each.name for each in whole.hparam_infos] == list(FLAGS)
+    assert [each.name.tag for each in whole.metric_infos] == ["eval/val_loss", "eval/val_bpb", "train/loss"]
+
+
 def test_tensorboard_sees_figures_before_the_run_ends(tmp_path):
     metrics = open_metrics(tmp_path)
     metrics.log(0, 1.0, 1e-3, 0.5, tokens=100)

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, figures, losses, metrics
+from conftest import ROOT, TINY, figures, losses, metrics, read_all
 from ranks import launch as launch_ranks
 from ranks import torchrun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -37,6 +37,7 @@ import train
 from configurator import Config, parse
 from data.loader import corruption_keys  # the order itself has its own tests
 from data.objective import OBJECTIVE
+from data.shards import open_data
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
 from engine import accounting, checkpoint, device, evaluation, parallel
@@ -366,6 +367,33 @@ def test_every_figure_is_written(run, flags, lengths):
         assert line["mfu"] == pytest.approx(line["tokens_per_s"] * accounting.flops(net, *lengths) / 16 / 1e9)
     events = EventAccumulator(str(folder)).Reload()
     assert [e.value for e in events.Scalars("train/loss")] == pytest.approx([line["loss"] for line in logged])
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("grad_norm/")]
+    assert {"grad_norm/wte", "grad_norm/blocks.0", "grad_norm/blocks.1", "grad_norm/norm"} <= set(tags)
+    parts = [[e.value for e in events.Scalars(tag)] for tag in tags]  # of each part, the steps
+    assert [math.hypot(*step) for step in zip(*parts, strict=True)] == pytest.approx([x["grad_norm"] for x in logged])
+    assert ("eval/sample" in events.Tags()["tensors"]) == (not flags)  # only causal models continue a text
+
+
+def test_texts_change_no_random_number(run, tiny_data, monkeypatch):
+    """A run with dropout and texts equals one without them, and a text begins as the validation set does."""
+    texts, write = [], train.text_sample
+    monkeypatch.setattr(train, "text_sample", lambda *args: texts.append(write(*args[:-1], 60)) or texts[-1])
+    flags = "--dropout=0.1", "--max_iters=8", "--eval_interval=4"
+    written = run(*flags, out="written")
+    monkeypatch.setattr(train, "text_sample", lambda *args: "")
+    assert losses(written) == losses(run(*flags, out="silent"))
+    data = open_data(tiny_data)
+    begin = data.tokenizer.decode(read_all(data.split("val"))[:16]).rstrip("\ufffd")
+    assert len(texts) == 3 and all(text.startswith(begin) and len(text.encode()) > 100 for text in texts)
+    assert len(set(texts)) == 3
+
+
+def test_norms_of_weights(run):
+    folder = run("--max_iters=3", "--pos=learned")
+    net, events = load(folder)[0], EventAccumulator(str(folder)).Reload()
+    for part in ("wte", "pos", "norm", "blocks.1"):
+        norm = torch.cat([p.flatten() for p in net.get_submodule(part).parameters()]).norm().item()
+        assert events.Scalars(f"weight_norm/{part}")[-1].value == pytest.approx(norm)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,220 @@
+"""Pictures of plot.py: their lines compared with metrics.jsonl, their legends, bands and files."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import plot
+from engine import checkpoint
+
+T = 64  # tokens of a step
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make("a", seed=1, ...) writes the files of a run of 45 steps, which logs every 10th; returns its folder."""
+
+    def call(name: str, end: str = "", **flags) -> str:
+        folder, rng = tmp_path / name, np.random.default_rng(flags.get("seed", 0))
+        folder.mkdir()
+        rows = []
+        for step in range(46):
+            if step in (0, 15, 30, 45):
+                rows.append({"step": step, "kind": "eval", "val_loss": 3 - step / 50, "val_bpb": None})
+            if step % 10 == 0:
+                tokens, speed = (step + 1) * T, (step + 10) * T / 10
+                row = {"step": step, "kind": "train", "loss": 3 - step / 50 + rng.random(), "tokens": tokens}
+                rows.append(row | {"flops": 100 * tokens, "tokens_per_s": speed})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+        (folder / "config.py").write_text("".join(f"{key} = {value!r}\n" for key, value in flags.items()))
+        return str(folder)
+
+    return call
+
+
+@pytest.fixture
+def picture(monkeypatch, tmp_path):
+    """picture(*arguments) runs plot.py; returns its Figure."""
+    figures, draw = [], plot.draw
+    monkeypatch.setattr(plot, "draw", lambda *args: figures.append(draw(*args)) or figures[-1])
+
+    def call(*arguments: str):
+        plot.main([f"--out={tmp_path}/plot.png", *arguments])
+        return figures[-1]
+
+    return call
+
+
+def rows(folder: str, name: str) -> list[dict]:
+    found = [json.loads(line) for line in open(f"{folder}/metrics.jsonl") if line.startswith("{") and line[-2] == "}"]
+    return [row for row in found if row.get(name) is not None]
+
+
+def lines(figure) -> list[tuple[list[float], list[float]]]:
+    return [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in figure.axes[0].lines]
+
+
+def legend(figure) -> list[str]:
+    return [text.get_text() for each in figure.legends for text in each.get_texts()]
+
+
+def band(axes) -> list[tuple[float, float]]:
+    """The lowest and the highest y of the band at each of its x."""
+    (path,) = axes.collections[0].get_paths()
+    ends = {}
+    for x, y in path.vertices.tolist():
+        ends.setdefault(x, []).append(y)
+    return [(min(ends[x]), max(ends[x])) for x in sorted(ends)]
+
+
+@pytest.mark.parametrize("x, name", [("tokens", "tokens"), ("steps", "step"), ("flops", "flops"), ("seconds", "")])
+def test_a_line_is_metrics_jsonl(make, picture, x, name):
+    a = make("a")
+    figure, logged = picture(a, f"--x={x}"), rows(a, "loss")
+    seconds = np.cumsum([T / T, *(10 * T / row["tokens_per_s"] for row in logged[1:])]).tolist()
+    xs = [row[name] for row in logged] if name else seconds
+    ((drawn, ys),) = lines(figure)
+    assert drawn == pytest.approx(xs) and ys == [row["loss"] for row in logged]
+    assert legend(figure) == [] and figure.get_supxlabel() == plot.AXES[x]
+    assert figure.get_supylabel() == "training loss (nats per token)"
+
+
+def test_evaluations_lie_between_logged_steps(make, picture):
+    """Also the last one, which no logged step follows."""
+    figure = picture(make("a"), "--y=loss,val_loss")
+    assert lines(figure)[1] == ([0, 15 * T, 30 * T, 45 * T], pytest.approx([3, 2.7, 2.4, 2.1]))
+    assert legend(figure) == ["training loss", "validation loss"]
+    assert [line.get_linestyle() for line in figure.axes[0].lines] == ["-", "None"]
+
+
+def test_smoothing_is_the_mean_of_consecutive_steps(make, picture):
+    a = make("a")
+    figure, ys = picture(a, "--smooth=3", "--x=steps"), [row["loss"] for row in rows(a, "loss")]
+    ((xs, drawn),) = lines(figure)
+    assert xs == pytest.approx([10, 20, 30]) and drawn == pytest.approx([np.mean(ys[i : i + 3]) for i in range(3)])
+    assert figure.get_supylabel().endswith("\nmean of 3 logged steps")
+    assert legend(picture(a, "--y=loss,val_loss", "--smooth=3"))[0] == "training loss, mean of 3 logged steps"
+
+
+def test_seeds_are_one_line_with_a_band(make, picture):
+    runs = [make(f"s{seed}", seed=seed, out_dir=f"s{seed}", block="standard") for seed in (1, 2, 3)]
+    runs.append(make("other", seed=1, block="parallel", init_from="resume"))
+    figure = picture(*runs)
+    ys = np.array([[row["loss"] for row in rows(run, "loss")] for run in runs])
+    (_, mean), (_, alone) = lines(figure)
+    assert mean == pytest.approx(ys[:3].mean(0)) and alone == ys[3].tolist()
+    assert len(figure.axes[0].collections) == 1
+    assert band(figure.axes[0]) == list(zip(ys[:3].min(0), ys[:3].max(0), strict=True))
+    assert legend(figure) == ["block=standard, mean and range of 3 seeds", "block=parallel"]
+
+
+def test_the_legend_has_the_flags_that_differ(make, picture):
+    same = dict(n_layer=2, seed=1)
+    runs = [make("a", block="standard", **same), make("b", block="simplified", simplified_beta_ff=0.1, **same)]
+    assert legend(picture(*runs)) == ["block=standard", "block=simplified"]
+    runs.append(make("c", block="simplified", simplified_beta_ff=0.2, **same))
+    assert legend(picture(*runs)) == [
+        "block=standard", "block=simplified, simplified_beta_ff=0.1", "block=simplified, simplified_beta_ff=0.2",
+    ]  # fmt: skip
+    runs = [make("d"), make("e")]  # without flags
+    assert legend(picture(*runs)) == runs
+
+
+def test_damaged_lines_are_left_out(make, picture):
+    a = make("a", end='\n{"step": 50, "loss": 1}\n[3]\n{"step": "x", "loss": 2}\n{"step": 50, "lo')
+    assert len(lines(picture(a, "--x=steps"))[0][0]) == 6
+
+
+def test_files(make, tmp_path, capsys):
+    png, svg = tmp_path / "new" / "a.png", tmp_path / "a.svg"
+    for out in (png, svg):
+        plot.main([make(f"run{out.suffix}"), f"--out={out}"])
+        assert capsys.readouterr().out == f"wrote {out}\n"
+    image = Image.open(png)
+    assert image.mode == "RGBA" and image.getpixel((0, 0))[3] == 0 and image.width > 1000
+    assert svg.read_text().startswith("<?xml")
+
+
+def test_colours_are_legible_on_white_and_on_black():
+    """Contrast as in WCAG 2, on white and on GitHub's dark page."""
+
+    def luminance(colour: str) -> float:
+        rgb = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        return np.dot(
+            [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb], [0.2126, 0.7152, 0.0722]
+        )
+
+    for colour in (plot.GREY, *plot.COLOURS):
+        for page in ("#ffffff", "#0d1117"):
+            low, high = sorted((luminance(colour), luminance(page)))
+            assert (high + 0.05) / (low + 0.05) >= 3, (colour, page)
+
+
+def test_gains(run, picture):
+    """In a panel for each gain, the values of the checkpoint; of the heads their mean and range."""
+    flags, blocks = ("--max_iters=3", "--warmup_iters=1"), ("simplified", "simplified_parallel")
+    runs = [str(run(*flags, f"--block={block}", out=block)) for block in blocks]
+    figure = picture(*runs, "--gains=True")
+    panels = {axes.get_title(): axes for axes in figure.axes}
+    heads = [f"{name}: mean and range of heads" for name in ("alpha", "beta", "gamma")]
+    assert set(panels) == {"gain of attn", "gain of mlp", "gain of skip", *heads}
+    assert legend(figure) == ["block=simplified", "block=simplified_parallel"]
+    names = {"gain of mlp": "sums.1.gain.weight", "gain of skip": "sums.1.skip.weight", heads[0]: "sums.0.attn.alpha"}
+    for title, name in names.items():
+        shape = 2 if title == heads[0] else 1
+        saved = {f"model.blocks.{layer}.{name}": torch.empty(shape) for layer in (0, 1)}
+        checkpoint.load(checkpoint.find(runs[0]), saved)
+        values = torch.stack(list(saved.values()))
+        drawn = panels[title].lines[0]
+        assert drawn.get_xdata().tolist() == [0, 1] and drawn.get_ydata() == pytest.approx(values.mean(1).numpy())
+        if shape == 2:
+            assert band(panels[title]) == [tuple(sorted(each)) for each in values.tolist()]
+    assert len(panels["gain of skip"].lines) == 1  # simplified_parallel has none
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([], "no run is given"),
+        (["NONE"], "has no metrics.jsonl; give the out_dir"),
+        (["A", "--y=nope"], "y=nope is in no row of"),
+        (["A", "--y=bpb"], "y=val_bpb is in no row of"),
+        (["A", "--y=loss,lr"], "y=loss,lr"),
+        (["A", "--y=loss,loss"], "y=loss,loss"),
+        (["A", "--y="], "y= is in no row"),
+        (["A", "--x=epochs"], "--x=epochs"),
+        (["A", "--smooth=0"], "smooth=0"),
+        (["A", "--smooth=6"], "smooth=6 is more than the 5 logged steps"),
+        (["A", "--y=val_loss", "--smooth=2"], "smooth=2"),
+        (["A", "--out=plot.pdf"], "out=plot.pdf"),
+        (["A", "--gains=True", "--smooth=2"], "smooth"),
+        (["A", "--gains=True"], "A"),
+        (["A", "--nope=1"], "--nope=1"),
+        (["OLD", "--x=flops"], "x=flops is not in"),
+        (["EMPTY"], "metrics.jsonl has no row that can be read; train it first"),
+        (["A", "--out=/proc/x/plot.png"], "/proc/x"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_refusals(make, tmp_path, capsys, arguments, words):
+    make("A")
+    old, empty = tmp_path / "OLD", tmp_path / "EMPTY"
+    for folder, text in ((old, '{"step": 0, "loss": 1.0, "tokens": 64, "tokens_per_s": 9.0}\n'), (empty, "")):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(text)
+    with pytest.raises(SystemExit) as end:
+        plot.main([each if each.startswith("-") else str(tmp_path / each) for each in arguments])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and words in error, error
+
+
+def test_matplotlib_is_imported_after_the_flags_are_checked(make, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for flag, words in (("--smooth=0", "smooth=0"), ("--smooth=1", "matplotlib is not installed; pip install")):
+        with pytest.raises(SystemExit):
+            plot.main([make(flag), flag])
+        assert words in capsys.readouterr().err
