@@ -16,7 +16,7 @@ The picture is transparent, and its colours can be read on white and on black. m
 import importlib.util
 import itertools
 import sys
-from collections.abc import Callable
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -109,7 +109,7 @@ def read_run(folder: str) -> Run:
     return Run(folder, flags, rows)
 
 
-def together(runs: list[Run]) -> list[list[Run]]:
+def seed_groups(runs: list[Run]) -> list[list[Run]]:
     """The runs in groups: those that differ only in the seed are in one."""
     groups: dict[Any, list[Run]] = {}
     for run in runs:
@@ -126,42 +126,42 @@ def names_of(runs: list[Run]) -> list[str]:
     return names if all(names) and len(set(names)) == len(names) else [run.folder for run in runs]
 
 
-def place_of(run: Run, x: str) -> Callable[[dict[str, Any]], float]:
-    """A function of a row: its x. An evaluation lies between logged steps, in proportion to the steps that are done."""
+def places(run: Run, x: str, rows: list[dict[str, Any]]) -> np.ndarray:
+    """The x of some rows. That of an evaluation lies between logged steps, in proportion to the steps that are done."""
+    steps = np.array([row["step"] for row in rows])
     if x == "steps":
-        return lambda row: row["step"]
+        return steps
     done, place, before = [0], [0.0], 0
     for row in run.rows:
         if row.get("tokens_per_s"):
-            seconds = (row["tokens"] - before) / row["tokens_per_s"]
-            here = place[-1] + seconds if x == "seconds" else row.get(x)
+            here = place[-1] + (row["tokens"] - before) / row["tokens_per_s"] if x == "seconds" else row.get(x)
             require(here is not None, f"x={x} is not in {run.folder}/metrics.jsonl, of an older version; use x=tokens")
-            done, place, before = [*done, row["step"] + 1], [*place, here], row["tokens"]
+            done.append(row["step"] + 1)
+            place.append(here)
+            before = row["tokens"]
     require(len(done) > 1, f"{run.folder}/metrics.jsonl has no logged step; set --x=steps")
     for ends in (done, place):  # far ahead, at the speed of the last interval, for an evaluation after it
         ends.append(ends[-1] + 10**6 * (ends[-1] - ends[-2]))
-    return lambda row: float(np.interp(row["step"] + ("tokens" in row), done, place))
+    return np.interp(steps + ["tokens" in row for row in rows], done, place)
 
 
 def points(run: Run, cfg: PlotConfig, y: str) -> dict[int, tuple[float, float]]:
     """step -> (x, y) of all rows that have y; both are means of cfg.smooth rows that end at this step."""
-    place, rows = place_of(run, cfg.x), [row for row in run.rows if isinstance(row.get(y), (int, float))]
+    rows = [row for row in run.rows if isinstance(row.get(y), (int, float))]
     known = sorted({name for row in run.rows for name, value in row.items() if isinstance(value, (int, float))})
     require(rows, f"y={y} is in no row of {run.folder}/metrics.jsonl, which has {', '.join(known)}; use one of them")
-    width = 1 if y in EVALUATED else cfg.smooth
-    fact = f"smooth={width} is more than the {len(rows)} logged steps of {run.folder}"
-    require(width <= len(rows), f"{fact}; set it to {len(rows) // 4 or 1} or so")
-    xs, ys = (
-        np.convolve(values, np.full(width, 1 / width), "valid") if width > 1 else values
-        for values in ([place(row) for row in rows], [row[y] for row in rows])
-    )
-    steps = [row["step"] for row in rows[width - 1 :]]
+    xs, ys = places(run, cfg.x, rows), [row[y] for row in rows]
+    if smoothing(y, cfg):
+        fact = f"smooth={cfg.smooth} is more than the {len(rows)} logged steps of {run.folder}"
+        require(cfg.smooth <= len(rows), f"{fact}; set it to {len(rows) // 4 or 1} or so")
+        xs, ys = (np.convolve(each, np.full(cfg.smooth, 1 / cfg.smooth), "valid") for each in (xs, ys))
+    steps = [row["step"] for row in rows[-len(ys) :]]
     return dict(zip(steps, zip(xs, ys, strict=True), strict=True))
 
 
 def curves(cfg: PlotConfig, runs: list[Run]) -> list[Line]:
     """A line for each figure of cfg.y of each group of runs."""
-    groups, figures, lines = together(runs), cfg.y.split(","), []
+    groups, figures, lines = seed_groups(runs), cfg.y.split(","), []
     for i, (group, name) in enumerate(zip(groups, names_of([group[0] for group in groups]), strict=True)):
         for k, y in enumerate(figures):
             found = [points(run, cfg, y) for run in group]
@@ -171,8 +171,10 @@ def curves(cfg: PlotConfig, runs: list[Run]) -> list[Line]:
             xs, ys = np.array([[each[step] for step in steps] for each in found]).transpose(2, 0, 1)  # (runs, steps)
             parts = [name if len(groups) > 1 else ""]
             parts += [FIGURES[y][0], smoothing(y, cfg)] if len(figures) > 1 else []
-            parts += [f"mean and range of {len(group)} seeds"] if len(group) > 1 else []
-            colour, style = (i, STYLES[k]) if len(groups) > 1 else (k, "-")
+            seeds = {run.flags.get("seed") for run in group}
+            kind = "seeds" if len(seeds) == len(group) else "runs"
+            parts += [f"mean and range of {len(group)} {kind}"] if len(group) > 1 else []
+            colour, style = (i, STYLES[(k + i // len(COLOURS)) % len(STYLES)]) if len(groups) > 1 else (k, "-")
             evaluated = y in EVALUATED
             style = "o" if evaluated and "loss" in figures else style + "o" * evaluated  # points beside a line
             line = xs.mean(0), ys.mean(0), ys.min(0), ys.max(0), COLOURS[colour % len(COLOURS)], style
@@ -199,7 +201,8 @@ def gain_panels(folders: list[str]) -> dict[str, list[Line]]:
     """A panel for each kind of learned gain, with a line over the layers for each run that has it."""
     panels: dict[str, list[Line]] = {}
     found = [weights.read(folder, read_gains) for folder in folders]
-    names = names_of([Run(folder, flags, []) for folder, (flags, _) in zip(folders, found, strict=True)])
+    runs = [Run(folder, flags, []) for folder, (flags, _) in zip(folders, found, strict=True)]
+    names = names_of(runs) if len(runs) > 1 else [""]
     for i, (folder, name, (flags, gains)) in enumerate(zip(folders, names, found, strict=True)):
         fact = f"gains=True: {folder} has block={flags.get('block', 'standard')}, without learned gains"
         require(gains, f"{fact}; name runs of block=simplified or simplified_parallel")
@@ -251,9 +254,10 @@ def draw(panels: dict[str, list[Line]], x_label: str, y_label: str):
     columns = min(3, len(panels))
     rows, width = -(-len(panels) // columns), 7.2 if columns == 1 else 3.6 * columns
     legend = {line.label: None for lines in panels.values() for line in lines}
-    named = len(legend) > 1 or "seeds" in "".join(legend)
-    across = max(1, min(len(legend), int(9 * width) // (max(map(len, legend)) + 8)))
-    height = (4 if rows == 1 else 2.4 * rows) + 0.22 * named * -(-len(legend) // across)
+    texts = [textwrap.fill(label, int(12 * width)) for label in legend]
+    across = max(1, min(len(legend), int(11 * width) // (max(map(len, legend)) + 8)))
+    named = -(-len(legend) // across) + "".join(texts).count("\n") if any(legend) else 0  # lines of the legend
+    height = (4 if rows == 1 else 2.4 * rows) + 0.22 * named
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(width, height), layout="constrained")
         every = figure.subplots(rows, columns, squeeze=False).flat
@@ -272,7 +276,7 @@ def draw(panels: dict[str, list[Line]], x_label: str, y_label: str):
         figure.supxlabel(x_label, size="medium")
         figure.supylabel(y_label, size="medium")
         if named:
-            figure.legend(legend.values(), legend, loc="outside upper left", ncols=across, frameon=False)
+            figure.legend(legend.values(), texts, loc="outside upper left", ncols=across, frameon=False)
     return figure
 
 
@@ -280,7 +284,7 @@ def main(argv: list[str] | None = None):
     argv = sys.argv[1:] if argv is None else argv
     with user_errors():
         cfg = parse(PlotConfig, [each for each in argv if each.startswith("-")], __doc__)
-        folders = [each for each in argv if not each.startswith("-")]
+        folders = list(dict.fromkeys(each for each in argv if not each.startswith("-")))
         require(folders, "no run is given; name the out_dir of one or more runs, such as python plot.py out/pycode")
         require(importlib.util.find_spec("matplotlib"), "matplotlib is not installed; pip install -e .[plots]")
         if cfg.gains:

@@ -112,6 +112,12 @@ def test_seeds_are_one_line_with_a_band(make, picture):
     assert legend(figure) == ["block=standard, mean and range of 3 seeds", "block=parallel"]
 
 
+def test_repeated_runs_are_not_called_seeds(make, picture):
+    runs = [make(name, seed=1, block="standard") for name in "ab"]
+    assert legend(picture(*runs)) == ["mean and range of 2 runs"]
+    assert legend(picture(runs[0], runs[0])) == []
+
+
 def test_the_legend_has_the_flags_that_differ(make, picture):
     same = dict(n_layer=2, seed=1)
     runs = [make("a", block="standard", **same), make("b", block="simplified", simplified_beta_ff=0.1, **same)]
