@@ -1,7 +1,7 @@
 """Writes the events of a run for TensorBoard: figures, texts, and the flags.
 
 events = Events(Path("out/x"), step=0)
-events.hparams({"n_layer": 4}, ["eval/val_loss"])
+events.hparams({"n_layer": 4})
 events.scalars(10, {"train/loss": 2.5})
 events.text(10, "eval/sample", "def main():")
 """
@@ -43,25 +43,18 @@ class Events:
         value = self.Summary.Value(tag=tag, metadata=create_summary_metadata("", ""), tensor=tensor)
         self.write(step=step, summary=self.Summary(value=[value]))
 
-    def hparams(self, flags: dict, tags: list[str]):
-        """Writes the flags for the page HPARAMS, which shows them with the last values of the scalars `tags`."""
+    def hparams(self, flags: dict):
+        """Writes the flags for the page HPARAMS, which shows them with the last value of each scalar."""
         from tensorboard.plugins.hparams import metadata
-        from tensorboard.plugins.hparams.api_pb2 import Experiment
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 
-        start, experiment = SessionStartInfo(start_time_secs=time.time()), Experiment()
+        start = SessionStartInfo(start_time_secs=time.time())
         for name, value in flags.items():
             kind = "bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"
             setattr(start.hparams[name], f"{kind}_value", value)
-            experiment.hparam_infos.add(name=name)
-        for tag in tags:
-            experiment.metric_infos.add().name.tag = tag
-        parts = {metadata.EXPERIMENT_TAG: {"experiment": experiment}}
-        parts[metadata.SESSION_START_INFO_TAG] = {"session_start_info": start}
-        for tag, part in parts.items():
-            content = metadata.create_summary_metadata(HParamsPluginData(**part))
-            value = self.Summary.Value(tag=tag, metadata=content, tensor=metadata.NULL_TENSOR)
-            self.write(summary=self.Summary(value=[value]))
+        content = metadata.create_summary_metadata(HParamsPluginData(session_start_info=start))
+        tag, nothing = metadata.SESSION_START_INFO_TAG, metadata.NULL_TENSOR
+        self.write(summary=self.Summary(value=[self.Summary.Value(tag=tag, metadata=content, tensor=nothing)]))
 
     def write(self, **event):
         self.records.write(self.Event(wall_time=time.time(), **event).SerializeToString())

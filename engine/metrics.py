@@ -247,7 +247,7 @@ class Metrics(Silent):
         self.console, self.steps, self.tokens = Console(max_iters), step, tokens
         self.flops_per_token, self.peak, self.device = flops_per_token, peak, device
         self.synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
-        self.events.hparams(flags, ["eval/val_loss", "eval/val_bpb", "train/loss"])
+        self.events.hparams(flags)
         self.since = self.sampled = time.perf_counter()  # start of the interval to the next log, end of the last sample
 
     def log(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int, epoch=None, skipped: int = 0):
