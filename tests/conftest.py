@@ -158,3 +158,15 @@ def assert_rounds_alike(got, plain, exact, what: str):
     assert usual / 100 <= error <= limit, f"{what} errs by {error:.1e} of its size, bfloat16 explains {limit:.1e}"
     factor, limit = 1 + (got - plain) @ exact / size**2, unit + 4 * usual / root
     assert abs(factor - 1) <= limit, f"{what} is {factor:.4f} times what it should be, bfloat16 explains {limit:.4f}"
+
+
+@pytest.fixture(scope="session")
+def modules_cache(tmp_path_factory):
+    """transformers copies the code that it runs into this folder. All tests share it, as the package in it is imported
+    only once."""
+    from transformers import dynamic_module_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        patch.syspath_prepend("")  # so that sys.path is restored at the end
+        yield

@@ -702,8 +702,7 @@ def test_export_of_a_run(hf, trained, tmp_path, capsys):
     )
 
 
-def test_remote_code(hf, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+def test_remote_code(hf, trained, tmp_path, modules_cache):
     assert export(trained, tmp_path / "out", "--remote-code", "--dtype=float16") == 0
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["eos_token_id"] == 256 and config["flags"]["n_embd"] == 16

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.remote_code import write_remote_code
 from model import Model, ModelConfig
@@ -45,17 +45,11 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="session", autouse=True)
-def modules_cache(tmp_path_factory):
-    """transformers copies the code that it runs into this folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        patch.syspath_prepend("")  # so that sys.path is restored at the end
-        yield
+pytestmark = pytest.mark.usefixtures("modules_cache")
 
 
 @pytest.fixture(scope="session")
-def both(tmp_path_factory):
+def both(tmp_path_factory, modules_cache):
     """both(kind): our model, and the one that transformers loads from what was written."""
     made = {}
 
