@@ -277,6 +277,7 @@ def test_reads_every_kind_of_model(run, capsys, flags, slots):
 
 
 def test_the_text_and_the_picture(trained, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")
     file = tmp_path / "head.png"
     lines = output(capsys, f"--out_dir={trained}", *READ, "--units=6", f"--out={file}")
     assert len(lines) == 2 + 6 + 1 and lines[-1].startswith("5 more units have a share of ")
@@ -288,6 +289,7 @@ def test_the_text_and_the_picture(trained, tmp_path, capsys):
 
 
 def test_the_picture_has_three_bars_for_each_unit():
+    pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")
     units = [
         Unit(f"{i} '$_{i}$'", 2.0 * i, 0.1 * i, i + 1.0, 0.5, [("'$x$'", 0.25), ("' longtoken'", 0.5)])
         for i in range(5)

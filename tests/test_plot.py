@@ -6,10 +6,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import plot
 from engine import checkpoint
+
+pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")
+from PIL import Image  # noqa: E402: matplotlib draws it in
 
 T = 64  # tokens of a step
 
