@@ -11,7 +11,7 @@ import plot
 from engine import checkpoint
 
 pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")
-from PIL import Image  # noqa: E402: matplotlib draws it in
+from PIL import Image  # noqa: E402
 
 T = 64  # tokens of a step
 
