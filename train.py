@@ -5,6 +5,7 @@
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/llama_7b.py
     python train.py --out_dir=out/x --init_from=resume                # goes on as if it had never stopped
     python train.py config/x.py --init_from=checkpoint:out/x          # a new run, from the weights of another one
+    python train.py config/x.py --init_from=hf:DIR                    # from a model of Hugging Face
     python train.py config/x.py --init_from=nanogpt:ckpt.pt           # starts from nanoGPT's weights
 
 Watch it with tensorboard --logdir=out/x. SIGINT (Ctrl-C) and SIGTERM finish the step, or leave the evaluation, save and

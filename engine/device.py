@@ -8,6 +8,7 @@ These functions know only their own process; `parallel.join` makes all ranks tak
 
 import ctypes
 import math
+import re
 import time
 
 import torch
@@ -15,7 +16,9 @@ import torch
 
 def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
     """The device that the flag names: auto takes cuda, mps or cpu, the first that exists, and cuda without a number is
-    the GPU of this rank. ValueError if there is no such device."""
+    the GPU of this rank. ValueError if this is no device, or if the machine does not have it."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?|mps", flag):
+        raise ValueError(f"device={flag!r} must be auto, cpu, cuda, cuda:N or mps")
     have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if flag == "auto":
         flag = next(kind for kind, there in have.items() if there)
