@@ -79,7 +79,8 @@ def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict
             fact = f"model_args has {name}={_describe(value)}"
             raise ValueError(f"nanoGPT checkpoint: {fact}; a positive whole number below 2**31 is needed")
     if flags["n_embd"] % flags["n_head"]:
-        raise ValueError(f"nanoGPT checkpoint: n_head={flags['n_head']} does not divide n_embd={flags['n_embd']}")
+        fact = f"n_head={flags['n_head']} does not divide n_embd={flags['n_embd']}"
+        raise ValueError(f"nanoGPT checkpoint: {fact}; give the file that nanoGPT's train.py wrote")
     # The causal mask was a buffer before torch 2.0.
     state = {name: t for name, t in state.items() if not re.fullmatch(r"transformer\.h\.\d+\.attn\.bias", name)}
     ours = {}
