@@ -71,13 +71,15 @@ class CompareConfig:
     match: Literal[  # the cost that all runs have in common
         "tokens", "flops", "seconds", "parameters", "parameters,flops", "parameters,seconds"
     ] = "tokens"
+    eval_iters: int = 0  # batches of the evaluation at the end of each training, 0 = the whole validation set
     jobs: int = 1  # trainings at the same time; they share the threads
     out: str = "out/compare"  # folder of the trainings and the table
     dry_run: bool = False  # print the commands that are left to do, and start nothing
 
     def __post_init__(self):
-        for name, value, most in (("seeds", self.seeds, MOST_SEEDS), ("jobs", self.jobs, 1000)):
-            require(1 <= value <= most, f"{name}={value} must be at least 1 and at most {most}")
+        for name, least, most in (("seeds", 1, MOST_SEEDS), ("jobs", 1, 1000), ("eval_iters", 0, 2**31 - 1)):
+            value = getattr(self, name)
+            require(least <= value <= most, f"{name}={value} must be at least {least} and at most {most}")
         require(self.out.strip(), f"out={self.out!r} must be a folder, such as out/compare")
         name, _, values = self.sweep.partition("=")
         values = values.split(",")
@@ -113,14 +115,16 @@ class Costs(NamedTuple):
         return self.tokens * self.flops_per_token
 
 
-def costs(cfg: Config) -> Costs:
-    """The costs of a training with these flags."""
+def costs(cfg: Config, eval_iters: int) -> Costs:
+    """The costs of a training with these flags, which ends with an evaluation of so many batches (0 = all of val)."""
     data, objective, cfg.vocab_size = open_dataset(cfg)
     with torch.device("meta"):
         whole_model = Model(cfg)
     flops_per_token = accounting.flops(whole_model, *objective.lengths) / cfg.block_size
     tokens_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
-    evaluation = 2 * len(data.split("val")) * flops_per_token / 3  # forward of this set, and as much of the other one
+    batch, whole = cfg.batch_size * cfg.block_size, len(data.split("val"))
+    evaluated = 2 * eval_iters * batch if eval_iters else whole + min(whole, 100 * batch)  # validation and training
+    evaluation = evaluated * flops_per_token / 3  # a forward only
     return Costs(whole_model.n_params(), flops_per_token, tokens_per_step, cfg.max_iters, evaluation)
 
 
@@ -149,8 +153,15 @@ class Run:
             require(name not in RESERVED, f"--run={text}: {arg} is a flag that compare.py sets; leave it out")
         swept = [arg for arg in self.args if options.sweep and arg.startswith(f"--{options.swept}=")]
         require(not swept, f"--run={text}: {' '.join(swept)} is a flag that --sweep sets; leave it out")
-        self.cfg = self.read()
-        self.costs = costs(self.cfg)
+        self.update()
+
+    def update(self):
+        """Set the flags and the costs of the training, also after `change`."""
+        self.cfg, self.costs = self.read(), self.costs_of()
+
+    def costs_of(self, setting: str = "") -> Costs:
+        """The costs of a training with this setting."""
+        return costs(self.read(setting), self.options.eval_iters)
 
     def line(self, setting: str = "") -> list[str]:
         """The arguments of train.py that describe the model and its training, with a setting of the sweep."""
@@ -177,7 +188,7 @@ class Run:
         width, heads = self.cfg.n_embd, self.cfg.n_head
 
         def parameters(n_embd: int) -> int:
-            return costs(self.read(f"n_embd={n_embd}")).parameters
+            return self.costs_of(f"n_embd={n_embd}").parameters
 
         def possible(n_embd: int) -> bool:
             with suppress(ValueError):
@@ -190,8 +201,7 @@ class Run:
         larger = min(bisect_left(widths, wanted, key=parameters), len(widths) - 1)
         near = widths[max(larger - 1, 0) : larger + 1]
         self.change("n_embd", min(near, key=lambda n_embd: abs(parameters(n_embd) - wanted)))
-        self.cfg = self.read()
-        self.costs = costs(self.cfg)
+        self.update()
 
     def match_steps(self, steps: float):
         """Set max_iters to the nearest integer, and the other flags of the schedule in proportion."""
@@ -202,8 +212,7 @@ class Run:
         for name in SCALED:
             if value := getattr(self.cfg, name):
                 self.changed[name] = max(1, value * new // old)
-        self.cfg = self.read()
-        self.costs = costs(self.cfg)
+        self.update()
 
     def folder(self, setting: str, seed: int) -> Path:
         name = f"run{self.number}-" + f"{setting}-" * bool(setting) + f"seed{seed}"
@@ -215,8 +224,8 @@ class Run:
         defaults = ["--keep_last=1", "--eval_interval=0"]
         defaults += [f"--save_interval={max(1, steps // 10)}", f"--log_interval={max(1, steps // 100)}"]
         start = "resume" if (folder / "latest").exists() else "scratch"
-        fixed = ["--eval_iters=0", f"--seed={seed}", f"--out_dir={folder}", f"--init_from={start}"]
-        return [*defaults, *self.line(setting), *fixed]
+        fixed = {"eval_iters": self.options.eval_iters, "seed": seed, "out_dir": folder, "init_from": start}
+        return [*defaults, *self.line(setting), *(f"--{name}={value}" for name, value in fixed.items())]
 
     def load(self, setting: str, seed: int) -> bool:
         """Read the figures of a training from its metrics.jsonl; returns whether it is finished."""
@@ -287,12 +296,13 @@ class Comparison:
         self.options, self.folder, self.stopped = options, Path(options.out).expanduser(), 0
         self.runs = [Run(number, text, options) for number, text in enumerate(texts, 1)]
         flags = [{name: getattr(run.cfg, name) for name in sorted(run.cfg.sources)} for run in self.runs]
-        self.stored = {"match": options.match, "flags": flags, "ms_per_step": None}  # a later call needs the same
+        self.stored = {"match": options.match, "eval_iters": options.eval_iters, "flags": flags, "ms_per_step": None}
         path = self.folder / "compare.json"
         if path.is_file():
             try:
                 old = json.loads(path.read_text())
-                same = {"match": old["match"] == options.match, "run": old["flags"] == flags}
+                names = {"match": "match", "eval_iters": "eval_iters", "flags": "run"}  # a later call needs the same
+                same = {flag: old[name] == self.stored[name] for name, flag in names.items()}
                 self.stored["ms_per_step"] = old["ms_per_step"]
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"{path} is damaged; delete --out={options.out}, or choose another folder") from None
@@ -321,7 +331,7 @@ class Comparison:
         for run in self.runs:
             for setting in filter(None, run.settings):
                 advice = f"{self.options.swept} changes the costs of run {run.number}; give each value its own --run"
-                require(costs(run.read(setting)) == run.costs, f"--sweep={self.options.sweep}: {advice}")
+                require(run.costs_of(setting) == run.costs, f"--sweep={self.options.sweep}: {advice}")
 
     def time_steps(self) -> list[float]:
         """The milliseconds per step of each run: the fastest of its timings, which are made in the order A B B A."""
@@ -437,6 +447,8 @@ class Comparison:
             f"{facts['torch']}, {jobs} at a time."
         ]
         notes += [f"All runs also have `{common}`."] if common else []
+        evaluated = f"{self.options.eval_iters} batches" if self.options.eval_iters else "the whole set"
+        notes += [f"Evaluations read {evaluated}."]
         notes += match_notes(self.runs, self.options.match, self.stored["ms_per_step"]) + row_notes(rows)
         text = markdown(rows, self.options.swept) + "".join(f"* {note}\n" for note in notes)
         bench.write(self.folder / "compare.json", self.stored | {"machine": facts, "notes": notes, "runs": rows})

@@ -57,7 +57,7 @@ class Config(ModelConfig):
     seed: int = 1337  # for initial weights, the order of the data and dropout
     max_iters: int = 600000  # optimizer steps
     eval_interval: int = 2000  # steps between evaluations, 0 = only at the end
-    eval_iters: int = 200  # batches per evaluation, 0 = the whole validation set
+    eval_iters: int = 200  # batches per evaluation, 0 = the whole validation set (and 100 of the training set)
     eval_only: bool = False  # evaluate once and stop
     log_interval: int = 1  # steps between logged steps
     always_save_checkpoint: bool = True  # save at every evaluation, not only when the validation loss improves

@@ -120,7 +120,7 @@ class Run:
         self.cfg = cfg
         self.data, objective, cfg.vocab_size = open_dataset(cfg)
         self.streams = {split: self.data.split(split) for split in ("train", "val")}
-        # With eval_iters=0 the whole validation set is evaluated, and as many batches of the training set.
+        # With eval_iters=0 the whole validation set is evaluated, and at most 100 batches of the training set.
         self.val_batches = math.ceil(count_windows(self.streams["val"], cfg.block_size) / cfg.batch_size)
         parallel.check_flags(cfg)
         self.ranks = ranks = parallel.join(cfg)
@@ -218,7 +218,7 @@ class Run:
         with self.metrics.paused():
             self.check_finite()
             model.eval()
-            of_train = self.mean_loss(self.streams["train"], cfg.eval_iters or self.val_batches)
+            of_train = self.mean_loss(self.streams["train"], cfg.eval_iters or min(self.val_batches, 100))
             of_val = of_train and self.mean_loss(self.streams["val"], cfg.eval_iters)
             self.sharded.reshard_after_eval()
             if of_val is None:

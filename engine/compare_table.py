@@ -13,7 +13,7 @@ T95 = (  # 97.5 % quantile of Student's t with 1, 2, ... degrees of freedom
 )  # fmt: skip
 MOST_SEEDS = len(T95) + 1
 LEGEND = """
-* Loss: nats per token of the whole validation set; mean and range over the seeds. Bits per byte likewise.
+* Loss: nats per token of the validation set; mean and range over the seeds. Bits per byte likewise.
 * Difference: the loss minus that of run 1 with the same seed; mean over n seeds ± half of its 95 % confidence interval
   (Student's t). A single seed has no interval.
 * Relative speed: tokens per second divided by those of run 1 with the same seed; median and range over the seeds.

@@ -416,9 +416,9 @@ FAULTS = [
     (
         "train.py",
         """            model.eval()
-            of_train = self.mean_loss(self.streams["train"], cfg.eval_iters or self.val_batches)
+            of_train = self.mean_loss(self.streams["train"], cfg.eval_iters or min(self.val_batches, 100))
 """,
-        """            of_train = self.mean_loss(self.streams["train"], cfg.eval_iters or self.val_batches)
+        """            of_train = self.mean_loss(self.streams["train"], cfg.eval_iters or min(self.val_batches, 100))
             model.eval()
 """,
         "The training loss is evaluated with dropout, whose draws also move those of the training that follows.",

@@ -130,7 +130,7 @@ class Data:
         n, batches, order = len(windows), self.f.eval_iters, range(len(windows))
         if split == "train" and not batches:
             n_val = sum(len(source.windows("val", self.f.block_size)) for source in self.sources)
-            batches = math.ceil(n_val / self.f.batch_size)
+            batches = min(math.ceil(n_val / self.f.batch_size), 100)
         if batches:
             order = [window_of(i - n, n, self.f.seed) for i in range(min(n, batches * self.f.batch_size))]
         return [corrupted(self.f, windows[i], i, -1) for i in order]

@@ -1,0 +1,173 @@
+"""Trains the baselines of docs/baselines.md, with tuned learning rates, and writes that page: `make baselines`.
+
+    python baselines.py                            # about 80 minutes on 2 cores; a stopped call continues
+    python baselines.py --steps=30 --seeds=1       # a rehearsal, which writes OUT/baselines.md only
+
+Each variant has two learning rates: muon_lr for the hidden matrices, and learning_rate for all else. They are found by
+coordinate search with seed 1 and short trainings: first muon_lr, then learning_rate. A coordinate starts with three
+values of its grid, and the search goes on to the next value while the best one is the last that was tried. compare.py
+makes the trainings, in folders below --out.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import compare
+from configurator import parse
+from engine.compare_table import aligned, cells
+from engine.errors import command, require, user_errors
+
+HERE = Path(__file__).resolve().parent
+VARIANTS = {  # name in the table -> arguments of train.py
+    "standard": "config/train_pycode.py",
+    "parallel": "config/train_pycode.py --block=parallel",
+    "superblock in series, 2 groups": "config/pycode_superblock.py --wiring=series --n_group=2",
+    "superblock in series, 4 groups": "config/pycode_superblock.py --wiring=series --n_group=4",
+    "superblock, 2 groups": "config/pycode_superblock.py --n_group=2",
+    "superblock, 4 groups": "config/pycode_superblock.py --n_group=4",
+    "superblock, joint pool": "config/pycode_superblock_joint.py",
+    "SAS": "config/pycode_sas.py",
+    "SAS-P": "config/pycode_sas_p.py",
+    "Llama-like": "config/pycode_llama.py",
+    "GPT-2-like": "config/pycode_gpt2.py",
+    "masked (BERT-like)": "config/pycode_bert.py",
+    "seq2seq (T5-like)": "config/pycode_t5.py",
+}
+OTHER_LOSS = ("masked (BERT-like)", "seq2seq (T5-like)")  # their losses are those of another task
+GRID = {"muon_lr": [0.005, 0.01, 0.02, 0.04, 0.08], "learning_rate": [0.00075, 0.0015, 0.003, 0.006, 0.012]}
+SHORT = "--max_iters={0} --warmup_iters={1} --cooldown_iters={2}"
+INTRODUCTION = """# Baselines: what each block reaches
+
+This page is for readers who ask whether a block helps. `make baselines` writes it: {searched} trainings of {short}
+steps to find two learning rates per variant, then {n} seeds of {steps} steps each, on `pycode` (bytes of Python's
+standard library), with the width, depth, optimizer (Muon) and schedule of `config/train_pycode.py`. {measured}
+
+`superblock` with one group computes what `parallel` computes, and in series what `standard` computes, from the same
+initial weights (`tests/test_blocks.py::test_equal_blocks_begin_with_equal_weights`), so their rows are those two.
+"""
+MEANING = """
+* muon_lr, learning_rate: the best values of the search below; at an end of the grid they are marked with `!`.
+* Loss: nats per byte on the whole validation set; mean and range over {n} seeds. The losses of `masked` and `seq2seq`
+  are those of restored bytes, so they have no difference from `standard`.
+* Difference: the loss minus that of `standard` with the same seed; mean ± half of the 95 % confidence interval
+  (Student's t).
+* Relative speed: tokens per second of the trainings divided by those of `standard` with the same seed; median and
+  range. Two trainings ran at a time, with one thread each. [results.md](results.md) has speeds measured alone.
+"""
+
+
+@dataclass
+class BaselinesConfig:
+    """The flags of baselines.py. ValueError names the flag, its value and the remedy."""
+
+    # --- baselines
+    out: str = "out/baselines"  # folder of all trainings
+    steps: int = 450  # optimizer steps of the final trainings; those of the search make a third of them
+    seeds: int = 3  # number of final trainings of each variant
+    jobs: int = 2  # trainings at the same time; they share the threads
+    common: str = ""  # arguments of every training, such as --dtype=float32
+
+    def __post_init__(self):
+        require(self.steps >= 30, f"steps={self.steps} must be at least 30")
+        require(self.out.strip(), f"out={self.out!r} must be a folder, such as out/baselines")
+
+
+class Search:
+    """The coordinate search of all variants at the same time.
+
+    losses    (variant, muon_lr, learning_rate) -> the loss of a short training, infinite if it failed
+    best      variant -> {"muon_lr": its best value so far, "learning_rate": likewise}
+    """
+
+    def __init__(self, options: BaselinesConfig):
+        self.options, self.losses, self.rounds = options, {}, 0
+        self.best = {variant: {name: values[2] for name, values in GRID.items()} for variant in VARIANTS}
+        for name in GRID:
+            while missing := self.missing(name):
+                self.train(missing)
+                for variant in VARIANTS:
+                    found = self.tried(variant, name)
+                    self.best[variant][name] = min(found, key=found.get)
+
+    def tried(self, variant: str, name: str) -> dict[float, float]:
+        """Value of this learning rate -> loss, for the values tried with the best value of the other one."""
+        points = {value: (variant, *(self.best[variant] | {name: value}).values()) for value in GRID[name]}
+        return {value: self.losses[point] for value, point in points.items() if point in self.losses}
+
+    def missing(self, name: str) -> list[tuple]:
+        """The points to train next: the best value of each variant and its neighbours on the grid."""
+        points = []
+        for variant in VARIANTS:
+            at = GRID[name].index(self.best[variant][name])
+            for value in GRID[name][max(at - 1, 0) : at + 2]:
+                points.append((variant, *(self.best[variant] | {name: value}).values()))
+        return [point for point in points if point not in self.losses]
+
+    def train(self, points: list[tuple]):
+        """Train these points for a third of the steps; the evaluation reads 60 batches."""
+        self.rounds += 1
+        runs = [arguments(self.options, variant, rates, self.options.steps // 3) for variant, *rates in points]
+        rows = run_compare(self.options, f"search{self.rounds}", runs, ["--eval_iters=60"])
+        for point, row in zip(points, rows, strict=True):
+            self.losses[point] = row["loss"]["mean"] if row["loss"] else float("inf")
+
+    def table(self) -> str:
+        """All losses of the search, as Markdown."""
+        header = ["variant", *GRID, "loss"]
+        ordered = sorted(self.losses.items(), key=lambda item: (list(VARIANTS).index(item[0][0]), item[0][1:]))
+        return aligned([header] + [[*map(str, point), f"{loss:.4f}"] for point, loss in ordered])
+
+
+def arguments(options: BaselinesConfig, variant: str, rates: list[float], steps: int) -> str:
+    """The arguments of train.py for a variant with these learning rates."""
+    schedule = SHORT.format(steps, max(1, 20 * steps // 450), steps // 3)
+    rates = " ".join(f"--{name}={rate}" for name, rate in zip(GRID, rates, strict=True))
+    return f"{VARIANTS[variant]} {options.common} {schedule} {rates}".replace("  ", " ")
+
+
+def run_compare(options: BaselinesConfig, name: str, runs: list[str], more: list[str]) -> list[dict]:
+    """Train these runs with compare.py; returns its rows."""
+    folder = f"{options.out}/{name}"
+    try:
+        compare.main([*(f"--run={run}" for run in runs), *more, f"--jobs={options.jobs}", f"--out={folder}"])
+    except SystemExit as end:
+        if end.code != 1:  # 1 means that a training has failed; its row says why
+            raise
+    return json.loads((Path(folder).expanduser() / "compare.json").read_text())["runs"]
+
+
+def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: str) -> str:
+    """The text of docs/baselines.md."""
+    header = ["variant", *GRID, "parameters", "loss", "bits per byte", "difference from standard", "relative speed"]
+    lines = [header]
+    for variant, row in zip(VARIANTS, rows, strict=True):
+        _, parameters, _, _, _, loss, bits, difference, speed = cells(row)
+        best = search.best[variant].items()
+        rates = [f"{rate}{' !' * (rate in (GRID[name][0], GRID[name][-1]))}" for name, rate in best]
+        lines.append([variant, *rates, parameters, loss, bits, "-" if variant in OTHER_LOSS else difference, speed])
+    text = INTRODUCTION.format(
+        searched=len(search.losses), short=options.steps // 3, n=options.seeds, steps=options.steps, measured=measured
+    )
+    text += "\n" + aligned(lines) + MEANING.format(n=options.seeds)
+    text += "\n## The commands\n\nThe arguments of `train.py` for each variant, without `--seed`:\n\n"
+    text += "```\n" + "".join(f"{row['run']}\n" for row in rows) + "```\n"
+    text += "\n## The search\n\nThe losses are those of 60 batches of the validation set, with seed 1:\n\n"
+    return text + search.table()
+
+
+def main(argv: list[str] | None = None):
+    with user_errors():
+        options = parse(BaselinesConfig, argv, __doc__)
+    search = Search(options)
+    runs = [arguments(options, variant, search.best[variant].values(), options.steps) for variant in VARIANTS]
+    rows = run_compare(options, "final", runs, [f"--seeds={options.seeds}"])
+    folder = Path(options.out).expanduser()
+    measured = json.loads((folder / "final" / "compare.json").read_text())["notes"][0]
+    target = HERE / "docs" / "baselines.md" if options == BaselinesConfig() else folder / "baselines.md"
+    target.write_text(page(options, search, rows, measured))
+    print(f"The page is {target}.")
+
+
+if __name__ == "__main__":
+    command(main)
