@@ -52,8 +52,8 @@ MEANING = """
   are those of restored bytes, so they have no difference from `standard`.
 * Difference: the loss minus that of `standard` with the same seed; mean ± half of the 95 % confidence interval
   (Student's t).
-* Relative speed: tokens per second of the trainings divided by those of `standard` with the same seed; median and
-  range. Two trainings ran at a time, with one thread each. [results.md](results.md) has speeds measured alone.
+
+[superblock.md](superblock.md) has the speeds of the blocks, and their losses at other sizes and depths.
 """
 
 
@@ -70,7 +70,7 @@ class BaselinesConfig:
 
     def __post_init__(self):
         require(self.steps >= 30, f"steps={self.steps} must be at least 30")
-        require(self.out.strip(), f"out={self.out!r} must be a folder, such as out/baselines")
+        compare.CompareConfig(out=self.out, seeds=self.seeds, jobs=self.jobs)
 
 
 class Search:
@@ -139,13 +139,13 @@ def run_compare(options: BaselinesConfig, name: str, runs: list[str], more: list
 
 def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: str) -> str:
     """The text of docs/baselines.md."""
-    header = ["variant", *GRID, "parameters", "loss", "bits per byte", "difference from standard", "relative speed"]
+    header = ["variant", *GRID, "parameters", "loss", "bits per byte", "difference from standard"]
     lines = [header]
     for variant, row in zip(VARIANTS, rows, strict=True):
-        _, parameters, _, _, _, loss, bits, difference, speed = cells(row)
+        _, parameters, _, _, _, loss, bits, difference, _ = cells(row)
         best = search.best[variant].items()
         rates = [f"{rate}{' !' * (rate in (GRID[name][0], GRID[name][-1]))}" for name, rate in best]
-        lines.append([variant, *rates, parameters, loss, bits, "-" if variant in OTHER_LOSS else difference, speed])
+        lines.append([variant, *rates, parameters, loss, bits, "-" if variant in OTHER_LOSS else difference])
     text = INTRODUCTION.format(
         searched=len(search.losses), short=options.steps // 3, n=options.seeds, steps=options.steps, measured=measured
     )

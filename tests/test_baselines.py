@@ -1,0 +1,115 @@
+"""baselines.py: the coordinate search against an exhaustive one, and the page, with a formula for compare.py."""
+
+import itertools
+import json
+import math
+import shlex
+
+import pytest
+
+import baselines
+from configurator import Config, parse
+from engine import compare_table
+
+
+@pytest.fixture
+def formula(monkeypatch, tmp_path):
+    """compare.py's main, as a loss that is quadratic in the logarithms of both rates; returns its calls and the loss.
+
+    The optimum of the first variant is at the middle, that of the second at a corner of the grid, and of the others at
+    other points. SAS-P fails at muon_lr=0.04.
+    """
+    optimum = dict(zip(baselines.VARIANTS, itertools.product(*baselines.GRID.values()), strict=False))
+    optimum["standard"], optimum["parallel"] = (0.02, 0.003), (0.08, 0.00075)
+    calls = []
+
+    def loss(variant: str, muon_lr: float, learning_rate: float) -> float:
+        best = optimum[variant]
+        if variant == "SAS-P" and muon_lr == 0.04:
+            return float("inf")
+        return 1 + math.log(muon_lr / best[0]) ** 2 + math.log(learning_rate / best[1]) ** 2
+
+    def main(argv: list[str]):
+        runs = [arg.removeprefix("--run=") for arg in argv if arg.startswith("--run=")]
+        out = next(arg for arg in argv if arg.startswith("--out=")).removeprefix("--out=")
+        calls.append((out, runs))
+        rows = []
+        for number, run in enumerate(runs, 1):
+            flags = dict(arg[2:].split("=") for arg in run.split() if arg.startswith("--"))
+            variant = max(
+                (v for v, text in baselines.VARIANTS.items() if run.startswith(text)),
+                key=lambda v: len(baselines.VARIANTS[v]),
+            )
+            found = loss(variant, float(flags["muon_lr"]), float(flags["learning_rate"]))
+            spread = compare_table.spread([found]) if found < float("inf") else None
+            difference = spread and compare_table.interval([found - 1, found - 1.5])
+            rows.append(
+                dict(run=run, number=number, parameters=1000 + number, flops_per_token=1e6, tokens=9, seconds=None,
+                     loss=spread, bits_per_byte=None, difference=difference,
+                     relative_speed=None, errors=[]),
+            )  # fmt: skip
+        folder = tmp_path / out.removeprefix(f"{tmp_path}/")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "compare.json").write_text(json.dumps({"runs": rows, "notes": ["Measured somewhere."]}))
+        if any(row["loss"] is None for row in rows):
+            raise SystemExit(1)
+
+    monkeypatch.setattr(baselines.compare, "main", main)
+    return calls, loss
+
+
+def test_the_search_finds_what_an_exhaustive_one_finds(formula, tmp_path):
+    """The loss is a sum of two functions of one rate each, so the coordinate search finds its minimum."""
+    calls, loss = formula
+    search = baselines.Search(baselines.BaselinesConfig(out=str(tmp_path)))
+    for variant, found in search.best.items():
+        if variant != "SAS-P":
+            grid = itertools.product(*baselines.GRID.values())
+            assert tuple(found.values()) == min(grid, key=lambda rates: loss(variant, *rates)), variant
+    points = [run for _, runs in calls for run in runs]
+    assert len(points) == len(set(points)) == len(search.losses)  # nothing is trained twice
+    of_standard = [point[1:] for point in search.losses if point[0] == "standard"]
+    assert len(of_standard) == 5 and (0.08, 0.003) not in of_standard and (0.02, 0.006) in of_standard
+    assert search.losses["SAS-P", 0.04, 0.003] == float("inf") and search.best["SAS-P"]["muon_lr"] != 0.04
+    assert all("--max_iters=150 --warmup_iters=6 --cooldown_iters=50" in run for run in points)
+
+
+def test_the_page(formula, tmp_path, capsys):
+    calls, _ = formula
+    baselines.main([f"--out={tmp_path}", "--seeds=2"])
+    assert calls[-1][0] == f"{tmp_path}/final" and "--max_iters=450 --warmup_iters=20" in calls[-1][1][0]
+    text = (tmp_path / "baselines.md").read_text()
+    row = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+           for line in text.split("## The commands")[0].splitlines() if line.startswith("| ")}  # fmt: skip
+    assert row["standard"][:4] == ["0.02", "0.003", "1,001", "1.0000"] and row["standard"][5] == "-"
+    assert (
+        row["parallel"][:2] == ["0.08 !", "0.00075 !"]
+        and row["parallel"][5].startswith("-0.2500 ± ")
+        and len(row["parallel"]) == 6
+    )
+    assert row["masked (BERT-like)"][5] == row["seq2seq (T5-like)"][5] == "-" and list(row)[0] == "variant"
+    assert "Measured somewhere." in text and "| SAS-P " in text.split("## The search")[1] and "inf" in text
+    assert str(tmp_path / "baselines.md") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("variant", baselines.VARIANTS)
+def test_variants_are_runs_of_equal_tokens(variant):
+    options = baselines.BaselinesConfig()
+    cfg = parse(Config, shlex.split(baselines.arguments(options, variant, [0.02, 0.003], 450)))
+    assert (cfg.max_iters, cfg.warmup_iters, cfg.cooldown_iters, cfg.optimizer) == (450, 20, 150, "muon")
+    assert cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size == 2048 and cfg.dataset == "pycode"
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--steps=29"], ["steps=29"]), (["--out= "], ["out=' '"]), (["--seeds=0"], ["seeds=0", "at least 1"]),
+        (["--jobs=0"], ["jobs=0"]), (["--common=--n_head=5"], ["n_head=5"]), (["--step=3"], ["step"]),
+    ],
+)  # fmt: skip
+def test_bad_flags(flags, said, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        baselines.main([f"--out={tmp_path / 'none'}", *flags])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1 and all(word in error for word in said)
+    assert not (tmp_path / "none").exists()
