@@ -37,10 +37,7 @@ import importlib.util
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,12 +54,11 @@ from engine import weights
 from engine.device import resolve_device
 from engine.errors import command, require, user_errors
 from engine.evaluation import open_dataset
+from engine.head_patterns import PATTERN, print_scores, scores, self_attention
 from model import Model
 from sample import SampleConfig, load, read_prompt, text_ids
 
 OF_FIND = {"out_dir", "find", "dataset", "device"}  # flags that --find uses
-QUALIFIES = 0.4  # the least score of a head that has a pattern
-LISTED = 5  # heads of each pattern that are printed
 PROMOTED = 3  # tokens of each unit
 BARS = {  # field of a unit -> label, colour and number of ticks; the colours are legible on white and on black
     "share": ("share of all activations", "#3b82c4", 4),
@@ -183,11 +179,6 @@ def contextual_mlp(
     y[:, head] = v[:, :D]
     y = y.flatten(1)  # (S, C), in which a head's channels stand together
     return incoming, (heads.out(y) - heads.out(torch.zeros_like(y))) / Z, hidden
-
-
-def self_attention(block: M.Block) -> M.Heads | None:
-    """The reader of the context in a block, if there is one."""
-    return next((m for m in block.modules() if isinstance(m, M.Heads) and not isinstance(m, M.MemoryPool)), None)
 
 
 Promoted = list[tuple[str, float]]  # tokens and what a unit adds to their log p
@@ -315,91 +306,6 @@ def picture(units: list[Unit], title: str):
     return figure
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Heads of known patterns. A pattern is a function of idx (B, T) that returns, for each query, the position of the token
-# that the head would attend to, or -1: (B, T).
-
-
-def previous(idx: Tensor) -> Tensor:
-    """The token before the query."""
-    return torch.arange(-1, idx.size(1) - 1, device=idx.device).expand_as(idx)
-
-
-def induction(idx: Tensor) -> Tensor:
-    """The token after the latest earlier occurrence of the query's token, unless its distance is below 2."""
-    order = idx.argsort(dim=1, stable=True)  # equal tokens stand together, in the order of the text
-    ordered = idx.gather(1, order)
-    earlier = torch.where(ordered[:, 1:] == ordered[:, :-1], order[:, :-1], -2)
-    key = torch.full_like(idx, -2).scatter_(1, order[:, 1:], earlier) + 1
-    return key.masked_fill(key >= previous(idx), -1)
-
-
-PATTERN: dict[str, Callable[[Tensor], Tensor]] = {"induction": induction, "previous": previous}
-
-
-class Score(NamedTuple):
-    """The mean attention of a head to the tokens of a pattern, and that of a head with equal weights."""
-
-    score: float
-    even: float
-    layer: int
-    head: int
-
-
-def attention_to(keys: Tensor, mix: Callable, q: Tensor, k: Tensor, v: Tensor, mask: M.Mask) -> Tensor:
-    """The weights of keys (P, B, T) in Heads.mix's result, (P, B, H, T), and 0 where a key is -1.
-
-    mix is linear in the values. So it is called with columns of the identity matrix in their place, which give the
-    weights of as many keys, and once with zeros, which give the part of the slots. No T x T tensor is made.
-    """
-    S, E = v.shape[2:]
-    zeros, found = mix(q, k, torch.zeros_like(v), mask), 0.0
-    for first, columns in enumerate(torch.eye(S, -(-S // E) * E, dtype=v.dtype, device=v.device).split(E, dim=1)):
-        weights = mix(q, k, columns.expand_as(v).contiguous(), mask) - zeros  # (B, H, T, E)
-        place = (keys - first * E)[:, :, None].expand(-1, -1, q.size(1), -1)  # (P, B, H, T)
-        each = weights.expand(len(keys), *weights.shape).gather(-1, place.clamp(0, E - 1)[..., None])[..., 0]
-        found = found + each * ((place >= 0) & (place < E))
-    return found
-
-
-@torch.no_grad()
-def scores(model: Model, batches: Iterable[dict[str, Tensor]], patterns: list[str]) -> dict[str, list[Score]]:
-    """The scores of all heads for each pattern, the best first. Rows of a batch without targets are padding."""
-    layers = {i: heads for i, block in enumerate(model.blocks) if (heads := self_attention(block))}
-    H, P = model.cfg.n_head, len(patterns)
-    total = torch.zeros(model.cfg.n_layer, P, H + 1, dtype=torch.float64)
-    count = torch.zeros(P, dtype=torch.int64)
-
-    def watch(layer: int, mix: Callable, q: Tensor, k: Tensor, v: Tensor, mask: M.Mask) -> Tensor:
-        lo, hi = mask.reach(q.size(2), k.size(2), q.device)  # (T,) or (B, T)
-        even = ((keys >= lo) & (keys < hi)) / (hi - lo)  # (P, B, T)
-        weights = torch.cat((attention_to(keys, mix, q, k, v, mask), even[:, :, None]), dim=2)  # (P, B, H + 1, T)
-        total[layer] += weights.sum((1, 3)).cpu()
-        return mix(q, k, v, mask)
-
-    with ExitStack() as undo:
-        for layer, heads in layers.items():
-            heads.mix = partial(watch, layer, heads.mix)
-            undo.callback(heads.__delattr__, "mix")
-        for batch in batches:
-            batch = {name: x[(batch["targets"] >= 0).any(1)] for name, x in batch.items()}
-            docs = batch.get("docs", torch.zeros_like(batch["idx"]))
-            ids = batch["idx"] + docs * model.cfg.vocab_size  # equal tokens of two documents are not the same
-            keys = torch.stack([PATTERN[name](ids) for name in patterns])  # (P, B, T)
-            docs = docs.expand_as(keys)
-            keys = keys.where(docs.gather(2, keys.clamp(min=0)) == docs, -1)
-            count += (keys >= 0).sum((1, 2)).cpu()
-            model(**batch)
-    mean = (total / count.clamp(min=1)[:, None]).tolist()
-    each = {
-        name: [
-            Score(x, mean[layer][i][H], layer, head) for layer in layers for head, x in enumerate(mean[layer][i][:H])
-        ]
-        for i, name in enumerate(patterns)
-    }
-    return {name: sorted(found, reverse=True) for name, found in each.items()}
-
-
 def find(cfg: LensConfig, model: Model, tokenizer: Tokenizer, device: torch.device):
     """Print the heads with the highest scores on the validation set."""
     flags, patterns = model.cfg, list(dict.fromkeys(cfg.find.split(",")))
@@ -414,14 +320,8 @@ def find(cfg: LensConfig, model: Model, tokenizer: Tokenizer, device: torch.devi
     batches = eval_batches(stream, objective, B, device=device)
     found = scores(model, tqdm(batches, total=-(-n // B), unit=" batches", disable=None), patterns)
     print(f"{stream.name}: {n:,} windows of {objective.block_size} tokens")
-    for name, heads in found.items():
-        print(f"\n{name}: attention to {PATTERN[name].__doc__[0].lower()}{PATTERN[name].__doc__[1:]}")
-        print("layer  head   score  equal weights")
-        for score, even, layer, head in heads[:LISTED]:
-            print(f"{layer:5}  {head:4}  {score:.4f}         {even:.4f}")
-        good = sum(each.score >= QUALIFIES for each in heads)
-        best = f"The best is head {heads[0].head} of layer {heads[0].layer} with {heads[0].score:.4f}."
-        print(f"Heads with {QUALIFIES} or more: {good} of {len(heads)}. {best}")
+    for pattern, heads in found.items():
+        print_scores(pattern, heads)
 
 
 def main(argv: list[str] | None = None):

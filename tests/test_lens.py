@@ -13,7 +13,8 @@ import lens
 import model as M
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
-from lens import Unit, attention_to, induction, previous, read_head, scores
+from engine.head_patterns import attention_to, induction, previous, scores
+from lens import Unit, read_head
 
 V, T = 6, 12  # of the model set by hand
 REPEATED = torch.tensor([3, 1, 4, 0, 5, 2] * 2)  # each token once, then all of them again
