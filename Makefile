@@ -2,6 +2,7 @@
 # make quick: for whoever edits model.py, half a minute: the grid of flags, the blocks, the references and golden losses.
 # make mutants: are 67 planted faults seen by the tests? Some minutes.
 # make interop: our models in lm-eval's tasks, compared with transformers' there. lm-eval has an environment of its own.
+# make baselines: the table of docs/baselines.md: blocks with tuned learning rates, 80 minutes; a stopped call goes on.
 # make gpu: on a machine with a GPU, 8 minutes: is everything computed there as on the CPU, and how fast does it train?
 # All need only a Python >= 3.10 with pip, write nothing outside this folder but caches, and skip what is already done.
 
@@ -9,7 +10,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := out/pycode
 
-.PHONY: train test quick slow mutants gpu interop clean
+.PHONY: train test quick slow mutants baselines gpu interop clean
 
 train: .venv/ready data/pycode/meta.json
 	$(BIN)/python train.py config/train_pycode.py --out_dir=$(RUN) --init_from=$(if $(wildcard $(RUN)/latest),resume,scratch)
@@ -23,6 +24,9 @@ test: .venv/ready-test
 quick: .venv/ready-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -k "not golden or causal and adamw" \
 		tests/test_model.py::test_grid tests/test_blocks.py tests/test_references.py tests/test_golden.py
+
+baselines: .venv/ready data/pycode/meta.json
+	$(BIN)/python baselines.py
 
 gpu: .venv/ready
 	$(BIN)/python bench.py --gpu --out=out/gpu.json
