@@ -6,6 +6,7 @@
     python bench.py config/train_shakespeare_cpu.py --max_iters=300
     python bench.py --against=../nanoGPT --rounds=3 config/train_shakespeare_char.py --device=cpu --compile=False ...
     python bench.py --run=config/pycode_gpt2.py --run=config/pycode_llama.py --max_iters=60 --cooldown_iters=5
+    python bench.py --run="config/pycode_superblock.py --tp=2" --link_delay=2,5 --max_iters=60   # a slow link
     python bench.py --loader=openwebtext
     python bench.py --gpu --out=out/gpu.json --against=../nanoGPT                # as make gpu, and nanoGPT's speed
 
@@ -20,6 +21,10 @@ does, and nanoGPT knows the flags that both have. The speed is computed from the
 appear, so start-up and the first steps do not count. Set eval_interval above max_iters to leave evaluations out. Runs
 alternate (A B C, then C B A), because the speed of a shared machine drifts. Quote the ratios, which compare runs of the
 same round.
+
+--link_delay trains each --run, which has --tp, in as many processes on this CPU. In a training step, every collective
+waits for 0 milliseconds or for one of the delays, in turns. The table compares the slowdown with the plan's number of
+collectives times the delay (engine/link_delay.py).
 
 --loader reads batches of 64 x 1024 tokens from a data set that fits in memory, then as many in nanoGPT's way: with a
 new memory map for each batch, and two copies of every sequence, as inputs and as targets.
@@ -214,6 +219,7 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
     parser.add_argument("--against", help="folder of another checkout with a train.py")
     parser.add_argument("--run", action="append", help="arguments of one run; repeat the option to compare runs")
     parser.add_argument("--rounds", type=int, help="how often all runs are measured (default 3)")
+    parser.add_argument("--link_delay", metavar="MS,MS,...", help="measure the cost of a slow link under --tp")
     parser.add_argument("--loader", metavar="DATASET", help="measure the loader instead of training")
     parser.add_argument("--json", action="store_true", help="print the table's figures as one JSON object")
     parser.add_argument("--profile", metavar="FILE.json", help="write a trace of some steps instead of the table")
@@ -223,7 +229,7 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
     options, args = parser.parse_known_args(argv)
     given = {name for name, value in vars(options).items() if value not in (None, False)}
     companions = {"loader": {"rounds"}, "json": {"config"}, "profile": {"config"}, "config": {"json", "profile"}}
-    for name, allowed in (companions | {"gpu": {"out", "against"}}).items():
+    for name, allowed in (companions | {"gpu": {"out", "against"}, "link_delay": {"run"}}).items():
         others = [f"--{other}" for other in sorted(given - allowed - {name})] + args * (name in companions)
         require(name not in given or not others, f"--{name} does not go with {' '.join(others)}; leave one of them out")
     require("out" not in given or options.gpu, f"--out={options.out} is used only with --gpu; leave it out")
@@ -238,6 +244,10 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
         there = options.against and (Path(options.against) / "train.py").is_file()
         require(there, f"--against={options.against} holds no train.py; give the folder of a checkout")
         options.against = Path(options.against).resolve()
+    if options.link_delay is not None:
+        known = re.fullmatch(r"(,[0-9]{1,3}(\.[0-9]+)?)+", f",{options.link_delay}")
+        require(known, f"--link_delay={options.link_delay} must be milliseconds below 1000, such as 2,5")
+        options.link_delay = sorted({0.0, *map(float, options.link_delay.split(","))})
     if options.gpu:
         fixed = f"--gpu measures fixed runs and takes no {' '.join(args)}; leave it out, or rehearse with --device=cpu"
         require(args in ([], ["--device=cpu"]), fixed)
@@ -270,6 +280,10 @@ def main(argv: list[str] | None = None):
         options, runs = read(argv)
         if options.gpu:
             return gpu_report(options.device, Path(options.out), options.against)
+        if options.link_delay:
+            from engine import link_delay  # imports torch, which takes a second
+
+            return link_delay.table(runs, options.run or [""], options.link_delay)
         if runs:
             checkouts = [options.against] * bool(options.against) + [HERE]
             return compare(checkouts, runs, options.run or [""], options.rounds)

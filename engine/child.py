@@ -57,10 +57,11 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def failure(self) -> str:
-        """Waits for the end. Returns "" on success, else the cause and the last line of stderr."""
+        """Waits for the end. Returns "" on success, else the cause and the last line of stderr, or its last error."""
         code = self.process.wait()
         self.errors.seek(0)
         said = [line for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
+        said = [line for line in said if line.startswith("error: ")] or said  # torchrun says more after an error
         last = said[-1].removeprefix("error: ")[:500] if said and not self.timed_out else ""
         how = f"time limit of {self.seconds} s" if self.timed_out else signal.Signals(-code).name if code < 0 else ""
         return ": ".join(filter(None, (how, last))) or f"exit code {code}" if code else ""

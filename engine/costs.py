@@ -104,13 +104,14 @@ class Cost:
     kept: int  # memory from the forward to the backward, the result included
     peak: int  # largest memory during both, kept included
     sent: dict[str, float] = field(default_factory=dict)  # traffic of both, by kind
+    collectives: int = 0  # number of collectives in both
 
 
 PartCosts = tuple[list[Cost], list[Cost], Cost]  # each block; the parts before the blocks; last norm and loss
 
 
 class Trace(TorchDispatchMode):
-    """Counts memory and traffic of the code inside: `live` and `peak` bytes of new tensors, `sent` bytes by kind.
+    """Counts in the code inside: `live` and `peak` bytes of new tensors, `sent` bytes by kind, and `collectives`.
 
     Tensors in `given` do not count, nor casts of `weights`, which autocast makes once per forward. groups maps the name
     of a process group to the name of its traffic.
@@ -120,7 +121,7 @@ class Trace(TorchDispatchMode):
 
     def __init__(self, given: list[Tensor], weights: list[Tensor], groups: dict[str, str]):
         super().__init__()
-        self.live, self.peak, self.sent, self.groups = 0, 0, defaultdict(float), groups
+        self.live, self.peak, self.collectives, self.sent, self.groups = 0, 0, 0, defaultdict(float), groups
         self.weights, self.seen = (weakref.WeakSet(t.untyped_storage() for t in ts) for ts in (weights, given))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -130,6 +131,7 @@ class Trace(TorchDispatchMode):
             kind = self.KINDS[func._schema.name.partition("::")[2]]
             full = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
             passes = 2 if kind == "all-reduce" else 1
+            self.collectives += group.size() > 1
             self.sent[f"{self.groups[group.group_name]} {kind}"] += passes * ring_share(group.size()) * full
         cast = func is torch.ops.aten._to_copy.default and args[0].untyped_storage() in self.weights
         for storage in {t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)}:
@@ -226,7 +228,7 @@ class Run:
                 y = f(*inputs)
             kept = trace.live
             y.backward(torch.ones_like(y))
-        return Cost(kept, trace.peak, trace.sent)
+        return Cost(kept, trace.peak, trace.sent, trace.collectives)
 
     def stream(self, batch: int, length: int) -> Tensor:
         """This rank's part of the residual stream, (batch, length / cp / tp, C)."""
@@ -270,7 +272,9 @@ class Run:
             a, b = (self.loss_cost(n) for n in (least, 2 * least))
             x = batch / least - 1
             sent = {kind: n + x * (b.sent[kind] - n) for kind, n in a.sent.items()}
-            return Cost(round(a.kept + x * (b.kept - a.kept)), round(a.peak + x * (b.peak - a.peak)), sent)
+            chunks = [-(-n * T // rows_at_once(cfg, len(model.head.weight))) for n in (least, batch)]
+            collectives = a.collectives + 2 * (chunks[1] - chunks[0]) * (cfg.tp > 1)  # two all-reduces in each chunk
+            return Cost(round(a.kept + x * (b.kept - a.kept)), round(a.peak + x * (b.peak - a.peak)), sent, collectives)
         loss = model.loss
         if self.layout.tp == 1 and batch * T > chunk:
             loss = partial(tensor_parallel.parallel_loss, model, self.tp)  # fake tensors cannot run model.loss's loop
@@ -388,6 +392,16 @@ class Run:
             out["muon all-gather"] = 4 * others * sum(shard_numel(s, self.shards) for s in hidden), data
             out["muon all-gather over tp"] = 4 * (layout.tp - 1) * sum(map(math.prod, hidden)), layout.group("tp")
         return {kind: each for kind, each in out.items() if each[0]}
+
+    def collectives(self, costs: PartCosts) -> int:
+        """Number of collectives that tensor and context parallelism need in a step of a rank."""
+        block_costs, before, loss = costs
+        total = sum(cost.collectives for cost in [*block_costs, *before, loss]) * self.layout.micro_steps
+        if self.layout.tp > 1:
+            dims = {name: tensor_parallel.sharded_dim(self.model, name) for name, _ in self.model.named_parameters()}
+            total += (None in dims.values()) + 1  # gradients of uncut parameters, and the norm
+            total += sum(dims[name] is not None for name in self.hidden) * (self.cfg.optimizer == "muon")
+        return total
 
     def matmul_flops(self, stage: Stage) -> float:
         """Matmul FLOPs of a rank in a step: forward, backward and recomputation."""

@@ -72,6 +72,7 @@ class Plan:
     usable: int  # bytes of a GPU that a run can use
     largest_batch: int  # largest batch_size that fits; 0 = none
     traffic: dict[str, Traffic]  # by kind
+    collectives: int  # of tensor and context parallelism, in a step of a rank
     seconds: dict[str, float]  # of a step, by cause
     step: float  # seconds of a step: the sum of `seconds`
     mfu: float
@@ -100,7 +101,8 @@ def estimate(cfg) -> Plan:
     flops = run.flops / cfg.block_size
     return Plan(
         cfg, layout, str(run.dtype)[6:], peak, run.n_params, flops, tokens, memory, run.gpu_bytes(memory),
-        run.host_bytes(memory), usable, most, traffic, seconds, step, flops * tokens / (cfg.world_size * peak * step),
+        run.host_bytes(memory), usable, most, traffic, run.collectives(costs), seconds, step,
+        flops * tokens / (cfg.world_size * peak * step),
     )  # fmt: skip
 
 

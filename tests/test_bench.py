@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 import model as M
-from engine import accounting, bench_table, gpu_check, optim, parallel
+from engine import accounting, bench_table, gpu_check, link_delay, optim, parallel
 
 TRAIN = """
 import pathlib, sys, time
@@ -112,6 +112,20 @@ GPU = ["--gpu", "--out=x.json"]
         (["--loader=pycode", "--against=."], ["--loader", "--against"]),
         (["--run=--out_dir=x", "y"], ["--out_dir=x", "bench.py sets"]),
         (["x", "--log_interval=5"], ["--log_interval=5", "bench.py sets"]),
+        (["--link_delay=2", "config/train_pycode.py"], ["--link_delay", "tp=1", "--tp"]),
+        (["--link_delay=2", "config/train_pycode.py", "--tp=2", "--cp=2"], ["cp=2", "--tp"]),
+        (["--link_delay=2", "config/train_pycode.py", "--tp=2", "--parallel=fsdp"], ["parallel=fsdp"]),
+        (["--link_delay=2", "config/train_pycode.py", "--tp=2", "--dataset=/nope"], ["/nope"]),
+        (["--link_delay=2,-1", "x"], ["--link_delay=2,-1", "milliseconds"]),
+        (["--link_delay=two", "x"], ["--link_delay=two", "milliseconds"]),
+        (["--link_delay=nan", "x"], ["--link_delay=nan", "milliseconds"]),
+        (["--link_delay=1000", "x"], ["--link_delay=1000", "below 1000"]),
+        (["--link_delay=", "x"], ["--link_delay= ", "milliseconds"]),
+        (["--link_delay"], ["--link_delay", "--help"]),
+        (["--link_delay=2"], ["nothing to train"]),
+        (["--link_delay=2", "--rounds=2", "x"], ["--link_delay", "--rounds"]),
+        (["--link_delay=2", "--against=.", "x"], ["--link_delay", "--against"]),
+        (["--json", "--link_delay=2"], ["--json", "--link_delay"]),
         (["--json", "config/train_pycode.py"], ["--json", "config/train_pycode.py"]),
         (["--json", "--rounds=2"], ["--json", "--rounds"]),
         (["--json", "--loader=pycode"], ["--json", "--loader"]),
@@ -141,7 +155,8 @@ GPU = ["--gpu", "--out=x.json"]
     ids=lambda argv: " ".join(argv)[:40],
 )
 def test_wrong_options(argv, fragments, refused, monkeypatch):
-    for where, name in ((bench, "Child"), (bench_table, "machine"), (bench_table, "random_data")):
+    started = (bench, "Child"), (link_delay, "Child"), (bench_table, "machine"), (bench_table, "random_data")
+    for where, name in started:
         monkeypatch.setattr(where, name, lambda *_: pytest.fail("something was started"))
     line = refused(*argv)
     assert all(fragment in line for fragment in fragments), line
@@ -169,6 +184,7 @@ def test_data_that_a_loader_cannot_be_measured_on(tokens, tmp_path, refused):
     [
         ("print('iter 0: x')", "fewer than two timings"),
         ("import sys; print('a\\nb', file=sys.stderr); sys.exit('error: what is wrong')", "what is wrong"),
+        ("import sys; print('error: what is wrong\\n====', file=sys.stderr); sys.exit(1)", "what is wrong"),
         ("raise KeyError('x')", "KeyError: 'x'"),
         ("import os; os.abort()", "SIGABRT"),
         ("import sys; sys.exit(7)", "exit code 7"),
