@@ -8,6 +8,11 @@ A rank trains as train.py does, but each collective of a training step waits fir
 The delays (milliseconds) take turns from step to step, so a change of the machine's speed affects all of them alike.
 """
 
+from engine.child import Child, kill_with_parent
+
+if __name__ == "__main__":
+    kill_with_parent()  # before the slow imports; torchrun starts its workers in sessions of their own
+
 import json
 import sys
 import tempfile
@@ -22,7 +27,6 @@ import torch.distributed._functional_collectives as functional
 
 from configurator import Config, parse
 from engine import plan, tensor_parallel
-from engine.child import Child, kill_with_parent
 from engine.errors import require, user_errors
 from engine.evaluation import open_dataset
 from engine.parallel import environment
@@ -91,6 +95,5 @@ def measure(args: list[str], ranks: int, delays: list[float]) -> list[list[float
 
 
 if __name__ == "__main__":
-    kill_with_parent()  # torchrun starts its workers in sessions of their own
     with user_errors(Exception):  # one line, which Child.failure finds among the lines of torchrun
         train_rank([float(delay) for delay in sys.argv[1].split(",")], sys.argv[2:])
