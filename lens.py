@@ -121,7 +121,8 @@ def contextual_mlp(
         b_i = W_Q^T W_K x_i / sqrt(D)    hidden_i = exp(b_i . x_t)    a_i = W_O W_V x_i / Z    Z = sum of exp(b_i . x_t)
 
     and hidden @ outgoing is the head's term of the attention's output, before the output's bias, dropout, and a norm or
-    gain of the block. The units are the slots of a joint pool, then the tokens that t sees.
+    gain of the block. The units are the slots of a joint pool, then the tokens that t sees. Slots with
+    a softmax of their own have their own Z, and their b_i is not rotated.
 
         pos=rope            b_i is rotated back by the query's position
         pos=alibi           hidden_i = exp(b_i . x_t - slope |t - i|); slots have no such term
@@ -151,7 +152,9 @@ def contextual_mlp(
         normed = q[0, :, position] if cfg.qk_norm_width == "model" else q[0, head, position]
         gain = heads.q_norm.weight.view(-1, D).expand(H, D)[head]
         scale *= gain * (normed.square().mean() + heads.q_norm.eps).rsqrt()
-    q, k, v = heads.position(heads.q_norm(q), heads.k_norm(k), v, inputs.table)
+    q = heads.q_norm(q)
+    still = q[0, head, position]  # the query without its position, for slots with a softmax of their own
+    q, k, v = heads.position(q, heads.k_norm(k), v, inputs.table)
     lo, hi = (int(x[position]) for x in M.Mask(heads.causal, heads.window).reach(len(idx), len(idx), idx.device))
     q, k, v = (x[0, head * x.size(1) // H] for x in (q, k, v))
     q, k, v = q[position], k[lo:hi], v[lo:hi]  # (E,), and what it sees, each (S, E)
@@ -159,26 +162,29 @@ def contextual_mlp(
         slots = heads.position.slots(heads.k_norm(heads.slot_k), heads.slot_v)
         k, v = (torch.cat((x[head * x.size(0) // H], y)) for x, y in zip(slots, (k, v), strict=True))
     content, bias = (k[:, part] @ q[part] / math.sqrt(D) for part in (slice(D), slice(D, None)))
+    apart = len(k) - hi + lo if isinstance(heads, M.SlotPool) and not heads.joint else 0  # slots with their own softmax
+    content[:apart] = k[:apart, :D] @ still / math.sqrt(D)
     own = len(k) - hi + position  # the unit of its own token, whose distance is 0
     bias -= bias[own].clone()
     if (slopes := heads.position.slopes(inputs.table)) is not None:
         bias[len(k) - hi + lo :] -= slopes[head] * (torch.arange(lo, hi, device=idx.device) - position).abs()
     hidden = torch.exp(M.capped(content, heads.softcap) + bias)
-    Z = hidden.sum()
+    Z = torch.cat([part.sum().expand_as(part) for part in hidden.tensor_split([apart])])
     if isinstance(heads, M.ShapedPool):
         hidden = heads.beta[head] * hidden - heads.gamma[head] * Z * bias.softmax(0)
-        hidden[own] += heads.alpha[head] * Z
+        hidden[own] += heads.alpha[head] * Z[own]
 
     keys = k[:, :D].expand(1, H, -1, -1)
     back, _, _ = heads.position(keys, keys, keys, heads.position.table(idx.new_tensor([-position]), k.dtype))
+    back = torch.cat((keys[:, :, :apart], back[:, :, apart:, :D]), dim=2)
     group, member = divmod(head, H // cfg.kv_heads)  # a group of rows holds its query heads, then key and value
     into = heads.qk if isinstance(heads, M.ShapedPool) else heads.qkv
     W_Q = into.weight.unflatten(0, (cfg.kv_heads, -1))[group, member * D : (member + 1) * D]
-    incoming = (back[0, head, :, :D] * scale) @ W_Q
+    incoming = (back[0, head] * scale) @ W_Q
     y = v.new_zeros(len(v), H, D)
     y[:, head] = v[:, :D]
     y = y.flatten(1)  # (S, C), in which a head's channels stand together
-    return incoming, (heads.out(y) - heads.out(torch.zeros_like(y))) / Z, hidden
+    return incoming, (heads.out(y) - heads.out(torch.zeros_like(y))) / Z[:, None], hidden
 
 
 Promoted = list[tuple[str, float]]  # tokens and what a unit adds to their log p

@@ -109,10 +109,11 @@ class ModelConfig:
     mlp_ratio: float = 4.0  # hidden width over n_embd; gated kinds take 2/3 of it, so that parameters match
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # layers whose value projection is trained
     simplified_beta_ff: float = 0.1  # initial gain of the MLP branch, use O(1 / sqrt(depth)) (arXiv:2311.01906)
-    pool: Literal["separate", "joint"] = "separate"  # MLP beside attention, or learned slots in attention's softmax
+    pool: Literal["separate", "joint"] = "separate"  # MLP beside attention, or learned slots among the heads' keys
     wiring: Literal["parallel", "series"] = "parallel"  # the superblock's two pools at once, or one after the other
     n_group: int = 1  # number of independent groups of channels in the superblock's MLP
     n_slot: int = 0  # learned slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
+    slot_softmax: Literal["own", "joint"] = "own"  # a softmax over the slots alone, or one over context and slots
     # --- model: attention
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # GQA arXiv:2305.13245, MQA arXiv:1911.02150
     n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
@@ -262,7 +263,7 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "pool": (lambda c: c.block == "superblock", "block=superblock"),
     "wiring": (lambda c: c.block == "superblock" and c.pool == "separate", "block=superblock and pool=separate"),
     "n_group": (lambda c: c.block == "superblock" and c.pool == "separate", "block=superblock and pool=separate"),
-    "n_slot": (lambda c: c.block == "superblock" and c.pool == "joint", "block=superblock and pool=joint"),
+    **dict.fromkeys(("n_slot", "slot_softmax"), (lambda c: c.slots > 0, "block=superblock and pool=joint")),
     "n_encoder_layer": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
     "doc_positions": (lambda c: c.doc_mask, "doc_mask=True"),
     "mlp": (lambda c: c.block != "superblock" or c.pool == "separate", "pool=separate"),
@@ -969,10 +970,15 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
-        q, k, v = self.position(self.q_norm(q), self.k_norm(k), v, inputs.table)
+        y = self.read(self.q_norm(q), self.k_norm(k), v, inputs)
+        return self.out(y.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, C)
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
+        """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
+        q, k, v = self.position(q, k, v, inputs.table)
         k, v = self.cache.extend(k, v)  # (B, heads, S, E)
-        y = self.mix(q, k, v, Mask(self.causal, self.window, inputs.docs, self.position.slopes(inputs.table)))
-        return self.out(y[..., : self.head_dim].transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, C)
+        mask = Mask(self.causal, self.window, inputs.docs, self.position.slopes(inputs.table))
+        return self.mix(q, k, v, mask)[..., : self.head_dim]
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots = None) -> Tensor:
         """The softmax of all heads. A variant of it goes here and works with slots, shaped and cross attention too."""
@@ -1002,18 +1008,31 @@ class ContextPool(Heads):
 
 
 class SlotPool(ContextPool):
-    """Attention to the context and to M learned keys and values, in one softmax: persistent memory (1907.01470)."""
+    """Attention to the context plus attention to M learned keys and values, for which queries have no position; or to
+    both in one softmax: persistent memory (arXiv:1907.01470)."""
 
     per_head = ("slot_k", "slot_v")
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__(cfg, layer)
+        self.joint = cfg.slot_softmax == "joint"
         self.slot_k, self.slot_v = (nn.Parameter(torch.empty(cfg.kv_heads, cfg.slots, cfg.head_size)) for _ in range(2))
         self.initial = dict.fromkeys(self.per_head, Normal(0.02 * math.sqrt(cfg.n_embd)))  # as a normed stream's keys
 
+    def slots(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots."""
+        return self.k_norm(self.slot_k).to(dtype), self.slot_v.to(dtype)  # each (Hkv, M, D)
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
+        y = super().read(q, k, v, inputs)
+        if self.joint:
+            return y
+        slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
+        return y + Heads.mix(self, q, *slots, Mask(causal=False))  # not self.mix, which is the context's seam
+
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        slots = self.position.slots(self.k_norm(self.slot_k), self.slot_v)  # each (Hkv, M, E)
-        return super().mix(q, k, v, mask, tuple(x.to(k.dtype) for x in slots))
+        slots = self.position.slots(*self.slots(k.dtype)) if self.joint else None  # each (Hkv, M, E)
+        return super().mix(q, k, v, mask, slots)
 
 
 class ShapedPool(Heads):
@@ -1190,7 +1209,7 @@ def simplified_parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
 
 def superblock(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = s + A(n(s)) + X(n(s)) + M(n(s)): one sum over all pools, or with wiring=series one sum for each pool, in this
-    order. With pool=joint, slots in the softmax of A replace M."""
+    order. With pool=joint, slots that the heads of A read replace M."""
     mlp = {"mlp": ParameterPool(cfg, cfg.n_group)} if cfg.pool == "separate" else {}
     pools = {"attn": attention(cfg, layer)} | cross(cfg, layer) | mlp
     sums = [pools] if cfg.wiring == "parallel" else [{name: pool} for name, pool in pools.items()]

@@ -37,8 +37,8 @@ def keys_per_query(heads: Heads, T: int, source: int) -> int:
 
 
 def attention_kernels(model: Model, T: int, source: int, device: str, dtype: torch.dtype, pieces: int = 1) -> str:
-    """The kernels of model.attention_kernel in training on T tokens and a source, with their numbers of layers. Context
-    parallelism computes the queries of a text in `pieces`."""
+    """The kernels of model.attention_kernel in training on T tokens and a source, with their numbers of layers. Slots
+    with a softmax of their own count as a layer. Context parallelism computes the queries of a text in `pieces`."""
     cfg, counts = model.cfg, Counter()
     for name, m in model.named_modules():
         if isinstance(m, Heads):
@@ -48,6 +48,8 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
             width, docs = m.position(q, q, q, table)[0].size(-1), (q, q) if cfg.doc_mask else None
             mask = Mask(m.causal, m.window if m.window < keys else 0, docs, m.position.slopes(table))
             flash, slots = takes_flash(device, dtype, width), isinstance(m, SlotPool)
-            args = mask, tokens // pieces, keys, slots, m.softcap, m.dropout, device, flash
-            counts[attention_kernel(*args)] += 1
+            rest = m.softcap, m.dropout, device, flash
+            counts[attention_kernel(mask, tokens // pieces, keys, slots and m.joint, *rest)] += 1
+            if slots and not m.joint:
+                counts[attention_kernel(Mask(False), tokens // pieces, cfg.slots, False, *rest)] += 1
     return ", ".join(f"{kernel} ({n} layer{'s' * (n > 1)})" for kernel, n in counts.items())

@@ -36,7 +36,7 @@ BLOCKS = {
     "simplified_parallel": ["--block=simplified_parallel", "--attention=gqa", "--n_kv_head=2"],
     "superblock": ["--block=superblock", "--qk_norm=True", "--window=7"],
     "superblock, series": ["--block=superblock", "--wiring=series", "--norm_placement=sandwich", "--mlp=geglu"],
-    "superblock, joint pool": ["--block=superblock", "--pool=joint", "--pos=alibi"],
+    "superblock, joint pool": ["--block=superblock", "--pool=joint", "--slot_softmax=joint", "--pos=alibi"],
     "superblock, groups": ["--block=superblock", "--n_group=2", "--mlp=relu2", "--pos=sinusoidal"],
 }
 OBJECTIVES = {

@@ -410,11 +410,13 @@ def test_a_reader_begins_with_the_same_weights_in_every_block(blocks, objective)
 @pytest.mark.parametrize("Hkv", [4, 2])
 @both_ways
 @pytest.mark.parametrize("docs", [None, DOCS], ids=["whole", "docs"])
-def test_joint_pool_is_one_softmax(window, pos, Hkv, objective, docs):
-    """Slots and context under one softmax, from scores written out; slots are always visible and have no position."""
+@pytest.mark.parametrize("kind", ["own", "joint"])
+def test_joint_pool_from_scores_written_out(window, pos, Hkv, objective, docs, kind):
+    """Slots and context under one softmax, or each under its own; slots are always visible and have no position. In a
+    softmax of their own, slots meet queries without a position."""
     net = build(
         block="superblock", pool="joint", n_slot=5, pos=pos, window=window, objective=objective,
-        attention="gqa", n_kv_head=Hkv,
+        attention="gqa", n_kv_head=Hkv, slot_softmax=kind,
     )  # fmt: skip
     jitter(net)
     heads = net.blocks[0].sums[0].attn
@@ -430,7 +432,11 @@ def test_joint_pool_is_one_softmax(window, pos, Hkv, objective, docs):
         g = h * Hkv // H
         context = Q[:, h] @ K[:, g].mT / math.sqrt(D) - (slopes[h] * distance.abs() if pos == "alibi" else 0)
         context = context.masked_fill(hidden, -math.inf)
-        weights = torch.cat((Q[:, h] @ heads.slot_k[g].T / math.sqrt(D), context), dim=-1).softmax(-1)
+        of_slots = (Q if kind == "joint" else q)[:, h] @ heads.slot_k[g].T / math.sqrt(D)
+        if kind == "joint":
+            weights = torch.cat((of_slots, context), dim=-1).softmax(-1)
+        else:
+            weights = torch.cat((of_slots.softmax(-1), context.softmax(-1)), dim=-1)
         out.append(weights[..., :5] @ heads.slot_v[g] + weights[..., 5:] @ v[:, g])
     got = heads_of(heads, q, k, v, inputs_of(net, docs))
     assert_same(got, torch.cat(out, dim=-1), (heads.slot_k, heads.slot_v, q, k))
@@ -443,7 +449,8 @@ def test_alibi_beside_slots_in_a_long_text(flags):
     """600 positions, where the columns of the bias have carried over twice: slots and context under one softmax with
     its matrix and its bias written out, for the whole text, and decoded in pieces of 460, 139 and 1 tokens."""
     T, D = 600, C // H
-    net = build(block="superblock", pool="joint", n_slot=5, pos="alibi", block_size=T, n_layer=1, **flags)
+    joint = dict(block="superblock", pool="joint", n_slot=5, slot_softmax="joint")
+    net = build(**joint, pos="alibi", block_size=T, n_layer=1, **flags)
     jitter(net)
     heads, Hkv = net.blocks[0].sums[0].attn, net.cfg.kv_heads
     q, k, v = leaves((1, H, T, D), (1, Hkv, T, D), (1, Hkv, T, D))

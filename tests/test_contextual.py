@@ -19,6 +19,7 @@ BLOCKS = [
     {"block": "superblock"},
     {"block": "superblock", "wiring": "series", "n_group": 2},
     {"block": "superblock", "pool": "joint", "n_slot": 5},
+    {"block": "superblock", "pool": "joint", "n_slot": 5, "slot_softmax": "joint"},
     {"block": "simplified"},
     {"block": "simplified_parallel", "simplified_value_proj": "all"},
 ]

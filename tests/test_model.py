@@ -49,7 +49,7 @@ VARIANTS = {  # of a block or a position, for the flags that it alone uses
     "superblock": [
         {},
         {"wiring": "series"},
-        {"pool": "joint", "n_slot": 5},
+        {"pool": "joint", "n_slot": 5, "slot_softmax": "joint"},
         {"pool": "joint"},
         {"n_group": 2},
         {"n_group": 4, "wiring": "series"},
@@ -177,9 +177,12 @@ def check_loss(model, idx, targets, **given):
 
 def check_documents_alone(model, idx, docs, source=None, source_docs=None):
     """A row's first document gives what it gives without the rest of the row, be that other documents or padding;
-    the others, which stand elsewhere then, do so where only distances count (slots have a position, and it is 0)."""
+    the others, which stand elsewhere then, do so where only distances count. In a joint softmax, slots have position
+    0."""
     together = model(idx, docs=docs, source=source, source_docs=source_docs)
-    relative = model.cfg.pos in ("rope", "alibi", "none") and not (model.cfg.pos == "rope" and model.cfg.slots)
+    cfg = model.cfg
+    placed = cfg.pos == "rope" and cfg.slots and cfg.slot_softmax == "joint"
+    relative = cfg.pos in ("rope", "alibi", "none") and not placed
     for row in range(2):
         for number in docs[row].unique() if relative else [0]:
             here = docs[row] == number
@@ -272,9 +275,10 @@ SLOTS = {"block": "superblock", "pool": "joint", "n_slot": 5}
         {"pos": "rope", "attention": "gqa", "n_kv_head": 2},
         {"pos": "rope", "qk_norm": True, "norm": "rmsnorm", "mlp": "relu2"},
         {"pos": "rope", **SLOTS},
+        {"pos": "rope", **SLOTS, "slot_softmax": "joint"},
         {"pos": "rope", "block": "simplified"},
         {"pos": "alibi", "window": 3},
-        {"pos": "alibi", "window": 3, "window_pattern": "SL", **SLOTS},
+        {"pos": "alibi", "window": 3, "window_pattern": "SL", **SLOTS, "slot_softmax": "joint"},
         {"pos": "alibi", "block": "simplified", "attention": "mqa"},
         {"pos": "alibi", "attn_softcap": 2.0},
         {"pos": "none", "window": 400},
@@ -330,7 +334,7 @@ def test_positions_that_end_do_not_roll(pos):
         {"pos": "none", "attn_softcap": 2.0},
         {"pos": "rope", "attn_softcap": 2.0, "window": 140, "window_pattern": "SL", "attention": "mqa"},
         {"pos": "alibi", "attn_softcap": 2.0, **SLOTS},
-        {"pos": "alibi", "window": 140, **SLOTS},
+        {"pos": "alibi", "window": 140, **SLOTS, "slot_softmax": "joint"},
         {"pos": "alibi", "attn_softcap": 2.0, "block": "simplified"},
         {"pos": "rope", "attn_softcap": 2.0, "objective": "seq2seq", "n_encoder_layer": 1},
     ],
@@ -773,7 +777,9 @@ def test_the_examples_have_every_kernel_of_the_table():
         ({"dropout": 0.1}, "naive (2 layers)"),
         ({"doc_mask": True}, "strips (2 layers)"),
         ({"pos": "alibi", "objective": "masked"}, "strips (2 layers)"),
-        ({"pos": "alibi", "block": "superblock", "pool": "joint", "n_slot": 5}, "joined (2 layers)"),
+        ({"pos": "alibi", **SLOTS}, "full (4 layers)"),
+        ({"window": 3, **SLOTS}, "window (2 layers), full (2 layers)"),
+        ({"pos": "alibi", **SLOTS, "slot_softmax": "joint"}, "joined (2 layers)"),
         ({"block": "simplified", "window": 3}, "window (2 layers)"),
         ({"objective": "seq2seq", "window": 3}, "window (2 layers), full (2 layers), strips (2 layers)"),
         ({"objective": "seq2seq", "block": "parallel", "doc_mask": True}, "strips (6 layers)"),
@@ -829,7 +835,8 @@ def test_the_kernels_of_a_model_on_a_gpu():
     for flags, said in (
         ({"dropout": 0.1}, "full (2 layers)"),
         ({"window": 3, "dropout": 0.1}, "window (2 layers)"),
-        ({"block": "superblock", "pool": "joint", "n_slot": 5}, "strips (2 layers)"),
+        (SLOTS, "full (4 layers)"),
+        (SLOTS | {"slot_softmax": "joint"}, "strips (2 layers)"),
         ({"attn_softcap": 5.0}, "naive (2 layers)"),
     ):
         assert attention_kernels(build(**flags), TINY["block_size"], 0, "cuda", torch.bfloat16) == said
@@ -858,6 +865,7 @@ class Largest(TorchDispatchMode):
         {"block": "simplified", "window": 100},
         {"block": "simplified_parallel", "pos": "alibi"},
         {"block": "superblock", "pool": "joint", "n_slot": 32},
+        {"block": "superblock", "pool": "joint", "n_slot": 32, "slot_softmax": "joint"},
         {"objective": "masked"},
         {"objective": "masked", "window": 100},
         {"objective": "masked", "pos": "alibi"},
