@@ -126,7 +126,8 @@ def test_weights_are_the_activations_of_the_units(block, pos, extra):
     del heads.mix
     for head in range(4):
         _, _, hidden = lens.contextual_mlp(net, idx, layer, head, position)
-        Z = hidden.sum()
+        apart = net.cfg.slots if isinstance(heads, M.SlotPool) and not heads.joint else 0
+        Z = hidden[apart:].sum()
         if isinstance(heads, M.ShapedPool):
             Z = Z / (heads.alpha + heads.beta - heads.gamma)[head]
         weights = seen["weights"][:, 0, head, position]  # (S,)
