@@ -150,9 +150,7 @@ def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: s
         searched=len(search.losses), short=options.steps // 3, n=options.seeds, steps=options.steps, measured=measured
     )
     text += "\n" + aligned(lines) + MEANING.format(n=options.seeds)
-    text += (
-        "\n## The commands\n\nThe trainings with seed 1; `make train` prepares the data:\n\n"
-    )
+    text += "\n## The commands\n\nThe trainings with seed 1; `make train` prepares the data:\n\n"
     text += "```\n" + "".join(f"python train.py {row['run']} --seed=1\n" for row in rows) + "```\n"
     text += "\n## The search\n\nThe losses are those of 60 batches of the validation set, with seed 1:\n\n"
     return text + search.table()

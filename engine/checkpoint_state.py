@@ -71,6 +71,8 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
         raise damaged(path, f"state.json: skipped is {skipped}, of {step} steps")
     if kinds and "samples" in kinds and not step <= state["samples"] <= step * MOST_SAMPLES:
         raise damaged(path, f"state.json: samples is {state['samples']}, of {step} steps")
+    if type(flags := state.get("flags")) is dict and flags.get("pool") == "joint":
+        flags.setdefault("slot_softmax", "joint")  # checkpoints without this flag have one softmax over both pools
     return state
 
 

@@ -179,3 +179,17 @@ def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
     (copy / "state.json").write_text(json.dumps({"format": 3, "step": 10, "flags": {}, "tokenizer": 3}))
     assert "tokenizer is 3" in refused(train.main, [*new, f"--init_from=checkpoint:{copy}"], capsys)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kind", ["joint", "own"])
+def test_a_joint_pool_without_the_flag_of_its_softmax_has_one(run, kind):
+    """Checkpoints that were written before --slot_softmax. With another kind of softmax the losses would be others."""
+    joint = ["--block=superblock", "--pool=joint", "--n_slot=5", "--max_iters=10", "--lr_decay_iters=40"]
+    out = run(*joint, f"--slot_softmax={kind}")
+    file = checkpoint.find(out) / "state.json"
+    state = json.loads(file.read_text())
+    assert state["flags"].pop("slot_softmax") == kind
+    file.write_text(json.dumps(state))
+    before = metrics(out)[-1]["val_loss"]
+    again = run(*SHORT, f"--init_from=checkpoint:{out}", out="again")
+    assert (metrics(again)[0]["val_loss"] == before) == (kind == "joint")
