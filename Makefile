@@ -25,7 +25,7 @@ quick: .venv/ready-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -k "not golden or causal and adamw" \
 		tests/test_model.py::test_grid tests/test_blocks.py tests/test_references.py tests/test_golden.py
 
-baselines: .venv/ready data/pycode/meta.json
+baselines: .venv/ready-test data/pycode/meta.json
 	$(BIN)/python baselines.py
 
 gpu: .venv/ready

@@ -9,11 +9,13 @@ values of its grid, and the search goes on to the next value while the best one 
 makes the trainings, in folders below --out.
 """
 
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import compare
+import plot
 from configurator import parse
 from engine.compare_table import aligned, cells
 from engine.errors import command, require, user_errors
@@ -27,6 +29,7 @@ VARIANTS = {  # name in the table -> arguments of train.py
     "superblock, 2 groups": "config/pycode_superblock.py --n_group=2",
     "superblock, 4 groups": "config/pycode_superblock.py --n_group=4",
     "superblock, joint pool": "config/pycode_superblock_joint.py",
+    "superblock, joint pool, one softmax": "config/pycode_superblock_joint.py --slot_softmax=joint",
     "SAS": "config/pycode_sas.py",
     "SAS-P": "config/pycode_sas_p.py",
     "Llama-like": "config/pycode_llama.py",
@@ -35,6 +38,7 @@ VARIANTS = {  # name in the table -> arguments of train.py
     "seq2seq (T5-like)": "config/pycode_t5.py",
 }
 OTHER_LOSS = ("masked (BERT-like)", "seq2seq (T5-like)")  # their losses are those of another task
+DRAWN = ("standard", "parallel", "superblock, joint pool", "SAS", "SAS-P", "Llama-like", "GPT-2-like")
 GRID = {"muon_lr": [0.005, 0.01, 0.02, 0.04, 0.08], "learning_rate": [0.00075, 0.0015, 0.003, 0.006, 0.012]}
 SHORT = "--max_iters={0} --warmup_iters={1} --cooldown_iters={2}"
 INTRODUCTION = """# Baselines: what each block reaches
@@ -150,15 +154,31 @@ def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: s
         searched=len(search.losses), short=options.steps // 3, n=options.seeds, steps=options.steps, measured=measured
     )
     text += "\n" + aligned(lines) + MEANING.format(n=options.seeds)
+    text += "\n![Training losses of seven variants against tokens](baselines.png)\n"
     text += "\n## The commands\n\nThe trainings with seed 1; `make train` prepares the data:\n\n"
     text += "```\n" + "".join(f"python train.py {row['run']} --seed=1\n" for row in rows) + "```\n"
     text += "\n## The search\n\nThe losses are those of 60 batches of the validation set, with seed 1:\n\n"
     return text + search.table()
 
 
+def picture(rows: list[dict]):
+    """A matplotlib Figure of training losses: a line per variant of DRAWN, the mean of its seeds, without the start."""
+    cfg, lines = plot.PlotConfig(smooth=10), []
+    for variant, row in zip(VARIANTS, rows, strict=True):
+        if variant in DRAWN and row["seeds"]:
+            i = DRAWN.index(variant)
+            colour, style = plot.COLOURS[i], plot.STYLES[i % 2]
+            (line,) = plot.curves(cfg, [plot.read_run(figures["folder"]) for figures in row["seeds"].values()])
+            late = line.x > line.x[-1] / 5
+            parts = (each[late] for each in (line.x, line.y, line.low, line.high))
+            lines.append(plot.Line(variant, *parts, colour, style))
+    return plot.draw({"": lines}, plot.AXES[cfg.x], plot.y_label(cfg))
+
+
 def main(argv: list[str] | None = None):
     with user_errors():
         options = parse(BaselinesConfig, argv, __doc__)
+        require(importlib.util.find_spec("matplotlib"), "matplotlib is not installed; pip install -e .[plots]")
     search = Search(options)
     runs = [arguments(options, variant, search.best[variant].values(), options.steps) for variant in VARIANTS]
     rows = run_compare(options, "final", runs, [f"--seeds={options.seeds}"])
@@ -166,6 +186,7 @@ def main(argv: list[str] | None = None):
     measured = json.loads((folder / "final" / "compare.json").read_text())["notes"][0]
     target = HERE / "docs" / "baselines.md" if options == BaselinesConfig() else folder / "baselines.md"
     target.write_text(page(options, search, rows, measured))
+    picture(rows).savefig(target.with_suffix(".png"), dpi=160, transparent=True)
     print(f"The page is {target}.")
 
 

@@ -5,11 +5,15 @@ import json
 import math
 import shlex
 
+import numpy as np
 import pytest
 
 import baselines
+import plot
 from configurator import Config, parse
 from engine import compare_table
+
+LINE = plot.Line("", *(np.arange(3.0) for _ in range(4)), "red", "-")
 
 
 @pytest.fixture
@@ -55,6 +59,7 @@ def formula(monkeypatch, tmp_path):
             raise SystemExit(1)
 
     monkeypatch.setattr(baselines.compare, "main", main)
+    monkeypatch.setattr(baselines, "picture", lambda rows: plot.draw({"": [LINE]}, "tokens", "loss"))
     return calls, loss
 
 
@@ -75,6 +80,7 @@ def test_the_search_finds_what_an_exhaustive_one_finds(formula, tmp_path):
 
 
 def test_the_page(formula, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the page has a picture; pip install -e .[plots]")
     calls, _ = formula
     baselines.main([f"--out={tmp_path}", "--seeds=2"])
     assert calls[-1][0] == f"{tmp_path}/final" and "--max_iters=450 --warmup_iters=20" in calls[-1][1][0]
@@ -90,6 +96,31 @@ def test_the_page(formula, tmp_path, capsys):
     assert row["masked (BERT-like)"][5] == row["seq2seq (T5-like)"][5] == "-" and list(row)[0] == "variant"
     assert "Measured somewhere." in text and "| SAS-P " in text.split("## The search")[1] and "inf" in text
     assert str(tmp_path / "baselines.md") in capsys.readouterr().out
+
+
+def test_the_picture(tmp_path):
+    """A line for each drawn variant: the mean over its seeds of ten logged losses, without the first fifth."""
+    pytest.importorskip("matplotlib", reason="pip install -e .[plots]")
+    rows = []
+    for n in range(len(baselines.VARIANTS)):
+        seeds = {}
+        for seed in (1, 2):
+            folder = tmp_path / f"{n}-{seed}"
+            folder.mkdir()
+            logged = [
+                {"kind": "train", "step": i, "tokens": 100 * i + 100, "tokens_per_s": 1, "loss": n + 0.1 * seed}
+                for i in range(50)
+            ]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
+            (folder / "config.py").write_text(f"seed = {seed}\nn_layer = {n + 1}\n")
+            seeds[str(seed)] = {"folder": str(folder)}
+        rows.append({"seeds": seeds})
+    (axes,) = baselines.picture(rows).axes
+    assert [line.get_label() for line in axes.lines] == list(baselines.DRAWN)
+    for line in axes.lines:
+        n = list(baselines.VARIANTS).index(line.get_label())
+        assert np.allclose(line.get_ydata(), n + 0.15) and min(line.get_xdata()) > max(line.get_xdata()) / 5
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 7
 
 
 @pytest.mark.parametrize("variant", baselines.VARIANTS)
