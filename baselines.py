@@ -5,8 +5,9 @@
 
 Each variant has two learning rates: muon_lr for the hidden matrices, and learning_rate for all else. They are found by
 coordinate search with seed 1 and short trainings: first muon_lr, then learning_rate. A coordinate starts with three
-values of its grid, and the search goes on to the next value while the best one is the last that was tried. compare.py
-makes the trainings, in folders below --out.
+values of its grid, and the search goes on to the next value while the best one is the last that was tried. Short
+trainings favour large rates. So where muon_lr is above the middle of its grid, full trainings with seed 1 try the next
+smaller value while the loss falls. compare.py makes the trainings, in folders below --out.
 """
 
 import importlib.util
@@ -81,22 +82,24 @@ class Search:
     """The coordinate search of all variants at the same time.
 
     losses    (variant, muon_lr, learning_rate) -> the loss of a short training, infinite if it failed
+    full      the same of full trainings
     best      variant -> {"muon_lr": its best value so far, "learning_rate": likewise}
     """
 
     def __init__(self, options: BaselinesConfig):
-        self.options, self.losses, self.rounds = options, {}, 0
+        self.options, self.losses, self.full, self.rounds = options, {}, {}, 0
         self.best = {variant: {name: values[2] for name, values in GRID.items()} for variant in VARIANTS}
         for name in GRID:
             while missing := self.missing(name):
-                self.train(missing)
+                self.losses |= self.train(missing, options.steps // 3, "--eval_iters=60")
                 for variant in VARIANTS:
                     found = self.tried(variant, name)
                     self.best[variant][name] = min(found, key=found.get)
+        self.lower_muon_lr()
 
     def tried(self, variant: str, name: str) -> dict[float, float]:
         """Value of this learning rate -> loss, for the values tried with the best value of the other one."""
-        points = {value: (variant, *(self.best[variant] | {name: value}).values()) for value in GRID[name]}
+        points = {value: self.point(variant, name, value) for value in GRID[name]}
         return {value: self.losses[point] for value, point in points.items() if point in self.losses}
 
     def missing(self, name: str) -> list[tuple]:
@@ -104,23 +107,42 @@ class Search:
         points = []
         for variant in VARIANTS:
             at = GRID[name].index(self.best[variant][name])
-            for value in GRID[name][max(at - 1, 0) : at + 2]:
-                points.append((variant, *(self.best[variant] | {name: value}).values()))
+            points += [self.point(variant, name, value) for value in GRID[name][max(at - 1, 0) : at + 2]]
         return [point for point in points if point not in self.losses]
 
-    def train(self, points: list[tuple]):
-        """Train these points for a third of the steps; the evaluation reads 60 batches."""
-        self.rounds += 1
-        runs = [arguments(self.options, variant, rates, self.options.steps // 3) for variant, *rates in points]
-        rows = run_compare(self.options, f"search{self.rounds}", runs, ["--eval_iters=60"])
-        for point, row in zip(points, rows, strict=True):
-            self.losses[point] = row["loss"]["mean"] if row["loss"] else float("inf")
+    def point(self, variant: str, name: str, value: float) -> tuple:
+        """The variant with its best rates, but this value of one of them."""
+        return (variant, *(self.best[variant] | {name: value}).values())
 
-    def table(self) -> str:
-        """All losses of the search, as Markdown."""
-        header = ["variant", *GRID, "loss"]
-        ordered = sorted(self.losses.items(), key=lambda item: (list(VARIANTS).index(item[0][0]), item[0][1:]))
-        return aligned([header] + [[*map(str, point), f"{loss:.4f}"] for point, loss in ordered])
+    def lower_muon_lr(self):
+        """Lower the best muon_lr of variants where it is above the middle of its grid, while full trainings agree."""
+        values = GRID["muon_lr"]
+        left = [variant for variant in VARIANTS if self.best[variant]["muon_lr"] > values[2]]
+        while left:
+            pairs = {}
+            for variant in left:
+                now = self.best[variant]["muon_lr"]
+                smaller = values[values.index(now) - 1]
+                pairs[variant] = [self.point(variant, "muon_lr", value) for value in (now, smaller)]
+            missing = [point for pair in pairs.values() for point in pair if point not in self.full]
+            self.full |= self.train(missing, self.options.steps, "--eval_iters=0")
+            left = [variant for variant, (now, smaller) in pairs.items() if self.full[smaller] < self.full[now]]
+            for variant in left:
+                self.best[variant]["muon_lr"] = pairs[variant][1][1]
+            left = [variant for variant in left if self.best[variant]["muon_lr"] > values[0]]
+
+    def train(self, points: list[tuple], steps: int, evaluation: str) -> dict[tuple, float]:
+        """The losses of trainings at these points, with seed 1."""
+        self.rounds += 1
+        runs = [arguments(self.options, variant, rates, steps) for variant, *rates in points]
+        rows = run_compare(self.options, f"search{self.rounds}", runs, [evaluation])
+        return {p: row["loss"]["mean"] if row["loss"] else float("inf") for p, row in zip(points, rows, strict=True)}
+
+
+def table(losses: dict[tuple, float]) -> str:
+    """Losses of a search, as Markdown."""
+    ordered = sorted(losses.items(), key=lambda item: (list(VARIANTS).index(item[0][0]), item[0][1:]))
+    return aligned([["variant", *GRID, "loss"]] + [[*map(str, point), f"{loss:.4f}"] for point, loss in ordered])
 
 
 def arguments(options: BaselinesConfig, variant: str, rates: list[float], steps: int) -> str:
@@ -158,7 +180,13 @@ def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: s
     text += "\n## The commands\n\nThe trainings with seed 1; `make train` prepares the data:\n\n"
     text += "```\n" + "".join(f"python train.py {row['run']} --seed=1\n" for row in rows) + "```\n"
     text += "\n## The search\n\nThe losses are those of 60 batches of the validation set, with seed 1:\n\n"
-    return text + search.table()
+    text += table(search.losses)
+    if search.full:
+        text += (
+            "\nFull trainings with seed 1, of variants whose best muon_lr was above 0.02; losses of the whole set:\n\n"
+        )
+        text += table(search.full)
+    return text
 
 
 def picture(rows: list[dict]):

@@ -27,8 +27,10 @@ def formula(monkeypatch, tmp_path):
     optimum["standard"], optimum["parallel"] = (0.02, 0.003), (0.08, 0.00075)
     calls = []
 
-    def loss(variant: str, muon_lr: float, learning_rate: float) -> float:
+    def loss(variant: str, muon_lr: float, learning_rate: float, full: bool = False) -> float:
         best = optimum[variant]
+        if full and variant == "parallel":  # the best muon_lr is smaller in full trainings
+            best = 0.02, best[1]
         if variant == "SAS-P" and muon_lr == 0.04:
             return float("inf")
         return 1 + math.log(muon_lr / best[0]) ** 2 + math.log(learning_rate / best[1]) ** 2
@@ -44,7 +46,8 @@ def formula(monkeypatch, tmp_path):
                 (v for v, text in baselines.VARIANTS.items() if run.startswith(text)),
                 key=lambda v: len(baselines.VARIANTS[v]),
             )
-            found = loss(variant, float(flags["muon_lr"]), float(flags["learning_rate"]))
+            rates = float(flags["muon_lr"]), float(flags["learning_rate"])
+            found = loss(variant, *rates, full=flags["max_iters"] != "150")
             spread = compare_table.spread([found]) if found < float("inf") else None
             difference = spread and compare_table.interval([found - 1, found - 1.5])
             rows.append(
@@ -68,15 +71,29 @@ def test_the_search_finds_what_an_exhaustive_one_finds(formula, tmp_path):
     calls, loss = formula
     search = baselines.Search(baselines.BaselinesConfig(out=str(tmp_path)))
     for variant, found in search.best.items():
-        if variant != "SAS-P":
+        if variant not in ("SAS-P", "parallel"):
             grid = itertools.product(*baselines.GRID.values())
             assert tuple(found.values()) == min(grid, key=lambda rates: loss(variant, *rates)), variant
-    points = [run for _, runs in calls for run in runs]
+    points = [run for _, runs in calls for run in runs if "--max_iters=150" in run]
     assert len(points) == len(set(points)) == len(search.losses)  # nothing is trained twice
     of_standard = [point[1:] for point in search.losses if point[0] == "standard"]
     assert len(of_standard) == 5 and (0.08, 0.003) not in of_standard and (0.02, 0.006) in of_standard
     assert search.losses["SAS-P", 0.04, 0.003] == float("inf") and search.best["SAS-P"]["muon_lr"] != 0.04
     assert all("--max_iters=150 --warmup_iters=6 --cooldown_iters=50" in run for run in points)
+
+
+def test_full_trainings_lower_a_muon_lr_that_short_ones_chose(formula, tmp_path):
+    """From 0.08 to 0.02, which is better than 0.01; the others with a large one stay, as the next is no better."""
+    calls, loss = formula
+    search = baselines.Search(baselines.BaselinesConfig(out=str(tmp_path)))
+    assert search.best["parallel"] == {"muon_lr": 0.02, "learning_rate": 0.00075}
+    tried = [muon_lr for variant, muon_lr, _ in search.full if variant == "parallel"]
+    assert tried == [0.08, 0.04, 0.02, 0.01]
+    for variant in {point[0] for point in search.full} - {"parallel"}:
+        muon_lr = search.best[variant]["muon_lr"]
+        assert muon_lr > 0.02 and len([point for point in search.full if point[0] == variant]) == 2
+    full = [run for _, runs in calls for run in runs if "--max_iters=450" in run]
+    assert len(full) == len(set(full)) == len(search.full)
 
 
 def test_the_page(formula, tmp_path, capsys):
@@ -89,7 +106,7 @@ def test_the_page(formula, tmp_path, capsys):
            for line in text.split("## The commands")[0].splitlines() if line.startswith("| ")}  # fmt: skip
     assert row["standard"][:4] == ["0.02", "0.003", "1,001", "1.0000"] and row["standard"][5] == "-"
     assert (
-        row["parallel"][:2] == ["0.08 !", "0.00075 !"]
+        row["parallel"][:2] == ["0.02", "0.00075 !"]
         and row["parallel"][5].startswith("-0.2500 ± ")
         and len(row["parallel"]) == 6
     )
