@@ -1,6 +1,6 @@
 """Trains the baselines of docs/baselines.md, with tuned learning rates, and writes that page: `make baselines`.
 
-    python baselines.py                            # about 80 minutes on 2 cores; a stopped call continues
+    python baselines.py                            # about two hours on 2 cores; a stopped call continues
     python baselines.py --steps=30 --seeds=1       # a rehearsal, which writes OUT/baselines.md only
 
 Each variant has two learning rates: muon_lr for the hidden matrices, and learning_rate for all else. They are found by
@@ -44,9 +44,12 @@ GRID = {"muon_lr": [0.005, 0.01, 0.02, 0.04, 0.08], "learning_rate": [0.00075, 0
 SHORT = "--max_iters={0} --warmup_iters={1} --cooldown_iters={2}"
 INTRODUCTION = """# Baselines: what each block reaches
 
-This page is for readers who ask whether a block helps. `make baselines` writes it: {searched} trainings of {short}
-steps to find two learning rates per variant, then {n} seeds of {steps} steps each, on `pycode` (bytes of Python's
-standard library), with the width, depth, optimizer (Muon) and schedule of `config/train_pycode.py`. {measured}
+This page is for readers who ask whether a block helps. `make baselines` writes it. It makes {searched} trainings of
+{short} steps and {full} of {steps} steps to find two learning rates per variant, then trains each variant for {steps}
+steps with {n} seeds. The data is `pycode` (bytes of Python's standard library). Width, depth, optimizer (Muon) and
+schedule are those of `config/train_pycode.py`.
+
+{measured}
 
 `superblock` with one group computes what `parallel` computes, and in series what `standard` computes, from the same
 initial weights (`tests/test_blocks.py::test_equal_blocks_begin_with_equal_weights`), so their rows are those two.
@@ -173,7 +176,12 @@ def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: s
         rates = [f"{rate}{' !' * (rate in (GRID[name][0], GRID[name][-1]))}" for name, rate in best]
         lines.append([variant, *rates, parameters, loss, bits, "-" if variant in OTHER_LOSS else difference])
     text = INTRODUCTION.format(
-        searched=len(search.losses), short=options.steps // 3, n=options.seeds, steps=options.steps, measured=measured
+        searched=len(search.losses),
+        full=len(search.full),
+        short=options.steps // 3,
+        n=options.seeds,
+        steps=options.steps,
+        measured=measured,
     )
     text += "\n" + aligned(lines) + MEANING.format(n=options.seeds)
     text += "\n![Training losses of seven variants against tokens](baselines.png)\n"
@@ -196,7 +204,11 @@ def picture(rows: list[dict]):
         if variant in DRAWN and row["seeds"]:
             i = DRAWN.index(variant)
             colour, style = plot.COLOURS[i], plot.STYLES[i % 2]
-            (line,) = plot.curves(cfg, [plot.read_run(figures["folder"]) for figures in row["seeds"].values()])
+            runs = [
+                plot.read_run(f["folder"])._replace(flags={"run": variant, "seed": seed})
+                for seed, f in row["seeds"].items()
+            ]
+            (line,) = plot.curves(cfg, runs)
             late = line.x > line.x[-1] / 5
             parts = (each[late] for each in (line.x, line.y, line.low, line.high))
             lines.append(plot.Line(variant, *parts, colour, style))

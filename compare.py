@@ -274,7 +274,7 @@ class Comparison:
         facts = machine(resolve_device(self.runs[0].cfg.device))
         jobs, common, threads = self.options.jobs, self.options.common, os.environ.get("OMP_NUM_THREADS")
         notes = [
-            f"Measured on {datetime.now():%Y-%m-%d}: {facts['device']}, {threads or facts['threads']} threads, torch "
+            f"Measured on {datetime.now():%Y-%m-%d}: {facts['device']}, {threads or facts['threads']} thread(s), torch "
             f"{facts['torch']}, {jobs} at a time."
         ]
         notes += [f"All runs also have `{common}`."] if common else []
