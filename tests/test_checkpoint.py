@@ -410,7 +410,9 @@ def test_groups_of_a_mesh_have_the_timeout_of_the_flag(tmp_path):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         limit(mesh, 7)
         cpu = torch.device("cpu")
-        return [group._get_backend(cpu).options._timeout.total_seconds() for group in mesh.get_all_groups()]
+        found = [group._get_backend(cpu).options._timeout.total_seconds() for group in mesh.get_all_groups()]
+        dist.barrier()  # a rank that leaves early could keep a late one waiting for its connection
+        return found
 
     assert on_ranks(4, timeouts, tmp_path) == [[7, 7]] * 4
 
