@@ -61,7 +61,7 @@ MEANING = """
 * Difference: the loss minus that of `standard` with the same seed; mean ± half of the 95 % confidence interval
   (Student's t).
 
-[superblock.md](superblock.md) has the speeds of the blocks, and their losses at other sizes and depths.
+[superblock.md](superblock.md) has the speeds of the blocks, and what was tried for the joint pool.
 """
 
 

@@ -71,9 +71,14 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
         raise damaged(path, f"state.json: skipped is {skipped}, of {step} steps")
     if kinds and "samples" in kinds and not step <= state["samples"] <= step * MOST_SAMPLES:
         raise damaged(path, f"state.json: samples is {state['samples']}, of {step} steps")
-    if type(flags := state.get("flags")) is dict and flags.get("pool") == "joint":
-        flags.setdefault("slot_softmax", "joint")  # checkpoints without this flag have one softmax over both pools
+    if type(state.get("flags")) is dict:
+        state["flags"] = completed(state["flags"])
     return state
+
+
+def completed(flags: dict) -> dict:
+    """Stored flags of a model, with the values of flags that did not exist when an older version stored them."""
+    return {"slot_softmax": "joint"} | flags if flags.get("pool") == "joint" else flags
 
 
 def read_file(path: Path, most: int) -> bytes:

@@ -27,6 +27,7 @@ from configurator import Config, parse
 from data.base_tokenizer import Tokenizer
 from data.tokenizer import from_spec
 from engine import checkpoint
+from engine.checkpoint_state import completed
 from engine.errors import require, user_errors
 from engine.export_tokenizer import export_tokenizer
 from engine.families import FAMILIES, Family, choose
@@ -119,7 +120,7 @@ OWN = Own("SuperblockForCausalLM", "model.", {}, [], {}, {})
 def own_flags(config: dict, folder: Path) -> dict:
     """The flags of the model in the config.json of an export with --remote-code."""
     require(type(config.get("flags")) is dict, f"{folder}/config.json has no flags of a superblock; {AGAIN}")
-    cfg = parse(Config, [], base=lambda _: (config["flags"], f"{folder}/config.json"))
+    cfg = parse(Config, [], base=lambda _: (completed(config["flags"]), f"{folder}/config.json"))
     return {name: getattr(cfg, name) for name in ModelConfig.__dataclass_fields__}
 
 

@@ -251,6 +251,14 @@ def test_values_that_are_no_numbers_have_no_edge():
     assert compare_table.edge("schedule=wsd", ["schedule=wsd", "schedule=cosine"]) == ""
 
 
+def test_evaluations_of_some_batches(fake, capfd):
+    assert fake("--eval_iters=7", "--dry_run=True") == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("#")]
+    assert len(lines) == 2 and all("--eval_iters=7 " in line for line in lines)
+    assert fake("--eval_iters=7") == 0 and "Evaluations read 7 batches." in (fake.out / "compare.md").read_text()
+    assert fake() == 2 and "another --eval_iters" in capfd.readouterr().err
+
+
 def test_dry_run(fake, monkeypatch, capfd):
     monkeypatch.setattr(compare, "Child", lambda *_: pytest.fail("a training was started"))
     assert fake("--sweep=learning_rate=1e-3,1e-2", "--seeds=2", "--dry_run=True") == 0 and not fake.out.exists()

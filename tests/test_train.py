@@ -326,6 +326,17 @@ def test_evaluation_equals_a_naive_one(run, tiny_data):
     assert state["best_val_loss"] == min(line["val_loss"] for line in metrics(folder) if "val_loss" in line)
 
 
+@pytest.mark.parametrize("size,batches", [(4, 100), (16, None)])
+def test_a_whole_evaluation_reads_at_most_100_batches_of_training(run, tiny_data, monkeypatch, size, batches):
+    """As many as the validation set has, if these are fewer."""
+    read, mean_loss = [], train.mean_loss
+    monkeypatch.setattr(train, "mean_loss", lambda *args: read.append(args[-1]) or mean_loss(*args))
+    flags = [f"--block_size={size}", "--eval_iters=0", "--eval_interval=0", "--max_iters=1", "--warmup_iters=0"]
+    run(*flags, "--batch_size=2")
+    n_val = sum((len(np.fromfile(p, "<u2")) - 512 - 1) // size for p in tiny_data.glob("val_*.bin"))
+    assert read == [batches or math.ceil(n_val / 2), 0] and (batches is None) == (n_val / 2 <= 100)
+
+
 @pytest.mark.parametrize("flags", [MASKED, SEQ2SEQ], ids=["masked", "seq2seq"])
 def test_other_evaluations_equal_a_naive_one(run, tiny_data, flags, capsys):
     """val_loss over the whole set, window by window, each by itself; there are no bits per byte, and a line says so."""

@@ -16,7 +16,7 @@ from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
 from engine import checkpoint, run_state
 from engine.checkpoint_commands import consolidate
-from engine.interchange import export
+from engine.interchange import export, own_flags
 from engine.sharded_model import ShardedModel
 from model import BLOCK, Model, ModelConfig
 
@@ -193,3 +193,11 @@ def test_a_joint_pool_without_the_flag_of_its_softmax_has_one(run, kind):
     before = metrics(out)[-1]["val_loss"]
     again = run(*SHORT, f"--init_from=checkpoint:{out}", out="again")
     assert (metrics(again)[0]["val_loss"] == before) == (kind == "joint")
+
+
+def test_an_older_export_of_a_joint_pool_has_one_softmax(tmp_path):
+    """The config.json of an export with --remote-code, from before --slot_softmax."""
+    flags = dict.fromkeys(["n_layer", "n_head"], 2) | {"n_embd": 16, "block": "superblock", "pool": "joint"}
+    assert own_flags({"flags": flags}, tmp_path)["slot_softmax"] == "joint"
+    assert own_flags({"flags": flags | {"slot_softmax": "own"}}, tmp_path)["slot_softmax"] == "own"
+    assert own_flags({"flags": flags | {"pool": "separate"}}, tmp_path)["slot_softmax"] == "own"
