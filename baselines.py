@@ -1,6 +1,6 @@
 """Trains the baselines of docs/baselines.md, with tuned learning rates, and writes that page: `make baselines`.
 
-    python baselines.py                            # about two hours on 2 cores; a stopped call continues
+    python baselines.py                            # about 90 minutes on 2 cores; a stopped call continues
     python baselines.py --steps=30 --seeds=1       # a rehearsal, which writes OUT/baselines.md only
 
 Each variant has two learning rates: muon_lr for the hidden matrices, and learning_rate for all else. They are found by
@@ -30,7 +30,6 @@ VARIANTS = {  # name in the table -> arguments of train.py
     "superblock, 2 groups": "config/pycode_superblock.py --n_group=2",
     "superblock, 4 groups": "config/pycode_superblock.py --n_group=4",
     "superblock, joint pool": "config/pycode_superblock_joint.py",
-    "superblock, joint pool, one softmax": "config/pycode_superblock_joint.py --slot_softmax=joint",
     "SAS": "config/pycode_sas.py",
     "SAS-P": "config/pycode_sas_p.py",
     "Llama-like": "config/pycode_llama.py",
@@ -86,11 +85,12 @@ class Search:
 
     losses    (variant, muon_lr, learning_rate) -> the loss of a short training, infinite if it failed
     full      the same of full trainings
+    folders   the same points -> the folder of the full training, relative to --out
     best      variant -> {"muon_lr": its best value so far, "learning_rate": likewise}
     """
 
     def __init__(self, options: BaselinesConfig):
-        self.options, self.losses, self.full, self.rounds = options, {}, {}, 0
+        self.options, self.losses, self.full, self.folders, self.rounds = options, {}, {}, {}, 0
         self.best = {variant: {name: values[2] for name, values in GRID.items()} for variant in VARIANTS}
         for name in GRID:
             while missing := self.missing(name):
@@ -129,6 +129,7 @@ class Search:
                 pairs[variant] = [self.point(variant, "muon_lr", value) for value in (now, smaller)]
             missing = [point for pair in pairs.values() for point in pair if point not in self.full]
             self.full |= self.train(missing, self.options.steps, "--eval_iters=0")
+            self.folders |= {point: f"search{self.rounds}/run{n}-seed1" for n, point in enumerate(missing, 1)}
             left = [variant for variant, (now, smaller) in pairs.items() if self.full[smaller] < self.full[now]]
             for variant in left:
                 self.best[variant]["muon_lr"] = pairs[variant][1][1]
@@ -220,9 +221,15 @@ def main(argv: list[str] | None = None):
         options = parse(BaselinesConfig, argv, __doc__)
         require(importlib.util.find_spec("matplotlib"), "matplotlib is not installed; pip install -e .[plots]")
     search = Search(options)
+    folder = Path(options.out).expanduser()
+    (folder / "final").mkdir(parents=True, exist_ok=True)
+    for number, variant in enumerate(VARIANTS, 1):  # a full training of the search is the final one with seed 1
+        trained = search.folders.get((variant, *search.best[variant].values()), "")
+        link = folder / "final" / f"run{number}-seed1"
+        if trained and not link.exists():
+            link.symlink_to(Path("..", trained), target_is_directory=True)
     runs = [arguments(options, variant, search.best[variant].values(), options.steps) for variant in VARIANTS]
     rows = run_compare(options, "final", runs, [f"--seeds={options.seeds}"])
-    folder = Path(options.out).expanduser()
     measured = json.loads((folder / "final" / "compare.json").read_text())["notes"][0]
     target = HERE / "docs" / "baselines.md" if options == BaselinesConfig() else folder / "baselines.md"
     target.write_text(page(options, search, rows, measured))

@@ -57,6 +57,8 @@ def formula(monkeypatch, tmp_path):
             )  # fmt: skip
         folder = tmp_path / out.removeprefix(f"{tmp_path}/")
         folder.mkdir(parents=True, exist_ok=True)
+        for row in rows:
+            (folder / f"run{row['number']}-seed1").mkdir(exist_ok=True)
         (folder / "compare.json").write_text(json.dumps({"runs": rows, "notes": ["Measured somewhere."]}))
         if any(row["loss"] is None for row in rows):
             raise SystemExit(1)
@@ -113,6 +115,15 @@ def test_the_page(formula, tmp_path, capsys):
     assert row["masked (BERT-like)"][5] == row["seq2seq (T5-like)"][5] == "-" and list(row)[0] == "variant"
     assert "Measured somewhere." in text and "| SAS-P " in text.split("## The search")[1] and "inf" in text
     assert str(tmp_path / "baselines.md") in capsys.readouterr().out
+    final = calls[-1][1]
+    for number, run in enumerate(final, 1):  # no training is made twice
+        folder = tmp_path / "final" / f"run{number}-seed1"
+        searched = [out for out, runs in calls[:-1] if run in runs]
+        assert folder.is_symlink() == bool(searched)
+        if searched:
+            made = next(runs for out, runs in calls if out == searched[0]).index(run) + 1
+            assert folder.resolve() == (tmp_path / searched[0] / f"run{made}-seed1").resolve()
+    assert (tmp_path / "final" / "run2-seed1").is_symlink() and not (tmp_path / "final" / "run1-seed1").is_symlink()
 
 
 def test_the_picture(tmp_path):
