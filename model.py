@@ -138,7 +138,7 @@ class ModelConfig:
     doc_positions: bool = False  # positions count from the beginning of each document; needs doc_mask
     # --- model: loss
     logit_softcap: float = 0.0  # c tanh(logits / c), 0 = off
-    loss_chunk: int = 0  # tokens whose logits exist at once in the loss; 0 = as many as fit in 128 MiB
+    loss_chunk: int = 0  # tokens whose logits exist at once in the loss; 0 = 128 MiB of float32, on a GPU 1 GiB
 
     def __post_init__(self):
         for names, least, limit in (
@@ -1240,9 +1240,11 @@ class Block(nn.Module):
 # Loss
 
 
-def rows_at_once(cfg: ModelConfig, vocab_size: int) -> int:
-    """Number of tokens whose logits exist at once in the loss: loss_chunk, or as many as fit in 128 MiB of float32."""
-    fit = max(1, 2**25 // vocab_size)
+def rows_at_once(cfg: ModelConfig, vocab_size: int, device: torch.device) -> int:
+    """Number of tokens whose logits exist at once in the loss: loss_chunk, or as many as fit in 1 GiB of float32 on a
+    GPU (5248 for GPT-2's vocabulary), and in 128 MiB elsewhere. In 16 bits, the logits and their gradient together take
+    as many bytes; a compiled chunk keeps nothing else."""
+    fit = max(1, 2 ** (28 if device.type == "cuda" else 25) // vocab_size)
     return cfg.loss_chunk or (fit if fit < 128 else fit // 128 * 128)  # matmuls are faster with multiples of 128
 
 
@@ -1288,6 +1290,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     dW += p.mT @ h
                     if db is not None:
                         db += p.sum(dim=0)
+                del logits, p  # before the logits of the next chunk are made
         ctx.save_for_backward(dx, dW, db)
         return total
 
@@ -1448,8 +1451,8 @@ class Model(Stack):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
-        chunk = rows_at_once(self.cfg, self.cfg.vocab_size)
-        if x.size(0) <= chunk:
+        chunk = rows_at_once(self.cfg, self.cfg.vocab_size, x.device)
+        if x.size(0) <= chunk and not x.is_cuda:  # on a GPU, the compiled loss of one chunk is faster
             total = F.cross_entropy(self.logits(x), targets, ignore_index=-1, reduction="sum")
         else:
             options = self.cfg.logit_softcap, chunk, self.chunk_loss, torch.is_grad_enabled()

@@ -1,6 +1,8 @@
-"""Decides whether a run is compiled, and where the kernels for a CPU are kept.
+"""Decides whether a run is compiled, compiles its model, and chooses where the kernels for a CPU are kept.
 
     ranks = settle(cfg, ranks, seconds)         # on all ranks, before the model is made
+    if ranks.compile:
+        compile_model(model, blocks)            # before DDP or FSDP wraps it
 
 On GPUs, compile=auto compiles every run. On a CPU it pays only in a long run: compiling takes about 20 seconds, or 5 if
 the kernels of an earlier run are found again, and then a step takes 5 % (GPT-2) to 25 % (`make train`) less time. With
@@ -8,6 +10,7 @@ dropout, compiled steps take 1.4 to 1.9 times as long as others on a CPU, so aut
 """
 
 import hashlib
+import logging
 import os
 import platform
 import stat
@@ -16,10 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.nn as nn
 
-from engine.parallel import Ranks, of_first_rank, together
+from engine.parallel import Ranks, is_first_rank, of_first_rank, together
 
 LONG = 180  # seconds of training without compilation from which compile=auto compiles on a CPU
+GRAPHS = 64  # most graphs of one function: blocks may differ in kind, each has one for training and one for evaluation
 UTILISATION = 0.4  # fraction of the peak that an uncompiled run typically reaches on a CPU
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 USERS_FOLDER = os.environ.get(FOLDER)  # read now: torch sets the variable itself as soon as dynamo is imported
@@ -82,6 +87,37 @@ def try_compiler():
         lines = [line for line in str(error).splitlines() if line] or [type(error).__name__]
         cause = next((line for line in lines if "error: " in line), lines[0])  # the compiler's own words
         raise ValueError(f"{cause:.200}") from error
+
+
+def compile_model(model: nn.Module, blocks: list[nn.Module]):
+    """Compile each block, in place, and the loss of a chunk."""
+    config = torch._dynamo.config
+    config.optimize_ddp = False  # in DDP's forward it would cut each block into pieces; our graphs are small already
+    config.recompile_limit = max(config.recompile_limit, GRAPHS)
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(uncompiled)
+    for block in blocks:
+        block.compile()
+    model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)
+
+
+said = set()  # functions of which `uncompiled` has printed a line
+
+
+def uncompiled(record: logging.LogRecord) -> bool:
+    """A filter of torch's log that replaces the report of too many graphs by a line on the first rank."""
+    if not str(record.msg).startswith("torch._dynamo hit config."):
+        return True
+    flag, limit, function, reason, *_ = record.args
+    if is_first_rank() and function not in said:
+        said.add(function)
+        reason = str(reason).partition("  #")[0].partition(": ")[2].strip()
+        print(
+            f"warning: {function} has {limit} compiled graphs, torch's {flag}, so its other variants run uncompiled "
+            f"and slowly (torch's reason: {reason:.200}); use fewer kinds of layers (window_pattern, pos_pattern), or "
+            "--compile=False",
+            flush=True,
+        )
+    return False
 
 
 # ---------------------------------------------------------------------------------------------------------------------

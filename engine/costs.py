@@ -12,6 +12,7 @@ Traffic counts the bytes that a rank sends in a ring of n ranks: (n-1)/n of the 
 reduce-scatter, and twice as many in an all-reduce. Scalars, tables of positions and token ids are not counted.
 """
 
+import copy
 import math
 import weakref
 from collections import defaultdict
@@ -32,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from data.objective import OBJECTIVE
 from engine import context_parallel, parallel, sharded_model, tensor_parallel
 from engine.accounting import flops
-from model import Heads, Inputs, Linear, Model, NormOfHeads, Stack, rows_at_once
+from model import ChunkedCrossEntropy, Heads, Inputs, Linear, Model, NormOfHeads, Stack, chunk_loss, rows_at_once
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
 
@@ -179,7 +180,9 @@ class Run:
     """
 
     def __init__(self, cfg, layout: Layout, tp: dist.ProcessGroup, cp: dist.ProcessGroup):
-        self.cfg, self.layout, self.model = cfg, layout, UninitializedModel(cfg, seed=0)  # a fake seed cannot be drawn
+        self.cfg = cfg = copy.copy(cfg)
+        self.layout, self.model = layout, UninitializedModel(cfg, seed=0)  # a fake seed cannot be drawn
+        cfg.loss_chunk = rows_at_once(cfg, cfg.vocab_rows // cfg.tp, torch.device("cuda"))
         self.fsdp = cfg.parallel == "fsdp" and cfg.world_size > 1
         self.offload = self.fsdp and cfg.fsdp_offload
         self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
@@ -264,23 +267,31 @@ class Run:
         return list(block_costs(model, T, memory)), before, self.loss_cost(batch)
 
     def loss_cost(self, batch: int) -> Cost:
-        """The cost of the last norm and the loss."""
+        """The cost of the last norm and the loss, whose chunks are compiled unless tp cuts the vocabulary."""
         cfg, model, T = self.cfg, self.model, self.lengths[0] // self.layout.cp
-        chunk = rows_at_once(cfg, cfg.vocab_size)
-        least = -(-4 * chunk // T)  # sequences; above this number the cost is linear in the batch
+        least = -(-4 * cfg.loss_chunk // T)  # sequences; above this number the cost is linear in the batch
         if batch > 2 * least:
             a, b = (self.loss_cost(n) for n in (least, 2 * least))
             x = batch / least - 1
             sent = {kind: n + x * (b.sent[kind] - n) for kind, n in a.sent.items()}
-            chunks = [-(-n * T // rows_at_once(cfg, len(model.head.weight))) for n in (least, batch)]
+            chunks = [-(-n * T // cfg.loss_chunk) for n in (least, batch)]
             collectives = a.collectives + 2 * (chunks[1] - chunks[0]) * (cfg.tp > 1)  # two all-reduces in each chunk
             return Cost(round(a.kept + x * (b.kept - a.kept)), round(a.peak + x * (b.peak - a.peak)), sent, collectives)
-        loss = model.loss
-        if self.layout.tp == 1 and batch * T > chunk:
-            loss = partial(tensor_parallel.parallel_loss, model, self.tp)  # fake tensors cannot run model.loss's loop
+
+        def compiled(logits: Tensor, *_) -> tuple[Tensor, Tensor]:  # takes no memory but for its results
+            return torch.zeros(()), torch.empty_like(logits)
+
+        of_chunk = chunk_loss if cfg.compile is False else compiled
+
+        def loss(x: Tensor) -> Tensor:
+            if cfg.tp > 1:
+                return model.loss(x, targets)
+            options = cfg.logit_softcap, cfg.loss_chunk, of_chunk, True
+            return ChunkedCrossEntropy.apply(x.flatten(0, 1), *model.head_parameters(), targets.flatten(), options)
+
         targets, ends = torch.zeros(batch, T, dtype=torch.int64), nn.ModuleList([model.norm, model.head])
         x = self.stream(batch, self.lengths[0])
-        return self.measure(lambda x: loss(model.norm(x), targets), ends, x, [targets])
+        return self.measure(lambda x: loss(model.norm(x)), ends, x, [targets])
 
     # ---- memory
 

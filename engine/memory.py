@@ -97,7 +97,8 @@ def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
     late = 4 * total * (micro_steps == 1)  # gradients that do not exist yet at the time of the logits
     if cfg.eval_only:
         batches, width, tokens, states, late = 1, C, T, 4 * total, 0
-    logits = 4 * V * min(B * T // cfg.cp, rows_at_once(cfg, V)) // cfg.pp
+    held = ranks.dtype.itemsize * (1 if cfg.eval_only else 2)  # by a compiled loss: the logits, in training a gradient
+    logits = held * V * min(B * T // cfg.cp, rows_at_once(cfg, V, ranks.device)) // cfg.pp
     kept = ranks.dtype.itemsize * B * tokens * width // (cfg.cp * cfg.tp * cfg.pp) + logits
     return {
         STATES: (states // cut, fsdp and cfg.fsdp_offload),

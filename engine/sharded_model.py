@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from engine import context_parallel, parallel, tensor_parallel
+from engine import compilation, context_parallel, parallel, tensor_parallel
 from engine.parallel import Ranks
 from model import Model
 
@@ -102,10 +102,8 @@ class ShardedModel:
         for block in blocks:
             if cfg.activation_checkpoint != "none":
                 recompute(block, cfg.activation_checkpoint)
-            if ranks.compile:
-                block.compile()
         if ranks.compile:
-            model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)
+            compilation.compile_model(model, blocks)
         self.forward_model = model
         if self.fsdp:
             self._shard(blocks, cfg)

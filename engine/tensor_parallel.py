@@ -237,7 +237,7 @@ def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets
     """Model.loss for a head of V/n rows, padding included: x (B, T, C), targets (B, T) -> the mean in nats over targets
     >= 0."""
     weight, bias, cfg = model.head.weight, model.head.bias, model.cfg
-    chunk, end = rows_at_once(cfg, len(weight)), cfg.vocab_size - dist.get_rank(group) * len(weight)
+    chunk, end = rows_at_once(cfg, len(weight), x.device), cfg.vocab_size - dist.get_rank(group) * len(weight)
     args = x.flatten(0, 1), weight, bias, targets.flatten(), cfg.logit_softcap, chunk, group, max(0, end)
     return ParallelCrossEntropy.apply(*args) / (targets >= 0).sum().clamp(min=1)
 
@@ -270,7 +270,7 @@ class ParallelCrossEntropy(torch.autograd.Function):
                 index = (target - first).where(here, 0)[:, None]
                 largest = logits.amax(-1, keepdim=True)
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-                p = (logits - largest).exp()
+                p = (logits - largest).exp_()
                 sums = torch.cat((p.sum(-1, keepdim=True), logits.gather(1, index) * here[:, None]), dim=1)
                 dist.all_reduce(sums, group=group)
                 normaliser, of_target = sums.split(1, dim=1)
@@ -283,6 +283,7 @@ class ParallelCrossEntropy(torch.autograd.Function):
                     dW += p.mT @ h
                     if db is not None:
                         db += p.sum(dim=0)
+                del logits, p  # before the logits of the next chunk are made
         ctx.save_for_backward(dx, dW, db)
         return total
 

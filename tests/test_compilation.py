@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from configurator import Config, parse
 from engine import accounting, checkpoint, compilation, parallel
 from engine.compilation import kind_of_kernels, private_folder, settle, try_compiler, use_private_folder
 from engine.parallel import Ranks
+from engine.sharded_model import ShardedModel
 from model import Model
 
 ALONE = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
@@ -171,6 +173,54 @@ def test_the_cause_is_the_compiler_s_own_line(monkeypatch):
         with pytest.raises(ValueError) as caught:
             try_compiler()
         assert str(caught.value) == cause
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The graphs
+
+
+def test_a_block_that_runs_uncompiled_is_reported_once(run, monkeypatch, capsys):
+    """With room for two graphs, the second kind of layer has none."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compilation, "said", set())
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(compilation, "GRAPHS", 2)
+    flags = ["--compile=True", "--n_layer=4", "--window=4", "--window_pattern=SL", *SHORT]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        folder = run(*flags)
+    out, err = capsys.readouterr()
+    lines = [line for line in out.splitlines() if "uncompiled" in line]
+    assert len(lines) == 1 and "hit config" not in err, out + err
+    assert re.match(r"warning: 'forward' \(.*model\.py:\d+\) has 2 compiled graphs, torch's recompile_limit", lines[0])
+    assert "(torch's reason: GLOBAL_STATE changed: grad_mode); use" in lines[0] and lines[0].endswith("--compile=False")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        monkeypatch.setattr(compilation, "GRAPHS", 8)
+        assert losses(folder) == losses(run(*flags, out="more"))
+    assert "uncompiled" not in capsys.readouterr().out
+    torch._dynamo.reset()
+
+
+def graphs_under_ddp():
+    """Each block has two buckets of DDP."""
+    cfg = parse(Config, [*TINY, "--n_embd=256", "--vocab_size=11"])
+    ranks, sizes = replace(parallel.join(cfg), compile=True), []
+
+    def backend(graph, inputs):
+        sizes.append(len(graph.graph.nodes))
+        return graph
+
+    torch.compile = partial(torch.compile, backend=backend)
+    sharded = ShardedModel(cfg, ranks)
+    sharded.init_weights(1)
+    idx = torch.zeros(4, 16, dtype=torch.int64)
+    assert isinstance(sharded.forward_model, torch.nn.parallel.DistributedDataParallel)
+    sharded.backward(iter([{"idx": idx, "targets": idx}]), 1, torch.amp.GradScaler("cpu", enabled=False))
+    print("graphs:", len(sizes))
+
+
+def test_ddp_does_not_cut_a_block(tmp_path):
+    launch(2, graphs_under_ddp, tmp_path)
+    assert "graphs: 1\n" in (tmp_path / "rank 0").read_text()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -31,9 +31,9 @@ def config(*flags: str) -> Config:
     return parse(Config, list(flags))
 
 
-def need(cfg: Config, size: int = 1, data_size: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, int]:
+def need(cfg: Config, size: int = 1, data_size: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu"):
     """The estimate for one of `size` ranks, by kind, in bytes."""
-    ranks = Ranks(0, size, torch.device("cpu"), dtype, False, 0, data_size)
+    ranks = Ranks(0, size, torch.device(device), dtype, False, 0, data_size)
     ids = cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
     least = memory.training_need(cfg, ranks, OBJECTIVE[cfg.objective](*ids).lengths)
     return {kind: n for kind, (n, _) in least.items()}
@@ -152,7 +152,7 @@ def test_the_machine_is_what_the_least_limit_leaves(tmp_path, monkeypatch):
         (["--objective=seq2seq", "--n_encoder_layer=2e9"], ["n_encoder_layer=2000000000 (command line)", "below"]),
         (["--mlp_ratio=1e9"], ["mlp_ratio=1000000000.0 (command line)", "n_embd=16"]),
         (["--mlp_ratio=1e308", "--mlp=swiglu"], ["mlp_ratio=1e+308 (command line)"]),
-        (["--mlp_ratio=1e7"], ["mlp_ratio=10000000.0 (command line)", "parameters", "--parallel=fsdp", "--plan=True"]),
+        (["--mlp_ratio=1e7", "--batch_size=2"], ["mlp_ratio=10000000.0 (command line)", "parameters", "--plan=True"]),
         (["--vocab_size=2e9"], ["vocab_size=2000000000 (command line)", "lower vocab_size", "--parallel=fsdp"]),
         (["--n_embd=2**28", "--optimizer=muon"], ["n_embd=268435456 (command line)", "lower n_embd"]),
         (["--n_embd=2**28", "--block=superblock", "--n_group=2**28"], ["n_group=268435456 (command line)", "below"]),
@@ -182,7 +182,7 @@ def test_a_gpu_and_its_host_have_memories_of_their_own(monkeypatch):
     cfg = config("--parallel=fsdp", "--fsdp_offload=True", "--batch_size=64")
     cfg.vocab_size = 50304
     gpu = Ranks(0, 2, torch.device("cuda"), torch.bfloat16, False, 0, 2)
-    states, kept, ids = need(cfg, 2, 2, torch.bfloat16).values()
+    states, kept, ids = need(cfg, 2, 2, torch.bfloat16, "cuda").values()
     limits = {"host": states + ids, "gpu": kept}
     monkeypatch.setattr(memory, "process_memory", lambda: limits["host"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=limits["gpu"]))

@@ -1144,6 +1144,25 @@ def test_chunked_loss_of_frozen_parameters(trained):
     assert len(calls) == 12 and not any(calls[6:])
 
 
+def test_the_chunks_of_a_gpu_hold_a_gib(monkeypatch):
+    """5248 rows of GPT-2's vocabulary, where a CPU takes 640; a text that fits is one chunk, for the compiled loss."""
+    gpu, cpu, calls = torch.device("cuda"), torch.device("cpu"), []
+    record = lambda x, W, b, targets, options: calls.append((len(x), options)) or x.sum()  # noqa: E731
+    monkeypatch.setattr(M.ChunkedCrossEntropy, "apply", record)
+    for V in (257, 32000, 50304, 2**30):
+        for device, most in ((cpu, 2**27), (gpu, 2**30)):
+            rows = M.rows_at_once(ModelConfig(), V, device)
+            assert 4 * V * rows <= max(most, 4 * V) and 4 * V * (rows + 128) > most
+    assert (M.rows_at_once(ModelConfig(), 50304, cpu), M.rows_at_once(ModelConfig(), 50304, gpu)) == (640, 5248)
+    with FakeTensorMode(), torch.device(gpu):
+        of_chunk, head = object(), lambda: (None, None)
+        model = SimpleNamespace(cfg=ModelConfig(vocab_size=50304), chunk_loss=of_chunk, head_parameters=head)
+        for tokens_of_a_text in (100, 6000):
+            x, targets = torch.empty(2, tokens_of_a_text, 8), torch.empty(2, tokens_of_a_text, dtype=torch.int64)
+            Model.loss(model, x, targets)
+    assert calls == [(n, (0.0, 5248, of_chunk, True)) for n in (200, 12000)]
+
+
 # ---- accounting, initialisation, configuration
 
 

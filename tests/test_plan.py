@@ -236,8 +236,9 @@ WIDE = {"n_layer": 5, "n_embd": 128, "block_size": 128, "batch_size": 4, "gradie
         (0.02, {"objective": "masked", "pos": "alibi"}),
         (0.02, {"doc_mask": True}),
         (0.02, {"objective": "seq2seq"}),
-        (0.05, {"dtype": "bfloat16", "n_layer": 2, "batch_size": 1}),
-        (0.2, {"vocab_size": 20000, "loss_chunk": 64}),
+        (0.05, {"dtype": "bfloat16", "n_layer": 2, "batch_size": 1, "loss_chunk": 64}),
+        (0.02, {"vocab_size": 20000, "loss_chunk": 64}),
+        (0.02, {"vocab_size": 20000, "loss_chunk": 64, "compile": True}),
         (0.2, {"norm": "rmsnorm", "mlp": "swiglu"}),  # whose kernel on GPUs keeps less
     ],
     ids=str,
@@ -250,6 +251,8 @@ def test_activations_are_what_training_allocates(tolerance, flags):
     for block in [*model.blocks, *(model.encoder.blocks if model.encoder else ())]:
         if cfg.activation_checkpoint != "none":
             sharded_model.recompute(block, cfg.activation_checkpoint)
+    if cfg.compile:
+        model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)
 
     def step():
         with torch.autocast("cpu", torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
@@ -300,6 +303,26 @@ def test_the_loss_of_many_tokens():
         ends = torch.nn.ModuleList([model.norm, model.head])
         whole = run.measure(lambda x: model.loss(model.norm(x), targets), ends, run.stream(5, 32), [targets])
     assert (continued.kept, continued.peak, continued.sent) == (whole.kept, whole.peak, whole.sent)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_evaluation_computes_no_gradient_of_the_loss(tp):
+    """One matrix product for each of the four chunks; with a gradient three."""
+    cfg, products = config(loss_chunk=8, tp=tp, world_size=tp), []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            products.extend([f] * (f is torch.ops.aten.mm.default))
+            return f(*args, **(kwargs or {}))
+
+    with costs.fake_groups(costs.layout_of(cfg)) as groups, FakeTensorMode():
+        run = costs.Run(cfg, costs.layout_of(cfg), *groups)
+        x, targets = torch.empty(1, 32, cfg.n_embd), torch.zeros(1, 32, dtype=torch.int64)
+        for gradient, expected in ((False, 4), (True, 12)):
+            products.clear()
+            with Recorder(), torch.set_grad_enabled(gradient):
+                run.model.loss(x.requires_grad_(gradient), targets)
+            assert len(products) == expected
 
 
 @pytest.mark.parametrize(
