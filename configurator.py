@@ -59,12 +59,13 @@ class Config(ModelConfig):
     eval_interval: int = 2000  # steps between evaluations, 0 = only at the end
     eval_iters: int = 200  # batches per evaluation, 0 = the whole validation set (and 100 of the training set)
     eval_only: bool = False  # evaluate once and stop
-    log_interval: int = 1  # steps between logged steps
+    log_interval: int = 0  # steps between logged steps, 0 = 1 on a CPU, elsewhere 10: logging waits for the device
     always_save_checkpoint: bool = True  # save at every evaluation, not only when the validation loss improves
     save_interval: int = 0  # also save after this many steps, 0 = only at evaluations
     keep_last: int = 2  # how many of the newest checkpoints stay, besides the best one
     async_checkpoint: bool = False  # write checkpoints while training goes on
     on_save_error: Literal["stop", "continue"] = "stop"  # if a checkpoint (but not the last) cannot be written
+    profile_steps: int = 0  # trace so many steps after the first five, into out_dir/trace.json
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # adamw for everything; muon for hidden matrices, AdamW for the rest
     learning_rate: float = 6e-4  # AdamW's highest learning rate
@@ -86,6 +87,7 @@ class Config(ModelConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto = bfloat16 where fast
     compile: bool | Literal["auto"] = "auto"  # torch.compile each block and the loss; auto = on GPUs, in long CPU runs
     activation_checkpoint: Literal["none", "selective", "full"] = "none"  # recompute all but products, or whole blocks
+    deterministic: bool = False  # on GPUs: only deterministic kernels, and no TF32
     # --- ranks, of torchrun
     parallel: Literal["ddp", "fsdp"] = "ddp"  # data-parallel ranks hold copies, or shards (FSDP2, ZeRO-3)
     fsdp_reshard: bool = True  # free a block's weights after its forward; False = keep them for the backward (ZeRO-2)
@@ -110,6 +112,7 @@ class Config(ModelConfig):
         "dp_replicate": (lambda c: c.parallel == "fsdp", "parallel=fsdp"),
         "world_size": (lambda c: c.plan, "plan=True"),
         "fp32_residual": (lambda c: c.dtype != "float32", "dtype other than float32"),
+        "profile_steps": (lambda c: not c.eval_only, "eval_only=False"),
         "gpu": (lambda c: c.plan, "plan=True"),
         "muon_lr": (lambda c: c.optimizer == "muon", "optimizer=muon"),
         "muon_momentum": (lambda c: c.optimizer == "muon", "optimizer=muon"),
@@ -127,9 +130,10 @@ class Config(ModelConfig):
         super().__post_init__()
         self.out_dir = os.path.expanduser(self.out_dir)
         for names, low, high in (
-            ("batch_size gradient_accumulation_steps max_iters log_interval keep_last", 1, 2**31),
+            ("batch_size gradient_accumulation_steps max_iters keep_last", 1, 2**31),
             ("dp_replicate tp cp pp collective_timeout world_size", 1, 2**31),
-            ("seed eval_interval eval_iters save_interval warmup_iters lr_decay_iters cooldown_iters", 0, 2**31),
+            ("seed eval_interval eval_iters save_interval log_interval profile_steps", 0, 2**31),
+            ("warmup_iters lr_decay_iters cooldown_iters", 0, 2**31),
             ("learning_rate min_lr muon_lr weight_decay grad_clip", 0, 2**31),
             ("beta1 beta2 muon_momentum", 0, 1),
         ):

@@ -13,11 +13,15 @@ exit. A second signal ends the run at once. Before the first step is done there 
 signal ends it already.
 """
 
+import os
 import signal
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the program without a traceback
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # fewer gaps in the memory of a GPU
 
+import gc
 import math
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -31,15 +35,18 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from configurator import Config, dump, parse
 from data.loader import Loader, count_windows
 from engine import accounting, compilation, memory, optim, parallel, run_state
+from engine.device import precision, refuse_nondeterminism
 from engine.errors import command, require, user_errors
 from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss, open_dataset, text_sample
 from engine.folder import FolderLock, check_out_dir, replace_flags
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_step_warning
+from engine.profile import Profile
 from engine.saver import Checkpoints
 from engine.sharded_model import ShardedModel
 from engine.stop_signal import StopSignal
 from model import Model
 
+COLLECT = 100  # steps between collections of Python's garbage, in the same steps on all ranks
 NEVER = torch.iinfo(torch.int64).max  # larger than the number of any step
 
 
@@ -57,7 +64,8 @@ def main(argv: list[str] | None = None):
             check_out_dir(cfg)
             run = Run(cfg, cleanup)
         run.announce()
-        train(run)
+        with refuse_nondeterminism():
+            train(run)
         run.stop.finish()
         parallel.leave()
 
@@ -101,10 +109,13 @@ def train(run: "Run"):
             return
 
         lr = optim.learning_rate(run.step, cfg)
+        run.profile.next()
         loss, grad_norm = run.train_step(lr)
-        if run.step % cfg.log_interval == 0:
+        if run.step % run.log_interval == 0:
             run.log(loss, lr, grad_norm)
         run.step += 1
+        if run.step % COLLECT == 0:
+            collect_garbage()
 
 
 class Run:
@@ -159,6 +170,9 @@ class Run:
         self.stored_flags = state["flags"]
         self.first_bad_step = torch.full((), NEVER, device=ranks.device)  # whose gradient was not finite
         self.graphs_of_first_step = 0
+        self.log_interval = log_interval(cfg, ranks.device)
+        cleanup.callback(gc.enable)
+        cleanup.callback(gc.unfreeze)
 
         self.micro_steps = cfg.gradient_accumulation_steps // ranks.data_size  # of this rank
         self.loader = Loader(
@@ -168,6 +182,8 @@ class Run:
         cleanup.callback(self.loader.close)  # otherwise Python's exit waits for ever for the loader's thread
         self.batches = data_errors_end_the_run(self.loader)
         self.metrics = self.open_metrics(cleanup)
+        self.profile = Profile(cfg, ranks, self.metrics.say)
+        cleanup.callback(self.profile.close)
         self.stop = cleanup.enter_context(StopSignal(ranks))
         lengths, self.why_no_bytes = byte_lengths(cfg, self.data, ranks)
         self.mean_loss = partial(mean_loss, cfg, ranks, self.sharded, objective, lengths, self.stop)
@@ -197,7 +213,8 @@ class Run:
     def announce(self):
         """Print the sizes of model, data and machine, and what the user should know before the first step."""
         cfg, ranks, stream = self.cfg, self.ranks, self.streams["train"]
-        machine = f"{ranks.size} x {ranks.device.type}, {cfg.dtype}" + ", compiled" * ranks.compile
+        machine = f"{ranks.size} x {ranks.device.type}, {precision(ranks.device, ranks.dtype)}"
+        machine += ", deterministic" * cfg.deterministic + ", compiled" * ranks.compile
         self.metrics.say(
             f"{self.n_params:,} parameters; {self.samples_per_step * cfg.block_size:,} tokens per step from "
             f"{stream.name}, {self.loader.n_windows:,} windows; {machine}; attention: {self.attention_kernels}"
@@ -246,7 +263,7 @@ class Run:
         if not cfg.skip_nonfinite:
             self.first_bad_step = torch.where(finite, self.first_bad_step, self.first_bad_step.clamp(max=self.step))
             # Reading the value makes the host wait for a GPU, so it is read only in steps that are logged.
-            if self.step % cfg.log_interval == 0 or ranks.device.type == "cpu":
+            if self.step % self.log_interval == 0 or ranks.device.type == "cpu":
                 self.check_finite()
         if cfg.skip_nonfinite and not finite:
             self.skipped += 1
@@ -305,6 +322,20 @@ class Run:
     def say_compiled(self):
         first, later = self.graphs_of_first_step, compiled_graphs() - self.graphs_of_first_step
         self.metrics.say(f"torch.compile: {first} graphs, and {later} after the first step")
+
+
+def log_interval(cfg: Config, device: torch.device) -> int:
+    """Steps between logged steps. A logged step waits for a GPU, so by default not every step is logged there."""
+    return cfg.log_interval or (1 if device.type == "cpu" else 10)
+
+
+def collect_garbage():
+    """Collect Python's garbage. The first call freezes what is alive, and turns automatic collections off: they come at
+    different times on each rank, and all other ranks wait."""
+    gc.collect()
+    if gc.isenabled():
+        gc.freeze()
+        gc.disable()
 
 
 def compiled_graphs() -> int:

@@ -8,10 +8,15 @@ These functions know only their own process; `parallel.join` makes all ranks tak
 
 import ctypes
 import math
+import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+
+from engine.errors import require, user_errors
 
 
 def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
@@ -48,6 +53,42 @@ def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
     if flag == "bfloat16" and device.type == "cuda" and not bf16:
         raise ValueError(f"dtype=bfloat16 is not supported by {torch.cuda.get_device_name(device)}; use float16")
     return getattr(torch, flag)
+
+
+def precision(device: torch.device, dtype: torch.dtype) -> str:
+    """The dtype as users should read it: float32 products on CUDA are TF32, with 10 bits of mantissa, if it is on."""
+    tf32 = device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return str(dtype)[6:] + " (products in TF32)" * tf32
+
+
+def make_deterministic(on: bool):
+    """Let torch use only deterministic kernels, or all of them again. To be called before CUDA starts."""
+    if on:
+        workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        require(
+            workspace in (":4096:8", ":16:8"),
+            f"deterministic=True: CUBLAS_WORKSPACE_CONFIG={workspace} in the environment must be :4096:8; unset it",
+        )
+        os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # sums in the switch have no fixed order
+        torch.utils.deterministic.fill_uninitialized_memory = False  # which finds mistakes, and costs time
+    if on != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(on)
+
+
+@contextmanager
+def refuse_nondeterminism() -> Iterator[None]:
+    """Turn torch's error about an operation without a deterministic kernel into a line that names the operation."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+        if not found:
+            raise
+        with user_errors():
+            raise ValueError(
+                f"deterministic=True: {found[1]} has no deterministic kernel on this device; set "
+                "--deterministic=False, or change the flags of the model that need this operation"
+            ) from error
 
 
 def fast_bfloat16() -> bool:

@@ -31,7 +31,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from engine import context_parallel, tensor_parallel
-from engine.device import fast_bfloat16, keep_freed_memory, resolve_compile, resolve_device, resolve_dtype
+from engine.device import (
+    fast_bfloat16,
+    keep_freed_memory,
+    make_deterministic,
+    resolve_compile,
+    resolve_device,
+    resolve_dtype,
+)
 from engine.errors import require
 
 T = TypeVar("T")
@@ -185,11 +192,12 @@ def join(cfg) -> Ranks:
     rank, local_rank, size, _ = environment()
     device = resolve_device(cfg.device, local_rank)
     compiled = resolve_compile(cfg.compile, device)
+    make_deterministic(cfg.deterministic)
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not cfg.deterministic
     if size == 1:
         return Ranks(rank, size, device, agreed_dtype(cfg.dtype, device), compiled)
     gpu_backend = "nccl" if cfg.backend == "auto" else cfg.backend

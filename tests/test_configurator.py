@@ -67,13 +67,7 @@ def test_command_line_beats_files_and_later_beats_earlier(tmp_path):
 def test_defaults_are_nanogpts():
     """The defaults of nanoGPT's train.py, of the flags whose meaning is the same."""
     cfg = Config()
-    assert (cfg.out_dir, cfg.eval_interval, cfg.log_interval, cfg.eval_iters, cfg.eval_only) == (
-        "out",
-        2000,
-        1,
-        200,
-        False,
-    )
+    assert (cfg.out_dir, cfg.eval_interval, cfg.eval_iters, cfg.eval_only) == ("out", 2000, 200, False)
     assert (cfg.always_save_checkpoint, cfg.init_from, cfg.gradient_accumulation_steps) == (True, "scratch", 40)
     assert (cfg.batch_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd) == (12, 1024, 12, 12, 768)
     assert (cfg.dropout, cfg.bias, cfg.learning_rate, cfg.max_iters, cfg.weight_decay) == (0, False, 6e-4, 600000, 0.1)

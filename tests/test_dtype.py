@@ -203,3 +203,57 @@ def test_all_ranks_have_the_dtype_of_the_first(tiny_data, tmp_path):
         [line[1] for line in losses(tmp_path / out) if len(line) == 5] for out in ("True", "False")
     )
     assert first != other and math.isclose(first, other, rel_tol=0.02)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TF32 and deterministic kernels
+
+
+@pytest.fixture
+def switches(monkeypatch):
+    """Settings of the process, which a run with deterministic=True changes."""
+    filled, tf32 = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cuda.matmul.allow_tf32
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cuda.matmul.allow_tf32 = filled, tf32
+
+
+def test_a_deterministic_run_on_a_cpu(run, capsys, switches):
+    """It has the numbers of any run; the flag is stored, and a resume may change it."""
+    short = ["--max_iters=4", "--eval_interval=4"]
+    plain = losses(run(*short, out="plain"))
+    assert "deterministic" not in capsys.readouterr().out
+    folder = run(*short, "--deterministic=True")
+    assert losses(folder) == plain and "1 x cpu, float32, deterministic;" in capsys.readouterr().out
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and os.environ["NCCL_ALGO"] == "^NVLS,NVLSTree"
+    run("--init_from=resume", "--max_iters=5")
+    assert torch.are_deterministic_algorithms_enabled()
+    run("--init_from=resume", "--max_iters=6", "--deterministic=False")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named(tiny_data, tmp_path, monkeypatch, capsys, switches):
+    """torch's own error, in one line; other errors stay as they are."""
+    argv = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--deterministic=True"]
+    operation = lambda *_: torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))  # noqa: E731
+    monkeypatch.setattr(train.Run, "train_step", operation)
+    line = refused(train.main, argv, capsys)
+    assert line.startswith("error: deterministic=True: put_ has no deterministic kernel") and "=False" in line
+    with pytest.raises(RuntimeError, match="^other$"), device.refuse_nondeterminism():
+        raise RuntimeError("other")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    assert "CUBLAS_WORKSPACE_CONFIG=:0:0" in refused(train.main, argv, capsys)
+    assert "--deterministic=maybe" in refused(train.main, [*argv, "--deterministic=maybe"], capsys)
+
+
+@pytest.mark.parametrize("deterministic, said", [(False, "float32 (products in TF32)"), (True, "float32")])
+def test_float32_on_cuda_is_tf32(monkeypatch, switches, deterministic, said):
+    monkeypatch.setattr(parallel, "resolve_device", lambda *_: CUDA)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    ranks = parallel.join(Config(dtype="float32", deterministic=deterministic))
+    assert device.precision(CUDA, ranks.dtype) == said and device.precision(CPU, ranks.dtype) == "float32"
+    assert device.precision(CUDA, torch.bfloat16) == "bfloat16"

@@ -1006,3 +1006,46 @@ def count_page_faults(file: Path):
                 torch.ones(2**24)
         counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start)
     file.write_text(json.dumps(counts))
+
+
+def test_garbage_is_collected_in_fixed_steps(run, monkeypatch):
+    """At steps 3 and 6, and never in between; the process has its collector back afterwards."""
+    seen, collect, step = [], train.gc.collect, train.Run.train_step
+    monkeypatch.setattr(train, "COLLECT", 3)
+    monkeypatch.setattr(train.gc, "collect", lambda: seen.append("collected") or collect())
+    monkeypatch.setattr(train.Run, "train_step", lambda r, lr: seen.append(train.gc.isenabled()) or step(r, lr))
+    run("--max_iters=7", "--eval_interval=0")
+    assert seen == [True] * 3 + ["collected"] + [False] * 3 + ["collected", False]
+    assert train.gc.isenabled() and train.gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("kind, flag, expected", [("cpu", 0, 1), ("cuda", 0, 10), ("mps", 0, 10), ("cuda", 3, 3)])
+def test_a_gpu_logs_every_tenth_step(kind, flag, expected):
+    assert train.log_interval(Config(log_interval=flag), torch.device(kind)) == expected
+
+
+def test_steps_are_traced(run, capsys):
+    """Three steps after the first five, with the same losses. A run that is too short says that it has no trace."""
+    short = ["--max_iters=10", "--eval_interval=0"]
+    folder = run(*short, "--profile_steps=3", "--max_iters=9")
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert sum(event.get("name") == "aten::_fused_adamw_" for event in events) == 3 * 2  # two groups of parameters
+    assert f"trace of 3 steps in {folder}/trace.json" in capsys.readouterr().out
+    assert losses(folder) == losses(run(*short, "--max_iters=9", out="plain"))
+    folder = run("--max_iters=4", "--profile_steps=3", out="short")
+    assert "profile_steps=3: no trace" in capsys.readouterr().out and not (folder / "trace.json").exists()
+
+
+ALLOCATOR = """
+import atexit, os, runpy, sys
+sys.argv = ["train.py", "--help"]
+atexit.register(lambda: print("set:", os.environ.get("PYTORCH_ALLOC_CONF")))
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("users, set_to", [({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": ""}, "None")])
+def test_segments_are_expandable_unless_the_user_has_set_the_variable(users, set_to):
+    env = {name: x for name, x in os.environ.items() if "ALLOC_CONF" not in name} | users
+    done = subprocess.run([sys.executable, "-c", ALLOCATOR], cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.stdout.endswith(f"set: {set_to}\n"), done.stderr

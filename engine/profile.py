@@ -1,0 +1,46 @@
+"""Traces some steps of a training run.
+
+profile = Profile(cfg, ranks, say)      # on all ranks; only the first one traces
+profile.next()                          # before every step
+profile.close()                         # at the end of the run
+"""
+
+from pathlib import Path
+
+import torch
+
+FIRST = 5  # steps of this process before the first one in the trace, which compile or connect the ranks
+
+
+class Profile:
+    """Writes cfg.profile_steps steps to out_dir/trace.json, on a GPU also its memory to out_dir/memory.pickle. A run
+    that ends earlier writes the steps that it has made."""
+
+    def __init__(self, cfg, ranks, say):
+        self.folder, self.say, self.cuda = Path(cfg.out_dir), say, ranks.device.type == "cuda"
+        self.wanted, self.step, self.profiler = cfg.profile_steps if ranks.first else 0, -1, None
+
+    def next(self):
+        self.step += 1
+        if self.wanted and self.step == FIRST:
+            if self.cuda:
+                torch.cuda.memory._record_memory_history(max_entries=100_000)
+            self.profiler = torch.profiler.profile()  # of the CPU and the GPU
+            self.profiler.start()
+        elif self.step == FIRST + self.wanted:
+            self.close()
+
+    def close(self):
+        if self.profiler is not None:
+            if self.cuda:
+                torch.cuda.synchronize()
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.folder / "trace.json"))
+            if self.cuda:
+                torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))
+                torch.cuda.memory._record_memory_history(enabled=None)
+            memory = f", memory in {self.folder}/memory.pickle" * self.cuda
+            self.say(f"trace of {self.wanted} steps in {self.folder}/trace.json, for https://ui.perfetto.dev{memory}")
+        elif self.wanted:
+            self.say(f"profile_steps={self.wanted}: no trace, because the run made at most {FIRST} steps")
+        self.profiler, self.wanted = None, 0
