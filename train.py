@@ -35,7 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from configurator import Config, dump, parse
 from data.loader import Loader, count_windows
 from engine import accounting, compilation, memory, optim, parallel, run_state
-from engine.device import precision, refuse_nondeterminism
+from engine.device import make_deterministic, precision, refuse_nondeterminism
 from engine.errors import command, require, user_errors
 from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss, open_dataset, text_sample
 from engine.folder import FolderLock, check_out_dir, replace_flags
@@ -134,6 +134,7 @@ class Run:
         # With eval_iters=0 the whole validation set is evaluated, and at most 100 batches of the training set.
         self.val_batches = math.ceil(count_windows(self.streams["val"], cfg.block_size) / cfg.batch_size)
         parallel.check_flags(cfg)
+        make_deterministic(cfg.deterministic)
         self.ranks = ranks = parallel.join(cfg)
         cfg.dtype = str(ranks.dtype)[6:]  # auto is settled, here and for compile below, and a resume keeps the choice
         memory.check_training(cfg, ranks, objective.lengths)

@@ -277,11 +277,8 @@ class Run:
             chunks = [-(-n * T // cfg.loss_chunk) for n in (least, batch)]
             collectives = a.collectives + 2 * (chunks[1] - chunks[0]) * (cfg.tp > 1)  # two all-reduces in each chunk
             return Cost(round(a.kept + x * (b.kept - a.kept)), round(a.peak + x * (b.peak - a.peak)), sent, collectives)
-
-        def compiled(logits: Tensor, *_) -> tuple[Tensor, Tensor]:  # takes no memory but for its results
-            return torch.zeros(()), torch.empty_like(logits)
-
-        of_chunk = chunk_loss if cfg.compile is False else compiled
+        compiled = cfg.compile is not False  # and then keeps nothing but its results
+        of_chunk = (lambda z, *_: (torch.zeros(()), torch.empty_like(z))) if compiled else chunk_loss
 
         def loss(x: Tensor) -> Tensor:
             if cfg.tp > 1:

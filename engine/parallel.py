@@ -31,14 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from engine import context_parallel, tensor_parallel
-from engine.device import (
-    fast_bfloat16,
-    keep_freed_memory,
-    make_deterministic,
-    resolve_compile,
-    resolve_device,
-    resolve_dtype,
-)
+from engine.device import fast_bfloat16, keep_freed_memory, resolve_compile, resolve_device, resolve_dtype
 from engine.errors import require
 
 T = TypeVar("T")
@@ -192,7 +185,6 @@ def join(cfg) -> Ranks:
     rank, local_rank, size, _ = environment()
     device = resolve_device(cfg.device, local_rank)
     compiled = resolve_compile(cfg.compile, device)
-    make_deterministic(cfg.deterministic)
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda":
