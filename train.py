@@ -157,7 +157,7 @@ class Run:
         if cfg.init_from != "resume":
             run_state.initialize(cfg, self.sharded, self.data.tokenizer)
         torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on every rank draws its own random numbers
-        self.optimizer = optim.build(self.sharded.model, cfg, self.sharded.as_global, ranks.dtype)
+        self.optimizer = optim.build(self.sharded.model, cfg, self.sharded, ranks.dtype)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
         state = {"step": 0, "samples": 0, "skipped": 0, "best_val_loss": None, "flags": {}}
         if cfg.init_from == "resume":
@@ -235,6 +235,8 @@ class Run:
         cfg, model = self.cfg, self.sharded.model
         with self.metrics.paused():
             self.check_finite()
+            if unequal := self.sharded.unequal_copies():
+                self.checkpoints.fail(f"at step {self.step}, {unequal}")
             model.eval()
             of_train = self.mean_loss(self.streams["train"], cfg.eval_iters or min(self.val_batches, 100))
             of_val = of_train and self.mean_loss(self.streams["val"], cfg.eval_iters)

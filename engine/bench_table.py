@@ -186,13 +186,8 @@ def newton_schulz_flops(optimizer: optim.Optimizer) -> int:
     Let m be the smaller and n the larger side of a logical matrix. Each of the 5 iterations multiplies three times: the
     Gram matrix takes 2 m m n, its square 2 m m m, and the product of the polynomial with the matrix 2 m m n.
     """
-    total = 0
-    for muon in (part for part in optimizer.parts if isinstance(part, optim.Muon)):
-        for p, (dim, groups, sizes) in muon.fused.items():
-            for size in sizes:
-                m, n = sorted((groups * size, p.size(1 - dim)))
-                total += 5 * (2 * m * m * n + 2 * m * m * m + 2 * m * m * n)
-    return total
+    parts = (part for part in optimizer.parts if isinstance(part, optim.Muon))
+    return sum(optim.Matrix(p.shape, fused).flops for muon in parts for p, fused in muon.fused.items())
 
 
 def write_trace(name: str, path: Path) -> str:

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from data.objective import OBJECTIVE
 from engine import context_parallel, parallel, sharded_model, tensor_parallel
 from engine.accounting import flops
+from engine.optim import Matrix, Muon, Owners, place
 from model import ChunkedCrossEntropy, Heads, Inputs, Linear, Model, NormOfHeads, Stack, chunk_loss, rows_at_once
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
@@ -191,8 +192,12 @@ class Run:
         self.lengths = OBJECTIVE[cfg.objective](*objective).lengths
         self.n_params, self.flops = self.model.n_params(), flops(self.model, *self.lengths)
         self.head_flops = 6 * self.model.head.weight.numel() * self.lengths[0]
-        self.hidden = {f"{name}.weight": m for name, m in self.model.named_modules() if isinstance(m, Linear)}
-        self.matrices = {name: logical_matrices(m) for name, m in self.hidden.items()}  # shapes before tp cuts them
+        grid = layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp
+        self.hidden: dict[str, Matrix] = {}  # the weights that Muon trains, before tp cuts them
+        for name, m in ((f"{name}.weight", m) for name, m in self.model.named_modules() if isinstance(m, Linear)):
+            of_tp = tensor_parallel.sharded_dim(self.model, name) if cfg.tp > 1 else None
+            cuts = None, 0 if self.fsdp else None, of_tp
+            self.hidden[name] = Matrix(tuple(m.weight.shape), m.fused, tuple(zip(grid, cuts, strict=True)))
         self.tp, self.groups = tp, {tp.group_name: "tp", cp.group_name: "cp"}
         if cfg.tp > 1:
             tensor_parallel.apply_tensor_parallel(self.model, tp)
@@ -315,18 +320,27 @@ class Run:
         weights = total if gathered else 2 * block
         return out | {"gathered weights": 4 * root + size * weights, "unsharded gradients": 4 * root + unsharded}
 
-    def muon_update(self, stage: Stage) -> tuple[int, float]:
-        """(bytes besides the state, FLOPs) of an update by Muon. Every rank computes full matrices, all of one shape in
-        one batch, in five iterations; see engine/optim.py."""
-        names = self.hidden.keys() & stage.shapes.keys()
-        matrices = [matrix for name in names for matrix in self.matrices[name]]
-        flops = sum(5 * (4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3) for m in matrices)
-        mine = sum(shard_numel(stage.shapes[name], self.shards) for name in names)
-        gathered = sum(map(math.prod, matrices)) if self.shards * self.layout.tp > 1 else 0
-        fused = sum(sum(map(math.prod, self.matrices[name])) for name in names if len(self.matrices[name]) > 1)
-        batch = max(matrices.count(m) * math.prod(m) for m in set(matrices))
-        # updates of the shards; gathered updates; copies of fused matrices; a batch and its iterations' buffers
-        return 4 * (mine + gathered + fused) + 8 * batch, flops
+    def owners(self, stage: Stage) -> Owners:
+        """The owners of the stage's hidden matrices under Muon on GPUs, where updates travel in bfloat16."""
+        return Owners({name: self.hidden[name] for name in stage.shapes if name in self.hidden}, None, torch.bfloat16)
+
+    def muon_update(self, stage: Stage) -> int:
+        """Bytes besides the state of an update by Muon, on the rank that owns most numbers; see engine/optim.py."""
+        owners, owned = self.owners(stage), defaultdict(list)
+        for name, rank in owners.owner.items():
+            owned[rank].append(self.hidden[name])
+        weights = max(owned.values(), key=lambda weights: sum(math.prod(m.shape) for m in weights))
+        matrices = [shape for m in weights for shape in m.logical]
+        fused = sum(math.prod(m.shape) for m in weights if len(m.logical) > 1)
+        batch = max(matrices.count(shape) * math.prod(shape) for shape in set(matrices))
+        mine = sum(place(m, 0)[1] for m in owners.matrices.values())
+        if len(owners.ranks) == 1:  # updates; copies of fused matrices; a batch and its iterations' buffers
+            return 4 * (mine + fused) + 8 * batch
+        # updates of the shards, which are sent and received; full ones, received and sent to each copy, of two rounds
+        most = 2 * max(Muon.LARGEST_ROUND, *(math.prod(m.shape) for m in weights))
+        full, fused, batch = (min(n, most) for n in (sum(map(math.prod, matrices)), fused, batch))
+        copies = math.prod(n for n, dim in weights[0].cuts if dim is None)
+        return 6 * mine + 4 * full + max(2 * fused + 8 * batch, 2 * full * copies)
 
     def memory(self, costs: PartCosts) -> dict[str, int]:
         """Bytes of a rank of the stage that needs most, by kind."""
@@ -343,7 +357,7 @@ class Run:
             if cfg.pp > 1:  # PyTorch allocates a buffer for each stream that a stage receives in a step
                 parts["streams received"] = layout.micro_steps * before[0].kept * (2 - stage.first - stage.last)
             if cfg.optimizer == "muon":
-                parts["update by Muon"] = self.muon_update(stage)[0]
+                parts["update by Muon"] = self.muon_update(stage)
             of_stages.append(parts)
         return max(of_stages, key=self.gpu_bytes)
 
@@ -396,9 +410,8 @@ class Run:
                 n += 4 * shard_numel(stage.shapes["wte.weight"], self.shards)
             out["pp point to point"] = n, layout.group("pp")
         if cfg.optimizer == "muon":
-            hidden = [stage.shapes[name] for name in self.hidden.keys() & stage.shapes.keys()]
-            out["muon all-gather"] = 4 * others * sum(shard_numel(s, self.shards) for s in hidden), data
-            out["muon all-gather over tp"] = 4 * (layout.tp - 1) * sum(map(math.prod, hidden)), layout.group("tp")
+            ranks = layout.group("dp_replicate", "dp_shard", "cp", "tp")
+            out["muon all-to-all"] = torch.bfloat16.itemsize * max(self.owners(stage).sent()), ranks
         return {kind: each for kind, each in out.items() if each[0]}
 
     def collectives(self, costs: PartCosts) -> int:
@@ -408,7 +421,9 @@ class Run:
         if self.layout.tp > 1:
             dims = {name: tensor_parallel.sharded_dim(self.model, name) for name, _ in self.model.named_parameters()}
             total += (None in dims.values()) + 1  # gradients of uncut parameters, and the norm
-            total += sum(dims[name] is not None for name in self.hidden) * (self.cfg.optimizer == "muon")
+            if self.cfg.optimizer == "muon":  # updates travel to the owners and back
+                owners = map(self.owners, self.stages)
+                total += sum(2 * len(each.rounds(each.owner, Muon.LARGEST_ROUND)) for each in owners)
         return total
 
     def matmul_flops(self, stage: Stage) -> float:
@@ -426,10 +441,3 @@ def gpu_norm(m: nn.LayerNorm | nn.RMSNorm, wide: bool, x: Tensor) -> Tensor:
     if isinstance(m, nn.RMSNorm) and weight.dtype != x.dtype:
         return F.rms_norm(x, m.normalized_shape, weight, m.eps)
     return F.layer_norm(x, m.normalized_shape, weight, *bias)
-
-
-def logical_matrices(layer: Linear) -> list[tuple[int, int]]:
-    """(rows, columns) of each matrix that Muon orthogonalizes in a linear layer's weight, see engine/optim.py."""
-    dim, groups, sizes = layer.fused or (0, 1, (layer.weight.size(0),))
-    other = layer.weight.size(1 - dim)
-    return [(groups * size, other) if dim == 0 else (other, groups * size) for size in sizes]

@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import median
 
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 
 from configurator import Config, parse
 from engine import plan, tensor_parallel
@@ -32,8 +31,7 @@ from engine.evaluation import open_dataset
 from engine.parallel import environment
 
 ROOT = Path(__file__).resolve().parent.parent
-DTENSOR = "all_gather_single" if hasattr(functional, "all_gather_single") else "all_gather_tensor"  # the name in 2.11
-COLLECTIVES = {tensor_parallel: ["all_gather", "reduce_scatter"], dist: ["all_reduce"], functional: [DTENSOR]}
+COLLECTIVES = {tensor_parallel: ["all_gather", "reduce_scatter"], dist: ["all_reduce", "all_to_all_single"]}
 
 
 def train_rank(delays: list[float], args: list[str]):

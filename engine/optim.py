@@ -8,16 +8,21 @@
 Call `build` after sharding and tensor parallelism, which replace parameters.
 """
 
+import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import cache
+from itertools import zip_longest
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from engine.sharded_model import copy_local_shard_
+from engine.sharded_model import ShardedModel, local
 from model import Fused, Linear
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -69,6 +74,118 @@ SCHEDULE = {"cosine": cosine, "wsd": wsd, "constant": constant}
 # Muon
 
 
+class Matrix(NamedTuple):
+    """A weight of the full model.
+
+    fused   its logical matrices, see model.Linear
+    cuts    how a grid of ranks shares it: (number of ranks, the dimension that they cut, or None if they have copies)
+    """
+
+    shape: tuple[int, int]
+    fused: Fused | None
+    cuts: tuple[tuple[int, int | None], ...] = ()
+
+    @property
+    def logical(self) -> list[tuple[int, int]]:
+        """(rows, columns) of each logical matrix."""
+        dim, groups, sizes = self.fused or (0, 1, self.shape[:1])
+        return [(groups * n, self.shape[1]) if dim == 0 else (self.shape[0], groups * n) for n in sizes]
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the matrix products of `orthogonalize`."""
+        return sum(5 * (4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3) for m in self.logical)
+
+
+@cache
+def place(matrix: Matrix, rank: int) -> tuple[tuple[slice, ...], int, int]:
+    """(the part of the matrix that a rank holds, its size, the number of the copy to which it belongs). The grid's last
+    dimension cuts first, as torch.chunk does."""
+    part, copy = [range(n) for n in matrix.shape], 0
+    for n, dim in reversed(matrix.cuts):
+        rank, i = divmod(rank, n)
+        if dim is None:
+            copy = copy * n + i
+        else:
+            each = -(-len(part[dim]) // n)
+            part[dim] = part[dim][i * each : (i + 1) * each]
+    return tuple(slice(p.start, p.stop) for p in part), math.prod(map(len, part)), copy
+
+
+def portions(keys: list, sizes: dict[Hashable, int], largest: int) -> Iterator[list]:
+    """The keys in portions of at most `largest` numbers, or of one key, to limit the memory."""
+    some, size = [], 0
+    for key in keys:
+        if some and size + sizes[key] > largest:
+            yield some
+            some, size = [], 0
+        some.append(key)
+        size += sizes[key]
+    yield some
+
+
+class Owners:
+    """Gives each matrix an owner among the ranks that share it, and sends its updates there and back in `dtype`.
+
+    Each matrix, the largest first, goes to the rank that has the fewest FLOPs so far. If ranks hold copies of a part,
+    the rank that belongs to the same copy of the matrix as the owner sends it.
+    """
+
+    def __init__(self, matrices: dict[Hashable, Matrix], group: dist.ProcessGroup | None, dtype: torch.dtype):
+        self.matrices, self.group, self.dtype, self.owner = matrices, group, dtype, {}
+        self.ranks = range(math.prod(n for n, _ in next(iter(matrices.values())).cuts))
+        loads = [(0, rank) for rank in self.ranks]  # a heap
+        for key, matrix in sorted(matrices.items(), key=lambda item: -item[1].flops):
+            flops, self.owner[key] = loads[0]
+            heapq.heapreplace(loads, (flops + matrix.flops, self.owner[key]))
+        self.flops = max(loads)[0]  # of the rank that has most to do
+
+    def sends(self, key: Hashable, rank: int) -> bool:
+        """Whether this rank is one of those that send their parts of an update to the matrix's owner."""
+        return place(self.matrices[key], rank)[2] == place(self.matrices[key], self.owner[key])[2]
+
+    def sent(self) -> list[int]:
+        """How many numbers each rank sends to others in a step."""
+        sent = [0] * len(self.ranks)
+        for key, owner in self.owner.items():
+            for rank in (rank for rank in self.ranks if rank != owner):
+                size = place(self.matrices[key], rank)[1]
+                sent[owner] += size
+                sent[rank] += size * self.sends(key, rank)
+        return sent
+
+    def rounds(self, keys: Iterable, largest: int) -> list[list]:
+        """The rounds of a step: in each, every owner has a portion of its matrices of at most `largest` numbers."""
+        owned, sizes = defaultdict(list), {key: math.prod(matrix.shape) for key, matrix in self.matrices.items()}
+        for key in keys:
+            owned[self.owner[key]].append(key)
+        each = (portions(owned[rank], sizes, largest) for rank in sorted(owned))
+        return [[key for portion in together for key in portion] for together in zip_longest(*each, fillvalue=())]
+
+    def exchange(self, some: list, updates: dict, full: dict, back: bool = False) -> Callable[[], None]:
+        """Start to send the parts of some matrices' updates, ordered by owner, to their owners; or back. `full` has the
+        full updates of those that this rank owns. The returned function waits for what this rank receives."""
+        me, like = dist.get_rank(self.group), updates[some[0]]
+        parts = [(self.owner[key], updates[key]) for key in some if back or self.sends(key, me)]
+        wanted = ((rank, key) for rank in self.ranks for key in full if back or self.sends(key, rank))
+        owned = [(rank, full[key][place(self.matrices[key], rank)[0]]) for rank, key in wanted]
+        splits = [[0] * len(self.ranks) for _ in range(2)]
+        out, into = (owned, parts) if back else (parts, owned)
+        for split, tensors in zip(splits, (into, out), strict=True):
+            for rank, x in tensors:
+                split[rank] += x.numel()
+        sent = torch.cat([like.new_empty(0, dtype=self.dtype), *(x.flatten().to(self.dtype) for _, x in out)])
+        received = sent.new_empty(sum(splits[0]))
+        work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=True)
+
+        def arrive():
+            work.wait()
+            for (_, x), flat in zip(into, received.split([x.numel() for _, x in into]), strict=True):
+                x.copy_(flat.view(x.shape))
+
+        return arrive
+
+
 class Muon:
     """Trains hidden matrices with orthogonalised momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
 
@@ -81,11 +198,12 @@ class Muon:
 
     A weight may store several logical matrices. Each is orthogonalised alone: as one matrix they would share their
     singular directions, and the loss is higher. weights maps a weight to None (one matrix) or to the (dim, groups,
-    sizes) of model.Linear's `fused`. as_global(p, x) returns this rank's part x of the parameter p, or of its update,
-    as a DTensor with the shape of the full parameter. dtype is that of the run's matrix products, see `orthogonalize`.
+    sizes) of model.Linear's `fused`. With owners, ranks share the weights: each rank has the momentum of its part, and
+    only a weight's owner orthogonalises its update. dtype is that of the run's matrix products, see `iteration_dtype`.
     """
 
-    LARGEST = 2**28  # numbers that are gathered at once: 1 GiB
+    LARGEST = 2**28  # numbers that are orthogonalised at once: 1 GiB
+    LARGEST_ROUND = 2**26  # the same of each owner, so that large models have rounds that overlap
 
     def __init__(
         self,
@@ -93,12 +211,12 @@ class Muon:
         lr: float,
         momentum: float,
         weight_decay: float,
-        as_global: Callable[[nn.Parameter, Tensor], Tensor] = lambda p, x: x,
+        owners: Owners | None = None,
         dtype: torch.dtype = torch.float32,
     ):
-        self.dtype = dtype
-        self.fused = {p: fused or (0, 1, (as_global(p, p).size(0),)) for p, fused in weights.items()}
-        self.as_global, self.sizes = as_global, {p: as_global(p, p).numel() for p in weights}
+        shapes = {p: owners.matrices[p].shape if owners else p.shape for p in weights}
+        self.owners, self.dtype, self.sizes = owners, dtype, {p: math.prod(shape) for p, shape in shapes.items()}
+        self.fused = {p: fused or (0, 1, (shapes[p][0],)) for p, fused in weights.items()}
         self.param_groups = [group | {"lr": lr, "momentum": momentum} for group in decay_groups(weights, weight_decay)]
         self.state = {p: {"momentum": torch.zeros_like(p)} for p in weights}
 
@@ -106,35 +224,45 @@ class Muon:
     def step(self):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            grads, momentum = [p.grad for p in params], [self.state[p]["momentum"] for p in params]
+            weights, grads = [local(p) for p in params], [local(p.grad) for p in params]
+            momentum = [local(self.state[p]["momentum"]) for p in params]
             torch._foreach_lerp_(momentum, grads, 1 - group["momentum"])
-            updates = torch._foreach_mul(grads, 1 - group["momentum"])  # not a lerp, which DTensors of torch 2.11 lack
+            updates = torch._foreach_mul(grads, 1 - group["momentum"])
             torch._foreach_add_(updates, momentum, alpha=group["momentum"])
-            for some in self.portions(params):
-                shards = [self.as_global(params[i], updates[i]) for i in some]
-                full = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in shards]
-                self.orthogonalize_all([params[i] for i in some], full)
-                for i, x, matrix in zip(some, shards, full, strict=True):
-                    if x is not matrix:
-                        copy_local_shard_(updates[i], matrix, like=x)
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
+            self.orthogonalize_updates(dict(zip(params, updates, strict=True)))
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
 
-    def portions(self, params: list[nn.Parameter]) -> Iterator[list[int]]:
-        """Indices of parameters in portions of at most LARGEST numbers, or of one parameter, to limit the memory."""
-        some, size = [], 0
-        for i, p in enumerate(params):
-            if some and size + self.sizes[p] > self.LARGEST:
-                yield some
-                some, size = [], 0
-            some.append(i)
-            size += self.sizes[p]
-        yield some
+    def orthogonalize_updates(self, updates: dict[nn.Parameter, Tensor]):
+        """Orthogonalise this rank's parts of the updates, in portions. With owners, a round is a portion of each; it
+        travels while the rounds before and after it are computed."""
+        if not self.owners:
+            for some in portions(list(updates), self.sizes, self.LARGEST):
+                self.orthogonalize_all({p: updates[p] for p in some})
+            return
+        rounds = self.owners.rounds(updates, self.LARGEST_ROUND)
+        me, like, finish = dist.get_rank(self.owners.group), next(iter(updates.values())), None
 
-    def orthogonalize_all(self, params: list[nn.Parameter], updates: list[Tensor]):
+        def start(some: list[nn.Parameter]) -> tuple[list, dict, Callable]:
+            shapes = {p: self.owners.matrices[p].shape for p in some if self.owners.owner[p] == me}
+            full = {p: like.new_empty(shape, dtype=self.owners.dtype) for p, shape in shapes.items()}
+            return some, full, self.owners.exchange(some, updates, full)
+
+        coming = start(rounds[0])
+        for following in [*rounds[1:], None]:
+            some, full, arrive = coming
+            coming = following and start(following)
+            arrive()
+            self.orthogonalize_all(full)
+            if finish:  # the round before
+                finish()
+            finish = self.owners.exchange(some, updates, full, back=True)
+        finish()
+
+    def orthogonalize_all(self, updates: dict[nn.Parameter, Tensor]):
         """Replace each logical matrix U S V^T of the updates by sqrt(max(1, rows/columns)) U V^T, a batch per shape."""
         same_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for p, update in zip(params, updates, strict=True):
+        for p, update in updates.items():
             dim, groups, sizes = self.fused[p]
             for piece in update.unflatten(dim, (groups, sum(sizes))).split(sizes, dim + 1):  # views, groups still apart
                 matrix = piece.flatten(dim, dim + 1)  # (rows, columns)
@@ -148,12 +276,10 @@ class Muon:
 def orthogonalize(x: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
     """U V^T of x = U S V^T, with singular values of about 0.7 to 1.2 instead of 1; x (N, rows, columns).
 
-    A Newton-Schulz iteration with Jordan's quintic polynomial, which is as steep at 0 as these bounds allow. It runs in
-    bfloat16 on CUDA, and on a CPU if this is the dtype of the run's products; otherwise in float32.
+    A Newton-Schulz iteration with Jordan's quintic polynomial, which is as steep at 0 as these bounds allow.
     """
-    in_bfloat16 = x.is_cuda or x.is_cpu and dtype == torch.bfloat16
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    x = x.to(torch.bfloat16 if in_bfloat16 else torch.float32)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True, dtype=torch.float32) + 1e-7)
+    x = x.to(iteration_dtype(x.device.type, dtype))
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x  # the Gram matrix is the smaller one
     for _ in range(steps):
@@ -161,6 +287,11 @@ def orthogonalize(x: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
         polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
         x = torch.baddbmm(x, polynomial, x, beta=3.4445)  # 3.4445 s - 4.7750 s^3 + 2.0315 s^5 on singular values s
     return x.mT if tall else x
+
+
+def iteration_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of Newton-Schulz: bfloat16 on CUDA, and on a CPU if it is the `dtype` of the run; otherwise float32."""
+    return torch.bfloat16 if device == "cuda" or device == "cpu" and dtype == torch.bfloat16 else torch.float32
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,18 +353,11 @@ class Optimizer:
         return {f"{name}.{kind}": t for name, p in model.named_parameters() for kind, t in state.get(p, {}).items()}
 
 
-def build(
-    model: nn.Module,
-    cfg,
-    as_global: Callable[[str, Tensor], Tensor] = lambda name, x: x,
-    dtype: torch.dtype = torch.float32,
-) -> Optimizer:
+def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: torch.dtype = torch.float32) -> Optimizer:
     """The optimizer that cfg.optimizer names: adamw trains everything; muon trains hidden matrices, AdamW the rest.
 
-    as_global(name, x) returns this rank's part x of the parameter `name`, or of its update, as a DTensor with the shape
-    of the full parameter. dtype is that of the run's matrix products.
+    sharded says how ranks share the model. dtype is that of the run's matrix products.
     """
-    names = {p: name for name, p in model.named_parameters()}
     hidden = OPTIMIZER[cfg.optimizer](model)
     if hidden and cfg.learning_rate == 0:
         raise ValueError(
@@ -244,7 +368,15 @@ def build(
     adamw = AdamW(groups, cfg.learning_rate, betas)
     if not hidden:
         return Optimizer({adamw: 1.0})
-    muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, lambda p, x: as_global(names[p], x), dtype)
+    owners = None
+    if sharded and sharded.ranks.size > cfg.pp:
+        matrices = {
+            p: Matrix(tuple(sharded.as_global(name, p).shape), hidden[p], sharded.cuts(name))
+            for name, p in model.named_parameters()
+            if p in hidden
+        }
+        owners = Owners(matrices, sharded.ranks.stage, iteration_dtype(sharded.ranks.device.type, dtype))
+    muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, owners, dtype)
     return Optimizer({adamw: 1.0, muon: cfg.muon_lr / cfg.learning_rate})
 
 

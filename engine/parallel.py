@@ -59,6 +59,7 @@ class Ranks:
     data_size: int = 1  # how many data-parallel ranks there are
     mesh: DeviceMesh | None = None  # dimensions pp, replicate, shard (times cp) and tp; None if size is 1
     cp: dist.ProcessGroup | None = None  # the ranks that share this rank's sequences; None if cp is 1
+    stage: dist.ProcessGroup | None = None  # the ranks of this rank's pipeline stage; None if size is 1
 
     @property
     def first(self) -> bool:
@@ -209,12 +210,17 @@ def join(cfg) -> Ranks:
     mesh = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "replicate", "shard", "tp"))
     limit(mesh, cfg.collective_timeout)
     data_rank = rank // (cfg.cp * cfg.tp) % data
-    cp_group = None
+    cp_group, stage = None, dist.group.WORLD
     if cfg.cp > 1:
         cp_mesh = DeviceMesh(device.type, grid.view(-1, cfg.cp, cfg.tp), mesh_dim_names=("data", "cp", "tp"))
         limit(cp_mesh, cfg.collective_timeout)
         cp_group = cp_mesh["cp"].get_group()
-    return Ranks(rank, size, device, agreed_dtype(cfg.dtype, device), compiled, data_rank, data, mesh, cp_group)
+    if cfg.pp > 1:
+        stages = DeviceMesh(device.type, grid.view(cfg.pp, -1), mesh_dim_names=("pp", "stage"))
+        limit(stages, cfg.collective_timeout)
+        stage = stages["stage"].get_group()
+    dtype = agreed_dtype(cfg.dtype, device)
+    return Ranks(rank, size, device, dtype, compiled, data_rank, data, mesh, cp_group, stage)
 
 
 def limit(mesh: DeviceMesh, seconds: int):
@@ -236,15 +242,15 @@ def fresh_store(rank: int, size: int) -> dist.Store:
     died, and wait for ever. (The variable TORCHELASTIC_RESTART_COUNT does not help, because each node counts its own
     restarts.) So each rank chooses a random name, and the hash of all names is the prefix of this start's keys. A rank
     may have read an old name of another rank. But every rank reads its own new name, so if all ranks have read the same
-    list, the list has only new names.
+    list, the list has only new names. Ranks compare the hashes of their lists, which are shorter than the lists.
     """
     store, _, _ = next(rendezvous("env://", rank, size))
     store.set(f"name_{rank}", uuid.uuid4().hex)
     while True:
-        names = b" ".join(store.multi_get([f"name_{r}" for r in range(size)]))
+        names = hashlib.sha256(b" ".join(store.multi_get([f"name_{r}" for r in range(size)]))).hexdigest()
         store.set(f"read_{rank}", names)
-        if all(read == names for read in store.multi_get([f"read_{r}" for r in range(size)])):
-            return dist.PrefixStore(hashlib.sha256(names).hexdigest(), store)
+        if all(read == names.encode() for read in store.multi_get([f"read_{r}" for r in range(size)])):
+            return dist.PrefixStore(names, store)
         time.sleep(0.05)
 
 

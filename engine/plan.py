@@ -106,9 +106,10 @@ def estimate(cfg) -> Plan:
     )  # fmt: skip
 
 
-def bandwidth(gpu: Gpu, ranks: int, distance: int) -> float:
-    """Bytes per second that a rank of a ring can send. Between nodes, all ring ranks of a node share their cards."""
-    in_node = min(ranks, max(1, PER_NODE // distance))
+def bandwidth(gpu: Gpu, ranks: int, distance: int, ring: bool = True) -> float:
+    """Bytes per second that a rank can send. Between nodes, all ring ranks of a node share their cards; in an
+    all-to-all, each has its own."""
+    in_node = min(ranks, max(1, PER_NODE // distance)) if ring else 1
     return LINK * (gpu.intra if ranks * distance <= PER_NODE else in_node * gpu.inter)
 
 
@@ -131,7 +132,8 @@ def step_time(
     cfg, layout, speed = run.cfg, run.layout, gpu.achieved * peak
     traffic = {}
     for kind, (n, group) in run.traffic(stage, costs).items():
-        traffic[kind] = Traffic(n, group[0], bandwidth(gpu, *group), n / bandwidth(gpu, *group))
+        rate = bandwidth(gpu, *group, ring=not kind.endswith("all-to-all"))
+        traffic[kind] = Traffic(n, group[0], rate, n / rate)
     data = sum(each.seconds for kind, each in traffic.items() if kind.startswith(("fsdp", "hsdp", "ddp")))
     compute, rest = run.matmul_flops(stage) / speed, sum(each.seconds for each in traffic.values()) - data
     hidden = OVERLAP * compute * (1 if run.fsdp else 2 / 3 / layout.micro_steps)  # DDP sends in the last backward only
@@ -140,7 +142,7 @@ def step_time(
         "traffic of tp, cp, pp and Muon": rest,
         "bubble of the pipeline": (compute + rest) * (cfg.pp - 1) / layout.micro_steps,
         "traffic of data ranks, not hidden": max(0.0, data - hidden),
-        "Muon's matmuls": run.muon_update(stage)[1] / speed if cfg.optimizer == "muon" else 0.0,
+        "Muon's matmuls": run.owners(stage).flops / speed if cfg.optimizer == "muon" else 0.0,
     }
     if run.offload:  # parameters go up for each gather, gradients down; AdamW reads and writes 7 numbers per parameter
         passes = (1 + cfg.fsdp_reshard) * layout.micro_steps + 1 + 7

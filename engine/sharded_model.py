@@ -2,7 +2,7 @@
 
     sharded = ShardedModel(cfg, ranks)              # cut and wrapped on the meta device, then allocated
     sharded.init_weights(cfg.seed)
-    optimizer = optim.build(sharded.model, cfg, sharded.as_global, ranks.dtype)
+    optimizer = optim.build(sharded.model, cfg, sharded, ranks.dtype)
     loss = sharded.backward(batches, micro_steps, scaler)
     norm = sharded.clip(cfg.grad_clip)
 
@@ -265,11 +265,34 @@ class ShardedModel:
             if hasattr(module, "reshard"):
                 module.reshard()
 
+    @torch.no_grad()
+    def unequal_copies(self) -> str:
+        """An error if data-parallel ranks that hold copies of the same parameters have different ones, otherwise "".
+        Every rank calls it; each sends the sum of its parameters' bits."""
+        if self.ranks.mesh is None:
+            return ""
+        mesh, params = self.ranks.mesh.mesh, self.model.parameters()  # (pp, replicate, shard, tp)
+        sums = torch.zeros(mesh.shape, dtype=torch.int64)
+        sums[mesh == self.ranks.rank] = int(sum(local(p).view(torch.int32).sum(dtype=torch.int64) for p in params))
+        usual, place = self.ranks.sum(sums).mode(1 if self.fsdp else 2, keepdim=True)
+        others = mesh.gather(1 if self.fsdp else 2, place).expand_as(mesh)
+        pairs = zip(mesh[sums != usual].tolist(), others[sums != usual].tolist(), strict=True)
+        unequal = ", ".join(f"those of rank {rank} from those of rank {other}" for rank, other in pairs)
+        return unequal and (
+            f"copies of parameters differ: {unequal}; go on from the last checkpoint with --init_from=resume, "
+            "from which all ranks load the same, and if they differ again, replace the machines of these ranks"
+        )
+
     def mean(self, loss: Tensor) -> float:
         """The mean over all ranks of the loss that `backward` returned."""
         return self.ranks.sum(loss.clone()).item() * self.pp / self.ranks.size
 
     # ---- shapes of the full model
+
+    def cuts(self, name: str) -> tuple[tuple[int, int | None], ...]:
+        """How the mesh's dimensions replicate, shard and tp share a parameter, see optim.Matrix."""
+        sizes = self.ranks.mesh.mesh.shape[1:] if self.ranks.mesh else (1, 1, 1)
+        return tuple(zip(sizes, (None, 0 if self.fsdp else None, self.tp_dim.get(name)), strict=True))
 
     def as_global(self, name: str, x: Tensor) -> Tensor:
         """x (the parameter `name`, or a tensor of its shape such as its momentum) with the shape of the full model's

@@ -458,7 +458,7 @@ def count(models: dict[str, dict], result: Path):
         model = replica.model
         with torch.device("meta"):
             n_params = Model(cfg).n_params()
-        states = optim.build(model, cfg, replica.as_global).state_tensors(model).values()
+        states = optim.build(model, cfg, replica).state_tensors(model).values()
         tensors = [*model.parameters(), *(t for t in states if t.dim())]
         held, calls = sum(local(t).untyped_storage().nbytes() for t in tensors), Counter()
         if cfg.tp > 1:

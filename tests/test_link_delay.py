@@ -26,7 +26,7 @@ MODELS = {  # name -> (flags, collectives of a step)
     "superblock": ("--block=superblock", 2 * (2 * 4 + 6) + 2),
     "chunks": ("--block=superblock --loss_chunk=3", 2 * (2 * 4 + 4 + 22 * 2) + 2),  # 64 tokens
     "wide norm": ("--qk_norm=True --qk_norm_width=model", 2 * (2 * (2 * 4 + 2 * 2) + 6) + 2),  # of queries and keys
-    "muon": ("--optimizer=muon", 2 * (2 * 2 * 4 + 6) + 2 + 2 * 4),  # each matrix is gathered
+    "muon": ("--optimizer=muon", 2 * (2 * 2 * 4 + 6) + 2 + 2),  # updates travel to their owners and back
     "no gains": ("--norm=none --pos=rope", 2 * (2 * 2 * 4 + 6) + 1),
 }
 

@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from configurator import Config
-from engine.optim import OPTIMIZER, AdamW, Muon, build, decay_groups, learning_rate, orthogonalize
+from engine.optim import OPTIMIZER, AdamW, Muon, build, decay_groups, learning_rate, orthogonalize, portions
 from model import GroupedLinear, Linear, Model, ModelConfig
 
 
@@ -255,9 +255,9 @@ def test_muon_in_portions_is_muon(monkeypatch):
         muon = Muon(weights, lr=0.02, momentum=0.9, weight_decay=0.1)
         for p in weights:
             p.grad = torch.randn(p.shape)
-        portions = list(muon.portions(list(weights)))
-        assert [i for some in portions for i in some] == list(range(5))
-        assert len(portions) == {2**28: 1, 1: 5, 70: 3}[largest]
+        some = list(portions(list(weights), muon.sizes, largest))
+        assert [p for each in some for p in each] == list(weights)
+        assert len(some) == {2**28: 1, 1: 5, 70: 3}[largest]
         muon.step()
         results.append([p.detach().clone() for p in weights])
     for other in results[1:]:

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 import train
 from configurator import Config, parse
@@ -44,6 +45,15 @@ LAYOUTS = [
     {"world_size": 8, "tp": 2, "cp": 2, "parallel": "fsdp"},
     {"world_size": 8, "tp": 2, "parallel": "fsdp", "optimizer": "muon"},
 ]
+MUON = [  # on a CPU, updates travel in this dtype; on a GPU, always
+    {"world_size": 4, "parallel": "fsdp"},
+    {"world_size": 6, "parallel": "fsdp", "dp_replicate": 2, "n_embd": 60, "gradient_accumulation_steps": 12},
+    {"world_size": 8, "parallel": "fsdp", "tp": 2, "dp_replicate": 2, "block": "superblock"},
+    {"world_size": 4, "parallel": "fsdp", "cp": 2},
+    {"world_size": 8, "parallel": "fsdp", "pp": 2, "n_layer": 4},
+    {"world_size": 4},
+    {"world_size": 4, "tp": 2},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +68,8 @@ def config(**flags) -> Config:
 
 
 @contextmanager
-def as_rank(cfg: Config):
-    """The first rank that training would make; the others are pretended, and their messages are garbage."""
+def as_rank(cfg: Config, rank: int = 0):
+    """A rank that training would make; the others are pretended, and their messages are garbage."""
     init, scatter = dist.init_process_group, dist.reduce_scatter_tensor
 
     def pretend(*args, rank, world_size, **kwargs):
@@ -70,7 +80,7 @@ def as_rank(cfg: Config):
         return scatter(out[None], x, **kwargs)
 
     with (
-        mock.patch.dict(os.environ, RANK="0", WORLD_SIZE=str(cfg.world_size), LOCAL_RANK="0"),
+        mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(cfg.world_size), LOCAL_RANK="0"),
         mock.patch.object(dist, "init_process_group", pretend),
         mock.patch.object(dist, "reduce_scatter_tensor", lenient),
     ):
@@ -90,20 +100,22 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out, name = func(*args, **(kwargs or {})), func._schema.name.partition("::")[2]
         if func.namespace == "c10d":
-            n = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject))).size()
-            tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+            group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
+            n, tensors = group.size(), [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+            if name == "alltoall_base_":
+                self.sent["all-to-all", n] += tensors[1].itemsize * (sum(args[4]) - args[4][group.rank()])
+                return out
             passes = {"_allgather_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 2}[name]
             kind = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}.get(name, "all-reduce")
             self.sent[kind, n] += passes * max(t.nbytes for t in tensors) * (n - 1) / n
-        elif func.namespace == "_c10d_functional" and name.startswith("all_gather"):  # DTensor's
-            self.sent["all-gather", args[1]] += args[0].nbytes * (args[1] - 1)
         return out
 
 
 def by_size(traffic: dict[str, plan.Traffic]) -> dict:
     sent = defaultdict(float)
     for kind, each in traffic.items():
-        sent[next(k for k in ("all-gather", "reduce-scatter", "all-reduce") if k in kind), each.ranks] += each.bytes
+        if not kind.startswith("muon"):
+            sent[next(k for k in ("all-gather", "reduce-scatter", "all-reduce") if k in kind), each.ranks] += each.bytes
     return sent
 
 
@@ -131,18 +143,38 @@ def test_states_and_traffic_are_those_of_training(flags):
     cfg = config(**flags)
     with as_rank(cfg) as ranks:  # the first, whose shards are no smaller than others'
         rank = ShardedModel(cfg, ranks)
-        optimizer = optim.build(rank.model, cfg, rank.as_global)
+        optimizer = optim.build(rank.model, cfg, rank)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         with Collectives() as counted:
             rank.backward(repeat(batch_of(cfg)), cfg.gradient_accumulation_steps // ranks.data_size, scaler)
             gradients = nbytes(p.grad for p in rank.model.parameters())
-            if cfg.optimizer == "muon":
-                optimizer.step()
         state = optimizer.state_tensors(rank.model).values()
         real = nbytes(rank.model.parameters()), gradients, nbytes(state)
     p = plan.estimate(cfg)
     assert [p.memory[kind] for kind in costs.STATES] == list(real)
     assert by_size(p.traffic) == pytest.approx(counted.sent)
+
+
+@pytest.mark.parametrize("flags", MUON, ids=str)
+def test_traffic_and_matmuls_of_muon_are_those_of_training(flags):
+    """Of the rank that sends most and of the rank that multiplies most, exactly."""
+    cfg, sent, multiplied = config(optimizer="muon", dtype="bfloat16", **flags), [], []
+    for number in range(cfg.world_size):
+        with as_rank(cfg, number) as ranks:
+            rank = ShardedModel(cfg, ranks)
+            optimizer = optim.build(rank.model, cfg, rank, ranks.dtype)
+            for p in rank.model.parameters():
+                p.grad = torch.zeros_like(p)
+            with Collectives() as counted, FlopCounterMode(display=False) as flops:
+                optimizer.step()
+        [(kind, n)] = counted.sent.items()
+        assert kind == ("all-to-all", cfg.world_size // cfg.pp)
+        sent.append(n)
+        multiplied.append(flops.get_total_flops())
+    p = plan.estimate(cfg)
+    assert p.traffic["muon all-to-all"].bytes == max(sent) and p.traffic["muon all-to-all"].ranks == kind[1]
+    speed = plan.GPU[cfg.gpu].achieved * p.peak
+    assert p.seconds["Muon's matmuls"] == pytest.approx(max(multiplied) / speed)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -363,6 +395,21 @@ def test_update_by_muon():
     assert p.total == sum(p.memory[kind] for kind in costs.STATES) + p.memory["update by Muon"]
 
 
+@pytest.mark.parametrize("largest, most", [(2**26, 1.06), (2**20, 1.5)], ids=["one round", "several rounds"])
+@pytest.mark.parametrize("flags", [{"parallel": "fsdp"}, {"parallel": "fsdp", "dp_replicate": 2}, {}], ids=str)
+def test_update_by_muon_of_a_rank_that_owns_matrices(flags, largest, most, monkeypatch):
+    """What training allocates, or a little more: the plan counts two full rounds at once."""
+    monkeypatch.setattr(optim.Muon, "LARGEST_ROUND", largest)
+    cfg = config(optimizer="muon", n_layer=8, n_embd=256, vocab_size=64, dtype="bfloat16", world_size=4, **flags)
+    with as_rank(cfg) as ranks:
+        rank = ShardedModel(cfg, ranks)
+        optimizer = optim.build(rank.model, cfg, rank, ranks.dtype)
+        for p in rank.model.parameters():
+            p.grad = torch.zeros_like(p)
+        allocated = most_allocated(optimizer.step)
+    assert 0.98 < plan.estimate(cfg).memory["update by Muon"] / allocated < most
+
+
 def test_largest_batch():
     for total in (
         lambda b: 100 + 7 * b,
@@ -429,6 +476,19 @@ def test_bandwidth(ranks, distance, expected):
     assert plan.bandwidth(plan.GPU["h100"], ranks, distance) == pytest.approx(0.8 * expected * 1e9)
 
 
+def test_muon_of_7b_on_64_ranks_costs_a_sixtieth_of_what_every_rank_alone_would():
+    """Each rank once gathered all shards in float32, and multiplied all matrices."""
+    flags = ["config/llama_7b.py", "--plan=True", "--optimizer=muon"]
+    layouts = [], ["--world_size=64"], ["--world_size=64", "--parallel=ddp"]
+    alone, p, copies = (plan.estimate(parse(Config, [*flags, *how])) for how in layouts)
+    hidden = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert p.traffic["muon all-to-all"].bytes < 4 * 63 / 64 * hidden / 60
+    assert p.seconds["Muon's matmuls"] < alone.seconds["Muon's matmuls"] / 60
+    assert p.memory["update by Muon"] < 4 * hidden / 12
+    more = copies.traffic["muon all-to-all"].bytes / copies.traffic["ddp all-reduce"].bytes
+    assert 1 / 4 < more < 0.26
+
+
 def test_muon_multiplies():
     """Five times X X^T, its square and a product with X, of each logical matrix: q, k, v, out, up and down."""
     cfg = config(optimizer="muon", norm="none", norm_placement="none", mlp="relu")
@@ -436,7 +496,7 @@ def test_muon_multiplies():
     with costs.fake_groups(r) as groups, FakeTensorMode():
         run = costs.Run(cfg, r, *groups)
     square, tall = 2 * 3 * 64**3, 2 * (2 * 64 * 256 * 64 + 64**3)
-    assert run.muon_update(run.stages[0])[1] == 3 * 5 * (4 * square + 2 * tall)
+    assert run.owners(run.stages[0]).flops == 3 * 5 * (4 * square + 2 * tall)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
