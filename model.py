@@ -51,6 +51,7 @@ import math
 import re
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
@@ -122,7 +123,7 @@ class ModelConfig:
     window: int = 0  # sliding window in tokens, 0 = full attention
     window_pattern: str = ""  # per layer, repeated: S = sliding window, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
-    fp32_residual: bool = True  # keep the residual stream in float32 where matrices are multiplied in 16 bits
+    fp32_residual: bool | Literal["auto"] = "auto"  # residual stream in float32; auto = unless a GPU has bfloat16
     # --- model: position
     pos: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"  # position encoding
     rope_theta: float = 10000.0  # base of RoPE's wavelengths (arXiv:2104.09864)
@@ -281,6 +282,15 @@ def require(condition: bool, message: str):
 # Norms
 
 
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm whose result has the dtype of x, whichever dtype the weight has. The kernel's sums are in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
+        with keeping_dtype(x):
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) times a weight. PyTorch's is a fused kernel on GPUs, and a dozen passes on CPUs."""
 
@@ -292,7 +302,14 @@ class RMSNorm(nn.RMSNorm):
                 n, length = x.size(-1), torch.linalg.vector_norm(x, dim=-1, keepdim=True)
                 length.hypot_(torch.scalar_tensor(math.sqrt(n * self.eps), dtype=x.dtype))
                 return (x * self.weight).div_(length).mul_(math.sqrt(n))
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        with keeping_dtype(x):
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def keeping_dtype(x: Tensor) -> AbstractContextManager:
+    """A context in which norms of x have its dtype: CUDA's autocast would compute and return them in float32."""
+    wide = x.dtype in (torch.float32, torch.float64)
+    return nullcontext() if wide else torch.autocast(x.device.type, enabled=False)
 
 
 class RMSNormOfCPU(torch.autograd.Function):
@@ -335,7 +352,7 @@ class RMSNormEpsOutside(nn.RMSNorm):
 
 
 NORM: dict[str, Callable[[ModelConfig], nn.Module]] = {
-    "layernorm": lambda c: nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias or c.norm_bias),
+    "layernorm": lambda c: LayerNorm(c.n_embd, c.norm_eps, bias=c.bias or c.norm_bias),
     "rmsnorm": lambda c: RMSNorm(c.n_embd, c.norm_eps),
     "rmsnorm_eps_outside": lambda c: RMSNormEpsOutside(c.n_embd, c.norm_eps),
     "none": lambda c: nn.Identity(),
@@ -838,6 +855,16 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+def wide_stream(flag: bool | str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the residual stream is in float32 under this fp32_residual, where matrix products are in `dtype`."""
+    return flag is True or flag == "auto" and (device.type != "cuda" or dtype != torch.bfloat16)
+
+
+def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:
+    """The dtype of a residual stream that begins with x."""
+    return x.dtype if wide_stream(cfg.fp32_residual, x.device, matmul_dtype(x)) else matmul_dtype(x)
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -1059,9 +1086,10 @@ class ShapedPool(Heads):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
-        alpha, beta, gamma = (gain[:, None, None].to(v.dtype) for gain in (self.alpha, self.beta, self.gamma))
+        alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
         uniform = uniform_mix(q, k, v, self.head_dim, mask)
-        return alpha * v[:, :, -q.size(2) :] + beta * super().mix(q, k, v, mask) - gamma * uniform
+        y = alpha * v[:, :, -q.size(2) :] + beta * super().mix(q, k, v, mask) - gamma * uniform
+        return y.to(v.dtype)  # not the gains, whose steps are smaller than those of 16 bits
 
 
 class MemoryPool(Heads):
@@ -1274,8 +1302,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Maybe, targets: Tensor, options: tuple) -> Tensor:
         softcap, chunk, of_chunk, gradient = options
         dtype = matmul_dtype(x)
-        dx, dW = (torch.empty_like(x), torch.zeros_like(weight)) if gradient else (None, None)
-        db = None if bias is None or not gradient else torch.zeros_like(bias)
+        wide = torch.promote_types(weight.dtype, torch.float32)  # for the sums over chunks, where FSDP gathers 16 bits
+        dx, dW = (torch.empty_like(x), torch.zeros_like(weight, dtype=wide)) if gradient else (None, None)
+        db = None if bias is None or not gradient else torch.zeros_like(bias, dtype=wide)
         with torch.autocast(x.device.type, enabled=False):
             W = weight.to(dtype)
             total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
@@ -1432,7 +1461,7 @@ class Model(Stack):
             place = t - torch.searchsorted(docs, docs)  # (B, T), counted from the first token of the document
         x = self.wte(idx) if self.cfg.embed_scale == 1 else self.wte(idx) * self.cfg.embed_scale
         x = dropped(self.pos(x, place), self.cfg.dropout * self.training)
-        return x if self.cfg.fp32_residual else x.to(matmul_dtype(x)), t
+        return x.to(stream_dtype(self.cfg, x)), t
 
     def hidden(
         self, idx: Tensor, start: int = 0, docs: Maybe = None, memory: Maybe = None, memory_docs: Maybe = None

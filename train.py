@@ -44,7 +44,7 @@ from engine.profile import Profile
 from engine.saver import Checkpoints
 from engine.sharded_model import ShardedModel
 from engine.stop_signal import StopSignal
-from model import Model
+from model import Model, wide_stream
 
 COLLECT = 100  # steps between collections of Python's garbage, in the same steps on all ranks
 NEVER = torch.iinfo(torch.int64).max  # larger than the number of any step
@@ -137,6 +137,7 @@ class Run:
         make_deterministic(cfg.deterministic)
         self.ranks = ranks = parallel.join(cfg)
         cfg.dtype = str(ranks.dtype)[6:]  # auto is settled, here and for compile below, and a resume keeps the choice
+        cfg.fp32_residual = wide_stream(cfg.fp32_residual, ranks.device, ranks.dtype)
         memory.check_training(cfg, ranks, objective.lengths)
         run_state.check_same_start(cfg, ranks)
 

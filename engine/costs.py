@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,7 +35,18 @@ from data.objective import OBJECTIVE
 from engine import context_parallel, parallel, sharded_model, tensor_parallel
 from engine.accounting import flops
 from engine.optim import Matrix, Muon, Owners, place
-from model import ChunkedCrossEntropy, Heads, Inputs, Linear, Model, NormOfHeads, Stack, chunk_loss, rows_at_once
+from model import (
+    ChunkedCrossEntropy,
+    Heads,
+    Inputs,
+    Linear,
+    Model,
+    NormOfHeads,
+    Stack,
+    chunk_loss,
+    rows_at_once,
+    wide_stream,
+)
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
 
@@ -75,15 +87,24 @@ class Stage:
     def __init__(self, model: Model, index: int, blocks: range):
         self.index, self.blocks, self.first, self.last = index, blocks, index == 0, blocks.stop == model.cfg.n_layer
         ends = {"wte": self.first or model.cfg.tie_weights and self.last, "pos": self.first, "first_norm": self.first}
-        self.units: dict[str, Shapes] = defaultdict(dict)  # FSDP gathers one unit at once: a block, or the root
+        # FSDP gathers one unit at once: a block, the embedding, the head, or the root; it does not shard gains
+        self.units: dict[str, Shapes] = defaultdict(dict)
+        whole = () if model.cfg.fsdp_offload else {*sharded_model.gains(model)}
+        of_unit = {} if model.cfg.tie_weights else {"wte": "wte", "norm": "head", "head": "head"}
         for name, p in model.named_parameters():
             part, _, rest = name.removeprefix("encoder.").partition(".")
             layer = rest.partition(".")[0]
             mine = int(layer) in blocks if part == "blocks" else ends.get(part, self.last)
             if mine or name.startswith("encoder."):
-                unit = name.removesuffix(rest) + layer if part == "blocks" else "root"
+                unit = of_unit.get(name.partition(".")[0], "root")
+                if part == "blocks":
+                    unit = "gains" if p in whole else name.removesuffix(rest) + layer
                 self.units[unit][name] = tuple(p.shape)
         self.shapes: Shapes = {name: shape for unit in self.units.values() for name, shape in unit.items()}
+
+    def held(self, name: str, ranks: int) -> int:
+        """Number of elements of a parameter that the first rank holds, of so many that share the model."""
+        return shard_numel(self.shapes[name], 1 if name in self.units["gains"] else ranks)
 
 
 def shard_numel(shape: tuple[int, ...], ranks: int) -> int:
@@ -119,7 +140,7 @@ class Trace(TorchDispatchMode):
     of a process group to the name of its traffic.
     """
 
-    KINDS = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce"}
+    KINDS = {"_allgather_base_": "all-gather", "reduce_scatter_tensor": "reduce-scatter", "allreduce_": "all-reduce"}
 
     def __init__(self, given: list[Tensor], weights: list[Tensor], groups: dict[str, str]):
         super().__init__()
@@ -127,10 +148,14 @@ class Trace(TorchDispatchMode):
         self.weights, self.seen = (weakref.WeakSet(t.untyped_storage() for t in ts) for ts in (weights, given))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, _, name = func._schema.name.partition("::")
+        if name == "wait_tensor":  # a fake one would be another tensor
+            return args[0]
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
-            group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
-            kind = self.KINDS[func._schema.name.partition("::")[2]]
+        if "c10d" in namespace:
+            boxed = [a for a in args if isinstance(a, torch.ScriptObject)]
+            group = dist.ProcessGroup.unbox(boxed[0]) if boxed else resolve_group(args[-1])
+            kind = self.KINDS[name]
             full = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
             passes = 2 if kind == "all-reduce" else 1
             self.collectives += group.size() > 1
@@ -182,11 +207,12 @@ class Run:
 
     def __init__(self, cfg, layout: Layout, tp: dist.ProcessGroup, cp: dist.ProcessGroup):
         self.cfg = cfg = copy.copy(cfg)
+        self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+        cfg.fp32_residual = wide_stream(cfg.fp32_residual, torch.device("cuda"), self.dtype)
         self.layout, self.model = layout, UninitializedModel(cfg, seed=0)  # a fake seed cannot be drawn
         cfg.loss_chunk = rows_at_once(cfg, cfg.vocab_rows // cfg.tp, torch.device("cuda"))
         self.fsdp = cfg.parallel == "fsdp" and cfg.world_size > 1
         self.offload = self.fsdp and cfg.fsdp_offload
-        self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
         self.stream_dtype = torch.float32 if cfg.fp32_residual else self.dtype
         objective = cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
         self.lengths = OBJECTIVE[cfg.objective](*objective).lengths
@@ -211,16 +237,18 @@ class Run:
             self.imitate_gpu(block)
             if cfg.activation_checkpoint != "none":
                 sharded_model.recompute(block, cfg.activation_checkpoint)
-        self.imitate_gpu(self.model.norm)
+        for end in (self.model.norm, self.model.head):
+            self.imitate_gpu(end, cast=not cfg.tie_weights)
 
-    def imitate_gpu(self, part: nn.Module):
-        """Change the part so that it takes the memory that it takes on a GPU under FSDP."""
+    def imitate_gpu(self, part: nn.Module, cast: bool = True):
+        """Make the part take the memory of a GPU under FSDP, with parameters in the matmuls' dtype if cast."""
+        whole = {*sharded_model.gains(part)}
         for m in part.modules():
-            if self.fsdp and part is not self.model.norm:  # blocks are gathered in the matmuls' dtype
-                for name, p in list(m.named_parameters(recurse=False)):
+            for name, p in list(m.named_parameters(recurse=False)) if self.fsdp and cast else ():
+                if p not in whole:
                     setattr(m, name, nn.Parameter(torch.empty_like(p, dtype=self.dtype)))
-            if isinstance(m, nn.LayerNorm | nn.RMSNorm) and not isinstance(m, NormOfHeads):
-                m.forward = partial(gpu_norm, m, self.fsdp)
+            if isinstance(m, nn.RMSNorm) and not isinstance(m, NormOfHeads):
+                m.forward = partial(gpu_norm, m)
             if isinstance(m, Heads):
                 m.dropout = 0.0  # a GPU's fused kernel keeps no mask
 
@@ -300,12 +328,13 @@ class Run:
     def static_memory(self, stage: Stage) -> dict[str, int]:
         """Bytes of a stage that do not depend on the batch, by kind.
 
-        FSDP gathers a block while the block before it computes. Embedding, last norm and head are gathered in float32.
-        In a pipeline, weights stay gathered from a backward to the next forward. A block's gradients are reduced in
-        float32 while other gradients are computed; if weights stay gathered, only the last micro-step reduces them.
+        FSDP gathers a block while the block before it computes. The root is gathered in float32; with the ends of the
+        model it stays gathered. In a pipeline, weights stay gathered from a backward to the next forward. A block's
+        gradients are reduced in float32 while other gradients are computed; if weights stay gathered, only the last
+        micro-step reduces them.
         """
         cfg, layout, size = self.cfg, self.layout, self.dtype.itemsize
-        mine = {name: shard_numel(shape, self.shards) for name, shape in stage.shapes.items()}
+        mine = {name: stage.held(name, self.shards) for name in stage.shapes}
         muon = self.hidden if cfg.optimizer == "muon" else ()
         optimizer = sum(4 * n if name in muon else 8 * n + 4 for name, n in mine.items())
         out = dict(zip(STATES, (4 * sum(mine.values()), 4 * sum(mine.values()), optimizer), strict=True))
@@ -313,11 +342,12 @@ class Run:
             casts = sum(math.prod(stage.shapes[name]) for name in self.hidden.keys() & stage.shapes.keys())
             return out | {"weights cast by autocast": casts * size if size < 4 else 0}
         full = {name: sum(map(math.prod, unit.values())) for name, unit in stage.units.items()}
-        root = full.pop("root", 0)
+        root, _, *ends = (full.pop(name, 0) for name in ("root", "gains", "wte", "head"))
         block, total = max(full.values()), sum(full.values())
         gathered = cfg.pp > 1 or not cfg.fsdp_reshard  # between passes
-        unsharded = 4 * total if gathered and layout.micro_steps > 1 else (size + 4) * block
-        weights = total if gathered else 2 * block
+        once = gathered and layout.micro_steps > 1
+        unsharded = 4 * (total + sum(ends)) if once else (size + 4) * max(block, *ends)
+        weights = (total if gathered else 2 * block) + sum(ends)
         return out | {"gathered weights": 4 * root + size * weights, "unsharded gradients": 4 * root + unsharded}
 
     def owners(self, stage: Stage) -> Owners:
@@ -378,19 +408,21 @@ class Run:
         cfg, layout, size, steps = self.cfg, self.layout, self.dtype.itemsize, self.layout.micro_steps
         block_costs, before, loss = costs
         others, data, out = self.shards - 1, layout.group("dp_shard", "cp"), {}
-        total, root = (
-            sum(shard_numel(s, self.shards) for s in part.values()) for part in (stage.shapes, stage.units["root"])
-        )
+        held = {unit: sum(stage.held(name, self.shards) for name in names) for unit, names in stage.units.items()}
+        total, gains = sum(held.values()), held.get("gains", 0)
+        root, ends = held.get("root", 0), held.get("wte", 0) + held.get("head", 0)
         if self.fsdp:
             forwards, backwards = (steps, steps) if cfg.fsdp_reshard else (steps, 0)
             if cfg.pp > 1:  # after the first backward, each forward uses the weights that a backward has gathered
                 ahead = min(cfg.pp - stage.index, steps)
                 forwards, backwards = (ahead, steps - ahead + 1) if cfg.fsdp_reshard else (1, 0)
-            blocks = others * size * (total - root)  # the root's weights are not gathered again for the backward
-            out["fsdp all-gather, forward"] = blocks * forwards + others * 4 * root * (1 if cfg.pp > 1 else steps), data
-            out["fsdp all-gather, backward"] = blocks * backwards, data
+            blocks, kept = others * size * (total - gains - root - ends), others * (4 * root + size * ends)
+            last = others * size * held[f"blocks.{cfg.n_layer - 1}"] if cfg.pp == 1 else 0  # kept like root and ends
+            out["fsdp all-gather, forward"] = blocks * forwards + kept * (1 if cfg.pp > 1 else steps), data
+            out["fsdp all-gather, backward"] = (blocks - last) * backwards, data
             once = cfg.pp > 1 or not cfg.fsdp_reshard
-            out["fsdp reduce-scatter"] = others * total * 4 * (1 if once else steps), data
+            out["fsdp reduce-scatter"] = others * (total - gains) * 4 * (1 if once else steps), data
+            out["fsdp all-reduce of gains"] = 2 * ring_share(self.shards) * gains * 4, data
             out["hsdp all-reduce"] = 2 * ring_share(layout.dp_replicate) * total * 4, layout.group("dp_replicate")
         else:
             out["ddp all-reduce"] = 2 * ring_share(data[0]) * total * 4, data
@@ -400,7 +432,7 @@ class Run:
                 sent[kind] += n * steps
         if layout.tp > 1:
             dims = {name: tensor_parallel.sharded_dim(self.model, name) for name in stage.shapes}
-            uncut = sum(shard_numel(shape, self.shards) for name, shape in stage.shapes.items() if dims[name] is None)
+            uncut = sum(stage.held(name, self.shards) for name in stage.shapes if dims[name] is None)
             sent["tp all-reduce"] += 2 * ring_share(layout.tp) * 4 * uncut  # gradients of uncut parameters
         out |= {kind: (n, layout.group(kind[:2])) for kind, n in sent.items()}
         if cfg.pp > 1:
@@ -434,10 +466,6 @@ class Run:
         return sequence * cfg.batch_size * layout.micro_steps / (layout.cp * layout.tp)
 
 
-def gpu_norm(m: nn.LayerNorm | nn.RMSNorm, wide: bool, x: Tensor) -> Tensor:
-    """The norm of x, keeping as many bytes as on a GPU. If x and weight have one dtype, a GPU computes RMSNorm in one
-    kernel, which keeps as much as LayerNorm's; a CPU keeps more. wide: cast the weight, see engine/sharded_model.py."""
-    weight, *bias = (None if p is None else p.to(x.dtype) if wide else p for p in (m.weight, getattr(m, "bias", None)))
-    if isinstance(m, nn.RMSNorm) and weight.dtype != x.dtype:
-        return F.rms_norm(x, m.normalized_shape, weight, m.eps)
-    return F.layer_norm(x, m.normalized_shape, weight, *bias)
+def gpu_norm(m: nn.RMSNorm, x: Tensor) -> Tensor:
+    """The norm of x, keeping as many bytes as on a GPU: its kernel keeps as much as LayerNorm's, and a CPU's more."""
+    return F.layer_norm(x, m.normalized_shape, m.weight.to(x.dtype))

@@ -318,12 +318,13 @@ class AdamW:
     def step(self):
         for group in self.param_groups:
             params, (beta1, beta2) = [p for p in group["params"] if p.grad is not None], group["betas"]
-            states = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")]
+            states = [[local(self.state[p][name]) for p in params] for name in ("exp_avg", "exp_avg_sq", "step")]
             if params:
                 torch._foreach_add_(states[2], 1)
                 torch._fused_adamw_(
-                    params, [p.grad for p in params], *states[:2], [], states[2], lr=group["lr"], beta1=beta1,
-                    beta2=beta2, weight_decay=group["weight_decay"], eps=1e-8, amsgrad=False, maximize=False,
+                    [*map(local, params)], [local(p.grad) for p in params], *states[:2], [], states[2],
+                    lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=1e-8,
+                    amsgrad=False, maximize=False,
                 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 from engine.errors import require
-from model import Model, ModelConfig, matmul_dtype
+from model import Model, ModelConfig, stream_dtype
 
 
 def check(cfg: ModelConfig, n_stages: int, n_micro: int):
@@ -101,7 +101,7 @@ class Pipeline:
         model.forward = forward_in_autocast
         # Without these examples, the first step would run an extra forward and backward to find shapes and dtypes.
         with autocast():
-            self.dtype = torch.float32 if model.cfg.fp32_residual else matmul_dtype(torch.empty(0, device=device))
+            self.dtype = stream_dtype(model.cfg, torch.empty(0, device=device))
         stream = torch.empty(*shape, model.cfg.n_embd, dtype=self.dtype, device="meta", requires_grad=True)
         x = torch.empty(shape, dtype=torch.int64, device="meta") if self.stage == 0 else stream
         y = torch.empty((), device="meta", requires_grad=True) if self.stage == self.last else stream

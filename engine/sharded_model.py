@@ -14,6 +14,8 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,22 +24,21 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from engine import compilation, context_parallel, parallel, tensor_parallel
 from engine.parallel import Ranks
-from model import Model
+from model import Gain, Model, ShapedPool, stream_dtype
 
 aten = torch.ops.aten
-KEPT = [  # operations whose results selective recomputation keeps, because they are slow
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
+MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+KEPT = {  # other operations whose results selective recomputation keeps, because they are slow
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
+}
 
 
 def local(x: Tensor) -> Tensor:
@@ -57,10 +58,10 @@ def copy_local_shard_(x: Tensor, full: Tensor, like: Tensor):
 def recompute(block: nn.Module, kind: str):
     """Make the block's backward recompute the forward's results instead of keeping them (arXiv:1604.06174).
 
-    kind    selective: all results except of the operations in KEPT; full: all results
+    kind    selective: all results except those of KEPT and of every second matrix product; full: all results
     """
     forward = block.forward
-    options = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if kind == "selective" else {}
+    options = {"context_fn": selective_contexts} if kind == "selective" else {}
 
     def recomputed(*args, **kwargs):  # not a partial of checkpoint, which torch.compile would skip
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
@@ -68,10 +69,22 @@ def recompute(block: nn.Module, kind: str):
     block.forward = recomputed
 
 
-def wide_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    """LayerNorm of x, computed in the dtype of x, which may be wider than that of its parameters, as in RMSNorm."""
-    bias = None if norm.bias is None else norm.bias.to(x.dtype)
-    return F.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), bias, norm.eps)
+def selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The contexts of a block's forward and of its recomputation, which keep what `recompute` says: of the products the
+    first, third, ..., because the results of the others are usually only added to the stream."""
+    products = {False: 0, True: 0}  # so far, in the forward and in the recomputation
+
+    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+        products[context.is_recompute] += op in MATMULS
+        kept = op in KEPT or op in MATMULS and products[context.is_recompute] % 2
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def gains(part: nn.Module) -> list[nn.Parameter]:
+    """The scalars by which simplified blocks weight their branches, of a block or of each head."""
+    return [p for m in part.modules() if isinstance(m, Gain | ShapedPool) for p in m.parameters(recurse=False)]
 
 
 class ShardedModel:
@@ -121,16 +134,23 @@ class ShardedModel:
             )
         self.has_loss = cfg.pp == 1 or mesh.get_local_rank("pp") == cfg.pp - 1
         named = list(model.named_parameters())
+        self.whole = gains(model) if self.fsdp and not cfg.fsdp_offload else []  # parameters that FSDP does not shard
+        self.averaged = self.whole if self.fsdp else list(model.parameters()) if cfg.pp > 1 else []
         self.tp_dim = {name: tensor_parallel.sharded_dim(model, name) for name, _ in named} if cfg.tp > 1 else {}
         self.tp_replicated = [p for name, p in named if cfg.tp > 1 and self.tp_dim[name] is None]
-        counted, once = set(owned()), dict.fromkeys(self.tp_replicated, 1 / math.sqrt(cfg.tp))
+        counted, copies = set(owned()), dict.fromkeys(self.tp_replicated, cfg.tp)
+        copies |= {p: copies.get(p, 1) * mesh["shard"].size() for p in self.whole}
         # weight of each parameter in the global norm, so that replicas count once
-        self.norm_weight = {p: once.get(p, 1.0) * (p in counted) for _, p in named}
+        self.norm_weight = {p: (p in counted) / math.sqrt(copies.get(p, 1)) for _, p in named}
         sums = {"shard": self.fsdp, "tp": cfg.tp > 1, "pp": cfg.pp > 1}
         self.norm_groups = [mesh[dim].get_group() for dim, on in sums.items() if on]
 
     def _shard(self, blocks: list[nn.Module], cfg):
-        """Apply FSDP2 (arXiv:2304.11277) to each block and to the rest of the model."""
+        """Apply FSDP2 (arXiv:2304.11277) to each block, to the ends of the model if they are not tied, and to the rest.
+
+        In 16 bits, blocks and ends are gathered in the matmuls' dtype, and the rest in float32. Gains are not sharded:
+        in bfloat16 they would move in steps of 2^-8.
+        """
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         mesh, dtype, pinned = self.ranks.mesh, self.ranks.dtype, self.ranks.device.type == "cuda"
@@ -139,15 +159,23 @@ class ShardedModel:
             "reshard_after_forward": cfg.fsdp_reshard,
             "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if cfg.fsdp_offload else OffloadPolicy(),
         }
-        policy = MixedPrecisionPolicy()
-        if dtype != torch.float32:  # blocks are gathered in the matmuls' dtype; stream, embedding and head are float32
+        kept = options | {"reshard_after_forward": False}  # gathered from forward to backward
+        model, policy = self.model, MixedPrecisionPolicy()
+        if dtype != torch.float32:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-            for module in (m for block in blocks for m in block.modules() if isinstance(m, nn.LayerNorm)):
-                module.forward = partial(wide_norm, module)
         for block in blocks:
-            fully_shard(block, mp_policy=policy, **options)
-        # embedding, last norm and head stay gathered from forward to backward
-        fully_shard(self.model, **(options | {"reshard_after_forward": False}))
+            last = block is blocks[len(model.blocks) - 1] and cfg.pp == 1  # its backward follows at once
+            whole = () if cfg.fsdp_offload else gains(block)
+            fully_shard(block, mp_policy=policy, ignored_params={*whole}, **(kept if last else options))
+        if not cfg.tie_weights:
+            if isinstance(model.wte, nn.Embedding):
+                with self.ranks.autocast():
+                    stream = stream_dtype(cfg, torch.empty(0, device=self.ranks.device))
+                fully_shard(model.wte, mp_policy=replace(policy, output_dtype=stream), **kept)
+            if isinstance(model.head, nn.Linear):
+                model.head.forward, model.loss = model.loss, lambda x, targets: model.head(x, targets)
+                fully_shard([model.norm, model.head], mp_policy=policy, **kept)
+        fully_shard(model, **kept)
 
     @torch.no_grad()
     def init_weights(self, seed: int, names: Collection[str] | None = None):
@@ -199,14 +227,18 @@ class ShardedModel:
                 part = self.forward_model(**batch) / micro_steps
             scaler.scale(part).backward()
             loss += part.detach()
+        self._average()
         if self.tp_replicated:
             self._all_reduce([local(p.grad) for p in self.tp_replicated if p.grad is not None], "tp", 1.0)
         return loss
 
     def _average(self):
-        """Average gradients over the data ranks, as DDP does. DDP itself cannot wrap a pipeline's schedule."""
-        if not self.fsdp and (n := self.ranks.mesh["shard"].size()) > 1:
-            self._all_reduce([p.grad for p in self.model.parameters() if p.grad is not None], "shard", 1 / n)
+        """Average over the data ranks the gradients that neither DDP nor FSDP averages: those of parameters that FSDP
+        does not shard, and of pipelines, whose schedule DDP cannot wrap."""
+        grads = [p.grad for p in self.averaged if p.grad is not None]
+        for dim in ("replicate", "shard") if grads else ():
+            if (n := self.ranks.mesh[dim].size()) > 1:
+                self._all_reduce(grads, dim, 1 / n)
 
     def _all_reduce(self, grads: list[Tensor], dim: str, scale: float):
         """Replace each gradient by scale times its sum along a dimension of the mesh, in one message."""
@@ -304,6 +336,7 @@ class ShardedModel:
         dim, shape, part = self.tp_dim[name], list(x.shape), local(x)
         if dim is not None:
             shape[dim] *= self.tp
-        placements = (Replicate() if dim is None else Shard(dim), Replicate(), Shard(0) if self.fsdp else Replicate())
+        sharded = self.fsdp and not any(self.model.get_parameter(name) is p for p in self.whole)
+        placements = (Replicate() if dim is None else Shard(dim), Replicate(), Shard(0) if sharded else Replicate())
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(part, self.outer, placements, run_check=False, shape=torch.Size(shape), stride=stride)

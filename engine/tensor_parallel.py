@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.objective import OBJECTIVE
-from model import Linear, NormOfHeads, at_least_float32, matmul_dtype, rows_at_once
+from model import Linear, NormOfHeads, at_least_float32, matmul_dtype, rows_at_once, stream_dtype
 
 SHARDED_DIM = {  # role -> dimension of the weight that is cut; 0 also cuts the bias
     "vocab": 0,
@@ -88,9 +88,7 @@ def check(cfg, n: int):
 # ---------------------------------------------------------------------------------------------------------------------
 # Collectives with gradients. AllGather and ReduceScatter are each other's backward.
 
-# torch 2.13 renamed the functions
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
 
 def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -103,10 +101,13 @@ def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's piece, along dim, of the sum of x over the ranks."""
     n = dist.get_world_size(group)
-    parts = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
-    out = torch.empty_like(parts[0])
-    reduce_scatter(out.flatten(0, 1), parts.flatten(0, 2), group=group)  # it cuts along the first dimension
-    return out
+    return reduce_scatter(torch.cat(x.chunk(n, dim)), n, group)  # it cuts along the first dimension
+
+
+def reduce_scatter(x: Tensor, n: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of the sum of x, as a new tensor, which selective recomputation can keep."""
+    out = torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", n, group.group_name)
+    return torch.ops._c10d_functional.wait_tensor(out)
 
 
 class AllGather(torch.autograd.Function):
@@ -175,7 +176,8 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
         return AllGather.apply(x.to(matmul_dtype(x)), 1, group)
 
     def reduce(module: nn.Module, args: tuple) -> Tensor:
-        return ReduceScatter.apply(args[0], 1, group)
+        x = args[0]  # in float32 if a gain has scaled it
+        return ReduceScatter.apply(x.to(stream_dtype(model.cfg, x)), 1, group)
 
     for module in model.modules():
         role = getattr(module, "role", None)
@@ -190,7 +192,7 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
         elif isinstance(module, nn.Identity) and role in ("into", "out"):
             module.forward = partial(pad_to_width, rank, n) if role == "out" else lambda x: x.chunk(n, -1)[rank]
 
-    model.wte.forward = partial(lookup, model.wte, rank, group)
+    model.wte.forward = partial(lookup, model, rank, group)
     model.pos.register_forward_pre_hook(lambda module, args: (args[0], args[1].chunk(n, -1)[rank]))
     for stack in filter(None, (model, model.encoder)):
         stack.position_table = partial(local_heads, stack.position_table, rank, n)
@@ -216,11 +218,14 @@ def pad_to_width(rank: int, n: int, x: Tensor) -> Tensor:
     return F.pad(x, (rank * width, (n - 1 - rank) * width))
 
 
-def lookup(wte: nn.Embedding, rank: int, group: dist.ProcessGroup, idx: Tensor) -> Tensor:
-    """Token embeddings: idx (B, T) -> (B, T/n, C). Every rank looks up the ids whose rows it holds."""
+def lookup(model: nn.Module, rank: int, group: dist.ProcessGroup, idx: Tensor) -> Tensor:
+    """Token embeddings, in the stream's dtype: idx (B, T) -> (B, T/n, C). Every rank looks up the ids whose rows it
+    holds."""
+    wte = model.wte
     row = idx - rank * wte.weight.size(0)  # (B, T)
     here = (row >= 0) & (row < wte.weight.size(0))
-    return ReduceScatter.apply(F.embedding(row.where(here, 0), wte.weight) * here[..., None], 1, group)
+    x = F.embedding(row.where(here, 0), wte.weight)
+    return ReduceScatter.apply(x.to(stream_dtype(model.cfg, x)) * here[..., None], 1, group)
 
 
 def local_heads(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -255,8 +260,9 @@ class ParallelCrossEntropy(torch.autograd.Function):
         ctx, x: Tensor, W: Tensor, b: Tensor | None, targets: Tensor, softcap: float, chunk: int, group, end: int
     ):
         dtype, first = matmul_dtype(x), dist.get_rank(group) * len(W)
-        dx, dW, total = torch.empty_like(x), torch.zeros_like(W), 0.0
-        db = None if b is None else torch.zeros_like(b)
+        wide = torch.promote_types(W.dtype, torch.float32)
+        dx, dW, total = torch.empty_like(x), torch.zeros_like(W, dtype=wide), 0.0
+        db = None if b is None else torch.zeros_like(b, dtype=wide)
         with torch.autocast(x.device.type, enabled=False):
             weight = W.to(dtype)
             for rows, h, target in zip(dx.split(chunk), x.split(chunk), targets.split(chunk), strict=True):

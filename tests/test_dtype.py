@@ -16,6 +16,7 @@ from configurator import Config, parse
 from engine import checkpoint, device, parallel
 from engine.device import fast_bfloat16, resolve_dtype
 from engine.parallel import agreed_dtype
+from model import wide_stream
 
 CPU, CUDA, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
 SHORT = [flag for flag in TINY if not flag.startswith(("--dtype=", "--compile="))]  # both are auto
@@ -133,6 +134,20 @@ def test_a_resume_keeps_the_dtype(go, tmp_path, fast, name):
     assert go(None, muon, "--max_iters=8", f"--dtype={name}", "--compile=False", out="named") == (name, False)
     resumed, whole, named = (figures(tmp_path / out) for out in ("out", "whole", "named"))
     assert resumed == whole == named and len(whole) == 11
+
+
+def test_the_stream_is_in_bfloat16_on_gpus_that_have_it(go, tmp_path):
+    """Elsewhere in float32. A resume keeps the choice."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    choices = [("auto", CUDA, bf16), ("auto", CUDA, fp16), ("auto", CPU, bf16), (True, CUDA, bf16), (False, CPU, bf16)]
+    assert [wide_stream(*choice) for choice in choices] == [False, True, True, True, False]
+    flags = []
+    for how in ([], ["--init_from=resume", "--max_iters=5"]):
+        go(None if how else True, *how)
+        state = checkpoint.find(tmp_path / "out") / "state.json"
+        flags.append(checkpoint.read_state(state.parent)["flags"]["fp32_residual"])
+        state.write_text(state.read_text().replace('"fp32_residual": true', '"fp32_residual": false'))  # as on a GPU
+    assert flags == [True, False]
 
 
 def test_an_explicit_flag_replaces_the_stored_dtype(go, capsys):

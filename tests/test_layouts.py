@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model
 from configurator import Config, parse
 from data.loader import order  # which has its own tests
-from engine import context_parallel, optim, parallel, tensor_parallel
+from engine import context_parallel, optim, parallel, sharded_model, tensor_parallel
 from engine.checkpoint import VOCAB_WEIGHTS
 from engine.parallel import check_layout, join
 from engine.sharded_model import ShardedModel, local
@@ -166,6 +166,9 @@ def test_layouts_whose_sizes_do_not_divide(run, alone, many):
     forget_the_end(folder / "fsdp", folder / "half")
     run(*runs[1][1], "--init_from=resume", "--parallel=ddp", out="half")
     assert largest_difference(alone(*UNEVEN, *UNEVEN_RUNS["fsdp"][0]), losses(folder / "half")) < 1e-5
+    forget_the_end(folder / "gains", folder / "gains, half")
+    run(*runs[2][1], "--init_from=resume", "--parallel=ddp", out="gains, half")
+    assert largest_difference(alone(*UNEVEN, *UNEVEN_RUNS["gains"][0]), losses(folder / "gains, half")) < 1e-5
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp+tp", "cp", "pp"])
@@ -175,7 +178,7 @@ def test_layouts_in_bfloat16(layout, alone, many):
     low = ["--dtype=bfloat16", "--qk_norm=True", "--bias=True", "--max_iters=10", "--eval_interval=5"]
     low += [*(TWO if layout != "fsdp" else [])]
     models = {"layernorm": low, "rmsnorm": [*low, "--norm=rmsnorm", "--block=superblock", "--fp32_residual=False"]}
-    if layout == "cp":  # its values are in float32, and its queries in bfloat16
+    if layout in ("cp", "fsdp"):  # its values are in float32, and its queries in bfloat16; gains are not sharded
         models["simplified"] = [*low, "--block=simplified"]
     layouts = {"fsdp": (2, FSDP), "fsdp+tp": (4, [*FSDP, "--tp=2"]), "cp": (2, ["--cp=2"]), "pp": (2, ["--pp=2"])}
     processes, how = layouts[layout]
@@ -252,24 +255,29 @@ def pretended(monkeypatch):
 
 
 class Sent(TorchDispatchMode):
-    """What collectives send: (name, dtype, numbers)."""
+    """What collectives send: (name, dtype, numbers) -> how often."""
 
     def __init__(self):
         super().__init__()
-        self.seen = set()
+        self.seen = Counter()
 
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
         if f.namespace == "c10d":
             x = args[0][0] if isinstance(args[0], list) else args[1]
-            self.seen.add((f.__name__.partition(".")[0], x.dtype, x.numel()))
+            self.seen[f.__name__.partition(".")[0], x.dtype, x.numel()] += 1
+        elif f.namespace == "_c10d_functional" and "wait" not in f.__name__:
+            self.seen[f.__name__.partition(".")[0], args[0].dtype, args[0].numel()] += 1
         return f(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_fsdp_sends_weights_in_the_flags_dtype_and_gradients_in_float32(monkeypatch, pretended, replicas, reshard):
-    """Of the blocks; embedding, head and the last norm travel in float32 both ways. A step of two micro-batches."""
+def test_fsdp_sends_weights_in_the_flags_dtype_and_gradients_in_float32(pretended, replicas, reshard, tied):
+    """Of blocks, and of embedding, last norm and head if these are not tied; otherwise in float32 both ways.
+    A step of two micro-batches, which gather the last of two blocks once for forward and backward."""
     flags = [f"--dp_replicate={replicas}", f"--fsdp_reshard={reshard}", "--dtype=bfloat16", "--vocab_size=257"]
+    flags.append(f"--tie_weights={tied}")
     cfg = parse(Config, [*TINY, *SIZES, *FSDP, *flags, "--gradient_accumulation_steps=8"])
     replica, shards = ShardedModel(cfg, join(cfg)), 4 // replicas
     replica.init_weights(cfg.seed)
@@ -278,14 +286,124 @@ def test_fsdp_sends_weights_in_the_flags_dtype_and_gradients_in_float32(monkeypa
         replica.backward(
             iter([{"idx": text[:, :-1], "targets": text[:, 1:]}] * 2), 2, torch.amp.GradScaler("cpu", enabled=False)
         )
-    of_block, of_rest = (
-        sum(-(-len(p) // shards) * p[0].numel() for name, p in Model(cfg).named_parameters() if name.startswith(kind))
-        for kind in ("blocks.0.", ("wte", "pos", "norm"))
+    units = [("blocks.0.",), *([("wte",), ("norm", "head"), ("pos",)] if not tied else [("wte", "pos", "norm")])]
+    of_block, *of_others = (
+        sum(-(-len(p) // shards) * p[0].numel() for name, p in Model(cfg).named_parameters() if name.startswith(unit))
+        for unit in units
     )
-    gathers = {("_allgather_base_", torch.bfloat16, of_block), ("_allgather_base_", torch.float32, of_rest)}
-    scatters = {("_reduce_scatter_base_", torch.float32, shards * n) for n in (of_block, of_rest)}
-    sums = {("allreduce_", torch.float32, n) for n in (of_block, of_rest)} if replicas > 1 else set()
+    gathers = {("_allgather_base_", torch.bfloat16, of_block): 2 * (3 if reshard else 2)}
+    for n in of_others:
+        gathers["_allgather_base_", torch.float32 if n == of_others[-1] else torch.bfloat16, n] = 2
+    numbers, times = {of_block: 2} | dict.fromkeys(of_others, 1), 2 if reshard else 1  # micro-steps that reduce
+    scatters = {("_reduce_scatter_base_", torch.float32, shards * n): k * times for n, k in numbers.items()}
+    sums = {("allreduce_", torch.float32, n): k for n, k in numbers.items()} if replicas > 1 else {}
     assert sent.seen == gathers | scatters | sums
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("block", ["standard", "simplified_parallel"])
+def test_tensor_parallel_ranks_send_the_stream_in_its_dtype(pretended, block, wide):
+    """The embedding's, and sums with gains in float32; the results of readers without gains are in bfloat16 anyway."""
+    flags = ["--tp=4", "--n_head=4", "--dtype=bfloat16", f"--fp32_residual={wide}", "--vocab_size=260", *TWO]
+    cfg = parse(Config, [*TINY, *flags, f"--block={block}", "--pos=none"])
+    rank, text = ShardedModel(cfg, join(cfg)), torch.randint(257, (4, 17))
+    with Sent() as sent:
+        rank.backward(
+            iter([{"idx": text[:, :-1], "targets": text[:, 1:]}]), 1, torch.amp.GradScaler("cpu", enabled=False)
+        )
+    dtypes = Counter()
+    for (name, dtype, n), times in sent.seen.items():
+        dtypes[dtype] += times * (name == "reduce_scatter_tensor" and n == 4 * 16 * 16)  # of the whole stream
+    in_float32 = wide * (1 if block == "standard" else 1 + 2)  # in the forward
+    assert dtypes[torch.float32] == in_float32 and dtypes.total() == 1 + 2 * (4 if block == "standard" else 2) + 1
+
+
+UNTIED = ["--block=simplified", "--tie_weights=False", "--vocab_size=257", "--learning_rate=1e-4", "--min_lr=0"]
+
+
+def text_of(rank: int) -> dict[str, torch.Tensor]:
+    text = torch.randint(257, (4, 17), generator=torch.Generator().manual_seed(rank))
+    return {"idx": text[:, :-1], "targets": text[:, 1:]}
+
+
+def fsdp_steps(file: Path):
+    """Loss, norm and gradients of one step, in two dtypes; in bfloat16 also values and dtypes of a block's gain and of
+    a head's, before and after the step, whose rate is tiny."""
+    found, join = {}, dist.init_process_group
+    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else join(*args, **kwargs)
+    for dtype in ("float32", "bfloat16"):
+        cfg = parse(Config, [*TINY, *UNTIED, *TWO, *FSDP, f"--dtype={dtype}"])
+        rank, gains = ShardedModel(cfg, parallel.join(cfg)), []
+        rank.init_weights(cfg.seed)
+        optimizer = optim.build(rank.model, cfg, rank.as_global)
+        attn, mlp = rank.model.blocks[0].sums
+        mlp.skip.register_forward_pre_hook(
+            lambda *_, g=gains, m=mlp, a=attn: g.append([(x.dtype, x[0].item()) for x in (m.skip.weight, a.attn.alpha)])
+        )
+        for step in range(2):
+            batches, scaler = iter([text_of(dist.get_rank())]), torch.amp.GradScaler("cpu", enabled=False)
+            loss = rank.mean(rank.backward(batches, 1, scaler))
+            if step == 0:
+                norm, named = rank.clip(0.0).item(), rank.model.named_parameters()
+                grads = {k: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for k, p in named}
+                found[dtype] = {"loss": loss, "norm": norm, "grads": grads, "gains": gains}
+            optimizer.step()
+            rank.model.zero_grad(set_to_none=True)
+    torch.save(found, f"{file}.{dist.get_rank()}")
+
+
+def test_units_and_gains_of_fsdp(tmp_path):
+    """A step on two ranks is that of one process. In bfloat16, gains move by less than a number in bfloat16 can."""
+    launch(2, fsdp_steps, tmp_path, tmp_path / "found")
+    first, second = (torch.load(tmp_path / f"found.{rank}") for rank in range(2))
+    alone = {}
+    for dtype in ("float32", "bfloat16"):
+        cfg = parse(Config, [*TINY, *UNTIED, f"--dtype={dtype}"])
+        lm = Model(cfg, cfg.seed)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = (lm(**text_of(0)) + lm(**text_of(1))) / 2
+        loss.backward()
+        alone[dtype] = {name: p.grad for name, p in lm.named_parameters()}
+        if dtype == "float32":
+            assert first[dtype]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+            norm = torch.cat([grad.flatten() for grad in alone[dtype].values()]).norm().item()
+            assert first[dtype]["norm"] == second[dtype]["norm"] == pytest.approx(norm, abs=1e-5)
+    for name, exact in alone["float32"].items():
+        got = [run[dtype]["grads"][name] for dtype in alone for run in (first, second)]
+        torch.testing.assert_close(got[0], exact, rtol=0, atol=1e-6, msg=name)
+        assert torch.equal(got[0], got[1]) and torch.equal(got[2], got[3]), name
+    flat = [
+        torch.cat([x[name].flatten() for name in alone["float32"]])
+        for x in (first["bfloat16"]["grads"], *alone.values())
+    ]
+    assert_rounds_alike(flat[0], flat[2], flat[1], "the gradient")
+    for (kind, before), (same, after) in zip(*first["bfloat16"]["gains"], strict=True):
+        assert kind == same == torch.float32
+        assert before == 1.0 and 0.5e-4 < abs(after - 1.0) < 2e-4
+
+
+@pytest.mark.parametrize("block", ["standard", "parallel", "superblock"])
+def test_selective_recomputation_keeps_every_second_product(block):
+    """So of four in a layer, one is computed again: the backward does not need the last one's result."""
+    cfg, products = parse(Config, [*TINY, "--vocab_size=257", f"--block={block}"]), []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            products.extend([f] * (f in sharded_model.MATMULS))
+            return f(*args, **(kwargs or {}))
+
+    found = {}
+    for kind in ("none", "selective", "full"):
+        lm, text = Model(cfg, 0), torch.zeros(2, 16, dtype=torch.int64)
+        for each in lm.blocks if kind != "none" else ():
+            sharded_model.recompute(each, kind)
+        loss = lm(text, text)
+        products.clear()
+        with Products():
+            loss.backward()
+        found[kind] = len(products), torch.cat([p.grad.flatten() for p in lm.parameters()])
+    assert [n - found["none"][0] for n, _ in found.values()] == [0, 2 * 1, 2 * 3]  # in two layers
+    assert torch.equal(found["selective"][1], found["none"][1])
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ CASES = {  # name -> (stages, pipelines, micro-batches of each, model flags, wha
     "recomputed": (2, 1, 2, MODERN, "recompute"),
     "compiled": (2, 1, 2, MODERN, "compile"),
     "bfloat16": (2, 1, 2, {"norm_placement": "sandwich"}, "bfloat16"),
+    "bfloat16 stream": (2, 1, 2, {"fp32_residual": False, "tie_weights": False}, "bfloat16"),
     "four stages": (4, 1, 4, MODERN | {"n_layer": 5}, ""),
     "four stages of shards": (4, 1, 5, {"n_layer": 4}, "shard"),
     "pipelines of shards": (2, 2, 2, {"n_layer": 3, "bias": True}, "shard"),
@@ -122,6 +123,13 @@ def pipelined(name: str) -> dict:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
     pipeline = Pipeline(model, group, n_micro, (B, T), torch.device("cpu"), partial(autocast, extra))
+    send, sent = dist.batch_isend_irecv, set()
+
+    def recorded(ops):
+        sent.update(op.tensor.dtype for op in ops)
+        return send(ops)
+
+    dist.batch_isend_irecv = recorded
     optimizer, losses, evaluations, grads = adamw(model), [], [], {}
     for step in range(STEPS):
         evaluations += evaluate(pipeline.loss, model, name) if step in (0, STEPS - 1) else []
@@ -137,9 +145,9 @@ def pipelined(name: str) -> dict:
             p.grad *= min(1.0, 1.0 / (squares.sqrt().item() + 1e-6))
         optimizer.step()
         model.zero_grad(set_to_none=True)
-    named = dict(model.named_parameters())
+    named, dist.batch_isend_irecv = dict(model.named_parameters()), send
     return {
-        "stage": stage, "losses": losses, "evaluations": evaluations, "grads": grads,
+        "stage": stage, "sent": sent, "losses": losses, "evaluations": evaluations, "grads": grads,
         "wte": whole(named["wte.weight"].detach()) if "wte.weight" in named else None,
         "owned": [each for each, p in named.items() if any(p is q for q in owned(model))],
     }  # fmt: skip
@@ -162,6 +170,7 @@ def test_pipelines_compute_what_one_process_does(processes, tmp_path):
         alone, counted = reference(name), []
         for rank in together:
             counted += rank["owned"]
+            assert rank["sent"] == {torch.bfloat16 if flags.get("fp32_residual") is False else torch.float32}, name
             if rank["stage"] < stages - 1:
                 assert rank["evaluations"] == [0.0] * 6, name
             if extra == "bfloat16":
