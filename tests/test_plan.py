@@ -279,7 +279,8 @@ WIDE = {"n_layer": 5, "n_embd": 128, "block_size": 128, "batch_size": 4, "gradie
         (0.02, {"objective": "masked", "pos": "alibi"}),
         (0.02, {"doc_mask": True}),
         (0.02, {"objective": "seq2seq"}),
-        (0.05, {"dtype": "bfloat16", "n_layer": 2, "batch_size": 1, "loss_chunk": 64}),
+        (0.05, {"dtype": "bfloat16", "fp32_residual": True, "n_layer": 2, "batch_size": 1, "loss_chunk": 64}),
+        (0.05, {"dtype": "bfloat16", "fp32_residual": False, "n_layer": 2, "batch_size": 1, "loss_chunk": 64}),
         (0.02, {"vocab_size": 20000, "loss_chunk": 64}),
         (0.02, {"vocab_size": 20000, "loss_chunk": 64, "compile": True}),
         (0.2, {"norm": "rmsnorm", "mlp": "swiglu"}),  # whose kernel on GPUs keeps less
