@@ -3,7 +3,7 @@
 # make mutants: are 67 planted faults seen by the tests? Some minutes.
 # make interop: our models in lm-eval's tasks, compared with transformers' there. lm-eval has an environment of its own.
 # make baselines: the table of docs/baselines.md: blocks with tuned learning rates, 90 minutes; a stopped call goes on.
-# make gpu: on a machine with a GPU, 8 minutes: is everything computed there as on the CPU, and how fast does it train?
+# make gpu: on a machine with a GPU: is all computed as on the CPU, and how fast? 8 minutes; again until nothing is left.
 # All need only a Python >= 3.10 with pip, write nothing outside this folder but caches, and skip what is already done.
 
 PYTHON ?= python3

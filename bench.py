@@ -9,6 +9,7 @@
     python bench.py --run="config/pycode_superblock.py --tp=2" --link_delay=2,5 --max_iters=60   # a slow link
     python bench.py --loader=openwebtext
     python bench.py --gpu --out=out/gpu.json --against=../nanoGPT                # as make gpu, and nanoGPT's speed
+    python bench.py --report=out/gpu.json                                        # writes docs/gpu.md
 
 Without arguments of train.py, the table has a row per configuration (CONFIGS in engine/bench_table.py) in the dtype of
 --dtype=auto, and in float32 if that differs: milliseconds per step by phase (data, forward, backward, optimizer),
@@ -29,24 +30,21 @@ collectives times the delay (engine/link_delay.py).
 --loader reads batches of 64 x 1024 tokens from a data set that fits in memory, then as many in nanoGPT's way: with a
 new memory map for each batch, and two copies of every sequence, as inputs and as targets.
 
---gpu takes at most 8 minutes on one GPU. It compares attention, models and losses with float64 on the CPU
-(engine/gpu_check.py), then trains GPT-2 with 124 M parameters at T=1024 in bfloat16, compiled. If --against is
-nanoGPT's folder, nanoGPT trains the same model. Each part is a separate process with its own time limit, so a part that
-fails does not end the others. Each result is written to --out at once. --device=cpu rehearses all parts with tiny
-shapes. The exit code is 1 if a part failed.
+--gpu compares a GPU with the CPU (attention, blocks, losses, optimizers, training, checkpoints) and measures its speed
+(training, decoding, loading, layouts of several GPUs; with --against, also nanoGPT's training). Each part is a separate
+process with its own time limit, so a part that fails does not end the others, and its result is written to --out at
+once. A call takes at most 8 minutes; the next one goes on where it ended. --device=cpu rehearses all parts with tiny
+shapes. The exit code is 1 if a part failed. --report writes the results into docs/gpu.md.
 """
 
 import argparse
 import json
-import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -57,14 +55,6 @@ from engine.errors import command, require, user_errors
 HERE = Path(__file__).resolve().parent
 WARMUP = 0.2  # fraction of the timings, at the beginning, that is ignored
 RESERVED = ("--out_dir=", "--log_interval=")  # arguments of train.py that bench.py sets
-SECONDS = {"machine": 60, "attention": 60, "models": 75, "losses": 50, "speed": 110, "against": 125}  # at most
-GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "batch_size": 12}
-SHAPE = {  # the flags of --gpu's training run, all of which nanoGPT has too
-    "cuda": GPT2 | {"gradient_accumulation_steps": 5, "dtype": "bfloat16", "compile": True},
-    "cpu": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 2}
-    | {"gradient_accumulation_steps": 1, "dtype": "float32", "compile": False},
-}
-TIMED_LINES = 8  # lines "iter N:", one per 10 steps, after which a run of --gpu is ended
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,91 +104,6 @@ def compare(checkouts: list[Path], runs: list[list[str]], names: list[str], roun
         print(f"{checkout} {name}: {median(ratios):.3f} times as fast as {than} ({spread})", flush=True)
 
 
-def check_numerics(part: str, device: str) -> dict:
-    """Runs a part of engine/gpu_check.py. Returns the number of cases, the largest errors, and the failed cases."""
-    result, name = {"cases": 0, "failed": {}}, "the start"
-    with Child([sys.executable, "-m", "engine.gpu_check", part, device], HERE, SECONDS[part]) as run:
-        for case in (json.loads(line) for line in run.lines if line.startswith("{") and line.endswith("}\n")):
-            name = case.pop("case")
-            result["cases"] += bool(case)
-            if "failed" in case:
-                result["failed"][name] = case.pop("failed")
-            for dtype, error in case.items():
-                result[dtype] = max(result.get(dtype, [0.0, ""]), [error, name])
-        if failure := run.failure():
-            result["failed"][name] = failure
-    errors = [f"{dtype} {result[dtype][0]:.1e}" for dtype in ("float32", "bfloat16") if dtype in result]
-    text = f"{result['cases']} cases, {len(result['failed'])} failed; largest errors: {', '.join(errors)}"
-    return result | {"status": "failed" if result["failed"] else "ok", "text": text}
-
-
-def measure_speed(part: str, checkout: Path, device: str) -> dict:
-    """Trains on random tokens. Returns tokens per second, and for superblock also MFU and peak memory."""
-    import numpy as np
-
-    shape = SHAPE[device]
-    tokens = shape["batch_size"] * shape["block_size"] * shape["gradient_accumulation_steps"]
-    with tempfile.TemporaryDirectory() as data:
-        for split in ("train", "val"):
-            np.random.default_rng(0).integers(50257, size=2**20, dtype=np.uint16).tofile(f"{data}/{split}.bin")
-        (Path(data) / "meta.json").write_text('{"vocab_size": 50257}')
-        flags = shape | {"dataset": data, "device": device, "eval_iters": 1, "eval_interval": 10**5, "max_iters": 10**5}
-        ms, found = measure(checkout, [f"--{name}={x}" for name, x in flags.items()], SECONDS[part], TIMED_LINES)
-    rate = 1000 * tokens / ms
-    result = {"status": "ok", "tokens_per_s": rate, "ms_per_step": ms, "tokens_per_step": tokens}
-    result["text"] = f"{rate:,.0f} tokens/s, {ms:.1f} ms per step"
-    if found:
-        result["mfu"] = found["mfu"] and found["mfu"] / found["tokens_per_s"] * rate
-        result["peak_memory_bytes"] = found["peak_memory_bytes"]
-        mfu = "unknown" if result["mfu"] is None else f"{result['mfu']:.1%}"
-        result["text"] += f", MFU {mfu}, {found['peak_memory_bytes'] / 2**30:.2f} GiB peak memory"
-    return result
-
-
-def gpu_report(device: str, out: Path, against: Path | None):
-    """Runs all parts of --gpu. Prints a line and writes the report to `out` after each. Exits with 1 if one failed."""
-    with Child([sys.executable, "-m", "engine.gpu_check", "machine", device], HERE, SECONDS["machine"]) as run:
-        said, failure = run.lines.read(), run.failure()
-    require(not failure, f"torch does not start on the GPU: {failure}; check the output of nvidia-smi")
-    machine = json.loads(said)
-    require(machine["device"] is not None, "torch finds no GPU; pass --device=cpu for a rehearsal without one")
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True)
-    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    report = {"date": date, "commit": git.stdout.strip(), "machine": machine, "parts": {}}
-    write(out, report)
-    print(f"{machine['device']}, torch {machine['torch']}, commit {report['commit']}", flush=True)
-    print(f"{'part':<12}{'status':<8}{'seconds':>8}  result", flush=True)
-    parts = {part: lambda part=part: check_numerics(part, device) for part in ("attention", "models", "losses")}
-    parts["speed"] = lambda: measure_speed("speed", HERE, device)
-    if against:
-        parts["against"] = lambda: measure_speed("against", against, device)
-    for name, part in parts.items():
-        start = time.perf_counter()
-        try:
-            result = part()
-        except (ValueError, OSError) as error:
-            result = {"status": "failed", "text": " ".join(str(error).split())}
-        ours, theirs = (each.get("tokens_per_s") for each in (report["parts"].get("speed", {}), result))
-        if ours and theirs:
-            result["ratio"] = ours / theirs
-            result["text"] += f"; this checkout is {ours / theirs:.2f} times as fast"
-        report["parts"][name] = result = {"seconds": round(time.perf_counter() - start, 1)} | result
-        write(out, report)
-        print(f"{name:<12}{result['status']:<8}{result['seconds']:>8}  {result['text']}", flush=True)
-        for case, what in list(result.get("failed", {}).items())[:5]:
-            print(f"{'':<30}{case}: {what}", flush=True)
-    if any(result["status"] != "ok" for result in report["parts"].values()):
-        raise SystemExit(1)
-
-
-def write(out: Path, report: dict):
-    """Writes the report atomically."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_suffix(".tmp")
-    temporary.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(temporary, out)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line
 
@@ -225,10 +130,12 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
     parser.add_argument("--profile", metavar="FILE.json", help="write a trace of some steps instead of the table")
     parser.add_argument("--config", metavar="NAME", help="the only configuration of the table, or that of --profile")
     parser.add_argument("--gpu", action="store_true", help="compare a GPU with the CPU, and measure its speed")
-    parser.add_argument("--out", metavar="FILE.json", help="file for the report of --gpu")
+    parser.add_argument("--out", metavar="FILE.json", help="file for the results of --gpu")
+    parser.add_argument("--report", metavar="FILE.json", help="write docs/gpu.md from the results of --gpu")
     options, args = parser.parse_known_args(argv)
     given = {name for name, value in vars(options).items() if value not in (None, False)}
     companions = {"loader": {"rounds"}, "json": {"config"}, "profile": {"config"}, "config": {"json", "profile"}}
+    companions |= {"report": set()}
     for name, allowed in (companions | {"gpu": {"out", "against"}, "link_delay": {"run"}}).items():
         others = [f"--{other}" for other in sorted(given - allowed - {name})] + args * (name in companions)
         require(name not in given or not others, f"--{name} does not go with {' '.join(others)}; leave one of them out")
@@ -253,7 +160,7 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
         require(args in ([], ["--device=cpu"]), fixed)
         options.device = "cpu" if args else "cuda"
         return options, []
-    if options.loader or given <= {"json", "profile", "config"} and not args:
+    if options.loader or options.report is not None or given <= {"json", "profile", "config"} and not args:
         return options, []
     runs = []
     for text in options.run or [""]:
@@ -279,15 +186,23 @@ def main(argv: list[str] | None = None):
     with user_errors():
         options, runs = read(argv)
         if options.gpu:
-            return gpu_report(options.device, Path(options.out), options.against)
+            from engine import gpu_report  # imports torch, which takes a second
+
+            raise SystemExit(not gpu_report.run(options.device, Path(options.out), options.against, measure))
         if options.link_delay:
-            from engine import link_delay  # imports torch, which takes a second
+            from engine import link_delay
 
             return link_delay.table(runs, options.run or [""], options.link_delay)
         if runs:
             checkouts = [options.against] * bool(options.against) + [HERE]
             return compare(checkouts, runs, options.run or [""], options.rounds)
-        from engine import bench_table  # imports torch, which takes a second
+        if options.report is not None:
+            from engine import gpu_report
+
+            page = HERE / "docs" / "gpu.md"
+            page.write_text(gpu_report.page(gpu_report.read(Path(options.report)), page.read_text()))
+            return print(f"{page} has the figures now")
+        from engine import bench_table
 
         if options.loader:
             for number in range(options.rounds):

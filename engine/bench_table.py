@@ -37,7 +37,7 @@ from torch.profiler import profile, record_function
 
 from configurator import Config, parse
 from data.loader import Loader
-from data.objective import Causal
+from data.objective import Causal, Objective
 from data.shards import DataSet, open_data
 from engine import accounting, optim, parallel
 from engine.device import resolve_device, resolve_dtype
@@ -47,7 +47,7 @@ from engine.metrics import peak_flops, peak_memory_bytes
 from engine.sharded_model import ShardedModel
 from model import Model
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT, CPU = Path(__file__).resolve().parent.parent, torch.device("cpu")
 CONFIGS = {  # name -> arguments of train.py; on random tokens, so each names the vocabulary's size of its own data
     "4L/128/T64/B12": "config/train_shakespeare_cpu.py --vocab_size=65",
     "6L/384/T256/B8": "config/train_shakespeare_char.py --batch_size=8 --dropout=0.0 --vocab_size=65",
@@ -89,10 +89,9 @@ def random_data(folder: Path) -> DataSet:
 
 
 class Training:
-    """A configuration's model, optimizer and loader. Calling the functions of `phases` in order makes a step."""
+    """A run's model, optimizer and loader. Calling the functions of `phases` in order makes a step."""
 
-    def __init__(self, name: str, dtype: str, data: DataSet):
-        cfg = flags(name, dtype)
+    def __init__(self, cfg: Config, data: DataSet, objective: Objective | None = None):
         self.ranks = ranks = parallel.join(cfg)
         if ranks.compile:
             torch._dynamo.reset()  # the graphs of other configurations would count towards the limit of recompilations
@@ -100,10 +99,12 @@ class Training:
         torch.manual_seed(cfg.seed)
         self.sharded = ShardedModel(cfg, ranks)
         self.sharded.init_weights(cfg.seed)
-        self.optimizer = optim.build(self.sharded.model, cfg, dtype=ranks.dtype)
+        self.optimizer = optim.build(self.sharded.model, cfg, self.sharded.as_global, ranks.dtype)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
-        objective = Causal(cfg.vocab_size, None, cfg.block_size)
-        self.loader = Loader(data.split("train"), objective, cfg.batch_size, seed=cfg.seed, device=ranks.device)
+        objective = objective or Causal(cfg.vocab_size, None, cfg.block_size)
+        self.micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
+        part = self.micro_steps, ranks.data_rank, ranks.data_size
+        self.loader = Loader(data.split("train"), objective, cfg.batch_size, *part, cfg.seed, ranks.device)
         self.close = self.loader.close
         self.phases = {
             "data": self.load, "forward": self.forward, "backward": self.backward, "optimizer": self.update,
@@ -121,7 +122,7 @@ class Training:
 
     def update(self):
         self.scaler.unscale_(self.optimizer)
-        self.sharded.clip(self.cfg.grad_clip)
+        self.grad_norm = self.sharded.clip(self.cfg.grad_clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.sharded.model.zero_grad(set_to_none=True)
@@ -143,7 +144,7 @@ class Training:
 
 def measure_training(name: str, dtype: str, data: DataSet, peak: float | None) -> dict:
     """A row of the table: medians over the timed steps. peak: of matrix products in this dtype, in FLOP/s."""
-    with closing(Training(name, dtype, data)) as training:
+    with closing(Training(flags(name, dtype), data)) as training:
         cfg, device = training.cfg, training.ranks.device
         reset_peak_memory(device)
         for _ in range(WARM):
@@ -198,7 +199,7 @@ def write_trace(name: str, path: Path) -> str:
         pass
     with tempfile.TemporaryDirectory() as folder:
         dtype, *_ = dtypes()
-        with closing(Training(name, dtype, random_data(Path(folder)))) as training:
+        with closing(Training(flags(name, dtype), random_data(Path(folder)))) as training:
             for _ in range(WARM):
                 training.step()
             with profile() as profiler:
@@ -215,9 +216,9 @@ def write_trace(name: str, path: Path) -> str:
 # Decoding and loading
 
 
-def measure_decoding(name: str, batch: int) -> dict:
+def measure_decoding(name: str, cfg: Config, batch: int) -> dict:
     """The speed of greedy decoding with random weights, of block_size tokens for each of `batch` samples."""
-    cfg, device = flags(name), resolve_device("auto")
+    device = resolve_device(cfg.device)
     dtype = resolve_dtype("auto", device)  # as in sample.py
     model = Model(cfg, cfg.seed).to(device).eval()
     start = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -234,8 +235,8 @@ def measure_decoding(name: str, batch: int) -> dict:
     }  # fmt: skip
 
 
-def measure_loader(name: str | Path) -> tuple[float, float]:
-    """Tokens per second of our loader and of nanoGPT's way, each after BATCHES / 10 batches of warm-up."""
+def measure_loader(name: str | Path, device: torch.device = CPU) -> tuple[float, float]:
+    """Tokens per second of our loader and of nanoGPT's way, to the device, each after BATCHES / 10 of warm-up."""
     B, T = 64, 1024
     data = open_data(name, ROOT / "data")
     stream = data.split("train")
@@ -246,15 +247,17 @@ def measure_loader(name: str | Path) -> tuple[float, float]:
         tokens = np.memmap(shard.path, shard.dtype, mode="r", offset=shard.offset, shape=(len(shard),))
         starts = torch.randint(len(tokens) - T, (B,))
         for first in (0, 1):
-            torch.stack([torch.from_numpy(tokens[i + first : i + first + T].astype(np.int64)) for i in starts])
+            x = torch.stack([torch.from_numpy(tokens[i + first : i + first + T].astype(np.int64)) for i in starts])
+            (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
-    speeds = []
-    with closing(Loader(stream, Causal(data.vocab_size, data.eot, T), B)) as loader:
+    speeds, synchronize = [], getattr(torch, device.type).synchronize
+    with closing(Loader(stream, Causal(data.vocab_size, data.eot, T), B, device=device)) as loader:
         for fetch in (loader.__next__, theirs):
             for number in range(-BATCHES // 10, BATCHES):
                 if number == 0:
                     start = time.perf_counter()
                 fetch()
+            synchronize()
             speeds.append(BATCHES * B * T / (time.perf_counter() - start))
     return tuple(speeds)
 
@@ -332,7 +335,7 @@ def measure(names: list[str], say: Callable[[str], None]) -> dict:
             say("\n" + line(DECODING, title="decoding"))
         for name in decoded:
             for batch in (1, 8):
-                report["decoding"].append(measure_decoding(name, batch))
+                report["decoding"].append(measure_decoding(name, flags(name), batch))
                 say(line(DECODING, report["decoding"][-1]))
         ours, theirs = measure_loader(folder)
         report["loader"] = {"tokens_per_s": ours, "nanogpt_tokens_per_s": theirs}

@@ -1,12 +1,13 @@
-"""Compares a device's attention, models and losses with float64 on the CPU, forward and backward.
+"""Compares a device's attention, models, losses and optimizers with float64 on the CPU, forward and backward.
 
-    python -m engine.gpu_check attention cuda        # or models, losses; or machine, which describes the hardware
+    python -m engine.gpu_check cuda        # describes the hardware as JSON
+    for line in check(NUMBERS, torch.device("cuda")): ...
 
-`bench.py --gpu` runs this. Each case prints one line of JSON when it begins, {"case": name}, and one when it ends,
-which also has its errors, {"float32": e, "bfloat16": e}, and {"failed": text} if it fails. The error of a tensor (an
-output or a gradient) is the norm of the difference, divided by the tensor's norm or by 1 % of the largest norm in the
-case, whichever is larger. The error of a case is the largest of its tensors. float32 runs without TF32. On the device
-`cpu`, shapes are tiny and only every 23rd case of attention and models runs.
+engine/gpu_runs.py calls `check` for `bench.py --gpu`. It yields a line when a case begins, {"case": name}, and one when
+the case ends, with its errors, {"float32": e, "bfloat16": e}, and with {"failed": text} if it fails. The error of a
+tensor (an output, a gradient or an update) is the norm of the difference, divided by the tensor's norm or by 1 % of the
+largest norm in the case, whichever is larger. The error of a case is the largest of its tensors. float32 runs without
+TF32. On the device `cpu`, shapes are tiny and only every 23rd case of attention and models runs.
 
 The cases come from the model's tables and Literals, so a new entry is a new case.
 """
@@ -18,19 +19,18 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
+from configurator import Config
+from engine import optim
 from model import BLOCK, USED_WHEN, Mask, Model, ModelConfig, alibi_slopes, mix
-
-# The errors allowed. bfloat16 has 8 bits, and CPUs stay within 2.2 * 2^-8. If a derivative has a step, as ReLU's has,
-# rounding moves some inputs across the step: an error e becomes about sqrt(e) in the gradient, 17 * 2^-8 on CPUs.
-FLOAT32, BFLOAT16 = 1e-4, {"attention": 8 * 2**-8, "models": 32 * 2**-8, "losses": 8 * 2**-8}
 
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")  # variables of torch's libraries
 
@@ -57,7 +57,7 @@ def model_cases() -> Iterator[dict]:
     """Every block with each value of each Literal and bool flag that it uses, and with some numbers."""
     hints, seen = get_type_hints(ModelConfig), []
     values = {f.name: get_args(hints[f.name]) for f in fields(ModelConfig) if get_origin(hints[f.name]) is Literal}
-    values |= {f.name: (True, False) for f in fields(ModelConfig) if hints[f.name] is bool}
+    values |= {f.name: (True, False) for f in fields(ModelConfig) if bool in (hints[f.name], *get_args(hints[f.name]))}
     values |= {"block": (), "n_group": (2,), "window": (5,), "attn_softcap": (2.0,)}
     beside = {("attention", "gqa"): {"n_kv_head": 2}, ("doc_positions", True): {"doc_mask": True}}
     settings = [{flag: value} | beside.get((flag, value), {}) for flag in values for value in values[flag]]
@@ -70,9 +70,9 @@ def model_cases() -> Iterator[dict]:
 
 
 def loss_cases() -> Iterator[dict]:
-    """The loss at once, in chunks and in compiled chunks, with and without a softcap."""
-    for softcap, (chunk, compiled) in itertools.product((0.0, 3.0), ((0, False), (14, False), (16, True))):
-        yield {"logit_softcap": softcap, "loss_chunk": chunk, "compiled": compiled, "vocab_size": 3001}
+    """The loss at once and in chunks, with and without a softcap."""
+    for softcap, chunk in itertools.product((0.0, 3.0), (0, 14)):
+        yield {"logit_softcap": softcap, "loss_chunk": chunk, "vocab_size": 3001}
 
 
 def attend(case: dict, S: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -96,7 +96,6 @@ def run_model(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> d
     torch.manual_seed(1)
     B, S, exact = 2, T // 2, dtype == torch.float64
     flags = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": T, "vocab_size": 61} | case
-    compiled = flags.pop("compiled", False)
     model = Model(ModelConfig(**flags)).eval()
     V = model.cfg.vocab_size
     with torch.no_grad():
@@ -108,9 +107,6 @@ def run_model(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> d
         given |= {"docs": documents(B, T)} | ({"source_docs": documents(B, S)} if model.encoder else {})
     given = {name: x.to(device) for name, x in given.items()}
     model.to(device, torch.float64 if exact else torch.float32)
-    if compiled and not exact:
-        backend = "inductor" if device.type == "cuda" else "aot_eager"
-        model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False, backend=backend)
     results, logits, text = {}, [], iter(idx.T[4:12])
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         results["loss"], results["logits"] = model(idx, targets, **given), model(idx, **given)
@@ -121,7 +117,47 @@ def run_model(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> d
     return results | {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
 
 
-PARTS = {"attention": (attention_cases, attend), "models": (model_cases, run_model), "losses": (loss_cases, run_model)}
+def optimizer_cases(names: Collection[str]) -> Iterator[dict]:
+    """Each optimizer on a plain MLP and on a gated one, whose weight stores several logical matrices."""
+    return ({"optimizer": name, "mlp": mlp, "bias": True} for name in names for mlp in ("gelu", "swiglu"))
+
+
+def run_optimizer(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The sum of three updates of every parameter, for gradients that are given."""
+    torch.manual_seed(2)
+    cfg = Config(n_layer=1, n_head=4, n_embd=64, block_size=T, vocab_size=61, **case)
+    model = Model(cfg, 0).to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = optim.build(model, cfg, dtype=dtype)
+    for step in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape).to(p)
+        optimizer.set_lr(0.01 * (step + 1))
+        optimizer.step()
+    return {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+
+class Kind(NamedTuple):
+    """Cases that are computed and compared in the same way."""
+
+    cases: Callable[[], Iterator[dict]]
+    compute: Callable[[dict, int, torch.device, torch.dtype], dict]  # float64 asks for the reference on the CPU
+    limits: dict[str, float]  # dtype -> largest error
+    size: int = 48  # tokens of a sequence; 24 on the CPU
+    every: int = 1  # on the CPU, only each so many-th case runs
+
+
+# bfloat16 has 8 bits, and CPUs stay within 2.2 * 2^-8. If a derivative has a step, as ReLU's has, rounding moves some
+# inputs across the step: an error e becomes about sqrt(e) in the gradient, 17 * 2^-8 on CPUs. Muon's iteration runs in
+# bfloat16 on GPUs, whatever the dtype of the run is; on CPUs the error of its updates is 3 * 2^-8.
+FLOAT32, OF_BFLOAT16 = {"float32": 1e-4}, {"bfloat16": 8 * 2**-8}
+NUMBERS = {
+    "attention": Kind(attention_cases, attend, FLOAT32 | OF_BFLOAT16, 160, 23),
+    "models": Kind(model_cases, run_model, FLOAT32 | {"bfloat16": 32 * 2**-8}, every=23),
+    "losses": Kind(loss_cases, run_model, FLOAT32 | OF_BFLOAT16),
+    "adamw": Kind(partial(optimizer_cases, ["adamw"]), run_optimizer, FLOAT32),
+    "others": Kind(partial(optimizer_cases, sorted({*optim.OPTIMIZER} - {"adamw"})), run_optimizer, OF_BFLOAT16),
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -138,23 +174,39 @@ def error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, s
     return max(errors)
 
 
-def check(part: str, device: torch.device, size: int, every: int):
-    """Print the lines of a part's first case and of each `every`-th case after it. A failure does not stop it."""
+def without_tf32():
+    """Let matrix products in float32 use all bits of float32."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    cases, compute = PARTS[part]
-    for case in itertools.islice(cases(), 0, None, every):
+
+
+def check(kinds: dict[str, Kind], device: torch.device, first: int = 0) -> Iterator[dict]:
+    """Yields the lines of all cases, from number `first` on. A failure does not stop it, but a broken CUDA context ends
+    the process, because every later call would fail."""
+    without_tf32()
+    on_cpu = device.type == "cpu"
+    cases = (
+        (kind, case)
+        for kind in kinds.values()
+        for case in itertools.islice(kind.cases(), 0, None, kind.every if on_cpu else 1)
+    )
+    for kind, case in itertools.islice(cases, first, None):
         line = {"case": ", ".join(f"{name}={value}" for name, value in case.items())}
-        print(json.dumps(line), flush=True)
+        yield line
+        line, size = dict(line), 24 if on_cpu else kind.size
         try:
-            expected = compute(case, size, torch.device("cpu"), torch.float64)
-            for dtype, limit in (("float32", FLOAT32), ("bfloat16", BFLOAT16[part])):
-                line[dtype], where = error(compute(case, size, device, getattr(torch, dtype)), expected)
+            expected = kind.compute(case, size, torch.device("cpu"), torch.float64)
+            for dtype, limit in kind.limits.items():
+                got = kind.compute(case, size, device, getattr(torch, dtype))
+                line |= {name: x for name, x in got.items() if not isinstance(x, Tensor)}
+                line[dtype], where = error(got, expected)
                 if line[dtype] > limit:
                     line["failed"] = f"{where} in {dtype} is off by {line[dtype]:.1e}; {limit:.1e} is allowed"
         except Exception as e:  # a kernel may raise anything
             line["failed"] = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
-        print(json.dumps(line), flush=True)
+        yield line
+        if "CUDA error" in line.get("failed", ""):
+            raise SystemExit(1)
 
 
 def machine(device: torch.device) -> dict:
@@ -177,11 +229,9 @@ def machine(device: torch.device) -> dict:
     elif torch.cuda.is_available():
         card = torch.cuda.get_device_properties(device)
         facts |= {"device": card.name, "memory_bytes": card.total_memory, "capability": f"{card.major}.{card.minor}"}
+        facts["gpus"] = torch.cuda.device_count()
     return facts
 
 
 if __name__ == "__main__":
-    part, device = sys.argv[1], torch.device(sys.argv[2])
-    size = 24 if device.type == "cpu" else 160 if part == "attention" else 48
-    every = 23 if device.type == "cpu" and part != "losses" else 1
-    print(json.dumps(machine(device))) if part == "machine" else check(part, device, size, every)
+    print(json.dumps(machine(torch.device(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""bench.py: wrong options, child processes that end with it, the table, the parts of --gpu; all on the CPU."""
+"""bench.py: wrong options, child processes that end with it, the table; all on the CPU. test_gpu.py has --gpu."""
 
 import errno
 import io
@@ -10,7 +10,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -36,28 +35,11 @@ pathlib.Path("pids.tmp").write_text(f"{os.getpid()} {other.pid}")
 os.replace("pids.tmp", "pids")
 time.sleep(600)
 """
-CHECK = """
-import json, os, signal, sys, time
-part = sys.argv[1]
-if part == "machine":
-    print(json.dumps({"device": "a card", "torch": "2"}))
-elif part == "attention":
-    print(json.dumps({"case": "a"}))
-    print(json.dumps({"case": "a", "float32": 1e-7, "bfloat16": 2e-3}))
-    print(json.dumps({"case": "b"}), flush=True)
-    time.sleep(600)
-elif part == "models":
-    print(json.dumps({"case": "c"}), flush=True)
-    os.kill(os.getpid(), signal.SIGSEGV)
-else:
-    print(json.dumps({"case": "d"}), json.dumps({"case": "d", "float32": 0.5, "failed": "off"}), sep="\\n")
-"""
 
 
 def checkout(folder: Path, train: str = TRAIN, milliseconds: float = 1) -> Path:
-    (folder / "engine").mkdir(parents=True)
+    folder.mkdir(parents=True)
     (folder / "train.py").write_text(train.replace("MILLISECONDS", str(milliseconds)))
-    (folder / "engine" / "gpu_check.py").write_text(CHECK)
     return folder
 
 
@@ -151,6 +133,10 @@ GPU = ["--gpu", "--out=x.json"]
         ([*GPU, "config/train_gpt2.py"], ["--gpu", "config/train_gpt2.py"]),
         ([*GPU, "--device=mps"], ["--device=mps", "--device=cpu"]),
         ([*GPU, "--device=cpu", "--n_layer=2"], ["--n_layer=2"]),
+        ([*GPU, "--report=x.json"], ["--gpu", "--report"]),
+        (["--report=x.json", "--n_layer=2"], ["--report", "--n_layer=2"]),
+        (["--report=/nope/x.json"], ["/nope/x.json"]),
+        (["--report=train.py"], ["train.py", "no report of --gpu"]),
     ],
     ids=lambda argv: " ".join(argv)[:40],
 )
@@ -387,133 +373,3 @@ def test_a_trace(tiny, tmp_path, capfd, refused):
     assert str(path) in refused(f"--profile={path}/x.json", "--config=small")
     (tmp_path / "x.json").mkdir()
     assert f"{tmp_path}/x.json" in refused(f"--profile={tmp_path}/x.json", "--config=small")
-
-
-# ---- the parts of --gpu
-
-
-def test_parts_fail_alone(tmp_path, monkeypatch, capfd):
-    """One part hangs, one crashes, one is wrong, one is refused; the last succeeds, and the file has all results."""
-    monkeypatch.setattr(bench, "HERE", checkout(tmp_path / "ours", "raise SystemExit('error: no room')"))
-    monkeypatch.setattr(bench, "SECONDS", dict.fromkeys(bench.SECONDS, 60) | {"attention": 3})
-    out, written = tmp_path / "new" / "gpu.json", []
-    monkeypatch.setattr(bench, "write", lambda *args, real=bench.write: real(*args) or written.append(out.read_text()))
-    with pytest.raises(SystemExit) as stop:
-        bench.main(["--gpu", f"--out={out}", f"--against={checkout(tmp_path / 'theirs')}"])
-    table, err = capfd.readouterr()
-    assert stop.value.code == 1 and err == ""
-    report = json.loads(out.read_text())
-    parts = report["parts"]
-    assert [list(json.loads(text)["parts"]) for text in written] == [list(parts)[:n] for n in range(6)]
-    assert report["machine"]["device"] == "a card" and {"date", "commit"} <= report.keys()
-    assert parts["attention"]["failed"] == {"b": "time limit of 3 s"} and 3 <= parts["attention"]["seconds"] < 30
-    assert parts["attention"]["cases"] == 1 and parts["attention"]["float32"] == [1e-7, "a"]
-    assert parts["models"]["failed"] == {"c": "SIGSEGV"}
-    assert parts["losses"]["failed"] == {"d": "off"} and parts["losses"]["float32"] == [0.5, "d"]
-    assert parts["speed"]["status"] == "failed" and parts["speed"]["text"].endswith("no room")
-    assert parts["against"]["status"] == "ok" and 0.5 < parts["against"]["ms_per_step"] < 5
-    for name, part in parts.items():
-        assert f"\n{name:<12}{part['status']:<8}" in table and part["text"] in table
-    seen = dict(arg[2:].split("=") for arg in (tmp_path / "theirs" / "seen").read_text().splitlines())
-    assert seen["n_layer"] == "12" and seen["dtype"] == "bfloat16" and seen["device"] == "cuda"
-
-
-def test_a_file_that_cannot_be_written(tmp_path, monkeypatch, refused):
-    monkeypatch.setattr(bench, "HERE", checkout(tmp_path / "ours"))
-    (tmp_path / "file").touch()
-    assert f"{tmp_path / 'file'}: " in refused("--gpu", f"--out={tmp_path / 'file' / 'x.json'}")
-    (tmp_path / "x.json").mkdir()
-    assert f"{tmp_path}/x" in refused("--gpu", f"--out={tmp_path / 'x.json'}")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_gpu_that_is_not_there(tmp_path, refused):
-    assert "--device=cpu" in refused("--gpu", f"--out={tmp_path / 'new' / 'x.json'}")
-    assert not (tmp_path / "new").exists()
-
-
-def test_rehearsal_on_the_cpu(tmp_path, monkeypatch, capfd):
-    """All parts with tiny shapes: real comparisons and real training."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(bench, "SECONDS", dict.fromkeys(bench.SECONDS, 600))  # also on a busy machine
-    bench.main(["--gpu", "--device=cpu", f"--out={tmp_path / 'cpu.json'}"])
-    parts = json.loads((tmp_path / "cpu.json").read_text())["parts"]
-    assert [part["status"] for part in parts.values()] == ["ok"] * 4, capfd.readouterr().out
-    for name, cases in (("attention", 576 // 23 + 1), ("models", None), ("losses", 6)):
-        assert parts[name]["cases"] == (cases or len(list(gpu_check.model_cases())) // 23 + 1)
-        (single, _), (half, _) = parts[name]["float32"], parts[name]["bfloat16"]
-        assert 0 < single < 1e-5 < 1e-3 < half
-    assert parts["speed"]["tokens_per_s"] == pytest.approx(64_000 / parts["speed"]["ms_per_step"])
-    assert 0 < parts["speed"]["mfu"] < 1 and parts["speed"]["peak_memory_bytes"] > 2**27
-
-
-# ---- the comparisons
-
-
-def checked(part: str, capfd, every: int) -> list[dict]:
-    capfd.readouterr()
-    gpu_check.check(part, torch.device("cpu"), 24, every)
-    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    assert [line["case"] for line in lines[::2]] == [line["case"] for line in lines[1::2]]
-    return lines[1::2]
-
-
-def test_a_wrong_number_is_found(monkeypatch, capfd):
-    """An error in one dtype alone, a result that is not finite, an exception. A correct kernel passes."""
-    right = M.mix
-
-    def wrong(dtype, change):
-        return lambda q, *args, **more: right(change(q) if q.dtype == dtype else q, *args, **more)
-
-    def crash(q):
-        raise RuntimeError("CUDA error:\n an illegal memory access")
-
-    for dtype, change, words in (
-        (torch.float32, lambda q: q * 1.001, "in float32 is off by"),
-        (torch.bfloat16, lambda q: q * 1.1, "in bfloat16 is off by"),
-        (torch.bfloat16, lambda q: q * torch.nan, "off by 1.0e+99"),
-        (torch.float32, crash, "RuntimeError: CUDA error: an illegal memory access"),
-    ):
-        monkeypatch.setattr(gpu_check, "mix", wrong(dtype, change))
-        lines = checked("attention", capfd, every=193)
-        assert len(lines) == 3 and all(words in line["failed"] for line in lines)
-    monkeypatch.setattr(gpu_check, "mix", right)
-    assert all(line.keys() == {"case", "float32", "bfloat16"} for line in checked("attention", capfd, every=193))
-
-
-def test_a_wrong_block_is_found(monkeypatch, capfd):
-    """A new entry of the table is compared without any change to gpu_check."""
-
-    class Wrong(M.Sum):
-        def forward(self, s, inputs):
-            return super().forward(s, inputs) * (1 if s.dtype == torch.float64 else 1.01)
-
-    def mine(cfg, layer):
-        return [Wrong(cfg, attn=M.attention(cfg, layer)), M.Sum(cfg, **M.cross(cfg, layer))]
-
-    monkeypatch.setattr(gpu_check, "BLOCK", {"mine": mine})
-    monkeypatch.setitem(M.BLOCK, "mine", mine)
-    lines = checked("models", capfd, every=9)
-    assert len(lines) > 3 and all("block=mine" in line["case"] and "float32 is off" in line["failed"] for line in lines)
-
-
-def test_every_entry_of_every_table_has_a_case():
-    cases = list(gpu_check.model_cases())
-    for block in M.BLOCK:
-        for flag, table in (
-            ("norm", M.NORM),
-            ("norm_placement", M.PLACEMENT),
-            ("pos", M.POSITION),
-            ("mlp", M.MLP_KIND),
-        ):
-            assert set(table) <= {case.get(flag) for case in cases if case["block"] == block}
-        objectives = set(get_args(get_type_hints(M.ModelConfig)["objective"]))
-        assert objectives == {case["objective"] for case in cases if case["block"] == block and "objective" in case}
-    pools = {(case.get("pool"), case.get("wiring"), case.get("n_group")) for case in cases}
-    assert {("joint", None, None), (None, "series", None), (None, None, 2)} <= pools
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", gpu_check.PARTS)
-def test_all_cases_on_the_cpu(part, capfd):
-    assert not [line for line in checked(part, capfd, every=1) if "failed" in line]

@@ -1,0 +1,191 @@
+"""Runs the parts of `bench.py --gpu`, each in a process of its own, and keeps their results in a JSON file.
+
+    good = run("cuda", Path("out/gpu.json"), against, measure)     # measure is bench.py's, which times train.py
+    print(page(read(Path("out/gpu.json")), Path("docs/gpu.md").read_text()))
+
+The file is written before and after each part, atomically. So whatever ends a call, the next one goes on: with parts
+that are missing, then once more with those that have failed, or did not end. A part that has failed twice runs again
+only for another commit. engine/gpu_runs.py has the table of the parts.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+
+from engine.child import Child
+from engine.errors import require
+from engine.gpu_runs import PARTS, ROOT, flags, write_tokens
+
+SECONDS = 480  # of a call: a part begins only if its time limit ends before
+TIMED_LINES = 8  # lines "iter N:", one per 10 steps, after which a run of train.py is ended
+
+
+def run(device: str, out: Path, against: Path | None, measure: Callable) -> bool:
+    """Run the parts that fit into a call, and print a line for each. Returns whether no part of the file has failed."""
+    begin = time.monotonic()
+    with Child([sys.executable, "-m", "engine.gpu_check", device], ROOT, 60) as child:
+        said, failure = child.lines.read(), child.failure()
+    require(not failure, f"torch does not start on the GPU: {failure}; check the output of nvidia-smi")
+    machine = json.loads(said)
+    require(machine["device"] is not None, "torch finds no GPU; pass --device=cpu for a rehearsal without one")
+    git = subprocess.run("git describe --always --dirty", shell=True, cwd=ROOT, capture_output=True, text=True)
+    date, commit = datetime.now(timezone.utc).isoformat(timespec="seconds"), git.stdout.strip()
+    report = load(out, machine) | {"date": date, "machine": machine}
+    write(out, report)
+    print(f"{machine['device']}, torch {machine['torch']}, commit {commit}", flush=True)
+    print(f"{'part':<27}{'status':<8}{'seconds':>8}  result", flush=True)
+    parts, gpus, left = report["parts"], machine.get("gpus", 4), 0
+    tries = {name: part["tries"] for name, part in parts.items() if part["commit"] == commit}
+    possible = [name for name, part in PARTS.items() if part.gpus <= gpus and (part.run or against)]
+    again = [name for name in possible if parts.get(name, {}).get("status") == "failed" and tries.get(name, 0) < 2]
+    for name in [name for name in possible if name not in parts] + again:
+        start = time.monotonic()
+        if start - begin + PARTS[name].seconds > SECONDS:
+            left += 1
+            continue
+        about = {"commit": commit, "tries": tries.get(name, 0) + 1}
+        parts[name] = {"status": "failed", "text": "did not end"} | about
+        write(out, report)
+        result = run_part(name, device, gpus) if PARTS[name].run else compare(against, device, measure)
+        if name.startswith("layout "):
+            compare_layout(result, parts.get("layout one GPU", {}))
+        status, seconds = "failed" if result["failed"] else "ok", round(time.monotonic() - start, 1)
+        parts[name] = {"status": status, "seconds": seconds, "text": describe(result)} | about | result
+        write(out, report)
+        print(f"{name:<27}{status:<8}{seconds:>8}  {parts[name]['text']}", flush=True)
+    print(f"{left} parts are left for the next call: give the same command again\n" * bool(left), end="", flush=True)
+    return all(part["status"] == "ok" for part in parts.values())
+
+
+def run_part(name: str, device: str, gpus: int) -> dict:
+    """Run a part: its figures, the largest errors of its cases, and {case: cause} of failures. After a crash, a new
+    process goes on with the next case."""
+    part, result, done = PARTS[name], {"failed": {}}, 0
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={1 << gpus.bit_length() - 1}"]
+    program = [sys.executable, *(torchrun if part.gpus > 1 else []), "-m", "engine.gpu_runs", name, device]
+    end = time.monotonic() + part.seconds
+    while True:
+        before, case = done, None
+        with Child([*program, str(done)], ROOT, max(1, round(end - time.monotonic()))) as child:
+            for found in objects(child.lines):
+                case = found.pop("case", None)
+                if case is None:
+                    result |= found
+                elif found:
+                    done, result["cases"] = done + 1, done + 1
+                    if "failed" in found:
+                        result["failed"][case] = found.pop("failed")
+                    result |= {key: max(result.get(key, x), x) for key, x in found.items()}
+                    case = None
+            failure = child.failure()
+        if failure and (case or done == before):
+            result["failed"][case or "the start"] = failure
+            done += bool(case)
+        if not failure or done == before or child.timed_out:
+            return result
+
+
+def objects(lines: Iterable[str]) -> Iterator[dict]:
+    """The lines that are JSON objects; libraries may print others."""
+    for line in lines:
+        with suppress(ValueError):
+            yield from [found] if isinstance(found := json.loads(line), dict) else []
+
+
+def compare(against: Path, device: str, measure: Callable) -> dict:
+    """The speed of train.py here and in nanoGPT's folder, with the same flags on random tokens."""
+    with tempfile.TemporaryDirectory() as data:
+        write_tokens(data, 2**20, 50257, 1024)
+        args = flags(f"--dataset={data} --eval_iters=1 --eval_interval=100000 --max_iters=100000", device)
+        limits = PARTS["against"].seconds / 2, TIMED_LINES
+        try:
+            ours, theirs = (measure(checkout, args, *limits)[0] for checkout in (ROOT, against))
+        except (ValueError, OSError) as error:
+            return {"failed": {"train.py": " ".join(str(error).split())}}
+    return {"ms per step": ours, "nanoGPT's ms per step": theirs, "times nanoGPT's speed": theirs / ours, "failed": {}}
+
+
+def compare_layout(result: dict, one: dict):
+    """Add the largest differences of losses and gradient norms from one GPU's, relative to these."""
+    limit = 1e-4 if result.get("dtype") == "float32" else 1e-2
+    for key, allowed in (("losses", limit), ("norms", 10 * limit)):
+        if key in result and key in one:
+            result[f"error of {key}"] = e = max(abs(a / b - 1) for a, b in zip(result[key], one[key], strict=True))
+            if not e <= allowed:
+                result["failed"][key] = f"off by {e:.1e} from one GPU's; {allowed:.0e} is allowed"
+
+
+def describe(result: dict) -> str:
+    """The figures of a part in one line, and its first failures."""
+    figures = {key: x for key, x in result.items() if isinstance(x, (int, float))}
+    texts = [f"{key} {x:,.0f}" if x == round(x) or x >= 1000 else f"{key} {x:.3g}" for key, x in figures.items()]
+    failed = [f"{case}: {cause}" for case, cause in result["failed"].items()]
+    return "; ".join([", ".join(texts), *([f"{len(failed)} failed"] if failed else []), *failed[:3]])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The file, and docs/gpu.md
+
+
+def read(file: Path) -> dict:
+    """The report in a file. ValueError if it is damaged."""
+    try:
+        report = json.loads(file.read_text())
+        need = [part[key] for part in report["parts"].values() for key in ("status", "text", "commit", "tries")]
+        require(None not in [*need, report["date"], report["machine"]["device"]], "a value is missing")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is no report of --gpu ({type(error).__name__}: {error}); give another file") from None
+    return report
+
+
+def load(out: Path, machine: dict) -> dict:
+    """The report to go on with. A damaged file is kept under another name; ValueError if it is of another machine."""
+    report = {"machine": machine, "parts": {}}
+    if out.exists():
+        try:
+            report = read(out)
+        except ValueError as error:
+            os.replace(out, out.with_suffix(".damaged"))
+            print(f"{error}; it is {out.with_suffix('.damaged')} now, and all parts run again", flush=True)
+    there, here = report["machine"]["device"], machine["device"]
+    require(there == here, f"--out={out} has results of {there}, and here is {here}; give another file")
+    return report
+
+
+def write(out: Path, report: dict):
+    """Write the report atomically."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_suffix(".tmp")
+    temporary.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(temporary, out)
+
+
+HEADING, EMPTY = "\n## Measured\n", "not measured yet"
+MARKS = {  # aimed at with 124 M parameters -> part, figure, least value
+    "1.15 times nanoGPT's tokens/s": ("against", "times nanoGPT's speed", 1.15),
+    "50 % MFU": ("124M", "MFU", 0.5),
+}
+
+
+def page(report: dict | None, text: str) -> str:
+    """`text`, that of docs/gpu.md, with the report's figures below its heading; parts that did not run have none."""
+    parts, lines = report["parts"] if report else {}, ["Nothing was run on a GPU yet."]
+    if report:
+        commits, machine = sorted({part["commit"] for part in parts.values()}), report["machine"]
+        lines = [f"{machine['device']}, torch {machine['torch']}, {report['date'][:10]}, commit {', '.join(commits)}."]
+    lines += ["", "| aimed at, on an H100 or H200 | reached |", "|---|---|"]
+    for title, (name, key, least) in MARKS.items():
+        x = parts.get(name, {}).get(key)
+        lines.append(f"| {title} | {EMPTY if x is None else f'{key} {x:.3g}: ' + ('yes' if x >= least else 'no')} |")
+    lines += ["", "| part | what | result |", "|---|---|---|"]
+    for name, part in PARTS.items():
+        result = f"{parts[name]['status']}: {parts[name]['text']}" if name in parts else EMPTY
+        lines.append(f"| {name} | {part.title} | {' '.join(result.replace('|', '/').split())} |")
+    return text.partition(HEADING)[0] + HEADING + "\n" + "\n".join(lines) + "\n"
