@@ -278,7 +278,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
 
     A Newton-Schulz iteration with Jordan's quintic polynomial, which is as steep at 0 as these bounds allow.
     """
-    x = x / (x.norm(dim=(-2, -1), keepdim=True, dtype=torch.float32) + 1e-7)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)) + 1e-7)
     x = x.to(iteration_dtype(x.device.type, dtype))
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x  # the Gram matrix is the smaller one
