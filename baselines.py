@@ -6,8 +6,8 @@
 Each variant has two learning rates: muon_lr for the hidden matrices, and learning_rate for all else. They are found by
 coordinate search with seed 1 and short trainings: first muon_lr, then learning_rate. A coordinate starts with three
 values of its grid, and the search goes on to the next value while the best one is the last that was tried. Short
-trainings favour large rates. So where muon_lr is above the middle of its grid, full trainings with seed 1 try the next
-smaller value while the loss falls. compare.py makes the trainings, in folders below --out.
+trainings favour large rates. So where muon_lr is not below the middle of its grid, full trainings with seed 1 try the
+next smaller value while the loss falls. compare.py makes the trainings, in folders below --out.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ VARIANTS = {  # name in the table -> arguments of train.py
 }
 OTHER_LOSS = ("masked (BERT-like)", "seq2seq (T5-like)")  # their losses are those of another task
 DRAWN = ("standard", "parallel", "superblock, joint pool", "SAS", "SAS-P", "Llama-like", "GPT-2-like")
-GRID = {"muon_lr": [0.005, 0.01, 0.02, 0.04, 0.08], "learning_rate": [0.00075, 0.0015, 0.003, 0.006, 0.012]}
+GRID = {"muon_lr": [0.005, 0.01, 0.02, 0.04, 0.08], "learning_rate": [0.00075, 0.0015, 0.003, 0.006, 0.012, 0.024]}
 SHORT = "--max_iters={0} --warmup_iters={1} --cooldown_iters={2}"
 INTRODUCTION = """# Baselines: what each block reaches
 
@@ -118,9 +118,9 @@ class Search:
         return (variant, *(self.best[variant] | {name: value}).values())
 
     def lower_muon_lr(self):
-        """Lower the best muon_lr of variants where it is above the middle of its grid, while full trainings agree."""
+        """Lower the best muon_lr of variants where it is in the middle of its grid or above, while full trainings agree."""
         values = GRID["muon_lr"]
-        left = [variant for variant in VARIANTS if self.best[variant]["muon_lr"] > values[2]]
+        left = [variant for variant in VARIANTS if self.best[variant]["muon_lr"] >= values[2]]
         while left:
             pairs = {}
             for variant in left:
@@ -191,9 +191,7 @@ def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: s
     text += "\n## The search\n\nThe losses are those of 60 batches of the validation set, with seed 1:\n\n"
     text += table(search.losses)
     if search.full:
-        text += (
-            "\nFull trainings with seed 1, of variants whose best muon_lr was above 0.02; losses of the whole set:\n\n"
-        )
+        text += "\nFull trainings with seed 1, of variants whose best muon_lr was 0.02 or more; losses of the whole set:\n\n"
         text += table(search.full)
     return text
 

@@ -22,6 +22,7 @@ warmup_iters, cooldown_iters and lr_decay_iters change in proportion, rounded do
 describes the table.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -45,10 +46,11 @@ from engine.compare_run import Run
 from engine.compare_table import MOST_SEEDS, markdown, match_notes, row_notes, summary
 from engine.device import resolve_device
 from engine.errors import command, require, user_errors
-from engine.folder import FolderLock
+from engine.folder import FolderLock, write_json
 from engine.gpu_check import machine
 
 HERE = Path(__file__).resolve().parent
+CODE = [HERE / "model.py", HERE / "train.py", *sorted((HERE / "engine").glob("*.py"))]
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TIMED_LINES, ROUNDS = 8, 2  # of --match=seconds: lines "iter N:", one per 10 steps, and how often each run is timed
 
@@ -59,7 +61,7 @@ class CompareConfig:
 
     # --- compare
     run: str = ""  # arguments of train.py; repeat the flag, and all runs are compared with the first
-    common: str = ""  # arguments of every run, such as --device=cpu; those of --run win
+    common: str = ""  # arguments of every run, such as --device=cpu; flags in --run win, config files do not
     seeds: int = 1  # number of trainings of each run, with --seed=1, 2, ...
     sweep: str = ""  # a flag and its values, such as learning_rate=1e-3,2e-3,4e-3; each run gets its best one
     match: Literal[  # the cost that all runs have in common
@@ -128,6 +130,7 @@ class Comparison:
         self.runs = [Run(number, text, options) for number, text in enumerate(texts, 1)]
         flags = [{name: getattr(run.cfg, name) for name in sorted(run.cfg.sources)} for run in self.runs]
         self.stored = {"match": options.match, "eval_iters": options.eval_iters, "flags": flags, "ms_per_step": None}
+        self.stored["code"] = hashlib.sha256(b"".join(file.read_bytes() for file in CODE)).hexdigest()
         path = self.folder / "compare.json"
         if path.is_file():
             try:
@@ -135,11 +138,15 @@ class Comparison:
                 names = {"match": "match", "eval_iters": "eval_iters", "flags": "run"}  # a later call needs the same
                 same = {flag: old[name] == self.stored[name] for name, flag in names.items()}
                 self.stored["ms_per_step"] = old["ms_per_step"]
+                changed = old.get("code", self.stored["code"]) != self.stored["code"]
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"{path} is damaged; delete --out={options.out}, or choose another folder") from None
             for name in same:
                 advice = "choose another --out"
                 require(same[name], f"--out={options.out} holds a comparison with another --{name}; {advice}")
+            if changed:
+                text = f"warning: the code has changed since trainings in --out={options.out}; to repeat them, {advice}"
+                print(text, file=sys.stderr)
 
     def match(self):
         """Adapt the other runs to the first."""
@@ -150,7 +157,7 @@ class Comparison:
                 run.match_parameters(first.costs.parameters)
         if "seconds" in kind and not self.stored["ms_per_step"] and not self.options.dry_run:
             self.stored["ms_per_step"] = self.time_steps()
-            bench.write(self.folder / "compare.json", self.stored)  # later calls take the same number of steps
+            write_json(self.folder / "compare.json", self.stored)  # later calls take the same number of steps
         times = self.stored["ms_per_step"]
         for run in others:
             if "seconds" in kind:
@@ -282,7 +289,7 @@ class Comparison:
         notes += [f"Evaluations read {evaluated}."]
         notes += match_notes(self.runs, self.options.match, self.stored["ms_per_step"]) + row_notes(rows)
         text = markdown(rows, self.options.swept) + "".join(f"* {note}\n" for note in notes)
-        bench.write(self.folder / "compare.json", self.stored | {"machine": facts, "notes": notes, "runs": rows})
+        write_json(self.folder / "compare.json", self.stored | {"machine": facts, "notes": notes, "runs": rows})
         (self.folder / "compare.md").write_text(text)
         return text
 
@@ -295,6 +302,8 @@ def main(argv: list[str] | None = None):
     argv = sys.argv[1:] if argv is None else argv
     with user_errors(), FolderLock() as lock:
         options = parse(CompareConfig, argv, __doc__)
+        for arg in argv:
+            require(arg.startswith("-"), f"{arg} is an argument of train.py; write --run={arg}")
         texts = [arg.removeprefix("--run=") for arg in argv if arg.startswith("--run=")]
         require(texts, "--run is missing; give train.py's arguments, such as --run=config/train_pycode.py")
         size = os.environ.get("WORLD_SIZE", "1")

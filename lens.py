@@ -7,11 +7,11 @@
 The hidden units are the learned slots of a joint pool, then the tokens that the query sees. Each unit has one row:
 
     activation   phi(b . x), for a softmax exp(b . x)
-    share        the activation over the sum of all absolute activations; in a softmax, the weight of attention
+    share        the activation over the sum of the absolute activations in its softmax: the weight of attention
     |in|, |out|  the norms of its incoming weights b and of its outgoing weights a
     promotes     the tokens whose probability p at the query the unit raises most, and the change of log p in nats
 
-The change is log p minus what it were if the unit did not add its part, activation * W n(a), to the logits. W is the
+The change is log p minus its value without the unit, which adds its part, activation * W n(a), to the logits. W is the
 model's head, and n its last norm, without its bias and with the statistics of the final stream at the query. This is a
 logit lens: norms and gains that follow in the block, and later layers, are left out. --out draws the same rows, and
 needs matplotlib.
@@ -212,16 +212,20 @@ def read_head(
     source: Tensor | None = None,
     most: int = 24,
 ) -> tuple[list[Unit], int, Promoted]:
-    """The `most` units with the largest absolute activations of a head at one query, slots before tokens; the number of
-    all units; and the tokens that all of them promote together. The other arguments are those of contextual_mlp."""
+    """The `most` units with the largest shares of a head at one query, slots before tokens; the number of all units;
+    and the tokens that all of them promote together. The other arguments are those of contextual_mlp."""
     final = []
     with model.norm.register_forward_pre_hook(lambda _, args: final.append(args[0][0, position])):
         incoming, outgoing, hidden = contextual_mlp(model, idx, layer, head, position, source)
     require(hidden.isfinite().all(), f"a score of layer={layer} head={head} is above 88 and overflows; no activations")
-    rows = hidden.abs().argsort(descending=True, stable=True)[:most].sort().values
-    parts = torch.cat((hidden[rows, None] * outgoing[rows], (hidden @ outgoing)[None]))  # and all units together
+    heads = self_attention(model.blocks[layer])
+    slots = model.cfg.slots if isinstance(heads, M.SlotPool) else 0
+    parts = hidden.tensor_split([slots if slots and not heads.joint else 0])  # of one softmax each
+    share = torch.cat([part / part.abs().sum() for part in parts])
+    rows = share.abs().argsort(descending=True, stable=True)[:most].sort().values
+    added = torch.cat((hidden[rows, None] * outgoing[rows], (hidden @ outgoing)[None]))  # and all units together
     logits = F.linear(model.norm(final[-1]), *model.head_parameters()).cpu().double()
-    without = logits - added_logits(model, parts, final[-1]).cpu().double()
+    without = logits - added_logits(model, added, final[-1]).cpu().double()
 
     def log_p(logits: Tensor) -> Tensor:
         return M.capped(logits, model.cfg.logit_softcap)[..., : tokenizer.vocab_size].log_softmax(-1)
@@ -232,14 +236,10 @@ def read_head(
         [(spelled(tokenizer, t), v) for t, v in zip(*each, strict=True) if v > 0]
         for each in zip(tokens.tolist(), gain.gather(1, tokens).tolist(), strict=True)
     ]
-    heads = self_attention(model.blocks[layer])
-    slots = model.cfg.slots if isinstance(heads, M.SlotPool) else 0
     first = int(M.Mask(heads.causal, heads.window).reach(len(idx), len(idx), "cpu")[0][position])
     names = [f"slot {i}" for i in range(slots)]
     names += [f"{i} {spelled(tokenizer, int(idx[i]))}" for i in range(first, first + len(hidden) - slots)]
-    numbers = (
-        x[rows].tolist() for x in (hidden, hidden / hidden.abs().sum(), incoming.norm(dim=1), outgoing.norm(dim=1))
-    )
+    numbers = (x[rows].tolist() for x in (hidden, share, incoming.norm(dim=1), outgoing.norm(dim=1)))
     names = [names[i] for i in rows.tolist()]
     return [Unit(*row) for row in zip(names, *numbers, promotes, strict=True)], len(hidden), together
 
@@ -276,8 +276,7 @@ def print_units(units: list[Unit], n_all: int):
         columns = "{:10.4g}  {:7.4f}  {:7.4g}  {:7.4g}".format(*numbers)
         print(f"{name:{width}}  {columns}  {promoted(promotes)}")
     if len(units) < n_all:
-        rest = max(0.0, 1 - sum(abs(unit.share) for unit in units))
-        print(f"{n_all - len(units)} more units have a share of {rest:.4f} together; --units={n_all} shows them")
+        print(f"{n_all - len(units)} more units have smaller shares; --units={n_all} shows them")
 
 
 def picture(units: list[Unit], title: str):
@@ -360,6 +359,7 @@ def main(argv: list[str] | None = None):
     print(f"{path}, {title}: {n} units, which together promote {promoted(together)}")
     print_units(units, n)
     if cfg.out:
+        Path(cfg.out).expanduser().parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # characters that the font lacks
             picture(units, title).savefig(cfg.out, dpi=150, transparent=True)

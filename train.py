@@ -114,7 +114,7 @@ def train(run: "Run"):
         if run.step % run.log_interval == 0:
             run.log(loss, lr, grad_norm)
         run.step += 1
-        if run.step % COLLECT == 0:
+        if run.step % COLLECT == 0 or gc.isenabled():  # and once after the first step
             collect_garbage()
 
 

@@ -95,11 +95,11 @@ class Training:
         self.ranks = ranks = parallel.join(cfg)
         if ranks.compile:
             torch._dynamo.reset()  # the graphs of other configurations would count towards the limit of recompilations
-        self.cfg, self.synchronize = cfg, getattr(torch, ranks.device.type).synchronize
+        self.steps_done, self.cfg, self.synchronize = 0, cfg, getattr(torch, ranks.device.type).synchronize
         torch.manual_seed(cfg.seed)
         self.sharded = ShardedModel(cfg, ranks)
         self.sharded.init_weights(cfg.seed)
-        self.optimizer = optim.build(self.sharded.model, cfg, self.sharded.as_global, ranks.dtype)
+        self.optimizer = optim.build(self.sharded.model, cfg, self.sharded, ranks.dtype)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
         objective = objective or Causal(cfg.vocab_size, None, cfg.block_size)
         self.micro_steps = cfg.gradient_accumulation_steps // ranks.data_size

@@ -7,7 +7,6 @@ if run.load(setting, seed):
     figures = run.results[setting, seed]
 """
 
-import json
 import os
 import shlex
 from bisect import bisect_left
@@ -23,6 +22,7 @@ from configurator import Config, parse
 from engine import accounting
 from engine.errors import require
 from engine.evaluation import open_dataset
+from engine.metrics import read_metrics
 from model import Model
 
 RESERVED = ("out_dir", "seed", "init_from", "eval_iters", "eval_only", "plan")  # flags that compare.py sets
@@ -157,14 +157,12 @@ class Run:
 
     def load(self, setting: str, seed: int) -> bool:
         """Read the figures of a training from its metrics.jsonl; returns whether it is finished."""
-        rows, file = [], self.folder(setting, seed) / "metrics.jsonl"
-        for line in file.read_text(errors="replace").splitlines() if file.is_file() else []:
-            with suppress(ValueError):  # a kill has cut the line
-                rows.append(json.loads(line))
-        last = [row for row in rows if row["kind"] == "eval" and row["step"] == self.cfg.max_iters]
-        if not last or last[-1]["val_loss"] is None:
+        file = self.folder(setting, seed) / "metrics.jsonl"
+        rows = [row for row, _ in read_metrics(file)] if file.is_file() else []
+        last = [row for row in rows if row.get("kind") == "eval" and row["step"] == self.cfg.max_iters]
+        times = [row["ms_per_step"] for row in rows if row.get("kind") == "train"]
+        if not last or last[-1]["val_loss"] is None or not times:
             return False
-        times = [row["ms_per_step"] for row in rows if row["kind"] == "train"]
         ms = fmean(times[int(bench.WARMUP * len(times)) :])
         self.results[setting, seed] = {
             "folder": str(file.parent), "loss": last[-1]["val_loss"], "bits_per_byte": last[-1]["val_bpb"],

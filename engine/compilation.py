@@ -94,6 +94,7 @@ def compile_model(model: nn.Module, blocks: list[nn.Module]):
     config = torch._dynamo.config
     config.optimize_ddp = False  # in DDP's forward it would cut each block into pieces; our graphs are small already
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
+    torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()  # no choices by timings
     logging.getLogger("torch._dynamo.convert_frame").addFilter(uncompiled)
     for block in blocks:
         block.compile()

@@ -1,4 +1,4 @@
-"""The folder of a run: a lock keeps other runs out of it, and a check says whether a run may begin there.
+"""The folder of a run: a lock keeps other runs out of it, and a check says whether a run may begin there. JSON files.
 
     with FolderLock() as lock:
         lock.take("out/x")              # before anything in the folder is read
@@ -10,6 +10,7 @@ not support locks, there is no lock.
 """
 
 import fcntl
+import json
 import os
 import socket
 import time
@@ -127,3 +128,11 @@ def replace_flags(out_dir: Path, step: int):
     if step and flags[0] != flags[-1]:
         old.rename(kept)
     new.rename(old)
+
+
+def write_json(path: Path, content: dict):
+    """Write a JSON file atomically, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, path)

@@ -8,9 +8,13 @@ machine without a GPU rehearses the same code. Runs train on random tokens with 
 `checkpoints` starts train.py itself.
 """
 
+import os
+
+if __name__ == "__main__" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # as train.py does
+
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -22,7 +26,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple, get_args, get_type_hints
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +35,7 @@ from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from configurator import Config, parse
-from engine import accounting, optim, parallel
+from engine import accounting, optim, parallel, plan
 from engine.bench_table import ROOT, Training, measure_decoding, measure_loader, reset_peak_memory
 from engine.child import kill_with_parent
 from engine.errors import require
@@ -72,6 +76,8 @@ def steps(run: Training, n: int) -> tuple[list[Tensor], list[Tensor], list[int]]
     number of graphs that torch.compile had made in this run after each."""
     losses, norms, graphs = [], [], []
     for _ in range(n):
+        run.optimizer.set_lr(optim.learning_rate(run.steps_done, run.cfg))
+        run.steps_done += 1
         losses.append(run.sharded.backward(run.loader, run.micro_steps, run.scaler))
         run.update()
         norms.append(run.grad_norm)
@@ -83,21 +89,37 @@ def steps(run: Training, n: int) -> tuple[list[Tensor], list[Tensor], list[int]]
 # Training and checkpoints, compared with the CPU
 
 
-def run_cases() -> Iterator[dict]:
-    """Every block and wiring with every objective and optimizer."""
-    pools = [{"wiring": "series"}, {"pool": "joint"}, {"n_group": 2}]
-    blocks = [*({"block": name} for name in BLOCK), *({"block": "superblock"} | pool for pool in pools)]
-    objectives = get_args(get_type_hints(Config)["objective"])
-    for block, objective, optimizer in itertools.product(blocks, objectives, optim.OPTIMIZER):
-        yield block | {"objective": objective, "doc_mask": objective != "causal", "optimizer": optimizer}
+BLOCKS = {  # name -> flags; tests/golden.py has the losses of all families
+    "standard": "--bias=True",
+    "parallel": "--block=parallel --pos=rope --mlp=swiglu --norm=rmsnorm",
+    "simplified": "--block=simplified --pos=alibi --simplified_value_proj=all",
+    "simplified_parallel": "--block=simplified_parallel --attention=gqa --n_kv_head=2",
+    "superblock": "--block=superblock --qk_norm=True --window=7",
+    "superblock, series": "--block=superblock --wiring=series --norm_placement=sandwich --mlp=geglu",
+    "superblock, joint pool": "--block=superblock --pool=joint --slot_softmax=joint --pos=alibi",
+    "superblock, groups": "--block=superblock --n_group=2 --mlp=relu2 --pos=sinusoidal",
+}
+OBJECTIVES = {
+    "causal": "",
+    "masked": "--objective=masked --doc_mask=True",
+    "seq2seq": "--objective=seq2seq --corrupt_ratio=0.3 --span_length=1.5",
+}
+OPTIMIZERS = {"adamw": "", "muon": "--optimizer=muon --muon_lr=0.004 --schedule=wsd"}
+FAMILIES = {
+    f"{block}; {objective}; {optimizer}": f"{BLOCKS[block]} {OBJECTIVES[objective]} {OPTIMIZERS[optimizer]}".split()
+    for block, objective, optimizer in itertools.product(BLOCKS, OBJECTIVES, OPTIMIZERS)
+}
 
 
 def train(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor | int]:
-    """Losses and gradient norms of 20 steps, and graphs if it is compiled. float64 asks for the CPU's eager float32."""
+    """Losses and gradient norms of 20 steps, and graphs if it is compiled. float64 asks for the CPU's eager float32.
+    `family` in a case is one of FAMILIES, and all else are flags."""
     exact = dtype == torch.float64
     dtype = torch.float32 if exact else torch.bfloat16 if (dtype, device.type) == (torch.float16, "cpu") else dtype
-    chosen = SMALL | {"learning_rate": 1e-3, "muon_lr": 0.004, "device": device.type, "dtype": str(dtype)[6:]} | case
-    cfg = Config(**chosen | {"compile": case.get("compile", False) and not exact}, block_size=T)
+    chosen = SMALL | {"block_size": T, "learning_rate": 1e-3, "warmup_iters": 3, "max_iters": 20} | case
+    chosen |= {"device": device.type, "dtype": str(dtype)[6:], "compile": case.get("compile", False) and not exact}
+    family = FAMILIES[chosen.pop("family", "standard; causal; adamw")]
+    cfg = parse(Config, [*family, *(f"--{name}={value}" for name, value in chosen.items())])
     with training(cfg, 257, 8) as run:
         without_tf32()
         scaled = run.scaler.is_enabled()  # with the usual first scale, 2^16, some first steps would be left out
@@ -109,7 +131,7 @@ def train(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> dict[
 
 ROUNDED = {"float32": 1e-3}  # steps amplify differences: on CPUs, a change of all weights by 1e-6 becomes up to 2e-4
 RUNS = {
-    "runs": Kind(run_cases, train, ROUNDED, 16, every=13),
+    "runs": Kind(lambda: ({"family": name} for name in FAMILIES), train, ROUNDED, 16, every=13),
     # A norm at a place where the stream is small amplifies rounding: in bfloat16, one norm in 40 was off by 107 %.
     "float16": Kind(lambda: ({"block": name} for name in ("standard", "superblock")), train, {"float16": 0.3}, 16),
 }
@@ -163,9 +185,9 @@ GPT2 += "--dtype=bfloat16 --compile=True"  # flags that nanoGPT has too
 TINY = "--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=2 --dtype=float32 --compile=False"
 WARM, ROUNDS, LENGTH = 5, 3, 10  # steps before the timing; rounds of it, and steps of each round
 CLASSES = {  # of kernels, and on a CPU of operations: class -> pattern of their names, the first that matches
-    "attention": "flash|fmha|attention|sdpa", "communication": "nccl|gloo|c10d",
+    "compiled kernels": "^triton", "attention": "flash|fmha|attention|sdpa", "communication": "nccl|gloo|c10d",
     "products": r"gemm|nvjet|xmma|cutlass|cublas|mm\b", "optimizer": "multi_tensor|adam|foreach",
-    "compiled kernels": "triton", "copies": "memcpy|memset|copy", "other kernels": "",
+    "copies": "memcpy|memset|copy", "other kernels": "",
 }  # fmt: skip
 
 
@@ -178,6 +200,8 @@ def speed(args: str, device: torch.device, first: int) -> Iterator[dict]:
     """Speed, memory and losses of training with these flags, and the share of each class of kernels in their time."""
     cfg = parse(Config, flags(args, device.type))
     tokens = cfg.batch_size * cfg.block_size * cfg.gradient_accumulation_steps
+    cfg.world_size, cfg.vocab_size = parallel.environment().size, VOCABULARY[device.type]
+    sent = sum(each.bytes for each in plan.estimate(cfg).traffic.values()) / 1e9
     with training(cfg, VOCABULARY[device.type], 1024) as run:
         ranks, marks, made = run.ranks, [time.perf_counter()], []
         reset_peak_memory(ranks.device)
@@ -193,7 +217,8 @@ def speed(args: str, device: torch.device, first: int) -> Iterator[dict]:
         figures = {
             "tokens/s": tokens / seconds, "ms per step": 1000 * seconds,
             "MFU": flops / seconds / peak if peak else None, "GiB": peak_memory_bytes(ranks.device) / 2**30,
-            "GPUs": ranks.size, "graphs of the first step": graphs[0], "graphs in all": graphs[-1],
+            "GPUs": ranks.size, "planned GB sent by a rank": sent,
+            "graphs of the first step": graphs[0], "graphs in all": graphs[-1],
             "seconds of the first steps": marks[1] - marks[0], "dtype": cfg.dtype,
             "losses": [run.sharded.mean(loss) for loss in losses], "norms": [norm.item() for norm in norms],
         }  # fmt: skip

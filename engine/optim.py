@@ -290,8 +290,8 @@ def orthogonalize(x: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
 
 
 def iteration_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of Newton-Schulz: bfloat16 on CUDA, and on a CPU if it is the `dtype` of the run; otherwise float32."""
-    return torch.bfloat16 if device == "cuda" or device == "cpu" and dtype == torch.bfloat16 else torch.float32
+    """The dtype of Newton-Schulz: that of the run's matrix products, but bfloat16 where they are in float16."""
+    return torch.bfloat16 if dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,11 +29,12 @@ class Profile:
         if self.profiler is not None:
             if self.cuda:
                 torch.cuda.synchronize()
-                torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))
-                torch.cuda.memory._record_memory_history(enabled=None)
             self.profiler.stop()
             self.profiler.export_chrome_trace(str(self.folder / "trace.json"))
-            self.say(f"trace of {self.wanted} steps in {self.folder}/trace.json, for https://ui.perfetto.dev")
+            if self.cuda:
+                torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))
+                torch.cuda.memory._record_memory_history(enabled=None)
+            self.say(f"trace of {self.step - FIRST} steps in {self.folder}/trace.json, for https://ui.perfetto.dev")
         elif self.wanted:
             self.say(f"profile_steps={self.wanted}: no trace, because the run made at most {FIRST} steps")
         self.profiler, self.wanted = None, 0

@@ -299,17 +299,21 @@ class ShardedModel:
 
     @torch.no_grad()
     def unequal_copies(self) -> str:
-        """An error if data-parallel ranks that hold copies of the same parameters have different ones, otherwise "".
-        Every rank calls it; each sends the sum of its parameters' bits."""
+        """An error if ranks that hold copies of the same parameters have different ones, otherwise "". Every rank calls
+        it; each sends the sums of its parameters' bits."""
         if self.ranks.mesh is None:
             return ""
-        mesh, params = self.ranks.mesh.mesh, self.model.parameters()  # (pp, replicate, shard, tp)
-        sums = torch.zeros(mesh.shape, dtype=torch.int64)
-        sums[mesh == self.ranks.rank] = int(sum(local(p).view(torch.int32).sum(dtype=torch.int64) for p in params))
-        usual, place = self.ranks.sum(sums).mode(1 if self.fsdp else 2, keepdim=True)
-        others = mesh.gather(1 if self.fsdp else 2, place).expand_as(mesh)
-        pairs = zip(mesh[sums != usual].tolist(), others[sums != usual].tolist(), strict=True)
-        unequal = ", ".join(f"those of rank {rank} from those of rank {other}" for rank, other in pairs)
+        mesh, pairs = self.ranks.mesh.mesh, {}  # (pp, replicate, shard, tp)
+        copied = (1 if self.fsdp else 2, list(self.model.parameters())), (2, self.whole), (3, self.tp_replicated)
+        sums = torch.zeros(len(copied), *mesh.shape, dtype=torch.int64)
+        for all_sums, (_, params) in zip(sums, copied, strict=True):
+            bits = sum(local(p).view(torch.int32).sum(dtype=torch.int64) for p in params)
+            all_sums[mesh == self.ranks.rank] = int(bits)
+        for all_sums, (dim, _) in zip(self.ranks.sum(sums), copied, strict=True):
+            usual, place = all_sums.mode(dim, keepdim=True)
+            others, wrong = mesh.gather(dim, place).expand_as(mesh), all_sums != usual
+            pairs |= dict(zip(mesh[wrong].tolist(), others[wrong].tolist(), strict=True))
+        unequal = ", ".join(f"those of rank {rank} from those of rank {other}" for rank, other in pairs.items())
         return unequal and (
             f"copies of parameters differ: {unequal}; go on from the last checkpoint with --init_from=resume, "
             "from which all ranks load the same, and if they differ again, replace the machines of these ranks"

@@ -5,7 +5,6 @@
 A commit that changes them changes what the program computes, and says why. tests/test_golden.py holds runs to them.
 """
 
-import itertools
 import json
 import platform
 import sys
@@ -23,32 +22,13 @@ import torch  # noqa: E402
 import train  # noqa: E402
 from data.tokenizer import ByteTokenizer  # noqa: E402
 from data.writer import ShardWriter  # noqa: E402
+from engine.gpu_runs import FAMILIES  # noqa: E402
 
 SHAPE = [
     "--n_layer=2", "--n_head=4", "--n_embd=32", "--block_size=16", "--batch_size=4", "--gradient_accumulation_steps=2",
     "--max_iters=20", "--eval_interval=10", "--eval_iters=2", "--warmup_iters=3", "--device=cpu", "--dtype=float32",
     "--compile=False", "--learning_rate=3e-3", "--always_save_checkpoint=False",
 ]  # fmt: skip
-BLOCKS = {
-    "standard": ["--bias=True"],
-    "parallel": ["--block=parallel", "--pos=rope", "--mlp=swiglu", "--norm=rmsnorm"],
-    "simplified": ["--block=simplified", "--pos=alibi", "--simplified_value_proj=all"],
-    "simplified_parallel": ["--block=simplified_parallel", "--attention=gqa", "--n_kv_head=2"],
-    "superblock": ["--block=superblock", "--qk_norm=True", "--window=7"],
-    "superblock, series": ["--block=superblock", "--wiring=series", "--norm_placement=sandwich", "--mlp=geglu"],
-    "superblock, joint pool": ["--block=superblock", "--pool=joint", "--slot_softmax=joint", "--pos=alibi"],
-    "superblock, groups": ["--block=superblock", "--n_group=2", "--mlp=relu2", "--pos=sinusoidal"],
-}
-OBJECTIVES = {
-    "causal": [],
-    "masked": ["--objective=masked", "--doc_mask=True"],
-    "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.3", "--span_length=1.5"],
-}
-OPTIMIZERS = {"adamw": [], "muon": ["--optimizer=muon", "--muon_lr=0.004", "--schedule=wsd"]}
-FAMILIES = {
-    f"{block}; {objective}; {optimizer}": [*BLOCKS[block], *OBJECTIVES[objective], *OPTIMIZERS[optimizer]]
-    for block, objective, optimizer in itertools.product(BLOCKS, OBJECTIVES, OPTIMIZERS)
-}
 
 
 def prepare(folder: Path):

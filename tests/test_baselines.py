@@ -93,7 +93,7 @@ def test_full_trainings_lower_a_muon_lr_that_short_ones_chose(formula, tmp_path)
     assert tried == [0.08, 0.04, 0.02, 0.01]
     for variant in {point[0] for point in search.full} - {"parallel"}:
         muon_lr = search.best[variant]["muon_lr"]
-        assert muon_lr > 0.02 and len([point for point in search.full if point[0] == variant]) == 2
+        assert muon_lr >= 0.02 and len([point for point in search.full if point[0] == variant]) == 2
     full = [run for _, runs in calls for run in runs if "--max_iters=450" in run]
     assert len(full) == len(set(full)) == len(search.full)
 
@@ -123,7 +123,8 @@ def test_the_page(formula, tmp_path, capsys):
         if searched:
             made = next(runs for out, runs in calls if out == searched[0]).index(run) + 1
             assert folder.resolve() == (tmp_path / searched[0] / f"run{made}-seed1").resolve()
-    assert (tmp_path / "final" / "run2-seed1").is_symlink() and not (tmp_path / "final" / "run1-seed1").is_symlink()
+    links = [(tmp_path / "final" / f"run{number}-seed1").is_symlink() for number in range(1, len(final) + 1)]
+    assert links[:2] == [True, True] and not all(links)
 
 
 def test_the_picture(tmp_path):

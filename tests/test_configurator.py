@@ -422,7 +422,7 @@ def test_tables_name_flags_and_say_when_they_are_used():
         assert used(Config()) in (True, False)
         match = re.fullmatch(r"(\w+)=(\w+)", when)
         if match:
-            assert used(Config(**{match[1]: match[2]}))
+            assert used(Config(**{match[1]: {"True": True, "False": False}.get(match[2], match[2])}))
     for targets in Config.NANOGPT.values():
         assert set(targets) <= names
 

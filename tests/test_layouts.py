@@ -335,7 +335,7 @@ def fsdp_steps(file: Path):
         cfg = parse(Config, [*TINY, *UNTIED, *TWO, *FSDP, f"--dtype={dtype}"])
         rank, gains = ShardedModel(cfg, parallel.join(cfg)), []
         rank.init_weights(cfg.seed)
-        optimizer = optim.build(rank.model, cfg, rank.as_global)
+        optimizer = optim.build(rank.model, cfg, rank)
         attn, mlp = rank.model.blocks[0].sums
         mlp.skip.register_forward_pre_hook(
             lambda *_, g=gains, m=mlp, a=attn: g.append([(x.dtype, x[0].item()) for x in (m.skip.weight, a.attn.alpha)])
