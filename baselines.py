@@ -118,7 +118,7 @@ class Search:
         return (variant, *(self.best[variant] | {name: value}).values())
 
     def lower_muon_lr(self):
-        """Lower the best muon_lr of variants where it is in the middle of its grid or above, while full trainings agree."""
+        """Lower the best muon_lr of variants where it is 0.02 or more, while full trainings agree."""
         values = GRID["muon_lr"]
         left = [variant for variant in VARIANTS if self.best[variant]["muon_lr"] >= values[2]]
         while left:
@@ -191,7 +191,7 @@ def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: s
     text += "\n## The search\n\nThe losses are those of 60 batches of the validation set, with seed 1:\n\n"
     text += table(search.losses)
     if search.full:
-        text += "\nFull trainings with seed 1, of variants whose best muon_lr was 0.02 or more; losses of the whole set:\n\n"
+        text += "\nFull trainings with seed 1, where the best muon_lr was 0.02 or more; losses of the whole set:\n\n"
         text += table(search.full)
     return text
 

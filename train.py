@@ -278,6 +278,8 @@ class Run:
         self.samples += self.samples_per_step
         if ranks.compile and not self.graphs_of_first_step:
             self.graphs_of_first_step = compiled_graphs()
+            for cause in compilation.graph_breaks():
+                self.metrics.say(f"warning: torch.compile leaves a part of each step uncompiled: {cause}")
         return loss, grad_norm
 
     def check_finite(self):

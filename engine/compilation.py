@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import stat
 import sys
 from dataclasses import replace
@@ -21,9 +22,11 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
+import model as M
 from engine.parallel import Ranks, is_first_rank, of_first_rank, together
 
 LONG = 180  # seconds of training without compilation from which compile=auto compiles on a CPU
+MOST_IN_STRIPS = 1024  # tokens; each strip of attention is compiled for itself, in seconds
 GRAPHS = 64  # most graphs of one function: blocks may differ in kind, each has one for training and one for evaluation
 UTILISATION = 0.4  # fraction of the peak that an uncompiled run typically reaches on a CPU
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -96,6 +99,9 @@ def compile_model(model: nn.Module, blocks: list[nn.Module]):
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
     torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()  # no choices by timings
     logging.getLogger("torch._dynamo.convert_frame").addFilter(uncompiled)
+    if model.cfg.block_size > MOST_IN_STRIPS:
+        reason = f"attention in strips of queries, with block_size above {MOST_IN_STRIPS}"
+        M.strip_attention = torch.compiler.disable(M.strip_attention, reason=reason)
     for block in blocks:
         block.compile()
     model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)
@@ -119,6 +125,13 @@ def uncompiled(record: logging.LogRecord) -> bool:
             flush=True,
         )
     return False
+
+
+def graph_breaks() -> list[str]:
+    """Why torch.compile has left parts of functions uncompiled in this process."""
+    texts = torch._dynamo.utils.counters["graph_break"]
+    reasons = (re.findall(r"\(reason: (.+)\)", text) or [text.partition("\n  Hint")[0]] for text in texts)
+    return [" ".join(reason[0].split())[:300] for reason in reasons]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -81,7 +81,8 @@ def refuse_nondeterminism() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+        text = f"{error} {error.__cause__}"  # a pipeline's schedule wraps errors
+        found = re.search(r"(\S+) does not have a deterministic implementation", text)
         if not found:
             raise
         with user_errors():

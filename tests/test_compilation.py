@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT, TINY, losses
 from ranks import launch
 
+import model as M
 import train
 from configurator import Config, parse
 from engine import accounting, checkpoint, compilation, parallel
@@ -197,6 +198,25 @@ def test_a_block_that_runs_uncompiled_is_reported_once(run, monkeypatch, capsys)
         monkeypatch.setattr(compilation, "GRAPHS", 8)
         assert losses(folder) == losses(run(*flags, out="more"))
     assert "uncompiled" not in capsys.readouterr().out
+    torch._dynamo.reset()
+
+
+def test_long_texts_in_strips_are_not_compiled(run, monkeypatch, capsys):
+    """Each strip would be a graph of its own size. The run says so, and computes what an uncompiled one does."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(compilation, "MOST_IN_STRIPS", 15)
+    monkeypatch.setattr(M, "strip_attention", M.strip_attention)  # put back at the end
+    flags = ["--doc_mask=True", *SHORT]
+    expected = losses(run("--compile=False", *flags))
+    capsys.readouterr()
+    assert losses(run("--compile=True", *flags, out="compiled")) == expected
+    said = [line for line in capsys.readouterr().out.splitlines() if "leaves a part" in line]
+    assert said == [
+        "warning: torch.compile leaves a part of each step uncompiled: attention in strips of queries, with block_size "
+        "above 15"
+    ]
     torch._dynamo.reset()
 
 

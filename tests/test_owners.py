@@ -149,13 +149,16 @@ def plant(cases: list[tuple[list[str], int, str]], folder: Path):
 
 
 def test_ranks_whose_copies_differ_are_named(tmp_path):
-    """Copies of DDP, HSDP and DDP with tp or pp; shards and slices have no copies."""
+    """Copies of DDP, HSDP and DDP with tp or pp, parameters that tp does not cut, gains under FSDP; shards
+    and slices have no copies."""
     cases = [  # flags, the rank that changes a parameter, its name, who is said to differ from whom
         ([], 2, "blocks.1.sums.1.mlp.up.weight", {(2, other) for other in (0, 1, 3)}),
         ([FSDP], 1, "wte.weight", set()),
         ([FSDP, "--dp_replicate=2"], 1, "wte.weight", {(1, 3), (3, 1)}),
         (["--tp=2"], 2, "wte.weight", {(0, 2), (2, 0)}),
         (["--tp=4", "--n_kv_head=4"], 3, "wte.weight", set()),
+        (["--tp=4", "--n_kv_head=4"], 1, "blocks.0.sums.0.before.weight", {(1, other) for other in (0, 2, 3)}),
+        ([FSDP, "--block=simplified", "--n_embd=32"], 3, "blocks.0.sums.0.attn.alpha", {(3, other) for other in (0, 1, 2)}),
         (["--pp=2"], 2, "blocks.2.sums.0.attn.qkv.weight", {(2, 3), (3, 2)}),
     ]
     launch(4, plant, tmp_path, [case[:3] for case in cases], tmp_path)
