@@ -201,7 +201,7 @@ def gain_panels(folders: list[str]) -> dict[str, list[Line]]:
     """A panel for each kind of learned gain, with a line over the layers for each run that has it."""
     panels: dict[str, list[Line]] = {}
     found = [weights.read(folder, read_gains) for folder in folders]
-    runs = [Run(folder, flags, []) for folder, (flags, _) in zip(folders, found, strict=True)]
+    runs = [Run(folder, flags | {"init_from": None}, []) for folder, (flags, _) in zip(folders, found, strict=True)]
     names = names_of(runs) if len(runs) > 1 else [""]
     for i, (folder, name, (flags, gains)) in enumerate(zip(folders, names, found, strict=True)):
         fact = f"gains=True: {folder} has block={flags.get('block', 'standard')}, without learned gains"

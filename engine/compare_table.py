@@ -15,7 +15,7 @@ MOST_SEEDS = len(T95) + 1
 LEGEND = """
 * Loss: nats per token of the validation set; mean and range over the seeds. Bits per byte likewise.
 * Difference: the loss minus that of run 1 with the same seed; mean over n seeds ± half of its 95 % confidence interval
-  (Student's t). A single seed has no interval.
+  (Student's t). A single seed has no interval, and a run with another data set or objective no difference.
 * Relative speed: tokens per second divided by those of run 1 with the same seed; median and range over the seeds.
 """
 
@@ -53,6 +53,7 @@ def summary(run, first) -> dict:
     """The figures of a compare.Run over its seeds. Differences and ratios are those to `first` with the same seed."""
     mine, other = run.of_seeds(), first.of_seeds()
     pairs = [(mine[seed], other[seed]) for seed in sorted(mine.keys() & other.keys())]
+    same_task = all(getattr(run.cfg, name) == getattr(first.cfg, name) for name in ("dataset", "objective"))
     return {
         "number": run.number,
         "run": run.text,
@@ -65,7 +66,7 @@ def summary(run, first) -> dict:
         "seconds": spread([figures["seconds"] for figures in mine.values()]),
         "loss": spread([figures["loss"] for figures in mine.values()]),
         "bits_per_byte": spread([figures["bits_per_byte"] for figures in mine.values()]),
-        "difference": interval([a["loss"] - b["loss"] for a, b in pairs]),
+        "difference": interval([a["loss"] - b["loss"] for a, b in pairs]) if same_task else None,
         "relative_speed": spread([a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs]),
         "best": run.best if mine and run.best else None,
         "edge": edge(run.best, run.settings),

@@ -49,7 +49,7 @@ def formula(monkeypatch, tmp_path):
             rates = float(flags["muon_lr"]), float(flags["learning_rate"])
             found = loss(variant, *rates, full=flags["max_iters"] != "150")
             spread = compare_table.spread([found]) if found < float("inf") else None
-            difference = spread and compare_table.interval([found - 1, found - 1.5])
+            difference = compare_table.interval([found - 1, found - 1.5]) if spread and "_t5" not in run else None
             rows.append(
                 dict(run=run, number=number, parameters=1000 + number, flops_per_token=1e6, tokens=9, seconds=None,
                      loss=spread, bits_per_byte=None, difference=difference,
@@ -112,7 +112,7 @@ def test_the_page(formula, tmp_path, capsys):
         and row["parallel"][5].startswith("-0.2500 ± ")
         and len(row["parallel"]) == 6
     )
-    assert row["masked (BERT-like)"][5] == row["seq2seq (T5-like)"][5] == "-" and list(row)[0] == "variant"
+    assert row["seq2seq (T5-like)"][5] == "-" and list(row)[0] == "variant"
     assert "Measured somewhere." in text and "| SAS-P " in text.split("## The search")[1] and "inf" in text
     assert str(tmp_path / "baselines.md") in capsys.readouterr().out
     final = calls[-1][1]
@@ -145,7 +145,7 @@ def test_the_picture(tmp_path):
             seeds[str(seed)] = {"folder": str(folder)}
         rows.append({"seeds": seeds})
     (axes,) = baselines.picture(rows).axes
-    assert [line.get_label() for line in axes.lines] == list(baselines.DRAWN)
+    assert [line.get_label() for line in axes.lines] == baselines.DRAWN
     for line in axes.lines:
         n = list(baselines.VARIANTS).index(line.get_label())
         assert np.allclose(line.get_ydata(), n + 0.15) and min(line.get_xdata()) > max(line.get_xdata()) / 5

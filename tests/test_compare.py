@@ -259,6 +259,22 @@ def test_evaluations_of_some_batches(fake, capfd):
     assert fake() == 2 and "another --eval_iters" in capfd.readouterr().err
 
 
+def test_other_tasks_have_no_difference(fake, capfd):
+    assert fake(runs=("", "--n_layer=1", "--objective=masked")) == 0
+    assert [row["difference"] is None for row in fake.table()["runs"]] == [False, False, True]
+
+
+def test_changed_code_is_told(fake, tmp_path, monkeypatch, capfd):
+    """Finished trainings stay as they are, so the second call says that they are of other code."""
+    code = tmp_path / "model.py"
+    monkeypatch.setattr(compare, "CODE", [code])
+    for text, warned in (("a", 0), ("a", 0), ("b", 1)):
+        code.write_text(text)
+        assert fake() == 0
+        assert capfd.readouterr().err.count("warning: the code has changed") == warned
+    assert len(fake.calls()) == 2
+
+
 def test_dry_run(fake, monkeypatch, capfd):
     monkeypatch.setattr(compare, "Child", lambda *_: pytest.fail("a training was started"))
     assert fake("--sweep=learning_rate=1e-3,1e-2", "--seeds=2", "--dry_run=True") == 0 and not fake.out.exists()

@@ -158,7 +158,12 @@ def test_ranks_whose_copies_differ_are_named(tmp_path):
         (["--tp=2"], 2, "wte.weight", {(0, 2), (2, 0)}),
         (["--tp=4", "--n_kv_head=4"], 3, "wte.weight", set()),
         (["--tp=4", "--n_kv_head=4"], 1, "blocks.0.sums.0.before.weight", {(1, other) for other in (0, 2, 3)}),
-        ([FSDP, "--block=simplified", "--n_embd=24"], 3, "blocks.0.sums.0.attn.alpha", {(3, other) for other in (0, 1, 2)}),
+        (
+            [FSDP, "--block=simplified", "--n_embd=24"],
+            3,
+            "blocks.0.sums.0.attn.alpha",
+            {(3, other) for other in (0, 1, 2)},
+        ),
         (["--pp=2"], 2, "blocks.2.sums.0.attn.qkv.weight", {(2, 3), (3, 2)}),
     ]
     launch(4, plant, tmp_path, [case[:3] for case in cases], tmp_path)
