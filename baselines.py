@@ -37,15 +37,7 @@ VARIANTS = {  # name in the table -> arguments of train.py
     "masked (BERT-like)": "config/pycode_bert.py",
     "seq2seq (T5-like)": "config/pycode_t5.py",
 }
-DRAWN = (
-    "standard",
-    "parallel",
-    "superblock in series, 2 groups",
-    "superblock, joint pool",
-    "SAS",
-    "SAS-P",
-    "Llama-like",
-)
+DRAWN = [*list(VARIANTS)[:3], "superblock, joint pool", "SAS", "SAS-P", "Llama-like"]
 GRID = {"muon_lr": [0.005, 0.01, 0.02, 0.04, 0.08], "learning_rate": [0.00075, 0.0015, 0.003, 0.006, 0.012, 0.024]}
 SHORT = "--max_iters={0} --warmup_iters={1} --cooldown_iters={2}"
 INTRODUCTION = """# Baselines: what each block reaches
