@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from data.objective import OBJECTIVE
 from engine import context_parallel, parallel, sharded_model, tensor_parallel
 from engine.accounting import flops
-from engine.optim import Matrix, Muon, Owners, place
+from engine.optim import Matrix, Muon, Owners, iteration_dtype, place
 from model import (
     ChunkedCrossEntropy,
     Heads,
@@ -351,8 +351,9 @@ class Run:
         return out | {"gathered weights": 4 * root + size * weights, "unsharded gradients": 4 * root + unsharded}
 
     def owners(self, stage: Stage) -> Owners:
-        """The owners of the stage's hidden matrices under Muon on GPUs, where updates travel in bfloat16."""
-        return Owners({name: self.hidden[name] for name in stage.shapes if name in self.hidden}, None, torch.bfloat16)
+        """The owners of the stage's hidden matrices under Muon."""
+        hidden = {name: self.hidden[name] for name in stage.shapes if name in self.hidden}
+        return Owners(hidden, None, iteration_dtype(self.dtype))
 
     def muon_update(self, stage: Stage) -> int:
         """Bytes besides the state of an update by Muon, on the rank that owns most numbers; see engine/optim.py."""
@@ -363,14 +364,16 @@ class Run:
         matrices = [shape for m in weights for shape in m.logical]
         fused = sum(math.prod(m.shape) for m in weights if len(m.logical) > 1)
         batch = max(matrices.count(shape) * math.prod(shape) for shape in set(matrices))
-        mine = sum(place(m, 0)[1] for m in owners.matrices.values())
-        if len(owners.ranks) == 1:  # updates; copies of fused matrices; a batch and its iterations' buffers
-            return 4 * (mine + fused) + 8 * batch
+        mine, size = sum(place(m, 0)[1] for m in owners.matrices.values()), owners.dtype.itemsize
+        if (
+            len(owners.ranks) == 1
+        ):  # updates; copies of fused matrices; a batch: two float32 and a copy, or four buffers
+            return 4 * (mine + fused) + max(4 * size, 4 + 4 + 2) * batch
         # updates of the shards, which are sent and received; full ones, received and sent to each copy, of two rounds
         most = 2 * max(Muon.LARGEST_ROUND, *(math.prod(m.shape) for m in weights))
         full, fused, batch = (min(n, most) for n in (sum(map(math.prod, matrices)), fused, batch))
         copies = math.prod(n for n, dim in weights[0].cuts if dim is None)
-        return 6 * mine + 4 * full + max(2 * fused + 8 * batch, 2 * full * copies)
+        return (4 + size) * mine + 2 * size * full + size * max(fused + 4 * batch, full * copies)
 
     def memory(self, costs: PartCosts) -> dict[str, int]:
         """Bytes of a rank of the stage that needs most, by kind."""
@@ -442,8 +445,8 @@ class Run:
                 n += 4 * shard_numel(stage.shapes["wte.weight"], self.shards)
             out["pp point to point"] = n, layout.group("pp")
         if cfg.optimizer == "muon":
-            ranks = layout.group("dp_replicate", "dp_shard", "cp", "tp")
-            out["muon all-to-all"] = torch.bfloat16.itemsize * max(self.owners(stage).sent()), ranks
+            owners, ranks = self.owners(stage), layout.group("dp_replicate", "dp_shard", "cp", "tp")
+            out["muon all-to-all"] = owners.dtype.itemsize * max(owners.sent()), ranks
         return {kind: each for kind, each in out.items() if each[0]}
 
     def collectives(self, costs: PartCosts) -> int:

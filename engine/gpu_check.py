@@ -148,15 +148,16 @@ class Kind(NamedTuple):
 
 
 # bfloat16 has 8 bits, and CPUs stay within 2.2 * 2^-8. If a derivative has a step, as ReLU's has, rounding moves some
-# inputs across the step: an error e becomes about sqrt(e) in the gradient, 17 * 2^-8 on CPUs. Muon's iteration runs in
-# bfloat16 on GPUs, whatever the dtype of the run is; on CPUs the error of its updates is 3 * 2^-8.
+# inputs across the step: an error e becomes about sqrt(e) in the gradient, 17 * 2^-8 on CPUs. Muon's iteration
+# amplifies small singular values; on CPUs the error of its updates is 3 * 2^-8 in bfloat16.
 FLOAT32, OF_BFLOAT16 = {"float32": 1e-4}, {"bfloat16": 8 * 2**-8}
+OTHERS = sorted({*optim.OPTIMIZER} - {"adamw"})
 NUMBERS = {
     "attention": Kind(attention_cases, attend, FLOAT32 | OF_BFLOAT16, 160, 23),
     "models": Kind(model_cases, run_model, FLOAT32 | {"bfloat16": 32 * 2**-8}, every=23),
     "losses": Kind(loss_cases, run_model, FLOAT32 | OF_BFLOAT16),
     "adamw": Kind(partial(optimizer_cases, ["adamw"]), run_optimizer, FLOAT32),
-    "others": Kind(partial(optimizer_cases, sorted({*optim.OPTIMIZER} - {"adamw"})), run_optimizer, OF_BFLOAT16),
+    "others": Kind(partial(optimizer_cases, OTHERS), run_optimizer, FLOAT32 | OF_BFLOAT16),
 }
 
 

@@ -276,8 +276,8 @@ LAYOUTS |= {f"fsdp+{name}": f"--parallel=fsdp --{name}=2" for name in ("tp", "cp
 PARTS = {  # in this order; the first call of 8 minutes ends behind checkpoints
     "numbers": Part("attention, models, losses and optimizers against float64", 120, partial(check, NUMBERS)),
     "124M": Part("GPT-2, T=1024, 60 sequences a step", 100, partial(speed, "")),
-    "training": Part("20 steps of every block, objective and optimizer against the CPU", 90, partial(check, RUNS)),
-    "compiled": Part("20 compiled steps of every block against eager ones", 90, partial(check, COMPILED)),
+    "training": Part("20 steps of 48 runs, those of tests/golden.py, against the CPU", 90, partial(check, RUNS)),
+    "compiled": Part("20 compiled steps of every block against the CPU, uncompiled", 90, partial(check, COMPILED)),
     "checkpoints": Part("resume digit for digit; from GPU to CPU and back", 80, checkpoints),
     "against": Part("124 M parameters by nanoGPT's train.py and by ours", 240, None),
     **{name: Part(f"`{args}`", 100, partial(speed, args)) for name, args in ROWS.items()},

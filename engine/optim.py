@@ -279,7 +279,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
     A Newton-Schulz iteration with Jordan's quintic polynomial, which is as steep at 0 as these bounds allow.
     """
     x = x / (x.norm(dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)) + 1e-7)
-    x = x.to(iteration_dtype(x.device.type, dtype))
+    x = x.to(iteration_dtype(dtype))
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x  # the Gram matrix is the smaller one
     for _ in range(steps):
@@ -289,7 +289,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
     return x.mT if tall else x
 
 
-def iteration_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+def iteration_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of Newton-Schulz: that of the run's matrix products, but bfloat16 where they are in float16."""
     return torch.bfloat16 if dtype in (torch.bfloat16, torch.float16) else torch.float32
 
@@ -376,7 +376,7 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
             for name, p in model.named_parameters()
             if p in hidden
         }
-        owners = Owners(matrices, sharded.ranks.stage, iteration_dtype(sharded.ranks.device.type, dtype))
+        owners = Owners(matrices, sharded.ranks.stage, iteration_dtype(dtype))
     muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, owners, dtype)
     return Optimizer({adamw: 1.0, muon: cfg.muon_lr / cfg.learning_rate})
 

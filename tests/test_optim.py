@@ -208,7 +208,6 @@ def test_orthogonalize(shape, dtype):
     expected = torch.stack([newton_schulz(m) for m in x.double()])
     torch.testing.assert_close(y.double(), expected, atol=rounding, rtol=1e-4)
     assert orthogonalize(torch.zeros(shape), dtype).abs().max() == 0
-    assert orthogonalize(x.to("meta"), dtype).dtype == torch.float32  # neither a CPU nor CUDA
 
 
 def split(w, fused):
