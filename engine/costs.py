@@ -365,9 +365,7 @@ class Run:
         fused = sum(math.prod(m.shape) for m in weights if len(m.logical) > 1)
         batch = max(matrices.count(shape) * math.prod(shape) for shape in set(matrices))
         mine, size = sum(place(m, 0)[1] for m in owners.matrices.values()), owners.dtype.itemsize
-        if (
-            len(owners.ranks) == 1
-        ):  # updates; copies of fused matrices; a batch: two float32 and a copy, or four buffers
+        if len(owners.ranks) == 1:  # updates; copies of fused matrices; a batch: 2 float32 and a copy, or 4 buffers
             return 4 * (mine + fused) + max(4 * size, 4 + 4 + 2) * batch
         # updates of the shards, which are sent and received; full ones, received and sent to each copy, of two rounds
         most = 2 * max(Muon.LARGEST_ROUND, *(math.prod(m.shape) for m in weights))
