@@ -1,6 +1,6 @@
 """Trains the baselines of docs/baselines.md, with tuned learning rates, and writes that page: `make baselines`.
 
-    python baselines.py                            # about 100 minutes on 2 cores; a stopped call continues
+    python baselines.py                            # under two hours on 2 cores; a stopped call continues
     python baselines.py --steps=30 --seeds=1       # a rehearsal, which writes OUT/baselines.md only
 
 Each variant has two learning rates: muon_lr for the hidden matrices, and learning_rate for all else. They are found by
