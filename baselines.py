@@ -56,7 +56,7 @@ MEANING = """
 * muon_lr, learning_rate: the best values of the search below; at an end of the grid they are marked with `!`.
 * Loss: nats per byte on the whole validation set; mean and range over {n} seeds. The losses of `masked` and `seq2seq`
   are those of restored bytes, so they have no difference from `standard`.
-* The full trainings of the search are final trainings with seed 1 where they have the best values. So seed 1 has helped
+* If a full training of the search has the best values, it is also the final training with seed 1. So seed 1 has helped
   to choose muon_lr.
 * Difference: the loss minus that of `standard` with the same seed; mean ± half of the 95 % confidence interval
   (Student's t).

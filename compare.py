@@ -50,7 +50,8 @@ from engine.folder import FolderLock, write_json
 from engine.gpu_check import machine
 
 HERE = Path(__file__).resolve().parent
-CODE = [HERE / "model.py", HERE / "train.py", *sorted((HERE / "engine").glob("*.py"))]
+CODE = [HERE / name for name in ("model.py", "train.py", "configurator.py")]  # and, of data/ and engine/, all files
+CODE += sorted([*(HERE / "data").glob("*.py"), *(HERE / "engine").glob("*.py")])
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TIMED_LINES, ROUNDS = 8, 2  # of --match=seconds: lines "iter N:", one per 10 steps, and how often each run is timed
 
@@ -145,6 +146,7 @@ class Comparison:
                 advice = "choose another --out"
                 require(same[name], f"--out={options.out} holds a comparison with another --{name}; {advice}")
             if changed:
+                self.stored["code"] = old["code"]  # so that later calls say it too
                 text = f"warning: the code has changed since trainings in --out={options.out}; to repeat them, {advice}"
                 print(text, file=sys.stderr)
 
@@ -301,9 +303,9 @@ class Comparison:
 def main(argv: list[str] | None = None):
     argv = sys.argv[1:] if argv is None else argv
     with user_errors(), FolderLock() as lock:
-        options = parse(CompareConfig, argv, __doc__)
         for arg in argv:
             require(arg.startswith("-"), f"{arg} is an argument of train.py; write --run={arg}")
+        options = parse(CompareConfig, argv, __doc__)
         texts = [arg.removeprefix("--run=") for arg in argv if arg.startswith("--run=")]
         require(texts, "--run is missing; give train.py's arguments, such as --run=config/train_pycode.py")
         size = os.environ.get("WORLD_SIZE", "1")

@@ -7,11 +7,11 @@
 The hidden units are the learned slots of a joint pool, then the tokens that the query sees. Each unit has one row:
 
     activation   phi(b . x), for a softmax exp(b . x)
-    share        the activation over the sum of the absolute activations in its softmax: the weight of attention
+    share        the activation, divided by the sum of all absolute activations in the same softmax
     |in|, |out|  the norms of its incoming weights b and of its outgoing weights a
     promotes     the tokens whose probability p at the query the unit raises most, and the change of log p in nats
 
-The change is log p minus its value without the unit, which adds its part, activation * W n(a), to the logits. W is the
+The change is log p with the unit minus log p without it. The unit adds activation * W n(a) to the logits. W is the
 model's head, and n its last norm, without its bias and with the statistics of the final stream at the query. This is a
 logit lens: norms and gains that follow in the block, and later layers, are left out. --out draws the same rows, and
 needs matplotlib.

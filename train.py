@@ -171,7 +171,7 @@ class Run:
         self.step, self.samples, self.skipped = state["step"], state["samples"], state["skipped"]
         self.stored_flags = state["flags"]
         self.first_bad_step = torch.full((), NEVER, device=ranks.device)  # whose gradient was not finite
-        self.graphs_of_first_step = 0
+        self.graphs_of_first_step = None
         self.log_interval = log_interval(cfg, ranks.device)
         cleanup.callback(gc.enable)
         cleanup.callback(gc.unfreeze)
@@ -276,7 +276,7 @@ class Run:
         scaler.update()
         self.sharded.model.zero_grad(set_to_none=True)
         self.samples += self.samples_per_step
-        if ranks.compile and not self.graphs_of_first_step:
+        if ranks.compile and self.graphs_of_first_step is None:
             self.graphs_of_first_step = compiled_graphs()
             for cause in compilation.graph_breaks():
                 self.metrics.say(f"warning: torch.compile leaves a part of each step uncompiled: {cause}")

@@ -99,7 +99,7 @@ def compile_model(model: nn.Module, blocks: list[nn.Module]):
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
     torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()  # no choices by timings
     logging.getLogger("torch._dynamo.convert_frame").addFilter(uncompiled)
-    if model.cfg.block_size > MOST_IN_STRIPS:
+    if model.cfg.block_size > MOST_IN_STRIPS and model.cfg.activation_checkpoint == "none":  # which needs whole graphs
         reason = f"attention in strips of queries, with block_size above {MOST_IN_STRIPS}"
         M.strip_attention = torch.compiler.disable(M.strip_attention, reason=reason)
     for block in blocks:

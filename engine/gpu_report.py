@@ -49,8 +49,9 @@ def run(device: str, out: Path, against: Path | None, measure: Callable) -> bool
     tries = {name: part["tries"] for name, part in parts.items() if part["commit"] == commit}
     possible = [name for name, part in PARTS.items() if part.gpus <= gpus and (part.run or against)]
     failed = [name for name in possible if parts.get(name, {}).get("status") == "failed"]
-    again = [name for name in failed if tries.get(name, 0) < 2 or "left" in parts[name]]
-    for name in [name for name in possible if name not in parts] + again:
+    again = [name for name in failed if tries.get(name, 0) < 2]
+    unfinished = [name for name in possible if name not in parts or "left" in parts[name]]
+    for name in dict.fromkeys(unfinished + again):
         start = time.monotonic()
         if start - begin + PARTS[name].seconds > SECONDS:
             left += 1
@@ -58,18 +59,19 @@ def run(device: str, out: Path, against: Path | None, measure: Callable) -> bool
         before = parts.get(name, {})
         before = before if before.get("commit") == commit and before.get("left") else {}
         about = {"commit": commit, "tries": tries.get(name, 0) + (not before)}
-        parts[name] = {"status": "failed", "text": "did not end"} | about
+        parts[name] = before | {"status": "failed", "text": "did not end"} | about
         write_json(out, report)
         result = run_part(name, device, gpus, before) if PARTS[name].run else compare(against, device, measure)
         if name.startswith("layout "):
             compare_layout(name, result, parts.get("layout one GPU", {}))
-        done = not result["failed"] and not result.get("left")
-        status, seconds = "ok" if done else "failed", round(time.monotonic() - start, 1)
+        status, seconds = "failed" if result["failed"] else "ok", round(time.monotonic() - start, 1)
+        if "left" in result:
+            status, left = "left" if status == "ok" else status, left + 1
         parts[name] = {"status": status, "seconds": seconds, "text": describe(result)} | about | result
         write_json(out, report)
         print(f"{name:<27}{status:<8}{seconds:>8}  {parts[name]['text']}", flush=True)
     print(f"{left} parts are left for the next call: give the same command again\n" * bool(left), end="", flush=True)
-    return all(part["status"] == "ok" for part in parts.values())
+    return all(part["status"] != "failed" for part in parts.values())
 
 
 def run_part(name: str, device: str, gpus: int, before: dict) -> dict:
@@ -96,12 +98,13 @@ def run_part(name: str, device: str, gpus: int, before: dict) -> dict:
                     result |= {key: max(result.get(key, x), x) for key, x in found.items()}
                     case = None
             failure = child.failure()
-        if child.timed_out and done > first:
-            return result | {"left": "some cases are left for the next call"}
-        if failure and (case or done == before):
+        late = child.timed_out and done > before  # not the fault of its last case, which had only a part of the time
+        if failure and not late and (case or done == before):
             result["failed"][case or "the start"] = failure
             done += bool(case)
             result |= {"cases": done} if case else {}
+        if child.timed_out and done > first:
+            return result | {"left": "some cases are left for the next call"}
         if not failure or done == before or child.timed_out:
             return result
 

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -200,8 +201,6 @@ def speed(args: str, device: torch.device, first: int) -> Iterator[dict]:
     """Speed, memory and losses of training with these flags, and the share of each class of kernels in their time."""
     cfg = parse(Config, flags(args, device.type))
     tokens = cfg.batch_size * cfg.block_size * cfg.gradient_accumulation_steps
-    cfg.world_size, cfg.vocab_size = parallel.environment().size, VOCABULARY[device.type]
-    sent = sum(each.bytes for each in plan.estimate(cfg).traffic.values()) / 1e9
     with training(cfg, VOCABULARY[device.type], 1024) as run:
         ranks, marks, made = run.ranks, [time.perf_counter()], []
         reset_peak_memory(ranks.device)
@@ -217,7 +216,7 @@ def speed(args: str, device: torch.device, first: int) -> Iterator[dict]:
         figures = {
             "tokens/s": tokens / seconds, "ms per step": 1000 * seconds,
             "MFU": flops / seconds / peak if peak else None, "GiB": peak_memory_bytes(ranks.device) / 2**30,
-            "GPUs": ranks.size, "planned GB sent by a rank": sent,
+            "GPUs": ranks.size,
             "graphs of the first step": graphs[0], "graphs in all": graphs[-1],
             "seconds of the first steps": marks[1] - marks[0], "dtype": cfg.dtype,
             "losses": [run.sharded.mean(loss) for loss in losses], "norms": [norm.item() for norm in norms],
@@ -228,6 +227,9 @@ def speed(args: str, device: torch.device, first: int) -> Iterator[dict]:
             run.synchronize()
         yield from [kernel_shares(profiler, device.type == "cuda")] * ranks.first
     parallel.leave()
+    if ranks.size > 1 and ranks.first:
+        traffic = plan.estimate(replace(cfg, world_size=ranks.size)).traffic
+        yield {"planned GB sent by a rank": sum(each.bytes for each in traffic.values()) / 1e9}
 
 
 def kernel_shares(profiler: profile, cuda: bool) -> dict[str, float]:

@@ -291,7 +291,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
 
 def iteration_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of Newton-Schulz: that of the run's matrix products, but bfloat16 where they are in float16."""
-    return torch.bfloat16 if dtype in (torch.bfloat16, torch.float16) else torch.float32
+    return torch.bfloat16 if dtype == torch.float16 else dtype
 
 
 # ---------------------------------------------------------------------------------------------------------------------

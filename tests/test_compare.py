@@ -121,7 +121,7 @@ def handlers():
         (["--run=--dataset=/nowhere"], ["/nowhere"]),
         (["--run=", "--run=--max_iters=4"], ["--run=--max_iters=4", "max_iters=3", "--match=tokens"]),
         (["--run=", "--run=--n_layer=3 --n_embd=32", "--match=parameters"], ["--match=parameters", "leave n_embd out"]),
-        (["--run=", "config/train_pycode.py"], ["config/train_pycode.py"]),
+        (["--run=", "config/train_pycode.py"], ["write --run=config/train_pycode.py"]),
     ],
     ids=lambda flags: " ".join(flags)[:40],
 )
