@@ -698,8 +698,8 @@ def mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, softcap=0.0, dropou
         given = q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always)
         return JoinedAttention.apply(*(x.to(matmul_dtype(q)) for x in given), scale, mask.causal).to(v.dtype)
     if kernel == "strips":
-        return strip_attention(sdpa, q, k, v, mask, slots, 128)
-    return strip_attention(partial(naive_attention, D, softcap, dropout), q, k, v, mask, slots, 256)
+        return strip_attention(sdpa, q, k, v, tuple(mask), slots, 128)
+    return strip_attention(partial(naive_attention, D, softcap, dropout), q, k, v, tuple(mask), slots, 256)
 
 
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
@@ -768,9 +768,11 @@ class JoinedAttention(torch.autograd.Function):
         return dq + dq_slots.reshape(dq.shape), dk, dv, *d_slots, None, None
 
 
-def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots, rows: int) -> Tensor:
+def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tuple, slots: Slots, rows: int) -> Tensor:
     """Attention in strips of `rows` queries: any mask and score in O(rows S) memory. Several strips are recomputed in
-    the backward; a single one is not."""
+    the backward; a single one is not. mask has the fields of a Mask: torch.compile passes no named tuple between its
+    graphs."""
+    mask = Mask(*mask)
     T, S, W = q.size(2), k.size(2), mask.window
     lo, hi = mask.reach(T, S, q.device)
     if slots is not None:

@@ -251,12 +251,12 @@ def test_the_page_has_the_report(tmp_path, monkeypatch, capfd):
     }
     report = {"date": "2026-01-02T00:00:00", "machine": {"device": "a card", "torch": "2"}, "parts": parts}
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "gpu.md").write_text("# Title\n\nText.\n" + gpu_report.HEADING + "\nold")
+    (tmp_path / "docs" / "gpu.md").write_text("# Title\n\nText.\n" + gpu_report.HEADING + "\nstale")
     (tmp_path / "x.json").write_text(json.dumps(report))
     monkeypatch.setattr(bench, "HERE", tmp_path)
     bench.main([f"--report={tmp_path / 'x.json'}"])
     text = (tmp_path / "docs" / "gpu.md").read_text()
-    assert text.startswith("# Title\n\nText.\n" + gpu_report.HEADING) and "old" not in text
+    assert text.startswith("# Title\n\nText.\n" + gpu_report.HEADING) and "stale" not in text
     assert "a card, torch 2, 2026-01-02, commit abc." in text
     assert "| 50 % MFU | MFU 0.51: yes |" in text and "times nanoGPT's speed 1.1: no |" in text
     assert "| ok: MFU 0.51 / x |" in text and text.count(gpu_report.EMPTY) == len(gpu_runs.PARTS) - 2
