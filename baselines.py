@@ -1,13 +1,13 @@
 """Trains the baselines of docs/baselines.md, with tuned learning rates, and writes that page: `make baselines`.
 
-    python baselines.py                            # under two hours on 2 cores; a stopped call continues
+    python baselines.py                            # about 90 minutes on 2 cores; a stopped call continues
     python baselines.py --steps=30 --seeds=1       # a rehearsal, which writes OUT/baselines.md only
 
 Each variant has two learning rates: muon_lr for the hidden matrices, and learning_rate for all else. They are found by
-coordinate search with seed 1 and short trainings: first muon_lr, then learning_rate. A coordinate starts with three
-values of its grid, and the search goes on to the next value while the best one is the last that was tried. Short
-trainings favour large rates. So full trainings with seed 1 then try the next smaller muon_lr while the loss falls.
-compare.py makes the trainings, in folders below --out.
+coordinate search with seed 1: first learning_rate with short trainings, then muon_lr with full ones, because short
+trainings favour a muon_lr that is too large for full ones. A coordinate starts with three values of its grid, around
+the one that was best when the search was made last. It goes on to the next value while the best one is the last that
+was tried. compare.py makes the trainings, in folders below --out.
 """
 
 import importlib.util
@@ -22,30 +22,34 @@ from engine.compare_table import aligned, cells
 from engine.errors import command, require, user_errors
 
 HERE = Path(__file__).resolve().parent
-VARIANTS = {  # name in the table -> arguments of train.py
-    "standard": "config/train_pycode.py",
-    "parallel": "config/train_pycode.py --block=parallel",
-    "superblock in series, 2 groups": "config/pycode_superblock.py --wiring=series --n_group=2",
-    "superblock in series, 4 groups": "config/pycode_superblock.py --wiring=series --n_group=4",
-    "superblock, 2 groups": "config/pycode_superblock.py --n_group=2",
-    "superblock, 4 groups": "config/pycode_superblock.py --n_group=4",
-    "superblock, joint pool": "config/pycode_superblock_joint.py",
-    "SAS": "config/pycode_sas.py",
-    "SAS-P": "config/pycode_sas_p.py",
-    "Llama-like": "config/pycode_llama.py",
-    "GPT-2-like": "config/pycode_gpt2.py",
-    "masked (BERT-like)": "config/pycode_bert.py",
-    "seq2seq (T5-like)": "config/pycode_t5.py",
+VARIANTS = {  # name in the table -> arguments of train.py; muon_lr and learning_rate with which the search begins
+    "standard": ("config/train_pycode.py", 0.005, 0.006),
+    "parallel": ("config/train_pycode.py --block=parallel", 0.005, 0.006),
+    "superblock in series, 2 groups": ("config/pycode_superblock.py --wiring=series --n_group=2", 0.005, 0.012),
+    "superblock in series, 4 groups": ("config/pycode_superblock.py --wiring=series --n_group=4", 0.01, 0.012),
+    "superblock, 2 groups": ("config/pycode_superblock.py --n_group=2", 0.01, 0.012),
+    "superblock, 4 groups": ("config/pycode_superblock.py --n_group=4", 0.01, 0.012),
+    "superblock, joint pool": ("config/pycode_superblock_joint.py", 0.01, 0.024),
+    "SAS": ("config/pycode_sas.py", 0.02, 0.006),
+    "SAS-P": ("config/pycode_sas_p.py", 0.02, 0.006),
+    "Llama-like": ("config/pycode_llama.py", 0.01, 0.003),
+    "GPT-2-like": ("config/pycode_gpt2.py", 0.02, 0.003),
+    "masked (BERT-like)": ("config/pycode_bert.py", 0.02, 0.024),
+    "seq2seq (T5-like)": ("config/pycode_t5.py", 0.005, 0.012),
 }
 DRAWN = [*list(VARIANTS)[:3], "superblock, joint pool", "SAS", "SAS-P", "Llama-like"]
-GRID = {"muon_lr": [0.005, 0.01, 0.02, 0.04, 0.08], "learning_rate": [0.00075, 0.0015, 0.003, 0.006, 0.012, 0.024]}
-SHORT = "--max_iters={0} --warmup_iters={1} --cooldown_iters={2}"
+GRID = {
+    "muon_lr": [0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08],
+    "learning_rate": [0.0015, 0.003, 0.006, 0.012, 0.024, 0.048],
+}
+SCHEDULE = "--max_iters={0} --warmup_iters={1} --cooldown_iters={2}"
 INTRODUCTION = """# Baselines: what each block reaches
 
 This page is for readers who ask whether a block helps. `make baselines` writes it. It makes {searched} trainings of
 {short} steps and {full} of {steps} steps to find two learning rates per variant, then trains each variant for {steps}
 steps with {n} seeds. The data is `pycode` (bytes of Python's standard library). Width, depth, optimizer (Muon) and
-schedule are those of `config/train_pycode.py`. A CPU with AMX, as here, multiplies matrices in bfloat16.
+schedule are those of `config/train_pycode.py`. `--dtype=auto` chooses the dtype of the matrix products: bfloat16 on a
+CPU that is fast in it (with AMX), otherwise float32.
 
 {measured}
 
@@ -56,12 +60,13 @@ MEANING = """
 * muon_lr, learning_rate: the best values of the search below; at an end of the grid they are marked with `!`.
 * Loss: nats per byte on the whole validation set; mean and range over {n} seeds. The losses of `masked` and `seq2seq`
   are those of restored bytes, so they have no difference from `standard`.
-* If a full training of the search has the best values, it is also the final training with seed 1. So seed 1 has helped
-  to choose muon_lr.
+* The training of the search that has the best values is also the final training with seed 1. So seed 1 has helped to
+  choose muon_lr.
 * Difference: the loss minus that of `standard` with the same seed; mean ± half of the 95 % confidence interval
   (Student's t).
 
-[superblock.md](superblock.md) has the speeds of the blocks, and what was tried for the joint pool.
+[superblock.md](superblock.md) has the speeds of the blocks, other sizes and depths, and what was tried for the joint
+pool.
 """
 
 
@@ -74,7 +79,7 @@ class BaselinesConfig:
     steps: int = 450  # optimizer steps of the final trainings; those of the search make a third of them
     seeds: int = 3  # number of final trainings of each variant
     jobs: int = 2  # trainings at the same time; they share the threads
-    common: str = ""  # arguments of every training, such as --dtype=float32
+    common: str = "--compile=True"  # arguments of every training
 
     def __post_init__(self):
         require(self.steps >= 30, f"steps={self.steps} must be at least 30")
@@ -84,63 +89,44 @@ class BaselinesConfig:
 class Search:
     """The coordinate search of all variants at the same time.
 
-    losses    (variant, muon_lr, learning_rate) -> the loss of a short training, infinite if it failed
-    full      the same of full trainings
-    folders   the same points -> the folder of the full training, relative to --out
     best      variant -> {"muon_lr": its best value so far, "learning_rate": likewise}
+    losses    learning rate that was searched -> {(variant, muon_lr, learning_rate): loss, infinite if it failed}
+    folders   (variant, muon_lr, learning_rate) -> folder of the last training there, relative to --out
     """
 
     def __init__(self, options: BaselinesConfig):
-        self.options, self.losses, self.full, self.folders, self.rounds = options, {}, {}, {}, 0
-        self.best = {variant: {name: values[2] for name, values in GRID.items()} for variant in VARIANTS}
-        for name in GRID:
-            while missing := self.missing(name):
-                self.losses |= self.train(missing, options.steps // 3, "--eval_iters=60")
-                for variant in VARIANTS:
-                    found = self.tried(variant, name)
-                    self.best[variant][name] = min(found, key=found.get)
-        self.lower_muon_lr()
+        self.options, self.folders, self.rounds = options, {}, 0
+        self.best = {variant: dict(zip(GRID, start, strict=True)) for variant, (_, *start) in VARIANTS.items()}
+        self.losses = {
+            "learning_rate": self.search("learning_rate", options.steps // 3, 60),
+            "muon_lr": self.search("muon_lr", options.steps, 0),
+        }
 
-    def tried(self, variant: str, name: str) -> dict[float, float]:
-        """Value of this learning rate -> loss, for the values tried with the best value of the other one."""
-        points = {value: self.point(variant, name, value) for value in GRID[name]}
-        return {value: self.losses[point] for value, point in points.items() if point in self.losses}
+    def search(self, name: str, steps: int, eval_iters: int) -> dict[tuple, float]:
+        """Find the best values of this learning rate; returns the losses."""
+        losses = {}
+        while missing := [p for variant in VARIANTS for p in self.neighbours(variant, name) if p not in losses]:
+            self.rounds += 1
+            runs = [arguments(self.options, variant, rates, steps) for variant, *rates in missing]
+            folder = f"search{self.rounds}"
+            rows = run_compare(self.options, folder, runs, [f"--eval_iters={eval_iters}"])
+            for number, (point, row) in enumerate(zip(missing, rows, strict=True), 1):
+                losses[point] = row["loss"]["mean"] if row["loss"] else float("inf")
+                self.folders[point] = f"{folder}/run{number}-seed1"
+            for variant in VARIANTS:
+                points = [self.point(variant, name, value) for value in GRID[name]]
+                best = min((point for point in points if point in losses), key=losses.get)
+                self.best[variant] = dict(zip(GRID, best[1:], strict=True))
+        return losses
 
-    def missing(self, name: str) -> list[tuple]:
-        """The points to train next: the best value of each variant and its neighbours on the grid."""
-        points = []
-        for variant in VARIANTS:
-            at = GRID[name].index(self.best[variant][name])
-            points += [self.point(variant, name, value) for value in GRID[name][max(at - 1, 0) : at + 2]]
-        return [point for point in points if point not in self.losses]
+    def neighbours(self, variant: str, name: str) -> list[tuple]:
+        """The best point of the variant, and the next ones on the grid of this learning rate."""
+        at = GRID[name].index(self.best[variant][name])
+        return [self.point(variant, name, value) for value in GRID[name][max(at - 1, 0) : at + 2]]
 
     def point(self, variant: str, name: str, value: float) -> tuple:
         """The variant with its best rates, but this value of one of them."""
         return (variant, *(self.best[variant] | {name: value}).values())
-
-    def lower_muon_lr(self):
-        """Lower the best muon_lr of each variant while full trainings agree."""
-        values = GRID["muon_lr"]
-        left = list(VARIANTS)
-        while left := [variant for variant in left if self.best[variant]["muon_lr"] > values[0]]:
-            pairs = {}
-            for variant in left:
-                now = self.best[variant]["muon_lr"]
-                smaller = values[values.index(now) - 1]
-                pairs[variant] = [self.point(variant, "muon_lr", value) for value in (now, smaller)]
-            missing = [point for pair in pairs.values() for point in pair if point not in self.full]
-            self.full |= self.train(missing, self.options.steps, "--eval_iters=0")
-            self.folders |= {point: f"search{self.rounds}/run{n}-seed1" for n, point in enumerate(missing, 1)}
-            left = [variant for variant, (now, smaller) in pairs.items() if self.full[smaller] < self.full[now]]
-            for variant in left:
-                self.best[variant]["muon_lr"] = pairs[variant][1][1]
-
-    def train(self, points: list[tuple], steps: int, evaluation: str) -> dict[tuple, float]:
-        """The losses of trainings at these points, with seed 1."""
-        self.rounds += 1
-        runs = [arguments(self.options, variant, rates, steps) for variant, *rates in points]
-        rows = run_compare(self.options, f"search{self.rounds}", runs, [evaluation])
-        return {p: row["loss"]["mean"] if row["loss"] else float("inf") for p, row in zip(points, rows, strict=True)}
 
 
 def table(losses: dict[tuple, float]) -> str:
@@ -151,9 +137,9 @@ def table(losses: dict[tuple, float]) -> str:
 
 def arguments(options: BaselinesConfig, variant: str, rates: list[float], steps: int) -> str:
     """The arguments of train.py for a variant with these learning rates."""
-    schedule = SHORT.format(steps, max(1, 20 * steps // 450), steps // 3)
+    schedule = SCHEDULE.format(steps, max(1, 20 * steps // 450), steps // 3)
     rates = " ".join(f"--{name}={rate}" for name, rate in zip(GRID, rates, strict=True))
-    return f"{VARIANTS[variant]} {options.common} {schedule} {rates}".replace("  ", " ")
+    return " ".join(filter(None, [VARIANTS[variant][0], options.common, schedule, rates]))
 
 
 def run_compare(options: BaselinesConfig, name: str, runs: list[str], more: list[str]) -> list[dict]:
@@ -177,8 +163,8 @@ def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: s
         rates = [f"{rate}{' !' * (rate in (GRID[name][0], GRID[name][-1]))}" for name, rate in best]
         lines.append([variant, *rates, parameters, loss, bits, difference])
     text = INTRODUCTION.format(
-        searched=len(search.losses),
-        full=len(search.full),
+        searched=len(search.losses["learning_rate"]),
+        full=len(search.losses["muon_lr"]),
         short=options.steps // 3,
         n=options.seeds,
         steps=options.steps,
@@ -189,11 +175,9 @@ def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: s
     text += f"\nThe picture has the means and ranges of {options.seeds} seeds, without the first fifth of the tokens.\n"
     text += "\n## The commands\n\nThe trainings with seed 1; `make train` prepares the data:\n\n"
     text += "```\n" + "".join(f"python train.py {row['run']} --seed=1\n" for row in rows) + "```\n"
-    text += "\n## The search\n\nThe losses are those of 60 batches of the validation set, with seed 1:\n\n"
-    text += table(search.losses)
-    if search.full:
-        text += "\nFull trainings with seed 1, from the best muon_lr downwards; losses of the whole set:\n\n"
-        text += table(search.full)
+    text += "\n## The search\n\nShort trainings find learning_rate; losses of 60 batches of the validation set:\n\n"
+    text += table(search.losses["learning_rate"])
+    text += "\nFull trainings then find muon_lr; losses of the whole set:\n\n" + table(search.losses["muon_lr"])
     return text
 
 
@@ -222,11 +206,11 @@ def main(argv: list[str] | None = None):
     search = Search(options)
     folder = Path(options.out).expanduser()
     (folder / "final").mkdir(parents=True, exist_ok=True)
-    for number, variant in enumerate(VARIANTS, 1):  # a full training of the search is the final one with seed 1
-        trained = search.folders.get((variant, *search.best[variant].values()), "")
+    for number, variant in enumerate(VARIANTS, 1):  # the best training of the search is the final one with seed 1
         link = folder / "final" / f"run{number}-seed1"
-        if trained and not link.exists():
-            link.symlink_to(Path("..", trained), target_is_directory=True)
+        if not link.exists():
+            found = search.folders[(variant, *search.best[variant].values())]
+            link.symlink_to(Path("..", found), target_is_directory=True)
     runs = [arguments(options, variant, search.best[variant].values(), options.steps) for variant in VARIANTS]
     rows = run_compare(options, "final", runs, [f"--seeds={options.seeds}"])
     measured = json.loads((folder / "final" / "compare.json").read_text())["notes"][0]

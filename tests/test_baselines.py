@@ -20,17 +20,15 @@ LINE = plot.Line("", *(np.arange(3.0) for _ in range(4)), "red", "-")
 def formula(monkeypatch, tmp_path):
     """compare.py's main, as a loss that is quadratic in the logarithms of both rates; returns its calls and the loss.
 
-    The optimum of the first variant is at the middle, that of the second at a corner of the grid, and of the others at
-    other points. SAS-P fails at muon_lr=0.04.
+    The optimum of the first variant is at the start of its search, that of the second at a corner of the grid, and of
+    the others at other points. SAS-P fails at muon_lr=0.04.
     """
     optimum = dict(zip(baselines.VARIANTS, itertools.product(*baselines.GRID.values()), strict=False))
-    optimum["standard"], optimum["parallel"] = (0.02, 0.003), (0.08, 0.00075)
+    optimum["standard"], optimum["parallel"] = baselines.VARIANTS["standard"][1:], (0.08, 0.0015)
     calls = []
 
-    def loss(variant: str, muon_lr: float, learning_rate: float, full: bool = False) -> float:
+    def loss(variant: str, muon_lr: float, learning_rate: float) -> float:
         best = optimum[variant]
-        if full and variant == "parallel":  # the best muon_lr is smaller in full trainings
-            best = 0.02, best[1]
         if variant == "SAS-P" and muon_lr == 0.04:
             return float("inf")
         return 1 + math.log(muon_lr / best[0]) ** 2 + math.log(learning_rate / best[1]) ** 2
@@ -43,11 +41,11 @@ def formula(monkeypatch, tmp_path):
         for number, run in enumerate(runs, 1):
             flags = dict(arg[2:].split("=") for arg in run.split() if arg.startswith("--"))
             variant = max(
-                (v for v, text in baselines.VARIANTS.items() if run.startswith(text)),
-                key=lambda v: len(baselines.VARIANTS[v]),
+                (v for v, (text, *_) in baselines.VARIANTS.items() if run.startswith(text)),
+                key=lambda v: len(baselines.VARIANTS[v][0]),
             )
             rates = float(flags["muon_lr"]), float(flags["learning_rate"])
-            found = loss(variant, *rates, full=flags["max_iters"] != "150")
+            found = loss(variant, *rates)
             spread = compare_table.spread([found]) if found < float("inf") else None
             difference = compare_table.interval([found - 1, found - 1.5]) if spread and "_t5" not in run else None
             rows.append(
@@ -73,29 +71,20 @@ def test_the_search_finds_what_an_exhaustive_one_finds(formula, tmp_path):
     calls, loss = formula
     search = baselines.Search(baselines.BaselinesConfig(out=str(tmp_path)))
     for variant, found in search.best.items():
-        if variant not in ("SAS-P", "parallel"):
+        if variant != "SAS-P":
             grid = itertools.product(*baselines.GRID.values())
             assert tuple(found.values()) == min(grid, key=lambda rates: loss(variant, *rates)), variant
-    points = [run for _, runs in calls for run in runs if "--max_iters=150" in run]
-    assert len(points) == len(set(points)) == len(search.losses)  # nothing is trained twice
-    of_standard = [point[1:] for point in search.losses if point[0] == "standard"]
-    assert len(of_standard) == 5 and (0.08, 0.003) not in of_standard and (0.02, 0.006) in of_standard
-    assert search.losses["SAS-P", 0.04, 0.003] == float("inf") and search.best["SAS-P"]["muon_lr"] != 0.04
-    assert all("--max_iters=150 --warmup_iters=6 --cooldown_iters=50" in run for run in points)
-
-
-def test_full_trainings_lower_a_muon_lr_that_short_ones_chose(formula, tmp_path):
-    """From 0.08 to 0.02, which is better than 0.01; the others with a large one stay, as the next is no better."""
-    calls, loss = formula
-    search = baselines.Search(baselines.BaselinesConfig(out=str(tmp_path)))
-    assert search.best["parallel"] == {"muon_lr": 0.02, "learning_rate": 0.00075}
-    tried = [muon_lr for variant, muon_lr, _ in search.full if variant == "parallel"]
-    assert tried == [0.08, 0.04, 0.02, 0.01]
-    for variant in {point[0] for point in search.full} - {"parallel"}:
-        muon_lr = search.best[variant]["muon_lr"]
-        assert muon_lr > 0.005 and len([point for point in search.full if point[0] == variant]) == 2
-    full = [run for _, runs in calls for run in runs if "--max_iters=450" in run]
-    assert len(full) == len(set(full)) == len(search.full)
+    for name, steps in (("learning_rate", 150), ("muon_lr", 450)):
+        points = [run for _, runs in calls for run in runs if f"--max_iters={steps} " in run]
+        assert len(points) == len(set(points)) == len(search.losses[name])  # nothing is trained twice
+        of_standard = [point[1:] for point in search.losses[name] if point[0] == "standard"]
+        assert len(of_standard) == 3 and baselines.VARIANTS["standard"][1:] in of_standard
+        assert all(f"--warmup_iters={20 * steps // 450} --cooldown_iters={steps // 3}" in run for run in points)
+    tried = [muon_lr for variant, muon_lr, _ in search.losses["muon_lr"] if variant == "parallel"]
+    assert tried == [0.0025, 0.005, 0.01, 0.02, 0.04, 0.08]
+    failed = [loss for (variant, muon_lr, _), loss in search.losses["muon_lr"].items()
+              if (variant, muon_lr) == ("SAS-P", 0.04)]  # fmt: skip
+    assert failed == [float("inf")] and search.best["SAS-P"]["muon_lr"] != 0.04
 
 
 def test_the_page(formula, tmp_path, capsys):
@@ -106,25 +95,20 @@ def test_the_page(formula, tmp_path, capsys):
     text = (tmp_path / "baselines.md").read_text()
     row = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
            for line in text.split("## The commands")[0].splitlines() if line.startswith("| ")}  # fmt: skip
-    assert row["standard"][:4] == ["0.02", "0.003", "1,001", "1.0000"] and row["standard"][5] == "-"
+    assert row["standard"][:4] == ["0.005", "0.006", "1,001", "1.0000"] and row["standard"][5] == "-"
     assert (
-        row["parallel"][:2] == ["0.02", "0.00075 !"]
+        row["parallel"][:2] == ["0.08 !", "0.0015 !"]
         and row["parallel"][5].startswith("-0.2500 ± ")
         and len(row["parallel"]) == 6
     )
     assert row["seq2seq (T5-like)"][5] == "-" and list(row)[0] == "variant"
     assert "Measured somewhere." in text and "| SAS-P " in text.split("## The search")[1] and "inf" in text
     assert str(tmp_path / "baselines.md") in capsys.readouterr().out
-    final = calls[-1][1]
-    for number, run in enumerate(final, 1):  # no training is made twice
+    for number, run in enumerate(calls[-1][1], 1):  # the training of the search is not made again
         folder = tmp_path / "final" / f"run{number}-seed1"
-        searched = [out for out, runs in calls[:-1] if run in runs]
-        assert folder.is_symlink() == bool(searched)
-        if searched:
-            made = next(runs for out, runs in calls if out == searched[0]).index(run) + 1
-            assert folder.resolve() == (tmp_path / searched[0] / f"run{made}-seed1").resolve()
-    links = [(tmp_path / "final" / f"run{number}-seed1").is_symlink() for number in range(1, len(final) + 1)]
-    assert links[:2] == [True, True] and not all(links)
+        out, runs = next((out, runs) for out, runs in calls[:-1] if run in runs)
+        assert folder.is_symlink()
+        assert folder.resolve() == (tmp_path / out / f"run{runs.index(run) + 1}-seed1").resolve()
 
 
 def test_the_picture(tmp_path):
