@@ -1,4 +1,4 @@
-"""The folder of a run: a lock keeps other runs out of it, and a check says whether a run may begin there. JSON files.
+"""The folder of a run: a lock keeps other runs out of it, and a check says whether a run may begin there. Writes JSON.
 
     with FolderLock() as lock:
         lock.take("out/x")              # before anything in the folder is read

@@ -201,22 +201,25 @@ def test_a_block_that_runs_uncompiled_is_reported_once(run, monkeypatch, capsys)
     torch._dynamo.reset()
 
 
-def test_long_texts_in_strips_are_not_compiled(run, monkeypatch, capsys):
-    """Each strip would be a graph of its own size. The run says so, and computes what an uncompiled one does."""
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_long_texts_in_strips_are_not_compiled(recompute, run, monkeypatch, capsys):
+    """Each strip would be a graph of its own size. The run says so, and computes what an uncompiled one does. But
+    recomputation needs whole graphs, so there they are compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(compilation, "MOST_IN_STRIPS", 15)
     monkeypatch.setattr(M, "strip_attention", M.strip_attention)  # put back at the end
-    flags = ["--doc_mask=True", *SHORT]
+    flags = ["--doc_mask=True", f"--activation_checkpoint={recompute}", *SHORT]
     expected = losses(run("--compile=False", *flags))
     capsys.readouterr()
     assert losses(run("--compile=True", *flags, out="compiled")) == expected
     said = [line for line in capsys.readouterr().out.splitlines() if "leaves a part" in line]
-    assert said == [
+    warning = (
         "warning: torch.compile leaves a part of each step uncompiled: attention in strips of queries, with block_size "
         "above 15"
-    ]
+    )
+    assert said == ([warning] if recompute == "none" else [])
     torch._dynamo.reset()
 
 
