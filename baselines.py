@@ -18,7 +18,7 @@ from pathlib import Path
 import compare
 import plot
 from configurator import parse
-from engine.compare_table import aligned, cells
+from engine.compare_table import aligned, cells, row_notes
 from engine.errors import command, require, user_errors
 
 HERE = Path(__file__).resolve().parent
@@ -48,8 +48,8 @@ INTRODUCTION = """# Baselines: what each block reaches
 This page is for readers who ask whether a block helps. `make baselines` writes it. It makes {searched} trainings of
 {short} steps and {full} of {steps} steps to find two learning rates per variant, then trains each variant for {steps}
 steps with {n} seeds. The data is `pycode` (bytes of Python's standard library). Width, depth, optimizer (Muon) and
-schedule are those of `config/train_pycode.py`. `--dtype=auto` chooses the dtype of the matrix products: bfloat16 on a
-CPU that is fast in it (with AMX), otherwise float32.
+schedule are those of `config/train_pycode.py`; seq2seq has 2 + 4 layers. `--dtype=auto` chooses the dtype of the matrix
+products: bfloat16 on a CPU that is fast in it (with AMX), otherwise float32.
 
 {measured}
 
@@ -61,7 +61,7 @@ MEANING = """
 * Loss: nats per byte on the whole validation set; mean and range over {n} seeds. The losses of `masked` and `seq2seq`
   are those of restored bytes, so they have no difference from `standard`.
 * The training of the search that has the best values is also the final training with seed 1. So seed 1 has helped to
-  choose muon_lr.
+  choose the learning rates.
 * Difference: the loss minus that of `standard` with the same seed; mean ± half of the 95 % confidence interval
   (Student's t).
 
@@ -76,13 +76,15 @@ class BaselinesConfig:
 
     # --- baselines
     out: str = "out/baselines"  # folder of all trainings
-    steps: int = 450  # optimizer steps of the final trainings; those of the search make a third of them
+    steps: int = 450  # optimizer steps of a full training; a short one makes a third of them
     seeds: int = 3  # number of final trainings of each variant
     jobs: int = 2  # trainings at the same time; they share the threads
     common: str = "--compile=True"  # arguments of every training
 
     def __post_init__(self):
         require(self.steps >= 30, f"steps={self.steps} must be at least 30")
+        for name in ("max_iters", "warmup_iters", "cooldown_iters", *GRID):
+            require(f"--{name}=" not in self.common, f"common={self.common}: baselines.py sets {name}; leave it out")
         compare.CompareConfig(out=self.out, seeds=self.seeds, jobs=self.jobs)
 
 
@@ -143,14 +145,20 @@ def arguments(options: BaselinesConfig, variant: str, rates: list[float], steps:
 
 
 def run_compare(options: BaselinesConfig, name: str, runs: list[str], more: list[str]) -> list[dict]:
-    """Train these runs with compare.py; returns its rows."""
+    """Train these runs with compare.py; returns its rows. A training may diverge; other failures end the program."""
     folder = f"{options.out}/{name}"
     try:
         compare.main([*(f"--run={run}" for run in runs), *more, f"--jobs={options.jobs}", f"--out={folder}"])
     except SystemExit as end:
-        if end.code != 1:  # 1 means that a training has failed; its row says why
+        if end.code != 1:  # 1 means that a training has failed, or that the reader of stdout has ended
             raise
-    return json.loads((Path(folder).expanduser() / "compare.json").read_text())["runs"]
+    rows = json.loads((Path(folder).expanduser() / "compare.json").read_text())["runs"]
+    with user_errors():
+        for row in rows:
+            causes = [each["error"] for each in row["errors"]] or ([] if row["loss"] else ["it was not made"])
+            bad = [cause for cause in causes if "is not finite" not in cause]
+            require(not bad, f"{folder}, run {row['number']}: {' '.join(bad)}; the same command tries it again")
+    return rows
 
 
 def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: str) -> str:
@@ -171,13 +179,24 @@ def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: s
         measured=measured,
     )
     text += "\n" + aligned(lines) + MEANING.format(n=options.seeds)
+    text += "".join(f"* {note}\n" for note in row_notes(rows))  # trainings that have diverged
     text += "\n![Training losses of seven variants against tokens](baselines.png)\n"
     text += f"\nThe picture has the means and ranges of {options.seeds} seeds, without the first fifth of the tokens.\n"
     text += "\n## The commands\n\nThe trainings with seed 1; `make train` prepares the data:\n\n"
-    text += "```\n" + "".join(f"python train.py {row['run']} --seed=1\n" for row in rows) + "```\n"
-    text += "\n## The search\n\nShort trainings find learning_rate; losses of 60 batches of the validation set:\n\n"
+    end = "--eval_interval=0 --eval_iters=0 --seed=1 --out_dir=out/baseline"
+    text += "```\n" + "".join(f"python train.py {row['run']} {end}{row['number']}\n" for row in rows) + "```\n"
+    text += "\n## The search\n\n"
+    for name, values in GRID.items():
+        text += f"* Grid of {name}: {', '.join(map(str, values))}.\n"
+    text += f"""
+A coordinate search starts at the best values of the previous search, and trains their neighbours on the grid. It goes
+on while the best value is the last that was tried. First come trainings of {options.steps // 3} steps for
+learning_rate, with losses of 60 batches of the validation set:
+
+"""
     text += table(search.losses["learning_rate"])
-    text += "\nFull trainings then find muon_lr; losses of the whole set:\n\n" + table(search.losses["muon_lr"])
+    text += f"\nThen come trainings of {options.steps} steps for muon_lr, with losses of the whole set:\n\n"
+    text += table(search.losses["muon_lr"])
     return text
 
 
@@ -208,15 +227,17 @@ def main(argv: list[str] | None = None):
     (folder / "final").mkdir(parents=True, exist_ok=True)
     for number, variant in enumerate(VARIANTS, 1):  # the best training of the search is the final one with seed 1
         link = folder / "final" / f"run{number}-seed1"
-        if not link.exists():
-            found = search.folders[(variant, *search.best[variant].values())]
-            link.symlink_to(Path("..", found), target_is_directory=True)
+        link.unlink(missing_ok=True)
+        found = search.folders[(variant, *search.best[variant].values())]
+        link.symlink_to(Path("..", found), target_is_directory=True)
     runs = [arguments(options, variant, search.best[variant].values(), options.steps) for variant in VARIANTS]
     rows = run_compare(options, "final", runs, [f"--seeds={options.seeds}"])
-    measured = json.loads((folder / "final" / "compare.json").read_text())["notes"][0]
+    measured = json.loads((folder / "final" / "compare.json").read_text())["measured"]
     target = HERE / "docs" / "baselines.md" if options == BaselinesConfig() else folder / "baselines.md"
+    with user_errors():
+        drawn = picture(rows)
+    drawn.savefig(target.with_suffix(".png"), dpi=160, transparent=True)
     target.write_text(page(options, search, rows, measured))
-    picture(rows).savefig(target.with_suffix(".png"), dpi=160, transparent=True)
     print(f"The page is {target}.")
 
 

@@ -62,16 +62,18 @@ RESERVED = ("--out_dir=", "--log_interval=")  # arguments of train.py that bench
 
 
 def measure(
-    checkout: Path, args: list[str], seconds: float | None = None, lines: int | None = None
+    checkout: Path, args: list[str], seconds: float | None = None, lines: int | None = None, cwd: Path | None = None
 ) -> tuple[float, dict]:
     """Runs checkout/train.py. Returns milliseconds per step and the last figures of its metrics.jsonl, {} without one.
 
-    The run is ended after `seconds`, or after `lines` lines "iter N:". ValueError if it failed or printed too few.
+    Relative paths in args begin in the folder cwd, by default the checkout. The run is ended after `seconds`, or after
+    `lines` lines "iter N:". ValueError if it failed or printed too few.
     """
     marks: list[tuple[int, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-u", "train.py", *args, f"--out_dir={folder}/run", "--log_interval=10"]
-        with Child(command, checkout, seconds) as run:
+        script = str(Path(checkout).resolve() / "train.py")
+        command = [sys.executable, "-u", script, *args, f"--out_dir={folder}/run", "--log_interval=10"]
+        with Child(command, cwd or checkout, seconds) as run:
             for line in run.lines:
                 if found := re.match(r"iter (\d+):", line):
                     marks.append((int(found[1]), time.perf_counter()))

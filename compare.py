@@ -131,6 +131,7 @@ class Comparison:
         self.runs = [Run(number, text, options) for number, text in enumerate(texts, 1)]
         flags = [{name: getattr(run.cfg, name) for name in sorted(run.cfg.sources)} for run in self.runs]
         self.stored = {"match": options.match, "eval_iters": options.eval_iters, "flags": flags, "ms_per_step": None}
+        self.stored["measured"], self.changed = None, False
         self.stored["code"] = hashlib.sha256(b"".join(file.read_bytes() for file in CODE)).hexdigest()
         path = self.folder / "compare.json"
         if path.is_file():
@@ -139,13 +140,14 @@ class Comparison:
                 names = {"match": "match", "eval_iters": "eval_iters", "flags": "run"}  # a later call needs the same
                 same = {flag: old[name] == self.stored[name] for name, flag in names.items()}
                 self.stored["ms_per_step"] = old["ms_per_step"]
-                changed = old.get("code", self.stored["code"]) != self.stored["code"]
+                self.stored["measured"] = old.get("measured")
+                self.changed = old.get("code", self.stored["code"]) != self.stored["code"]
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"{path} is damaged; delete --out={options.out}, or choose another folder") from None
             for name in same:
-                advice = "choose another --out"
+                advice = "choose another --out, or delete this folder"
                 require(same[name], f"--out={options.out} holds a comparison with another --{name}; {advice}")
-            if changed:
+            if self.changed:
                 self.stored["code"] = old["code"]  # so that later calls say it too
                 text = f"warning: the code has changed since trainings in --out={options.out}; to repeat them, {advice}"
                 print(text, file=sys.stderr)
@@ -180,7 +182,7 @@ class Comparison:
             order = list(zip(self.runs, times, strict=True))
             for run, of_run in order if number % 2 == 0 else reversed(order):
                 arguments = ["--eval_interval=0", *run.line(), "--seed=1", "--init_from=scratch"]
-                of_run.append(bench.measure(HERE, arguments, lines=TIMED_LINES)[0])
+                of_run.append(bench.measure(HERE, arguments, lines=TIMED_LINES, cwd=Path.cwd())[0])
                 print(f"timing {number + 1} of {ROUNDS}, run {run.number}: {of_run[-1]:.2f} ms per step", flush=True)
         return [min(of_run) for of_run in times]  # other programs on the machine only slow a run down
 
@@ -209,8 +211,7 @@ class Comparison:
     def train(self):
         """Make the unfinished trainings, at most --jobs at a time."""
         self.start, self.flops_done = time.monotonic(), 0.0
-        for number in SIGNALS:
-            signal.signal(number, self.stop)
+        handlers = {number: signal.signal(number, self.stop) for number in SIGNALS}
         self.write()  # before the first training, so that another comparison never continues it
         for seeds in self.stages():
             waiting, running = self.unfinished(seeds), []
@@ -232,6 +233,8 @@ class Comparison:
                 for training in running:
                     training.child.process.wait()
                     training.exit.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     def stop(self, number: int, frame):
         """Ask `train` to end. A second signal ends this process at once, and the trainings with it.
@@ -249,6 +252,7 @@ class Comparison:
         if run.load(*key):
             training.step = run.costs.steps
             self.flops_done += run.costs.evaluation
+            self.stored["measured"] = self.circumstances()
             text = f"loss {run.results[key]['loss']:.4f}, {run.results[key]['seconds']:.1f} s"
         else:
             run.errors[key] = failure or "it ended before its last step, or its validation loss is not finite"
@@ -277,21 +281,24 @@ class Comparison:
             text = "; ".join([self.progress(running), *at])[: columns - 1]
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
+    def circumstances(self) -> str:
+        """When and where a training has just ended."""
+        facts = machine(resolve_device(self.runs[0].cfg.device))
+        threads = os.environ.get("OMP_NUM_THREADS", facts["threads"])
+        where = f"{facts['device']}, {threads} thread(s), torch {facts['torch']}, {self.options.jobs} at a time"
+        return f"Measured on {datetime.now():%Y-%m-%d}: {where}."
+
     def write(self) -> str:
         """Write compare.json and compare.md; returns the text of the latter."""
         rows = [summary(run, self.runs[0]) for run in self.runs]
-        facts = machine(resolve_device(self.runs[0].cfg.device))
-        jobs, common, threads = self.options.jobs, self.options.common, os.environ.get("OMP_NUM_THREADS")
-        notes = [
-            f"Measured on {datetime.now():%Y-%m-%d}: {facts['device']}, {threads or facts['threads']} thread(s), torch "
-            f"{facts['torch']}, {jobs} at a time."
-        ]
-        notes += [f"All runs also have `{common}`."] if common else []
+        notes = [self.stored["measured"]] if self.stored["measured"] else []
+        notes += ["Some trainings were made with other code than the first ones."] if self.changed else []
+        notes += [f"All runs also have `{self.options.common}`."] if self.options.common else []
         evaluated = f"{self.options.eval_iters} batches" if self.options.eval_iters else "the whole set"
         notes += [f"Evaluations read {evaluated}."]
         notes += match_notes(self.runs, self.options.match, self.stored["ms_per_step"]) + row_notes(rows)
         text = markdown(rows, self.options.swept) + "".join(f"* {note}\n" for note in notes)
-        write_json(self.folder / "compare.json", self.stored | {"machine": facts, "notes": notes, "runs": rows})
+        write_json(self.folder / "compare.json", self.stored | {"notes": notes, "runs": rows})
         (self.folder / "compare.md").write_text(text)
         return text
 

@@ -359,10 +359,11 @@ def main(argv: list[str] | None = None):
     print(f"{path}, {title}: {n} units, which together promote {promoted(together)}")
     print_units(units, n)
     if cfg.out:
-        Path(cfg.out).expanduser().parent.mkdir(parents=True, exist_ok=True)
+        out = Path(cfg.out).expanduser()
+        out.parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # characters that the font lacks
-            picture(units, title).savefig(cfg.out, dpi=150, transparent=True)
+            picture(units, title).savefig(out, dpi=150, transparent=True)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,8 @@ def read_run(folder: str) -> Run:
     metrics, config = (Path(folder).expanduser() / name for name in ("metrics.jsonl", "config.py"))
     require(metrics.is_file(), f"{folder} has no metrics.jsonl; give the out_dir of a run of train.py")
     settings = read_file(str(config)) if config.is_file() else []
-    flags = {name: value for name, value, _ in settings if (name, value) != ("init_from", "resume")}
+    starts = ("init_from", "scratch"), ("init_from", "resume")  # a run that was resumed is still the same run
+    flags = {name: value for name, value, _ in settings if (name, value) not in starts}
     rows = [row for row, _ in read_metrics(metrics)]
     require(rows, f"{metrics} has no row that can be read; train it first")
     return Run(folder, flags, rows)

@@ -12,7 +12,7 @@ import shlex
 from bisect import bisect_left
 from contextlib import suppress
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -147,7 +147,7 @@ class Run:
         return Path(self.options.out).expanduser() / name.replace(os.sep, "_")
 
     def arguments(self, setting: str, seed: int) -> list[str]:
-        """All arguments of a training. Those before the run's own are defaults, which --run may replace."""
+        """All arguments of a training. Those before the run's own are defaults, which flags in --run may replace."""
         folder, steps = self.folder(setting, seed), self.cfg.max_iters
         defaults = ["--keep_last=1", "--eval_interval=0"]
         defaults += [f"--save_interval={max(1, steps // 10)}", f"--log_interval={max(1, steps // 100)}"]
@@ -163,7 +163,7 @@ class Run:
         times = [row["ms_per_step"] for row in rows if row.get("kind") == "train"]
         if not last or last[-1]["val_loss"] is None or not times:
             return False
-        ms = fmean(times[int(bench.WARMUP * len(times)) :])
+        ms = median(times[int(bench.WARMUP * len(times)) :])
         self.results[setting, seed] = {
             "folder": str(file.parent), "loss": last[-1]["val_loss"], "bits_per_byte": last[-1]["val_bpb"],
             "seconds": ms * self.cfg.max_iters / 1000, "tokens_per_s": 1000 * self.costs.tokens_per_step / ms,

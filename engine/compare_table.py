@@ -12,6 +12,7 @@ T95 = (  # 97.5 % quantile of Student's t with 1, 2, ... degrees of freedom
     2.110, 2.101, 2.093,
 )  # fmt: skip
 MOST_SEEDS = len(T95) + 1
+TASK = ("dataset", "objective", "corrupt_ratio", "span_length")  # flags; losses of other tasks are not compared
 LEGEND = """
 * Loss: nats per token of the validation set; mean and range over the seeds. Bits per byte likewise.
 * Difference: the loss minus that of run 1 with the same seed; mean over n seeds ± half of its 95 % confidence interval
@@ -53,7 +54,7 @@ def summary(run, first) -> dict:
     """The figures of a compare.Run over its seeds. Differences and ratios are those to `first` with the same seed."""
     mine, other = run.of_seeds(), first.of_seeds()
     pairs = [(mine[seed], other[seed]) for seed in sorted(mine.keys() & other.keys())]
-    same_task = all(getattr(run.cfg, name) == getattr(first.cfg, name) for name in ("dataset", "objective"))
+    same_task = all(getattr(run.cfg, name) == getattr(first.cfg, name) for name in TASK)
     return {
         "number": run.number,
         "run": run.text,

@@ -64,12 +64,15 @@ def stdout_that_fails() -> str:
 def command(main: Callable[[], Any]):
     """Run the main function of a script. An OSError that it raises, or that writing to stdout raises, becomes one line.
 
-    A stream that the shell has closed, as with `2>&-`, is replaced by /dev/null. A ValueError that `main` raises is a
-    mistake in the code, and keeps its traceback.
+    A stream that the shell has closed, as with `2>&-`, is replaced by /dev/null. Ctrl-C ends the program with exit code
+    130. A ValueError that `main` raises is a mistake in the code, and keeps its traceback.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
-    with user_errors(OSError):
-        main()
-        sys.stdout.flush()
+    try:
+        with user_errors(OSError):
+            main()
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None

@@ -4,6 +4,8 @@ import itertools
 import json
 import math
 import shlex
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,16 +50,17 @@ def formula(monkeypatch, tmp_path):
             found = loss(variant, *rates)
             spread = compare_table.spread([found]) if found < float("inf") else None
             difference = compare_table.interval([found - 1, found - 1.5]) if spread and "_t5" not in run else None
+            errors = [] if spread else [dict(setting="", seed=1, error="the loss is not finite")]
             rows.append(
                 dict(run=run, number=number, parameters=1000 + number, flops_per_token=1e6, tokens=9, seconds=None,
                      loss=spread, bits_per_byte=None, difference=difference,
-                     relative_speed=None, errors=[]),
+                     relative_speed=None, errors=errors, best=None, edge="", sweep={}),
             )  # fmt: skip
         folder = tmp_path / out.removeprefix(f"{tmp_path}/")
         folder.mkdir(parents=True, exist_ok=True)
         for row in rows:
             (folder / f"run{row['number']}-seed1").mkdir(exist_ok=True)
-        (folder / "compare.json").write_text(json.dumps({"runs": rows, "notes": ["Measured somewhere."]}))
+        (folder / "compare.json").write_text(json.dumps({"runs": rows, "measured": "Measured somewhere."}))
         if any(row["loss"] is None for row in rows):
             raise SystemExit(1)
 
@@ -103,12 +106,46 @@ def test_the_page(formula, tmp_path, capsys):
     )
     assert row["seq2seq (T5-like)"][5] == "-" and list(row)[0] == "variant"
     assert "Measured somewhere." in text and "| SAS-P " in text.split("## The search")[1] and "inf" in text
+    assert "* Grid of muon_lr: 0.00125, 0.0025, " in text and "trainings of 150 steps" in text
+    commands = [line for line in text.splitlines() if line.startswith("python train.py ")]
+    configs = [parse(Config, shlex.split(line)[2:]) for line in commands]
+    assert len({cfg.out_dir for cfg in configs}) == len(baselines.VARIANTS) and configs[1].block == "parallel"
+    assert all((cfg.seed, cfg.eval_iters, cfg.muon_lr) == (1, 0, cfg.muon_lr) for cfg in configs)
     assert str(tmp_path / "baselines.md") in capsys.readouterr().out
-    for number, run in enumerate(calls[-1][1], 1):  # the training of the search is not made again
-        folder = tmp_path / "final" / f"run{number}-seed1"
+    links = [tmp_path / "final" / f"run{number}-seed1" for number in range(1, len(baselines.VARIANTS) + 1)]
+    for link, run in zip(links, calls[-1][1], strict=True):  # the training of the search is not made again
         out, runs = next((out, runs) for out, runs in calls[:-1] if run in runs)
-        assert folder.is_symlink()
-        assert folder.resolve() == (tmp_path / out / f"run{runs.index(run) + 1}-seed1").resolve()
+        assert link.is_symlink() and link.resolve() == (tmp_path / out / f"run{runs.index(run) + 1}-seed1").resolve()
+    before, places = calls.copy(), [link.resolve() for link in links]
+    links[0].unlink()
+    links[1].unlink()
+    links[1].symlink_to(tmp_path / "nowhere")
+    baselines.main([f"--out={tmp_path}", "--seeds=2"])  # a second call makes the same calls of compare.py
+    assert calls == before * 2 and [link.resolve() for link in links] == places
+    assert (tmp_path / "baselines.md").read_text() == text
+
+
+@pytest.mark.parametrize("errors, said", [(["run out of memory"], "run out of memory"), ([], "it was not made")])
+def test_a_training_that_does_not_end_ends_the_search(errors, said, formula, monkeypatch, tmp_path, capsys):
+    """Its loss is unknown, so the search cannot go on. The same happens if the reader of stdout ends."""
+    fine, (calls, _) = baselines.compare.main, formula
+
+    def main(argv: list[str]):
+        with suppress(SystemExit):
+            fine(argv)
+        if "--max_iters=450" in argv[0]:
+            path = Path(calls[-1][0]) / "compare.json"
+            found = json.loads(path.read_text())
+            found["runs"][1] |= {"loss": None, "errors": [dict(setting="", seed=1, error=text) for text in errors]}
+            path.write_text(json.dumps(found))
+            raise SystemExit(1)
+
+    monkeypatch.setattr(baselines.compare, "main", main)
+    with pytest.raises(SystemExit) as end:
+        baselines.main([f"--out={tmp_path}"])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1 and not (tmp_path / "final").exists()
+    assert said in error and "run 2" in error and "the same command tries it again" in error
 
 
 def test_the_picture(tmp_path):
@@ -149,6 +186,7 @@ def test_variants_are_runs_of_equal_tokens(variant):
     [
         (["--steps=29"], ["steps=29"]), (["--out= "], ["out=' '"]), (["--seeds=0"], ["seeds=0", "at least 1"]),
         (["--jobs=0"], ["jobs=0"]), (["--common=--n_head=5"], ["n_head=5"]), (["--step=3"], ["step"]),
+        (["--common=--muon_lr=0.1"], ["--muon_lr=0.1", "leave it out"]),
     ],
 )  # fmt: skip
 def test_bad_flags(flags, said, tmp_path, capsys):

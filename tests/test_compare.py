@@ -262,6 +262,24 @@ def test_evaluations_of_some_batches(fake, capfd):
 def test_other_tasks_have_no_difference(fake, capfd):
     assert fake(runs=("", "--n_layer=1", "--objective=masked")) == 0
     assert [row["difference"] is None for row in fake.table()["runs"]] == [False, False, True]
+    masked = "--objective=masked --corrupt_ratio="
+    assert fake(f"--out={fake.out}2", runs=(f"{masked}0.3", f"{masked}0.3", f"{masked}0.5")) == 0
+    table = json.loads(Path(f"{fake.out}2/compare.json").read_text())
+    assert [row["difference"] is None for row in table["runs"]] == [False, False, True]
+
+
+def test_the_note_on_the_machine_is_that_of_the_last_training(fake, monkeypatch):
+    assert fake() == 0
+    measured = fake.table()["measured"]
+    assert measured.startswith("Measured on 20") and f"* {measured}" in (fake.out / "compare.md").read_text()
+    monkeypatch.setattr(compare.Comparison, "circumstances", lambda self: "Measured later.")
+    assert fake() == 0 and fake.table()["measured"] == measured
+    assert fake("--seeds=2") == 0 and fake.table()["notes"][0] == "Measured later."
+
+
+def test_handlers_of_signals_are_put_back(fake):
+    before = {number: signal.getsignal(number) for number in compare.SIGNALS}
+    assert fake() == 0 and {number: signal.getsignal(number) for number in compare.SIGNALS} == before
 
 
 def test_changed_code_is_told(fake, tmp_path, monkeypatch, capfd):
@@ -272,6 +290,7 @@ def test_changed_code_is_told(fake, tmp_path, monkeypatch, capfd):
         code.write_text(text)
         assert fake() == 0
         assert capfd.readouterr().err.count("warning: the code has changed") == warned
+        assert ("with other code" in (fake.out / "compare.md").read_text()) == bool(warned)
     assert len(fake.calls()) == 2
 
 
@@ -350,7 +369,8 @@ def test_match_seconds(fake, monkeypatch, capfd):
     """The first run takes 20 ms per step at best and the second 30, so the second has two thirds of the steps."""
     times, called = {"1": [20, 25], "2": [40, 30]}, []
 
-    def measure(checkout, args, lines):
+    def measure(checkout, args, lines, cwd):
+        assert cwd == Path.cwd()
         called.append("2" if "--block=parallel" in args else "1")
         return times[called[-1]].pop(0), {}
 

@@ -18,7 +18,7 @@ from test_checkpoint import train_on_full_disk
 
 import sample
 import train
-from engine import run_state
+from engine import errors, run_state
 from engine.folder import FolderLock
 
 
@@ -31,6 +31,15 @@ def refused(main, argv: list[str], capsys) -> str:
     assert stop.value.code == 2, (out, err)
     assert err.startswith("error: ") and len(err.strip().splitlines()) == 1 and "Traceback" not in err, err
     return err
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback():
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        errors.command(main)
+    assert end.value.code == 128 + signal.SIGINT
 
 
 TRAIN_FLAGS = [  # flags, and what the line must name

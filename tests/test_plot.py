@@ -103,7 +103,8 @@ def test_smoothing_is_the_mean_of_consecutive_steps(make, picture):
 
 
 def test_seeds_are_one_line_with_a_band(make, picture):
-    runs = [make(f"s{seed}", seed=seed, out_dir=f"s{seed}", block="standard") for seed in (1, 2, 3)]
+    starts = ["scratch", "resume", "scratch"]  # the second run was stopped and resumed
+    runs = [make(f"s{n}", seed=n, out_dir=f"s{n}", block="standard", init_from=starts[n - 1]) for n in (1, 2, 3)]
     runs.append(make("other", seed=1, block="parallel", init_from="resume"))
     figure = picture(*runs)
     ys = np.array([[row["loss"] for row in rows(run, "loss")] for run in runs])
