@@ -7,7 +7,8 @@ Each variant has two learning rates: muon_lr for the hidden matrices, and learni
 coordinate search with seed 1: first learning_rate with short trainings, then muon_lr with full ones, because short
 trainings favour a muon_lr that is too large for full ones. A coordinate starts with three values of its grid, around
 the one that was best when the search was made last. It goes on to the next value while the best one is the last that
-was tried. compare.py makes the trainings, in folders below --out.
+was tried. The best rates of the last search get a full training too, because short trainings can also favour a
+learning_rate that is too large. compare.py makes the trainings, in folders below --out.
 """
 
 import importlib.util
@@ -98,7 +99,8 @@ class Search:
 
     def __init__(self, options: BaselinesConfig):
         self.options, self.folders, self.rounds = options, {}, 0
-        self.best = {variant: dict(zip(GRID, start, strict=True)) for variant, (_, *start) in VARIANTS.items()}
+        self.starts = [(variant, *start) for variant, (_, *start) in VARIANTS.items()]
+        self.best = {variant: dict(zip(GRID, start, strict=True)) for variant, *start in self.starts}
         self.losses = {
             "learning_rate": self.search("learning_rate", options.steps // 3, 60),
             "muon_lr": self.search("muon_lr", options.steps, 0),
@@ -107,7 +109,7 @@ class Search:
     def search(self, name: str, steps: int, eval_iters: int) -> dict[tuple, float]:
         """Find the best values of this learning rate; returns the losses."""
         losses = {}
-        while missing := [p for variant in VARIANTS for p in self.neighbours(variant, name) if p not in losses]:
+        while missing := self.missing(name, losses):
             self.rounds += 1
             runs = [arguments(self.options, variant, rates, steps) for variant, *rates in missing]
             folder = f"search{self.rounds}"
@@ -116,19 +118,18 @@ class Search:
                 losses[point] = row["loss"]["mean"] if row["loss"] else float("inf")
                 self.folders[point] = f"{folder}/run{number}-seed1"
             for variant in VARIANTS:
-                points = [self.point(variant, name, value) for value in GRID[name]]
-                best = min((point for point in points if point in losses), key=losses.get)
+                best = min((point for point in losses if point[0] == variant), key=losses.get)
                 self.best[variant] = dict(zip(GRID, best[1:], strict=True))
         return losses
 
-    def neighbours(self, variant: str, name: str) -> list[tuple]:
-        """The best point of the variant, and the next ones on the grid of this learning rate."""
-        at = GRID[name].index(self.best[variant][name])
-        return [self.point(variant, name, value) for value in GRID[name][max(at - 1, 0) : at + 2]]
-
-    def point(self, variant: str, name: str, value: float) -> tuple:
-        """The variant with its best rates, but this value of one of them."""
-        return (variant, *(self.best[variant] | {name: value}).values())
+    def missing(self, name: str, losses: dict[tuple, float]) -> list[tuple]:
+        """The points to train next: the best ones and their neighbours on the grid, and when these are known, the
+        points at which the search began."""
+        near = []
+        for variant, best in self.best.items():
+            at = GRID[name].index(best[name])
+            near += [(variant, *(best | {name: value}).values()) for value in GRID[name][max(at - 1, 0) : at + 2]]
+        return [point for point in near if point not in losses] or [p for p in self.starts if p not in losses]
 
 
 def table(losses: dict[tuple, float]) -> str:
@@ -195,7 +196,10 @@ learning_rate, with losses of 60 batches of the validation set:
 
 """
     text += table(search.losses["learning_rate"])
-    text += f"\nThen come trainings of {options.steps} steps for muon_lr, with losses of the whole set:\n\n"
+    text += (
+        f"\nThen come trainings of {options.steps} steps for muon_lr, and with the best values of the previous search; "
+    )
+    text += "their losses are those of the whole set:\n\n"
     text += table(search.losses["muon_lr"])
     return text
 
