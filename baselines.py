@@ -1,6 +1,6 @@
 """Trains the baselines of docs/baselines.md, with tuned learning rates, and writes that page: `make baselines`.
 
-    python baselines.py                            # about 90 minutes on 2 cores; a stopped call continues
+    python baselines.py                            # two hours on 2 cores; a stopped call continues
     python baselines.py --steps=30 --seeds=1       # a rehearsal, which writes OUT/baselines.md only
 
 Each variant has two learning rates: muon_lr for the hidden matrices, and learning_rate for all else. They are found by
@@ -26,16 +26,16 @@ HERE = Path(__file__).resolve().parent
 VARIANTS = {  # name in the table -> arguments of train.py; muon_lr and learning_rate with which the search begins
     "standard": ("config/train_pycode.py", 0.005, 0.006),
     "parallel": ("config/train_pycode.py --block=parallel", 0.005, 0.006),
-    "superblock in series, 2 groups": ("config/pycode_superblock.py --wiring=series --n_group=2", 0.005, 0.012),
-    "superblock in series, 4 groups": ("config/pycode_superblock.py --wiring=series --n_group=4", 0.01, 0.012),
+    "superblock in series, 2 groups": ("config/pycode_superblock.py --wiring=series --n_group=2", 0.005, 0.006),
+    "superblock in series, 4 groups": ("config/pycode_superblock.py --wiring=series --n_group=4", 0.005, 0.006),
     "superblock, 2 groups": ("config/pycode_superblock.py --n_group=2", 0.01, 0.012),
     "superblock, 4 groups": ("config/pycode_superblock.py --n_group=4", 0.01, 0.012),
-    "superblock, joint pool": ("config/pycode_superblock_joint.py", 0.01, 0.024),
+    "superblock, joint pool": ("config/pycode_superblock_joint.py", 0.01, 0.012),
     "SAS": ("config/pycode_sas.py", 0.02, 0.006),
     "SAS-P": ("config/pycode_sas_p.py", 0.02, 0.006),
-    "Llama-like": ("config/pycode_llama.py", 0.01, 0.003),
-    "GPT-2-like": ("config/pycode_gpt2.py", 0.02, 0.003),
-    "masked (BERT-like)": ("config/pycode_bert.py", 0.02, 0.024),
+    "Llama-like": ("config/pycode_llama.py", 0.01, 0.048),
+    "GPT-2-like": ("config/pycode_gpt2.py", 0.04, 0.003),
+    "masked (BERT-like)": ("config/pycode_bert.py", 0.01, 0.048),
     "seq2seq (T5-like)": ("config/pycode_t5.py", 0.005, 0.012),
 }
 DRAWN = [*list(VARIANTS)[:3], "superblock, joint pool", "SAS", "SAS-P", "Llama-like"]
