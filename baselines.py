@@ -196,10 +196,11 @@ learning_rate, with losses of 60 batches of the validation set:
 
 """
     text += table(search.losses["learning_rate"])
-    text += (
-        f"\nThen come trainings of {options.steps} steps for muon_lr, and with the best values of the previous search; "
-    )
-    text += "their losses are those of the whole set:\n\n"
+    text += f"""
+Then come trainings of {options.steps} steps for muon_lr, and with the best values of the previous search. Their losses
+are those of the whole set:
+
+"""
     text += table(search.losses["muon_lr"])
     return text
 
