@@ -59,8 +59,8 @@ initial weights (`tests/test_blocks.py::test_equal_blocks_begin_with_equal_weigh
 """
 MEANING = """
 * muon_lr, learning_rate: the best values of the search below; at an end of the grid they are marked with `!`.
-* Loss: nats per byte on the whole validation set; mean and range over {n} seeds. The losses of `masked` and `seq2seq`
-  are those of restored bytes, so they have no difference from `standard`.
+* Loss: nats per token, which is a byte or the end of a file, on the whole validation set; mean and range over {n}
+  seeds. The losses of `masked` and `seq2seq` are those of restored bytes, so they have no difference from `standard`.
 * The training of the search that has the best values is also the final training with seed 1. So seed 1 has helped to
   choose the learning rates.
 * Difference: the loss minus that of `standard` with the same seed; mean ± half of the 95 % confidence interval
@@ -190,9 +190,9 @@ def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: s
     for name, values in GRID.items():
         text += f"* Grid of {name}: {', '.join(map(str, values))}.\n"
     text += f"""
-A coordinate search starts at the best values of the previous search, and trains their neighbours on the grid. It goes
-on while the best value is the last that was tried. First come trainings of {options.steps // 3} steps for
-learning_rate, with losses of 60 batches of the validation set:
+A coordinate search starts at the best values of the previous search, and trains their neighbours on the grid. If the
+best value is the smallest or the largest that was tried, it tries the next one. First come trainings of
+{options.steps // 3} steps for learning_rate, with losses of 60 batches of the validation set:
 
 """
     text += table(search.losses["learning_rate"])
