@@ -32,8 +32,7 @@ def previous(idx: Tensor) -> Tensor:
 
 
 def induction(idx: Tensor) -> Tensor:
-    """The token after the latest earlier occurrence of the query's token, unless that is the query itself or the token
-    before it."""
+    """The token after the latest earlier occurrence of the query's token, unless it is the query or the one before."""
     order = idx.argsort(dim=1, stable=True)  # equal tokens stand together, in the order of the text
     ordered = idx.gather(1, order)
     earlier = torch.where(ordered[:, 1:] == ordered[:, :-1], order[:, :-1], -2)
