@@ -108,7 +108,7 @@ def test_the_page(formula, tmp_path, capsys):
     )
     assert row["seq2seq (T5-like)"][5] == "-" and list(row)[0] == "variant"
     assert "Measured somewhere." in text and "| SAS-P " in text.split("## The search")[1] and "inf" in text
-    assert "* Grid of muon_lr: 0.00125, 0.0025, " in text and "trainings of 150 steps" in text
+    assert "* Grid of muon_lr: 0.00125, 0.0025, " in text and "150 steps for learning_rate" in text
     commands = [line for line in text.splitlines() if line.startswith("python train.py ")]
     configs = [parse(Config, shlex.split(line)[2:]) for line in commands]
     assert len({cfg.out_dir for cfg in configs}) == len(baselines.VARIANTS) and configs[1].block == "parallel"
