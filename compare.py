@@ -192,7 +192,7 @@ class Comparison:
         for seed in seeds:
             for setting in self.options.settings if seed == 1 else [None]:
                 every += [(run, run.best if setting is None else setting, seed) for run in self.runs]
-        return [training for training in every if training[1] is not None and not training[0].load(*training[1:])]
+        return [training for training in every if training[1] is not None and training[0].load(*training[1:])]
 
     def stages(self) -> list[range]:
         """The seeds that can be trained together: the best settings are known after seed 1."""
@@ -249,14 +249,14 @@ class Comparison:
         """Read the figures of a training that has ended, and write the table."""
         run, key, failure = training.run, (training.setting, training.seed), training.child.failure()
         training.exit.close()
-        if run.load(*key):
+        if missing := run.load(*key):
+            run.errors[key] = failure or missing
+            text = f"failed: {run.errors[key]}"
+        else:
             training.step = run.costs.steps
             self.flops_done += run.costs.evaluation
             self.stored["measured"] = self.circumstances()
             text = f"loss {run.results[key]['loss']:.4f}, {run.results[key]['seconds']:.1f} s"
-        else:
-            run.errors[key] = failure or "it ended before its last step, or its validation loss is not finite"
-            text = f"failed: {run.errors[key]}"
         self.flops_done += training.flops
         self.write()
         erase = "\r\x1b[K" if sys.stderr.isatty() else ""

@@ -86,7 +86,7 @@ class Config(ModelConfig):
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto = bfloat16 where fast
     compile: bool | Literal["auto"] = "auto"  # torch.compile each block and the loss; auto = on GPUs, in long CPU runs
-    activation_checkpoint: Literal["none", "selective", "full"] = "none"  # recompute what is cheap, or whole blocks
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"  # recompute a part of each block, or all
     deterministic: bool = False  # on GPUs: only deterministic kernels, and no TF32
     # --- ranks, of torchrun
     parallel: Literal["ddp", "fsdp"] = "ddp"  # data-parallel ranks hold copies, or shards (FSDP2, ZeRO-3)

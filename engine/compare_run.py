@@ -3,7 +3,7 @@
 run = Run(1, "config/train_pycode.py --block=parallel", options)       # options: compare.CompareConfig
 run.match_parameters(other.costs.parameters)                           # as --match asks
 arguments = run.arguments(setting, seed)                               # of train.py
-if run.load(setting, seed):
+if not run.load(setting, seed):
     figures = run.results[setting, seed]
 """
 
@@ -155,20 +155,22 @@ class Run:
         fixed = {"eval_iters": self.options.eval_iters, "seed": seed, "out_dir": folder, "init_from": start}
         return [*defaults, *self.line(setting), *(f"--{name}={value}" for name, value in fixed.items())]
 
-    def load(self, setting: str, seed: int) -> bool:
-        """Read the figures of a training from its metrics.jsonl; returns whether it is finished."""
+    def load(self, setting: str, seed: int) -> str:
+        """Read the figures of a training from its metrics.jsonl; returns why it has none, "" if it is finished."""
         file = self.folder(setting, seed) / "metrics.jsonl"
         rows = [row for row, _ in read_metrics(file)] if file.is_file() else []
         last = [row for row in rows if row.get("kind") == "eval" and row["step"] == self.cfg.max_iters]
         times = [row["ms_per_step"] for row in rows if row.get("kind") == "train"]
-        if not last or last[-1]["val_loss"] is None or not times:
-            return False
+        if not last or not times:
+            return "it ended before its last step"
+        if last[-1]["val_loss"] is None:
+            return "its validation loss is not finite"
         ms = median(times[int(bench.WARMUP * len(times)) :])
         self.results[setting, seed] = {
             "folder": str(file.parent), "loss": last[-1]["val_loss"], "bits_per_byte": last[-1]["val_bpb"],
             "seconds": ms * self.cfg.max_iters / 1000, "tokens_per_s": 1000 * self.costs.tokens_per_step / ms,
         }  # fmt: skip
-        return True
+        return ""
 
     @property
     def best(self) -> str | None:

@@ -112,7 +112,9 @@ def test_the_page(formula, tmp_path, capsys):
     commands = [line for line in text.splitlines() if line.startswith("python train.py ")]
     configs = [parse(Config, shlex.split(line)[2:]) for line in commands]
     assert len({cfg.out_dir for cfg in configs}) == len(baselines.VARIANTS) and configs[1].block == "parallel"
-    assert all((cfg.seed, cfg.eval_iters, cfg.muon_lr) == (1, 0, cfg.muon_lr) for cfg in configs)
+    assert all((cfg.seed, cfg.eval_iters, cfg.eval_interval) == (1, 0, 0) for cfg in configs)
+    rates = [[cell.removesuffix(" !") for cell in row[variant][:2]] for variant in baselines.VARIANTS]
+    assert [[str(cfg.muon_lr), str(cfg.learning_rate)] for cfg in configs] == rates
     assert str(tmp_path / "baselines.md") in capsys.readouterr().out
     links = [tmp_path / "final" / f"run{number}-seed1" for number in range(1, len(baselines.VARIANTS) + 1)]
     for link, run in zip(links, calls[-1][1], strict=True):  # the training of the search is not made again

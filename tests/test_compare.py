@@ -38,9 +38,12 @@ if (here / "slow").exists() and out.name == (here / "slow").read_text():
         time.sleep(0.1)
 if rate > 1 and not (here / "mended").exists():
     sys.exit("error: the loss is not finite; lower --learning_rate")
+if (here / "early").exists():
+    sys.exit(0)
 loss = (math.log10(rate) + 2) ** 2 + int(flags["seed"]) / 100 + parallel
+loss = None if (here / "infinite").exists() else loss
 rows = [{"step": n, "kind": "train", "ms_per_step": 10 if parallel else 20} for n in range(steps)]
-rows += [{"step": steps, "kind": "eval", "val_loss": loss, "val_bpb": 2 * loss}]
+rows += [{"step": steps, "kind": "eval", "val_loss": loss, "val_bpb": loss and 2 * loss}]
 (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
 """
 FLAGS = [flag for flag in TINY if not flag.startswith(("--eval", "--learning_rate"))]
@@ -218,6 +221,15 @@ def test_a_run_that_fails(fake, capfd):
     (fake.folder / "mended").touch()
     assert fake("--seeds=2", runs=["", "--learning_rate=10", "--block=parallel"]) == 0
     assert fake.calls() == ["run2-seed1*", "run2-seed2*"] and fake.table()["runs"][1]["loss"] is not None
+
+
+@pytest.mark.parametrize(
+    "how, said", [("early", "it ended before its last step"), ("infinite", "its validation loss is not finite")]
+)
+def test_a_training_without_a_loss(how, said, fake):
+    """Its exit code is 0. baselines.py counts only the second kind as diverged."""
+    (fake.folder / how).touch()
+    assert fake() == 1 and [row["errors"][0]["error"] for row in fake.table()["runs"]] == [said] * 2
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
