@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+import jitter
 import numpy as np
 import pytest
 import ranks
@@ -34,6 +36,18 @@ TINY = [
     "--max_iters=40", "--eval_interval=20", "--eval_iters=2", "--warmup_iters=5", "--learning_rate=1e-2",
     "--device=cpu", "--dtype=float32", "--compile=False",
 ]  # fmt: skip
+
+
+def pytest_addoption(parser):
+    parser.addoption("--jitter", metavar="SEED", type=int, help="round products in another way, see jitter.py")
+
+
+def pytest_configure(config):
+    if config.option.jitter is not None:
+        os.environ[jitter.SEED] = str(config.option.jitter)
+        paths = [str(ROOT / "tests" / "every_process"), os.environ.get("PYTHONPATH")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        jitter.start()
 
 
 @pytest.fixture(scope="session")
@@ -68,12 +82,13 @@ def more_data(tmp_path) -> Path:
 
 @pytest.fixture
 def run(tiny_data, tmp_path, monkeypatch):
-    """run(*flags) trains in this process; returns the folder, which metrics() and the checkpoints are in."""
+    """run(*flags) trains in this process, with --dtype=float64 too; returns the folder, which metrics() and the
+    checkpoints are in."""
     monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)  # half a second each
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def call(*flags: str, out: str = "out") -> Path:
-        train.main([*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
+        ranks.train_main([*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
         return tmp_path / out
 
     threads = torch.get_num_threads()
@@ -129,6 +144,36 @@ def losses(folder: Path) -> list[tuple]:
     """What must not depend on time or place: (step, loss, ...) of logged steps, (step, train, val) of evaluations."""
     keys = ("step", "loss", "grad_norm", "lr", "tokens", "train_loss", "val_loss", "val_bpb")
     return [tuple(line[key] for key in keys if key in line) for line in metrics(folder)]
+
+
+def distance(lines: list[tuple], exact: list[tuple]) -> float:
+    """The largest difference of two runs' `losses`, relative to the second's. There are four steps at least."""
+    assert len(lines) == len(exact) >= 4
+    pairs = [pair for a, b in zip(lines, exact, strict=True) for pair in zip(a, b, strict=True)]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    return max(abs(a - b) / (abs(b) or 1) for a, b in pairs if b is not None)
+
+
+IN_FLOAT64 = "--dtype=float64"
+
+
+def in_both(runs: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
+    """The flags of each run, by name, and the same for float64."""
+    return [pair for name, flags in runs.items() for pair in ((name, flags), (f"{name}, wide", [*flags, IN_FLOAT64]))]
+
+
+def assert_same_but_for_rounding(folder: Path, alone: dict[str, Callable[..., list[tuple]]]):
+    """The `losses` of the runs in the folder, which `in_both` has named, are those that alone[name](*flags) has of one
+    process.
+
+    In float64 they agree to 1e-9. From these, float32 may differ ten times as much as the worst of these runs does in
+    one process: how much that is depends on the CPU.
+    """
+    exact = {name: call(IN_FLOAT64) for name, call in alone.items()}
+    usual = max(distance(call(), exact[name]) for name, call in alone.items())
+    for name in alone:
+        assert (error := distance(losses(folder / f"{name}, wide"), exact[name])) < 1e-9, f"{name}: {error} in float64"
+        assert (error := distance(losses(folder / name), exact[name])) < 10 * usual, f"{name}: {error}, usual: {usual}"
 
 
 def shards_of(*arrays: np.ndarray) -> list[Shard]:

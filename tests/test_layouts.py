@@ -1,7 +1,7 @@
 """Whatever the layout of the ranks, training is the same: every run here is held against one process's run.
 
 Losses and gradient norms of 20 steps (the standard block on two ranks) or 4 steps (all others) and evaluations among
-them, float32, the same global batch. The processes are real (gloo); each launch makes several runs.
+them, in float64 and in float32, the same global batch. The processes are real (gloo); each launch makes several runs.
 """
 
 import json
@@ -15,7 +15,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY, assert_rounds_alike, figures, losses
+from conftest import (
+    IN_FLOAT64,
+    TINY,
+    assert_rounds_alike,
+    assert_same_but_for_rounding,
+    distance,
+    figures,
+    in_both,
+    losses,
+)
 from ranks import launch, train_runs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,13 +115,6 @@ RUNS = {f"{each}-blocks": (each, BLOCKS, [] if processes == 2 else SHORT) for ea
 RUNS |= {f"{each}-models": (each, models, SHORT) for each, models in MODELS.items()}
 
 
-def largest_difference(a: list[tuple], b: list[tuple]) -> float:
-    pairs = list(zip(a, b, strict=True))
-    n = pairs[-1][0][0]  # steps
-    assert n >= 4 and [p[0] for p, _ in pairs] == [0, *range(n // 2), n // 2, *range(n // 2, n), n]  # and evaluations
-    return max(abs(x - y) for p, q in pairs for x, y in zip(p, q, strict=True) if x is not None)
-
-
 ALONE = {}
 
 
@@ -133,9 +135,8 @@ def alone(run):
 def test_losses_do_not_depend_on_the_layout(layout, models, steps, alone, many):
     processes, how = LAYOUTS[layout]
     steps = [*steps, *(TWO if layout in ("tp", "cp", "tp+cp", "pp") else [])]
-    folder = many(processes, *((name, [*SIZES, *flags, *steps, *how]) for name, flags in models.items()))
-    for name, flags in models.items():
-        assert largest_difference(alone(*flags, *steps), losses(folder / name)) < 1e-5, name
+    folder = many(processes, *in_both({name: [*SIZES, *flags, *steps, *how] for name, flags in models.items()}))
+    assert_same_but_for_rounding(folder, {name: partial(alone, *flags, *steps) for name, flags in models.items()})
 
 
 def forget_the_end(run: Path, copy: Path):
@@ -159,16 +160,15 @@ UNEVEN_RUNS = {  # on 3 ranks: name -> (flags of the model, of the layout)
 def test_layouts_whose_sizes_do_not_divide(run, alone, many):
     """Three ranks, a width of 20 and 257 ids: shares differ in size, and some are empty. What three saved as shards
     goes on in one process."""
-    runs = [(name, [*SIZES, *UNEVEN, *flags, *how]) for name, (flags, how) in UNEVEN_RUNS.items()]
+    runs = in_both({name: [*SIZES, *UNEVEN, *flags, *how] for name, (flags, how) in UNEVEN_RUNS.items()})
     folder = many(3, *runs)
-    for name, (flags, _) in UNEVEN_RUNS.items():
-        assert largest_difference(alone(*UNEVEN, *flags), losses(folder / name)) < 1e-5, name
-    forget_the_end(folder / "fsdp", folder / "half")
-    run(*runs[1][1], "--init_from=resume", "--parallel=ddp", out="half")
-    assert largest_difference(alone(*UNEVEN, *UNEVEN_RUNS["fsdp"][0]), losses(folder / "half")) < 1e-5
-    forget_the_end(folder / "gains", folder / "gains, half")
-    run(*runs[2][1], "--init_from=resume", "--parallel=ddp", out="gains, half")
-    assert largest_difference(alone(*UNEVEN, *UNEVEN_RUNS["gains"][0]), losses(folder / "gains, half")) < 1e-5
+    expected = {name: partial(alone, *UNEVEN, *flags) for name, (flags, _) in UNEVEN_RUNS.items()}
+    assert_same_but_for_rounding(folder, expected)
+    for saved, flags in runs:
+        if saved.startswith(("fsdp", "gains")):
+            forget_the_end(folder / saved, folder / f"half {saved}")
+            run(*flags, "--init_from=resume", "--parallel=ddp", out=f"half {saved}")
+    assert_same_but_for_rounding(folder, {f"half {name}": expected[name] for name in ("fsdp", "gains")})
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp+tp", "cp", "pp"])
@@ -201,9 +201,8 @@ def test_compiled_layouts_do_the_same(layout, alone, many):
     recomputed = ["--pos=rope", "--activation_checkpoint=selective"]
     models = {"plain": ["--block=superblock"], "recomputed": recomputed}
     compiled = [*LAYOUTS[layout][1], "--compile=True"]
-    folder = many(2, *((name, [*SIZES, *flags, *compiled]) for name, flags in models.items()))
-    for name, flags in models.items():
-        assert largest_difference(alone(*flags), losses(folder / name)) < 1e-5, name
+    folder = many(2, *in_both({name: [*SIZES, *flags, *compiled] for name, flags in models.items()}))
+    assert_same_but_for_rounding(folder, {name: partial(alone, *flags) for name, flags in models.items()})
 
 
 def masks_drawn(runs: dict[str, list[str]], folder: Path):
@@ -327,12 +326,13 @@ def text_of(rank: int) -> dict[str, torch.Tensor]:
 
 
 def fsdp_steps(file: Path):
-    """Loss, norm and gradients of one step, in two dtypes; in bfloat16 also values and dtypes of a block's gain and of
-    a head's, before and after the step, whose rate is tiny."""
+    """Loss, norm and gradients of one step, in three dtypes; of a block's gain and of a head's also values and dtypes,
+    before and after the step, whose rate is tiny."""
     found, join = {}, dist.init_process_group
     dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else join(*args, **kwargs)
-    for dtype in ("float32", "bfloat16"):
-        cfg = parse(Config, [*TINY, *UNTIED, *TWO, *FSDP, f"--dtype={dtype}"])
+    for dtype in ("float64", "float32", "bfloat16"):
+        torch.set_default_dtype(torch.float64 if dtype == "float64" else torch.float32)
+        cfg = parse(Config, [*TINY, *UNTIED, *TWO, *FSDP, f"--dtype={dtype.replace('64', '32')}"])
         rank, gains = ShardedModel(cfg, parallel.join(cfg)), []
         rank.init_weights(cfg.seed)
         optimizer = optim.build(rank.model, cfg, rank)
@@ -357,26 +357,32 @@ def test_units_and_gains_of_fsdp(tmp_path):
     launch(2, fsdp_steps, tmp_path, tmp_path / "found")
     first, second = (torch.load(tmp_path / f"found.{rank}") for rank in range(2))
     alone = {}
-    for dtype in ("float32", "bfloat16"):
-        cfg = parse(Config, [*TINY, *UNTIED, f"--dtype={dtype}"])
+    for dtype in ("float64", "float32", "bfloat16"):
+        cfg = parse(Config, [*TINY, *UNTIED, f"--dtype={dtype.replace('64', '32')}"])
+        torch.set_default_dtype(torch.float64 if dtype == "float64" else torch.float32)
         lm = Model(cfg, cfg.seed)
+        torch.set_default_dtype(torch.float32)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
             loss = (lm(**text_of(0)) + lm(**text_of(1))) / 2
         loss.backward()
         alone[dtype] = {name: p.grad for name, p in lm.named_parameters()}
-        if dtype == "float32":
-            assert first[dtype]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        if dtype == "float64":
+            assert first[dtype]["loss"] == pytest.approx(loss.item(), rel=1e-9)
             norm = torch.cat([grad.flatten() for grad in alone[dtype].values()]).norm().item()
-            assert first[dtype]["norm"] == second[dtype]["norm"] == pytest.approx(norm, abs=1e-5)
-    for name, exact in alone["float32"].items():
-        got = [run[dtype]["grads"][name] for dtype in alone for run in (first, second)]
-        torch.testing.assert_close(got[0], exact, rtol=0, atol=1e-6, msg=name)
-        assert torch.equal(got[0], got[1]) and torch.equal(got[2], got[3]), name
-    flat = [
-        torch.cat([x[name].flatten() for name in alone["float32"]])
-        for x in (first["bfloat16"]["grads"], *alone.values())
-    ]
-    assert_rounds_alike(flat[0], flat[2], flat[1], "the gradient")
+            assert first[dtype]["norm"] == second[dtype]["norm"] == pytest.approx(norm, rel=1e-9)
+    for name, exact in alone["float64"].items():
+        for dtype in alone:
+            assert torch.equal(*(run[dtype]["grads"][name] for run in (first, second))), name
+        torch.testing.assert_close(first["float64"]["grads"][name], exact, rtol=1e-9, atol=1e-12, msg=name)
+    flat = {
+        kind: [
+            torch.cat([x[name].double().flatten() for name in alone[kind]]) for x in (first[kind]["grads"], alone[kind])
+        ]
+        for kind in alone
+    }
+    error, usual = (torch.dist(x, flat["float64"][1]) for x in flat["float32"])
+    assert error < 10 * usual
+    assert_rounds_alike(*flat["bfloat16"], flat["float64"][1], "the gradient")
     for (kind, before), (same, after) in zip(*first["bfloat16"]["gains"], strict=True):
         assert kind == same == torch.float32
         assert before == 1.0 and 0.5e-4 < abs(after - 1.0) < 2e-4
@@ -444,12 +450,11 @@ def test_a_run_moves_from_layout_to_layout(run, alone, many):
         (2, ["--init_from=resume", "--max_iters=9", "--tp=1", "--pp=2"]),
     ]
     for processes, how in stages:
-        folder = many(processes, *((name, [*SIZES, *flags, *end, *how]) for name, flags in models.items()))
-    for name, flags in models.items():
-        run(*SIZES, *flags, *end, "--init_from=resume", "--pp=1", out=name)
-        pairs = list(zip(alone(*flags, *end), losses(folder / name), strict=True))
-        assert len(pairs) == 12 + 5
-        assert max(abs(x - y) for p, q in pairs for x, y in zip(p, q, strict=True)) < 1e-5
+        folder = many(processes, *in_both({name: [*SIZES, *flags, *end, *how] for name, flags in models.items()}))
+    for name, flags in in_both({name: [*SIZES, *flags, *end] for name, flags in models.items()}):
+        run(*flags, "--init_from=resume", "--pp=1", out=name)
+        assert len(losses(folder / name)) == 12 + 5
+    assert_same_but_for_rounding(folder, {name: partial(alone, *flags, *end) for name, flags in models.items()})
 
 
 def recorded(forward, file: Path):
@@ -481,6 +486,7 @@ def test_more_ranks_and_other_batches_repeat_no_data(run, tmp_path, monkeypatch)
     for split in ("train", "val"):
         np.arange(16 * n + 1, dtype=np.uint16).tofile(data / f"{split}.bin")
     common = [f"--dataset={data}", f"--vocab_size={16 * n + 1}", "--lr_decay_iters=40", "--eval_interval=100"]
+    common.append(IN_FLOAT64)
     stages = [  # ranks, last step, batch_size, gradient_accumulation_steps, how
         (1, 3, 4, 2, []),
         (2, 6, 4, 2, []),
@@ -527,12 +533,8 @@ def test_more_ranks_and_other_batches_repeat_no_data(run, tmp_path, monkeypatch)
 
     run(*flags[1], out="alone")
     run(*flags[-1], "--init_from=resume", out="alone")
-    moved, expected = (losses(tmp_path / name) for name in ("moved", "alone"))
-    assert [line[0] for line in moved if len(line) == 5] == list(range(10))
-    for a, b in zip(
-        (line for line in moved if len(line) == 5), (line for line in expected if len(line) == 5), strict=True
-    ):
-        assert a == pytest.approx(b, abs=1e-5)
+    moved, expected = ([line for line in losses(tmp_path / name) if len(line) == 5] for name in ("moved", "alone"))
+    assert [line[0] for line in moved] == list(range(10)) and distance(moved, expected) < 1e-9
 
 
 KEPT = {"kept": (2, [*FSDP, "--fsdp_reshard=False"])}

@@ -253,7 +253,17 @@ def test_the_units_of_the_largest_shares_are_shown_in_their_order(block):
     units, n, total = read_head(net, tokenizer_of(26), idx, 1, 3, 9, most=99)
     few = read_head(net, tokenizer_of(26), idx, 1, 3, 9, most=4)
     best = sorted(units, key=lambda unit: -abs(unit.share))[:4]
-    assert len(units) == n and few == ([unit for unit in units if unit in best], n, total)
+    assert len(units) == n == few[1] and [unit.name for unit in few[0]] == [u.name for u in units if u in best]
+    for same, unit in zip(few[0], (u for u in units if u in best), strict=True):
+        assert_same_promotes(same.promotes, unit.promotes)
+        assert [*same[1:-1]] == pytest.approx([*unit[1:-1]], rel=1e-9)
+    assert_same_promotes(few[2], total)
+
+
+def assert_same_promotes(found: list[tuple[str, float]], expected: list[tuple[str, float]]):
+    """The same tokens; their values are sums that a product of another size takes in another order."""
+    assert [token for token, _ in found] == [token for token, _ in expected]
+    assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

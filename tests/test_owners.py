@@ -39,9 +39,13 @@ LAYOUTS = {  # name -> (ranks, flags)
 }
 
 
-def config(flags: list[str]) -> Config:
+def config(flags: list[str], dtype: str = "float32") -> Config:
+    """The flags of a run; with float64, in which Newton-Schulz is computed too, tensors are made in it."""
     common = [*TINY, *GATED, "--vocab_size=32", "--optimizer=muon", "--gradient_accumulation_steps=24", "--n_layer=3"]
-    return parse(Config, [*common, *flags])
+    cfg = parse(Config, [*common, *flags])
+    cfg.dtype = dtype
+    torch.set_default_dtype(torch.float64 if dtype == "float64" else torch.float32)
+    return cfg
 
 
 def updated(cfg: Config, sharded: ShardedModel) -> tuple[dict[str, torch.Tensor], optim.Muon]:
@@ -61,7 +65,7 @@ def updated(cfg: Config, sharded: ShardedModel) -> tuple[dict[str, torch.Tensor]
     ]
 
 
-def update_on_ranks(layouts: dict[str, list[str]], largest: int, folder: Path):
+def update_on_ranks(layouts: dict[str, list[str]], dtype: str, largest: int, folder: Path):
     """A file per layout and rank: the full tensors, and counts of a step."""
     optim.Muon.LARGEST_ROUND = largest
     init, all_to_all, sent = dist.init_process_group, dist.all_to_all_single, Counter()
@@ -74,7 +78,7 @@ def update_on_ranks(layouts: dict[str, list[str]], largest: int, folder: Path):
 
     dist.all_to_all_single = counted
     for name, flags in layouts.items():
-        cfg = config(flags)
+        cfg = config(flags, dtype)
         sharded = ShardedModel(cfg, ranks := parallel.join(cfg))
         sharded.init_weights(cfg.seed)
         sent.clear()
@@ -90,33 +94,34 @@ def update_on_ranks(layouts: dict[str, list[str]], largest: int, folder: Path):
         torch.save((full, counts, sent["messages"] / STEPS, sharded.unequal_copies()), folder / f"{name} {ranks.rank}")
 
 
-def alone(flags: list[str]) -> dict[str, torch.Tensor]:
+def alone(flags: list[str], dtype: str) -> dict[str, torch.Tensor]:
     """The parameters and the optimizer's state of one process."""
     layout = ("--parallel", "--tp", "--pp", "--cp", "--dp_replicate")
-    cfg = config([flag for flag in flags if not flag.startswith(layout)])
+    cfg = config([flag for flag in flags if not flag.startswith(layout)], dtype)
     sharded = ShardedModel(cfg, parallel.Ranks(0, 1, torch.device("cpu"), getattr(torch, cfg.dtype), False))
     sharded.init_weights(cfg.seed)
     return updated(cfg, sharded)[0]
 
 
-RUNS = [(3, 1, "float32"), (4, 1, "float32"), (4, 9, "float32"), (4, 1, "bfloat16"), (8, 1, "float32")]
+RUNS = [(3, 1, "float64"), (4, 1, "float64"), (4, 9, "float64"), (4, 1, "bfloat16"), (8, 1, "float64")]
 
 
 @pytest.mark.parametrize("size, rounds, dtype", RUNS)
 def test_updates_are_those_of_one_process(size, rounds, dtype, tmp_path):
-    """Parameters, momentum and AdamW's state after three steps, to 1e-5; with numbers that travel and are multiplied in
+    """Parameters, momentum and AdamW's state after three steps, to 1e-9; with numbers that travel and are multiplied in
     bfloat16, to a few of its roundings. Each rank sends and multiplies as much as its table of owners says."""
-    layouts = {name: [*flags, f"--dtype={dtype}"] for name, (ranks, flags) in LAYOUTS.items() if ranks == size}
-    launch(size, update_on_ranks, tmp_path, layouts, 2**26 if rounds == 1 else 1, tmp_path)
+    layouts = {name: flags for name, (ranks, flags) in LAYOUTS.items() if ranks == size}
+    launch(size, update_on_ranks, tmp_path, layouts, dtype, 2**26 if rounds == 1 else 1, tmp_path)
     for name, flags in layouts.items():
-        expected, seen = alone(flags), set()
+        expected, seen = alone(flags, dtype), set()
+        torch.set_default_dtype(torch.float32)
         for rank in range(size):
             full, counts, messages, unequal = torch.load(tmp_path / f"{name} {rank}")
             assert unequal == "" and (messages == 2 if rounds == 1 else 2 < messages <= 2 * rounds), name
             for kind, (found, counted) in counts.items():
                 assert found == counted, (name, rank, kind)
             for key, x in full.items():
-                limit = 1e-5 if dtype == "float32" or "momentum" in key else 2e-3
+                limit = 1e-9 if dtype == "float64" else 1e-5 if "momentum" in key else 2e-3
                 assert (x - expected[key]).abs().max() < limit, (name, rank, key)
             seen |= full.keys()
         assert seen == expected.keys(), name
