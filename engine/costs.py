@@ -379,7 +379,7 @@ class Run:
         block_costs, before, loss = costs
         for stage in self.stages:
             mine = [block_costs[layer] for layer in stage.blocks]
-            in_flight = min(cfg.pp - stage.index, layout.micro_steps)  # micro-batches between forward and backward
+            in_flight = cfg.pp - stage.index  # micro-batches between forward and backward
             parts = self.static_memory(stage) | {
                 "activations": in_flight * sum(cost.kept for cost in mine + before * stage.first),
                 "logits and loss": loss.peak if stage.last else 0,
@@ -415,7 +415,7 @@ class Run:
         if self.fsdp:
             forwards, backwards = (steps, steps) if cfg.fsdp_reshard else (steps, 0)
             if cfg.pp > 1:  # after the first backward, each forward uses the weights that a backward has gathered
-                ahead = min(cfg.pp - stage.index, steps)
+                ahead = cfg.pp - stage.index
                 forwards, backwards = (ahead, steps - ahead + 1) if cfg.fsdp_reshard else (1, 0)
             blocks, kept = others * size * (total - gains - root - ends), others * (4 * root + size * ends)
             last = others * size * held[f"blocks.{cfg.n_layer - 1}"] if cfg.pp == 1 else 0  # kept like root and ends

@@ -468,6 +468,64 @@ FAULTS = [
         "A checkpoint is written before the first step, where there is nothing to save.",
         "tests/test_train.py::test_nothing_is_saved_before_the_first_step",
     ),
+    # ---- figures that are shown
+    (
+        "engine/evaluation.py",
+        "logits[:, : tokenizer.vocab_size] / 0.8",
+        "logits[:, : tokenizer.vocab_size] * 0.8",
+        "The texts in TensorBoard are drawn at temperature 1.25 instead of 0.8.",
+        "tests/test_train.py::test_a_text_is_drawn_at_temperature_0_8",
+    ),
+    (
+        "engine/metrics.py",
+        '(1 if sys.platform == "darwin" else 1024)',
+        '(1 if sys.platform == "darwin" else 1000)',
+        "The peak of memory counts a thousand bytes for each KiB.",
+        "tests/test_metrics.py::test_peak_memory_grows_with_what_is_held",
+    ),
+    (
+        "engine/compare_table.py",
+        'figure(row["relative_speed"], 3, "median")',
+        'figure(row["relative_speed"], 3)',
+        "compare.py shows the mean of the relative speeds and calls it their median.",
+        "tests/test_compare.py::test_seeds_are_interleaved_and_the_table_is_right",
+    ),
+    (
+        "engine/bench_table.py",
+        '"tokens_per_s": batch * n / sum(seconds)',
+        '"tokens_per_s": n / sum(seconds)',
+        "bench.py gives the speed of decoding of one sample instead of all together.",
+        "tests/test_bench.py::test_speed_of_decoding_by_hand",
+    ),
+    (
+        "engine/weights.py",
+        'OF_THE_DATA = ("dataset", "seed", ',
+        'OF_THE_DATA = ("dataset", ',
+        "evaluate.py --eval_iters draws its windows by the default seed instead of the run's.",
+        "tests/test_evaluate.py::test_a_data_set_has_the_loss_of_eval_only",
+    ),
+    (
+        "lens.py",
+        "scale = (norm(stream) - (0.0 if bias is None else bias)).norm()",
+        "scale = norm(stream).norm()",
+        "What a unit promotes is scaled by the last LayerNorm's output with its bias.",
+        "tests/test_lens.py::test_the_last_norm_keeps_its_statistics",
+    ),
+    # ---- engine/families.py, weights.py
+    (
+        "engine/weights.py",
+        "require(known is not None and known.vocab_size == size,",
+        "require(known is not None,",
+        "nanoGPT's weights take the tokenizer of our data of the same name even if it has another size.",
+        "tests/test_evaluate.py::test_nanogpts_file",
+    ),
+    (
+        "engine/families.py",
+        '("self_attn.q_norm", PLUS_ONE, SCALE)',
+        '("self_attn.q_norm", SCALE, PLUS_ONE)',
+        "Gemma 3's factor of the scores multiplies the norm's w instead of 1 + w.",
+        "tests/test_families.py::test_in_and_out",
+    ),
     # ---- sample.py
     (
         "sample.py",
@@ -489,6 +547,20 @@ FAULTS = [
         "scaled = scaled.masked_fill(logits < least, -torch.inf)",
         "scaled = logits.masked_fill(logits < least, -torch.inf)",
         "The temperature has no effect while top_k leaves tokens out.",
+        "tests/test_sample.py::test_the_distribution_is_that_of_transformers",
+    ),
+    (
+        "sample.py",
+        "if (span == V + n_blanks).all():",
+        "if (span == V + n_blanks).any():",
+        "All samples of a seq2seq model end when the first one is complete.",
+        "tests/test_sample.py::test_each_sample_of_seq2seq_fills_its_blank",
+    ),
+    (
+        "sample.py",
+        "cfg.min_p * p.amax(dim=-1, keepdim=True)",
+        "cfg.min_p * p.amax()",
+        "min_p is a fraction of the largest probability of all samples together.",
         "tests/test_sample.py::test_the_distribution_is_that_of_transformers",
     ),
 ]

@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -297,6 +298,15 @@ def test_the_table(tiny, monkeypatch):
         assert shown.split() == ["small", row["dtype"], str(row["batch_size"]), rate, ratio]
     assert [row["batch_size"] for row in report["decoding"]] == [1, 8]
     assert table[13].startswith(f"loader: {report['loader']['tokens_per_s'] / 1e6:.0f} Mtok/s")
+
+
+def test_speed_of_decoding_by_hand(tiny, monkeypatch):
+    """By a clock that shows 0, 1, 4, 9, ...: the tokens take 1, 3, ..., 31 seconds, and the second row ends at 256."""
+    clock = (n * n for n in [*range(9), *range(17)])
+    monkeypatch.setattr(bench_table, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    row = bench_table.measure_decoding("small", bench_table.flags("small"), 3)
+    assert row["tokens_per_s"] == pytest.approx(3 * 16 / 256)
+    assert row["last_quarter_to_first"] == pytest.approx((27 + 29) / (3 + 5))
 
 
 def test_json_is_all_that_stdout_gets(tiny, capfd):

@@ -158,6 +158,8 @@ def test_seeds_are_interleaved_and_the_table_is_right(fake, capfd):
     assert table in said and "5 of 6 trainings done, about" in said
     assert "| 0.0200 (0.0100 to 0.0300) |" in table and "+1.0000 ± 0.0000 (n = 3)" in table
     assert "`--block=parallel`" in table
+    ratios = compare_table.spread([1.0, 1.1, 3.0])
+    assert compare_table.cells(second | {"relative_speed": ratios})[-1] == "1.100 (1.000 to 3.000)"
 
 
 def test_finished_trainings_are_not_repeated(fake, capfd):

@@ -6,14 +6,16 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 import time
 
 import pytest
 import torch
+from conftest import ROOT
 
 import engine.metrics
-from engine.metrics import Console, Metrics, Silent, gpu_peak, peak_flops, peak_memory_bytes, truncate_metrics
+from engine.metrics import Console, Metrics, Silent, gpu_peak, peak_flops, truncate_metrics
 
 CPU = torch.device("cpu")
 FLAGS = {"n_layer": 4, "learning_rate": 3e-3, "bias": False, "pos": "rope"}
@@ -346,6 +348,11 @@ def test_gpu_table(name, half, tf32):
 
 
 def test_peak_memory_grows_with_what_is_held():
-    before = peak_memory_bytes(CPU)
-    block = torch.ones(2 * before // 4)  # twice the peak so far
-    assert 2 * before <= peak_memory_bytes(CPU) < 4 * before + 2**28 and len(block)
+    """The first tensor of 512 MiB lifts the peak above that of the imports; a second one makes the difference."""
+    code = (
+        "import torch; from engine.metrics import peak_memory_bytes as peak; torch.set_num_threads(1)\n"
+        "cpu, held = torch.device('cpu'), [torch.ones(2**27)]; first = peak(cpu)\n"
+        "held.append(torch.ones(2**27)); print(peak(cpu) - first)"
+    )
+    grown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    assert int(grown) == pytest.approx(2**29, rel=0.01)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from ranks import launch, train_runs
 
 import evaluate
 import sample
+from data.tokenizer import ByteTokenizer
 from engine import weights
 from engine.parallel import Ranks
 from model import Model
@@ -389,6 +391,22 @@ def test_seq2seq_fills_spans(say, seq2seq):
     )
     assert len(several) == 3
     assert all(text.startswith("the ") and " on a " in text and text.endswith(".") for text in several)
+
+
+def test_each_sample_of_seq2seq_fills_its_blank(capsys):
+    """Samples of one batch whose blanks end after 1, 4 and 2 tokens; what follows the last sentinel is left out."""
+    rows = [*b"x", 258, *b"zzz"], [*b"yyyy", 258], [*b"ww", 258, *b"vv"]
+
+    def generate(start, n, draw, source, roll):
+        for ids in zip(*rows, strict=True):
+            logits = torch.zeros(3, 259).scatter_(1, torch.tensor(ids)[:, None], 1.0)
+            yield draw(logits)
+
+    source, tokenizer = torch.tensor([[*b"a", 257, *b"b"]] * 3), ByteTokenizer()
+    cfg, greedy = SampleConfig(start="a<mask>b", num_samples=3), lambda logits: logits.argmax(-1)
+    net = SimpleNamespace(generate=generate)
+    assert sample.fill_spans(cfg, net, tokenizer, cfg.start, source, greedy) == 3 * 5
+    assert capsys.readouterr().out == sample.SEPARATOR.join(["axb", "ayyyyb", "awwb"]) + "\n"
 
 
 # ---- what cannot be

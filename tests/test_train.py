@@ -393,6 +393,23 @@ def test_texts_change_no_random_number(run, tiny_data, monkeypatch):
     assert len(set(texts)) == 3
 
 
+def test_a_text_is_drawn_at_temperature_0_8():
+    """Frequencies of 20,000 draws; the two ids of the embedding's padding never occur."""
+    logits, draws = torch.tensor([0.0, -0.5, -1.0, -2.0, 9.0, 9.0]), []
+
+    def generate(start, n, draw):
+        draws.append(draw(logits.expand(20_000, -1)))
+        yield draws[0][:1]
+
+    net = SimpleNamespace(cfg=SimpleNamespace(block_size=3), generate=generate)
+    stream = SimpleNamespace(read=lambda starts, out: out.fill(2))
+    ranks = parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)
+    text = evaluation.text_sample(ranks, net, CharTokenizer("abcd"), stream, 60)
+    assert text == "ccc" + "abcd"[draws[0][0]]
+    expected = (logits[:4].double() / 0.8).softmax(-1)
+    assert (draws[0].bincount(minlength=6)[:4] / 20_000).tolist() == pytest.approx(expected.tolist(), abs=0.015)
+
+
 def test_norms_of_weights(run):
     folder = run("--max_iters=3", "--pos=learned")
     net, events = load(folder)[0], EventAccumulator(str(folder)).Reload()
