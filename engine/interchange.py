@@ -311,8 +311,8 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(__doc__.strip())
         return 0
-    print(f"error: these arguments make no command: {' '.join(argv) or 'none'}; {USAGE}", file=sys.stderr)
-    return 2
+    with user_errors():
+        raise ValueError(f"these arguments make no command: {' '.join(argv) or 'none'}; {USAGE}")
 
 
 if __name__ == "__main__":

@@ -759,8 +759,11 @@ def test_nothing_is_left_after_a_failure(trained, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["export"], ["export", "a"], ["export", "a", "b", "--dtype=int8"], ["import", "a", "b"]]
+    "arguments",
+    [[], ["export"], ["export", "a"], ["export", "a", "b", "--dtype=int8"], ["import", "a", "b"], ["export", "a\nb"]],
 )
 def test_wrong_arguments(arguments, capsys):
-    assert interchange.main(arguments) == 2
-    assert re.search("^error: .*usage: .*export RUN DIR", capsys.readouterr().err)
+    with pytest.raises(SystemExit) as stopped:
+        interchange.main(arguments)
+    assert stopped.value.code == 2
+    assert re.fullmatch("error: .*usage: .*export RUN DIR.*\n", capsys.readouterr().err)
