@@ -168,6 +168,7 @@ def test_in_and_out(hf, tmp_path, name):
 
 LLAMA_LIKE = dict(norm="rmsnorm", mlp="swiglu", pos="rope")
 GEMMA3_LIKE = LLAMA_LIKE | dict(mlp="geglu_tanh", norm_placement="sandwich", qk_norm=True, embed_scale=32**0.5)
+FRACTIONAL = ["yarn:4:10.9", f"yarn:{T / 10.9}", "llama3:8:1:4:10.9"]  # an original context of 10 gives other logits
 CHOICES = {
     "gpt2": [
         {},
@@ -182,8 +183,9 @@ CHOICES = {
     ],
     "llama": [
         LLAMA_LIKE,
-        LLAMA_LIKE | dict(head_dim=4, mlp="geglu", rope_scaling="yarn:4"),
+        LLAMA_LIKE | dict(head_dim=4, mlp="geglu", rope_scaling="yarn:4", rope_theta=7.8),
         LLAMA_LIKE | dict(bias=True),
+        *(LLAMA_LIKE | dict(rope_scaling=each, rope_theta=7.8) for each in FRACTIONAL),
     ],
     "mistral": [LLAMA_LIKE | dict(window=WINDOW, norm_eps=1e-6, attention="mqa")],
     "qwen2": [LLAMA_LIKE | dict(qkv_bias=True), LLAMA_LIKE | dict(window=WINDOW, window_pattern="LLS")],
