@@ -298,7 +298,7 @@ def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family
             if wrong:
                 misses.append((len(wrong), name, wrong))
             else:
-                also = f"; {name} has them, but gives other ids than the run's tokenizer in AutoTokenizer"
+                also = f"; {name} would fit, but AutoTokenizer gives it other ids than the run's tokenizer"
     _, name, wrong = min(misses, default=(0, "any", ["block"]))
     values = " and ".join(f"{flag}={getattr(cfg, flag)}" for flag in wrong)
     raise ValueError(
