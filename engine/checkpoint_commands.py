@@ -5,7 +5,6 @@ python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best] 
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import torch
@@ -28,8 +27,8 @@ def main(argv: list[str]) -> int:
         case ["-h"] | ["--help"]:
             print(USAGE)
             return 0
-    print(f"error: these arguments make no command: {' '.join(argv) or 'none'}; {USAGE}", file=sys.stderr)
-    return 2
+    with user_errors():
+        raise ValueError(f"these arguments make no command: {' '.join(argv) or 'none'}; {USAGE}")
 
 
 def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") -> Path:

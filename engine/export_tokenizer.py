@@ -4,8 +4,8 @@
 
 AutoTokenizer.from_pretrained(folder) then gives the same ids and the same text back, for every text of valid Unicode:
 Hugging Face refuses lone surrogates. Special tokens are the difference: the text <|endoftext|> is the end-of-text token
-there, unless split_special_tokens=True, and ordinary text here. Beside a config.json of Qwen2, AutoTokenizer ignores
-the files' own split into words and takes Qwen2's; PreTrainedTokenizerFast.from_pretrained(folder) does not.
+there, unless split_special_tokens=True, and ordinary text here. Beside a config.json of Qwen2, AutoTokenizer applies
+Qwen2's rules whatever the files say; so `keeps_ids` says for which tokenizers this model_type may be written.
 """
 
 import json
@@ -15,6 +15,23 @@ from pathlib import Path
 from data.base_tokenizer import END_OF_TEXT, Tokenizer, write_file
 from data.hf_tokenizer import LETTERS
 from engine.errors import require
+
+QWEN2 = (  # the pattern by which AutoTokenizer splits a text into words beside a config.json of Qwen2
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def keeps_ids(tokenizer: Tokenizer | None, kind: str) -> bool:
+    """Whether AutoTokenizer gives the tokenizer's ids beside a config.json of this model_type."""
+    if tokenizer is None or kind != "qwen2":
+        return True
+    parts = getattr(tokenizer, "parts", None) or {"model": {}}
+    steps = (parts.get("pre_tokenizer") or {}).get("pretokenizers", [])
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": None, "use_regex": False}
+    rules = [step | {"trim_offsets": None} for step in steps] == [split(QWEN2) | {"trim_offsets": None}, level]
+    rules = rules and parts.get("normalizer") == {"type": "NFC"} and END_OF_TEXT.decode() in tokenizer.vocabulary
+    return rules and {key for key, x in parts["model"].items() if x} == {"type", "vocab", "merges"}
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path | str) -> None:

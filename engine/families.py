@@ -4,7 +4,7 @@
     flags = family.flags(config)                   # ValueError names a key that our flags cannot express
     config = family.config(cfg)                    # the reverse
     names, steps = family.source("blocks.0.sums.0.attn.qkv.weight")         # their layers, and how ours is made of them
-    family, cfg = choose(cfg)                      # the first family that expresses the flags
+    family, name, cfg = choose(cfg, tokenizer)     # the first family that expresses the flags
 
 A family has a list of parts, each of which translates a few keys of config.json (engine/hf_config.py), and a table of
 rows: our layer, their layers, and the steps from theirs to ours (engine/hf_weights.py). docs/interchange.md lists the
@@ -16,7 +16,9 @@ from dataclasses import dataclass, fields, replace
 from types import NoneType
 from typing import Any
 
+from data.base_tokenizer import Tokenizer
 from engine import hf_config
+from engine.export_tokenizer import keeps_ids
 from engine.hf_config import GATED, Keys, Part, mlp, only, rope, sizes, value
 from engine.hf_weights import GROUP, PLUS_ONE, SCALE, SCALE_QUERIES, TRANSPOSE, TURN, UNITS, Step
 from model import USED_WHEN, ModelConfig
@@ -273,15 +275,15 @@ def network(cfg: ModelConfig) -> dict[str, Any]:
     return out | {"rope_scaling": hf_config.write_scaling(cfg)}
 
 
-def choose(cfg: ModelConfig) -> tuple[Family, str, ModelConfig]:
-    """(the first family that expresses the flags, its name, the flags as it has them).
+def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family, str, ModelConfig]:
+    """(the first family that expresses the flags and keeps the tokenizer's ids, its name, the flags as it has them).
 
     A family with more biases than the model has expresses it with biases of 0; the flags then have these biases too.
     ValueError names the flags that the nearest family lacks.
     """
     same = cfg.block == "superblock" and cfg.pool == "separate" and cfg.n_group == 1
     plain = replace(cfg, block=SAME_AS[cfg.wiring]) if same else cfg  # the parameters have the same names
-    misses = []
+    misses, also = [], ""
     for biases in ({}, {"norm_bias": True}, {"qkv_bias": True}, {"bias": True}):
         given = replace(plain, **biases)
         wanted = network(given)
@@ -291,12 +293,15 @@ def choose(cfg: ModelConfig) -> tuple[Family, str, ModelConfig]:
             except ValueError:
                 continue
             wrong = sorted(flag for flag in wanted | found if wanted.get(flag) != found.get(flag))
-            if not wrong:
+            if not wrong and keeps_ids(tokenizer, name):
                 return family, name, given
-            misses.append((len(wrong), name, wrong))
+            if wrong:
+                misses.append((len(wrong), name, wrong))
+            else:
+                also = f"; {name} would fit, but AutoTokenizer gives it other ids than the run's tokenizer"
     _, name, wrong = min(misses, default=(0, "any", ["block"]))
     values = " and ".join(f"{flag}={getattr(cfg, flag)}" for flag in wrong)
     raise ValueError(
-        f"no family of Hugging Face has {values} (the nearest is {name}); export with --remote-code, which writes "
-        "model.py beside the weights"
+        f"no family of Hugging Face has {values} (the nearest is {name}{also}); export with --remote-code, which "
+        "writes model.py beside the weights"
     )

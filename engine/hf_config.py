@@ -167,7 +167,7 @@ def write_scaling(cfg: ModelConfig) -> dict | None:
     found = SCALING[kind] | dict(zip(SCALING[kind], (float(x) for x in numbers), strict=False))
     if "original_max_position_embeddings" in found:
         original = found["original_max_position_embeddings"] or cfg.block_size / found["factor"]
-        found["original_max_position_embeddings"] = int(original)
+        found["original_max_position_embeddings"] = int(original) if original % 1 == 0 else original
     return {"rope_type": kind} | found
 
 

@@ -176,13 +176,14 @@ def their_shapes(family: Family, cfg: ModelConfig, config: dict, name: str, shap
 # Writing
 
 
-def write_hf(folder: Path, cfg: ModelConfig, weight: Callable[[str], Tensor | None], dtype: torch.dtype, tokens: dict):
+def write_hf(folder: Path, cfg: ModelConfig, weight: Callable, dtype: torch.dtype, tokenizer: Tokenizer | None):
     """Write config.json, generation_config.json and the weights of a model with these flags into the folder.
 
-    weight(name) is our parameter, or None for a bias that only the family has, which is then 0. tokens are the ids of
-    special tokens. ValueError if no family has the flags. The memory holds one file of weights at a time.
+    weight(name) is our parameter, or None for a bias that only the family has, which is then 0. ValueError if no family
+    has the flags and keeps the tokenizer's ids. The memory holds one file of weights at a time.
     """
-    family, kind, cfg = choose(cfg)
+    family, kind, cfg = choose(cfg, tokenizer)
+    tokens = special_tokens(tokenizer)
     config = {"model_type": kind, "torch_dtype": str(dtype)[6:]} | family.config(cfg) | tokens
 
     def theirs(name: str, shape: torch.Size) -> dict[str, Tensor]:
@@ -289,7 +290,7 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
                 write_json(partial / "generation_config.json", tokens)
                 write_weights(partial, shapes, lambda name, _: {f"model.{name}": weight(name)}, getattr(torch, dtype))
             else:
-                write_hf(partial, cfg, weight, getattr(torch, dtype), tokens)
+                write_hf(partial, cfg, weight, getattr(torch, dtype), tokenizer)
             if tokenizer:
                 export_tokenizer(tokenizer, partial)
         return path
@@ -311,8 +312,8 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(__doc__.strip())
         return 0
-    print(f"error: these arguments make no command: {' '.join(argv) or 'none'}; {USAGE}", file=sys.stderr)
-    return 2
+    with user_errors():
+        raise ValueError(f"these arguments make no command: {' '.join(argv) or 'none'}; {USAGE}")
 
 
 if __name__ == "__main__":

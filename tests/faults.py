@@ -549,6 +549,7 @@ FAULTS = [
         "The temperature has no effect while top_k leaves tokens out.",
         "tests/test_sample.py::test_the_distribution_is_that_of_transformers",
     ),
+<<<<<<< HEAD
     (
         "sample.py",
         "if (span == V + n_blanks).all():",
@@ -562,5 +563,49 @@ FAULTS = [
         "cfg.min_p * p.amax()",
         "min_p is a fraction of the largest probability of all samples together.",
         "tests/test_sample.py::test_the_distribution_is_that_of_transformers",
+=======
+    # ---- export, tokenizers
+    (
+        "engine/hf_config.py",
+        'or cfg.block_size / found["factor"]',
+        "or cfg.block_size",
+        "An export with yarn and no ORIGINAL names the long context as the original one.",
+        "tests/test_families.py::test_the_first_family_that_expresses_the_flags",
+    ),
+    (
+        "engine/hf_config.py",
+        "int(original) if original % 1 == 0 else original",
+        "int(original)",
+        "An export drops the fraction of rope_scaling's original context.",
+        "tests/test_families.py::test_the_first_family_that_expresses_the_flags",
+    ),
+    (
+        "engine/export_tokenizer.py",
+        'if tokenizer is None or kind != "qwen2":',
+        "if True:",
+        "Runs with any tokenizer are exported as a Qwen2, to which transformers gives Qwen2's ids.",
+        "tests/test_hf_tokenizer.py::test_exports_of_every_family_keep_the_ids",
+    ),
+    (
+        "engine/interchange.py",
+        "first = tokenizer.prefix[0] if tokenizer and tokenizer.prefix else eot",
+        "first = eot",
+        "An export names end-of-text as the first token of a model whose texts begin with another one.",
+        "tests/test_hf_tokenizer.py::test_exports_of_every_family_keep_the_ids",
+    ),
+    (
+        "data/base_tokenizer.py",
+        "return self.token_bytes == other.token_bytes",
+        "return True",
+        "Tokenizers with equally many ids and the same end-of-text count as the same.",
+        "tests/test_hf_tokenizer.py::test_the_same_tokens_in_another_order_are_others",
+    ),
+    (
+        "data/shards.py",
+        "kinds = [(d.tokenizer and d.tokenizer.hash,",
+        "kinds = [(d.tokenizer and d.tokenizer.vocab_size,",
+        "Data sets whose tokenizers have equally many ids are mixed.",
+        "tests/test_shards.py::test_what_cannot_be_mixed_is_one_line",
+>>>>>>> w-export
     ),
 ]

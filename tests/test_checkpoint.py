@@ -1055,8 +1055,9 @@ def test_the_command_line(capsys, monkeypatch):
         runpy.run_module("engine.checkpoint", run_name="__main__")
     assert stopped.value.code == 2 and capsys.readouterr().err == f"{error} none; {checkpoint_commands.USAGE}\n"
     for wrong in ("consolidate a", "consolidate a b c", "other a b", "consolidate a b --which=last"):
-        assert checkpoint_commands.main(wrong.split()) == 2
-        assert capsys.readouterr().err == f"{error} {wrong}; {checkpoint_commands.USAGE}\n"
+        with pytest.raises(SystemExit) as stopped:
+            checkpoint_commands.main(wrong.split())
+        assert stopped.value.code == 2 and capsys.readouterr().err == f"{error} {wrong}; {checkpoint_commands.USAGE}\n"
     assert checkpoint_commands.main(["--help"]) == 0 and checkpoint_commands.USAGE in capsys.readouterr().out
 
 

@@ -310,7 +310,7 @@ def test_a_resume_with_another_tokenizer(trained, tiny_data, tmp_path, capsys):
     from data.tokenizer import CharTokenizer
     from data.writer import ShardWriter
 
-    text = "abc " * 100
+    text = "".join(map(chr, range(257))) * 2  # as many tokens as the checkpoint's
     with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:
         for split in ("train", "val"):
             out.add(split, CharTokenizer(text).encode(text))

@@ -12,11 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
+import torch
 from conftest import ROOT, metrics, read_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+from test_families import CHOICES
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, LlamaConfig
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 
 import sample
 from data import corpus
@@ -24,6 +27,10 @@ from data.hf_tokenizer import LETTERS, HFTokenizer
 from data.shards import open_data
 from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, from_spec, train_bpe
 from engine.export_tokenizer import export_tokenizer
+from engine.families import choose
+from engine.interchange import special_tokens, write_hf, write_json
+from engine.remote_code import write_remote_code
+from model import ModelConfig
 
 TEXTS = [(ROOT / "README.md").read_text()[:20000], "naïve «été» 中文字 \U0001f600\r\n\t\t x  y\n\n\n" * 4]
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
@@ -56,6 +63,22 @@ def llama3() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     tokenizer.add_special_tokens(["<|far|>"])
     tokenizer.post_processor = with_bos(tokenizer)
+    return tokenizer
+
+
+def qwen2(words=QWEN2, nfc: bool = True, end_of_text: bool = True, ignore_merges: bool = False) -> Tokenizer:
+    """Its rules; or all but one, so that transformers' class for Qwen2 gives other ids."""
+    tokenizer = byte_level()
+    if ignore_merges:
+        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+        tokenizer.model = models.BPE(vocab=vocabulary, merges=[("t", "h")], ignore_merges=True)
+    split = pre_tokenizers.Split(Regex(words), behavior="isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    if nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_special_tokens(["<|endoftext|>"] * end_of_text)
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
     return tokenizer
 
 
@@ -98,9 +121,16 @@ KINDS = {
     "gpt2": byte_level,
     "roberta": lambda: byte_level(prefix_space=True),
     "llama3": llama3,
+    "qwen2": qwen2,
     "llama2": lambda: sentencepiece(True),
     "gemma": lambda: sentencepiece(False),
     "unigram": unigram,
+}
+NEARLY_QWEN2 = {
+    "with Llama 3's words": lambda: qwen2(LLAMA3),
+    "without NFC": lambda: qwen2(nfc=False),
+    "without <|endoftext|>": lambda: qwen2(end_of_text=False),
+    "ignoring merges": lambda: qwen2(ignore_merges=True),
 }
 EXACT = ["gpt2", "llama3", "llama2", "gemma"]  # give back every text
 
@@ -112,7 +142,7 @@ def folder(tmp_path_factory):
     @cache
     def make(kind: str) -> Path:
         path = tmp_path_factory.mktemp(kind)
-        KINDS[kind]().save(str(path / "tokenizer.json"))
+        (KINDS | NEARLY_QWEN2)[kind]().save(str(path / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}
         (path / "tokenizer_config.json").write_text(json.dumps(config))
         return path
@@ -403,10 +433,54 @@ def test_our_own_can_be_read_again(tmp_path, kind):
     assert [name for name, each in OURS.items() if again.same_tokens(each)] == [kind]
 
 
-def test_beside_a_qwen2(tmp_path):
-    export_tokenizer(OURS["bpe"], tmp_path)
-    Qwen2Config(num_hidden_layers=1).save_pretrained(tmp_path)
-    assert theirs(PreTrainedTokenizerFast.from_pretrained(tmp_path), MIXED) == OURS["bpe"].encode(MIXED).tolist()
+def test_the_same_tokens_in_another_order_are_others():
+    *tokens, a, b = OURS["bpe"].token_bytes[:-1]
+    other = BPETokenizer([*tokens, b, a])
+    assert (other.vocab_size, other.eot) == (OURS["bpe"].vocab_size, OURS["bpe"].eot)
+    assert not OURS["bpe"].same_tokens(other) and other.hash != OURS["bpe"].hash
+    assert OURS["bpe"].same_tokens(BPETokenizer([*tokens, a, b]))
+
+
+WHOLE = [*TEXTS, MIXED, " a", "e\u0301", "it's\n\n \n2026", "a<|endoftext|>b</s>c", "<tool>x"]
+
+
+def same_ids(path: Path, tokenizer) -> bool:
+    """Whether AutoTokenizer and the tokenizer give the same ids for texts, and for texts with the first tokens."""
+    reference = AutoTokenizer.from_pretrained(path)
+    texts = ["".join(c for c in text if tokenizer.spec["kind"] != "char" or c in CHARS) for text in WHOLE]
+    ours = [tokenizer.encode(text).tolist() for text in texts]
+    whole = [reference(text, split_special_tokens=True).input_ids for text in texts]
+    same = [theirs(reference, text) for text in texts] == ours and whole == [[*tokenizer.prefix, *ids] for ids in ours]
+    return same and len(reference) == tokenizer.vocab_size and reference.eos_token_id == tokenizer.eot
+
+
+EACH = [*OURS, *(f"hf:{kind}" for kind in KINDS)]
+CASES = [(kind, family, each[0]) for kind in EACH for family, each in (CHOICES | {"superblock": [{}]}).items()]
+CASES += [(kind, "qwen2", CHOICES["qwen2"][1]) for kind in [*EACH, *(f"hf:{kind}" for kind in NEARLY_QWEN2)]]
+
+
+@pytest.mark.parametrize("kind, family, flags", CASES)
+def test_exports_of_every_family_keep_the_ids(folder, tmp_path, family, flags, kind):
+    """Beside a Qwen2's config.json, transformers ignores the rules of other tokenizers than Qwen2's."""
+    tokenizer = OURS[kind] if kind in OURS else both(folder(kind[3:]))[0]
+    cfg = ModelConfig(n_layer=3, n_head=4, n_embd=32, block_size=24, vocab_size=tokenizer.vocab_size, **flags)
+    export_tokenizer(tokenizer, tmp_path)
+    if family == "superblock":
+        write_remote_code(cfg, tmp_path, **special_tokens(tokenizer))
+    elif family == "qwen2" and kind != "hf:qwen2":
+        write_json(tmp_path / "config.json", {"model_type": family})
+        assert not same_ids(tmp_path, tokenizer)
+        if flags.get("window_pattern"):
+            words = r"no family of Hugging Face has window_pattern=LLS .*qwen2 would fit, but .*ids.*--remote-code"
+            with pytest.raises(ValueError, match=words):
+                choose(cfg, tokenizer)
+            return
+        family = "llama"
+    if family != "superblock":
+        write_hf(tmp_path, cfg, lambda _: None, torch.float32, tokenizer)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == family and same_ids(tmp_path, tokenizer)
+    assert config["bos_token_id"] == [*tokenizer.prefix, tokenizer.eot][0]
 
 
 def test_what_cannot_be_written(tmp_path):

@@ -388,9 +388,10 @@ def test_wrong_flags(flags, fragments, trained, capsys):
 
 
 def test_data_of_another_tokenizer(trained, tmp_path, capsys):
-    with ShardWriter(tmp_path / "chars", CharTokenizer("abc")) as out:
+    text = "".join(map(chr, range(257))) * 2  # as many tokens as the model's
+    with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:
         for split in ("train", "val"):
-            out.add(split, CharTokenizer("abc").encode("abc" * 100))
+            out.add(split, CharTokenizer(text).encode(text))
     flags = [f"--out_dir={trained}", "--find=previous", f"--dataset={tmp_path / 'chars'}"]
     assert "another tokenizer" in refused(lens.main, flags, capsys)
 

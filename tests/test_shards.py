@@ -326,7 +326,7 @@ def test_a_mixture_is_its_sources_and_their_weights(tmp_path, monkeypatch, text,
 def test_what_cannot_be_mixed_is_one_line(tmp_path, monkeypatch, name, fact):
     monkeypatch.chdir(tmp_path)
     prepare("a"), prepare("b")
-    with ShardWriter("c", CharTokenizer("abc")) as out:
+    with ShardWriter("c", CharTokenizer("".join(map(chr, range(257))))) as out:  # as many tokens as a
         out.add("train", np.array([0, 1, 2]))
     for folder, meta in (("d", {"vocab_size": 300}), ("e", {"vocab_size": 301}), ("f", {"vocab_size": 300, "eot": 7})):
         os.mkdir(folder)
