@@ -549,7 +549,6 @@ FAULTS = [
         "The temperature has no effect while top_k leaves tokens out.",
         "tests/test_sample.py::test_the_distribution_is_that_of_transformers",
     ),
-<<<<<<< HEAD
     (
         "sample.py",
         "if (span == V + n_blanks).all():",
@@ -563,8 +562,7 @@ FAULTS = [
         "cfg.min_p * p.amax()",
         "min_p is a fraction of the largest probability of all samples together.",
         "tests/test_sample.py::test_the_distribution_is_that_of_transformers",
-=======
-    # ---- export, tokenizers
+    ),
     (
         "engine/hf_config.py",
         'or cfg.block_size / found["factor"]',
@@ -606,6 +604,5 @@ FAULTS = [
         "kinds = [(d.tokenizer and d.tokenizer.vocab_size,",
         "Data sets whose tokenizers have equally many ids are mixed.",
         "tests/test_shards.py::test_what_cannot_be_mixed_is_one_line",
->>>>>>> w-export
     ),
 ]
