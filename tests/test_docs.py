@@ -1,13 +1,16 @@
 """What README.md and docs/ name exists: tests, files, flags and links."""
 
+import itertools
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from conftest import ROOT
 
-from configurator import Config
+from configurator import Config, parse
+from engine import parallel
 from evaluate import EvaluateConfig
 from lens import LensConfig
 from sample import SampleConfig
@@ -79,3 +82,34 @@ def test_links_lead_to_files_and_headings(page):
 def test_the_readme_links_to_every_page():
     links = {link.partition("#")[0] for link in LINK.findall(README.read_text(encoding="utf-8"))}
     assert {f"docs/{page.name}" for page in PAGES[1:]} <= links
+
+
+def test_the_flags_that_do_not_combine_are_those_of_the_table():
+    """Pairs of two flags of a layout, or of one and one of the model: docs/scaling.md has a table of those refused."""
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8").partition("| does not combine with |")[2]
+    rows = [re.findall(r"`(--\w+=[\w.]+)`", line) for line in page.partition("\n\n")[0].splitlines()[2:]]
+    listed = {frozenset((flag, other)) for flag, *others in rows for other in others}
+    layout = ["--parallel=fsdp", "--fsdp_offload=True", "--fsdp_reshard=False", "--dp_replicate=2", "--tp=2", "--cp=2"]
+    layout += ["--pp=2", "--activation_checkpoint=selective", "--activation_checkpoint=full"]
+    model = [f"--{name}={value}" for name in ("block", "objective", "optimizer", "attention", "pos", "norm", "mlp")
+             for value in get_args(get_type_hints(Config)[name])]  # fmt: skip
+    model += ["--dropout=0.1", "--doc_mask=True", "--n_group=2", "--bias=True", "--qk_norm=True", "--window=64"]
+    needs = {
+        "--n_group=2": ["--block=superblock"],
+        "--attention=gqa": ["--n_kv_head=6"],
+        "--objective=seq2seq": ["--span_length=4"],
+    }
+    needs |= dict.fromkeys(layout[1:4], ["--parallel=fsdp"])
+    refused = set()
+    for pair in itertools.chain(itertools.combinations(layout, 2), itertools.product(layout, model)):
+        given = [*pair, *(flag for one in pair for flag in needs.get(one, []))]
+        names = [flag.partition("=")[0] for flag in given]
+        if len({*names}) < len({*given}) or pair == ("--tp=2", "--attention=mqa"):  # mqa has one head of keys
+            continue
+        cfg = parse(Config, [*given, "--gradient_accumulation_steps=8", "--vocab_size=256"])
+        try:
+            parallel.check_layout(cfg, 4)
+        except ValueError as error:
+            refused.add(frozenset(pair))
+            assert all(flag[2:].partition("=")[0] in str(error) for flag in pair), error
+    assert refused == listed
