@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 from conftest import ROOT
+from faults import FAULTS
 
 from configurator import Config, parse
 from engine import parallel
@@ -55,7 +56,38 @@ def test_files_of_the_map_exist():
 
 
 def test_the_readme_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 180
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 157
+
+
+def table_of_losses(page: str) -> list[tuple[str, list[float]]]:
+    """(parameters, [loss, difference and its interval if there is one]) of each row."""
+    rows = re.findall(r"^.*\| ([\d,]{7,}) +\| (\d\.\d+)(.*)$", page, re.MULTILINE)
+    effects = [re.findall(r"\+(\S+) ± (\S+)", rest) for *_, rest in rows]
+    return [(size, [float(loss), *map(float, sum(effect, ()))])
+            for (size, loss, _), effect in zip(rows, effects, strict=True)]  # fmt: skip
+
+
+def test_the_readmes_figures_are_those_of_the_pages_and_files():
+    pages = README, ROOT / "docs" / "baselines.md", ROOT / "docs" / "nanogpt.md"
+    readme, baselines, nanogpt = (path.read_text(encoding="utf-8") for path in pages)
+    shown, measured = table_of_losses(readme), table_of_losses(baselines)
+    assert len(shown) > 5
+    for parameters, figures in shown:
+        near = pytest.approx(figures, abs=6e-4)  # rounded to three digits
+        assert any(size == parameters and exact == near for size, exact in measured), figures
+    cost = re.search(r"`--block=parallel` costs (\S+) ± (\S+)", readme).groups()
+    assert [*map(float, cost)] == next(figures[1:] for _, figures in shown if figures[1:])
+    lines, files = re.search(r"About (\S+) lines compute a training: (.*?`)\.\s", readme, re.DOTALL).groups()
+    counts = [len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in re.findall(r"`(.+?)`", files)]
+    assert len(counts) == 5 and abs(sum(counts) - int(lines.replace(",", ""))) <= 100, sum(counts)
+    speeds = r"(\d\.\d\d) times as fast as nanoGPT(?:'s, and)?,? (\d\.\d\d)\s+times with"
+    assert re.search(speeds, readme).groups() == re.search(speeds, nanogpt).groups()
+
+
+def test_the_number_of_planted_faults():
+    for page in (README, ROOT / "docs" / "results.md", ROOT / "docs" / "tests.md"):
+        said = re.findall(r"(\d+) (?:planted )?faults", page.read_text(encoding="utf-8"))
+        assert said and {*map(int, said)} == {len(FAULTS)}, page
 
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
