@@ -1,7 +1,7 @@
 # make train: environment, data, a trained model and a sample.   make test: environment and all tests but the slow.
 # make quick: for whoever edits model.py, half a minute: the grid of flags, the blocks, the references and golden losses.
 # make jitter: do the tests pass whatever the last digit of a product? The suite three times, an hour on 2 cores.
-# make mutants: are 67 planted faults seen by the tests? Some minutes.
+# make mutants: do the tests see faults that are planted in the code? Some minutes.
 # make interop: our models in lm-eval's tasks, compared with transformers' there. lm-eval has an environment of its own.
 # make baselines: the table of docs/baselines.md: blocks with tuned learning rates, two hours; a stopped call goes on.
 # make gpu: on a machine with a GPU: is all computed as on the CPU, and how fast? 8 minutes; again until nothing is left.

@@ -54,15 +54,15 @@ products: bfloat16 on a CPU that is fast in it (with AMX), otherwise float32.
 
 {measured}
 
-`superblock` with one group computes what `parallel` computes, and in series what `standard` computes, from the same
-initial weights (`tests/test_blocks.py::test_equal_blocks_begin_with_equal_weights`), so their rows are those two.
+A `superblock` with one group has no row of its own: it computes what `parallel` computes, and in series what `standard`
+computes, from the same initial weights (`tests/test_blocks.py::test_equal_blocks_begin_with_equal_weights`).
 """
 MEANING = """
 * muon_lr, learning_rate: the best values of the search below; at an end of the grid they are marked with `!`.
 * Loss: nats per token, which is a byte or the end of a file, on the whole validation set; mean and range over {n}
   seeds. The losses of `masked` and `seq2seq` are those of restored bytes, so they have no difference from `standard`.
-* The training of the search that has the best values is also the final training with seed 1. So seed 1 has helped to
-  choose the learning rates.
+* The search trains with seed 1, and its best training is also the final training with seed 1. So the loss of seed 1
+  may be a little too good.
 * Difference: the loss minus that of `standard` with the same seed; mean ± half of the 95 % confidence interval
   (Student's t).
 
@@ -197,8 +197,8 @@ best value is the smallest or the largest that was tried, it tries the next one.
 """
     text += table(search.losses["learning_rate"])
     text += f"""
-Then come trainings of {options.steps} steps for muon_lr, and with the best values of the previous search. Their losses
-are those of the whole set:
+Then come trainings of {options.steps} steps for muon_lr. The best values of the previous search are tried too, if they
+are not among these. The losses are those of the whole validation set:
 
 """
     text += table(search.losses["muon_lr"])

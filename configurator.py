@@ -244,10 +244,14 @@ def convert(name: str, value: Any, where: str, kinds: dict[str, Any], default: d
 
 
 def check_used(cfg: Any, explicit: dict[str, Any], sources: dict[str, str]):
-    """ValueError if an explicit flag has no effect with the other flags."""
+    """ValueError if an explicit flag has no effect with the other flags.
+
+    A flag of a file is dropped instead if the command line sets the flag that it depends on.
+    """
     for name, (used, when) in getattr(cfg, "USED_WHEN", {}).items():
-        if name in explicit and not used(cfg):
-            rule = re.match(r"\w+", when)[0]
+        rule = re.match(r"\w+", when)[0]
+        overruled = sources.get(name) != COMMAND_LINE and sources.get(rule) == COMMAND_LINE
+        if name in explicit and not used(cfg) and not overruled:
             here = f"{spell(name, explicit[name], sources[name])} ({sources[name]})"
             state = f"{rule} is {getattr(cfg, rule)}" + (f" ({sources[rule]})" if rule in sources else "")
             remedy = f"set {when}" if re.fullmatch(r"\w+=\w+", when) else f"change {rule}"

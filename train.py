@@ -8,9 +8,9 @@
     python train.py config/x.py --init_from=hf:DIR                    # from a model of Hugging Face
     python train.py config/x.py --init_from=nanogpt:ckpt.pt           # starts from nanoGPT's weights
 
-Watch it with tensorboard --logdir=out/x. SIGINT (Ctrl-C) and SIGTERM finish the step, or leave the evaluation, save and
-exit. A second signal ends the run at once. Before the first step is done there is nothing to save, so there the first
-signal ends it already.
+Watch it with tensorboard --logdir=out/x. Ctrl-C (SIGINT) or SIGTERM stops the run: it finishes its step or leaves its
+evaluation, saves a checkpoint and exits. A second signal ends the run at once, and so does the first one while no step
+is done yet.
 """
 
 import os

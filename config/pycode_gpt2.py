@@ -1,6 +1,6 @@
 # GPT-2's network with train_pycode.py's optimizer, 2 to 3 minutes on 2 cores: learned positions, LayerNorm, GELU,
-# biases. Validation loss 1.545 nats per byte (measured 2026-11-22). With nanoGPT's AdamW (cosine, beta2 0.99) it was
-# 2.212 for learning_rate 1e-3 and min_lr 1e-4, and 2.486 for 3e-3 and 3e-4 (2026-11-21; 1.519 with Muon on that day).
+# biases. Validation loss 1.549 nats per byte (docs/baselines.md). With nanoGPT's AdamW (cosine, beta2 0.99) it was
+# 2.212 for learning_rate 1e-3 and min_lr 1e-4, and 2.486 for 3e-3 and 3e-4 (measured 2026-11-21).
 dataset = "pycode"
 out_dir = "out/pycode_gpt2"
 
@@ -14,7 +14,8 @@ bias = True
 
 optimizer = "muon"
 max_iters = 450
-learning_rate = 3e-3
+muon_lr = 0.04
+learning_rate = 0.003
 min_lr = 0.0
 schedule = "wsd"
 warmup_iters = 20

@@ -1,8 +1,6 @@
 # train_pycode.py with superblocks of one pool, 2 to 3 minutes on 2 cores: learned slots, which the heads read in a
 # softmax of their own, replace the MLP, with as many parameters.
-# With --muon_lr=0.02 --learning_rate=0.012, validation loss 1.346 and 1.350 nats per byte with --seed=1 and 2 on the
-# whole set, and 1.409 with --slot_softmax=joint (arXiv:1907.01470; measured 2026-11-22, one thread, bfloat16, Python
-# 3.11.7's library). docs/superblock.md says what else was tried.
+# Validation loss 1.313 nats per byte (docs/baselines.md). docs/superblock.md says what else was tried.
 dataset = "pycode"
 out_dir = "out/pycode_superblock_joint"
 
@@ -20,7 +18,8 @@ pos = "rope"
 
 optimizer = "muon"
 max_iters = 450
-learning_rate = 3e-3
+muon_lr = 0.01
+learning_rate = 0.012
 min_lr = 0.0
 schedule = "wsd"
 warmup_iters = 20

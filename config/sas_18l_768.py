@@ -1,9 +1,9 @@
 # The simplified block SAS in the setting of its paper (arXiv:2311.01906, autoregressive models of code): 18 layers,
 # 40,000 steps of 128 sequences of 128 tokens, a learning rate that falls linearly after 5 % of warm-up. Not yet
 # measured. The network is that of the authors' code; --block=simplified_parallel is SAS-P, and --block=standard
-# --scaled_init=False the Pre-LN baseline, whose values have no bias there. Their weight decay also acts on the gains of
-# RMSNorm, ours does not. The paper trains on codeparrot.
-# The standard library used here is far smaller, so pass --dataset with enough code before you compare losses.
+# --scaled_init=False the Pre-LN baseline, whose values have no bias there. Gains do not decay, neither here nor there.
+# The paper trains on codeparrot. The standard library used here is far smaller, so pass --dataset with enough code
+# before you compare losses.
 # python data/pycode/prepare.py --tokenizer=gpt2 --out=data/pycode_gpt2 && python train.py config/sas_18l_768.py
 out_dir = "out/sas_18l_768"
 dataset = "pycode_gpt2"

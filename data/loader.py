@@ -236,10 +236,10 @@ def eval_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yields this rank's part of a fixed evaluation set, in batches like the Loader's.
 
-    With n_batches 0 the set is every window once. Otherwise it is n_batches * batch_size windows, drawn by `seed`
-    without replacement and the same for every world_size. A window is always corrupted in the same way. All ranks get
-    the same number of batches, of one shape and stride. Rows of padding have the targets -1, and a batch may consist of
-    padding alone: add up losses and numbers of targets over all batches, and divide at the end.
+    If n_batches is 0, the set holds every window once. Otherwise it holds n_batches * batch_size different windows,
+    which `seed` draws; they do not depend on world_size. A window is always corrupted in the same way. All ranks get
+    the same number of batches, all of one shape and stride, so the last batches may hold rows of padding, or nothing
+    else. Padding has the targets -1: add up losses and numbers of targets over all batches, and divide at the end.
     """
     n = count_windows(stream, objective.block_size)
     windows = np.arange(min(n, n_batches * batch_size) if n_batches else n)

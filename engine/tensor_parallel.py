@@ -157,8 +157,8 @@ class SumOverRanks(torch.autograd.Function):
 def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
     """Keep this rank's slices of the model's parameters, and insert the collectives.
 
-    To be called on a full model, equal on all ranks, before anything else wraps it. ValueError for a parameter whose
-    module declares no role.
+    Call it before FSDP, DDP and torch.compile, on a whole model that has the same weights on all ranks. ValueError
+    names a parameter whose module declares no role.
     """
     cuts = {name: sharded_dim(model, name) for name, _ in model.named_parameters()}  # may raise before any cut
     n, rank = dist.get_world_size(group), dist.get_rank(group)

@@ -96,8 +96,8 @@ def test_out_dirs_differ():
     [
         ("train_superblock_124m", "train_gpt2", {"block"}),
         ("pycode_superblock", "train_pycode", {"block"}),
-        ("pycode_superblock_joint", "train_pycode", {"block", "pool", "mlp"}),
-        ("pycode_sas", "train_pycode", {"block", "simplified_beta_ff", "qk_norm"}),
+        ("pycode_superblock_joint", "train_pycode", {"block", "pool", "mlp", "muon_lr", "learning_rate"}),
+        ("pycode_sas", "train_pycode", {"block", "simplified_beta_ff", "qk_norm", "muon_lr"}),
         ("pycode_sas_p", "pycode_sas", {"block"}),
     ],
 )
@@ -105,6 +105,25 @@ def test_compares_like_with_like(name, like, changed):
     """A comparison of blocks changes only what its comment says."""
     a, b = vars(read(name)), vars(read(like))
     assert {flag for flag in a.keys() - {"sources"} if a[flag] != b[flag]} == changed | {"out_dir"}
+
+
+def test_quick_files_are_the_tuned_runs():
+    """A quick file sets what its command in docs/baselines.md sets, and its comment has the loss of its row there."""
+    page = (FILES["train_pycode"].parent.parent / "docs" / "baselines.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .* \| [\d,]+ +\| (\d\.\d+) \(", page, re.MULTILINE)
+    commands = re.findall(r"^python train\.py config/(.*)\.py (.*)$", page, re.MULTILINE)
+    found, made_by_compare = set(), {"compile", "eval_interval", "eval_iters", "seed", "out_dir", "sources"}
+    for loss, (name, flags) in zip(rows, commands, strict=True):
+        if flags.startswith("--block=parallel "):  # computes what config/pycode_superblock.py computes
+            name, flags = "pycode_superblock", flags.partition(" ")[2]
+        if "--n_group" in flags:
+            continue
+        a, b = vars(read(name)), vars(parse(Config, [str(FILES[name]), *flags.split()]))
+        assert {flag for flag in a if a[flag] != b[flag]} <= made_by_compare, name
+        said = re.search(r"Validation loss (\d\.\d{3}) nats", FILES[name].read_text(encoding="utf-8"))[1]
+        assert abs(float(said) - float(loss)) < 6e-4, name
+        found.add(name)
+    assert found == {name for name in FILES if read(name).dataset == "pycode"} - {"pycode_palm"}
 
 
 @pytest.mark.parametrize("name", ["train_superblock_124m", "pycode_superblock", "pycode_superblock_joint"])

@@ -64,6 +64,16 @@ def test_command_line_beats_files_and_later_beats_earlier(tmp_path):
     assert parse(Config, []) == Config() and parse(Config, []).sources == {}
 
 
+def test_the_command_line_drops_what_a_file_sets_for_another_choice(tmp_path):
+    """A file's muon_lr goes with its optimizer; a file or a command line that contradicts itself is refused."""
+    file = write(tmp_path / "a.py", "optimizer = 'muon'\nmuon_lr = 0.5\n")
+    cfg = parse(Config, [file, "--optimizer=adamw"])
+    assert cfg == parse(Config, ["--optimizer=adamw"]) and parse(Config, [file]).muon_lr == 0.5
+    for argv in ([write(tmp_path / "b.py", "muon_lr = 0.5\n")], [file, "--optimizer=adamw", "--muon_lr=0.5"]):
+        with pytest.raises(ValueError, match="used only with optimizer=muon"):
+            parse(Config, argv)
+
+
 def test_defaults_are_nanogpts():
     """The defaults of nanoGPT's train.py, of the flags whose meaning is the same."""
     cfg = Config()

@@ -1,13 +1,17 @@
 """What README.md and docs/ name exists: tests, files, flags and links."""
 
+import itertools
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from conftest import ROOT
+from faults import FAULTS
 
-from configurator import Config
+from configurator import Config, parse
+from engine import parallel
 from evaluate import EvaluateConfig
 from lens import LensConfig
 from sample import SampleConfig
@@ -52,7 +56,38 @@ def test_files_of_the_map_exist():
 
 
 def test_the_readme_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 180
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 157
+
+
+def table_of_losses(page: str) -> list[tuple[str, list[float]]]:
+    """(parameters, [loss, difference and its interval if there is one]) of each row."""
+    rows = re.findall(r"^.*\| ([\d,]{7,}) +\| (\d\.\d+)(.*)$", page, re.MULTILINE)
+    effects = [re.findall(r"\+(\S+) ± (\S+)", rest) for *_, rest in rows]
+    return [(size, [float(loss), *map(float, sum(effect, ()))])
+            for (size, loss, _), effect in zip(rows, effects, strict=True)]  # fmt: skip
+
+
+def test_the_readmes_figures_are_those_of_the_pages_and_files():
+    pages = README, ROOT / "docs" / "baselines.md", ROOT / "docs" / "nanogpt.md"
+    readme, baselines, nanogpt = (path.read_text(encoding="utf-8") for path in pages)
+    shown, measured = table_of_losses(readme), table_of_losses(baselines)
+    assert len(shown) > 5
+    for parameters, figures in shown:
+        near = pytest.approx(figures, abs=6e-4)  # rounded to three digits
+        assert any(size == parameters and exact == near for size, exact in measured), figures
+    cost = re.search(r"`--block=parallel` costs (\S+) ± (\S+)", readme).groups()
+    assert [*map(float, cost)] == next(figures[1:] for _, figures in shown if figures[1:])
+    lines, files = re.search(r"About (\S+) lines compute a training: (.*?`)\.\s", readme, re.DOTALL).groups()
+    counts = [len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in re.findall(r"`(.+?)`", files)]
+    assert len(counts) == 5 and abs(sum(counts) - int(lines.replace(",", ""))) <= 100, sum(counts)
+    speeds = r"(\d\.\d\d) times as fast as nanoGPT(?:'s, and)?,? (\d\.\d\d)\s+times with"
+    assert re.search(speeds, readme).groups() == re.search(speeds, nanogpt).groups()
+
+
+def test_the_number_of_planted_faults():
+    for page in (README, ROOT / "docs" / "results.md", ROOT / "docs" / "tests.md"):
+        said = re.findall(r"(\d+) (?:planted )?faults", page.read_text(encoding="utf-8"))
+        assert said and {*map(int, said)} == {len(FAULTS)}, page
 
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
@@ -79,3 +114,34 @@ def test_links_lead_to_files_and_headings(page):
 def test_the_readme_links_to_every_page():
     links = {link.partition("#")[0] for link in LINK.findall(README.read_text(encoding="utf-8"))}
     assert {f"docs/{page.name}" for page in PAGES[1:]} <= links
+
+
+def test_the_flags_that_do_not_combine_are_those_of_the_table():
+    """Pairs of two flags of a layout, or of one and one of the model: docs/scaling.md has a table of those refused."""
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8").partition("| does not combine with |")[2]
+    rows = [re.findall(r"`(--\w+=[\w.]+)`", line) for line in page.partition("\n\n")[0].splitlines()[2:]]
+    listed = {frozenset((flag, other)) for flag, *others in rows for other in others}
+    layout = ["--parallel=fsdp", "--fsdp_offload=True", "--fsdp_reshard=False", "--dp_replicate=2", "--tp=2", "--cp=2"]
+    layout += ["--pp=2", "--activation_checkpoint=selective", "--activation_checkpoint=full"]
+    model = [f"--{name}={value}" for name in ("block", "objective", "optimizer", "attention", "pos", "norm", "mlp")
+             for value in get_args(get_type_hints(Config)[name])]  # fmt: skip
+    model += ["--dropout=0.1", "--doc_mask=True", "--n_group=2", "--bias=True", "--qk_norm=True", "--window=64"]
+    needs = {
+        "--n_group=2": ["--block=superblock"],
+        "--attention=gqa": ["--n_kv_head=6"],
+        "--objective=seq2seq": ["--span_length=4"],
+    }
+    needs |= dict.fromkeys(layout[1:4], ["--parallel=fsdp"])
+    refused = set()
+    for pair in itertools.chain(itertools.combinations(layout, 2), itertools.product(layout, model)):
+        given = [*pair, *(flag for one in pair for flag in needs.get(one, []))]
+        names = [flag.partition("=")[0] for flag in given]
+        if len({*names}) < len({*given}) or pair == ("--tp=2", "--attention=mqa"):  # mqa has one head of keys
+            continue
+        cfg = parse(Config, [*given, "--gradient_accumulation_steps=8", "--vocab_size=256"])
+        try:
+            parallel.check_layout(cfg, 4)
+        except ValueError as error:
+            refused.add(frozenset(pair))
+            assert all(flag[2:].partition("=")[0] in str(error) for flag in pair), error
+    assert refused == listed

@@ -3,10 +3,10 @@
     python data/text/prepare.py --input='books/*.txt' --tokenizer=bpe:8192 --documents=paragraph --out=books
     python data/text/prepare.py --input=web.jsonl.zst --input=more --field=content     # into this folder
 
---input takes files, folders and patterns: .jsonl, .parquet, and UTF-8 text (.txt or any other name), the first and the
-last also compressed as .gz or .zst. A document of a text is the file, a line, or a paragraph, which ends at a blank
-line. It has at most 32 MB and is followed by end-of-text. If the tokenizer has none, as char, each document keeps its
-separator: a line end, after a paragraph a blank line.
+--input takes files, folders and patterns. A file named .jsonl or .parquet is read as such, any other as UTF-8 text;
+texts and .jsonl may be compressed as .gz or .zst. A document of a text is the whole file, a line, or a paragraph, which
+ends at a blank line. A document has at most 32 MB, and end-of-text follows it. The tokenizer char has no end-of-text:
+there each line keeps its line end, and each paragraph its blank line.
 
 A hash of a document's number decides whether it validates, 0.005 of all documents unless --val_fraction is given. So
 the split is the same for every tokenizer. A single text, one file that is one document, is cut in two instead, as in
