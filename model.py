@@ -29,7 +29,8 @@ Roles. Each module with parameters declares one; initial weights, optimizers, FL
     last      norm after the last block            1                       not cut; an all-gather follows
     whole     all others                           N(0, 0.02), 1; bias 0   not cut
 A module lists in `per_head` the parameters that have a row for each head; tensor parallelism cuts the rows. It may set
-other initial weights in its dict `initial`: name of a parameter -> a number, a tensor of its shape, or a Normal.
+other initial weights in its dict `initial`: name of a parameter -> a number, a tensor of its shape, or a Normal. One
+number that __init__ writes into a parameter is kept too (see OwnValues); other values written there are refused.
 
 Seams. Other files replace or wrap these attributes and nothing else:
     attribute                        replaced by                                what must stay true
@@ -62,6 +63,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 Maybe = Tensor | None
@@ -878,7 +881,14 @@ def at_least_float32(x: Tensor) -> Tensor:
 Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
 
 
-class Linear(nn.Linear):
+class UndrawnLinear(nn.Linear):
+    """nn.Linear with an uninitialised weight, as Model.init_weights draws all weights."""
+
+    def reset_parameters(self):
+        pass
+
+
+class Linear(UndrawnLinear):
     """A linear layer that declares its role, and the logical matrices that its weight stores side by side.
 
     fused = (dim, groups, sizes): along dim (0 rows, 1 columns) the weight has `groups` groups of pieces of `sizes`, and
@@ -892,8 +902,7 @@ class Linear(nn.Linear):
         # The stream is a sum of n outputs; 0.02 / sqrt(n) keeps its variance from growing. Simplified blocks use 0.02.
         n = cfg.n_layer * (3 if cfg.objective == "seq2seq" else 2)
         scaled = role == "out" and cfg.scaled_init and not cfg.block.startswith("simplified")
-        std = 0.02 / math.sqrt(n) if scaled else 0.02
-        self.initial: dict[str, float | Normal] = {"weight": Normal(std)}
+        self.std = 0.02 / math.sqrt(n) if scaled else 0.02
         assert fused is None or self.weight.size(fused[0]) == fused[1] * sum(fused[2])
 
 
@@ -919,7 +928,7 @@ class NearIdentity(Linear):
         self.bias = None
         self.skip, self.resid = Gain(1.0), Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
         self.same = with_role(nn.Identity(), role)
-        self.initial = {"weight": 0.0}
+        nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.skip(self.same(x)) + self.resid(super().forward(x))
@@ -932,7 +941,7 @@ class Gain(nn.Module):
 
     def __init__(self, initial: float):
         super().__init__()
-        self.weight, self.initial = nn.Parameter(torch.empty(1)), {"weight": initial}
+        self.weight = nn.Parameter(torch.full((1,), float(initial)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x
@@ -1335,6 +1344,65 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 # Initial weights
 
 
+class OwnValues(TorchDispatchMode):
+    """Notes what modules write into their parameters in __init__, also on the meta device, which keeps no values.
+    `filled` maps a storage to the number that fills it, or to None if nothing was written; of others, it knows nothing.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.filled: dict[torch.UntypedStorage, float | None] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import torch._dynamo, which takes seconds
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        name = op.overloadpacket.__name__.removeprefix("new_").removesuffix("_like").rstrip("_s")
+        last = args[-1] if args else ...
+        number = {"empty": None, "zero": 0.0, "one": 1.0, "full": last, "fill": last}.get(name, ...)
+        known = number is None or isinstance(number, int | float)
+        if known and out.nbytes == out.untyped_storage().nbytes():
+            self.filled[out.untyped_storage()] = number
+        elif op._schema.is_mutable and isinstance(out, Tensor):
+            self.filled.pop(out.untyped_storage(), None)
+        return out
+
+    def declare(self, model: nn.Module):
+        """Enter the numbers into the modules' `initial`. ValueError names a parameter of other values, or a buffer."""
+        for path, module in model.named_modules():
+            module.initial = initial = dict(getattr(module, "initial", {}))
+            for kind, p in module.named_parameters(recurse=False):
+                number = self.filled.get(p.untyped_storage(), ...)
+                require(
+                    kind in initial or number is not ...,
+                    f"{path}.{kind} is set in __init__ to values that a model built in parts cannot keep; "
+                    f'give its module {type(module).__name__} an `initial` = {{"{kind}": Normal(0.02)}}, or a number',
+                )
+                if number is not None:
+                    initial.setdefault(kind, number)
+            for kind, value in initial.items():
+                lost = isinstance(value, Tensor) and value.is_meta
+                require(not lost, f"initial[{kind!r}] of {path} has no values; make this tensor with device='cpu'")
+        for name, _ in model.named_buffers():
+            raise ValueError(f"{name} is a buffer, whose values a model built in parts loses; compute it in forward")
+
+
+class AskedForMeta(TorchFunctionMode):
+    """Tells OwnValues which tensors are asked for is_meta, as nn.init.trunc_normal_ does, which leaves those as they
+    are."""
+
+    def __init__(self, own: OwnValues):
+        super().__init__()
+        self.own = own
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function == Tensor.is_meta.__get__:
+            self.own.filled.pop(args[0].untyped_storage(), None)
+        return function(*args, **(kwargs or {}))
+
+
 def normal(key: str, shape: Shape, start: Shape, size: Shape, device: torch.device) -> Tensor:
     """float32 numbers from N(0, 1): the part with shape `size`, from index `start` on, of an array of `shape`.
 
@@ -1396,15 +1464,17 @@ class Model(Stack):
 
     def __init__(self, cfg: ModelConfig, seed: int | None = None):
         require(cfg.vocab_size > 0, "vocab_size=0 means the data's, and here there is no data; set vocab_size")
-        super().__init__(cfg)
-        self.wte = with_role(embedding(cfg.vocab_rows, cfg.n_embd), "vocab")
-        self.pos = POSITION[cfg.pos][0](cfg)
-        self.head = with_role(nn.Linear(cfg.n_embd, cfg.vocab_rows, bias=cfg.head_bias), "vocab")
-        self.encoder = None
-        if cfg.objective == "seq2seq":
-            self.encoder = Stack(replace(cfg, objective="masked", n_layer=cfg.n_encoder_layer or cfg.n_layer))
-        self.chunk_loss = chunk_loss
-        self.tie()
+        with OwnValues() as own, AskedForMeta(own):
+            super().__init__(cfg)
+            self.wte = with_role(embedding(cfg.vocab_rows, cfg.n_embd), "vocab")
+            self.pos = POSITION[cfg.pos][0](cfg)
+            self.head = with_role(UndrawnLinear(cfg.n_embd, cfg.vocab_rows, bias=cfg.head_bias), "vocab")
+            self.encoder = None
+            if cfg.objective == "seq2seq":
+                self.encoder = Stack(replace(cfg, objective="masked", n_layer=cfg.n_encoder_layer or cfg.n_layer))
+            self.chunk_loss = chunk_loss
+            self.tie()
+        own.declare(self)
         if not self.wte.weight.is_meta:
             self.init_weights(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
 
@@ -1423,8 +1493,9 @@ class Model(Stack):
         depend only on the seed, the name and the place in the parameter. The number of a sum is left out of the name,
         so a reader starts with the same weights in every block. The module's docstring has the table."""
         layer, _, kind = name.rpartition(".")
-        initial = getattr(self.get_submodule(layer), "initial", {})
-        value = initial.get(kind, (0.0 if kind == "bias" else 1.0) if len(shape) < 2 else Normal(0.02))
+        module = self.get_submodule(layer)
+        default = Normal(getattr(module, "std", 0.02)) if len(shape) > 1 else 0.0 if kind == "bias" else 1.0
+        value = getattr(module, "initial", {}).get(kind, default)
         if not isinstance(value, Normal):  # a number, or a tensor of this shape
             part = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
             return torch.as_tensor(value, dtype=torch.float32, device=device).expand(shape)[part].clone()
