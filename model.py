@@ -187,6 +187,10 @@ class ModelConfig:
         unused = f"doc_positions=True has no effect with pos={pos}, which encodes distances of tokens or nothing"
         absolute = pos in ("learned", "sinusoidal")
         require(not self.doc_positions or absolute, f"{unused}; leave it out, or set pos=learned")
+        moved = (
+            "doc_mask=True with pos=rope and slot_softmax=joint would give a document other results at another place"
+        )
+        require(not (self.doc_mask and self.placed_slots), f"{moved} in the row; set slot_softmax=own, or pos=alibi")
         kinds, flag = {"rope": "GLN", "alibi": "GN"}.get(pos, ""), f"pos_pattern={self.pos_pattern!r} with pos={pos}"
         known = "may hold only the letters " + kinds if kinds else "has no effect, only rope and alibi differ by layer"
         require(set(self.pos_pattern) <= set(kinds), f"{flag} {known}; leave it empty for the same in all layers")
@@ -232,6 +236,11 @@ class ModelConfig:
             return 0
         mlp = (MLP_KIND[self.mlp].inputs + 1) * self.n_embd * self.hidden_dim
         return self.n_slot or round(mlp / (2 * self.kv_heads * self.head_size))
+
+    @property
+    def placed_slots(self) -> bool:
+        """Whether slots have the position 0, so that a token's distance to them depends on its place."""
+        return self.slots > 0 and self.slot_softmax == "joint" and self.pos == "rope"
 
     @property
     def several_readers(self) -> bool:

@@ -177,12 +177,9 @@ def check_loss(model, idx, targets, **given):
 
 def check_documents_alone(model, idx, docs, source=None, source_docs=None):
     """A row's first document gives what it gives without the rest of the row, be that other documents or padding;
-    the others, which stand elsewhere then, do so where only distances count. In a joint softmax, slots have position
-    0."""
+    the others, which stand elsewhere then, do so where only distances count."""
     together = model(idx, docs=docs, source=source, source_docs=source_docs)
-    cfg = model.cfg
-    placed = cfg.pos == "rope" and cfg.slots and cfg.slot_softmax == "joint"
-    relative = cfg.pos in ("rope", "alibi", "none") and not placed
+    relative = model.cfg.pos in ("rope", "alibi", "none") and not model.cfg.placed_slots
     for row in range(2):
         for number in docs[row].unique() if relative else [0]:
             here = docs[row] == number
