@@ -491,12 +491,12 @@ ROPE_SCALING = {  # name -> (frequencies (n,), cfg, numbers of the flag) -> (fre
 
 def scaled_frequencies(cfg: ModelConfig, f: Tensor) -> tuple[Tensor, float]:
     """RoPE's frequencies (n,) under cfg.rope_scaling, and the factor of q and of k."""
-    name, *numbers = cfg.rope_scaling.split(":")
-    if not name:
+    if not cfg.rope_scaling:
         return f, 1.0
+    name, *numbers = cfg.rope_scaling.split(":")
     try:
-        numbers = [float(x) for x in numbers]
-        require(all(0 < x < math.inf for x in numbers), "a number is not positive")
+        numbers = [float(re.fullmatch("[0-9.]+([eE][+-]?[0-9]+)?", x)[0]) for x in numbers]
+        require(all(1e-6 <= x <= 1e20 for x in numbers), "a number is too small or too large")
         return ROPE_SCALING[name](f, cfg, *numbers)
     except (KeyError, ValueError, TypeError, ZeroDivisionError):
         remedy = "set it to linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW, such as llama3:8"

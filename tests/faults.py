@@ -51,6 +51,13 @@ FAULTS = [
     ),
     (
         "model.py",
+        "return (self.cfg.alibi_scale * alibi_slopes(self.cfg.n_head, t.device).to(dtype),)",
+        "return (alibi_slopes(self.cfg.n_head, t.device).to(dtype),)",
+        "The flag alibi_scale has no effect in masked models and encoders.",
+        "tests/test_model.py::test_two_sided_alibi_is_a_bias_of_the_distance",
+    ),
+    (
+        "model.py",
         "frequencies(n, cfg.rope_theta, t.device)",
         "frequencies(n, 10000.0, t.device)",
         "The flag rope_theta does not reach RoPE's angles.",
@@ -83,6 +90,20 @@ FAULTS = [
         "place = place[..., None] + strides[dim] * torch.arange(size[dim], device=device)",
         "Initial weights of a part that begins at a later column repeat the first columns, so --tp changes them.",
         "tests/test_model.py::test_a_part_of_the_initial_weights_is_that_part_of_the_whole",
+    ),
+    (
+        "model.py",
+        "initial.setdefault(kind, number)",
+        "pass",
+        "A number that a module writes into its own parameter is replaced by the default.",
+        "tests/test_own_values.py::test_one_number_is_kept",
+    ),
+    (
+        "model.py",
+        "self.own.filled.pop(args[0].untyped_storage(), None)",
+        "pass",
+        "Values of nn.init.trunc_normal_ are replaced by the default in train.py, and refused in one process.",
+        "tests/test_own_values.py::test_other_values_are_refused_by_name",
     ),
     (
         "model.py",

@@ -67,6 +67,7 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--attention=gqa"], ["attention=gqa", "n_kv_head"]),
     (["--attention=mqa", "--n_kv_head=2"], ["attention=mqa", "n_kv_head=2"]),
     (["--rope_theta=5000"], ["rope_theta", "pos=rope", "learned"]),
+    (["--pos=rope", "--rope_scaling=:::"], ["rope_scaling=':::'", "linear:F"]),
     (["--muon_lr=0.1"], ["muon_lr", "optimizer=muon"]),
     (["--window_pattern=SL"], ["window_pattern", "window"]),
     (["--window=8", "--window_pattern=SX"], ["window_pattern='SX'"]),
