@@ -98,11 +98,11 @@ class ModelConfig:
     embed_norm: bool = False  # a norm after the embeddings (BLOOM)
     # --- model: block
     block: Literal["standard", "parallel", "simplified", "simplified_parallel", "superblock"] = "standard"  # the wiring
-    norm: Literal[  # LayerNorm; RMSNorm x / sqrt(mean square + eps) (arXiv:1910.07467); x / (rms + eps); nothing
+    norm: Literal[  # rmsnorm: x / sqrt(mean square + eps) (arXiv:1910.07467), rmsnorm_eps_outside: x / (rms + eps)
         "layernorm", "rmsnorm", "rmsnorm_eps_outside", "none"
     ] = "layernorm"
     last_norm: Literal["same", "layernorm", "rmsnorm"] = "same"  # kind of the norm before the head; same = as norm
-    norm_placement: Literal[  # x+f(n(x)); n(x+f(x)); x+n(f(x)); x+n(f(n(x))); x+f(x)
+    norm_placement: Literal[  # pre: x+f(n(x)), post: n(x+f(x)), after: x+n(f(x)), sandwich: x+n(f(n(x))), none: x+f(x)
         "pre", "post", "after", "sandwich", "none"
     ] = "pre"
     norm_eps: float = 1e-5  # added to the variance, or to the mean square, in every norm
@@ -113,16 +113,16 @@ class ModelConfig:
     mlp_ratio: float = 4.0  # hidden width over n_embd; gated kinds take 2/3 of it, so that parameters match
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # layers whose value projection is trained
     simplified_beta_ff: float = 0.1  # initial gain of the MLP branch, use O(1 / sqrt(depth)) (arXiv:2311.01906)
-    pool: Literal["separate", "joint"] = "separate"  # MLP beside attention, or learned slots among the heads' keys
-    wiring: Literal["parallel", "series"] = "parallel"  # the superblock's two pools at once, or one after the other
+    pool: Literal["separate", "joint"] = "separate"  # separate: MLP beside attention, joint: slots that the heads read
+    wiring: Literal["parallel", "series"] = "parallel"  # the superblock's pools, parallel: at once, series: in turn
     n_group: int = 1  # number of independent groups of channels in the superblock's MLP
     n_slot: int = 0  # learned slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
-    slot_softmax: Literal["own", "joint"] = "own"  # a softmax over the slots alone, or one over context and slots
+    slot_softmax: Literal["own", "joint"] = "own"  # own: over the slots alone, joint: over context and slots
     # --- model: attention
-    attention: Literal["mha", "gqa", "mqa"] = "mha"  # GQA arXiv:2305.13245, MQA arXiv:1911.02150
+    attention: Literal["mha", "gqa", "mqa"] = "mha"  # gqa: arXiv:2305.13245, mqa: arXiv:1911.02150
     n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
     qk_norm: bool = False  # RMS norm of q and k (arXiv:2302.05442)
-    qk_norm_width: Literal["head", "model"] = "head"  # over each head, or over all heads together (OLMo-2)
+    qk_norm_width: Literal["head", "model"] = "head"  # head: over each head, model: over all together (OLMo-2)
     window: int = 0  # sliding window in tokens, 0 = full attention
     window_pattern: str = ""  # per layer, repeated: S = sliding window, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
@@ -136,7 +136,7 @@ class ModelConfig:
     rope_theta_local: float = 10000.0  # RoPE's base in layers L, whose wavelengths are not scaled (Gemma 3)
     alibi_scale: float = 1.0  # factor of ALiBi's slopes (Falcon-RW: 1 / sqrt(head size))
     # --- model: objective
-    objective: Literal["causal", "masked", "seq2seq"] = "causal"  # decoder; encoder (BERT); both (T5's corrupted spans)
+    objective: Literal["causal", "masked", "seq2seq"] = "causal"  # masked: encoder (BERT), seq2seq: and decoder (T5)
     n_encoder_layer: int = 0  # blocks of the encoder, 0 = n_layer
     doc_mask: bool = False  # tokens attend only within their own document, which end-of-text begins
     doc_positions: bool = False  # positions count from the beginning of each document; needs doc_mask
@@ -274,11 +274,15 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "simplified_value_proj": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "simplified_beta_ff": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "pool": (lambda c: c.block == "superblock", "block=superblock"),
-    "wiring": (lambda c: c.block == "superblock" and c.pool == "separate", "block=superblock and pool=separate"),
+    "wiring": (
+        lambda c: c.block == "superblock" and (c.pool == "separate" or c.objective == "seq2seq"),
+        "block=superblock, and pool=separate or objective=seq2seq",
+    ),
     "n_group": (lambda c: c.block == "superblock" and c.pool == "separate", "block=superblock and pool=separate"),
     **dict.fromkeys(("n_slot", "slot_softmax"), (lambda c: c.slots > 0, "block=superblock and pool=joint")),
     "n_encoder_layer": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
     "doc_positions": (lambda c: c.doc_mask, "doc_mask=True"),
+    "mlp_ratio": (lambda c: not (c.slots and c.n_slot), "n_slot=0"),
     "mlp": (lambda c: c.block != "superblock" or c.pool == "separate", "pool=separate"),
     "norm": (lambda c: c.norm_placement != "none" or c.norm == "none", "norm_placement other than none"),
     "norm_placement": (lambda c: c.norm != "none" or c.norm_placement == "none", "norm other than none"),
