@@ -86,10 +86,10 @@ class Config(ModelConfig):
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto = bfloat16 where fast
     compile: bool | Literal["auto"] = "auto"  # torch.compile each block and the loss; auto = on GPUs, in long CPU runs
-    activation_checkpoint: Literal["none", "selective", "full"] = "none"  # recompute a part of each block, or all
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"  # selective: recompute parts, full: all blocks
     deterministic: bool = False  # on GPUs: only deterministic kernels, and no TF32
     # --- ranks, of torchrun
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # data-parallel ranks hold copies, or shards (FSDP2, ZeRO-3)
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # ddp: data-parallel ranks hold copies, fsdp: shards (FSDP2, ZeRO-3)
     fsdp_reshard: bool = True  # free a block's weights after its forward; False = keep them for the backward (ZeRO-2)
     fsdp_offload: bool = False  # weights, gradients and optimizer state in host memory
     dp_replicate: int = 1  # HSDP: number of groups of ranks, each with a complete set of shards
@@ -249,13 +249,13 @@ def check_used(cfg: Any, explicit: dict[str, Any], sources: dict[str, str]):
     A flag of a file is dropped instead if the command line sets the flag that it depends on.
     """
     for name, (used, when) in getattr(cfg, "USED_WHEN", {}).items():
-        rule = re.match(r"\w+", when)[0]
-        overruled = sources.get(name) != COMMAND_LINE and sources.get(rule) == COMMAND_LINE
+        rules = dict.fromkeys(re.findall(r"^\w+|\w+(?==)", when))
+        overruled = sources.get(name) != COMMAND_LINE and any(sources.get(rule) == COMMAND_LINE for rule in rules)
         if name in explicit and not used(cfg) and not overruled:
             here = f"{spell(name, explicit[name], sources[name])} ({sources[name]})"
-            state = f"{rule} is {getattr(cfg, rule)}" + (f" ({sources[rule]})" if rule in sources else "")
-            remedy = f"set {when}" if re.fullmatch(r"\w+=\w+", when) else f"change {rule}"
-            raise ValueError(f"{here} is used only with {when}, and {state}; remove it or {remedy}")
+            states = [f"{x} is {getattr(cfg, x)}" + (f" ({sources[x]})" if x in sources else "") for x in rules]
+            remedy = f"set {when}" if re.fullmatch(r"\w+=\w+", when) else f"change {' or '.join(rules)}"
+            raise ValueError(f"{here} is used only with {when}, and {', '.join(states)}; remove it or {remedy}")
 
 
 def spell(name: str, value: Any, where: str) -> str:

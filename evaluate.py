@@ -72,7 +72,7 @@ class EvaluateConfig:
     json: bool = False  # print one JSON object instead of a line or a table
     # --- machine
     batch_size: int = 8  # sequences at once on each rank
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # ranks of torchrun hold copies of the model, or shards
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # ddp: ranks of torchrun hold copies of the model, fsdp: shards
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto on a CPU = float32
 

@@ -29,7 +29,8 @@ Roles. Each module with parameters declares one; initial weights, optimizers, FL
     last      norm after the last block            1                       not cut; an all-gather follows
     whole     all others                           N(0, 0.02), 1; bias 0   not cut
 A module lists in `per_head` the parameters that have a row for each head; tensor parallelism cuts the rows. It may set
-other initial weights in its dict `initial`: name of a parameter -> a number, a tensor of its shape, or a Normal.
+other initial weights in its dict `initial`: name of a parameter -> a number, a tensor of its shape, or a Normal. One
+number that __init__ writes into a parameter is kept too (see OwnValues); other values written there are refused.
 
 Seams. Other files replace or wrap these attributes and nothing else:
     attribute                        replaced by                                what must stay true
@@ -62,6 +63,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 Maybe = Tensor | None
@@ -95,11 +98,11 @@ class ModelConfig:
     embed_norm: bool = False  # a norm after the embeddings (BLOOM)
     # --- model: block
     block: Literal["standard", "parallel", "simplified", "simplified_parallel", "superblock"] = "standard"  # the wiring
-    norm: Literal[  # LayerNorm; RMSNorm x / sqrt(mean square + eps) (arXiv:1910.07467); x / (rms + eps); nothing
+    norm: Literal[  # rmsnorm: x / sqrt(mean square + eps) (arXiv:1910.07467), rmsnorm_eps_outside: x / (rms + eps)
         "layernorm", "rmsnorm", "rmsnorm_eps_outside", "none"
     ] = "layernorm"
     last_norm: Literal["same", "layernorm", "rmsnorm"] = "same"  # kind of the norm before the head; same = as norm
-    norm_placement: Literal[  # x+f(n(x)); n(x+f(x)); x+n(f(x)); x+n(f(n(x))); x+f(x)
+    norm_placement: Literal[  # pre: x+f(n(x)), post: n(x+f(x)), after: x+n(f(x)), sandwich: x+n(f(n(x))), none: x+f(x)
         "pre", "post", "after", "sandwich", "none"
     ] = "pre"
     norm_eps: float = 1e-5  # added to the variance, or to the mean square, in every norm
@@ -110,16 +113,16 @@ class ModelConfig:
     mlp_ratio: float = 4.0  # hidden width over n_embd; gated kinds take 2/3 of it, so that parameters match
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # layers whose value projection is trained
     simplified_beta_ff: float = 0.1  # initial gain of the MLP branch, use O(1 / sqrt(depth)) (arXiv:2311.01906)
-    pool: Literal["separate", "joint"] = "separate"  # MLP beside attention, or learned slots among the heads' keys
-    wiring: Literal["parallel", "series"] = "parallel"  # the superblock's two pools at once, or one after the other
+    pool: Literal["separate", "joint"] = "separate"  # separate: MLP beside attention, joint: slots that the heads read
+    wiring: Literal["parallel", "series"] = "parallel"  # the superblock's pools, parallel: at once, series: in turn
     n_group: int = 1  # number of independent groups of channels in the superblock's MLP
     n_slot: int = 0  # learned slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
-    slot_softmax: Literal["own", "joint"] = "own"  # a softmax over the slots alone, or one over context and slots
+    slot_softmax: Literal["own", "joint"] = "own"  # own: over the slots alone, joint: over context and slots
     # --- model: attention
-    attention: Literal["mha", "gqa", "mqa"] = "mha"  # GQA arXiv:2305.13245, MQA arXiv:1911.02150
+    attention: Literal["mha", "gqa", "mqa"] = "mha"  # gqa: arXiv:2305.13245, mqa: arXiv:1911.02150
     n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
     qk_norm: bool = False  # RMS norm of q and k (arXiv:2302.05442)
-    qk_norm_width: Literal["head", "model"] = "head"  # over each head, or over all heads together (OLMo-2)
+    qk_norm_width: Literal["head", "model"] = "head"  # head: over each head, model: over all together (OLMo-2)
     window: int = 0  # sliding window in tokens, 0 = full attention
     window_pattern: str = ""  # per layer, repeated: S = sliding window, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
@@ -133,7 +136,7 @@ class ModelConfig:
     rope_theta_local: float = 10000.0  # RoPE's base in layers L, whose wavelengths are not scaled (Gemma 3)
     alibi_scale: float = 1.0  # factor of ALiBi's slopes (Falcon-RW: 1 / sqrt(head size))
     # --- model: objective
-    objective: Literal["causal", "masked", "seq2seq"] = "causal"  # decoder; encoder (BERT); both (T5's corrupted spans)
+    objective: Literal["causal", "masked", "seq2seq"] = "causal"  # masked: encoder (BERT), seq2seq: and decoder (T5)
     n_encoder_layer: int = 0  # blocks of the encoder, 0 = n_layer
     doc_mask: bool = False  # tokens attend only within their own document, which end-of-text begins
     doc_positions: bool = False  # positions count from the beginning of each document; needs doc_mask
@@ -184,6 +187,10 @@ class ModelConfig:
         unused = f"doc_positions=True has no effect with pos={pos}, which encodes distances of tokens or nothing"
         absolute = pos in ("learned", "sinusoidal")
         require(not self.doc_positions or absolute, f"{unused}; leave it out, or set pos=learned")
+        moved = (
+            "doc_mask=True with pos=rope and slot_softmax=joint would give a document other results at another place"
+        )
+        require(not (self.doc_mask and self.placed_slots), f"{moved} in the row; set slot_softmax=own, or pos=alibi")
         kinds, flag = {"rope": "GLN", "alibi": "GN"}.get(pos, ""), f"pos_pattern={self.pos_pattern!r} with pos={pos}"
         known = "may hold only the letters " + kinds if kinds else "has no effect, only rope and alibi differ by layer"
         require(set(self.pos_pattern) <= set(kinds), f"{flag} {known}; leave it empty for the same in all layers")
@@ -231,6 +238,11 @@ class ModelConfig:
         return self.n_slot or round(mlp / (2 * self.kv_heads * self.head_size))
 
     @property
+    def placed_slots(self) -> bool:
+        """Whether slots have the position 0, so that a token's distance to them depends on its place."""
+        return self.slots > 0 and self.slot_softmax == "joint" and self.pos == "rope"
+
+    @property
     def several_readers(self) -> bool:
         """Whether attention and MLP read the stream in one sum."""
         alike = self.block == "superblock" and self.pool == "separate" and self.wiring == "parallel"
@@ -262,11 +274,15 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "simplified_value_proj": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "simplified_beta_ff": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "pool": (lambda c: c.block == "superblock", "block=superblock"),
-    "wiring": (lambda c: c.block == "superblock" and c.pool == "separate", "block=superblock and pool=separate"),
+    "wiring": (
+        lambda c: c.block == "superblock" and (c.pool == "separate" or c.objective == "seq2seq"),
+        "block=superblock, and pool=separate or objective=seq2seq",
+    ),
     "n_group": (lambda c: c.block == "superblock" and c.pool == "separate", "block=superblock and pool=separate"),
     **dict.fromkeys(("n_slot", "slot_softmax"), (lambda c: c.slots > 0, "block=superblock and pool=joint")),
     "n_encoder_layer": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
     "doc_positions": (lambda c: c.doc_mask, "doc_mask=True"),
+    "mlp_ratio": (lambda c: not (c.slots and c.n_slot), "n_slot=0"),
     "mlp": (lambda c: c.block != "superblock" or c.pool == "separate", "pool=separate"),
     "norm": (lambda c: c.norm_placement != "none" or c.norm == "none", "norm_placement other than none"),
     "norm_placement": (lambda c: c.norm != "none" or c.norm_placement == "none", "norm other than none"),
@@ -479,12 +495,12 @@ ROPE_SCALING = {  # name -> (frequencies (n,), cfg, numbers of the flag) -> (fre
 
 def scaled_frequencies(cfg: ModelConfig, f: Tensor) -> tuple[Tensor, float]:
     """RoPE's frequencies (n,) under cfg.rope_scaling, and the factor of q and of k."""
-    name, *numbers = cfg.rope_scaling.split(":")
-    if not name:
+    if not cfg.rope_scaling:
         return f, 1.0
+    name, *numbers = cfg.rope_scaling.split(":")
     try:
-        numbers = [float(x) for x in numbers]
-        require(all(0 < x < math.inf for x in numbers), "a number is not positive")
+        numbers = [float(re.fullmatch("[0-9.]+([eE][+-]?[0-9]+)?", x)[0]) for x in numbers]
+        require(all(1e-6 <= x <= 1e20 for x in numbers), "a number is too small or too large")
         return ROPE_SCALING[name](f, cfg, *numbers)
     except (KeyError, ValueError, TypeError, ZeroDivisionError):
         remedy = "set it to linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW, such as llama3:8"
@@ -878,7 +894,14 @@ def at_least_float32(x: Tensor) -> Tensor:
 Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
 
 
-class Linear(nn.Linear):
+class UndrawnLinear(nn.Linear):
+    """nn.Linear with an uninitialised weight, as Model.init_weights draws all weights."""
+
+    def reset_parameters(self):
+        pass
+
+
+class Linear(UndrawnLinear):
     """A linear layer that declares its role, and the logical matrices that its weight stores side by side.
 
     fused = (dim, groups, sizes): along dim (0 rows, 1 columns) the weight has `groups` groups of pieces of `sizes`, and
@@ -892,8 +915,7 @@ class Linear(nn.Linear):
         # The stream is a sum of n outputs; 0.02 / sqrt(n) keeps its variance from growing. Simplified blocks use 0.02.
         n = cfg.n_layer * (3 if cfg.objective == "seq2seq" else 2)
         scaled = role == "out" and cfg.scaled_init and not cfg.block.startswith("simplified")
-        std = 0.02 / math.sqrt(n) if scaled else 0.02
-        self.initial: dict[str, float | Normal] = {"weight": Normal(std)}
+        self.std = 0.02 / math.sqrt(n) if scaled else 0.02
         assert fused is None or self.weight.size(fused[0]) == fused[1] * sum(fused[2])
 
 
@@ -919,7 +941,7 @@ class NearIdentity(Linear):
         self.bias = None
         self.skip, self.resid = Gain(1.0), Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
         self.same = with_role(nn.Identity(), role)
-        self.initial = {"weight": 0.0}
+        nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.skip(self.same(x)) + self.resid(super().forward(x))
@@ -932,7 +954,7 @@ class Gain(nn.Module):
 
     def __init__(self, initial: float):
         super().__init__()
-        self.weight, self.initial = nn.Parameter(torch.empty(1)), {"weight": initial}
+        self.weight = nn.Parameter(torch.full((1,), float(initial)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x
@@ -1335,6 +1357,65 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 # Initial weights
 
 
+class OwnValues(TorchDispatchMode):
+    """Notes what modules write into their parameters in __init__, also on the meta device, which keeps no values.
+    `filled` maps a storage to the number that fills it, or to None if nothing was written; of others, it knows nothing.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.filled: dict[torch.UntypedStorage, float | None] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import torch._dynamo, which takes seconds
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        name = op.overloadpacket.__name__.removeprefix("new_").removesuffix("_like").rstrip("_s")
+        last = args[-1] if args else ...
+        number = {"empty": None, "zero": 0.0, "one": 1.0, "full": last, "fill": last}.get(name, ...)
+        known = number is None or isinstance(number, int | float)
+        if known and out.nbytes == out.untyped_storage().nbytes():
+            self.filled[out.untyped_storage()] = number
+        elif op._schema.is_mutable and isinstance(out, Tensor):
+            self.filled.pop(out.untyped_storage(), None)
+        return out
+
+    def declare(self, model: nn.Module):
+        """Enter the numbers into the modules' `initial`. ValueError names a parameter of other values, or a buffer."""
+        for path, module in model.named_modules():
+            module.initial = initial = dict(getattr(module, "initial", {}))
+            for kind, p in module.named_parameters(recurse=False):
+                number = self.filled.get(p.untyped_storage(), ...)
+                require(
+                    kind in initial or number is not ...,
+                    f"{path}.{kind} is set in __init__ to values that a model built in parts cannot keep; "
+                    f'give its module {type(module).__name__} an `initial` = {{"{kind}": Normal(0.02)}}, or a number',
+                )
+                if number is not None:
+                    initial.setdefault(kind, number)
+            for kind, value in initial.items():
+                lost = isinstance(value, Tensor) and value.is_meta
+                require(not lost, f"initial[{kind!r}] of {path} has no values; make this tensor with device='cpu'")
+        for name, _ in model.named_buffers():
+            raise ValueError(f"{name} is a buffer, whose values a model built in parts loses; compute it in forward")
+
+
+class AskedForMeta(TorchFunctionMode):
+    """Tells OwnValues which tensors are asked for is_meta, as nn.init.trunc_normal_ does, which leaves those as they
+    are."""
+
+    def __init__(self, own: OwnValues):
+        super().__init__()
+        self.own = own
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function == Tensor.is_meta.__get__:
+            self.own.filled.pop(args[0].untyped_storage(), None)
+        return function(*args, **(kwargs or {}))
+
+
 def normal(key: str, shape: Shape, start: Shape, size: Shape, device: torch.device) -> Tensor:
     """float32 numbers from N(0, 1): the part with shape `size`, from index `start` on, of an array of `shape`.
 
@@ -1396,15 +1477,17 @@ class Model(Stack):
 
     def __init__(self, cfg: ModelConfig, seed: int | None = None):
         require(cfg.vocab_size > 0, "vocab_size=0 means the data's, and here there is no data; set vocab_size")
-        super().__init__(cfg)
-        self.wte = with_role(embedding(cfg.vocab_rows, cfg.n_embd), "vocab")
-        self.pos = POSITION[cfg.pos][0](cfg)
-        self.head = with_role(nn.Linear(cfg.n_embd, cfg.vocab_rows, bias=cfg.head_bias), "vocab")
-        self.encoder = None
-        if cfg.objective == "seq2seq":
-            self.encoder = Stack(replace(cfg, objective="masked", n_layer=cfg.n_encoder_layer or cfg.n_layer))
-        self.chunk_loss = chunk_loss
-        self.tie()
+        with OwnValues() as own, AskedForMeta(own):
+            super().__init__(cfg)
+            self.wte = with_role(embedding(cfg.vocab_rows, cfg.n_embd), "vocab")
+            self.pos = POSITION[cfg.pos][0](cfg)
+            self.head = with_role(UndrawnLinear(cfg.n_embd, cfg.vocab_rows, bias=cfg.head_bias), "vocab")
+            self.encoder = None
+            if cfg.objective == "seq2seq":
+                self.encoder = Stack(replace(cfg, objective="masked", n_layer=cfg.n_encoder_layer or cfg.n_layer))
+            self.chunk_loss = chunk_loss
+            self.tie()
+        own.declare(self)
         if not self.wte.weight.is_meta:
             self.init_weights(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
 
@@ -1423,8 +1506,9 @@ class Model(Stack):
         depend only on the seed, the name and the place in the parameter. The number of a sum is left out of the name,
         so a reader starts with the same weights in every block. The module's docstring has the table."""
         layer, _, kind = name.rpartition(".")
-        initial = getattr(self.get_submodule(layer), "initial", {})
-        value = initial.get(kind, (0.0 if kind == "bias" else 1.0) if len(shape) < 2 else Normal(0.02))
+        module = self.get_submodule(layer)
+        default = Normal(getattr(module, "std", 0.02)) if len(shape) > 1 else 0.0 if kind == "bias" else 1.0
+        value = getattr(module, "initial", {}).get(kind, default)
         if not isinstance(value, Normal):  # a number, or a tensor of this shape
             part = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
             return torch.as_tensor(value, dtype=torch.float32, device=device).expand(shape)[part].clone()

@@ -605,4 +605,25 @@ FAULTS = [
         "Data sets whose tokenizers have equally many ids are mixed.",
         "tests/test_shards.py::test_what_cannot_be_mixed_is_one_line",
     ),
+    (
+        "model.py",
+        "return (self.cfg.alibi_scale * alibi_slopes(self.cfg.n_head, t.device).to(dtype),)",
+        "return (alibi_slopes(self.cfg.n_head, t.device).to(dtype),)",
+        "The flag alibi_scale has no effect in masked models and encoders.",
+        "tests/test_model.py::test_two_sided_alibi_is_a_bias_of_the_distance",
+    ),
+    (
+        "model.py",
+        "initial.setdefault(kind, number)",
+        "pass",
+        "A number that a module writes into its own parameter is replaced by the default.",
+        "tests/test_own_values.py::test_one_number_is_kept",
+    ),
+    (
+        "model.py",
+        "self.own.filled.pop(args[0].untyped_storage(), None)",
+        "pass",
+        "Values of nn.init.trunc_normal_ are replaced by the default in train.py, and refused in one process.",
+        "tests/test_own_values.py::test_other_values_are_refused_by_name",
+    ),
 ]

@@ -442,6 +442,26 @@ def test_joint_pool_from_scores_written_out(window, pos, Hkv, objective, docs, k
     assert_same(got, torch.cat(out, dim=-1), (heads.slot_k, heads.slot_v, q, k))
 
 
+@pytest.mark.parametrize("objective", ["causal", "masked"])
+@pytest.mark.parametrize("kind", ["own", "joint"])
+@pytest.mark.parametrize("pos", ["none", "alibi", "rope"])
+def test_packed_documents_beside_slots_are_as_if_alone_or_refused(pos, kind, objective):
+    """Exactly where a document's place in the row changes its logits, doc_mask is refused."""
+    flags = dict(block="superblock", pool="joint", n_slot=5, pos=pos, slot_softmax=kind, objective=objective)
+    net = build(**flags)
+    jitter(net)
+    idx = tokens(1, T)
+    with torch.no_grad():
+        packed, alone = net(idx, docs=DOCS[:1])[:, 4:], net(idx[:, 4:])
+    if torch.allclose(packed, alone, rtol=0, atol=1e-10):
+        assert M.ModelConfig(doc_mask=True, **flags).doc_mask
+    else:
+        with pytest.raises(
+            ValueError, match=r"^doc_mask=True with pos=rope and slot_softmax=joint .*; set slot_softmax=own"
+        ):
+            M.ModelConfig(doc_mask=True, **flags)
+
+
 @pytest.mark.parametrize(
     "flags", [{}, {"window": 300}, {"attn_softcap": 1.5}, {"attention": "gqa", "n_kv_head": 2}], ids=str
 )

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from configurator import Config, documented, dump, parse
+from configurator import Config, documented, dump, parse, usage
 from engine.errors import user_errors
+from model import PLACEMENT, Model
 
 ROOT = Path(__file__).resolve().parent.parent
 HINTS = get_type_hints(Config)
@@ -428,13 +430,34 @@ def test_binary_files_are_refused(tmp_path, data):
 def test_tables_name_flags_and_say_when_they_are_used():
     names = {field.name for field in fields(Config)}
     for name, (used, when) in Config.USED_WHEN.items():
-        assert name in names and re.match(r"\w+", when)[0] in names
+        assert name in names and names.issuperset(re.findall(r"^\w+|\w+(?==)", when))
         assert used(Config()) in (True, False)
         match = re.fullmatch(r"(\w+)=(\w+)", when)
         if match:
-            assert used(Config(**{match[1]: {"True": True, "False": False}.get(match[2], match[2])}))
+            assert used(Config(**{match[1]: {"True": True, "False": False, "0": 0}.get(match[2], match[2])}))
     for targets in Config.NANOGPT.values():
         assert set(targets) <= names
+
+
+@pytest.mark.parametrize("flag,flags", [
+    ("wiring=series", {"pool": "joint", "objective": "seq2seq"}), ("mlp_ratio=2.0", {"pool": "joint"}),
+], ids=str)  # fmt: skip
+def test_a_flag_that_is_used_is_accepted(flag, flags):
+    """It changes the model's parameters, and --name=value is not refused."""
+    words = [f"--{key}={x}" for key, x in {"block": "superblock", "vocab_size": 9, "n_layer": 1, **flags}.items()]
+    with torch.device("meta"):
+        models = [Model(parse(Config, argv)) for argv in (words, [*words, f"--{flag}"])]
+    without, with_flag = ([(name, p.shape) for name, p in each.named_parameters()] for each in models)
+    assert without != with_flag
+
+
+def test_help_has_each_name_beside_its_formula():
+    text = " ".join(usage(Config, "").split())
+    sums = {"pre": "x+f(n(x))", "post": "n(x+f(x))", "after": "x+n(f(x))", "sandwich": "x+n(f(n(x)))", "none": "x+f(x)"}
+    assert sums.keys() == PLACEMENT.keys()
+    norms = {"rmsnorm": "x / sqrt(mean square + eps)", "rmsnorm_eps_outside": "x / (rms + eps)"}
+    for name, formula in (sums | norms).items():
+        assert f" {name}: {formula}" in text
 
 
 def values_of(name, kind):

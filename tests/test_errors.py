@@ -42,6 +42,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback():
     assert end.value.code == 128 + signal.SIGINT
 
 
+JOINT = ["--block=superblock", "--pool=joint"]
 TRAIN_FLAGS = [  # flags, and what the line must name
     (["--n_layr=3"], ["--n_layr=3", "n_layer"]),
     (["--zzz=1"], ["--zzz=1", "--help"]),
@@ -67,7 +68,11 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--attention=gqa"], ["attention=gqa", "n_kv_head"]),
     (["--attention=mqa", "--n_kv_head=2"], ["attention=mqa", "n_kv_head=2"]),
     (["--rope_theta=5000"], ["rope_theta", "pos=rope", "learned"]),
+    (["--pos=rope", "--rope_scaling=:::"], ["rope_scaling=':::'", "linear:F"]),
     (["--muon_lr=0.1"], ["muon_lr", "optimizer=muon"]),
+    ([*JOINT, "--n_slot=3", "--mlp_ratio=2"], ["--mlp_ratio=2.0", "n_slot=0, and n_slot is 3 (command line)"]),
+    ([*JOINT, "--wiring=series"], ["--wiring=series", "pool is joint (command line)", "objective is causal"]),
+    (["--objective=seq2seq", "--wiring=series"], ["--wiring=series", "block=superblock", "block is standard"]),
     (["--window_pattern=SL"], ["window_pattern", "window"]),
     (["--window=8", "--window_pattern=SX"], ["window_pattern='SX'"]),
     (["--norm=none", "--norm_placement=post"], ["norm_placement", "norm"]),

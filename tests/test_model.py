@@ -177,12 +177,9 @@ def check_loss(model, idx, targets, **given):
 
 def check_documents_alone(model, idx, docs, source=None, source_docs=None):
     """A row's first document gives what it gives without the rest of the row, be that other documents or padding;
-    the others, which stand elsewhere then, do so where only distances count. In a joint softmax, slots have position
-    0."""
+    the others, which stand elsewhere then, do so where only distances count."""
     together = model(idx, docs=docs, source=source, source_docs=source_docs)
-    cfg = model.cfg
-    placed = cfg.pos == "rope" and cfg.slots and cfg.slot_softmax == "joint"
-    relative = cfg.pos in ("rope", "alibi", "none") and not placed
+    relative = model.cfg.pos in ("rope", "alibi", "none") and not model.cfg.placed_slots
     for row in range(2):
         for number in docs[row].unique() if relative else [0]:
             here = docs[row] == number
@@ -953,6 +950,25 @@ def test_caches_have_the_length_of_the_text(monkeypatch):
 # ---- positions
 
 
+@pytest.mark.parametrize("scaling", [
+    ":", ":::", ":2", "linear", "linear:", "linear:2:3", "linear:1_0", "linear: 2", "linear:2\n", "linear:+2",
+    "linear:-2", "linear:0", "linear:nan", "linear:inf", "linear:1e999", "linear:1e-320", "linear:0x2", "linear:\u0662",
+    "linear:1.2.3", "linear:.", "linear:2e", "Linear:2", "llama3", "llama3:8:4:1:8192", "yarn:4:16:32:1:9",
+    "yarn:1e300", "yarn:1e-300",
+])  # fmt: skip
+def test_a_wrong_rope_scaling_is_refused_in_one_line(scaling):
+    with pytest.raises(ValueError) as error:
+        ModelConfig(pos="rope", rope_scaling=scaling)
+    assert str(error.value).startswith(f"rope_scaling={scaling!r} is not known; set it to linear:F, ")
+
+
+@pytest.mark.parametrize("number", ["2", "2.5", "2.0", "1e-3", "1E+2", "1e+16", ".5", "3."])
+def test_every_spelling_of_a_number_scales(number):
+    cfg = ModelConfig(pos="rope", rope_scaling=f"linear:{number}")
+    f, factor = M.scaled_frequencies(cfg, torch.tensor([1.0, 0.25], dtype=torch.float64))
+    assert f.tolist() == pytest.approx([1 / float(number), 0.25 / float(number)]) and factor == 1
+
+
 def test_rope_is_relative_and_applied():
     """Scores depend on the distance only, equal a rotation by complex numbers, and do depend on it."""
     torch.manual_seed(0)
@@ -1004,12 +1020,13 @@ def test_alibi_columns_are_exact_far_out_in_bfloat16():
     assert torch.allclose(difference.float(), expected, rtol=1e-3)
 
 
-def test_two_sided_alibi_is_a_bias_of_the_distance():
-    heads = M.ContextPool(ModelConfig(n_head=4, n_embd=16, pos="alibi", objective="masked"), layer=0)
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_two_sided_alibi_is_a_bias_of_the_distance(scale):
+    heads = M.ContextPool(ModelConfig(n_head=4, n_embd=16, pos="alibi", alibi_scale=scale, objective="masked"), layer=0)
     heads.project, heads.out = lambda x, inputs: x, torch.nn.Identity()
     q, k, v = leaves(*[(2, 4, 9, 4)] * 3)
-    t, slopes = torch.arange(9), torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])
-    bias = -slopes[:, None, None] * (t[:, None] - t).abs()
+    t, slopes = torch.arange(9), torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256], dtype=torch.float64)
+    bias = -scale * slopes[:, None, None] * (t[:, None] - t).abs()
     expected = ((q @ k.mT / 2 + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
     inputs = Inputs(heads.position.table(t + 5, torch.float64))
     assert_same(heads((q, k, v), inputs), expected, (q, k, v))

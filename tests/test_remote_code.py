@@ -116,6 +116,20 @@ def test_padding_changes_nothing(both, kind):
                 assert row[9:].tolist() == want
 
 
+def test_padding_before_a_text_is_refused_where_its_place_counts(tmp_path):
+    flags = dict(block="superblock", pool="joint", slot_softmax="joint", pos="rope", n_slot=3)
+    ours = Model(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=24, vocab_size=50, **flags), seed=1).eval()
+    write_remote_code(ours.cfg, tmp_path)
+    save_file({f"model.{name}": p.detach() for name, p in ours.named_parameters()}, tmp_path / "model.safetensors")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    idx, mask = tokens(1, 9), torch.tensor([[1] * 6 + [0] * 3])
+    with torch.no_grad():
+        found = theirs(idx, attention_mask=mask).logits[:, :6]
+        torch.testing.assert_close(found, ours(idx[:, :6]), atol=1e-6, rtol=1e-6)
+        with pytest.raises(ValueError, match="^padding before a text moves it, .* slot_softmax=joint; pad after it"):
+            theirs(idx, attention_mask=mask.flip(1))
+
+
 def test_saved_again(both, tmp_path):
     ours, theirs, _ = both("superblock")
     theirs.save_pretrained(tmp_path)

@@ -1,7 +1,7 @@
 """superblock's causal models for transformers: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).
 
-model.py, beside this file, is the model; config.json holds its flags. A batch may be padded on either side, and
-`generate` works with transformers' caches.
+model.py, beside this file, is the model; config.json holds its flags. A batch may be padded on either side (only after
+the texts if slots have a position), and `generate` works with transformers' caches.
 """
 
 import torch
@@ -92,6 +92,9 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"a text of {start + T} tokens does not fit in block_size={model.cfg.block_size}; crop it")
         docs, self.padding = None, None
         if attention_mask is not None and not attention_mask[:, 0].all():  # padding before a text is a document
+            if model.cfg.placed_slots:
+                where = "away from the slots of pos=rope with slot_softmax=joint"
+                raise ValueError(f"padding before a text moves it, {where}; pad after it, or give one text at a time")
             text = (attention_mask.cumsum(dim=1) > 0).long()
             docs, self.padding = (text[:, start:].contiguous(), text), (text == 0).sum(dim=1, keepdim=True)
         for layer, heads in enumerate(self.heads):
