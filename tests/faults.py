@@ -491,4 +491,47 @@ FAULTS = [
         "The temperature has no effect while top_k leaves tokens out.",
         "tests/test_sample.py::test_the_distribution_is_that_of_transformers",
     ),
+    (
+        "sample.py",
+        "            logits[..., tokenizer.eot] = -torch.inf",
+        "            pass",
+        "A blank of a masked model is filled with end-of-text, which it never restores in training.",
+        "tests/test_sample.py::test_padding_of_the_vocabulary_is_never_drawn",
+    ),
+    (
+        "sample.py",
+        "never = (ids >= V) & (ids != following) | (ids == tokenizer.eot)",
+        "never = (ids >= V) & (ids != following)",
+        "A blank of a seq2seq model is filled with end-of-text.",
+        "tests/test_sample.py::test_padding_of_the_vocabulary_is_never_drawn",
+    ),
+    (
+        "sample.py",
+        "certainty = logits.softmax(-1).amax(-1).masked_fill(idx[:, blanks] != V, -1)",
+        "certainty = (idx[:, blanks] == V).float()",
+        "The blanks of a masked model are filled from the left, not the most certain one first.",
+        "tests/test_sample.py::test_masked_fills_the_surest_blank_first",
+    ),
+    (
+        "sample.py",
+        "return token_ids(tokenizer, text).tolist() or [tokenizer.eot]",
+        "return token_ids(tokenizer, text).tolist() or [0]",
+        "An empty prompt begins with id 0, not with end-of-text.",
+        "tests/test_sample.py::test_an_empty_prompt_is_end_of_text_or_a_newline",
+    ),
+    # ---- evaluate.py, data/shards.py
+    (
+        "evaluate.py",
+        "stream, objective, cfg.batch_size, cfg.eval_iters, ranks.data_rank",
+        'stream, objective, cfg.batch_size, 1 if cfg.split == "train" else cfg.eval_iters, ranks.data_rank',
+        "evaluate.py --split=train evaluates one batch, not all of the training data.",
+        "tests/test_evaluate.py::test_a_data_set_equals_a_loop_in_float64",
+    ),
+    (
+        "data/shards.py",
+        "if self.verify and i % ranks == rank and",
+        "if self.verify and i == rank and",
+        "verify_data checks only the first shard of each rank.",
+        "tests/test_shards.py::test_ranks_share_the_checksums",
+    ),
 ]

@@ -19,8 +19,5 @@ def test_a_fault_can_be_planted(number):
 
 
 def test_faults_are_spread():
-    counts = {
-        place: sum(file.startswith(place) for file, *_ in FAULTS)
-        for place in ("model", "engine", "data", "train", "sample")
-    }
-    assert sum(counts.values()) == len(FAULTS) == 67 and min(counts.values()) >= 3
+    for place in ("model", "engine", "data", "train", "sample"):
+        assert sum(file.startswith(place) for file, *_ in FAULTS) >= 3, place
