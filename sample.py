@@ -235,11 +235,14 @@ def masked_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: s
 
 @torch.no_grad()
 def fill_masks(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Chooser) -> int:
-    """Prints the prompt with a token in each blank. The blank with the highest probability of a token is next."""
+    """Prints the prompt with a token in each blank, any but end-of-text. The blank with the highest probability of a
+    token is next."""
     V = tokenizer.vocab_size  # also the id of the mask
     rows, blanks = torch.arange(len(idx)), (idx[0] == V).nonzero()[:, 0]
     for _ in blanks:
         logits = model.logits(model.hidden(idx)[:, blanks])[..., :V]  # (B, blanks, V)
+        if tokenizer.eot is not None:
+            logits[..., tokenizer.eot] = -torch.inf
         certainty = logits.softmax(-1).amax(-1).masked_fill(idx[:, blanks] != V, -1)  # (B, blanks)
         best = certainty.argmax(-1)  # (B,)
         idx[rows, blanks[best]] = choose(logits[rows, best])

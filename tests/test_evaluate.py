@@ -95,18 +95,19 @@ def test_a_data_set_has_the_loss_of_eval_only(run, figures, capsys):
         assert found["tokens"] == 3 * 2 * T
 
 
-def test_a_data_set_equals_a_loop_in_float64(tiny_data, tmp_path, figures, run):
+@pytest.mark.parametrize("split", ["val", "train"])
+def test_a_data_set_equals_a_loop_in_float64(tiny_data, tmp_path, figures, run, split):
     out = run("--n_layer=1", "--max_iters=3", "--lr_decay_iters=40")
     model, tokenizer = model_of(out)
-    ids = tokens_of(tiny_data, "val")
+    ids = tokens_of(tiny_data, split)
     whole = ids[: (len(ids) - 1) // 16 * 16 + 1]  # windows that are complete
     nats, targets = total_nats(model, whole, 16)
     n_bytes = sum(t != 256 for t in targets)
-    found = figures(f"--out_dir={out}", "--batch_size=5")
+    found = figures(f"--out_dir={out}", f"--split={split}", "--batch_size=5")
     assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-6)
     assert (found["tokens"], found["bytes"]) == (len(targets), n_bytes)
-    assert found["model"] == str(out / "step_00000003") and found["data"].endswith("val")
+    assert found["model"] == str(out / "step_00000003") and found["data"].endswith(split)
 
 
 @pytest.mark.parametrize("length", [2, 3, 16, 17, 18, 32, 33, 34, 150])

@@ -537,11 +537,14 @@ def test_verify_finds_one_changed_bit(tmp_path):
     assert "val_000000.bin was changed: its SHA-256" in error(data.split, "val")
 
 
-def test_ranks_share_the_checksums(tmp_path, monkeypatch):
-    folder = prepare(tmp_path, shard_tokens=70)
-    content = bytearray((folder / "train_000001.bin").read_bytes())
+@pytest.mark.parametrize("changed", range(7))
+def test_ranks_share_the_checksums(tmp_path, monkeypatch, changed):
+    """Whichever of the 7 shards was changed, one of 3 ranks finds it, although each has several shards to verify."""
+    folder = prepare(tmp_path, shard_tokens=30)
+    name = f"train_{changed:06d}.bin"
+    content = bytearray((folder / name).read_bytes())
     content[-1] ^= 1
-    (folder / "train_000001.bin").write_bytes(content)
+    (folder / name).write_bytes(content)
     found = []
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))
@@ -550,7 +553,7 @@ def test_ranks_share_the_checksums(tmp_path, monkeypatch):
             open_data(folder, verify=True).split("train")
         except ValueError as e:
             found.append((rank, str(e)))
-    assert len(found) == 1 and found[0][0] == 1 and "train_000001.bin was changed" in found[0][1]
+    assert len(found) == 1 and found[0][0] == changed % 3 and f"{name} was changed" in found[0][1]
 
 
 def test_verify_needs_checksums(tmp_path):
