@@ -19,12 +19,8 @@ from ranks import launch, train_runs
 
 import evaluate
 import sample
-<<<<<<< HEAD
-from data.tokenizer import ByteTokenizer
-=======
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
->>>>>>> w-data
 from engine import weights
 from engine.parallel import Ranks
 from model import Model
