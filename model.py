@@ -482,7 +482,7 @@ def yarn_scaling(f: Tensor, cfg: ModelConfig, factor: float, original=0.0, fast=
     ends = (n * math.log(original / (turns * math.tau)) / math.log(cfg.rope_theta) for turns in (fast, slow))
     first, last = (edge(end) for edge, end in zip((math.floor, math.ceil), ends, strict=True))
     first, last = max(first, 0), min(last, 2 * n - 1)
-    scaled = ((torch.arange(n, device=f.device) - first) / max(last - first, 1e-3)).clamp(0, 1)
+    scaled = ((torch.arange(n, device=f.device) - first) / (last - first or 1e-3)).clamp(0, 1)
     return f * (1 - scaled) + f / factor * scaled, 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
 

@@ -12,14 +12,16 @@ families and says what a new one needs.
 """
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import NoneType
 from typing import Any
 
 from data.base_tokenizer import Tokenizer
 from engine import hf_config
+from engine.errors import require
 from engine.export_tokenizer import keeps_ids
-from engine.hf_config import GATED, Keys, Part, mlp, only, rope, sizes, value
+from engine.hf_config import GATED, Part, ignored, mlp, only, rope, sizes, value
+from engine.hf_keys import Keys, describe
 from engine.hf_weights import GROUP, PLUS_ONE, SCALE, SCALE_QUERIES, TRANSPOSE, TURN, UNITS, Step
 from model import USED_WHEN, ModelConfig
 
@@ -35,12 +37,24 @@ class Family:
     parts: list[Part]  # the other flags
     defaults: dict[str, Any]  # of keys that a config.json may leave out
     rows: dict[str, tuple]  # our layer -> their layers, the steps from theirs to ours
+    aliases: dict[str, str] = field(default_factory=dict)  # further names of keys -> the keys
+
+    def named(self, config: dict) -> dict[str, Any]:
+        """The config.json with the family's names of keys. ValueError if one key has two values."""
+        config = dict(config)
+        for alias, name in self.aliases.items():
+            if (value := config.pop(alias, None)) is not None:
+                other = config.setdefault(name, value)
+                fact = f"{alias}={describe(value)} and {name}={describe(other)}"
+                require(other == value, f"{fact} are two values for one thing; delete the wrong one")
+        return config
 
     def flags(self, config: dict) -> dict[str, Any]:
         """Our flags for this config.json. ValueError if they cannot express it."""
-        keys, flags = Keys(config, self.defaults), dict(self.ours)
+        keys, flags = Keys(self.named(config), self.defaults), dict(self.ours)
         for part in self.parts:
             flags |= part.read(keys, flags)
+        keys.finish()
         ModelConfig(**flags)  # may raise
         return flags
 
@@ -94,9 +108,9 @@ LLAMA_SIZES = sizes("num_hidden_layers", "num_attention_heads", "hidden_size", "
 LLAMA_SHAPE = [*LLAMA_SIZES, *hf_config.HEADS, value("rms_norm_eps", "norm_eps", float)]
 LLAMA_PARTS = [*LLAMA_SHAPE, mlp("hidden_act", "intermediate_size", GATED)]
 GEMMA_PARTS = [
-    *LLAMA_SHAPE, mlp("hidden_activation", "intermediate_size", GATED), hf_config.GEMMA_LAYERS, hf_config.SCORES,
+    *LLAMA_SHAPE, mlp("hidden_activation", "intermediate_size", GATED), hf_config.SCORES,
     value("final_logit_softcapping", "logit_softcap", float, NoneType),
-    only(attention_bias=False, use_bidirectional_attention=False),
+    only(attention_bias=False, use_bidirectional_attention=False), ignored("hidden_act", "sliding_window_size"),
 ]  # fmt: skip
 OUR_LLAMA = dict(norm="rmsnorm", pos="rope")
 LLAMA_DEFAULTS = dict(
@@ -106,7 +120,7 @@ LLAMA_DEFAULTS = dict(
 )  # fmt: skip
 QWEN_DEFAULTS = LLAMA_DEFAULTS | dict(
     vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, use_sliding_window=False,
-    sliding_window=4096, max_window_layers=28,
+    sliding_window=4096, max_window_layers=28, num_key_value_heads=32,
 )  # fmt: skip
 GEMMA_DEFAULTS = dict(
     vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
@@ -157,12 +171,18 @@ FAMILIES = {
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM", "model.layers.{}.", OUR_LLAMA | dict(norm_placement="sandwich"),
-        [*GEMMA_PARTS, value("attn_logit_softcapping", "attn_softcap", float, NoneType), rope()],
+        [
+            *GEMMA_PARTS, hf_config.GEMMA2_LAYERS, value("attn_logit_softcapping", "attn_softcap", float, NoneType),
+            rope(),
+        ],
         GEMMA_DEFAULTS, GEMMA2,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", "model.layers.{}.", OUR_LLAMA | dict(norm_placement="sandwich", qk_norm=True),
-        [*GEMMA_PARTS, only(attn_logit_softcapping=None), hf_config.GEMMA3_ROPE],  # transformers ignores the key
+        [
+            *GEMMA_PARTS, hf_config.GEMMA3_LAYERS, only(attn_logit_softcapping=None),  # transformers ignores the key
+            hf_config.GEMMA3_ROPE,
+        ],
         GEMMA_DEFAULTS | dict(
             vocab_size=262208, max_position_embeddings=131072, rope_theta=1e6, rope_local_base_freq=10000.0,
             sliding_window_pattern=6, final_logit_softcapping=None,
@@ -189,6 +209,10 @@ FAMILIES = {
             "sums.1.before": ("ln_2",), "mlp.up": ("mlp.c_fc", TRANSPOSE), "mlp.down": ("mlp.c_proj", TRANSPOSE),
             "norm": ("transformer.ln_f",), "head": ("lm_head",),
         },
+        dict(
+            num_hidden_layers="n_layer", num_attention_heads="n_head", hidden_size="n_embd",
+            max_position_embeddings="n_positions",
+        ),
     ),
     "gpt_neox": Family(
         "GPTNeoXForCausalLM", "gpt_neox.layers.{}.", dict(bias=True, pos="rope"),
@@ -221,12 +245,13 @@ FAMILIES = {
             new_decoder_architecture=False, multi_query=True, parallel_attn=True, rope_theta=10000.0,
         ),
         BLOOM_ROWS | {"befores.attn": ("ln_attn",), "befores.mlp": ("ln_mlp",)},
+        dict(n_embed="hidden_size"),
     ),
     "bloom": Family(
         "BloomForCausalLM", "transformer.h.{}.",
         dict(bias=True, pos="alibi", embed_norm=True, mlp="gelu_tanh", mlp_ratio=4.0),
         [
-            *sizes("n_layer|num_hidden_layers", "n_head|num_attention_heads", "hidden_size|n_embed", "seq_length"),
+            *sizes("n_layer", "n_head", "hidden_size", "seq_length"),
             value("layer_norm_epsilon", "norm_eps", float), only(apply_residual_connection_post_layernorm=False),
         ],
         dict(
@@ -234,6 +259,7 @@ FAMILIES = {
             tie_word_embeddings=True,
         ),
         BLOOM_ROWS,
+        dict(num_hidden_layers="n_layer", num_attention_heads="n_head", n_embed="hidden_size"),
     ),
     "mpt": Family(
         "MptForCausalLM", "transformer.blocks.{}.", dict(pos="alibi", mlp_ratio=4.0),
@@ -250,6 +276,7 @@ FAMILIES = {
             "attn.out": ("attn.out_proj",), "sums.1.before": ("norm_2",), "mlp.up": ("ffn.up_proj",),
             "mlp.down": ("ffn.down_proj",), "norm": ("transformer.norm_f",), "head": ("lm_head",),
         },
+        dict(num_hidden_layers="n_layers", num_attention_heads="n_heads", hidden_size="d_model"),
     ),
 }  # fmt: skip
 

@@ -6,45 +6,13 @@ ValueError for a value that our flags cannot express. It names the key, the valu
     H query heads   C width of the stream   D head size   F hidden units of the MLP
 """
 
-import math
-import reprlib
 from collections.abc import Callable
 from types import NoneType
 from typing import Any, NamedTuple
 
 from engine.errors import require
+from engine.hf_keys import Keys, describe, express
 from model import ModelConfig
-
-
-def describe(value: Any) -> str:
-    """A short text for an untrusted value, safe to print."""
-    return " ".join(ascii(reprlib.repr(value))[1:-1].split())[:80] if type(value) is not str else ascii(value[:80])
-
-
-class Keys:
-    """Reads keys of a config.json in their types. A key that the file leaves out has the family's default."""
-
-    def __init__(self, config: dict, defaults: dict):
-        self.config, self.defaults = config, defaults
-        self.seen: set[str] = set()
-
-    def __call__(self, names: str, *kinds: type, least: int = 1) -> Any:
-        """The value of the key; names = the key, and other names of it after a |. Whole numbers are from `least` on."""
-        self.seen |= set(names.split("|"))
-        name = next((name for name in names.split("|") if name in self.config), names.split("|")[0])
-        value = self.config.get(name, self.defaults.get(name))
-        if type(value) is int and float in kinds and abs(value) < 2**53:
-            value = float(value)
-        good = type(value) in kinds and (type(value) is not float or math.isfinite(value))
-        good = good and (type(value) is not int or least <= value < 2**31)
-        wanted = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
-        require(good, f"{name}={describe(value)} must be of type {wanted} and in range; correct it")
-        return value
-
-
-def express(condition: object, fact: str):
-    """ValueError unless the condition holds; the fact is a key, its value and the values that our flags express."""
-    require(condition, f"{fact} can be expressed by our flags; choose another model")
 
 
 class Part(NamedTuple):
@@ -54,17 +22,17 @@ class Part(NamedTuple):
     write: Callable[[ModelConfig], dict]
 
 
-def value(names: str, flag: str, *kinds: type) -> Part:
+def value(name: str, flag: str, *kinds: type) -> Part:
     """A key and a flag of the same meaning; null means 0."""
     off = {float: 0.0}.get(kinds[0], 0)
 
     def read(keys: Keys, flags: dict) -> dict:
-        found = keys(names, *kinds)
+        found = keys(name, *kinds)
         return {flag: off if found is None else found}
 
     def write(cfg: ModelConfig) -> dict:
         found = getattr(cfg, flag)
-        return {names.split("|")[0]: None if NoneType in kinds and found == off else found}
+        return {name: None if NoneType in kinds and found == off else found}
 
     return Part(read, write)
 
@@ -81,6 +49,11 @@ def only(**values: Any) -> Part:
         return {}
 
     return Part(read, lambda cfg: dict(values))
+
+
+def ignored(*names: str) -> Part:
+    """Keys that transformers ignores in this family, though another family reads them."""
+    return Part(lambda keys, flags: keys.seen.update(names) or {}, lambda cfg: {})
 
 
 def sizes(n_layer: str, n_head: str, n_embd: str, block_size: str) -> list[Part]:
@@ -139,12 +112,15 @@ def number(x: float) -> str:
     return repr(int(x) if x == int(x) else x)
 
 
-def read_rope(given: dict, defaults: dict, flags: dict) -> dict:
-    """rope_theta, rope_fraction and rope_scaling, from transformers' dictionary of RoPE's parameters."""
+def read_rope(given: dict, defaults: dict, flags: dict, original: float | None = None) -> dict:
+    """rope_theta, rope_fraction and rope_scaling, from transformers' dictionary of RoPE's parameters. An original
+    context that stands beside the dictionary counts, not the one in it."""
     given = {name: x for name, x in given.items() if x is not None and (name, x) != ("truncate", True)}
     kind = given.get("rope_type", given.get("type", "default"))
     express(type(kind) is str and kind in SCALING, f"rope_type={describe(kind)}, but only {', '.join(SCALING)}")
     defaults = defaults | {"original_max_position_embeddings": flags["block_size"], "beta_fast": 32, "beta_slow": 1}
+    if original is not None and "original_max_position_embeddings" in SCALING[kind]:
+        given["original_max_position_embeddings"] = original
     keys = Keys(given, defaults)
     numbers = [keys(name, float) for name in SCALING[kind]]
     require(all(x > 0 for x in numbers), f"the numbers of rope_type={kind} must be positive; correct them")
@@ -176,9 +152,10 @@ def rope(theta: str = "rope_theta", fraction: str = "", scaled: bool = True) -> 
     a file has both, transformers takes rope_scaling."""
 
     def read(keys: Keys, flags: dict) -> dict:
-        given = keys("rope_scaling", dict, NoneType) or keys("rope_parameters", dict, NoneType) or {}
+        older, newer = (keys(name, dict, NoneType) or {} for name in ("rope_scaling", "rope_parameters"))
+        given, original = older or newer, keys("original_max_position_embeddings", float, NoneType)
         defaults = {"rope_theta": keys(theta, float), "partial_rotary_factor": keys(fraction, float) if fraction else 1}
-        found = read_rope(given, defaults, flags)
+        found = read_rope(given, defaults, flags, original)
         express(fraction or found["rope_fraction"] == 1, f"partial_rotary_factor={found['rope_fraction']}, but only 1")
         express(scaled or not found["rope_scaling"], f"rope_scaling={describe(given)}, but only null")
         return found
@@ -230,6 +207,13 @@ def read_gemma_layers(keys: Keys, flags: dict) -> dict:
     return layer_flags(types, lambda i: (i + 1) % period > 0, keys("sliding_window", int), flags)
 
 
+def read_gemma2_layers(keys: Keys, flags: dict) -> dict:
+    period, types = keys("sliding_window_pattern", int), keys("layer_types", list, NoneType)
+    fact = f"sliding_window_pattern={period} counts nothing in a Gemma 2, whose second layers have no window"
+    require(types or period == 2, f"{fact}; list the kinds of layers in layer_types")
+    return read_gemma_layers(keys, flags)
+
+
 def write_gemma_layers(cfg: ModelConfig) -> dict:
     types = layer_types(cfg)
     period = types.index("full_attention") + 1 if "full_attention" in types else cfg.n_layer + 1
@@ -240,12 +224,13 @@ def write_gemma_layers(cfg: ModelConfig) -> dict:
 def read_gemma3_rope(keys: Keys, flags: dict) -> dict:
     """Layers with a window have a base of their own, without scaling."""
     given, scaling = (keys(name, dict, NoneType) or {} for name in ("rope_parameters", "rope_scaling"))
-    if not {"full_attention", "sliding_attention"} & given.keys():
-        given = {"full_attention": given}
-    found = {}
+    inner, found = Keys(given, {}), {}
     for kind, theta in (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq")):
-        inner = (Keys(given, {})(kind, dict, NoneType) or {}) | (scaling if kind == "full_attention" else {})
-        found[kind] = read_rope(inner, {"rope_theta": keys(theta, float), "partial_rotary_factor": 1}, flags)
+        one = (inner(kind, dict, NoneType) or {}) | (scaling if kind == "full_attention" else {})
+        found[kind] = read_rope(one, {"rope_theta": keys(theta, float), "partial_rotary_factor": 1}, flags)
+        fraction = found[kind]["rope_fraction"]
+        express(fraction == 1, f"partial_rotary_factor={fraction}, but only 1")
+    inner.finish()
     local = found["sliding_attention"]
     express(not local["rope_scaling"], "a rope_type of sliding_attention, but only default")
     windows = flags.get("window_pattern") or ("S" if flags.get("window") else "L")
@@ -263,16 +248,17 @@ def write_gemma3_rope(cfg: ModelConfig) -> dict:
 
 def read_falcon(keys: Keys, flags: dict) -> dict:
     """The three generations: RW (in series, ALiBi), 7B (parallel, one key/value head), 40B (a norm for each reader)."""
-    H, new = flags["n_head"], keys("new_decoder_architecture", bool)
-    parallel, alibi = new or keys("parallel_attn", bool), keys("alibi", bool)
+    H, new, alibi = flags["n_head"], keys("new_decoder_architecture", bool), keys("alibi", bool)
+    parallel, one = keys("parallel_attn", bool) or new, keys("multi_query", bool)
     norms = keys("num_ln_in_parallel_attn", int, NoneType) or 2
     own = keys("num_kv_heads", int, NoneType) or H
-    heads = own if new else 1 if keys("multi_query", bool) else H
+    heads = own if new else 1 if one else H
     found = kv_flags(heads, flags) | {"block": "parallel" if parallel else "standard"}
     found["norm_per_reader"] = new and norms == 2
+    turns = rope().read(keys, flags)  # ALiBi ignores them
     if alibi:
         return found | {"pos": "alibi", "alibi_scale": max(1, flags["n_embd"] // H) ** -0.5}
-    return found | {"pos": "rope"} | rope().read(keys, flags)
+    return found | {"pos": "rope"} | turns
 
 
 def write_falcon(cfg: ModelConfig) -> dict:
@@ -301,11 +287,12 @@ def read_scores(keys: Keys, flags: dict) -> dict:
 
 
 WINDOW = value("sliding_window", "window", int, NoneType)
-QWEN_LAYERS, GEMMA_LAYERS = Part(read_qwen_layers, write_qwen_layers), Part(read_gemma_layers, write_gemma_layers)
+QWEN_LAYERS, GEMMA2_LAYERS = Part(read_qwen_layers, write_qwen_layers), Part(read_gemma2_layers, write_gemma_layers)
 HEADS = [
     Part(kv_heads, lambda cfg: {"num_key_value_heads": cfg.kv_heads}),
     Part(head_dim, lambda cfg: {"head_dim": cfg.head_size}),
 ]
+GEMMA3_LAYERS = Part(read_gemma_layers, write_gemma_layers)
 SCORES = Part(read_scores, lambda cfg: {"query_pre_attn_scalar": cfg.head_size})
 GEMMA3_ROPE, FALCON = Part(read_gemma3_rope, write_gemma3_rope), Part(read_falcon, write_falcon)
 NEOX_BLOCK = Part(read_neox_block, lambda cfg: {"use_parallel_residual": cfg.block != "standard"})
@@ -314,7 +301,13 @@ MPT_SCORES = only(
     attn_type="multihead_attention", clip_qkv=None, softmax_scale=None, prefix_lm=False, qk_ln=False, alibi=True,
     alibi_bias_max=8,
 )  # fmt: skip
-MPT_ATTENTION = Part(
-    lambda keys, flags: MPT_SCORES.read(Keys(keys("attn_config", dict, NoneType) or {}, {}), flags),
-    lambda cfg: {"attn_config": MPT_SCORES.write(cfg)},
-)
+
+
+def read_mpt_attention(keys: Keys, flags: dict) -> dict:
+    inner = Keys(keys("attn_config", dict, NoneType) or {}, {})
+    MPT_SCORES.read(inner, flags)
+    inner.finish()
+    return {}
+
+
+MPT_ATTENTION = Part(read_mpt_attention, lambda cfg: {"attn_config": MPT_SCORES.write(cfg)})

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data.files import open_regular
 from engine.errors import require
-from engine.hf_config import describe
+from engine.hf_keys import describe
 
 AGAIN = "download the folder again, or write it with transformers' save_pretrained"
 

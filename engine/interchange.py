@@ -31,8 +31,8 @@ from engine.checkpoint_state import completed
 from engine.errors import require, user_errors
 from engine.export_tokenizer import export_tokenizer
 from engine.families import FAMILIES, Family, choose
-from engine.hf_config import describe
 from engine.hf_files import AGAIN, locate, open_files, read_json
+from engine.hf_keys import describe
 from engine.remote_code import write_remote_code
 from model import Model, ModelConfig
 
@@ -143,7 +143,7 @@ def read_hf(where: str | Path) -> Pretrained:
         flags = family.flags(config)
     except ValueError as error:
         raise ValueError(f"{folder}/config.json: {error}") from None
-    return Pretrained(folder, family, config, flags)
+    return Pretrained(folder, family, family.defaults | family.named(config), flags)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

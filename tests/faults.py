@@ -668,4 +668,25 @@ FAULTS = [
         "verify_data checks only the first shard of each rank.",
         "tests/test_shards.py::test_ranks_share_the_checksums",
     ),
+    (
+        "engine/hf_config.py",
+        'defaults = defaults | {"original_max_position_embeddings": flags["block_size"],',
+        'defaults = defaults | {"original_max_position_embeddings": flags["block_size"] / 4,',
+        "YaRN of a config.json without an original context takes a quarter of the length, not the length.",
+        "tests/test_hf_import.py::test_each_key_counts_as_in_transformers[llama]",
+    ),
+    (
+        "engine/hf_config.py",
+        "return layer_flags(types, lambda i: i >= first,",
+        "return layer_flags(types, lambda i: i > first,",
+        "A Qwen without layer_types has one layer with a window too few.",
+        "tests/test_hf_import.py::test_each_key_counts_as_in_transformers[qwen3]",
+    ),
+    (
+        "engine/families.py",
+        "        keys.finish()\n",
+        "",
+        "Keys of a config.json that nothing reads are ignored, such as is_causal.",
+        "tests/test_hf_import.py::test_each_key_counts_as_in_transformers[llama]",
+    ),
 ]

@@ -1,0 +1,141 @@
+"""hf: reads config.json as transformers does: after each edit, the logits are the same, or the file is refused."""
+
+import json
+
+import pytest
+import torch
+from test_families import ARCHITECTURES, build, hf, ours, tokens  # noqa: F401  hf is a fixture
+
+from engine.hf_keys import NEUTRAL, UNREAD
+from engine.interchange import read_hf
+
+ABSENT = object()
+WINDOW = dict(sliding_window=5, use_sliding_window=True, max_window_layers=1)
+SCALED = dict(rope_type="yarn", rope_theta=50.0, factor=4.0, beta_fast=1.5, beta_slow=0.5)
+LLAMA3 = dict(rope_type="llama3", rope_theta=50.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
+# Keys that files of these families hold, or that are another family's
+MORE = """
+    rope_theta rope_scaling rope_local_base_freq rotary_pct rotary_emb_base partial_rotary_factor head_dim is_causal
+    original_max_position_embeddings sliding_window sliding_window_pattern layer_types n_embed num_attention_heads
+    num_hidden_layers hidden_size num_key_value_heads quantization_config per_layer_config attention_bias mlp_bias
+    hidden_act intermediate_size attention_chunk_size alibi multi_query n_head n_layer transformers_weights
+""".split()
+ROPE = ("llama", "mistral", "qwen", "olmo2", "gpt_neox", "falcon", "gemma2")
+EDITS = {  # keys to change at once, the beginnings of the names of models, whether both read it
+    "yarn, original context beside": (
+        dict(rope_parameters=SCALED | dict(original_max_position_embeddings=12), original_max_position_embeddings=6),
+        ROPE, True,
+    ),
+    "yarn, no original context": (dict(rope_parameters=SCALED), ROPE, True),
+    "llama3, original context beside": (dict(rope_parameters=LLAMA3, original_max_position_embeddings=6), ROPE, True),
+    "llama3, no original context": (dict(rope_parameters=LLAMA3), ROPE, True),
+    "no layer_types": (WINDOW | dict(layer_types=ABSENT), ("qwen",), True),
+    "a pattern": (dict(layer_types=ABSENT, sliding_window_pattern=3), ("gemma3",), True),
+    "a pattern of Gemma 2": (dict(layer_types=ABSENT, sliding_window_pattern=3), ("gemma2",), False),
+    "flat RoPE": (dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=30.0)), ("gemma3",), False),
+    "RoPE of one kind": (dict(rope_parameters=dict(full_attention=SCALED)), ("gemma3",), True),
+    "older RoPE": (dict(rope_parameters=ABSENT, rope_theta=30.0), ("gemma", "llama", "qwen", "falcon"), True),
+    "older RoPE of two kinds": (
+        dict(rope_parameters=ABSENT, rope_theta=30.0, rope_local_base_freq=9.0), ("gemma3",), True,
+    ),
+    "other names": (
+        dict.fromkeys(("n_layer", "n_layers", "n_head", "n_heads"), ABSENT)
+        | dict(num_hidden_layers=3, num_attention_heads=6),
+        ("gpt2", "bloom", "mpt"), True,
+    ),
+    "two names": (dict(num_attention_heads=4), ("gpt2", "bloom", "mpt"), False),
+    "another width": (dict(hidden_size=ABSENT, n_embed=48), ("bloom", "falcon 7b"), True),
+    "two widths": (dict(n_embed=24), ("bloom", "falcon 7b"), False),
+}  # fmt: skip
+SKIPPED = ("llama 3", "falcon 11b", "falcon 40b")  # and variants behind a comma, so that each family has one model
+NAMES = [name for name in ARCHITECTURES if "," not in name and name not in SKIPPED]
+HARMLESS = {key: 0.5 if "drop" in key else 7 for key in UNREAD - {"model_type"}} | dict(  # where types matter:
+    architectures=["Other"], auto_map={"AutoConfig": "code.Config"}, cache_implementation="hybrid", dtype="float32",
+    embedding_fraction=0.5, id2label={"0": "a"}, init_device="cuda", initializer_range=0.5, is_decoder=True,
+    label2id={"a": 0}, learned_pos_emb=False, norm_type="rmsnorm", output_attentions=False, output_hidden_states=True,
+    problem_type="regression", reorder_and_upcast_attn=True, return_dict=True, summary_activation="gelu",
+    summary_proj_to_labels=False, summary_type="mean", summary_use_proj=False, tokenizer_class="Other",
+    torch_dtype="bfloat16", transformers_version="1", use_cache=False,
+)  # fmt: skip
+
+
+def others(value):
+    """Other values of the same kind, and none."""
+    match value:
+        case None:
+            return [True, False, 2, {"rope_type": "linear", "factor": 2.0}]
+        case bool():
+            return [not value, ABSENT]
+        case int():
+            return [value + 1, ABSENT]
+        case float():
+            return [2 * value + 0.5, ABSENT]
+        case str():
+            return ["gelu", ABSENT]
+        case list():
+            return [value[::-1], ABSENT]
+    changed = [value | {name: new} for name, old in value.items() if name not in UNREAD for new in others(old)[:1]]
+    return [*changed, *(value | {name: 2.0} for name in ("factor", "mscale", "partial_rotary_factor")), ABSENT]
+
+
+class Folder:
+    """A folder of transformers' with a small model, and what both sides make of it after an edit of config.json."""
+
+    def __init__(self, hf, name: str, where):  # noqa: F811
+        self.hf, self.where, self.attention = hf, where, "sdpa" if name.startswith("falcon") else "eager"
+        reference = build(hf, name)
+        reference.save_pretrained(where)
+        self.config, self.weights = json.loads((where / "config.json").read_text()), reference.state_dict()
+
+    def theirs(self) -> torch.Tensor | None:
+        """transformers' logits, or None where it cannot build or run the model."""
+        try:
+            config = self.hf.AutoConfig.from_pretrained(self.where)
+            model = self.hf.AutoModelForCausalLM.from_config(config, attn_implementation=self.attention).eval()
+            model.load_state_dict(self.weights)
+            return model(tokens()).logits
+        except Exception:  # of whatever kind: the values are ones that nobody writes
+            return None
+
+    @torch.no_grad()
+    def compare(self, **changes) -> bool:
+        """Whether both accept the file; the logits must then be the same. Our refusal must be one line."""
+        config = {name: x for name, x in (self.config | changes).items() if x is not ABSENT}
+        (self.where / "config.json").write_text(json.dumps(config))
+        try:
+            model = ours(read_hf(self.where))
+        except ValueError as error:
+            assert "\n" not in str(error) and len(str(error)) < 500
+            return False
+        if (expected := self.theirs()) is None:
+            return False
+        difference = (model(tokens()) - expected).abs().max()
+        assert difference < 1e-5 * expected.abs().max() and expected.std() > 0.1, f"{changes} changes theirs alone"
+        return True
+
+
+def asked_for(hf, name: str) -> set[str]:  # noqa: F811
+    """The public attributes of its config that transformers asks for, and the other names of these."""
+    kind = getattr(hf, ARCHITECTURES[name][0])
+    asked, get = set(), hf.PreTrainedConfig.__getattribute__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf.PreTrainedConfig, "__getattribute__", lambda self, key: asked.add(key) or get(self, key))
+        build(hf, name)(tokens())
+    methods = set(dir(kind)) - set(kind.__dataclass_fields__)
+    return {each for each in asked - methods if not each.startswith("_")} | kind.attribute_map.keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_key_counts_as_in_transformers(hf, tmp_path, name):  # noqa: F811
+    """One edit of each key that transformers asks for, that the file holds, or that is another family's; edits of
+    several keys; all keys that are known as harmless at once."""
+    folder = Folder(hf, name, tmp_path)
+    names = (asked_for(hf, name) | folder.config.keys() | {*MORE, *NEUTRAL}) - UNREAD
+    if name == "falcon 7b":
+        names.remove("alibi")  # transformers rounds the slopes of six heads to bfloat16
+    assert len(names) > 40 and "is_causal" in names
+    assert sum(folder.compare(**{key: value}) for key in sorted(names) for value in others(folder.config.get(key))) > 9
+    for what, (changes, _, equal) in [(what, edit) for what, edit in EDITS.items() if name.startswith(edit[1])]:
+        assert folder.compare(**changes) == equal, what
+    changes = {key: value for key, value in NEUTRAL.items() if key not in folder.config}
+    assert folder.compare(**changes, **HARMLESS)
