@@ -247,10 +247,11 @@ def check_used(cfg: Any, explicit: dict[str, Any], sources: dict[str, str]):
     """ValueError if an explicit flag has no effect with the other flags."""
     for name, (used, when) in getattr(cfg, "USED_WHEN", {}).items():
         if name in explicit and not used(cfg):
-            rule = re.match(r"\w+", when)[0]
+            rules = {word: getattr(cfg, word) for word in re.findall(r"\w+", when) if word in vars(cfg)}
             here = f"{spell(name, explicit[name], sources[name])} ({sources[name]})"
-            state = f"{rule} is {getattr(cfg, rule)}" + (f" ({sources[rule]})" if rule in sources else "")
-            remedy = f"set {when}" if re.fullmatch(r"\w+=\w+", when) else f"change {rule}"
+            place = {rule: f" ({sources[rule]})" if rule in sources else "" for rule in rules}
+            state = ", ".join(f"{rule} is {value}{place[rule]}" for rule, value in rules.items())
+            remedy = f"set {when}" if re.fullmatch(r"\w+=\w+", when) else f"change {' or '.join(rules)}"
             raise ValueError(f"{here} is used only with {when}, and {state}; remove it or {remedy}")
 
 
