@@ -859,7 +859,8 @@ def capped(x: Tensor, cap: float) -> Tensor:
 def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which matrix products with x are computed."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
 
 
 def wide_stream(flag: bool | str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -1398,8 +1399,6 @@ class Stack(nn.Module):
         x, inputs = self.first_norm(x).to(x.dtype), inputs._replace(shared=Shared())
         for block in self.blocks:
             x = block(x, inputs)
-        whole, names = len(self.blocks) == self.cfg.n_layer, ", ".join(inputs.shared)
-        require(whole or not names, f"a layer hands {names} to later layers, but stages exchange the stream; set pp=1")
         return self.norm(x)
 
 

@@ -247,7 +247,7 @@ def test_an_unused_norm_per_reader_speaks_of_the_block_at_hand(flags, said):
         parse(Config, ["--norm_per_reader=True", *flags])
 
 
-def test_data_for_later_layers_is_refused_where_a_stage_has_not_all_layers(monkeypatch):
+def test_data_for_later_layers_is_refused_in_a_pipeline(monkeypatch):
     class Handing(model.ParameterPool):
         def forward(self, x, inputs):
             return super().forward(inputs.shared.setdefault("first", x), inputs)
@@ -255,9 +255,9 @@ def test_data_for_later_layers_is_refused_where_a_stage_has_not_all_layers(monke
     monkeypatch.setitem(model.BLOCK, "mine", lambda cfg, layer: [model.Sum(cfg, mlp=Handing(cfg))])
     net, idx = model.Model(model.ModelConfig(**SIZES, block="mine")), torch.zeros(1, 4, dtype=torch.int64)
     assert net(idx).isfinite().all()
-    pipeline.keep_stage(net, 0, 2)
-    with pytest.raises(ValueError, match="^a layer hands first to later layers, .*; set pp=1$"):
-        net(idx, idx)
+    for stage in (0, 1):
+        with pytest.raises(ValueError, match="^pp=2 hands on only .* a layer hands first to later layers; set pp=1$"):
+            pipeline.keep_stage(net, stage, 2)
 
 
 def pool(cfg):
