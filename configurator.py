@@ -247,12 +247,11 @@ def check_used(cfg: Any, explicit: dict[str, Any], sources: dict[str, str]):
     """ValueError if an explicit flag has no effect with the other flags."""
     for name, (used, when) in getattr(cfg, "USED_WHEN", {}).items():
         if name in explicit and not used(cfg):
-            rules = {word: getattr(cfg, word) for word in re.findall(r"\w+", when) if word in vars(cfg)}
+            rules = dict.fromkeys(re.findall(r"^\w+|\w+(?==)", when))
             here = f"{spell(name, explicit[name], sources[name])} ({sources[name]})"
-            place = {rule: f" ({sources[rule]})" if rule in sources else "" for rule in rules}
-            state = ", ".join(f"{rule} is {value}{place[rule]}" for rule, value in rules.items())
+            states = [f"{x} is {getattr(cfg, x)}" + (f" ({sources[x]})" if x in sources else "") for x in rules]
             remedy = f"set {when}" if re.fullmatch(r"\w+=\w+", when) else f"change {' or '.join(rules)}"
-            raise ValueError(f"{here} is used only with {when}, and {state}; remove it or {remedy}")
+            raise ValueError(f"{here} is used only with {when}, and {', '.join(states)}; remove it or {remedy}")
 
 
 def spell(name: str, value: Any, where: str) -> str:
