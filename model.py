@@ -23,11 +23,13 @@ Roles. Each module with parameters declares one; initial weights, optimizers, FL
     vocab     token embedding, head                N(0, 0.02)              rows are cut
     into      linear layer from the stream         N(0, 0.02)              outputs (heads, hidden units) are cut
     memory    linear layer from the memory         N(0, 0.02)              outputs are cut
+    per_head  linear layer from the stream, (H, C) N(0, 0.02)              outputs, one for each head, are cut
     out       linear layer to the stream           N(0, 0.02 / sqrt(n))    inputs are cut; n outputs make a stream
     before    norm before a sum's readers          1                       not cut; an all-gather follows
     after     norm after a sum's readers           1                       not cut; a reduce-scatter precedes
     last      norm after the last block            1                       not cut; an all-gather follows
     whole     all others                           N(0, 0.02), 1; bias 0   not cut
+Muon trains the weights of into, memory and out, and AdamW all others.
 A module lists in `per_head` the parameters that have a row for each head; tensor parallelism cuts the rows. It may set
 other initial weights in its dict `initial`: name of a parameter -> a number, a tensor of its shape, or a Normal. One
 number that __init__ writes into a parameter is kept too (see OwnValues); other values written there are refused.
@@ -53,6 +55,7 @@ import re
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
@@ -244,9 +247,11 @@ class ModelConfig:
 
     @property
     def several_readers(self) -> bool:
-        """Whether attention and MLP read the stream in one sum."""
-        alike = self.block == "superblock" and self.pool == "separate" and self.wiring == "parallel"
-        return alike or self.block in ("parallel", "simplified_parallel")
+        """Whether a sum of this block has several readers, such as attention and MLP. Asks a small copy of a block."""
+        small = copy(self)
+        vars(small).update(n_head=4, n_kv_head=1, n_embd=64, head_dim=0, mlp_ratio=4.0, n_group=1, n_slot=1)
+        with torch.device("meta"):
+            return any(len(each.names) > 1 for each in BLOCK[self.block](small, 0))
 
     def layer_window(self, layer: int) -> int:
         """Sliding window of a layer in tokens, 0 = full attention."""
@@ -267,7 +272,7 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "norm_eps": (lambda c: c.norm != "none" or c.qk_norm, "norm other than none"),
     "norm_per_reader": (
         lambda c: "before" in PLACEMENT[c.norm_placement] and c.several_readers,
-        "block=parallel, simplified_parallel, or superblock with wiring=parallel; and norm_placement=pre or sandwich",
+        "block that has several readers in one sum, norm_placement=pre or sandwich",
     ),
     "qk_norm_width": (lambda c: c.qk_norm, "qk_norm=True"),
     "window_pattern": (lambda c: c.window > 0, "window > 0"),
@@ -870,7 +875,8 @@ def capped(x: Tensor, cap: float) -> Tensor:
 def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which matrix products with x are computed."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
 
 
 def wide_stream(flag: bool | str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -998,10 +1004,16 @@ class Inputs(NamedTuple):
     docs: tuple[Tensor, Tensor] | None = None  # document numbers of the queries and of the keys
     memory: Tensor | None = None  # (B, S, C), the encoder's output
     memory_docs: tuple[Tensor, Tensor] | None = None  # document numbers of the queries and of the memory
+    shared: "Shared | None" = None  # made anew for each forward
+
+
+class Shared(dict):
+    """What a layer hands to later layers, by name. It is no plain dict, because FSDP gives each block a copy of one."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Readers: the normed stream x (B, T, C) -> (B, T, C), to be added to the stream. Each reads a pool of keys and values.
+# A reader of the context declares its `window`, as in Mask: by default that of cfg, but a block may set another.
 
 
 class Heads(nn.Module):
@@ -1465,7 +1477,7 @@ class Stack(nn.Module):
         return self.position_table(t, torch.promote_types(x.dtype, torch.float32))
 
     def through_blocks(self, x: Tensor, inputs: Inputs) -> Tensor:
-        x = self.first_norm(x).to(x.dtype)
+        x, inputs = self.first_norm(x).to(x.dtype), inputs._replace(shared=Shared())
         for block in self.blocks:
             x = block(x, inputs)
         return self.norm(x)

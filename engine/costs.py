@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from data.objective import OBJECTIVE
 from engine import context_parallel, parallel, sharded_model, tensor_parallel
 from engine.accounting import flops
-from engine.optim import Matrix, Muon, Owners, iteration_dtype, place
+from engine.optim import OPTIMIZER, Matrix, Muon, Owners, is_hidden, iteration_dtype, place, state_bytes
 from model import (
     ChunkedCrossEntropy,
     Heads,
@@ -42,6 +42,7 @@ from model import (
     Linear,
     Model,
     NormOfHeads,
+    Shared,
     Stack,
     chunk_loss,
     rows_at_once,
@@ -219,8 +220,13 @@ class Run:
         self.n_params, self.flops = self.model.n_params(), flops(self.model, *self.lengths)
         self.head_flops = 6 * self.model.head.weight.numel() * self.lengths[0]
         grid = layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp
+        self.optimizer = OPTIMIZER[cfg.optimizer]
+        linear = {f"{name}.weight": m for name, m in self.model.named_modules() if isinstance(m, Linear)}
+        self.linear = linear.keys()
         self.hidden: dict[str, Matrix] = {}  # the weights that Muon trains, before tp cuts them
-        for name, m in ((f"{name}.weight", m) for name, m in self.model.named_modules() if isinstance(m, Linear)):
+        for name, m in linear.items() if self.optimizer.muon else ():
+            if not is_hidden(m):
+                continue
             of_tp = tensor_parallel.sharded_dim(self.model, name) if cfg.tp > 1 else None
             cuts = None, 0 if self.fsdp else None, of_tp
             self.hidden[name] = Matrix(tuple(m.weight.shape), m.fused, tuple(zip(grid, cuts, strict=True)))
@@ -279,13 +285,16 @@ class Run:
             own, of_memory = (torch.zeros(batch, n, dtype=torch.int64) for n in (length, S))
             docs = ((own, own), (own, of_memory)) if cfg.doc_mask else (None, None)
             table = stack.position_table(torch.arange(length // self.layout.cp), torch.float32)
-            inputs = Inputs(table, docs[0], memory, docs[1])
+            inputs = Inputs(table, docs[0], memory, docs[1], Shared())
             given, known = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)], {}
-            for layer, block in enumerate(stack.blocks):
-                kind = cfg.layer_window(layer), *(p.shape for p in block.parameters())  # each kind is measured once
+            for block in stack.blocks:
+                windows = tuple(m.window for m in block.modules() if isinstance(m, Heads))
+                kind = windows, *(p.shape for p in block.parameters())  # each kind is measured once
                 if kind not in known:
                     x = self.stream(batch, length)
                     known[kind] = self.measure(lambda x, f=block: f(x, inputs), block, x, given, casts=False)
+                    for name, handed in inputs.shared.items():  # without the graph, which the backward has freed
+                        inputs.shared[name] = handed.detach().requires_grad_(handed.requires_grad)
                 yield known[kind]
 
         def embedding_cost(length: int) -> Cost:
@@ -335,11 +344,11 @@ class Run:
         """
         cfg, layout, size = self.cfg, self.layout, self.dtype.itemsize
         mine = {name: stage.held(name, self.shards) for name in stage.shapes}
-        muon = self.hidden if cfg.optimizer == "muon" else ()
-        optimizer = sum(4 * n if name in muon else 8 * n + 4 for name, n in mine.items())
+        kinds = {name: Muon if name in self.hidden else self.optimizer.rest for name in mine}
+        optimizer = sum(state_bytes(kinds[name], n) for name, n in mine.items())
         out = dict(zip(STATES, (4 * sum(mine.values()), 4 * sum(mine.values()), optimizer), strict=True))
         if not self.fsdp:
-            casts = sum(math.prod(stage.shapes[name]) for name in self.hidden.keys() & stage.shapes.keys())
+            casts = sum(math.prod(stage.shapes[name]) for name in self.linear & stage.shapes.keys())
             return out | {"weights cast by autocast": casts * size if size < 4 else 0}
         full = {name: sum(map(math.prod, unit.values())) for name, unit in stage.units.items()}
         root, _, *ends = (full.pop(name, 0) for name in ("root", "gains", "wte", "head"))
@@ -387,7 +396,7 @@ class Run:
             }
             if cfg.pp > 1:  # PyTorch allocates a buffer for each stream that a stage receives in a step
                 parts["streams received"] = layout.micro_steps * before[0].kept * (2 - stage.first - stage.last)
-            if cfg.optimizer == "muon":
+            if self.optimizer.muon:
                 parts["update by Muon"] = self.muon_update(stage)
             of_stages.append(parts)
         return max(of_stages, key=self.gpu_bytes)
@@ -442,7 +451,7 @@ class Run:
             if cfg.tie_weights and (stage.first or stage.last):
                 n += 4 * shard_numel(stage.shapes["wte.weight"], self.shards)
             out["pp point to point"] = n, layout.group("pp")
-        if cfg.optimizer == "muon":
+        if self.optimizer.muon:
             owners, ranks = self.owners(stage), layout.group("dp_replicate", "dp_shard", "cp", "tp")
             out["muon all-to-all"] = owners.dtype.itemsize * max(owners.sent()), ranks
         return {kind: each for kind, each in out.items() if each[0]}
@@ -454,7 +463,7 @@ class Run:
         if self.layout.tp > 1:
             dims = {name: tensor_parallel.sharded_dim(self.model, name) for name, _ in self.model.named_parameters()}
             total += (None in dims.values()) + 1  # gradients of uncut parameters, and the norm
-            if self.cfg.optimizer == "muon":  # updates travel to the owners and back
+            if self.optimizer.muon:  # updates travel to the owners and back
                 owners = map(self.owners, self.stages)
                 total += sum(2 * len(each.rounds(each.owner, Muon.LARGEST_ROUND)) for each in owners)
         return total

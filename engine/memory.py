@@ -23,6 +23,7 @@ import torch
 from data.loader import Loader
 from engine import parallel
 from engine.device import resolve_dtype
+from engine.optim import OPTIMIZER, Muon, state_bytes
 from model import MLP_KIND, Model, rows_at_once
 
 Need = dict[str, tuple[int, bool]]  # kind -> (bytes, whether they are in host memory even on a GPU)
@@ -93,7 +94,8 @@ def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
     if cfg.activation_checkpoint == "none" and not ranks.compile:
         width += C + cfg.hidden_dim * (cfg.slots == 0 and cfg.mlp != "relu")  # relu's input is not kept
     tokens = cfg.n_layer * T + (cfg.n_encoder_layer or cfg.n_layer) * S
-    states = 16 * total - 4 * matrices * (cfg.optimizer == "muon")  # float32: AdamW keeps two means, Muon one
+    rest, muon = OPTIMIZER[cfg.optimizer]
+    states = 8 * total + state_bytes(Muon if muon else rest, matrices) + state_bytes(rest, total - matrices)
     late = 4 * total * (micro_steps == 1)  # gradients that do not exist yet at the time of the logits
     if cfg.eval_only:
         batches, width, tokens, states, late = 1, C, T, 4 * total, 0

@@ -5,7 +5,8 @@
     optimizer.step()
     optimizer.state_tensors(model)  # {"blocks.0.mlp.up.weight.momentum": tensor, ...}, for checkpoints
 
-Call `build` after sharding and tensor parallelism, which replace parameters.
+Call `build` after sharding and tensor parallelism, which replace parameters. A new optimizer is a subclass of
+Elementwise and an entry of OPTIMIZER; docs/hacking.md adds one.
 """
 
 import heapq
@@ -193,8 +194,9 @@ class Muon:
         U S V^T = (1 - mu) g + mu b
         W = (1 - lr decay) W - lr sqrt(max(1, rows / columns)) U V^T
 
-    With this scale a step moves the outputs of all layers equally far, so lr = 0.02 fits all widths. Muon has its own
-    rate; with the scale of arXiv:2502.16982, 0.2 sqrt(max(rows, columns)), it would have AdamW's.
+    With this scale a step moves the outputs of all layers equally far. The best rate still depends on the model: at
+    width 192 it is 0.005 for the standard block and up to 0.04 for other models (docs/baselines.md). With the scale of
+    arXiv:2502.16982, 0.2 sqrt(max(rows, columns)), Muon would have AdamW's rate.
 
     A weight may store several logical matrices. Each is orthogonalised alone: as one matrix they would share their
     singular directions, and the loss is higher. weights maps a weight to None (one matrix) or to the (dim, groups,
@@ -218,7 +220,11 @@ class Muon:
         self.owners, self.dtype, self.sizes = owners, dtype, {p: math.prod(shape) for p, shape in shapes.items()}
         self.fused = {p: fused or (0, 1, (shapes[p][0],)) for p, fused in weights.items()}
         self.param_groups = [group | {"lr": lr, "momentum": momentum} for group in decay_groups(weights, weight_decay)]
-        self.state = {p: {"momentum": torch.zeros_like(p)} for p in weights}
+        self.state = {p: self.new_state(p) for p in weights}
+
+    @staticmethod
+    def new_state(p: Tensor) -> dict[str, Tensor]:
+        return {"momentum": torch.zeros_like(p)}
 
     @torch.no_grad()
     def step(self):
@@ -298,44 +304,69 @@ def iteration_dtype(dtype: torch.dtype) -> torch.dtype:
 # The optimizer of a run
 
 
-class AdamW:
-    """AdamW (arXiv:1711.05101) in PyTorch's fused kernel, with all its state from the start. torch.optim.AdamW does the
-    same, after it has imported torch._dynamo in a second or two."""
+class Elementwise:
+    """The base class of optimizers that treat each number of a parameter alone, so that ranks may hold any part of it.
+
+    A subclass has two methods. new_state(p) makes the tensors that it keeps of a parameter, by name; checkpoints and
+    the plan follow it. update(group, weights, grads, **state) makes a step, in place: it takes a list of tensors for
+    the weights, for the gradients and for each name of the state. group holds lr, betas and weight_decay.
+    """
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]):
         self.param_groups = [group | {"lr": lr, "betas": betas} for group in groups]
-        self.state = {
-            p: {
-                "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
-            for group in groups
-            for p in group["params"]
-        }
+        self.state = {p: self.new_state(p) for group in groups for p in group["params"]}
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            params, (beta1, beta2) = [p for p in group["params"] if p.grad is not None], group["betas"]
-            states = [[local(self.state[p][name]) for p in params] for name in ("exp_avg", "exp_avg_sq", "step")]
+            params = [p for p in group["params"] if p.grad is not None]
             if params:
-                torch._foreach_add_(states[2], 1)
-                torch._fused_adamw_(
-                    [*map(local, params)], [local(p.grad) for p in params], *states[:2], [], states[2],
-                    lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=1e-8,
-                    amsgrad=False, maximize=False,
-                )  # fmt: skip
+                state = {kind: [local(self.state[p][kind]) for p in params] for kind in self.state[params[0]]}
+                self.update(group, [*map(local, params)], [local(p.grad) for p in params], **state)
+
+
+class AdamW(Elementwise):
+    """AdamW (arXiv:1711.05101) in PyTorch's fused kernel. torch.optim.AdamW does the same, after it has imported
+    torch._dynamo in a second or two."""
+
+    @staticmethod
+    def new_state(p: Tensor) -> dict[str, Tensor]:
+        step = torch.zeros((), dtype=torch.float32, device=p.device)
+        return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+    def update(self, group: dict, weights: list[Tensor], grads: list[Tensor], step, exp_avg, exp_avg_sq):
+        torch._foreach_add_(step, 1)
+        torch._fused_adamw_(
+            weights, grads, exp_avg, exp_avg_sq, [], step, lr=group["lr"], beta1=group["betas"][0],
+            beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """An optimizer of a run: what trains the weights, or with muon=True those that are no hidden matrices."""
+
+    rest: type[Elementwise]
+    muon: bool = False
+
+
+OPTIMIZER = {"adamw": Kind(AdamW), "muon": Kind(AdamW, muon=True)}
+
+
+@cache
+def state_bytes(optimizer: type[Elementwise | Muon], numbers: int) -> int:
+    """Bytes of the optimizer's state of a parameter of so many float32 numbers: scalars, and tensors of its shape."""
+    state = optimizer.new_state(torch.empty(1, device="meta")).values()
+    return sum(t.itemsize * (numbers if t.dim() else 1) for t in state)
 
 
 class Optimizer:
-    """Combines AdamW and Muon, so that a gradient scaler that finds an overflow skips both or neither.
+    """Combines the parts of a Kind, so that a gradient scaler that finds an overflow skips all of them or none.
 
     parts maps each optimizer to its peak learning rate, relative to cfg.learning_rate. All state exists from the start,
     so a checkpoint can be loaded into it in place.
     """
 
-    def __init__(self, parts: dict[AdamW | Muon, float]):
+    def __init__(self, parts: dict[Elementwise | Muon, float]):
         self.parts = parts
         self.param_groups = [group for part in parts for group in part.param_groups]
 
@@ -355,20 +386,20 @@ class Optimizer:
 
 
 def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: torch.dtype = torch.float32) -> Optimizer:
-    """The optimizer that cfg.optimizer names: adamw trains everything; muon trains hidden matrices, AdamW the rest.
+    """The optimizer that cfg.optimizer names, an entry of OPTIMIZER.
 
     sharded says how ranks share the model. dtype is that of the run's matrix products.
     """
-    hidden = OPTIMIZER[cfg.optimizer](model)
+    kind = OPTIMIZER[cfg.optimizer]
+    hidden = hidden_matrices(model) if kind.muon else {}
     if hidden and cfg.learning_rate == 0:
         raise ValueError(
             "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it; set learning_rate above 0"
         )
     rest = [p for p in model.parameters() if p.requires_grad and p not in hidden]  # a tied weight occurs once
-    groups, betas = decay_groups(rest, cfg.weight_decay), (cfg.beta1, cfg.beta2)
-    adamw = AdamW(groups, cfg.learning_rate, betas)
+    of_rest = kind.rest(decay_groups(rest, cfg.weight_decay), cfg.learning_rate, (cfg.beta1, cfg.beta2))
     if not hidden:
-        return Optimizer({adamw: 1.0})
+        return Optimizer({of_rest: 1.0})
     owners = None
     if sharded and sharded.ranks.size > cfg.pp:
         matrices = {
@@ -378,15 +409,17 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
         }
         owners = Owners(matrices, sharded.ranks.stage, iteration_dtype(dtype))
     muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, owners, dtype)
-    return Optimizer({adamw: 1.0, muon: cfg.muon_lr / cfg.learning_rate})
+    return Optimizer({of_rest: 1.0, muon: cfg.muon_lr / cfg.learning_rate})
+
+
+def is_hidden(m: nn.Module) -> bool:
+    """Whether Muon trains the module's weight: a linear layer between the stream or the memory and hidden units."""
+    return isinstance(m, Linear) and m.role in ("into", "memory", "out")
 
 
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
-    """The weights that Muon trains (linear layers within blocks) -> their logical matrices, see Linear.fused."""
-    return {m.weight: m.fused for m in model.modules() if isinstance(m, Linear) and m.weight.requires_grad}
-
-
-OPTIMIZER = {"adamw": lambda model: {}, "muon": hidden_matrices}  # flag -> the weights that Muon trains
+    """The weights that Muon trains -> their logical matrices, see Linear.fused."""
+    return {m.weight: m.fused for m in model.modules() if is_hidden(m) and m.weight.requires_grad}
 
 
 def decay_groups(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:

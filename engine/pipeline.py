@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 from engine.errors import require
-from model import Model, ModelConfig, stream_dtype
+from model import Inputs, Model, ModelConfig, Shared, stream_dtype
 
 
 def check(cfg: ModelConfig, n_stages: int, n_micro: int):
@@ -42,11 +42,19 @@ def check(cfg: ModelConfig, n_stages: int, n_micro: int):
 
 
 def keep_stage(model: Model, stage: int, n_stages: int):
-    """Remove from the model, in place, the parts that other stages own; the others keep their names.
+    """Remove from the model, in place, the parts that other stages own; the others keep their names. ValueError if
+    layers exchange more than the stream.
 
     model(x, targets) is then the stage: x is idx on the first stage and the stream (B, T, C) on others, and the result
     is the loss on the last stage and the stream on others. A tied weight stays on both ends.
     """
+    x = model.wte.weight.new_empty(1, 1, model.cfg.n_embd)
+    inputs = Inputs(model.table(torch.arange(1, device=x.device), x), shared=Shared())
+    with torch.no_grad():
+        for block in model.blocks:
+            x = block(x, inputs)
+    names = ", ".join(inputs.shared)
+    require(not names, f"pp={n_stages} hands on only the stream, and a layer hands {names} to later layers; set pp=1")
     n_layer, first, last = model.cfg.n_layer, stage == 0, stage == n_stages - 1
     tied = model.cfg.tie_weights
     begin, end = (-(-n_layer * i // n_stages) for i in (stage, stage + 1))

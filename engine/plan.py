@@ -142,11 +142,12 @@ def step_time(
         "traffic of tp, cp, pp and Muon": rest,
         "bubble of the pipeline": (compute + rest) * (cfg.pp - 1) / layout.micro_steps,
         "traffic of data ranks, not hidden": max(0.0, data - hidden),
-        "Muon's matmuls": run.owners(stage).flops / speed if cfg.optimizer == "muon" else 0.0,
+        "Muon's matmuls": run.owners(stage).flops / speed if run.optimizer.muon else 0.0,
     }
-    if run.offload:  # parameters go up for each gather, gradients down; AdamW reads and writes 7 numbers per parameter
-        passes = (1 + cfg.fsdp_reshard) * layout.micro_steps + 1 + 7
-        seconds["offload to the host"] = passes * run.static_memory(stage)["parameters"] / HOST
+    if run.offload:  # parameters go up for each gather, gradients down; an update reads and writes parameters and state
+        parameters, _, state = (run.static_memory(stage)[kind] for kind in STATES)
+        passes = (1 + cfg.fsdp_reshard) * layout.micro_steps + 1 + 3 + 2 * round(state / parameters)
+        seconds["offload to the host"] = passes * parameters / HOST
     return traffic, {kind: time for kind, time in seconds.items() if time}
 
 

@@ -33,6 +33,7 @@ SHARDED_DIM = {  # role -> dimension of the weight that is cut; 0 also cuts the 
     "vocab": 0,
     "into": 0,
     "memory": 0,
+    "per_head": 0,
     "out": 1,
     "before": None,
     "after": None,

@@ -1,7 +1,8 @@
-"""The patches of docs/hacking.md apply to model.py, are short, and make variants that work, under --tp too."""
+"""The patches of docs/hacking.md apply, are short, and make variants that work, on several ranks too."""
 
 import ast
 import importlib.util
+import json
 import math
 import re
 import subprocess
@@ -9,30 +10,39 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import mutants
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import TINY, figures
 from ranks import launch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model
-from configurator import Config
-from engine import parallel, tensor_parallel
+from configurator import Config, parse
+from engine import parallel, pipeline, tensor_parallel
 from engine.sharded_model import ShardedModel
 
 ROOT = Path(__file__).parent.parent
 PATCHES = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/hacking.md").read_text(), re.M | re.S)
-FLAGS = {"mlp": "reglu", "pos": "slopes", "block": "macaron"}  # in the order of the page
+FLAGS = {  # in the order of the page
+    "mlp": "reglu", "pos": "slopes", "block": "macaron", "head_norm": True, "first_stream": True, "optimizer": "sgd",
+}  # fmt: skip
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 64}
 
 
 def patched(folder: Path, index: int) -> str:
     """The source of model.py with the patch of that number."""
     (folder / "model.py").write_text((ROOT / "model.py").read_text())
-    command = ["git", "apply", "--verbose", "-"]
-    done = subprocess.run(command, input=PATCHES[index], capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    apply(folder, PATCHES[index])
     return (folder / "model.py").read_text()
+
+
+def apply(folder: Path, patch: str):
+    command = ["git", "apply", "--verbose", "-"]
+    done = subprocess.run(command, input=patch, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
 
 
 def load(file: Path) -> ModuleType:
@@ -48,7 +58,7 @@ def new_definitions(source: str) -> list[ast.ClassDef | ast.FunctionDef]:
     return [each for each in found if not hasattr(model, each.name)]
 
 
-@pytest.mark.parametrize(("index", "flag"), list(enumerate(FLAGS)))
+@pytest.mark.parametrize(("index", "flag"), list(enumerate(FLAGS))[:-1])
 def test_a_patch_makes_a_variant_that_works(index, flag, tmp_path):
     source = patched(tmp_path, index)
     added = [line for line in PATCHES[index].splitlines() if line.startswith("+") and line[1:].strip()]
@@ -64,10 +74,17 @@ def test_a_patch_makes_a_variant_that_works(index, flag, tmp_path):
     loss.backward()
     assert loss.item() == pytest.approx(math.log(64), abs=0.3)
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in net.parameters())
+    for block in net.blocks:
+        block.compile(fullgraph=True, backend="eager")
+    assert net(idx, idx.roll(-1, dims=1)).item() == pytest.approx(loss.item(), rel=1e-9)
+    for block in net.blocks:
+        block._compiled_call_impl = None
     initial = {
         "mlp": {},
         "pos": {"position.slope": 0.1},
         "block": {"sums.0.gain.weight": 0.5, "sums.2.gain.weight": 0.5},
+        "head_norm": {"y_norm.weight": 1.0},
+        "first_stream": {"first.weight": 0.1},
     }
     declared = [p for name, p in net.named_parameters() if name.endswith(tuple(initial[flag]) or "none")]
     assert len(declared) == 2 * len(initial[flag])  # in each of two layers
@@ -84,6 +101,66 @@ def test_a_patch_makes_a_variant_that_works(index, flag, tmp_path):
         for _ in range(8):
             expected = torch.cat((expected, net(expected)[:, -1:].argmax(-1)), dim=1)
         assert torch.equal(text, expected[:, 4:])
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = ["tests", "."]
+from ranks import launch, train_runs
+from test_model import GRID
+assert all(any(row.get(flag) == value for row in GRID) for flag, value in json.loads(sys.argv[1]).items())
+for size, runs in json.loads(sys.argv[2]):
+    launch(size, train_runs, Path("ranks"), runs)
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_data, tmp_path_factory):
+    """The runs of a copy of the code with all patches, by name; its grid has the new values."""
+    folder = tmp_path_factory.mktemp("patched")
+    mutants.copy(folder)
+    for patch in PATCHES:
+        apply(folder, patch)
+    model_flags = {flag: value for flag, value in FLAGS.items() if flag not in ("block", "optimizer")}
+    flags = [*TINY, f"--dataset={tiny_data}", "--optimizer=sgd", "--gradient_accumulation_steps=2", "--eval_interval=0"]
+    flags += ["--max_iters=6", "--mlp_ratio=6", *(f"--{flag}={value}" for flag, value in model_flags.items())]
+    layouts = {
+        "alone": (1, []), "half": (1, ["--max_iters=3", "--lr_decay_iters=6"]),
+        "recomputed": (1, ["--activation_checkpoint=full"]), "tp": (2, ["--tp=2"]), "cp": (2, ["--cp=2"]),
+        "fsdp": (2, ["--parallel=fsdp", "--activation_checkpoint=selective"]),
+    }  # fmt: skip
+    each = {1: [], 2: []}
+    for name, (size, more) in layouts.items():
+        each[size].append([*flags, *more, f"--out_dir={folder / name}"])
+    each[1].append([*flags, "--init_from=resume", f"--out_dir={folder / 'half'}"])
+    (folder / "ranks").mkdir()
+    given = json.dumps(model_flags | {"block": "macaron"}), json.dumps([*each.items()])
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *given], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    large = ["--plan=True", "--n_layer=24", "--n_head=16", "--n_embd=1024"]
+    command = [sys.executable, "train.py", *flags, *large, f"--out_dir={folder / 'plan'}"]
+    plan = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert plan.returncode == 0, plan.stderr[-3000:]
+    return folder, plan.stdout
+
+
+def test_all_patches_together_train_on_every_layout(runs):
+    folder, _ = runs
+
+    def losses(name: str) -> list[tuple]:
+        return [(line["loss"], line["grad_norm"]) for line in figures(folder / name) if "loss" in line]
+
+    whole = losses("alone")
+    assert len(whole) == 6 and losses("half") == whole  # resumed
+    for name in ("recomputed", "tp", "cp", "fsdp"):
+        assert np.allclose(losses(name), whole, rtol=1e-4, atol=0), name
+
+
+def test_the_plan_counts_the_state_of_a_new_optimizer(runs):
+    """As many bytes as parameters; AdamW would keep twice as many."""
+    memory = {kind: float(re.search(rf"{kind} +([0-9.]+)", runs[1])[1]) for kind in ("parameters", "optimizer state")}
+    assert memory["optimizer state"] == memory["parameters"] > 1.0
 
 
 def compare(sources: dict[str, str]):
@@ -140,6 +217,48 @@ def test_two_readers_of_one_name_are_refused(monkeypatch):
     monkeypatch.setitem(model.BLOCK, "twice", twice)
     with pytest.raises(ValueError, match="block=twice has two readers of one name: mlp, mlp"):
         model.Model(model.ModelConfig(**SIZES, block="twice"))
+
+
+def readers(*names: str):
+    return lambda cfg, layer: [model.Sum(cfg, **{name: model.ParameterPool(cfg) for name in names})]
+
+
+@pytest.mark.parametrize(("names", "several"), [(["mlp"], False), (["mlp", "other"], True)])
+def test_a_norm_per_reader_is_for_blocks_with_several_readers_in_a_sum(names, several, monkeypatch):
+    """Asked of the block itself, whatever its sizes are, and without a draw from torch's generator."""
+    monkeypatch.setitem(model.BLOCK, "mine", readers(*names))
+    used, state = model.USED_WHEN["norm_per_reader"][0], torch.get_rng_state()
+    small = {"n_embd": 30, "n_head": 5, "n_group": 15, "mlp_ratio": 0.1}
+    for sizes in ({}, small, {"n_embd": 2**30, "n_head": 2**30, "mlp_ratio": 1.0}):
+        assert used(model.ModelConfig(block="mine", **sizes)) == several
+        assert not used(model.ModelConfig(block="mine", norm_placement="post", **sizes))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--block=superblock", "--wiring=series"], r"block is superblock \(command line\), norm_placement is pre"),
+        (["--block=parallel", "--norm_placement=post"], r"block is parallel .*, norm_placement is post \(com.*\)"),
+    ],
+)
+def test_an_unused_norm_per_reader_speaks_of_the_block_at_hand(flags, said):
+    said = f"several readers in one sum.*, and {said}; remove it or change block or norm_placement$"
+    with pytest.raises(ValueError, match=f"^--norm_per_reader=True .* {said}"):
+        parse(Config, ["--norm_per_reader=True", *flags])
+
+
+def test_data_for_later_layers_is_refused_in_a_pipeline(monkeypatch):
+    class Handing(model.ParameterPool):
+        def forward(self, x, inputs):
+            return super().forward(inputs.shared.setdefault("first", x), inputs)
+
+    monkeypatch.setitem(model.BLOCK, "mine", lambda cfg, layer: [model.Sum(cfg, mlp=Handing(cfg))])
+    net, idx = model.Model(model.ModelConfig(**SIZES, block="mine")), torch.zeros(1, 4, dtype=torch.int64)
+    assert net(idx).isfinite().all()
+    for stage in (0, 1):
+        with pytest.raises(ValueError, match="^pp=2 hands on only .* a layer hands first to later layers; set pp=1$"):
+            pipeline.keep_stage(net, stage, 2)
 
 
 def pool(cfg):

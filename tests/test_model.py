@@ -7,10 +7,11 @@ import itertools
 import math
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -34,80 +35,86 @@ TABLES = {  # every axis of the model: flag -> its values, read from the tables 
     "pos": list(M.POSITION),
     "mlp": list(M.MLP_KIND),
 }
-VALUE_PROJ = [{"simplified_value_proj": value} for value in ("first", "all", "none")]
-VARIANTS = {  # of a block or a position, for the flags that it alone uses
-    "rope": [
-        {},
-        {"rope_fraction": 0.5, "pos_pattern": "LGN", "rope_theta_local": 7.0},
-        {"rope_scaling": "yarn:4", "pos_pattern": "NG"},
-    ],
-    "alibi": [{}, {"pos_pattern": "NG", "alibi_scale": 0.3}],
-    "standard": [{}, {"head_dim": 6}],
-    "parallel": [{}, {"norm_per_reader": True, "head_dim": 12}],
-    "simplified": VALUE_PROJ,
-    "simplified_parallel": VALUE_PROJ,
-    "superblock": [
-        {},
-        {"wiring": "series"},
-        {"pool": "joint", "n_slot": 5, "slot_softmax": "joint"},
-        {"pool": "joint"},
-        {"n_group": 2},
-        {"n_group": 4, "wiring": "series"},
-    ],
-}
-AXES = TABLES | {
-    "block": [{"block": block} | variant for block in M.BLOCK for variant in VARIANTS.get(block, [{}])],
-    "pos": [{"pos": pos} | variant for pos in M.POSITION for variant in VARIANTS.get(pos, [{}])],
-    "objective": [
-        {"objective": objective} | ({"n_encoder_layer": 1} if objective == "seq2seq" else {})
-        for objective in get_args(get_type_hints(ModelConfig)["objective"])
-    ],
-    "attention": [{}, {"attention": "gqa", "n_kv_head": 2}, {"attention": "mqa"}],
-    "window": [{}, {"window": 3}, {"window": 5, "window_pattern": "SL"}],
-    "attn_softcap": [0.0, 2.0],
-    "logit_softcap": [0.0, 3.0],
-    "qk_norm": [{}, {"qk_norm": True}, {"qk_norm": True, "qk_norm_width": "model", "norm_eps": 1e-3}],
-    "bias": [{}, {"bias": True}, {"qkv_bias": True, "norm_bias": True}, {"head_bias": True}],
-    "embedding": [{}, {"embed_norm": True, "embed_scale": 3.0}],
-    "last_norm": ["same", "layernorm", "rmsnorm"],
-    "tie_weights": [True, False],
-    "loss_chunk": [0, 7],
-}
 TINY = dict(n_layer=2, n_head=4, n_embd=32, block_size=13, vocab_size=29)
 
 
-def combinations() -> list[dict]:
-    """The whole product of the axes that meet inside attention, then random rows until every pair of values is met."""
-    rng, inner = random.Random(0), ["pos", "attention", "window"]
+USUAL = {field.name: field.default for field in fields(ModelConfig)}
 
-    def row(**chosen: int) -> dict:  # axis -> the number of its value
-        return {axis: rng.randrange(len(values)) for axis, values in AXES.items()} | chosen
 
-    def pairs(row: dict) -> set:
-        return {(a, row[a], b, row[b]) for a, b in itertools.combinations(AXES, 2)}
+def choices(kind) -> list:
+    """The values of a Literal, a bool, or a union of them; none of a number or a text."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [False, True] if kind is bool else [value for part in get_args(kind) for value in choices(part)]
 
-    rows = [
-        row(**dict(zip(inner, chosen, strict=True)))
-        for chosen in itertools.product(*(range(len(AXES[axis])) for axis in inner))
-    ]
-    missing = {
-        (a, i, b, j)
-        for a, b in itertools.combinations(AXES, 2)
-        for i, j in itertools.product(range(len(AXES[a])), range(len(AXES[b])))
+
+def numbers(flags: dict) -> dict[str, list]:
+    """The values of flags that are numbers or texts beside these other flags."""
+    return {
+        "head_dim": [0] if flags["block"].startswith("simplified") else [0, 6, 12],
+        "n_kv_head": [2 if flags["attention"] == "gqa" else 0],
+        "n_encoder_layer": [1],
+        "window": [0, 3],
+        "window_pattern": ["", "SL"],
+        "attn_softcap": [0.0, 2.0],
+        "logit_softcap": [0.0, 3.0],
+        "embed_scale": [1.0, 3.0],
+        "norm_eps": [1e-5, 1e-3],
+        "n_group": [1, 2, 4],
+        "n_slot": [0, 5],
+        "rope_fraction": [1.0, 0.5],
+        "rope_scaling": ["", "yarn:4"],
+        "rope_theta_local": [1e4, 7.0],
+        "pos_pattern": {"rope": ["", "LGN", "NG"], "alibi": ["", "NG"]}.get(flags["pos"], [""]),
+        "alibi_scale": [1.0, 0.3],
+        "loss_chunk": [0, 7],
     }
-    missing -= set().union(*map(pairs, rows))
-    while missing:
-        a, i, b, j = min(missing)
-        rows.append(row(**{a: i, b: j}))
-        missing -= pairs(rows[-1])
-    return [flatten({axis: AXES[axis][number] for axis, number in row.items()}) for row in rows]
 
 
-def flatten(row: dict) -> dict:
-    flat = {}
-    for axis, value in row.items():
-        flat |= value if isinstance(value, dict) else {axis: value}
-    return flat
+def draw(cls: type[ModelConfig], axes: dict[str, list], rng: random.Random) -> dict | None:
+    """Random values of the flags that have an effect together; None if they contradict each other."""
+    flags = {name: rng.choice(values) for name, values in axes.items()}
+    flags |= {name: rng.choice(values) for name, values in numbers(flags).items()}
+    cfg = object.__new__(cls)  # not checked yet
+    vars(cfg).update(USUAL | flags)
+    flags = {name: v for name, v in flags.items() if name not in M.USED_WHEN or M.USED_WHEN[name][0](cfg)}
+    try:
+        cls(**TINY, **flags)
+    except ValueError:
+        return None
+    return flags
+
+
+def combinations(cls: type[ModelConfig] = ModelConfig, drawn: int = 2000) -> list[dict]:
+    """Rows of flags in which every two values of two flags meet that any of many random rows has, as do all positions,
+    kinds of heads and windows. The next row is the one with most pairs that no row has yet."""
+    axes, rng = {name: choices(kind) for name, kind in get_type_hints(cls).items() if choices(kind)}, random.Random(0)
+    pool = [row for row in (draw(cls, axes, rng) for _ in range(drawn)) if row]
+    columns = {value: i for i, value in enumerate(dict.fromkeys((k, v) for row in pool for k, v in row.items()))}
+    has = torch.zeros(len(pool), len(columns))
+    for i, row in enumerate(pool):
+        has[i, [columns[value] for value in row.items()]] = 1
+    missing = (has.T @ has > 0).float()
+    rows = []
+
+    def take(some: list[int]):
+        best = some[((has[some] @ missing) * has[some]).sum(1).argmax()]
+        rows.append(pool[best])
+        missing[torch.outer(has[best], has[best]) > 0] = 0
+
+    inside = defaultdict(list)  # what meets inside attention
+    for i, row in enumerate(pool):
+        inside[tuple(row.get(k) for k in ("pos", "pos_pattern", "attention", "window", "window_pattern"))].append(i)
+    for some in inside.values():
+        take(some)
+    while missing.any():
+        take(list(range(len(pool))))
+    return rows
+
+
+def changes(row: dict) -> str:
+    """The flags of a row that are not as usual, as its name."""
+    return ",".join(f"{k}={v}" for k, v in row.items() if v != USUAL[k])
 
 
 def build(dtype=torch.float64, **flags) -> Model:
@@ -147,7 +154,7 @@ def beside(model: Model, docs: bool = True) -> dict[str, torch.Tensor]:
     return given
 
 
-@pytest.mark.parametrize("flags", GRID, ids=name)
+@pytest.mark.parametrize("flags", GRID, ids=changes)
 def test_grid(flags):
     """Initial loss, loss and gradients, documents, and of each objective who sees whom and what is generated."""
     model = build(**flags)
@@ -162,6 +169,37 @@ def test_grid(flags):
         check_documents_alone(model, idx, **beside(model))
         for docs in (False, True):
             CHECK[flags["objective"]](model, idx, **beside(model, docs))
+
+
+def test_the_grid_has_new_flags():
+    """Every value of a Literal or a bool that a dataclass adds meets every value of every other flag."""
+
+    @dataclass
+    class Mine(ModelConfig):
+        on: bool = False
+        kind: Literal["a", "b", "c"] = "a"
+
+    rows = combinations(Mine, 1000)
+    values = {(flag, value) for row in rows for flag, value in row.items()}
+    assert len(values) > 100
+    for new in [("on", False), ("on", True), *(("kind", kind) for kind in "abc")]:
+        met = {pair for row in rows if row[new[0]] == new[1] for pair in row.items()}
+        assert met == {value for value in values if value[0] != new[0]} | {new}
+
+
+@pytest.mark.parametrize("objective", ["causal", "masked", "seq2seq"])
+@pytest.mark.parametrize("flags", [{}, {"window": 3}], ids=name)
+def test_a_block_may_give_its_readers_other_windows(flags, objective, monkeypatch):
+    """Two windows in one sum: the model sees as far as the wider one, whatever the flags say."""
+
+    def two(cfg, layer):
+        near, far = M.attention(cfg, layer), M.attention(cfg, layer)
+        near.window, far.window = 2, 4
+        return [M.Sum(cfg, near=near, far=far), M.Sum(cfg, **M.cross(cfg, layer)), M.Sum(cfg, mlp=M.ParameterPool(cfg))]
+
+    monkeypatch.setitem(M.BLOCK, "two", two)
+    assert reach(build(block="two", **flags)) == 3 + 3
+    test_grid({"block": "two", "objective": objective, "pos": "rope", "n_encoder_layer": 1} | flags)
 
 
 def check_loss(model, idx, targets, **given):
@@ -179,7 +217,8 @@ def check_documents_alone(model, idx, docs, source=None, source_docs=None):
     """A row's first document gives what it gives without the rest of the row, be that other documents or padding;
     the others, which stand elsewhere then, do so where only distances count."""
     together = model(idx, docs=docs, source=source, source_docs=source_docs)
-    relative = model.cfg.pos in ("rope", "alibi", "none") and not model.cfg.placed_slots
+    distances = model.cfg.pos in ("rope", "alibi", "none") and not model.cfg.placed_slots
+    relative = model.cfg.doc_positions or distances
     for row in range(2):
         for number in docs[row].unique() if relative else [0]:
             here = docs[row] == number
@@ -212,8 +251,9 @@ CHECK = {"causal": check_causal, "masked": check_masked, "seq2seq": check_seq2se
 
 def reach(model: Model) -> int:
     """How far apart two tokens can be of which one sees the other."""
-    windows = [model.cfg.layer_window(layer) for layer in range(model.cfg.n_layer)]
-    return sum(window - 1 if window else T for window in windows)
+    sums = [each for block in model.blocks for each in block.sums]
+    windows = [[getattr(m, "window", 1) for m in each.children() if not isinstance(m, M.MemoryPool)] for each in sums]
+    return sum(max((window - 1 if window else T for window in each), default=0) for each in windows)
 
 
 def between(first: int, last: int) -> torch.Tensor:
@@ -374,7 +414,7 @@ COMPILED = [  # what a few rows of the grid might miss
 ]
 
 
-@pytest.mark.parametrize("flags", [*COMPILED, *GRID[5 :: len(GRID) // 5]], ids=name)
+@pytest.mark.parametrize("flags", [*COMPILED, *GRID[5 :: len(GRID) // 5]], ids=changes)
 def test_compiles_as_one_graph(flags):
     """One layer each, for the time that more would take; same outputs and gradients as eager."""
     torch._dynamo.reset()

@@ -10,7 +10,20 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from configurator import Config
-from engine.optim import OPTIMIZER, AdamW, Muon, build, decay_groups, learning_rate, orthogonalize, portions
+from engine.optim import (
+    OPTIMIZER,
+    AdamW,
+    Elementwise,
+    Kind,
+    Muon,
+    build,
+    decay_groups,
+    learning_rate,
+    orthogonalize,
+    portions,
+    state_bytes,
+)
+from engine.tensor_parallel import sharded_dim
 from model import GroupedLinear, Linear, Model, ModelConfig
 
 
@@ -281,6 +294,50 @@ def test_who_gets_muon():
     untied.head.weight = nn.Parameter(untied.wte.weight.detach().clone())
     _, muon = build(untied, config(optimizer="muon")).parts
     assert len(muon.fused) == 4 and untied.head.weight not in muon.fused
+
+
+def test_a_matrix_with_a_row_per_head_is_no_hidden_matrix():
+    """By its role, although it is a linear layer within a block; so is its cut by tp."""
+    model = Tiny()
+    model.blocks[0].gate = Linear(ModelConfig(), 8, 2, "per_head")
+    rest, muon = build(model, config(optimizer="muon")).parts
+    assert model.blocks[0].gate.weight in rest.state and len(muon.fused) == 4
+    assert sharded_dim(model, "blocks.0.gate.weight") == 0
+
+
+class OneState(Elementwise):
+    """Lion (arXiv:2302.06675)."""
+
+    @staticmethod
+    def new_state(p):
+        return {"mean": torch.zeros_like(p)}
+
+    def update(self, group, weights, grads, mean):
+        (a, b), lr = group["betas"], group["lr"]
+        for w, g, m in zip(weights, grads, mean, strict=True):
+            w.mul_(1 - lr * group["weight_decay"]).sub_(lr * (a * m + (1 - a) * g).sign())
+            m.lerp_(g, 1 - b)
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_a_new_optimizer_is_one_entry(muon, monkeypatch):
+    """Muon may train the hidden matrices beside it. Its state and the counted bytes are those of new_state."""
+    monkeypatch.setitem(OPTIMIZER, "mine", Kind(OneState, muon))
+    model = Tiny()
+    optimizer = build(model, config(optimizer="mine"))
+    first, *others = optimizer.parts
+    assert type(first) is OneState and [type(part) for part in others] == [Muon] * muon
+    expected = {}
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+        group = next(group for group in optimizer.param_groups if any(p is each for each in group["params"]))
+        expected[p] = p.detach() * (1 - 1e-3 * group["weight_decay"]) - 1e-3 * p.grad.sign()
+    optimizer.step()
+    for p in first.state:
+        assert torch.allclose(p, expected[p], rtol=1e-5, atol=1e-8)
+        assert sum(t.nbytes for t in first.state[p].values()) == state_bytes(OneState, p.numel())
+    kinds = {name.rsplit(".", 1)[1] for name in optimizer.state_tensors(model)}
+    assert kinds == {"mean"} | ({"momentum"} if muon else set())
 
 
 @pytest.mark.parametrize("mlp,matrices", [("gelu", 1), ("swiglu", 2)])

@@ -307,6 +307,20 @@ def test_activations_are_what_training_allocates(tolerance, flags):
     assert activations(plan.estimate(cfg)) == pytest.approx(most_allocated(step), rel=tolerance)
 
 
+def test_windows_that_a_block_declares_are_measured(monkeypatch):
+    """Every second layer with a window: by flags, or by a block that sets its reader's window itself."""
+
+    def mine(cfg, layer):
+        sums = BLOCK["standard"](cfg, layer)
+        sums[0].attn.window = 0 if layer % 2 else 4
+        return sums
+
+    monkeypatch.setitem(BLOCK, "mine", mine)
+    expected = plan.estimate(config(n_layer=4, window=4, window_pattern="SL"))
+    assert expected.memory["activations"] != plan.estimate(config(n_layer=4, window=4)).memory["activations"]
+    assert plan.estimate(config(n_layer=4, block="mine")).memory == expected.memory
+
+
 def test_rms_norm_keeps_what_layer_norm_does():
     """On a GPU."""
     for flags in ({}, {"world_size": 4, "parallel": "fsdp", "dtype": "bfloat16"}):
