@@ -22,13 +22,17 @@ warmup_iters, cooldown_iters and lr_decay_iters change in proportion, rounded do
 describes the table.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the program without a traceback
+
 import hashlib
 import json
 import os
 import re
 import select
 import shlex
-import signal
 import sys
 import time
 from contextlib import ExitStack

@@ -13,6 +13,11 @@ The picture is transparent, and its colours can be read on white and on black. m
 .[plots]
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the program without a traceback
+
 import importlib.util
 import itertools
 import sys
