@@ -138,14 +138,14 @@ def places(run: Run, x: str, rows: list[dict[str, Any]]) -> np.ndarray:
     if x == "steps":
         return steps
     done, place, before = [0], [0.0], 0
+    names = ["tokens", "tokens_per_s" if x == "seconds" else x]
     for row in run.rows:
-        if row.get("tokens_per_s"):
-            here = place[-1] + (row["tokens"] - before) / row["tokens_per_s"] if x == "seconds" else row.get(x)
-            require(here is not None, f"x={x} is not in {run.folder}/metrics.jsonl, of an older version; use x=tokens")
+        if all(map(row.get, names)):
             done.append(row["step"] + 1)
-            place.append(here)
+            place.append(place[-1] + (row["tokens"] - before) / row["tokens_per_s"] if x == "seconds" else row[x])
             before = row["tokens"]
-    require(len(done) > 1, f"{run.folder}/metrics.jsonl has no logged step; set --x=steps")
+    fact = f"x={x} is not in {run.folder}/metrics.jsonl: no logged step has {' and '.join(dict.fromkeys(names))}"
+    require(len(done) > 1, f"{fact}; set --x=steps")
     for ends in (done, place):  # far ahead, at the speed of the last interval, for an evaluation after it
         ends.append(ends[-1] + 10**6 * (ends[-1] - ends[-2]))
     return np.interp(steps + ["tokens" in row for row in rows], done, place)
@@ -156,7 +156,7 @@ def points(run: Run, cfg: PlotConfig, y: str) -> dict[int, tuple[float, float]]:
     rows = [row for row in run.rows if isinstance(row.get(y), (int, float))]
     known = sorted({name for row in run.rows for name, value in row.items() if isinstance(value, (int, float))})
     require(rows, f"y={y} is in no row of {run.folder}/metrics.jsonl, which has {', '.join(known)}; use one of them")
-    xs, ys = places(run, cfg.x, rows), [row[y] for row in rows]
+    xs, ys = places(run, cfg.x, rows), [float(row[y]) for row in rows]
     if smoothing(y, cfg):
         fact = f"smooth={cfg.smooth} is more than the {len(rows)} logged steps of {run.folder}"
         require(cfg.smooth <= len(rows), f"{fact}; set it to {len(rows) // 4 or 1} or so")

@@ -168,9 +168,30 @@ def test_finished_trainings_are_not_repeated(fake, capfd):
     assert fake.calls() == ["run1-seed2", "run2-seed2"]
     assert fake(runs=["", "--block=superblock"]) == 2 and "another --run" in capfd.readouterr().err
     assert fake("--match=flops") == 2 and "another --match" in capfd.readouterr().err
-    (fake.out / "compare.json").write_text("[]")
-    assert fake() == 2 and "compare.json is damaged" in capfd.readouterr().err
+    stored = fake.table()
+    times = [json.dumps(stored | {"ms_per_step": each}) for each in ([1], [1, 0], [1, "2"], [1, 10**400], 7, "ab")]
+    for damaged in ("[]", "{", "[" * 100_000, *times):
+        (fake.out / "compare.json").write_text(damaged)
+        assert fake() == 2 and "compare.json is damaged" in capfd.readouterr().err
     assert fake.calls() == []
+
+
+@pytest.mark.parametrize("name", ["val_loss", "val_bpb", "ms_per_step"])
+def test_a_damaged_row_does_not_stop_the_comparison(name, fake):
+    """A training that has lost its loss or its times is resumed. Only the bits per byte may be missing."""
+    assert fake() == 0
+    expected, file = fake.table()["runs"], fake.out / "run2-seed1" / "metrics.jsonl"
+    good = metrics(file.parent)
+    fake.calls()
+    for value in ("missing", None, "x", "2.5", [1], {}, True, 10**400, math.inf, math.nan, 0):
+        rows = [row | {name: value} if name in row else row for row in good]
+        rows = [{key: x for key, x in row.items() if x != "missing"} for row in rows]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert fake() == 0
+        kept = name == "val_bpb" and value in ("missing", None, 0) or name == "val_loss" and value == 0
+        assert fake.calls() == ([] if kept else ["run2-seed1*"]), value
+        if not kept:
+            assert fake.table()["runs"] == expected
 
 
 def test_a_signal_lets_trainings_save(fake, capfd):

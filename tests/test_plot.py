@@ -138,6 +138,22 @@ def test_damaged_lines_are_left_out(make, picture):
     assert len(lines(picture(a, "--x=steps"))[0][0]) == 6
 
 
+@pytest.mark.parametrize("name", ["step", "kind", "loss", "tokens", "tokens_per_s", "flops"])
+def test_a_damaged_row_does_not_stop_the_picture(name, make, picture):
+    """A row whose figure is no number is left out, or its figure is; all other rows are drawn."""
+    for number, value in enumerate(["missing", None, "x", [1], {}, True, 10**400, 1e400, float("nan"), -1, 0, 0.5]):
+        a = make(str(number))
+        text = open(f"{a}/metrics.jsonl").read().splitlines()
+        row = json.loads(text[6])
+        assert row["step"] == 30 and row.pop(name) is not None
+        text[6] = json.dumps(row if value == "missing" else row | {name: value})
+        open(f"{a}/metrics.jsonl", "w").write("\n".join(text) + "\n")
+        for x in plot.AXES:
+            ((xs, ys),) = lines(picture(a, f"--x={x}"))
+            assert set(ys) >= {row["loss"] for row in rows(a, "loss") if row.get("step") in (10, 20, 40)}
+            assert len(xs) == len(ys) and np.isfinite(xs).all() and np.isfinite(ys).all()
+
+
 def test_files(make, tmp_path, capsys):
     png, svg = tmp_path / "new" / "a.png", tmp_path / "a.svg"
     for out in (png, svg):
