@@ -11,6 +11,11 @@ was tried. The best rates of the last search get a full training too, because sh
 learning_rate that is too large. compare.py makes the trainings, in folders below --out.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the program without a traceback
+
 import importlib.util
 import json
 from dataclasses import dataclass
@@ -247,4 +252,5 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which compare.py removes its lock
     command(main)

@@ -22,13 +22,17 @@ warmup_iters, cooldown_iters and lr_decay_iters change in proportion, rounded do
 describes the table.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the program without a traceback
+
 import hashlib
 import json
 import os
 import re
 import select
 import shlex
-import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -142,7 +146,9 @@ class Comparison:
                 self.stored["ms_per_step"] = old["ms_per_step"]
                 self.stored["measured"] = old.get("measured")
                 self.changed = old.get("code", self.stored["code"]) != self.stored["code"]
-            except (ValueError, KeyError, TypeError):
+                times = old["ms_per_step"] or []
+                require(all(1e-9 < ms < 1e9 for ms in times) and len(times) in (0, len(texts)), "these are no timings")
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise ValueError(f"{path} is damaged; delete --out={options.out}, or choose another folder") from None
             for name in same:
                 advice = "choose another --out, or delete this folder"

@@ -3,6 +3,7 @@
     python plot.py out/pycode                                         # the training loss against tokens
     python plot.py out/pycode --y=loss,val_loss --smooth=5 --out=loss.svg
     python plot.py out/a out/b out/c --y=val_loss --x=seconds         # several runs
+    python plot.py out/a out/b --log=x --ymax=2 --out=loss.pdf
     python plot.py out/sas --gains=True                               # the learned gains of simplified blocks
 
 The legend names the flags in which the runs differ. Runs that differ only in the seed are one line, their mean, and a
@@ -12,6 +13,11 @@ of N consecutive logged steps. Evaluations are not smoothed.
 The picture is transparent, and its colours can be read on white and on black. matplotlib is needed: pip install -e
 .[plots]
 """
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the program without a traceback
 
 import importlib.util
 import itertools
@@ -28,7 +34,7 @@ from configurator import parse
 from engine import weights
 from engine.config_file import read_file
 from engine.errors import command, require, user_errors
-from engine.metrics import read_metrics
+from engine.metrics import LARGEST, read_metrics
 from engine.parallel import Ranks
 from model import Gain, NearIdentity, ShapedPool, Sum
 
@@ -48,6 +54,7 @@ FIGURES = {  # of metrics.jsonl: name in the picture, unit
 LOSSES = {"loss", "train_loss", "val_loss"}  # in nats per token
 EVALUATED = {"train_loss", "val_loss", "val_bpb"}  # figures of evaluations
 AXES = {"tokens": "tokens", "steps": "steps", "seconds": "time of training steps (s)", "flops": "FLOPs"}
+METADATA = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same picture is the same file
 GREY = "#7b7b7b"  # of text and axes; all colours have a contrast of at least 3 on white and on black
 COLOURS = "#2f80ed", "#d9730d", "#0f9d76", "#d6409f", "#8e63e8", "#8a8a00", "#e5484d", "#1a94b0"
 STYLES = "-", "--", ":", "-."
@@ -62,9 +69,14 @@ class PlotConfig:
     x: Literal["tokens", "steps", "seconds", "flops"] = "tokens"  # what the figures are drawn against
     smooth: int = 1  # number of consecutive logged steps whose mean is a point
     gains: bool = False  # draw the learned gains of each layer instead, from the latest checkpoints
-    out: str = "out/plot.png"  # file to write, .png or .svg
+    ymin: float | Literal["auto"] = "auto"  # lowest y of the picture
+    ymax: float | Literal["auto"] = "auto"  # highest y of the picture
+    log: Literal["none", "x", "y", "xy"] = "none"  # axes that are logarithmic
+    out: str = "out/plot.png"  # file to write, .png, .svg or .pdf
 
-    USED_WHEN: ClassVar[dict] = {name: (lambda c: not c.gains, "gains=False") for name in ("y", "x", "smooth")}
+    USED_WHEN: ClassVar[dict] = {
+        name: (lambda c: not c.gains, "gains=False") for name in ("y", "x", "smooth", "ymin", "ymax", "log")
+    }
 
     def __post_init__(self):
         names = ["val_bpb" if name == "bpb" else name for name in self.y.split(",")]
@@ -73,7 +85,11 @@ class PlotConfig:
         require(1 <= self.smooth < 2**31, f"smooth={self.smooth} must be at least 1, which draws each logged step")
         fact = f"smooth={self.smooth} has no effect on y={self.y}, as evaluations are not smoothed"
         require(self.smooth == 1 or not set(names) <= EVALUATED, f"{fact}; leave it out, or add loss to y")
-        require(Path(self.out).suffix in (".png", ".svg"), f"out={self.out} must end in .png or .svg")
+        require(Path(self.out).suffix in METADATA, f"out={self.out} must end in {', '.join(METADATA)}")
+        limits, given = [x for x in (self.ymin, self.ymax) if x != "auto"], f"ymin={self.ymin} and ymax={self.ymax}"
+        require(all(abs(x) <= LARGEST for x in limits), f"{given} must be at most {LARGEST}")
+        require(limits == sorted(set(limits)), f"{given} must be in ascending order; swap them")
+        require("y" not in self.log or min(limits, default=1) > 0, f"{given} must be above 0 with log={self.log}")
         self.y = ",".join(names)
 
 
@@ -133,17 +149,17 @@ def places(run: Run, x: str, rows: list[dict[str, Any]]) -> np.ndarray:
     if x == "steps":
         return steps
     done, place, before = [0], [0.0], 0
+    names = ["tokens", "tokens_per_s" if x == "seconds" else x]
     for row in run.rows:
-        if row.get("tokens_per_s"):
-            here = place[-1] + (row["tokens"] - before) / row["tokens_per_s"] if x == "seconds" else row.get(x)
-            require(here is not None, f"x={x} is not in {run.folder}/metrics.jsonl, of an older version; use x=tokens")
+        if all(map(row.get, names)):
             done.append(row["step"] + 1)
-            place.append(here)
+            place.append(place[-1] + (row["tokens"] - before) / row["tokens_per_s"] if x == "seconds" else row[x])
             before = row["tokens"]
-    require(len(done) > 1, f"{run.folder}/metrics.jsonl has no logged step; set --x=steps")
+    fact = f"x={x} is not in {run.folder}/metrics.jsonl: no logged step has {' and '.join(dict.fromkeys(names))}"
+    require(len(done) > 1, f"{fact}; set --x=steps")
     for ends in (done, place):  # far ahead, at the speed of the last interval, for an evaluation after it
         ends.append(ends[-1] + 10**6 * (ends[-1] - ends[-2]))
-    return np.interp(steps + ["tokens" in row for row in rows], done, place)
+    return np.interp(steps + ["tokens" in row for row in rows], done, np.array(place, float))
 
 
 def points(run: Run, cfg: PlotConfig, y: str) -> dict[int, tuple[float, float]]:
@@ -151,7 +167,7 @@ def points(run: Run, cfg: PlotConfig, y: str) -> dict[int, tuple[float, float]]:
     rows = [row for row in run.rows if isinstance(row.get(y), (int, float))]
     known = sorted({name for row in run.rows for name, value in row.items() if isinstance(value, (int, float))})
     require(rows, f"y={y} is in no row of {run.folder}/metrics.jsonl, which has {', '.join(known)}; use one of them")
-    xs, ys = places(run, cfg.x, rows), [row[y] for row in rows]
+    xs, ys = places(run, cfg.x, rows), [float(row[y]) for row in rows]
     if smoothing(y, cfg):
         fact = f"smooth={cfg.smooth} is more than the {len(rows)} logged steps of {run.folder}"
         require(cfg.smooth <= len(rows), f"{fact}; set it to {len(rows) // 4 or 1} or so")
@@ -243,11 +259,11 @@ def gains_of(m: torch.nn.Module, path: str) -> dict[str, torch.nn.Parameter]:
 # The picture
 
 
-def draw(panels: dict[str, list[Line]], x_label: str, y_label: str):
-    """A matplotlib Figure with a panel for each title."""
+def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotConfig | None = None):
+    """A matplotlib Figure with a panel for each title. cfg has the limits of y and the logarithmic axes."""
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from matplotlib.ticker import EngFormatter, LogFormatter, MaxNLocator
 
     grey = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
     style = dict.fromkeys(grey, GREY) | {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
@@ -271,7 +287,20 @@ def draw(panels: dict[str, list[Line]], x_label: str, y_label: str):
                     fill = axes.vlines if line.style == "o" else axes.fill_between
                     fill(line.x, line.low, line.high, color=line.colour, alpha=0.2)
             axes.set_title(title)
-            axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+            if cfg:
+                for axis in set(cfg.log) & {"x", "y"}:
+                    some = any((getattr(line, axis) > 0).any() for line in lines)
+                    require(some, f"log={cfg.log}: no {axis} is above 0; leave {axis} out")
+                    axes.set(**{f"{axis}scale": "log"})
+                    getattr(axes, f"{axis}axis").set_major_formatter(LogFormatter())  # 2, not 2 x 10^0
+                    getattr(axes, f"{axis}axis").set_minor_formatter(LogFormatter())
+                axes.set_ylim(*(None if limit == "auto" else limit for limit in (cfg.ymin, cfg.ymax)))
+                low, high = axes.get_ylim()
+                require(
+                    low < high, f"ymin={cfg.ymin} and ymax={cfg.ymax} leave no y between them; set the other one too"
+                )
+            if axes.get_xscale() == "linear":
+                axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
             if x_label in ("tokens", "FLOPs"):
                 axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
         figure.supxlabel(x_label, size="medium")
@@ -292,11 +321,11 @@ def main(argv: list[str] | None = None):
             panels, labels = gain_panels(folders), ("layer", "learned gain")
         else:
             panels = {"": curves(cfg, [read_run(folder) for folder in folders])}
-            labels = AXES[cfg.x], y_label(cfg)
+            labels = AXES[cfg.x], y_label(cfg), cfg
         out = Path(cfg.out).expanduser()
         figure = draw(panels, *labels)
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=160, transparent=True, metadata={"Date": None} if out.suffix == ".svg" else None)
+        figure.savefig(out, dpi=160, transparent=True, metadata=METADATA[out.suffix])
     print(f"wrote {out}")
 
 

@@ -27,6 +27,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 import warnings
@@ -304,5 +305,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 if __name__ == "__main__":
     from engine.checkpoint_commands import main
+    from engine.errors import command
 
-    sys.exit(main(sys.argv[1:]))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which nothing half written stays
+    command(lambda: sys.exit(main(sys.argv[1:])))

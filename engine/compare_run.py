@@ -159,15 +159,15 @@ class Run:
         """Read the figures of a training from its metrics.jsonl; returns why it has none, "" if it is finished."""
         file = self.folder(setting, seed) / "metrics.jsonl"
         rows = [row for row, _ in read_metrics(file)] if file.is_file() else []
-        last = [row for row in rows if row.get("kind") == "eval" and row["step"] == self.cfg.max_iters]
-        times = [row["ms_per_step"] for row in rows if row.get("kind") == "train"]
+        last = [row for row in rows if "val_loss" in row and row["step"] == self.cfg.max_iters]
+        times = [row["ms_per_step"] for row in rows if row.get("ms_per_step")]
         if not last or not times:
             return "it ended before its last step"
         if last[-1]["val_loss"] is None:
             return "its validation loss is not finite"
         ms = median(times[int(bench.WARMUP * len(times)) :])
         self.results[setting, seed] = {
-            "folder": str(file.parent), "loss": last[-1]["val_loss"], "bits_per_byte": last[-1]["val_bpb"],
+            "folder": str(file.parent), "loss": last[-1]["val_loss"], "bits_per_byte": last[-1].get("val_bpb"),
             "seconds": ms * self.cfg.max_iters / 1000, "tokens_per_s": 1000 * self.costs.tokens_per_step / ms,
         }  # fmt: skip
         return ""

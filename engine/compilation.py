@@ -1,4 +1,4 @@
-"""Decides whether a run is compiled, compiles its model, and chooses where the kernels for a CPU are kept.
+"""Decides whether a run is compiled, compiles its model, and chooses where the kernels are kept.
 
     ranks = settle(cfg, ranks, seconds)         # on all ranks, before the model is made
     if ranks.compile:
@@ -9,13 +9,16 @@ the kernels of an earlier run are found again, and then a step takes 5 % (GPT-2)
 dropout, compiled steps take 1.4 to 1.9 times as long as others on a CPU, so auto does not compile them.
 """
 
+import atexit
 import hashlib
 import logging
 import os
 import platform
 import re
+import shutil
 import stat
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +33,7 @@ MOST_IN_STRIPS = 1024  # tokens; each strip of attention is compiled for itself,
 GRAPHS = 64  # most graphs of one function: blocks may differ in kind, each has one for training and one for evaluation
 UTILISATION = 0.4  # fraction of the peak that an uncompiled run typically reaches on a CPU
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-USERS_FOLDER = os.environ.get(FOLDER)  # read now: torch sets the variable itself as soon as dynamo is imported
+chosen_folder = os.environ.get(FOLDER)  # by the user; read now: torch sets the variable when dynamo is imported
 
 
 def settle(cfg, ranks: Ranks, seconds: float) -> Ranks:
@@ -55,18 +58,16 @@ def settle(cfg, ranks: Ranks, seconds: float) -> Ranks:
 
 def works(ranks: Ranks) -> bool:
     """Whether torch.compile works on the CPU of every rank. Prints what is done, and the cause if it does not work."""
-    warning = use_private_folder()
-    if ranks.first:
-        print(
-            *filter(None, [warning]),
-            "compiling for this CPU before the first step: 15 to 60 seconds, or about 5 if the kernels are found in "
-            f"{os.environ.get(FOLDER, 'the cache of torch.compile')}; --compile=False leaves it out",
-            sep="\n",
-            flush=True,
-        )
     try:
+        together(use_private_folder)
+        if ranks.first:
+            print(
+                "compiling for this CPU before the first step: 15 to 60 seconds, or about 5 if the kernels are found "
+                f"in {chosen_folder}; --compile=False leaves it out",
+                flush=True,
+            )
         together(try_compiler)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: no folder can be made
         if ranks.first:
             print(
                 f"warning: torch.compile does not work here ({error}), so this run is not compiled and takes longer; "
@@ -94,6 +95,7 @@ def try_compiler():
 
 def compile_model(model: nn.Module, blocks: list[nn.Module]):
     """Compile each block, in place, and the loss of a chunk."""
+    use_private_folder()
     config = torch._dynamo.config
     config.optimize_ddp = False  # in DDP's forward it would cut each block into pieces; our graphs are small already
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
@@ -138,22 +140,27 @@ def graph_breaks() -> list[str]:
 # The folder of the kernels
 
 
-def use_private_folder() -> str:
-    """Make torch.compile keep its kernels in `private_folder`; returns a warning if this is impossible, else "".
+def use_private_folder():
+    """Make torch.compile keep its kernels in `private_folder`, or without one in a folder of this process alone.
 
-    By default it uses a folder under /tmp, which a restart of the machine empties. If the user has set the variable
-    TORCHINDUCTOR_CACHE_DIR, its folder is used.
+    torch's own folder below /tmp has a name that others can guess, and torch does not ask who has made it. If the user
+    has set the variable TORCHINDUCTOR_CACHE_DIR, its folder is used.
     """
-    if USERS_FOLDER:
-        return ""
+    global chosen_folder
+    if chosen_folder:
+        return
     try:
-        os.environ[FOLDER] = str(private_folder())
+        chosen_folder = str(private_folder())
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        return (
-            f"warning: {error}, so torch.compile keeps its kernels in its default folder; to choose a folder, set the "
-            f"variable {FOLDER}"
-        )
-    return ""
+        chosen_folder = tempfile.mkdtemp(prefix="superblock_kernels_")  # with mode 0700
+        atexit.register(shutil.rmtree, chosen_folder, ignore_errors=True)
+        if is_first_rank():
+            print(
+                f"warning: {error}, so the kernels of torch.compile are in {chosen_folder}, which this run removes at "
+                f"its end; to keep them, set the variable {FOLDER} to a folder",
+                flush=True,
+            )
+    os.environ[FOLDER] = chosen_folder
 
 
 def private_folder() -> Path:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from data.base_tokenizer import Tokenizer
 from data.tokenizer import from_spec
 from engine import checkpoint
 from engine.checkpoint_state import completed
-from engine.errors import require, user_errors
+from engine.errors import command, require, user_errors
 from engine.export_tokenizer import export_tokenizer
 from engine.families import FAMILIES, Family, choose
 from engine.hf_files import AGAIN, locate, open_files, read_json
@@ -317,4 +318,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which nothing half written stays
+    command(lambda: sys.exit(main(sys.argv[1:])))

@@ -110,18 +110,34 @@ def peak_memory_bytes(device: torch.device) -> int:
 # Outputs
 
 
+POSITIVE = {"tokens", "flops", "tokens_per_s", "ms_per_step", "peak_memory_bytes"}  # figures that are divided by
+FIGURES = POSITIVE | {"loss", "lr", "grad_norm", "mfu", "train_loss", "val_loss", "val_bpb"}
+LARGEST = 1e100  # more than float32 holds; sums and squares of such numbers are still finite
+
+
+def is_row(row: dict) -> bool:
+    """Whether the figures of a row have values that Metrics writes. Each row has a step, and may have any figures."""
+
+    def fits(name: str, x: object) -> bool:
+        if type(x) in (int, float):
+            return (1 / LARGEST if name in POSITIVE else -LARGEST) <= x <= LARGEST
+        return x is None or name not in FIGURES
+
+    return type(row["step"]) is int and 0 <= row["step"] < 2**53 and all(fits(*each) for each in row.items())
+
+
 def read_metrics(path: Path) -> Iterator[tuple[dict, str]]:
-    """Yields each row of a metrics.jsonl with its line. Damaged lines, such as half-written ones, are left out."""
+    """Yields each row of a metrics.jsonl with its line. Lines that are half written or no rows are left out."""
     with open(path, errors="replace", opener=open_regular) as lines:
         for line in lines:
             with suppress(ValueError, TypeError, KeyError, RecursionError):
                 row = json.loads(line)
-                if row["step"] >= 0:
+                if is_row(row):
                     yield row, line
 
 
 def truncate_metrics(path: Path, step: int):
-    """Removes the lines of `step` and later steps from a metrics.jsonl, and half-written lines, atomically."""
+    """Removes the lines of `step` and later steps from a metrics.jsonl, and lines that are no rows, atomically."""
     if not path.exists():
         return
     temporary = path.with_suffix(".tmp")

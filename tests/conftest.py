@@ -28,9 +28,7 @@ settings.register_profile("fixed", derandomize=True)
 settings.register_profile("random")
 settings.load_profile("fixed")
 ROOT = Path(__file__).parent.parent
-# torch.compile finds its kernels again without asking for which instructions (ATEN_CPU_CAPABILITY) they were made.
-KERNELS = f"superblock_kernels_{os.getuid()}_{torch.backends.cpu.get_cpu_capability()}"
-compilation.USERS_FOLDER = os.environ.setdefault(compilation.FOLDER, os.path.join(tempfile.gettempdir(), KERNELS))
+compilation.use_private_folder()  # also for child processes, which read the variable that it sets
 TINY = [
     "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--gradient_accumulation_steps=2",
     "--max_iters=40", "--eval_interval=20", "--eval_iters=2", "--warmup_iters=5", "--learning_rate=1e-2",

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,6 +196,36 @@ def test_ratios_and_arguments(tmp_path, monkeypatch, capfd):
     assert (theirs / "seen").read_text().splitlines()[:3] == ["--a=1", "--b=x y", "config/c.py"]
 
 
+class Clock:
+    """A clock that stands still; the fake work below moves it."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def after(self, seconds: list[float], results):
+        """Yields the results, each after so many seconds."""
+        for wait, result in zip(seconds, results, strict=True):
+            self.now += wait
+            yield result
+
+
+def test_the_first_steps_of_a_run_are_not_timed(monkeypatch):
+    """Of ten lines, the first two do not count: ten steps take 5 s before them, and 30 ms after them."""
+    lines = Clock(monkeypatch).after([5, 5, 5] + 7 * [0.03], [f"iter {n}: loss 1\n" for n in range(0, 100, 10)])
+    run = SimpleNamespace(lines=lines, failure=lambda: "", timed_out=False)
+    monkeypatch.setattr(bench, "Child", lambda *_: nullcontext(run))
+    assert bench.measure(ROOT, []) == (pytest.approx(3), {})
+
+
+def test_ratios_are_the_median_and_the_range_of_the_rounds(monkeypatch, capfd):
+    times = {"a": [10, 10, 10], "b": [90, 20, 30]}
+    monkeypatch.setattr(bench, "measure", lambda checkout, run: (times[run[0]].pop(0), {}))
+    bench.compare([Path("x")], [["a"], ["b"]], ["A", "B"], rounds=3)
+    said = capfd.readouterr().out.splitlines()
+    assert said[-1] == "x B: 0.333 times as fast as x A (0.111 to 0.500)"
+
+
 # ---- children
 
 
@@ -307,6 +338,31 @@ def test_speed_of_decoding_by_hand(tiny, monkeypatch):
     row = bench_table.measure_decoding("small", bench_table.flags("small"), 3)
     assert row["tokens_per_s"] == pytest.approx(3 * 16 / 256)
     assert row["last_quarter_to_first"] == pytest.approx((27 + 29) / (3 + 5))
+
+
+def test_a_row_has_the_median_of_its_steps(tiny, tmp_path, monkeypatch):
+    """Four steps of 10, 40, 20 and 100 ms, each a half in its backward."""
+    steps = [{"data": 0, "forward": ms / 4, "backward": ms / 2, "optimizer": ms / 4} for ms in (10, 40, 20, 100)]
+    monkeypatch.setattr(bench_table, "MOST", len(steps))
+    monkeypatch.setattr(bench_table, "LEAST", len(steps))
+    monkeypatch.setattr(bench_table.Training, "timed_step", lambda self: steps.pop(0))
+    row = bench_table.measure_training("dropped", "float32", bench_table.random_data(tmp_path), 1e12)
+    assert (row["ms_per_step"], row["backward_ms"], row["optimizer_share"]) == (30, 15, 0.25)
+    assert row["tokens_per_s"] == pytest.approx(4 * 16 / 0.030)
+
+
+def test_the_speed_of_the_loader_by_hand(tiny, tmp_path, monkeypatch):
+    """Each look at the clock takes a second. A batch of ours takes 2 s more, the first one, which warms up, 1000."""
+    clock, data = Clock(monkeypatch), bench_table.random_data(tmp_path)
+
+    def look() -> float:
+        clock.now += 1
+        return clock.now
+
+    monkeypatch.setattr(time, "perf_counter", look)
+    loader = SimpleNamespace(__next__=clock.after([1000, 2, 2], range(3)).__next__, close=lambda: None)
+    monkeypatch.setattr(bench_table, "Loader", lambda *_, **__: loader)
+    assert bench_table.measure_loader(data.folder) == (2 * 64 * 1024 / 5, 2 * 64 * 1024)
 
 
 def test_json_is_all_that_stdout_gets(tiny, capfd):

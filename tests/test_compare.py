@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from conftest import ROOT, TINY, losses, metrics
 
 import bench
 import compare
+from data.shards import open_data
 from engine import compare_table
 
 # Its loss is (log10(learning_rate) + 2)^2 + seed / 100, and 1 more for --block=parallel. It makes 3 steps of 20 ms, or
@@ -170,9 +172,30 @@ def test_finished_trainings_are_not_repeated(fake, capfd):
     assert fake.calls() == ["run1-seed2", "run2-seed2"]
     assert fake(runs=["", "--block=superblock"]) == 2 and "another --run" in capfd.readouterr().err
     assert fake("--match=flops") == 2 and "another --match" in capfd.readouterr().err
-    (fake.out / "compare.json").write_text("[]")
-    assert fake() == 2 and "compare.json is damaged" in capfd.readouterr().err
+    stored = fake.table()
+    times = [json.dumps(stored | {"ms_per_step": each}) for each in ([1], [1, 0], [1, "2"], [1, 10**400], 7, "ab")]
+    for damaged in ("[]", "{", "[" * 100_000, *times):
+        (fake.out / "compare.json").write_text(damaged)
+        assert fake() == 2 and "compare.json is damaged" in capfd.readouterr().err
     assert fake.calls() == []
+
+
+@pytest.mark.parametrize("name", ["val_loss", "val_bpb", "ms_per_step"])
+def test_a_damaged_row_does_not_stop_the_comparison(name, fake):
+    """A training that has lost its loss or its times is resumed. Only the bits per byte may be missing."""
+    assert fake() == 0
+    expected, file = fake.table()["runs"], fake.out / "run2-seed1" / "metrics.jsonl"
+    good = metrics(file.parent)
+    fake.calls()
+    for value in ("missing", None, "x", "2.5", [1], {}, True, 10**400, math.inf, math.nan, 0):
+        rows = [row | {name: value} if name in row else row for row in good]
+        rows = [{key: x for key, x in row.items() if x != "missing"} for row in rows]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert fake() == 0
+        kept = name == "val_bpb" and value in ("missing", None, 0) or name == "val_loss" and value == 0
+        assert fake.calls() == ([] if kept else ["run2-seed1*"]), value
+        if not kept:
+            assert fake.table()["runs"] == expected
 
 
 def test_a_signal_lets_trainings_save(fake, capfd):
@@ -344,6 +367,50 @@ def flops_per_token(layers: int, width: int) -> int:
 def test_costs_by_hand(fake):
     (run,) = runs(fake, texts=["--n_layer=3"])
     assert run.costs[:4] == (parameters(3, 16), flops_per_token(3, 16), 4 * 2 * 16, 3)
+    whole = len(open_data(run.cfg.dataset).split("val"))  # tokens; the training set gives as many, at most 100 batches
+    assert run.costs.evaluation == pytest.approx((whole + min(whole, 100 * 4 * 16)) * flops_per_token(3, 16) / 3)
+    (run,) = runs(fake, "--eval_iters=7", texts=["--n_layer=3"])
+    assert run.costs.evaluation == pytest.approx(2 * 7 * 4 * 16 * flops_per_token(3, 16) / 3)
+
+
+def test_the_time_left_by_hand(fake, monkeypatch):
+    """After 100 s, seed 1 of both runs is done, and a resumed training of run 1 has made the second of 3 steps."""
+    options = compare.parse(compare.CompareConfig, [fake.common, f"--out={fake.out}", "--seeds=3"])
+    comparison = compare.Comparison(options, ["", "--n_layer=5"])
+    trainings = [3 * 4 * 2 * 16 * flops_per_token(layers, 16) for layers in (2, 5)]
+    both = sum(trainings) + sum(run.costs.evaluation for run in comparison.runs)
+    for run in comparison.runs:
+        run.results["", 1] = {}
+    resumed = object.__new__(compare.Training)
+    resumed.run, resumed.first, resumed.step = comparison.runs[0], 1, 2
+    comparison.start, comparison.flops_done = 50.0, both
+    monkeypatch.setattr(time, "monotonic", lambda: 150.0)
+    left = (2 * both - trainings[0] * 2 / 3) / ((both + trainings[0] / 3) / 100)
+    said = f"2 of 6 trainings done, about {timedelta(seconds=round(left))} left"
+    assert left > 150 and comparison.progress([resumed]) == said
+
+
+def test_the_time_of_a_step_is_the_median_after_the_warm_up(fake):
+    """The first two of ten logged steps do not count."""
+    (run,) = runs(fake, texts=[""])
+    rows = [{"step": n, "ms_per_step": ms} for n, ms in enumerate((900, 800, 7, 3, 5, 100, 6, 4, 2, 50))]
+    rows.append({"step": 3, "kind": "eval", "val_loss": 1.5, "val_bpb": None})
+    run.folder("", 1).mkdir(parents=True)
+    (run.folder("", 1) / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run.load("", 1) == ""
+    figures = run.results["", 1]
+    assert figures["seconds"] == pytest.approx(3 * 5.5e-3)
+    assert figures["tokens_per_s"] == pytest.approx(4 * 2 * 16 / 5.5e-3)
+
+
+def test_costs_relative_to_the_first_run_by_hand(fake):
+    """Two steps of 5 sequences, of 35 ms each, instead of three steps of 4 sequences, of 20 ms each."""
+    both = runs(fake, texts=["", "--n_layer=5 --batch_size=5"])
+    size = 100 * (parameters(5, 16) / parameters(2, 16) - 1)
+    flops = 100 * (10 / 12 * flops_per_token(5, 16) / flops_per_token(2, 16) - 1)
+    costs = f"parameters {size:+.2f} %, tokens -16.67 %, FLOPs {flops:+.2f} %, seconds +16.67 %."
+    (_, note) = compare_table.match_notes(both, "tokens", [20, 35])
+    assert note == f"Run 2: --max_iters=2 --warmup_iters=1; compared with run 1: {costs}" and flops > 0
 
 
 def test_match_tokens(fake):

@@ -7,6 +7,7 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -253,7 +254,8 @@ def test_ddp_does_not_cut_a_block(tmp_path):
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     """A folder for caches that may be written, of a user who has not set TORCHINDUCTOR_CACHE_DIR."""
-    monkeypatch.setattr(compilation, "USERS_FOLDER", None)
+    monkeypatch.setattr(compilation, "chosen_folder", None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv(compilation.FOLDER, "default")  # as torch does
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
     return tmp_path / "new" / "cache" / "superblock" / "inductor"
@@ -263,16 +265,24 @@ def mode(folder: Path) -> int:
     return stat.S_IMODE(folder.stat().st_mode)
 
 
-def test_the_folder_is_private(cache, tmp_path, monkeypatch):
+def test_the_folder_is_private(cache, tmp_path, monkeypatch, capsys):
     (tmp_path / "new").mkdir()
     (tmp_path / "new").chmod(0o755)
-    assert use_private_folder() == ""
+    use_private_folder()
     folder = Path(os.environ[compilation.FOLDER])
-    assert folder == cache / kind_of_kernels() and use_private_folder() == ""
+    assert folder == cache / kind_of_kernels() == private_folder()
     assert [mode(each) for each in (folder, *folder.parents)[:5]] == [0o700] * 4 + [0o755]
-    monkeypatch.setattr(compilation, "USERS_FOLDER", "mine")
+    monkeypatch.setattr(compilation, "chosen_folder", "mine")
     monkeypatch.setenv(compilation.FOLDER, "mine")
-    assert use_private_folder() == "" and os.environ[compilation.FOLDER] == "mine"
+    use_private_folder()
+    assert os.environ[compilation.FOLDER] == "mine" and capsys.readouterr().out == ""
+
+
+def test_every_compilation_has_the_folder(cache, monkeypatch):
+    """Also on a GPU, for which `settle` compiles nothing."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compilation.compile_model(Model(parse(Config, [*TINY, "--vocab_size=11"])), [])
+    assert os.environ[compilation.FOLDER] == str(cache / kind_of_kernels())
 
 
 @pytest.mark.parametrize("variable", ["", "not/absolute"])
@@ -282,25 +292,41 @@ def test_the_folder_is_in_the_home(cache, tmp_path, monkeypatch, variable):
     assert private_folder() == tmp_path / ".cache" / "superblock" / "inductor" / kind_of_kernels()
 
 
+def fresh_folder(capsys) -> str:
+    """Chooses a folder that nobody else can write in or know; returns the line that says why."""
+    compilation.chosen_folder = None
+    use_private_folder()
+    folder, line = Path(os.environ[compilation.FOLDER]), capsys.readouterr().out
+    assert folder.parent == Path(tempfile.tempdir) and mode(folder) == 0o700 and not list(folder.iterdir())
+    assert line.startswith("warning: ") and line.count("\n") == 1 and str(folder) in line and compilation.FOLDER in line
+    folder.rmdir()
+    return line
+
+
 @pytest.mark.parametrize("depth", range(3))
-def test_a_folder_of_others_is_refused(cache, monkeypatch, depth):
-    """The folder, or the one around it, or the next: torch's default folder is used, and one line says why."""
+def test_a_folder_of_others_is_refused(cache, monkeypatch, capsys, depth):
+    """The folder, or the one around it, or the next: a new folder is used, and one line says why."""
     folder = private_folder()
     each = (folder, *folder.parents)[depth]
     for bits in (0o770, 0o702):
         each.chmod(bits)
-        line = use_private_folder()
-        assert line.startswith(f"warning: {each} can be written by other users, so ") and "\n" not in line
-        assert os.environ[compilation.FOLDER] == "default"
+        assert fresh_folder(capsys).startswith(f"warning: {each} can be written by other users, so ")
     each.chmod(0o755)
     assert private_folder() == folder
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
-        assert f"{folder} belongs to another user" in use_private_folder()
-    assert os.environ[compilation.FOLDER] == "default"
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert f"{folder} belongs to another user" in fresh_folder(capsys)
 
 
-def test_a_folder_that_cannot_be_made(cache, tmp_path, monkeypatch):
+def test_a_run_without_any_folder_is_not_compiled(cache, monkeypatch, capsys):
+    cache.parent.mkdir(parents=True)
+    cache.parent.chmod(0o777)
+    monkeypatch.setattr(tempfile, "mkdtemp", raising(FileNotFoundError(2, "No usable temporary directory found")))
+    monkeypatch.setattr(compilation, "try_compiler", lambda: pytest.fail("tried"))
+    assert not settle(Config(compile=True), ALONE, 1e3).compile
+    assert capsys.readouterr().out.startswith(FAILS) and os.environ[compilation.FOLDER] == "default"
+
+
+def test_a_folder_that_cannot_be_made(cache, tmp_path, monkeypatch, capsys):
     """Or that cannot be written any more, or a user without a home: one line, and the run goes on."""
     folder = private_folder()
     for path, at, replacement, cause in (
@@ -318,9 +344,7 @@ def test_a_folder_that_cannot_be_made(cache, tmp_path, monkeypatch):
             if path != folder:
                 patch.setenv("XDG_CACHE_HOME", str(path))
             patch.setattr(*at, replacement)
-            line = use_private_folder()
-        assert line.startswith("warning: ") and cause in line and "\n" not in line and compilation.FOLDER in line
-        assert os.environ[compilation.FOLDER] == "default"
+            assert cause in fresh_folder(capsys)
 
 
 def test_kernels_of_other_machines_are_kept_apart(monkeypatch):

@@ -79,12 +79,12 @@ def test_rates_are_of_the_interval_and_leave_pauses_out(tmp_path, monkeypatch):
     with metrics.paused():
         clock[0] += 50
     clock[0] += 3
-    metrics.log(9, 1.0, 1e-3, 0.5, tokens=1000)
+    metrics.log(10, 1.0, 1e-3, 0.5, tokens=1400)
     metrics.close()
     first, second = lines(tmp_path)
-    assert (first["tokens_per_s"], first["ms_per_step"]) == (50, 2000)
-    assert (second["tokens_per_s"], second["ms_per_step"]) == (50, 2000)  # 200 tokens, 2 steps, 4 s
-    assert second["mfu"] == 50 * 1000 / 1e9
+    assert (first["tokens_per_s"], first["ms_per_step"], first["mfu"]) == (50, 2000, 50 * 1000 / 1e9)
+    assert (second["tokens_per_s"], second["ms_per_step"]) == (150, 4000 / 3)  # 600 tokens, 3 steps, 4 s
+    assert second["mfu"] == 150 * 1000 / 1e9
 
 
 @pytest.mark.parametrize("stop", [4, 5, 10, 13, 15])

@@ -138,14 +138,44 @@ def test_damaged_lines_are_left_out(make, picture):
     assert len(lines(picture(a, "--x=steps"))[0][0]) == 6
 
 
+@pytest.mark.parametrize("name", ["step", "kind", "loss", "tokens", "tokens_per_s", "flops"])
+def test_a_damaged_row_does_not_stop_the_picture(name, make, picture):
+    """A row whose figure is no number is left out, or its figure is; all other rows are drawn."""
+    for number, value in enumerate(
+        ["missing", None, "x", [1], {}, True, 2**80, 10**400, 1e400, float("nan"), -1, 0, 0.5]
+    ):
+        a = make(str(number))
+        text = open(f"{a}/metrics.jsonl").read().splitlines()
+        row = json.loads(text[6])
+        assert row["step"] == 30 and row.pop(name) is not None
+        text[6] = json.dumps(row if value == "missing" else row | {name: value})
+        open(f"{a}/metrics.jsonl", "w").write("\n".join(text) + "\n")
+        for x in plot.AXES:
+            ((xs, ys),) = lines(picture(a, f"--x={x}"))
+            assert set(ys) >= {row["loss"] for row in rows(a, "loss") if row.get("step") in (10, 20, 40)}
+            assert len(xs) == len(ys) and np.isfinite(xs).all() and np.isfinite(ys).all()
+
+
 def test_files(make, tmp_path, capsys):
-    png, svg = tmp_path / "new" / "a.png", tmp_path / "a.svg"
-    for out in (png, svg):
+    png, svg, pdf = tmp_path / "new" / "a.png", tmp_path / "a.svg", tmp_path / "a.pdf"
+    for out in (png, svg, pdf):
         plot.main([make(f"run{out.suffix}"), f"--out={out}"])
         assert capsys.readouterr().out == f"wrote {out}\n"
     image = Image.open(png)
     assert image.mode == "RGBA" and image.getpixel((0, 0))[3] == 0 and image.width > 1000
-    assert svg.read_text().startswith("<?xml")
+    assert svg.read_text().startswith("<?xml") and pdf.read_bytes().startswith(b"%PDF-")
+
+
+@pytest.mark.parametrize("log", ["none", "x", "y", "xy"])
+def test_scales_and_limits(log, make, picture):
+    """The points stay; the axes change."""
+    a = make("a")
+    plain, figure = picture(a), picture(a, f"--log={log}", "--ymin=1.5", "--ymax=2.5")
+    (axes,) = figure.axes
+    assert [axes.get_xscale(), axes.get_yscale()] == ["log" if each in log else "linear" for each in "xy"]
+    assert axes.get_ylim() == (1.5, 2.5) and lines(figure) == lines(plain)
+    low, high = plain.axes[0].get_ylim()
+    assert picture(a, "--ymax=9").axes[0].get_ylim() == (low, 9) and high != 9
 
 
 def test_colours_are_legible_on_white_and_on_black():
@@ -199,7 +229,16 @@ def test_gains(run, picture):
         (["A", "--smooth=0"], "smooth=0"),
         (["A", "--smooth=6"], "smooth=6 is more than the 5 logged steps"),
         (["A", "--y=val_loss", "--smooth=2"], "smooth=2"),
-        (["A", "--out=plot.pdf"], "out=plot.pdf"),
+        (["A", "--out=plot.gif"], "must end in .png, .svg, .pdf"),
+        (["A", "--ymin=2", "--ymax=1"], "must be in ascending order"),
+        (["A", "--ymin=2", "--ymax=2"], "must be in ascending order"),
+        (["A", "--ymin=inf"], "--ymin=inf"),
+        (["A", "--ymax=1.7e308"], "must be at most 1e+100"),
+        (["A", "--ymin=0", "--log=y"], "must be above 0 with log=y"),
+        (["A", "--ymin=99"], "ymin=99.0 and ymax=auto leave no y between them"),
+        (["A", "--log=z"], "--log=z"),
+        (["A", "--gains=True", "--log=y"], "--log=y"),
+        (["OLD", "--x=steps", "--log=x"], "log=x: no x is above 0"),
         (["A", "--gains=True", "--smooth=2"], "smooth"),
         (["A", "--gains=True"], "A"),
         (["A", "--nope=1"], "--nope=1"),
