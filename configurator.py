@@ -38,6 +38,7 @@ from model import ModelConfig
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
+WANDB = ("wandb_log", "wandb_project", "wandb_run_name")  # nanoGPT's
 
 
 @dataclass
@@ -204,6 +205,8 @@ def parse(
     for name, value, where in [setting for path in paths for setting in read_file(path)] + settings:
         given.pop(name, None)
         given[name] = value, where
+    if given.get("wandb_log", ("",))[0] is False:  # as in nanoGPT's files; then its other settings mean nothing
+        given = {name: setting for name, setting in given.items() if name not in WANDB}
     explicit, sources = {}, {}
     for spelling, (value, where) in given.items():
         for name, v in getattr(cls, "NANOGPT", {}).get((spelling, value), {spelling: value}).items():
@@ -229,8 +232,8 @@ def parse(
 def convert(name: str, value: Any, where: str, kinds: dict[str, Any], default: dict[str, Any]) -> Any:
     """The value of a flag in its type. ValueError if there is no such flag, or it cannot have this value."""
     here = f"{spell(name, value, where)} ({where})"
-    if name.startswith("wandb_"):
-        raise ValueError(f"{here}: there is no wandb here; remove it and use tensorboard --logdir=out_dir")
+    if name in WANDB:
+        raise ValueError(f"{here}: there is no wandb here; set wandb_log=False and use tensorboard --logdir=out_dir")
     if name not in kinds:
         near = difflib.get_close_matches(name, kinds, 1)
         raise ValueError(f"{here}: no such flag; " + (f"the nearest is {near[0]}" if near else "--help lists them"))

@@ -205,6 +205,9 @@ eval_interval = 250 # often
 eval_iters = 20
 log_interval = 10
 always_save_checkpoint = False
+wandb_log = False # perhaps later
+wandb_project = 'letters'
+wandb_run_name = 'tiny'
 dataset = 'shakespeare_char'
 gradient_accumulation_steps = 1
 batch_size = 64
@@ -249,6 +252,7 @@ EVALUATE = """
 batch_size = 8
 eval_iters = 500
 eval_only = True
+wandb_log = False
 init_from = 'gpt2'
 """
 
@@ -257,6 +261,7 @@ init_from = 'gpt2'
 def test_nanogpt_files_load(tmp_path, text):
     wanted = {}
     exec(text, {}, wanted)
+    wanted = {name: value for name, value in wanted.items() if not name.startswith("wandb_")}
     if not wanted.pop("decay_lr", True):
         wanted |= {"schedule": "constant", "warmup_iters": 0}
     argv = [write(tmp_path / "c.py", text)]
@@ -375,7 +380,9 @@ FILE_MISTAKES = [
     ("out_dir = 5", "out_dir = 5 (", "expected str, such as out_dir = 'out'"),
     ("compile = 'True'", "compile = 'True' (", "such as compile = True"),
     ("optimizer = 'muno'", "optimizer = 'muno' (", "such as optimizer = 'muon'"),
-    ("wandb_log = False", "wandb_log = False (", "tensorboard"),
+    ("wandb_log = True", "wandb_log = True (", "tensorboard"),
+    ("# x\n\nwandb_project = 'x'", "wandb_project = 'x' (", "wandb_log=False"),
+    ("# x\n\nwandb_entity = 'x'", "wandb_entity = 'x' (", "no such flag"),
     ("# x\n\nrope_theta = 5e5", "rope_theta = 500000.0 (", "remove it or set pos=rope"),
     ("# x\n\nbatch_size = -5 * 2", "batch_size=-10 (", "at least 1"),
 ]
