@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import jitter
@@ -46,6 +47,12 @@ def pytest_configure(config):
         paths = [str(ROOT / "tests" / "every_process"), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         jitter.start()
+
+
+@pytest.fixture(autouse=True)
+def without_jitter(request):
+    with jitter.paused() if request.node.get_closest_marker("no_jitter") else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from engine.parallel import Ranks
 from engine.sharded_model import ShardedModel
 from model import Model
 
+pytestmark = pytest.mark.no_jitter
 ALONE = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
 FLAGS = [flag for flag in TINY if not flag.startswith("--compile=")]  # with compile=auto
 SHORT = ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1", "--lr_decay_iters=8"]

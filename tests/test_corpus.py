@@ -755,6 +755,7 @@ def test_a_name_is_a_folder_of_data(tmp_path, web, monkeypatch, capsys):
     assert files_of(tmp_path / "mine") == files_of(tmp_path / "data" / "mine")
 
 
+@pytest.mark.no_jitter
 @pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu"])
 @pytest.mark.parametrize("hub", ["http://127.0.0.1:9", "http://silent"])
 def test_offline_is_said_at_once(tmp_path, name, hub):
@@ -778,6 +779,7 @@ def test_offline_is_said_at_once(tmp_path, name, hub):
     assert seconds < 5 and not (tmp_path / "out").exists()  # less than 2 on an idle machine
 
 
+@pytest.mark.no_jitter
 def test_a_name_that_is_not_found_in_time():
     code = (
         "import socket, time; socket.create_connection = lambda *_, **__: time.sleep(9); "

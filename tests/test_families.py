@@ -11,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import IN_FLOAT64, distance, losses, metrics
+from conftest import IN_FLOAT64, distance, in_both, losses, metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -646,8 +646,8 @@ def test_training_starts_from_hugging_face(small, run, many, tiny_data, tmp_path
     """The first validation loss is transformers'; every layout of two ranks computes what one process does. The export
     has no padding rows of tp."""
     reference, folder = small
-    flags = [*STEPS, f"--init_from=hf:{folder}", IN_FLOAT64]
-    alone = run(*flags)
+    flags = [*STEPS, f"--init_from=hf:{folder}"]
+    alone, wide = run(*flags), losses(run(*flags, IN_FLOAT64, out="wide"))
     ids = [np.fromfile(path, "<u2")[512:] for path in sorted(tiny_data.glob("val_*.bin"))]
     rows = torch.from_numpy(np.concatenate(ids).astype(np.int64))
     rows = torch.stack([rows[16 * i : 16 * i + 17] for i in range((len(rows) - 1) // 16)])
@@ -659,15 +659,15 @@ def test_training_starts_from_hugging_face(small, run, many, tiny_data, tmp_path
     assert "vocab_size = 271" in stored and "norm = 'rmsnorm'" in stored
 
     layouts = {"fsdp": ["--parallel=fsdp"], "tp": ["--tp=2"]}
-    together = many(2, *((name, [*flags, *layout]) for name, layout in layouts.items()))
+    together = many(2, *in_both({name: [*flags, *layout] for name, layout in layouts.items()}))
     for name in layouts:
-        assert distance(losses(together / name), losses(alone)) < 1e-9, name
+        assert distance(losses(together / f"{name}, wide"), wide) < 1e-9, name
         assert export(together / name, tmp_path / f"{name} exported") == 0
         exported, trained = (
             read_hf(tmp_path / f"{name} exported"),
             consolidated(alone, tmp_path / f"{name}.safetensors"),
         )
-        assert all((exported[each] - x).abs().max() < 1e-9 for each, x in trained.items())
+        assert all((exported[each] - x).abs().max() < 1e-4 for each, x in trained.items())
         assert exported["head.weight"].shape == (271, 16) and exported.keys() == trained.keys()
 
 

@@ -414,6 +414,7 @@ COMPILED = [  # what a few rows of the grid might miss
 ]
 
 
+@pytest.mark.no_jitter
 @pytest.mark.parametrize("flags", [*COMPILED, *GRID[5 :: len(GRID) // 5]], ids=changes)
 def test_compiles_as_one_graph(flags):
     """One layer each, for the time that more would take; same outputs and gradients as eager."""
@@ -424,6 +425,7 @@ def test_compiles_as_one_graph(flags):
     assert_same(compiled(idx, **given), model(idx, **given), list(model.parameters()), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.no_jitter
 @pytest.mark.parametrize("flags", [{}, {"block": "parallel", "pos": "rope", "window": 5, "mlp": "swiglu"}], ids=name)
 def test_compiled_block_trains_alike(flags):
     """torch.compile per block with the real backend: same loss and gradients as eager."""
@@ -964,6 +966,7 @@ def test_later_queries_on_a_gpu():
     assert of_attention == [(torch.ops.aten._scaled_dot_product_flash_attention.default, (0.0, True), {"scale": 0.25})]
 
 
+@pytest.mark.no_jitter
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 def test_the_compiled_loss_of_a_chunk(softcap):
     torch.manual_seed(0)

@@ -64,7 +64,7 @@ def both(tmp_path_factory, modules_cache):
             weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
             theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-            made[kind] = model, theirs, folder
+            made[kind] = model.double(), theirs.double(), folder  # in which no CPU rounds by more than 1e-12
         return made[kind]
 
     return make
@@ -81,8 +81,9 @@ def test_logits_and_loss(both, kind):
     targets = torch.cat((idx[:, 1:], torch.full((3, 1), 0)), dim=1)
     with torch.no_grad():
         found = theirs(idx, labels=idx.where(idx % 7 > 0, -100))
-        torch.testing.assert_close(found.logits, ours(idx), atol=1e-6, rtol=0)
-        torch.testing.assert_close(found.loss, ours(idx, targets.where(targets % 7 > 0, -1)), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(found.logits, ours(idx), atol=1e-9, rtol=0)
+        expected = ours(idx, targets.where(targets % 7 > 0, -1))
+        torch.testing.assert_close(found.loss.double(), expected, atol=0, rtol=1e-5)  # transformers' is in float32
     assert not theirs.training and theirs.num_parameters() == ours.n_params()
 
 
@@ -107,8 +108,8 @@ def test_padding_changes_nothing(both, kind):
         mask[0, slice(0, 5) if side else slice(4, 9)] = 0
         with torch.no_grad():
             found = theirs(idx, attention_mask=mask).logits
-        torch.testing.assert_close(found[0, mask[0] > 0], ours(short)[0], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(found[1], ours(long)[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[0, mask[0] > 0], ours(short)[0], atol=1e-9, rtol=0)
+        torch.testing.assert_close(found[1], ours(long)[0], atol=1e-9, rtol=0)
         if side:
             found = theirs.generate(idx, attention_mask=mask, max_new_tokens=6, do_sample=False)
             for row, prompt in zip(found, (short, long), strict=True):
@@ -125,7 +126,7 @@ def test_padding_before_a_text_is_refused_where_its_place_counts(tmp_path):
     idx, mask = tokens(1, 9), torch.tensor([[1] * 6 + [0] * 3])
     with torch.no_grad():
         found = theirs(idx, attention_mask=mask).logits[:, :6]
-        torch.testing.assert_close(found, ours(idx[:, :6]), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(found, ours(idx[:, :6]), atol=1e-9, rtol=0)
         with pytest.raises(ValueError, match="^padding before a text moves it, .* slot_softmax=joint; pad after it"):
             theirs(idx, attention_mask=mask.flip(1))
 

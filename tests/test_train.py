@@ -942,6 +942,7 @@ def test_ranks_agree_on_the_step_at_which_they_stop(tiny_data, tmp_path):
     assert {f"rng.{rank}.cpu" for rank in (0, 1)} <= checkpoint.shapes(checkpoint.find(tmp_path / "cut")).keys()
 
 
+@pytest.mark.no_jitter
 @pytest.mark.parametrize("flags", [["--block=superblock"], MASKED, SEQ2SEQ], ids=["causal", "masked", "seq2seq"])
 def test_every_block_runs_as_compiled_code(run, monkeypatch, capsys, flags):
     """Each block of each forward, and each chunk of the loss, is one call of a graph; nine layers, more than a function
@@ -972,6 +973,7 @@ def test_every_block_runs_as_compiled_code(run, monkeypatch, capsys, flags):
     torch._dynamo.reset()
 
 
+@pytest.mark.no_jitter
 def test_compiled_training_gives_the_same_losses(run):
     a, b = (losses(run(f"--compile={c}", "--max_iters=5", "--eval_interval=5", out=str(c))) for c in (False, True))
     for x, y in zip(a, b, strict=True):

@@ -3,7 +3,8 @@
 import os
 import sys
 
-sys.path.append(os.path.dirname(os.path.dirname(__file__)))
-import jitter  # noqa: E402
+if "SUPERBLOCK_JITTER" in os.environ:
+    sys.path.append(os.path.dirname(os.path.dirname(__file__)))
+    import jitter
 
-jitter.start()
+    jitter.start()
