@@ -277,12 +277,8 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
         "shard_tokens": args.shard_tokens,
         "shards": shards,
     }
-    try:
-        with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
-            write(out, source, val_fraction, args.threads, shards * args.shard_tokens)
-    except OSError as e:
-        folder = display_path(folder)
-        raise ValueError(f"cannot write to {folder} ({reason(e)}); free some space, or pass another --out") from e
+    with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
+        write(out, source, val_fraction, args.threads, shards * args.shard_tokens)
     train, val = out.splits["train"], out.splits["val"]
     summary = f"{train['documents']:,} + {val['documents']:,} documents"
     if separated:
