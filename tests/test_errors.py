@@ -123,7 +123,7 @@ CONFIGS = [
     ("n_layer = 2\nif True:\n    n_layer = 3\n", [":2"]),
     ("n_layer = (2\n", [":1"]),
     ("n_layer = 9**9**9\n", [":1"]),
-    ("wandb_project = 'x'\n", [":1", "wandb_project", "tensorboard"]),
+    ("wandb_projekt = 'x'\n", [":1", "wandb_projekt", "tensorboard"]),
     ("pos = 'alibi'\nrope_theta = 10.0\n", [":2", "rope_theta", "pos=rope"]),
     ("n_embd = 30\nn_head = 4\n", [":1", "n_embd=30", "n_head=4"]),
 ]
