@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.command import Parser, next_command, out_folder, ready_tokenizer
+from data.command import Parser, next_command, out_folder, ready_tokenizer, say
 from data.files import SPLITS, display_path
 from data.hashing import hash64
 from data.sources import ADDRESS, Source, find_files, hub_files, reason
@@ -285,6 +285,9 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
         summary += f" with {'a blank line' if documents == 'paragraph' else 'a line end'} after each"
     if single:
         summary = f"one text, of which the last {val_fraction:.3g} validates (cut at a line end if one is near)"
+    if val["documents"] == 1 and not single:
+        remedy = "pass a larger --val_fraction, or cut the texts with --documents=paragraph or --documents=line"
+        say(f"warning: one document validates, so every validation loss will be that of one text; {remedy}")
     print(
         f"{summary}, {train['tokens']:,} train + {val['tokens']:,} val tokens in {display_path(folder)}; "
         f"next: {next_command(folder, tokenizer.vocab_size, [train['tokens'], val['tokens']])}"
