@@ -16,6 +16,8 @@ RUN := out/pycode
 train: .venv/ready data/pycode/meta.json
 	$(BIN)/python train.py config/train_pycode.py --out_dir=$(RUN) --init_from=$(if $(wildcard $(RUN)/latest),resume,scratch)
 	$(BIN)/python sample.py --out_dir=$(RUN) --start="def main(" --max_new_tokens=400
+	@echo 'next: $(BIN)/python sample.py --out_dir=$(RUN) --start="class Reader:" --temperature=0.5'
+	@echo 'or train another block: $(BIN)/python train.py config/pycode_superblock.py'
 
 test: .venv/ready-test
 	$(BIN)/ruff check .

@@ -38,7 +38,6 @@ from model import ModelConfig
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
-WANDB = ("wandb_log", "wandb_project", "wandb_run_name")  # nanoGPT's
 
 
 @dataclass
@@ -121,10 +120,13 @@ class Config(ModelConfig):
         "min_lr": (lambda c: c.schedule != "constant", "schedule other than constant"),
         "cooldown_iters": (lambda c: c.schedule == "wsd", "schedule=wsd"),
     }
-    # A flag of nanoGPT and its value -> our flags. nanoGPT's constant learning rate has no warmup.
+    # A flag of nanoGPT and its value, or the type of any value -> our flags. nanoGPT's constant rate has no warmup.
     NANOGPT: ClassVar[dict[tuple[str, Any], dict[str, Any]]] = {
         ("decay_lr", True): {},
         ("decay_lr", False): {"schedule": "constant", "warmup_iters": 0},
+        ("wandb_log", False): {},
+        ("wandb_project", str): {},
+        ("wandb_run_name", str): {},
     }
 
     def __post_init__(self):
@@ -205,11 +207,11 @@ def parse(
     for name, value, where in [setting for path in paths for setting in read_file(path)] + settings:
         given.pop(name, None)
         given[name] = value, where
-    if given.get("wandb_log", ("",))[0] is False:  # as in nanoGPT's files; then its other settings mean nothing
-        given = {name: setting for name, setting in given.items() if name not in WANDB}
     explicit, sources = {}, {}
+    theirs = getattr(cls, "NANOGPT", {})
     for spelling, (value, where) in given.items():
-        for name, v in getattr(cls, "NANOGPT", {}).get((spelling, value), {spelling: value}).items():
+        ours = theirs.get((spelling, value), theirs.get((spelling, type(value)), {spelling: value}))
+        for name, v in ours.items():
             explicit[name], sources[name] = convert(name, v, where, kinds, default), where
     stored, origin = base(default | explicit) if base else ({}, "")
     values = {name: convert(name, value, origin, kinds, default) for name, value in stored.items()} | explicit
@@ -232,8 +234,8 @@ def parse(
 def convert(name: str, value: Any, where: str, kinds: dict[str, Any], default: dict[str, Any]) -> Any:
     """The value of a flag in its type. ValueError if there is no such flag, or it cannot have this value."""
     here = f"{spell(name, value, where)} ({where})"
-    if name in WANDB:
-        raise ValueError(f"{here}: there is no wandb here; set wandb_log=False and use tensorboard --logdir=out_dir")
+    if name.startswith("wandb_"):
+        raise ValueError(f"{here}: there is no wandb here; set wandb_log=False, and use tensorboard --logdir=out_dir")
     if name not in kinds:
         near = difflib.get_close_matches(name, kinds, 1)
         raise ValueError(f"{here}: no such flag; " + (f"the nearest is {near[0]}" if near else "--help lists them"))

@@ -48,6 +48,7 @@ from tqdm import tqdm
 
 import model as M
 from configurator import parse
+from data.files import writing
 from data.loader import count_windows, eval_batches
 from data.tokenizer import Tokenizer
 from engine import weights
@@ -361,7 +362,7 @@ def main(argv: list[str] | None = None):
     if cfg.out:
         out = Path(cfg.out).expanduser()
         out.parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), writing(out):
             warnings.simplefilter("ignore")  # characters that the font lacks
             picture(units, title).savefig(out, dpi=150, transparent=True)
 

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from configurator import parse
+from data.files import writing
 from engine import weights
 from engine.config_file import read_file
 from engine.errors import command, require, user_errors
@@ -325,7 +326,8 @@ def main(argv: list[str] | None = None):
         out = Path(cfg.out).expanduser()
         figure = draw(panels, *labels)
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=160, transparent=True, metadata=METADATA[out.suffix])
+        with writing(out):
+            figure.savefig(out, dpi=160, transparent=True, metadata=METADATA[out.suffix])
     print(f"wrote {out}")
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from configurator import Config, dump, parse
+from data.files import writing
 from data.loader import Loader, count_windows
 from engine import accounting, compilation, memory, optim, parallel, run_state
 from engine.device import make_deterministic, precision, refuse_nondeterminism
@@ -183,7 +184,8 @@ class Run:
         )  # fmt: skip
         cleanup.callback(self.loader.close)  # otherwise Python's exit waits for ever for the loader's thread
         self.batches = data_errors_end_the_run(self.loader)
-        self.metrics = self.open_metrics(cleanup)
+        with writing(cfg.out_dir):
+            self.metrics = self.open_metrics(cleanup)
         self.profile = Profile(cfg, ranks, self.metrics.say)
         cleanup.callback(self.profile.close)
         self.stop = cleanup.enter_context(StopSignal(ranks))

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.command import Parser, next_command, out_folder, ready_tokenizer
+from data.command import Parser, next_command, out_folder, ready_tokenizer, say
 from data.files import SPLITS, display_path
 from data.hashing import hash64
 from data.sources import ADDRESS, Source, find_files, hub_files, reason
@@ -277,18 +277,17 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
         "shard_tokens": args.shard_tokens,
         "shards": shards,
     }
-    try:
-        with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
-            write(out, source, val_fraction, args.threads, shards * args.shard_tokens)
-    except OSError as e:
-        folder = display_path(folder)
-        raise ValueError(f"cannot write to {folder} ({reason(e)}); free some space, or pass another --out") from e
+    with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
+        write(out, source, val_fraction, args.threads, shards * args.shard_tokens)
     train, val = out.splits["train"], out.splits["val"]
     summary = f"{train['documents']:,} + {val['documents']:,} documents"
     if separated:
         summary += f" with {'a blank line' if documents == 'paragraph' else 'a line end'} after each"
     if single:
         summary = f"one text, of which the last {val_fraction:.3g} validates (cut at a line end if one is near)"
+    if val["documents"] == 1 and not single:
+        remedy = "pass a larger --val_fraction, or cut the texts with --documents=paragraph or --documents=line"
+        say(f"warning: one document validates, so every validation loss will be that of one text; {remedy}")
     print(
         f"{summary}, {train['tokens']:,} train + {val['tokens']:,} val tokens in {display_path(folder)}; "
         f"next: {next_command(folder, tokenizer.vocab_size, [train['tokens'], val['tokens']])}"

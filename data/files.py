@@ -15,6 +15,8 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +40,23 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Names `path` in an OSError that names no file, such as that of a write on a full disk."""
+    try:
+        yield
+    except OSError as e:
+        if e.strerror and not e.filename:
+            e.filename = display_path(Path(path))
+        raise
+
+
+def amount(n: float) -> str:
+    """A number of bytes for people: 26712 -> "26.71 kB"."""
+    unit, name = next(u for u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if n >= u[0] or u[0] == 1)
+    return f"{n / unit:,.4g} {name}"
 
 
 def read_json(path: Path):

@@ -126,9 +126,11 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
         return _open_mixture(str(name), root, vocab_size, verify)
     if not folder.is_dir():
         marks = ("prepare.py", "meta.json", "train.bin")  # a script, or files that a user has prepared
-        known = sorted({p.parent.name for mark in marks for p in Path(root).glob(f"*/{mark}")})
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known) or 'none'}"
+        scripts, *found = ({p.parent.name for p in Path(root).glob(f"*/{mark}")} for mark in marks)
+        ready, others = (", ".join(sorted(s)) or "none" for s in (set().union(*found), scripts.difference(*found)))
+        near = difflib.get_close_matches(str(name), sorted(scripts.union(*found)), n=1)
+        hint = f"prepared: {ready}; not prepared: {others} (python {display_path(Path(root))}/NAME/prepare.py)"
+        hint = f"did you mean {near[0]}?" if near else hint
         raise ValueError(f"there is no data set {str(name)!r} in {display_path(Path(root))} and no such folder; {hint}")
     meta = _read_meta(folder)
     if not any(_find_shards(folder, meta, split) for split in SPLITS):

@@ -17,6 +17,7 @@ import re
 import socket
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -27,6 +28,7 @@ from data.files import open_regular
 
 ENDINGS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 LARGEST = 32_000_000  # bytes of one document
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 ADDRESS = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
 
 
@@ -66,6 +68,10 @@ class Source:
     def __post_init__(self):
         self.sizes = [_hub().size(name) if name.startswith("hf://") else os.path.getsize(name) for name in self.files]
         self.total = max(sum(self.sizes), 1)
+        if packed := {name: kind for name in self.files if (kind := _packed(name))}:
+            listed = ", ".join(f"{name} ({kind})" for name, kind in packed.items())
+            remedy = "add .gz to the names of gzip files and .zst to those of zstd, unpack others, or leave them out"
+            raise ValueError(f"compressed, which their names do not say: {listed}; {remedy}")
 
     def read(self, file: int = 0, row: int = 0) -> Iterator[tuple[str, int, int, int]]:
         """Yields (text, i, r, bytes read so far) of each document. read(i, r) continues after this document.
@@ -184,6 +190,15 @@ def cut_in_two(text: str, val_fraction: float) -> list[str]:
     at = min(max(int(len(text) * (1 - val_fraction)), 1), max(len(text) - 1, 1))
     at = text.rfind("\n", max(at - (len(text) - at) // 2, 0), at) + 1 or at
     return [text[at:], text[:at]]
+
+
+def _packed(name: str) -> str:
+    """The compression of a local file whose name should end otherwise, or ""."""
+    start = b""
+    if not name.startswith("hf://") and not name.endswith((".gz", ".zst", ".parquet")):
+        with suppress(OSError), open(name, "rb", opener=open_regular) as f:  # reading it will say what is wrong
+            start = f.read(4)
+    return next((kind for magic, kind in PACKED.items() if start.startswith(magic)), "")
 
 
 def _hub():

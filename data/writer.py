@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import FORMATS, HEADER_BYTES, SPLITS, display_path, problem, read_json, sha256
+from data.files import FORMATS, HEADER_BYTES, SPLITS, display_path, problem, read_json, sha256, writing
 from data.shards import MOVING
 from data.tokenizer import Tokenizer
 
@@ -147,7 +147,9 @@ class ShardWriter:
 
     def __exit__(self, kind, error, traceback) -> None:
         try:
-            if kind is None:
+            with writing(self.folder):
+                if error:
+                    raise error
                 self._commit()
         finally:
             self._close()

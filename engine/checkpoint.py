@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data.files import amount
 from engine.checkpoint_state import FORMAT, STEP, Damaged, damaged, read_state, step_of, steps_in
 from engine.parallel import is_first_rank, of_first_rank, together
 
@@ -95,7 +96,7 @@ def save(
     except (OSError, ValueError) as error:
         if is_first_rank():
             shutil.rmtree(partial, ignore_errors=True)
-        free = f"{shutil.disk_usage(out_dir).free / 1e6:,.0f} MB free" if out_dir.is_dir() else "no directory"
+        free = f"{amount(shutil.disk_usage(out_dir).free)} free" if out_dir.is_dir() else "no directory"
         reason = getattr(error, "strerror", None) or first_line(error)  # such as: No space left on device
         raise OSError(
             f"cannot save checkpoint {final}: {reason} ({free} without it); earlier checkpoints are untouched: make "

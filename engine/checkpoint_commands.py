@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data.files import amount
 from engine import checkpoint
 from engine.errors import user_errors
 
@@ -54,7 +55,7 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
         size, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(file.parent).free
         if size > free:
-            raise OSError(f"{file} needs {size / 1e6:,.0f} MB and its disk has {free / 1e6:,.0f}; make room")
+            raise OSError(f"{file} needs {amount(size)} and its disk has {amount(free)}; make room")
         checkpoint.load(path, tensors)
         return path, state, tensors
 

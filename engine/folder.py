@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from data.files import writing
 from engine.errors import require
 from engine.parallel import may_restart
 
@@ -134,5 +135,6 @@ def write_json(path: Path, content: dict):
     """Write a JSON file atomically, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    with writing(path):
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(temporary, path)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from configurator import Config, parse
 from data.base_tokenizer import Tokenizer
+from data.files import amount, writing
 from data.tokenizer import from_spec
 from engine import checkpoint
 from engine.checkpoint_state import completed
@@ -211,7 +212,7 @@ def write_weights(folder: Path, shapes: dict[str, torch.Size], theirs: Callable,
         room -= size
     free = shutil.disk_usage(folder).free
     if total > free:
-        raise OSError(f"{folder} needs {total / 1e6:,.0f} MB and its disk has {free / 1e6:,.0f}; make room")
+        raise OSError(f"{folder.parent} has room for {amount(free)}, and the weights need {amount(total)}; make room")
     table = {}
     for i, names in enumerate(files, 1):
         file = f"model-{i:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
@@ -248,7 +249,8 @@ def whole_or_nothing(folder: Path) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        yield partial
+        with writing(folder):
+            yield partial
         for file in partial.iterdir():
             checkpoint.fsync(file)
         checkpoint.fsync(partial)

@@ -7,7 +7,9 @@ costs.py counts bytes and FLOPs; this file turns them into seconds. With a pipel
 that needs most, and time for the slowest stage. GB are 1e9 bytes, GiB are 2**30 bytes.
 """
 
+import copy
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +41,7 @@ GPU = {
 PER_NODE = 8  # GPUs
 USABLE = 0.92  # share of the memory that a run can use; CUDA, NCCL and the allocator's gaps take the rest
 LINK = 0.8  # share of a link's bandwidth that collectives reach
+MOST_DATA_RANKS = 2**13  # a plan looks for a world_size up to here
 OVERLAP = 0.8  # share of the computation during which the traffic of FSDP and DDP can run
 HOST = 20e9  # bytes per second of a rank between GPU and host, and of the optimizer on the host
 
@@ -71,6 +74,7 @@ class Plan:
     host: int  # bytes on the host
     usable: int  # bytes of a GPU that a run can use
     largest_batch: int  # largest batch_size that fits; 0 = none
+    smallest_world: int  # if the run does not fit: smallest world_size with which it does; 0 = none
     traffic: dict[str, Traffic]  # by kind
     collectives: int  # of tensor and context parallelism, in a step of a rank
     seconds: dict[str, float]  # of a step, by cause
@@ -96,12 +100,13 @@ def estimate(cfg) -> Plan:
         memory = run.memory(costs)
         times = [step_time(run, stage, costs, gpu, peak) for stage in run.stages]
         most = largest(lambda batch: run.gpu_bytes(run.memory(run.part_costs(batch))), usable)
+    least = smallest_world(cfg, usable) if run.gpu_bytes(memory) > usable else 0
     traffic, seconds = max(times, key=lambda each: sum(each[1].values()))
     step, tokens = sum(seconds.values()), cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     flops = run.flops / cfg.block_size
     return Plan(
         cfg, layout, str(run.dtype)[6:], peak, run.n_params, flops, tokens, memory, run.gpu_bytes(memory),
-        run.host_bytes(memory), usable, most, traffic, run.collectives(costs), seconds, step,
+        run.host_bytes(memory), usable, most, least, traffic, run.collectives(costs), seconds, step,
         flops * tokens / (cfg.world_size * peak * step),
     )  # fmt: skip
 
@@ -123,6 +128,32 @@ def largest(total: Callable[[int], int], usable: int, limit: int = 2**16) -> int
         line = b + (usable - at_b) * (b - a) // max(1, at_b - at_a)
         guess = min(max(line, low + 1), high - 1)
     return low
+
+
+def smallest_world(cfg, usable: int) -> int:
+    """The smallest world_size at which a rank needs at most `usable` bytes, with the other flags of cfg; 0 = none."""
+
+    def with_world(n: int):
+        changed = copy.copy(cfg)  # since replace() would check all flags again
+        changed.world_size = n
+        return changed
+
+    def allowed(n: int) -> bool:
+        try:
+            return bool(layout_of(with_world(n)))
+        except ValueError:
+            return False
+
+    def fits(n: int) -> bool:  # more ranks never need more, each
+        layout = layout_of(with_world(n))
+        with warnings.catch_warnings(), fake_groups(layout) as groups, FakeTensorMode():
+            warnings.simplefilter("ignore")
+            run = Run(with_world(n), layout, *groups)
+            return run.gpu_bytes(run.memory(run.part_costs(cfg.batch_size))) <= usable
+
+    model_ranks = cfg.tp * cfg.cp * cfg.pp
+    worlds = [n * model_ranks for n in range(1, MOST_DATA_RANKS + 1) if allowed(n * model_ranks)]
+    return next(iter(worlds[bisect_left(worlds, True, key=fits) :]), 0)
 
 
 def step_time(
@@ -166,6 +197,10 @@ def report(plan: Plan) -> str:
     tokens, days = plan.tokens_per_step * cfg.max_iters, plan.step * cfg.max_iters / 86400
     fit = "it fits" if plan.total <= plan.usable else "it DOES NOT FIT"
     most = f"batch_size={plan.largest_batch} is the largest that does" if plan.largest_batch else "no batch_size does"
+    worlds = []
+    if plan.total > plan.usable:
+        no = "none; divide the model with parallel=fsdp, tp or pp, and raise gradient_accumulation_steps"
+        worlds = [f"  {'smallest world_size that fits':<34} {plan.smallest_world or no:>10}"]
     lines = [
         f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e9:,.4g} GFLOP per token forward and backward",
         f"{cfg.world_size:,} x {cfg.gpu}: {mesh}; parallel={cfg.parallel}, optimizer={cfg.optimizer}, "
@@ -179,6 +214,7 @@ def report(plan: Plan) -> str:
         lines.append(f"  {kind:<34} {n / 2**30:>10.2f}" + "  on the host" * (kind in STATES and plan.host > 0))
     lines += [
         f"  {'at the worst moment':<34} {plan.total / 2**30:>10.2f}  of {gpu.memory / 2**30:.0f}: {fit}; {most}",
+        *worlds,
         "",
         "traffic of a rank in a step                  GB     ranks      GB/s   seconds",
     ]

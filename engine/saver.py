@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data.files import writing
 from engine import checkpoint, parallel
 from engine.errors import user_errors
 from engine.metrics import Silent
@@ -103,7 +104,8 @@ class Checkpoints:
         is the `last` file of the run."""
         with user_errors():
             try:
-                yield
+                with writing(self.cfg.out_dir):
+                    yield
             except OSError as error:
                 if self.cfg.on_save_error == "stop":
                     raise

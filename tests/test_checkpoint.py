@@ -1031,7 +1031,7 @@ def test_consolidating_what_cannot_be(tmp_path, capsys, monkeypatch):
         refused(file, "room")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
-        refused(file, "0 MB", "room")
+        refused(file, "its disk has 5 kB", "room")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: os.write(handle, b""))  # fails: it is open for reading
         refused(file, "room")

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -45,6 +46,19 @@ def test_flags_of_commands_exist(page):
                 assert word[2:].partition("=")[0] in known[script], word
             elif word.startswith("config/") and "x.py" not in word:
                 assert (ROOT / word).is_file(), word
+
+
+def test_the_commands_that_make_train_says_next_can_be_typed():
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipe = text.partition("\ntrain: ")[2].partition("\n\n")[0]
+    text = recipe.replace("$(BIN)", ".venv/bin").replace("$(RUN)", "out/pycode")
+    says = [shlex.split(line)[1] for line in text.splitlines() if line.startswith("\t@echo")]
+    assert says[0].startswith("next: ")
+    (_, script, *flags), (_, other, *more) = (shlex.split(line.partition(": ")[2]) for line in says)
+    assert (script, other) == ("sample.py", "train.py")
+    assert parse(SampleConfig, flags).out_dir == "out/pycode"  # where the recipe trains
+    assert f"config/train_pycode.py --out_dir={parse(SampleConfig, flags).out_dir} " in text
+    assert parse(Config, [str(ROOT / path) for path in more]).out_dir != "out/pycode"
 
 
 def test_files_of_the_map_exist():

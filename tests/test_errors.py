@@ -128,7 +128,7 @@ CONFIGS = [
     ("n_layer = 2\nif True:\n    n_layer = 3\n", [":2"]),
     ("n_layer = (2\n", [":1"]),
     ("n_layer = 9**9**9\n", [":1"]),
-    ("wandb_project = 'x'\n", [":1", "wandb_project", "tensorboard"]),
+    ("wandb_projekt = 'x'\n", [":1", "wandb_projekt", "tensorboard"]),
     ("pos = 'alibi'\nrope_theta = 10.0\n", [":2", "rope_theta", "pos=rope"]),
     ("n_embd = 30\nn_head = 4\n", [":1", "n_embd=30", "n_head=4"]),
 ]
@@ -387,6 +387,27 @@ def test_streams_that_are_closed_or_full(trained):
         err = process.communicate()[1]
         assert (process.returncode, len(err.splitlines())) == (code, lines), f"{command}: {err}"
         assert "full" not in command or "\nerror: stdout: No space left on device; see to" in f"\n{err}", err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"train.py {' '.join(TINY)} --dataset={{data}} --out_dir={{out}}",
+        "data/shakespeare_char/prepare.py --input=README.md --out={out}",
+        "data/text/prepare.py --input=README.md --tokenizer=byte --out={out}",
+        "-m engine.interchange export {run} {out}",
+        "plot.py {run} --out={out}.png",
+    ],
+    ids=lambda line: line.split()[0],
+)
+def test_a_file_that_a_small_disk_cannot_hold_is_named(line, trained, tiny_data, tmp_path):
+    """No file grows beyond 2 KB, and the system's error of a write names none."""
+    line = line.format(data=tiny_data, run=trained, out=tmp_path / "out")
+    shell = f"ulimit -f 2; exec {sys.executable} {line}"
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("error: ") and str(tmp_path) in last, done.stderr
+    assert "File too large" in last, last
 
 
 PROGRAMS = [path for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("data/*/*.py")]) if "__main__" in path.read_text()]

@@ -747,7 +747,7 @@ def test_nothing_is_left_after_a_failure(trained, tmp_path, monkeypatch, capsys)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr("safetensors.torch.save_file", full)
         export(trained, tmp_path / "out")
-    assert "No space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert f"{tmp_path}/out: No space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
     (tmp_path / "out").mkdir()
     with pytest.raises(SystemExit):
         export(trained, tmp_path / "out")

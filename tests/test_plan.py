@@ -9,7 +9,8 @@ import shlex
 import sys
 import time
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import repeat
 from unittest import mock
 
@@ -448,6 +449,34 @@ def test_largest_batch():
     fits, too_large = (plan.estimate(config(**vars(cfg) | {"batch_size": p.largest_batch + i})) for i in (0, 1))
     assert fits.total <= p.usable < too_large.total
     assert "it fits" in plan.report(fits) and "DOES NOT FIT" in plan.report(too_large)
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ({"parallel": "fsdp"}, 4),
+        ({"parallel": "fsdp", "optimizer": "muon"}, 6),
+        ({"parallel": "fsdp", "tp": 2}, 4),
+        ({"parallel": "fsdp", "dp_replicate": 3}, 12),
+        ({"parallel": "fsdp", "pp": 2}, 8),
+        ({}, 0),
+    ],
+    ids=str,
+)
+def test_the_smallest_world_that_fits(flags, expected, monkeypatch):
+    """Compared with plans of all numbers of GPUs that the flags allow."""
+    monkeypatch.setitem(plan.GPU, "h100", replace(plan.GPU["h100"], memory=500e6))
+    flags = {"n_layer": 8, "n_embd": 768, "n_head": 12, "gradient_accumulation_steps": 12, "vocab_size": 5000} | flags
+    totals = {}
+    for world in range(1, 25):
+        with suppress(ValueError):
+            totals[world] = plan.estimate(config(**flags, world_size=world))
+    fitting = [world for world, p in totals.items() if p.total <= p.usable]
+    assert min(fitting, default=0) == expected
+    for p in totals.values():
+        assert p.smallest_world == (0 if p.total <= p.usable else expected)
+        line = re.search("smallest world_size that fits +(.*)", plan.report(p))
+        assert (line and line[1]) == (None if p.total <= p.usable else str(expected or line[1]))
 
 
 def test_offload_moves_the_states():

@@ -600,12 +600,15 @@ def test_names_paths_and_what_is_missing(tmp_path, monkeypatch):
     (tmp_path / "data/pycode").mkdir(parents=True)
     (tmp_path / "data/pycode/prepare.py").touch()
     assert "no data set 'pycoed' in data and no such folder; did you mean pycode?" in error(open_data, "pycoed")
-    assert "known are pycode" in error(open_data, "zzz")
+    assert error(open_data, "zzz").endswith("; prepared: none; not prepared: pycode (python data/NAME/prepare.py)")
     assert error(open_data, "pycode").startswith("data/pycode is not prepared")
     assert error(open_data, "pycode").endswith("; run python data/pycode/prepare.py")
     prepare("data/mine")  # by data/text/prepare.py --out, for example
-    assert "known are mine, pycode" in error(open_data, "zzz")
+    assert "; prepared: mine; not prepared: pycode (python" in error(open_data, "zzz")
     prepare("data/pycode")
+    assert error(open_data, "zzz").endswith(
+        "; prepared: mine, pycode; not prepared: none (python data/NAME/prepare.py)"
+    )
     prepare("elsewhere", train=range(7))
     assert len(open_data("pycode").split("train")) == 200
     assert len(open_data("elsewhere").split("train")) == len(open_data(tmp_path / "elsewhere").split("train")) == 7

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from data.command import Parser, next_command, out_folder, run  # noqa: E402
-from data.files import display_path, open_regular  # noqa: E402
+from data.files import display_path, open_regular, writing  # noqa: E402
 from data.tokenizer import CharTokenizer  # noqa: E402
 from data.writer import ShardWriter  # noqa: E402
 
@@ -50,7 +50,8 @@ def shakespeare() -> bytes:
         if found != SHA256:
             raise ValueError(f"{URL} has the SHA-256 {found}, not {SHA256}; get it elsewhere and pass --input=FILE")
         temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(content)
+        with writing(temporary):
+            temporary.write_bytes(content)
         temporary.replace(path)
     return read(path)
 
