@@ -208,9 +208,6 @@ eval_interval = 250 # often
 eval_iters = 20
 log_interval = 10
 always_save_checkpoint = False
-wandb_log = False # perhaps later
-wandb_project = 'letters'
-wandb_run_name = 'tiny'
 dataset = 'shakespeare_char'
 gradient_accumulation_steps = 1
 batch_size = 64
@@ -270,7 +267,6 @@ init_from = 'gpt2'
 def test_nanogpt_files_load(tmp_path, text):
     wanted = {}
     exec(text, {}, wanted)
-    wanted = {name: value for name, value in wanted.items() if not name.startswith("wandb_")}
     if not wanted.pop("decay_lr", True):
         wanted |= {"schedule": "constant", "warmup_iters": 0}
     argv = [write(tmp_path / "c.py", text)]
