@@ -6,12 +6,14 @@ with user_errors():             # ValueError and OSError become `error: ...` and
 command(main)                   # the whole program
 """
 
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 FIRST_RANK_SPEAKS = 20  # seconds after which the first rank has reported the error that all ranks have
@@ -47,6 +49,10 @@ def user_errors(kinds: Any = (ValueError, OSError), code: int = 2) -> Iterator[N
         text = " ".join(text.split())
         text = text if len(text) <= 1000 else f"{text[:500]} ... {text[-400:]}"  # it may quote a very long value
         print(f"{erase}error:", text, file=sys.stderr)
+        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun shows it at the end of its own report
+            with suppress(OSError):
+                details = {"py_callstack": f"error: {text}", "timestamp": str(int(time.time()))}
+                Path(report).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
         raise SystemExit(code) from None
 
 

@@ -356,7 +356,10 @@ def test_torchrun_says_it_once(tmp_path):
     """Every rank finds the same mistake; the first one names it, and torchrun ends the others meanwhile."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run([*torchrun, "train.py", "--nope=1"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.count("error: --nope=1 (command line): no such flag") == 1
+    told = "error: --nope=1 (command line): no such flag"
+    assert done.returncode == 1 and done.stderr.count(f"\n{told}") + done.stderr.startswith(told) == 1
+    assert done.stderr.splitlines()[-2].strip().startswith(f"traceback : {told}"), done.stderr  # where one looks
+    assert f"time      : {time.strftime('%Y')}" in done.stderr
     assert "<NO_OTHER_FAILURES>" in done.stderr
     assert 'train.py", line' not in done.stderr, done.stderr  # all but the first line are torchrun's own
 
