@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from ranks import train_main  # noqa: E402
 
 import train  # noqa: E402
 from data.tokenizer import ByteTokenizer  # noqa: E402
@@ -26,7 +27,7 @@ from engine.gpu_runs import FAMILIES  # noqa: E402
 
 SHAPE = [
     "--n_layer=2", "--n_head=4", "--n_embd=32", "--block_size=16", "--batch_size=4", "--gradient_accumulation_steps=2",
-    "--max_iters=20", "--eval_interval=10", "--eval_iters=2", "--warmup_iters=3", "--device=cpu", "--dtype=float32",
+    "--max_iters=20", "--eval_interval=10", "--eval_iters=2", "--warmup_iters=3", "--device=cpu", "--dtype=float64",
     "--compile=False", "--learning_rate=3e-3", "--always_save_checkpoint=False",
 ]  # fmt: skip
 
@@ -44,7 +45,7 @@ def figures(data: Path, out_dir: Path, name: str) -> dict[str, list[float]]:
     """Losses and gradient norms of the steps of a family, and its evaluations' losses."""
     train.peak_flops = lambda *_: 1e9  # measuring takes half a second
     with mock.patch.object(train.Run, "save"):  # a checkpoint takes as long as the steps
-        train.main([*SHAPE, *FAMILIES[name], f"--dataset={data}", f"--out_dir={out_dir}"])
+        train_main([*SHAPE, *FAMILIES[name], f"--dataset={data}", f"--out_dir={out_dir}"])
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     keys = ("loss", "grad_norm", "train_loss", "val_loss")
     return {key: [line[key] for line in lines if key in line] for key in keys}

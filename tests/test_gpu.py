@@ -93,6 +93,7 @@ def started(folder: Path) -> list[str]:
 # ---- parts and calls
 
 
+@pytest.mark.no_jitter
 def test_parts_fail_alone(here, tmp_path, monkeypatch, capfd):
     """One part hangs, one crashes in one case and breaks its process in another, one is refused; the others succeed,
     and the file has what is known at any time."""
