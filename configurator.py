@@ -254,7 +254,7 @@ def check_used(cfg: Any, explicit: dict[str, Any], sources: dict[str, str]):
     A flag of a file is dropped instead if the command line sets the flag that it depends on.
     """
     for name, (used, when) in getattr(cfg, "USED_WHEN", {}).items():
-        rules = dict.fromkeys(re.findall(r"^\w+|\w+(?==)", when))
+        rules = dict.fromkeys(re.findall(r"^\w+|\w+(?==| other than)", when))
         overruled = sources.get(name) != COMMAND_LINE and any(sources.get(rule) == COMMAND_LINE for rule in rules)
         if name in explicit and not used(cfg) and not overruled:
             here = f"{spell(name, explicit[name], sources[name])} ({sources[name]})"

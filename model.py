@@ -246,6 +246,17 @@ class ModelConfig:
         return self.slots > 0 and self.slot_softmax == "joint" and self.pos == "rope"
 
     @property
+    def bare(self) -> bool:
+        """Whether simplified blocks have no norms; one layer norm after the embeddings is kept (He and Hofmann)."""
+        return self.block.startswith("simplified") and "none" in (self.norm, self.norm_placement)
+
+    @property
+    def norms(self) -> set[str]:
+        """Kinds of the norms of the residual stream."""
+        of_sums = self.norm if PLACEMENT[self.norm_placement] or self.embed_norm else "none"
+        return {of_sums, self.last_norm, "layernorm" if self.bare else "none"} - {"same", "none"}
+
+    @property
     def several_readers(self) -> bool:
         """Whether a sum of this block has several readers, such as attention and MLP. Asks a small copy of a block."""
         small = copy(self)
@@ -265,14 +276,23 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "rope_theta_local": (lambda c: "L" in c.pos_pattern, "pos_pattern with an L"),
     "alibi_scale": (lambda c: c.pos == "alibi", "pos=alibi"),
     "qkv_bias": (lambda c: not c.bias, "bias=False, as bias=True includes it"),
-    "norm_bias": (lambda c: not c.bias and "layernorm" in (c.norm, c.last_norm), "norm=layernorm and bias=False"),
+    "norm_bias": (
+        lambda c: not c.bias and "layernorm" in c.norms,
+        "norm=layernorm, norm_placement other than none, and bias=False",
+    ),
     "scaled_init": (lambda c: not c.block.startswith("simplified"), "block other than simplified"),
     "last_norm": (lambda c: c.norm_placement != "post", "norm_placement other than post"),
-    "embed_norm": (lambda c: c.norm != "none", "norm other than none"),
-    "norm_eps": (lambda c: c.norm != "none" or c.qk_norm, "norm other than none"),
+    "embed_norm": (
+        lambda c: c.norm != "none" and not c.bare,
+        "norm other than none, and in simplified blocks norm_placement other than none",
+    ),
+    "norm_eps": (
+        lambda c: bool(c.norms) or c.qk_norm,
+        "norm other than none and norm_placement other than none, or qk_norm=True",
+    ),
     "norm_per_reader": (
-        lambda c: "before" in PLACEMENT[c.norm_placement] and c.several_readers,
-        "block that has several readers in one sum, norm_placement=pre or sandwich",
+        lambda c: c.norm != "none" and "before" in PLACEMENT[c.norm_placement] and c.several_readers,
+        "block that has several readers in one sum, norm_placement=pre or sandwich, norm other than none",
     ),
     "qk_norm_width": (lambda c: c.qk_norm, "qk_norm=True"),
     "window_pattern": (lambda c: c.window > 0, "window > 0"),
@@ -1461,8 +1481,7 @@ class Stack(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
-        bare = cfg.block.startswith("simplified") and (cfg.norm == "none" or cfg.norm_placement == "none")
-        kind = "layernorm" if bare else cfg.norm if cfg.embed_norm else "none"  # He and Hofmann keep one norm
+        kind = "layernorm" if cfg.bare else cfg.norm if cfg.embed_norm else "none"
         self.first_norm = with_role(NORM[kind](cfg), "whole")
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = norm(cfg, "last")

@@ -445,7 +445,7 @@ def test_binary_files_are_refused(tmp_path, data):
 def test_tables_name_flags_and_say_when_they_are_used():
     names = {field.name for field in fields(Config)}
     for name, (used, when) in Config.USED_WHEN.items():
-        assert name in names and names.issuperset(re.findall(r"^\w+|\w+(?==)", when))
+        assert name in names and names.issuperset(re.findall(r"^\w+|\w+(?==| other than)", when))
         assert used(Config()) in (True, False)
         match = re.fullmatch(r"(\w+)=(\w+)", when)
         if match:
@@ -455,15 +455,26 @@ def test_tables_name_flags_and_say_when_they_are_used():
 
 
 @pytest.mark.parametrize("flag,flags", [
-    ("wiring=series", {"pool": "joint", "objective": "seq2seq"}), ("mlp_ratio=2.0", {"pool": "joint"}),
+    ("wiring=series", {"block": "superblock", "pool": "joint", "objective": "seq2seq"}),
+    ("mlp_ratio=2.0", {"block": "superblock", "pool": "joint"}),
+    ("rope_theta=50.0", {"pos": "rope", "pos_pattern": "LG"}),
+    ("rope_fraction=0.5", {"pos": "rope", "pos_pattern": "L"}),
+    ("norm_eps=0.1", {"norm": "none", "last_norm": "rmsnorm"}),
+    ("norm_eps=0.1", {"norm": "none", "block": "simplified"}),
+    ("norm_bias=True", {"norm": "none", "block": "simplified"}),
 ], ids=str)  # fmt: skip
 def test_a_flag_that_is_used_is_accepted(flag, flags):
-    """It changes the model's parameters, and --name=value is not refused."""
-    words = [f"--{key}={x}" for key, x in {"block": "superblock", "vocab_size": 9, "n_layer": 1, **flags}.items()]
-    with torch.device("meta"):
-        models = [Model(parse(Config, argv)) for argv in (words, [*words, f"--{flag}"])]
-    without, with_flag = ([(name, p.shape) for name, p in each.named_parameters()] for each in models)
-    assert without != with_flag
+    """It changes the result or the parameters of the model, and --name=value is not refused."""
+    sizes = {"vocab_size": 9, "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8}
+    words, idx = [f"--{key}={x}" for key, x in (sizes | flags).items()], torch.arange(8)[None]
+    seen = []
+    for argv in (words, [*words, f"--{flag}"]):
+        model = Model(parse(Config, argv), seed=1).double()
+        for p in model.parameters():
+            p.data.mul_(10)
+        logits = model(idx, source=idx if model.encoder else None)
+        seen.append((model.n_params(), [round(x, 6) for x in logits.flatten().tolist()]))
+    assert seen[0] != seen[1]
 
 
 def test_help_has_each_name_beside_its_formula():

@@ -243,8 +243,8 @@ def test_a_norm_per_reader_is_for_blocks_with_several_readers_in_a_sum(names, se
     ],
 )
 def test_an_unused_norm_per_reader_speaks_of_the_block_at_hand(flags, said):
-    said = f"several readers in one sum.*, and {said}; remove it or change block or norm_placement$"
-    with pytest.raises(ValueError, match=f"^--norm_per_reader=True .* {said}"):
+    said += ", norm is layernorm; remove it or change block or norm_placement or norm$"
+    with pytest.raises(ValueError, match=f"^--norm_per_reader=True .* several readers in one sum.*, and {said}"):
         parse(Config, ["--norm_per_reader=True", *flags])
 
 
