@@ -146,8 +146,9 @@ def test_two_flags_that_only_together_need_other_weights(source, tmp_path, capsy
     assert "do not fit n_head=3; leave" in line
 
 
-def test_in_every_layout(run, many, source):
+def test_in_every_layout(run, many):
     """As in one process. tp pads the 257 rows of the vocabulary to 258, from which one process starts again."""
+    source = run(*ROPE, "--max_iters=2", "--warmup_iters=1", IN_FLOAT64, out="source")
     start = [*SHORT, f"--init_from=checkpoint:{source}", "--dropout=0", "--grad_clip=0", IN_FLOAT64]
     layouts = {name: [f"--{name}=2"] for name in ("tp", "pp", "cp")} | {"fsdp": ["--parallel=fsdp"]}
     alone, two = run(*start, out="alone"), many(2, *((name, [*start, *more]) for name, more in layouts.items()))
