@@ -29,10 +29,10 @@ quick: .venv/ready-test
 		tests/test_model.py::test_grid tests/test_blocks.py tests/test_references.py tests/test_golden.py
 
 baselines: .venv/ready-test data/pycode/meta.json
-	$(BIN)/python baselines.py
+	$(BIN)/python -m tools.baselines
 
 gpu: .venv/ready
-	$(BIN)/python bench.py --gpu --out=out/gpu.json
+	$(BIN)/python -m tools.bench --gpu --out=out/gpu.json
 
 jitter: .venv/ready-test
 	for seed in 1 2 3; do OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --jitter=$$seed || exit 1; done

@@ -40,13 +40,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from configurator import Config, parse
 from data.loader import eval_batches
-from engine import memory, parallel, weights
+from engine.checkpoint import weights
+from engine.checkpoint.weights import Weights
 from engine.device import resolve_device, resolve_dtype
 from engine.errors import command, require, user_errors
 from engine.evaluation import byte_lengths, open_dataset, total_loss
-from engine.parallel import Ranks
+from engine.parallel import ranks as parallel
+from engine.parallel.ranks import Ranks
+from engine.plan import memory
 from engine.text import read_text, text_batches, token_ids
-from engine.weights import Weights
 
 LARGEST_TEXT = 2**28  # bytes
 COMMON = {"out_dir", "json", "batch_size", "device", "dtype"}
@@ -145,7 +147,7 @@ def evaluate_tasks(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], f
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
-    from engine.harness import Harness
+    from engine.interchange.harness import Harness
 
     names = [name.strip() for name in cfg.tasks.split(",")]
     folders = [name for name in names if Path(name).is_dir()]

@@ -42,7 +42,7 @@ Seams. Other files replace or wrap these attributes and nothing else:
     Model.chunk_loss, a block        compilation, recomputation                 same result
     Model.pos, .wte, .first_norm     pipeline stages; tensor, context par.      shapes
     Model.norm, .head, .blocks       pipeline stages, which delete others       shapes; a block keeps its name
-    Model.init_weights               plan (engine/costs.py), on fake tensors    shapes
+    Model.init_weights               plan (engine/plan/costs.py), on fake tensors    shapes
     parameters                       tensor parallelism: slices; plan: dtypes   names
     Stack.position_table             tensor parallelism: rows of its heads      as AttentionPosition.table
     forward of norms and layers      FSDP, tensor parallelism                   same result, or one term of a sum

@@ -44,10 +44,11 @@ from torch import Tensor
 from configurator import Config, parse
 from data.objective import OBJECTIVE
 from data.tokenizer import Tokenizer
-from engine import memory, weights
+from engine.checkpoint import weights
 from engine.device import resolve_device, resolve_dtype
 from engine.errors import command, require, user_errors
-from engine.parallel import Ranks
+from engine.parallel.ranks import Ranks
+from engine.plan import memory
 from engine.text import read_text, token_ids, token_logprobs
 from model import POSITION, Model, NoEmbedding
 

@@ -35,15 +35,18 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from configurator import Config, dump, parse
 from data.files import writing
 from data.loader import Loader, count_windows
-from engine import accounting, compilation, memory, optim, parallel, run_state
+from engine import compilation, optim
+from engine.checkpoint import run as run_state
+from engine.checkpoint.folder import FolderLock, check_out_dir, replace_flags
+from engine.checkpoint.saver import Checkpoints
 from engine.device import make_deterministic, precision, refuse_nondeterminism
 from engine.errors import command, require, user_errors
 from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss, open_dataset, text_sample
-from engine.folder import FolderLock, check_out_dir, replace_flags
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_step_warning
+from engine.parallel import ranks as parallel
+from engine.parallel.sharded import ShardedModel
+from engine.plan import accounting, memory
 from engine.profile import Profile
-from engine.saver import Checkpoints
-from engine.sharded_model import ShardedModel
 from engine.stop_signal import StopSignal
 from model import Model, wide_stream
 
@@ -353,7 +356,7 @@ def compiled_graphs() -> int:
 
 def show_plan(cfg: Config):
     """Print what the run would cost on cfg.world_size GPUs. Without --vocab_size the data must be there."""
-    from engine import plan
+    from engine.plan import plan
 
     if cfg.vocab_size == 0:
         try:

@@ -26,7 +26,7 @@ import torch
 import torch.nn as nn
 
 import model as M
-from engine.parallel import Ranks, is_first_rank, of_first_rank, together
+from engine.parallel.ranks import Ranks, is_first_rank, of_first_rank, together
 
 LONG = 180  # seconds of training without compilation from which compile=auto compiles on a CPU
 MOST_IN_STRIPS = 1024  # tokens; each strip of attention is compiled for itself, in seconds

@@ -21,8 +21,8 @@ from data.shards import DataSet, open_data
 from data.stream import TokenStream
 from data.tokenizer import Tokenizer
 from engine.errors import require, user_errors
-from engine.parallel import Ranks
-from engine.sharded_model import ShardedModel
+from engine.parallel.ranks import Ranks
+from engine.parallel.sharded import ShardedModel
 from engine.stop_signal import StopSignal
 from model import Model
 

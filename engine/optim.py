@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from engine.sharded_model import ShardedModel, local
+from engine.parallel.sharded import ShardedModel, local
 from model import Fused, Linear
 
 # ---------------------------------------------------------------------------------------------------------------------

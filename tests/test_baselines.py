@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import baselines
-import plot
 from configurator import Config, parse
-from engine import compare_table
+from tools import baselines, compare_table, plot
 
 LINE = plot.Line("", *(np.arange(3.0) for _ in range(4)), "red", "-")
 

@@ -19,9 +19,11 @@ import torch
 from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
-import bench
 import model as M
-from engine import accounting, bench_table, gpu_check, link_delay, optim, parallel
+from engine import optim
+from engine.parallel import ranks as parallel
+from engine.plan import accounting
+from tools import bench, bench_table, gpu_check, link_delay
 
 TRAIN = """
 import pathlib, sys, time
@@ -250,7 +252,7 @@ def test_a_child_ends_with_bench(name, tmp_path):
     (tmp_path / "tmp").mkdir()
     there = checkout(tmp_path / "there", ENDLESS)
     process = subprocess.Popen(
-        [sys.executable, "bench.py", f"--against={there}", "x"], cwd=ROOT, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "tools.bench", f"--against={there}", "x"], cwd=ROOT, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
     )  # fmt: skip
     until((there / "pids").exists)

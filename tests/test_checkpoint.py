@@ -31,9 +31,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import sample
 import train
-from engine import checkpoint, checkpoint_commands, run_state
-from engine.parallel import Ranks, limit
-from engine.saver import Saver
+from engine.checkpoint import __main__ as checkpoint_commands
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint import run as run_state
+from engine.checkpoint.saver import Saver
+from engine.parallel.ranks import Ranks, limit
 from model import Model, ModelConfig
 
 

@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, losses, metrics
 
-import bench
-import compare
 from data.shards import open_data
-from engine import compare_table
+from tools import bench, compare, compare_table
 
 # Its loss is (log10(learning_rate) + 2)^2 + seed / 100, and 1 more for --block=parallel. It makes 3 steps of 20 ms, or
 # of 10 ms for --block=parallel.
@@ -211,7 +209,9 @@ def test_a_signal_lets_trainings_save(fake, capfd):
 
 def test_a_killed_comparison_goes_on(fake):
     (fake.folder / "slow").write_text("run2-seed1")
-    start = f"import compare, pathlib; compare.HERE = pathlib.Path({str(fake.folder)!r}); compare.main()"
+    start = (
+        f"import pathlib; from tools import compare; compare.HERE = pathlib.Path({str(fake.folder)!r}); compare.main()"
+    )
     flags = ["--run=", "--run=--block=parallel", fake.common, f"--out={fake.out}"]
     calls = fake.folder / "calls"
     process = subprocess.Popen([sys.executable, "-c", start, *flags], cwd=ROOT, stdout=subprocess.DEVNULL)

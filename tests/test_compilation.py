@@ -21,10 +21,13 @@ from ranks import launch
 import model as M
 import train
 from configurator import Config, parse
-from engine import accounting, checkpoint, compilation, parallel
+from engine import compilation
+from engine.checkpoint import files as checkpoint
 from engine.compilation import kind_of_kernels, private_folder, settle, try_compiler, use_private_folder
-from engine.parallel import Ranks
-from engine.sharded_model import ShardedModel
+from engine.parallel import ranks as parallel
+from engine.parallel.ranks import Ranks
+from engine.parallel.sharded import ShardedModel
+from engine.plan import accounting
 from model import Model
 
 pytestmark = pytest.mark.no_jitter

@@ -11,7 +11,7 @@ import torch
 from test_model import build, jitter
 
 import model as M
-from lens import contextual_mlp
+from tools.lens import contextual_mlp
 
 BLOCKS = [
     {"block": "standard"},

@@ -34,7 +34,7 @@ from data import corpus, sources
 from data.shards import open_data
 from data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, train_bpe
 from data.writer import PREPARING, ShardWriter
-from engine import checkpoint
+from engine.checkpoint import files as checkpoint
 from model import Model
 
 ROOT = Path(__file__).resolve().parents[1]

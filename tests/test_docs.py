@@ -12,10 +12,10 @@ from conftest import ROOT
 from faults import FAULTS
 
 from configurator import Config, parse
-from engine import parallel
+from engine.parallel import ranks as parallel
 from evaluate import EvaluateConfig
-from lens import LensConfig
 from sample import SampleConfig
+from tools.lens import LensConfig
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -62,11 +62,12 @@ def test_the_commands_that_make_train_says_next_can_be_typed():
 
 
 def test_files_of_the_map_exist():
-    """The README's table of what is where names every module, and none that is not there."""
+    """The README's table of what is where names every program, module at the top and package, and none that is not."""
     table = README.read_text(encoding="utf-8").partition("## What is where")[2].split("```")[1]
     named = set(re.findall(r"\b(\w+)\.py\b", table))
-    modules = [path for folder in (".", "engine", "data") for path in (ROOT / folder).glob("*.py")]
-    assert named == {path.stem for path in modules} - {"__init__"}
+    assert named == {path.stem for path in ROOT.glob("*.py")}
+    packages = {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("[a-z]*/**/__init__.py")}
+    assert packages <= set(re.findall(r"([\w/]+)/ ", table))
 
 
 def test_the_readme_is_short():

@@ -13,9 +13,11 @@ from test_errors import refused
 import sample
 import train
 from configurator import Config, parse
-from engine import checkpoint, device, parallel
+from engine import device
+from engine.checkpoint import files as checkpoint
 from engine.device import fast_bfloat16, resolve_dtype
-from engine.parallel import agreed_dtype
+from engine.parallel import ranks as parallel
+from engine.parallel.ranks import agreed_dtype
 from model import wide_stream
 
 CPU, CUDA, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))

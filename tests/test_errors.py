@@ -18,8 +18,9 @@ from test_checkpoint import train_on_full_disk
 
 import sample
 import train
-from engine import errors, run_state
-from engine.folder import FolderLock
+from engine import errors
+from engine.checkpoint import run as run_state
+from engine.checkpoint.folder import FolderLock
 
 
 def refused(main, argv: list[str], capsys) -> str:
@@ -403,9 +404,9 @@ def test_streams_that_are_closed_or_full(trained):
         "data/shakespeare_char/prepare.py --input=README.md --out={out}",
         "data/text/prepare.py --input=README.md --tokenizer=byte --out={out}",
         "-m engine.interchange export {run} {out}",
-        "plot.py {run} --out={out}.png",
+        "-m tools.plot {run} --out={out}.png",
     ],
-    ids=lambda line: line.split()[0],
+    ids=lambda line: line.removeprefix("-m ").split()[0],
 )
 def test_a_file_that_a_small_disk_cannot_hold_is_named(line, trained, tiny_data, tmp_path):
     """No file grows beyond 2 KB, and the system's error of a write names none."""
@@ -417,9 +418,10 @@ def test_a_file_that_a_small_disk_cannot_hold_is_named(line, trained, tiny_data,
     assert "File too large" in last, last
 
 
+TOOLS = [f"tools.{path.stem}" for path in sorted(ROOT.glob("tools/*.py")) if "__main__" in path.read_text()]
 PROGRAMS = [path for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("data/*/*.py")]) if "__main__" in path.read_text()]
 PROGRAMS = [[str(path.relative_to(ROOT))] for path in PROGRAMS]
-PROGRAMS += [["-m", name] for name in ("data.shards", "engine.interchange", "engine.checkpoint")]
+PROGRAMS += [["-m", name] for name in ("data.shards", "engine.interchange", "engine.checkpoint", *TOOLS)]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program[-1])

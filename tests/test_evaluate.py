@@ -18,9 +18,9 @@ import evaluate
 import sample
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
-from engine import checkpoint
-from engine.interchange import export
-from engine.nanogpt import from_nanogpt
+from engine.checkpoint import files as checkpoint
+from engine.interchange.huggingface import export
+from engine.interchange.nanogpt import from_nanogpt
 from model import Model, ModelConfig
 
 SHAPED = {
@@ -225,7 +225,7 @@ def test_nanogpts_file(tmp_path, tiny_data, figures, capsys, monkeypatch):
     assert "set --dataset=NAME or --file=TEXT" in refused([where], capsys)
 
     (tmp_path / "mine").symlink_to(tiny_data)
-    monkeypatch.setattr("engine.weights.DATA", tmp_path)
+    monkeypatch.setattr("engine.checkpoint.weights.DATA", tmp_path)
     nats, targets = total_nats(model, torch.tensor(list(text.read_bytes())), 16)
     assert figures(where, f"--file={text}")["loss"] == pytest.approx(nats / len(targets), rel=1e-6)
     sample.main([where, "--device=cpu", "--max_new_tokens=3", "--start=the"])
@@ -353,7 +353,7 @@ def stand_in_for_lm_eval(monkeypatch, called: dict):
         "lm_eval": {"simple_evaluate": simple_evaluate},
         "lm_eval.tasks": {"TaskManager": TaskManager},
         "lm_eval.utils": {"make_table": lambda results: "|".join(results["results"])},
-        "engine.harness": {"Harness": lambda *args: args},
+        "engine.interchange.harness": {"Harness": lambda *args: args},
     }
     for name, attributes in made.items():
         module = types.ModuleType(name)
@@ -508,7 +508,7 @@ def test_tasks_take_one_process(runs, capsys, monkeypatch):
 
 
 def test_a_model_that_does_not_fit_into_the_memory(runs, capsys, monkeypatch):
-    monkeypatch.setattr("engine.memory.process_memory", lambda: 2**14)
+    monkeypatch.setattr("engine.plan.memory.process_memory", lambda: 2**14)
     line = refused([f"--out_dir={runs / 'causal'}", "--batch_size=1"], capsys)
     assert line.startswith(
         f"error: out_dir={runs / 'causal'} (command line) needs at least 0.0 GiB, most of it for the "

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from data.tokenizer import ByteTokenizer
-from engine import interchange
-from engine.checkpoint_commands import consolidate
-from engine.families import FAMILIES, choose
-from engine.interchange import read_hf, shapes_of, write_hf
+from engine.checkpoint.__main__ import consolidate
+from engine.interchange import huggingface as interchange
+from engine.interchange.families import FAMILIES, choose
+from engine.interchange.huggingface import read_hf, shapes_of, write_hf
 from model import Model, ModelConfig
 from sample import SampleConfig, load
 

@@ -17,8 +17,8 @@ from conftest import IN_FLOAT64, ROOT, TINY, distance, losses
 from ranks import launch, torchrun, train_main
 
 import train
-from engine import parallel
-from engine.sharded_model import ShardedModel
+from engine.parallel import ranks as parallel
+from engine.parallel.sharded import ShardedModel
 
 
 @pytest.fixture

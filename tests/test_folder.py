@@ -17,8 +17,9 @@ from test_errors import refused
 
 import train
 from configurator import Config, parse
-from engine import checkpoint, checkpoint_commands
-from engine.folder import FolderLock
+from engine.checkpoint import __main__ as checkpoint_commands
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint.folder import FolderLock
 
 
 @contextmanager

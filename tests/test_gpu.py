@@ -15,12 +15,12 @@ import torch
 from conftest import ROOT
 from test_bench import checkout
 
-import bench
 import model as M
 import train
 from configurator import Config, parse
-from engine import bench_table, gpu_check, gpu_report, gpu_runs, optim
-from engine.gpu_runs import Part
+from engine import optim
+from tools import bench, bench_table, gpu_check, gpu_report, gpu_runs
+from tools.gpu_runs import Part
 
 CPU = torch.device("cpu")
 MACHINE = """
@@ -221,7 +221,7 @@ def test_a_gpu_that_is_not_there(tmp_path, capfd):
 def test_a_signal_leaves_a_file_that_the_next_call_reads(here, tmp_path, monkeypatch):
     """SIGTERM while a part runs: the part's process ends, the file says so, and the part is tried again."""
     out = tmp_path / "gpu.json"
-    script = "import bench; from engine import gpu_report as g; from pathlib import Path; import signal\n"
+    script = "import bench; from tools import gpu_report as gpu_report as g; from pathlib import Path; import signal\n"
     script += "signal.signal(signal.SIGTERM, bench.stop)\n"
     script += f"g.ROOT = Path({str(here)!r}); g.PARTS = {{'waits': g.PARTS['124M'], 'works': g.PARTS['124M']}}\n"
     script += f"bench.main(['--gpu', '--out={out}'])"
@@ -395,7 +395,7 @@ def test_decoding_and_loading(one_thread, monkeypatch):
 
 def test_the_flags_of_every_row_go_together():
     """Of the GPU's shapes, too; layouts are checked for 2, 4 and 8 GPUs."""
-    from engine.parallel import check_layout
+    from engine.parallel.ranks import check_layout
 
     for args in gpu_runs.ROWS.values():
         parse(Config, [*gpu_runs.flags(args, "cuda"), "--vocab_size=50304"])
@@ -430,7 +430,7 @@ def test_layouts_are_compared_with_one_gpu():
 
 def test_the_program_of_a_part(tmp_path):
     """One part as its process."""
-    command = [sys.executable, "-m", "engine.gpu_runs", "numbers", "cpu", "43"]
+    command = [sys.executable, "-m", "tools.gpu_runs", "numbers", "cpu", "43"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert (

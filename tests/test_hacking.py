@@ -21,8 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model
 from configurator import Config, parse
-from engine import parallel, pipeline, tensor_parallel
-from engine.sharded_model import ShardedModel
+from engine.parallel import pipeline
+from engine.parallel import ranks as parallel
+from engine.parallel import tensor as tensor_parallel
+from engine.parallel.sharded import ShardedModel
 
 ROOT = Path(__file__).parent.parent
 PATCHES = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/hacking.md").read_text(), re.M | re.S)

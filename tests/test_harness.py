@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.hf_tokenizer import HFTokenizer
 from data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
-from engine.export_tokenizer import export_tokenizer
-from engine.remote_code import write_remote_code
+from engine.interchange.remote_code import write_remote_code
+from engine.interchange.tokenizer import export_tokenizer
 from model import Model, ModelConfig
 
 pytestmark = pytest.mark.interop
@@ -61,7 +61,7 @@ def both(request, tmp_path_factory):
     """Our harness, and lm-eval's model."""
     from lm_eval.models.huggingface import HFLM
 
-    from engine.harness import Harness
+    from engine.interchange.harness import Harness
 
     folder = tmp_path_factory.mktemp("exported")
     model, tokenizer = request.param(folder)
@@ -177,7 +177,7 @@ def test_tasks(both, tmp_path):
     ],
 )
 def test_what_cannot_run_is_one_line(call, words):
-    from engine.harness import Harness
+    from engine.interchange.harness import Harness
 
     model = Model(ModelConfig(**SIZE | dict(vocab_size=257, block_size=LENGTH)))
     with pytest.raises(ValueError, match=words) as e:

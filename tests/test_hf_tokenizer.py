@@ -26,10 +26,10 @@ from data import corpus
 from data.hf_tokenizer import LETTERS, HFTokenizer
 from data.shards import open_data
 from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, from_spec, train_bpe
-from engine.export_tokenizer import export_tokenizer
-from engine.families import choose
-from engine.interchange import special_tokens, write_hf, write_json
-from engine.remote_code import write_remote_code
+from engine.interchange.families import choose
+from engine.interchange.huggingface import special_tokens, write_hf, write_json
+from engine.interchange.remote_code import write_remote_code
+from engine.interchange.tokenizer import export_tokenizer
 from model import ModelConfig
 
 TEXTS = [(ROOT / "README.md").read_text()[:20000], "naïve «été» 中文字 \U0001f600\r\n\t\t x  y\n\n\n" * 4]

@@ -15,7 +15,7 @@ from conftest import ROOT, TINY, figures, metrics
 from test_train import MASKED, MODERN, SEQ2SEQ
 
 import train
-from engine import checkpoint
+from engine.checkpoint import files as checkpoint
 
 COMMON = [*TINY, "--lr_decay_iters=300", "--min_lr=2e-3", "--eval_interval=5", "--eval_iters=6"]
 SETTINGS = {  # processes, kills, flags
@@ -103,7 +103,7 @@ def test_killed_runs_go_on(tiny_data, more_data, tmp_path, setting):
     flags = [flag.replace("TINY", str(tiny_data)).replace("MORE", str(more_data)) for flag in flags]
     flags = [*COMMON, f"--dataset={tiny_data}", *flags]
     forked = multiprocessing.get_context("forkserver")
-    forked.set_forkserver_preload([__name__, "engine.dcp_writer", "tensorboard.compat.proto"])
+    forked.set_forkserver_preload([__name__, "engine.checkpoint.writer", "tensorboard.compat.proto"])
 
     def start(max_iters: int = 20_000, out: Path = out, save_interval: int = 3):
         logs.append(tmp_path / f"{len(logs)}.log")

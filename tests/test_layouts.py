@@ -32,10 +32,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model
 from configurator import Config, parse
 from data.loader import order  # which has its own tests
-from engine import context_parallel, optim, parallel, sharded_model, tensor_parallel
-from engine.checkpoint import VOCAB_WEIGHTS
-from engine.parallel import check_layout, join
-from engine.sharded_model import ShardedModel, local
+from engine import optim
+from engine.checkpoint.files import VOCAB_WEIGHTS
+from engine.parallel import context as context_parallel
+from engine.parallel import ranks as parallel
+from engine.parallel import sharded as sharded_model
+from engine.parallel import tensor as tensor_parallel
+from engine.parallel.ranks import check_layout, join
+from engine.parallel.sharded import ShardedModel, local
 from model import Model
 
 SIZES = [  # of the data's 257 ids, which tp=2 pads

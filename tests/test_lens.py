@@ -9,12 +9,12 @@ from test_contextual import ATTENTION, BLOCKS, sharp, text
 from test_errors import refused
 from test_model import build
 
-import lens
 import model as M
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
-from engine.head_patterns import attention_to, induction, previous, scores, self_attention
-from lens import Unit, read_head
+from tools import lens
+from tools.head_patterns import attention_to, induction, previous, scores, self_attention
+from tools.lens import Unit, read_head
 
 V, T = 6, 12  # of the model set by hand
 REPEATED = torch.tensor([3, 1, 4, 0, 5, 2] * 2)  # each token once, then all of them again

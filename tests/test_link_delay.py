@@ -12,10 +12,10 @@ import pytest
 from conftest import TINY, figures
 from ranks import launch, train_runs
 
-import bench
 import train
 from configurator import Config, parse
-from engine import link_delay, plan
+from engine.plan import plan
+from tools import bench, link_delay
 
 # TINY has 2 layers, 2 micro-batches of 4 x 16 tokens. Of a micro-batch, the embedding, the last norm and a chunk of the
 # loss take 2 collectives each; a sum of a block takes 4, two of them in the backward. Of a step, the gradients of uncut

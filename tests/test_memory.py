@@ -19,8 +19,8 @@ from configurator import Config, parse
 from data.loader import Loader
 from data.objective import OBJECTIVE
 from data.shards import open_data
-from engine import memory, plan
-from engine.parallel import Ranks
+from engine.parallel.ranks import Ranks
+from engine.plan import memory, plan
 from model import BLOCK, Model, ModelConfig
 from sample import SampleConfig
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import configurator
 import model as M
-from engine.accounting import attention_kernels, flops
+from engine.plan.accounting import attention_kernels, flops
 from model import Inputs, Mask, Model, ModelConfig, attention_kernel, mix
 
 TABLES = {  # every axis of the model: flag -> its values, read from the tables themselves

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import train
 from data.loader import order  # which has its own tests
-from engine.nanogpt import from_nanogpt, read_nanogpt
+from engine.interchange.nanogpt import from_nanogpt, read_nanogpt
 from model import Model, ModelConfig
 
 ARGS = dict(n_layer=2, n_head=3, n_embd=12, block_size=8, vocab_size=11, bias=True, dropout=0.0)

@@ -24,7 +24,7 @@ from engine.optim import (
     portions,
     state_bytes,
 )
-from engine.tensor_parallel import sharded_dim
+from engine.parallel.tensor import sharded_dim
 from model import GroupedLinear, Linear, Model, ModelConfig
 
 

@@ -16,7 +16,7 @@ from conftest import metrics
 import model
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
-from engine import checkpoint
+from engine.checkpoint import files as checkpoint
 
 SHORT = dict(  # what the runs have in common; the oracle knows no default of the project's
     n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=4, gradient_accumulation_steps=3, max_iters=8,

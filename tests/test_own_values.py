@@ -14,8 +14,9 @@ from torch import nn
 import model as M
 import train
 from configurator import Config
-from engine import parallel, run_state
-from engine.sharded_model import ShardedModel
+from engine.checkpoint import run as run_state
+from engine.parallel import ranks as parallel
+from engine.parallel.sharded import ShardedModel
 from model import Model, ModelConfig
 
 SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 16, "block_size": 8, "vocab_size": 32}

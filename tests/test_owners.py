@@ -14,8 +14,9 @@ from ranks import exit_codes, launch, train_runs
 from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import Config, parse
-from engine import errors, optim, parallel
-from engine.sharded_model import ShardedModel, copy_local_shard_, local
+from engine import errors, optim
+from engine.parallel import ranks as parallel
+from engine.parallel.sharded import ShardedModel, copy_local_shard_, local
 
 FSDP, STEPS = "--parallel=fsdp", 3
 GATED = ["--mlp=swiglu", "--attention=gqa", "--n_kv_head=2", "--n_head=4", "--n_embd=30", "--head_dim=6"]

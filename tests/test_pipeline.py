@@ -16,7 +16,7 @@ from ranks import launch
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from engine.pipeline import Pipeline, check, keep_stage, owned
+from engine.parallel.pipeline import Pipeline, check, keep_stage, owned
 from model import Model, ModelConfig
 
 B, T, V, STEPS = 2, 12, 31, 6

@@ -27,8 +27,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import train
 from configurator import Config, parse
-from engine import costs, optim, parallel, pipeline, plan, sharded_model
-from engine.sharded_model import ShardedModel
+from engine import optim
+from engine.parallel import pipeline
+from engine.parallel import ranks as parallel
+from engine.parallel import sharded as sharded_model
+from engine.parallel.sharded import ShardedModel
+from engine.plan import costs, plan
 from model import BLOCK, Model
 
 TINY = {

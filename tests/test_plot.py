@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-import plot
-from engine import checkpoint
+from engine.checkpoint import files as checkpoint
+from tools import plot
 
 pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")
 from PIL import Image  # noqa: E402

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.remote_code import write_remote_code
+from engine.interchange.remote_code import write_remote_code
 from model import Model, ModelConfig
 
 SIZE = dict(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=50)

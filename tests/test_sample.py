@@ -21,8 +21,8 @@ import evaluate
 import sample
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
-from engine import weights
-from engine.parallel import Ranks
+from engine.checkpoint import weights
+from engine.parallel.ranks import Ranks
 from model import Model
 from sample import SampleConfig, choose
 

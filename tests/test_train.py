@@ -40,10 +40,13 @@ from data.objective import OBJECTIVE
 from data.shards import open_data
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
-from engine import accounting, checkpoint, device, evaluation, parallel
+from engine import device, evaluation
+from engine.checkpoint import files as checkpoint
 from engine.metrics import evaluation_line
 from engine.optim import Muon
-from engine.sharded_model import ShardedModel
+from engine.parallel import ranks as parallel
+from engine.parallel.sharded import ShardedModel
+from engine.plan import accounting
 from engine.stop_signal import STOPPED, STOPPING, StopSignal
 
 
@@ -523,7 +526,7 @@ def test_a_home_folder_is_found(run, tiny_data, tmp_path, monkeypatch):
 
 
 def test_packages_of_our_folders_names_change_nothing(tmp_path):
-    for name in ("data", "engine"):
+    for name in ("data", "engine", "tools"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
     for script in ("train.py", "data/pycode/prepare.py"):
@@ -754,7 +757,7 @@ FIRST_STEP = """
 import hashlib, sys, time
 sys.path.insert(0, "ROOT")
 import train
-from engine.sharded_model import ShardedModel
+from engine.parallel.sharded import ShardedModel
 
 def backward(*args):
     print("in the first step", flush=True)

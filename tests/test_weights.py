@@ -14,10 +14,11 @@ import train
 from configurator import Config, parse
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
-from engine import checkpoint, run_state
-from engine.checkpoint_commands import consolidate
-from engine.interchange import export, own_flags
-from engine.sharded_model import ShardedModel
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint import run as run_state
+from engine.checkpoint.__main__ import consolidate
+from engine.interchange.huggingface import export, own_flags
+from engine.parallel.sharded import ShardedModel
 from model import BLOCK, Model, ModelConfig
 
 ROPE = ["--pos=rope", "--qk_norm=True", "--mlp=swiglu", "--mlp_ratio=3"]

@@ -1,0 +1,1 @@
+"""Starts, saves and resumes runs; writes checkpoints that survive a crash at any instant."""

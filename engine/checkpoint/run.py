@@ -1,0 +1,210 @@
+"""Starts a run from random or trained weights, and collects the tensors of its checkpoints.
+
+A checkpoint holds the parameters (`model.NAME`), the optimizer's state (`optim.NAME`), the state of every rank's random
+number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary with the types STATE. A resumed run continues as if
+it had never stopped.
+"""
+
+import math
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from types import NoneType
+
+import torch
+from torch import Tensor
+
+from data.tokenizer import Tokenizer
+from engine import optim
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint import weights
+from engine.checkpoint.folder import FolderLock
+from engine.checkpoint.weights import Weights
+from engine.errors import require
+from engine.parallel import ranks as parallel
+from engine.parallel.ranks import Ranks
+from engine.parallel.sharded import ShardedModel
+from model import Model, ModelConfig
+
+OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for the runs that continue it
+SETTLED_BY_AUTO = {"dtype", "compile", "fp32_residual"}  # whose `auto` becomes the machine's choice, which is stored
+FREE_ON_RESUME = {"dropout", "loss_chunk", "fp32_residual"}  # flags of the model that may differ from the checkpoint's
+STATE = {  # keys of a checkpoint's state that a resume needs, and their types
+    "flags": dict, "samples": int, "skipped": int, "best_val_loss": (float, NoneType), "scaler": dict,
+    "tokenizer_hash": (str, NoneType), "ranks": int,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The start
+
+
+def stored_flags(lock: FolderLock, flags: dict) -> tuple[dict, str]:
+    """(flags that belong to the weights that init_from names, to use as defaults; the path of these weights)."""
+    kind = flags["init_from"].partition(":")[0]
+    if kind == "resume":
+        if not (flags["eval_only"] or flags["plan"]):
+            lock.take(flags["out_dir"], make=False)
+        path, stored = checkpoint.read(flags["out_dir"], STATE, lambda path, state: (path, state["flags"]))
+        return {name: value for name, value in stored.items() if name not in OWN}, str(path)
+    if kind not in ("checkpoint", *weights.FOREIGN):
+        return {}, ""
+    where, place = flags["init_from"], named(flags["init_from"])
+    there = kind != "checkpoint" or place and Path(place).expanduser().is_dir()
+    require(there, f"init_from={where}: no such folder; give the folder of a run, or of one checkpoint")
+
+    def defaults(found: Weights) -> tuple[dict, str]:
+        return {name: value for name, value in found.flags.items() if name not in OWN}, str(found.path)
+
+    return weights.read(place, defaults)
+
+
+def resume_after_restart(cfg):
+    """Make cfg a resume if torchrun may have started this command again (its flag --max-restarts).
+
+    This is assumed if out_dir holds a checkpoint with the same flags; one with other flags belongs to an older run.
+    """
+    if not parallel.may_restart() or not (Path(cfg.out_dir) / "latest").exists():
+        return
+    stored = checkpoint.read(cfg.out_dir, STATE, lambda _, state: state["flags"])
+    auto = {name for name in SETTLED_BY_AUTO if getattr(cfg, name) == "auto"}
+    settled_later = auto | {"init_from", "vocab_size"}
+    if all(stored.get(name) == value for name, value in asdict(cfg).items() if name not in settled_later):
+        cfg.init_from = "resume"
+        for name in auto:
+            setattr(cfg, name, stored[name])
+
+
+def steps_done(cfg) -> int:
+    """The number of steps behind the checkpoint that a resume starts from; 0 for a new run."""
+    resumes = cfg.init_from == "resume"
+    return checkpoint.read(cfg.out_dir, STATE, lambda _, state: state["step"]) if resumes else 0
+
+
+def check_same_start(cfg, ranks: Ranks):
+    """ValueError if the ranks do not see the same checkpoint in out_dir."""
+    resumes = cfg.init_from == "resume" and not cfg.eval_only  # under eval_only, another run may be saving there
+    found = checkpoint.find(cfg.out_dir).name if resumes else cfg.init_from
+    require(
+        ranks.same(found),
+        f"out_dir={cfg.out_dir} does not look the same to all ranks, and one of them finds {found}; wait until its "
+        "file system shows the same files to all nodes, and start again",
+    )
+
+
+def check_same_model(cfg, flags: dict, path: str | Path):
+    """ValueError if cfg describes another model than these flags, which belong to the weights in `path`."""
+    for flag in fields(ModelConfig):  # a flag that the file does not know had its default value
+        old, new = flags.get(flag.name, flag.default), getattr(cfg, flag.name)
+        remedy = "leave it out, or start from scratch in another --out_dir"
+        if flag.name == "vocab_size":
+            remedy = "leave it out: the embedding is padded automatically as --tp needs"
+        same = old == new or flag.name in FREE_ON_RESUME
+        require(same, f"{flag.name}={new} differs from {old} in {path}; {remedy}")
+
+
+def layout(cfg) -> dict[str, tuple]:
+    """The name of each parameter -> (its shape, the matrices that its rows belong to). If both are equal for two
+    configurations, each has the weights of the other."""
+    with torch.device("meta"):
+        model = Model(cfg)
+    found = {}
+    for name, p in model.named_parameters():
+        rows = (cfg.vocab_size,) if name in checkpoint.VOCAB_WEIGHTS else p.shape[:1]  # without padding
+        module = model.get_submodule(name.rpartition(".")[0])
+        found[name] = (*rows, *p.shape[1:]), getattr(module, "fused", None)
+    return found
+
+
+def check_same_weights(cfg, found: Weights):
+    """ValueError if the model of cfg needs other weights than those found. It names the flag that makes the difference.
+
+    All other flags are free: they change what is computed with the weights, or how they are trained.
+    """
+    before = found.config()
+    weights_before = layout(before)
+    if layout(cfg) == weights_before:
+        return
+    changed = [f.name for f in fields(ModelConfig) if getattr(cfg, f.name) != getattr(before, f.name)]
+
+    def matters(name: str) -> bool:
+        try:
+            return layout(replace(before, **{name: getattr(cfg, name)})) != weights_before
+        except ValueError:  # this flag alone does not fit to the others
+            return True
+
+    name = next(filter(matters, changed), changed[0])
+    raise ValueError(
+        f"the weights in {found.path}, of a model with {name}={getattr(before, name)}, do not fit "
+        f"{name}={getattr(cfg, name)}; leave it out, or start with --init_from=scratch"
+    )
+
+
+def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):
+    """Give the model the initial weights of a new run: random weights, or those that init_from names.
+
+    tokenizer   of the run's data
+    """
+    kind = cfg.init_from.partition(":")[0]
+    if kind == "scratch":
+        return sharded.init_weights(cfg.seed)
+
+    def fill(found: Weights):
+        check_same_model(cfg, found.flags, found.path) if kind == "nanogpt" else check_same_weights(cfg, found)
+        found.check_tokenizer(tokenizer, cfg.dataset)
+        found.fill(sharded)
+
+    weights.read(named(cfg.init_from), fill)
+
+
+def named(init_from: str) -> str:
+    """The weights that init_from names, as weights.read takes them: checkpoint:RUN is RUN."""
+    return init_from.removeprefix("checkpoint:")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def run_tensors(sharded: ShardedModel, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+    """The parameters and the optimizer's state by name. They share storage with the run, to be saved or loaded."""
+    tensors = weights.parameters(sharded)
+    for name, t in optimizer.state_tensors(sharded.model).items():
+        tensors[f"optim.{name}"] = sharded.as_global(name.rpartition(".")[0], t)
+    return tensors
+
+
+def random_states(ranks: Ranks) -> dict[str, Tensor]:
+    """The state of this rank's random number generators by name."""
+    states = {f"rng.{ranks.rank}.cpu": torch.get_rng_state()}
+    if ranks.device.type == "cuda":
+        states[f"rng.{ranks.rank}.cuda"] = torch.cuda.get_rng_state(ranks.device)
+    return states
+
+
+def restore(cfg, ranks: Ranks, sharded: ShardedModel, optimizer: optim.Optimizer) -> dict:
+    """Load the latest checkpoint into the run; returns its state. ValueError if it is of another model."""
+
+    def load(path: Path, state: dict) -> dict:
+        check_same_model(cfg, state["flags"], path)
+        random, saved = random_states(ranks), checkpoint.shapes(path)
+        random = {name: t for name, t in random.items() if name in saved}
+        tensors = run_tensors(sharded, optimizer) | random
+        weights.load_tensors(path, tensors, sharded)
+        for name, t in random.items():
+            torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)
+        if not random:  # the checkpoint was saved by fewer ranks
+            torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])
+        return state
+
+    return checkpoint.read(cfg.out_dir, STATE, load)
+
+
+def restore_scaler(scaler: torch.amp.GradScaler, saved: dict, out_dir: str):
+    """Load the gradient scaler's state. A run in another dtype saved none; the scaler then keeps its initial state."""
+    if not (scaler.is_enabled() and saved):
+        return
+    for name, value in scaler.state_dict().items():
+        stored = saved.get(name)
+        good = type(stored) is type(value) and math.isfinite(stored) and stored >= 0
+        require(good, f"state.json in {out_dir}: {name} of scaler is {stored!r:.60}; restore the file from a copy")
+    scaler.load_state_dict(saved)

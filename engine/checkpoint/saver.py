@@ -1,0 +1,194 @@
+"""Saves the checkpoints of a training run, and handles the errors of checkpoints that cannot be written.
+
+    checkpoints = Checkpoints(cfg, ranks, stop, metrics, step, best_loss)
+    checkpoints.save(step, tensors, state, best_loss)       # with --async_checkpoint=True, training continues meanwhile
+    checkpoints.wait()
+
+Every rank makes these objects and calls the same methods in the same order.
+"""
+
+import math
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.files import writing
+from engine.checkpoint import files as checkpoint
+from engine.errors import user_errors
+from engine.metrics import Silent
+from engine.parallel import ranks as parallel
+from engine.parallel.ranks import Ranks
+from engine.stop_signal import StopSignal
+
+
+class Checkpoints:
+    """Saves the checkpoints of a run, one at a time, and ends or continues the run if one fails.
+
+    last_queued_step    step of the last checkpoint that was given to `save`; it may still be unwritten, or have failed
+    last_written_step   step of the last checkpoint that is known to be on the disk
+    best_loss           lowest validation loss so far; the loss of a checkpoint counts when it is on the disk
+
+    All three are None at the beginning of a run.
+    """
+
+    def __init__(self, cfg, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss):
+        self.cfg, self.ranks, self.stop, self.metrics = cfg, ranks, stop, metrics
+        self.saver = Saver(cfg.async_checkpoint)
+        self.last_queued_step = self.saver.last_written_step = step
+        self.best_loss: float | None = best_loss
+        self.unwritten_best = None  # (step, validation loss) of a best checkpoint that is not known to be on the disk
+
+    @property
+    def last_written_step(self) -> int | None:
+        return self.saver.last_written_step
+
+    def is_best(self, val_loss: float) -> bool:
+        """Whether this validation loss is finite and lower than all before it."""
+        return math.isfinite(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
+
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict, best_loss: float | None, last: bool = False):
+        """Save a checkpoint, after the previous checkpoint is written.
+
+        best_loss   the checkpoint's validation loss if it is the lowest so far, else None
+        last        whether this is the last checkpoint: then a failure ends the run, whatever on_save_error says
+        """
+        self.wait()
+        is_best = best_loss is not None
+        self.unwritten_best = (step, best_loss) if is_best else None
+        state = state | {"best_val_loss": best_loss if is_best else self.best_loss}
+        with self.handle_save_errors(last):
+            self.saver.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last, is_best)
+            if last:
+                self.saver.wait()
+        self.last_queued_step = step
+
+    def wait(self):
+        """Wait until the last checkpoint is written or has failed."""
+        with self.handle_save_errors():
+            self.saver.wait()
+        if self.unwritten_best and self.last_written_step == self.unwritten_best[0]:
+            self.best_loss = self.unwritten_best[1]
+        self.unwritten_best = None
+
+    @contextmanager
+    def handle_save_errors(self, last: bool = False) -> Iterator[None]:
+        """`handle_write_errors` for a checkpoint, whose errors all ranks raise together.
+
+        The first rank reports the error, and the other ranks wait for the report before they end.
+        """
+        fatal = last or self.cfg.on_save_error == "stop"
+        try:
+            with self.handle_write_errors(last):
+                try:
+                    yield
+                except OSError:
+                    if fatal and not self.ranks.first:
+                        raise SystemExit(1 if last else 2) from None
+                    raise
+        except SystemExit:
+            if fatal:
+                self.stop.finish()
+                parallel.leave()
+            raise
+
+    @contextmanager
+    def handle_write_errors(self, last: bool = False) -> Iterator[None]:
+        """An error while a file is written ends the run. With on_save_error=continue it is only a warning, unless this
+        is the `last` file of the run."""
+        with user_errors():
+            try:
+                with writing(self.cfg.out_dir):
+                    yield
+            except OSError as error:
+                if self.cfg.on_save_error == "stop":
+                    raise
+                if last:
+                    self.fail(str(error))
+                self.metrics.say(f"warning: {error}; training goes on because of --on_save_error=continue")
+
+    def fail(self, text: str) -> NoReturn:
+        """End the run with exit code 1 and this error."""
+        self.metrics.close()
+        with user_errors(code=1):
+            raise ValueError(text)
+
+
+class Saver:
+    """Calls checkpoint.save at once or, asynchronously, in a thread while training continues.
+
+    last_written_step   step of the last checkpoint that is known to be on the disk
+
+    An asynchronous `save` returns when this rank's part of every tensor is copied to host memory; the next save uses
+    the same buffers. The thread is a daemon, so a process that fails does not wait for it. Its collectives use a
+    process group of their own, because collectives of two threads must not mix. So the timeout of the training loop's
+    collectives does not apply to ranks that wait for a slow disk.
+
+    `save` raises the errors of checkpoint.save. If an asynchronous save fails, the next `wait` or `save` raises the
+    error, and that `save` saves nothing.
+    """
+
+    def __init__(self, asynchronous: bool):
+        self.asynchronous = asynchronous
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.last_written_step: int | None = None
+        self.copies: dict[str, Tensor] = {}
+        self.running: Future | None = None
+
+    def save(
+        self,
+        out_dir: str | Path,
+        step: int,
+        tensors: dict[str, Tensor],
+        state: dict,
+        keep_last: int = 2,
+        best: bool = False,
+    ):
+        """Call checkpoint.save, after the previous checkpoint is written."""
+        self.wait()
+        arguments = (out_dir, step, dict(tensors), deepcopy(state), keep_last, best, self.group)
+        if not self.asynchronous:
+            checkpoint.save(*arguments)
+            self.last_written_step = step
+            return
+        copies = self.copies = {name: _copy(tensor, self.copies.get(name)) for name, tensor in tensors.items()}
+        device = -1  # torch.cuda.set_device(-1) does nothing
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            device = torch.cuda.current_device()
+        running = self.running = Future()
+
+        def work():
+            try:
+                torch.cuda.set_device(device)  # otherwise a new thread uses the first GPU
+                checkpoint.save(*arguments, copies)
+                running.set_result(step)
+            except BaseException as error:
+                running.set_exception(error)
+
+        threading.Thread(target=work, name="checkpoint", daemon=True).start()
+
+    def wait(self):
+        """Wait until the last checkpoint is written. To be called before the run ends."""
+        running, self.running = self.running, None
+        if running:
+            self.last_written_step = running.result()
+
+
+def _copy(tensor: Tensor, buffer: Tensor | None) -> Tensor:
+    """A copy of this rank's part of the tensor in host memory, in `buffer` if that has the right shape. The copy from a
+    GPU may still be under way when this function returns."""
+    from torch.distributed.tensor import DTensor
+
+    part = tensor.detach()
+    part = part.to_local() if isinstance(part, DTensor) else part
+    if buffer is None or (buffer.shape, buffer.stride(), buffer.dtype) != (part.shape, part.stride(), part.dtype):
+        buffer = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+    return buffer.copy_(part, non_blocking=part.is_cuda)

@@ -1,0 +1,156 @@
+"""Finds the weights of a trained model: a checkpoint of ours, nanoGPT's file, or a folder of Hugging Face.
+
+    read("out/pycode", action)              # the latest checkpoint of this run; or out/pycode/step_00000450
+    read("nanogpt:ckpt.pt", action)         # the file that nanoGPT's train.py wrote
+    read("hf:DIR", action)                  # config.json and safetensors
+
+read calls action(found) with a Weights, and returns its result:
+
+    flags = found.config(device="cpu")
+    sharded = found.load(flags, ranks)      # a ShardedModel in evaluation mode
+    tokenizer = found.tokenizer()
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from configurator import Config, parse
+from data.shards import open_data
+from data.tokenizer import Tokenizer, build, from_spec
+from engine.checkpoint import files as checkpoint
+from engine.errors import require
+from engine.parallel.ranks import Ranks
+from engine.parallel.sharded import ShardedModel
+from model import ModelConfig
+
+DATA = Path(__file__).parents[2] / "data"
+OF_THE_DATA = ("dataset", "seed", "corrupt_ratio", "span_length")  # flags of a run that an evaluation needs
+GPT2_SIZES = (50257, 50304)  # vocabulary sizes of nanoGPT's models that read GPT-2's tokens; 50304 is padded
+T = TypeVar("T")
+
+
+@dataclass
+class Weights:
+    """Trained weights that were found.
+
+    path       of the checkpoint, file or folder
+    flags      our flags: those of the model, and for a checkpoint all flags of its run
+    spec       describes the tokenizer, see data/tokenizer.py; None if the weights do not say it
+    tokenizer  opens the tokenizer; ValueError if there is none
+    fill       fills the parameters of a ShardedModel with the weights
+    """
+
+    path: str | Path
+    flags: dict[str, Any]
+    spec: dict | None
+    tokenizer: Callable[[], Tokenizer]
+    fill: Callable[[ShardedModel], None]
+
+    def config(self, **changes: Any) -> Config:
+        """The flags to compute with this model on any machine: those that do not shape it have their defaults."""
+        kept = {*OF_THE_DATA, *(field.name for field in fields(ModelConfig))}
+        flags = {name: value for name, value in self.flags.items() if name in kept}
+        return parse(Config, [], base=lambda _: (flags | changes, str(self.path)))
+
+    def load(self, flags: Config, ranks: Ranks) -> ShardedModel:
+        """The model with these weights, in evaluation mode. Every rank calls it."""
+        sharded = ShardedModel(flags, ranks)
+        self.fill(sharded)
+        sharded.model.eval()
+        return sharded
+
+    def check_tokenizer(self, tokenizer: Tokenizer | None, dataset: str):
+        """ValueError if these weights are known to have other tokens than the data. Exported tokenizers have the same
+        as the run's."""
+        try:
+            own = self.tokenizer()
+            same = tokenizer is None or own.same_tokens(tokenizer)
+        except ValueError:  # it cannot be opened, so it is not known
+            return
+        fact = f"dataset={dataset} has another tokenizer than the model in {self.path}"
+        require(same, f"{fact}; prepare the data with the tokenizer of the model")
+
+
+def read(where: str, action: Callable[[Weights], T]) -> T:
+    """action(found), where `found` are the weights that `where` names: RUN, nanogpt:FILE or hf:DIR.
+
+    For a run that saves meanwhile, `action` may be called again, see checkpoint.read. Every rank calls this function.
+    Raises ValueError or OSError if the weights are absent or damaged.
+    """
+    kind, colon, place = where.partition(":")
+    if colon and kind in FOREIGN:
+        return action(FOREIGN[kind](place))
+    kinds = {"flags": dict, "tokenizer": (dict, NoneType)}
+    return checkpoint.read(where, kinds, lambda path, state: action(of_checkpoint(path, state)))
+
+
+def of_checkpoint(path: Path, state: dict) -> Weights:
+    def tokenizer() -> Tokenizer:
+        remedy = "give its meta.json a tokenizer and resume for one step"
+        require(state["tokenizer"] is not None, f"{path} was trained on data without a tokenizer; {remedy}")
+        return from_spec(state["tokenizer"], path)
+
+    def fill(sharded: ShardedModel):
+        load_tensors(path, parameters(sharded), sharded)
+
+    return Weights(path, state["flags"], state["tokenizer"], tokenizer, fill)
+
+
+def of_nanogpt(file: str) -> Weights:
+    from engine.interchange.nanogpt import from_nanogpt, read_nanogpt
+
+    model_args, tensors, info = read_nanogpt(file)
+    flags, tensors = from_nanogpt(model_args, tensors)
+
+    def tokenizer() -> Tokenizer:
+        """GPT-2's, or that of our data set which has the same name and size as nanoGPT's."""
+        size, name = flags["vocab_size"], str(info["config"].get("dataset"))
+        if size in GPT2_SIZES:
+            return from_spec({"kind": "gpt2"})
+        known = open_data(name, DATA).tokenizer if re.fullmatch(r"\w+", name) and (DATA / name).is_dir() else None
+        fact = f"{file} holds no tokenizer, and data/{name:.40} has none of {size} ids"
+        require(known is not None and known.vocab_size == size, f"{fact}; prepare the data that it was trained on")
+        return known
+
+    weights = tensors | {"head.weight": tensors["wte.weight"]}
+    return Weights(file, flags, None, tokenizer, lambda sharded: sharded.fill(weights))
+
+
+def of_hf(folder: str) -> Weights:
+    from engine.interchange.huggingface import read_hf
+
+    weights = read_hf(folder)
+    tokenizer = partial(build, f"hf:{weights.folder}", list)
+    return Weights(weights.folder, weights.flags, None, tokenizer, lambda sharded: sharded.fill(weights))
+
+
+FOREIGN = {"nanogpt": of_nanogpt, "hf": of_hf}
+
+
+def parameters(sharded: ShardedModel) -> dict[str, Tensor]:
+    """The parameters by their names in a checkpoint, with their global shapes. They share storage with the model."""
+    return {f"model.{name}": sharded.as_global(name, p.detach()) for name, p in sharded.model.named_parameters()}
+
+
+def load_tensors(path: Path, tensors: dict[str, Tensor], sharded: ShardedModel):
+    """Read these tensors of the model, and perhaps of its optimizer, from the checkpoint, in place.
+
+    The weights of the vocabulary may have other numbers of rows, because each layout pads them as it needs. Every
+    rank calls this function.
+    """
+    cfg, saved = sharded.model.cfg, checkpoint.shapes(path)
+    rows = {  # of the vocabulary's weights and their optimizer states, without padding
+        name: cfg.vocab_size
+        for name, t in tensors.items()
+        if name.split(".", 1)[1].startswith(checkpoint.VOCAB_WEIGHTS) and t.dim()
+    }
+    if any(saved[name][0][:1] < (cfg.vocab_rows,) for name in rows.keys() & saved.keys()):
+        sharded.init_weights(cfg.seed, checkpoint.VOCAB_WEIGHTS)  # for padding that the saved layout did not have
+    checkpoint.load(path, tensors, rows)

@@ -1,0 +1,1 @@
+"""Reads and writes models of others: Hugging Face's, nanoGPT's and lm-eval's."""

@@ -1,0 +1,334 @@
+"""The families of Hugging Face's models: their config.json <-> our flags, and their weights <-> ours.
+
+    family = FAMILIES[config["model_type"]]
+    flags = family.flags(config)                   # ValueError names a key that our flags cannot express
+    config = family.config(cfg)                    # the reverse
+    names, steps = family.source("blocks.0.sums.0.attn.qkv.weight")         # their layers, and how ours is made of them
+    family, name, cfg = choose(cfg, tokenizer)     # the first family that expresses the flags
+
+A family has a list of parts, each of which translates a few keys of config.json (config.py), and a table of rows: our
+layer, their layers, and the steps from theirs to ours (layouts.py). docs/interchange.md lists the families and says
+what a new one needs.
+"""
+
+import re
+from dataclasses import dataclass, field, fields, replace
+from types import NoneType
+from typing import Any
+
+from data.base_tokenizer import Tokenizer
+from engine.errors import require
+from engine.interchange import config as hf_config
+from engine.interchange.config import GATED, Part, ignored, mlp, only, rope, sizes, value
+from engine.interchange.keys import Keys, describe
+from engine.interchange.layouts import GROUP, PLUS_ONE, SCALE, SCALE_QUERIES, TRANSPOSE, TURN, UNITS, Step
+from engine.interchange.tokenizer import keeps_ids
+from model import USED_WHEN, ModelConfig
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Families
+
+
+@dataclass(frozen=True)
+class Family:
+    architecture: str  # the class of transformers
+    layers: str  # the beginning of the names of their layer {}
+    ours: dict[str, Any]  # our flags that are the same in all models of the family
+    parts: list[Part]  # the other flags
+    defaults: dict[str, Any]  # of keys that a config.json may leave out
+    rows: dict[str, tuple]  # our layer -> their layers, the steps from theirs to ours
+    aliases: dict[str, str] = field(default_factory=dict)  # further names of keys -> the keys
+
+    def named(self, config: dict) -> dict[str, Any]:
+        """The config.json with the family's names of keys. ValueError if one key has two values."""
+        config = dict(config)
+        for alias, name in self.aliases.items():
+            if (value := config.pop(alias, None)) is not None:
+                other = config.setdefault(name, value)
+                fact = f"{alias}={describe(value)} and {name}={describe(other)}"
+                require(other == value, f"{fact} are two values for one thing; delete the wrong one")
+        return config
+
+    def flags(self, config: dict) -> dict[str, Any]:
+        """Our flags for this config.json. ValueError if they cannot express it."""
+        keys, flags = Keys(self.named(config), self.defaults), dict(self.ours)
+        for part in self.parts:
+            flags |= part.read(keys, flags)
+        keys.finish()
+        ModelConfig(**flags)  # may raise
+        return flags
+
+    def config(self, cfg: ModelConfig) -> dict[str, Any]:
+        """config.json for these flags. Flags that the family cannot express get lost."""
+        keys = {"architectures": [self.architecture]}
+        for part in self.parts:
+            keys |= part.write(cfg)
+        return keys
+
+    def source(self, name: str) -> tuple[list[str], list[Step]]:
+        """(names of their tensors, steps) for our parameter."""
+        layer, place, rest, kind = re.fullmatch(r"(?:blocks[.](\d+)[.])?(sums[.]\d+[.])?(.+)[.](\w+)", name).groups()
+        names, *steps = self.rows.get(f"{place}{rest}") or self.rows[rest]
+        start = "" if layer is None else self.layers.format(layer)
+        return [f"{start}{each}.{kind}" for each in names.split()], steps
+
+
+LLAMA = {
+    "wte": ("model.embed_tokens",),
+    "sums.0.before": ("input_layernorm",),
+    "attn.qkv": ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", GROUP),
+    "attn.q_norm": ("self_attn.q_norm",),
+    "attn.k_norm": ("self_attn.k_norm",),
+    "attn.out": ("self_attn.o_proj",),
+    "sums.1.before": ("post_attention_layernorm",),
+    "mlp.up": ("mlp.gate_proj mlp.up_proj", UNITS),
+    "mlp.down": ("mlp.down_proj",),
+    "norm": ("model.norm",),
+    "head": ("lm_head",),
+}
+GEMMA2 = LLAMA | {
+    "sums.0.before": ("input_layernorm", PLUS_ONE),
+    "attn.qkv": (*LLAMA["attn.qkv"], SCALE_QUERIES),
+    "sums.0.after": ("post_attention_layernorm", PLUS_ONE),
+    "sums.1.before": ("pre_feedforward_layernorm", PLUS_ONE),
+    "sums.1.after": ("post_feedforward_layernorm", PLUS_ONE),
+    "norm": ("model.norm", PLUS_ONE),
+}
+NEOX_LAYER = {"mlp.up": ("mlp.dense_h_to_4h",), "mlp.down": ("mlp.dense_4h_to_h",), "head": ("lm_head",)}
+BLOOM_ROWS = NEOX_LAYER | {
+    "wte": ("transformer.word_embeddings",),
+    "first_norm": ("transformer.word_embeddings_layernorm",),
+    "sums.0.before": ("input_layernorm",),
+    "attn.qkv": ("self_attention.query_key_value",),  # its order is ours
+    "attn.out": ("self_attention.dense",),
+    "sums.1.before": ("post_attention_layernorm",),
+    "norm": ("transformer.ln_f",),
+}
+LLAMA_SIZES = sizes("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings")
+LLAMA_SHAPE = [*LLAMA_SIZES, *hf_config.HEADS, value("rms_norm_eps", "norm_eps", float)]
+LLAMA_PARTS = [*LLAMA_SHAPE, mlp("hidden_act", "intermediate_size", GATED)]
+GEMMA_PARTS = [
+    *LLAMA_SHAPE, mlp("hidden_activation", "intermediate_size", GATED), hf_config.SCORES,
+    value("final_logit_softcapping", "logit_softcap", float, NoneType),
+    only(attention_bias=False, use_bidirectional_attention=False), ignored("hidden_act", "sliding_window_size"),
+]  # fmt: skip
+OUR_LLAMA = dict(norm="rmsnorm", pos="rope")
+LLAMA_DEFAULTS = dict(
+    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+    hidden_act="silu", max_position_embeddings=2048, rms_norm_eps=1e-6, tie_word_embeddings=False, rope_theta=10000.0,
+    attention_bias=False, mlp_bias=False,
+)  # fmt: skip
+QWEN_DEFAULTS = LLAMA_DEFAULTS | dict(
+    vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, use_sliding_window=False,
+    sliding_window=4096, max_window_layers=28, num_key_value_heads=32,
+)  # fmt: skip
+GEMMA_DEFAULTS = dict(
+    vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=256, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=8192,
+    rms_norm_eps=1e-6, tie_word_embeddings=True, rope_theta=10000.0, query_pre_attn_scalar=256, sliding_window=4096,
+    sliding_window_pattern=2, final_logit_softcapping=30.0, attn_logit_softcapping=50.0,
+)  # fmt: skip
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM", "model.layers.{}.", OUR_LLAMA, [*LLAMA_PARTS, rope(), hf_config.LLAMA_BIAS],
+        LLAMA_DEFAULTS, LLAMA,
+    ),
+    "mistral": Family(
+        "MistralForCausalLM", "model.layers.{}.", OUR_LLAMA, [*LLAMA_PARTS, rope(), hf_config.WINDOW],
+        LLAMA_DEFAULTS | dict(
+            intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096
+        ),
+        LLAMA,
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", "model.layers.{}.", OUR_LLAMA | dict(qkv_bias=True),
+        [*LLAMA_PARTS, rope(), hf_config.QWEN_LAYERS], QWEN_DEFAULTS, LLAMA,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", "model.layers.{}.", OUR_LLAMA | dict(qk_norm=True),
+        [*LLAMA_PARTS, rope(), hf_config.QWEN_LAYERS, only(attention_bias=False)], QWEN_DEFAULTS | dict(head_dim=128),
+        LLAMA,
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM", "model.layers.{}.",
+        OUR_LLAMA | dict(norm_placement="after", qk_norm=True, qk_norm_width="model"),
+        [*LLAMA_PARTS, rope(), only(attention_bias=False)],
+        LLAMA_DEFAULTS | dict(vocab_size=50304, rms_norm_eps=1e-5),
+        LLAMA | {
+            "sums.0.after": ("post_attention_layernorm",), "sums.1.after": ("post_feedforward_layernorm",),
+        },
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM", "model.layers.{}.", OUR_LLAMA,
+        [*LLAMA_PARTS, rope(fraction="partial_rotary_factor", scaled=False), hf_config.WINDOW],
+        LLAMA_DEFAULTS | dict(
+            vocab_size=32064, hidden_size=3072, intermediate_size=8192, max_position_embeddings=4096,
+            rms_norm_eps=1e-5, partial_rotary_factor=1.0,
+        ),
+        LLAMA | {
+            "attn.qkv": ("self_attn.qkv_proj", GROUP, TURN), "mlp.up": ("mlp.gate_up_proj", UNITS),
+        },
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", "model.layers.{}.", OUR_LLAMA | dict(norm_placement="sandwich"),
+        [
+            *GEMMA_PARTS, hf_config.GEMMA2_LAYERS, value("attn_logit_softcapping", "attn_softcap", float, NoneType),
+            rope(),
+        ],
+        GEMMA_DEFAULTS, GEMMA2,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", "model.layers.{}.", OUR_LLAMA | dict(norm_placement="sandwich", qk_norm=True),
+        [
+            *GEMMA_PARTS, hf_config.GEMMA3_LAYERS, only(attn_logit_softcapping=None),  # transformers ignores the key
+            hf_config.GEMMA3_ROPE,
+        ],
+        GEMMA_DEFAULTS | dict(
+            vocab_size=262208, max_position_embeddings=131072, rope_theta=1e6, rope_local_base_freq=10000.0,
+            sliding_window_pattern=6, final_logit_softcapping=None,
+        ),
+        GEMMA2 | {
+            "attn.qkv": LLAMA["attn.qkv"], "attn.q_norm": ("self_attn.q_norm", PLUS_ONE, SCALE),
+            "attn.k_norm": ("self_attn.k_norm", PLUS_ONE),
+        },
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel", "transformer.h.{}.", dict(bias=True),
+        [
+            *sizes("n_layer", "n_head", "n_embd", "n_positions"), value("layer_norm_epsilon", "norm_eps", float),
+            mlp("activation_function", "n_inner"),
+            only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
+        ],
+        dict(
+            vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12, activation_function="gelu_new",
+            layer_norm_epsilon=1e-5, tie_word_embeddings=True,
+        ),
+        {
+            "wte": ("transformer.wte",), "pos.wpe": ("transformer.wpe",), "sums.0.before": ("ln_1",),
+            "attn.qkv": ("attn.c_attn", TRANSPOSE, GROUP), "attn.out": ("attn.c_proj", TRANSPOSE),
+            "sums.1.before": ("ln_2",), "mlp.up": ("mlp.c_fc", TRANSPOSE), "mlp.down": ("mlp.c_proj", TRANSPOSE),
+            "norm": ("transformer.ln_f",), "head": ("lm_head",),
+        },
+        dict(
+            num_hidden_layers="n_layer", num_attention_heads="n_head", hidden_size="n_embd",
+            max_position_embeddings="n_positions",
+        ),
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM", "gpt_neox.layers.{}.", dict(bias=True, pos="rope"),
+        [
+            *LLAMA_SIZES, value("layer_norm_eps", "norm_eps", float), mlp("hidden_act", "intermediate_size"),
+            hf_config.NEOX_BLOCK, rope("rotary_emb_base", "rotary_pct"), only(attention_bias=True),
+        ],
+        dict(
+            vocab_size=50432, hidden_size=6144, num_hidden_layers=44, num_attention_heads=64, intermediate_size=24576,
+            hidden_act="gelu", max_position_embeddings=2048, layer_norm_eps=1e-5, tie_word_embeddings=False,
+            use_parallel_residual=True, rotary_pct=0.25, rotary_emb_base=10000.0,
+        ),
+        NEOX_LAYER | {
+            "wte": ("gpt_neox.embed_in",), "norm": ("gpt_neox.final_layer_norm",),
+            "head": ("embed_out",),  # transformers 5 renames it
+            "sums.0.before": ("input_layernorm",), "sums.1.before": ("post_attention_layernorm",),
+            "befores.attn": ("input_layernorm",), "befores.mlp": ("post_attention_layernorm",),
+            "attn.qkv": ("attention.query_key_value", TURN), "attn.out": ("attention.dense",),
+        },
+    ),
+    "falcon": Family(
+        "FalconForCausalLM", "transformer.h.{}.", dict(norm_bias=True),
+        [
+            *LLAMA_SIZES, value("layer_norm_epsilon", "norm_eps", float), mlp("activation", "ffn_hidden_size"),
+            value("bias", "bias", bool), hf_config.FALCON,
+        ],
+        dict(
+            vocab_size=65024, hidden_size=4544, num_hidden_layers=32, num_attention_heads=71, layer_norm_epsilon=1e-5,
+            max_position_embeddings=2048, activation="gelu", tie_word_embeddings=True, alibi=False, bias=False,
+            new_decoder_architecture=False, multi_query=True, parallel_attn=True, rope_theta=10000.0,
+        ),
+        BLOOM_ROWS | {"befores.attn": ("ln_attn",), "befores.mlp": ("ln_mlp",)},
+        dict(n_embed="hidden_size"),
+    ),
+    "bloom": Family(
+        "BloomForCausalLM", "transformer.h.{}.",
+        dict(bias=True, pos="alibi", embed_norm=True, mlp="gelu_tanh", mlp_ratio=4.0),
+        [
+            *sizes("n_layer", "n_head", "hidden_size", "seq_length"),
+            value("layer_norm_epsilon", "norm_eps", float), only(apply_residual_connection_post_layernorm=False),
+        ],
+        dict(
+            vocab_size=250880, hidden_size=64, n_layer=2, n_head=8, layer_norm_epsilon=1e-5, seq_length=2048,
+            tie_word_embeddings=True,
+        ),
+        BLOOM_ROWS,
+        dict(num_hidden_layers="n_layer", num_attention_heads="n_head", n_embed="hidden_size"),
+    ),
+    "mpt": Family(
+        "MptForCausalLM", "transformer.blocks.{}.", dict(pos="alibi", mlp_ratio=4.0),
+        [
+            *sizes("n_layers", "n_heads", "d_model", "max_seq_len"), value("layer_norm_epsilon", "norm_eps", float),
+            only(expansion_ratio=4, no_bias=True, logit_scale=None), hf_config.MPT_ATTENTION,
+        ],
+        dict(
+            vocab_size=50368, d_model=2048, n_heads=16, n_layers=24, max_seq_len=2048, layer_norm_epsilon=1e-5,
+            tie_word_embeddings=True,
+        ),
+        {
+            "wte": ("transformer.wte",), "sums.0.before": ("norm_1",), "attn.qkv": ("attn.Wqkv", GROUP),
+            "attn.out": ("attn.out_proj",), "sums.1.before": ("norm_2",), "mlp.up": ("ffn.up_proj",),
+            "mlp.down": ("ffn.down_proj",), "norm": ("transformer.norm_f",), "head": ("lm_head",),
+        },
+        dict(num_hidden_layers="n_layers", num_attention_heads="n_heads", hidden_size="d_model"),
+    ),
+}  # fmt: skip
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which family expresses a model of ours
+
+# Flags that only matter in training
+FREE = {"dropout", "loss_chunk", "fp32_residual", "doc_mask", "doc_positions", "scaled_init", "simplified_beta_ff"}
+SAME_AS = {"parallel": "parallel", "series": "standard"}  # the superblock's wiring -> the block that computes the same
+
+
+def network(cfg: ModelConfig) -> dict[str, Any]:
+    """The flags on which the network's results depend. Flags with the same effect have the same values."""
+    used = {name: cfg_uses for name, (cfg_uses, _) in USED_WHEN.items()}
+    flags = [f.name for f in fields(ModelConfig) if f.name not in FREE and used.get(f.name, bool)(cfg)]
+    out = {name: getattr(cfg, name) for name in flags if name not in ("attention", "window")}
+    if out.get("last_norm") == cfg.norm:
+        out["last_norm"] = "same"
+    layers, kinds = range(cfg.n_layer), cfg.pos_pattern or "G"
+    out["pos_pattern"] = "".join(kinds[i % len(kinds)] for i in layers)
+    out["window_pattern"] = [cfg.layer_window(i) for i in layers]
+    out |= {"mlp_ratio": cfg.hidden_dim, "n_kv_head": cfg.kv_heads, "head_dim": cfg.head_size}
+    return out | {"rope_scaling": hf_config.write_scaling(cfg)}
+
+
+def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family, str, ModelConfig]:
+    """(the first family that expresses the flags and keeps the tokenizer's ids, its name, the flags as it has them).
+
+    A family with more biases than the model has expresses it with biases of 0; the flags then have these biases too.
+    ValueError names the flags that the nearest family lacks.
+    """
+    same = cfg.block == "superblock" and cfg.pool == "separate" and cfg.n_group == 1
+    plain = replace(cfg, block=SAME_AS[cfg.wiring]) if same else cfg  # the parameters have the same names
+    misses, also = [], ""
+    for biases in ({}, {"norm_bias": True}, {"qkv_bias": True}, {"bias": True}):
+        given = replace(plain, **biases)
+        wanted = network(given)
+        for name, family in FAMILIES.items():
+            try:
+                found = network(ModelConfig(**family.flags(family.config(given))))
+            except ValueError:
+                continue
+            wrong = sorted(flag for flag in wanted | found if wanted.get(flag) != found.get(flag))
+            if not wrong and keeps_ids(tokenizer, name):
+                return family, name, given
+            if wrong:
+                misses.append((len(wrong), name, wrong))
+            else:
+                also = f"; {name} would fit, but AutoTokenizer gives it other ids than the run's tokenizer"
+    _, name, wrong = min(misses, default=(0, "any", ["block"]))
+    values = " and ".join(f"{flag}={getattr(cfg, flag)}" for flag in wrong)
+    raise ValueError(
+        f"no family of Hugging Face has {values} (the nearest is {name}{also}); export with --remote-code, which "
+        "writes model.py beside the weights"
+    )

@@ -1,0 +1,35 @@
+"""Writes model.py as a custom architecture of transformers, for models that no architecture of its own expresses.
+
+    write_remote_code(cfg, folder)       # model.py, modeling_superblock.py, config.json
+
+AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) then loads the weights that the caller writes
+beside them as safetensors: Model's own names, each after the prefix `model.`, without the padding rows of embedding and
+head, and without a head.weight that is tied.
+"""
+
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+from engine.errors import require
+from model import ModelConfig
+
+CODE = (Path(__file__).parents[2] / "model.py", Path(__file__).with_name("modeling_superblock.py"))
+
+
+def write_remote_code(cfg: ModelConfig, folder: Path | str, **entries) -> None:
+    """Writes the code, and config.json with the flags of `cfg` and further entries, such as dtype="bfloat16"."""
+    require(cfg.objective == "causal", f"objective={cfg.objective} cannot be exported; AutoModelForCausalLM is causal")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in CODE:
+        shutil.copyfile(path, folder / path.name)
+    classes = {"AutoConfig": "SuperblockConfig", "AutoModelForCausalLM": "SuperblockForCausalLM"}
+    config = {
+        "model_type": "superblock",
+        "architectures": ["SuperblockForCausalLM"],
+        "auto_map": {auto: f"modeling_superblock.{name}" for auto, name in classes.items()},
+        "flags": {each.name: getattr(cfg, each.name) for each in fields(ModelConfig)},
+    }
+    (folder / "config.json").write_text(json.dumps(config | entries, indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""Divides a model, its optimizer state and its sequences over processes."""

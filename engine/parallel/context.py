@@ -1,0 +1,96 @@
+"""Context parallelism, applied from outside: every rank of the group computes two pieces of each sequence.
+
+    apply_context_parallel(model, group)    in place: afterwards the model takes this rank's pieces of a text
+    local_pieces(x, group)                  this rank's pieces of x (B, T): (B, T/n)
+
+A text is cut into 2n pieces. Rank r of n joins the r-th piece from the front and the r-th from the back.
+So the queries of every rank see equally many keys, and attention takes equally long everywhere.
+
+Attention gathers the keys and values of all pieces (arXiv:2407.21783, section 3.3.2). GatheredKeys takes the place of
+KVCache, after the position encoding, so each key has its position in the full text. For each piece, the keys end where
+the piece ends, and its queries are the last positions of these keys. Losses and gradients are averaged over the ranks,
+as over data-parallel ranks.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from engine.parallel.tensor import AllGather
+from model import Heads
+
+
+def check(cfg, n: int):
+    """ValueError if sequences cannot be cut for n ranks; it names the flag and the remedy."""
+    if cfg.objective != "causal":
+        raise ValueError(f"cp={n} needs objective=causal, and it is {cfg.objective}; set cp=1")
+    if cfg.doc_mask:
+        raise ValueError(f"doc_mask=True does not go with cp={n}; set cp=1, or leave doc_mask out")
+    unit = math.lcm(2 * n, n * cfg.tp)
+    if cfg.block_size % unit:
+        above = -(-cfg.block_size // unit) * unit
+        raise ValueError(
+            f"cp={n}, two pieces per rank, and tp={cfg.tp} do not divide block_size={cfg.block_size}; "
+            f"set --block_size={above}"
+        )
+
+
+def piece_indices(group: dist.ProcessGroup) -> tuple[int, int, int]:
+    """(number of pieces, index of this rank's front piece, index of its back piece)."""
+    n, rank = 2 * dist.get_world_size(group), dist.get_rank(group)
+    return n, rank, n - 1 - rank
+
+
+def local_pieces(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x (B, T) -> this rank's two pieces, joined: (B, T/n)."""
+    n, front, back = piece_indices(group)
+    parts = x.chunk(n, dim=1)
+    return torch.cat((parts[front], parts[back]), dim=1)
+
+
+def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup):
+    """Change the model, in place, so that it computes this rank's pieces of each text."""
+    _, front, back = piece_indices(group)
+
+    def place(t: Tensor) -> Tensor:
+        """Indices 0 .. T/n - 1 of this rank's tokens -> their positions in the text."""
+        size = len(t) // 2
+        return t + torch.where(t < size, front, back - 1) * size
+
+    def embed(inner: Callable, *args) -> tuple[Tensor, Tensor]:
+        x, t = inner(*args)
+        return x, place(t)
+
+    model.embed = partial(embed, model.embed)
+    model.pos.register_forward_pre_hook(lambda module, args: (args[0], place(args[1])), prepend=True)
+    for module in model.modules():
+        if isinstance(module, Heads):
+            module.cache, module.mix = GatheredKeys(group), partial(mix_pieces, module.mix, group)
+
+
+class GatheredKeys:
+    """Replaces KVCache. `extend` gathers keys and values of this rank's pieces, (B, Hkv, T/n, E), into those from the
+    beginning of the text to the end of the back piece, (B, Hkv, S, E)."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        heads = k.size(1), v.size(1)  # simplified blocks may have more values than keys
+        n, _, back = piece_indices(self.group)
+        parts = AllGather.apply(torch.cat((k, v), dim=1), 2, self.group).chunk(n, dim=2)  # 0, n-1, 1, n-2, ...
+        in_order = [*parts[::2], *parts[::-2]]
+        return torch.cat(in_order[: back + 1], dim=2).split(heads, dim=1)
+
+
+def mix_pieces(mix: Callable, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, *args) -> Tensor:
+    """Attention of the queries of each piece, (B, H, T/n, E), to the keys up to the end of the piece."""
+    _, front, _ = piece_indices(group)
+    a, b = q.chunk(2, dim=2)
+    end = (front + 1) * a.size(2)
+    return torch.cat((mix(a, k[:, :, :end], v[:, :, :end], *args), mix(b, k, v, *args)), dim=2)

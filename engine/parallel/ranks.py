@@ -1,0 +1,302 @@
+"""Ranks: how many processes there are, which of them work together, and what they compute with.
+
+    check_flags(cfg)            # ValueError if flags, ranks and machine do not fit together
+    ranks = join(cfg)
+    ...                         # training
+    leave()
+
+One process (`python train.py`) and many (`torchrun --nproc_per_node=8 train.py`) run the same code: with one process,
+every collective here is the identity.
+
+The ranks form a grid. Its dimensions are, outermost first: pp (stages of a pipeline), dp_replicate (copies of the
+model), shard (shards of one copy; with cp also the pieces of each sequence) and tp (slices of a layer). Ranks that
+differ in copy or shard are data-parallel: they read different samples. All other ranks read the same samples.
+"""
+
+import hashlib
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
+
+from engine.device import fast_bfloat16, keep_freed_memory, resolve_compile, resolve_device, resolve_dtype
+from engine.errors import require
+from engine.parallel import context as context_parallel
+from engine.parallel import tensor as tensor_parallel
+
+T = TypeVar("T")
+
+
+class Environment(NamedTuple):
+    """The numbers that torchrun sets in the environment."""
+
+    rank: int
+    local_rank: int  # among the ranks on this machine
+    size: int  # number of ranks
+    local_size: int  # number of ranks on this machine
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process among the ranks, and the device, dtype and compilation that it computes with."""
+
+    rank: int
+    size: int
+    device: torch.device
+    dtype: torch.dtype  # of matrix multiplications; parameters stay float32
+    compile: bool
+    data_rank: int = 0  # number of this rank's samples: 0 .. data_size - 1
+    data_size: int = 1  # how many data-parallel ranks there are
+    mesh: DeviceMesh | None = None  # dimensions pp, replicate, shard (times cp) and tp; None if size is 1
+    cp: dist.ProcessGroup | None = None  # the ranks that share this rank's sequences; None if cp is 1
+    stage: dist.ProcessGroup | None = None  # the ranks of this rank's pipeline stage; None if size is 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def autocast(self):
+        """A context in which matrix multiplications run in `dtype`."""
+        full = self.dtype == torch.float32
+        return nullcontext() if full else torch.autocast(self.device.type, dtype=self.dtype)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def same(self, value: str) -> bool:
+        """Whether all ranks call this function with the same value."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return len(set(values)) == 1
+
+
+def environment() -> Environment:
+    """The place of this process as torchrun says it in the environment; without torchrun, that of a single process.
+
+    ValueError if one of these variables is not a number, or too large.
+    """
+    found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": ""}
+    found |= {name: os.environ[name] for name in found if name in os.environ}
+    one_rank_here = found["LOCAL_RANK"] == "0"  # as far as this process can know without LOCAL_WORLD_SIZE
+    found["LOCAL_WORLD_SIZE"] = found["LOCAL_WORLD_SIZE"] or ("1" if one_rank_here else found["WORLD_SIZE"])
+    for size, rank in (("WORLD_SIZE", "RANK"), ("LOCAL_WORLD_SIZE", "LOCAL_RANK")):
+        for name, least in ((size, 1), (rank, 0)):
+            require(
+                re.fullmatch("[0-9]{1,9}", found[name]) is not None and int(found[name]) >= least,
+                f"{name}={found[name]!r} in the environment must be a whole number from {least}; unset it, or start "
+                "with torchrun, which sets it",
+            )
+        require(
+            int(found[rank]) < int(found[size]),
+            f"{rank}={found[rank]} in the environment must be below {size}={found[size]}; unset both, or start with "
+            "torchrun, which sets them",
+        )
+    return Environment(*(int(found[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks of flags
+
+
+def check_flags(cfg):
+    """ValueError if flags do not fit this machine or the number of ranks that torchrun has started."""
+    size, device = environment().size, resolve_device(cfg.device, environment().local_rank)
+    check_layout(cfg, size)
+    require(
+        cfg.backend != "nccl" or device.type == "cuda",
+        f"backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo",
+    )
+    cut = cfg.parallel == "fsdp" or cfg.tp * cfg.pp > 1
+    require(
+        resolve_dtype(cfg.dtype, device) != torch.float16 or not cut or size == 1,
+        "dtype=float16 needs a gradient scaler, which does not work with parallel=fsdp, tp or pp; use bfloat16",
+    )
+
+
+def check_layout(cfg, size: int):
+    """ValueError if flags of parallelism do not fit together, or do not fit `size` ranks."""
+    model_ranks = cfg.tp * cfg.cp * cfg.pp
+    require(
+        size % model_ranks == 0,
+        f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {model_ranks} ranks or a multiple, and there are {size}; start "
+        "as many with torchrun --nproc_per_node, or set them to 1",
+    )
+    data, micro_batches = data_ranks(cfg, size), cfg.gradient_accumulation_steps
+    require(
+        data % replicas(cfg) == 0,
+        f"dp_replicate={cfg.dp_replicate} does not divide the {data} data-parallel ranks; set a divisor",
+    )
+    require(
+        micro_batches % data == 0,
+        f"gradient_accumulation_steps={micro_batches} counts the micro-batches of all ranks together and is not "
+        f"divisible by the {data} {'ranks' if data == size else 'data-parallel ranks'}; set it to "
+        f"{-(-micro_batches // data) * data}",
+    )
+    require(
+        cfg.optimizer != "muon" or not cfg.fsdp_offload,
+        "optimizer=muon does not work with fsdp_offload=True: it would multiply whole matrices on the CPU; use "
+        "optimizer=adamw",
+    )
+    if cfg.tp > 1:
+        tensor_parallel.check(cfg, cfg.tp)
+    if cfg.cp > 1:
+        context_parallel.check(cfg, cfg.cp)
+    if cfg.pp > 1:
+        from engine.parallel import pipeline
+
+        pipeline.check(cfg, cfg.pp, micro_batches // data)
+        for flag, n in (("tp", cfg.tp), ("cp", cfg.cp)):
+            require(n == 1, f"{flag}={n} does not work with pp={cfg.pp} yet; set one of them to 1")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The process group
+
+
+def data_ranks(cfg, size: int) -> int:
+    """How many of `size` ranks read different samples."""
+    return size // (cfg.tp * cfg.cp * cfg.pp)
+
+
+def replicas(cfg) -> int:
+    """How many copies of the model's shards there are, each on its own group of ranks."""
+    return cfg.dp_replicate if cfg.parallel == "fsdp" else 1
+
+
+def join(cfg) -> Ranks:
+    """Choose device, dtype and compilation, and join the other ranks if torchrun has started this process.
+
+    The flags must have passed `check_flags`. The value `auto` takes the best choice that the machine offers; on a CPU
+    the first rank measures for 0.05 s which dtype that is.
+    """
+    rank, local_rank, size, _ = environment()
+    device = resolve_device(cfg.device, local_rank)
+    compiled = resolve_compile(cfg.compile, device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not cfg.deterministic
+    if size == 1:
+        return Ranks(rank, size, device, agreed_dtype(cfg.dtype, device), compiled)
+    gpu_backend = "nccl" if cfg.backend == "auto" else cfg.backend
+    backend = f"cpu:gloo,cuda:{gpu_backend}" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=cfg.collective_timeout)
+    try:
+        store = fresh_store(rank, size) if may_restart() else None
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except (ValueError, RuntimeError) as error:  # there is no address, or no rank answers there
+        address = ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise ValueError(
+            f"rank {rank} cannot join the {size} ranks at {address}: {reason}; start all of them with torchrun"
+        ) from error
+    data = data_ranks(cfg, size)
+    grid = torch.arange(size).view(cfg.pp, replicas(cfg), data // replicas(cfg) * cfg.cp, cfg.tp)
+    mesh = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "replicate", "shard", "tp"))
+    limit(mesh, cfg.collective_timeout)
+    data_rank = rank // (cfg.cp * cfg.tp) % data
+    cp_group, stage = None, dist.group.WORLD
+    if cfg.cp > 1:
+        cp_mesh = DeviceMesh(device.type, grid.view(-1, cfg.cp, cfg.tp), mesh_dim_names=("data", "cp", "tp"))
+        limit(cp_mesh, cfg.collective_timeout)
+        cp_group = cp_mesh["cp"].get_group()
+    if cfg.pp > 1:
+        stages = DeviceMesh(device.type, grid.view(cfg.pp, -1), mesh_dim_names=("pp", "stage"))
+        limit(stages, cfg.collective_timeout)
+        stage = stages["stage"].get_group()
+    dtype = agreed_dtype(cfg.dtype, device)
+    return Ranks(rank, size, device, dtype, compiled, data_rank, data, mesh, cp_group, stage)
+
+
+def limit(mesh: DeviceMesh, seconds: int):
+    """Set the timeout of collectives along the mesh's dimensions, which is half an hour by default."""
+    for group in mesh.get_all_groups():
+        if dist.get_backend(group) != "fake":  # the pretended ranks of a plan
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def may_restart() -> bool:
+    """Whether torchrun starts its workers again when one of them is lost (its flag --max-restarts)."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def fresh_store(rank: int, size: int) -> dist.Store:
+    """The key-value store that all ranks share, without the keys of earlier starts.
+
+    torchrun --max-restarts uses the same store for all starts. A rank could look up the address of a process that has
+    died, and wait for ever. (The variable TORCHELASTIC_RESTART_COUNT does not help, because each node counts its own
+    restarts.) So each rank chooses a random name, and the hash of all names is the prefix of this start's keys. A rank
+    may have read an old name of another rank. But every rank reads its own new name, so if all ranks have read the same
+    list, the list has only new names. Ranks compare the hashes of their lists, which are shorter than the lists.
+    """
+    store, _, _ = next(rendezvous("env://", rank, size))
+    store.set(f"name_{rank}", uuid.uuid4().hex)
+    while True:
+        names = hashlib.sha256(b" ".join(store.multi_get([f"name_{r}" for r in range(size)]))).hexdigest()
+        store.set(f"read_{rank}", names)
+        if all(read == names.encode() for read in store.multi_get([f"read_{r}" for r in range(size)])):
+            return dist.PrefixStore(names, store)
+        time.sleep(0.05)
+
+
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """action() on every rank. If it raises OSError or ValueError on one rank, all ranks raise the same error, so that
+    no rank waits for ever for another."""
+    result, error = None, None
+    try:
+        result = action()
+    except (OSError, ValueError) as caught:
+        error = caught
+    if dist.is_initialized():
+        errors: list[Exception | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(errors, error, group)
+        error = next((e for e in errors if e is not None), None)
+    if error is not None:
+        raise error
+    return result
+
+
+def of_first_rank(action: Callable[[], T]) -> T:
+    """The result of action() on the first rank, for every rank. All ranks raise its OSError or ValueError."""
+    results = [together(lambda: action() if is_first_rank() else None)]
+    if dist.is_initialized():
+        results *= dist.get_world_size()
+        dist.all_gather_object(results, results[0])
+    return results[0]
+
+
+def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:
+    """The dtype of a training run, which is the same on all ranks; every rank calls this function.
+
+    It is that of `resolve_dtype`, except that auto on a CPU is bfloat16 if the first rank finds bfloat16 fast.
+    """
+    measured = flag == "auto" and device.type == "cpu"
+    fast = of_first_rank(lambda: measured and fast_bfloat16())
+    return torch.bfloat16 if measured and fast else resolve_dtype(flag, device)
+
+
+def leave():
+    """End the process group. Every rank calls it."""
+    if dist.is_initialized():
+        dist.barrier()  # PyTorch can abort a process whose group ends while another rank still uses it
+        dist.destroy_process_group()

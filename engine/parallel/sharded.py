@@ -1,0 +1,349 @@
+"""Builds this rank's shard of the model, and runs one training step on it, for every layout of the ranks.
+
+    sharded = ShardedModel(cfg, ranks)              # cut and wrapped on the meta device, then allocated
+    sharded.init_weights(cfg.seed)
+    optimizer = optim.build(sharded.model, cfg, sharded, ranks.dtype)
+    loss = sharded.backward(batches, micro_steps, scaler)
+    norm = sharded.clip(cfg.grad_clip)
+
+The constructor applies, in this order: a pipeline's stage, tensor parallelism, context parallelism, recomputation,
+compilation, and last DDP or FSDP2. model.py has no code for any of them.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from engine import compilation
+from engine.parallel import context as context_parallel
+from engine.parallel import ranks as parallel
+from engine.parallel import tensor as tensor_parallel
+from engine.parallel.ranks import Ranks
+from model import Gain, Model, ShapedPool, stream_dtype
+
+aten = torch.ops.aten
+MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+KEPT = {  # other operations whose results selective recomputation keeps, because they are slow
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of x, a tensor or a DTensor."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def copy_local_shard_(x: Tensor, full: Tensor, like: Tensor):
+    """Copy this rank's part of the full tensor into x, a tensor or a DTensor. `like` says how full is cut."""
+    if hasattr(like, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        full = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    local(x).copy_(full)
+
+
+def recompute(block: nn.Module, kind: str):
+    """Make the block's backward recompute the forward's results instead of keeping them (arXiv:1604.06174).
+
+    kind    selective: all results except those of KEPT and of every second matrix product; full: all results
+    """
+    forward = block.forward
+    options = {"context_fn": selective_contexts} if kind == "selective" else {}
+
+    def recomputed(*args, **kwargs):  # not a partial of checkpoint, which torch.compile would skip
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    block.forward = recomputed
+
+
+def selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The contexts of a block's forward and of its recomputation, which keep what `recompute` says: of the products the
+    first, third, ..., because the results of the others are usually only added to the stream."""
+    products = {False: 0, True: 0}  # so far, in the forward and in the recomputation
+
+    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+        products[context.is_recompute] += op in MATMULS
+        kept = op in KEPT or op in MATMULS and products[context.is_recompute] % 2
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def gains(part: nn.Module) -> list[nn.Parameter]:
+    """The scalars by which simplified blocks weight their branches, of a block or of each head."""
+    return [p for m in part.modules() if isinstance(m, Gain | ShapedPool) for p in m.parameters(recurse=False)]
+
+
+class ShardedModel:
+    """This rank's shard of the model. Parameters keep their names; their values come from `init_weights`, `fill` or a
+    checkpoint."""
+
+    def __init__(self, cfg, ranks: Ranks):
+        with torch.device("meta"):
+            model = Model(cfg)
+        self.model, self.ranks, self.tp, self.pp = model, ranks, cfg.tp, cfg.pp
+        self.fsdp, self.reshard = cfg.parallel == "fsdp" and ranks.size > 1, cfg.fsdp_reshard
+        mesh = ranks.mesh
+        owned = model.parameters
+        if cfg.pp > 1:
+            from engine.parallel import pipeline
+
+            pipeline.keep_stage(model, mesh.get_local_rank("pp"), cfg.pp)
+            owned = partial(pipeline.owned, model)
+        if cfg.tp > 1:
+            tensor_parallel.apply_tensor_parallel(model, mesh["tp"].get_group())
+            grid = mesh.mesh[0].permute(2, 0, 1)  # tp is the outer cut, FSDP the inner one
+            where = "cpu" if self.fsdp and cfg.fsdp_offload else ranks.device.type  # the device of DTensors
+            self.outer = DeviceMesh(where, grid, mesh_dim_names=("tp", "replicate", "shard"))
+            parallel.limit(self.outer, cfg.collective_timeout)
+        if cfg.cp > 1:
+            context_parallel.apply_context_parallel(model, ranks.cp)
+        blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]
+        for block in blocks:
+            if cfg.activation_checkpoint != "none":
+                recompute(block, cfg.activation_checkpoint)
+        if ranks.compile:
+            compilation.compile_model(model, blocks)
+        self.forward_model = model
+        if self.fsdp:
+            self._shard(blocks, cfg)
+        model.to_empty(device="cpu" if self.fsdp and cfg.fsdp_offload else ranks.device)
+        model.tie()
+        if cfg.pp > 1:
+            shape = cfg.batch_size, cfg.block_size
+            micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
+            args = mesh["pp"].get_group(), micro_steps, shape, ranks.device, ranks.autocast
+            self.pipeline = pipeline.Pipeline(model, *args)
+        elif not self.fsdp and mesh is not None and mesh["shard"].size() > 1 and not cfg.eval_only:
+            devices = [ranks.device] if ranks.device.type == "cuda" else None
+            self.forward_model = nn.parallel.DistributedDataParallel(
+                model, device_ids=devices, process_group=mesh["shard"].get_group(), gradient_as_bucket_view=True
+            )
+        self.has_loss = cfg.pp == 1 or mesh.get_local_rank("pp") == cfg.pp - 1
+        named = list(model.named_parameters())
+        self.whole = gains(model) if self.fsdp and not cfg.fsdp_offload else []  # parameters that FSDP does not shard
+        self.averaged = self.whole if self.fsdp else list(model.parameters()) if cfg.pp > 1 else []
+        self.tp_dim = {name: tensor_parallel.sharded_dim(model, name) for name, _ in named} if cfg.tp > 1 else {}
+        self.tp_replicated = [p for name, p in named if cfg.tp > 1 and self.tp_dim[name] is None]
+        counted, copies = set(owned()), dict.fromkeys(self.tp_replicated, cfg.tp)
+        copies |= {p: copies.get(p, 1) * mesh["shard"].size() for p in self.whole}
+        # weight of each parameter in the global norm, so that replicas count once
+        self.norm_weight = {p: (p in counted) / math.sqrt(copies.get(p, 1)) for _, p in named}
+        sums = {"shard": self.fsdp, "tp": cfg.tp > 1, "pp": cfg.pp > 1}
+        self.norm_groups = [mesh[dim].get_group() for dim, on in sums.items() if on]
+
+    def _shard(self, blocks: list[nn.Module], cfg):
+        """Apply FSDP2 (arXiv:2304.11277) to each block, to the ends of the model if they are not tied, and to the rest.
+
+        In 16 bits, blocks and ends are gathered in the matmuls' dtype, and the rest in float32. Gains are not sharded:
+        in bfloat16 they would move in steps of 2^-8.
+        """
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        mesh, dtype, pinned = self.ranks.mesh, self.ranks.dtype, self.ranks.device.type == "cuda"
+        options = {
+            "mesh": mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"],
+            "reshard_after_forward": cfg.fsdp_reshard,
+            "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if cfg.fsdp_offload else OffloadPolicy(),
+        }
+        kept = options | {"reshard_after_forward": False}  # gathered from forward to backward
+        model, policy = self.model, MixedPrecisionPolicy()
+        if dtype != torch.float32:
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for block in blocks:
+            last = block is blocks[len(model.blocks) - 1] and cfg.pp == 1  # its backward follows at once
+            whole = () if cfg.fsdp_offload else gains(block)
+            fully_shard(block, mp_policy=policy, ignored_params={*whole}, **(kept if last else options))
+        if not cfg.tie_weights:
+            if isinstance(model.wte, nn.Embedding):
+                with self.ranks.autocast():
+                    stream = stream_dtype(cfg, torch.empty(0, device=self.ranks.device))
+                fully_shard(model.wte, mp_policy=replace(policy, output_dtype=stream), **kept)
+            if isinstance(model.head, nn.Linear):
+                model.head.forward, model.loss = model.loss, lambda x, targets: model.head(x, targets)
+                fully_shard([model.norm, model.head], mp_policy=policy, **kept)
+        fully_shard(model, **kept)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, names: Collection[str] | None = None):
+        """Draw this rank's part of the initial weights of Model(cfg, seed), which do not depend on the layout.
+
+        names   draw only these parameters, if this rank has them
+        """
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
+
+        for name, p in self.model.named_parameters():
+            if names is None or name in names:
+                x, part = self.as_global(name, p), local(p)
+                start = (0,) * x.dim()
+                if hasattr(x, "placements"):
+                    start = place(x.shape, x.device_mesh, x.placements)[1]
+                device = torch.device("cpu") if part.device.type == "mps" else part.device  # MPS has no float64
+                part.copy_(self.model.initial_weight(name, seed, x.shape, start, part.shape, device))
+
+    @torch.no_grad()
+    def fill(self, weights: Mapping[str, Tensor]):
+        """Copy into each parameter its part of the full tensor of that name, which may lack a vocabulary's padding."""
+        for name, p in self.model.named_parameters():
+            full, like = weights[name].to(p.device), self.as_global(name, p)
+            copy_local_shard_(p, F.pad(full, (0, 0) * (full.dim() - 1) + (0, len(like) - len(full))), like)
+
+    # ---- one step
+
+    def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The part of a batch that this rank computes: all of it, or with cp two pieces of each sequence."""
+        cp = self.ranks.cp
+        return {name: context_parallel.local_pieces(x, cp) for name, x in batch.items()} if cp else batch
+
+    def backward(self, batches: Iterator, micro_steps: int, scaler: torch.amp.GradScaler) -> Tensor:
+        """Set p.grad to the gradient of the mean loss of a step, over the micro-batches of all ranks; returns this
+        rank's part of the loss."""
+        if self.pp > 1:
+            loss = self.pipeline.backward([next(batches) for _ in range(micro_steps)])
+            self._average()
+            return loss
+        loss = torch.zeros((), device=self.ranks.device)
+        for micro_step in range(micro_steps):
+            batch, last = self.batch(next(batches)), micro_step == micro_steps - 1
+            if self.fsdp:  # reduce-scatter after every micro-step if resharding, otherwise only after the last
+                self.model.set_requires_gradient_sync(last or self.reshard)
+                self.model.set_requires_all_reduce(last)
+            else:  # DDP averages once per step
+                self.forward_model.require_backward_grad_sync = last
+            with self.ranks.autocast():
+                part = self.forward_model(**batch) / micro_steps
+            scaler.scale(part).backward()
+            loss += part.detach()
+        self._average()
+        if self.tp_replicated:
+            self._all_reduce([local(p.grad) for p in self.tp_replicated if p.grad is not None], "tp", 1.0)
+        return loss
+
+    def _average(self):
+        """Average over the data ranks the gradients that neither DDP nor FSDP averages: those of parameters that FSDP
+        does not shard, and of pipelines, whose schedule DDP cannot wrap."""
+        grads = [p.grad for p in self.averaged if p.grad is not None]
+        for dim in ("replicate", "shard") if grads else ():
+            if (n := self.ranks.mesh[dim].size()) > 1:
+                self._all_reduce(grads, dim, 1 / n)
+
+    def _all_reduce(self, grads: list[Tensor], dim: str, scale: float):
+        """Replace each gradient by scale times its sum along a dimension of the mesh, in one message."""
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=self.ranks.mesh[dim].get_group())
+        flat *= scale
+        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(total.view_as(grad))
+
+    @torch.no_grad()
+    def clip(self, limit: float) -> Tensor:
+        """Scale the gradient to a norm of at most `limit` (0 = no limit); returns the norm before, over all ranks."""
+        params = [p for p in self.model.parameters() if p.grad is not None]
+        grads = [local(p.grad) for p in params]
+        norms = torch.stack(torch._foreach_norm(grads))
+        self.grad_norms = params, norms
+        if self.norm_groups:
+            weights = [self.norm_weight[p] for p in params]
+            weights = torch.tensor(weights, pin_memory=norms.is_cuda)  # pinned: copied without waiting for the GPU
+            square = (norms * weights.to(norms.device, non_blocking=True)).square().sum()
+            for group in self.norm_groups:
+                dist.all_reduce(square, group=group)
+            norm = square.sqrt()
+        else:
+            norm = torch.linalg.vector_norm(norms)
+        if limit:
+            torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def norms(self) -> dict[str, float]:
+        """The norms of the gradient (before `clip`) and of the weights of each block and of each part beside them, by
+        names such as grad_norm/blocks.0. It waits for the device. {} if ranks share the weights."""
+        if self.norm_groups:
+            return {}
+        params, grads = self.grad_norms
+        squares = torch.stack((grads, torch.stack(torch._foreach_norm(params)))).square().tolist()
+        part = {p: re.match(r"(encoder\.)?(blocks\.)?\w+", name)[0] for name, p in self.model.named_parameters()}
+        found = defaultdict(float)
+        for kind, values in zip(("grad_norm", "weight_norm"), squares, strict=True):
+            for p, square in zip(params, values, strict=True):
+                found[f"{kind}/{part[p]}"] += square
+        return {tag: math.sqrt(total) for tag, total in found.items()}
+
+    @torch.no_grad()
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """The mean loss over the targets of a batch from `self.batch`; 0 if has_loss is False."""
+        if self.pp > 1:
+            return self.pipeline.loss(batch)
+        with self.ranks.autocast():
+            return self.model(**batch)
+
+    def reshard_after_eval(self):
+        """Free the gathered parameters after forwards without a backward: the optimizer updates only the shards."""
+        for module in self.model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+
+    @torch.no_grad()
+    def unequal_copies(self) -> str:
+        """An error if ranks that hold copies of the same parameters have different ones, otherwise "". Every rank calls
+        it; each sends the sums of its parameters' bits."""
+        if self.ranks.mesh is None:
+            return ""
+        mesh, pairs = self.ranks.mesh.mesh, {}  # (pp, replicate, shard, tp)
+        copied = (1 if self.fsdp else 2, list(self.model.parameters())), (2, self.whole), (3, self.tp_replicated)
+        sums = torch.zeros(len(copied), *mesh.shape, dtype=torch.int64)
+        for all_sums, (_, params) in zip(sums, copied, strict=True):
+            bits = sum(local(p).view(torch.int32).sum(dtype=torch.int64) for p in params)
+            all_sums[mesh == self.ranks.rank] = int(bits)
+        for all_sums, (dim, _) in zip(self.ranks.sum(sums), copied, strict=True):
+            usual, place = all_sums.mode(dim, keepdim=True)
+            others, wrong = mesh.gather(dim, place).expand_as(mesh), all_sums != usual
+            pairs |= dict(zip(mesh[wrong].tolist(), others[wrong].tolist(), strict=True))
+        unequal = ", ".join(f"those of rank {rank} from those of rank {other}" for rank, other in pairs.items())
+        return unequal and (
+            f"copies of parameters differ: {unequal}; go on from the last checkpoint with --init_from=resume, "
+            "from which all ranks load the same, and if they differ again, replace the machines of these ranks"
+        )
+
+    def mean(self, loss: Tensor) -> float:
+        """The mean over all ranks of the loss that `backward` returned."""
+        return self.ranks.sum(loss.clone()).item() * self.pp / self.ranks.size
+
+    # ---- shapes of the full model
+
+    def cuts(self, name: str) -> tuple[tuple[int, int | None], ...]:
+        """How the mesh's dimensions replicate, shard and tp share a parameter, see optim.Matrix."""
+        sizes = self.ranks.mesh.mesh.shape[1:] if self.ranks.mesh else (1, 1, 1)
+        return tuple(zip(sizes, (None, 0 if self.fsdp else None, self.tp_dim.get(name)), strict=True))
+
+    def as_global(self, name: str, x: Tensor) -> Tensor:
+        """x (the parameter `name`, or a tensor of its shape such as its momentum) with the shape of the full model's
+        parameter: a tensor, or a DTensor that shares the storage of x."""
+        if self.tp == 1 or x.dim() == 0:
+            return x
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        dim, shape, part = self.tp_dim[name], list(x.shape), local(x)
+        if dim is not None:
+            shape[dim] *= self.tp
+        sharded = self.fsdp and not any(self.model.get_parameter(name) is p for p in self.whole)
+        placements = (Replicate() if dim is None else Shard(dim), Replicate(), Shard(0) if sharded else Replicate())
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, self.outer, placements, run_check=False, shape=torch.Size(shape), stride=stride)

@@ -1,0 +1,237 @@
+"""Plans a run: estimates its memory, traffic and time on GPUs that this machine need not have.
+
+    plan = estimate(cfg)      # for cfg.world_size GPUs of the kind cfg.gpu; opens no data and needs no other rank
+    print(report(plan))
+
+costs.py counts bytes and FLOPs; this file turns them into seconds. With a pipeline, memory is planned for the stage
+that needs most, and time for the slowest stage. GB are 1e9 bytes, GiB are 2**30 bytes.
+"""
+
+import copy
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from engine.errors import require
+from engine.metrics import gpu_peak
+from engine.plan.costs import RECOMPUTE, STATES, Layout, PartCosts, Run, Stage, fake_groups, layout_of
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Assumptions, none of them measured here. The peaks in FLOP/s are in engine/metrics.py.
+
+
+@dataclass(frozen=True)
+class Gpu:
+    memory: float  # bytes that PyTorch can allocate
+    intra: float  # bytes per second and direction to the GPUs of the same node (NVLink)
+    inter: float  # bytes per second and direction of the GPU's own network card
+    achieved: float  # share of the peak FLOP/s that a rank reaches while it waits for nobody
+
+
+GPU = {
+    "a100": Gpu(79 * 2**30, 300e9, 25e9, 0.60),  # the 80 GB version
+    "h100": Gpu(79 * 2**30, 450e9, 50e9, 0.50),
+    "h200": Gpu(139 * 2**30, 450e9, 50e9, 0.50),
+    "b200": Gpu(178 * 2**30, 900e9, 50e9, 0.45),
+}
+PER_NODE = 8  # GPUs
+USABLE = 0.92  # share of the memory that a run can use; CUDA, NCCL and the allocator's gaps take the rest
+LINK = 0.8  # share of a link's bandwidth that collectives reach
+MOST_DATA_RANKS = 2**13  # a plan looks for a world_size up to here
+OVERLAP = 0.8  # share of the computation during which the traffic of FSDP and DDP can run
+HOST = 20e9  # bytes per second of a rank between GPU and host, and of the optimizer on the host
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The plan
+
+
+@dataclass
+class Traffic:
+    bytes: float  # sent by a rank in a step
+    ranks: int  # size of the group
+    bandwidth: float  # bytes per second
+    seconds: float
+
+
+@dataclass
+class Plan:
+    """The estimates for one run. Figures per rank describe the rank that needs most."""
+
+    cfg: Any  # the run's flags
+    layout: Layout
+    dtype: str
+    peak: float  # FLOP/s of a GPU
+    parameters: int
+    flops_per_token: float  # forward and backward, without recomputation
+    tokens_per_step: int
+    memory: dict[str, int]  # bytes of a rank, by kind
+    total: int  # bytes on the GPU at the worst moment
+    host: int  # bytes on the host
+    usable: int  # bytes of a GPU that a run can use
+    largest_batch: int  # largest batch_size that fits; 0 = none
+    smallest_world: int  # if the run does not fit: smallest world_size with which it does; 0 = none
+    traffic: dict[str, Traffic]  # by kind
+    collectives: int  # of tensor and context parallelism, in a step of a rank
+    seconds: dict[str, float]  # of a step, by cause
+    step: float  # seconds of a step: the sum of `seconds`
+    mfu: float
+
+
+def estimate(cfg) -> Plan:
+    """The plan of a run; ValueError if its flags contradict each other. cfg.vocab_size must be known."""
+    layout, gpu = layout_of(cfg), GPU[cfg.gpu]
+    for fact, n, most in (
+        (f"n_layer={cfg.n_layer}", cfg.n_layer + cfg.n_encoder_layer, 1024),
+        (f"block_size={cfg.block_size}", cfg.block_size, 2**24),
+        (f"tp={cfg.tp} times cp={cfg.cp}", cfg.tp * cfg.cp, 2**12),
+    ):
+        require(n <= most, f"{fact} takes too long to plan; lower it to at most {most}")
+    usable = int(USABLE * gpu.memory)
+    with warnings.catch_warnings(), fake_groups(layout) as groups, FakeTensorMode():
+        warnings.simplefilter("ignore")  # announcements of changes in PyTorch
+        run = Run(cfg, layout, *groups)
+        peak = gpu_peak(cfg.gpu, run.dtype)
+        costs = run.part_costs(cfg.batch_size)
+        memory = run.memory(costs)
+        times = [step_time(run, stage, costs, gpu, peak) for stage in run.stages]
+        most = largest(lambda batch: run.gpu_bytes(run.memory(run.part_costs(batch))), usable)
+    least = smallest_world(cfg, usable) if run.gpu_bytes(memory) > usable else 0
+    traffic, seconds = max(times, key=lambda each: sum(each[1].values()))
+    step, tokens = sum(seconds.values()), cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
+    flops = run.flops / cfg.block_size
+    return Plan(
+        cfg, layout, str(run.dtype)[6:], peak, run.n_params, flops, tokens, memory, run.gpu_bytes(memory),
+        run.host_bytes(memory), usable, most, least, traffic, run.collectives(costs), seconds, step,
+        flops * tokens / (cfg.world_size * peak * step),
+    )  # fmt: skip
+
+
+def bandwidth(gpu: Gpu, ranks: int, distance: int, ring: bool = True) -> float:
+    """Bytes per second that a rank can send. Between nodes, all ring ranks of a node share their cards; in an
+    all-to-all, each has its own."""
+    in_node = min(ranks, max(1, PER_NODE // distance)) if ring else 1
+    return LINK * (gpu.intra if ranks * distance <= PER_NODE else in_node * gpu.inter)
+
+
+def largest(total: Callable[[int], int], usable: int, limit: int = 2**16) -> int:
+    """The largest batch below the limit whose total(batch) is at most usable, or 0. total must be nearly linear."""
+    low, high, guess, points = 0, limit, 1, [(0, 0)]
+    while high - low > 1:
+        points = [points[-1], (guess, total(guess))]
+        low, high = (guess, high) if points[1][1] <= usable else (low, guess)
+        (a, at_a), (b, at_b) = points
+        line = b + (usable - at_b) * (b - a) // max(1, at_b - at_a)
+        guess = min(max(line, low + 1), high - 1)
+    return low
+
+
+def smallest_world(cfg, usable: int) -> int:
+    """The smallest world_size at which a rank needs at most `usable` bytes, with the other flags of cfg; 0 = none."""
+
+    def with_world(n: int):
+        changed = copy.copy(cfg)  # since replace() would check all flags again
+        changed.world_size = n
+        return changed
+
+    def allowed(n: int) -> bool:
+        try:
+            return bool(layout_of(with_world(n)))
+        except ValueError:
+            return False
+
+    def fits(n: int) -> bool:  # more ranks never need more, each
+        layout = layout_of(with_world(n))
+        with warnings.catch_warnings(), fake_groups(layout) as groups, FakeTensorMode():
+            warnings.simplefilter("ignore")
+            run = Run(with_world(n), layout, *groups)
+            return run.gpu_bytes(run.memory(run.part_costs(cfg.batch_size))) <= usable
+
+    model_ranks = cfg.tp * cfg.cp * cfg.pp
+    worlds = [n * model_ranks for n in range(1, MOST_DATA_RANKS + 1) if allowed(n * model_ranks)]
+    return next(iter(worlds[bisect_left(worlds, True, key=fits) :]), 0)
+
+
+def step_time(
+    run: Run, stage: Stage, costs: PartCosts, gpu: Gpu, peak: float
+) -> tuple[dict[str, Traffic], dict[str, float]]:
+    """(traffic of a rank of the stage, seconds of its step by cause)."""
+    cfg, layout, speed = run.cfg, run.layout, gpu.achieved * peak
+    traffic = {}
+    for kind, (n, group) in run.traffic(stage, costs).items():
+        rate = bandwidth(gpu, *group, ring=not kind.endswith("all-to-all"))
+        traffic[kind] = Traffic(n, group[0], rate, n / rate)
+    data = sum(each.seconds for kind, each in traffic.items() if kind.startswith(("fsdp", "hsdp", "ddp")))
+    compute, rest = run.matmul_flops(stage) / speed, sum(each.seconds for each in traffic.values()) - data
+    hidden = OVERLAP * compute * (1 if run.fsdp else 2 / 3 / layout.micro_steps)  # DDP sends in the last backward only
+    seconds = {
+        "computation": compute,
+        "traffic of tp, cp, pp and Muon": rest,
+        "bubble of the pipeline": (compute + rest) * (cfg.pp - 1) / layout.micro_steps,
+        "traffic of data ranks, not hidden": max(0.0, data - hidden),
+        "Muon's matmuls": run.owners(stage).flops / speed if run.optimizer.muon else 0.0,
+    }
+    if run.offload:  # parameters go up for each gather, gradients down; an update reads and writes parameters and state
+        parameters, _, state = (run.static_memory(stage)[kind] for kind in STATES)
+        passes = (1 + cfg.fsdp_reshard) * layout.micro_steps + 1 + 3 + 2 * round(state / parameters)
+        seconds["offload to the host"] = passes * parameters / HOST
+    return traffic, {kind: time for kind, time in seconds.items() if time}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+
+
+def report(plan: Plan) -> str:
+    """The plan as a table to print, at most 45 lines."""
+    cfg, layout, gpu = plan.cfg, plan.layout, GPU[plan.cfg.gpu]
+    degrees = {name: getattr(layout, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    if cfg.parallel == "ddp":
+        degrees = {"copies" if name == "dp_shard" else name: n for name, n in degrees.items()}
+    mesh = " x ".join(f"{name}={n}" for name, n in degrees.items() if n > 1) or "one rank"
+    data = layout.dp_replicate * layout.dp_shard
+    tokens, days = plan.tokens_per_step * cfg.max_iters, plan.step * cfg.max_iters / 86400
+    fit = "it fits" if plan.total <= plan.usable else "it DOES NOT FIT"
+    most = f"batch_size={plan.largest_batch} is the largest that does" if plan.largest_batch else "no batch_size does"
+    worlds = []
+    if plan.total > plan.usable:
+        no = "none; divide the model with parallel=fsdp, tp or pp, and raise gradient_accumulation_steps"
+        worlds = [f"  {'smallest world_size that fits':<34} {plan.smallest_world or no:>10}"]
+    lines = [
+        f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e9:,.4g} GFLOP per token forward and backward",
+        f"{cfg.world_size:,} x {cfg.gpu}: {mesh}; parallel={cfg.parallel}, optimizer={cfg.optimizer}, "
+        f"activation_checkpoint={cfg.activation_checkpoint}",
+        f"{plan.tokens_per_step:,} tokens a step: {data:,} data ranks x {layout.micro_steps} micro-steps x "
+        f"batch_size={cfg.batch_size} x {cfg.block_size:,} tokens",
+        "",
+        "memory of a rank                            GiB",
+    ]
+    for kind, n in plan.memory.items():
+        lines.append(f"  {kind:<34} {n / 2**30:>10.2f}" + "  on the host" * (kind in STATES and plan.host > 0))
+    lines += [
+        f"  {'at the worst moment':<34} {plan.total / 2**30:>10.2f}  of {gpu.memory / 2**30:.0f}: {fit}; {most}",
+        *worlds,
+        "",
+        "traffic of a rank in a step                  GB     ranks      GB/s   seconds",
+    ]
+    for kind, each in plan.traffic.items():
+        figures = f"{each.bytes / 1e9:>10.2f} {each.ranks:>9,} {each.bandwidth / 1e9:>9.0f} {each.seconds:>9.3f}"
+        lines.append(f"  {kind:<34} {figures}")
+    lines += ["", "time of a step                          seconds"]
+    lines += [f"  {kind:<34} {seconds:>10.3f}" for kind, seconds in plan.seconds.items()]
+    lines += [
+        f"  {'in all':<34} {plan.step:>10.3f}  MFU {plan.mfu:.1%} of {plan.peak / 1e12:,.0f} TFLOP/s in {plan.dtype}",
+        f"max_iters={cfg.max_iters:,}: {tokens / 1e9:,.1f} billion tokens in {days:,.1f} days",
+        "",
+        f"Assumed, not measured: a rank that does not wait reaches {gpu.achieved:.0%} of the peak, uncompiled;",
+        f"{PER_NODE} GPUs per node; collectives reach {LINK:.0%} of {gpu.intra / 1e9:.0f} GB/s within a node and of "
+        f"{gpu.inter / 1e9:.0f} GB/s per GPU between nodes;",
+        f"traffic of data ranks overlaps with {OVERLAP:.0%} of the computation; recomputation makes a block take "
+        f"{RECOMPUTE[cfg.activation_checkpoint]:.2f} times",
+        f"as long; {USABLE:.0%} of the memory is usable.",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,251 @@
+"""Trains the baselines of docs/baselines.md, with tuned learning rates, and writes that page: `make baselines`.
+
+    python -m tools.baselines                            # two hours on 2 cores; a stopped call continues
+    python -m tools.baselines --steps=30 --seeds=1       # a rehearsal, which writes OUT/baselines.md only
+
+Each variant has two learning rates: muon_lr for the hidden matrices, and learning_rate for all else. They are found by
+coordinate search with seed 1: first learning_rate with short trainings, then muon_lr with full ones, because short
+trainings favour a muon_lr that is too large for full ones. A coordinate starts with three values of its grid, around
+the one that was best when the search was made last. It goes on to the next value while the best one is the last that
+was tried. The best rates of the last search get a full training too, because short trainings can also favour a
+learning_rate that is too large. compare.py makes the trainings, in folders below --out.
+"""
+
+import importlib.util
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from configurator import parse
+from engine.errors import command, require, user_errors
+from tools import compare, plot
+from tools.compare_table import aligned, cells, row_notes
+
+HERE = Path(__file__).resolve().parents[1]
+VARIANTS = {  # name in the table -> arguments of train.py; muon_lr and learning_rate with which the search begins
+    "standard": ("config/train_pycode.py", 0.005, 0.006),
+    "parallel": ("config/train_pycode.py --block=parallel", 0.005, 0.006),
+    "superblock in series, 2 groups": ("config/pycode_superblock.py --wiring=series --n_group=2", 0.005, 0.006),
+    "superblock in series, 4 groups": ("config/pycode_superblock.py --wiring=series --n_group=4", 0.005, 0.006),
+    "superblock, 2 groups": ("config/pycode_superblock.py --n_group=2", 0.01, 0.012),
+    "superblock, 4 groups": ("config/pycode_superblock.py --n_group=4", 0.01, 0.012),
+    "superblock, joint pool": ("config/pycode_superblock_joint.py", 0.01, 0.012),
+    "SAS": ("config/pycode_sas.py", 0.02, 0.006),
+    "SAS-P": ("config/pycode_sas_p.py", 0.02, 0.006),
+    "Llama-like": ("config/pycode_llama.py", 0.01, 0.048),
+    "GPT-2-like": ("config/pycode_gpt2.py", 0.04, 0.003),
+    "masked (BERT-like)": ("config/pycode_bert.py", 0.01, 0.048),
+    "seq2seq (T5-like)": ("config/pycode_t5.py", 0.005, 0.012),
+}
+DRAWN = [*list(VARIANTS)[:3], "superblock, joint pool", "SAS", "SAS-P", "Llama-like"]
+GRID = {
+    "muon_lr": [0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08],
+    "learning_rate": [0.0015, 0.003, 0.006, 0.012, 0.024, 0.048],
+}
+SCHEDULE = "--max_iters={0} --warmup_iters={1} --cooldown_iters={2}"
+INTRODUCTION = """# Baselines: what each block reaches
+
+This page is for readers who ask whether a block helps. `make baselines` writes it. It makes {searched} trainings of
+{short} steps and {full} of {steps} steps to find two learning rates per variant, then trains each variant for {steps}
+steps with {n} seeds. The data is `pycode` (bytes of Python's standard library). Width, depth, optimizer (Muon) and
+schedule are those of `config/train_pycode.py`; seq2seq has 2 + 4 layers. `--dtype=auto` chooses the dtype of the matrix
+products: bfloat16 on a CPU that is fast in it (with AMX), otherwise float32.
+
+{measured}
+
+A `superblock` with one group has no row of its own: it computes what `parallel` computes, and in series what `standard`
+computes, from the same initial weights (`tests/test_blocks.py::test_equal_blocks_begin_with_equal_weights`).
+"""
+MEANING = """
+* muon_lr, learning_rate: the best values of the search below; at an end of the grid they are marked with `!`.
+* Loss: nats per token, which is a byte or the end of a file, on the whole validation set; mean and range over {n}
+  seeds. The losses of `masked` and `seq2seq` are those of restored bytes, so they have no difference from `standard`.
+* The search trains with seed 1, and its best training is also the final training with seed 1. So the loss of seed 1
+  may be a little too good.
+* Difference: the loss minus that of `standard` with the same seed; mean ± half of the 95 % confidence interval
+  (Student's t).
+
+[superblock.md](superblock.md) has the speeds of the blocks, other sizes and depths, and what was tried for the joint
+pool.
+"""
+
+
+@dataclass
+class BaselinesConfig:
+    """The flags of baselines.py. ValueError names the flag, its value and the remedy."""
+
+    # --- baselines
+    out: str = "out/baselines"  # folder of all trainings
+    steps: int = 450  # optimizer steps of a full training; a short one makes a third of them
+    seeds: int = 3  # number of final trainings of each variant
+    jobs: int = 2  # trainings at the same time; they share the threads
+    common: str = "--compile=True"  # arguments of every training
+
+    def __post_init__(self):
+        require(self.steps >= 30, f"steps={self.steps} must be at least 30")
+        for name in ("max_iters", "warmup_iters", "cooldown_iters", *GRID):
+            require(f"--{name}=" not in self.common, f"common={self.common}: baselines.py sets {name}; leave it out")
+        compare.CompareConfig(out=self.out, seeds=self.seeds, jobs=self.jobs)
+
+
+class Search:
+    """The coordinate search of all variants at the same time.
+
+    best      variant -> {"muon_lr": its best value so far, "learning_rate": likewise}
+    losses    learning rate that was searched -> {(variant, muon_lr, learning_rate): loss, infinite if it failed}
+    folders   (variant, muon_lr, learning_rate) -> folder of the last training there, relative to --out
+    """
+
+    def __init__(self, options: BaselinesConfig):
+        self.options, self.folders, self.rounds = options, {}, 0
+        self.starts = [(variant, *start) for variant, (_, *start) in VARIANTS.items()]
+        self.best = {variant: dict(zip(GRID, start, strict=True)) for variant, *start in self.starts}
+        self.losses = {
+            "learning_rate": self.search("learning_rate", options.steps // 3, 60),
+            "muon_lr": self.search("muon_lr", options.steps, 0),
+        }
+
+    def search(self, name: str, steps: int, eval_iters: int) -> dict[tuple, float]:
+        """Find the best values of this learning rate; returns the losses."""
+        losses = {}
+        while missing := self.missing(name, losses):
+            self.rounds += 1
+            runs = [arguments(self.options, variant, rates, steps) for variant, *rates in missing]
+            folder = f"search{self.rounds}"
+            rows = run_compare(self.options, folder, runs, [f"--eval_iters={eval_iters}"])
+            for number, (point, row) in enumerate(zip(missing, rows, strict=True), 1):
+                losses[point] = row["loss"]["mean"] if row["loss"] else float("inf")
+                self.folders[point] = f"{folder}/run{number}-seed1"
+            for variant in VARIANTS:
+                best = min((point for point in losses if point[0] == variant), key=losses.get)
+                self.best[variant] = dict(zip(GRID, best[1:], strict=True))
+        return losses
+
+    def missing(self, name: str, losses: dict[tuple, float]) -> list[tuple]:
+        """The points to train next: the best ones and their neighbours on the grid, and when these are known, the
+        points at which the search began."""
+        near = []
+        for variant, best in self.best.items():
+            at = GRID[name].index(best[name])
+            near += [(variant, *(best | {name: value}).values()) for value in GRID[name][max(at - 1, 0) : at + 2]]
+        return [point for point in near if point not in losses] or [p for p in self.starts if p not in losses]
+
+
+def table(losses: dict[tuple, float]) -> str:
+    """Losses of a search, as Markdown."""
+    ordered = sorted(losses.items(), key=lambda item: (list(VARIANTS).index(item[0][0]), item[0][1:]))
+    return aligned([["variant", *GRID, "loss"]] + [[*map(str, point), f"{loss:.4f}"] for point, loss in ordered])
+
+
+def arguments(options: BaselinesConfig, variant: str, rates: list[float], steps: int) -> str:
+    """The arguments of train.py for a variant with these learning rates."""
+    schedule = SCHEDULE.format(steps, max(1, 20 * steps // 450), steps // 3)
+    rates = " ".join(f"--{name}={rate}" for name, rate in zip(GRID, rates, strict=True))
+    return " ".join(filter(None, [VARIANTS[variant][0], options.common, schedule, rates]))
+
+
+def run_compare(options: BaselinesConfig, name: str, runs: list[str], more: list[str]) -> list[dict]:
+    """Train these runs with compare.py; returns its rows. A training may diverge; other failures end the program."""
+    folder = f"{options.out}/{name}"
+    try:
+        compare.main([*(f"--run={run}" for run in runs), *more, f"--jobs={options.jobs}", f"--out={folder}"])
+    except SystemExit as end:
+        if end.code != 1:  # 1 means that a training has failed, or that the reader of stdout has ended
+            raise
+    rows = json.loads((Path(folder).expanduser() / "compare.json").read_text())["runs"]
+    with user_errors():
+        for row in rows:
+            causes = [each["error"] for each in row["errors"]] or ([] if row["loss"] else ["it was not made"])
+            bad = [cause for cause in causes if "is not finite" not in cause]
+            require(not bad, f"{folder}, run {row['number']}: {' '.join(bad)}; the same command tries it again")
+    return rows
+
+
+def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: str) -> str:
+    """The text of docs/baselines.md."""
+    header = ["variant", *GRID, "parameters", "loss", "bits per byte", "difference from standard"]
+    lines = [header]
+    for variant, row in zip(VARIANTS, rows, strict=True):
+        _, parameters, _, _, _, loss, bits, difference, _ = cells(row)
+        best = search.best[variant].items()
+        rates = [f"{rate}{' !' * (rate in (GRID[name][0], GRID[name][-1]))}" for name, rate in best]
+        lines.append([variant, *rates, parameters, loss, bits, difference])
+    text = INTRODUCTION.format(
+        searched=len(search.losses["learning_rate"]),
+        full=len(search.losses["muon_lr"]),
+        short=options.steps // 3,
+        n=options.seeds,
+        steps=options.steps,
+        measured=measured,
+    )
+    text += "\n" + aligned(lines) + MEANING.format(n=options.seeds)
+    text += "".join(f"* {note}\n" for note in row_notes(rows))  # trainings that have diverged
+    text += "\n![Training losses of seven variants against tokens](baselines.png)\n"
+    text += f"\nThe picture has the means and ranges of {options.seeds} seeds, without the first fifth of the tokens.\n"
+    text += "\n## The commands\n\nThe trainings with seed 1; `make train` prepares the data:\n\n"
+    end = "--eval_interval=0 --eval_iters=0 --seed=1 --out_dir=out/baseline"
+    text += "```\n" + "".join(f"python train.py {row['run']} {end}{row['number']}\n" for row in rows) + "```\n"
+    text += "\n## The search\n\n"
+    for name, values in GRID.items():
+        text += f"* Grid of {name}: {', '.join(map(str, values))}.\n"
+    text += f"""
+A coordinate search starts at the best values of the previous search, and trains their neighbours on the grid. If the
+best value is the smallest or the largest that was tried, it tries the next one. First come trainings of
+{options.steps // 3} steps for learning_rate, with losses of 60 batches of the validation set:
+
+"""
+    text += table(search.losses["learning_rate"])
+    text += f"""
+Then come trainings of {options.steps} steps for muon_lr. The best values of the previous search are tried too, if they
+are not among these. The losses are those of the whole validation set:
+
+"""
+    text += table(search.losses["muon_lr"])
+    return text
+
+
+def picture(rows: list[dict]):
+    """A matplotlib Figure of training losses: a line per variant of DRAWN, the mean of its seeds, without the start."""
+    cfg, lines = plot.PlotConfig(smooth=10), []
+    for variant, row in zip(VARIANTS, rows, strict=True):
+        if variant in DRAWN and row["seeds"]:
+            i = DRAWN.index(variant)
+            colour, style = plot.COLOURS[i], plot.STYLES[i % 2]
+            runs = [
+                plot.read_run(f["folder"])._replace(flags={"run": variant, "seed": seed})
+                for seed, f in row["seeds"].items()
+            ]
+            (line,) = plot.curves(cfg, runs)
+            late = line.x > line.x[-1] / 5
+            parts = (each[late] for each in (line.x, line.y, line.low, line.high))
+            lines.append(plot.Line(variant, *parts, colour, style))
+    return plot.draw({"": lines}, plot.AXES[cfg.x], plot.y_label(cfg))
+
+
+def main(argv: list[str] | None = None):
+    with user_errors():
+        options = parse(BaselinesConfig, argv, __doc__)
+        require(importlib.util.find_spec("matplotlib"), "matplotlib is not installed; pip install -e .[plots]")
+    search = Search(options)
+    folder = Path(options.out).expanduser()
+    (folder / "final").mkdir(parents=True, exist_ok=True)
+    for number, variant in enumerate(VARIANTS, 1):  # the best training of the search is the final one with seed 1
+        link = folder / "final" / f"run{number}-seed1"
+        link.unlink(missing_ok=True)
+        found = search.folders[(variant, *search.best[variant].values())]
+        link.symlink_to(Path("..", found), target_is_directory=True)
+    runs = [arguments(options, variant, search.best[variant].values(), options.steps) for variant in VARIANTS]
+    rows = run_compare(options, "final", runs, [f"--seeds={options.seeds}"])
+    measured = json.loads((folder / "final" / "compare.json").read_text())["measured"]
+    target = HERE / "docs" / "baselines.md" if options == BaselinesConfig() else folder / "baselines.md"
+    with user_errors():
+        drawn = picture(rows)
+    drawn.savefig(target.with_suffix(".png"), dpi=160, transparent=True)
+    target.write_text(page(options, search, rows, measured))
+    print(f"The page is {target}.")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which compare.py removes its lock
+    command(main)

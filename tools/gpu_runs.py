@@ -1,0 +1,301 @@
+"""The parts of `bench.py --gpu`: each compares, trains, decodes or loads on a device, and prints its results as JSON.
+
+    python -m tools.gpu_runs 124M cuda             # a key of PARTS; gpu_report.py starts it
+    python -m tools.gpu_runs numbers cuda 100      # from case 100 on
+
+A part yields lines: those of `gpu_check.check`, or figures by name. On the device `cpu`, all shapes are tiny, so that a
+machine without a GPU rehearses the same code. Runs train on random tokens with the parts of train.py; the part
+`checkpoints` starts train.py itself.
+"""
+
+import os
+
+if __name__ == "__main__" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # as train.py does
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import profile
+
+from configurator import Config, parse
+from engine import optim
+from engine.errors import require
+from engine.evaluation import open_dataset
+from engine.metrics import peak_flops, peak_memory_bytes, read_metrics
+from engine.parallel import ranks as parallel
+from engine.plan import accounting, plan
+from model import BLOCK, Model
+from tools.bench_table import ROOT, Training, measure_decoding, measure_loader, reset_peak_memory
+from tools.child import kill_with_parent
+from tools.gpu_check import NUMBERS, Kind, check, error, without_tf32
+
+SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "batch_size": 4, "gradient_accumulation_steps": 2}
+VOCABULARY = {"cuda": 50257, "cpu": 257}
+
+
+def write_tokens(folder: str, tokens: int, vocab_size: int, length: int):
+    """Write random tokens, small ids most often, in documents of so many tokens on average."""
+    rng = np.random.default_rng(0)
+    ids = (vocab_size * rng.random(tokens) ** 8).astype(np.uint16)
+    ids[rng.random(tokens) < 1 / length] = vocab_size - 1
+    for split in ("train", "val"):
+        ids.tofile(f"{folder}/{split}.bin")
+    (Path(folder) / "meta.json").write_text(json.dumps({"vocab_size": vocab_size, "eot": vocab_size - 1}))
+
+
+@contextmanager
+def training(cfg: Config, vocab_size: int, length: int) -> Iterator[Training]:
+    """A training run with these flags on random tokens."""
+    with tempfile.TemporaryDirectory() as cfg.dataset:
+        write_tokens(cfg.dataset, 2048 * cfg.block_size, vocab_size, length)
+        data, objective, cfg.vocab_size = open_dataset(cfg)
+        parallel.check_flags(cfg)
+        with closing(Training(cfg, data, objective)) as run:
+            if run.ranks.compile:
+                torch._dynamo.utils.counters.clear()
+            yield run
+
+
+def steps(run: Training, n: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Make n optimizer steps as train.py does; returns their losses (this rank's part), their gradient norms, and the
+    number of graphs that torch.compile had made in this run after each."""
+    losses, norms, graphs = [], [], []
+    for _ in range(n):
+        run.optimizer.set_lr(optim.learning_rate(run.steps_done, run.cfg))
+        run.steps_done += 1
+        losses.append(run.sharded.backward(run.loader, run.micro_steps, run.scaler))
+        run.update()
+        norms.append(run.grad_norm)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] if run.ranks.compile else 0)
+    return losses, norms, graphs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training and checkpoints, compared with the CPU
+
+
+BLOCKS = {  # name -> flags; tests/golden.py has the losses of all families
+    "standard": "--bias=True",
+    "parallel": "--block=parallel --pos=rope --mlp=swiglu --norm=rmsnorm",
+    "simplified": "--block=simplified --pos=alibi --simplified_value_proj=all",
+    "simplified_parallel": "--block=simplified_parallel --attention=gqa --n_kv_head=2",
+    "superblock": "--block=superblock --qk_norm=True --window=7",
+    "superblock, series": "--block=superblock --wiring=series --norm_placement=sandwich --mlp=geglu",
+    "superblock, joint pool": "--block=superblock --pool=joint --slot_softmax=joint --pos=alibi",
+    "superblock, groups": "--block=superblock --n_group=2 --mlp=relu2 --pos=sinusoidal",
+}
+OBJECTIVES = {
+    "causal": "",
+    "masked": "--objective=masked --doc_mask=True",
+    "seq2seq": "--objective=seq2seq --corrupt_ratio=0.3 --span_length=1.5",
+}
+OPTIMIZERS = {"adamw": "", "muon": "--optimizer=muon --muon_lr=0.004 --schedule=wsd"}
+FAMILIES = {
+    f"{block}; {objective}; {optimizer}": f"{BLOCKS[block]} {OBJECTIVES[objective]} {OPTIMIZERS[optimizer]}".split()
+    for block, objective, optimizer in itertools.product(BLOCKS, OBJECTIVES, OPTIMIZERS)
+}
+
+
+def train(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor | int]:
+    """Losses and gradient norms of 20 steps, and graphs if it is compiled. float64 asks for the CPU's eager float32.
+    `family` in a case is one of FAMILIES, and all else are flags."""
+    exact = dtype == torch.float64
+    dtype = torch.float32 if exact else torch.bfloat16 if (dtype, device.type) == (torch.float16, "cpu") else dtype
+    chosen = SMALL | {"block_size": T, "learning_rate": 1e-3, "warmup_iters": 3, "max_iters": 20} | case
+    chosen |= {"device": device.type, "dtype": str(dtype)[6:], "compile": case.get("compile", False) and not exact}
+    family = FAMILIES[chosen.pop("family", "standard; causal; adamw")]
+    cfg = parse(Config, [*family, *(f"--{name}={value}" for name, value in chosen.items())])
+    with training(cfg, 257, 8) as run:
+        without_tf32()
+        scaled = run.scaler.is_enabled()  # with the usual first scale, 2^16, some first steps would be left out
+        run.scaler = torch.amp.GradScaler(device.type, 2.0**10, enabled=scaled)
+        losses, norms, graphs = steps(run, 20)
+    counts = {"graphs of the first step": graphs[0], "graphs in all": graphs[-1]} if cfg.compile else {}
+    return {"losses": torch.stack(losses), "gradient norms": torch.stack(norms)} | counts
+
+
+ROUNDED = {"float32": 1e-3}  # steps amplify differences: on CPUs, a change of all weights by 1e-6 becomes up to 2e-4
+RUNS = {
+    "runs": Kind(lambda: ({"family": name} for name in FAMILIES), train, ROUNDED, 16, every=13),
+    # A norm at a place where the stream is small amplifies rounding: in bfloat16, one norm in 40 was off by 107 %.
+    "float16": Kind(lambda: ({"block": name} for name in ("standard", "superblock")), train, {"float16": 0.3}, 16),
+}
+COMPILED = {"compiled": Kind(lambda: ({"block": b, "compile": True, "loss_chunk": 32} for b in BLOCK), train, ROUNDED)}
+
+
+def train_py(folder: str, runs: dict[str, str]):
+    """Run train.py with these flags, all runs at the same time and without TF32, in folders of these names."""
+    options = {"cwd": ROOT, "env": os.environ | {"NVIDIA_TF32_OVERRIDE": "0"}, "preexec_fn": kill_with_parent}
+    options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    programs = [
+        [sys.executable, "train.py", *args.split(), f"--out_dir={folder}/{name}"] for name, args in runs.items()
+    ]
+    for process in [subprocess.Popen(program, **options) for program in programs]:
+        said = process.communicate()[1]
+        require(process.returncode == 0, f"{' '.join(process.args[1:])}: {said[-300:]}")
+
+
+def checkpoints(device: torch.device, first: int) -> Iterator[dict]:
+    """Runs of 8 steps, compared with runs that stop after 4 and go on: on the device with --deterministic=True, digit
+    for digit; from the CPU to the device, and back, within the errors of float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokens(folder, 4096, 257, 8)
+        common = "".join(f"--{name}={value} " for name, value in SMALL.items()) + f"--dataset={folder} --block_size=16 "
+        common += "--eval_iters=1 --eval_interval=4 --warmup_iters=1 --lr_decay_iters=8 --log_interval=1 --max_iters="
+        same = f"--device={device.type} --optimizer=muon --deterministic=True"
+        cpu, there = (f"--dtype=float32 --compile=False --device={kind}" for kind in ("cpu", device.type))
+        runs = {"whole": f"8 {same}", "half": f"4 {same}", "cpu": f"8 {cpu}", "up": f"4 {cpu}", "down": f"4 {there}"}
+        train_py(folder, {name: common + run for name, run in runs.items()})
+        runs = {"half": same, "up": there, "down": cpu}
+        train_py(folder, {name: f"{common}8 --init_from=resume {run}" for name, run in runs.items()})
+
+        def read(name: str) -> dict[str, Tensor]:
+            rows = [row for row, _ in read_metrics(Path(folder) / name / "metrics.jsonl") if "loss" in row]
+            return {key: torch.tensor([row[key] for row in rows], dtype=torch.float64) for key in ("loss", "grad_norm")}
+
+        for case, got, expected, limit in (
+            ("resume, digit for digit", "half", "whole", 0.0), ("from the CPU to the device", "up", "cpu", 1e-4),
+            ("from the device to the CPU", "down", "cpu", 1e-4),
+        ):  # fmt: skip
+            e, where = error(read(got), read(expected))
+            failed = {"failed": f"{where} is off by {e:.1e}; {limit:.0e} is allowed"} if e > limit else {}
+            yield {"case": case, "float32" if limit else "resume": e} | failed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Speed
+
+GPT2 = "--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024 --batch_size=12 --gradient_accumulation_steps=5 "
+GPT2 += "--dtype=bfloat16 --compile=True"  # flags that nanoGPT has too
+TINY = "--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=2 --dtype=float32 --compile=False"
+WARM, ROUNDS, LENGTH = 5, 3, 10  # steps before the timing; rounds of it, and steps of each round
+CLASSES = {  # of kernels, and on a CPU of operations: class -> pattern of their names, the first that matches
+    "compiled kernels": "^triton", "attention": "flash|fmha|attention|sdpa", "communication": "nccl|gloo|c10d",
+    "products": r"gemm|nvjet|xmma|cutlass|cublas|mm\b", "optimizer": "multi_tensor|adam|foreach",
+    "copies": "memcpy|memset|copy", "other kernels": "",
+}  # fmt: skip
+
+
+def flags(args: str, device: str) -> list[str]:
+    """Those of GPT-2 with 124 M parameters and `args`; on the CPU those of a tiny model."""
+    return f"{GPT2} {args} {TINY if device == 'cpu' else ''} --device={device}".split()
+
+
+def speed(args: str, device: torch.device, first: int) -> Iterator[dict]:
+    """Speed, memory and losses of training with these flags, and the share of each class of kernels in their time."""
+    cfg = parse(Config, flags(args, device.type))
+    tokens = cfg.batch_size * cfg.block_size * cfg.gradient_accumulation_steps
+    with training(cfg, VOCABULARY[device.type], 1024) as run:
+        ranks, marks, made = run.ranks, [time.perf_counter()], []
+        reset_peak_memory(ranks.device)
+        for n in (WARM, *[LENGTH] * ROUNDS):
+            made.append(steps(run, n))
+            run.synchronize()
+            marks.append(time.perf_counter())
+        losses, norms, graphs = (list(itertools.chain(*each)) for each in zip(*made, strict=True))
+        with torch.device("meta"):
+            flops = tokens * accounting.flops(Model(cfg), cfg.block_size) / cfg.block_size
+        peak = ranks.sum(torch.tensor(peak_flops(ranks.device, ranks.dtype) or 0.0, device=ranks.device)).item()
+        seconds = median((b - a) / LENGTH for a, b in itertools.pairwise(marks[1:]))
+        figures = {
+            "tokens/s": tokens / seconds, "ms per step": 1000 * seconds,
+            "MFU": flops / seconds / peak if peak else None, "GiB": peak_memory_bytes(ranks.device) / 2**30,
+            "GPUs": ranks.size,
+            "graphs of the first step": graphs[0], "graphs in all": graphs[-1],
+            "seconds of the first steps": marks[1] - marks[0], "dtype": cfg.dtype,
+            "losses": [run.sharded.mean(loss) for loss in losses], "norms": [norm.item() for norm in norms],
+        }  # fmt: skip
+        yield from [figures] * ranks.first  # before the profiler, which may fail
+        with profile() as profiler:
+            steps(run, 1)
+            run.synchronize()
+        yield from [kernel_shares(profiler, device.type == "cuda")] * ranks.first
+    parallel.leave()
+    if ranks.size > 1 and ranks.first:
+        traffic = plan.estimate(replace(cfg, world_size=ranks.size)).traffic
+        yield {"planned GB sent by a rank": sum(each.bytes for each in traffic.values()) / 1e9}
+
+
+def kernel_shares(profiler: profile, cuda: bool) -> dict[str, float]:
+    """The share of each class of kernels on the GPU, or of operations on the CPU, in their time."""
+    times = Counter()
+    for each in profiler.key_averages():
+        if (each.device_type == DeviceType.CUDA) == cuda and not each.is_user_annotation:
+            kind = next(name for name, words in CLASSES.items() if re.search(words, each.key.lower()))
+            times[kind] += each.self_device_time_total if cuda else each.self_cpu_time_total
+    return {kind: time / times.total() for kind, time in times.items()}
+
+
+def decode_and_load(device: torch.device, first: int) -> Iterator[dict]:
+    """Tokens per second of greedy decoding, and tokens per second that reach the device from a data set."""
+    cfg = parse(Config, flags(f"--vocab_size={VOCABULARY[device.type]}", device.type))
+    for batch in (1, 8, 64):
+        yield {f"decoding B={batch}, tokens/s": measure_decoding("124M", cfg, batch)["tokens_per_s"]}
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokens(folder, 2**22, 50257, 1024)
+        yield dict(zip(("loader, tokens/s", "in nanoGPT's way"), measure_loader(folder, device), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parts
+
+
+class Part(NamedTuple):
+    """A part of the report. run(device, first case) yields lines; None: tools/gpu_report.py does it."""
+
+    title: str
+    seconds: int  # at most
+    run: Callable[[torch.device, int], Iterator[dict]] | None
+    gpus: int = 1  # at least
+
+
+ROWS = {f"124M, {name}": f"--block={name}" for name in BLOCK if name != "standard"}  # name -> flags beside GPT-2's
+ROWS |= {"124M, joint pool": "--block=superblock --pool=joint", "124M, Muon": "--optimizer=muon"}
+for size, batch in ((4096, "--batch_size=3"), (16384, "--batch_size=1 --gradient_accumulation_steps=4")):
+    for kind, more in (("", ""), (", window", " --window=1024"), (", documents", " --doc_mask=True")):
+        ROWS[f"124M, T={size}{kind}"] = f"--block_size={size} {batch}{more}"
+ROWS["350M"] = "--n_layer=24 --n_head=16 --n_embd=1024 --batch_size=8"
+ROWS["1.5B"] = "--n_layer=48 --n_head=25 --n_embd=1600 --batch_size=4"
+LAYOUTS = {"one GPU": "", "ddp": "", "fsdp": "--parallel=fsdp", "tp": "--tp=2", "cp": "--cp=2", "pp": "--pp=2"}
+LAYOUTS |= {"hsdp": "--parallel=fsdp --dp_replicate=2"}  # from here on four GPUs
+LAYOUTS |= {f"fsdp+{name}": f"--parallel=fsdp --{name}=2" for name in ("tp", "cp", "pp")}
+PARTS = {  # in this order; the first call of 8 minutes ends behind checkpoints
+    "numbers": Part("attention, models, losses and optimizers against float64", 120, partial(check, NUMBERS)),
+    "124M": Part("GPT-2, T=1024, 60 sequences a step", 100, partial(speed, "")),
+    "training": Part("20 steps of 48 runs, those of tests/golden.py, against the CPU", 90, partial(check, RUNS)),
+    "compiled": Part("20 compiled steps of every block against the CPU, uncompiled", 90, partial(check, COMPILED)),
+    "checkpoints": Part("resume digit for digit; from GPU to CPU and back", 80, checkpoints),
+    "against": Part("124 M parameters by nanoGPT's train.py and by ours", 240, None),
+    **{name: Part(f"`{args}`", 100, partial(speed, args)) for name, args in ROWS.items()},
+    "decoding and loading": Part("1024 tokens by 124 M parameters; batches of 64 x 1024 tokens", 90, decode_and_load),
+}
+for number, (name, args) in enumerate(LAYOUTS.items()):
+    run, gpus = partial(speed, f"{args} --gradient_accumulation_steps=8"), 1 if number == 0 else 2 if number < 6 else 4
+    PARTS[f"layout {name}"] = Part(f"`{args}`" if args else "no flags", 120, run, gpus)
+
+
+if __name__ == "__main__":
+    kill_with_parent()
+    name, where, first = [*sys.argv[1:], "0"][:3]
+    if where == "cpu":  # a rehearsal is not about the compiler, which takes minutes
+        torch.compile = partial(torch.compile, backend="eager")
+    for line in PARTS[name].run(torch.device(where), int(first)):
+        print(json.dumps(line), flush=True)

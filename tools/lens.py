@@ -1,0 +1,369 @@
+"""Reads a head of attention as an MLP, whose weights the context determines, and finds heads of known patterns.
+
+    python -m tools.lens --out_dir=out/x --start="class Reader:" --layer=1 --head=2            # at the last token
+    python -m tools.lens --out_dir=out/x --start=FILE:text.py --layer=1 --head=2 --position=40 --out=head.png
+    python -m tools.lens --out_dir=out/x --find=induction,previous                             # in the validation set
+
+The hidden units are the learned slots of a joint pool, then the tokens that the query sees. Each unit has one row:
+
+    activation   phi(b . x), for a softmax exp(b . x)
+    share        the activation, divided by the sum of all absolute activations in the same softmax
+    |in|, |out|  the norms of its incoming weights b and of its outgoing weights a
+    promotes     the tokens whose probability p at the query the unit raises most, and the change of log p in nats
+
+The change is log p with the unit minus log p without it. The unit adds activation * W n(a) to the logits. W is the
+model's head, and n its last norm, without its bias and with the statistics of the final stream at the query. This is a
+logit lens: norms and gains that follow in the block, and later layers, are left out. --out draws the same rows, and
+needs matplotlib.
+
+--find prints the heads with the highest scores: the attention that a query gives to one token, as the mean over all
+queries that have such a token.
+
+    previous     the token before the query
+    induction    the token after the latest earlier occurrence of the query's token: prefix matching (arXiv:2209.11895).
+                 Queries where it is the query itself or the token before do not count
+
+From Python:
+
+    incoming, outgoing, hidden = contextual_mlp(model, idx, layer=2, head=0, position=17)
+"""
+
+import importlib.util
+import math
+import sys
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import model as M
+from configurator import parse
+from data.files import writing
+from data.loader import count_windows, eval_batches
+from data.tokenizer import Tokenizer
+from engine.checkpoint import weights
+from engine.device import resolve_device
+from engine.errors import command, require, user_errors
+from engine.evaluation import open_dataset
+from model import Model
+from sample import SampleConfig, load, read_prompt, text_ids
+from tools.head_patterns import PATTERN, print_scores, scores, self_attention
+
+OF_FIND = {"out_dir", "find", "dataset", "device"}  # flags that --find uses
+PROMOTED = 3  # tokens of each unit
+BARS = {  # field of a unit -> label, colour and number of ticks; the colours are legible on white and on black
+    "share": ("share of all activations", "#3b82c4", 4),
+    "incoming": ("norm of incoming weights", "#d1782f", 4),
+    "outgoing": ("norm of outgoing weights", "#4f9d69", 2),
+}
+GREY = "#7a7a7a"  # of text and axes
+
+
+@dataclass
+class LensConfig:
+    """The flags of lens.py. ValueError names the flag, its value and the remedy."""
+
+    # --- head
+    out_dir: str = "out"  # the model: a training run, one of its checkpoints, nanogpt:FILE or hf:DIR
+    start: str = ""  # the text that the model reads, or FILE:path
+    source: str = ""  # the text that the encoder of a seq2seq model reads
+    layer: int = 0  # the layer of the head, counted from 0
+    head: int = 0  # the head, counted from 0
+    position: int = -1  # the token that is the query, counted from 0; -1 = the last one
+    units: int = 24  # the most units shown: those of the largest activations
+    out: str = ""  # picture to write, FILE.png or FILE.svg; empty = text only
+    # --- find
+    find: str = ""  # patterns of heads to find instead of reading one: induction, previous, or both with a comma
+    dataset: str = ""  # data whose validation set is read; empty = the data that the model was trained on
+    # --- machine
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+
+    def __post_init__(self):
+        require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
+        require(0 < self.units < 1000, f"units={self.units} must be at least 1 and below 1000")
+        require(self.position >= -1, f"position={self.position} must be at least 0, or -1 for the last token")
+        unknown = sorted(set(self.find.split(",")) - PATTERN.keys()) if self.find else []
+        require(not unknown, f"find={self.find} has no pattern {unknown and unknown[0]!r}; known: {', '.join(PATTERN)}")
+        require(self.find or self.start, "start='' is empty; give a text, or set find")
+        require(self.find or not self.dataset, f"dataset={self.dataset} is used only with find; leave it out")
+        require(not self.out or Path(self.out).suffix in (".png", ".svg"), f"out={self.out} must end in .png or .svg")
+        there = importlib.util.find_spec("matplotlib") is not None
+        require(there or not self.out, f"out={self.out} needs matplotlib; pip install -e .[plots]")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A head as an MLP
+
+# Heads and positions that contextual_mlp computes; others are refused.
+KNOWN = {
+    M.ContextPool, M.SlotPool, M.ShapedPool, M.AttentionPosition, M.Rope, M.LocalRope, M.Alibi, M.TwoSidedAlibi,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def contextual_mlp(
+    model: Model, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A head at one query as an MLP with one unit per visible token: incoming (S, C), outgoing (S, C), hidden (S,).
+
+    idx (T,) is the text, source (S,) the input of a seq2seq model's encoder, and x_t (C,) the normalised stream that
+    the layer's self-attention reads at t = position. Then
+
+        b_i = W_Q^T W_K x_i / sqrt(D)    hidden_i = exp(b_i . x_t)    a_i = W_O W_V x_i / Z    Z = sum of exp(b_i . x_t)
+
+    and hidden @ outgoing is the head's term of the attention's output, before the output's bias, dropout, and a norm or
+    gain of the block. The units are the slots of a joint pool, then the tokens that t sees. Slots with
+    a softmax of their own have their own Z, and their b_i is not rotated.
+
+        pos=rope            b_i is rotated back by the query's position
+        pos=alibi           hidden_i = exp(b_i . x_t - slope |t - i|); slots have no such term
+        bias                hidden_i = exp(b_i . x_t + c_i), where c_i comes from the bias of W_Q
+        qk_norm             b_i includes the norms' gains and the RMS of this query
+        attn_softcap=c      hidden_i = exp(c tanh(b_i . x_t / c))
+        simplified blocks   hidden_i = beta exp(b_i . x_t) + Z (alpha [i = t] - gamma U_ti)
+
+    The model must be in eval mode; a score above 88 overflows in float32. ValueError if layer, head or position does
+    not exist, or if a class of the head or of its position is not in KNOWN.
+    """
+    cfg, D, H = model.cfg, model.cfg.head_size, model.cfg.n_head
+    for name, value, limit in (("layer", layer, cfg.n_layer), ("head", head, H), ("position", position, len(idx))):
+        require(0 <= value < limit, f"{name}={value} must be in 0 .. {limit - 1}")
+    heads = self_attention(model.blocks[layer])
+    require(heads is not None, f"contextual_mlp finds no attention to the context in layer {layer}")
+    for part in (heads, heads.position):
+        require(
+            type(part) in KNOWN,
+            f"contextual_mlp does not know {type(part).__name__}; write its case into lens.py",
+        )
+    read = []
+    with heads.register_forward_pre_hook(lambda _, args: read.extend(args)):
+        model.hidden(idx[None], memory=model.encode(None if source is None else source[None]))
+    x, inputs = read
+    q, k, v = heads.project(x, inputs)  # before norms and positions: q (1, H, T, D), k and v (1, heads, T, D)
+
+    scale = q.new_ones(D) / math.sqrt(D)
+    if cfg.qk_norm:
+        normed = q[0, :, position] if cfg.qk_norm_width == "model" else q[0, head, position]
+        gain = heads.q_norm.weight.view(-1, D).expand(H, D)[head]
+        scale *= gain * (normed.square().mean() + heads.q_norm.eps).rsqrt()
+    q = heads.q_norm(q)
+    still = q[0, head, position]  # the query without its position, for slots with a softmax of their own
+    q, k, v = heads.position(q, heads.k_norm(k), v, inputs.table)
+    lo, hi = (int(x[position]) for x in M.Mask(heads.causal, heads.window).reach(len(idx), len(idx), idx.device))
+    q, k, v = (x[0, head * x.size(1) // H] for x in (q, k, v))
+    q, k, v = q[position], k[lo:hi], v[lo:hi]  # (E,), and what it sees, each (S, E)
+    if isinstance(heads, M.SlotPool):
+        slots = heads.position.slots(heads.k_norm(heads.slot_k), heads.slot_v)
+        k, v = (torch.cat((x[head * x.size(0) // H], y)) for x, y in zip(slots, (k, v), strict=True))
+    content, bias = (k[:, part] @ q[part] / math.sqrt(D) for part in (slice(D), slice(D, None)))
+    apart = len(k) - hi + lo if isinstance(heads, M.SlotPool) and not heads.joint else 0  # slots with their own softmax
+    content[:apart] = k[:apart, :D] @ still / math.sqrt(D)
+    own = len(k) - hi + position  # the unit of its own token, whose distance is 0
+    bias -= bias[own].clone()
+    if (slopes := heads.position.slopes(inputs.table)) is not None:
+        bias[len(k) - hi + lo :] -= slopes[head] * (torch.arange(lo, hi, device=idx.device) - position).abs()
+    hidden = torch.exp(M.capped(content, heads.softcap) + bias)
+    Z = torch.cat([part.sum().expand_as(part) for part in hidden.tensor_split([apart])])
+    if isinstance(heads, M.ShapedPool):
+        hidden = heads.beta[head] * hidden - heads.gamma[head] * Z * bias.softmax(0)
+        hidden[own] += heads.alpha[head] * Z[own]
+
+    keys = k[:, :D].expand(1, H, -1, -1)
+    back, _, _ = heads.position(keys, keys, keys, heads.position.table(idx.new_tensor([-position]), k.dtype))
+    back = torch.cat((keys[:, :, :apart], back[:, :, apart:, :D]), dim=2)
+    group, member = divmod(head, H // cfg.kv_heads)  # a group of rows holds its query heads, then key and value
+    into = heads.qk if isinstance(heads, M.ShapedPool) else heads.qkv
+    W_Q = into.weight.unflatten(0, (cfg.kv_heads, -1))[group, member * D : (member + 1) * D]
+    incoming = (back[0, head] * scale) @ W_Q
+    y = v.new_zeros(len(v), H, D)
+    y[:, head] = v[:, :D]
+    y = y.flatten(1)  # (S, C), in which a head's channels stand together
+    return incoming, (heads.out(y) - heads.out(torch.zeros_like(y))) / Z[:, None], hidden
+
+
+Promoted = list[tuple[str, float]]  # tokens and what a unit adds to their log p
+
+
+class Unit(NamedTuple):
+    """A hidden unit of a head; see the docstring of the module."""
+
+    name: str  # its token and the token's position, or its slot
+    activation: float
+    share: float
+    incoming: float
+    outgoing: float
+    promotes: Promoted
+
+
+@torch.no_grad()
+def read_head(
+    model: Model,
+    tokenizer: Tokenizer,
+    idx: Tensor,
+    layer: int,
+    head: int,
+    position: int,
+    source: Tensor | None = None,
+    most: int = 24,
+) -> tuple[list[Unit], int, Promoted]:
+    """The `most` units with the largest shares of a head at one query, slots before tokens; the number of all units;
+    and the tokens that all of them promote together. The other arguments are those of contextual_mlp."""
+    final = []
+    with model.norm.register_forward_pre_hook(lambda _, args: final.append(args[0][0, position])):
+        incoming, outgoing, hidden = contextual_mlp(model, idx, layer, head, position, source)
+    require(hidden.isfinite().all(), f"a score of layer={layer} head={head} is above 88 and overflows; no activations")
+    heads = self_attention(model.blocks[layer])
+    slots = model.cfg.slots if isinstance(heads, M.SlotPool) else 0
+    parts = hidden.tensor_split([slots if slots and not heads.joint else 0])  # of one softmax each
+    share = torch.cat([part / part.abs().sum() for part in parts])
+    rows = share.abs().argsort(descending=True, stable=True)[:most].sort().values
+    added = torch.cat((hidden[rows, None] * outgoing[rows], (hidden @ outgoing)[None]))  # and all units together
+    logits = F.linear(model.norm(final[-1]), *model.head_parameters()).cpu().double()
+    without = logits - added_logits(model, added, final[-1]).cpu().double()
+
+    def log_p(logits: Tensor) -> Tensor:
+        return M.capped(logits, model.cfg.logit_softcap)[..., : tokenizer.vocab_size].log_softmax(-1)
+
+    gain = log_p(logits) - log_p(without)
+    tokens = (log_p(logits).exp() - log_p(without).exp()).topk(min(PROMOTED, gain.size(1))).indices
+    *promotes, together = [
+        [(spelled(tokenizer, t), v) for t, v in zip(*each, strict=True) if v > 0]
+        for each in zip(tokens.tolist(), gain.gather(1, tokens).tolist(), strict=True)
+    ]
+    first = int(M.Mask(heads.causal, heads.window).reach(len(idx), len(idx), "cpu")[0][position])
+    names = [f"slot {i}" for i in range(slots)]
+    names += [f"{i} {spelled(tokenizer, int(idx[i]))}" for i in range(first, first + len(hidden) - slots)]
+    numbers = (x[rows].tolist() for x in (hidden, share, incoming.norm(dim=1), outgoing.norm(dim=1)))
+    names = [names[i] for i in rows.tolist()]
+    return [Unit(*row) for row in zip(names, *numbers, promotes, strict=True)], len(hidden), together
+
+
+def added_logits(model: Model, x: Tensor, stream: Tensor) -> Tensor:
+    """What x (..., C) adds to the logits (..., V), if the last norm has the statistics of the final stream (C,)."""
+    norm = model.norm
+    gain, bias = getattr(norm, "weight", 1.0), getattr(norm, "bias", None)
+
+    def linear(x: Tensor) -> Tensor:
+        return gain * (x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x)
+
+    scale = (norm(stream) - (0.0 if bias is None else bias)).norm() / linear(stream).norm()
+    return F.linear(scale * linear(x), model.head_parameters()[0])
+
+
+def spelled(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token in quotation marks, with escapes for what cannot be printed."""
+    if token >= tokenizer.vocab_size:
+        return f"<id {token}>"
+    text = tokenizer.token_bytes[token].decode("utf-8", "backslashreplace")
+    return "'" + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text) + "'"
+
+
+def promoted(tokens: Promoted) -> str:
+    return "  ".join(f"{token} {value:+.3f}" for token, value in tokens)
+
+
+def print_units(units: list[Unit], n_all: int):
+    """Print a row for each unit, and a line on those that are left out."""
+    width = max(len(unit.name) for unit in units)
+    print(f"{'unit':{width}}  activation    share     |in|    |out|  promotes")
+    for name, *numbers, promotes in units:
+        columns = "{:10.4g}  {:7.4f}  {:7.4g}  {:7.4g}".format(*numbers)
+        print(f"{name:{width}}  {columns}  {promoted(promotes)}")
+    if len(units) < n_all:
+        print(f"{n_all - len(units)} more units have smaller shares; --units={n_all} shows them")
+
+
+def picture(units: list[Unit], title: str):
+    """A matplotlib Figure with a row for each unit: bars of its share and of its norms, and the tokens it promotes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.3 + 0.24 * len(units)), layout="constrained")
+    axes = figure.subplots(1, 4, sharey=True, width_ratios=(3, 2, 2, 3.4))
+    figure.suptitle(title, color=GREY, fontsize=11, parse_math=False)
+    for axis, (field, (label, colour, ticks)) in zip(axes, BARS.items(), strict=False):
+        axis.barh(range(len(units)), [getattr(unit, field) for unit in units], color=colour)
+        axis.set_xlabel(label)
+        axis.locator_params(axis="x", nbins=ticks)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.spines["bottom"].set_color(GREY)
+    for axis in axes:
+        axis.tick_params(colors=GREY, labelsize=9)
+        axis.xaxis.label.set(color=GREY, fontsize=9)
+        axis.tick_params(axis="y", length=0)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    mono = {"family": "monospace", "fontsize": 9, "color": GREY, "parse_math": False}
+    axes[0].set_yticks(range(len(units)), [unit.name for unit in units], **mono)
+    axes[0].invert_yaxis()
+    axes[3].spines["bottom"].set_visible(False)
+    axes[3].tick_params(bottom=False, labelbottom=False)
+    axes[3].set_xlabel("promotes: change of log p in nats")
+    figure.align_xlabels(axes)
+    for row, unit in enumerate(units):
+        for column, (token, value) in enumerate(unit.promotes):
+            text = f"{token if len(token) < 10 else token[:8] + '…'} {value:+.3f}"
+            axes[3].text(column / PROMOTED, row, text, va="center", transform=axes[3].get_yaxis_transform(), **mono)
+    return figure
+
+
+def find(cfg: LensConfig, model: Model, tokenizer: Tokenizer, device: torch.device):
+    """Print the heads with the highest scores on the validation set."""
+    flags, patterns = model.cfg, list(dict.fromkeys(cfg.find.split(",")))
+    known = cfg.dataset or cfg.out_dir.partition(":")[0] not in weights.FOREIGN
+    require(known, f"out_dir={cfg.out_dir} does not say its data; set dataset")
+    data, objective, _ = open_dataset(replace(flags, dataset=cfg.dataset or flags.dataset))
+    same = data.tokenizer is None or data.tokenizer.hash == tokenizer.hash
+    require(same, f"dataset={cfg.dataset or flags.dataset} has another tokenizer than the model; prepare it with that")
+    stream = data.split("val")
+    B = max(1, 2**13 // max(objective.lengths))  # 8192 tokens at once
+    n = count_windows(stream, objective.block_size)
+    batches = eval_batches(stream, objective, B, device=device)
+    found = scores(model, tqdm(batches, total=-(-n // B), unit=" batches", disable=None), patterns)
+    print(f"{stream.name}: {n:,} windows of {objective.block_size} tokens")
+    for pattern, heads in found.items():
+        print_scores(pattern, heads)
+
+
+def main(argv: list[str] | None = None):
+    with user_errors():
+        cfg = parse(LensConfig, argv, doc=__doc__)
+        unused = sorted(cfg.sources.keys() - OF_FIND) if cfg.find else []
+        require(not unused, f"{', '.join(unused)} has no effect with find={cfg.find}; leave it out")
+        device = resolve_device(cfg.device)
+        sampling = SampleConfig(out_dir=cfg.out_dir, device=cfg.device, max_new_tokens=1)
+        path, model, tokenizer = load(sampling, device)
+        if cfg.find:
+            return find(cfg, model, tokenizer, device)
+        objective, limit = model.cfg.objective, model.cfg.block_size
+        remedy = "leave it out" if cfg.source else "give the text that the encoder reads"
+        fits = bool(cfg.source) == (objective == "seq2seq")
+        require(fits, f"source={cfg.source!r} for a model of objective={objective}: {remedy}")
+        ids = {}
+        for name, text in {"start": read_prompt(cfg.start), "source": cfg.source}.items():
+            if text or name == "start":
+                ids[name] = torch.tensor(text_ids(sampling, model.cfg, tokenizer, text), device=device)
+                n = len(ids[name])
+                require(n <= limit, f"{name} has {n} tokens, more than block_size={limit}; shorten it")
+        position = len(ids["start"]) - 1 if cfg.position == -1 else cfg.position
+        units, n, together = read_head(
+            model, tokenizer, ids["start"], cfg.layer, cfg.head, position, ids.get("source"), cfg.units
+        )
+    sys.stdout.reconfigure(errors="replace")  # for a terminal without Unicode
+    query = f"{position} {spelled(tokenizer, int(ids['start'][position]))}"
+    title = f"layer {cfg.layer}, head {cfg.head}, query {query}"
+    print(f"{path}, {title}: {n} units, which together promote {promoted(together)}")
+    print_units(units, n)
+    if cfg.out:
+        out = Path(cfg.out).expanduser()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with warnings.catch_warnings(), writing(out):
+            warnings.simplefilter("ignore")  # characters that the font lacks
+            picture(units, title).savefig(out, dpi=150, transparent=True)
+
+
+if __name__ == "__main__":
+    command(main)
