@@ -42,19 +42,18 @@ Seams. Other files replace or wrap these attributes and nothing else:
     Model.chunk_loss, a block        compilation, recomputation                 same result
     Model.pos, .wte, .first_norm     pipeline stages; tensor, context par.      shapes
     Model.norm, .head, .blocks       pipeline stages, which delete others       shapes; a block keeps its name
-    Model.init_weights               plan (engine/plan/costs.py), on fake tensors    shapes
+    Model.init_weights               plan, on fake tensors                      shapes
     parameters                       tensor parallelism: slices; plan: dtypes   names
     Stack.position_table             tensor parallelism: rows of its heads      as AttentionPosition.table
     forward of norms and layers      FSDP, tensor parallelism                   same result, or one term of a sum
-    Heads.cache, .mix, .dropout      decoding, context par., lens; plan: 0.0    as KVCache.extend, as Heads.mix
+    Heads.cache, .memory_cache       decoding, context parallelism              as KVCache.extend, as KVCache.once
+    Heads.attend, .window, .dropout  context par., lens; decoding; plan: 0.0    as Heads.attend; tokens; a probability
 """
 
-import hashlib
 import math
 import re
-from collections import deque, namedtuple
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections import namedtuple
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -65,15 +64,31 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+
+from ops import (
+    Mask,
+    Slots,
+    at_least_float32,
+    attention,
+    capped,
+    chunk_loss,
+    cross_entropy,
+    dropped,
+    layer_norm,
+    matmul_dtype,
+    normal,
+    rms_norm,
+    rotate,
+    squared_relu,
+    uniform_attention,
+    wide_stream,
+)  # fmt: skip
 
 Maybe = Tensor | None
 Shape = tuple[int, ...]
 Fused = tuple[int, int, Shape]  # (dim, groups, sizes), see Linear
-Slots = tuple[Tensor, Tensor] | None  # keys and values (Hkv, M, E) without position, which every query sees
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -327,51 +342,14 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm whose result has the dtype of x, whichever dtype the weight has. The kernel's sums are in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
-        with keeping_dtype(x):
-            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) times a weight. PyTorch's is a fused kernel on GPUs, and a dozen passes on CPUs."""
+    """x / sqrt(mean(x^2) + eps) times a weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            if torch.is_grad_enabled():
-                return RMSNormOfCPU.apply(x, self.weight, self.eps)
-            if x.dtype == self.weight.dtype:  # few calls: their number limits the speed of decoding
-                n, length = x.size(-1), torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-                length.hypot_(torch.scalar_tensor(math.sqrt(n * self.eps), dtype=x.dtype))
-                return (x * self.weight).div_(length).mul_(math.sqrt(n))
-        with keeping_dtype(x):
-            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-def keeping_dtype(x: Tensor) -> AbstractContextManager:
-    """A context in which norms of x have its dtype: CUDA's autocast would compute and return them in float32."""
-    wide = x.dtype in (torch.float32, torch.float64)
-    return nullcontext() if wide else torch.autocast(x.device.type, enabled=False)
-
-
-class RMSNormOfCPU(torch.autograd.Function):
-    """RMSNorm in few passes. The backward calls LayerNorm's kernel with a mean of 0, and adds the term that only
-    LayerNorm subtracts."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = at_least_float32(x)
-        rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, rms)
-        return (wide * rms).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        x, weight, rms = ctx.saved_tensors
-        options = torch.zeros_like(rms), rms, weight.to(rms.dtype), None, (True, True, False)
-        dx, dw, _ = torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], *options)
-        mean = (grad.flatten(0, -2) @ weight.to(grad.dtype)).view(rms.shape) / x.size(-1)
-        return dx.add_((mean * rms).to(x.dtype)), dw.to(weight.dtype), None
+        return rms_norm(x, self.weight, self.eps)
 
 
 class NormOfHeads(RMSNorm):
@@ -489,7 +467,7 @@ class AttentionPosition(nn.Module):
         return k, v
 
     def slopes(self, table: tuple[Tensor, ...]) -> Tensor | None:
-        """Slopes (H,), if any: mix subtracts slope_h |i - j| from the scores."""
+        """Slopes (H,), if any: attention subtracts slope_h |i - j| from the scores."""
         return None
 
 
@@ -553,33 +531,13 @@ class Rope(AttentionPosition):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = (x.to(q.dtype) for x in table[self.first : self.first + 2])
-        if not torch.is_grad_enabled():  # another pass, but fewer calls, whose number limits the speed of decoding
-            half = q.size(-1) // 2
-            return *((x * cos).addcmul_(x.roll(half, -1), sin) for x in (q, k)), v
-        return Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin), v
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 class LocalRope(Rope):
     """RoPE with rope_theta_local, for layers L."""
 
     first = 2
-
-
-class Rotation(torch.autograd.Function):
-    """x cos + (second half of x, first half of x) sin, in two passes: x (B, H, T, D); cos and sin (T, D) from Rope."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        half, y = x.size(-1) // 2, x * cos
-        y[..., :half].addcmul_(x[..., half:], sin[:, :half])
-        y[..., half:].addcmul_(x[..., :half], sin[:, half:])
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        cos, sin = ctx.saved_tensors
-        return Rotation.apply(grad, cos, -sin), None, None
 
 
 class Alibi(AttentionPosition):
@@ -655,262 +613,9 @@ def layer_position(cfg: ModelConfig, layer: int) -> AttentionPosition:
     return {"G": POSITION[cfg.pos][1], "L": LocalRope, "N": AttentionPosition}[kinds[layer % len(kinds)]](cfg)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention: mix(q, k, v) computes all scores in fused kernels or in strips of queries, never as a (T, S) matrix
-
-
-class Mask(NamedTuple):
-    """The keys that each of T queries sees: a range [lo, hi) of S keys. In self-attention, queries are the last T."""
-
-    causal: bool = True
-    window: int = 0  # positions before (and, if not causal, after) the query's, its own included; 0 = all
-    docs: tuple[Tensor, Tensor] | None = None  # document numbers of queries (B, T) and keys (B, S), never decreasing
-    slopes: Tensor | None = None  # (H,): slope |i - j| is subtracted from the scores
-
-    def reach(self, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """lo and hi, each (T,), or (B, T) with docs."""
-        i = torch.arange(S - T, S, device=device)
-        lo, hi = torch.zeros_like(i), torch.full_like(i, S)
-        if self.causal:
-            hi = i + 1
-        if self.window:
-            lo, hi = (i - self.window + 1).clamp(min=0), hi.minimum(i + self.window)
-        if self.docs is not None:
-            of_queries, of_keys = (docs.contiguous() for docs in self.docs)
-            lo = lo.maximum(torch.searchsorted(of_keys, of_queries))
-            hi = hi.minimum(torch.searchsorted(of_keys, of_queries, right=True))
-        return lo, hi
-
-
-def attention_kernel(
-    mask: Mask, T: int, S: int, slots: bool, softcap: float, dropout: float, device: str, flash: bool
-) -> str:
-    """Name of the kernel for the attention of T queries to S keys. Longer texts have no (T, S) matrix.
-
-    kernel    when                                                              memory of scores and masks
-    full      all queries see all keys, or causal with T = S                    none: one fused call
-    window    causal, each query sees the last W keys                           a (W, 2W) mask; two fused calls
-    flash     causal, T < S, and `flash`: see takes_flash                       none: one fused call
-    joined    slots, or causal with T < S, on a CPU, without a window           none: two fused calls
-    strips    documents or slopes, or none of the others                        a (128, S) mask; a fused call per strip
-    naive     a softcap, or dropout on a CPU: no fused kernel has them          (256, S) scores per strip
-    """
-    past = S - T if mask.causal else 0  # keys before the first query
-    biased = mask.docs is not None or mask.slopes is not None
-    if softcap or (dropout and device == "cpu"):
-        return "naive"
-    if not (biased or slots or past or (mask.window and not mask.causal)):
-        return "window" if mask.window else "full"
-    if biased or mask.window:
-        return "strips"
-    return "flash" if flash and not slots else "joined" if device == "cpu" else "strips"
-
-
-def mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, softcap=0.0, dropout=0.0, slots: Slots = None) -> Tensor:
-    """Attention softmax(cap(q k^T / sqrt(D))) v over the keys that the mask admits: (B, H, T, E), where E >= D.
-
-    q (B, H, T, E), k and v (B, Hkv, S, E). The columns from D on hold a position bias, which is not capped.
-    """
-    T, S = q.size(2), k.size(2)
-    if T == 1 and mask.causal:
-        if 0 < mask.window < S:
-            k, v = (x[:, :, -mask.window :] for x in (k, v))
-        docs = mask.docs and (mask.docs[0], mask.docs[1][:, -mask.window :])
-        mask, S = Mask(False, 0, docs, mask.slopes), k.size(2)
-    mask = mask._replace(window=mask.window if mask.window < S else 0)
-    device, scale = q.device.type, D**-0.5
-    flash = takes_flash(device, matmul_dtype(q), q.size(3))
-    kernel = attention_kernel(mask, T, S, slots is not None, softcap, dropout, device, flash)
-    sdpa = partial(fused_attention, scale=scale, dropout_p=dropout)
-    if kernel == "full":
-        return sdpa(q, k, v, is_causal=mask.causal)
-    if kernel == "window":
-        return window_attention(sdpa, q, k, v, mask.window)
-    if kernel == "flash":  # for T < S, this operator takes the queries as the last positions
-        q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal=True, scale=scale)[0]
-    if kernel == "joined":
-        past = S - T if mask.causal else 0
-        always = [x[:, :, :past] for x in (k, v)]  # (B, Hkv, M + past, E)
-        if slots is not None:
-            both = zip(slots, always, strict=True)
-            always = [torch.cat((x.expand(len(q), -1, -1, -1), y), dim=2) if past else x[None] for x, y in both]
-        k, v = (x[:, :, past:].repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-        given = q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always)
-        return JoinedAttention.apply(*(x.to(matmul_dtype(q)) for x in given), scale, mask.causal).to(v.dtype)
-    if kernel == "strips":
-        return strip_attention(sdpa, q, k, v, tuple(mask), slots, 128)
-    return strip_attention(partial(naive_attention, D, softcap, dropout), q, k, v, tuple(mask), slots, 256)
-
-
-def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
-    """Whether CUDA's flash operator accepts queries of this dtype and width."""
-    return device == "cuda" and dtype == torch.bfloat16 and width in range(8, 257, 8)
-
-
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
-    """PyTorch's attention in a fused kernel. CUDA's kernels for masks and float32 have no grouped heads, for which
-    PyTorch would silently make a (T, S) matrix; so keys and values are repeated there. For at
-    most 256 keys on a CPU, bfloat16 inputs become float32, whose backward is up to six times as fast."""
-    group = q.size(1) // k.size(1)
-    if q.device.type == "cpu" and matmul_dtype(q) == torch.bfloat16 and k.size(2) <= 256:
-        mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.float()
-        with torch.autocast("cpu", enabled=False):
-            return fused_attention(q.float(), k.float(), v.float(), mask, **options).to(v.dtype)
-    if group > 1 and q.device.type == "cuda" and (attn_mask is not None or matmul_dtype(q) == torch.float32):
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=q.size(1) != k.size(1), **options)
-
-
-def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, W: int) -> Tensor:
-    """Causal attention to the last W positions, its own included, in O(T W): blocks of W queries see 2W keys each. The
-    first block has no predecessor and is plain causal attention; the other blocks share one (W, 2W) mask."""
-    B, _, T, E = q.shape
-    n = -(-T // W)
-    q, k, v = (F.pad(x, (0, 0, 0, n * W - T)) for x in (q, k, v))  # padding comes last, where the causal mask hides it
-
-    def blocks(x: Tensor, first: int, width: int) -> Tensor:  # n-1 overlapping views -> ((n-1) B, heads, width, E)
-        return x[:, :, first:].unfold(2, width, W).permute(2, 0, 1, 4, 3).flatten(0, 1)
-
-    i, j = torch.arange(W, device=q.device)[:, None], torch.arange(2 * W, device=q.device)
-    band = (j > i) & (j <= i + W)  # (W, 2W): key 0 is W positions before query 0
-    rest = sdpa(blocks(q, W, W), blocks(k, 0, 2 * W), blocks(v, 0, 2 * W), attn_mask=band)
-    rest = rest.view(n - 1, B, -1, W, E).permute(1, 2, 0, 3, 4).flatten(2, 3)  # (B, H, (n-1) W, E)
-    return torch.cat((sdpa(q[:, :, :W], k[:, :, :W], v[:, :, :W], is_causal=True), rest), dim=2)[:, :, :T]
-
-
-class JoinedAttention(torch.autograd.Function):
-    """One softmax over slots and context: two calls of the CPU's fused kernel, joined by their normalisers. Given the
-    joint result and normaliser, the kernel's backward computes the right gradients of each part. q (B, H, T, E), k and
-    v (B, H, S, E), slot_k and slot_v (B, Hkv, M, E)."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, slot_k: Tensor, slot_v: Tensor, scale: float, causal: bool):
-        kernel = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
-        q_slots = q.reshape(len(q), slot_k.size(1), -1, q.size(3))  # (B, Hkv, G T, E)
-        y_slots, z_slots = kernel(q_slots, slot_k, slot_v)
-        y, z = kernel(q, k, v, is_causal=causal)  # (B, H, T, E) and log of the normaliser (B, H, T)
-        z_slots = z_slots.reshape(z.shape)
-        total = torch.logaddexp(z, z_slots)
-        y = (z - total).exp()[..., None] * y + (z_slots - total).exp()[..., None] * y_slots.reshape(y.shape)
-        if y.dtype != q.dtype:  # a conversion without effect, compiled by torch 2.11, has a backward that returns zeros
-            y = y.to(q.dtype)
-        ctx.save_for_backward(q, k, v, slot_k, slot_v, y, total)
-        ctx.scale, ctx.causal = scale, causal
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        q, k, v, slot_k, slot_v, y, total = ctx.saved_tensors
-        kernel = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, scale=ctx.scale)
-        dq, dk, dv = kernel(grad, q, k, v, y, total, dropout_p=0.0, is_causal=ctx.causal)
-        grad, q_slots, y, total = (x.reshape(len(x), slot_k.size(1), -1, *x.shape[3:]) for x in (grad, q, y, total))
-        dq_slots, *d_slots = kernel(grad, q_slots, slot_k, slot_v, y, total, dropout_p=0.0, is_causal=False)
-        return dq + dq_slots.reshape(dq.shape), dk, dv, *d_slots, None, None
-
-
-def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tuple, slots: Slots, rows: int) -> Tensor:
-    """Attention in strips of `rows` queries: any mask and score in O(rows S) memory. Several strips are recomputed in
-    the backward; a single one is not. mask has the fields of a Mask: torch.compile passes no named tuple between its
-    graphs."""
-    mask = Mask(*mask)
-    T, S, W = q.size(2), k.size(2), mask.window
-    lo, hi = mask.reach(T, S, q.device)
-    if slots is not None:
-        slots = tuple(x.expand(len(q), -1, -1, -1) for x in slots)  # each (B, Hkv, M, E)
-
-    def strip(q: Tensor, k: Tensor, v: Tensor, i: int, first: int) -> Tensor:  # queries i ... and keys first ...
-        end, M = i + q.size(2), 0
-        j = torch.arange(first, first + k.size(2), device=q.device)
-        seen = ((j >= lo[..., i:end, None]) & (j < hi[..., i:end, None])).view(-1, 1, end - i, len(j))
-        if mask.slopes is not None:
-            distance = (torch.arange(S - T + i, S - T + end, device=q.device)[:, None] - j).abs()
-            seen = (-mask.slopes[:, None, None] * distance).masked_fill(~seen, -math.inf).to(q.dtype)  # (B, H, t, s)
-        if slots is not None:
-            k, v, M = torch.cat((slots[0], k), dim=2), torch.cat((slots[1], v), dim=2), slots[0].size(2)
-        return attend(q, k, v, attn_mask=F.pad(seen, (M, 0), value=mask.slopes is None))  # true, or 0.0
-
-    out = []
-    for i in range(0, T, rows):
-        end = min(i + rows, T)
-        first = max(0, S - T + i - W + 1) if W else 0
-        last = S - T + end if mask.causal else min(S, S - T + end + W - 1) if W else S
-        strips = q[:, :, i:end], k[:, :, first:last], v[:, :, first:last], i, first
-        recompute = torch.is_grad_enabled() and T > rows
-        out.append(checkpoint(strip, *strips, use_reentrant=False) if recompute else strip(*strips))
-    return torch.cat(out, dim=2)
-
-
-def naive_attention(D: int, cap: float, dropout: float, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
-    """Attention with a softcap, or with dropout on a CPU. Shapes as in mix; attn_mask broadcasts to (B, H, T, S).
-
-    Dropout is that of the field: each weight is dropped after the softmax has normalised all weights, independently for
-    each head, query and key; the others are divided by 1 - p.
-    """
-    q = (q * D**-0.5).unflatten(1, (k.size(1), -1))  # (B, Hkv, G, t, E)
-    k, v = k[:, :, None], v[:, :, None]  # (B, Hkv, 1, s, E)
-    if cap:
-        scores = capped(q[..., :D] @ k[..., :D].mT, cap) + q[..., D:] @ k[..., D:].mT
-    else:
-        scores = q @ k.mT
-    bias = torch.where(attn_mask, 0.0, -math.inf) if attn_mask.dtype == torch.bool else attn_mask
-    weights = (at_least_float32(scores.flatten(1, 2)) + bias).softmax(-1).to(v.dtype)  # (B, H, t, s)
-    return (dropped(weights, dropout).view_as(scores) @ v).flatten(1, 2)  # (B, H, t, E)
-
-
-def uniform_mix(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask) -> Tensor:
-    """mix with q = k = 0, in O(T): the mean of the visible values. With a position bias (columns from D on, or slopes),
-    the weights are the softmax of the bias. Shapes as in mix; k has H heads."""
-    if q.size(-1) > D or mask.slopes is not None:
-        return mix(torch.cat((torch.zeros_like(q[..., :D]), q[..., D:]), dim=-1), k, v, D, mask)
-    T, S = q.size(2), k.size(2)
-    mask = mask._replace(window=mask.window if mask.window < S else 0)
-    if T == 1 and mask.causal and mask.docs is None:
-        return v[:, :, -mask.window :].mean(dim=2, keepdim=True)
-    total = at_least_float32(v).cumsum(dim=2)
-    lo, hi = mask.reach(T, S, v.device)
-    if mask.docs is None and not mask.window and mask.causal:
-        return (total[:, :, S - T :] / hi[:, None]).to(v.dtype)
-    total = F.pad(total, (0, 0, 1, 0))  # (B, H, S + 1, E): the sum of all values before a position
-    ends = (x.view(-1, 1, T, 1).expand(len(v), v.size(1), T, v.size(3)) for x in (hi, lo))
-    upper, lower = (total.gather(2, end) for end in ends)
-    return ((upper - lower) / (hi - lo).view(-1, 1, T, 1)).to(v.dtype)
-
-
-def dropped(x: Tensor, p: float) -> Tensor:
-    """F.dropout. In eager mode on a CPU, 16 random bits decide on each element (p is rounded to 1 / 65536), because
-    Bernoulli draws take longer than a small model's matrix products."""
-    if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
-        return F.dropout(x, p) if p else x
-    limit = min(round(p * 2**16), 2**16 - 1)
-    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-    kept = (bits[: x.numel()] >= limit - 2**15).view(x.shape)
-    return x * kept.to(x.dtype).mul_(2**16 / (2**16 - limit))
-
-
-def capped(x: Tensor, cap: float) -> Tensor:
-    return cap * torch.tanh(x / cap) if cap > 0 else x
-
-
-def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which matrix products with x are computed."""
-    device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if autocast else x.dtype
-
-
-def wide_stream(flag: bool | str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the residual stream is in float32 under this fp32_residual, where matrix products are in `dtype`."""
-    return flag is True or flag == "auto" and (device.type != "cuda" or dtype != torch.bfloat16)
-
-
 def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:
     """The dtype of a residual stream that begins with x."""
     return x.dtype if wide_stream(cfg.fp32_residual, x.device, matmul_dtype(x)) else matmul_dtype(x)
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -986,37 +691,6 @@ class Gain(nn.Module):
         return self.weight * x
 
 
-class KVCache:
-    """Keeps the keys and values of earlier calls while decoding. With length 0, as in training, it keeps nothing."""
-
-    def __init__(self, length: int = 0):
-        self.length, self.end, self.k, self.v = length, 0, None, None
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v (B, heads, T, E) of new positions -> k and v of all positions so far, (B, heads, S, E)."""
-        if not self.length:
-            return k, v
-        if self.k is None:
-            self.k, self.v = (x.new_empty(*x.shape[:2], self.length, x.size(3)) for x in (k, v))
-        start, self.end = self.end, self.end + k.size(2)
-        self.k.narrow(2, start, k.size(2)).copy_(k), self.v.narrow(2, start, k.size(2)).copy_(v)
-        return self.k.narrow(2, 0, self.end), self.v.narrow(2, 0, self.end)
-
-    def keep(self, length: int, width: int):
-        """Moves the last `length` keys and values to the front. Key columns from `width` on, ALiBi's, stay in place."""
-        for x in (self.k[..., :width], self.v):
-            x[:, :, :length] = x[:, :, self.end - length : self.end].clone()
-        self.end = length
-
-    def once(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """The result of compute(), which is computed only once while decoding."""
-        if not self.length:
-            return compute()
-        if self.k is None:
-            self.k, self.v = compute()
-        return self.k, self.v
-
-
 class Inputs(NamedTuple):
     """Inputs of a block besides the stream: positions, document numbers and the encoder's memory."""
 
@@ -1048,7 +722,7 @@ class Heads(nn.Module):
         kind, per = (RMSNorm, [1, 1]) if cfg.qk_norm_width == "head" else (NormOfHeads, [cfg.n_head, cfg.kv_heads])
         norms = (kind(n * cfg.head_size, cfg.norm_eps) if cfg.qk_norm else nn.Identity() for n in per)
         self.q_norm, self.k_norm = (with_role(each, "whole") for each in norms)
-        self.position, self.cache = layer_position(cfg, layer), KVCache()
+        self.position, self.cache = layer_position(cfg, layer), None  # decoding sets a KVCache
         self.out = Linear(cfg, cfg.n_head * cfg.head_size, cfg.n_embd, "out")
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
@@ -1059,13 +733,13 @@ class Heads(nn.Module):
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
         q, k, v = self.position(q, k, v, inputs.table)
-        k, v = self.cache.extend(k, v)  # (B, heads, S, E)
+        k, v = self.cache.extend(k, v) if self.cache else (k, v)  # (B, heads, S, E)
         mask = Mask(self.causal, self.window, inputs.docs, self.position.slopes(inputs.table))
-        return self.mix(q, k, v, mask)[..., : self.head_dim]
+        return self.attend(q, k, v, mask)[..., : self.head_dim]
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots = None) -> Tensor:
         """The softmax of all heads. A variant of it goes here and works with slots, shaped and cross attention too."""
-        return mix(q, k, v, self.head_dim, mask, self.softcap, self.dropout if self.training else 0.0, slots)
+        return attention(q, k, v, self.head_dim, mask, self.softcap, self.dropout if self.training else 0.0, slots)
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
@@ -1111,11 +785,11 @@ class SlotPool(ContextPool):
         if self.joint:
             return y
         slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
-        return y + Heads.mix(self, q, *slots, Mask(causal=False))  # not self.mix, which is the context's seam
+        return y + Heads.attend(self, q, *slots, Mask(causal=False))  # not self.attend, which is the context's seam
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         slots = self.position.slots(*self.slots(k.dtype)) if self.joint else None  # each (Hkv, M, E)
-        return super().mix(q, k, v, mask, slots)
+        return super().attend(q, k, v, mask, slots)
 
 
 class ShapedPool(Heads):
@@ -1140,11 +814,11 @@ class ShapedPool(Heads):
     def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         return *self.split(self.qk(x), self.group, 1), *self.split(self.value(x), 1)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
         alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
-        uniform = uniform_mix(q, k, v, self.head_dim, mask)
-        y = alpha * v[:, :, -q.size(2) :] + beta * super().mix(q, k, v, mask) - gamma * uniform
+        uniform = uniform_attention(q, k, v, self.head_dim, mask)
+        y = alpha * v[:, :, -q.size(2) :] + beta * super().attend(q, k, v, mask) - gamma * uniform
         return y.to(v.dtype)  # not the gains, whose steps are smaller than those of 16 bits
 
 
@@ -1153,32 +827,20 @@ class MemoryPool(Heads):
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__(cfg, layer)
-        self.causal, self.window, self.position, self.memory_cache = False, 0, AttentionPosition(cfg), KVCache()
+        self.causal, self.window, self.position, self.memory_cache = False, 0, AttentionPosition(cfg), None
         Hkv, D = cfg.kv_heads, cfg.head_size
         self.q = Linear(cfg, cfg.n_embd, cfg.n_head * D, "into", bias=cfg.qkv_bias)
         self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "memory", (0, Hkv, (D, D)), cfg.qkv_bias)
 
     def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        return *self.split(self.q(x), 1), *self.memory_cache.once(lambda: self.split(self.kv(inputs.memory), 1, 1))
+        def keys_and_values() -> tuple[Tensor, Tensor]:
+            return self.split(self.kv(inputs.memory), 1, 1)
+
+        of_memory = self.memory_cache.once(keys_and_values) if self.memory_cache else keys_and_values()
+        return *self.split(self.q(x), 1), *of_memory
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         return super().forward(x, inputs._replace(docs=inputs.memory_docs))
-
-
-class SquaredReLU(torch.autograd.Function):
-    """relu(x)^2 (arXiv:2109.08668), whose gradient takes one pass here."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        positive = F.relu(x)
-        ctx.save_for_backward(positive)
-        return positive * positive
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        (positive,) = ctx.saved_tensors
-        return torch.addcmul(grad.new_zeros(()), grad, positive, value=2.0)
 
 
 Kind = namedtuple("Kind", "f inputs", defaults=[1])  # f maps `inputs` tensors (..., F) to one (..., F)
@@ -1186,7 +848,7 @@ MLP_KIND = {
     "gelu": Kind(F.gelu),
     "gelu_tanh": Kind(partial(F.gelu, approximate="tanh")),
     "relu": Kind(F.relu),
-    "relu2": Kind(lambda x: SquaredReLU.apply(x) if torch.is_grad_enabled() else F.relu(x).square_()),
+    "relu2": Kind(squared_relu),
     "swiglu": Kind(lambda gate, x: F.silu(gate) * x, inputs=2),
     "geglu": Kind(lambda gate, x: F.gelu(gate) * x, inputs=2),
     "geglu_tanh": Kind(lambda gate, x: F.gelu(gate, approximate="tanh") * x, inputs=2),
@@ -1258,7 +920,7 @@ class Sum(nn.Module):
         return self.total(y).to(s.dtype)  # some norms return float32
 
 
-def attention(cfg: ModelConfig, layer: int) -> Heads:
+def context_pool(cfg: ModelConfig, layer: int) -> Heads:
     return SlotPool(cfg, layer) if cfg.slots else ContextPool(cfg, layer)
 
 
@@ -1269,12 +931,12 @@ def cross(cfg: ModelConfig, layer: int) -> dict[str, Heads]:
 
 def standard(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = s + A(n1(s));  s = s + M(n2(s)) (arXiv:1706.03762, pre-norm as in GPT-2)."""
-    return [Sum(cfg, attn=attention(cfg, layer)), Sum(cfg, **cross(cfg, layer)), Sum(cfg, mlp=ParameterPool(cfg))]
+    return [Sum(cfg, attn=context_pool(cfg, layer)), Sum(cfg, **cross(cfg, layer)), Sum(cfg, mlp=ParameterPool(cfg))]
 
 
 def parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = s + A(n(s)) + M(n(s)), one shared norm (GPT-J; PaLM, arXiv:2204.02311)."""
-    return [Sum(cfg, **cross(cfg, layer)), Sum(cfg, attn=attention(cfg, layer), mlp=ParameterPool(cfg))]
+    return [Sum(cfg, **cross(cfg, layer)), Sum(cfg, attn=context_pool(cfg, layer), mlp=ParameterPool(cfg))]
 
 
 def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
@@ -1295,7 +957,7 @@ def superblock(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = s + A(n(s)) + X(n(s)) + M(n(s)): one sum over all pools, or with wiring=series one sum for each pool, in this
     order. With pool=joint, slots that the heads of A read replace M."""
     mlp = {"mlp": ParameterPool(cfg, cfg.n_group)} if cfg.pool == "separate" else {}
-    pools = {"attn": attention(cfg, layer)} | cross(cfg, layer) | mlp
+    pools = {"attn": context_pool(cfg, layer)} | cross(cfg, layer) | mlp
     sums = [pools] if cfg.wiring == "parallel" else [{name: pool} for name, pool in pools.items()]
     return [Sum(cfg, **each) for each in sums]
 
@@ -1322,67 +984,6 @@ class Block(nn.Module):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Loss
-
-
-def rows_at_once(cfg: ModelConfig, vocab_size: int, device: torch.device) -> int:
-    """Number of tokens whose logits exist at once in the loss: loss_chunk, or as many as fit in 1 GiB of float32 on a
-    GPU (5248 for GPT-2's vocabulary), and in 128 MiB elsewhere. In 16 bits, the logits and their gradient together take
-    as many bytes; a compiled chunk keeps nothing else."""
-    fit = max(1, 2 ** (28 if device.type == "cuda" else 25) // vocab_size)
-    return cfg.loss_chunk or (fit if fit < 128 else fit // 128 * 128)  # matmuls are faster with multiples of 128
-
-
-def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """(sum of cross entropies over targets >= 0, its gradient for the logits or None); logits (N, V), targets (N,)."""
-    valid, index = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
-    z = capped(at_least_float32(logits), softcap)
-    log_p = z.log_softmax(-1)
-    total = -(log_p.gather(1, index) * valid).sum()
-    if not gradient:
-        return total, None
-    p, slope = log_p.exp_(), 1 - (z / softcap).square() if softcap > 0 else 1.0
-    if torch.compiler.is_compiling():  # this form fuses; a scatter would write p to memory first
-        p = p - (torch.arange(z.size(1), device=z.device) == index).to(p.dtype)
-    else:
-        p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
-    return total, p.mul_(valid * slope).to(logits.dtype)
-
-
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropies of logits x W^T + b, which never exist as (N, V): the forward computes loss and
-    gradients chunk by chunk. b (V,) or None. options: the softcap, rows of a chunk, chunk_loss, perhaps compiled, and
-    whether there is a backward. The gradients are stored unscaled; the backward multiplies them by the incoming
-    gradient, which contains the loss scale of float16."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Maybe, targets: Tensor, options: tuple) -> Tensor:
-        softcap, chunk, of_chunk, gradient = options
-        dtype = matmul_dtype(x)
-        wide = torch.promote_types(weight.dtype, torch.float32)  # for the sums over chunks, where FSDP gathers 16 bits
-        dx, dW = (torch.empty_like(x), torch.zeros_like(weight, dtype=wide)) if gradient else (None, None)
-        db = None if bias is None or not gradient else torch.zeros_like(bias, dtype=wide)
-        with torch.autocast(x.device.type, enabled=False):
-            W = weight.to(dtype)
-            total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-            for start in range(0, x.size(0), chunk):
-                rows = slice(start, start + chunk)
-                h = x[rows].to(dtype)
-                logits = h @ W.mT if bias is None else h @ W.mT + bias.to(dtype)
-                part, p = of_chunk(logits, targets[rows], softcap, gradient)
-                total += part
-                if gradient:
-                    dx[rows] = p @ W
-                    dW += p.mT @ h
-                    if db is not None:
-                        db += p.sum(dim=0)
-                del logits, p  # before the logits of the next chunk are made
-        ctx.save_for_backward(dx, dW, db)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        dx, dW, db = ctx.saved_tensors
-        return dx * grad, dW * grad, None if db is None else db * grad, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1446,29 +1047,6 @@ class AskedForMeta(TorchFunctionMode):
         if function == Tensor.is_meta.__get__:
             self.own.filled.pop(args[0].untyped_storage(), None)
         return function(*args, **(kwargs or {}))
-
-
-def normal(key: str, shape: Shape, start: Shape, size: Shape, device: torch.device) -> Tensor:
-    """float32 numbers from N(0, 1): the part with shape `size`, from index `start` on, of an array of `shape`.
-
-    A number depends only on the key and its place in the array. A hash of both gives two uniform 32-bit numbers, which
-    Box and Muller's formula turns into a normal one. float64 makes the results almost always equal on all devices.
-    """
-    first = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    place = torch.full((), first, dtype=torch.int64, device=device)
-    for dim in range(1, len(shape)):
-        place = place[..., None] + strides[dim] * torch.arange(start[dim], start[dim] + size[dim], device=device)
-    out = torch.empty(size, device=device)
-    rows = max(1, 2**16 // max(1, place.numel()))  # rows at once, so that the hashes stay in the cache
-    for part, row in zip(out.split(rows), torch.arange(size[0], device=device).split(rows), strict=True):
-        index = (start[0] + row).mul_(strides[0]).view(-1, *[1] * place.dim()) + place
-        bits = index.mul_(-0x61C8864680B583EB)  # splitmix64, whose products wrap around
-        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
-            bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
-        radius = ((bits >> 32).bitwise_and_(2**32 - 1).to(torch.float64) + 0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
-        part.copy_(bits.bitwise_and_(2**32 - 1).to(torch.float64).mul_(math.tau * 2.0**-32).cos_().mul_(radius))
-    return out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1597,68 +1175,9 @@ class Model(Stack):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
-        chunk = rows_at_once(self.cfg, self.cfg.vocab_size, x.device)
-        if x.size(0) <= chunk and not x.is_cuda:  # on a GPU, the compiled loss of one chunk is faster
-            total = F.cross_entropy(self.logits(x), targets, ignore_index=-1, reduction="sum")
-        else:
-            options = self.cfg.logit_softcap, chunk, self.chunk_loss, torch.is_grad_enabled()
-            total = ChunkedCrossEntropy.apply(x, *self.head_parameters(), targets, options)
+        options = self.cfg.logit_softcap, self.cfg.loss_chunk, self.chunk_loss
+        total = cross_entropy(x, *self.head_parameters(), targets, *options)
         return total / (targets >= 0).sum().clamp(min=1)
-
-    # ---- decoding
-
-    def set_caches(self, length: int):
-        """Give the heads empty caches for the keys and values of `length` tokens and of the memory; 0 = no caches."""
-        for m in self.modules():
-            if isinstance(m, Heads) and m.causal:
-                m.cache = KVCache(length)
-            if isinstance(m, MemoryPool):
-                m.memory_cache = KVCache(length)
-
-    @torch.inference_mode()
-    def generate(
-        self, idx: Tensor, max_new_tokens: int, choose: Callable, source: Maybe = None, roll: bool = False
-    ) -> Iterator[Tensor]:
-        """Continues idx (B, T): yields max_new_tokens times the next tokens (B,), which choose(logits (B, V)) returns.
-
-        While the text fits in block_size, a token costs one cached step. After that, the context is the last block_size
-        tokens, as in nanoGPT: all positions change with each token, so it costs a forward of the full context. With
-        roll, a token still costs one cached step, which is the forward of the whole text with window=block_size.
-        """
-        pos, limit = self.cfg.pos, self.cfg.block_size
-        heads = [m for m in self.modules() if isinstance(m, Heads) and m.causal]
-        require(self.cfg.objective != "masked", "objective=masked does not continue a text; it fills blanks in one")
-        require(not roll or POSITION[pos][0] is NoEmbedding, f"pos={pos} ends at block_size={limit}; recompute")
-        memory, length = self.encode(source), min(limit * (1 + roll), idx.size(1) + max_new_tokens)
-        new, text, table, start, end = idx, deque([idx], maxlen=limit), None, 0, 0  # the cache has [start, start + end)
-        self.set_caches(length)
-        windows = [m.window for m in heads]
-        for m in heads if roll else ():
-            m.window = min(m.window or limit, limit)
-        try:
-            for _ in range(max_new_tokens):
-                if end + new.size(1) > length and not roll:
-                    new, end = torch.cat(tuple(text), dim=1)[:, -limit:], 0
-                    text = deque([new], maxlen=limit)
-                    self.set_caches(length)
-                for piece in new.split(limit, dim=1):
-                    if (T := piece.size(1)) > length - end:  # a full cache keeps the keys that the next query sees
-                        moved, end = end - (limit - 1), limit - 1
-                        for m in heads:
-                            m.cache.keep(end, m.head_dim)
-                        if any(isinstance(m.position, Rope) for m in heads):  # rotated keys stay at their positions
-                            start, table = start + moved, None
-                    x, t = self.embed(piece, start + end)
-                    table = self.table(start + torch.arange(length, device=t.device), x) if table is None else table
-                    rows = tuple(each[..., end : end + T, :] for each in table)
-                    x, end = self.through_blocks(x, Inputs(rows, None, memory)), end + T
-                new = choose(self.logits(x[:, -1]))[:, None]
-                text.append(new)
-                yield new[:, 0]
-        finally:
-            self.set_caches(0)
-            for m, window in zip(heads, windows, strict=True):
-                m.window = window
 
     def n_params(self) -> int:
         """Number of trainable parameters; a tied head counts once."""

@@ -45,6 +45,7 @@ from configurator import Config, parse
 from data.objective import OBJECTIVE
 from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
+from engine.decode import generate
 from engine.device import resolve_device, resolve_dtype
 from engine.errors import command, require, user_errors
 from engine.parallel.ranks import Ranks
@@ -197,7 +198,7 @@ def continue_text(
     if live:
         print(prompt, end="", flush=True)
     n, V = 0, tokenizer.vocab_size  # the embedding may be padded to more rows
-    tokens = model.generate(idx, cfg.max_new_tokens, lambda x: choose(x[:, :V]), roll=cfg.overflow == "roll")
+    tokens = generate(model, idx, cfg.max_new_tokens, lambda x: choose(x[:, :V]), roll=cfg.overflow == "roll")
     for n, token in enumerate(tokens, start=1):  # noqa: B007
         for i, (sample, t) in enumerate(zip(samples, token.tolist(), strict=True)):
             if not sample.ended:
@@ -275,7 +276,7 @@ def fill_spans(
         return token
 
     written = [span.clone()]
-    for token in model.generate(span.clone(), cfg.max_new_tokens, draw, source, cfg.overflow == "roll"):
+    for token in generate(model, span.clone(), cfg.max_new_tokens, draw, source, cfg.overflow == "roll"):
         written.append(token[:, None])
         if (span == V + n_blanks).all():
             break

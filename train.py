@@ -48,7 +48,8 @@ from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory
 from engine.profile import Profile
 from engine.stop_signal import StopSignal
-from model import Model, wide_stream
+from model import Model
+from ops import wide_stream
 
 COLLECT = 100  # steps between collections of Python's garbage, in the same steps on all ranks
 NEVER = torch.iinfo(torch.int64).max  # larger than the number of any step

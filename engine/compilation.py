@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
-import model as M
+import ops
 from engine.parallel.ranks import Ranks, is_first_rank, of_first_rank, together
 
 LONG = 180  # seconds of training without compilation from which compile=auto compiles on a CPU
@@ -103,7 +103,7 @@ def compile_model(model: nn.Module, blocks: list[nn.Module]):
     logging.getLogger("torch._dynamo.convert_frame").addFilter(uncompiled)
     if model.cfg.block_size > MOST_IN_STRIPS and model.cfg.activation_checkpoint == "none":  # which needs whole graphs
         reason = f"attention in strips of queries, with block_size above {MOST_IN_STRIPS}"
-        M.strip_attention = torch.compiler.disable(M.strip_attention, reason=reason)
+        ops.strip_attention = torch.compiler.disable(ops.strip_attention, reason=reason)
     for block in blocks:
         block.compile()
     model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)

@@ -20,6 +20,7 @@ from data.objective import OBJECTIVE, Objective
 from data.shards import DataSet, open_data
 from data.stream import TokenStream
 from data.tokenizer import Tokenizer
+from engine.decode import generate
 from engine.errors import require, user_errors
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
@@ -124,7 +125,7 @@ def text_sample(ranks: Ranks, model: Model, tokenizer: Tokenizer, stream: TokenS
 
     ids, end = start[0].tolist(), time.perf_counter() + seconds
     with ranks.autocast(), torch.compiler.set_stance("force_eager") if ranks.compile else nullcontext():
-        for token in model.generate(torch.from_numpy(start).to(ranks.device), 128, draw):
+        for token in generate(model, torch.from_numpy(start).to(ranks.device), 128, draw):
             ids.append(token.item())
             if time.perf_counter() > end:
                 break

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from engine.errors import require
-from model import Model, rows_at_once
+from model import Model
+from ops import rows_at_once
 
 
 def read_text(name: str, value: str, most: int) -> str:
@@ -65,7 +66,7 @@ def token_logprobs(model: Model, ids: Tensor) -> Iterator[float]:
     by half, so the context has at least half of block_size tokens.
     """
     limit, N = model.cfg.block_size, len(ids) - 1
-    step, chunk = max(1, limit // 2), rows_at_once(model.cfg, model.cfg.vocab_size, ids.device)
+    step, chunk = max(1, limit // 2), rows_at_once(model.cfg.loss_chunk, model.cfg.vocab_size, ids.device)
     start = done = 0  # inputs before the window; targets that have their log-probability
     while done < N:
         end = min(start + limit, N)

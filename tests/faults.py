@@ -8,32 +8,32 @@ drafted from the code alone, before the tests were written that close the gaps t
 FAULTS = [
     # ---- model.py
     (
-        "model.py",
+        "ops.py",
         "lo, hi = (i - self.window + 1).clamp(min=0), hi.minimum(i + self.window)",
         "lo, hi = (i - self.window + 1).clamp(min=0), hi.minimum(i + self.window + 1)",
         "Sliding windows that look both ways (masked models, encoders) see one key too many behind the query.",
-        "tests/test_model.py::test_mix_equals_naive_attention_under_every_mask",
+        "tests/test_model.py::test_attention_equals_naive_attention_under_every_mask",
     ),
     (
-        "model.py",
+        "ops.py",
         "band = (j > i) & (j <= i + W)",
         "band = (j >= i) & (j <= i + W)",
         "Sliding windows on the fused causal path hold W + 1 keys from the second block of queries on.",
-        "tests/test_model.py::test_mix_equals_naive_attention",
+        "tests/test_model.py::test_attention_equals_naive_attention",
     ),
     (
-        "model.py",
+        "ops.py",
         "return v[:, :, -mask.window :].mean(dim=2, keepdim=True)",
         "return v.mean(dim=2, keepdim=True)",
         "Simplified blocks' content-free attention ignores the window in cached decoding, and there only.",
         "tests/test_model.py::test_grid",
     ),
     (
-        "model.py",
+        "ops.py",
         "dq, dk, dv = kernel(grad, q, k, v, y, total, dropout_p=0.0, is_causal=ctx.causal)",
         "dq, dk, dv = kernel(grad, q, k, v, y, total, dropout_p=0.0, is_causal=True)",
         "Gradients of two-sided attention beside slots (joint pool, masked or encoder) are those of a causal mask.",
-        "tests/test_model.py::test_mix_equals_naive_attention_under_every_mask",
+        "tests/test_model.py::test_attention_equals_naive_attention_under_every_mask",
     ),
     (
         "model.py",
@@ -57,11 +57,11 @@ FAULTS = [
         "tests/test_model.py::test_rope_is_relative_and_applied",
     ),
     (
-        "model.py",
+        "ops.py",
         "scores = capped(q[..., :D] @ k[..., :D].mT, cap) + q[..., D:]",
         "scores = capped(q[..., :D] @ k[..., :D].mT, cap / D**0.5) + q[..., D:]",
         "The softcap of attention is divided by sqrt(D), as if it were applied before the scores are divided.",
-        "tests/test_model.py::test_mix_equals_naive_attention",
+        "tests/test_model.py::test_attention_equals_naive_attention",
     ),
     (
         "model.py",
@@ -78,21 +78,21 @@ FAULTS = [
         "tests/test_blocks.py::test_norms_around_branches_and_gains",
     ),
     (
-        "model.py",
+        "ops.py",
         "place = place[..., None] + strides[dim] * torch.arange(start[dim], start[dim] + size[dim], device=device)",
         "place = place[..., None] + strides[dim] * torch.arange(size[dim], device=device)",
         "Initial weights of a part that begins at a later column repeat the first columns, so --tp changes them.",
         "tests/test_model.py::test_a_part_of_the_initial_weights_is_that_part_of_the_whole",
     ),
     (
-        "model.py",
+        "ops.py",
         "return total, p.mul_(valid * slope).to(logits.dtype)",
         "return total, p.mul_(slope).to(logits.dtype)",
         "Targets of -1 have a gradient in the loss that goes chunk by chunk, though they are not in its value.",
         "tests/test_model.py::test_chunked_loss_equals_the_whole",
     ),
     (
-        "model.py",
+        "engine/decode.py",
         "new, end = torch.cat(tuple(text), dim=1)[:, -limit:], 0",
         "new, end = torch.cat(tuple(text), dim=1)[:, 1 - limit :], 0",
         "Texts beyond block_size are cropped to one token less than the context when decoding goes on.",
@@ -141,7 +141,7 @@ FAULTS = [
         "tests/test_references.py::test_model_equals_hugging_face[gpt_neox]",
     ),
     (
-        "model.py",
+        "ops.py",
         "                        db += p.sum(dim=0)",
         "                        db = p.sum(dim=0)",
         "The gradient of the head's bias is that of the last chunk of the loss alone.",

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from test_model import TINY, assert_same, beside, build, jitter, leaves, naive_attention, tokens
 
 import model as M
+import ops
 from configurator import Config, parse
 from engine import optim
+from engine.decode import KVCache
 from model import Inputs
 
 SAS = ["simplified", "simplified_parallel"]
@@ -108,7 +110,9 @@ def test_the_centring_matrix_sees_no_future():
     v = torch.ones(1, 1, T, 2, dtype=torch.float64)
     v[:, :, -1] = 1e6
     q = torch.zeros(1, 1, T, 2, dtype=torch.float64)
-    assert torch.allclose(M.uniform_mix(q, q, v, 2, M.Mask())[:, :, :-1], torch.ones(T - 1, 2, dtype=torch.float64))
+    assert torch.allclose(
+        ops.uniform_attention(q, q, v, 2, ops.Mask())[:, :, :-1], torch.ones(T - 1, 2, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("objective", ["causal", "seq2seq"])
@@ -480,7 +484,7 @@ def test_alibi_beside_slots_in_a_long_text(flags):
     inputs = Inputs(net.position_table(torch.arange(T), torch.float64))
     assert_same(heads_of(heads, q, k, v, inputs), expected, (*slots, q, k, v))
     with torch.no_grad():
-        heads.cache, pieces = M.KVCache(T), []
+        heads.cache, pieces = KVCache(T), []
         for start, end in ((0, 460), (460, 599), (599, 600)):
             inputs = Inputs(net.position_table(torch.arange(start, end), torch.float64))
             pieces.append(heads_of(heads, *(x[:, :, start:end] for x in (q, k, v)), inputs))
@@ -492,7 +496,7 @@ def test_joint_pool_without_context_is_a_softmax_mlp():
     q, k, v = stream(1, 2, T, 4), stream(1, 2, T, 4), stream(1, 2, T, 4)
     slots = F.pad(stream(2, 6, 4), (0, 1)), F.pad(stream(2, 6, 4), (0, 1))
     q, k = torch.cat((q, torch.ones(1, 2, T, 1)), -1), torch.cat((k, torch.full((1, 2, T, 1), -1e6)), -1)
-    got = M.mix(q.double(), k.double(), F.pad(v, (0, 1)), 4, M.Mask(), slots=slots)
+    got = ops.attention(q.double(), k.double(), F.pad(v, (0, 1)), 4, ops.Mask(), slots=slots)
     expected = (q[..., :4] @ slots[0][..., :4].mT / 2).softmax(-1) @ slots[1][..., :4]
     assert torch.allclose(got[..., :4], expected, atol=1e-10)
 

@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from data.tokenizer import ByteTokenizer
 from engine.checkpoint.__main__ import consolidate
+from engine.decode import generate
+from engine.interchange import __main__ as commands
 from engine.interchange import huggingface as interchange
 from engine.interchange.families import FAMILIES, choose
 from engine.interchange.huggingface import read_hf, shapes_of, write_hf
@@ -160,7 +162,7 @@ def test_in_and_out(hf, tmp_path, name):
 
     prompt = tokens(8)
     options = dict(max_new_tokens=T - 8, do_sample=False, attention_mask=torch.ones_like(prompt))
-    text = torch.stack(list(model.generate(prompt, T - 8, lambda z: z.argmax(-1))), dim=1)
+    text = torch.stack(list(generate(model, prompt, T - 8, lambda z: z.argmax(-1))), dim=1)
     assert torch.equal(text, again.generate(prompt, **options)[:, 8:])
 
 
@@ -631,7 +633,7 @@ def small(hf, tmp_path):
 
 
 def export(*arguments) -> int:
-    return interchange.main(["export", *map(str, arguments)])
+    return commands.main(["export", *map(str, arguments)])
 
 
 def consolidated(run, file) -> dict[str, torch.Tensor]:
@@ -772,6 +774,6 @@ def test_nothing_is_left_after_a_failure(trained, tmp_path, monkeypatch, capsys)
 )
 def test_wrong_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
-        interchange.main(arguments)
+        commands.main(arguments)
     assert stopped.value.code == 2
     assert re.fullmatch("error: .*usage: .*export RUN DIR.*\n", capsys.readouterr().err)

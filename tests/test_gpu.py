@@ -16,6 +16,7 @@ from conftest import ROOT
 from test_bench import checkout
 
 import model as M
+import ops
 import train
 from configurator import Config, parse
 from engine import optim
@@ -68,9 +69,9 @@ YES = lambda device, first: iter(())  # noqa: E731  a part that has a process
 def here(tmp_path, monkeypatch) -> Path:
     """A checkout whose parts are those of PROGRAM; tests choose some of them."""
     folder = checkout(tmp_path / "here", milliseconds=9)
-    (folder / "engine").mkdir()
-    (folder / "engine" / "gpu_check.py").write_text(MACHINE)
-    (folder / "engine" / "gpu_runs.py").write_text(PROGRAM)
+    (folder / "tools").mkdir()
+    (folder / "tools" / "gpu_check.py").write_text(MACHINE)
+    (folder / "tools" / "gpu_runs.py").write_text(PROGRAM)
     monkeypatch.setattr(gpu_report, "ROOT", folder)
     return folder
 
@@ -202,7 +203,7 @@ def test_files_that_are_refused(here, tmp_path, monkeypatch, capfd):
     """Results of another card, and paths that cannot be written."""
     out = tmp_path / "gpu.json"
     call(monkeypatch, out, ["works"])
-    (here / "engine" / "gpu_check.py").write_text(MACHINE.replace("a card", "another"))
+    (here / "tools" / "gpu_check.py").write_text(MACHINE.replace("a card", "another"))
     line = refused(capfd, "--gpu", f"--out={out}")
     assert f"--out={out} has results of a card, and here is another" in line
     (tmp_path / "file").touch()
@@ -221,7 +222,7 @@ def test_a_gpu_that_is_not_there(tmp_path, capfd):
 def test_a_signal_leaves_a_file_that_the_next_call_reads(here, tmp_path, monkeypatch):
     """SIGTERM while a part runs: the part's process ends, the file says so, and the part is tried again."""
     out = tmp_path / "gpu.json"
-    script = "import bench; from tools import gpu_report as gpu_report as g; from pathlib import Path; import signal\n"
+    script = "from tools import bench, gpu_report as g; from pathlib import Path; import signal\n"
     script += "signal.signal(signal.SIGTERM, bench.stop)\n"
     script += f"g.ROOT = Path({str(here)!r}); g.PARTS = {{'waits': g.PARTS['124M'], 'works': g.PARTS['124M']}}\n"
     script += f"bench.main(['--gpu', '--out={out}'])"
@@ -235,7 +236,7 @@ def test_a_signal_leaves_a_file_that_the_next_call_reads(here, tmp_path, monkeyp
     child = Path(f"/proc/{(here / 'pid').read_text()}/stat")
     assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
     assert json.loads(out.read_text())["parts"]["waits"]["text"] == "did not end"
-    (here / "engine" / "gpu_runs.py").write_text(PROGRAM.replace('"waits"', '"x"'))
+    (here / "tools" / "gpu_runs.py").write_text(PROGRAM.replace('"waits"', '"x"'))
     code, parts = call(monkeypatch, out, ["waits", "works"])
     assert code == 0 and parts["waits"]["tries"] == 2 and started(here) == ["waits 0", "works 0", "waits 0"]
 
@@ -332,6 +333,7 @@ def test_every_family_is_trained():
         assert set(names) == {getattr(case, flag) for case in cases}
 
 
+@pytest.mark.no_jitter
 def test_compiled(one_thread, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setitem(gpu_runs.COMPILED, "compiled", gpu_runs.COMPILED["compiled"]._replace(every=5))
@@ -465,7 +467,7 @@ def checked(kind: str, every: int) -> list[dict]:
 
 def test_a_wrong_number_is_found(monkeypatch):
     """An error in one dtype alone, a result that is not finite, an exception. A correct kernel passes."""
-    right = M.mix
+    right = ops.attention
 
     def wrong(dtype, change):
         return lambda q, *args, **more: right(change(q) if q.dtype == dtype else q, *args, **more)
@@ -479,10 +481,10 @@ def test_a_wrong_number_is_found(monkeypatch):
         (torch.bfloat16, lambda q: q * torch.nan, "off by 1.0e+99"),
         (torch.float32, crash, "RuntimeError: an illegal memory access"),
     ):
-        monkeypatch.setattr(gpu_check, "mix", wrong(dtype, change))
+        monkeypatch.setattr(gpu_check, "attention", wrong(dtype, change))
         lines = checked("attention", every=193)
         assert len(lines) == 3 and all(words in line["failed"] for line in lines)
-    monkeypatch.setattr(gpu_check, "mix", right)
+    monkeypatch.setattr(gpu_check, "attention", right)
     assert all(line.keys() == {"case", "float32", "bfloat16"} for line in checked("attention", every=193))
 
 
@@ -492,7 +494,7 @@ def test_a_broken_context_ends_the_process(monkeypatch):
     def crash(*args, **more):
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    monkeypatch.setattr(gpu_check, "mix", crash)
+    monkeypatch.setattr(gpu_check, "attention", crash)
     lines, check = [], gpu_check.check({"attention": gpu_check.NUMBERS["attention"]}, CPU, 3)
     with pytest.raises(SystemExit) as stop:
         lines.extend(check)
@@ -521,7 +523,7 @@ def test_a_wrong_block_is_found(monkeypatch):
             return super().forward(s, inputs) * (1 if s.dtype == torch.float64 else 1.01)
 
     def mine(cfg, layer):
-        return [Wrong(cfg, attn=M.attention(cfg, layer)), M.Sum(cfg, **M.cross(cfg, layer))]
+        return [Wrong(cfg, attn=M.context_pool(cfg, layer)), M.Sum(cfg, **M.cross(cfg, layer))]
 
     monkeypatch.setattr(gpu_check, "BLOCK", {"mine": mine})
     monkeypatch.setitem(M.BLOCK, "mine", mine)

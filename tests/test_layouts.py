@@ -635,7 +635,7 @@ def test_context_parallel_ranks_compute_equally_many_scores(monkeypatch):
         scores[rank] = scores.get(rank, 0) + q.size(2) * k.size(2)
         return q
 
-    monkeypatch.setattr("model.mix", counting)
+    monkeypatch.setattr("model.attention", counting)
     for rank in range(4):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
         model = Model(Config(**SIZE, n_layer=3))

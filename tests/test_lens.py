@@ -119,11 +119,11 @@ def test_weights_are_the_activations_of_the_units(block, pos, extra):
     idx, layer, position, seen = text(net), 1, 9, {}
     keys = torch.arange(len(idx))[:, None, None].expand(-1, 1, len(idx))  # every key of every query
     heads = lens.self_attention(net.blocks[layer])
-    own = heads.mix
-    heads.mix = lambda *given: seen.update(weights=attention_to(keys, own, *given)) or own(*given)
+    own = heads.attend
+    heads.attend = lambda *given: seen.update(weights=attention_to(keys, own, *given)) or own(*given)
     with torch.no_grad():
         net.hidden(idx[None])
-    del heads.mix
+    del heads.attend
     for head in range(4):
         _, _, hidden = lens.contextual_mlp(net, idx, layer, head, position)
         apart = net.cfg.slots if isinstance(heads, M.SlotPool) and not heads.joint else 0

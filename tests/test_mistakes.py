@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import model as M
-from model import Inputs, Mask, Model, ModelConfig
+import ops
+from model import Inputs, Model, ModelConfig
+from ops import Mask
 
 SIZE = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=29)
 C, V = SIZE["n_embd"], SIZE["vocab_size"]
@@ -154,22 +156,22 @@ def test_padding_as_a_product_is_caught(objective, monkeypatch):
     def times_infinity(q, k, v, attn_mask, attend):
         return attend(q, k, v, attn_mask=((~attn_mask) * -math.inf).to(q.dtype))
 
-    strips = M.strip_attention
+    strips = ops.strip_attention
     monkeypatch.setattr(
-        M, "strip_attention", lambda f, *args: strips(lambda *a, attn_mask: times_infinity(*a, attn_mask, f), *args)
+        ops, "strip_attention", lambda f, *args: strips(lambda *a, attn_mask: times_infinity(*a, attn_mask, f), *args)
     )
     assert_caught(check_padding, objective, {"pos": "rope"})
 
 
 def test_padding_that_sees_nothing_is_caught(monkeypatch):
     """The NaN is the padding's own, but 0 times NaN in the backward is everybody's."""
-    reach = M.Mask.reach
+    reach = ops.Mask.reach
 
     def blind(self, T, S, device):
         lo, hi = reach(self, T, S, device)
         return lo, hi if self.docs is None else torch.where(self.docs[0] == 1, lo, hi)
 
-    monkeypatch.setattr(M.Mask, "reach", blind)
+    monkeypatch.setattr(ops.Mask, "reach", blind)
     assert_caught(check_padding, "masked", {"attn_softcap": 2.0})
 
 
@@ -269,11 +271,12 @@ MASKS = list(itertools.product([True, False], [0, 1, 4], [None, DOCS]))
 
 
 def check_centring_matrix():
-    """uniform_mix of the identity is the matrix itself: rows of equal weights on what is visible, and nowhere else."""
+    """uniform_attention of the identity is the matrix itself, of equal weights on what is visible."""
     T = DOCS.size(1)
     eye = torch.eye(T, dtype=torch.float64)[None, None]
     for causal, window, docs in MASKS:
-        got = M.uniform_mix(eye, eye, eye, T, Mask(causal, window, docs if docs is None else (docs, docs)))[0, 0]
+        mask = Mask(causal, window, docs if docs is None else (docs, docs))
+        got = M.uniform_attention(eye, eye, eye, T, mask)[0, 0]
         sees = visible(T, T, causal, window, docs if docs is None else (docs[0], docs[0])).double()
         assert close(got, sees / sees.sum(1, keepdim=True), 1e-12)
 
@@ -302,8 +305,8 @@ def test_the_centring_matrix_is_masked(block, pos):
 
 @pytest.mark.parametrize("mistake", [{"causal": False}, {"window": 0}, {"docs": None}], ids=str)
 def test_an_unmasked_centring_matrix_is_caught(mistake, monkeypatch):
-    uniform = M.uniform_mix
-    monkeypatch.setattr(M, "uniform_mix", lambda q, k, v, D, mask: uniform(q, k, v, D, mask._replace(**mistake)))
+    uniform = ops.uniform_attention
+    monkeypatch.setattr(M, "uniform_attention", lambda q, k, v, D, mask: uniform(q, k, v, D, mask._replace(**mistake)))
     assert_caught(check_centring_matrix)
     for block, pos in itertools.product(SHAPED, ["none", "alibi"]):
         assert_caught(check_nothing_leaks, block, pos)

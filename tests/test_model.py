@@ -25,8 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import configurator
 import model as M
+import ops
+from engine import decode
+from engine.decode import generate, set_caches
 from engine.plan.accounting import attention_kernels, flops
-from model import Inputs, Mask, Model, ModelConfig, attention_kernel, mix
+from model import Inputs, Model, ModelConfig
+from ops import Mask, attention, attention_kernel
 
 TABLES = {  # every axis of the model: flag -> its values, read from the tables themselves
     "block": list(M.BLOCK),
@@ -193,7 +197,7 @@ def test_a_block_may_give_its_readers_other_windows(flags, objective, monkeypatc
     """Two windows in one sum: the model sees as far as the wider one, whatever the flags say."""
 
     def two(cfg, layer):
-        near, far = M.attention(cfg, layer), M.attention(cfg, layer)
+        near, far = M.context_pool(cfg, layer), M.context_pool(cfg, layer)
         near.window, far.window = 2, 4
         return [M.Sum(cfg, near=near, far=far), M.Sum(cfg, **M.cross(cfg, layer)), M.Sum(cfg, mlp=M.ParameterPool(cfg))]
 
@@ -278,7 +282,7 @@ def check_reach(f, ids, seen):
 def check_decoding(model, idx, **source):
     """Cached decoding gives what the uncached gives, beyond block_size as well."""
     cached, text = [], idx[:, :4]
-    for _ in model.generate(text, T, lambda logits: cached.append(logits) or logits.argmax(-1), **source):
+    for _ in generate(model, text, T, lambda logits: cached.append(logits) or logits.argmax(-1), **source):
         pass
     assert len(cached) == T
     for step in cached:
@@ -293,7 +297,7 @@ def test_the_context_of_a_long_prompt_is_its_end(pos, length):
     """A prompt that fills block_size, or is longer: each token is drawn from the uncached forward of the last ones."""
     model, text, steps = build(pos=pos), tokens(2, length), []
     jitter(model)
-    for _ in model.generate(text, 4, lambda logits: steps.append(logits) or logits.argmin(-1)):
+    for _ in generate(model, text, 4, lambda logits: steps.append(logits) or logits.argmin(-1)):
         pass
     for step in steps:
         expected = model(text[:, -T:])[:, -1]
@@ -336,7 +340,7 @@ def test_a_rolling_cache_is_a_window(flags, prompt, size):
             m.window = min(m.window or size, size)
     text, steps = tokens(2, prompt), []
     source = {"source": tokens(2, min(size, 7))} if model.encoder else {}
-    for _ in model.generate(text, 3 * size + 2, lambda z: steps.append(z) or z.argmin(-1), **source, roll=True):
+    for _ in generate(model, text, 3 * size + 2, lambda z: steps.append(z) or z.argmin(-1), **source, roll=True):
         pass
     assert all(m.window in (0, flags.get("window")) for m in model.modules() if isinstance(m, M.Heads))  # as before
     text = torch.cat((text, *(step.argmin(-1, keepdim=True) for step in steps)), dim=1)
@@ -353,7 +357,7 @@ def test_far_positions_of_a_rolling_cache_are_exact(pos):
     text, steps = tokens(1, 3000), []
     for each in (model, copy.deepcopy(model).float()):
         given, last = iter(text[0, 4:, None]), None
-        for _ in each.generate(text[:, :4], 2990, lambda z: steps.append(z) or next(given), roll=True):  # noqa: B023
+        for _ in generate(each, text[:, :4], 2990, lambda z: steps.append(z) or next(given), roll=True):  # noqa: B023
             last = steps.pop()
         steps.append(last.double())
     assert torch.allclose(*steps, atol=1e-5)
@@ -362,7 +366,7 @@ def test_far_positions_of_a_rolling_cache_are_exact(pos):
 @pytest.mark.parametrize("pos", ["learned", "sinusoidal"])
 def test_positions_that_end_do_not_roll(pos):
     with pytest.raises(ValueError, match=f"^pos={pos} ends at block_size={T}.*recompute"):
-        next(build(pos=pos).generate(tokens(1, 4), 1, lambda z: z.argmax(-1), roll=True))
+        next(generate(build(pos=pos), tokens(1, 4), 1, lambda z: z.argmax(-1), roll=True))
 
 
 @pytest.mark.parametrize(
@@ -386,7 +390,7 @@ def test_texts_of_several_strips(flags):
     source = {"source": tokens(2, 270)} if model.encoder else {}
     steps = []
     with torch.no_grad():
-        for _ in model.generate(idx, 12, lambda logits: steps.append(logits) or logits.argmax(-1), **source):
+        for _ in generate(model, idx, 12, lambda logits: steps.append(logits) or logits.argmax(-1), **source):
             pass
         text = idx
         for step in steps:
@@ -395,9 +399,9 @@ def test_texts_of_several_strips(flags):
             text = torch.cat((text, expected.argmax(-1, keepdim=True)), dim=1)
         assert text.size(1) == T + 4
         memory = model.encode(source.get("source"))
-        model.set_caches(T)
+        set_caches(model, T)
         pieces = [model.hidden(idx[:, a:b], a, memory=memory) for a, b in ((0, 20), (20, 292))]
-        model.set_caches(0)
+        set_caches(model, 0)
         assert torch.allclose(torch.cat(pieces, dim=1), model.hidden(idx, memory=memory), atol=1e-9)
         numbers, of_source = (torch.arange(n).expand(2, n) // 110 for n in (292, 270))
         together = model(idx, docs=numbers, **source, source_docs=of_source if source else None)
@@ -497,14 +501,14 @@ def assert_same(got, expected, wanted, rtol=1e-10, atol=1e-10):
 @pytest.mark.parametrize("window", [0, 1, 3, 4, 10, 11])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("alibi", [False, True])
-def test_mix_equals_naive_attention(T, S, Hkv, window, softcap, alibi):
+def test_attention_equals_naive_attention(T, S, Hkv, window, softcap, alibi):
     B, H, D = 2, 6, 4
     q, k, v = leaves((B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, D))
     slopes = M.alibi_slopes(H).double() if alibi else None
     position = M.Alibi(ModelConfig(n_head=H, n_embd=H * D)) if alibi else M.AttentionPosition(ModelConfig())
     table = position.table(torch.arange(S), torch.float64)
     Q, K, V = position(F.pad(q, (0, 0, S - T, 0)), k, v, table)  # every query's own position, then the last T of them
-    got = mix(Q[:, :, S - T :], K, V, D, Mask(window=window), softcap)[..., :D]
+    got = attention(Q[:, :, S - T :], K, V, D, Mask(window=window), softcap)[..., :D]
     assert_same(got, naive_attention(q, k, v, window, softcap, slopes), (q, k, v))
 
 
@@ -512,7 +516,7 @@ def test_mix_equals_naive_attention(T, S, Hkv, window, softcap, alibi):
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 def test_long_attention_crosses_strips_and_windows(window, softcap):
     q, k, v = leaves((1, 2, 150, 2), (1, 1, 150, 2), (1, 1, 150, 2))
-    got = mix(q, k, v, 2, Mask(window=window), softcap)
+    got = attention(q, k, v, 2, Mask(window=window), softcap)
     assert torch.allclose(got, naive_attention(q, k, v, window, softcap), atol=1e-10)
 
 
@@ -529,18 +533,18 @@ def documents(length: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_mix_equals_naive_attention_under_every_mask(causal, window, docs, alibi, slots, softcap):
+def test_attention_equals_naive_attention_under_every_mask(causal, window, docs, alibi, slots, softcap):
     """Few tokens, and several strips of them, whose documents and windows cross the strips."""
     for length, H, Hkv in ((11, 4, 4), (11, 4, 2), (270, 2, 1)):
         q, k, v, *pair = leaves(*((2, heads, length, 2) for heads in (H, Hkv, Hkv)), *[(Hkv, 5, 2)] * 2 * slots)
         numbers = (documents(length),) * 2 if docs else None
         slopes, pair = torch.rand(H, dtype=torch.float64) if alibi else None, pair or None
-        got = mix(q, k, v, 2, Mask(causal, window, numbers, slopes), softcap, slots=pair)
+        got = attention(q, k, v, 2, Mask(causal, window, numbers, slopes), softcap, slots=pair)
         expected = naive_attention(q, k, v, window, softcap, slopes, causal, numbers, pair)
         assert_same(got, expected, (q, k, v, *(pair or ())))
         for queries in (length // 3, 1):
             last, of_last = q[:, :, -queries:], numbers and (numbers[0][:, -queries:], numbers[1])
-            got = mix(last, k, v, 2, Mask(causal, window, of_last, slopes), softcap, slots=pair)
+            got = attention(last, k, v, 2, Mask(causal, window, of_last, slopes), softcap, slots=pair)
             expected = naive_attention(last, k, v, window, softcap, slopes, causal, of_last, pair)
             assert_same(got, expected, (q, k, v, *(pair or ())))
 
@@ -549,11 +553,11 @@ def test_mix_equals_naive_attention_under_every_mask(causal, window, docs, alibi
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("docs", [False, True])
 @pytest.mark.parametrize("Hkv", [4, 2, 1])
-def test_mix_over_a_memory_equals_naive_attention(T, S, softcap, docs, Hkv):
+def test_attention_over_a_memory_equals_naive_attention(T, S, softcap, docs, Hkv):
     """As many queries as there are, over as many keys as there are, whose documents are other tokens."""
     q, k, v = leaves(*((2, heads, length, 2) for heads, length in ((4, T), (Hkv, S), (Hkv, S))))
     numbers = (documents(T), documents(S, seed=1)) if docs else None
-    got = mix(q, k, v, 2, Mask(causal=False, docs=numbers), softcap)
+    got = attention(q, k, v, 2, Mask(causal=False, docs=numbers), softcap)
     assert_same(got, naive_attention(q, k, v, 0, softcap, None, False, numbers), (q, k, v))
 
 
@@ -564,7 +568,7 @@ def test_joined_attention_in_low_precision(causal, dtype):
     given = [x.detach().to(dtype) for x in leaves(*[(2, 4, 40, 8)] * 3, (2, 6, 8), (2, 6, 8))]
 
     def ours(q, k, v, *slots):
-        return M.JoinedAttention.apply(q, k, v, *(x.expand(2, -1, -1, -1) for x in slots), 8**-0.5, causal)
+        return ops.JoinedAttention.apply(q, k, v, *(x.expand(2, -1, -1, -1) for x in slots), 8**-0.5, causal)
 
     def equations(q, k, v, *slots):
         return naive_attention(q, k, v, causal=causal, slots=[x.repeat_interleave(2, dim=0) for x in slots])
@@ -605,8 +609,8 @@ def test_dropout_in_attention_keeps_the_mean():
     """On CPU attention dropout takes the strips: its mean over draws is the attention without it."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
-    draws = torch.stack([mix(q, k, v, 4, Mask(), dropout=0.3) for _ in range(1500)])
-    assert torch.allclose(draws.mean(0), mix(q, k, v, 4, Mask()), atol=0.1)
+    draws = torch.stack([attention(q, k, v, 4, Mask(), dropout=0.3) for _ in range(1500)])
+    assert torch.allclose(draws.mean(0), attention(q, k, v, 4, Mask()), atol=0.1)
     assert draws.std(0).min() > 1e-3
 
 
@@ -617,7 +621,7 @@ def test_dropped_elements(p):
     torch.manual_seed(0)
     x = torch.rand(400, 999).add_(1).requires_grad_()
     torch.manual_seed(1)
-    y, again = M.dropped(x, p), M.dropped(x, p).detach()
+    y, again = ops.dropped(x, p), ops.dropped(x, p).detach()
     kept = (y != 0).double()
     assert torch.allclose(y[y != 0].double(), x[y != 0].double() / kept.mean(), rtol=0.01)
     assert abs(kept.mean() - (1 - p)) < 4 * math.sqrt(p * (1 - p) / x.numel()) + 1 / 65536
@@ -627,8 +631,8 @@ def test_dropped_elements(p):
     y.sum().backward()
     assert torch.equal(x.grad != 0, y != 0) and torch.allclose(x.grad * x.detach(), y.detach())
     torch.manual_seed(1)
-    assert torch.equal(M.dropped(x, p), y) and torch.equal(M.dropped(x, 0.0), x)
-    assert M.dropped(x.bfloat16(), p).dtype == torch.bfloat16 and M.dropped(x, 0.999999).isfinite().all()
+    assert torch.equal(ops.dropped(x, p), y) and torch.equal(ops.dropped(x, 0.0), x)
+    assert ops.dropped(x.bfloat16(), p).dtype == torch.bfloat16 and ops.dropped(x, 0.999999).isfinite().all()
 
 
 SWAP = torch.eye(6, dtype=torch.float64).roll(3, 0)
@@ -642,14 +646,14 @@ def turns(w):
 
 FUNCTION = {  # of x (B, H, T, D) and more: the function, and the same in float64 by a formula
     "rmsnorm": (
-        lambda x, w: M.RMSNormOfCPU.apply(x, w, 1e-3),
+        lambda x, w: ops.RMSNormOfCPU.apply(x, w, 1e-3),
         lambda x, w: x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * w,
     ),
     "rotation": (
-        lambda x, w: M.Rotation.apply(x, *(t.to(x.dtype) for t in turns(w))),
+        lambda x, w: ops.Rotation.apply(x, *(t.to(x.dtype) for t in turns(w))),
         lambda x, w: torch.einsum("...d,de->...e", x, torch.diag(turns(w)[0][0]) + SWAP * turns(w)[1][0]),
     ),
-    "squared relu": (lambda x, w: M.SquaredReLU.apply(x), lambda x, w: x.clamp(min=0) ** 2),
+    "squared relu": (lambda x, w: ops.SquaredReLU.apply(x), lambda x, w: x.clamp(min=0) ** 2),
 }
 
 
@@ -751,9 +755,9 @@ CALLS = {  # kernel -> the functions that compute it, from the outside to the in
 
 
 def spy_on_kernels(monkeypatch) -> list[str]:
-    """The answers of attention_kernel to mix, from now on."""
-    answers, kernel = [], M.attention_kernel
-    monkeypatch.setattr(M, "attention_kernel", lambda *args: answers.append(kernel(*args)) or answers[-1])
+    """The answers of attention_kernel to attention, from now on."""
+    answers, kernel = [], ops.attention_kernel
+    monkeypatch.setattr(ops, "attention_kernel", lambda *args: answers.append(kernel(*args)) or answers[-1])
     return answers
 
 
@@ -777,7 +781,7 @@ def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, length
     softcap, dropout = (options.get(x, 0.0) for x in ("softcap", "dropout"))
     docs, slopes, slots = (options.get(x, False) for x in ("docs", "slopes", "slots"))
     mask = Mask(options.get("causal", True), options.get("window", 0))
-    if T > 1 and mask.window < S:  # others mix makes simpler before it asks
+    if T > 1 and mask.window < S:  # others attention makes simpler before it asks
         flash = device == "cuda" and dtype == "bfloat16" and D % 8 == 0
         biased = mask._replace(docs=(0, 0) if docs else None, slopes=0 if slopes else None)
         assert attention_kernel(biased, T, S, slots, softcap, dropout, device, flash) == kernel
@@ -786,17 +790,17 @@ def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, length
     def noting(name, compute):
         return lambda *args, **options: called.append(name) or compute(*args, **options)
 
-    monkeypatch.setattr(M, "window_attention", noting("window_attention", lambda sdpa, q, k, v, _: sdpa(q, k, v)))
-    monkeypatch.setattr(M, "strip_attention", noting("strip_attention", lambda f, q, k, v, *_: f(q, k, v, None)))
-    monkeypatch.setattr(M, "fused_attention", noting("fused_attention", lambda q, *_, **__: torch.empty_like(q)))
-    monkeypatch.setattr(M, "naive_attention", noting("naive_attention", lambda *args: torch.empty_like(args[3])))
+    monkeypatch.setattr(ops, "window_attention", noting("window_attention", lambda sdpa, q, k, v, _: sdpa(q, k, v)))
+    monkeypatch.setattr(ops, "strip_attention", noting("strip_attention", lambda f, q, k, v, *_: f(q, k, v, None)))
+    monkeypatch.setattr(ops, "fused_attention", noting("fused_attention", lambda q, *_, **__: torch.empty_like(q)))
+    monkeypatch.setattr(ops, "naive_attention", noting("naive_attention", lambda *args: torch.empty_like(args[3])))
     joined = noting("JoinedAttention", lambda q, *_: torch.empty_like(q))
-    monkeypatch.setattr(M, "JoinedAttention", SimpleNamespace(apply=joined))
+    monkeypatch.setattr(ops, "JoinedAttention", SimpleNamespace(apply=joined))
     with FakeTensorMode(), torch.no_grad(), Noting(called):
         q, k = (torch.empty(1, 2, n, D, device=device, dtype=getattr(torch, dtype)) for n in lengths)
         numbers = tuple(torch.zeros(1, n, device=device, dtype=torch.int64) for n in lengths) if docs else None
         mask = mask._replace(docs=numbers, slopes=torch.ones(2, device=device) if slopes else None)
-        y = mix(q, k, k, D, mask, softcap, dropout, (k.new_empty(2, 5, D),) * 2 if slots else None)
+        y = attention(q, k, k, D, mask, softcap, dropout, (k.new_empty(2, 5, D),) * 2 if slots else None)
     assert y.shape == q.shape and answers == [kernel] and called == CALLS[kernel]
 
 
@@ -932,7 +936,7 @@ def test_no_square_tensor(flags, docs):
         return
     model.eval()
     with Largest() as largest, torch.no_grad():
-        list(model.generate(idx[:, :900], 2, lambda logits: logits.argmax(-1), **source))
+        list(generate(model, idx[:, :900], 2, lambda logits: logits.argmax(-1), **source))
     assert T < largest.numel < 0.6 * T * T  # strips of 256 rows, two heads
 
 
@@ -944,7 +948,7 @@ def test_groups_are_copied_where_no_kernel_of_a_gpu_knows_them(monkeypatch, dtyp
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     with FakeTensorMode():
         q, k = (torch.empty(2, n, 32, 16, device="cuda", dtype=getattr(torch, dtype)) for n in (4, 2))
-        M.fused_attention(q, k, k, torch.empty(32, 32, device="cuda", dtype=torch.bool) if masked else None)
+        ops.fused_attention(q, k, k, torch.empty(32, 32, device="cuda", dtype=torch.bool) if masked else None)
     assert calls == [(heads, heads, heads == 2)]
 
 
@@ -960,7 +964,7 @@ def test_later_queries_on_a_gpu():
     with FakeTensorMode():
         q, k = (torch.empty(2, *size, 16, device="cuda", dtype=torch.bfloat16) for size in ((4, 8), (2, 32)))
         with Recorder():
-            y = mix(q, k, k, 16, Mask())
+            y = attention(q, k, k, 16, Mask())
     assert y.shape == q.shape
     of_attention = [each for each in called if "attention" in str(each[0])]
     assert of_attention == [(torch.ops.aten._scaled_dot_product_flash_attention.default, (0.0, True), {"scale": 0.25})]
@@ -972,9 +976,9 @@ def test_the_compiled_loss_of_a_chunk(softcap):
     torch.manual_seed(0)
     logits, targets = 3 * torch.randn(8, 100), torch.randint(-1, 100, (8,))
     exact = logits.double().requires_grad_()
-    total = F.cross_entropy(M.capped(exact, softcap), targets, ignore_index=-1, reduction="sum")
+    total = F.cross_entropy(ops.capped(exact, softcap), targets, ignore_index=-1, reduction="sum")
     total.backward()
-    for f in (M.chunk_loss, torch.compile(M.chunk_loss, dynamic=False, fullgraph=True)):
+    for f in (ops.chunk_loss, torch.compile(ops.chunk_loss, dynamic=False, fullgraph=True)):
         found, slope = f(logits.clone(), targets, softcap, True)
         assert found.item() == pytest.approx(total.item(), rel=1e-6) and f(logits, targets, softcap, False)[1] is None
         assert torch.allclose(slope.double(), exact.grad, atol=1e-6)
@@ -983,9 +987,9 @@ def test_the_compiled_loss_of_a_chunk(softcap):
 def test_caches_have_the_length_of_the_text(monkeypatch):
     lengths = []
     model = Model(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=32, vocab_size=11)).eval()
-    monkeypatch.setattr(M, "KVCache", lambda length, real=M.KVCache: lengths.append(length) or real(length))
+    monkeypatch.setattr(decode, "KVCache", lambda length, real=decode.KVCache: lengths.append(length) or real(length))
     for prompt, new in ((4, 5), (30, 2), (30, 9)):
-        list(model.generate(torch.zeros(1, prompt, dtype=torch.int64), new, lambda logits: logits.argmax(-1)))
+        list(generate(model, torch.zeros(1, prompt, dtype=torch.int64), new, lambda logits: logits.argmax(-1)))
     lengths = [length for length in lengths if length]  # 0 when decoding ends
     assert lengths[:2] == [9, 32] and set(lengths[2:]) == {32}
 
@@ -1193,7 +1197,7 @@ def test_chunked_loss_of_frozen_parameters(trained):
         p.grad = None
         p.requires_grad_(trained != "nothing" and (name == "head.weight") == (trained == "head"))
     calls = []
-    model.chunk_loss = lambda *args: calls.append(args[-1]) or M.chunk_loss(*args)
+    model.chunk_loss = lambda *args: calls.append(args[-1]) or ops.chunk_loss(*args)
     loss = model(idx, idx)
     if trained != "nothing":
         loss.backward()
@@ -1208,14 +1212,14 @@ def test_the_chunks_of_a_gpu_hold_a_gib(monkeypatch):
     """5248 rows of GPT-2's vocabulary, where a CPU takes 640; a text that fits is one chunk, for the compiled loss."""
     gpu, cpu, calls = torch.device("cuda"), torch.device("cpu"), []
     record = lambda x, W, b, targets, options: calls.append((len(x), options)) or x.sum()  # noqa: E731
-    monkeypatch.setattr(M.ChunkedCrossEntropy, "apply", record)
+    monkeypatch.setattr(ops.ChunkedCrossEntropy, "apply", record)
     for V in (257, 32000, 50304, 2**30):
         for device, most in ((cpu, 2**27), (gpu, 2**30)):
-            rows = M.rows_at_once(ModelConfig(), V, device)
+            rows = ops.rows_at_once(0, V, device)
             assert 4 * V * rows <= max(most, 4 * V) and 4 * V * (rows + 128) > most
-    assert (M.rows_at_once(ModelConfig(), 50304, cpu), M.rows_at_once(ModelConfig(), 50304, gpu)) == (640, 5248)
+    assert (ops.rows_at_once(0, 50304, cpu), ops.rows_at_once(0, 50304, gpu)) == (640, 5248)
     with FakeTensorMode(), torch.device(gpu):
-        of_chunk, head = object(), lambda: (None, None)
+        of_chunk, head = object(), lambda: (torch.empty(50304, 8), None)
         model = SimpleNamespace(cfg=ModelConfig(vocab_size=50304), chunk_loss=of_chunk, head_parameters=head)
         for tokens_of_a_text in (100, 6000):
             x, targets = torch.empty(2, tokens_of_a_text, 8), torch.empty(2, tokens_of_a_text, dtype=torch.int64)
@@ -1438,9 +1442,9 @@ def test_what_an_objective_does_not_do_is_refused():
         with pytest.raises(ValueError, match=words):
             model(idx, source=source)
         with pytest.raises(ValueError, match=words if objective != "masked" else "^objective=masked does not continue"):
-            next(model.generate(idx, 1, lambda logits: logits.argmax(-1), source=source))
+            next(generate(model, idx, 1, lambda logits: logits.argmax(-1), source=source))
     with pytest.raises(ValueError, match="^objective=masked does not continue a text; it fills blanks in one$"):
-        next(build(objective="masked").generate(idx, 1, lambda logits: logits.argmax(-1)))
+        next(generate(build(objective="masked"), idx, 1, lambda logits: logits.argmax(-1)))
 
 
 @pytest.mark.parametrize("given", ["docs", "source_docs"])
@@ -1465,7 +1469,7 @@ def test_engine_replaces_the_seams_and_nothing_else():
     for kind in vars(M).values():
         if isinstance(kind, type) and issubclass(kind, torch.nn.Module):
             of_modules |= set(vars(kind))
-    stored = set().union(*(stored_attributes(file) for file in (ROOT / "engine").glob("*.py")))
+    stored = set().union(*(stored_attributes(file) for file in (ROOT / "engine").rglob("*.py")))
     replaced = {name for owner, name in stored if owner not in ("self", "ctx", "cfg")} & of_modules
     table = M.__doc__.partition("Seams.")[2].splitlines()
     named = set(re.findall(r"[.](\w+)", " ".join(line[:37] for line in table)))
@@ -1542,5 +1546,5 @@ def test_padding_of_the_vocabulary_changes_nothing(flags):
     for (name, p), (_, q) in zip(plain.named_parameters(), padded.named_parameters(), strict=True):
         assert torch.equal(p.grad, q.grad[: len(p)]), name
         assert (q.grad[len(p) :] == 0).all()
-    greedy = [torch.stack(list(m.generate(idx, 12, lambda logits: logits.argmax(-1)))) for m in (plain, padded)]
+    greedy = [torch.stack(list(generate(m, idx, 12, lambda logits: logits.argmax(-1)))) for m in (plain, padded)]
     assert torch.equal(*greedy)

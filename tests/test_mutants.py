@@ -21,6 +21,6 @@ def test_a_fault_can_be_planted(number):
 def test_faults_are_spread():
     counts = {
         place: sum(file.startswith(place) for file, *_ in FAULTS)
-        for place in ("model", "engine", "data", "train", "sample")
+        for place in ("model", "ops", "engine", "data", "train", "sample")
     }
     assert min(counts.values()) >= 3

@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.func import functional_call
 
+from engine.decode import generate
 from model import Block, ContextPool, Inputs, Model, ModelConfig
 
 L, H, HKV, C, T, V = 3, 6, 2, 48, 24, 29  # names as in model.py; six heads are no power of two
@@ -802,7 +803,7 @@ def assert_same_text(reference: nn.Module, ours: Model, weights: dict[str, Tenso
         given, attention_mask=torch.ones_like(given), max_new_tokens=new, do_sample=False,
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
-    text = list(ours.generate(prompt, new, lambda z: logits.append(z) or z.argmax(-1), **source))
+    text = list(generate(ours, prompt, new, lambda z: logits.append(z) or z.argmax(-1), **source))
     assert torch.equal(torch.stack(text, dim=1), expected.sequences[:, prompt.size(1) :])
     assert_close(torch.stack(logits), torch.stack(expected.logits), ROUNDED)  # theirs are cast to float32
 

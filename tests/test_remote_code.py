@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.decode import generate
 from engine.interchange.remote_code import write_remote_code
 from model import Model, ModelConfig
 
@@ -91,7 +92,7 @@ def test_logits_and_loss(both, kind):
 def test_generate_is_greedy_with_and_without_cache(both, kind):
     ours, theirs, _ = both(kind)
     idx = tokens(2, 5)
-    want = torch.stack([*ours.generate(idx, 12, lambda logits: logits.argmax(-1))], dim=1)
+    want = torch.stack([*generate(ours, idx, 12, lambda logits: logits.argmax(-1))], dim=1)
     for use_cache in (True, False):
         found = theirs.generate(idx, max_new_tokens=12, do_sample=False, use_cache=use_cache)
         assert found[:, 5:].tolist() == want.tolist()
@@ -113,7 +114,7 @@ def test_padding_changes_nothing(both, kind):
         if side:
             found = theirs.generate(idx, attention_mask=mask, max_new_tokens=6, do_sample=False)
             for row, prompt in zip(found, (short, long), strict=True):
-                want = [int(t) for t in ours.generate(prompt, 6, lambda logits: logits.argmax(-1))]
+                want = [int(t) for t in generate(ours, prompt, 6, lambda logits: logits.argmax(-1))]
                 assert row[9:].tolist() == want
 
 
@@ -122,8 +123,8 @@ def test_padding_before_a_text_is_refused_where_its_place_counts(tmp_path):
     ours = Model(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=24, vocab_size=50, **flags), seed=1).eval()
     write_remote_code(ours.cfg, tmp_path)
     save_file({f"model.{name}": p.detach() for name, p in ours.named_parameters()}, tmp_path / "model.safetensors")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
-    idx, mask = tokens(1, 9), torch.tensor([[1] * 6 + [0] * 3])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).double()
+    ours, idx, mask = ours.double(), tokens(1, 9), torch.tensor([[1] * 6 + [0] * 3])
     with torch.no_grad():
         found = theirs(idx, attention_mask=mask).logits[:, :6]
         torch.testing.assert_close(found, ours(idx[:, :6]), atol=1e-9, rtol=0)

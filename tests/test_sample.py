@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,7 +212,7 @@ def test_an_empty_prompt_is_end_of_text_or_a_newline(say, trained, monkeypatch, 
     path, model, _ = sample.load(SampleConfig(out_dir=str(trained)), torch.device("cpu"))
     monkeypatch.setattr(sample, "load", lambda cfg, device: (path, model, tokenizer))
     read = []
-    monkeypatch.setattr(model, "generate", lambda idx, *_, **__: read.append(idx.tolist()) or iter([]))
+    monkeypatch.setattr(sample, "generate", lambda _, idx, *__, **___: read.append(idx.tolist()) or iter([]))
     say()
     assert read == [[[first]]]
 
@@ -411,19 +410,19 @@ def test_seq2seq_fills_spans(say, seq2seq):
     assert all(text.startswith("the ") and " on a " in text and text.endswith(".") for text in several)
 
 
-def test_each_sample_of_seq2seq_fills_its_blank(capsys):
+def test_each_sample_of_seq2seq_fills_its_blank(capsys, monkeypatch):
     """Samples of one batch whose blanks end after 1, 4 and 2 tokens; what follows the last sentinel is left out."""
     rows = [*b"x", 258, *b"zzz"], [*b"yyyy", 258], [*b"ww", 258, *b"vv"]
 
-    def generate(start, n, draw, source, roll):
+    def generate(net, start, n, draw, source, roll):
         for ids in zip(*rows, strict=True):
             logits = torch.zeros(3, 259).scatter_(1, torch.tensor(ids)[:, None], 1.0)
             yield draw(logits)
 
     source, tokenizer = torch.tensor([[*b"a", 257, *b"b"]] * 3), ByteTokenizer()
     cfg, greedy = SampleConfig(start="a<mask>b", num_samples=3), lambda logits: logits.argmax(-1)
-    net = SimpleNamespace(generate=generate)
-    assert sample.fill_spans(cfg, net, tokenizer, cfg.start, source, greedy) == 3 * 5
+    monkeypatch.setattr(sample, "generate", generate)
+    assert sample.fill_spans(cfg, None, tokenizer, cfg.start, source, greedy) == 3 * 5
     assert capsys.readouterr().out == sample.SEPARATOR.join(["axb", "ayyyyb", "awwb"]) + "\n"
 
 

@@ -396,15 +396,16 @@ def test_texts_change_no_random_number(run, tiny_data, monkeypatch):
     assert len(set(texts)) == 3
 
 
-def test_a_text_is_drawn_at_temperature_0_8():
+def test_a_text_is_drawn_at_temperature_0_8(monkeypatch):
     """Frequencies of 20,000 draws; the two ids of the embedding's padding never occur."""
     logits, draws = torch.tensor([0.0, -0.5, -1.0, -2.0, 9.0, 9.0]), []
 
-    def generate(start, n, draw):
+    def generate(net, start, n, draw):
         draws.append(draw(logits.expand(20_000, -1)))
         yield draws[0][:1]
 
-    net = SimpleNamespace(cfg=SimpleNamespace(block_size=3), generate=generate)
+    monkeypatch.setattr(evaluation, "generate", generate)
+    net = SimpleNamespace(cfg=SimpleNamespace(block_size=3))
     stream = SimpleNamespace(read=lambda starts, out: out.fill(2))
     ranks = parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)
     text = evaluation.text_sample(ranks, net, CharTokenizer("abcd"), stream, 60)
@@ -983,6 +984,7 @@ def test_compiled_training_gives_the_same_losses(run):
         assert x == pytest.approx(y, abs=1e-4)
 
 
+@pytest.mark.no_jitter
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_imports_nothing_that_it_does_not_need(tiny_data, tmp_path, optimizer):
     """The parts of a compiler, and tiktoken, cost a second or two each."""
@@ -1041,6 +1043,7 @@ def test_a_gpu_logs_every_tenth_step(kind, flag, expected):
     assert train.log_interval(Config(log_interval=flag), torch.device(kind)) == expected
 
 
+@pytest.mark.no_jitter
 def test_steps_are_traced(run, capsys):
     """Three steps after the first five, with the same losses. A run that is too short says that it has no trace."""
     short = ["--max_iters=10", "--eval_interval=0"]

@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None):
     with user_errors():
         options, runs = read(argv)
         if options.gpu:
-            from engine import gpu_report  # imports torch, which takes a second
+            from tools import gpu_report  # imports torch, which takes a second
 
             raise SystemExit(not gpu_report.run(options.device, Path(options.out), options.against, measure))
         if options.link_delay:

@@ -10,7 +10,7 @@ Everything runs in this process, on random tokens, with the parts that train.py 
     backward    the gradients
     optimizer   the gradient's norm, clipping, the update, and the release of the gradients
 
-A loss that is computed in chunks (model.ChunkedCrossEntropy) computes its gradient in the forward already. Where blocks
+A loss that is computed in chunks (ops.ChunkedCrossEntropy) computes its gradient in the forward already. Where blocks
 are compiled, as on GPUs, the compiler decides which results the forward keeps and which the backward computes again,
 and it joins the operations of a block into a few kernels. So forward and backward are those of the compiled program,
 and a trace does not split a block into attention, norm and MLP.
@@ -40,6 +40,7 @@ from data.loader import Loader
 from data.objective import Causal, Objective
 from data.shards import DataSet, open_data
 from engine import optim
+from engine.decode import generate
 from engine.device import resolve_device, resolve_dtype
 from engine.errors import require
 from engine.metrics import peak_flops, peak_memory_bytes
@@ -227,7 +228,7 @@ def measure_decoding(name: str, cfg: Config, batch: int) -> dict:
     with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
         for n in (min(8, cfg.block_size), cfg.block_size):  # first a few tokens to warm up
             marks = [time.perf_counter()]
-            for tokens in model.generate(start, n, lambda logits: logits.argmax(dim=-1)):
+            for tokens in generate(model, start, n, lambda logits: logits.argmax(dim=-1)):
                 tokens.tolist()  # waits for the device, as in sample.py
                 marks.append(time.perf_counter())
     seconds, quarter = [b - a for a, b in pairwise(marks)], -(-n // 4)

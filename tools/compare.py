@@ -50,7 +50,9 @@ from tools.compare_table import MOST_SEEDS, markdown, match_notes, row_notes, su
 from tools.gpu_check import machine
 
 HERE = Path(__file__).resolve().parents[1]
-CODE = [HERE / name for name in ("model.py", "train.py", "configurator.py")]  # and, of data/ and engine/, all files
+CODE = [
+    HERE / name for name in ("model.py", "ops.py", "train.py", "configurator.py")
+]  # and, of data/ and engine/, all files
 CODE += sorted([*(HERE / "data").glob("*.py"), *(HERE / "engine").rglob("*.py")])
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TIMED_LINES, ROUNDS = 8, 2  # of --match=seconds: lines "iter N:", one per 10 steps, and how often each run is timed

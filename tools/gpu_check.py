@@ -30,7 +30,9 @@ from torch import Tensor
 
 from configurator import Config
 from engine import optim
-from model import BLOCK, USED_WHEN, Mask, Model, ModelConfig, alibi_slopes, mix
+from engine.decode import generate
+from model import BLOCK, USED_WHEN, Model, ModelConfig, alibi_slopes
+from ops import Mask, attention
 
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")  # variables of torch's libraries
 
@@ -76,7 +78,7 @@ def loss_cases() -> Iterator[dict]:
 
 
 def attend(case: dict, S: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The result of mix for S keys, and all its gradients."""
+    """The result of attention for S keys, and all its gradients."""
     torch.manual_seed(0)
     B, H, D, M, Hkv = 2, 4, 16, case["slots"], case["kv_heads"]
     T, E = {"all": S, "third": S // 3, "one": 1}[case["queries"]], D + 8 * (case["bias"] == "columns")
@@ -86,7 +88,7 @@ def attend(case: dict, S: int, device: torch.device, dtype: torch.dtype) -> dict
     docs = (of_keys[:, -T:], of_keys) if case["docs"] else None
     slopes = alibi_slopes(H, device).to(dtype) if case["bias"] == "slopes" else None
     mask = Mask(case["causal"], S // 3 if case["window"] else 0, docs, slopes)
-    y = mix(*leaves[:3], D, mask, case["softcap"], slots=leaves[3:] or None)
+    y = attention(*leaves[:3], D, mask, case["softcap"], slots=leaves[3:] or None)
     grads = torch.autograd.grad(y, leaves, weight.to(y), materialize_grads=True)
     return dict(zip(("y", "dq", "dk", "dv", "dslot_k", "dslot_v"), (y, *grads), strict=False))
 
@@ -111,7 +113,7 @@ def run_model(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> d
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         results["loss"], results["logits"] = model(idx, targets, **given), model(idx, **given)
         if model.cfg.objective != "masked":  # the text is fixed: with rounding, argmax could choose other tokens
-            list(model.generate(idx[:, :4], 8, lambda x: logits.append(x) or next(text), given.get("source")))
+            list(generate(model, idx[:, :4], 8, lambda x: logits.append(x) or next(text), given.get("source")))
             results["cached decoding"] = torch.stack(logits)
     results["loss"].backward()
     return results | {f"gradient of {name}": p.grad for name, p in model.named_parameters()}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import model as M
 from model import Model
+from ops import Mask
 
 QUALIFIES = 0.4  # the least score of a head that has a pattern
 LISTED = 5  # heads of each pattern that are printed
@@ -52,16 +53,16 @@ class Score(NamedTuple):
     head: int
 
 
-def attention_to(keys: Tensor, mix: Callable, q: Tensor, k: Tensor, v: Tensor, mask: M.Mask) -> Tensor:
-    """The weights of keys (P, B, T) in Heads.mix's result, (P, B, H, T), and 0 where a key is -1.
+def attention_to(keys: Tensor, attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """The weights of keys (P, B, T) in Heads.attend's result, (P, B, H, T), and 0 where a key is -1.
 
-    mix is linear in the values. So it is called with columns of the identity matrix in their place, which give the
+    attend is linear in the values. So it is called with columns of the identity matrix in their place, which give the
     weights of as many keys, and once with zeros, which give the part of the slots. No T x T tensor is made.
     """
     S, E = v.shape[2:]
-    zeros, found = mix(q, k, torch.zeros_like(v), mask), 0.0
+    zeros, found = attend(q, k, torch.zeros_like(v), mask), 0.0
     for first, columns in enumerate(torch.eye(S, -(-S // E) * E, dtype=v.dtype, device=v.device).split(E, dim=1)):
-        weights = mix(q, k, columns.expand_as(v).contiguous(), mask) - zeros  # (B, H, T, E)
+        weights = attend(q, k, columns.expand_as(v).contiguous(), mask) - zeros  # (B, H, T, E)
         place = (keys - first * E)[:, :, None].expand(-1, -1, q.size(1), -1)  # (P, B, H, T)
         each = weights.expand(len(keys), *weights.shape).gather(-1, place.clamp(0, E - 1)[..., None])[..., 0]
         found = found + each * ((place >= 0) & (place < E))
@@ -76,17 +77,17 @@ def scores(model: Model, batches: Iterable[dict[str, Tensor]], patterns: list[st
     total = torch.zeros(model.cfg.n_layer, P, H + 1, dtype=torch.float64)
     count = torch.zeros(P, dtype=torch.int64)
 
-    def watch(layer: int, mix: Callable, q: Tensor, k: Tensor, v: Tensor, mask: M.Mask) -> Tensor:
+    def watch(layer: int, attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         lo, hi = mask.reach(q.size(2), k.size(2), q.device)  # (T,) or (B, T)
         even = ((keys >= lo) & (keys < hi)) / (hi - lo)  # (P, B, T)
-        weights = torch.cat((attention_to(keys, mix, q, k, v, mask), even[:, :, None]), dim=2)  # (P, B, H + 1, T)
+        weights = torch.cat((attention_to(keys, attend, q, k, v, mask), even[:, :, None]), dim=2)  # (P, B, H + 1, T)
         total[layer] += weights.sum((1, 3)).cpu()
-        return mix(q, k, v, mask)
+        return attend(q, k, v, mask)
 
     with ExitStack() as undo:
         for layer, heads in layers.items():
-            heads.mix = partial(watch, layer, heads.mix)
-            undo.callback(heads.__delattr__, "mix")
+            heads.attend = partial(watch, layer, heads.attend)
+            undo.callback(heads.__delattr__, "attend")
         for batch in batches:
             batch = {name: x[(batch["targets"] >= 0).any(1)] for name, x in batch.items()}
             docs = batch.get("docs", torch.zeros_like(batch["idx"]))

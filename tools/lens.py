@@ -51,6 +51,7 @@ from engine.device import resolve_device
 from engine.errors import command, require, user_errors
 from engine.evaluation import open_dataset
 from model import Model
+from ops import capped
 from sample import SampleConfig, load, read_prompt, text_ids
 from tools.head_patterns import PATTERN, print_scores, scores, self_attention
 
@@ -167,7 +168,7 @@ def contextual_mlp(
     bias -= bias[own].clone()
     if (slopes := heads.position.slopes(inputs.table)) is not None:
         bias[len(k) - hi + lo :] -= slopes[head] * (torch.arange(lo, hi, device=idx.device) - position).abs()
-    hidden = torch.exp(M.capped(content, heads.softcap) + bias)
+    hidden = torch.exp(capped(content, heads.softcap) + bias)
     Z = torch.cat([part.sum().expand_as(part) for part in hidden.tensor_split([apart])])
     if isinstance(heads, M.ShapedPool):
         hidden = heads.beta[head] * hidden - heads.gamma[head] * Z * bias.softmax(0)
@@ -227,7 +228,7 @@ def read_head(
     without = logits - added_logits(model, added, final[-1]).cpu().double()
 
     def log_p(logits: Tensor) -> Tensor:
-        return M.capped(logits, model.cfg.logit_softcap)[..., : tokenizer.vocab_size].log_softmax(-1)
+        return capped(logits, model.cfg.logit_softcap)[..., : tokenizer.vocab_size].log_softmax(-1)
 
     gain = log_p(logits) - log_p(without)
     tokens = (log_p(logits).exp() - log_p(without).exp()).topk(min(PROMOTED, gain.size(1))).indices

@@ -18,6 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from data.base_tokenizer import Tokenizer
+from engine.decode import generate
 from engine.errors import require
 from model import Model
 
@@ -121,7 +122,7 @@ class Harness(TemplateLM):
         V, ids = self.vocabulary.vocab_size, [[] for _ in batch]
         done = [False] * len(batch)
         choose = lambda logits: logits[:, :V].argmax(dim=-1)  # noqa: E731
-        for new in self.ours.generate(torch.tensor(contexts, device=self.device), most, choose):
+        for new in generate(self.ours, torch.tensor(contexts, device=self.device), most, choose):
             for row, token in enumerate(new.tolist()):
                 if not done[row]:
                     ids[row].append(token)

@@ -1,7 +1,7 @@
 """superblock's causal models for transformers: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).
 
-model.py, beside this file, is the model; config.json holds its flags. A batch may be padded on either side (only after
-the texts if slots have a position), and `generate` works with transformers' caches.
+model.py and ops.py, beside this file, are the model; config.json holds its flags. A batch may be padded on either side
+(only after the texts if slots have a position), and `generate` works with transformers' caches.
 """
 
 import torch
@@ -10,7 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .model import Heads, Inputs, KVCache, LearnedEmbedding, Model, ModelConfig
+from .model import Heads, Inputs, LearnedEmbedding, Model, ModelConfig
 
 
 class SuperblockConfig(PretrainedConfig):
@@ -28,7 +28,7 @@ class SuperblockConfig(PretrainedConfig):
 
 
 class LayerCache:
-    """Keeps the keys and values of one layer in transformers' cache, in place of a KVCache."""
+    """Keeps the keys and values of one layer in transformers' cache."""
 
     def __init__(self, cache, layer: int):
         self.cache, self.layer = cache, layer
@@ -98,7 +98,7 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
             text = (attention_mask.cumsum(dim=1) > 0).long()
             docs, self.padding = (text[:, start:].contiguous(), text), (text == 0).sum(dim=1, keepdim=True)
         for layer, heads in enumerate(self.heads):
-            heads.cache = KVCache() if past_key_values is None else LayerCache(past_key_values, layer)
+            heads.cache = None if past_key_values is None else LayerCache(past_key_values, layer)
         x, t = model.embed(input_ids, start)
         x = model.through_blocks(x, Inputs(model.table(t, x), docs))
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -1,6 +1,6 @@
 """Writes model.py as a custom architecture of transformers, for models that no architecture of its own expresses.
 
-    write_remote_code(cfg, folder)       # model.py, modeling_superblock.py, config.json
+    write_remote_code(cfg, folder)       # model.py, ops.py, modeling_superblock.py, config.json
 
 AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) then loads the weights that the caller writes
 beside them as safetensors: Model's own names, each after the prefix `model.`, without the padding rows of embedding and
@@ -8,14 +8,14 @@ head, and without a head.weight that is tied.
 """
 
 import json
-import shutil
 from dataclasses import fields
 from pathlib import Path
 
 from engine.errors import require
 from model import ModelConfig
 
-CODE = (Path(__file__).parents[2] / "model.py", Path(__file__).with_name("modeling_superblock.py"))
+ROOT = Path(__file__).parents[2]
+CODE = (ROOT / "model.py", ROOT / "ops.py", Path(__file__).with_name("modeling_superblock.py"))
 
 
 def write_remote_code(cfg: ModelConfig, folder: Path | str, **entries) -> None:
@@ -24,7 +24,8 @@ def write_remote_code(cfg: ModelConfig, folder: Path | str, **entries) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for path in CODE:
-        shutil.copyfile(path, folder / path.name)
+        code = path.read_text(encoding="utf-8").replace("\nfrom ops import", "\nfrom .ops import")  # a package there
+        (folder / path.name).write_text(code, encoding="utf-8")
     classes = {"AutoConfig": "SuperblockConfig", "AutoModelForCausalLM": "SuperblockForCausalLM"}
     config = {
         "model_type": "superblock",

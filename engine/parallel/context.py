@@ -70,12 +70,12 @@ def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup):
     model.pos.register_forward_pre_hook(lambda module, args: (args[0], place(args[1])), prepend=True)
     for module in model.modules():
         if isinstance(module, Heads):
-            module.cache, module.mix = GatheredKeys(group), partial(mix_pieces, module.mix, group)
+            module.cache, module.attend = GatheredKeys(group), partial(attend_pieces, module.attend, group)
 
 
 class GatheredKeys:
-    """Replaces KVCache. `extend` gathers keys and values of this rank's pieces, (B, Hkv, T/n, E), into those from the
-    beginning of the text to the end of the back piece, (B, Hkv, S, E)."""
+    """The cache of a head. `extend` gathers keys and values of this rank's pieces, (B, Hkv, T/n, E), into those
+    from the beginning of the text to the end of the back piece, (B, Hkv, S, E)."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -88,9 +88,9 @@ class GatheredKeys:
         return torch.cat(in_order[: back + 1], dim=2).split(heads, dim=1)
 
 
-def mix_pieces(mix: Callable, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, *args) -> Tensor:
+def attend_pieces(attend: Callable, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, *args) -> Tensor:
     """Attention of the queries of each piece, (B, H, T/n, E), to the keys up to the end of the piece."""
     _, front, _ = piece_indices(group)
     a, b = q.chunk(2, dim=2)
     end = (front + 1) * a.size(2)
-    return torch.cat((mix(a, k[:, :, :end], v[:, :, :end], *args), mix(b, k, v, *args)), dim=2)
+    return torch.cat((attend(a, k[:, :, :end], v[:, :, :end], *args), attend(b, k, v, *args)), dim=2)

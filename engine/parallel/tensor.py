@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.objective import OBJECTIVE
-from model import Linear, NormOfHeads, at_least_float32, matmul_dtype, rows_at_once, stream_dtype
+from model import Linear, NormOfHeads, stream_dtype
+from ops import at_least_float32, matmul_dtype, rows_at_once
 
 SHARDED_DIM = {  # role -> dimension of the weight that is cut; 0 also cuts the bias
     "vocab": 0,
@@ -243,14 +244,17 @@ def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets
     """Model.loss for a head of V/n rows, padding included: x (B, T, C), targets (B, T) -> the mean in nats over targets
     >= 0."""
     weight, bias, cfg = model.head.weight, model.head.bias, model.cfg
-    chunk, end = rows_at_once(cfg, len(weight), x.device), cfg.vocab_size - dist.get_rank(group) * len(weight)
+    chunk, end = (
+        rows_at_once(cfg.loss_chunk, len(weight), x.device),
+        cfg.vocab_size - dist.get_rank(group) * len(weight),
+    )
     args = x.flatten(0, 1), weight, bias, targets.flatten(), cfg.logit_softcap, chunk, group, max(0, end)
     return ParallelCrossEntropy.apply(*args) / (targets >= 0).sum().clamp(min=1)
 
 
 class ParallelCrossEntropy(torch.autograd.Function):
     """Sum of the cross entropies of logits x W^T + b, whose V columns are cut over the ranks. Ranks exchange three
-    numbers per token. As in model.py's ChunkedCrossEntropy, the forward computes the gradients, chunk by chunk.
+    numbers per token. As in ops.py's ChunkedCrossEntropy, the forward computes the gradients, chunk by chunk.
 
     x (N, C), W (V/n, C), b (V/n,) or None, targets (N,) with -1 left out; the rows of W from `end` on are padding. The
     gradient for x is this rank's term of a sum over the ranks.

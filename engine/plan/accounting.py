@@ -10,7 +10,8 @@ from collections import Counter
 
 import torch
 
-from model import Heads, Linear, Mask, MemoryPool, Model, SlotPool, attention_kernel, takes_flash
+from model import Heads, Linear, MemoryPool, Model, SlotPool
+from ops import Mask, attention_kernel, takes_flash
 
 
 def flops(model: Model, T: int, source: int = 0) -> int:
@@ -37,7 +38,7 @@ def keys_per_query(heads: Heads, T: int, source: int) -> int:
 
 
 def attention_kernels(model: Model, T: int, source: int, device: str, dtype: torch.dtype, pieces: int = 1) -> str:
-    """The kernels of model.attention_kernel in training on T tokens and a source, with their numbers of layers. Slots
+    """The kernels of ops.attention_kernel in training on T tokens and a source, with their numbers of layers. Slots
     with a softmax of their own count as a layer. Context parallelism computes the queries of a text in `pieces`."""
     cfg, counts = model.cfg, Counter()
     for name, m in model.named_modules():

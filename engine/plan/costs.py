@@ -39,7 +39,6 @@ from engine.parallel import sharded as sharded_model
 from engine.parallel import tensor as tensor_parallel
 from engine.plan.accounting import flops
 from model import (
-    ChunkedCrossEntropy,
     Heads,
     Inputs,
     Linear,
@@ -47,10 +46,8 @@ from model import (
     NormOfHeads,
     Shared,
     Stack,
-    chunk_loss,
-    rows_at_once,
-    wide_stream,
 )
+from ops import ChunkedCrossEntropy, chunk_loss, rows_at_once, wide_stream
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
 
@@ -214,7 +211,7 @@ class Run:
         self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
         cfg.fp32_residual = wide_stream(cfg.fp32_residual, torch.device("cuda"), self.dtype)
         self.layout, self.model = layout, UninitializedModel(cfg, seed=0)  # a fake seed cannot be drawn
-        cfg.loss_chunk = rows_at_once(cfg, cfg.vocab_rows // cfg.tp, torch.device("cuda"))
+        cfg.loss_chunk = rows_at_once(cfg.loss_chunk, cfg.vocab_rows // cfg.tp, torch.device("cuda"))
         self.fsdp = cfg.parallel == "fsdp" and cfg.world_size > 1
         self.offload = self.fsdp and cfg.fsdp_offload
         self.stream_dtype = torch.float32 if cfg.fp32_residual else self.dtype

@@ -24,7 +24,8 @@ from data.loader import Loader
 from engine.device import resolve_dtype
 from engine.optim import OPTIMIZER, Muon, state_bytes
 from engine.parallel import ranks as parallel
-from model import MLP_KIND, Model, rows_at_once
+from model import MLP_KIND, Model
+from ops import rows_at_once
 
 Need = dict[str, tuple[int, bool]]  # kind -> (bytes, whether they are in host memory even on a GPU)
 STATES, CHECKPOINT = "parameters", "the checkpoint's weights"
@@ -100,7 +101,7 @@ def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
     if cfg.eval_only:
         batches, width, tokens, states, late = 1, C, T, 4 * total, 0
     held = ranks.dtype.itemsize * (1 if cfg.eval_only else 2)  # by a compiled loss: the logits, in training a gradient
-    logits = held * V * min(B * T // cfg.cp, rows_at_once(cfg, V, ranks.device)) // cfg.pp
+    logits = held * V * min(B * T // cfg.cp, rows_at_once(cfg.loss_chunk, V, ranks.device)) // cfg.pp
     kept = ranks.dtype.itemsize * B * tokens * width // (cfg.cp * cfg.tp * cfg.pp) + logits
     return {
         STATES: (states // cut, fsdp and cfg.fsdp_offload),

@@ -1,0 +1,495 @@
+"""How the model's formulas are computed: functions of tensors, without parameters and flags of their own.
+
+    y = attention(q, k, v, D, Mask(window=256))         # softmax(q k^T / sqrt(D)) v, never as a (T, S) matrix
+    total = cross_entropy(x, weight, None, targets)     # of logits x W^T that never exist as (N, V)
+
+Each docstring has the formula. model.py imports these functions and says what is computed with them; names of sizes are
+explained there. Autograd functions save passes over memory, which limit the speed on CPUs.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+Slots = tuple[Tensor, Tensor] | None  # keys and values (Hkv, M, E) without position, which every query sees
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dtypes
+
+
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which matrix products with x are computed."""
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
+
+
+def wide_stream(flag: bool | str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the residual stream is in float32 under this fp32_residual, where matrix products are in `dtype`."""
+    return flag is True or flag == "auto" and (device.type != "cuda" or dtype != torch.bfloat16)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Norms and elementwise functions
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension, in the dtype of x."""
+    weight, bias = (None if p is None else p.to(x.dtype) for p in (weight, bias))
+    with keeping_dtype(x):
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the dtype of x. PyTorch's is a fused kernel on
+    GPUs, and a dozen passes on CPUs."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled():
+            return RMSNormOfCPU.apply(x, weight, eps)
+        if x.dtype == weight.dtype:  # few calls: their number limits the speed of decoding
+            n, length = x.size(-1), torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            length.hypot_(torch.scalar_tensor(math.sqrt(n * eps), dtype=x.dtype))
+            return (x * weight).div_(length).mul_(math.sqrt(n))
+    with keeping_dtype(x):
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def keeping_dtype(x: Tensor) -> AbstractContextManager:
+    """A context in which norms of x have its dtype: CUDA's autocast would compute and return them in float32."""
+    wide = x.dtype in (torch.float32, torch.float64)
+    return nullcontext() if wide else torch.autocast(x.device.type, enabled=False)
+
+
+class RMSNormOfCPU(torch.autograd.Function):
+    """RMSNorm in few passes. The backward calls LayerNorm's kernel with a mean of 0, and adds the term that only
+    LayerNorm subtracts."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = at_least_float32(x)
+        rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rms)
+        return (wide * rms).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight, rms = ctx.saved_tensors
+        options = torch.zeros_like(rms), rms, weight.to(rms.dtype), None, (True, True, False)
+        dx, dw, _ = torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], *options)
+        mean = (grad.flatten(0, -2) @ weight.to(grad.dtype)).view(rms.shape) / x.size(-1)
+        return dx.add_((mean * rms).to(x.dtype)), dw.to(weight.dtype), None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x cos + (second half of x, first half of x) sin: x (B, H, T, D); cos and sin (T, D)."""
+    if torch.is_grad_enabled():
+        return Rotation.apply(x, cos, sin)
+    return (x * cos).addcmul_(x.roll(x.size(-1) // 2, -1), sin)  # another pass, but fewer calls, for decoding
+
+
+class Rotation(torch.autograd.Function):
+    """rotate in two passes."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        half, y = x.size(-1) // 2, x * cos
+        y[..., :half].addcmul_(x[..., half:], sin[:, :half])
+        y[..., half:].addcmul_(x[..., :half], sin[:, half:])
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        cos, sin = ctx.saved_tensors
+        return Rotation.apply(grad, cos, -sin), None, None
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2 (arXiv:2109.08668)."""
+    return SquaredReLU.apply(x) if torch.is_grad_enabled() else F.relu(x).square_()
+
+
+class SquaredReLU(torch.autograd.Function):
+    """squared_relu, whose gradient takes one pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        positive = F.relu(x)
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        (positive,) = ctx.saved_tensors
+        return torch.addcmul(grad.new_zeros(()), grad, positive, value=2.0)
+
+
+def dropped(x: Tensor, p: float) -> Tensor:
+    """Each element of x is 0 with probability p, otherwise divided by 1 - p.
+
+    In eager mode on a CPU, 16 random bits decide on each element (p is rounded to 1 / 65536), because Bernoulli draws
+    take longer than a small model's matrix products.
+    """
+    if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.dropout(x, p) if p else x
+    limit = min(round(p * 2**16), 2**16 - 1)
+    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    kept = (bits[: x.numel()] >= limit - 2**15).view(x.shape)
+    return x * kept.to(x.dtype).mul_(2**16 / (2**16 - limit))
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    """cap tanh(x / cap), or x if cap is 0."""
+    return cap * torch.tanh(x / cap) if cap > 0 else x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+class Mask(NamedTuple):
+    """The keys that each of T queries sees: a range [lo, hi) of S keys. In self-attention, queries are the last T."""
+
+    causal: bool = True
+    window: int = 0  # positions before (and, if not causal, after) the query's, its own included; 0 = all
+    docs: tuple[Tensor, Tensor] | None = None  # document numbers of queries (B, T) and keys (B, S), never decreasing
+    slopes: Tensor | None = None  # (H,): slope |i - j| is subtracted from the scores
+
+    def reach(self, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """lo and hi, each (T,), or (B, T) with docs."""
+        i = torch.arange(S - T, S, device=device)
+        lo, hi = torch.zeros_like(i), torch.full_like(i, S)
+        if self.causal:
+            hi = i + 1
+        if self.window:
+            lo, hi = (i - self.window + 1).clamp(min=0), hi.minimum(i + self.window)
+        if self.docs is not None:
+            of_queries, of_keys = (docs.contiguous() for docs in self.docs)
+            lo = lo.maximum(torch.searchsorted(of_keys, of_queries))
+            hi = hi.minimum(torch.searchsorted(of_keys, of_queries, right=True))
+        return lo, hi
+
+
+def attention_kernel(
+    mask: Mask, T: int, S: int, slots: bool, softcap: float, dropout: float, device: str, flash: bool
+) -> str:
+    """Name of the kernel for the attention of T queries to S keys. Longer texts have no (T, S) matrix.
+
+    kernel    when                                                              memory of scores and masks
+    full      all queries see all keys, or causal with T = S                    none: one fused call
+    window    causal, each query sees the last W keys                           a (W, 2W) mask; two fused calls
+    flash     causal, T < S, and `flash`: see takes_flash                       none: one fused call
+    joined    slots, or causal with T < S, on a CPU, without a window           none: two fused calls
+    strips    documents or slopes, or none of the others                        a (128, S) mask; a fused call per strip
+    naive     a softcap, or dropout on a CPU: no fused kernel has them          (256, S) scores per strip
+    """
+    past = S - T if mask.causal else 0  # keys before the first query
+    biased = mask.docs is not None or mask.slopes is not None
+    if softcap or (dropout and device == "cpu"):
+        return "naive"
+    if not (biased or slots or past or (mask.window and not mask.causal)):
+        return "window" if mask.window else "full"
+    if biased or mask.window:
+        return "strips"
+    return "flash" if flash and not slots else "joined" if device == "cpu" else "strips"
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, softcap=0.0, dropout=0.0, slots: Slots = None
+) -> Tensor:
+    """softmax(cap(q k^T / sqrt(D))) v over the keys that the mask admits, and over slots: (B, H, T, E), where E >= D.
+
+    q (B, H, T, E), k and v (B, Hkv, S, E). The columns from D on hold a position bias, which is not capped.
+    """
+    T, S = q.size(2), k.size(2)
+    if T == 1 and mask.causal:
+        if 0 < mask.window < S:
+            k, v = (x[:, :, -mask.window :] for x in (k, v))
+        docs = mask.docs and (mask.docs[0], mask.docs[1][:, -mask.window :])
+        mask, S = Mask(False, 0, docs, mask.slopes), k.size(2)
+    mask = mask._replace(window=mask.window if mask.window < S else 0)
+    device, scale = q.device.type, D**-0.5
+    flash = takes_flash(device, matmul_dtype(q), q.size(3))
+    kernel = attention_kernel(mask, T, S, slots is not None, softcap, dropout, device, flash)
+    sdpa = partial(fused_attention, scale=scale, dropout_p=dropout)
+    if kernel == "full":
+        return sdpa(q, k, v, is_causal=mask.causal)
+    if kernel == "window":
+        return window_attention(sdpa, q, k, v, mask.window)
+    if kernel == "flash":  # for T < S, this operator takes the queries as the last positions
+        q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal=True, scale=scale)[0]
+    if kernel == "joined":
+        past = S - T if mask.causal else 0
+        always = [x[:, :, :past] for x in (k, v)]  # (B, Hkv, M + past, E)
+        if slots is not None:
+            both = zip(slots, always, strict=True)
+            always = [torch.cat((x.expand(len(q), -1, -1, -1), y), dim=2) if past else x[None] for x, y in both]
+        k, v = (x[:, :, past:].repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        given = q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always)
+        return JoinedAttention.apply(*(x.to(matmul_dtype(q)) for x in given), scale, mask.causal).to(v.dtype)
+    if kernel == "strips":
+        return strip_attention(sdpa, q, k, v, tuple(mask), slots, 128)
+    return strip_attention(partial(naive_attention, D, softcap, dropout), q, k, v, tuple(mask), slots, 256)
+
+
+def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
+    """Whether CUDA's flash operator accepts queries of this dtype and width."""
+    return device == "cuda" and dtype == torch.bfloat16 and width in range(8, 257, 8)
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
+    """PyTorch's attention in a fused kernel. CUDA's kernels for masks and float32 have no grouped heads, for which
+    PyTorch would silently make a (T, S) matrix; so keys and values are repeated there. For at
+    most 256 keys on a CPU, bfloat16 inputs become float32, whose backward is up to six times as fast."""
+    group = q.size(1) // k.size(1)
+    if q.device.type == "cpu" and matmul_dtype(q) == torch.bfloat16 and k.size(2) <= 256:
+        mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.float()
+        with torch.autocast("cpu", enabled=False):
+            return fused_attention(q.float(), k.float(), v.float(), mask, **options).to(v.dtype)
+    if group > 1 and q.device.type == "cuda" and (attn_mask is not None or matmul_dtype(q) == torch.float32):
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=q.size(1) != k.size(1), **options)
+
+
+def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, W: int) -> Tensor:
+    """Causal attention to the last W positions, its own included, in O(T W): blocks of W queries see 2W keys each. The
+    first block has no predecessor and is plain causal attention; the other blocks share one (W, 2W) mask."""
+    B, _, T, E = q.shape
+    n = -(-T // W)
+    q, k, v = (F.pad(x, (0, 0, 0, n * W - T)) for x in (q, k, v))  # padding comes last, where the causal mask hides it
+
+    def blocks(x: Tensor, first: int, width: int) -> Tensor:  # n-1 overlapping views -> ((n-1) B, heads, width, E)
+        return x[:, :, first:].unfold(2, width, W).permute(2, 0, 1, 4, 3).flatten(0, 1)
+
+    i, j = torch.arange(W, device=q.device)[:, None], torch.arange(2 * W, device=q.device)
+    band = (j > i) & (j <= i + W)  # (W, 2W): key 0 is W positions before query 0
+    rest = sdpa(blocks(q, W, W), blocks(k, 0, 2 * W), blocks(v, 0, 2 * W), attn_mask=band)
+    rest = rest.view(n - 1, B, -1, W, E).permute(1, 2, 0, 3, 4).flatten(2, 3)  # (B, H, (n-1) W, E)
+    return torch.cat((sdpa(q[:, :, :W], k[:, :, :W], v[:, :, :W], is_causal=True), rest), dim=2)[:, :, :T]
+
+
+class JoinedAttention(torch.autograd.Function):
+    """One softmax over slots and context: two calls of the CPU's fused kernel, joined by their normalisers. Given the
+    joint result and normaliser, the kernel's backward computes the right gradients of each part. q (B, H, T, E), k and
+    v (B, H, S, E), slot_k and slot_v (B, Hkv, M, E)."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, slot_k: Tensor, slot_v: Tensor, scale: float, causal: bool):
+        kernel = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
+        q_slots = q.reshape(len(q), slot_k.size(1), -1, q.size(3))  # (B, Hkv, G T, E)
+        y_slots, z_slots = kernel(q_slots, slot_k, slot_v)
+        y, z = kernel(q, k, v, is_causal=causal)  # (B, H, T, E) and log of the normaliser (B, H, T)
+        z_slots = z_slots.reshape(z.shape)
+        total = torch.logaddexp(z, z_slots)
+        y = (z - total).exp()[..., None] * y + (z_slots - total).exp()[..., None] * y_slots.reshape(y.shape)
+        if y.dtype != q.dtype:  # a conversion without effect, compiled by torch 2.11, has a backward that returns zeros
+            y = y.to(q.dtype)
+        ctx.save_for_backward(q, k, v, slot_k, slot_v, y, total)
+        ctx.scale, ctx.causal = scale, causal
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        q, k, v, slot_k, slot_v, y, total = ctx.saved_tensors
+        kernel = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, scale=ctx.scale)
+        dq, dk, dv = kernel(grad, q, k, v, y, total, dropout_p=0.0, is_causal=ctx.causal)
+        grad, q_slots, y, total = (x.reshape(len(x), slot_k.size(1), -1, *x.shape[3:]) for x in (grad, q, y, total))
+        dq_slots, *d_slots = kernel(grad, q_slots, slot_k, slot_v, y, total, dropout_p=0.0, is_causal=False)
+        return dq + dq_slots.reshape(dq.shape), dk, dv, *d_slots, None, None
+
+
+def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tuple, slots: Slots, rows: int) -> Tensor:
+    """Attention in strips of `rows` queries: any mask and score in O(rows S) memory. Several strips are recomputed in
+    the backward; a single one is not. mask has the fields of a Mask: torch.compile passes no named tuple between its
+    graphs."""
+    mask = Mask(*mask)
+    T, S, W = q.size(2), k.size(2), mask.window
+    lo, hi = mask.reach(T, S, q.device)
+    if slots is not None:
+        slots = tuple(x.expand(len(q), -1, -1, -1) for x in slots)  # each (B, Hkv, M, E)
+
+    def strip(q: Tensor, k: Tensor, v: Tensor, i: int, first: int) -> Tensor:  # queries i ... and keys first ...
+        end, M = i + q.size(2), 0
+        j = torch.arange(first, first + k.size(2), device=q.device)
+        seen = ((j >= lo[..., i:end, None]) & (j < hi[..., i:end, None])).view(-1, 1, end - i, len(j))
+        if mask.slopes is not None:
+            distance = (torch.arange(S - T + i, S - T + end, device=q.device)[:, None] - j).abs()
+            seen = (-mask.slopes[:, None, None] * distance).masked_fill(~seen, -math.inf).to(q.dtype)  # (B, H, t, s)
+        if slots is not None:
+            k, v, M = torch.cat((slots[0], k), dim=2), torch.cat((slots[1], v), dim=2), slots[0].size(2)
+        return attend(q, k, v, attn_mask=F.pad(seen, (M, 0), value=mask.slopes is None))  # true, or 0.0
+
+    out = []
+    for i in range(0, T, rows):
+        end = min(i + rows, T)
+        first = max(0, S - T + i - W + 1) if W else 0
+        last = S - T + end if mask.causal else min(S, S - T + end + W - 1) if W else S
+        strips = q[:, :, i:end], k[:, :, first:last], v[:, :, first:last], i, first
+        recompute = torch.is_grad_enabled() and T > rows
+        out.append(checkpoint(strip, *strips, use_reentrant=False) if recompute else strip(*strips))
+    return torch.cat(out, dim=2)
+
+
+def naive_attention(D: int, cap: float, dropout: float, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
+    """Attention with a softcap, or with dropout on a CPU. Shapes as in attention; attn_mask broadcasts to (B, H, T, S).
+
+    Dropout is that of the field: each weight is dropped after the softmax has normalised all weights, independently for
+    each head, query and key; the others are divided by 1 - p.
+    """
+    q = (q * D**-0.5).unflatten(1, (k.size(1), -1))  # (B, Hkv, G, t, E)
+    k, v = k[:, :, None], v[:, :, None]  # (B, Hkv, 1, s, E)
+    if cap:
+        scores = capped(q[..., :D] @ k[..., :D].mT, cap) + q[..., D:] @ k[..., D:].mT
+    else:
+        scores = q @ k.mT
+    bias = torch.where(attn_mask, 0.0, -math.inf) if attn_mask.dtype == torch.bool else attn_mask
+    weights = (at_least_float32(scores.flatten(1, 2)) + bias).softmax(-1).to(v.dtype)  # (B, H, t, s)
+    return (dropped(weights, dropout).view_as(scores) @ v).flatten(1, 2)  # (B, H, t, E)
+
+
+def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask) -> Tensor:
+    """attention with q = k = 0, in O(T): the mean of the visible values. With a position bias (columns from D on, or
+    slopes), the weights are the softmax of the bias. Shapes as in attention; k has H heads."""
+    if q.size(-1) > D or mask.slopes is not None:
+        return attention(torch.cat((torch.zeros_like(q[..., :D]), q[..., D:]), dim=-1), k, v, D, mask)
+    T, S = q.size(2), k.size(2)
+    mask = mask._replace(window=mask.window if mask.window < S else 0)
+    if T == 1 and mask.causal and mask.docs is None:
+        return v[:, :, -mask.window :].mean(dim=2, keepdim=True)
+    total = at_least_float32(v).cumsum(dim=2)
+    lo, hi = mask.reach(T, S, v.device)
+    if mask.docs is None and not mask.window and mask.causal:
+        return (total[:, :, S - T :] / hi[:, None]).to(v.dtype)
+    total = F.pad(total, (0, 0, 1, 0))  # (B, H, S + 1, E): the sum of all values before a position
+    ends = (x.view(-1, 1, T, 1).expand(len(v), v.size(1), T, v.size(3)) for x in (hi, lo))
+    upper, lower = (total.gather(2, end) for end in ends)
+    return ((upper - lower) / (hi - lo).view(-1, 1, T, 1)).to(v.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss
+
+
+def cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    softcap=0.0,
+    chunk=0,
+    of_chunk: Callable | None = None,
+) -> Tensor:
+    """Sum of -log softmax(cap(x W^T + b))[target] over targets >= 0, in nats: x (N, C), W (V, C), b (V,), targets (N,).
+
+    Logits of `chunk` tokens exist at once, see rows_at_once. of_chunk is chunk_loss, or the same function compiled.
+    """
+    chunk = rows_at_once(chunk, len(weight), x.device)
+    if x.size(0) <= chunk and not x.is_cuda:  # on a GPU, the compiled loss of one chunk is faster
+        logits = capped(at_least_float32(F.linear(x, weight, bias)), softcap)
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    options = softcap, chunk, of_chunk or chunk_loss, torch.is_grad_enabled()
+    return ChunkedCrossEntropy.apply(x, weight, bias, targets, options)
+
+
+def rows_at_once(chunk: int, vocab_size: int, device: torch.device) -> int:
+    """Number of tokens whose logits exist at once in the loss: `chunk`, or if it is 0, as many as fit in 1 GiB of
+    float32 on a GPU (5248 for GPT-2's vocabulary), and in 128 MiB elsewhere. In 16 bits, the logits and their gradient
+    together take as many bytes; a compiled chunk keeps nothing else."""
+    fit = max(1, 2 ** (28 if device.type == "cuda" else 25) // vocab_size)
+    return chunk or (fit if fit < 128 else fit // 128 * 128)  # matmuls are faster with multiples of 128
+
+
+def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """(sum of cross entropies over targets >= 0, its gradient for the logits or None); logits (N, V), targets (N,)."""
+    valid, index = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
+    z = capped(at_least_float32(logits), softcap)
+    log_p = z.log_softmax(-1)
+    total = -(log_p.gather(1, index) * valid).sum()
+    if not gradient:
+        return total, None
+    p, slope = log_p.exp_(), 1 - (z / softcap).square() if softcap > 0 else 1.0
+    if torch.compiler.is_compiling():  # this form fuses; a scatter would write p to memory first
+        p = p - (torch.arange(z.size(1), device=z.device) == index).to(p.dtype)
+    else:
+        p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
+    return total, p.mul_(valid * slope).to(logits.dtype)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of the cross entropies of logits x W^T + b, which never exist as (N, V): the forward computes loss and
+    gradients chunk by chunk. b (V,) or None. options: the softcap, rows of a chunk, chunk_loss, perhaps compiled, and
+    whether there is a backward. The gradients are stored unscaled; the backward multiplies them by the incoming
+    gradient, which contains the loss scale of float16."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: tuple) -> Tensor:
+        softcap, chunk, of_chunk, gradient = options
+        dtype = matmul_dtype(x)
+        wide = torch.promote_types(weight.dtype, torch.float32)  # for the sums over chunks, where FSDP gathers 16 bits
+        dx, dW = (torch.empty_like(x), torch.zeros_like(weight, dtype=wide)) if gradient else (None, None)
+        db = None if bias is None or not gradient else torch.zeros_like(bias, dtype=wide)
+        with torch.autocast(x.device.type, enabled=False):
+            W = weight.to(dtype)
+            total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+            for start in range(0, x.size(0), chunk):
+                rows = slice(start, start + chunk)
+                h = x[rows].to(dtype)
+                logits = h @ W.mT if bias is None else h @ W.mT + bias.to(dtype)
+                part, p = of_chunk(logits, targets[rows], softcap, gradient)
+                total += part
+                if gradient:
+                    dx[rows] = p @ W
+                    dW += p.mT @ h
+                    if db is not None:
+                        db += p.sum(dim=0)
+                del logits, p  # before the logits of the next chunk are made
+        ctx.save_for_backward(dx, dW, db)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        dx, dW, db = ctx.saved_tensors
+        return dx * grad, dW * grad, None if db is None else db * grad, None, None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Random numbers
+
+
+def normal(key: str, shape: tuple, start: tuple, size: tuple, device: torch.device) -> Tensor:
+    """float32 numbers from N(0, 1): the part with shape `size`, from index `start` on, of an array of `shape`.
+
+    A number depends only on the key and its place in the array. A hash of both gives two uniform 32-bit numbers, which
+    Box and Muller's formula turns into a normal one. float64 makes the results almost always equal on all devices.
+    """
+    first = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    place = torch.full((), first, dtype=torch.int64, device=device)
+    for dim in range(1, len(shape)):
+        place = place[..., None] + strides[dim] * torch.arange(start[dim], start[dim] + size[dim], device=device)
+    out = torch.empty(size, device=device)
+    rows = max(1, 2**16 // max(1, place.numel()))  # rows at once, so that the hashes stay in the cache
+    for part, row in zip(out.split(rows), torch.arange(size[0], device=device).split(rows), strict=True):
+        index = (start[0] + row).mul_(strides[0]).view(-1, *[1] * place.dim()) + place
+        bits = index.mul_(-0x61C8864680B583EB)  # splitmix64, whose products wrap around
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+            bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
+        radius = ((bits >> 32).bitwise_and_(2**32 - 1).to(torch.float64) + 0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+        part.copy_(bits.bitwise_and_(2**32 - 1).to(torch.float64).mul_(math.tau * 2.0**-32).cos_().mul_(radius))
+    return out
