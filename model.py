@@ -84,7 +84,7 @@ from ops import (
     squared_relu,
     uniform_attention,
     wide_stream,
-)  # fmt: skip
+)
 
 Maybe = Tensor | None
 Shape = tuple[int, ...]
@@ -980,10 +980,6 @@ class Block(nn.Module):
         for each in self.sums:
             s = each(s, inputs)
         return s
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Loss
 
 
 # ---------------------------------------------------------------------------------------------------------------------

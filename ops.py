@@ -39,6 +39,7 @@ def wide_stream(flag: bool | str, device: torch.device, dtype: torch.dtype) -> b
 
 
 def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, or in its own dtype if that is wider."""
     return x if x.dtype == torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
 
 

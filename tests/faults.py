@@ -219,7 +219,7 @@ FAULTS = [
         "Gradients of several pipelines beside one another are summed instead of averaged.",
         "tests/test_layouts.py::test_losses_do_not_depend_on_the_layout[ddp+pp-blocks]",
     ),
-    # ---- engine/parallel/ranks.py, context_parallel.py, pipeline.py, tensor_parallel.py
+    # ---- engine/parallel/ranks.py, context.py, pipeline.py, tensor.py
     (
         "engine/parallel/ranks.py",
         "data_rank = rank // (cfg.cp * cfg.tp) % data",
@@ -248,7 +248,7 @@ FAULTS = [
         "The bias of a row-parallel layer is added once by every rank under tp.",
         "tests/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp-models]",
     ),
-    # ---- engine/checkpoint/files.py, dcp_reader.py, folder.py
+    # ---- engine/checkpoint/files.py, reader.py, folder.py
     (
         "engine/checkpoint/files.py",
         'steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]',

@@ -70,6 +70,18 @@ def test_files_of_the_map_exist():
     assert packages <= set(re.findall(r"([\w/]+)/ ", table))
 
 
+def test_modules_that_are_started_with_m_are_programs():
+    """Whatever the pages, the Makefile and the code say can be typed after `python -m`."""
+    files = [*PAGES, ROOT / "Makefile", *ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]
+    started = re.compile(r"-m[\s\\\"',]+((?:data|engine|tools)[.]\w+(?:[.]\w+)*)")
+    named = {name for file in files for name in started.findall(file.read_text(encoding="utf-8"))}
+    assert len(named) > 8
+    for name in named:
+        path = ROOT / name.replace(".", "/")
+        program = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        assert program.exists() and '__name__ == "__main__"' in program.read_text(encoding="utf-8"), name
+
+
 def test_the_readme_is_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 157
 

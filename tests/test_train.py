@@ -32,6 +32,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
+import ops
 import sample
 import train
 from configurator import Config, parse
@@ -167,8 +168,9 @@ def test_recomputation_draws_the_same_masks(monkeypatch, flags, kind):
     torch.manual_seed(0)
     batch = {name: torch.randint(30, (4, 16)) for name in ("idx", "targets", "source")}
     batch = {name: x for name, x in batch.items() if name != "source" or "objective" in flags}
-    dropped, drawn = model.dropped, []
-    monkeypatch.setattr(model, "dropped", lambda x, p: drawn.append(x.shape) or dropped(x, p))
+    dropped, drawn = ops.dropped, []
+    for module in (model, ops):  # the stream's, and that of attention weights
+        monkeypatch.setattr(module, "dropped", lambda x, p: drawn.append(x.shape) or dropped(x, p))
 
     def gradients(seed: int, kind: str) -> dict[str, torch.Tensor]:
         cfg = Config(**FLAT, **flags, vocab_size=30, dropout=0.3, activation_checkpoint=kind)

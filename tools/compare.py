@@ -50,10 +50,8 @@ from tools.compare_table import MOST_SEEDS, markdown, match_notes, row_notes, su
 from tools.gpu_check import machine
 
 HERE = Path(__file__).resolve().parents[1]
-CODE = [
-    HERE / name for name in ("model.py", "ops.py", "train.py", "configurator.py")
-]  # and, of data/ and engine/, all files
-CODE += sorted([*(HERE / "data").glob("*.py"), *(HERE / "engine").rglob("*.py")])
+CODE = [HERE / name for name in ("model.py", "ops.py", "train.py", "configurator.py")]
+CODE += sorted([*(HERE / "data").glob("*.py"), *(HERE / "engine").rglob("*.py")])  # not the scripts of data sets
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TIMED_LINES, ROUNDS = 8, 2  # of --match=seconds: lines "iter N:", one per 10 steps, and how often each run is timed
 
@@ -320,10 +318,7 @@ def main(argv: list[str] | None = None):
         texts = [arg.removeprefix("--run=") for arg in argv if arg.startswith("--run=")]
         require(texts, "--run is missing; give train.py's arguments, such as --run=config/train_pycode.py")
         size = os.environ.get("WORLD_SIZE", "1")
-        require(
-            size == "1",
-            f"WORLD_SIZE={size}: each training is a single process; start compare.py without torchrun",
-        )
+        require(size == "1", f"WORLD_SIZE={size}: each training is a single process; start compare.py without torchrun")
         if not options.dry_run:
             try:
                 lock.take(options.out)

@@ -137,10 +137,7 @@ def contextual_mlp(
     heads = self_attention(model.blocks[layer])
     require(heads is not None, f"contextual_mlp finds no attention to the context in layer {layer}")
     for part in (heads, heads.position):
-        require(
-            type(part) in KNOWN,
-            f"contextual_mlp does not know {type(part).__name__}; write its case into lens.py",
-        )
+        require(type(part) in KNOWN, f"contextual_mlp does not know {type(part).__name__}; write its case into lens.py")
     read = []
     with heads.register_forward_pre_hook(lambda _, args: read.extend(args)):
         model.hidden(idx[None], memory=model.encode(None if source is None else source[None]))

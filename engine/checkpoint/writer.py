@@ -1,4 +1,4 @@
-"""Writes checkpoints of torch.distributed.checkpoint (DCP) with a SHA-256 of every piece, which dcp_reader.py verifies.
+"""Writes checkpoints of torch.distributed.checkpoint (DCP) with a SHA-256 of every piece, which reader.py verifies.
 
 A piece is one rank's part of one tensor. DCP's table `.metadata` has an entry for each piece, with its file, offset and
 length. This writer adds an attribute `sha256` to the entry, which DCP's own reader ignores.

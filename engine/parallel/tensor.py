@@ -244,10 +244,8 @@ def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets
     """Model.loss for a head of V/n rows, padding included: x (B, T, C), targets (B, T) -> the mean in nats over targets
     >= 0."""
     weight, bias, cfg = model.head.weight, model.head.bias, model.cfg
-    chunk, end = (
-        rows_at_once(cfg.loss_chunk, len(weight), x.device),
-        cfg.vocab_size - dist.get_rank(group) * len(weight),
-    )
+    chunk = rows_at_once(cfg.loss_chunk, len(weight), x.device)
+    end = cfg.vocab_size - dist.get_rank(group) * len(weight)
     args = x.flatten(0, 1), weight, bias, targets.flatten(), cfg.logit_softcap, chunk, group, max(0, end)
     return ParallelCrossEntropy.apply(*args) / (targets >= 0).sum().clamp(min=1)
 
