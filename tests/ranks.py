@@ -11,9 +11,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing import connection
 from pathlib import Path
 
+import jitter
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,7 +44,10 @@ def exit_codes(size: int, work: Callable, folder: Path, *args) -> list[int | Non
         port = free.getsockname()[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))  # for the imports of the server
-        ranks = [context.Process(target=_rank, args=(rank, size, port, folder, work, args)) for rank in range(size)]
+        ranks = [
+            context.Process(target=_rank, args=(rank, size, port, os.environ.get(jitter.SEED), folder, work, args))
+            for rank in range(size)
+        ]
         for each in ranks:
             each.start()
     end = time.monotonic() + 300
@@ -56,7 +61,7 @@ def exit_codes(size: int, work: Callable, folder: Path, *args) -> list[int | Non
     return codes
 
 
-def _rank(rank: int, size: int, port: int, folder: Path, work: Callable, args: tuple):
+def _rank(rank: int, size: int, port: int, seed: str | None, folder: Path, work: Callable, args: tuple):
     with open(folder / f"rank {rank}", "a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -65,9 +70,13 @@ def _rank(rank: int, size: int, port: int, folder: Path, work: Callable, args: t
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in (place | where).items()}
     torch.set_num_threads(1)
-    work(*args)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if seed:  # else the server that forked this process may have been started under jitter
+        os.environ[jitter.SEED] = seed
+        jitter.start()
+    with nullcontext() if seed else jitter.paused():
+        work(*args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def torchrun(work: Callable, *args, **config):
