@@ -32,7 +32,7 @@ baselines: .venv/ready-test data/pycode/meta.json
 	$(BIN)/python -m tools.baselines
 
 gpu: .venv/ready
-	$(BIN)/python -m tools.bench --gpu --out=out/gpu.json
+	$(BIN)/python -m tools.gpu --out=out/gpu.jsonl
 
 jitter: .venv/ready-test
 	for seed in 1 2 3; do OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --jitter=$$seed || exit 1; done

@@ -47,6 +47,7 @@ from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory
 from engine.profile import Profile
+from engine.step import Step
 from engine.stop_signal import StopSignal
 from model import Model
 from ops import wide_stream
@@ -182,6 +183,7 @@ class Run:
         cleanup.callback(gc.unfreeze)
 
         self.micro_steps = cfg.gradient_accumulation_steps // ranks.data_size  # of this rank
+        self.parts_of_step = Step(self.sharded, self.optimizer, self.scaler, self.micro_steps, cfg.grad_clip)
         self.loader = Loader(
             self.streams["train"], objective, cfg.batch_size, self.micro_steps, ranks.data_rank, ranks.data_size,
             cfg.seed, ranks.device, start=self.samples,
@@ -262,25 +264,20 @@ class Run:
 
     def train_step(self, lr: float) -> tuple[Tensor, Tensor]:
         """One optimizer step at this learning rate; returns (this rank's part of the loss, gradient norm)."""
-        cfg, ranks, scaler = self.cfg, self.ranks, self.scaler
+        cfg, ranks, parts = self.cfg, self.ranks, self.parts_of_step
         self.optimizer.set_lr(lr)
-        loss = self.sharded.backward(self.batches, self.micro_steps, scaler)
-        scaler.unscale_(self.optimizer)
-        grad_norm = self.sharded.clip(cfg.grad_clip)
+        loss, grad_norm = parts.backward(self.batches), parts.clip()
         self.stop.unsaved_steps = True  # on all ranks: the norm needs them all, so no rank has ended in its first step
         # With a scaler, an infinite gradient may only mean that its scale was too large, so there the loss decides.
-        finite = torch.isfinite(ranks.sum(loss.clone()) if scaler.is_enabled() else grad_norm)  # same on all ranks
+        finite = torch.isfinite(ranks.sum(loss.clone()) if self.scaler.is_enabled() else grad_norm)  # same on all ranks
         if not cfg.skip_nonfinite:
             self.first_bad_step = torch.where(finite, self.first_bad_step, self.first_bad_step.clamp(max=self.step))
             # Reading the value makes the host wait for a GPU, so it is read only in steps that are logged.
             if self.step % self.log_interval == 0 or ranks.device.type == "cpu":
                 self.check_finite()
-        if cfg.skip_nonfinite and not finite:
-            self.skipped += 1
-        else:
-            scaler.step(self.optimizer)
-        scaler.update()
-        self.sharded.model.zero_grad(set_to_none=True)
+        skip = cfg.skip_nonfinite and not finite
+        self.skipped += skip
+        parts.update(skip)
         self.samples += self.samples_per_step
         if ranks.compile and self.graphs_of_first_step is None:
             self.graphs_of_first_step = compiled_graphs()

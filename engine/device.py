@@ -1,4 +1,4 @@
-"""The device and the dtype that a process computes with, and whether auto compiles there.
+"""The device and the dtype that a process computes with, whether auto compiles there, and what hardware it is.
 
     device = resolve_device("auto")
     dtype = resolve_dtype("auto", device)
@@ -9,14 +9,18 @@ These functions know only their own process; `parallel.join` makes all ranks tak
 import ctypes
 import math
 import os
+import platform
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from engine.errors import require, user_errors
+
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")  # variables of torch's libraries
 
 
 def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
@@ -136,3 +140,27 @@ def keep_freed_memory():
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do not have it
     for parameter, value in ((-1, 2**31 - 1), (-4, 0)) if mallopt else ():  # M_TRIM_THRESHOLD, M_MMAP_MAX
         mallopt(parameter, value)
+
+
+def machine(device: torch.device) -> dict:
+    """A description of the hardware and of torch; "device" is null if there is no GPU.
+
+    cpu_bfloat16    the CPU's instructions for bfloat16, as far as Linux names them
+    limited_by      environment variables that keep torch's libraries from using all instructions
+    """
+    file = Path("/proc/cpuinfo")
+    cpu = file.read_text() if file.exists() else ""
+    name = re.search(r"^model name\s*: (.+)", cpu, re.MULTILINE)
+    facts = {
+        "device": None, "torch": torch.__version__, "cuda": torch.version.cuda, "system": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "cpu_bfloat16": [word for word in ("amx_bf16", "avx512_bf16", "bf16") if re.search(rf"\b{word}\b", cpu)],
+        "limited_by": [variable for variable in LIMITS if variable in os.environ],
+    }  # fmt: skip
+    if device.type == "cpu":
+        facts["device"] = f"CPU ({name[1] if name else platform.machine()})"
+    elif torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(device)
+        facts |= {"device": card.name, "memory_bytes": card.total_memory, "capability": f"{card.major}.{card.minor}"}
+        facts["gpus"] = torch.cuda.device_count()
+    return facts

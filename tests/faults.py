@@ -698,14 +698,14 @@ FAULTS = [
     ),
     (
         "tools/compare_run.py",
-        "ms = median(times[int(bench.WARMUP * len(times)) :])",
-        "ms = max(times[int(bench.WARMUP * len(times)) :])",
+        "ms = median(times[int(WARMUP * len(times)) :])",
+        "ms = max(times[int(WARMUP * len(times)) :])",
         "compare.py takes the slowest logged step for the speed of a run.",
         "tests/test_compare.py::test_the_time_of_a_step_is_the_median_after_the_warm_up",
     ),
     (
         "tools/compare_run.py",
-        "times[int(bench.WARMUP * len(times)) :]",
+        "times[int(WARMUP * len(times)) :]",
         "times",
         "compare.py counts the first steps, which compile and warm up, towards the speed of a run.",
         "tests/test_compare.py::test_the_time_of_a_step_is_the_median_after_the_warm_up",
@@ -739,7 +739,7 @@ FAULTS = [
         "tests/test_compare.py::test_costs_relative_to_the_first_run_by_hand",
     ),
     (
-        "tools/bench.py",
+        "tools/child.py",
         "marks = marks[int(WARMUP * len(marks)) :]",
         "marks = marks[0:]",
         "bench.py counts the first steps of a run, which compile and warm up.",

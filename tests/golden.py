@@ -23,7 +23,7 @@ from ranks import train_main  # noqa: E402
 import train  # noqa: E402
 from data.tokenizer import ByteTokenizer  # noqa: E402
 from data.writer import ShardWriter  # noqa: E402
-from tools.gpu_runs import FAMILIES  # noqa: E402
+from tools.gpu_cases import FAMILIES  # noqa: E402
 
 SHAPE = [
     "--n_layer=2", "--n_head=4", "--n_embd=32", "--block_size=16", "--batch_size=4", "--gradient_accumulation_steps=2",

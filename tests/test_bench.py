@@ -1,4 +1,4 @@
-"""bench.py: wrong options, child processes that end with it, the table; all on the CPU. test_gpu.py has --gpu."""
+"""bench.py: wrong options, child processes that end with it, the table; all on the CPU."""
 
 import errno
 import io
@@ -20,10 +20,10 @@ from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as M
-from engine import optim
+from engine import device, optim
 from engine.parallel import ranks as parallel
 from engine.plan import accounting
-from tools import bench, bench_table, gpu_check, link_delay
+from tools import bench, bench_table, child, training
 
 TRAIN = """
 import pathlib, sys, time
@@ -64,8 +64,6 @@ def refused(capfd):
 
 
 # ---- options
-
-GPU = ["--gpu", "--out=x.json"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +114,6 @@ GPU = ["--gpu", "--out=x.json"]
         (["--json", "--rounds=2"], ["--json", "--rounds"]),
         (["--json", "--loader=pycode"], ["--json", "--loader"]),
         (["--json", "--profile=x.json"], ["--json", "--profile"]),
-        (["--json", *GPU], ["--json", "--gpu"]),
         (["--config=4L"], ["--config=4L", "4L/128/T64/B12", "make-train"]),
         (["--config="], ["--config= ", "make-train"]),
         (["--config=make-train", "--max_iters=9"], ["--config", "--max_iters=9"]),
@@ -125,27 +122,11 @@ GPU = ["--gpu", "--out=x.json"]
         (["--profile="], ["--profile= ", ".json"]),
         (["--profile=trace.txt"], ["--profile=trace.txt", ".json"]),
         (["--profile"], ["--profile", "--help"]),
-        (["--out=x.json", "y"], ["--out=x.json", "--gpu"]),
-        (["--gpu"], ["--out", "out/gpu.json"]),
-        (["--gpu", "--out="], ["--out= ", ".json"]),
-        (["--gpu", "--out=train.py"], ["--out=train.py", ".json"]),
-        (["--gpu=1"], ["--gpu", "1"]),
-        ([*GPU, "--rounds=2"], ["--gpu", "--rounds"]),
-        ([*GPU, "--run=x"], ["--gpu", "--run"]),
-        ([*GPU, "--loader=x"], ["--loader", "--gpu"]),
-        ([*GPU, "--against=/nope"], ["--against=/nope", "train.py"]),
-        ([*GPU, "config/train_gpt2.py"], ["--gpu", "config/train_gpt2.py"]),
-        ([*GPU, "--device=mps"], ["--device=mps", "--device=cpu"]),
-        ([*GPU, "--device=cpu", "--n_layer=2"], ["--n_layer=2"]),
-        ([*GPU, "--report=x.json"], ["--gpu", "--report"]),
-        (["--report=x.json", "--n_layer=2"], ["--report", "--n_layer=2"]),
-        (["--report=/nope/x.json"], ["/nope/x.json"]),
-        (["--report=train.py"], ["train.py", "no report of --gpu"]),
     ],
     ids=lambda argv: " ".join(argv)[:40],
 )
 def test_wrong_options(argv, fragments, refused, monkeypatch):
-    started = (bench, "Child"), (link_delay, "Child"), (bench_table, "machine"), (bench_table, "random_data")
+    started = (child, "Child"), (bench_table, "Child"), (bench_table, "machine"), (bench_table, "random_data")
     for where, name in started:
         monkeypatch.setattr(where, name, lambda *_: pytest.fail("something was started"))
     line = refused(*argv)
@@ -216,13 +197,13 @@ def test_the_first_steps_of_a_run_are_not_timed(monkeypatch):
     """Of ten lines, the first two do not count: ten steps take 5 s before them, and 30 ms after them."""
     lines = Clock(monkeypatch).after([5, 5, 5] + 7 * [0.03], [f"iter {n}: loss 1\n" for n in range(0, 100, 10)])
     run = SimpleNamespace(lines=lines, failure=lambda: "", timed_out=False)
-    monkeypatch.setattr(bench, "Child", lambda *_: nullcontext(run))
-    assert bench.measure(ROOT, []) == (pytest.approx(3), {})
+    monkeypatch.setattr(child, "Child", lambda *_: nullcontext(run))
+    assert child.measure(ROOT, []) == pytest.approx(3)
 
 
 def test_ratios_are_the_median_and_the_range_of_the_rounds(monkeypatch, capfd):
     times = {"a": [10, 10, 10], "b": [90, 20, 30]}
-    monkeypatch.setattr(bench, "measure", lambda checkout, run: (times[run[0]].pop(0), {}))
+    monkeypatch.setattr(bench, "measure", lambda checkout, run: times[run[0]].pop(0))
     bench.compare([Path("x")], [["a"], ["b"]], ["A", "B"], rounds=3)
     said = capfd.readouterr().out.splitlines()
     assert said[-1] == "x B: 0.333 times as fast as x A (0.111 to 0.500)"
@@ -288,7 +269,7 @@ def tiny(monkeypatch):
 def test_the_table(tiny, monkeypatch):
     """It has a row per configuration and dtype, its cells are the report's figures, and the report becomes JSON."""
     lines = []
-    monkeypatch.setattr(gpu_check, "LIMITS", ("SOME_VARIABLE",))
+    monkeypatch.setattr(device, "LIMITS", ("SOME_VARIABLE",))
     monkeypatch.setenv("SOME_VARIABLE", "AVX2")
     report = bench_table.measure(["small", "dropped"], lines.append)
     assert json.loads(json.dumps(report)) == report
@@ -347,15 +328,17 @@ def test_a_row_has_the_median_of_its_steps(tiny, tmp_path, monkeypatch):
     steps = [{"data": 0, "forward": ms / 4, "backward": ms / 2, "optimizer": ms / 4} for ms in (10, 40, 20, 100)]
     monkeypatch.setattr(bench_table, "MOST", len(steps))
     monkeypatch.setattr(bench_table, "LEAST", len(steps))
-    monkeypatch.setattr(bench_table.Training, "timed_step", lambda self: steps.pop(0))
-    row = bench_table.measure_training("dropped", "float32", bench_table.random_data(tmp_path), 1e12)
+    monkeypatch.setattr(training.Training, "timed_step", lambda self: steps.pop(0))
+    training.random_data(tmp_path, 2**17, 65)
+    row = bench_table.measure_training("dropped", "float32", str(tmp_path), 1e12)
     assert (row["ms_per_step"], row["backward_ms"], row["optimizer_share"]) == (30, 15, 0.25)
     assert row["tokens_per_s"] == pytest.approx(4 * 16 / 0.030)
 
 
 def test_the_speed_of_the_loader_by_hand(tiny, tmp_path, monkeypatch):
     """Each look at the clock takes a second. A batch of ours takes 2 s more, the first one, which warms up, 1000."""
-    clock, data = Clock(monkeypatch), bench_table.random_data(tmp_path)
+    clock = Clock(monkeypatch)
+    training.random_data(tmp_path, 2**17, 65)
 
     def look() -> float:
         clock.now += 1
@@ -364,7 +347,7 @@ def test_the_speed_of_the_loader_by_hand(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", look)
     loader = SimpleNamespace(__next__=clock.after([1000, 2, 2], range(3)).__next__, close=lambda: None)
     monkeypatch.setattr(bench_table, "Loader", lambda *_, **__: loader)
-    assert bench_table.measure_loader(data.folder) == (2 * 64 * 1024 / 5, 2 * 64 * 1024)
+    assert bench_table.measure_loader(tmp_path) == (2 * 64 * 1024 / 5, 2 * 64 * 1024)
 
 
 def test_json_is_all_that_stdout_gets(tiny, capfd):
@@ -402,11 +385,16 @@ def test_a_phase_ends_when_the_device_is_done(monkeypatch):
     def work(seconds: float):
         now[0] += seconds
 
-    training = object.__new__(bench_table.Training)
-    training.phases = {name: partial(work, n) for n, name in enumerate(("data", "forward", "backward", "optimizer"))}
-    training.synchronize = partial(work, 0.5)
-    monkeypatch.setattr(bench_table.time, "perf_counter", lambda: now[0])
-    assert training.timed_step() == {"data": 500, "forward": 1500, "backward": 2500, "optimizer": 3500}
+    def phases(begin):
+        for seconds, name in enumerate(("data", "forward", "backward", "optimizer")):
+            begin(name)
+            work(seconds)
+        begin("end")
+
+    run = object.__new__(training.Training)
+    run.phases, run.synchronize = phases, partial(work, 0.5)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    assert run.timed_step() == {"data": 500, "forward": 1500, "backward": 2500, "optimizer": 3500}
 
 
 def test_flops_of_newton_schulz(tiny):

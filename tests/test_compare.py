@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, TINY, losses, metrics
 
 from data.shards import open_data
-from tools import bench, compare, compare_table
+from tools import compare, compare_table
 
 # Its loss is (log10(learning_rate) + 2)^2 + seed / 100, and 1 more for --block=parallel. It makes 3 steps of 20 ms, or
 # of 10 ms for --block=parallel.
@@ -453,9 +453,9 @@ def test_match_seconds(fake, monkeypatch, capfd):
     def measure(checkout, args, lines, cwd):
         assert cwd == Path.cwd()
         called.append("2" if "--block=parallel" in args else "1")
-        return times[called[-1]].pop(0), {}
+        return times[called[-1]].pop(0)
 
-    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(compare, "measure", measure)
     fake.out.mkdir()
     flags = {"texts": ["", "--block=parallel"], "common": "--max_iters=60 --warmup_iters=9"}
     _, second = runs(fake, "--match=seconds", "--dry_run=True", **flags)

@@ -12,10 +12,9 @@ import pytest
 from conftest import TINY, figures
 from ranks import launch, train_runs
 
-import train
 from configurator import Config, parse
 from engine.plan import plan
-from tools import bench, link_delay
+from tools import bench, bench_table, link_delay
 
 # TINY has 2 layers, 2 micro-batches of 4 x 16 tokens. Of a micro-batch, the embedding, the last norm and a chunk of the
 # loss take 2 collectives each; a sum of a block takes 4, two of them in the backward. Of a step, the gradients of uncut
@@ -32,9 +31,8 @@ MODELS = {  # name -> (flags, collectives of a step)
 
 
 def delayed_runs(delays: list[float], runs: list[list[str]], result: Path):
-    """Per run the (collectives, milliseconds) of each step and, in all of it, the waits in seconds."""
-    places = link_delay.COLLECTIVES | {train.Run: ["train_step"]}
-    plain = [(place, name, getattr(place, name)) for place, names in places.items() for name in names]
+    """Per run the (collectives, milliseconds, loss) of each step and, in all of it, the waits in seconds."""
+    plain = [(place, name, getattr(place, name)) for place, names in link_delay.COLLECTIVES.items() for name in names]
     train_runs([])  # keeps the process group from run to run
     found = []
     for flags in runs:
@@ -57,16 +55,16 @@ def flags_of(name: str, tiny_data: Path) -> list[str]:
 def test_every_collective_of_a_step_waits_and_is_planned(tiny_data, tmp_path, many):
     """Steps 0 and 2 have no delay, steps 1 and 3 have 2 ms. The losses are those without delays."""
     runs = {name: flags_of(name, tiny_data) for name in MODELS}
-    delayed = [[*flags, "--eval_interval=2", f"--out_dir={tmp_path / name}"] for name, flags in runs.items()]
-    launch(2, delayed_runs, tmp_path, [0.0, 2.0], delayed, tmp_path / "found.json")
+    launch(2, delayed_runs, tmp_path, [0.0, 2.0], list(runs.values()), tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
-    many(2, *((f"{name}, plain", [*flags, "--eval_interval=2"]) for name, flags in runs.items()))
-    for (name, flags), (steps, waits) in zip(runs.items(), found, strict=True):
+    many(2, *runs.items())
+    for (name, flags), ((steps,), waits) in zip(runs.items(), found, strict=True):
         by_hand = MODELS[name][1]
-        assert [calls for calls, _ in steps[0]] == [by_hand] * 4, name
+        assert [calls for calls, *_ in steps] == [by_hand] * 4, name
         assert waits == [0.002] * 2 * by_hand, name
         assert plan.estimate(replace(parse(Config, flags), world_size=2, vocab_size=257)).collectives == by_hand, name
-        assert figures(tmp_path / name) == figures(tmp_path / f"{name}, plain"), name
+        trained = [line["loss"] for line in figures(tmp_path / name) if "loss" in line]
+        assert [loss for *_, loss in steps] == trained, name
 
 
 @pytest.mark.parametrize("tp,by_hand", [(1, 0), (4, 2 * (2 * 4 + 4 + 22 * 2) + 2)])
@@ -92,14 +90,14 @@ def test_the_table(tiny_data, monkeypatch, capfd):
         assert float(row[6]) == pytest.approx(1 + 30 * delay / milliseconds[0], rel=0.01)
         assert ms >= 30 * delay
     with pytest.raises(SystemExit, match="2"):
-        bench.main(["--link_delay=5", "--tp=2", *args, "--init_from=checkpoint:/nope"])
+        bench.main(["--link_delay=5", "--tp=2", *args, "--dtype=float16"])
     error = capfd.readouterr().err
-    assert error.startswith("error: train.py ") and "no such folder" in error and error.count("\n") == 1
+    assert error.startswith("error: --link_delay: ") and "dtype=float16" in error and error.count("\n") == 1
 
 
 def test_too_few_steps_for_a_median(tiny_data, monkeypatch, capfd):
-    finished = SimpleNamespace(lines=["a line of torchrun\n", json.dumps([[30, 1.0]] * 9)], failure=lambda: "")
-    monkeypatch.setattr(link_delay, "Child", lambda *_: nullcontext(finished))
+    finished = SimpleNamespace(lines=["a line of torchrun\n", json.dumps([[30, 1.0, 5.0]] * 9)], failure=lambda: "")
+    monkeypatch.setattr(bench_table, "Child", lambda *_: nullcontext(finished))
     with pytest.raises(SystemExit, match="2"):
         bench.main(["--link_delay=5", "--tp=2", *TINY, f"--dataset={tiny_data}"])
     assert "too few steps; raise --max_iters" in capfd.readouterr().err

@@ -8,8 +8,6 @@
     python -m tools.bench --run=config/pycode_gpt2.py --run=config/pycode_llama.py --max_iters=60 --cooldown_iters=5
     python -m tools.bench --run="config/pycode_superblock.py --tp=2" --link_delay=2,5 --max_iters=60   # a slow link
     python -m tools.bench --loader=openwebtext
-    python -m tools.bench --gpu --out=out/gpu.json --against=../nanoGPT   # as make gpu, and nanoGPT's speed
-    python -m tools.bench --report=out/gpu.json                           # writes docs/gpu.md
 
 Without arguments of train.py, the table has a row per configuration (CONFIGS in tools/bench_table.py) in the dtype of
 --dtype=auto, and in float32 if that differs: milliseconds per step by phase (data, forward, backward, optimizer),
@@ -29,12 +27,6 @@ collectives times the delay (tools/link_delay.py).
 
 --loader reads batches of 64 x 1024 tokens from a data set that fits in memory, then as many in nanoGPT's way: with a
 new memory map for each batch, and two copies of every sequence, as inputs and as targets.
-
---gpu compares a GPU with the CPU (attention, blocks, losses, optimizers, training, checkpoints) and measures its speed
-(training, decoding, loading, layouts of several GPUs; with --against, also nanoGPT's training). Each part is a separate
-process with its own time limit, so a part that fails does not end the others, and its result is written to --out at
-once. A call takes at most 8 minutes; the next one goes on where it ended. --device=cpu rehearses all parts with tiny
-shapes. The exit code is 1 if a part failed. --report writes the results into docs/gpu.md.
 """
 
 import argparse
@@ -43,51 +35,19 @@ import re
 import shlex
 import signal
 import sys
-import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 from engine.errors import command, require, user_errors
-from tools.child import Child
+from tools.child import measure, stop
 
 HERE = Path(__file__).resolve().parents[1]
-WARMUP = 0.2  # fraction of the timings, at the beginning, that is ignored
 RESERVED = ("--out_dir=", "--log_interval=")  # arguments of train.py that bench.py sets
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Measurements
-
-
-def measure(
-    checkout: Path, args: list[str], seconds: float | None = None, lines: int | None = None, cwd: Path | None = None
-) -> tuple[float, dict]:
-    """Runs checkout/train.py. Returns milliseconds per step and the last figures of its metrics.jsonl, {} without one.
-
-    Relative paths in args begin in the folder cwd, by default the checkout. The run is ended after `seconds`, or after
-    `lines` lines "iter N:". ValueError if it failed or printed too few.
-    """
-    marks: list[tuple[int, float]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        script = str(Path(checkout).resolve() / "train.py")
-        command = [sys.executable, "-u", script, *args, f"--out_dir={folder}/run", "--log_interval=10"]
-        with Child(command, cwd or checkout, seconds) as run:
-            for line in run.lines:
-                if found := re.match(r"iter (\d+):", line):
-                    marks.append((int(found[1]), time.perf_counter()))
-                    if len(marks) == lines:
-                        break
-            failure = "" if len(marks) == lines else run.failure()
-        metrics = Path(folder) / "run" / "metrics.jsonl"
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()[:-1]] if metrics.is_file() else []
-    marks = marks[int(WARMUP * len(marks)) :]
-    if len(marks) < 2 or failure and not run.timed_out:
-        why = failure or "printed fewer than two timings after its first steps; raise --max_iters"
-        raise ValueError(f"{checkout}: python train.py {' '.join(args)}: {why}")
-    (first, start), (last, end) = marks[0], marks[-1]
-    return 1000 * (end - start) / (last - first), next((row for row in reversed(rows) if "mfu" in row), {})
 
 
 def compare(checkouts: list[Path], runs: list[list[str]], names: list[str], rounds: int):
@@ -97,7 +57,7 @@ def compare(checkouts: list[Path], runs: list[list[str]], names: list[str], roun
     for number in range(rounds):
         order = list(zip(entries, times, strict=True))
         for (checkout, name, run), of_run in order if number % 2 == 0 else reversed(order):
-            of_run.append(measure(checkout, run)[0])
+            of_run.append(measure(checkout, run))
             print(f"round {number + 1}: {checkout} {name}: {of_run[-1]:.2f} ms per step", flush=True)
     for (checkout, name, _), of_run in list(zip(entries, times, strict=True))[1:]:
         ratios = [b / a for a, b in zip(of_run, times[0], strict=True)]
@@ -131,19 +91,12 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
     parser.add_argument("--json", action="store_true", help="print the table's figures as one JSON object")
     parser.add_argument("--profile", metavar="FILE.json", help="write a trace of some steps instead of the table")
     parser.add_argument("--config", metavar="NAME", help="the only configuration of the table, or that of --profile")
-    parser.add_argument("--gpu", action="store_true", help="compare a GPU with the CPU, and measure its speed")
-    parser.add_argument("--out", metavar="FILE.json", help="file for the results of --gpu")
-    parser.add_argument("--report", metavar="FILE.json", help="write docs/gpu.md from the results of --gpu")
     options, args = parser.parse_known_args(argv)
     given = {name for name, value in vars(options).items() if value not in (None, False)}
     companions = {"loader": {"rounds"}, "json": {"config"}, "profile": {"config"}, "config": {"json", "profile"}}
-    companions |= {"report": set()}
-    for name, allowed in (companions | {"gpu": {"out", "against"}, "link_delay": {"run"}}).items():
+    for name, allowed in (companions | {"link_delay": {"run"}}).items():
         others = [f"--{other}" for other in sorted(given - allowed - {name})] + args * (name in companions)
         require(name not in given or not others, f"--{name} does not go with {' '.join(others)}; leave one of them out")
-    require("out" not in given or options.gpu, f"--out={options.out} is used only with --gpu; leave it out")
-    json_file = (options.out or "").endswith(".json")
-    require(not options.gpu or json_file, f"--out={options.out} must be a .json file for --gpu, such as out/gpu.json")
     profile = options.profile is None or options.profile.endswith(".json")
     require(profile, f"--profile={options.profile} must be a .json file, such as out/trace.json")
     require(options.loader != "", "--loader= names no data set; give one, such as pycode")
@@ -157,12 +110,7 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
         known = re.fullmatch(r"(,[0-9]{1,3}(\.[0-9]+)?)+", f",{options.link_delay}")
         require(known, f"--link_delay={options.link_delay} must be milliseconds below 1000, such as 2,5")
         options.link_delay = sorted({0.0, *map(float, options.link_delay.split(","))})
-    if options.gpu:
-        fixed = f"--gpu measures fixed runs and takes no {' '.join(args)}; leave it out, or rehearse with --device=cpu"
-        require(args in ([], ["--device=cpu"]), fixed)
-        options.device = "cpu" if args else "cuda"
-        return options, []
-    if options.loader or options.report is not None or given <= {"json", "profile", "config"} and not args:
+    if options.loader or given <= {"json", "profile", "config"} and not args:
         return options, []
     runs = []
     for text in options.run or [""]:
@@ -177,33 +125,16 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
     return options, runs
 
 
-def stop(number: int, frame):
-    """Exits so that the process of a run is killed and its folder removed."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    raise SystemExit(128 + number)
-
-
 def main(argv: list[str] | None = None):
     with user_errors():
         options, runs = read(argv)
-        if options.gpu:
-            from tools import gpu_report  # imports torch, which takes a second
-
-            raise SystemExit(not gpu_report.run(options.device, Path(options.out), options.against, measure))
         if options.link_delay:
-            from tools import link_delay
+            from tools import bench_table
 
-            return link_delay.table(runs, options.run or [""], options.link_delay)
+            return bench_table.link_table(runs, options.run or [""], options.link_delay)
         if runs:
             checkouts = [options.against] * bool(options.against) + [HERE]
             return compare(checkouts, runs, options.run or [""], options.rounds)
-        if options.report is not None:
-            from tools import gpu_report
-
-            page = HERE / "docs" / "gpu.md"
-            page.write_text(gpu_report.page(gpu_report.read(Path(options.report)), page.read_text()))
-            return print(f"{page} has the figures now")
         from tools import bench_table
 
         if options.loader:

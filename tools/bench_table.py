@@ -19,13 +19,13 @@ On a GPU the host waits for the end of each phase, which it does not do in train
 tokens/s and the MFU come from as many steps without such waits, and the phases may add up to more than a step.
 """
 
-import ctypes
-import gc
+import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -37,18 +37,19 @@ from torch.profiler import profile, record_function
 
 from configurator import Config, parse
 from data.loader import Loader
-from data.objective import Causal, Objective
-from data.shards import DataSet, open_data
+from data.objective import Causal
+from data.shards import open_data
 from engine import optim
 from engine.decode import generate
-from engine.device import resolve_device, resolve_dtype
+from engine.device import machine, resolve_device, resolve_dtype
 from engine.errors import require
+from engine.evaluation import open_dataset
 from engine.metrics import peak_flops, peak_memory_bytes
 from engine.parallel import ranks as parallel
-from engine.parallel.sharded import ShardedModel
-from engine.plan import accounting
+from engine.plan import accounting, plan
 from model import Model
-from tools.gpu_check import machine
+from tools.child import Child
+from tools.training import Training, random_data, reset_peak_memory
 
 ROOT, CPU = Path(__file__).resolve().parent.parent, torch.device("cpu")
 CONFIGS = {  # name -> arguments of train.py; on random tokens, so each names the vocabulary's size of its own data
@@ -67,10 +68,11 @@ SHARD, BATCHES = 2**25, 200  # tokens of the random data; batches that the loade
 # Training
 
 
-def flags(name: str, dtype: str = "auto") -> Config:
-    """The flags of a configuration. ValueError if there is none of this name."""
+def flags(name: str, dtype: str = "auto", data: str = "") -> Config:
+    """The flags of a configuration, with another data set. ValueError if there is none of this name."""
     require(name in CONFIGS, f"--config={name} is no configuration of the table; give one of {', '.join(CONFIGS)}")
     args = [arg if arg.startswith("--") else str(ROOT / arg) for arg in CONFIGS[name].split()]
+    args += [f"--dataset={data}"] * bool(data)
     return parse(Config, [*args, "--gradient_accumulation_steps=1", f"--dtype={dtype}"])
 
 
@@ -82,72 +84,9 @@ def check(names: list[str]):
         flags(name)
 
 
-def random_data(folder: Path) -> DataSet:
-    """A data set of random tokens below 65 in this folder."""
-    tokens = np.random.default_rng(0).integers(65, size=SHARD, dtype=np.uint16)
-    for split in ("train", "val"):
-        tokens[: SHARD if split == "train" else 2048].tofile(folder / f"{split}.bin")
-    (folder / "meta.json").write_text('{"vocab_size": 65}')
-    return open_data(folder)
-
-
-class Training:
-    """A run's model, optimizer and loader. Calling the functions of `phases` in order makes a step."""
-
-    def __init__(self, cfg: Config, data: DataSet, objective: Objective | None = None):
-        self.ranks = ranks = parallel.join(cfg)
-        if ranks.compile:
-            torch._dynamo.reset()  # the graphs of other configurations would count towards the limit of recompilations
-        self.steps_done, self.cfg, self.synchronize = 0, cfg, getattr(torch, ranks.device.type).synchronize
-        torch.manual_seed(cfg.seed)
-        self.sharded = ShardedModel(cfg, ranks)
-        self.sharded.init_weights(cfg.seed)
-        self.optimizer = optim.build(self.sharded.model, cfg, self.sharded, ranks.dtype)
-        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
-        objective = objective or Causal(cfg.vocab_size, None, cfg.block_size)
-        self.micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
-        part = self.micro_steps, ranks.data_rank, ranks.data_size
-        self.loader = Loader(data.split("train"), objective, cfg.batch_size, *part, cfg.seed, ranks.device)
-        self.close = self.loader.close
-        self.phases = {
-            "data": self.load, "forward": self.forward, "backward": self.backward, "optimizer": self.update,
-        }  # fmt: skip
-
-    def load(self):
-        self.batch = next(self.loader)
-
-    def forward(self):
-        with self.ranks.autocast():
-            self.loss = self.sharded.forward_model(**self.batch)
-
-    def backward(self):
-        self.scaler.scale(self.loss).backward()
-
-    def update(self):
-        self.scaler.unscale_(self.optimizer)
-        self.grad_norm = self.sharded.clip(self.cfg.grad_clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.sharded.model.zero_grad(set_to_none=True)
-
-    def step(self):
-        for phase in self.phases.values():
-            phase()
-
-    def timed_step(self) -> dict[str, float]:
-        """Make a step. Returns the milliseconds of each phase."""
-        self.synchronize()
-        marks = [time.perf_counter()]
-        for phase in self.phases.values():
-            phase()
-            self.synchronize()
-            marks.append(time.perf_counter())
-        return {name: 1000 * (b - a) for name, (a, b) in zip(self.phases, pairwise(marks), strict=True)}
-
-
-def measure_training(name: str, dtype: str, data: DataSet, peak: float | None) -> dict:
+def measure_training(name: str, dtype: str, data: str, peak: float | None) -> dict:
     """A row of the table: medians over the timed steps. peak: of matrix products in this dtype, in FLOP/s."""
-    with closing(Training(flags(name, dtype), data)) as training:
+    with closing(Training(flags(name, dtype, data))) as training:
         cfg, device = training.cfg, training.ranks.device
         reset_peak_memory(device)
         for _ in range(WARM):
@@ -163,25 +102,15 @@ def measure_training(name: str, dtype: str, data: DataSet, peak: float | None) -
             training.synchronize()
             ms = 1000 * (time.perf_counter() - start) / len(times)
         memory = peak_memory_bytes(device)
-    phases = {f"{name}_ms": median(step[name] for step in times) for name in training.phases}
+    phases = {f"{name}_ms": median(step[name] for step in times) for name in times[0]}
     samples_per_s = 1000 * cfg.batch_size / ms
     return {
         "configuration": name, "dtype": dtype, "compiled": training.ranks.compile, "steps": len(times),
         "ms_per_step": ms, **phases, "optimizer_share": phases["optimizer_ms"] / sum(phases.values()),
         "tokens_per_s": samples_per_s * cfg.block_size,
         "mfu": peak and samples_per_s * accounting.flops(training.sharded.model, cfg.block_size) / peak,
-        "peak_memory_bytes": memory, "newton_schulz_flops": newton_schulz_flops(training.optimizer),
+        "peak_memory_bytes": memory, "newton_schulz_flops": newton_schulz_flops(training.parts_of_step.optimizer),
     }  # fmt: skip
-
-
-def reset_peak_memory(device: torch.device):
-    """Make engine.metrics.peak_memory_bytes count from now on. Outside of Linux, a CPU's peak stays the process's."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # gives freed memory back to the system; only glibc has it
-        Path("/proc/self/clear_refs").write_text("5")  # 5 = set the peak to the memory in use now
 
 
 def newton_schulz_flops(optimizer: optim.Optimizer) -> int:
@@ -202,14 +131,19 @@ def write_trace(name: str, path: Path) -> str:
         pass
     with tempfile.TemporaryDirectory() as folder:
         dtype, *_ = dtypes()
-        with closing(Training(flags(name, dtype), random_data(Path(folder)))) as training:
+        random_data(folder, SHARD, 65)
+        with closing(Training(flags(name, dtype, folder))) as training, ExitStack() as phase:
+
+            def begin(name: str):
+                phase.close()
+                phase.enter_context(record_function(name))
+
             for _ in range(WARM):
                 training.step()
             with profile() as profiler:
                 for _ in range(TRACED):
-                    for phase, function in training.phases.items():
-                        with record_function(phase):
-                            function()
+                    training.phases(begin)
+                    phase.close()
                 training.synchronize()
     profiler.export_chrome_trace(str(path))
     return f"{path}: {TRACED} steps of {name} in {dtype}; open it with chrome://tracing or https://ui.perfetto.dev"
@@ -270,6 +204,39 @@ def loader_text(ours: float, theirs: float) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Slow links
+
+
+def link_table(runs: list[list[str]], names: list[str], delays: list[float]):
+    """Print the speed of each run, arguments of train.py, at each delay. The first delay must be 0."""
+    configs = [parse(Config, args) for args in runs]
+    for cfg in configs:
+        alone = cfg.tp > 1 and cfg.cp == cfg.pp == 1 and cfg.parallel == "ddp"
+        flags = f"tp={cfg.tp}, cp={cfg.cp}, pp={cfg.pp} and parallel={cfg.parallel}"
+        require(alone, f"--link_delay needs tensor parallelism alone, and a run has {flags}; set only --tp=2 or more")
+        cfg.world_size, (_, _, cfg.vocab_size) = cfg.tp, open_dataset(cfg)
+    planned = [plan.estimate(cfg).collectives for cfg in configs]
+    print("ranks  collectives  planned  delay ms  ms/step  slowdown  predicted  run", flush=True)
+    for args, name, cfg, count in zip(runs, names, configs, planned, strict=True):
+        steps = delayed_steps(args, cfg.tp, delays)
+        times = [median(ms for _, ms, _ in steps[i :: len(delays)]) for i in range(len(delays))]
+        for delay, ms in zip(delays, times, strict=True):
+            figures = f"{delay:>10g}{ms:>9.1f}{ms / times[0]:>10.2f}{1 + count * delay / times[0]:>11.2f}"
+            print(f"{cfg.tp:>5}{steps[-1][0]:>13}{count:>9}{figures}  {name}", flush=True)
+
+
+def delayed_steps(args: list[str], ranks: int, delays: list[float]) -> list[list[float]]:
+    """[collectives, milliseconds, loss] of each step of a run."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "tools.link_delay"]
+    fixed = ["--device=cpu", "--compile=False"]
+    with Child([sys.executable, *torchrun, ",".join(map(str, delays)), *args, *fixed], ROOT) as run:
+        steps = next((json.loads(line) for line in run.lines if line.startswith("[")), [])
+        failure = run.failure() or len(steps) < 5 * len(delays) and "too few steps; raise --max_iters"
+    require(not failure, f"--link_delay: {' '.join(args)}: {failure}")
+    return steps
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The table
 
 TRAINING = {  # title of a column -> the text of its cells
@@ -325,11 +292,11 @@ def measure(names: list[str], say: Callable[[str], None]) -> dict:
     known = [f"{peak / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, peak in peaks.items() if peak]
     say(f"peak of matrix products, for MFU: {', '.join(known) or 'unknown'}")
     with tempfile.TemporaryDirectory() as folder:
-        data = random_data(Path(folder))
+        random_data(folder, SHARD, 65)
         say("\n" + line(TRAINING, title="training"))
         for name in names:
             for dtype, peak in peaks.items():
-                report["training"].append(measure_training(name, dtype, data, peak))
+                report["training"].append(measure_training(name, dtype, folder, peak))
                 say(line(TRAINING, report["training"][-1]))
         if any(row["compiled"] for row in report["training"]):
             say("These models were compiled.")

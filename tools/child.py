@@ -4,18 +4,23 @@ with Child([sys.executable, "train.py", ...], cwd, seconds=60) as run:
     for line in run.lines:
         ...
     print(run.failure() or "success")
+ms = measure(checkout, ["config/train_pycode.py"])    # the speed of train.py in such a process
 """
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
 LIBC = ctypes.CDLL(None)
+WARMUP = 0.2  # fraction of the timings, at the beginning, that is ignored
 
 
 def kill_with_parent():
@@ -65,3 +70,37 @@ class Child:
         last = said[-1].removeprefix("error: ")[:500] if said and not self.timed_out else ""
         how = f"time limit of {self.seconds} s" if self.timed_out else signal.Signals(-code).name if code < 0 else ""
         return ": ".join(filter(None, (how, last))) or f"exit code {code}" if code else ""
+
+
+def stop(number: int, frame):
+    """A handler of signals: exits so that the child is killed and its folder removed."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
+def measure(
+    checkout: Path, args: list[str], seconds: float | None = None, lines: int | None = None, cwd: Path | None = None
+) -> float:
+    """Runs checkout/train.py and returns milliseconds per step.
+
+    Relative paths in args begin in the folder cwd, by default the checkout. The run is ended after `seconds`, or after
+    `lines` lines "iter N:". ValueError if it failed or printed too few.
+    """
+    marks: list[tuple[int, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        script = str(Path(checkout).resolve() / "train.py")
+        command = [sys.executable, "-u", script, *args, f"--out_dir={folder}/run", "--log_interval=10"]
+        with Child(command, cwd or checkout, seconds) as run:
+            for line in run.lines:
+                if found := re.match(r"iter (\d+):", line):
+                    marks.append((int(found[1]), time.perf_counter()))
+                    if len(marks) == lines:
+                        break
+            failure = "" if len(marks) == lines else run.failure()
+    marks = marks[int(WARMUP * len(marks)) :]
+    if len(marks) < 2 or failure and not run.timed_out:
+        why = failure or "printed fewer than two timings after its first steps; raise --max_iters"
+        raise ValueError(f"{checkout}: python train.py {' '.join(args)}: {why}")
+    (first, start), (last, end) = marks[0], marks[-1]
+    return 1000 * (end - start) / (last - first)

@@ -41,13 +41,11 @@ import torch
 
 from configurator import parse
 from engine.checkpoint.folder import FolderLock, write_json
-from engine.device import resolve_device
+from engine.device import machine, resolve_device
 from engine.errors import command, require, user_errors
-from tools import bench
-from tools.child import Child
+from tools.child import Child, measure, stop
 from tools.compare_run import Run
 from tools.compare_table import MOST_SEEDS, markdown, match_notes, row_notes, summary
-from tools.gpu_check import machine
 
 HERE = Path(__file__).resolve().parents[1]
 CODE = [HERE / name for name in ("model.py", "ops.py", "train.py", "configurator.py")]
@@ -184,7 +182,7 @@ class Comparison:
             order = list(zip(self.runs, times, strict=True))
             for run, of_run in order if number % 2 == 0 else reversed(order):
                 arguments = ["--eval_interval=0", *run.line(), "--seed=1", "--init_from=scratch"]
-                of_run.append(bench.measure(HERE, arguments, lines=TIMED_LINES, cwd=Path.cwd())[0])
+                of_run.append(measure(HERE, arguments, lines=TIMED_LINES, cwd=Path.cwd()))
                 print(f"timing {number + 1} of {ROUNDS}, run {run.number}: {of_run[-1]:.2f} ms per step", flush=True)
         return [min(of_run) for of_run in times]  # other programs on the machine only slow a run down
 
@@ -338,5 +336,5 @@ def main(argv: list[str] | None = None):
 
 if __name__ == "__main__":
     for number in SIGNALS:
-        signal.signal(number, bench.stop)
+        signal.signal(number, stop)
     command(main)

@@ -23,7 +23,7 @@ from engine.evaluation import open_dataset
 from engine.metrics import read_metrics
 from engine.plan import accounting
 from model import Model
-from tools import bench
+from tools.child import WARMUP
 
 RESERVED = ("out_dir", "seed", "init_from", "eval_iters", "eval_only", "plan")  # flags that compare.py sets
 SCALED = ("warmup_iters", "cooldown_iters", "lr_decay_iters")  # flags that change with max_iters
@@ -165,7 +165,7 @@ class Run:
             return "it ended before its last step"
         if last[-1]["val_loss"] is None:
             return "its validation loss is not finite"
-        ms = median(times[int(bench.WARMUP * len(times)) :])
+        ms = median(times[int(WARMUP * len(times)) :])
         self.results[setting, seed] = {
             "folder": str(file.parent), "loss": last[-1]["val_loss"], "bits_per_byte": last[-1].get("val_bpb"),
             "seconds": ms * self.cfg.max_iters / 1000, "tokens_per_s": 1000 * self.costs.tokens_per_step / ms,

@@ -1,28 +1,19 @@
 """Compares a device's attention, models, losses and optimizers with float64 on the CPU, forward and backward.
 
-    python -m tools.gpu_check cuda        # describes the hardware as JSON
-    for line in check(NUMBERS, torch.device("cuda")): ...
+    for name, compute in checks(NUMBERS, device).items():
+        figures = compute(Place(device))           # {"float32": error, ...}; with "failed" if one is too large
 
-gpu_runs.py calls `check` for `bench.py --gpu`. It yields a line when a case begins, {"case": name}, and one when
-the case ends, with its errors, {"float32": e, "bfloat16": e}, and with {"failed": text} if it fails. The error of a
-tensor (an output, a gradient or an update) is the norm of the difference, divided by the tensor's norm or by 1 % of the
-largest norm in the case, whichever is larger. The error of a case is the largest of its tensors. float32 runs without
-TF32. On the device `cpu`, shapes are tiny and only every 23rd case of attention and models runs.
-
-The cases come from the model's tables and Literals, so a new entry is a new case.
+The error of a tensor (an output, a gradient or an update) is the norm of the difference from the reference, divided by
+the tensor's norm or by 1 % of the largest norm in the case, whichever is larger. The error of a case is the largest of
+its tensors. float32 runs without TF32. On the device `cpu`, shapes are tiny and only every 23rd case of attention and
+models is left. The cases come from the model's tables and Literals, so a new entry is a new case.
 """
 
 import itertools
-import json
 import math
-import os
-import platform
-import re
-import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
@@ -34,16 +25,18 @@ from engine.decode import generate
 from model import BLOCK, USED_WHEN, Model, ModelConfig, alibi_slopes
 from ops import Mask, attention
 
-LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")  # variables of torch's libraries
+
+class Place(NamedTuple):
+    """Where a case is computed, and what is known there."""
+
+    device: torch.device
+    against: str = ""  # nanoGPT's folder
+    found: dict[str, dict] = {}  # part -> its figures so far
 
 
 def documents(B: int, T: int) -> Tensor:
     """(B, T) document numbers: four documents of at least one token, with other ends in each row."""
     return torch.cat((torch.arange(4).expand(B, -1), torch.randint(4, (B, T - 4))), dim=1).sort(dim=1).values
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Cases, and the functions that compute them
 
 
 def attention_cases() -> Iterator[dict]:
@@ -140,7 +133,7 @@ def run_optimizer(case: dict, T: int, device: torch.device, dtype: torch.dtype) 
 
 
 class Kind(NamedTuple):
-    """Cases that are computed and compared in the same way."""
+    """Comparisons of the same way of computing."""
 
     cases: Callable[[], Iterator[dict]]
     compute: Callable[[dict, int, torch.device, torch.dtype], dict]  # float64 asks for the reference on the CPU
@@ -163,10 +156,6 @@ NUMBERS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Comparing
-
-
 def error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
     """(error of a case, name of its worst tensor); the error is 1e99 if a tensor is not finite."""
     norms = {name: x.detach().norm().item() for name, x in expected.items()}
@@ -183,58 +172,25 @@ def without_tf32():
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
-def check(kinds: dict[str, Kind], device: torch.device, first: int = 0) -> Iterator[dict]:
-    """Yields the lines of all cases, from number `first` on. A failure does not stop it, but a broken CUDA context ends
-    the process, because every later call would fail."""
+def check(kind: Kind, case: dict, place: Place) -> dict:
+    """The errors of a case by dtype, and what else was counted."""
     without_tf32()
-    on_cpu = device.type == "cpu"
-    cases = (
-        (kind, case)
-        for kind in kinds.values()
-        for case in itertools.islice(kind.cases(), 0, None, kind.every if on_cpu else 1)
-    )
-    for kind, case in itertools.islice(cases, first, None):
-        line = {"case": ", ".join(f"{name}={value}" for name, value in case.items())}
-        yield line
-        line, size = dict(line), 24 if on_cpu else kind.size
-        try:
-            expected = kind.compute(case, size, torch.device("cpu"), torch.float64)
-            for dtype, limit in kind.limits.items():
-                got = kind.compute(case, size, device, getattr(torch, dtype))
-                line |= {name: x for name, x in got.items() if not isinstance(x, Tensor)}
-                line[dtype], where = error(got, expected)
-                if line[dtype] > limit:
-                    line["failed"] = f"{where} in {dtype} is off by {line[dtype]:.1e}; {limit:.1e} is allowed"
-        except Exception as e:  # a kernel may raise anything
-            line["failed"] = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
-        yield line
-        if "CUDA error" in line.get("failed", ""):
-            raise SystemExit(1)
+    device, line = place.device, {}
+    size = 24 if device.type == "cpu" else kind.size
+    expected = kind.compute(case, size, torch.device("cpu"), torch.float64)
+    for dtype, limit in kind.limits.items():
+        got = kind.compute(case, size, device, getattr(torch, dtype))
+        line |= {name: x for name, x in got.items() if not isinstance(x, Tensor)}
+        line[dtype], where = error(got, expected)
+        if line[dtype] > limit:
+            line["failed"] = f"{where} in {dtype} is off by {line[dtype]:.1e}; {limit:.1e} is allowed"
+    return line
 
 
-def machine(device: torch.device) -> dict:
-    """A description of the hardware and of torch; "device" is null if there is no GPU.
-
-    cpu_bfloat16    the CPU's instructions for bfloat16, as far as Linux names them
-    limited_by      environment variables that keep torch's libraries from using all instructions
-    """
-    file = Path("/proc/cpuinfo")
-    cpu = file.read_text() if file.exists() else ""
-    name = re.search(r"^model name\s*: (.+)", cpu, re.MULTILINE)
-    facts = {
-        "device": None, "torch": torch.__version__, "cuda": torch.version.cuda, "system": platform.platform(),
-        "threads": torch.get_num_threads(),
-        "cpu_bfloat16": [word for word in ("amx_bf16", "avx512_bf16", "bf16") if re.search(rf"\b{word}\b", cpu)],
-        "limited_by": [variable for variable in LIMITS if variable in os.environ],
-    }  # fmt: skip
-    if device.type == "cpu":
-        facts["device"] = f"CPU ({name[1] if name else platform.machine()})"
-    elif torch.cuda.is_available():
-        card = torch.cuda.get_device_properties(device)
-        facts |= {"device": card.name, "memory_bytes": card.total_memory, "capability": f"{card.major}.{card.minor}"}
-        facts["gpus"] = torch.cuda.device_count()
-    return facts
-
-
-if __name__ == "__main__":
-    print(json.dumps(machine(torch.device(sys.argv[1]))))
+def checks(kinds: dict[str, Kind], device: torch.device) -> dict[str, Callable[[Place], dict]]:
+    """The cases of these kinds, by the kind's name and the case's values."""
+    return {
+        f"{name}: {', '.join(f'{key}={value}' for key, value in case.items())}": partial(check, kind, case)
+        for name, kind in kinds.items()
+        for case in itertools.islice(kind.cases(), 0, None, kind.every if device.type == "cpu" else 1)
+    }

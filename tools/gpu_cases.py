@@ -1,20 +1,14 @@
-"""The parts of `bench.py --gpu`: each compares, trains, decodes or loads on a device, and prints its results as JSON.
+"""The parts of `tools.gpu` and their cases, which compare a device with the CPU or measure its speed.
 
-    python -m tools.gpu_runs 124M cuda             # a key of PARTS; gpu_report.py starts it
-    python -m tools.gpu_runs numbers cuda 100      # from case 100 on
+    for name, compute in PARTS["training"].cases(device).items():
+        figures = compute(Place(device))           # with "failed" if the device does not do what it should
 
-A part yields lines: those of `gpu_check.check`, or figures by name. On the device `cpu`, all shapes are tiny, so that a
-machine without a GPU rehearses the same code. Runs train on random tokens with the parts of train.py; the part
-`checkpoints` starts train.py itself.
+tests/test_gpu.py walks the same cases. On the device `cpu`, all shapes are tiny, and only some of the comparisons are
+left. Runs train on random tokens with the parts of train.py; `checkpoints` and `compare` start train.py itself.
 """
 
-import os
-
-if __name__ == "__main__" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # as train.py does
-
 import itertools
-import json
+import os
 import re
 import subprocess
 import sys
@@ -29,63 +23,34 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from configurator import Config, parse
-from engine import optim
 from engine.errors import require
-from engine.evaluation import open_dataset
 from engine.metrics import peak_flops, peak_memory_bytes, read_metrics
 from engine.parallel import ranks as parallel
 from engine.plan import accounting, plan
 from model import BLOCK, Model
-from tools.bench_table import ROOT, Training, measure_decoding, measure_loader, reset_peak_memory
-from tools.child import kill_with_parent
-from tools.gpu_check import NUMBERS, Kind, check, error, without_tf32
+from tools.bench_table import ROOT, measure_decoding, measure_loader
+from tools.child import kill_with_parent, measure
+from tools.gpu_numbers import NUMBERS, Kind, Place, checks, error, without_tf32
+from tools.training import Training, random_data, reset_peak_memory
 
 SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "batch_size": 4, "gradient_accumulation_steps": 2}
 VOCABULARY = {"cuda": 50257, "cpu": 257}
-
-
-def write_tokens(folder: str, tokens: int, vocab_size: int, length: int):
-    """Write random tokens, small ids most often, in documents of so many tokens on average."""
-    rng = np.random.default_rng(0)
-    ids = (vocab_size * rng.random(tokens) ** 8).astype(np.uint16)
-    ids[rng.random(tokens) < 1 / length] = vocab_size - 1
-    for split in ("train", "val"):
-        ids.tofile(f"{folder}/{split}.bin")
-    (Path(folder) / "meta.json").write_text(json.dumps({"vocab_size": vocab_size, "eot": vocab_size - 1}))
+TIMED_LINES = 8  # lines "iter N:", one per 10 steps, after which a run of train.py is ended
 
 
 @contextmanager
 def training(cfg: Config, vocab_size: int, length: int) -> Iterator[Training]:
     """A training run with these flags on random tokens."""
     with tempfile.TemporaryDirectory() as cfg.dataset:
-        write_tokens(cfg.dataset, 2048 * cfg.block_size, vocab_size, length)
-        data, objective, cfg.vocab_size = open_dataset(cfg)
-        parallel.check_flags(cfg)
-        with closing(Training(cfg, data, objective)) as run:
-            if run.ranks.compile:
-                torch._dynamo.utils.counters.clear()
+        random_data(cfg.dataset, 2048 * cfg.block_size, vocab_size, length)
+        with closing(Training(cfg)) as run:
             yield run
-
-
-def steps(run: Training, n: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """Make n optimizer steps as train.py does; returns their losses (this rank's part), their gradient norms, and the
-    number of graphs that torch.compile had made in this run after each."""
-    losses, norms, graphs = [], [], []
-    for _ in range(n):
-        run.optimizer.set_lr(optim.learning_rate(run.steps_done, run.cfg))
-        run.steps_done += 1
-        losses.append(run.sharded.backward(run.loader, run.micro_steps, run.scaler))
-        run.update()
-        norms.append(run.grad_norm)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] if run.ranks.compile else 0)
-    return losses, norms, graphs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,10 +90,10 @@ def train(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> dict[
     cfg = parse(Config, [*family, *(f"--{name}={value}" for name, value in chosen.items())])
     with training(cfg, 257, 8) as run:
         without_tf32()
-        scaled = run.scaler.is_enabled()  # with the usual first scale, 2^16, some first steps would be left out
-        run.scaler = torch.amp.GradScaler(device.type, 2.0**10, enabled=scaled)
-        losses, norms, graphs = steps(run, 20)
-    counts = {"graphs of the first step": graphs[0], "graphs in all": graphs[-1]} if cfg.compile else {}
+        parts = run.parts_of_step  # with the usual first scale, 2^16, some first steps would be left out
+        parts.scaler = torch.amp.GradScaler(device.type, 2.0**10, enabled=parts.scaler.is_enabled())
+        losses, norms = run.steps(20)
+    counts = run.graphs if cfg.compile else {}
     return {"losses": torch.stack(losses), "gradient norms": torch.stack(norms)} | counts
 
 
@@ -138,7 +103,8 @@ RUNS = {
     # A norm at a place where the stream is small amplifies rounding: in bfloat16, one norm in 40 was off by 107 %.
     "float16": Kind(lambda: ({"block": name} for name in ("standard", "superblock")), train, {"float16": 0.3}, 16),
 }
-COMPILED = {"compiled": Kind(lambda: ({"block": b, "compile": True, "loss_chunk": 32} for b in BLOCK), train, ROUNDED)}
+COMPILED_CASES = [{"block": name, "compile": True, "loss_chunk": 32} for name in BLOCK]
+COMPILED = {"compiled": Kind(lambda: iter(COMPILED_CASES), train, ROUNDED, every=5)}
 
 
 def train_py(folder: str, runs: dict[str, str]):
@@ -153,15 +119,15 @@ def train_py(folder: str, runs: dict[str, str]):
         require(process.returncode == 0, f"{' '.join(process.args[1:])}: {said[-300:]}")
 
 
-def checkpoints(device: torch.device, first: int) -> Iterator[dict]:
+def checkpoints(place: Place) -> dict:
     """Runs of 8 steps, compared with runs that stop after 4 and go on: on the device with --deterministic=True, digit
     for digit; from the CPU to the device, and back, within the errors of float32."""
     with tempfile.TemporaryDirectory() as folder:
-        write_tokens(folder, 4096, 257, 8)
+        random_data(folder, 4096, 257, 8)
         common = "".join(f"--{name}={value} " for name, value in SMALL.items()) + f"--dataset={folder} --block_size=16 "
         common += "--eval_iters=1 --eval_interval=4 --warmup_iters=1 --lr_decay_iters=8 --log_interval=1 --max_iters="
-        same = f"--device={device.type} --optimizer=muon --deterministic=True"
-        cpu, there = (f"--dtype=float32 --compile=False --device={kind}" for kind in ("cpu", device.type))
+        same = f"--device={place.device.type} --optimizer=muon --deterministic=True"
+        cpu, there = (f"--dtype=float32 --compile=False --device={kind}" for kind in ("cpu", place.device.type))
         runs = {"whole": f"8 {same}", "half": f"4 {same}", "cpu": f"8 {cpu}", "up": f"4 {cpu}", "down": f"4 {there}"}
         train_py(folder, {name: common + run for name, run in runs.items()})
         runs = {"half": same, "up": there, "down": cpu}
@@ -171,13 +137,15 @@ def checkpoints(device: torch.device, first: int) -> Iterator[dict]:
             rows = [row for row, _ in read_metrics(Path(folder) / name / "metrics.jsonl") if "loss" in row]
             return {key: torch.tensor([row[key] for row in rows], dtype=torch.float64) for key in ("loss", "grad_norm")}
 
-        for case, got, expected, limit in (
-            ("resume, digit for digit", "half", "whole", 0.0), ("from the CPU to the device", "up", "cpu", 1e-4),
-            ("from the device to the CPU", "down", "cpu", 1e-4),
+        figures, wrong = {}, []
+        for name, got, expected, limit in (
+            ("resume", "half", "whole", 0.0), ("from CPU to GPU", "up", "cpu", 1e-4),
+            ("from GPU to CPU", "down", "cpu", 1e-4),
         ):  # fmt: skip
-            e, where = error(read(got), read(expected))
-            failed = {"failed": f"{where} is off by {e:.1e}; {limit:.0e} is allowed"} if e > limit else {}
-            yield {"case": case, "float32" if limit else "resume": e} | failed
+            figures[name], where = error(read(got), read(expected))
+            if figures[name] > limit:
+                wrong.append(f"{name}: {where} is off by {figures[name]:.1e}; {limit:.0e} is allowed")
+    return figures | ({"failed": "; ".join(wrong)} if wrong else {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,18 +167,18 @@ def flags(args: str, device: str) -> list[str]:
     return f"{GPT2} {args} {TINY if device == 'cpu' else ''} --device={device}".split()
 
 
-def speed(args: str, device: torch.device, first: int) -> Iterator[dict]:
+def speed(args: str, place: Place) -> dict:
     """Speed, memory and losses of training with these flags, and the share of each class of kernels in their time."""
-    cfg = parse(Config, flags(args, device.type))
+    cfg = parse(Config, flags(args, place.device.type))
     tokens = cfg.batch_size * cfg.block_size * cfg.gradient_accumulation_steps
-    with training(cfg, VOCABULARY[device.type], 1024) as run:
+    with training(cfg, VOCABULARY[place.device.type], 1024) as run:
         ranks, marks, made = run.ranks, [time.perf_counter()], []
         reset_peak_memory(ranks.device)
         for n in (WARM, *[LENGTH] * ROUNDS):
-            made.append(steps(run, n))
+            made.append(run.steps(n))
             run.synchronize()
             marks.append(time.perf_counter())
-        losses, norms, graphs = (list(itertools.chain(*each)) for each in zip(*made, strict=True))
+        losses, norms = (itertools.chain(*each) for each in zip(*made, strict=True))
         with torch.device("meta"):
             flops = tokens * accounting.flops(Model(cfg), cfg.block_size) / cfg.block_size
         peak = ranks.sum(torch.tensor(peak_flops(ranks.device, ranks.dtype) or 0.0, device=ranks.device)).item()
@@ -218,20 +186,22 @@ def speed(args: str, device: torch.device, first: int) -> Iterator[dict]:
         figures = {
             "tokens/s": tokens / seconds, "ms per step": 1000 * seconds,
             "MFU": flops / seconds / peak if peak else None, "GiB": peak_memory_bytes(ranks.device) / 2**30,
-            "GPUs": ranks.size,
-            "graphs of the first step": graphs[0], "graphs in all": graphs[-1],
+            "GPUs": ranks.size, **run.graphs,
             "seconds of the first steps": marks[1] - marks[0], "dtype": cfg.dtype,
             "losses": [run.sharded.mean(loss) for loss in losses], "norms": [norm.item() for norm in norms],
         }  # fmt: skip
-        yield from [figures] * ranks.first  # before the profiler, which may fail
-        with profile() as profiler:
-            steps(run, 1)
-            run.synchronize()
-        yield from [kernel_shares(profiler, device.type == "cuda")] * ranks.first
+        try:
+            with profile() as profiler:
+                run.step()
+                run.synchronize()
+            figures |= kernel_shares(profiler, place.device.type == "cuda")
+        except Exception as error:
+            figures["failed"] = f"the profiler: {error}"  # the speed is known all the same
     parallel.leave()
-    if ranks.size > 1 and ranks.first:
+    if ranks.size > 1:
         traffic = plan.estimate(replace(cfg, world_size=ranks.size)).traffic
-        yield {"planned GB sent by a rank": sum(each.bytes for each in traffic.values()) / 1e9}
+        figures["planned GB sent by a rank"] = sum(each.bytes for each in traffic.values()) / 1e9
+    return figures
 
 
 def kernel_shares(profiler: profile, cuda: bool) -> dict[str, float]:
@@ -244,14 +214,47 @@ def kernel_shares(profiler: profile, cuda: bool) -> dict[str, float]:
     return {kind: time / times.total() for kind, time in times.items()}
 
 
-def decode_and_load(device: torch.device, first: int) -> Iterator[dict]:
-    """Tokens per second of greedy decoding, and tokens per second that reach the device from a data set."""
-    cfg = parse(Config, flags(f"--vocab_size={VOCABULARY[device.type]}", device.type))
-    for batch in (1, 8, 64):
-        yield {f"decoding B={batch}, tokens/s": measure_decoding("124M", cfg, batch)["tokens_per_s"]}
+def decode(batch: int, place: Place) -> dict:
+    """The speed of greedy decoding."""
+    cfg = parse(Config, flags(f"--vocab_size={VOCABULARY[place.device.type]}", place.device.type))
+    return {f"decoding B={batch}, tokens/s": measure_decoding("124M", cfg, batch)["tokens_per_s"]}
+
+
+def load(place: Place) -> dict:
+    """Tokens per second that reach the device from a data set."""
     with tempfile.TemporaryDirectory() as folder:
-        write_tokens(folder, 2**22, 50257, 1024)
-        yield dict(zip(("loader, tokens/s", "in nanoGPT's way"), measure_loader(folder, device), strict=True))
+        random_data(folder, 2**22, 50257)
+        ours, theirs = measure_loader(folder, place.device)
+    return {"loader, tokens/s": ours, "in nanoGPT's way": theirs}
+
+
+def compare(place: Place) -> dict:
+    """The speed of train.py here and in nanoGPT's folder, with the same flags on random tokens."""
+    with tempfile.TemporaryDirectory() as data:
+        random_data(data, 2**20, 50257)
+        args = f"--dataset={data} --eval_iters=1 --eval_interval=100000 --max_iters=100000"
+        limits = PARTS["against"].seconds / 2, TIMED_LINES
+        ours, theirs = (
+            measure(folder, flags(args, place.device.type), *limits) for folder in (ROOT, Path(place.against))
+        )
+    return {"ms per step": ours, "nanoGPT's ms per step": theirs, "times nanoGPT's speed": theirs / ours}
+
+
+def layout(args: str, place: Place) -> dict:
+    """The speed of several GPUs, and the differences of losses and gradient norms from those of one GPU, relative to
+    these. The first losses are compared more strictly, because every step amplifies rounding."""
+    found, one, wrong = speed(args, place), place.found.get("layout one GPU", {}), []
+    if len(one.get("losses", [])) != len(found["losses"]):
+        return found | {"failed": "losses: not compared, because the part `layout one GPU` has none"}
+    limit = 1e-4 if found["dtype"] == "float32" else 1e-2
+    for key, n, allowed in (("losses", 3, limit / 10), ("losses", None, limit), ("norms", None, 10 * limit)):
+        a, b = (torch.tensor(each[key][:n], dtype=torch.float64) for each in (found, one))
+        e = ((a - b).norm() / b.norm()).nan_to_num(1e99).item()
+        label = f"the first {key}" if n else key
+        found[f"error of {label}"] = e
+        if e > allowed:
+            wrong.append(f"{label}: off by {e:.1e} from one GPU's; {allowed:.0e} is allowed")
+    return found | ({"failed": "; ".join(wrong)} if wrong else {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -259,12 +262,17 @@ def decode_and_load(device: torch.device, first: int) -> Iterator[dict]:
 
 
 class Part(NamedTuple):
-    """A part of the report. run(device, first case) yields lines; None: tools/gpu_report.py does it."""
+    """Cases that one process computes."""
 
     title: str
-    seconds: int  # at most
-    run: Callable[[torch.device, int], Iterator[dict]] | None
+    seconds: int  # at most, for the process
+    cases: Callable[[torch.device], dict[str, Callable[[Place], dict]]]  # name -> a function that returns figures
     gpus: int = 1  # at least
+
+
+def only(**cases: Callable[[Place], dict]) -> Callable:
+    """The same cases on every device."""
+    return lambda device: cases
 
 
 ROWS = {f"124M, {name}": f"--block={name}" for name in BLOCK if name != "standard"}  # name -> flags beside GPT-2's
@@ -278,24 +286,19 @@ LAYOUTS = {"one GPU": "", "ddp": "", "fsdp": "--parallel=fsdp", "tp": "--tp=2", 
 LAYOUTS |= {"hsdp": "--parallel=fsdp --dp_replicate=2"}  # from here on four GPUs
 LAYOUTS |= {f"fsdp+{name}": f"--parallel=fsdp --{name}=2" for name in ("tp", "cp", "pp")}
 PARTS = {  # in this order; the first call of 8 minutes ends behind checkpoints
-    "numbers": Part("attention, models, losses and optimizers against float64", 120, partial(check, NUMBERS)),
-    "124M": Part("GPT-2, T=1024, 60 sequences a step", 100, partial(speed, "")),
-    "training": Part("20 steps of 48 runs, those of tests/golden.py, against the CPU", 90, partial(check, RUNS)),
-    "compiled": Part("20 compiled steps of every block against the CPU, uncompiled", 90, partial(check, COMPILED)),
-    "checkpoints": Part("resume digit for digit; from GPU to CPU and back", 80, checkpoints),
-    "against": Part("124 M parameters by nanoGPT's train.py and by ours", 240, None),
-    **{name: Part(f"`{args}`", 100, partial(speed, args)) for name, args in ROWS.items()},
-    "decoding and loading": Part("1024 tokens by 124 M parameters; batches of 64 x 1024 tokens", 90, decode_and_load),
-}
+    "numbers": Part("attention, models, losses and optimizers against float64", 120, partial(checks, NUMBERS)),
+    "124M": Part("GPT-2, T=1024, 60 sequences a step", 100, only(speed=partial(speed, ""))),
+    "training": Part("20 steps of 48 runs, those of tests/golden.py, against the CPU", 90, partial(checks, RUNS)),
+    "compiled": Part("20 compiled steps of every block against the CPU, uncompiled", 90, partial(checks, COMPILED)),
+    "checkpoints": Part("resume digit for digit; from GPU to CPU and back", 80, only(checkpoints=checkpoints)),
+    "against": Part("124 M parameters by nanoGPT's train.py and by ours", 240, only(speed=compare)),
+    **{name: Part(f"`{args}`", 100, only(speed=partial(speed, args))) for name, args in ROWS.items()},
+    "decoding and loading": Part(
+        "1024 tokens by 124 M parameters; batches of 64 x 1024 tokens", 90,
+        only(one=partial(decode, 1), eight=partial(decode, 8), many=partial(decode, 64), loader=load),
+    ),
+}  # fmt: skip
 for number, (name, args) in enumerate(LAYOUTS.items()):
-    run, gpus = partial(speed, f"{args} --gradient_accumulation_steps=8"), 1 if number == 0 else 2 if number < 6 else 4
-    PARTS[f"layout {name}"] = Part(f"`{args}`" if args else "no flags", 120, run, gpus)
-
-
-if __name__ == "__main__":
-    kill_with_parent()
-    name, where, first = [*sys.argv[1:], "0"][:3]
-    if where == "cpu":  # a rehearsal is not about the compiler, which takes minutes
-        torch.compile = partial(torch.compile, backend="eager")
-    for line in PARTS[name].run(torch.device(where), int(first)):
-        print(json.dumps(line), flush=True)
+    of_all = partial(layout if number else speed, f"{args} --gradient_accumulation_steps=8")
+    gpus = 1 if number == 0 else 2 if number < 6 else 4
+    PARTS[f"layout {name}"] = Part(f"`{args}`" if args else "no flags", 120, only(speed=of_all), gpus)
