@@ -207,6 +207,26 @@ def test_refuses_heads_and_positions_that_it_does_not_know(part):
         contextual_mlp(net, text(net), 1, 0, 0)
 
 
+@pytest.mark.parametrize("gate", ["heads", "output", "none"])
+def test_refuses_heads_whose_forward_does_more(gate, monkeypatch):
+    """A gate in Heads.forward that lens.py does not know, on the heads' results or on the output."""
+
+    def forward(self, x: torch.Tensor, inputs: M.Inputs) -> torch.Tensor:
+        q, k, v = self.project(x, inputs)
+        y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)
+        g = x.mean(-1, keepdim=True).sigmoid()
+        return self.out((y * g[..., None] if gate == "heads" else y).flatten(2)) * (g if gate == "output" else 1)
+
+    monkeypatch.setattr(M.Heads, "forward", forward)
+    for block in BLOCKS:
+        net = sharp(**block).float()
+        if gate == "none":
+            read(net, 1, 2, 6)
+            continue
+        with pytest.raises(ValueError, match="^layer=1 head=2 computes something else than lens.py reads"):
+            read(net, 1, 2, 6)
+
+
 class MyHeads(M.ContextPool):
     """A kind of heads that is not known."""
 

@@ -387,6 +387,13 @@ def test_wrong_flags(flags, fragments, trained, capsys):
         assert fragment in line
 
 
+def test_heads_with_an_unknown_gate(trained, capsys, monkeypatch):
+    own = M.Heads.forward
+    monkeypatch.setattr(M.Heads, "forward", lambda self, x, inputs: own(self, x, inputs) * x.sigmoid())
+    line = refused(lens.main, [f"--out_dir={trained}", *READ], capsys)
+    assert "layer=1 head=1 computes something else" in line and "ContextPool has changed" in line
+
+
 def test_data_of_another_tokenizer(trained, tmp_path, capsys):
     text = "".join(map(chr, range(257))) * 2  # as many tokens as the model's
     with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:

@@ -128,8 +128,8 @@ def contextual_mlp(
         attn_softcap=c      hidden_i = exp(c tanh(b_i . x_t / c))
         simplified blocks   hidden_i = beta exp(b_i . x_t) + Z (alpha [i = t] - gamma U_ti)
 
-    The model must be in eval mode; a score above 88 overflows in float32. ValueError if layer, head or position does
-    not exist, or if a class of the head or of its position is not in KNOWN.
+    The model must be in eval mode. ValueError if layer, head or position does not exist, if a class of the head or of
+    its position is not in KNOWN, if a score overflows, or if the head computes something else than its units.
     """
     cfg, D, H = model.cfg, model.cfg.head_size, model.cfg.n_head
     for name, value, limit in (("layer", layer, cfg.n_layer), ("head", head, H), ("position", position, len(idx))):
@@ -166,6 +166,7 @@ def contextual_mlp(
     if (slopes := heads.position.slopes(inputs.table)) is not None:
         bias[len(k) - hi + lo :] -= slopes[head] * (torch.arange(lo, hi, device=idx.device) - position).abs()
     hidden = torch.exp(capped(content, heads.softcap) + bias)
+    require(hidden.isfinite().all(), f"a score of layer={layer} head={head} is above 88 and overflows; no activations")
     Z = torch.cat([part.sum().expand_as(part) for part in hidden.tensor_split([apart])])
     if isinstance(heads, M.ShapedPool):
         hidden = heads.beta[head] * hidden - heads.gamma[head] * Z * bias.softmax(0)
@@ -181,7 +182,29 @@ def contextual_mlp(
     y = v.new_zeros(len(v), H, D)
     y[:, head] = v[:, :D]
     y = y.flatten(1)  # (S, C), in which a head's channels stand together
-    return incoming, (heads.out(y) - heads.out(torch.zeros_like(y))) / Z[:, None], hidden
+    outgoing = (heads.out(y) - heads.out(torch.zeros_like(y))) / Z[:, None]
+    error = (hidden @ outgoing - term(heads, x, inputs, head)[position]).norm()
+    of_units = (hidden.abs() @ outgoing.abs()).norm()
+    require(
+        error <= math.sqrt(torch.finfo(x.dtype).eps) * of_units,
+        f"layer={layer} head={head} computes something else than lens.py reads, by {error / of_units:.2%} of what its "
+        f"units give; {type(heads).__name__} has changed, so write its case into contextual_mlp",
+    )
+    return incoming, outgoing, hidden
+
+
+def term(heads: M.Heads, x: Tensor, inputs: M.Inputs, head: int) -> Tensor:
+    """A head's term of the attention's output as the module itself computes it from x (1, T, C): (T, C)."""
+
+    def silence(_, args: tuple[Tensor]) -> Tensor:
+        """All other heads in the first row of the batch, and all heads in the second."""
+        y = args[0].unflatten(-1, (-1, heads.head_dim)).clone()  # (2, T, H, D)
+        y[1], y[0, :, :head], y[0, :, head + 1 :] = 0, 0, 0
+        return y.flatten(2)
+
+    with heads.out.register_forward_pre_hook(silence):
+        alone, nothing = heads.forward(x.expand(2, -1, -1), inputs)  # hooks have had their turn
+    return alone - nothing
 
 
 Promoted = list[tuple[str, float]]  # tokens and what a unit adds to their log p
@@ -214,7 +237,6 @@ def read_head(
     final = []
     with model.norm.register_forward_pre_hook(lambda _, args: final.append(args[0][0, position])):
         incoming, outgoing, hidden = contextual_mlp(model, idx, layer, head, position, source)
-    require(hidden.isfinite().all(), f"a score of layer={layer} head={head} is above 88 and overflows; no activations")
     heads = self_attention(model.blocks[layer])
     slots = model.cfg.slots if isinstance(heads, M.SlotPool) else 0
     parts = hidden.tensor_split([slots if slots and not heads.joint else 0])  # of one softmax each
