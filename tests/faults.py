@@ -648,7 +648,7 @@ FAULTS = [
         "tests/test_sample.py::test_masked_fills_the_surest_blank_first",
     ),
     (
-        "sample.py",
+        "engine/text.py",
         "return token_ids(tokenizer, text).tolist() or [tokenizer.eot]",
         "return token_ids(tokenizer, text).tolist() or [0]",
         "An empty prompt begins with id 0, not with end-of-text.",
