@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shlex
 from contextlib import suppress
 from pathlib import Path
@@ -96,6 +97,8 @@ def test_the_page(formula, tmp_path, capsys):
     baselines.main([f"--out={tmp_path}", "--seeds=2"])
     assert calls[-1][0] == f"{tmp_path}/final" and "--max_iters=450 --warmup_iters=20" in calls[-1][1][0]
     text = (tmp_path / "baselines.md").read_text()
+    prose = [re.split("<!-- (?:[^e].*|end) -->", each)[::2] for each in (text, baselines.PAGE.read_text())]
+    assert prose[0] == prose[1] and len(prose[0]) == 7 and text.count("<!-- ") == 12
     row = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
            for line in text.split("## The commands")[0].splitlines() if line.startswith("| ")}  # fmt: skip
     assert row["standard"][:4] == ["0.005", "0.006", "1,001", "1.0000"] and row["standard"][5] == "-"
