@@ -8,19 +8,19 @@ coordinate search with seed 1: first learning_rate with short trainings, then mu
 trainings favour a muon_lr that is too large for full ones. A coordinate starts with three values of its grid, around
 the one that was best when the search was made last. It goes on to the next value while the best one is the last that
 was tried. The best rates of the last search get a full training too, because short trainings can also favour a
-learning_rate that is too large. compare.py makes the trainings, in folders below --out.
+learning_rate that is too large. tools/compare makes the trainings, in folders below --out.
 """
 
 import importlib.util
-import json
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import parse
 from engine.errors import command, require, user_errors
-from tools import compare, plot
-from tools.compare_table import aligned, cells, row_notes
+from tools import plot
+from tools.compare import trainings
+from tools.compare.table import aligned, cells, row_notes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "baselines.md"
 VARIANTS = {  # name in the table -> arguments of train.py; muon_lr and learning_rate with which the search begins
@@ -61,7 +61,7 @@ class BaselinesConfig:
         require(self.steps >= 30, f"steps={self.steps} must be at least 30")
         for name in ("max_iters", "warmup_iters", "cooldown_iters", *GRID):
             require(f"--{name}=" not in self.common, f"common={self.common}: baselines.py sets {name}; leave it out")
-        compare.CompareConfig(out=self.out, seeds=self.seeds, jobs=self.jobs)
+        trainings.CompareConfig(out=self.out, seeds=self.seeds, jobs=self.jobs)
 
 
 class Search:
@@ -88,7 +88,7 @@ class Search:
             self.rounds += 1
             runs = [arguments(self.options, variant, rates, steps) for variant, *rates in missing]
             folder = f"search{self.rounds}"
-            rows = run_compare(self.options, folder, runs, [f"--eval_iters={eval_iters}"])
+            rows = run_compare(self.options, folder, runs, eval_iters=eval_iters).rows()
             for number, (point, row) in enumerate(zip(missing, rows, strict=True), 1):
                 losses[point] = row["loss"]["mean"] if row["loss"] else float("inf")
                 self.folders[point] = f"{folder}/run{number}-seed1"
@@ -120,21 +120,16 @@ def arguments(options: BaselinesConfig, variant: str, rates: list[float], steps:
     return " ".join(filter(None, [VARIANTS[variant][0], options.common, schedule, rates]))
 
 
-def run_compare(options: BaselinesConfig, name: str, runs: list[str], more: list[str]) -> list[dict]:
-    """Train these runs with compare.py; returns its rows. A training may diverge; other failures end the program."""
+def run_compare(options: BaselinesConfig, name: str, runs: list[str], **more: int) -> trainings.Comparison:
+    """Train these runs, in a folder below --out. A training may diverge; other failures end the program."""
     folder = f"{options.out}/{name}"
-    try:
-        compare.main([*(f"--run={run}" for run in runs), *more, f"--jobs={options.jobs}", f"--out={folder}"])
-    except SystemExit as end:
-        if end.code != 1:  # 1 means that a training has failed, or that the reader of stdout has ended
-            raise
-    rows = json.loads((Path(folder).expanduser() / "compare.json").read_text())["runs"]
     with user_errors():
-        for row in rows:
+        comparison = trainings.compare(trainings.CompareConfig(out=folder, jobs=options.jobs, **more), runs)
+        for row in comparison.rows():
             causes = [each["error"] for each in row["errors"]] or ([] if row["loss"] else ["it was not made"])
             bad = [cause for cause in causes if "is not finite" not in cause]
             require(not bad, f"{folder}, run {row['number']}: {' '.join(bad)}; the same command tries it again")
-    return rows
+    return comparison
 
 
 def page(text: str, options: BaselinesConfig, search: Search, rows: list[dict], measured: str) -> str:
@@ -196,8 +191,8 @@ def main(argv: list[str] | None = None):
         found = search.folders[(variant, *search.best[variant].values())]
         link.symlink_to(Path("..", found), target_is_directory=True)
     runs = [arguments(options, variant, search.best[variant].values(), options.steps) for variant in VARIANTS]
-    rows = run_compare(options, "final", runs, [f"--seeds={options.seeds}"])
-    measured = json.loads((folder / "final" / "compare.json").read_text())["measured"]
+    final = run_compare(options, "final", runs, seeds=options.seeds)
+    rows, measured = final.rows(), final.stored["measured"]
     target = PAGE if options == BaselinesConfig() else folder / PAGE.name
     with user_errors():
         drawn = picture(rows)
@@ -207,5 +202,5 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which compare.py removes its lock
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which tools.compare removes its lock
     command(main)
