@@ -26,7 +26,6 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGPIPE):  # Ctrl-C (also during the imports) and `| head` end it silently
         signal.signal(number, signal.SIG_DFL)
 
-import codecs
 import json
 import math
 import sys
@@ -48,13 +47,11 @@ from engine.checkpoint import weights
 from engine.decode import generate
 from engine.device import resolve_device, resolve_dtype
 from engine.errors import command, require, user_errors
-from engine.parallel.ranks import Ranks
 from engine.plan import memory
-from engine.text import read_text, token_ids, token_logprobs
+from engine.text import LARGEST_PROMPT, Sample, prompt_ids, read_prompt, read_text, token_logprobs
 from model import POSITION, Model, NoEmbedding
 
 Chooser = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
-LARGEST_PROMPT = 2**24  # bytes of a file with a prompt, or with a text to score
 UNUSED = {  # objective -> flags that have no effect
     "causal": ["blank"], "masked": ["stop", "max_new_tokens", "overflow"], "seq2seq": ["stop"],
 }  # fmt: skip
@@ -126,14 +123,8 @@ def choose(logits: Tensor, cfg: SampleConfig, generator: torch.Generator) -> Ten
 
 def load(cfg: SampleConfig, device: torch.device) -> tuple[str | Path, Model, Tokenizer]:
     """Loads the model that out_dir names: its path, the model in evaluation mode, and its tokenizer."""
-
-    def build(found: weights.Weights) -> tuple[str | Path, Model, Tokenizer]:
-        tokenizer, flags = found.tokenizer(), found.config()
-        memory.check_sampling(cfg, flags, device)
-        ranks = Ranks(0, 1, device, resolve_dtype(cfg.dtype, device), compile=False)
-        return found.path, found.load(flags, ranks).model, tokenizer
-
-    return weights.read(cfg.out_dir, build)
+    dtype = resolve_dtype(cfg.dtype, device)
+    return weights.alone(cfg.out_dir, device, dtype, lambda flags: memory.check_sampling(cfg, flags, device))
 
 
 def check_flags(cfg: SampleConfig, objective: str, pos: str):
@@ -153,40 +144,9 @@ def check_flags(cfg: SampleConfig, objective: str, pos: str):
     )
 
 
-def read_prompt(start: str) -> str:
-    """Reads the prompt of --start. FILE:path must be a regular file of UTF-8 text, else ValueError."""
-    if not start.startswith("FILE:"):
-        return start
-    return read_text("start", start, LARGEST_PROMPT).replace("\r\n", "\n").replace("\r", "\n")
-
-
-class Sample:
-    """A sample while it is generated: takes bytes, returns complete characters, ends at end-of-text or `stop`."""
-
-    def __init__(self, stop: str):
-        self.text, self.stop, self.ended = "", stop, False
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, piece: bytes, last: bool) -> str:
-        """Adds the bytes of a token, and returns the text that from now on certainly belongs to the sample."""
-        settled = self.settled()
-        self.text += self.decoder.decode(piece, final=last)
-        if self.stop and self.stop in self.text:
-            self.text, self.ended = self.text[: self.text.index(self.stop)], True
-        self.ended |= last
-        return self.text[settled : self.settled()]
-
-    def settled(self) -> int:
-        """The number of characters that certainly belong to the sample: the rest may be the beginning of `stop`."""
-        held = 0 if self.ended else len(self.stop) - 1
-        overlaps = (n for n in range(held, 0, -1) if self.text.endswith(self.stop[:n]))
-        return len(self.text) - next(overlaps, 0)
-
-
 def text_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of the prompt. An empty prompt becomes end-of-text, or a newline if there is no end-of-text."""
-    text = prompt or ("\n" if tokenizer.eot is None else "")
-    return token_ids(tokenizer, text).tolist() or [tokenizer.eot]
+    """The ids of a prompt without blanks."""
+    return prompt_ids(tokenizer, prompt)
 
 
 def continue_text(

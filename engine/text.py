@@ -1,5 +1,6 @@
-"""A text file as a model reads it: its characters, its windows, and the log-probability of each of its tokens."""
+"""A text as a model reads and writes it: prompts, files, their windows and log-probabilities, and samples."""
 
+import codecs
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from data.tokenizer import Tokenizer
 from engine.errors import require
 from model import Model
 from ops import rows_at_once
+
+LARGEST_PROMPT = 2**24  # bytes of a file with a prompt, or with a text to score
 
 
 def read_text(name: str, value: str, most: int) -> str:
@@ -37,9 +40,22 @@ def read_text(name: str, value: str, most: int) -> str:
         raise ValueError(f"{flag} cannot be found ({error}); give the path of a text file") from None
 
 
+def read_prompt(start: str) -> str:
+    """Reads the prompt of --start. FILE:path must be a regular file of UTF-8 text, else ValueError."""
+    if not start.startswith("FILE:"):
+        return start
+    return read_text("start", start, LARGEST_PROMPT).replace("\r\n", "\n").replace("\r", "\n")
+
+
 def token_ids(tokenizer: Tokenizer, text: str) -> Tensor:
     """The ids of the text, (N,), after those that the tokenizer puts before every text."""
     return torch.from_numpy(np.concatenate([np.array(tokenizer.prefix, np.int64), tokenizer.encode(text)]))
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The ids of the prompt. An empty prompt becomes end-of-text, or a newline if there is no end-of-text."""
+    text = prompt or ("\n" if tokenizer.eot is None else "")
+    return token_ids(tokenizer, text).tolist() or [tokenizer.eot]
 
 
 def text_batches(
@@ -74,3 +90,26 @@ def token_logprobs(model: Model, ids: Tensor) -> Iterator[float]:
         for part, targets in zip(x.split(chunk), ids[done + 1 : end + 1].split(chunk), strict=True):
             yield from model.logits(part).log_softmax(-1).gather(1, targets[:, None])[:, 0].tolist()
         start, done = start + step, end
+
+
+class Sample:
+    """A sample while it is generated: takes bytes, returns complete characters, ends at end-of-text or `stop`."""
+
+    def __init__(self, stop: str):
+        self.text, self.stop, self.ended = "", stop, False
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, piece: bytes, last: bool) -> str:
+        """Adds the bytes of a token, and returns the text that from now on certainly belongs to the sample."""
+        settled = self.settled()
+        self.text += self.decoder.decode(piece, final=last)
+        if self.stop and self.stop in self.text:
+            self.text, self.ended = self.text[: self.text.index(self.stop)], True
+        self.ended |= last
+        return self.text[settled : self.settled()]
+
+    def settled(self) -> int:
+        """The number of characters that certainly belong to the sample: the rest may be the beginning of `stop`."""
+        held = 0 if self.ended else len(self.stop) - 1
+        overlaps = (n for n in range(held, 0, -1) if self.text.endswith(self.stop[:n]))
+        return len(self.text) - next(overlaps, 0)

@@ -3,22 +3,24 @@
 import itertools
 import json
 import math
+import re
 import shlex
-from contextlib import suppress
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from configurator import Config, parse
-from tools import baselines, compare_table, plot
+from tools import baselines, plot
+from tools.compare import table as compare_table
+from tools.compare import trainings
 
 LINE = plot.Line("", *(np.arange(3.0) for _ in range(4)), "red", "-")
 
 
 @pytest.fixture
 def formula(monkeypatch, tmp_path):
-    """compare.py's main, as a loss that is quadratic in the logarithms of both rates; returns its calls and the loss.
+    """The comparisons, as a loss that is quadratic in the logarithms of both rates; returns its calls and the loss.
 
     The optimum of the first variant is at the start of its search, that of the second at a corner of the grid, and of
     the others at other points. SAS-P fails at muon_lr=0.04. That of SAS lies at its start, but only in full trainings.
@@ -33,9 +35,8 @@ def formula(monkeypatch, tmp_path):
             return float("inf")
         return 1 + math.log(muon_lr / best[0]) ** 2 + math.log(learning_rate / best[1]) ** 2
 
-    def main(argv: list[str]):
-        runs = [arg.removeprefix("--run=") for arg in argv if arg.startswith("--run=")]
-        out = next(arg for arg in argv if arg.startswith("--out=")).removeprefix("--out=")
+    def compare(options: trainings.CompareConfig, runs: list[str]) -> SimpleNamespace:
+        out = options.out
         calls.append((out, runs))
         rows = []
         for number, run in enumerate(runs, 1):
@@ -58,11 +59,9 @@ def formula(monkeypatch, tmp_path):
         folder.mkdir(parents=True, exist_ok=True)
         for row in rows:
             (folder / f"run{row['number']}-seed1").mkdir(exist_ok=True)
-        (folder / "compare.json").write_text(json.dumps({"runs": rows, "measured": "Measured somewhere."}))
-        if any(row["loss"] is None for row in rows):
-            raise SystemExit(1)
+        return SimpleNamespace(rows=lambda: rows, stored={"measured": "Measured somewhere."})
 
-    monkeypatch.setattr(baselines.compare, "main", main)
+    monkeypatch.setattr(trainings, "compare", compare)
     monkeypatch.setattr(baselines, "picture", lambda rows: plot.draw({"": [LINE]}, "tokens", "loss"))
     return calls, loss
 
@@ -96,6 +95,8 @@ def test_the_page(formula, tmp_path, capsys):
     baselines.main([f"--out={tmp_path}", "--seeds=2"])
     assert calls[-1][0] == f"{tmp_path}/final" and "--max_iters=450 --warmup_iters=20" in calls[-1][1][0]
     text = (tmp_path / "baselines.md").read_text()
+    prose = [re.split("<!-- (?:[^e].*|end) -->", each)[::2] for each in (text, baselines.PAGE.read_text())]
+    assert prose[0] == prose[1] and len(prose[0]) == 7 and text.count("<!-- ") == 12
     row = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
            for line in text.split("## The commands")[0].splitlines() if line.startswith("| ")}  # fmt: skip
     assert row["standard"][:4] == ["0.005", "0.006", "1,001", "1.0000"] and row["standard"][5] == "-"
@@ -129,20 +130,17 @@ def test_the_page(formula, tmp_path, capsys):
 
 @pytest.mark.parametrize("errors, said", [(["run out of memory"], "run out of memory"), ([], "it was not made")])
 def test_a_training_that_does_not_end_ends_the_search(errors, said, formula, monkeypatch, tmp_path, capsys):
-    """Its loss is unknown, so the search cannot go on. The same happens if the reader of stdout ends."""
-    fine, (calls, _) = baselines.compare.main, formula
+    """Its loss is unknown, so the search cannot go on."""
+    fine = trainings.compare
 
-    def main(argv: list[str]):
-        with suppress(SystemExit):
-            fine(argv)
-        if "--max_iters=450" in argv[0]:
-            path = Path(calls[-1][0]) / "compare.json"
-            found = json.loads(path.read_text())
-            found["runs"][1] |= {"loss": None, "errors": [dict(setting="", seed=1, error=text) for text in errors]}
-            path.write_text(json.dumps(found))
-            raise SystemExit(1)
+    def compare(options: trainings.CompareConfig, runs: list[str]) -> SimpleNamespace:
+        comparison = fine(options, runs)
+        if "--max_iters=450" in runs[0]:
+            found = [dict(setting="", seed=1, error=text) for text in errors]
+            comparison.rows()[1].update(loss=None, errors=found)
+        return comparison
 
-    monkeypatch.setattr(baselines.compare, "main", main)
+    monkeypatch.setattr(trainings, "compare", compare)
     with pytest.raises(SystemExit) as end:
         baselines.main([f"--out={tmp_path}"])
     error = capsys.readouterr().err

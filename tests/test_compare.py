@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, losses, metrics
 
+from configurator import parse
 from data.shards import open_data
-from tools import compare, compare_table
+from tools.compare import table as compare_table
+from tools.compare import trainings as compare
+from tools.compare.__main__ import main
 
 # Its loss is (log10(learning_rate) + 2)^2 + seed / 100, and 1 more for --block=parallel. It makes 3 steps of 20 ms, or
 # of 10 ms for --block=parallel.
@@ -61,7 +64,7 @@ class Fake:
     def __call__(self, *flags: str, runs=("", "--block=parallel")) -> int:
         """The exit code."""
         try:
-            compare.main([*(f"--run={run}" for run in runs), self.common, f"--out={self.out}", *flags])
+            main([*(f"--run={run}" for run in runs), self.common, f"--out={self.out}", *flags])
         except SystemExit as end:
             return end.code
         return 0
@@ -86,7 +89,7 @@ def fake(tmp_path, tiny_data, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """The signal handlers of the test, which compare.main replaces."""
+    """The signal handlers of the test, which main replaces."""
     before = {number: signal.getsignal(number) for number in compare.SIGNALS}
     yield
     for number, handler in before.items():
@@ -111,13 +114,13 @@ def handlers():
         (["--run=", "--sweep=learning_rate=1e-3,1e-3"], ["two or more"]),
         (["--run=", "--sweep=learning_rate=1e-3,"], ["two or more"]),
         (["--run=", "--sweep=learning_rat=1,2"], ["learning_rat=1", "learning_rate"]),
-        (["--run=", "--sweep=seed=1,2"], ["seed", "compare.py sets"]),
+        (["--run=", "--sweep=seed=1,2"], ["seed", "tools.compare sets"]),
         (["--run=", "--sweep=mlp_ratio=2,4"], ["mlp_ratio", "costs", "--run"]),
         (["--run=", "--sweep=batch_size=4,8"], ["--batch_size=4", "--sweep"]),
         (["--run=--muon_lr=1e-3", "--sweep=muon_lr=1e-3,2e-3"], ["--muon_lr=1e-3", "--sweep"]),
-        (["--run=--seed=2"], ["--seed=2", "compare.py sets"]),
-        (["--run=--out_dir=x"], ["--out_dir=x", "compare.py sets"]),
-        (["--run=--init_from=resume"], ["--init_from=resume", "compare.py sets"]),
+        (["--run=--seed=2"], ["--seed=2", "tools.compare sets"]),
+        (["--run=--out_dir=x"], ["--out_dir=x", "tools.compare sets"]),
+        (["--run=--init_from=resume"], ["--init_from=resume", "tools.compare sets"]),
         (["--run='"], ["--run='", "quotation"]),
         (["--run=--n_head=3"], ["--run=--n_head=3", "n_embd"]),
         (["--run=config/none.py"], ["config/none.py"]),
@@ -209,9 +212,8 @@ def test_a_signal_lets_trainings_save(fake, capfd):
 
 def test_a_killed_comparison_goes_on(fake):
     (fake.folder / "slow").write_text("run2-seed1")
-    start = (
-        f"import pathlib; from tools import compare; compare.HERE = pathlib.Path({str(fake.folder)!r}); compare.main()"
-    )
+    start = "import pathlib; from tools.compare import __main__, trainings; "
+    start += f"trainings.HERE = pathlib.Path({str(fake.folder)!r}); __main__.main()"
     flags = ["--run=", "--run=--block=parallel", fake.common, f"--out={fake.out}"]
     calls = fake.folder / "calls"
     process = subprocess.Popen([sys.executable, "-c", start, *flags], cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -331,6 +333,16 @@ def test_changed_code_is_told(fake, tmp_path, monkeypatch, capfd):
     assert len(fake.calls()) == 2
 
 
+def test_the_code_is_all_that_train_py_can_import():
+    """The hash covers what `import train` loads, and all of engine/ and its packages, which it may load later."""
+    loaded = "import sys, train; print(*(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)))"
+    files = subprocess.run([sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    ours = {path for path in map(Path, files.split()) if path.is_relative_to(ROOT) and ".venv" not in path.parts}
+    ours |= {*ROOT.glob("engine/**/*.py"), ROOT / "train.py"}
+    assert len(ours) > 60 and ours <= set(compare.CODE)
+    assert {"model.py", "ops.py", "state.py"} <= {path.name for path in ours}
+
+
 def test_dry_run(fake, monkeypatch, capfd):
     monkeypatch.setattr(compare, "Child", lambda *_: pytest.fail("a training was started"))
     assert fake("--sweep=learning_rate=1e-3,1e-2", "--seeds=2", "--dry_run=True") == 0 and not fake.out.exists()
@@ -348,7 +360,7 @@ def test_dry_run(fake, monkeypatch, capfd):
 
 def runs(fake, *flags: str, texts: list[str], common: str = "") -> list[compare.Run]:
     """The runs as --match has adapted them."""
-    options = compare.parse(compare.CompareConfig, [f"{fake.common} {common}", f"--out={fake.out}", *flags])
+    options = parse(compare.CompareConfig, [f"{fake.common} {common}", f"--out={fake.out}", *flags])
     comparison = compare.Comparison(options, texts)
     comparison.match()
     return comparison.runs
@@ -375,7 +387,7 @@ def test_costs_by_hand(fake):
 
 def test_the_time_left_by_hand(fake, monkeypatch):
     """After 100 s, seed 1 of both runs is done, and a resumed training of run 1 has made the second of 3 steps."""
-    options = compare.parse(compare.CompareConfig, [fake.common, f"--out={fake.out}", "--seeds=3"])
+    options = parse(compare.CompareConfig, [fake.common, f"--out={fake.out}", "--seeds=3"])
     comparison = compare.Comparison(options, ["", "--n_layer=5"])
     trainings = [3 * 4 * 2 * 16 * flops_per_token(layers, 16) for layers in (2, 5)]
     both = sum(trainings) + sum(run.costs.evaluation for run in comparison.runs)
@@ -503,7 +515,7 @@ def test_a_real_training(tiny_data, tmp_path, run):
     """It equals a run that is started by hand, and it is resumed if it has lost its last evaluation."""
     flags = [*FLAGS, "--learning_rate=1e-2", f"--dataset={tiny_data}"]
     argv = [f"--run={shlex.join(flags)}", f"--out={tmp_path / 'compared'}"]
-    compare.main(argv)
+    main(argv)
     (row,) = json.loads((tmp_path / "compared" / "compare.json").read_text())["runs"]
     alone = run(*flags, "--seed=1", "--eval_interval=0", "--eval_iters=0")
     last = metrics(alone)[-1]
@@ -511,5 +523,5 @@ def test_a_real_training(tiny_data, tmp_path, run):
     folder = tmp_path / "compared" / "run1-seed1"
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
-    compare.main(argv)
+    main(argv)
     assert losses(folder) == losses(alone) and "init_from = 'resume'" in (folder / "config.py").read_text()

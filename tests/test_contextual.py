@@ -11,7 +11,7 @@ import torch
 from test_model import build, jitter
 
 import model as M
-from tools.lens import contextual_mlp
+from tools.heads import contextual_mlp
 
 BLOCKS = [
     {"block": "standard"},
@@ -54,7 +54,7 @@ def sharp(**flags) -> M.Model:
     unknown = {type(attention_of(net, layer)) for layer in range(net.cfg.n_layer)} - HEADS
     names = [f"pos={net.cfg.pos}"] * (net.cfg.pos not in POSITIONS) + sorted(kind.__name__ for kind in unknown)
     if names:
-        pytest.skip(f"{', '.join(names)}: not known here; write the case into lens.py and test_equals_the_head")
+        pytest.skip(f"{', '.join(names)}: not known here; write the case into heads.py and test_equals_the_head")
     jitter(net)
     with torch.no_grad():
         for name, p in net.named_parameters():
@@ -203,8 +203,28 @@ def test_refuses_heads_and_positions_that_it_does_not_know(part):
     heads = attention_of(net, 1)
     (heads if part == "heads" else heads.position).__class__ = Mine
     contextual_mlp(net, text(net), 0, 0, 0)
-    with pytest.raises(ValueError, match="does not know Mine; write its case into lens.py"):
+    with pytest.raises(ValueError, match="does not know Mine; write its case there"):
         contextual_mlp(net, text(net), 1, 0, 0)
+
+
+@pytest.mark.parametrize("gate", ["heads", "output", "none"])
+def test_refuses_heads_whose_forward_does_more(gate, monkeypatch):
+    """A gate in Heads.forward that contextual_mlp does not know, on the heads' results or on the output."""
+
+    def forward(self, x: torch.Tensor, inputs: M.Inputs) -> torch.Tensor:
+        q, k, v = self.project(x, inputs)
+        y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)
+        g = x.mean(-1, keepdim=True).sigmoid()
+        return self.out((y * g[..., None] if gate == "heads" else y).flatten(2)) * (g if gate == "output" else 1)
+
+    monkeypatch.setattr(M.Heads, "forward", forward)
+    for block in BLOCKS:
+        net = sharp(**block).float()
+        if gate == "none":
+            read(net, 1, 2, 6)
+            continue
+        with pytest.raises(ValueError, match="^layer=1 head=2 computes something else than its units say"):
+            read(net, 1, 2, 6)
 
 
 class MyHeads(M.ContextPool):
@@ -223,7 +243,7 @@ def toys(monkeypatch):
 
 @pytest.mark.parametrize("flags,what", [({"block": "mine"}, "MyHeads"), ({"pos": "mine"}, "pos=mine")], ids=str)
 def test_what_is_not_known_here_is_skipped_with_a_reason(toys, flags, what):
-    with pytest.raises(pytest.skip.Exception, match=f"^{what}: not known here; write the case into lens.py"):
+    with pytest.raises(pytest.skip.Exception, match=f"^{what}: not known here; write the case into heads.py"):
         test_equals_the_head(flags)
 
 

@@ -13,7 +13,7 @@ import model as M
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
 from tools import lens
-from tools.head_patterns import attention_to, induction, previous, scores, self_attention
+from tools.heads import attention_to, induction, previous, scores, self_attention
 from tools.lens import Unit, read_head
 
 V, T = 6, 12  # of the model set by hand
@@ -371,7 +371,7 @@ REFUSED = [
     (["--start=FILE:/no/prompt.txt"], ["/no/prompt.txt"]),
     (["--find=copying"], ["find=copying", "'copying'", "induction, previous"]),
     (["--find=previous,"], ["find=previous,", "''"]),
-    (["--find=previous", "--layer=1"], ["layer", "no effect", "find=previous"]),
+    (["--find=previous", "--layer=1"], ["--layer=1", "only with find=''", "find is previous"]),
     (["--find=previous", "--dataset=/no/such"], ["/no/such"]),
     (["--start=x", "--out_dir=/no/such/run"], ["/no/such/run"]),
     (["--find=previous", "--out_dir=nanogpt:/no/ckpt.pt"], ["/no/ckpt.pt"]),
@@ -385,6 +385,13 @@ def test_wrong_flags(flags, fragments, trained, capsys):
     line = refused(lambda argv: lens.command(lambda: lens.main(argv)), [f"--out_dir={trained}", *flags], capsys)
     for fragment in fragments:
         assert fragment in line
+
+
+def test_heads_with_an_unknown_gate(trained, capsys, monkeypatch):
+    own = M.Heads.forward
+    monkeypatch.setattr(M.Heads, "forward", lambda self, x, inputs: own(self, x, inputs) * x.sigmoid())
+    line = refused(lens.main, [f"--out_dir={trained}", *READ], capsys)
+    assert "layer=1 head=1 computes something else" in line and "ContextPool has changed" in line
 
 
 def test_data_of_another_tokenizer(trained, tmp_path, capsys):

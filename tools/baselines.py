@@ -1,4 +1,4 @@
-"""Trains the baselines of docs/baselines.md, with tuned learning rates, and writes that page: `make baselines`.
+"""Trains the baselines of docs/baselines.md, with tuned learning rates, and writes its figures: `make baselines`.
 
     python -m tools.baselines                            # two hours on 2 cores; a stopped call continues
     python -m tools.baselines --steps=30 --seeds=1       # a rehearsal, which writes OUT/baselines.md only
@@ -8,21 +8,21 @@ coordinate search with seed 1: first learning_rate with short trainings, then mu
 trainings favour a muon_lr that is too large for full ones. A coordinate starts with three values of its grid, around
 the one that was best when the search was made last. It goes on to the next value while the best one is the last that
 was tried. The best rates of the last search get a full training too, because short trainings can also favour a
-learning_rate that is too large. compare.py makes the trainings, in folders below --out.
+learning_rate that is too large. tools/compare makes the trainings, in folders below --out.
 """
 
 import importlib.util
-import json
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import parse
 from engine.errors import command, require, user_errors
-from tools import compare, plot
-from tools.compare_table import aligned, cells, row_notes
+from tools import plot
+from tools.compare import trainings
+from tools.compare.table import aligned, cells, row_notes
 
-HERE = Path(__file__).resolve().parents[1]
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "baselines.md"
 VARIANTS = {  # name in the table -> arguments of train.py; muon_lr and learning_rate with which the search begins
     "standard": ("config/train_pycode.py", 0.005, 0.006),
     "parallel": ("config/train_pycode.py --block=parallel", 0.005, 0.006),
@@ -44,31 +44,6 @@ GRID = {
     "learning_rate": [0.0015, 0.003, 0.006, 0.012, 0.024, 0.048],
 }
 SCHEDULE = "--max_iters={0} --warmup_iters={1} --cooldown_iters={2}"
-INTRODUCTION = """# Baselines: what each block reaches
-
-This page is for readers who ask whether a block helps. `make baselines` writes it. It makes {searched} trainings of
-{short} steps and {full} of {steps} steps to find two learning rates per variant, then trains each variant for {steps}
-steps with {n} seeds. The data is `pycode` (bytes of Python's standard library). Width, depth, optimizer (Muon) and
-schedule are those of `config/train_pycode.py`; seq2seq has 2 + 4 layers. `--dtype=auto` chooses the dtype of the matrix
-products: bfloat16 on a CPU that is fast in it (with AMX), otherwise float32.
-
-{measured}
-
-A `superblock` with one group has no row of its own: it computes what `parallel` computes, and in series what `standard`
-computes, from the same initial weights (`tests/test_blocks.py::test_equal_blocks_begin_with_equal_weights`).
-"""
-MEANING = """
-* muon_lr, learning_rate: the best values of the search below; at an end of the grid they are marked with `!`.
-* Loss: nats per token, which is a byte or the end of a file, on the whole validation set; mean and range over {n}
-  seeds. The losses of `masked` and `seq2seq` are those of restored bytes, so they have no difference from `standard`.
-* The search trains with seed 1, and its best training is also the final training with seed 1. So the loss of seed 1
-  may be a little too good.
-* Difference: the loss minus that of `standard` with the same seed; mean ± half of the 95 % confidence interval
-  (Student's t).
-
-[superblock.md](superblock.md) has the speeds of the blocks, other sizes and depths, and what was tried for the joint
-pool.
-"""
 
 
 @dataclass
@@ -86,7 +61,7 @@ class BaselinesConfig:
         require(self.steps >= 30, f"steps={self.steps} must be at least 30")
         for name in ("max_iters", "warmup_iters", "cooldown_iters", *GRID):
             require(f"--{name}=" not in self.common, f"common={self.common}: baselines.py sets {name}; leave it out")
-        compare.CompareConfig(out=self.out, seeds=self.seeds, jobs=self.jobs)
+        trainings.CompareConfig(out=self.out, seeds=self.seeds, jobs=self.jobs)
 
 
 class Search:
@@ -113,7 +88,7 @@ class Search:
             self.rounds += 1
             runs = [arguments(self.options, variant, rates, steps) for variant, *rates in missing]
             folder = f"search{self.rounds}"
-            rows = run_compare(self.options, folder, runs, [f"--eval_iters={eval_iters}"])
+            rows = run_compare(self.options, folder, runs, eval_iters=eval_iters).rows()
             for number, (point, row) in enumerate(zip(missing, rows, strict=True), 1):
                 losses[point] = row["loss"]["mean"] if row["loss"] else float("inf")
                 self.folders[point] = f"{folder}/run{number}-seed1"
@@ -145,63 +120,43 @@ def arguments(options: BaselinesConfig, variant: str, rates: list[float], steps:
     return " ".join(filter(None, [VARIANTS[variant][0], options.common, schedule, rates]))
 
 
-def run_compare(options: BaselinesConfig, name: str, runs: list[str], more: list[str]) -> list[dict]:
-    """Train these runs with compare.py; returns its rows. A training may diverge; other failures end the program."""
+def run_compare(options: BaselinesConfig, name: str, runs: list[str], **more: int) -> trainings.Comparison:
+    """Train these runs, in a folder below --out. A training may diverge; other failures end the program."""
     folder = f"{options.out}/{name}"
-    try:
-        compare.main([*(f"--run={run}" for run in runs), *more, f"--jobs={options.jobs}", f"--out={folder}"])
-    except SystemExit as end:
-        if end.code != 1:  # 1 means that a training has failed, or that the reader of stdout has ended
-            raise
-    rows = json.loads((Path(folder).expanduser() / "compare.json").read_text())["runs"]
     with user_errors():
-        for row in rows:
+        comparison = trainings.compare(trainings.CompareConfig(out=folder, jobs=options.jobs, **more), runs)
+        for row in comparison.rows():
             causes = [each["error"] for each in row["errors"]] or ([] if row["loss"] else ["it was not made"])
             bad = [cause for cause in causes if "is not finite" not in cause]
             require(not bad, f"{folder}, run {row['number']}: {' '.join(bad)}; the same command tries it again")
-    return rows
+    return comparison
 
 
-def page(options: BaselinesConfig, search: Search, rows: list[dict], measured: str) -> str:
-    """The text of docs/baselines.md."""
-    header = ["variant", *GRID, "parameters", "loss", "bits per byte", "difference from standard"]
-    lines = [header]
+def page(text: str, options: BaselinesConfig, search: Search, rows: list[dict], measured: str) -> str:
+    """`text`, that of docs/baselines.md, with new figures between each <!-- name --> and <!-- end -->."""
+    lines = [["variant", *GRID, "parameters", "loss", "bits per byte", "difference from standard"]]
     for variant, row in zip(VARIANTS, rows, strict=True):
         _, parameters, _, _, _, loss, bits, difference, _ = cells(row)
         best = search.best[variant].items()
         rates = [f"{rate}{' !' * (rate in (GRID[name][0], GRID[name][-1]))}" for name, rate in best]
         lines.append([variant, *rates, parameters, loss, bits, difference])
-    text = INTRODUCTION.format(
-        searched=len(search.losses["learning_rate"]),
-        full=len(search.losses["muon_lr"]),
-        short=options.steps // 3,
-        n=options.seeds,
-        steps=options.steps,
-        measured=measured,
+    n, steps = {name: len(found) for name, found in search.losses.items()}, options.steps
+    made = (
+        f"The search made {n['learning_rate']} trainings of {steps // 3} steps for learning_rate and {n['muon_lr']} of "
     )
-    text += "\n" + aligned(lines) + MEANING.format(n=options.seeds)
-    text += "".join(f"* {note}\n" for note in row_notes(rows))  # trainings that have diverged
-    text += "\n![Training losses of seven variants against tokens](baselines.png)\n"
-    text += f"\nThe picture has the means and ranges of {options.seeds} seeds, without the first fifth of the tokens.\n"
-    text += "\n## The commands\n\nThe trainings with seed 1; `make train` prepares the data:\n\n"
+    made += f"{steps} steps\nfor muon_lr. Then each variant has {options.seeds} of {steps}."
     end = "--eval_interval=0 --eval_iters=0 --seed=1 --out_dir=out/baseline"
-    text += "```\n" + "".join(f"python train.py {row['run']} {end}{row['number']}\n" for row in rows) + "```\n"
-    text += "\n## The search\n\n"
-    for name, values in GRID.items():
-        text += f"* Grid of {name}: {', '.join(map(str, values))}.\n"
-    text += f"""
-A coordinate search starts at the best values of the previous search, and trains their neighbours on the grid. If the
-best value is the smallest or the largest that was tried, it tries the next one. First come trainings of
-{options.steps // 3} steps for learning_rate, with losses of 60 batches of the validation set:
-
-"""
-    text += table(search.losses["learning_rate"])
-    text += f"""
-Then come trainings of {options.steps} steps for muon_lr. The best values of the previous search are tried too, if they
-are not among these. The losses are those of the whole validation set:
-
-"""
-    text += table(search.losses["muon_lr"])
+    parts = {
+        "measured": f"{measured}\n\n{made}",
+        "losses": aligned(lines) + "\n" + "".join(f"* {note}\n" for note in row_notes(rows)),  # which have diverged
+        "commands": "\n".join(["```", *(f"python train.py {row['run']} {end}{row['number']}" for row in rows), "```"]),
+        "grids": "\n".join(f"* Grid of {name}: {', '.join(map(str, values))}." for name, values in GRID.items()),
+        "learning_rate": table(search.losses["learning_rate"]),
+        "muon_lr": table(search.losses["muon_lr"]),
+    }
+    for name, part in parts.items():
+        head, _, rest = text.partition(f"<!-- {name} -->\n")
+        text = f"{head}<!-- {name} -->\n\n{part.strip()}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
     return text
 
 
@@ -236,16 +191,16 @@ def main(argv: list[str] | None = None):
         found = search.folders[(variant, *search.best[variant].values())]
         link.symlink_to(Path("..", found), target_is_directory=True)
     runs = [arguments(options, variant, search.best[variant].values(), options.steps) for variant in VARIANTS]
-    rows = run_compare(options, "final", runs, [f"--seeds={options.seeds}"])
-    measured = json.loads((folder / "final" / "compare.json").read_text())["measured"]
-    target = HERE / "docs" / "baselines.md" if options == BaselinesConfig() else folder / "baselines.md"
+    final = run_compare(options, "final", runs, seeds=options.seeds)
+    rows, measured = final.rows(), final.stored["measured"]
+    target = PAGE if options == BaselinesConfig() else folder / PAGE.name
     with user_errors():
         drawn = picture(rows)
     drawn.savefig(target.with_suffix(".png"), dpi=160, transparent=True)
-    target.write_text(page(options, search, rows, measured))
+    target.write_text(page(PAGE.read_text(), options, search, rows, measured))
     print(f"The page is {target}.")
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which compare.py removes its lock
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which tools.compare removes its lock
     command(main)

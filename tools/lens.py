@@ -14,7 +14,7 @@ The hidden units are the learned slots of a joint pool, then the tokens that the
 The change is log p with the unit minus log p without it. The unit adds activation * W n(a) to the logits. W is the
 model's head, and n its last norm, without its bias and with the statistics of the final stream at the query. This is a
 logit lens: norms and gains that follow in the block, and later layers, are left out. --out draws the same rows, and
-needs matplotlib.
+needs matplotlib. From Python, tools/heads.py gives the weights of all units.
 
 --find prints the heads with the highest scores: the attention that a query gives to one token, as the mean over all
 queries that have such a token.
@@ -22,19 +22,14 @@ queries that have such a token.
     previous     the token before the query
     induction    the token after the latest earlier occurrence of the query's token: prefix matching (arXiv:2209.11895).
                  Queries where it is the query itself or the token before do not count
-
-From Python:
-
-    incoming, outgoing, hidden = contextual_mlp(model, idx, layer=2, head=0, position=17)
 """
 
 import importlib.util
-import math
 import sys
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,12 +45,12 @@ from engine.checkpoint import weights
 from engine.device import resolve_device
 from engine.errors import command, require, user_errors
 from engine.evaluation import open_dataset
+from engine.plan import memory
+from engine.text import prompt_ids, read_prompt
 from model import Model
 from ops import capped
-from sample import SampleConfig, load, read_prompt, text_ids
-from tools.head_patterns import PATTERN, print_scores, scores, self_attention
+from tools.heads import PATTERN, contextual_mlp, print_scores, scores, self_attention
 
-OF_FIND = {"out_dir", "find", "dataset", "device"}  # flags that --find uses
 PROMOTED = 3  # tokens of each unit
 BARS = {  # field of a unit -> label, colour and number of ticks; the colours are legible on white and on black
     "share": ("share of all activations", "#3b82c4", 4),
@@ -84,6 +79,10 @@ class LensConfig:
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
+    USED_WHEN: ClassVar[dict] = dict.fromkeys(
+        ("start", "source", "layer", "head", "position", "units", "out"), (lambda c: not c.find, "find=''")
+    )
+
     def __post_init__(self):
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
         require(0 < self.units < 1000, f"units={self.units} must be at least 1 and below 1000")
@@ -95,93 +94,6 @@ class LensConfig:
         require(not self.out or Path(self.out).suffix in (".png", ".svg"), f"out={self.out} must end in .png or .svg")
         there = importlib.util.find_spec("matplotlib") is not None
         require(there or not self.out, f"out={self.out} needs matplotlib; pip install -e .[plots]")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A head as an MLP
-
-# Heads and positions that contextual_mlp computes; others are refused.
-KNOWN = {
-    M.ContextPool, M.SlotPool, M.ShapedPool, M.AttentionPosition, M.Rope, M.LocalRope, M.Alibi, M.TwoSidedAlibi,
-}  # fmt: skip
-
-
-@torch.no_grad()
-def contextual_mlp(
-    model: Model, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A head at one query as an MLP with one unit per visible token: incoming (S, C), outgoing (S, C), hidden (S,).
-
-    idx (T,) is the text, source (S,) the input of a seq2seq model's encoder, and x_t (C,) the normalised stream that
-    the layer's self-attention reads at t = position. Then
-
-        b_i = W_Q^T W_K x_i / sqrt(D)    hidden_i = exp(b_i . x_t)    a_i = W_O W_V x_i / Z    Z = sum of exp(b_i . x_t)
-
-    and hidden @ outgoing is the head's term of the attention's output, before the output's bias, dropout, and a norm or
-    gain of the block. The units are the slots of a joint pool, then the tokens that t sees. Slots with
-    a softmax of their own have their own Z, and their b_i is not rotated.
-
-        pos=rope            b_i is rotated back by the query's position
-        pos=alibi           hidden_i = exp(b_i . x_t - slope |t - i|); slots have no such term
-        bias                hidden_i = exp(b_i . x_t + c_i), where c_i comes from the bias of W_Q
-        qk_norm             b_i includes the norms' gains and the RMS of this query
-        attn_softcap=c      hidden_i = exp(c tanh(b_i . x_t / c))
-        simplified blocks   hidden_i = beta exp(b_i . x_t) + Z (alpha [i = t] - gamma U_ti)
-
-    The model must be in eval mode; a score above 88 overflows in float32. ValueError if layer, head or position does
-    not exist, or if a class of the head or of its position is not in KNOWN.
-    """
-    cfg, D, H = model.cfg, model.cfg.head_size, model.cfg.n_head
-    for name, value, limit in (("layer", layer, cfg.n_layer), ("head", head, H), ("position", position, len(idx))):
-        require(0 <= value < limit, f"{name}={value} must be in 0 .. {limit - 1}")
-    heads = self_attention(model.blocks[layer])
-    require(heads is not None, f"contextual_mlp finds no attention to the context in layer {layer}")
-    for part in (heads, heads.position):
-        require(type(part) in KNOWN, f"contextual_mlp does not know {type(part).__name__}; write its case into lens.py")
-    read = []
-    with heads.register_forward_pre_hook(lambda _, args: read.extend(args)):
-        model.hidden(idx[None], memory=model.encode(None if source is None else source[None]))
-    x, inputs = read
-    q, k, v = heads.project(x, inputs)  # before norms and positions: q (1, H, T, D), k and v (1, heads, T, D)
-
-    scale = q.new_ones(D) / math.sqrt(D)
-    if cfg.qk_norm:
-        normed = q[0, :, position] if cfg.qk_norm_width == "model" else q[0, head, position]
-        gain = heads.q_norm.weight.view(-1, D).expand(H, D)[head]
-        scale *= gain * (normed.square().mean() + heads.q_norm.eps).rsqrt()
-    q = heads.q_norm(q)
-    still = q[0, head, position]  # the query without its position, for slots with a softmax of their own
-    q, k, v = heads.position(q, heads.k_norm(k), v, inputs.table)
-    lo, hi = (int(x[position]) for x in M.Mask(heads.causal, heads.window).reach(len(idx), len(idx), idx.device))
-    q, k, v = (x[0, head * x.size(1) // H] for x in (q, k, v))
-    q, k, v = q[position], k[lo:hi], v[lo:hi]  # (E,), and what it sees, each (S, E)
-    if isinstance(heads, M.SlotPool):
-        slots = heads.position.slots(heads.k_norm(heads.slot_k), heads.slot_v)
-        k, v = (torch.cat((x[head * x.size(0) // H], y)) for x, y in zip(slots, (k, v), strict=True))
-    content, bias = (k[:, part] @ q[part] / math.sqrt(D) for part in (slice(D), slice(D, None)))
-    apart = len(k) - hi + lo if isinstance(heads, M.SlotPool) and not heads.joint else 0  # slots with their own softmax
-    content[:apart] = k[:apart, :D] @ still / math.sqrt(D)
-    own = len(k) - hi + position  # the unit of its own token, whose distance is 0
-    bias -= bias[own].clone()
-    if (slopes := heads.position.slopes(inputs.table)) is not None:
-        bias[len(k) - hi + lo :] -= slopes[head] * (torch.arange(lo, hi, device=idx.device) - position).abs()
-    hidden = torch.exp(capped(content, heads.softcap) + bias)
-    Z = torch.cat([part.sum().expand_as(part) for part in hidden.tensor_split([apart])])
-    if isinstance(heads, M.ShapedPool):
-        hidden = heads.beta[head] * hidden - heads.gamma[head] * Z * bias.softmax(0)
-        hidden[own] += heads.alpha[head] * Z[own]
-
-    keys = k[:, :D].expand(1, H, -1, -1)
-    back, _, _ = heads.position(keys, keys, keys, heads.position.table(idx.new_tensor([-position]), k.dtype))
-    back = torch.cat((keys[:, :, :apart], back[:, :, apart:, :D]), dim=2)
-    group, member = divmod(head, H // cfg.kv_heads)  # a group of rows holds its query heads, then key and value
-    into = heads.qk if isinstance(heads, M.ShapedPool) else heads.qkv
-    W_Q = into.weight.unflatten(0, (cfg.kv_heads, -1))[group, member * D : (member + 1) * D]
-    incoming = (back[0, head] * scale) @ W_Q
-    y = v.new_zeros(len(v), H, D)
-    y[:, head] = v[:, :D]
-    y = y.flatten(1)  # (S, C), in which a head's channels stand together
-    return incoming, (heads.out(y) - heads.out(torch.zeros_like(y))) / Z[:, None], hidden
 
 
 Promoted = list[tuple[str, float]]  # tokens and what a unit adds to their log p
@@ -214,7 +126,6 @@ def read_head(
     final = []
     with model.norm.register_forward_pre_hook(lambda _, args: final.append(args[0][0, position])):
         incoming, outgoing, hidden = contextual_mlp(model, idx, layer, head, position, source)
-    require(hidden.isfinite().all(), f"a score of layer={layer} head={head} is above 88 and overflows; no activations")
     heads = self_attention(model.blocks[layer])
     slots = model.cfg.slots if isinstance(heads, M.SlotPool) else 0
     parts = hidden.tensor_split([slots if slots and not heads.joint else 0])  # of one softmax each
@@ -329,11 +240,10 @@ def find(cfg: LensConfig, model: Model, tokenizer: Tokenizer, device: torch.devi
 def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(LensConfig, argv, doc=__doc__)
-        unused = sorted(cfg.sources.keys() - OF_FIND) if cfg.find else []
-        require(not unused, f"{', '.join(unused)} has no effect with find={cfg.find}; leave it out")
         device = resolve_device(cfg.device)
-        sampling = SampleConfig(out_dir=cfg.out_dir, device=cfg.device, max_new_tokens=1)
-        path, model, tokenizer = load(sampling, device)
+        path, model, tokenizer = weights.alone(
+            cfg.out_dir, device, torch.float32, lambda flags: memory.check_weights(cfg, flags, device)
+        )
         if cfg.find:
             return find(cfg, model, tokenizer, device)
         objective, limit = model.cfg.objective, model.cfg.block_size
@@ -343,7 +253,7 @@ def main(argv: list[str] | None = None):
         ids = {}
         for name, text in {"start": read_prompt(cfg.start), "source": cfg.source}.items():
             if text or name == "start":
-                ids[name] = torch.tensor(text_ids(sampling, model.cfg, tokenizer, text), device=device)
+                ids[name] = torch.tensor(prompt_ids(tokenizer, text), device=device)
                 n = len(ids[name])
                 require(n <= limit, f"{name} has {n} tokens, more than block_size={limit}; shorten it")
         position = len(ids["start"]) - 1 if cfg.position == -1 else cfg.position

@@ -9,6 +9,8 @@ read calls action(found) with a Weights, and returns its result:
     flags = found.config(device="cpu")
     sharded = found.load(flags, ranks)      # a ShardedModel in evaluation mode
     tokenizer = found.tokenizer()
+
+path, model, tokenizer = alone("out/pycode", device, dtype, check)      # in a program of one process
 """
 
 import re
@@ -19,6 +21,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from configurator import Config, parse
@@ -28,7 +31,7 @@ from engine.checkpoint import files as checkpoint
 from engine.errors import require
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
-from model import ModelConfig
+from model import Model, ModelConfig
 
 DATA = Path(__file__).parents[2] / "data"
 OF_THE_DATA = ("dataset", "seed", "corrupt_ratio", "span_length")  # flags of a run that an evaluation needs
@@ -89,6 +92,22 @@ def read(where: str, action: Callable[[Weights], T]) -> T:
         return action(FOREIGN[kind](place))
     kinds = {"flags": dict, "tokenizer": (dict, NoneType)}
     return checkpoint.read(where, kinds, lambda path, state: action(of_checkpoint(path, state)))
+
+
+def alone(
+    where: str, device: torch.device, dtype: torch.dtype, check: Callable[[Config], Any]
+) -> tuple[str | Path, Model, Tokenizer]:
+    """The path of these weights, their model in evaluation mode, and its tokenizer, in a program of one process.
+
+    check(flags) may raise ValueError before any memory is allocated.
+    """
+
+    def load(found: Weights) -> tuple[str | Path, Model, Tokenizer]:
+        tokenizer, flags = found.tokenizer(), found.config()
+        check(flags)
+        return found.path, found.load(flags, Ranks(0, 1, device, dtype, compile=False)).model, tokenizer
+
+    return read(where, load)
 
 
 def of_checkpoint(path: Path, state: dict) -> Weights:

@@ -133,6 +133,11 @@ def check_sampling(cfg, flags, device: torch.device):
     check_memory(cfg, device, need, ["num_samples", "max_new_tokens"])
 
 
+def check_weights(cfg, flags, device: torch.device):
+    """ValueError if the weights of such a model, which cfg.out_dir names, need more memory than there is."""
+    check_memory(cfg, device, lambda _: {CHECKPOINT: (4 * parameters(flags)[0], False)}, [])
+
+
 def check_evaluation(cfg, flags, ranks, lengths: tuple[int, int]):
     """ValueError if evaluating a model with these flags, as evaluate.py's cfg says, needs more memory than there is."""
 

@@ -1,6 +1,6 @@
-"""The table of compare.py: figures of runs over seeds, their paired differences, and both as Markdown.
+"""The table of tools.compare: figures of runs over seeds, their paired differences, and both as Markdown.
 
-row = summary(run, first)       # run, first: compare.Run
+row = summary(run, first)       # run, first: run.Run
 print(markdown([row, ...], "learning_rate"))
 """
 
@@ -51,7 +51,7 @@ def edge(best: str, settings: list[str]) -> str:
 
 
 def summary(run, first) -> dict:
-    """The figures of a compare.Run over its seeds. Differences and ratios are those to `first` with the same seed."""
+    """The figures of a run.Run over its seeds. Differences and ratios are those to `first` with the same seed."""
     mine, other = run.of_seeds(), first.of_seeds()
     pairs = [(mine[seed], other[seed]) for seed in sorted(mine.keys() & other.keys())]
     same_task = all(getattr(run.cfg, name) == getattr(first.cfg, name) for name in TASK)
@@ -78,7 +78,7 @@ def summary(run, first) -> dict:
 
 
 def match_notes(runs: list, match: str, times: list[float] | None) -> list[str]:
-    """The flags that --match has changed in each compare.Run, and its costs relative to the first one's.
+    """The flags that --match has changed in each run.Run, and its costs relative to the first one's.
 
     times   milliseconds per step of each run, for --match=seconds
     """

@@ -1,6 +1,6 @@
-"""A run of compare.py: its flags, its costs, and the figures of its trainings.
+"""A run of tools.compare: its flags, its costs, and the figures of its trainings.
 
-run = Run(1, "config/train_pycode.py --block=parallel", options)       # options: compare.CompareConfig
+run = Run(1, "config/train_pycode.py --block=parallel", options)       # options: trainings.CompareConfig
 run.match_parameters(other.costs.parameters)                           # as --match asks
 arguments = run.arguments(setting, seed)                               # of train.py
 if not run.load(setting, seed):
@@ -25,7 +25,7 @@ from engine.plan import accounting
 from model import Model
 from tools.child import WARMUP
 
-RESERVED = ("out_dir", "seed", "init_from", "eval_iters", "eval_only", "plan")  # flags that compare.py sets
+RESERVED = ("out_dir", "seed", "init_from", "eval_iters", "eval_only", "plan")  # flags that tools.compare sets
 SCALED = ("warmup_iters", "cooldown_iters", "lr_decay_iters")  # flags that change with max_iters
 
 
@@ -78,7 +78,7 @@ class Run:
             raise ValueError(f"--run={text} --common={options.common}: {error}; correct its quotation marks") from None
         for arg in [*self.args, f"--{self.options.swept}"]:
             name = arg.lstrip("-").partition("=")[0]
-            require(name not in RESERVED, f"--run={text}: {arg} is a flag that compare.py sets; leave it out")
+            require(name not in RESERVED, f"--run={text}: {arg} is a flag that tools.compare sets; leave it out")
         swept = [arg for arg in self.args if options.sweep and arg.startswith(f"--{options.swept}=")]
         require(not swept, f"--run={text}: {' '.join(swept)} is a flag that --sweep sets; leave it out")
         self.update()

@@ -1,25 +1,7 @@
-"""Trains several models with several seeds, and writes a table of their losses, costs and speeds.
+"""Makes the trainings of a comparison, in an order that is fair, and writes their table.
 
-    python -m tools.compare --run=config/train_pycode.py --run="config/train_pycode.py --block=parallel" --seeds=3
-    python -m tools.compare --run=... --run=... --sweep=learning_rate=1e-3,2e-3,4e-3 --match=flops --out=out/rates
-    python -m tools.compare --run=... --run=... --dry_run=True             # prints the commands and starts nothing
-
-Each --run holds arguments of train.py, and each training is an ordinary run of train.py in its own folder below --out.
-The same command continues a comparison that was ended: it skips the trainings that are finished and resumes the others.
-The table is printed, and written to compare.md and compare.json in --out. The exit code is 1 if a training failed.
-
-Seed 1 of all runs is trained first, then seed 2, and so on, because the speed of a shared machine drifts. A sweep is
-trained with seed 1; the best value of each run is then trained with the other seeds. --match says which cost all runs
-have in common. The first run keeps its flags, and the others follow:
-
-    tokens        max_iters follows, so that all runs read as many tokens
-    flops         max_iters follows, so that all runs compute as many FLOPs (engine/plan/accounting.py)
-    seconds       max_iters follows from a short timing of each run, so that all runs train as long
-    parameters    n_embd follows, the nearest width that the heads divide; then max_iters, as for tokens
-
-With parameters,flops or parameters,seconds, first n_embd follows and then max_iters. When max_iters changes,
-warmup_iters, cooldown_iters and lr_decay_iters change in proportion, rounded down, to at least 1. docs/compare.md
-describes the table.
+comparison = compare(CompareConfig(seeds=3, out="out/blocks"), ["config/train_pycode.py", "config/pycode_sas.py"])
+rows = comparison.rows()        # as in compare.json
 """
 
 import hashlib
@@ -39,15 +21,14 @@ from typing import Literal
 
 import torch
 
-from configurator import parse
 from engine.checkpoint.folder import FolderLock, write_json
 from engine.device import machine, resolve_device
-from engine.errors import command, require, user_errors
-from tools.child import Child, measure, stop
-from tools.compare_run import Run
-from tools.compare_table import MOST_SEEDS, markdown, match_notes, row_notes, summary
+from engine.errors import require
+from tools.child import Child, measure
+from tools.compare.run import Run
+from tools.compare.table import MOST_SEEDS, markdown, match_notes, row_notes, summary
 
-HERE = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parents[2]
 CODE = [HERE / name for name in ("model.py", "ops.py", "train.py", "configurator.py")]
 CODE += sorted([*(HERE / "data").glob("*.py"), *(HERE / "engine").rglob("*.py")])  # not the scripts of data sets
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -56,7 +37,7 @@ TIMED_LINES, ROUNDS = 8, 2  # of --match=seconds: lines "iter N:", one per 10 st
 
 @dataclass
 class CompareConfig:
-    """The flags of compare.py. ValueError names the flag, its value and the remedy."""
+    """The flags of tools.compare. ValueError names the flag, its value and the remedy."""
 
     # --- compare
     run: str = ""  # arguments of train.py; repeat the flag, and all runs are compared with the first
@@ -288,9 +269,13 @@ class Comparison:
         where = f"{facts['device']}, {threads} thread(s), torch {facts['torch']}, {self.options.jobs} at a time"
         return f"Measured on {datetime.now():%Y-%m-%d}: {where}."
 
+    def rows(self) -> list[dict]:
+        """The figures of each run, see `summary`."""
+        return [summary(run, self.runs[0]) for run in self.runs]
+
     def write(self) -> str:
         """Write compare.json and compare.md; returns the text of the latter."""
-        rows = [summary(run, self.runs[0]) for run in self.runs]
+        rows = self.rows()
         notes = [self.stored["measured"]] if self.stored["measured"] else []
         notes += ["Some trainings were made with other code than the first ones."] if self.changed else []
         notes += [f"All runs also have `{self.options.common}`."] if self.options.common else []
@@ -303,20 +288,11 @@ class Comparison:
         return text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
-
-
-def main(argv: list[str] | None = None):
-    argv = sys.argv[1:] if argv is None else argv
-    with user_errors(), FolderLock() as lock:
-        for arg in argv:
-            require(arg.startswith("-"), f"{arg} is an argument of train.py; write --run={arg}")
-        options = parse(CompareConfig, argv, __doc__)
-        texts = [arg.removeprefix("--run=") for arg in argv if arg.startswith("--run=")]
-        require(texts, "--run is missing; give train.py's arguments, such as --run=config/train_pycode.py")
-        size = os.environ.get("WORLD_SIZE", "1")
-        require(size == "1", f"WORLD_SIZE={size}: each training is a single process; start compare.py without torchrun")
+def compare(options: CompareConfig, texts: list[str]) -> Comparison:
+    """Make the trainings that are left of a comparison, or print them. texts: the arguments of train.py of each run."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    require(size == "1", f"WORLD_SIZE={size}: each training is a single process; start tools.compare without torchrun")
+    with FolderLock() as lock:
         if not options.dry_run:
             try:
                 lock.take(options.out)
@@ -327,14 +303,8 @@ def main(argv: list[str] | None = None):
         comparison = Comparison(options, texts)
         comparison.match()
         if options.dry_run:
-            return comparison.show_commands()
-        comparison.train()
-        print(f"\n{comparison.write()}\nThe table is in {options.out}/compare.md and compare.json.", flush=True)
-        if any(run.errors for run in comparison.runs):
-            raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    for number in SIGNALS:
-        signal.signal(number, stop)
-    command(main)
+            comparison.show_commands()
+        else:
+            comparison.train()
+            print(f"\n{comparison.write()}\nThe table is in {options.out}/compare.md and compare.json.", flush=True)
+    return comparison
