@@ -83,10 +83,10 @@ class Config(ModelConfig):
     profile_steps: int = 0  # trace so many steps after the first five, into out_dir/trace.json
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # adamw for everything; muon for hidden matrices, AdamW for the rest
-    learning_rate: float = 6e-4  # AdamW's highest learning rate
+    learning_rate: float = 6e-4  # highest learning rate; of Muon's matrices it is muon_lr
     weight_decay: float = 0.1  # on matrices only
-    beta1: float = 0.9  # AdamW's decay of the mean gradient
-    beta2: float = 0.95  # AdamW's decay of the mean squared gradient
+    beta1: float = 0.9  # decay of the mean gradient; of Muon's matrices it is muon_momentum
+    beta2: float = 0.95  # decay of the mean squared gradient
     grad_clip: float = 1.0  # largest norm of the gradient, 0 = off
     muon_lr: float = 0.02  # Muon's highest learning rate
     muon_momentum: float = 0.95  # Muon's decay of the mean gradient
@@ -257,7 +257,8 @@ def convert(cls: type, name: str, value: Any, where: str) -> Any:
     """The value of a flag in its type. ValueError if there is no such flag, or it cannot have this value."""
     here, kinds = f"{spell(name, value, where)} ({where})", hints(cls)
     if name.startswith("wandb_"):
-        raise ValueError(f"{here}: there is no wandb here; set wandb_log=False, and use tensorboard --logdir=out_dir")
+        remedy = "set wandb_log=False" if name == "wandb_log" else "leave it out"
+        raise ValueError(f"{here}: there is no wandb here; {remedy}, and watch the run by tensorboard --logdir=OUT_DIR")
     if name not in kinds:
         near = difflib.get_close_matches(name, kinds, 1)
         raise ValueError(f"{here}: no such flag; " + (f"the nearest is {near[0]}" if near else "--help lists them"))
