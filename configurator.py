@@ -282,7 +282,8 @@ def check_used(cfg: Any, given: Given):
         overruled = sources.get(name) != COMMAND_LINE and any(sources.get(rule) == COMMAND_LINE for rule in rules)
         if name in sources and not used(cfg) and not overruled:
             here = f"{spell(name, given.values[name], sources[name])} ({sources[name]})"
-            states = [f"{x} is {getattr(cfg, x)}" + (f" ({sources[x]})" if x in sources else "") for x in rules]
+            values = {x: getattr(cfg, x) if getattr(cfg, x) != "" else "''" for x in rules}
+            states = [f"{x} is {value}" + (f" ({sources[x]})" if x in sources else "") for x, value in values.items()]
             remedy = f"set {when}" if re.fullmatch(r"\w+=\w+", when) else f"change {' or '.join(rules)}"
             raise ValueError(f"{here} is used only with {when}, and {', '.join(states)}; remove it or {remedy}")
 

@@ -893,7 +893,7 @@ def test_shakespeare_is_nanogpts_token_for_token(tmp_path, gpt2):
     text = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 30
     (tmp_path / "my.txt").write_text(text)
     result = command("shakespeare", f"--input={tmp_path}/my.txt", f"--out={tmp_path}/out")
-    assert result.returncode == 0 and "is not nanoGPT's Shakespeare" in result.stdout, result
+    assert result.returncode == 0 and "is not nanoGPT's Shakespeare" in result.stderr, result
     cut = int(len(text) * 0.9)
     assert tokens_of(tmp_path / "out", "train") == tiktoken.get_encoding("gpt2").encode_ordinary(text[:cut])
     assert tokens_of(tmp_path / "out", "val") == tiktoken.get_encoding("gpt2").encode_ordinary(text[cut:])

@@ -371,7 +371,7 @@ REFUSED = [
     (["--start=FILE:/no/prompt.txt"], ["/no/prompt.txt"]),
     (["--find=copying"], ["find=copying", "'copying'", "induction, previous"]),
     (["--find=previous,"], ["find=previous,", "''"]),
-    (["--find=previous", "--layer=1"], ["layer", "no effect", "find=previous"]),
+    (["--find=previous", "--layer=1"], ["layer", "only with find=''", "find is previous"]),
     (["--find=previous", "--dataset=/no/such"], ["/no/such"]),
     (["--start=x", "--out_dir=/no/such/run"], ["/no/such/run"]),
     (["--find=previous", "--out_dir=nanogpt:/no/ckpt.pt"], ["/no/ckpt.pt"]),

@@ -34,7 +34,7 @@ import sys
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,6 @@ from ops import capped
 from sample import SampleConfig, load, read_prompt, text_ids
 from tools.head_patterns import PATTERN, print_scores, scores, self_attention
 
-OF_FIND = {"out_dir", "find", "dataset", "device"}  # flags that --find uses
 PROMOTED = 3  # tokens of each unit
 BARS = {  # field of a unit -> label, colour and number of ticks; the colours are legible on white and on black
     "share": ("share of all activations", "#3b82c4", 4),
@@ -84,6 +83,11 @@ class LensConfig:
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
+    OF_HEAD = ("start", "source", "layer", "head", "position", "units", "out")
+    USED_WHEN: ClassVar = dict.fromkeys(OF_HEAD, (lambda c: not c.find, "find=''")) | {
+        "dataset": (lambda c: c.find, "find"),
+    }
+
     def __post_init__(self):
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
         require(0 < self.units < 1000, f"units={self.units} must be at least 1 and below 1000")
@@ -91,7 +95,6 @@ class LensConfig:
         unknown = sorted(set(self.find.split(",")) - PATTERN.keys()) if self.find else []
         require(not unknown, f"find={self.find} has no pattern {unknown and unknown[0]!r}; known: {', '.join(PATTERN)}")
         require(self.find or self.start, "start='' is empty; give a text, or set find")
-        require(self.find or not self.dataset, f"dataset={self.dataset} is used only with find; leave it out")
         require(not self.out or Path(self.out).suffix in (".png", ".svg"), f"out={self.out} must end in .png or .svg")
         there = importlib.util.find_spec("matplotlib") is not None
         require(there or not self.out, f"out={self.out} needs matplotlib; pip install -e .[plots]")
@@ -329,8 +332,6 @@ def find(cfg: LensConfig, model: Model, tokenizer: Tokenizer, device: torch.devi
 def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(LensConfig, argv, doc=__doc__)
-        unused = sorted(cfg.sources.keys() - OF_FIND) if cfg.find else []
-        require(not unused, f"{', '.join(unused)} has no effect with find={cfg.find}; leave it out")
         device = resolve_device(cfg.device)
         sampling = SampleConfig(out_dir=cfg.out_dir, device=cfg.device, max_new_tokens=1)
         path, model, tokenizer = load(sampling, device)
