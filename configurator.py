@@ -15,9 +15,11 @@ a file.
 Conversions lose nothing: 1e3 and 5_000 are ints, 64.5 is not. No flag can be nan or inf.
 """
 
+import ast
 import difflib
 import inspect
 import io
+import operator
 import os
 import re
 import sys
@@ -25,19 +27,32 @@ import textwrap
 import tokenize
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import model
-from engine.config_file import choices, coerce, from_text, read_file
-from engine.errors import require
-from model import ModelConfig
+from model import ModelConfig, require
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
+CONSTANTS = {"true": True, "false": False}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+LARGEST_FILE = 2**20  # bytes
+LARGEST = 4096  # bits of a computed integer, or characters of a joined string; so 9**9**9 is refused, not computed
+ALLOWED = "a config file holds only name = value; a value is a literal or arithmetic over literals and earlier names"
 
 
 @dataclass
@@ -68,10 +83,10 @@ class Config(ModelConfig):
     profile_steps: int = 0  # trace so many steps after the first five, into out_dir/trace.json
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # adamw for everything; muon for hidden matrices, AdamW for the rest
-    learning_rate: float = 6e-4  # AdamW's highest learning rate
+    learning_rate: float = 6e-4  # highest learning rate; of Muon's matrices it is muon_lr
     weight_decay: float = 0.1  # on matrices only
-    beta1: float = 0.9  # AdamW's decay of the mean gradient
-    beta2: float = 0.95  # AdamW's decay of the mean squared gradient
+    beta1: float = 0.9  # decay of the mean gradient; of Muon's matrices it is muon_momentum
+    beta2: float = 0.95  # decay of the mean squared gradient
     grad_clip: float = 1.0  # largest norm of the gradient, 0 = off
     muon_lr: float = 0.02  # Muon's highest learning rate
     muon_momentum: float = 0.95  # Muon's decay of the mean gradient
@@ -178,64 +193,72 @@ class Config(ModelConfig):
 # Reading
 
 
-def parse(
-    cls: type[T],
-    argv: list[str] | None = None,
-    doc: str = "",
-    base: Callable[[dict[str, Any]], tuple[dict[str, Any], str]] | None = None,
-) -> T:
-    """An instance of the flag dataclass `cls`, filled from the config files and `--name=value` in argv.
+@dataclass
+class Given:
+    """The flags that config files and the command line set."""
 
-    argv  by default sys.argv[1:]
-    doc   the text above the flags of --help, usually the docstring of the script
-    base  a function that is called with {name: value} of all flags so far, and returns flags to use as defaults, such
-          as those of a checkpoint, and the place that they come from. If the other flags do not use one of them, it has
-          the default of `cls` again
+    values: dict[str, Any] = field(default_factory=dict)  # in the types of the flags
+    sources: dict[str, str] = field(default_factory=dict)  # where each was set: {"n_layer": "config/x.py:3"}
 
-    The result's `sources` says where each explicit flag was set: {"n_layer": "config/x.py:3", "pos": "command line"}.
-    Raises ValueError or OSError with the flag, its value, its place and the remedy, in one line.
+
+def parse(cls: type[T], argv: list[str] | None = None, doc: str = "") -> T:
+    """The flags of a command: an instance of the flag dataclass `cls`, filled from the config files and `--name=value`
+    in argv, by default sys.argv[1:].
+
+    `doc` is the text above the flags of --help, usually the docstring of the script. The result's `sources` are those
+    of Given. Raises ValueError or OSError with the flag, its value, its place and the remedy, in one line.
     """
+    return resolve(cls, read_flags(cls, argv, doc))
+
+
+def read_flags(cls: type, argv: list[str] | None = None, doc: str = "") -> Given:
+    """The first half of parse: reads what files and arguments set, each flag for itself."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(usage(cls, doc), flush=True)
         raise SystemExit(0)
-    hints = get_type_hints(cls)
-    kinds = {field.name: hints[field.name] for field in fields(cls)}
-    default = {field.name: field.default for field in fields(cls)}
-    given: dict[str, tuple[Any, str]] = {}  # name: (value, place), in the order of the last settings
-    paths, settings = read_arguments(argv, kinds)
+    paths, settings = read_arguments(argv, hints(cls))
+    last: dict[str, tuple[Any, str]] = {}  # name: (value, place), in the order of the last settings
     for name, value, where in [setting for path in paths for setting in read_file(path)] + settings:
-        given.pop(name, None)
-        given[name] = value, where
-    explicit, sources = {}, {}
-    theirs = getattr(cls, "NANOGPT", {})
-    for spelling, (value, where) in given.items():
+        last.pop(name, None)
+        last[name] = value, where
+    given, theirs = Given(), getattr(cls, "NANOGPT", {})
+    for spelling, (value, where) in last.items():
         ours = theirs.get((spelling, value), theirs.get((spelling, type(value)), {spelling: value}))
         for name, v in ours.items():
-            explicit[name], sources[name] = convert(name, v, where, kinds, default), where
-    stored, origin = base(default | explicit) if base else ({}, "")
-    values = {name: convert(name, value, origin, kinds, default) for name, value in stored.items()} | explicit
+            given.values[name], given.sources[name] = convert(cls, name, v, where), where
+    return given
+
+
+def resolve(cls: type[T], given: Given, stored: dict[str, Any] | None = None, origin: str = "") -> T:
+    """The second half of parse: the flags `given`, together with defaults, as an instance of `cls`.
+
+    `stored` are defaults instead of those of `cls`, such as the flags of a checkpoint, and `origin` is their place. If
+    the other flags do not use one of them, it has the default of `cls` again.
+    """
+    values = {name: convert(cls, name, value, origin) for name, value in (stored or {}).items()} | given.values
     try:
         cfg = cls(**values)
     except ValueError as error:  # add the places where the flags in the message were set
         message = str(error)
-        for name, where in sources.items():
+        for name, where in given.sources.items():
             said = "|".join(re.escape(text) for text in (repr(values[name]), str(values[name])))
             message = re.sub(rf"\b{name}=({said})", lambda m, w=where: f"{m[0]} ({w})", message, count=1)
         raise ValueError(message) from None
+    check_used(cfg, given)
     unused = {name for name, (used, _) in getattr(cls, "USED_WHEN", {}).items() if not used(cfg)}
-    check_used(cfg, explicit, sources)
     if unused & values.keys():
         cfg = cls(**{name: value for name, value in values.items() if name not in unused})
-    cfg.sources = sources
+    cfg.sources = given.sources
     return cfg
 
 
-def convert(name: str, value: Any, where: str, kinds: dict[str, Any], default: dict[str, Any]) -> Any:
+def convert(cls: type, name: str, value: Any, where: str) -> Any:
     """The value of a flag in its type. ValueError if there is no such flag, or it cannot have this value."""
-    here = f"{spell(name, value, where)} ({where})"
+    here, kinds = f"{spell(name, value, where)} ({where})", hints(cls)
     if name.startswith("wandb_"):
-        raise ValueError(f"{here}: there is no wandb here; set wandb_log=False, and use tensorboard --logdir=out_dir")
+        remedy = "set wandb_log=False" if name == "wandb_log" else "leave it out"
+        raise ValueError(f"{here}: there is no wandb here; {remedy}, and watch the run by tensorboard --logdir=OUT_DIR")
     if name not in kinds:
         near = difflib.get_close_matches(name, kinds, 1)
         raise ValueError(f"{here}: no such flag; " + (f"the nearest is {near[0]}" if near else "--help lists them"))
@@ -244,21 +267,23 @@ def convert(name: str, value: Any, where: str, kinds: dict[str, Any], default: d
     except ValueError:
         words = choices(kinds[name])
         near = difflib.get_close_matches(str(value), words if get_args(kinds[name]) else [], 1)
-        like = spell(name, from_text(near[0], kinds[name]) if near else default[name], where)
+        like = spell(name, from_text(near[0], kinds[name]) if near else getattr(cls, name), where)
         raise ValueError(f"{here}: expected {' or '.join(words)}, such as {like}") from None
 
 
-def check_used(cfg: Any, explicit: dict[str, Any], sources: dict[str, str]):
-    """ValueError if an explicit flag has no effect with the other flags.
+def check_used(cfg: Any, given: Given):
+    """ValueError if a given flag has no effect with the other flags.
 
     A flag of a file is dropped instead if the command line sets the flag that it depends on.
     """
+    sources = given.sources
     for name, (used, when) in getattr(cfg, "USED_WHEN", {}).items():
         rules = dict.fromkeys(re.findall(r"^\w+|\w+(?==| other than)", when))
         overruled = sources.get(name) != COMMAND_LINE and any(sources.get(rule) == COMMAND_LINE for rule in rules)
-        if name in explicit and not used(cfg) and not overruled:
-            here = f"{spell(name, explicit[name], sources[name])} ({sources[name]})"
-            states = [f"{x} is {getattr(cfg, x)}" + (f" ({sources[x]})" if x in sources else "") for x in rules]
+        if name in sources and not used(cfg) and not overruled:
+            here = f"{spell(name, given.values[name], sources[name])} ({sources[name]})"
+            values = {x: getattr(cfg, x) if getattr(cfg, x) != "" else "''" for x in rules}
+            states = [f"{x} is {value}" + (f" ({sources[x]})" if x in sources else "") for x, value in values.items()]
             remedy = f"set {when}" if re.fullmatch(r"\w+=\w+", when) else f"change {' or '.join(rules)}"
             raise ValueError(f"{here} is used only with {when}, and {', '.join(states)}; remove it or {remedy}")
 
@@ -291,6 +316,107 @@ def read_arguments(argv: list[str], kinds: dict[str, Any]) -> tuple[list[str], l
     return paths, settings
 
 
+def read_file(path: str) -> list[tuple[str, Any, str]]:
+    """The settings of a config file as [(name, value, "path:line"), ...]. ValueError if it holds anything else."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path}: no such config file; flags are written --name=value")
+    require(os.path.getsize(path) <= LARGEST_FILE, f"{path} has more than {LARGEST_FILE:,} bytes; {ALLOWED}")
+    settings, names, line = [], dict(CONSTANTS), 1
+    try:
+        for node in ast.parse(Path(path).read_bytes()).body:
+            line = node.lineno
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)]):
+                    names[name] = evaluate(node.value, names)
+                    if not name.startswith("_"):
+                        settings.append((name, names[name], f"{path}:{line}"))
+                case ast.Expr(value=ast.Constant(value=str())):
+                    pass  # a docstring
+                case _:
+                    refuse(node)
+    except SyntaxError as error:
+        raise ValueError(f"{path}:{error.lineno or line}: {error.msg}; {ALLOWED}") from None
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{path}:{line}: too deeply nested; write the value itself") from None
+    except ArithmeticError as error:
+        raise ValueError(f"{path}:{line}: {error.args[-1]}; write a value that can be computed") from None
+    except ValueError as error:
+        raise ValueError(f"{path}:{line}: {error.args[-1]}") from None
+    return settings
+
+
+def evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
+    """The value of a literal or of arithmetic over literals and `names`. ValueError or ArithmeticError for others."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float, str)):
+        return node.value
+    if isinstance(node, ast.Name):
+        require(node.id in names, f"{node.id} is not set earlier in this file; {ALLOWED}")
+        return names[node.id]
+    if not isinstance(node, (ast.UnaryOp, ast.BinOp)) or type(node.op) not in OPERATORS:
+        refuse(node)
+    operands = [evaluate(child, names) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+    if isinstance(node.op, ast.Add) and all(isinstance(x, str) for x in operands):
+        sizes = [len(x) for x in operands]
+    elif all(isinstance(x, (int, float)) for x in operands):
+        sizes = [x.bit_length() if isinstance(x, int) else 0 for x in operands]
+    else:
+        refuse(node)
+    size = sizes[0] * operands[1] if isinstance(node.op, ast.Pow) else sum(sizes)
+    require(size <= LARGEST, f"the result is too large; write a number of at most {LARGEST} bits, or a shorter text")
+    return OPERATORS[type(node.op)](*operands)
+
+
+def refuse(node: ast.AST) -> NoReturn:
+    raise ValueError(f"{ast.unparse(node).splitlines()[0][:60]}: {ALLOWED}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values
+
+
+@cache
+def hints(cls: type) -> dict[str, Any]:
+    """The type of each flag."""
+    kinds = get_type_hints(cls)
+    return {each.name: kinds[each.name] for each in fields(cls)}
+
+
+def from_text(text: str, kind: Any) -> Any:
+    """The value that a text on the command line means for a flag of this type; the text itself if it has no value."""
+    try:
+        if kind is not str:
+            return evaluate(ast.parse(text.strip(), mode="eval").body, CONSTANTS)
+        return ast.literal_eval(text) if text[:1] in ("'", '"') else text
+    except (ValueError, ArithmeticError, SyntaxError, RecursionError, MemoryError):
+        return text
+
+
+def alternatives(kind: Any) -> list[Any]:
+    """bool | Literal["auto"] -> [bool, "auto"]."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [alternative for part in get_args(kind) for alternative in alternatives(part)] or [kind]
+
+
+def choices(kind: Any) -> list[str]:
+    """bool | Literal["auto"] -> ["True", "False", "auto"], int -> ["int"]."""
+    words = [["True", "False"] if a is bool else [getattr(a, "__name__", a)] for a in alternatives(kind)]
+    return sum(words, [])
+
+
+def coerce(value: Any, kind: Any) -> Any:
+    """`value` in the type `kind`, if the conversion loses nothing; otherwise ValueError."""
+    for wanted in alternatives(kind):
+        if value == wanted or (type(value) is wanted and wanted is not float):
+            return value
+        if wanted is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:  # no nan, no inf
+            if float(value) == value:
+                return float(value)
+        if wanted is int and type(value) is float and abs(value) <= 2**53 and value.is_integer():
+            return int(value)
+    raise ValueError
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing
 
@@ -319,13 +445,12 @@ def documented(cls: type) -> list[tuple[str, list[tuple[str, str]]]]:
 
 def usage(cls: type, doc: str) -> str:
     """The text of --help: `doc`, then every flag by section, with its default, its type or choices, and its doc."""
-    hints, default = get_type_hints(cls), {field.name: field.default for field in fields(cls)}
     lines = [doc.strip()]
     for section, flags in documented(cls):
         lines += ["", section]
         for name, note in flags:
-            left = f"  {spell(name, default[name], COMMAND_LINE)}"
-            right = textwrap.wrap(f"{' | '.join(choices(hints[name]))}: {note}", 60, break_on_hyphens=False)
+            left = f"  {spell(name, getattr(cls, name), COMMAND_LINE)}"
+            right = textwrap.wrap(f"{' | '.join(choices(hints(cls)[name]))}: {note}", 60, break_on_hyphens=False)
             lines += [f"{left:<37} {right[0]}", *(f"{'':<37} {more}" for more in right[1:])]
     return "\n".join(lines).strip()
 

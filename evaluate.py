@@ -32,7 +32,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +51,6 @@ from engine.plan import memory
 from engine.text import read_text, text_batches, token_ids
 
 LARGEST_TEXT = 2**28  # bytes
-COMMON = {"out_dir", "json", "batch_size", "device", "dtype"}
-USED_WITH = {"tasks": COMMON | {"tasks", "limit"}, "file": COMMON | {"file", "block_size", "parallel"}}  # flags in use
 
 
 @dataclass
@@ -78,12 +76,17 @@ class EvaluateConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto on a CPU = float32
 
+    USED_WHEN: ClassVar = {
+        **dict.fromkeys(("file", "block_size", "parallel"), (lambda c: not c.tasks, "tasks=''")),
+        **dict.fromkeys(("dataset", "split", "eval_iters"), (lambda c: not c.tasks + c.file, "tasks='' and file=''")),
+        "limit": (lambda c: c.tasks, "tasks"),
+    }
+
     def __post_init__(self):
         for name, least in (("batch_size", 1), ("eval_iters", 0), ("block_size", 0), ("limit", 0)):
             value = getattr(self, name)
             require(least <= value < 2**31, f"{name}={value} must be at least {least} and below {2**31}")
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
-        require(self.tasks or not self.limit, f"limit={self.limit} is used only with tasks; leave it out, or set tasks")
 
 
 class Part(NamedTuple):
@@ -189,9 +192,6 @@ def main(argv: list[str] | None = None):
     argv = ["--json=True" if word == "--json" else word for word in (sys.argv[1:] if argv is None else argv)]
     with user_errors():
         cfg = parse(EvaluateConfig, argv, doc=__doc__)
-        for flag, used in USED_WITH.items():
-            unused = sorted(cfg.sources.keys() - used) if getattr(cfg, flag) else []
-            require(not unused, f"{', '.join(unused)} has no effect with {flag}={getattr(cfg, flag)}; leave it out")
         environment = parallel.environment()
         if cfg.tasks:
             require(environment.size == 1, f"tasks={cfg.tasks} is evaluated by one process; start it without torchrun")

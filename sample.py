@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -55,7 +55,6 @@ Chooser = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
 UNUSED = {  # objective -> flags that have no effect
     "causal": ["blank"], "masked": ["stop", "max_new_tokens", "overflow"], "seq2seq": ["stop"],
 }  # fmt: skip
-SCORING = {"out_dir", "score", "device", "dtype"}  # flags that --score uses
 SEPARATOR = "\n---------------\n"
 
 
@@ -81,6 +80,9 @@ class SampleConfig:
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto on a CPU = float32
+
+    OF_SAMPLES = "start blank num_samples max_new_tokens stop overflow seed temperature top_k top_p min_p".split()
+    USED_WHEN: ClassVar = dict.fromkeys(OF_SAMPLES, (lambda c: not c.score, "score=''"))
 
     def __post_init__(self):
         for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
@@ -130,12 +132,10 @@ def load(cfg: SampleConfig, device: torch.device) -> tuple[str | Path, Model, To
 def check_flags(cfg: SampleConfig, objective: str, pos: str):
     """ValueError if the user has set a flag that has no effect with the model's objective, or that its positions do not
     allow."""
-    unused, reason = UNUSED[objective], f"on a model of objective={objective}"
-    if cfg.score:
-        require(objective == "causal", f"score={cfg.score} needs a model of objective=causal, and this is {objective}")
-        unused, reason = cfg.sources.keys() - SCORING, "with score, which generates nothing"
-    for name in [name for name in unused if name in cfg.sources]:
-        raise ValueError(f"{name}={getattr(cfg, name)} has no effect {reason}; omit it")
+    known = not cfg.score or objective == "causal"
+    require(known, f"score={cfg.score} needs a model of objective=causal, and this is {objective}")
+    for name in cfg.sources.keys() & UNUSED[objective]:
+        raise ValueError(f"{name}={getattr(cfg, name)} has no effect on a model of objective={objective}; omit it")
     endless = [name for name, (embedding, _) in POSITION.items() if embedding is NoEmbedding]
     require(
         cfg.overflow == "recompute" or pos in endless,

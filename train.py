@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from configurator import Config, dump, parse
+from configurator import Config, dump, read_flags, resolve
 from data.files import writing
 from data.loader import Loader, count_windows
 from engine import compilation, optim
@@ -60,7 +60,9 @@ def main(argv: list[str] | None = None):
     with ExitStack() as cleanup:
         with user_errors():
             lock = cleanup.enter_context(FolderLock())
-            cfg = parse(Config, argv, __doc__, base=partial(run_state.stored_flags, lock))
+            given = read_flags(Config, argv, __doc__)
+            stored, origin = run_state.stored_flags(lock, asdict(Config()) | given.values)
+            cfg = resolve(Config, given, stored, origin)
             if cfg.plan:
                 return show_plan(cfg)
             parallel.environment()  # if it is wrong, the run is refused before out_dir is made

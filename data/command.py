@@ -1,4 +1,4 @@
-"""Shared by the commands of data/: flags, errors of one line, the training command to run next. Imports no numpy."""
+"""Shared by the commands of data/: flags, how they run, the training command to run next. Imports no numpy."""
 
 import argparse
 import os
@@ -11,19 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from data.errors import command, say
+
 DATA = Path(__file__).resolve().parent
 LARGE = 10**8  # tokens of training data, from which GPT-2's own settings make sense
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that describes itself by the first line of `doc`. An error is one line and exit code 2."""
+    """An argparse parser that describes itself by `doc`. It raises ValueError for wrong arguments, of one line."""
 
     def __init__(self, doc: str):
-        super().__init__(description=doc.splitlines()[0], allow_abbrev=False)
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(usage=argparse.SUPPRESS, description=doc, formatter_class=raw, allow_abbrev=False)
+
+    def print_help(self, file=None):
+        print(self.format_help(), end="", flush=True)  # argparse would keep silent about a full disk
 
     def error(self, message: str) -> NoReturn:
-        say(f"error: {message[:300]}; write flags as --name=value, --help lists them")
-        raise SystemExit(2)
+        raise ValueError(f"{message[:300]}; write flags as --name=value, --help lists them")
 
 
 def ready_tokenizer(kind: str) -> str:
@@ -65,40 +70,16 @@ def next_command(folder: Path, vocab_size: int, tokens: list[int]) -> str:
     return shlex.join(["python", "train.py", *flags])
 
 
-def say(line: str) -> None:
-    """Prints `line` on stderr, with line ends and repeated blanks replaced by single blanks."""
-    print(" ".join(line.split()), file=sys.stderr)
-
-
-def describe_error(e: Exception) -> str:
-    """The message of an error. Errors of the operating system get their path and a remedy."""
-    if not isinstance(e, OSError) or not e.strerror:
-        return str(e)
-    where = f"{e.filename}: " if e.filename else ""
-    return f"{where}{e.strerror}; check the path, its permissions and the free space on its disk, then try again"
-
-
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Runs main and exits with its code. Exit code 2 and one line for an error, 130 for Ctrl-C, 1 for a closed pipe."""
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if sys.stdout:
-            sys.stdout.reconfigure(errors="backslashreplace")  # a file name may be invalid UTF-8
+    """Runs the main function of a command of data/. What it raises is an error of its user; it answers Ctrl-C."""
+
+    def answering() -> int | None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file name may be invalid UTF-8
         try:
-            code = main() or 0
-        except SystemExit as e:
-            code = e.code
-        print(end="", flush=True)
-    except BrokenPipeError:  # the reader has ended, as in `| head`
-        code = 1
-    except (ValueError, OSError) as e:
-        say(f"error: {describe_error(e)}")
-        code = 2
-    except KeyboardInterrupt:
-        say("interrupted; the data are unchanged, and the same command continues or starts again")
-        code = 130
-    try:
-        print(end="", flush=True)
-    except OSError:  # a closed pipe or a full disk: Python would write to it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    raise SystemExit(code)
+            return main()
+        except KeyboardInterrupt:
+            say("interrupted; the data are unchanged, and the same command continues or starts again")
+            raise
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    command(answering, (ValueError, OSError))

@@ -33,7 +33,8 @@ from pathlib import Path
 
 import numpy as np  # noqa: E402
 
-from data.command import Parser, describe_error, run, say  # noqa: E402
+from data.command import Parser, run  # noqa: E402
+from data.errors import one_line, say  # noqa: E402
 from data.files import (  # noqa: E402
     FORMATS,
     SPLITS,
@@ -340,7 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             print(*lines, sep="\n")
     for e in problems:
-        say(f"error: {describe_error(e)}")
+        say(f"error: {one_line(e)}")
     return 2 if problems else 0
 
 

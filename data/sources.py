@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from threading import Thread
 from urllib.parse import urlsplit
@@ -69,7 +70,8 @@ class Source:
         self.sizes = [_hub().size(name) if name.startswith("hf://") else os.path.getsize(name) for name in self.files]
         self.total = max(sum(self.sizes), 1)
         if packed := {name: kind for name in self.files if (kind := _packed(name))}:
-            listed = ", ".join(f"{name} ({kind})" for name, kind in packed.items())
+            listed = ", ".join(f"{name} ({kind})" for name, kind in islice(packed.items(), 3))
+            listed += f" and {len(packed) - 3} more" * (len(packed) > 3)
             remedy = "add .gz to the names of gzip files and .zst to those of zstd, unpack others, or leave them out"
             raise ValueError(f"compressed, which their names do not say: {listed}; {remedy}")
 

@@ -150,11 +150,26 @@ def test_help_and_a_closed_pipe(tmp_path):
         os.close(write)
         assert (done.returncode, done.stderr) == (1, ""), done
         line = shlex.join([sys.executable, *arguments])
-        done = subprocess.run(f"exec {line} >/dev/full", shell=True, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.startswith("error: No space left on device; "), done
+        full = f"exec env PYTHONUNBUFFERED= {line} >/dev/full"
+        done = subprocess.run(full, shell=True, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith("error: stdout: No space left on device; "), done
         assert done.stderr.count("\n") == 1
         done = subprocess.run(f"exec {line} >&-", shell=True, cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_stdout_that_fails_loses_nothing(tmp_path):
+    """It fails at the first line, as Python does not buffer it; the data are there all the same."""
+    (tmp_path / "a.txt").write_text("some words\n" * 30)
+    flags = [ROOT / "data/shakespeare_char/prepare.py", f"--input={tmp_path}/a.txt", f"--out={tmp_path}/out"]
+    line = shlex.join([sys.executable, "-u", *map(str, flags)])
+    done = subprocess.run(f"exec {line} >/dev/full", shell=True, capture_output=True, text=True)
+    note, error = done.stderr.splitlines()
+    assert done.returncode == 2 and note.startswith("note: ") and error.startswith("error: No space left on device; ")
+    assert len(shards.open_data(tmp_path / "out").split("train")) == 297
+    for redirection in ("2>&-", "2>/dev/full"):  # nor does an error need a stderr
+        done = subprocess.run(f"exec {line} --nope=1 {redirection}", shell=True, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
 def test_names_that_are_no_text(tmp_path):

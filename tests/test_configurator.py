@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from configurator import Config, documented, dump, parse, usage
+from configurator import Config, Given, documented, dump, parse, read_flags, resolve, usage
 from engine.errors import user_errors
 from model import PLACEMENT, Model
 
@@ -299,7 +299,8 @@ COMMAND_LINE_MISTAKES = [
     (["--batchsize=3"], ["--batchsize=3 (command line)", "no such flag", "batch_size"]),
     (["--learning-rate=3"], ["--learning-rate=3 (command line)", "nearest is learning_rate"]),
     (["--zzzzqqq=3"], ["--zzzzqqq=3", "--help"]),
-    (["--wandb_log=True"], ["--wandb_log=True (command line)", "tensorboard"]),
+    (["--wandb_log=True"], ["--wandb_log=True (command line)", "set wandb_log=False", "tensorboard --logdir=OUT_DIR"]),
+    (["--wandb_entity=me"], ["--wandb_entity=me (command line)", "leave it out"]),
     (["--batch_size=64.5"], ["--batch_size=64.5 (command line)", "expected int", "--batch_size=12"]),
     (["--batch_size=many"], ["--batch_size=many (command line)", "expected int"]),
     (["--batch_size="], ["--batch_size= (command line)", "expected int"]),
@@ -524,7 +525,7 @@ def test_record_reads_back_equal(tmp_path, flags):
     flags.setdefault("n_head", 4)
     flags.setdefault("n_embd", 8)
     try:
-        cfg = parse(Config, [], base=lambda _: (flags, ""))
+        cfg = resolve(Config, Given(), flags)
     except ValueError:  # combinations that the model refuses are its own tests' business
         return
     path = tmp_path / "config.py"
@@ -566,23 +567,18 @@ def test_checkpoint_flags_stand_in_for_defaults(tmp_path):
     stored = asdict(
         parse(Config, ["--pos=rope", "--rope_theta=5000", "--n_layer=3", "--max_iters=9", "--warmup_iters=0"])
     )
-    seen = {}
-
-    def base(flags):
-        seen.update(flags)
-        return (stored, "out/step_00000001") if flags["init_from"] == "resume" else ({}, "")
-
     path = write(tmp_path / "c.py", "init_from = 'resume'\nout_dir = 'elsewhere'\n")
-    cfg = parse(
-        Config, [path, "--max_iters=20", "--rope_theta=7"], base=base
-    )  # rope_theta is used: pos comes from stored
-    assert seen == asdict(Config()) | dict(init_from="resume", out_dir="elsewhere", max_iters=20, rope_theta=7.0)
-    assert asdict(cfg) == stored | dict(init_from="resume", out_dir="elsewhere", max_iters=20, rope_theta=7.0)
-    assert parse(Config, ["--seed=4"], base=base) == Config(seed=4)
-    switched = parse(Config, [path, "--pos=alibi"], base=base)  # what only rope used is no mistake of the user
+    given = read_flags(Config, [path, "--max_iters=20", "--rope_theta=7"])  # rope_theta is used: pos comes from stored
+    assert given.values == dict(init_from="resume", out_dir="elsewhere", max_iters=20, rope_theta=7.0)
+    assert given.sources == dict.fromkeys(("max_iters", "rope_theta"), "command line") | {
+        "init_from": f"{path}:1", "out_dir": f"{path}:2"
+    }  # fmt: skip
+    cfg = resolve(Config, given, stored, "out/step_00000001")
+    assert asdict(cfg) == stored | given.values and cfg.sources == given.sources
+    switched = resolve(Config, read_flags(Config, [path, "--pos=alibi"]), stored)  # rope_theta is not the user's
     assert (switched.pos, switched.rope_theta, switched.n_layer) == ("alibi", Config.rope_theta, 3)
     with pytest.raises(ValueError, match=r"gone = 1 \(out/step_00000001\): no such flag"):
-        parse(Config, [], base=lambda _: ({"gone": 1}, "out/step_00000001"))
+        resolve(Config, Given(), {"gone": 1}, "out/step_00000001")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

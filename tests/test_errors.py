@@ -394,7 +394,7 @@ def test_streams_that_are_closed_or_full(trained):
     for process, (command, (code, lines)) in zip(started, commands.items(), strict=True):
         err = process.communicate()[1]
         assert (process.returncode, len(err.splitlines())) == (code, lines), f"{command}: {err}"
-        assert "full" not in command or "\nerror: stdout: No space left on device; see to" in f"\n{err}", err
+        assert "full" not in command or "\nerror: stdout: No space left on device; check" in f"\n{err}", err
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from ranks import exit_codes, launch, train_runs
 from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import Config, parse
-from engine import errors, optim
+from data import errors
+from engine import optim
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel, copy_local_shard_, local
 

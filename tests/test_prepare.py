@@ -114,7 +114,7 @@ def test_shakespeare_is_nanogpts_token_for_token(tmp_path, as_url):
     source = tmp_path / "my text.txt"
     source.write_text(TEXT)
     result = run("shakespeare_char", f"--input={source.as_uri() if as_url else source}", f"--out={tmp_path / 'out'}")
-    assert result.returncode == 0 and "is not nanoGPT's Shakespeare" in result.stdout, result
+    assert result.returncode == 0 and "is not nanoGPT's Shakespeare" in result.stderr, result
     table = {c: i for i, c in enumerate(sorted(set(TEXT)))}
     n = len(TEXT)
     data = open_data(tmp_path / "out", verify=True)
@@ -214,7 +214,7 @@ def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch, cap
     data = open_data(tmp_path / "out", verify=True)
     assert bytes(read_all(data.split("train"))) == b"\xc3\xa9" * 18  # of 20 characters, not of 39 bytes
     assert bytes(read_all(data.split("val"))) == "éa".encode()
-    assert "is not nanoGPT's" in capsys.readouterr().out
+    assert "is not nanoGPT's" in capsys.readouterr().err
 
 
 def test_shakespeare_sizes(tmp_path):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from test_errors import refused
 
 import train
-from configurator import Config, parse
+from configurator import Config, read_flags, resolve
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
 from engine.checkpoint import files as checkpoint
@@ -92,7 +92,7 @@ def test_flags_that_keep_the_weights_are_free(flags, source, tmp_path):
     state = {name: p.clone() for name, p in seen["model"].named_parameters()}
     stored = checkpoint.read_state(checkpoint.find(source))["flags"]
     with torch.no_grad():
-        model = Model(parse(Config, flags, base=lambda _: ({**stored}, "source")))
+        model = Model(resolve(Config, read_flags(Config, flags), stored, "source"))
     tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     checkpoint.load(checkpoint.find(source), tensors)
     assert all(torch.equal(state[name], p) for name, p in model.named_parameters())

@@ -39,6 +39,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from data.command import Parser
 from engine.errors import command, require, user_errors
 from tools.child import measure, stop
 
@@ -70,19 +71,9 @@ def compare(checkouts: list[Path], runs: list[list[str]], names: list[str], roun
 # The command line
 
 
-class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises ValueError for wrong options, and OSError if stdout cannot be written."""
-
-    def print_help(self, file=None):
-        print(self.format_help(), end="", flush=True)
-
-    def error(self, message: str):
-        raise ValueError(f"{message}; --help shows the usage")
-
-
 def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
     """Parses the options and the arguments of each run of train.py. ValueError names a wrong one."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--against", help="folder of another checkout with a train.py")
     parser.add_argument("--run", action="append", help="arguments of one run; repeat the option to compare runs")
     parser.add_argument("--rounds", type=int, help="how often all runs are measured (default 3)")

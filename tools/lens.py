@@ -79,9 +79,10 @@ class LensConfig:
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
-    USED_WHEN: ClassVar[dict] = dict.fromkeys(
-        ("start", "source", "layer", "head", "position", "units", "out"), (lambda c: not c.find, "find=''")
-    )
+    OF_HEAD = ("start", "source", "layer", "head", "position", "units", "out")
+    USED_WHEN: ClassVar = dict.fromkeys(OF_HEAD, (lambda c: not c.find, "find=''")) | {
+        "dataset": (lambda c: c.find, "find"),
+    }
 
     def __post_init__(self):
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
@@ -90,7 +91,6 @@ class LensConfig:
         unknown = sorted(set(self.find.split(",")) - PATTERN.keys()) if self.find else []
         require(not unknown, f"find={self.find} has no pattern {unknown and unknown[0]!r}; known: {', '.join(PATTERN)}")
         require(self.find or self.start, "start='' is empty; give a text, or set find")
-        require(self.find or not self.dataset, f"dataset={self.dataset} is used only with find; leave it out")
         require(not self.out or Path(self.out).suffix in (".png", ".svg"), f"out={self.out} must end in .png or .svg")
         there = importlib.util.find_spec("matplotlib") is not None
         require(there or not self.out, f"out={self.out} needs matplotlib; pip install -e .[plots]")

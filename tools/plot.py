@@ -25,10 +25,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 import torch
 
-from configurator import parse
+from configurator import parse, read_file
 from data.files import writing
 from engine.checkpoint import weights
-from engine.config_file import read_file
 from engine.errors import command, require, user_errors
 from engine.metrics import LARGEST, read_metrics
 from engine.parallel.ranks import Ranks

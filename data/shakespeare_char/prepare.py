@@ -21,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from data.command import Parser, next_command, out_folder, run  # noqa: E402
+from data.errors import say  # noqa: E402
 from data.files import display_path, open_regular, writing  # noqa: E402
 from data.tokenizer import CharTokenizer  # noqa: E402
 from data.writer import ShardWriter  # noqa: E402
@@ -78,7 +79,7 @@ def read_text(source: str | None) -> str:
     if len(text) < 11:
         raise ValueError(f"{name} has {len(text)} characters, too few to split; pass a longer text")
     if hashlib.sha256(content).hexdigest() != SHA256:
-        print(f"note: {name} is not nanoGPT's Shakespeare; losses do not compare with published ones")
+        say(f"note: {name} is not nanoGPT's Shakespeare; losses do not compare with published ones")
     return text
 
 

@@ -1,37 +1,32 @@
 """Commands for checkpoints.
 
-python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]     writes the weights to one file
+python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]      # the weights in one file
 """
 
 import json
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from data.command import Parser
 from data.files import amount
 from engine.checkpoint import files as checkpoint
 from engine.errors import command, user_errors
 
-USAGE = "usage: python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]"
 
-
-def main(argv: list[str]) -> int:
-    """Run the command that these arguments make; returns the exit code."""
-    match sorted(argv, key=lambda arg: arg.startswith("--")):  # flags last
-        case ["consolidate", out_dir, file, *flags] if flags in ([], ["--which=latest"], ["--which=best"]):
-            with user_errors():
-                path = consolidate(out_dir, file, *(flag.removeprefix("--which=") for flag in flags))
-                print(f"{file}: the weights of {path}")
-            return 0
-        case ["-h"] | ["--help"]:
-            print(USAGE)
-            return 0
+def main(argv: list[str] | None = None):
     with user_errors():
-        raise ValueError(f"these arguments make no command: {' '.join(argv) or 'none'}; {USAGE}")
+        parser = Parser(__doc__)
+        parser.add_argument("command", choices=["consolidate"])
+        parser.add_argument("out_dir", help="a training run, or one of its checkpoints")
+        parser.add_argument("file", help="the file to write, such as model.safetensors")
+        parser.add_argument("--which", choices=("latest", "best"), default="latest", help="checkpoint of the run")
+        args = parser.parse_args(argv)
+        path = consolidate(args.out_dir, args.file, args.which)
+        print(f"{args.file}: the weights of {path}")
 
 
 def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") -> Path:
@@ -84,4 +79,4 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which nothing half written stays
-    command(lambda: sys.exit(main(sys.argv[1:])))
+    command(main)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from configurator import Config, parse
+from configurator import Config, Given, resolve
 from data.shards import open_data
 from data.tokenizer import Tokenizer, build, from_spec
 from engine.checkpoint import files as checkpoint
@@ -60,7 +60,7 @@ class Weights:
         """The flags to compute with this model on any machine: those that do not shape it have their defaults."""
         kept = {*OF_THE_DATA, *(field.name for field in fields(ModelConfig))}
         flags = {name: value for name, value in self.flags.items() if name in kept}
-        return parse(Config, [], base=lambda _: (flags | changes, str(self.path)))
+        return resolve(Config, Given(), flags | changes, str(self.path))
 
     def load(self, flags: Config, ranks: Ranks) -> ShardedModel:
         """The model with these weights, in evaluation mode. Every rank calls it."""

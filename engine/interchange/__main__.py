@@ -6,34 +6,28 @@
 first in families.py that has the run's flags. With --remote-code, our own model.py is the architecture.
 """
 
-import re
 import signal
-import sys
 
+from data.command import Parser
 from engine.errors import command, user_errors
 from engine.interchange.huggingface import export
 
-USAGE = "usage: python -m engine.interchange export RUN DIR [--dtype=bfloat16] [--which=best] [--remote-code]"
 
-
-def main(argv: list[str]) -> int:
-    """Run the command that these arguments make; returns the exit code."""
-    flags = [arg for arg in argv if arg.startswith("--")]
-    known = all(re.fullmatch(r"--(remote-code|dtype=(float32|bfloat16|float16)|which=(best|latest))", x) for x in flags)
-    match [arg for arg in argv if arg not in flags]:
-        case ["export", run, folder] if known:
-            with user_errors():
-                options = dict(flag[2:].split("=") for flag in flags if "=" in flag)
-                path = export(run, folder, remote_code="--remote-code" in flags, **options)
-                print(f"{folder}: the weights of {path}")
-            return 0
-    if {"-h", "--help"} & set(argv):
-        print(__doc__.strip())
-        return 0
+def main(argv: list[str] | None = None):
     with user_errors():
-        raise ValueError(f"these arguments make no command: {' '.join(argv) or 'none'}; {USAGE}")
+        parser = Parser(__doc__)
+        parser.add_argument("command", choices=["export"])
+        parser.add_argument("run", help="a training run, or one of its checkpoints")
+        parser.add_argument("folder", help="the folder to write")
+        dtypes = ("float32", "bfloat16", "float16")
+        parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the written weights")
+        parser.add_argument("--which", choices=("latest", "best"), default="latest", help="checkpoint of the run")
+        parser.add_argument("--remote-code", action="store_true", help="write our own model.py as the architecture")
+        args = parser.parse_args(argv)
+        path = export(args.run, args.folder, args.dtype, args.which, args.remote_code)
+        print(f"{args.folder}: the weights of {path}")
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which nothing half written stays
-    command(lambda: sys.exit(main(sys.argv[1:])))
+    command(main)

@@ -18,7 +18,7 @@ from types import NoneType
 import torch
 from torch import Tensor
 
-from configurator import Config, parse
+from configurator import Config, Given, resolve
 from data.base_tokenizer import Tokenizer
 from data.files import amount, writing
 from data.tokenizer import from_spec
@@ -115,7 +115,7 @@ OWN = Own("SuperblockForCausalLM", "model.", {}, [], {}, {})
 def own_flags(config: dict, folder: Path) -> dict:
     """The flags of the model in the config.json of an export with --remote-code."""
     require(type(config.get("flags")) is dict, f"{folder}/config.json has no flags of a superblock; {AGAIN}")
-    cfg = parse(Config, [], base=lambda _: (completed(config["flags"]), f"{folder}/config.json"))
+    cfg = resolve(Config, Given(), completed(config["flags"]), f"{folder}/config.json")
     return {name: getattr(cfg, name) for name in ModelConfig.__dataclass_fields__}
 
 
@@ -266,7 +266,7 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
     require(folder.parent.is_dir(), f"there is no folder {folder.parent}; make it first")
 
     def build(path: Path, state: dict) -> Path:
-        cfg = parse(Config, [], base=lambda _: (state["flags"], str(path)))
+        cfg = resolve(Config, Given(), state["flags"], str(path))
         cfg = ModelConfig(**{name: getattr(cfg, name) for name in ModelConfig.__dataclass_fields__})
         tokenizer = state["tokenizer"] and from_spec(state["tokenizer"], path)
         tokens, shapes = special_tokens(tokenizer), shapes_of(cfg)

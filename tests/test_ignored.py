@@ -1,0 +1,100 @@
+"""No flag of the model is silently ignored: beside every block, it changes the model or it is refused."""
+
+from functools import cache
+from typing import get_type_hints
+
+import pytest
+import torch
+from test_model import GRID, TINY, USUAL, changes, choices, numbers
+
+import model as M
+from model import Model, ModelConfig
+
+S = 11  # tokens of a source
+KINDS = get_type_hints(ModelConfig)
+NO_RESULT = {"loss_chunk"}  # flags that change memory and time alone
+PROBES = {"n_kv_head": [1, 2], "n_encoder_layer": [1, 3], "pos_pattern": ["N"]}  # values beside those of the grid
+
+
+def others(name: str, row: dict) -> list:
+    """Other values of a flag than in this row."""
+    kind, now = KINDS[name], (USUAL | TINY | row)[name]
+    values = choices(kind) or [*numbers({"block": "", "attention": ""} | row).get(name, []), *PROBES.get(name, [])]
+    if kind in (int, float) and set(values) <= {now}:
+        values = [2 * now or 3] if kind is int else [now / 2 or 0.5]
+    return [value for value in values if value != now]
+
+
+def refused(row: dict) -> bool:
+    """Whether these flags are refused on the command line."""
+    try:
+        cfg = ModelConfig(**TINY | row)
+    except ValueError:
+        return True
+    return any(not M.USED_WHEN[name][0](cfg) for name in row.keys() & M.USED_WHEN.keys() if row[name] != USUAL[name])
+
+
+@cache
+def traits(row: tuple) -> list[torch.Tensor]:
+    """What a model with these flags is and does: initial weights, then logits of texts as long as it takes, losses with
+    dropout and in bfloat16, with other weights."""
+    cfg = ModelConfig(**TINY | dict(row))
+    model, T = Model(cfg, seed=1).double(), cfg.block_size
+    found = [p.detach().clone() for p in model.parameters()]
+    torch.manual_seed(2)
+    idx, source = torch.randint(cfg.vocab_size, (2, T)), torch.randint(cfg.vocab_size, (2, S))
+    inputs = {"source": source} if model.encoder else {}
+    if cfg.doc_mask:
+        inputs |= {"docs": torch.arange(T).expand(2, T) // 5}
+        inputs |= {"source_docs": torch.arange(S).expand(2, S) // 5} if model.encoder else {}
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.05 * torch.randn_like(p)
+        found.append(model(idx, idx, **inputs))
+        found.append(model.eval()(idx, **inputs))
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(model.float()(idx, **inputs))
+    return found
+
+
+def has_effect(row: dict, name: str, value) -> bool:
+    one, other = traits(tuple(row.items())), traits(tuple((row | {name: value}).items()))
+    return len(one) != len(other) or not all(map(torch.equal, one, other))
+
+
+def ignored(rows: list[dict]) -> dict[str, str]:
+    """The flags of which some row accepts every value, and none has an effect: {flag: what else is set there}. Of each
+    flag, the rows are tried until a value has an effect."""
+    found, rows = {}, [row for row in rows if not refused(row)]
+    for name in sorted(KINDS.keys() - NO_RESULT):
+        for row in rows:
+            values = others(name, row)
+            assert values, f"numbers of test_model.py has no value of {name} to try"
+            accepted = [value for value in values if not refused(row | {name: value})]
+            if any(has_effect(row, name, value) for value in accepted):
+                break
+            if accepted == values:
+                found[name] = changes(row)
+                break
+    return found
+
+
+@pytest.mark.parametrize("block", M.BLOCK)
+def test_no_flag_is_ignored(block):
+    """If this fails, refuse the flag where it has no effect, by an entry of USED_WHEN in model.py."""
+    assert not ignored([row for row in GRID if row["block"] == block])
+
+
+def test_ignored_flags_are_found(monkeypatch):
+    """A block with a window of its own ignores --window; once USED_WHEN refuses it, it is not ignored."""
+
+    def near(cfg, layer):
+        attn = M.context_pool(cfg, layer)
+        attn.window = 2
+        return [M.Sum(cfg, attn=attn), M.Sum(cfg, **M.cross(cfg, layer)), M.Sum(cfg, mlp=M.ParameterPool(cfg))]
+
+    monkeypatch.setitem(M.BLOCK, "near", near)
+    rows = [row | {"block": "near"} for row in GRID if row["block"] == "standard"][:6]
+    assert ignored(rows).keys() == {"window", "window_pattern"}
+    monkeypatch.setitem(M.USED_WHEN, "window", (lambda cfg: cfg.block != "near", "block other than near"))
+    assert not ignored(rows)
