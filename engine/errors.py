@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 FIRST_RANK_SPEAKS = 20  # seconds after which the first rank has reported the error that all ranks have
 
@@ -26,8 +26,8 @@ def require(condition: object, message: str):
 
 
 @contextmanager
-def user_errors(kinds: Any = (ValueError, OSError), code: int = 2) -> Iterator[None]:
-    """Turn an error of `kinds`, one class or several, into a line `error: ...` on stderr and this exit code."""
+def user_errors(kinds: Any = (ValueError, OSError)) -> Iterator[None]:
+    """Turn an error of `kinds`, one class or several, into a line `error: ...` on stderr and exit code 2."""
     try:
         yield
     except BrokenPipeError:  # the reader of stdout has ended, as in `--help | head`
@@ -39,21 +39,26 @@ def user_errors(kinds: Any = (ValueError, OSError), code: int = 2) -> Iterator[N
             where = error.filename or stdout_that_fails()
             text = f"{error.strerror}; see to the path, its permissions and the room on its disk, then try again"
             text = f"{where}: {text}" if where else text
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            # Mostly all ranks have the same error. Then the first rank reports it, and torchrun ends the others while
-            # they wait here; their exit code 0 keeps them out of torchrun's table of failures. A rank that is the only
-            # one with an error reports it after the wait.
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-            time.sleep(FIRST_RANK_SPEAKS)
-        erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
-        text = " ".join(text.split())
-        text = text if len(text) <= 1000 else f"{text[:500]} ... {text[-400:]}"  # it may quote a very long value
-        print(f"{erase}error:", text, file=sys.stderr)
-        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun shows it at the end of its own report
-            with suppress(OSError):
-                details = {"py_callstack": f"error: {text}", "timestamp": str(int(time.time()))}
-                Path(report).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
-        raise SystemExit(code) from None
+        fail(text)
+
+
+def fail(text: str, code: int = 2) -> NoReturn:
+    """End the program with a line `error: ...` on stderr and this exit code."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # Mostly all ranks have the same error. Then the first rank reports it, and torchrun ends the others while
+        # they wait here; their exit code 0 keeps them out of torchrun's table of failures. A rank that is the only
+        # one with an error reports it after the wait.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        time.sleep(FIRST_RANK_SPEAKS)
+    erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
+    text = " ".join(text.split())
+    text = text if len(text) <= 1000 else f"{text[:500]} ... {text[-400:]}"  # it may quote a very long value
+    print(f"{erase}error:", text, file=sys.stderr)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun shows it at the end of its own report
+        with suppress(OSError):
+            details = {"py_callstack": f"error: {text}", "timestamp": str(int(time.time()))}
+            Path(report).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+    raise SystemExit(code) from None
 
 
 def stdout_that_fails() -> str:
