@@ -1,6 +1,7 @@
 """Commands for checkpoints.
 
 python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]     writes the weights to one file
+python -m engine.checkpoint convert OUT_DIR     gives checkpoints of an older version, of format 3, the present format
 """
 
 import json
@@ -14,9 +15,13 @@ from torch import Tensor
 
 from data.files import amount
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint.convert import convert
 from engine.errors import command, user_errors
 
-USAGE = "usage: python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]"
+USAGE = (
+    "usage: python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]; "
+    "python -m engine.checkpoint convert OUT_DIR"
+)
 
 
 def main(argv: list[str]) -> int:
@@ -26,6 +31,11 @@ def main(argv: list[str]) -> int:
             with user_errors():
                 path = consolidate(out_dir, file, *(flag.removeprefix("--which=") for flag in flags))
                 print(f"{file}: the weights of {path}")
+            return 0
+        case ["convert", out_dir]:
+            with user_errors():
+                for path in convert(out_dir):
+                    print(f"{path} has the present format now")
             return 0
         case ["-h"] | ["--help"]:
             print(USAGE)
@@ -51,14 +61,15 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
         raise FileExistsError(f"{file} is there already; delete it, or name another file")
 
     def weights(path: Path, state: dict) -> tuple[Path, dict, dict[str, Tensor]]:
-        specs = {name: spec for name, spec in checkpoint.shapes(path).items() if name.startswith("model.")}
+        index = checkpoint.read_index(path, state)
+        specs = {name: saved for name, saved in index.items() if name.startswith("model.")}
         if not specs:
             raise ValueError(f"checkpoint {path} holds no weights; give the out_dir of a training run")
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype, _) in specs.items()}
         size, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(file.parent).free
         if size > free:
             raise OSError(f"{file} needs {amount(size)} and its disk has {amount(free)}; make room")
-        checkpoint.load(path, tensors)
+        checkpoint.load(path, tensors, {}, index)
         return path, state, tensors
 
     path, state, tensors = checkpoint.read(out_dir, {"flags": dict}, weights, which)

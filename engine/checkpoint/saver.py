@@ -22,6 +22,7 @@ from torch import Tensor
 
 from data.files import writing
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint.pieces import own_part
 from engine.errors import fail, user_errors
 from engine.metrics import Silent
 from engine.parallel import ranks as parallel
@@ -185,10 +186,7 @@ class Saver:
 def _copy(tensor: Tensor, buffer: Tensor | None) -> Tensor:
     """A copy of this rank's part of the tensor in host memory, in `buffer` if that has the right shape. The copy from a
     GPU may still be under way when this function returns."""
-    from torch.distributed.tensor import DTensor
-
-    part = tensor.detach()
-    part = part.to_local() if isinstance(part, DTensor) else part
+    part, _ = own_part(tensor)
     if buffer is None or (buffer.shape, buffer.stride(), buffer.dtype) != (part.shape, part.stride(), part.dtype):
         buffer = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
     return buffer.copy_(part, non_blocking=part.is_cuda)
