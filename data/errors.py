@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 FIRST_RANK_SPEAKS = 20  # seconds after which the first rank has reported the error that all ranks have
 
@@ -26,28 +26,33 @@ def require(condition: object, message: str):
 
 
 @contextmanager
-def user_errors(kinds: Any = (ValueError, OSError), code: int = 2) -> Iterator[None]:
-    """Turn an error of `kinds`, one class or several, into a line `error: ...` on stderr and this exit code."""
+def user_errors(kinds: Any = (ValueError, OSError)) -> Iterator[None]:
+    """Turn an error of `kinds`, one class or several, into a line `error: ...` on stderr and exit code 2."""
     try:
         yield
     except BrokenPipeError:  # the reader of stdout has ended, as in `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python's exit flushes stdout again
         raise SystemExit(1) from None
     except kinds as error:
-        text = one_line(error)
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            # Mostly all ranks have the same error. Then the first rank reports it, and torchrun ends the others while
-            # they wait here; their exit code 0 keeps them out of torchrun's table of failures. A rank that is the only
-            # one with an error reports it after the wait.
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-            time.sleep(FIRST_RANK_SPEAKS)
-        erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
-        say(f"{erase}error: {text}")
-        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun shows it at the end of its own report
-            with suppress(OSError):
-                details = {"py_callstack": f"error: {text}", "timestamp": str(int(time.time()))}
-                Path(report).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
-        raise SystemExit(code) from None
+        fail(one_line(error))
+
+
+def fail(text: str, code: int = 2) -> NoReturn:
+    """End the program with a line `error: ...` on stderr and this exit code."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # Mostly all ranks have the same error. Then the first rank reports it, and torchrun ends the others while
+        # they wait here; their exit code 0 keeps them out of torchrun's table of failures. A rank that is the only
+        # one with an error reports it after the wait.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        time.sleep(FIRST_RANK_SPEAKS)
+    erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
+    text = shortened(text)
+    say(f"{erase}error: {text}")
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun shows it at the end of its own report
+        with suppress(OSError):
+            details = {"py_callstack": f"error: {text}", "timestamp": str(int(time.time()))}
+            Path(report).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+    raise SystemExit(code) from None
 
 
 def one_line(error: Exception) -> str:
@@ -57,8 +62,13 @@ def one_line(error: Exception) -> str:
         where = error.filename or stdout_that_fails()
         text = f"{error.strerror}; check the path, its permissions and the free space on its disk, then try again"
         text = f"{where}: {text}" if where else text
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """The text in one line. It may quote a very long value, of which only the ends stay."""
     text = " ".join(text.split())
-    return text if len(text) <= 1000 else f"{text[:500]} ... {text[-400:]}"  # it may quote a very long value
+    return text if len(text) <= 1000 else f"{text[:500]} ... {text[-400:]}"
 
 
 def say(line: str):

@@ -248,7 +248,7 @@ FAULTS = [
         "The bias of a row-parallel layer is added once by every rank under tp.",
         "tests/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp-models]",
     ),
-    # ---- engine/checkpoint/files.py, reader.py, folder.py
+    # ---- engine/checkpoint/files.py, pieces.py, folder.py
     (
         "engine/checkpoint/files.py",
         'steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]',
@@ -257,10 +257,10 @@ FAULTS = [
         "tests/test_checkpoint.py::test_pointers_and_pruning",
     ),
     (
-        "engine/checkpoint/reader.py",
-        "sum(prod(sizes) for _, sizes in boxes) == prod(shape)",
-        "sum(prod(sizes) for _, sizes in boxes) <= prod(shape)",
-        "A table of tensors that lacks a shard is taken for whole, and the rest of the tensor is not loaded.",
+        "engine/checkpoint/pieces.py",
+        "if complete != prod(shape):",
+        "if complete > prod(shape):",
+        "An index that lacks a piece is taken for whole, and the rest of the tensor is not loaded.",
         "tests/test_checkpoint.py::test_shards_that_lie_are_refused",
     ),
     (

@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 ROOT = Path(__file__).parent.parent
 IMPORTED = """
-    train engine.parallel.pipeline tensorboard.summary.writer.record_writer torch._dynamo torch.distributed.checkpoint
+    train engine.parallel.pipeline tensorboard.summary.writer.record_writer torch._dynamo
     torch.distributed.fsdp torch.distributed.tensor torch.distributed.tensor.parallel
 """.split()
 

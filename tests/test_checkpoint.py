@@ -16,16 +16,18 @@ import signal
 import sys
 import threading
 import time
+import zipfile
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from conftest import TINY
-from ranks import exit_codes
+from conftest import TINY, losses
+from ranks import exit_codes, train_main
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -35,6 +37,7 @@ from engine.checkpoint import __main__ as checkpoint_commands
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import run as run_state
 from engine.checkpoint.saver import Saver
+from engine.checkpoint.state import read_file
 from engine.parallel.ranks import Ranks, limit
 from model import Model, ModelConfig
 
@@ -54,6 +57,10 @@ def tensors():
 
 def zeros(tensors):
     return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def shapes(path):
+    return {name: (saved.shape, saved.dtype) for name, saved in checkpoint.read_index(path).items()}
 
 
 def same(a, b):
@@ -87,9 +94,9 @@ def train_on_full_disk(flags, size=20_000):
 
 
 def digests(path):
-    """{(name, offsets): SHA-256}, as .metadata has them."""
-    storage = pickle.loads((path / ".metadata").read_bytes()).storage_data
-    return {(index.fqn, tuple(index.offset or ())): piece.sha256 for index, piece in storage.items()}
+    """{(name, offsets): SHA-256}, as index.json has them."""
+    index = json.loads((path / "index.json").read_text())
+    return {(n, tuple(piece["offsets"])): piece["sha256"] for n, entry in index.items() for piece in entry["pieces"]}
 
 
 def edit_state(path, **changes):
@@ -97,16 +104,12 @@ def edit_state(path, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def edit_metadata(path, edit):
+def edit_index(path, edit):
     """As somebody does who wants it to be taken for whole."""
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    edit(metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    seal(path)
-
-
-def seal(path):
-    edit_state(path, metadata_sha256=hashlib.sha256((path / ".metadata").read_bytes()).hexdigest())
+    index = json.loads((path / "index.json").read_text())
+    edit(index)
+    (path / "index.json").write_text(json.dumps(index))
+    edit_state(path, index_sha256=hashlib.sha256((path / "index.json").read_bytes()).hexdigest())
 
 
 def names(out_dir):
@@ -129,9 +132,10 @@ def test_everything_comes_back_bit_for_bit(tmp_path, tensors):
     pointers = [tensor.data_ptr() for tensor in loaded.values()]
     checkpoint.load(checkpoint.find(tmp_path / "a" / "b"), loaded)
     assert same(loaded, tensors) and pointers == [tensor.data_ptr() for tensor in loaded.values()]
-    digest = hashlib.sha256((path / ".metadata").read_bytes()).hexdigest()
-    assert checkpoint.read_state(path) == state | {"step": 1000, "format": 3, "metadata_sha256": digest}
-    assert checkpoint.shapes(path) == {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    digest = hashlib.sha256((path / "index.json").read_bytes()).hexdigest()
+    assert checkpoint.read_state(path) == state | {"step": 1000, "format": 4, "index_sha256": digest}
+    assert shapes(path) == {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    assert same(load_file(path / "rank_0.safetensors"), tensors)  # and any other tool can open it
 
 
 def test_loads_some_names_into_parameters(tmp_path, tensors):
@@ -190,16 +194,16 @@ def test_find_says_what_is_missing(tmp_path, tensors):
 
 def test_damaged_or_newer_state(tmp_path, tensors):
     path = checkpoint.save(tmp_path, 1, tensors, {})
-    for text in ['{"format": 3', "[]", "{}", '{"format": "3", "step": 1}', '{"format": true}', "[" * 100_000]:
+    for text in ['{"format": 4', "[]", "{}", '{"format": "3", "step": 1}', '{"format": true}', "[" * 100_000]:
         (path / "state.json").write_text(text)
         assert f"{path} is damaged: state.json" in message(ValueError, checkpoint.read_state, path)
-    (path / "state.json").write_text(json.dumps({"format": 4, "step": 1}))
+    (path / "state.json").write_text(json.dumps({"format": 5, "step": 1}))
     assert "update" in message(ValueError, checkpoint.read_state, path)
     (path / "state.json").unlink()
     assert "damaged" in message(ValueError, checkpoint.read_state, path)
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["index.json", "rank_0.safetensors"])
 def test_damage_is_found_or_harmless(tmp_path, name):
     saved = {"w": torch.arange(2000.0), "s": torch.tensor(3)}
     path = checkpoint.save(tmp_path, 1, saved, {})
@@ -215,7 +219,7 @@ def test_damage_is_found_or_harmless(tmp_path, name):
                 assert same(loaded, saved)  # a byte that means nothing, such as padding
             except ValueError as error:
                 assert str(path) in str(error) and "\n" not in str(error)
-                assert name == ".metadata" or f"is damaged: {name}" in str(error) or ".metadata" in str(error)
+                assert name == "index.json" or f"is damaged: {name}" in str(error) or "index.json" in str(error)
                 found += 1
     assert found > 50
     file.unlink()
@@ -252,11 +256,9 @@ def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkey
     saver.wait()
     assert saver.last_written_step == 1 and names(tmp_path / "later") == ["best", "latest", step_name(1)]
     first, second = (tmp_path / run / step_name(1) for run in ("now", "later"))
-    assert (first / "__0_0.distcp").read_bytes() == (second / "__0_0.distcp").read_bytes()
+    assert (first / "rank_0.safetensors").read_bytes() == (second / "rank_0.safetensors").read_bytes()
     assert digests(first) == digests(second)
-    states = [checkpoint.read_state(path) for path in (first, second)]
-    assert len({state.pop("metadata_sha256") for state in states}) == 2  # .metadata has its own path in it
-    assert states[0] == states[1]
+    assert checkpoint.read_state(first) == checkpoint.read_state(second)
 
     # The next one waits for the one under way, and its copies take the same memory.
     memory = [copy.data_ptr() for copy in saver.copies.values()]
@@ -272,7 +274,7 @@ def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkey
     assert same(loaded, tensors)
     saver.save(tmp_path / "later", 4, {"model.w": torch.ones(2)}, {})  # other shapes take other memory
     saver.wait()
-    assert checkpoint.shapes(checkpoint.find(tmp_path / "later")) == {"model.w": ((2,), torch.float32)}
+    assert shapes(checkpoint.find(tmp_path / "later")) == {"model.w": ((2,), torch.float32)}
 
 
 def test_an_asynchronous_failure_is_raised_by_the_next_call(tmp_path, tensors):
@@ -471,7 +473,7 @@ def test_two_ranks_keep_their_own_and_write_the_shared_once(tmp_path):
     loaded = zeros(shared) | {"rng.0": torch.zeros(3).long(), "rng.1": torch.zeros(3).long()}
     checkpoint.load(path, loaded)
     assert same(loaded, shared | {"rng.0": torch.full((3,), 1), "rng.1": torch.full((3,), 2)})
-    assert sum(file.stat().st_size for file in path.glob("*.distcp")) < 1.5 * 4 * 5000 * 4
+    assert sum(file.stat().st_size for file in path.glob("*.safetensors")) < 1.5 * 4 * 5000 * 4
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -611,9 +613,9 @@ def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path, asynchrono
     loaded = zeros(expected)
     checkpoint.load(path, loaded)
     assert same(loaded, expected)
-    metadata = pickle.loads((path / ".metadata").read_bytes())
+    index = checkpoint.read_index(path)
     for name, pieces in [("plain", 1), ("copies_copies.9", 1), ("rows_copies.9", 2), ("rows_rows.9", 4), ("rng.3", 1)]:
-        assert len(metadata.state_dict_metadata[name].chunks) == pieces  # what several ranks have is written once
+        assert len(index[name].pieces) == pieces  # what several ranks have is written once
     checkpoint.save(tmp_path / "single", 1, wholes, {})
     assert on_ranks(2, load, tmp_path) == [[True] * 2 * len(OTHER_LAYOUTS)] * 2
 
@@ -716,7 +718,7 @@ def test_files_of_another_step_are_refused(tmp_path):
     saved = [{"w": torch.full((500,), float(step)), "v": torch.ones(3)} for step in range(3)]
     one, two = (checkpoint.save(tmp_path / "run", step, saved[step], {}) for step in (1, 2))
     files = {file.name for file in one.iterdir()}
-    assert files == {".metadata", "__0_0.distcp", "state.json"}
+    assert files == {"index.json", "rank_0.safetensors", "state.json"}
     for swapped in [{name} for name in files] + [files - {name} for name in files] + [files]:
         mixed = shutil.copytree(one, tmp_path / "other" / one.name)
         for name in swapped:
@@ -724,9 +726,9 @@ def test_files_of_another_step_are_refused(tmp_path):
         text = message(ValueError, checkpoint.load, mixed, zeros(saved[1]))
         assert f"{mixed} is damaged: " in text
         shutil.rmtree(mixed)
-    shutil.copy(two / "__0_0.distcp", one)
+    shutil.copy(two / "rank_0.safetensors", one)
     text = message(ValueError, checkpoint.load, one, {"w": torch.zeros(500)})
-    assert "__0_0.distcp: w: its bytes are not those that were saved" in text
+    assert "rank_0.safetensors: w: its bytes are not those that were saved" in text
     loaded = {"v": torch.zeros(3)}
     checkpoint.load(one, loaded)  # a rank verifies what it reads, and this is the same in both
     assert loaded["v"].tolist() == [1, 1, 1]
@@ -734,31 +736,27 @@ def test_files_of_another_step_are_refused(tmp_path):
 
 def test_a_table_without_the_right_digests_is_refused(tmp_path):
     saved = {"w": torch.arange(4.0)}
-    for lie in (None, "", b"", b"\0" * 32, "the hexadecimal one"):
+    for lie in (None, "", "0" * 64, 5):
         path = checkpoint.save(tmp_path, 1, saved, {})
-
-        def edit(metadata, lie=lie):
-            for piece in metadata.storage_data.values():
-                piece.sha256 = piece.sha256.hex() if lie == "the hexadecimal one" else lie
-
-        edit_metadata(path, edit)
+        edit_index(path, lambda index, lie=lie: index["w"]["pieces"][0].update(sha256=lie))
         assert "its bytes are not those" in message(ValueError, checkpoint.load, path, zeros(saved))
     path = checkpoint.save(tmp_path, 1, saved, {})
-    edit_metadata(path, lambda metadata: [vars(piece).pop("sha256") for piece in metadata.storage_data.values()])
-    assert "its bytes are not those" in message(ValueError, checkpoint.load, path, zeros(saved))
+    edit_index(path, lambda index: index["w"]["pieces"][0].pop("sha256"))
+    assert "index.json: TypeError" in message(ValueError, checkpoint.load, path, zeros(saved))
     for lie in (None, "", 5, "0" * 64):
         path = checkpoint.save(tmp_path, 1, saved, {})
-        edit_state(path, metadata_sha256=lie)
+        edit_state(path, index_sha256=lie)
         assert "not the one that was saved" in message(ValueError, checkpoint.load, path, zeros(saved))
 
 
 def true_digests(path):
     """As `digests`, computed from the files."""
-    storage = pickle.loads((path / ".metadata").read_bytes()).storage_data
     found = {}
-    for index, piece in storage.items():
-        data = (path / piece.relative_path).read_bytes()[piece.offset :][: piece.length]
-        found[index.fqn, tuple(index.offset or ())] = hashlib.sha256(data).digest()
+    for name, saved in checkpoint.read_index(path).items():
+        for piece in saved.pieces:
+            size = math.prod(piece.sizes) * saved.dtype.itemsize
+            data = (path / piece.file).read_bytes()[piece.start :][:size]
+            found[name, tuple(piece.offsets)] = hashlib.sha256(data).hexdigest()
     return found
 
 
@@ -785,22 +783,22 @@ def test_every_rank_digests_its_pieces_and_verifies_those_that_it_reads(tmp_path
     on_ranks(2, save, tmp_path)
     assert digests(path) == true_digests(path) and len(digests(path)) == 4
     assert on_ranks(2, load, tmp_path) == [0, 2000]
-    data = bytearray((path / "__1_0.distcp").read_bytes())
+    data = bytearray((path / "rank_1.safetensors").read_bytes())
     data[data.index(whole[900].numpy().tobytes())] ^= 1
-    (path / "__1_0.distcp").write_bytes(data)
+    (path / "rank_1.safetensors").write_bytes(data)
     errors = on_ranks(2, load, tmp_path)
-    assert errors[0] == errors[1] and "__1_0.distcp: w: its bytes are not those that were saved" in errors[0]
+    assert errors[0] == errors[1] and "rank_1.safetensors: w: its bytes are not those that were saved" in errors[0]
     checkpoint.load(path, {"rng.0": torch.zeros(3), "rng.1": torch.zeros(3)})  # whole pieces of the same file
 
 
 def test_damage_is_no_reason_to_delete(tmp_path):
     first, second = (checkpoint.save(tmp_path, step, {"w": torch.ones(2)}, {}) for step in (1, 2))
-    (second / "__0_0.distcp").write_bytes(b"")
+    (second / "rank_0.safetensors").write_bytes(b"")
     text = message(ValueError, checkpoint.load, second, {"w": torch.zeros(2)})
     assert f"{second} is damaged" in text and f"move this directory elsewhere to go on from {first.name}" in text
     second.rename(tmp_path / "aside")
     assert checkpoint.find(tmp_path) == first
-    (first / "__0_0.distcp").write_bytes(b"")
+    (first / "rank_0.safetensors").write_bytes(b"")
     text = message(ValueError, checkpoint.load, first, {"w": torch.zeros(2)})
     assert f"{first} is damaged" in text and "go on" not in text and "bring it back from a copy" in text
     shutil.rmtree(first)
@@ -881,7 +879,7 @@ def test_a_step_that_is_pruned_or_replaced_while_it_is_read(tmp_path, monkeypatc
     put(tmp_path, 7)
     assert message(ValueError, checkpoint.read, tmp_path, {}, refuse) == "other flags" and len(calls) == 1
     assert "state.json: of is 7" in message(ValueError, checkpoint.read, tmp_path, {"of": str}, value_of)
-    (tmp_path / step_name(7) / "__0_0.distcp").unlink()
+    (tmp_path / step_name(7) / "rank_0.safetensors").unlink()
     assert "is damaged" in message(ValueError, checkpoint.read, tmp_path, {"of": int}, value_of)
 
 
@@ -940,20 +938,98 @@ def test_commands_follow_a_run(run, tmp_path, monkeypatch, capsys, command):
     assert "damaged" not in captured.err and ("step 3" in captured.out or step_name(3) in captured.out + captured.err)
 
 
+def test_a_resume_reads_each_file_once_and_the_state_three_times(run, monkeypatch):
+    """The flags come first, then the step, and the whole state with the tensors."""
+    run("--max_iters=1")
+    read = []
+
+    def seen(path, most):
+        read.append(path.name)
+        return read_file(path, most)
+
+    monkeypatch.setattr("engine.checkpoint.state.read_file", seen)
+    monkeypatch.setattr("engine.checkpoint.pieces.read_file", seen)
+    run("--init_from=resume", "--max_iters=1")
+    assert sorted(read) == ["index.json"] + 3 * ["state.json"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Other formats
 
 
-@pytest.mark.parametrize(("found", "remedy"), [(2, "the version of this program that wrote it"), (4, "update this")])
+@pytest.mark.parametrize(
+    ("found", "remedy"),
+    [(2, "the version of this program that wrote it"), (3, "python -m engine.checkpoint convert "), (5, "update this")],
+)
 def test_another_format_is_refused_in_one_line(found, remedy, tmp_path, tensors, capsys):
     path = checkpoint.save(tmp_path, 10, tensors, STATE)
     edit_state(path, format=found)
-    for call in [(checkpoint.read_state, path), (checkpoint.shapes, path), (checkpoint.load, path, zeros(tensors))]:
+    for call in [(checkpoint.read_state, path), (checkpoint.read_index, path), (checkpoint.load, path, zeros(tensors))]:
         text = message(ValueError, *call)
-        assert f"{path} has format {found}, and this program reads format 3" in text and remedy in text
+        assert f"{path} has format {found}, and this program reads format 4" in text and remedy in text
     with pytest.raises(SystemExit) as stop:
         checkpoint_commands.main(["consolidate", str(tmp_path), str(tmp_path / "file")])
     assert stop.value.code == 2 and f"has format {found}" in capsys.readouterr().err
+
+
+def of_format_3(folder):
+    """The folder of a run of two ranks under FSDP with Muon, three steps in float64, as an older version left it.
+
+    Beside it are the data, and expected.json holds the losses of that version when one process went on.
+    """
+    with zipfile.ZipFile(Path(__file__).parent / "format3.zip") as archive:
+        archive.extractall(folder)
+    return folder / "run"
+
+
+def test_a_checkpoint_of_format_3_is_converted_and_goes_on(tmp_path, capsys):
+    """Its digits are those of the old file, and its next losses those of the version that wrote it."""
+    run = of_format_3(tmp_path)
+    path, flags = run / step_name(3), [f"--out_dir={run}", f"--dataset={tmp_path / 'data'}", "--init_from=resume"]
+    flags += ["--max_iters=6", "--parallel=ddp", "--dtype=float64"]
+    with pytest.raises(SystemExit) as stop:
+        train_main(flags)
+    line = capsys.readouterr().err
+    assert stop.value.code == 2 and line.count("\n") == 1 and f"; python -m engine.checkpoint convert {path}\n" in line
+    old = {}
+    for index, piece in pickle.loads((path / ".metadata").read_bytes()).storage_data.items():
+        data = (path / piece.relative_path).read_bytes()[piece.offset :][: piece.length]
+        old[index.fqn, tuple(index.offset or ())] = torch.load(io.BytesIO(data))
+    checkpoint_commands.main(["convert", str(run)])
+    assert capsys.readouterr().out == f"{path} has the present format now\n"
+    assert names(path) == ["index.json", "rank_0.safetensors", "rank_1.safetensors", "state.json"]
+    assert names(run) == ["best", "expected.json", "latest", "metrics.jsonl", step_name(3)]
+    for (name, offsets), part in old.items():
+        shape, dtype, _ = checkpoint.read_index(path)[name]
+        whole = torch.zeros(shape, dtype=dtype)
+        checkpoint.load(path, {name: whole})
+        offsets = offsets or (0,) * part.dim()
+        spans = zip(offsets, part.shape, strict=True)
+        assert torch.equal(whole[tuple(slice(start, start + size) for start, size in spans)], part)
+    train_main(flags)
+    expected = json.loads((run / "expected.json").read_text())
+    assert [row for row in losses(run) if row[0] > 3] == [pytest.approx(row, rel=1e-9) for row in expected]
+    with pytest.raises(SystemExit):
+        checkpoint_commands.main(["convert", str(run)])
+    assert "holds no checkpoint of format 3" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_kill_during_a_conversion_leaves_one_of_both(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    before, seen, operation, killed = of_format_3(tmp_path / "before"), [], 0, True
+    while killed:
+        operation += 1
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(before, tmp_path / "run")
+        killed = killed_before(operation, lambda: checkpoint_commands.main(["convert", str(tmp_path / "run")]))
+        path = checkpoint.find(tmp_path / "run")
+        seen.append(json.loads((path / "state.json").read_text())["format"])
+        if seen[-1] == 3:
+            checkpoint_commands.main(["convert", str(tmp_path / "run")])
+            path = checkpoint.find(tmp_path / "run")
+        checkpoint.load(path, {n: torch.empty(s, dtype=t) for n, (s, t, _) in checkpoint.read_index(path).items()})
+    assert seen == sorted(seen) and set(seen) == {3, 4}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -973,7 +1049,7 @@ def trained(out_dir, **flags):
 @pytest.mark.parametrize("tied", [True, False])
 def test_consolidated_weights_give_the_same_logits(tmp_path, tied, capsys):
     from safetensors import safe_open
-    from safetensors.torch import load_file, load_model
+    from safetensors.torch import load_model
 
     model, file = trained(tmp_path / "run", tie_weights=tied), tmp_path / "model.safetensors"
     checkpoint_commands.main(["consolidate", str(tmp_path / "run"), str(file)])
@@ -1006,8 +1082,6 @@ def test_shards_are_consolidated(tmp_path):
 
     on_ranks(2, save, tmp_path)
     checkpoint_commands.consolidate(tmp_path / "run", tmp_path / "file")
-    from safetensors.torch import load_file
-
     assert same(load_file(tmp_path / "file"), wholes)
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "run" / "latest").stat().st_mode  # who may read one ...
 
@@ -1044,7 +1118,7 @@ def test_consolidating_what_cannot_be(tmp_path, capsys, monkeypatch):
     refused("no weights", given=(tmp_path / "other", file))
     (run / "best").unlink()
     refused("names no checkpoint", given=("--which=best", run, file))
-    shard = run / step_name(5) / "__0_0.distcp"
+    shard = run / step_name(5) / "rank_0.safetensors"
     shard.write_bytes(shard.read_bytes()[:-2000])
     refused(shard.parent, "damaged")
 
@@ -1082,58 +1156,51 @@ class Bomb:
         return os.system, (f"touch {self.proof}",)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_reading_runs_no_code(tmp_path):
-    proof = tmp_path / "ran"
-    saved = {"w": torch.arange(4.0)}
+def test_converting_runs_no_code(tmp_path, capsys):
+    proof, path = tmp_path / "ran", of_format_3(tmp_path) / step_name(3)
+    metadata, archive = pickle.loads((path / ".metadata").read_bytes()), io.BytesIO()
 
-    def refused(word, *call):
-        assert word in message(ValueError, *call) and not proof.exists()
+    def refused(word):
+        edit_state(path, metadata_sha256=hashlib.sha256((path / ".metadata").read_bytes()).hexdigest())
+        with pytest.raises(SystemExit):
+            checkpoint_commands.main(["convert", str(path)])
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and f"{path} is damaged: {word}" in line and not proof.exists()
 
-    def is_live(call):  # the same file, read as DCP reads it
-        call()
-        proof.unlink()
-
-    # In the metadata.
-    path = checkpoint.save(tmp_path, 1, saved, {})
-    edit_metadata(path, lambda metadata: setattr(metadata, "planner_data", Bomb(proof)))
-    refused("posix.system", checkpoint.shapes, path)
-    refused("posix.system", checkpoint.load, path, zeros(saved))
-    is_live(lambda: dcp.FileSystemReader(path).read_metadata())
-
-    # In an entry of bytes, which DCP writes for whatever is no tensor.
-    path = checkpoint.save(tmp_path, 2, saved, {})
-    (path / ".metadata").unlink()
-    dcp.save({"b": Bomb(proof)}, checkpoint_id=path, no_dist=True)
-    seal(path)
-    refused("entry b is no tensor", checkpoint.load, path, {})
-    is_live(lambda: dcp.load({"b": 0}, checkpoint_id=path, no_dist=True))
+    file, name = path / "__0_0.distcp", "model.wte.weight"
+    file.write_bytes(bytes(file.stat().st_size))
+    refused("__0_0.distcp: model.")  # its bytes are not those that were saved
 
     # In the archive of a tensor.
-    path = checkpoint.save(tmp_path, 3, saved, {})
-    archive = io.BytesIO()
-    torch.save([saved["w"], Bomb(proof)], archive)
-    (path / "__0_0.distcp").write_bytes(archive.getvalue())
+    torch.save([torch.ones(2), Bomb(proof)], archive)
+    file.write_bytes(archive.getvalue())
+    for index, info in metadata.storage_data.items():
+        if index.fqn == name:
+            info.relative_path, info.offset, info.length = file.name, 0, len(archive.getvalue())
+            info.sha256 = hashlib.sha256(archive.getvalue()).digest()
+    metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn == name}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(f"__0_0.distcp: {name}: UnpicklingError")
+    torch.load(file, weights_only=False)  # the same file, read without care
+    assert proof.exists()
+    proof.unlink()
 
-    def point_to_it(metadata):
-        for info in metadata.storage_data.values():
-            info.length, info.sha256 = len(archive.getvalue()), hashlib.sha256(archive.getvalue()).digest()
+    # In the table, and in a piece that is not a tensor.
+    for bomb in (Bomb(proof), {"storage_data": Bomb(proof)}):
+        (path / ".metadata").write_bytes(pickle.dumps(bomb))
+        refused(".metadata: ")
+    pickle.loads((path / ".metadata").read_bytes())
+    assert proof.exists()
 
-    edit_metadata(path, point_to_it)
-    refused("__0_0.distcp: w: UnpicklingError", checkpoint.load, path, zeros(saved))
-    is_live(lambda: torch.load(path / "__0_0.distcp", weights_only=False))
 
-
-@pytest.mark.parametrize("name", ["../step_00000001/__0_0.distcp", "/etc/passwd", "..", "state.json", "a/b.distcp"])
+@pytest.mark.parametrize(
+    "name", ["../step_00000001/rank_0.safetensors", "/etc/passwd", "..", "state.json", "a/rank_0.safetensors"]
+)
 def test_file_names_stay_inside(tmp_path, name):
     checkpoint.save(tmp_path, 1, {"w": torch.ones(4)}, {})
     path = checkpoint.save(tmp_path, 2, {"w": torch.zeros(4)}, {})
 
-    def redirect(metadata):
-        for info in metadata.storage_data.values():
-            info.relative_path = name
-
-    edit_metadata(path, redirect)
+    edit_index(path, lambda index: index["w"]["pieces"][0].update(file=name))
     assert name in message(ValueError, checkpoint.load, path, {"w": torch.zeros(4)})
 
 
@@ -1142,13 +1209,17 @@ def test_shards_that_lie_are_refused(tmp_path):
 
     def lie(edit, word):
         path = checkpoint.save(tmp_path, 1, saved, {})
-        edit_metadata(path, lambda metadata: edit(metadata.state_dict_metadata["w"], metadata.storage_data))
+        edit_index(path, lambda index: edit(index["w"], index["w"]["pieces"][0]))
         assert word in message(ValueError, checkpoint.load, path, zeros(saved))
 
-    lie(lambda entry, files: entry.chunks.clear(), "shards of w are missing")
-    lie(lambda entry, files: files.clear(), "shards of w are missing")
-    lie(lambda entry, files: setattr(entry.chunks[0], "offsets", torch.Size([3, 0])), "shards of w are missing")
-    lie(lambda entry, files: setattr(entry.chunks[0], "sizes", torch.Size([2, 6])), "shards of w are missing")
-    lie(lambda entry, files: setattr(entry, "size", torch.Size([4, 3])), "shards of w are missing")
-    lie(lambda entry, files: setattr(entry.properties, "dtype", "float32"), "shards of w are missing")
-    lie(lambda entry, files: setattr(entry.properties, "dtype", torch.float64), "torch.float64")
+    lie(lambda entry, piece: entry["pieces"].clear(), "pieces of w are missing")
+    lie(lambda entry, piece: piece.update(offsets=[3, 0]), "pieces of w are missing")
+    lie(lambda entry, piece: piece.update(sizes=[2, 6]), "pieces of w are missing")
+    lie(lambda entry, piece: piece.update(offsets=[-1, 0]), "a place that is no whole number")
+    lie(lambda entry, piece: piece.update(start=-8), "a place that is no whole number")
+    lie(lambda entry, piece: piece.update(start=10.5), "a place that is no whole number")
+    lie(lambda entry, piece: piece.update(start=10**9), "rank_0.safetensors is cut off after")
+    lie(lambda entry, piece: piece.update(sizes=[12]), "index.json: ")
+    lie(lambda entry, piece: entry.update(shape=[4, 3]), "pieces of w are missing")
+    lie(lambda entry, piece: entry.update(dtype="float32"), "index.json: KeyError")
+    lie(lambda entry, piece: entry.update(dtype="F16"), "torch.float16")

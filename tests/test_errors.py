@@ -196,8 +196,8 @@ def swap(name: str, source: str | None):
 DAMAGES = {
     "state_is_a_fifo": swap("state.json", None),
     "endless_state": swap("state.json", "/dev/zero"),
-    "metadata_is_a_fifo": swap(".metadata", None),
-    "endless_metadata": swap(".metadata", "/dev/zero"),
+    "index_is_a_fifo": swap("index.json", None),
+    "endless_index": swap("index.json", "/dev/zero"),
     "no_pointer_target": lambda d, step: shutil.rmtree(step),
     "no_state": lambda d, step: (step / "state.json").unlink(),
     "cut_state": lambda d, step: cut(step / "state.json"),
@@ -206,11 +206,11 @@ DAMAGES = {
     "no_flags": edit(flags=None),
     "flags_are_a_list": edit(flags=[]),
     "step_is_a_text": edit(step="2"),
-    "no_metadata": lambda d, step: (step / ".metadata").unlink(),
-    "cut_metadata": lambda d, step: cut(step / ".metadata"),
-    "malicious_metadata": lambda d, step: (step / ".metadata").write_bytes(pickle.dumps(Bomb())),
-    "cut_tensors": lambda d, step: cut(next(step.glob("*.distcp"))),
-    "no_tensors": lambda d, step: next(step.glob("*.distcp")).unlink(),
+    "no_index": lambda d, step: (step / "index.json").unlink(),
+    "cut_index": lambda d, step: cut(step / "index.json"),
+    "malicious_index": lambda d, step: (step / "index.json").write_bytes(pickle.dumps(Bomb())),
+    "cut_tensors": lambda d, step: cut(next(step.glob("*.safetensors"))),
+    "no_tensors": lambda d, step: next(step.glob("*.safetensors")).unlink(),
     "unknown_flag": lambda d, step: (step / "state.json").write_text(
         (step / "state.json").read_text().replace('"n_layer"', '"n_lairs"')
     ),

@@ -525,6 +525,7 @@ def test_a_damaged_checkpoint(runs, capsys, tmp_path):
     copy.mkdir()
     for file in path.iterdir():
         content = file.read_bytes()
-        flipped = content[:500] + bytes([content[500] ^ 1]) + content[501:]
-        (copy / file.name).write_bytes(flipped if file.suffix == ".distcp" else content)
+        at = 8 + int.from_bytes(content[:8], "little")  # the first byte of the first tensor, behind the header
+        flipped = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] if at < len(content) else content
+        (copy / file.name).write_bytes(flipped if file.suffix == ".safetensors" else content)
     assert "is damaged" in refused([f"--out_dir={copy}"], capsys)

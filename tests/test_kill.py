@@ -83,7 +83,9 @@ def kill(pid: int):
 def check(out: Path, asynchronous: bool):
     """All that lies there can be read, and it goes as far as metrics.jsonl promises."""
     for step_dir in out.glob("step_*"):
-        checkpoint.load(step_dir, {n: torch.empty(s, dtype=t) for n, (s, t) in checkpoint.shapes(step_dir).items()})
+        checkpoint.load(
+            step_dir, {n: torch.empty(s, dtype=t) for n, (s, t, _) in checkpoint.read_index(step_dir).items()}
+        )
     lines = metrics(out) if (out / "metrics.jsonl").exists() else []
     saved = max([0, *(line["step"] for line in lines if line["kind"] == "train")]) // 3 * 3 - 3 * asynchronous
     for pointer in ["latest"] * (saved > 0) + ["best"] * (out / "best").exists():
@@ -103,7 +105,7 @@ def test_killed_runs_go_on(tiny_data, more_data, tmp_path, setting):
     flags = [flag.replace("TINY", str(tiny_data)).replace("MORE", str(more_data)) for flag in flags]
     flags = [*COMMON, f"--dataset={tiny_data}", *flags]
     forked = multiprocessing.get_context("forkserver")
-    forked.set_forkserver_preload([__name__, "engine.checkpoint.writer", "tensorboard.compat.proto"])
+    forked.set_forkserver_preload([__name__, "tensorboard.compat.proto"])
 
     def start(max_iters: int = 20_000, out: Path = out, save_interval: int = 3):
         logs.append(tmp_path / f"{len(logs)}.log")

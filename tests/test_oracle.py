@@ -98,8 +98,10 @@ def approx(x, tolerance: float = FIGURES):
 def saved(folder) -> dict[str, torch.Tensor]:
     """Weights and states of the optimizers in the last checkpoint."""
     path = checkpoint.find(folder)
-    kinds = checkpoint.shapes(path).items()
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds if not name.startswith("rng.")}
+    kinds = checkpoint.read_index(path).items()
+    tensors = {
+        name: torch.empty(shape, dtype=dtype) for name, (shape, dtype, _) in kinds if not name.startswith("rng.")
+    }
     checkpoint.load(path, tensors)
     return tensors
 

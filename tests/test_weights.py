@@ -176,7 +176,7 @@ def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
     assert "no checkpoint in" in refused(train.main, [*new, f"--init_from=checkpoint:{tiny_data}"], capsys)
     copy = tmp_path / "step_00000010"
     copy.mkdir()
-    (copy / "state.json").write_text(json.dumps({"format": 3, "step": 10, "flags": {}, "tokenizer": 3}))
+    (copy / "state.json").write_text(json.dumps({"format": 4, "step": 10, "flags": {}, "tokenizer": 3}))
     assert "tokenizer is 3" in refused(train.main, [*new, f"--init_from=checkpoint:{copy}"], capsys)
     assert not (tmp_path / "new").exists()
 

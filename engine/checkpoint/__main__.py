@@ -1,6 +1,7 @@
 """Commands for checkpoints.
 
 python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]      # the weights in one file
+python -m engine.checkpoint convert OUT_DIR      # checkpoints of format 3, of an older version, to the present format
 """
 
 import json
@@ -14,19 +15,26 @@ from torch import Tensor
 from data.command import Parser
 from data.files import amount
 from engine.checkpoint import files as checkpoint
-from engine.errors import command, user_errors
+from engine.checkpoint.convert import convert
+from engine.errors import command, require, user_errors
 
 
 def main(argv: list[str] | None = None):
     with user_errors():
         parser = Parser(__doc__)
-        parser.add_argument("command", choices=["consolidate"])
+        parser.add_argument("command", choices=["consolidate", "convert"])
         parser.add_argument("out_dir", help="a training run, or one of its checkpoints")
-        parser.add_argument("file", help="the file to write, such as model.safetensors")
-        parser.add_argument("--which", choices=("latest", "best"), default="latest", help="checkpoint of the run")
+        parser.add_argument("file", nargs="?", help="the file that consolidate writes, such as model.safetensors")
+        parser.add_argument("--which", choices=("latest", "best"), help="checkpoint that consolidate reads")
         args = parser.parse_args(argv)
-        path = consolidate(args.out_dir, args.file, args.which)
-        print(f"{args.file}: the weights of {path}")
+        if args.command == "convert":
+            require(not args.file and not args.which, "convert takes OUT_DIR alone; it converts every checkpoint in it")
+            for path in convert(args.out_dir):
+                print(f"{path} has the present format now")
+        else:
+            require(args.file, "consolidate writes a file; name it after the folder, such as model.safetensors")
+            path = consolidate(args.out_dir, args.file, args.which or "latest")
+            print(f"{args.file}: the weights of {path}")
 
 
 def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") -> Path:
@@ -46,14 +54,15 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
         raise FileExistsError(f"{file} is there already; delete it, or name another file")
 
     def weights(path: Path, state: dict) -> tuple[Path, dict, dict[str, Tensor]]:
-        specs = {name: spec for name, spec in checkpoint.shapes(path).items() if name.startswith("model.")}
+        index = checkpoint.read_index(path, state)
+        specs = {name: saved for name, saved in index.items() if name.startswith("model.")}
         if not specs:
             raise ValueError(f"checkpoint {path} holds no weights; give the out_dir of a training run")
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype, _) in specs.items()}
         size, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(file.parent).free
         if size > free:
             raise OSError(f"{file} needs {amount(size)} and its disk has {amount(free)}; make room")
-        checkpoint.load(path, tensors)
+        checkpoint.load(path, tensors, {}, index)
         return path, state, tensors
 
     path, state, tensors = checkpoint.read(out_dir, {"flags": dict}, weights, which)

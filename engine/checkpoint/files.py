@@ -3,18 +3,16 @@
     path = save(out_dir, step, tensors, state)      every rank calls it; `tensors` maps names to tensors or DTensors
     path = find(out_dir)                            the step directory that `latest` (or `best`) names
     state = read_state(path)                        the state that was given to save, with "step"
+    index = read_index(path, state)                 name -> shape, dtype and pieces of every tensor
     load(path, tensors)                             reads into the given tensors, in place
     read(out_dir, kinds, action)                    action(path, state), while another process may be saving
-
-    python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]     writes the weights to one file
 
 Files on disk; out_dir must be on a file system that all ranks share:
 
     out_dir/latest, out_dir/best        text files with the name of a step directory
-    out_dir/step_00001000/state.json    everything except tensors, and the SHA-256 of .metadata
-                         /.metadata     the table of torch.distributed.checkpoint (DCP): names, shapes and shards of
-                                        the tensors, with the file, offset, length and SHA-256 of each shard
-                         /__0_0.distcp  tensors, one file per rank; a replicated tensor is written once
+    out_dir/step_00001000/state.json    everything except tensors, and the SHA-256 of index.json
+                         /index.json    names and shapes of the tensors, and for each piece its file, place and SHA-256
+                         /rank_0.safetensors    tensors, one file per rank; a replicated tensor is written once
 
 A name that begins with `.tmp-` is of a directory that is not complete or is being deleted; the next save removes it.
 `step_*.old` exists only for the moment in which a step of the same number is replaced.
@@ -28,16 +26,17 @@ import os
 import re
 import shutil
 import time
-import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from data.files import amount
+from engine.checkpoint import pieces
+from engine.checkpoint.pieces import Saved, first_line, own_part
 from engine.checkpoint.state import FORMAT, STEP, Damaged, damaged, read_state, step_of, steps_in
 from engine.parallel.ranks import is_first_rank, of_first_rank, together
 
@@ -73,24 +72,20 @@ def save(
     group   the process group of the collectives; by default all ranks
     copies  this rank's part of every tensor, which is written instead of the present values of `tensors`
     """
-    from torch.distributed import checkpoint as dcp
-
-    from engine.checkpoint.reader import first_line
-    from engine.checkpoint.writer import DigestWriter
-
     out_dir = Path(out_dir)
     final = out_dir / f"step_{step:08d}"
     partial = out_dir / f".tmp-{final.name}"
-    state = {**state, "format": FORMAT, "step": step}
+    state = {**state, "step": step}
     json.dumps(state)  # a value that is not JSON fails here, on every rank
-    writer, planner = DigestWriter(partial), dcp.DefaultSavePlanner()
+    parts = {name: (*own_part(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
     if copies is not None:
-        planner.lookup_object = lambda index: copies[index.fqn]
-        writer.per_thread_copy_ahead = 0  # otherwise it would wait for the GPU, although all copies are on the host
+        parts = {name: (copies[name], *place) for name, (_, *place) in parts.items()}
     try:
         together(lambda: is_first_rank() and _begin(out_dir, partial), group)
-        _run(dcp.save, tensors, group, storage_writer=writer, planner=planner)
-        together(lambda: is_first_rank() and _commit(partial, final, state, keep_last, best), group)
+        mine, file = _share(parts, group), f"rank_{dist.get_rank(group) if dist.is_initialized() else 0}.safetensors"
+        entries = together(lambda: pieces.write(partial, file, {name: parts[name] for name in mine}), group)
+        written = _gather(entries, group)
+        together(lambda: is_first_rank() and _commit(partial, final, written, state, keep_last, best), group)
     except (OSError, ValueError) as error:
         if is_first_rank():
             shutil.rmtree(partial, ignore_errors=True)
@@ -168,45 +163,79 @@ def read(where: str | Path, kinds: dict[str, Any], action: Callable[[Path, dict]
             failed, failure = (path, identity), error
 
 
-def shapes(path: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """name -> (global shape, dtype) of every tensor in the checkpoint. Every rank calls it. Raises Damaged."""
-    table = together(lambda: _read_metadata(Path(path))).state_dict_metadata
-    return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in table.items()}
+def read_index(path: str | Path, state: dict | None = None) -> dict[str, Saved]:
+    """name -> shape, dtype and pieces of every tensor in the checkpoint. Every rank calls it. Raises Damaged.
+
+    state   what read_state has read there
+    """
+    return together(lambda: _read_index(Path(path), state or read_state(path)))
 
 
-def load(path: str | Path, tensors: dict[str, Tensor], rows: dict[str, int] | None = None) -> None:
+def load(
+    path: str | Path,
+    tensors: dict[str, Tensor],
+    rows: dict[str, int] | None = None,
+    index: dict[str, Saved] | None = None,
+) -> None:
     """Read the named tensors in place. Every rank calls it; the checkpoint may come from any number of ranks.
 
     rows    name -> number of rows without padding. Such a tensor may have more or fewer rows than the saved tensor, as
             long as both have these rows. Rows that the saved tensor does not have keep their values.
+    index   what read_index has read there
 
     Other tensors of the checkpoint are ignored. Raises ValueError on every rank if the checkpoint lacks one of the
     names, or if its shape or dtype differs; raises Damaged if files are damaged.
     """
-    from torch.distributed import checkpoint as dcp
+    path, rows = Path(path), rows or {}
+    index = read_index(path) if index is None else index
 
-    from engine.checkpoint.reader import SafeReader
-
-    path = Path(path)
-
-    def check() -> Any:
-        metadata = _read_metadata(path)
+    def check():
         for name, tensor in tensors.items():
-            entry, least = metadata.state_dict_metadata.get(name), (rows or {}).get(name)
-            if entry and least and entry.size[1:] == tensor.shape[1:] and least <= min(len(tensor), entry.size[0]):
-                entry.size = tensor.shape  # then DCP reads the rows that both tensors have
-            saved = f"{tuple(entry.size)} {entry.properties.dtype}" if entry else "absent"
-            given = f"{tuple(tensor.shape)} {tensor.dtype}"
+            entry, shape = index.get(name), tuple(tensor.shape)
+            saved, given = f"{entry.shape} {entry.dtype}" if entry else "absent", f"{shape} {tensor.dtype}"
+            if entry and name in rows and entry.shape[1:] == shape[1:]:
+                if (rows[name],) <= min(shape[:1], entry.shape[:1]):
+                    saved = f"{shape} {entry.dtype}"
             if saved != given:
                 raise ValueError(f"{name} is {saved} in checkpoint {path}, {given} here; use the flags of its training")
-        return metadata
 
-    metadata = together(check)
+    def fill():
+        for name, tensor in tensors.items():
+            try:
+                pieces.fill(path, name, index[name], *own_part(tensor))
+            except ValueError as error:
+                raise damaged(path, error) from error
 
-    try:
-        _run(dcp.load, tensors, storage_reader=SafeReader(path, metadata))
-    except ValueError as error:
-        raise damaged(path, error) from error
+    together(check)
+    together(fill)
+
+
+def _share(parts: dict[str, tuple], group: dist.ProcessGroup | None) -> list[str]:
+    """The names of the parts that this rank writes. Of the ranks that have the same part, the one writes it that has
+    least to write so far. Every rank calls it."""
+    plans = _gather({name: (tuple(offsets), part.nbytes) for name, (part, offsets, _) in parts.items()}, group)
+    holders, to_write, shares = defaultdict(list), [0] * len(plans), [[] for _ in plans]
+    for rank, plan in enumerate(plans):
+        for name, (offsets, size) in plan.items():
+            holders[name, offsets, size].append(rank)
+    for (name, _, size), ranks in sorted(holders.items(), key=lambda item: len(item[1])):
+        rank = min(ranks, key=to_write.__getitem__)
+        shares[rank].append(name)
+        to_write[rank] += size
+    mine = shares[:1]
+    if dist.is_initialized():
+        mine = [None]
+        dist.scatter_object_list(mine, shares or None, 0, group)
+    return mine[0]
+
+
+def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The values of all ranks on the first rank, [] on the others. Every rank calls it."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size(group) if is_first_rank() else None
+    dist.gather_object(value, values, 0, group)
+    return values or []
 
 
 def _begin(out_dir: Path, partial: Path) -> None:
@@ -222,29 +251,43 @@ def _begin(out_dir: Path, partial: Path) -> None:
     partial.mkdir(exist_ok=True)
 
 
-def _commit(partial: Path, final: Path, state: dict, keep_last: int, best: bool) -> None:
-    """Give the directory its final name, then update `latest` and `best`, then delete old steps; each by one rename."""
-    out_dir, old = final.parent, final.with_name(f"{final.name}.old")
-    state["metadata_sha256"] = hashlib.sha256((partial / ".metadata").read_bytes()).hexdigest()
-    write(partial / "state.json", json.dumps(state, indent=1).encode())
-    _read_metadata(partial)  # raises Damaged if a file of another rank is missing or not complete
-    fsync(partial)
-    if final.exists():
-        final.rename(old)
-    partial.rename(final)
-    fsync(out_dir)
+def _commit(partial: Path, final: Path, written: list[dict], state: dict, keep_last: int, best: bool) -> None:
+    """Complete the directory and give it its final name, then update `latest` and `best`, then delete old steps; each
+    by one rename."""
+    out_dir = final.parent
+    complete(partial, written, state)
+    replace(partial, final)
     for pointer in ["latest", "best"] if best else ["latest"]:
         write(out_dir / f".tmp-{pointer}", f"{final.name}\n".encode())
         os.replace(out_dir / f".tmp-{pointer}", out_dir / pointer)
     fsync(out_dir)
-    if old.exists():
-        _remove(old)
     # If the user has gone back to an earlier checkpoint, there are later steps. They stay.
     steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]
     pointed = [path.read_text().strip() for path in (out_dir / "latest", out_dir / "best") if path.exists()]
     for path in steps[: max(0, len(steps) - keep_last)]:
         if path.name not in pointed:
             _remove(path)
+
+
+def complete(partial: Path, written: list[dict], state: dict) -> None:
+    """Write index.json and state.json beside the files of the ranks. `written` holds what pieces.write has returned."""
+    index = json.dumps(pieces.merged(written)).encode()
+    state = {**state, "format": FORMAT, "index_sha256": hashlib.sha256(index).hexdigest()}
+    write(partial / "index.json", index)
+    write(partial / "state.json", json.dumps(state, indent=1).encode())
+    _read_index(partial, state)  # raises Damaged if a file of another rank is missing or not complete
+    fsync(partial)
+
+
+def replace(partial: Path, final: Path) -> None:
+    """Give a complete directory its final name. A directory that has this name is deleted."""
+    old = final.with_name(f"{final.name}.old")
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    fsync(final.parent)
+    if old.exists():
+        _remove(old)
 
 
 def _remove(directory: Path) -> None:
@@ -268,27 +311,9 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _run(operation: Callable, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None, **how: Any) -> None:
-    """Call dcp.save or dcp.load. If it fails, all ranks raise the error of the first rank that failed.
-
-    Raises RuntimeError, as every collective does, if another rank has died.
-    """
-    from torch.distributed.checkpoint import CheckpointException
-
-    # Not inside of catch_warnings, which would change the filters of other threads too.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+def _read_index(path: Path, state: dict) -> dict[str, Saved]:
     try:
-        operation(dict(tensors), process_group=group, no_dist=not dist.is_initialized(), **how)
-    except CheckpointException as failure:
-        raise min(failure.failures.items())[1][0] from failure
-
-
-def _read_metadata(path: Path) -> Any:
-    from engine.checkpoint.reader import read_metadata
-
-    sha256 = str(read_state(path).get("metadata_sha256"))
-    try:
-        return read_metadata(path, sha256)
+        return pieces.read_index(path, str(state.get("index_sha256")))
     except ValueError as error:
         raise damaged(path, error) from error
 

@@ -186,10 +186,10 @@ def restore(cfg, ranks: Ranks, sharded: ShardedModel, optimizer: optim.Optimizer
 
     def load(path: Path, state: dict) -> dict:
         check_same_model(cfg, state["flags"], path)
-        random, saved = random_states(ranks), checkpoint.shapes(path)
-        random = {name: t for name, t in random.items() if name in saved}
+        index = checkpoint.read_index(path, state)
+        random = {name: t for name, t in random_states(ranks).items() if name in index}
         tensors = run_tensors(sharded, optimizer) | random
-        weights.load_tensors(path, tensors, sharded)
+        weights.load_tensors(path, tensors, sharded, index)
         for name, t in random.items():
             torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)
         if not random:  # the checkpoint was saved by fewer ranks

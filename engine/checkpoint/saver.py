@@ -22,7 +22,8 @@ from torch import Tensor
 
 from data.files import writing
 from engine.checkpoint import files as checkpoint
-from engine.errors import user_errors
+from engine.checkpoint.pieces import own_part
+from engine.errors import fail, user_errors
 from engine.metrics import Silent
 from engine.parallel import ranks as parallel
 from engine.parallel.ranks import Ranks
@@ -41,6 +42,7 @@ class Checkpoints:
 
     def __init__(self, cfg, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss):
         self.cfg, self.ranks, self.stop, self.metrics = cfg, ranks, stop, metrics
+        self.goes_on = cfg.on_save_error == "continue"
         self.saver = Saver(cfg.async_checkpoint)
         self.last_queued_step = self.saver.last_written_step = step
         self.best_loss: float | None = best_loss
@@ -80,45 +82,44 @@ class Checkpoints:
 
     @contextmanager
     def handle_save_errors(self, last: bool = False) -> Iterator[None]:
-        """`handle_write_errors` for a checkpoint, whose errors all ranks raise together.
+        """An error of a checkpoint, which all ranks raise together, ends the run. With on_save_error=continue it is
+        only a warning, unless this is the `last` checkpoint of the run.
 
         The first rank reports the error, and the other ranks wait for the report before they end.
         """
-        fatal = last or self.cfg.on_save_error == "stop"
         try:
-            with self.handle_write_errors(last):
-                try:
-                    yield
-                except OSError:
-                    if fatal and not self.ranks.first:
-                        raise SystemExit(1 if last else 2) from None
-                    raise
-        except SystemExit:
-            if fatal:
+            yield
+        except OSError as error:
+            if self.goes_on and not last:
+                return self.warn(error)
+            code = 1 if self.goes_on else 2
+            try:
+                if self.ranks.first:
+                    self.fail(str(error), code)
+                raise SystemExit(code) from None
+            finally:
                 self.stop.finish()
                 parallel.leave()
-            raise
 
     @contextmanager
-    def handle_write_errors(self, last: bool = False) -> Iterator[None]:
-        """An error while a file is written ends the run. With on_save_error=continue it is only a warning, unless this
-        is the `last` file of the run."""
+    def handle_write_errors(self) -> Iterator[None]:
+        """An error while a file is written ends the run. With on_save_error=continue it is only a warning."""
         with user_errors():
             try:
                 with writing(self.cfg.out_dir):
                     yield
             except OSError as error:
-                if self.cfg.on_save_error == "stop":
+                if not self.goes_on:
                     raise
-                if last:
-                    self.fail(str(error))
-                self.metrics.say(f"warning: {error}; training goes on because of --on_save_error=continue")
+                self.warn(error)
 
-    def fail(self, text: str) -> NoReturn:
-        """End the run with exit code 1 and this error."""
+    def warn(self, error: OSError):
+        self.metrics.say(f"warning: {error}; training goes on because of --on_save_error=continue")
+
+    def fail(self, text: str, code: int = 1) -> NoReturn:
+        """End the run with this error and exit code."""
         self.metrics.close()
-        with user_errors(code=1):
-            raise ValueError(text)
+        fail(text, code)
 
 
 class Saver:
@@ -185,10 +186,7 @@ class Saver:
 def _copy(tensor: Tensor, buffer: Tensor | None) -> Tensor:
     """A copy of this rank's part of the tensor in host memory, in `buffer` if that has the right shape. The copy from a
     GPU may still be under way when this function returns."""
-    from torch.distributed.tensor import DTensor
-
-    part = tensor.detach()
-    part = part.to_local() if isinstance(part, DTensor) else part
+    part, _ = own_part(tensor)
     if buffer is None or (buffer.shape, buffer.stride(), buffer.dtype) != (part.shape, part.stride(), part.dtype):
         buffer = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
     return buffer.copy_(part, non_blocking=part.is_cuda)

@@ -8,7 +8,7 @@ from typing import Any
 
 from data.files import open_regular
 
-FORMAT = 3  # 1 had no SHA-256 of each piece; 2 had other names of parameters
+FORMAT = 4  # 1 had no SHA-256 of each piece; 2 had other names of parameters; 3 had the files of DCP
 STEP = re.compile(r"step_(\d{8,})")
 MOST_SAMPLES = 2**40  # of one step, far above any real batch
 
@@ -42,7 +42,7 @@ def steps_in(out_dir: Path) -> list[Path]:
 
 
 def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
-    """The state that was given to `save`, with "step", "format" and "metadata_sha256", the SHA-256 of .metadata.
+    """The state that was given to `save`, with "step", "format" and "index_sha256", the SHA-256 of index.json.
 
     kinds    the keys that the caller needs, and the type or types of each. An int must lie in 0 .. 2**62 - 1, so that
              counting can go on, and a bool is not an int. A float must be finite.
@@ -59,6 +59,7 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
         raise damaged(path, f"state.json: {error!r:.200}") from error
     if type(found) is int and found != FORMAT:
         older = "use it with the version of this program that wrote it, or train anew in another --out_dir"
+        older = f"python -m engine.checkpoint convert {path}" if found == 3 else older
         remedy = "update this program" if found > FORMAT else older
         raise ValueError(f"checkpoint {path} has format {found}, and this program reads format {FORMAT}; {remedy}")
     for key, kind in ({"format": int, "step": int} | (kinds or {})).items():

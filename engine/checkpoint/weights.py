@@ -28,6 +28,7 @@ from configurator import Config, Given, resolve
 from data.shards import open_data
 from data.tokenizer import Tokenizer, build, from_spec
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint.pieces import Saved
 from engine.errors import require
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
@@ -117,7 +118,7 @@ def of_checkpoint(path: Path, state: dict) -> Weights:
         return from_spec(state["tokenizer"], path)
 
     def fill(sharded: ShardedModel):
-        load_tensors(path, parameters(sharded), sharded)
+        load_tensors(path, parameters(sharded), sharded, checkpoint.read_index(path, state))
 
     return Weights(path, state["flags"], state["tokenizer"], tokenizer, fill)
 
@@ -158,18 +159,18 @@ def parameters(sharded: ShardedModel) -> dict[str, Tensor]:
     return {f"model.{name}": sharded.as_global(name, p.detach()) for name, p in sharded.model.named_parameters()}
 
 
-def load_tensors(path: Path, tensors: dict[str, Tensor], sharded: ShardedModel):
+def load_tensors(path: Path, tensors: dict[str, Tensor], sharded: ShardedModel, index: dict[str, Saved]):
     """Read these tensors of the model, and perhaps of its optimizer, from the checkpoint, in place.
 
     The weights of the vocabulary may have other numbers of rows, because each layout pads them as it needs. Every
     rank calls this function.
     """
-    cfg, saved = sharded.model.cfg, checkpoint.shapes(path)
+    cfg = sharded.model.cfg
     rows = {  # of the vocabulary's weights and their optimizer states, without padding
         name: cfg.vocab_size
         for name, t in tensors.items()
         if name.split(".", 1)[1].startswith(checkpoint.VOCAB_WEIGHTS) and t.dim()
     }
-    if any(saved[name][0][:1] < (cfg.vocab_rows,) for name in rows.keys() & saved.keys()):
+    if any(index[name].shape[:1] < (cfg.vocab_rows,) for name in rows.keys() & index.keys()):
         sharded.init_weights(cfg.seed, checkpoint.VOCAB_WEIGHTS)  # for padding that the saved layout did not have
-    checkpoint.load(path, tensors, rows)
+    checkpoint.load(path, tensors, rows, index)

@@ -269,7 +269,7 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
         cfg = resolve(Config, Given(), state["flags"], str(path))
         cfg = ModelConfig(**{name: getattr(cfg, name) for name in ModelConfig.__dataclass_fields__})
         tokenizer = state["tokenizer"] and from_spec(state["tokenizer"], path)
-        tokens, shapes = special_tokens(tokenizer), shapes_of(cfg)
+        tokens, shapes, index = special_tokens(tokenizer), shapes_of(cfg), checkpoint.read_index(path, state)
 
         def weight(name: str) -> Tensor | None:
             if name not in shapes:
@@ -277,7 +277,7 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
             x, rows = torch.empty(shapes[name]), {}
             if name.startswith(checkpoint.VOCAB_WEIGHTS):
                 rows = {f"model.{name}": cfg.vocab_size}  # without the padding that tp needed
-            checkpoint.load(path, {f"model.{name}": x}, rows)
+            checkpoint.load(path, {f"model.{name}": x}, rows, index)
             return x
 
         with whole_or_nothing(folder) as partial:
