@@ -33,7 +33,7 @@ from engine.parallel import ranks as parallel
 from engine.parallel import sharded as sharded_model
 from engine.parallel.sharded import ShardedModel
 from engine.plan import costs, plan
-from model import BLOCK, Model
+from model import BLOCK, Model, ParameterPool, Sum
 
 TINY = {
     "n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 32, "vocab_size": 512, "batch_size": 2,
@@ -641,6 +641,8 @@ def test_the_plans_of_the_docs_and_their_largest_batches(command, output, capsys
         ({"world_size": 32}, "gradient_accumulation_steps=16"),
         ({"world_size": 8, "tp": 8}, "tp=8"),
         ({"world_size": 8, "pp": 4}, "pp=4"),
+        ({"pp": 2}, "there are 1; plan for as many with --world_size=2, or set them to 1$"),
+        ({"pp": 3, "world_size": 4}, "there are 4; plan for as many with --world_size=6, or set them to 1$"),
         ({"vocab_size": 0}, "vocab_size=0"),
     ],
 )
@@ -649,3 +651,23 @@ def test_mistakes(flags, named):
         plan.estimate(config(**flags))
     assert "\n" not in str(error.value)
     assert not dist.is_initialized()
+
+
+def test_data_for_later_layers_is_refused_as_in_training(monkeypatch):
+    class Handing(ParameterPool):
+        def forward(self, x, inputs):
+            return super().forward(inputs.shared.setdefault("first", x), inputs)
+
+    monkeypatch.setitem(BLOCK, "mine", lambda cfg, layer: [Sum(cfg, mlp=Handing(cfg))])
+    assert plan.estimate(config(block="mine")).total > 0
+    cfg, lines = config(block="mine", pp=2, world_size=2), []
+    for run in (plan.estimate, train_one_rank):
+        with pytest.raises(ValueError) as error:
+            run(cfg)
+        lines.append(str(error.value))
+    assert lines[0] == lines[1] and lines[0].startswith("pp=2 hands on only the stream, and a layer hands first to")
+
+
+def train_one_rank(cfg: Config):
+    with as_rank(cfg) as ranks:
+        ShardedModel(cfg, ranks)

@@ -14,11 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.errors import require
 from engine.metrics import gpu_peak
+from engine.parallel import pipeline
 from engine.plan.costs import RECOMPUTE, STATES, Layout, PartCosts, Run, Stage, fake_groups, layout_of
+from model import Model
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Assumptions, none of them measured here. The peaks in FLOP/s are in engine/metrics.py.
@@ -91,6 +94,9 @@ def estimate(cfg) -> Plan:
         (f"tp={cfg.tp} times cp={cfg.cp}", cfg.tp * cfg.cp, 2**12),
     ):
         require(n <= most, f"{fact} takes too long to plan; lower it to at most {most}")
+    if cfg.pp > 1:
+        with torch.device("meta"):
+            pipeline.keep_stage(Model(cfg), 0, cfg.pp)  # refuses layers that exchange more than the stream
     usable = int(USABLE * gpu.memory)
     with warnings.catch_warnings(), fake_groups(layout) as groups, FakeTensorMode():
         warnings.simplefilter("ignore")  # announcements of changes in PyTorch
