@@ -89,7 +89,7 @@ class EvaluateConfig:
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
 
 
-class Part(NamedTuple):
+class Evaluated(NamedTuple):
     """What is evaluated: its name, batches, the bytes of each token (V,) or why they are not known, and the lengths of
     the sequences that the decoder and the encoder read."""
 
@@ -100,7 +100,7 @@ class Part(NamedTuple):
     lengths: tuple[int, int]
 
 
-def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights, text: str) -> Part:
+def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights, text: str) -> Evaluated:
     """The text of cfg.file, encoded with the tokenizer of the model."""
     require(flags.objective == "causal", f"file={cfg.file} needs a model of objective=causal; use a data set")
     tokenizer = found.tokenizer()
@@ -110,10 +110,10 @@ def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights, te
     require(ids.max() < own, f"file={cfg.file} has token id {ids.max()}, and the model has {own}; see to its tokenizer")
     batches = text_batches(ids, flags.block_size, cfg.batch_size, ranks.data_rank, ranks.data_size, ranks.device)
     byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(ranks.device)
-    return Part(cfg.file, batches, byte_lengths, "", (min(flags.block_size, len(ids) - 1), 0))
+    return Evaluated(cfg.file, batches, byte_lengths, "", (min(flags.block_size, len(ids) - 1), 0))
 
 
-def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) -> Part:
+def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) -> Evaluated:
     """The split of the data set, in the windows that train.py evaluates."""
     known = cfg.dataset or "dataset" in found.flags
     require(known, f"out_dir={cfg.out_dir} does not say its data; set --dataset=NAME or --file=TEXT")
@@ -123,7 +123,7 @@ def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) ->
     batches = eval_batches(
         stream, objective, cfg.batch_size, cfg.eval_iters, ranks.data_rank, ranks.data_size, flags.seed, ranks.device
     )
-    return Part(stream.name, batches, *byte_lengths(flags, data, ranks), objective.lengths)
+    return Evaluated(stream.name, batches, *byte_lengths(flags, data, ranks), objective.lengths)
 
 
 def evaluate_text(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], text: str, found: Weights) -> dict:

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +32,7 @@ from engine.parallel import ranks as parallel
 from engine.parallel import sharded as sharded_model
 from engine.parallel.sharded import ShardedModel
 from engine.plan import costs, plan
-from model import BLOCK, Model
+from model import BLOCK, Model, ParameterPool, Sum
 
 TINY = {
     "n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 32, "vocab_size": 512, "batch_size": 2,
@@ -202,9 +201,8 @@ def test_states_of_one_rank(flags, optimizer):
 def test_stages_have_what_the_pipeline_leaves_them(tied):
     cfg = config(n_layer=7, pp=3, world_size=3, tie_weights=tied)
     model = Model(cfg)
-    r = costs.layout_of(cfg)
-    with costs.fake_groups(r) as groups, FakeTensorMode():
-        stages = costs.Run(cfg, r, *groups).stages
+    with costs.fake_rank(cfg) as rank:
+        stages = rank.stages
     for i, stage in enumerate(stages):
         part = copy.deepcopy(model)
         pipeline.keep_stage(part, i, 3)
@@ -353,12 +351,10 @@ def test_a_pipeline_holds_micro_batches():
 def test_the_loss_of_many_tokens():
     """Measured on few tokens and continued, it is what all of them give."""
     cfg = config(vocab_size=4096, loss_chunk=8, tp=2, world_size=2)
-    r = costs.layout_of(cfg)
-    with costs.fake_groups(r) as groups, FakeTensorMode():
-        run = costs.Run(cfg, r, *groups)
-        continued, model, targets = run.loss_cost(5), run.model, torch.zeros(5, 32, dtype=torch.int64)
+    with costs.fake_rank(cfg) as rank:
+        continued, model, targets = rank.loss_cost(5), rank.model, torch.zeros(5, 32, dtype=torch.int64)
         ends = torch.nn.ModuleList([model.norm, model.head])
-        whole = run.measure(lambda x: model.loss(model.norm(x), targets), ends, run.stream(5, 32), [targets])
+        whole = rank.measure(lambda x: model.loss(model.norm(x), targets), ends, rank.stream(5, 32), [targets])
     assert (continued.kept, continued.peak, continued.sent) == (whole.kept, whole.peak, whole.sent)
 
 
@@ -372,13 +368,12 @@ def test_an_evaluation_computes_no_gradient_of_the_loss(tp):
             products.extend([f] * (f is torch.ops.aten.mm.default))
             return f(*args, **(kwargs or {}))
 
-    with costs.fake_groups(costs.layout_of(cfg)) as groups, FakeTensorMode():
-        run = costs.Run(cfg, costs.layout_of(cfg), *groups)
+    with costs.fake_rank(cfg) as rank:
         x, targets = torch.empty(1, 32, cfg.n_embd), torch.zeros(1, 32, dtype=torch.int64)
         for gradient, expected in ((False, 4), (True, 12)):
             products.clear()
             with Recorder(), torch.set_grad_enabled(gradient):
-                run.model.loss(x.requires_grad_(gradient), targets)
+                rank.model.loss(x.requires_grad_(gradient), targets)
             assert len(products) == expected
 
 
@@ -548,11 +543,9 @@ def test_muon_of_7b_on_64_ranks_costs_a_sixtieth_of_what_every_rank_alone_would(
 def test_muon_multiplies():
     """Five times X X^T, its square and a product with X, of each logical matrix: q, k, v, out, up and down."""
     cfg = config(optimizer="muon", norm="none", norm_placement="none", mlp="relu")
-    r = costs.layout_of(cfg)
-    with costs.fake_groups(r) as groups, FakeTensorMode():
-        run = costs.Run(cfg, r, *groups)
     square, tall = 2 * 3 * 64**3, 2 * (2 * 64 * 256 * 64 + 64**3)
-    assert run.owners(run.stages[0]).flops == 3 * 5 * (4 * square + 2 * tall)
+    with costs.fake_rank(cfg) as rank:
+        assert rank.owners(rank.stages[0]).flops == 3 * 5 * (4 * square + 2 * tall)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -641,6 +634,8 @@ def test_the_plans_of_the_docs_and_their_largest_batches(command, output, capsys
         ({"world_size": 32}, "gradient_accumulation_steps=16"),
         ({"world_size": 8, "tp": 8}, "tp=8"),
         ({"world_size": 8, "pp": 4}, "pp=4"),
+        ({"pp": 2}, "there are 1; plan for as many with --world_size=2, or set them to 1$"),
+        ({"pp": 3, "world_size": 4}, "there are 4; plan for as many with --world_size=6, or set them to 1$"),
         ({"vocab_size": 0}, "vocab_size=0"),
     ],
 )
@@ -649,3 +644,23 @@ def test_mistakes(flags, named):
         plan.estimate(config(**flags))
     assert "\n" not in str(error.value)
     assert not dist.is_initialized()
+
+
+def test_data_for_later_layers_is_refused_as_in_training(monkeypatch):
+    class Handing(ParameterPool):
+        def forward(self, x, inputs):
+            return super().forward(inputs.shared.setdefault("first", x), inputs)
+
+    monkeypatch.setitem(BLOCK, "mine", lambda cfg, layer: [Sum(cfg, mlp=Handing(cfg))])
+    assert plan.estimate(config(block="mine")).total > 0
+    cfg, lines = config(block="mine", pp=2, world_size=2), []
+    for run in (plan.estimate, train_one_rank):
+        with pytest.raises(ValueError) as error:
+            run(cfg)
+        lines.append(str(error.value))
+    assert lines[0] == lines[1] and lines[0].startswith("pp=2 hands on only the stream, and a layer hands first to")
+
+
+def train_one_rank(cfg: Config):
+    with as_rank(cfg) as ranks:
+        ShardedModel(cfg, ranks)

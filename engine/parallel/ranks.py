@@ -131,10 +131,12 @@ def check_flags(cfg):
 def check_layout(cfg, size: int):
     """ValueError if flags of parallelism do not fit together, or do not fit `size` ranks."""
     model_ranks = cfg.tp * cfg.cp * cfg.pp
+    planned = f"plan for as many with --world_size={-(-size // model_ranks) * model_ranks}"
+    remedy = planned if cfg.plan else "start as many with torchrun --nproc_per_node"
     require(
         size % model_ranks == 0,
-        f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {model_ranks} ranks or a multiple, and there are {size}; start "
-        "as many with torchrun --nproc_per_node, or set them to 1",
+        f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {model_ranks} ranks or a multiple, and there are {size}; "
+        f"{remedy}, or set them to 1",
     )
     data, micro_batches = data_ranks(cfg, size), cfg.gradient_accumulation_steps
     require(

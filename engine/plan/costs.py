@@ -1,8 +1,7 @@
 """Counts the bytes that one rank of a run holds and sends, on fake tensors, which have a shape but no memory.
 
-    with fake_groups(layout := layout_of(cfg)) as groups, FakeTensorMode():
-        run = Run(cfg, layout, *groups)
-        run.memory(run.part_costs(cfg.batch_size))         # bytes, by kind
+    with fake_rank(cfg) as rank:
+        rank.memory(rank.part_costs(cfg.batch_size))         # bytes, by kind
 
 The activations of a block and the traffic of tensor and context parallelism are measured: a block runs forward and
 backward, cut and wrapped as in training, so the figures follow every flag. The memory and the traffic of FSDP, DDP and
@@ -14,6 +13,7 @@ reduce-scatter, and twice as many in an all-reduce. Scalars, tables of positions
 
 import copy
 import math
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -26,27 +26,20 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data.objective import OBJECTIVE
-from engine.optim import OPTIMIZER, Matrix, Muon, Owners, is_hidden, iteration_dtype, place, state_bytes
+from engine.optim import OPTIMIZER, Matrix, Muon, Owners, hidden_matrices, iteration_dtype, place, state_bytes
 from engine.parallel import context as context_parallel
 from engine.parallel import ranks as parallel
 from engine.parallel import sharded as sharded_model
 from engine.parallel import tensor as tensor_parallel
 from engine.plan.accounting import flops
-from model import (
-    Heads,
-    Inputs,
-    Linear,
-    Model,
-    NormOfHeads,
-    Shared,
-    Stack,
-)
+from model import Heads, Inputs, Linear, Model, NormOfHeads, Shared, Stack
 from ops import ChunkedCrossEntropy, chunk_loss, rows_at_once, wide_stream
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
@@ -57,29 +50,12 @@ RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, 
 Shapes = dict[str, tuple[int, ...]]  # of parameters, by name
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of the mesh's dimensions, outermost first; dp_replicate and dp_shard divide the samples."""
-
-    pp: int
-    dp_replicate: int
-    dp_shard: int  # with DDP, the number of copies of the model
-    cp: int
-    tp: int
-    micro_steps: int  # micro-batches of each rank in a step
-
-    def group(self, *dims: str) -> tuple[int, int]:
-        """(number of ranks, distance between consecutive ranks) of a group along adjacent dimensions."""
-        order = ["pp", "dp_replicate", "dp_shard", "cp", "tp"]
-        within = order[order.index(dims[-1]) + 1 :]
-        return math.prod(getattr(self, dim) for dim in dims), math.prod(getattr(self, dim) for dim in within)
-
-
-def layout_of(cfg) -> Layout:
-    """The mesh of cfg.world_size ranks; ValueError if the flags do not fit this number."""
+def layout_of(cfg) -> dict[str, int]:
+    """The sizes of the dimensions of a mesh of cfg.world_size ranks, outermost first; ValueError if the flags do not
+    fit this number. With DDP, dp_shard is the number of copies of the model."""
     parallel.check_layout(cfg, cfg.world_size)
     data, replicas = parallel.data_ranks(cfg, cfg.world_size), parallel.replicas(cfg)
-    return Layout(cfg.pp, replicas, data // replicas, cfg.cp, cfg.tp, cfg.gradient_accumulation_steps // data)
+    return {"pp": cfg.pp, "dp_replicate": replicas, "dp_shard": data // replicas, "cp": cfg.cp, "tp": cfg.tp}
 
 
 class Stage:
@@ -176,19 +152,8 @@ class Trace(TorchDispatchMode):
         self.live -= n
 
 
-@contextmanager
-def fake_groups(layout: Layout) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
-    """The tp group and the cp group of rank 0, whose other ranks do not exist. Rank 0 keeps the most keys under cp."""
-    n = layout.tp * layout.cp
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
-    try:
-        yield dist.new_group(list(range(layout.tp))), dist.new_group(list(range(0, n, layout.tp)))
-    finally:
-        dist.destroy_process_group()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# A run
+# A rank
 
 STATES = ("parameters", "gradients", "optimizer state")  # in float32; they stay from step to step
 
@@ -200,17 +165,32 @@ class UninitializedModel(Model):
         pass
 
 
-class Run:
-    """One rank's model on fake tensors, and the memory, the traffic and the FLOPs of this rank.
+@contextmanager
+def fake_rank(cfg) -> Iterator["FakeRank"]:
+    """Rank 0 of a run with these flags. Its groups for tp and cp have other ranks that do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cfg.tp * cfg.cp)
+    try:
+        with warnings.catch_warnings(), FakeTensorMode():
+            warnings.simplefilter("ignore")  # announcements of changes in PyTorch
+            ranks = range(cfg.tp * cfg.cp)
+            yield FakeRank(cfg, dist.new_group([*ranks[: cfg.tp]]), dist.new_group([*ranks[:: cfg.tp]]))
+    finally:
+        dist.destroy_process_group()
 
-    To be used within FakeTensorMode, with the groups that `fake_groups` makes.
+
+class FakeRank:
+    """One rank's model on fake tensors, and the memory, the traffic and the FLOPs of this rank. `fake_rank` makes it.
+
+    It is rank 0, which under cp keeps the most keys.
     """
 
-    def __init__(self, cfg, layout: Layout, tp: dist.ProcessGroup, cp: dist.ProcessGroup):
+    def __init__(self, cfg, tp: dist.ProcessGroup, cp: dist.ProcessGroup):
         self.cfg = cfg = copy.copy(cfg)
         self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
         cfg.fp32_residual = wide_stream(cfg.fp32_residual, torch.device("cuda"), self.dtype)
-        self.layout, self.model = layout, UninitializedModel(cfg, seed=0)  # a fake seed cannot be drawn
+        self.layout = layout_of(cfg)
+        self.micro_steps = cfg.gradient_accumulation_steps // parallel.data_ranks(cfg, cfg.world_size)
+        self.model = UninitializedModel(cfg, seed=0)  # a fake seed cannot be drawn
         cfg.loss_chunk = rows_at_once(cfg.loss_chunk, cfg.vocab_rows // cfg.tp, torch.device("cuda"))
         self.fsdp = cfg.parallel == "fsdp" and cfg.world_size > 1
         self.offload = self.fsdp and cfg.fsdp_offload
@@ -219,32 +199,37 @@ class Run:
         self.lengths = OBJECTIVE[cfg.objective](*objective).lengths
         self.n_params, self.flops = self.model.n_params(), flops(self.model, *self.lengths)
         self.head_flops = 6 * self.model.head.weight.numel() * self.lengths[0]
-        grid = layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp
         self.optimizer = OPTIMIZER[cfg.optimizer]
-        linear = {f"{name}.weight": m for name, m in self.model.named_modules() if isinstance(m, Linear)}
-        self.linear = linear.keys()
+        self.linear = {f"{name}.weight" for name, m in self.model.named_modules() if isinstance(m, Linear)}
+        self.tp_dim: dict[str, int | None] = {}  # the dimension that tp cuts
         self.hidden: dict[str, Matrix] = {}  # the weights that Muon trains, before tp cuts them
-        for name, m in linear.items() if self.optimizer.muon else ():
-            if not is_hidden(m):
-                continue
-            of_tp = tensor_parallel.sharded_dim(self.model, name) if cfg.tp > 1 else None
-            cuts = None, 0 if self.fsdp else None, of_tp
-            self.hidden[name] = Matrix(tuple(m.weight.shape), m.fused, tuple(zip(grid, cuts, strict=True)))
-        self.tp, self.groups = tp, {tp.group_name: "tp", cp.group_name: "cp"}
+        hidden = hidden_matrices(self.model) if self.optimizer.muon else {}
+        sizes = self.group("dp_replicate")[0], self.group("dp_shard", "cp")[0], cfg.tp
+        for name, p in self.model.named_parameters():
+            self.tp_dim[name] = dim = tensor_parallel.sharded_dim(self.model, name) if cfg.tp > 1 else None
+            if p in hidden:
+                cuts = zip(sizes, (None, 0 if self.fsdp else None, dim), strict=True)
+                self.hidden[name] = Matrix(tuple(p.shape), hidden[p], tuple(cuts))
+        self.groups = {tp.group_name: "tp", cp.group_name: "cp"}
         if cfg.tp > 1:
             tensor_parallel.apply_tensor_parallel(self.model, tp)
         if cfg.cp > 1:
             context_parallel.apply_context_parallel(self.model, cp)
         ends = [-(-cfg.n_layer * i // cfg.pp) for i in range(cfg.pp + 1)]  # as engine/parallel/pipeline.py cuts
         self.stages = [Stage(self.model, i, range(ends[i], ends[i + 1])) for i in range(cfg.pp)]
-        self.shards = layout.dp_shard * layout.cp if self.fsdp else 1
-        self.encoder = self.model.encoder.blocks if self.model.encoder else []
-        for block in [*self.model.blocks, *self.encoder]:
+        self.shards = self.group("dp_shard", "cp")[0] if self.fsdp else 1
+        for block in [*self.model.blocks, *(self.model.encoder.blocks if self.model.encoder else ())]:
             self.imitate_gpu(block)
             if cfg.activation_checkpoint != "none":
                 sharded_model.recompute(block, cfg.activation_checkpoint)
         for end in (self.model.norm, self.model.head):
             self.imitate_gpu(end, cast=not cfg.tie_weights)
+
+    def group(self, *dims: str) -> tuple[int, int]:
+        """(number of ranks, distance between consecutive ranks) of a group along adjacent dimensions of the layout."""
+        sizes, order = self.layout, list(self.layout)
+        inner = order[order.index(dims[-1]) + 1 :]
+        return math.prod(sizes[dim] for dim in dims), math.prod(sizes[dim] for dim in inner)
 
     def imitate_gpu(self, part: nn.Module, cast: bool = True):
         """Make the part take the memory of a GPU under FSDP, with parameters in the matmuls' dtype if cast."""
@@ -274,7 +259,7 @@ class Run:
 
     def stream(self, batch: int, length: int) -> Tensor:
         """This rank's part of the residual stream, (batch, length / cp / tp, C)."""
-        shape = batch, length // self.layout.cp // self.layout.tp, self.cfg.n_embd
+        shape = batch, length // self.cfg.cp // self.cfg.tp, self.cfg.n_embd
         return torch.empty(shape, dtype=self.stream_dtype, requires_grad=True)
 
     def part_costs(self, batch: int) -> PartCosts:
@@ -284,7 +269,7 @@ class Run:
         def block_costs(stack: Stack, length: int, memory: Tensor | None) -> Iterator[Cost]:
             own, of_memory = (torch.zeros(batch, n, dtype=torch.int64) for n in (length, S))
             docs = ((own, own), (own, of_memory)) if cfg.doc_mask else (None, None)
-            table = stack.position_table(torch.arange(length // self.layout.cp), torch.float32)
+            table = stack.position_table(torch.arange(length // self.cfg.cp), torch.float32)
             inputs = Inputs(table, docs[0], memory, docs[1], Shared())
             given, known = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)], {}
             for block in stack.blocks:
@@ -298,7 +283,7 @@ class Run:
                 yield known[kind]
 
         def embedding_cost(length: int) -> Cost:
-            idx = torch.zeros(batch, length // self.layout.cp, dtype=torch.int64)
+            idx = torch.zeros(batch, length // self.cfg.cp, dtype=torch.int64)
             return self.measure(lambda: model.embed(idx, 0)[0], nn.ModuleList([model.wte, model.pos]), None, [idx])
 
         before, memory = [embedding_cost(T)], None
@@ -310,7 +295,7 @@ class Run:
 
     def loss_cost(self, batch: int) -> Cost:
         """The cost of the last norm and the loss, whose chunks are compiled unless tp cuts the vocabulary."""
-        cfg, model, T = self.cfg, self.model, self.lengths[0] // self.layout.cp
+        cfg, model, T = self.cfg, self.model, self.lengths[0] // self.cfg.cp
         least = -(-4 * cfg.loss_chunk // T)  # sequences; above this number the cost is linear in the batch
         if batch > 2 * least:
             a, b = (self.loss_cost(n) for n in (least, 2 * least))
@@ -342,7 +327,7 @@ class Run:
         gradients are reduced in float32 while other gradients are computed; if weights stay gathered, only the last
         micro-step reduces them.
         """
-        cfg, layout, size = self.cfg, self.layout, self.dtype.itemsize
+        cfg, size = self.cfg, self.dtype.itemsize
         mine = {name: stage.held(name, self.shards) for name in stage.shapes}
         kinds = {name: Muon if name in self.hidden else self.optimizer.rest for name in mine}
         optimizer = sum(state_bytes(kinds[name], n) for name, n in mine.items())
@@ -354,7 +339,7 @@ class Run:
         root, _, *ends = (full.pop(name, 0) for name in ("root", "gains", "wte", "head"))
         block, total = max(full.values()), sum(full.values())
         gathered = cfg.pp > 1 or not cfg.fsdp_reshard  # between passes
-        once = gathered and layout.micro_steps > 1
+        once = gathered and self.micro_steps > 1
         unsharded = 4 * (total + sum(ends)) if once else (size + 4) * max(block, *ends)
         weights = (total if gathered else 2 * block) + sum(ends)
         return out | {"gathered weights": 4 * root + size * weights, "unsharded gradients": 4 * root + unsharded}
@@ -384,7 +369,7 @@ class Run:
 
     def memory(self, costs: PartCosts) -> dict[str, int]:
         """Bytes of a rank of the stage that needs most, by kind."""
-        cfg, layout, of_stages = self.cfg, self.layout, []
+        cfg, of_stages = self.cfg, []
         block_costs, before, loss = costs
         for stage in self.stages:
             mine = [block_costs[layer] for layer in stage.blocks]
@@ -395,7 +380,7 @@ class Run:
                 "backward of a block": max(cost.peak - cost.kept for cost in mine),
             }
             if cfg.pp > 1:  # PyTorch allocates a buffer for each stream that a stage receives in a step
-                parts["streams received"] = layout.micro_steps * before[0].kept * (2 - stage.first - stage.last)
+                parts["streams received"] = self.micro_steps * before[0].kept * (2 - stage.first - stage.last)
             if self.optimizer.muon:
                 parts["update by Muon"] = self.muon_update(stage)
             of_stages.append(parts)
@@ -414,10 +399,10 @@ class Run:
     # ---- traffic and time
 
     def traffic(self, stage: Stage, costs: PartCosts) -> dict[str, tuple[float, tuple[int, int]]]:
-        """kind -> (bytes that a rank of the stage sends in a step, the group as Layout.group describes it)."""
-        cfg, layout, size, steps = self.cfg, self.layout, self.dtype.itemsize, self.layout.micro_steps
+        """kind -> (bytes that a rank of the stage sends in a step, the group as `group` describes it)."""
+        cfg, size, steps = self.cfg, self.dtype.itemsize, self.micro_steps
         block_costs, before, loss = costs
-        others, data, out = self.shards - 1, layout.group("dp_shard", "cp"), {}
+        others, data, out = self.shards - 1, self.group("dp_shard", "cp"), {}
         held = {unit: sum(stage.held(name, self.shards) for name in names) for unit, names in stage.units.items()}
         total, gains = sum(held.values()), held.get("gains", 0)
         root, ends = held.get("root", 0), held.get("wte", 0) + held.get("head", 0)
@@ -433,36 +418,35 @@ class Run:
             once = cfg.pp > 1 or not cfg.fsdp_reshard
             out["fsdp reduce-scatter"] = others * (total - gains) * 4 * (1 if once else steps), data
             out["fsdp all-reduce of gains"] = 2 * ring_share(self.shards) * gains * 4, data
-            out["hsdp all-reduce"] = 2 * ring_share(layout.dp_replicate) * total * 4, layout.group("dp_replicate")
+            copies = self.group("dp_replicate")
+            out["hsdp all-reduce"] = 2 * ring_share(copies[0]) * total * 4, copies
         else:
             out["ddp all-reduce"] = 2 * ring_share(data[0]) * total * 4, data
         sent = defaultdict(float)
         for cost in [block_costs[layer] for layer in stage.blocks] + before * stage.first + [loss] * stage.last:
             for kind, n in cost.sent.items():
                 sent[kind] += n * steps
-        if layout.tp > 1:
-            dims = {name: tensor_parallel.sharded_dim(self.model, name) for name in stage.shapes}
-            uncut = sum(stage.held(name, self.shards) for name in stage.shapes if dims[name] is None)
-            sent["tp all-reduce"] += 2 * ring_share(layout.tp) * 4 * uncut  # gradients of uncut parameters
-        out |= {kind: (n, layout.group(kind[:2])) for kind, n in sent.items()}
+        if cfg.tp > 1:
+            uncut = sum(stage.held(name, self.shards) for name in stage.shapes if self.tp_dim[name] is None)
+            sent["tp all-reduce"] += 2 * ring_share(cfg.tp) * 4 * uncut  # gradients of uncut parameters
+        out |= {kind: (n, self.group(kind[:2])) for kind, n in sent.items()}
         if cfg.pp > 1:
             streams = steps * (2 - stage.first - stage.last)  # forward to the next stage, backward to the previous one
             n = streams * self.stream(cfg.batch_size, self.lengths[0]).nbytes
             if cfg.tie_weights and (stage.first or stage.last):
                 n += 4 * shard_numel(stage.shapes["wte.weight"], self.shards)
-            out["pp point to point"] = n, layout.group("pp")
+            out["pp point to point"] = n, self.group("pp")
         if self.optimizer.muon:
-            owners, ranks = self.owners(stage), layout.group("dp_replicate", "dp_shard", "cp", "tp")
+            owners, ranks = self.owners(stage), self.group("dp_replicate", "dp_shard", "cp", "tp")
             out["muon all-to-all"] = owners.dtype.itemsize * max(owners.sent()), ranks
         return {kind: each for kind, each in out.items() if each[0]}
 
     def collectives(self, costs: PartCosts) -> int:
         """Number of collectives that tensor and context parallelism need in a step of a rank."""
         block_costs, before, loss = costs
-        total = sum(cost.collectives for cost in [*block_costs, *before, loss]) * self.layout.micro_steps
-        if self.layout.tp > 1:
-            dims = {name: tensor_parallel.sharded_dim(self.model, name) for name, _ in self.model.named_parameters()}
-            total += (None in dims.values()) + 1  # gradients of uncut parameters, and the norm
+        total = sum(cost.collectives for cost in [*block_costs, *before, loss]) * self.micro_steps
+        if self.cfg.tp > 1:
+            total += (None in self.tp_dim.values()) + 1  # gradients of uncut parameters, and the norm
             if self.optimizer.muon:  # updates travel to the owners and back
                 owners = map(self.owners, self.stages)
                 total += sum(2 * len(each.rounds(each.owner, Muon.LARGEST_ROUND)) for each in owners)
@@ -470,10 +454,10 @@ class Run:
 
     def matmul_flops(self, stage: Stage) -> float:
         """Matmul FLOPs of a rank in a step: forward, backward and recomputation."""
-        cfg, layout = self.cfg, self.layout
+        cfg = self.cfg
         blocks = (self.flops - self.head_flops) * len(stage.blocks) / cfg.n_layer
         sequence = blocks * RECOMPUTE[cfg.activation_checkpoint] + self.head_flops * stage.last
-        return sequence * cfg.batch_size * layout.micro_steps / (layout.cp * layout.tp)
+        return sequence * cfg.batch_size * self.micro_steps / (cfg.cp * cfg.tp)
 
 
 def gpu_norm(m: nn.RMSNorm, x: Tensor) -> Tensor:

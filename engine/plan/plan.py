@@ -8,17 +8,19 @@ that needs most, and time for the slowest stage. GB are 1e9 bytes, GiB are 2**30
 """
 
 import copy
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch
 
 from engine.errors import require
 from engine.metrics import gpu_peak
-from engine.plan.costs import RECOMPUTE, STATES, Layout, PartCosts, Run, Stage, fake_groups, layout_of
+from engine.parallel import pipeline
+from engine.plan.costs import RECOMPUTE, STATES, FakeRank, PartCosts, Stage, fake_rank, layout_of
+from model import Model
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Assumptions, none of them measured here. The peaks in FLOP/s are in engine/metrics.py.
@@ -63,7 +65,7 @@ class Plan:
     """The estimates for one run. Figures per rank describe the rank that needs most."""
 
     cfg: Any  # the run's flags
-    layout: Layout
+    layout: dict[str, int]  # sizes of the mesh's dimensions
     dtype: str
     peak: float  # FLOP/s of a GPU
     parameters: int
@@ -84,29 +86,31 @@ class Plan:
 
 def estimate(cfg) -> Plan:
     """The plan of a run; ValueError if its flags contradict each other. cfg.vocab_size must be known."""
-    layout, gpu = layout_of(cfg), GPU[cfg.gpu]
+    gpu = GPU[cfg.gpu]
+    layout_of(cfg)  # ValueError if flags do not fit together
     for fact, n, most in (
         (f"n_layer={cfg.n_layer}", cfg.n_layer + cfg.n_encoder_layer, 1024),
         (f"block_size={cfg.block_size}", cfg.block_size, 2**24),
         (f"tp={cfg.tp} times cp={cfg.cp}", cfg.tp * cfg.cp, 2**12),
     ):
         require(n <= most, f"{fact} takes too long to plan; lower it to at most {most}")
+    if cfg.pp > 1:
+        with torch.device("meta"):
+            pipeline.keep_stage(Model(cfg), 0, cfg.pp)  # refuses layers that exchange more than the stream
     usable = int(USABLE * gpu.memory)
-    with warnings.catch_warnings(), fake_groups(layout) as groups, FakeTensorMode():
-        warnings.simplefilter("ignore")  # announcements of changes in PyTorch
-        run = Run(cfg, layout, *groups)
-        peak = gpu_peak(cfg.gpu, run.dtype)
-        costs = run.part_costs(cfg.batch_size)
-        memory = run.memory(costs)
-        times = [step_time(run, stage, costs, gpu, peak) for stage in run.stages]
-        most = largest(lambda batch: run.gpu_bytes(run.memory(run.part_costs(batch))), usable)
-    least = smallest_world(cfg, usable) if run.gpu_bytes(memory) > usable else 0
+    with fake_rank(cfg) as rank:
+        peak = gpu_peak(cfg.gpu, rank.dtype)
+        costs = rank.part_costs(cfg.batch_size)
+        memory = rank.memory(costs)
+        times = [step_time(rank, stage, costs, gpu, peak) for stage in rank.stages]
+        most = largest(lambda batch: rank.gpu_bytes(rank.memory(rank.part_costs(batch))), usable)
+    least = smallest_world(cfg, usable) if rank.gpu_bytes(memory) > usable else 0
     traffic, seconds = max(times, key=lambda each: sum(each[1].values()))
     step, tokens = sum(seconds.values()), cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
-    flops = run.flops / cfg.block_size
+    flops = rank.flops / cfg.block_size
     return Plan(
-        cfg, layout, str(run.dtype)[6:], peak, run.n_params, flops, tokens, memory, run.gpu_bytes(memory),
-        run.host_bytes(memory), usable, most, least, traffic, run.collectives(costs), seconds, step,
+        cfg, rank.layout, str(rank.dtype)[6:], peak, rank.n_params, flops, tokens, memory, rank.gpu_bytes(memory),
+        rank.host_bytes(memory), usable, most, least, traffic, rank.collectives(costs), seconds, step,
         flops * tokens / (cfg.world_size * peak * step),
     )  # fmt: skip
 
@@ -133,51 +137,44 @@ def largest(total: Callable[[int], int], usable: int, limit: int = 2**16) -> int
 def smallest_world(cfg, usable: int) -> int:
     """The smallest world_size at which a rank needs at most `usable` bytes, with the other flags of cfg; 0 = none."""
 
-    def with_world(n: int):
+    worlds, model_ranks = [], cfg.tp * cfg.cp * cfg.pp
+    for n in range(1, MOST_DATA_RANKS + 1):
         changed = copy.copy(cfg)  # since replace() would check all flags again
-        changed.world_size = n
-        return changed
+        changed.world_size = n * model_ranks
+        with suppress(ValueError):
+            layout_of(changed)
+            worlds.append(changed)
 
-    def allowed(n: int) -> bool:
-        try:
-            return bool(layout_of(with_world(n)))
-        except ValueError:
-            return False
+    def fits(changed) -> bool:  # more ranks never need more, each
+        with fake_rank(changed) as rank:
+            return rank.gpu_bytes(rank.memory(rank.part_costs(cfg.batch_size))) <= usable
 
-    def fits(n: int) -> bool:  # more ranks never need more, each
-        layout = layout_of(with_world(n))
-        with warnings.catch_warnings(), fake_groups(layout) as groups, FakeTensorMode():
-            warnings.simplefilter("ignore")
-            run = Run(with_world(n), layout, *groups)
-            return run.gpu_bytes(run.memory(run.part_costs(cfg.batch_size))) <= usable
-
-    model_ranks = cfg.tp * cfg.cp * cfg.pp
-    worlds = [n * model_ranks for n in range(1, MOST_DATA_RANKS + 1) if allowed(n * model_ranks)]
-    return next(iter(worlds[bisect_left(worlds, True, key=fits) :]), 0)
+    fitting = worlds[bisect_left(worlds, True, key=fits) :]
+    return fitting[0].world_size if fitting else 0
 
 
 def step_time(
-    run: Run, stage: Stage, costs: PartCosts, gpu: Gpu, peak: float
+    rank: FakeRank, stage: Stage, costs: PartCosts, gpu: Gpu, peak: float
 ) -> tuple[dict[str, Traffic], dict[str, float]]:
     """(traffic of a rank of the stage, seconds of its step by cause)."""
-    cfg, layout, speed = run.cfg, run.layout, gpu.achieved * peak
+    cfg, speed = rank.cfg, gpu.achieved * peak
     traffic = {}
-    for kind, (n, group) in run.traffic(stage, costs).items():
+    for kind, (n, group) in rank.traffic(stage, costs).items():
         rate = bandwidth(gpu, *group, ring=not kind.endswith("all-to-all"))
         traffic[kind] = Traffic(n, group[0], rate, n / rate)
     data = sum(each.seconds for kind, each in traffic.items() if kind.startswith(("fsdp", "hsdp", "ddp")))
-    compute, rest = run.matmul_flops(stage) / speed, sum(each.seconds for each in traffic.values()) - data
-    hidden = OVERLAP * compute * (1 if run.fsdp else 2 / 3 / layout.micro_steps)  # DDP sends in the last backward only
+    compute, rest = rank.matmul_flops(stage) / speed, sum(each.seconds for each in traffic.values()) - data
+    hidden = OVERLAP * compute * (1 if rank.fsdp else 2 / 3 / rank.micro_steps)  # DDP sends in the last backward only
     seconds = {
         "computation": compute,
         "traffic of tp, cp, pp and Muon": rest,
-        "bubble of the pipeline": (compute + rest) * (cfg.pp - 1) / layout.micro_steps,
+        "bubble of the pipeline": (compute + rest) * (cfg.pp - 1) / rank.micro_steps,
         "traffic of data ranks, not hidden": max(0.0, data - hidden),
-        "Muon's matmuls": run.owners(stage).flops / speed if run.optimizer.muon else 0.0,
+        "Muon's matmuls": rank.owners(stage).flops / speed if rank.optimizer.muon else 0.0,
     }
-    if run.offload:  # parameters go up for each gather, gradients down; an update reads and writes parameters and state
-        parameters, _, state = (run.static_memory(stage)[kind] for kind in STATES)
-        passes = (1 + cfg.fsdp_reshard) * layout.micro_steps + 1 + 3 + 2 * round(state / parameters)
+    if rank.offload:  # parameters go up for each gather, gradients down; an update reads and writes states
+        parameters, _, state = (rank.static_memory(stage)[kind] for kind in STATES)
+        passes = (1 + cfg.fsdp_reshard) * rank.micro_steps + 1 + 3 + 2 * round(state / parameters)
         seconds["offload to the host"] = passes * parameters / HOST
     return traffic, {kind: time for kind, time in seconds.items() if time}
 
@@ -188,12 +185,11 @@ def step_time(
 
 def report(plan: Plan) -> str:
     """The plan as a table to print, at most 45 lines."""
-    cfg, layout, gpu = plan.cfg, plan.layout, GPU[plan.cfg.gpu]
-    degrees = {name: getattr(layout, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
-    if cfg.parallel == "ddp":
-        degrees = {"copies" if name == "dp_shard" else name: n for name, n in degrees.items()}
-    mesh = " x ".join(f"{name}={n}" for name, n in degrees.items() if n > 1) or "one rank"
-    data = layout.dp_replicate * layout.dp_shard
+    cfg, gpu = plan.cfg, GPU[plan.cfg.gpu]
+    words = {"dp_shard": "copies"} if cfg.parallel == "ddp" else {}
+    mesh = " x ".join(f"{words.get(dim, dim)}={n}" for dim, n in plan.layout.items() if n > 1) or "one rank"
+    data = plan.layout["dp_replicate"] * plan.layout["dp_shard"]
+    micro_steps = cfg.gradient_accumulation_steps // data
     tokens, days = plan.tokens_per_step * cfg.max_iters, plan.step * cfg.max_iters / 86400
     fit = "it fits" if plan.total <= plan.usable else "it DOES NOT FIT"
     most = f"batch_size={plan.largest_batch} is the largest that does" if plan.largest_batch else "no batch_size does"
@@ -205,7 +201,7 @@ def report(plan: Plan) -> str:
         f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e9:,.4g} GFLOP per token forward and backward",
         f"{cfg.world_size:,} x {cfg.gpu}: {mesh}; parallel={cfg.parallel}, optimizer={cfg.optimizer}, "
         f"activation_checkpoint={cfg.activation_checkpoint}",
-        f"{plan.tokens_per_step:,} tokens a step: {data:,} data ranks x {layout.micro_steps} micro-steps x "
+        f"{plan.tokens_per_step:,} tokens a step: {data:,} data ranks x {micro_steps} micro-steps x "
         f"batch_size={cfg.batch_size} x {cfg.block_size:,} tokens",
         "",
         "memory of a rank                            GiB",
