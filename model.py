@@ -47,6 +47,7 @@ Seams. Other files replace or wrap these attributes and nothing else:
     Stack.position_table             tensor parallelism: rows of its heads      as AttentionPosition.table
     forward of norms and layers      FSDP, tensor parallelism                   same result, or one term of a sum
     Heads.cache, .memory_cache       decoding, context parallelism              as KVCache.extend, as KVCache.once
+    Heads.strips                     compilation: left out of it                as ops.strip_attention
     Heads.attend, .window, .dropout  context par., lens; decoding; plan: 0.0    as Heads.attend; tokens; a probability
 """
 
@@ -714,6 +715,7 @@ class Heads(nn.Module):
     """W_O softmax(q_h k_g(h)^T / sqrt(D)) v_g(h): the base class of attention. Subclasses project q, k and v."""
 
     per_head: tuple[str, ...] = ()  # names of the parameters that have a row for each head
+    strips: Callable | None = None  # see ops.attention
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
@@ -739,7 +741,8 @@ class Heads(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots = None) -> Tensor:
         """The softmax of all heads. A variant of it goes here and works with slots, shaped and cross attention too."""
-        return attention(q, k, v, self.head_dim, mask, self.softcap, self.dropout if self.training else 0.0, slots)
+        options = self.softcap, self.dropout if self.training else 0.0, slots, self.strips
+        return attention(q, k, v, self.head_dim, mask, *options)
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
@@ -817,7 +820,7 @@ class ShapedPool(Heads):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
         alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
-        uniform = uniform_attention(q, k, v, self.head_dim, mask)
+        uniform = uniform_attention(q, k, v, self.head_dim, mask, self.strips)
         y = alpha * v[:, :, -q.size(2) :] + beta * super().attend(q, k, v, mask) - gamma * uniform
         return y.to(v.dtype)  # not the gains, whose steps are smaller than those of 16 bits
 
