@@ -236,8 +236,8 @@ FAULTS = [
     ),
     (
         "engine/parallel/pipeline.py",
-        'model.copies = {"wte.weight"} if last and tied else set()',
-        'model.copies = {"head.weight"} if last and tied else set()',
+        'return {"wte.weight"} if last and tied else set()',
+        'return {"head.weight"} if last and tied else set()',
         "The tied weight, which both ends of a pipeline have, is counted twice in the gradient norm.",
         "tests/test_layouts.py::test_losses_do_not_depend_on_the_layout[pp-blocks]",
     ),
