@@ -45,8 +45,7 @@ from engine.checkpoint.weights import Weights
 from engine.device import resolve_device, resolve_dtype
 from engine.errors import command, require, user_errors
 from engine.evaluation import byte_lengths, open_dataset, total_loss
-from engine.parallel import ranks as parallel
-from engine.parallel.ranks import Ranks
+from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
 from engine.plan import memory
 from engine.text import read_text, text_batches, token_ids
 
@@ -192,20 +191,20 @@ def main(argv: list[str] | None = None):
     argv = ["--json=True" if word == "--json" else word for word in (sys.argv[1:] if argv is None else argv)]
     with user_errors():
         cfg = parse(EvaluateConfig, argv, doc=__doc__)
-        environment = parallel.environment()
+        _, local_rank, size, _ = environment()
         if cfg.tasks:
-            require(environment.size == 1, f"tasks={cfg.tasks} is evaluated by one process; start it without torchrun")
+            require(size == 1, f"tasks={cfg.tasks} is evaluated by one process; start it without torchrun")
             there = importlib.util.find_spec("lm_eval")
             require(there is not None, f"tasks={cfg.tasks} needs lm-eval; pip install -e .[eval]")
         text = read_text("file", cfg.file, LARGEST_TEXT) if cfg.file else ""
-        dtype = str(resolve_dtype(cfg.dtype, resolve_device(cfg.device, environment.local_rank)))[6:]
+        dtype = str(resolve_dtype(cfg.dtype, resolve_device(cfg.device, local_rank)))[6:]
         machine = {
             "device": cfg.device, "dtype": dtype, "compile": False, "parallel": cfg.parallel, "eval_only": True,
-            "batch_size": cfg.batch_size, "gradient_accumulation_steps": environment.size,
+            "batch_size": cfg.batch_size, "gradient_accumulation_steps": size,
             "init_from": f"checkpoint:{cfg.out_dir}",
         }  # fmt: skip
-        parallel.check_flags(Config(**machine))
-        ranks = parallel.join(Config(**machine))
+        check_flags(Config(**machine))
+        ranks = join(Config(**machine))
         if cfg.tasks:
             figures = weights.read(cfg.out_dir, lambda found: evaluate_tasks(cfg, ranks, machine, found))
         else:
@@ -213,7 +212,7 @@ def main(argv: list[str] | None = None):
             figures = weights.read(cfg.out_dir, lambda found: evaluate_text(cfg, ranks, machine, text, found))
     if ranks.first:
         show(cfg, figures)
-    parallel.leave()
+    leave()
 
 
 def show(cfg: EvaluateConfig, figures: dict):

@@ -37,16 +37,18 @@ number that __init__ writes into a parameter is kept too (see OwnValues); other 
 Seams. Other files replace or wrap these attributes and nothing else:
     attribute                        replaced by                                what must stay true
     Model.forward                    pipeline stages: under autocast            same result
-    Model.embed                      pipeline stages, context parallelism       (B, T) ids -> stream (B, T, C), t (T,)
+    Model.embed                      pipeline stages                            (B, T) ids -> stream (B, T, C), t (T,)
+    Model.place                      context parallelism                        t (T,) -> t (T,)
     Model.loss, .tie                 tensor parallelism, pipeline stages        mean in nats; ends share one tensor
     Model.chunk_loss, a block        compilation, recomputation                 same result
-    Model.pos, .wte, .first_norm     pipeline stages; tensor, context par.      shapes
+    Model.pos, .wte, .first_norm     pipeline stages, tensor parallelism        shapes
     Model.norm, .head, .blocks       pipeline stages, which delete others       shapes; a block keeps its name
     Model.init_weights               plan, on fake tensors                      shapes
     parameters                       tensor parallelism: slices; plan: dtypes   names
     Stack.position_table             tensor parallelism: rows of its heads      as AttentionPosition.table
     forward of norms and layers      FSDP, tensor parallelism                   same result, or one term of a sum
-    Heads.cache, .memory_cache       decoding, context parallelism              as KVCache.extend, as KVCache.once
+    Heads.cache, .memory_cache       decoding                                   as KVCache.extend, as KVCache.once
+    Heads.strips                     compilation: left out of it                as ops.strip_attention
     Heads.attend, .window, .dropout  context par., lens; decoding; plan: 0.0    as Heads.attend; tokens; a probability
 """
 
@@ -714,6 +716,7 @@ class Heads(nn.Module):
     """W_O softmax(q_h k_g(h)^T / sqrt(D)) v_g(h): the base class of attention. Subclasses project q, k and v."""
 
     per_head: tuple[str, ...] = ()  # names of the parameters that have a row for each head
+    strips: Callable | None = None  # see ops.attention
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
@@ -739,7 +742,8 @@ class Heads(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots = None) -> Tensor:
         """The softmax of all heads. A variant of it goes here and works with slots, shaped and cross attention too."""
-        return attention(q, k, v, self.head_dim, mask, self.softcap, self.dropout if self.training else 0.0, slots)
+        options = self.softcap, self.dropout if self.training else 0.0, slots, self.strips
+        return attention(q, k, v, self.head_dim, mask, *options)
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
@@ -817,7 +821,7 @@ class ShapedPool(Heads):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
         alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
-        uniform = uniform_attention(q, k, v, self.head_dim, mask)
+        uniform = uniform_attention(q, k, v, self.head_dim, mask, self.strips)
         y = alpha * v[:, :, -q.size(2) :] + beta * super().attend(q, k, v, mask) - gamma * uniform
         return y.to(v.dtype)  # not the gains, whose steps are smaller than those of 16 bits
 
@@ -1145,7 +1149,7 @@ class Model(Stack):
         """idx (B, T), whose first token has position `start`, docs (B, T) -> the stream (B, T, C), positions (T,)."""
         T, limit = idx.size(1), self.cfg.block_size
         require(T <= limit, f"a sequence of {T} tokens does not fit in block_size={limit}; crop it")
-        t = torch.arange(start, start + T, device=idx.device)
+        t = self.place(torch.arange(start, start + T, device=idx.device))
         place = t
         if docs is not None and self.cfg.doc_positions:
             docs = docs.contiguous()
@@ -1153,6 +1157,10 @@ class Model(Stack):
         x = self.wte(idx) if self.cfg.embed_scale == 1 else self.wte(idx) * self.cfg.embed_scale
         x = dropped(self.pos(x, place), self.cfg.dropout * self.training)
         return x.to(stream_dtype(self.cfg, x)), t
+
+    def place(self, t: Tensor) -> Tensor:
+        """Numbers of the tokens that this model is given, (T,) -> their positions in the text."""
+        return t
 
     def hidden(
         self, idx: Tensor, start: int = 0, docs: Maybe = None, memory: Maybe = None, memory_docs: Maybe = None

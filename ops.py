@@ -211,12 +211,22 @@ def attention_kernel(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, softcap=0.0, dropout=0.0, slots: Slots = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    D: int,
+    mask: Mask,
+    softcap=0.0,
+    dropout=0.0,
+    slots: Slots = None,
+    strips: Callable | None = None,
 ) -> Tensor:
     """softmax(cap(q k^T / sqrt(D))) v over the keys that the mask admits, and over slots: (B, H, T, E), where E >= D.
 
-    q (B, H, T, E), k and v (B, Hkv, S, E). The columns from D on hold a position bias, which is not capped.
+    q (B, H, T, E), k and v (B, Hkv, S, E). The columns from D on hold a position bias, which is not capped. strips is
+    strip_attention, or the same function, which torch.compile leaves out.
     """
+    strips = strip_attention if strips is None else strips
     T, S = q.size(2), k.size(2)
     if T == 1 and mask.causal:
         if 0 < mask.window < S:
@@ -245,8 +255,8 @@ def attention(
         given = q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always)
         return JoinedAttention.apply(*(x.to(matmul_dtype(q)) for x in given), scale, mask.causal).to(v.dtype)
     if kernel == "strips":
-        return strip_attention(sdpa, q, k, v, tuple(mask), slots, 128)
-    return strip_attention(partial(naive_attention, D, softcap, dropout), q, k, v, tuple(mask), slots, 256)
+        return strips(sdpa, q, k, v, tuple(mask), slots, 128)
+    return strips(partial(naive_attention, D, softcap, dropout), q, k, v, tuple(mask), slots, 256)
 
 
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
@@ -364,11 +374,12 @@ def naive_attention(D: int, cap: float, dropout: float, q: Tensor, k: Tensor, v:
     return (dropped(weights, dropout).view_as(scores) @ v).flatten(1, 2)  # (B, H, t, E)
 
 
-def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask) -> Tensor:
+def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strips: Callable | None = None) -> Tensor:
     """attention with q = k = 0, in O(T): the mean of the visible values. With a position bias (columns from D on, or
     slopes), the weights are the softmax of the bias. Shapes as in attention; k has H heads."""
     if q.size(-1) > D or mask.slopes is not None:
-        return attention(torch.cat((torch.zeros_like(q[..., :D]), q[..., D:]), dim=-1), k, v, D, mask)
+        q = torch.cat((torch.zeros_like(q[..., :D]), q[..., D:]), dim=-1)
+        return attention(q, k, v, D, mask, strips=strips)
     T, S = q.size(2), k.size(2)
     mask = mask._replace(window=mask.window if mask.window < S else 0)
     if T == 1 and mask.causal and mask.docs is None:

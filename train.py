@@ -35,6 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from configurator import Config, dump, read_flags, resolve
 from data.files import writing
 from data.loader import Loader, count_windows
+from data.shards import DataSet
 from engine import compilation, optim
 from engine.checkpoint import run as run_state
 from engine.checkpoint.folder import FolderLock, check_out_dir, replace_flags
@@ -43,7 +44,7 @@ from engine.device import make_deterministic, precision, refuse_nondeterminism
 from engine.errors import command, require, user_errors
 from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss, open_dataset, text_sample
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_step_warning
-from engine.parallel import ranks as parallel
+from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory
 from engine.profile import Profile
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None):
             cfg = resolve(Config, given, stored, origin)
             if cfg.plan:
                 return show_plan(cfg)
-            parallel.environment()  # if it is wrong, the run is refused before out_dir is made
+            environment()  # if it is wrong, the run is refused before out_dir is made
             if not cfg.eval_only and cfg.init_from != "resume":
                 lock.take(cfg.out_dir)
             run_state.resume_after_restart(cfg)
@@ -73,48 +74,28 @@ def main(argv: list[str] | None = None):
             run = Run(cfg, cleanup)
         run.announce()
         with refuse_nondeterminism():
-            train(run)
+            run.evaluate() if cfg.eval_only else train(run)
         run.stop.finish()
-        parallel.leave()
+        leave()
 
 
 def train(run: "Run"):
     """The training loop: evaluate, save, stop, or make a step."""
-    cfg, checkpoints, stop = run.cfg, run.checkpoints, run.stop
+    cfg, stop = run.cfg, run.stop
     while True:
-        stopping, is_best, worth_saving = stop.agreed(), False, False
-        due = cfg.eval_only or run.step == cfg.max_iters or (cfg.eval_interval and run.step % cfg.eval_interval == 0)
-        if not stopping and due:
-            losses = run.evaluate()
-            stopping = losses is None  # a signal came during the evaluation
-            if losses:
-                train_loss, val_loss, bits_per_byte = losses
-                is_best = checkpoints.is_best(val_loss)
-                worth_saving = run.step > 0 and (is_best or cfg.always_save_checkpoint)
-                if is_best and not worth_saving:  # before the first step there is nothing to save
-                    checkpoints.best_loss = val_loss
-        if cfg.eval_only:
-            if run.ranks.first and not stopping:
-                print(evaluation_line(run.step, train_loss, val_loss, bits_per_byte))
-            return
-
-        at_interval = run.step > 0 and cfg.save_interval > 0 and run.step % cfg.save_interval == 0
-        is_new = is_best or run.step != checkpoints.last_queued_step
+        stopping, best_loss, worth_saving = stop.agreed(), None, False
+        due = run.step == cfg.max_iters or cfg.eval_interval and run.step % cfg.eval_interval == 0
+        if due and not stopping:
+            found = run.evaluate()
+            stopping = found is None  # a signal came during the evaluation
+            best_loss, worth_saving = found or (None, False)
+        at_interval = run.step > 0 and cfg.save_interval and run.step % cfg.save_interval == 0
+        is_new = best_loss is not None or run.step != run.checkpoints.last_queued_step
         if is_new and (stopping or worth_saving or at_interval):
-            run.save(val_loss if is_best else None)
-            # agreed() returns what the ranks exchanged in the call before: so the first call reports the signals from
-            # before the save, and the second one those that came during it.
-            stopping = stopping or stop.agreed() or stop.agreed()
-
+            run.save(best_loss)
+            stopping = stopping or stop.drain()
         if stopping or run.step >= cfg.max_iters:
-            checkpoints.wait()
-            if checkpoints.last_written_step != checkpoints.last_queued_step:  # the last save failed: try once more
-                run.save(val_loss if is_best else None, last=True)
-            if stopping:
-                run.say_stopped()
-            if run.ranks.compile:
-                run.say_compiled()
-            return
+            return run.end(stopping, best_loss)
 
         lr = optim.learning_rate(run.step, cfg)
         run.profile.next()
@@ -124,6 +105,49 @@ def train(run: "Run"):
         run.step += 1
         if run.step % COLLECT == 0 or gc.isenabled():  # and once after the first step
             collect_garbage()
+
+
+def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting.Work]:
+    """Join the other ranks, and check that the run fits this machine. `lengths` are those of the objective's sequences.
+
+    Settles the flags dtype, fp32_residual and compile: their auto becomes this machine's choice, which a resume keeps.
+    """
+    check_flags(cfg)
+    make_deterministic(cfg.deterministic)
+    ranks = join(cfg)
+    cfg.dtype = str(ranks.dtype)[6:]
+    cfg.fp32_residual = wide_stream(cfg.fp32_residual, ranks.device, ranks.dtype)
+    memory.check_training(cfg, ranks, lengths)
+    run_state.check_same_start(cfg, ranks)
+    with torch.device("meta"):
+        model = Model(cfg)
+    pieces = 2 * cfg.cp if cfg.cp > 1 else 1  # of each text
+    kernels = accounting.attention_kernels(model, *lengths, ranks.device.type, ranks.dtype, pieces)
+    peak = math.nan if cfg.eval_only else peak_flops(ranks.device, ranks.dtype) or math.nan
+    samples, peak = cfg.batch_size * cfg.gradient_accumulation_steps, ranks.sum(torch.tensor(peak)).item()
+    work = accounting.Work(model.n_params(), accounting.flops(model, *lengths), kernels, samples, peak)
+    steps = cfg.max_iters - run_state.steps_done(cfg)
+    return compilation.settle(cfg, ranks, steps * work.fastest_step), work
+
+
+def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[ShardedModel, optim.Optimizer, torch.amp.GradScaler, dict]:
+    """The part of the model that this rank computes, its optimizer and gradient scaler, and the state of the run, all
+    as at the beginning of the run or as in the checkpoint that it resumes."""
+    sharded = ShardedModel(cfg, ranks)
+    if cfg.init_from != "resume":
+        run_state.initialize(cfg, sharded, data.tokenizer)
+    torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on every rank draws its own random numbers
+    optimizer = optim.build(sharded.model, cfg, sharded, ranks.dtype)
+    scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
+    if cfg.init_from != "resume":
+        return sharded, optimizer, scaler, {"step": 0, "samples": 0, "skipped": 0, "best_val_loss": None, "flags": {}}
+    state = run_state.restore(cfg, ranks, sharded, optimizer)
+    require(
+        state["tokenizer_hash"] == (data.tokenizer and data.tokenizer.hash),
+        f"dataset={cfg.dataset} has another tokenizer than the checkpoint in {cfg.out_dir}; use the same data",
+    )
+    run_state.restore_scaler(scaler, state["scaler"], cfg.out_dir)
+    return sharded, optimizer, scaler, state
 
 
 class Run:
@@ -141,49 +165,17 @@ class Run:
         self.streams = {split: self.data.split(split) for split in ("train", "val")}
         # With eval_iters=0 the whole validation set is evaluated, and at most 100 batches of the training set.
         self.val_batches = math.ceil(count_windows(self.streams["val"], cfg.block_size) / cfg.batch_size)
-        parallel.check_flags(cfg)
-        make_deterministic(cfg.deterministic)
-        self.ranks = ranks = parallel.join(cfg)
-        cfg.dtype = str(ranks.dtype)[6:]  # auto is settled, here and for compile below, and a resume keeps the choice
-        cfg.fp32_residual = wide_stream(cfg.fp32_residual, ranks.device, ranks.dtype)
-        memory.check_training(cfg, ranks, objective.lengths)
-        run_state.check_same_start(cfg, ranks)
-
-        with torch.device("meta"):
-            whole_model = Model(cfg)
-        self.n_params, self.flops_per_sample = whole_model.n_params(), accounting.flops(whole_model, *objective.lengths)
-        pieces = 2 * cfg.cp if cfg.cp > 1 else 1  # of each text
-        self.attention_kernels = accounting.attention_kernels(
-            whole_model, *objective.lengths, ranks.device.type, ranks.dtype, pieces
-        )
-        self.samples_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
-        peak = math.nan if cfg.eval_only else peak_flops(ranks.device, ranks.dtype) or math.nan
-        self.peak_flops = ranks.sum(torch.tensor(peak)).item()  # of all ranks together; nan if it is unknown
-        self.fastest_step = self.samples_per_step * self.flops_per_sample / self.peak_flops  # seconds, at the peak
-        seconds = (cfg.max_iters - run_state.steps_done(cfg)) * self.fastest_step
-        self.ranks = ranks = compilation.settle(cfg, ranks, seconds)
-        self.sharded = ShardedModel(cfg, ranks)  # the part of the model that this rank computes
-        if cfg.init_from != "resume":
-            run_state.initialize(cfg, self.sharded, self.data.tokenizer)
-        torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on every rank draws its own random numbers
-        self.optimizer = optim.build(self.sharded.model, cfg, self.sharded, ranks.dtype)
-        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
-        state = {"step": 0, "samples": 0, "skipped": 0, "best_val_loss": None, "flags": {}}
-        if cfg.init_from == "resume":
-            state = run_state.restore(cfg, ranks, self.sharded, self.optimizer)
-            require(
-                state["tokenizer_hash"] == (self.data.tokenizer and self.data.tokenizer.hash),
-                f"dataset={cfg.dataset} has another tokenizer than the checkpoint in {cfg.out_dir}; use the same data",
-            )
-            run_state.restore_scaler(self.scaler, state["scaler"], cfg.out_dir)
+        self.ranks, self.work = join_ranks(cfg, objective.lengths)
+        ranks, tokenizer = self.ranks, self.data.tokenizer
+        self.sharded, self.optimizer, self.scaler, state = build(cfg, ranks, self.data)
         self.step, self.samples, self.skipped = state["step"], state["samples"], state["skipped"]
         self.stored_flags = state["flags"]
         self.first_bad_step = torch.full((), NEVER, device=ranks.device)  # whose gradient was not finite
         self.graphs_of_first_step = None
         self.log_interval = log_interval(cfg, ranks.device)
+
         cleanup.callback(gc.enable)
         cleanup.callback(gc.unfreeze)
-
         self.micro_steps = cfg.gradient_accumulation_steps // ranks.data_size  # of this rank
         self.parts_of_step = Step(self.sharded, self.optimizer, self.scaler, self.micro_steps, cfg.grad_clip)
         self.loader = Loader(
@@ -199,20 +191,19 @@ class Run:
         self.stop = cleanup.enter_context(StopSignal(ranks))
         lengths, self.why_no_bytes = byte_lengths(cfg, self.data, ranks)
         self.mean_loss = partial(mean_loss, cfg, ranks, self.sharded, objective, lengths, self.stop)
-        writes = cfg.objective == "causal" and self.data.tokenizer and not (self.sharded.norm_groups or cfg.cp > 1)
-        args = ranks, self.sharded.model, self.data.tokenizer, self.streams["val"]
-        self.text_sample = partial(text_sample, *args) if writes else None
+        writes = cfg.objective == "causal" and tokenizer and not (self.sharded.norm_groups or cfg.cp > 1)
+        self.text_sample = writes and partial(text_sample, ranks, self.sharded.model, tokenizer, self.streams["val"])
         step = self.step if cfg.init_from == "resume" else None
         self.checkpoints = Checkpoints(cfg, ranks, self.stop, self.metrics, step, state["best_val_loss"])
 
     def open_metrics(self, cleanup: ExitStack) -> Silent:
         """The metrics of the first rank, which also writes the flags and the tokenizer; nothing on other ranks."""
-        cfg, folder = self.cfg, Path(self.cfg.out_dir)
+        cfg, work, folder = self.cfg, self.work, Path(self.cfg.out_dir)
         if cfg.eval_only or not self.ranks.first:
             return Silent()
         metrics = Metrics(
             cfg.out_dir, self.step, self.samples * cfg.block_size, cfg.max_iters,
-            self.flops_per_sample / cfg.block_size, self.peak_flops if math.isfinite(self.peak_flops) else None,
+            work.flops_per_sample / cfg.block_size, work.peak_flops if math.isfinite(work.peak_flops) else None,
             self.ranks.device, asdict(cfg),
         )  # fmt: skip
         cleanup.callback(metrics.close)
@@ -224,15 +215,15 @@ class Run:
 
     def announce(self):
         """Print the sizes of model, data and machine, and what the user should know before the first step."""
-        cfg, ranks, stream = self.cfg, self.ranks, self.streams["train"]
+        cfg, ranks, work, stream = self.cfg, self.ranks, self.work, self.streams["train"]
         machine = f"{ranks.size} x {ranks.device.type}, {precision(ranks.device, ranks.dtype)}"
         machine += ", deterministic" * cfg.deterministic + ", compiled" * ranks.compile
         self.metrics.say(
-            f"{self.n_params:,} parameters; {self.samples_per_step * cfg.block_size:,} tokens per step from "
-            f"{stream.name}, {self.loader.n_windows:,} windows; {machine}; attention: {self.attention_kernels}"
+            f"{work.n_params:,} parameters; {work.samples_per_step * cfg.block_size:,} tokens per step from "
+            f"{stream.name}, {self.loader.n_windows:,} windows; {machine}; attention: {work.attention_kernels}"
         )
         schedule_moved = optim.rescheduled(self.step, cfg, self.stored_flags)
-        slow = slow_step_warning(cfg, self.fastest_step)
+        slow = slow_step_warning(cfg, work.fastest_step)
         unused = "fp32_residual=False has no effect in float32" * (cfg.dtype == "float32" and not cfg.fp32_residual)
         for note in filter(None, (schedule_moved, slow, self.why_no_bytes, unused)):
             self.metrics.say(note)
@@ -241,8 +232,9 @@ class Run:
                 f"{cfg.out_dir} is at step {self.step} of max_iters={cfg.max_iters}; raise --max_iters to train on"
             )
 
-    def evaluate(self) -> tuple[float, float, float | None] | None:
-        """(training loss, validation loss, bits per byte); None if the ranks have agreed to stop meanwhile."""
+    def evaluate(self) -> tuple[float | None, bool] | None:
+        """Show the losses. Returns (the validation loss if it is the lowest so far, else None; whether to save a
+        checkpoint now); or None if the ranks have agreed to stop meanwhile."""
         cfg, model = self.cfg, self.sharded.model
         with self.metrics.paused():
             self.check_finite()
@@ -254,15 +246,21 @@ class Run:
             self.sharded.reshard_after_eval()
             if of_val is None:
                 return None
-            (train_loss, _), (val_loss, bits_per_byte) = of_train, of_val
+            val_loss, figures = of_val[0], (self.step, of_train[0], *of_val)
+            if cfg.eval_only and self.ranks.first:
+                print(evaluation_line(*figures))
             with self.checkpoints.handle_write_errors():
-                self.metrics.evaluation(self.step, train_loss, val_loss, bits_per_byte)
+                self.metrics.evaluation(*figures)
                 if self.text_sample:
                     self.metrics.sample(self.step, self.text_sample)
             model.train()
             if self.checkpoints.unwritten_best:  # whether this loss is the best depends on it
                 self.checkpoints.wait()
-        return train_loss, val_loss, bits_per_byte
+        is_best = self.checkpoints.is_best(val_loss)
+        worth_saving = self.step > 0 and (is_best or cfg.always_save_checkpoint)
+        if is_best and not worth_saving:  # before the first step there is nothing to save
+            self.checkpoints.best_loss = val_loss
+        return val_loss if is_best else None, worth_saving
 
     def train_step(self, lr: float) -> tuple[Tensor, Tensor]:
         """One optimizer step at this learning rate; returns (this rank's part of the loss, gradient norm)."""
@@ -280,9 +278,9 @@ class Run:
         skip = cfg.skip_nonfinite and not finite
         self.skipped += skip
         parts.update(skip)
-        self.samples += self.samples_per_step
+        self.samples += self.work.samples_per_step
         if ranks.compile and self.graphs_of_first_step is None:
-            self.graphs_of_first_step = compiled_graphs()
+            self.graphs_of_first_step = compilation.graphs()
             for cause in compilation.graph_breaks():
                 self.metrics.say(f"warning: torch.compile leaves a part of each step uncompiled: {cause}")
         return loss, grad_norm
@@ -293,11 +291,12 @@ class Run:
             return
         self.checkpoints.wait()
         bad, saved = int(self.first_bad_step), self.checkpoints.last_written_step
-        first = self.samples - (self.step - bad) * self.samples_per_step  # self.samples is the first one of self.step
+        size = self.work.samples_per_step
+        first = self.samples - (self.step - bad) * size  # self.samples is the first one of self.step
         kept = "nothing is saved yet" if saved is None else f"the checkpoint of step {saved} is good"
         self.checkpoints.fail(
             f"the loss or its gradient is not finite at step {bad} (samples {first} to "
-            f"{first + self.samples_per_step - 1}); {kept}; lower --learning_rate, or leave such steps out with "
+            f"{first + size - 1}); {kept}; lower --learning_rate, or leave such steps out with "
             "--skip_nonfinite=True"
         )
 
@@ -324,15 +323,20 @@ class Run:
             if self.ranks.first:
                 self.metrics.norms(self.step, self.sharded.norms())
 
-    def say_stopped(self):
-        self.metrics.say(
-            f"stopped by {self.stop.name or 'a signal to another rank'} with step {self.checkpoints.last_written_step} "
-            f"saved; go on with python train.py --out_dir={self.cfg.out_dir} --init_from=resume"
-        )
-
-    def say_compiled(self):
-        first, later = self.graphs_of_first_step, compiled_graphs() - self.graphs_of_first_step
-        self.metrics.say(f"torch.compile: {first} graphs, and {later} after the first step")
+    def end(self, stopped: bool, best_loss: float | None):
+        """Wait for the last checkpoint, try it once more if it has failed, and say how the run has ended."""
+        self.checkpoints.wait()
+        if self.checkpoints.last_written_step != self.checkpoints.last_queued_step:
+            self.save(best_loss, last=True)
+        if stopped:
+            self.metrics.say(
+                f"stopped by {self.stop.name or 'a signal to another rank'} with step "
+                f"{self.checkpoints.last_written_step} saved; go on with python train.py --out_dir={self.cfg.out_dir} "
+                "--init_from=resume"
+            )
+        if self.ranks.compile:
+            first, later = self.graphs_of_first_step, compilation.graphs() - self.graphs_of_first_step
+            self.metrics.say(f"torch.compile: {first} graphs, and {later} after the first step")
 
 
 def log_interval(cfg: Config, device: torch.device) -> int:
@@ -347,11 +351,6 @@ def collect_garbage():
     if gc.isenabled():
         gc.freeze()
         gc.disable()
-
-
-def compiled_graphs() -> int:
-    """Number of graphs that torch.compile has made in this process."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def show_plan(cfg: Config):

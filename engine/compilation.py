@@ -25,8 +25,9 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
-import ops
 from engine.parallel.ranks import Ranks, is_first_rank, of_first_rank, together
+from model import Heads
+from ops import strip_attention
 
 LONG = 180  # seconds of training without compilation from which compile=auto compiles on a CPU
 MOST_IN_STRIPS = 1024  # tokens; each strip of attention is compiled for itself, in seconds
@@ -103,7 +104,9 @@ def compile_model(model: nn.Module, blocks: list[nn.Module]):
     logging.getLogger("torch._dynamo.convert_frame").addFilter(uncompiled)
     if model.cfg.block_size > MOST_IN_STRIPS and model.cfg.activation_checkpoint == "none":  # which needs whole graphs
         reason = f"attention in strips of queries, with block_size above {MOST_IN_STRIPS}"
-        ops.strip_attention = torch.compiler.disable(ops.strip_attention, reason=reason)
+        strips = torch.compiler.disable(strip_attention, reason=reason)
+        for heads in (module for module in model.modules() if isinstance(module, Heads)):
+            heads.strips = strips
     for block in blocks:
         block.compile()
     model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)
@@ -127,6 +130,11 @@ def uncompiled(record: logging.LogRecord) -> bool:
             flush=True,
         )
     return False
+
+
+def graphs() -> int:
+    """Number of graphs that torch.compile has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def graph_breaks() -> list[str]:

@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache
-from itertools import zip_longest
+from itertools import product, zip_longest
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -163,15 +163,26 @@ class Owners:
         each = (portions(owned[rank], sizes, largest) for rank in sorted(owned))
         return [[key for portion in together for key in portion] for together in zip_longest(*each, fillvalue=())]
 
-    def exchange(self, some: list, updates: dict, full: dict, back: bool = False) -> Callable[[], None]:
-        """Start to send the parts of some matrices' updates, ordered by owner, to their owners; or back. `full` has the
+    def gather(self, some: list, updates: dict, full: dict) -> Callable[[], None]:
+        """Start to send the parts of some matrices' updates, ordered by owner, to their owners. `full` has room for the
         full updates of those that this rank owns. The returned function waits for what this rank receives."""
-        me, like = dist.get_rank(self.group), updates[some[0]]
-        parts = [(self.owner[key], updates[key]) for key in some if back or self.sends(key, me)]
-        wanted = ((rank, key) for rank in self.ranks for key in full if back or self.sends(key, rank))
-        owned = [(rank, full[key][place(self.matrices[key], rank)[0]]) for rank, key in wanted]
+        me = dist.get_rank(self.group)
+        parts = [(self.owner[key], updates[key]) for key in some if self.sends(key, me)]
+        wanted = [(rank, key) for rank in self.ranks for key in full if self.sends(key, rank)]
+        return self.exchange(updates[some[0]], parts, self.owned(full, wanted))
+
+    def scatter(self, some: list, updates: dict, full: dict) -> Callable[[], None]:
+        """Start to send the full updates back, to every rank the part that it holds; see gather."""
+        parts = [(self.owner[key], updates[key]) for key in some]
+        return self.exchange(updates[some[0]], self.owned(full, product(self.ranks, full)), parts)
+
+    def owned(self, full: dict, wanted: Iterable[tuple[int, Hashable]]) -> list[tuple[int, Tensor]]:
+        """For each (rank, key): the rank, and the part of the full update that it holds."""
+        return [(rank, full[key][place(self.matrices[key], rank)[0]]) for rank, key in wanted]
+
+    def exchange(self, like: Tensor, out: list[tuple[int, Tensor]], into: list[tuple[int, Tensor]]) -> Callable:
+        """Start to send tensors to ranks, and to receive others from ranks. Each list is ordered by rank."""
         splits = [[0] * len(self.ranks) for _ in range(2)]
-        out, into = (owned, parts) if back else (parts, owned)
         for split, tensors in zip(splits, (into, out), strict=True):
             for rank, x in tensors:
                 split[rank] += x.numel()
@@ -252,7 +263,7 @@ class Muon:
         def start(some: list[nn.Parameter]) -> tuple[list, dict, Callable]:
             shapes = {p: self.owners.matrices[p].shape for p in some if self.owners.owner[p] == me}
             full = {p: like.new_empty(shape, dtype=self.owners.dtype) for p, shape in shapes.items()}
-            return some, full, self.owners.exchange(some, updates, full)
+            return some, full, self.owners.gather(some, updates, full)
 
         coming = start(rounds[0])
         for following in [*rounds[1:], None]:
@@ -262,7 +273,7 @@ class Muon:
             self.orthogonalize_all(full)
             if finish:  # the round before
                 finish()
-            finish = self.owners.exchange(some, updates, full, back=True)
+            finish = self.owners.scatter(some, updates, full)
         finish()
 
     def orthogonalize_all(self, updates: dict[nn.Parameter, Tensor]):

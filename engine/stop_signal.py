@@ -73,6 +73,13 @@ class StopSignal:
         self.reduction = dist.all_reduce(self.flag, op=dist.ReduceOp.MAX, async_op=True)
         return stop
 
+    def drain(self) -> bool:
+        """Whether all ranks stop here because of any signal so far. Every rank calls it, after a long operation.
+
+        The first call of `agreed` reads what the ranks exchanged before the operation, the second what came during it.
+        """
+        return self.agreed() or self.agreed()
+
     def finish(self):
         """Wait for the last exchange. To be called before the process group ends."""
         if self.reduction is not None:

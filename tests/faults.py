@@ -236,8 +236,8 @@ FAULTS = [
     ),
     (
         "engine/parallel/pipeline.py",
-        'model.copies = {"wte.weight"} if last and tied else set()',
-        'model.copies = {"head.weight"} if last and tied else set()',
+        'return {"wte.weight"} if last and tied else set()',
+        'return {"head.weight"} if last and tied else set()',
         "The tied weight, which both ends of a pipeline have, is counted twice in the gradient norm.",
         "tests/test_layouts.py::test_losses_do_not_depend_on_the_layout[pp-blocks]",
     ),
@@ -426,10 +426,10 @@ FAULTS = [
     ),
     (
         "train.py",
-        """                if is_best and not worth_saving:  # before the first step there is nothing to save
-                    checkpoints.best_loss = val_loss
+        """        if is_best and not worth_saving:  # before the first step there is nothing to save
+            self.checkpoints.best_loss = val_loss
 """,
-        "                checkpoints.best_loss = val_loss\n",
+        "        self.checkpoints.best_loss = val_loss\n",
         "A validation loss counts as the best one when it is lower than the one before it.",
         "tests/test_train.py::test_the_best_checkpoint_stays_when_validation_worsens",
     ),
@@ -442,8 +442,8 @@ FAULTS = [
     ),
     (
         "train.py",
-        "self.samples += self.samples_per_step",
-        "self.samples += self.samples_per_step * bool(finite)",
+        "self.samples += self.work.samples_per_step",
+        "self.samples += self.work.samples_per_step * bool(finite)",
         "A step that is left out does not count its samples, so a resume reads some of the data again.",
         "tests/test_train.py::test_skip_nonfinite",
     ),
@@ -463,8 +463,8 @@ FAULTS = [
     ),
     (
         "train.py",
-        "worth_saving = run.step > 0 and (is_best or cfg.always_save_checkpoint)",
-        "worth_saving = run.step > 0 and is_best or cfg.always_save_checkpoint",
+        "worth_saving = self.step > 0 and (is_best or cfg.always_save_checkpoint)",
+        "worth_saving = self.step > 0 and is_best or cfg.always_save_checkpoint",
         "A checkpoint is written before the first step, where there is nothing to save.",
         "tests/test_train.py::test_nothing_is_saved_before_the_first_step",
     ),

@@ -205,7 +205,7 @@ def two_ranks(runs: list[tuple[bool, list[str]]]):
         print("joined:", ranks.dtype, flush=True)
         return ranks
 
-    parallel.fast_bfloat16, train.parallel.join = measure, said
+    parallel.fast_bfloat16, train.join = measure, said
     train_runs([flags for _, flags in runs])
 
 

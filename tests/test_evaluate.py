@@ -158,10 +158,10 @@ def test_a_prefix_of_the_tokenizer_comes_first(runs, figures, tmp_path, monkeypa
 
 def evaluations(all_flags: list[list[str]]):
     """evaluate.py with each of these flags, in the same processes."""
-    join, leave = torch.distributed.init_process_group, evaluate.parallel.leave
+    join, leave = torch.distributed.init_process_group, evaluate.leave
     once = torch.distributed.is_initialized
     torch.distributed.init_process_group = lambda *args, **kwargs: None if once() else join(*args, **kwargs)
-    evaluate.parallel.leave = lambda: None
+    evaluate.leave = lambda: None
     for flags in all_flags:
         evaluate.main(["--device=cpu", "--json", *flags])
     leave()

@@ -51,15 +51,15 @@ def test_a_second_run_is_refused_before_it_looks(run, tiny_data, tmp_path, capsy
 
 def test_a_run_that_starts_keeps_others_out(run, tiny_data, tmp_path, monkeypatch, capsys):
     """Another one in the window between the look at out_dir and the first line of metrics.jsonl."""
-    join, lines = train.parallel.join, []
+    join, lines = train.join, []
 
     def another_comes(cfg):
-        monkeypatch.setattr(train.parallel, "join", join)
+        monkeypatch.setattr(train, "join", join)
         flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={cfg.out_dir}", "--seed=2"]
         lines.append(refused(train.main, flags, capsys))
         return join(cfg)
 
-    monkeypatch.setattr(train.parallel, "join", another_comes)
+    monkeypatch.setattr(train, "join", another_comes)
     folder = run("--max_iters=6", out="one")
     assert f"belongs to process {os.getpid()} on " in lines[0]
     assert losses(folder) == losses(run("--max_iters=6", out="alone"))

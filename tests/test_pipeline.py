@@ -16,7 +16,7 @@ from ranks import launch
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from engine.parallel.pipeline import Pipeline, check, keep_stage, owned
+from engine.parallel.pipeline import Pipeline, check, keep_stage
 from model import Model, ModelConfig
 
 B, T, V, STEPS = 2, 12, 31, 6
@@ -129,7 +129,7 @@ def pipelined(name: str) -> dict:
     mesh = dist.init_device_mesh("cpu", (stages, pipelines), mesh_dim_names=("pp", "dp"))
     group, replica, stage = mesh.get_group("pp"), mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     model = build(flags, extra)
-    keep_stage(model, stage, stages)
+    elsewhere = keep_stage(model, stage, stages)
     if extra == "shard":
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])
@@ -151,7 +151,8 @@ def pipelined(name: str) -> dict:
         dist.all_reduce(loss)
         losses.append(loss.item() / pipelines)  # of ranks before the last stage it is 0
         grads = grads or named_grads(model)  # of the first step
-        squares = sum(whole(p.grad).square().sum() for p in owned(model))
+        owned = [name for name, _ in model.named_parameters() if name not in elsewhere]
+        squares = sum(whole(model.get_parameter(name).grad).square().sum() for name in owned)
         dist.all_reduce(squares, group=group)
         for p in model.parameters():
             p.grad *= min(1.0, 1.0 / (squares.sqrt().item() + 1e-6))
@@ -161,7 +162,7 @@ def pipelined(name: str) -> dict:
     return {
         "stage": stage, "sent": sent, "losses": losses, "evaluations": evaluations, "grads": grads,
         "wte": whole(named["wte.weight"].detach()) if "wte.weight" in named else None,
-        "owned": [each for each, p in named.items() if any(p is q for q in owned(model))],
+        "owned": owned,
     }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import IN_FLOAT64, ROOT, TINY, distance, figures, losses, metrics, read_all
 from ranks import launch as launch_ranks
 from ranks import torchrun
@@ -888,6 +889,23 @@ def test_second_signal_exits_at_once(monkeypatch):
             assert stop.agreed() and stop.name == "SIGTERM"
             assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+
+
+def test_a_signal_during_a_save_is_known_after_it():
+    """To the ranks, which read in each call what they exchanged in the call before it."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with StopSignal(parallel.Ranks(0, 2, torch.device("cpu"), torch.float32, False)) as stop:
+            stop.unsaved_steps = True
+            assert not stop.agreed() and not stop.drain()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.drain()
+            stop.finish()
+    finally:
+        dist.destroy_process_group()
         for each, handler in handlers.items():
             signal.signal(each, handler)
 

@@ -6,8 +6,8 @@
 A text is cut into 2n pieces. Rank r of n joins the r-th piece from the front and the r-th from the back.
 So the queries of every rank see equally many keys, and attention takes equally long everywhere.
 
-Attention gathers the keys and values of all pieces (arXiv:2407.21783, section 3.3.2). GatheredKeys takes the place of
-KVCache, after the position encoding, so each key has its position in the full text. For each piece, the keys end where
+Attention gathers the keys and values of all pieces (arXiv:2407.21783, section 3.3.2), after the position encoding, so
+each key has its position in the full text. For each piece, the keys end where
 the piece ends, and its queries are the last positions of these keys. Losses and gradients are averaged over the ranks,
 as over data-parallel ranks.
 """
@@ -55,42 +55,33 @@ def local_pieces(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup):
     """Change the model, in place, so that it computes this rank's pieces of each text."""
-    _, front, back = piece_indices(group)
-
-    def place(t: Tensor) -> Tensor:
-        """Indices 0 .. T/n - 1 of this rank's tokens -> their positions in the text."""
-        size = len(t) // 2
-        return t + torch.where(t < size, front, back - 1) * size
-
-    def embed(inner: Callable, *args) -> tuple[Tensor, Tensor]:
-        x, t = inner(*args)
-        return x, place(t)
-
-    model.embed = partial(embed, model.embed)
-    model.pos.register_forward_pre_hook(lambda module, args: (args[0], place(args[1])), prepend=True)
+    model.place = partial(place, group)
     for module in model.modules():
         if isinstance(module, Heads):
-            module.cache, module.attend = GatheredKeys(group), partial(attend_pieces, module.attend, group)
+            module.attend = partial(attend_pieces, module.attend, group)
 
 
-class GatheredKeys:
-    """The cache of a head. `extend` gathers keys and values of this rank's pieces, (B, Hkv, T/n, E), into those
-    from the beginning of the text to the end of the back piece, (B, Hkv, S, E)."""
+def place(group: dist.ProcessGroup, t: Tensor) -> Tensor:
+    """Indices 0 .. T/n - 1 of this rank's tokens -> their positions in the text."""
+    _, front, back = piece_indices(group)
+    size = len(t) // 2
+    return t + torch.where(t < size, front, back - 1) * size
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        heads = k.size(1), v.size(1)  # simplified blocks may have more values than keys
-        n, _, back = piece_indices(self.group)
-        parts = AllGather.apply(torch.cat((k, v), dim=1), 2, self.group).chunk(n, dim=2)  # 0, n-1, 1, n-2, ...
-        in_order = [*parts[::2], *parts[::-2]]
-        return torch.cat(in_order[: back + 1], dim=2).split(heads, dim=1)
+def gathered_pieces(group: dist.ProcessGroup, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of this rank's pieces, (B, Hkv, T/n, E), -> those from the beginning of the text to the end of
+    the back piece, (B, Hkv, S, E)."""
+    heads = k.size(1), v.size(1)  # simplified blocks may have more values than keys
+    n, _, back = piece_indices(group)
+    parts = AllGather.apply(torch.cat((k, v), dim=1), 2, group).chunk(n, dim=2)  # 0, n-1, 1, n-2, ...
+    in_order = [*parts[::2], *parts[::-2]]
+    return torch.cat(in_order[: back + 1], dim=2).split(heads, dim=1)
 
 
 def attend_pieces(attend: Callable, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, *args) -> Tensor:
     """Attention of the queries of each piece, (B, H, T/n, E), to the keys up to the end of the piece."""
     _, front, _ = piece_indices(group)
+    k, v = gathered_pieces(group, k, v)
     a, b = q.chunk(2, dim=2)
     end = (front + 1) * a.size(2)
     return torch.cat((attend(a, k[:, :, :end], v[:, :, :end], *args), attend(b, k, v, *args)), dim=2)

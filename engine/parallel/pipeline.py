@@ -41,9 +41,9 @@ def check(cfg: ModelConfig, n_stages: int, n_micro: int):
     )
 
 
-def keep_stage(model: Model, stage: int, n_stages: int):
+def keep_stage(model: Model, stage: int, n_stages: int) -> set[str]:
     """Remove from the model, in place, the parts that other stages own; the others keep their names. ValueError if
-    layers exchange more than the stream.
+    layers exchange more than the stream. Returns the names of the parameters that another stage has too and counts.
 
     model(x, targets) is then the stage: x is idx on the first stage and the stream (B, T, C) on others, and the result
     is the loss on the last stage and the stream on others. A tied weight stays on both ends.
@@ -71,12 +71,7 @@ def keep_stage(model: Model, stage: int, n_stages: int):
         model.wte = nn.Identity()
     if not (last and tied):
         model.tie = lambda: None
-    model.copies = {"wte.weight"} if last and tied else set()
-
-
-def owned(model: Model) -> list[nn.Parameter]:
-    """The parameters that this stage counts: over all stages, each parameter of the model is counted once."""
-    return [p for name, p in model.named_parameters() if name not in getattr(model, "copies", ())]
+    return {"wte.weight"} if last and tied else set()
 
 
 class Pipeline:

@@ -32,8 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from engine.device import fast_bfloat16, keep_freed_memory, resolve_compile, resolve_device, resolve_dtype
 from engine.errors import require
-from engine.parallel import context as context_parallel
-from engine.parallel import tensor as tensor_parallel
+from engine.parallel import context, tensor
 
 T = TypeVar("T")
 
@@ -155,9 +154,9 @@ def check_layout(cfg, size: int):
         "optimizer=adamw",
     )
     if cfg.tp > 1:
-        tensor_parallel.check(cfg, cfg.tp)
+        tensor.check(cfg, cfg.tp)
     if cfg.cp > 1:
-        context_parallel.check(cfg, cfg.cp)
+        context.check(cfg, cfg.cp)
     if cfg.pp > 1:
         from engine.parallel import pipeline
 

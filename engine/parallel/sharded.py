@@ -7,7 +7,7 @@
     norm = sharded.clip(cfg.grad_clip)
 
 The constructor applies, in this order: a pipeline's stage, tensor parallelism, context parallelism, recomputation,
-compilation, and last DDP or FSDP2. model.py has no code for any of them.
+compilation, and last DDP or FSDP2. model.py has no code for any of them, and a table of what they replace in it.
 """
 
 import math
@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,10 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from engine import compilation
-from engine.parallel import context as context_parallel
-from engine.parallel import ranks as parallel
-from engine.parallel import tensor as tensor_parallel
-from engine.parallel.ranks import Ranks
+from engine.parallel.context import apply_context_parallel, local_pieces
+from engine.parallel.ranks import Ranks, limit
+from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
 from model import Gain, Model, ShapedPool, stream_dtype
 
 aten = torch.ops.aten
@@ -96,59 +94,67 @@ class ShardedModel:
 
     def __init__(self, cfg, ranks: Ranks):
         with torch.device("meta"):
-            model = Model(cfg)
-        self.model, self.ranks, self.tp, self.pp = model, ranks, cfg.tp, cfg.pp
+            self.model = self.forward_model = model = Model(cfg)
+        self.ranks, self.tp, self.pp, mesh = ranks, cfg.tp, cfg.pp, ranks.mesh
         self.fsdp, self.reshard = cfg.parallel == "fsdp" and ranks.size > 1, cfg.fsdp_reshard
-        mesh = ranks.mesh
-        owned = model.parameters
-        if cfg.pp > 1:
-            from engine.parallel import pipeline
-
-            pipeline.keep_stage(model, mesh.get_local_rank("pp"), cfg.pp)
-            owned = partial(pipeline.owned, model)
-        if cfg.tp > 1:
-            tensor_parallel.apply_tensor_parallel(model, mesh["tp"].get_group())
-            grid = mesh.mesh[0].permute(2, 0, 1)  # tp is the outer cut, FSDP the inner one
-            where = "cpu" if self.fsdp and cfg.fsdp_offload else ranks.device.type  # the device of DTensors
-            self.outer = DeviceMesh(where, grid, mesh_dim_names=("tp", "replicate", "shard"))
-            parallel.limit(self.outer, cfg.collective_timeout)
-        if cfg.cp > 1:
-            context_parallel.apply_context_parallel(model, ranks.cp)
-        blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]
-        for block in blocks:
-            if cfg.activation_checkpoint != "none":
-                recompute(block, cfg.activation_checkpoint)
-        if ranks.compile:
-            compilation.compile_model(model, blocks)
-        self.forward_model = model
-        if self.fsdp:
-            self._shard(blocks, cfg)
-        model.to_empty(device="cpu" if self.fsdp and cfg.fsdp_offload else ranks.device)
-        model.tie()
-        if cfg.pp > 1:
-            shape = cfg.batch_size, cfg.block_size
-            micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
-            args = mesh["pp"].get_group(), micro_steps, shape, ranks.device, ranks.autocast
-            self.pipeline = pipeline.Pipeline(model, *args)
-        elif not self.fsdp and mesh is not None and mesh["shard"].size() > 1 and not cfg.eval_only:
-            devices = [ranks.device] if ranks.device.type == "cuda" else None
-            self.forward_model = nn.parallel.DistributedDataParallel(
-                model, device_ids=devices, process_group=mesh["shard"].get_group(), gradient_as_bucket_view=True
-            )
+        self.home = torch.device("cpu") if self.fsdp and cfg.fsdp_offload else ranks.device  # of the parameters
+        self.counted_elsewhere: Collection[str] = ()  # names of parameters that another stage counts
+        ddp = not (self.fsdp or cfg.pp > 1 or cfg.eval_only or mesh is None) and mesh["shard"].size() > 1
+        wrappers = {  # in this order
+            self._keep_stage: cfg.pp > 1,
+            self._cut_layers: cfg.tp > 1,
+            self._cut_texts: cfg.cp > 1,
+            self._recompute: cfg.activation_checkpoint != "none",
+            self._compile: ranks.compile,
+            self._shard: self.fsdp,
+            self._allocate: True,
+            self._schedule_stages: cfg.pp > 1,
+            self._wrap_in_ddp: ddp,
+        }
+        for wrap in (wrap for wrap, wanted in wrappers.items() if wanted):
+            wrap(cfg)
         self.has_loss = cfg.pp == 1 or mesh.get_local_rank("pp") == cfg.pp - 1
         named = list(model.named_parameters())
         self.whole = gains(model) if self.fsdp and not cfg.fsdp_offload else []  # parameters that FSDP does not shard
         self.averaged = self.whole if self.fsdp else list(model.parameters()) if cfg.pp > 1 else []
-        self.tp_dim = {name: tensor_parallel.sharded_dim(model, name) for name, _ in named} if cfg.tp > 1 else {}
+        self.tp_dim = {name: sharded_dim(model, name) for name, _ in named} if cfg.tp > 1 else {}
         self.tp_replicated = [p for name, p in named if cfg.tp > 1 and self.tp_dim[name] is None]
-        counted, copies = set(owned()), dict.fromkeys(self.tp_replicated, cfg.tp)
+        copies = dict.fromkeys(self.tp_replicated, cfg.tp)
         copies |= {p: copies.get(p, 1) * mesh["shard"].size() for p in self.whole}
         # weight of each parameter in the global norm, so that replicas count once
-        self.norm_weight = {p: (p in counted) / math.sqrt(copies.get(p, 1)) for _, p in named}
+        self.norm_weight = {p: (name not in self.counted_elsewhere) / math.sqrt(copies.get(p, 1)) for name, p in named}
         sums = {"shard": self.fsdp, "tp": cfg.tp > 1, "pp": cfg.pp > 1}
         self.norm_groups = [mesh[dim].get_group() for dim, on in sums.items() if on]
 
-    def _shard(self, blocks: list[nn.Module], cfg):
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of this rank, of the encoder too."""
+        return [*self.model.blocks, *(self.model.encoder.blocks if self.model.encoder else ())]
+
+    # ---- the wrappers, in the order in which they are applied
+
+    def _keep_stage(self, cfg):
+        from engine.parallel import pipeline
+
+        self.counted_elsewhere = pipeline.keep_stage(self.model, self.ranks.mesh.get_local_rank("pp"), cfg.pp)
+
+    def _cut_layers(self, cfg):
+        mesh = self.ranks.mesh
+        apply_tensor_parallel(self.model, mesh["tp"].get_group())
+        grid = mesh.mesh[0].permute(2, 0, 1)  # tp is the outer cut, FSDP the inner one
+        self.outer = DeviceMesh(self.home.type, grid, mesh_dim_names=("tp", "replicate", "shard"))
+        limit(self.outer, cfg.collective_timeout)
+
+    def _cut_texts(self, cfg):
+        apply_context_parallel(self.model, self.ranks.cp)
+
+    def _recompute(self, cfg):
+        for block in self.blocks():
+            recompute(block, cfg.activation_checkpoint)
+
+    def _compile(self, cfg):
+        compilation.compile_model(self.model, self.blocks())
+
+    def _shard(self, cfg):
         """Apply FSDP2 (arXiv:2304.11277) to each block, to the ends of the model if they are not tied, and to the rest.
 
         In 16 bits, blocks and ends are gathered in the matmuls' dtype, and the rest in float32. Gains are not sharded:
@@ -163,7 +169,7 @@ class ShardedModel:
             "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if cfg.fsdp_offload else OffloadPolicy(),
         }
         kept = options | {"reshard_after_forward": False}  # gathered from forward to backward
-        model, policy = self.model, MixedPrecisionPolicy()
+        model, blocks, policy = self.model, self.blocks(), MixedPrecisionPolicy()
         if dtype != torch.float32:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in blocks:
@@ -179,6 +185,26 @@ class ShardedModel:
                 model.head.forward, model.loss = model.loss, lambda x, targets: model.head(x, targets)
                 fully_shard([model.norm, model.head], mp_policy=policy, **kept)
         fully_shard(model, **kept)
+
+    def _allocate(self, cfg):
+        self.model.to_empty(device=self.home)
+        self.model.tie()
+
+    def _schedule_stages(self, cfg):
+        from engine.parallel.pipeline import Pipeline
+
+        shape, micro_steps = (cfg.batch_size, cfg.block_size), cfg.gradient_accumulation_steps // self.ranks.data_size
+        args = self.ranks.mesh["pp"].get_group(), micro_steps, shape, self.ranks.device, self.ranks.autocast
+        self.pipeline = Pipeline(self.model, *args)
+
+    def _wrap_in_ddp(self, cfg):
+        devices = [self.ranks.device] if self.ranks.device.type == "cuda" else None
+        group = self.ranks.mesh["shard"].get_group()
+        self.forward_model = nn.parallel.DistributedDataParallel(
+            self.model, device_ids=devices, process_group=group, gradient_as_bucket_view=True
+        )
+
+    # ---- weights
 
     @torch.no_grad()
     def init_weights(self, seed: int, names: Collection[str] | None = None):
@@ -209,7 +235,7 @@ class ShardedModel:
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The part of a batch that this rank computes: all of it, or with cp two pieces of each sequence."""
         cp = self.ranks.cp
-        return {name: context_parallel.local_pieces(x, cp) for name, x in batch.items()} if cp else batch
+        return {name: local_pieces(x, cp) for name, x in batch.items()} if cp else batch
 
     def backward(self, batches: Iterator, micro_steps: int, scaler: torch.amp.GradScaler) -> Tensor:
         """Set p.grad to the gradient of the mean loss of a step, over the micro-batches of all ranks; returns this

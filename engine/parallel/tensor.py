@@ -28,7 +28,7 @@ from torch import Tensor
 
 from data.objective import OBJECTIVE
 from model import Linear, NormOfHeads, stream_dtype
-from ops import at_least_float32, matmul_dtype, rows_at_once
+from ops import ChunkedCrossEntropy, at_least_float32, capped, matmul_dtype, rows_at_once
 
 SHARDED_DIM = {  # role -> dimension of the weight that is cut; 0 also cuts the bias
     "vocab": 0,
@@ -242,61 +242,33 @@ def local_heads(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtyp
 
 def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets: Tensor) -> Tensor:
     """Model.loss for a head of V/n rows, padding included: x (B, T, C), targets (B, T) -> the mean in nats over targets
-    >= 0."""
-    weight, bias, cfg = model.head.weight, model.head.bias, model.cfg
-    chunk = rows_at_once(cfg.loss_chunk, len(weight), x.device)
-    end = cfg.vocab_size - dist.get_rank(group) * len(weight)
-    args = x.flatten(0, 1), weight, bias, targets.flatten(), cfg.logit_softcap, chunk, group, max(0, end)
-    return ParallelCrossEntropy.apply(*args) / (targets >= 0).sum().clamp(min=1)
+    >= 0. Its gradient for x is this rank's term of a sum over the ranks."""
+    head, cfg = model.head, model.cfg
+    chunk = rows_at_once(cfg.loss_chunk, len(head.weight), x.device)
+    options = cfg.logit_softcap, chunk, partial(parallel_chunk_loss, group, cfg.vocab_size), torch.is_grad_enabled()
+    total = ChunkedCrossEntropy.apply(x.flatten(0, 1), head.weight, head.bias, targets.flatten(), options)
+    return total / (targets >= 0).sum().clamp(min=1)
 
 
-class ParallelCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropies of logits x W^T + b, whose V columns are cut over the ranks. Ranks exchange three
-    numbers per token. As in ops.py's ChunkedCrossEntropy, the forward computes the gradients, chunk by chunk.
-
-    x (N, C), W (V/n, C), b (V/n,) or None, targets (N,) with -1 left out; the rows of W from `end` on are padding. The
-    gradient for x is this rank's term of a sum over the ranks.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, W: Tensor, b: Tensor | None, targets: Tensor, softcap: float, chunk: int, group, end: int
-    ):
-        dtype, first = matmul_dtype(x), dist.get_rank(group) * len(W)
-        wide = torch.promote_types(W.dtype, torch.float32)
-        dx, dW, total = torch.empty_like(x), torch.zeros_like(W, dtype=wide), 0.0
-        db = None if b is None else torch.zeros_like(b, dtype=wide)
-        with torch.autocast(x.device.type, enabled=False):
-            weight = W.to(dtype)
-            for rows, h, target in zip(dx.split(chunk), x.split(chunk), targets.split(chunk), strict=True):
-                h = h.to(dtype)
-                logits = h @ weight.mT if b is None else h @ weight.mT + b.to(dtype)
-                logits = logits.to(torch.promote_types(x.dtype, torch.float32))  # (chunk, V/n)
-                if softcap > 0:
-                    logits = softcap * torch.tanh(logits / softcap)
-                logits[:, end:] = torch.finfo(logits.dtype).min
-                valid, here = target >= 0, (target >= first) & (target < first + len(W))
-                index = (target - first).where(here, 0)[:, None]
-                largest = logits.amax(-1, keepdim=True)
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-                p = (logits - largest).exp_()
-                sums = torch.cat((p.sum(-1, keepdim=True), logits.gather(1, index) * here[:, None]), dim=1)
-                dist.all_reduce(sums, group=group)
-                normaliser, of_target = sums.split(1, dim=1)
-                total = total + ((largest + normaliser.log() - of_target) * valid[:, None]).sum()
-                if ctx.needs_input_grad[0]:
-                    slope = 1 - (logits.clamp(min=-softcap) / softcap).square() if softcap > 0 else valid[:, None]
-                    p.div_(normaliser).scatter_add_(1, index, -here[:, None].to(p.dtype))
-                    p = p.mul_(slope * valid[:, None]).to(dtype)  # d loss / d logits
-                    rows.copy_(p @ weight)
-                    dW += p.mT @ h
-                    if db is not None:
-                        db += p.sum(dim=0)
-                del logits, p  # before the logits of the next chunk are made
-        ctx.save_for_backward(dx, dW, db)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        dx, dW, db = ctx.saved_tensors
-        return grad * dx, grad * dW, None if db is None else grad * db, None, None, None, None, None
+def parallel_chunk_loss(
+    group: dist.ProcessGroup, vocab_size: int, logits: Tensor, targets: Tensor, softcap: float, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """ops.chunk_loss for logits (N, V/n) whose columns are cut over the ranks; those from vocab_size on are padding.
+    Ranks exchange three numbers per token."""
+    first = dist.get_rank(group) * logits.size(1)
+    valid, here = (targets >= 0)[:, None], ((targets >= first) & (targets < first + logits.size(1)))[:, None]
+    index = (targets[:, None] - first).where(here, 0)
+    z = capped(at_least_float32(logits), softcap)
+    slope = 1 - (z / softcap).square() if softcap > 0 and gradient else 1.0
+    z[:, max(0, vocab_size - first) :] = torch.finfo(z.dtype).min
+    largest, of_target = z.amax(-1, keepdim=True), z.gather(1, index) * here
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    p = z.sub_(largest).exp_()
+    sums = torch.cat((p.sum(-1, keepdim=True), of_target), dim=1)
+    dist.all_reduce(sums, group=group)
+    normaliser, of_target = sums.split(1, dim=1)
+    total = ((largest + normaliser.log() - of_target) * valid).sum()
+    if not gradient:
+        return total, None
+    p.div_(normaliser).scatter_add_(1, index, -here.to(p.dtype))
+    return total, p.mul_(valid * slope).to(logits.dtype)

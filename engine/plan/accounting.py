@@ -7,6 +7,7 @@ The model must be whole, not a rank's slice or stage of it. It may be on the met
 """
 
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 
@@ -54,3 +55,18 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
             if slots and not m.joint:
                 counts[attention_kernel(Mask(False), tokens // pieces, cfg.slots, False, *rest)] += 1
     return ", ".join(f"{kernel} ({n} layer{'s' * (n > 1)})" for kernel, n in counts.items())
+
+
+class Work(NamedTuple):
+    """What a training run computes, and on which machine."""
+
+    n_params: int
+    flops_per_sample: int
+    attention_kernels: str
+    samples_per_step: int
+    peak_flops: float  # of all ranks together; nan if it is unknown
+
+    @property
+    def fastest_step(self) -> float:
+        """Seconds of a step at the peak."""
+        return self.samples_per_step * self.flops_per_sample / self.peak_flops
