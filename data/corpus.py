@@ -163,76 +163,96 @@ def read_texts(source: Source) -> Iterator[str]:
             yield text
 
 
-def write(out: ShardWriter, source: Source, val_fraction: float, threads: int, limit: int) -> None:
-    """Writes all documents from `out.place` on into `out`. A `limit` stops at this number of training tokens."""
-    file, row, number = out.place or (0, 0, 0)
-    eot = [] if out.tokenizer.eot is None else [np.array([out.tokenizer.eot])]
+@dataclass
+class Corpus:
+    """Writes the documents of `source`, from `out.place` on, into `out`. A `limit` stops at this number of training
+    tokens."""
 
-    def encode(job: Job) -> dict[str, tuple[np.ndarray, int]]:
+    out: ShardWriter
+    source: Source
+    val_fraction: float
+    threads: int
+    limit: int
+
+    def encode(self, job: Job) -> dict[str, tuple[np.ndarray, int]]:
         """{split: (tokens, number of documents that begin in the job)}"""
-        numbers = np.array(job.numbers, dtype=np.uint64)
+        tokenizer, numbers = self.out.tokenizer, np.array(job.numbers, dtype=np.uint64)
+        eot = [] if tokenizer.eot is None else [np.array([tokenizer.eot])]
         # A single text is cut into document 0, which validates, and document 1.
-        job.uniform = numbers.astype(float) if source.val_fraction else uniform(numbers)
+        job.uniform = numbers.astype(float) if self.source.val_fraction else uniform(numbers)
         parts: dict[str, list] = {split: [] for split in SPLITS}
         begun = dict.fromkeys(SPLITS, 0)
-        for (text, begins, ends), val, at in zip(job.pieces, job.uniform < val_fraction, job.rows, strict=True):
+        for (text, begins, ends), val, at in zip(job.pieces, job.uniform < self.val_fraction, job.rows, strict=True):
             split = "val" if val else "train"
             try:
-                encode_piece = out.tokenizer.encode if begins else out.tokenizer.encode_rest
+                encode_piece = tokenizer.encode if begins else tokenizer.encode_rest
                 parts[split] += [encode_piece(text), *eot] if ends else [encode_piece(text)]
             except ValueError as e:  # for example a million blanks in a row with gpt2
-                where = f"{source.files[at[0]]}, document {at[1]}"
+                where = f"{self.source.files[at[0]]}, document {at[1]}"
                 raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or remove it") from e
             begun[split] += begins
         return {split: (np.concatenate(p), begun[split]) for split, p in parts.items() if p}
 
-    def count(unit: str, *splits: str) -> int:
-        return sum(out.splits[split][unit] for split in splits or SPLITS if split in out.splits)
+    def count(self, unit: str, *splits: str) -> int:
+        return sum(self.out.splits[split][unit] for split in splits or SPLITS if split in self.out.splits)
 
-    def bytes_to_read(position: int) -> float:
+    def bytes_to_read(self, position: int) -> float:
         """Bytes of the input to be read in all. With a limit they are estimated from the first `position` bytes."""
-        tokens = count("tokens", "train")
-        return min(source.total, position * limit / tokens) if limit and tokens else source.total
+        total, tokens = self.source.total, self.count("tokens", "train")
+        return min(total, position * self.limit / tokens) if self.limit and tokens else total
 
-    def full_shards() -> int:
-        return sum(bool(shard["sha256"]) for entry in out.splits.values() for shard in entry["shards"])
+    def full_shards(self) -> int:
+        return sum(bool(shard["sha256"]) for entry in self.out.splits.values() for shard in entry["shards"])
 
-    start, saved, low, high = sum(source.sizes[:file]), full_shards(), 1.0, 0.0
-    if number:
-        print(f"continues after {number:,} documents, {count('tokens'):,} tokens", file=sys.stderr)
-    with (
-        closing(Progress(start, bytes_to_read(start))) as progress,
-        closing(map_in_order(encode, make_jobs(source.read(file, row), number), threads)) as results,
-    ):
-        for job, encoded in results:
-            low, high = min(low, job.uniform.min()), max(high, job.uniform.max())
-            if limit and "train" in encoded and count("tokens", "train") + len(encoded["train"][0]) >= limit:
-                for n, piece, at in zip(job.numbers, job.pieces, job.rows, strict=True):  # up to the limit
-                    for split, (tokens, begun) in encode(Job([n], [piece], [at])).items():
-                        room = limit - count("tokens", "train") if split == "train" else len(tokens)
-                        out.add(split, tokens[:room], begun)
-                    if count("tokens", "train") == limit:
+    def write(self) -> None:
+        """Writes all documents, saves after each full shard, and checks that both splits can be used."""
+        file, row, number = self.out.place or (0, 0, 0)
+        start, saved, low, high = sum(self.source.sizes[:file]), self.full_shards(), 1.0, 0.0
+        if number:
+            print(f"continues after {number:,} documents, {self.count('tokens'):,} tokens", file=sys.stderr)
+        jobs = make_jobs(self.source.read(file, row), number)
+        with (
+            closing(Progress(start, self.bytes_to_read(start))) as progress,
+            closing(map_in_order(self.encode, jobs, self.threads)) as results,
+        ):
+            for job, encoded in results:
+                low, high = min(low, job.uniform.min()), max(high, job.uniform.max())
+                if self.limit and "train" in encoded:
+                    if self.count("tokens", "train") + len(encoded["train"][0]) >= self.limit:
+                        self.write_up_to_limit(job)
                         break
-                break
-            for split, (tokens, begun) in encoded.items():
-                out.add(split, tokens, begun)
-            if full_shards() > saved and job.place:
-                out.save(job.place)
-                saved = full_shards()
-            counts = f"{count('documents'):,} documents, {count('tokens'):,} tokens"
-            progress.show(job.position, bytes_to_read(job.position), counts)
+                for split, (tokens, begun) in encoded.items():
+                    self.out.add(split, tokens, begun)
+                if self.full_shards() > saved and job.place:
+                    self.out.save(job.place)
+                    saved = self.full_shards()
+                counts = f"{self.count('documents'):,} documents, {self.count('tokens'):,} tokens"
+                progress.show(job.position, self.bytes_to_read(job.position), counts)
+        self.check_splits(low, high)
 
-    n = count("documents")
-    if n < 2:
-        fact = "is one document, which cannot be split" if n else "has no text"
-        raise ValueError(f"the input {fact}; add text, or cut it with --documents=paragraph or --documents=line")
-    if len(out.splits) < 2:
-        least, most = math.ceil(low * 1e4) / 1e4, math.floor(high * 1e4) / 1e4
-        which, bound = ("all", f"{most} or less") if "val" in out.splits else ("none", f"{least} or more")
-        raise ValueError(f"val_fraction={val_fraction} takes {which} of {n:,} documents; pass --val_fraction={bound}")
-    for split in SPLITS:
-        if count("tokens", split) < 2:
-            raise ValueError(f"the split {split} has one token, and a prediction needs two; add text to the input")
+    def write_up_to_limit(self, job: Job) -> None:
+        """Writes the pieces of the job in which the limit is reached, up to the limit."""
+        for n, piece, at in zip(job.numbers, job.pieces, job.rows, strict=True):
+            for split, (tokens, begun) in self.encode(Job([n], [piece], [at])).items():
+                room = self.limit - self.count("tokens", "train") if split == "train" else len(tokens)
+                self.out.add(split, tokens[:room], begun)
+            if self.count("tokens", "train") == self.limit:
+                return
+
+    def check_splits(self, low: float, high: float) -> None:
+        """ValueError for a split that cannot be used; the documents' random numbers went from `low` to `high`."""
+        n, fraction = self.count("documents"), self.val_fraction
+        if n < 2:
+            fact = "is one document, which cannot be split" if n else "has no text"
+            raise ValueError(f"the input {fact}; add text, or cut it with --documents=paragraph or --documents=line")
+        if len(self.out.splits) < 2:
+            least, most = math.ceil(low * 1e4) / 1e4, math.floor(high * 1e4) / 1e4
+            which, bound = ("all", f"{most} or less") if "val" in self.out.splits else ("none", f"{least} or more")
+            raise ValueError(f"val_fraction={fraction} takes {which} of {n:,} documents; pass --val_fraction={bound}")
+        for split in SPLITS:
+            if self.count("tokens", split) < 2:
+                fact = f"the split {split} has one token, and a prediction needs two"
+                raise ValueError(f"{fact}; add text to the input")
 
 
 # ---------------------------------------------------------------------------------------------------------- commands
@@ -278,7 +298,7 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
         "shards": shards,
     }
     with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
-        write(out, source, val_fraction, args.threads, shards * args.shard_tokens)
+        Corpus(out, source, val_fraction, args.threads, shards * args.shard_tokens).write()
     train, val = out.splits["train"], out.splits["val"]
     summary = f"{train['documents']:,} + {val['documents']:,} documents"
     if separated:

@@ -85,8 +85,9 @@ class Pretrained(Mapping[str, Tensor]):
         """ValueError if the files lack a tensor, or have one of another shape or dtype, or one too many."""
         known = {self.tied_head}
         for name, shape in self.shapes.items():
-            for their_name, expected in their_shapes(self.family, self.cfg, self.config, name, shape):
-                stored = self._stored(their_name)
+            theirs = to_theirs(self.family, self.cfg, self.config, name, torch.empty(shape, device="meta"))
+            for their_name, x in theirs.items():
+                stored, expected = self._stored(their_name), tuple(x.shape)
                 known.add(stored)
                 file = self.files.get(stored)
                 found = file.get_slice(stored) if file else None
@@ -159,12 +160,6 @@ def to_theirs(family: Family, cfg: ModelConfig, config: dict, name: str, x: Tens
     heads = [cfg.n_head * cfg.head_size, *[cfg.kv_heads * cfg.head_size] * 2]
     rows = {1: [len(x)], 2: [len(x) // 2] * 2, 3: heads}[len(names)]
     return dict(zip(names, x.split(rows), strict=True))
-
-
-def their_shapes(family: Family, cfg: ModelConfig, config: dict, name: str, shape: torch.Size) -> list:
-    """(name, shape) of each of their tensors, for our parameter of this shape."""
-    theirs = to_theirs(family, cfg, config, name, torch.empty(shape, device="meta"))
-    return [(each, tuple(x.shape)) for each, x in theirs.items()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
