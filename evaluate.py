@@ -39,11 +39,11 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from configurator import Config, parse
+from data.errors import command, require, user_errors
 from data.loader import eval_batches
 from engine.checkpoint import weights
 from engine.checkpoint.weights import Weights
 from engine.device import resolve_device, resolve_dtype
-from engine.errors import command, require, user_errors
 from engine.evaluation import byte_lengths, open_dataset, total_loss
 from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
 from engine.plan import memory

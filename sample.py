@@ -41,12 +41,12 @@ import torch
 from torch import Tensor
 
 from configurator import Config, parse
+from data.errors import command, require, user_errors
 from data.objective import OBJECTIVE
 from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
 from engine.decode import generate
 from engine.device import resolve_device, resolve_dtype
-from engine.errors import command, require, user_errors
 from engine.plan import memory
 from engine.text import LARGEST_PROMPT, Sample, prompt_ids, read_prompt, read_text, token_logprobs
 from model import POSITION, Model, NoEmbedding

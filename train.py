@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from configurator import Config, dump, read_flags, resolve
+from data.errors import command, require, user_errors
 from data.files import writing
 from data.loader import Loader, count_windows
 from data.shards import DataSet
@@ -41,7 +42,6 @@ from engine.checkpoint import run as run_state
 from engine.checkpoint.folder import FolderLock, check_out_dir, replace_flags
 from engine.checkpoint.saver import Checkpoints
 from engine.device import make_deterministic, precision, refuse_nondeterminism
-from engine.errors import command, require, user_errors
 from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss, open_dataset, text_sample
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_step_warning
 from engine.parallel.ranks import Ranks, check_flags, environment, join, leave

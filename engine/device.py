@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from engine.errors import require, user_errors
+from data.errors import require, user_errors
 
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")  # variables of torch's libraries
 

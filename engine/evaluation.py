@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.errors import require, user_errors
 from data.loader import eval_batches
 from data.objective import OBJECTIVE, Objective
 from data.shards import DataSet, open_data
 from data.stream import TokenStream
 from data.tokenizer import Tokenizer
 from engine.decode import generate
-from engine.errors import require, user_errors
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from engine.stop_signal import StopSignal

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data.errors import require
 from data.tokenizer import Tokenizer
-from engine.errors import require
 from model import Model
 from ops import rows_at_once
 

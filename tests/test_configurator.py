@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from configurator import Config, Given, documented, dump, parse, read_flags, resolve, usage
-from engine.errors import user_errors
+from data.errors import user_errors
 from model import PLACEMENT, Model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -639,7 +639,7 @@ def test_as_a_process(tmp_path):
     """A mistake is one line without a traceback, and exit code 2."""
     script = write(
         tmp_path / "run.py",
-        "from configurator import *\nfrom engine.errors import *\n"
+        "from configurator import *\nfrom data.errors import *\n"
         "with user_errors():\n    print(parse(Config).batch_size)\n",
     )
 

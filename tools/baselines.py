@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import parse
-from engine.errors import command, require, user_errors
+from data.errors import command, require, user_errors
 from tools import plot
 from tools.compare import trainings
 from tools.compare.table import aligned, cells, row_notes

@@ -40,7 +40,7 @@ from pathlib import Path
 from statistics import median
 
 from data.command import Parser
-from engine.errors import command, require, user_errors
+from data.errors import command, require, user_errors
 from tools.child import measure, stop
 
 HERE = Path(__file__).resolve().parents[1]

@@ -36,13 +36,13 @@ import torch
 from torch.profiler import profile, record_function
 
 from configurator import Config, parse
+from data.errors import require
 from data.loader import Loader
 from data.objective import Causal
 from data.shards import open_data
 from engine import optim
 from engine.decode import generate
 from engine.device import machine, resolve_device, resolve_dtype
-from engine.errors import require
 from engine.evaluation import open_dataset
 from engine.metrics import peak_flops, peak_memory_bytes
 from engine.parallel import ranks as parallel

@@ -29,7 +29,7 @@ from typing import ClassVar, Literal
 import torch
 
 from configurator import parse
-from engine.errors import command, require, user_errors
+from data.errors import command, require, user_errors
 from engine.parallel.ranks import environment
 from tools.child import Child, kill_with_parent, stop
 from tools.gpu_cases import PARTS, ROOT, Place

@@ -29,7 +29,7 @@ from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from configurator import Config, parse
-from engine.errors import require
+from data.errors import require
 from engine.metrics import peak_flops, peak_memory_bytes, read_metrics
 from engine.parallel import ranks as parallel
 from engine.plan import accounting, plan

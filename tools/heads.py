@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import model as M
-from engine.errors import require
+from data.errors import require
 from model import Model
 from ops import Mask, capped
 

@@ -38,12 +38,12 @@ from tqdm import tqdm
 
 import model as M
 from configurator import parse
+from data.errors import command, require, user_errors
 from data.files import writing
 from data.loader import count_windows, eval_batches
 from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
 from engine.device import resolve_device
-from engine.errors import command, require, user_errors
 from engine.evaluation import open_dataset
 from engine.plan import memory
 from engine.text import prompt_ids, read_prompt

@@ -21,7 +21,7 @@ from functools import partial
 import torch.distributed as dist
 
 from configurator import Config, parse
-from engine.errors import user_errors
+from data.errors import user_errors
 from engine.parallel import ranks as parallel
 from engine.parallel import tensor as tensor_parallel
 from tools.training import Training

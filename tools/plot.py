@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from configurator import parse, read_file
+from data.errors import command, require, user_errors
 from data.files import writing
 from engine.checkpoint import weights
-from engine.errors import command, require, user_errors
 from engine.metrics import LARGEST, read_metrics
 from engine.parallel.ranks import Ranks
 from model import Gain, NearIdentity, ShapedPool, Sum

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from data.command import Parser
+from data.errors import command, require, user_errors
 from data.files import amount
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.convert import convert
-from engine.errors import command, require, user_errors
 
 
 def main(argv: list[str] | None = None):

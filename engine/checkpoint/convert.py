@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
+from data.errors import require
 from data.files import open_regular
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import pieces
 from engine.checkpoint.folder import FolderLock
 from engine.checkpoint.pieces import first_line
 from engine.checkpoint.state import damaged, read_file
-from engine.errors import require
 
 
 def convert(where: str) -> list[Path]:

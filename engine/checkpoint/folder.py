@@ -17,8 +17,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from data.errors import require
 from data.files import writing
-from engine.errors import require
 from engine.parallel.ranks import may_restart
 
 

@@ -13,13 +13,13 @@ from types import NoneType
 import torch
 from torch import Tensor
 
+from data.errors import require
 from data.tokenizer import Tokenizer
 from engine import optim
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
 from engine.checkpoint.folder import FolderLock
 from engine.checkpoint.weights import Weights
-from engine.errors import require
 from engine.parallel import ranks as parallel
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data.errors import fail, user_errors
 from data.files import writing
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.pieces import own_part
-from engine.errors import fail, user_errors
 from engine.metrics import Silent
 from engine.parallel import ranks as parallel
 from engine.parallel.ranks import Ranks

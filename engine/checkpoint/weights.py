@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from configurator import Config, Given, resolve
+from data.errors import require
 from data.shards import open_data
 from data.tokenizer import Tokenizer, build, from_spec
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.pieces import Saved
-from engine.errors import require
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from model import Model, ModelConfig

@@ -9,7 +9,7 @@ first in families.py that has the run's flags. With --remote-code, our own model
 import signal
 
 from data.command import Parser
-from engine.errors import command, user_errors
+from data.errors import command, user_errors
 from engine.interchange.huggingface import export
 
 

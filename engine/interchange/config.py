@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any, NamedTuple
 
-from engine.errors import require
+from data.errors import require
 from engine.interchange.keys import Keys, describe, express
 from model import ModelConfig
 

@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any
 
 from data.base_tokenizer import Tokenizer
-from engine.errors import require
+from data.errors import require
 from engine.interchange import config as hf_config
 from engine.interchange.config import GATED, Part, ignored, mlp, only, rope, sizes, value
 from engine.interchange.keys import Keys, describe

@@ -12,8 +12,8 @@ import os
 import re
 from pathlib import Path
 
+from data.errors import require
 from data.files import open_regular
-from engine.errors import require
 from engine.interchange.keys import describe
 
 AGAIN = "download the folder again, or write it with transformers' save_pretrained"

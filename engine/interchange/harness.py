@@ -18,8 +18,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from data.base_tokenizer import Tokenizer
+from data.errors import require
 from engine.decode import generate
-from engine.errors import require
 from model import Model
 
 

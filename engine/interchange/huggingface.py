@@ -20,11 +20,11 @@ from torch import Tensor
 
 from configurator import Config, Given, resolve
 from data.base_tokenizer import Tokenizer
+from data.errors import require
 from data.files import amount, writing
 from data.tokenizer import from_spec
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.state import completed
-from engine.errors import require
 from engine.interchange.families import FAMILIES, Family, choose
 from engine.interchange.files import AGAIN, locate, open_files, read_json
 from engine.interchange.keys import describe

@@ -10,7 +10,7 @@ import reprlib
 from types import NoneType
 from typing import Any
 
-from engine.errors import require
+from data.errors import require
 
 HARMLESS = {  # why keys say nothing about the logits, whatever their values -> the keys
     "they name the file, its maker, or the program that wrote it": """

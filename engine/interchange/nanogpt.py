@@ -15,7 +15,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-from engine.errors import require
+from data.errors import require
 from engine.interchange.families import FAMILIES
 from engine.interchange.huggingface import shapes_of
 from engine.interchange.keys import describe

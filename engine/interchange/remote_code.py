@@ -11,7 +11,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from engine.errors import require
+from data.errors import require
 from model import ModelConfig
 
 ROOT = Path(__file__).parents[2]

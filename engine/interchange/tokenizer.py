@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from data.base_tokenizer import END_OF_TEXT, Tokenizer, write_file
+from data.errors import require
 from data.hf_tokenizer import LETTERS
-from engine.errors import require
 
 QWEN2 = (  # the pattern by which AutoTokenizer splits a text into words beside a config.json of Qwen2
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"

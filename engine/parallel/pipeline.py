@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
-from engine.errors import require
+from data.errors import require
 from model import Inputs, Model, ModelConfig, Shared, stream_dtype
 
 

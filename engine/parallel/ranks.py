@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from data.errors import require
 from engine.device import fast_bfloat16, keep_freed_memory, resolve_compile, resolve_device, resolve_dtype
-from engine.errors import require
 from engine.parallel import context, tensor
 
 T = TypeVar("T")

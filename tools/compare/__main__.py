@@ -26,7 +26,7 @@ import signal
 import sys
 
 from configurator import parse
-from engine.errors import command, require, user_errors
+from data.errors import command, require, user_errors
 from tools.child import stop
 from tools.compare.trainings import SIGNALS, CompareConfig, compare
 

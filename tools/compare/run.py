@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from configurator import Config, parse
-from engine.errors import require
+from data.errors import require
 from engine.evaluation import open_dataset
 from engine.metrics import read_metrics
 from engine.plan import accounting

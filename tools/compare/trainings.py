@@ -21,9 +21,9 @@ from typing import Literal
 
 import torch
 
+from data.errors import require
 from engine.checkpoint.folder import FolderLock, write_json
 from engine.device import machine, resolve_device
-from engine.errors import require
 from tools.child import Child, measure
 from tools.compare.run import Run
 from tools.compare.table import MOST_SEEDS, markdown, match_notes, row_notes, summary
