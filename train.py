@@ -33,10 +33,10 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from configurator import Config, dump, read_flags, resolve
+from data.dataset import DataSet
 from data.errors import command, require, user_errors
 from data.files import writing
 from data.loader import Loader, count_windows
-from data.shards import DataSet
 from engine import compilation, optim
 from engine.checkpoint import run as run_state
 from engine.checkpoint.folder import FolderLock, check_out_dir, replace_flags

@@ -3,7 +3,7 @@
     with ShardWriter(folder, tokenizer) as out:
         out.add("train", ids)                        # one document
 
-shards.py describes the folder, files.py the format of a shard.
+dataset.py describes the folder, files.py the format of a shard.
 """
 
 import fcntl
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from data.dataset import MOVING
 from data.files import FORMATS, HEADER_BYTES, SPLITS, display_path, problem, read_json, sha256, writing
-from data.shards import MOVING
 from data.tokenizer import Tokenizer
 
 PREPARING = ".preparing"  # the folder in a data set's folder for a preparation that is not complete

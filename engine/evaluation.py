@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.dataset import DataSet, open_data
 from data.errors import require, user_errors
 from data.loader import eval_batches
 from data.objective import OBJECTIVE, Objective
-from data.shards import DataSet, open_data
 from data.stream import TokenStream
 from data.tokenizer import Tokenizer
 from engine.decode import generate

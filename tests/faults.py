@@ -378,7 +378,7 @@ FAULTS = [
         "tests/test_objective.py::test_causal_is_the_window_itself",
     ),
     (
-        "data/shards.py",
+        "data/dataset.py",
         "Fraction(max(1, round(MIXTURE_STEPS * w / sum(weights))))",
         "Fraction(round(MIXTURE_STEPS * w / sum(weights)))",
         "A source of a mixture with a very small weight is never drawn.",
@@ -599,7 +599,7 @@ FAULTS = [
         "tests/test_hf_tokenizer.py::test_the_same_tokens_in_another_order_are_others",
     ),
     (
-        "data/shards.py",
+        "data/dataset.py",
         "kinds = [(d.tokenizer and d.tokenizer.hash,",
         "kinds = [(d.tokenizer and d.tokenizer.vocab_size,",
         "Data sets whose tokenizers have equally many ids are mixed.",
@@ -662,7 +662,7 @@ FAULTS = [
         "tests/test_evaluate.py::test_a_data_set_equals_a_loop_in_float64",
     ),
     (
-        "data/shards.py",
+        "data/dataset.py",
         "if self.verify and i % ranks == rank and",
         "if self.verify and i == rank and",
         "verify_data checks only the first shard of each rank.",

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from configurator import Config, parse
-from tools import baselines, plot
+from tools import baselines, curves
 from tools.compare import table as compare_table
 from tools.compare import trainings
 
-LINE = plot.Line("", *(np.arange(3.0) for _ in range(4)), "red", "-")
+LINE = curves.Line("", *(np.arange(3.0) for _ in range(4)), "red", "-")
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def formula(monkeypatch, tmp_path):
         return SimpleNamespace(rows=lambda: rows, stored={"measured": "Measured somewhere."})
 
     monkeypatch.setattr(trainings, "compare", compare)
-    monkeypatch.setattr(baselines, "picture", lambda rows: plot.draw({"": [LINE]}, "tokens", "loss"))
+    monkeypatch.setattr(baselines, "picture", lambda rows: curves.draw({"": [LINE]}, "tokens", "loss"))
     return calls, loss
 
 

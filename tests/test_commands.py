@@ -18,7 +18,7 @@ import torch
 from conftest import ROOT
 
 import train
-from data import command, shards
+from data import command, dataset, shards
 from engine import evaluation
 
 NAMES = ("text", "pycode", "shakespeare", "shakespeare_char", "openwebtext", "fineweb_edu")
@@ -166,7 +166,7 @@ def test_a_stdout_that_fails_loses_nothing(tmp_path):
     done = subprocess.run(f"exec {line} >/dev/full", shell=True, capture_output=True, text=True)
     note, error = done.stderr.splitlines()
     assert done.returncode == 2 and note.startswith("note: ") and error.startswith("error: No space left on device; ")
-    assert len(shards.open_data(tmp_path / "out").split("train")) == 297
+    assert len(dataset.open_data(tmp_path / "out").split("train")) == 297
     for redirection in ("2>&-", "2>/dev/full"):  # nor does an error need a stderr
         done = subprocess.run(f"exec {line} --nope=1 {redirection}", shell=True, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
@@ -252,7 +252,7 @@ def test_files_that_are_none_are_one_line(call, tmp_path, monkeypatch, name, wha
     assert "Traceback" not in err and len(err.splitlines()) in (1, 2)
     if name != "tokenizer.tiktoken":
         with pytest.raises(ValueError) as error:
-            shards.open_data(tmp_path / "set").split("train")
+            dataset.open_data(tmp_path / "set").split("train")
         assert "; " in str(error.value)
 
 
@@ -288,7 +288,7 @@ def test_strange_meta_is_one_line(call, tmp_path, monkeypatch, text):
     Path("train.bin").write_bytes(b"\1\0")
     Path("meta.json").write_text(text)
     with pytest.raises(ValueError) as error:
-        shards.open_data(tmp_path).split("train")
+        dataset.open_data(tmp_path).split("train")
     assert "\n" not in str(error.value) and "; " in str(error.value) and len(str(error.value)) < 700
 
 

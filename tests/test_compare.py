@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, TINY, losses, metrics
 
 from configurator import parse
-from data.shards import open_data
+from data.dataset import open_data
 from tools.compare import table as compare_table
 from tools.compare import trainings as compare
 from tools.compare.__main__ import main

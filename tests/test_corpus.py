@@ -31,7 +31,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import corpus, sources
-from data.shards import open_data
+from data.dataset import open_data
 from data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, train_bpe
 from data.writer import PREPARING, ShardWriter
 from engine.checkpoint import files as checkpoint

@@ -18,7 +18,7 @@ from test_checkpoint import train_on_full_disk
 
 import sample
 import train
-from engine import errors
+from data import errors
 from engine.checkpoint import run as run_state
 from engine.checkpoint.folder import FolderLock
 

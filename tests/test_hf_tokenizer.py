@@ -23,8 +23,8 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 
 import sample
 from data import corpus
+from data.dataset import open_data
 from data.hf_tokenizer import LETTERS, HFTokenizer
-from data.shards import open_data
 from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, from_spec, train_bpe
 from engine.interchange.families import choose
 from engine.interchange.huggingface import special_tokens, write_hf, write_json

@@ -350,8 +350,8 @@ def test_find_reads_the_whole_validation_set(trained, tiny_data, capsys):
 
 
 def of_validation(folder):
+    from data.dataset import open_data
     from data.objective import OBJECTIVE
-    from data.shards import open_data
 
     return open_data(str(folder)).split("val"), OBJECTIVE["causal"](257, 256, 16)
 

@@ -16,9 +16,9 @@ from test_errors import refused
 import sample
 import train
 from configurator import Config, parse
+from data.dataset import open_data
 from data.loader import Loader
 from data.objective import OBJECTIVE
-from data.shards import open_data
 from engine.parallel.ranks import Ranks
 from engine.plan import memory, plan
 from model import BLOCK, Model, ModelConfig

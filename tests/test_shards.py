@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from data import files, shards, writer
-from data.shards import open_data
+from data.dataset import open_data
 from data.stream import Shard, TokenStream
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
@@ -153,7 +153,7 @@ def test_more_shards_than_a_process_may_open_by_itself(tmp_path, hard, said):
     folder = prepare(tmp_path, shard_tokens=1)
     script = (
         f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (80, {hard}))\n"
-        "from data.shards import open_data\n"
+        "from data.dataset import open_data\n"
         f"try: print(len(open_data({str(folder)!r}).split('train')), 'tokens')\n"
         "except ValueError as e: print(e)"
     )

@@ -37,9 +37,9 @@ import ops
 import sample
 import train
 from configurator import Config, parse
+from data.dataset import open_data
 from data.loader import corruption_keys  # the order itself has its own tests
 from data.objective import OBJECTIVE
-from data.shards import open_data
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
 from engine import device, evaluation

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from configurator import parse
 from data.errors import command, require, user_errors
-from tools import plot
+from tools import curves
 from tools.compare import trainings
 from tools.compare.table import aligned, cells, row_notes
 
@@ -162,20 +162,20 @@ def page(text: str, options: BaselinesConfig, search: Search, rows: list[dict], 
 
 def picture(rows: list[dict]):
     """A matplotlib Figure of training losses: a line per variant of DRAWN, the mean of its seeds, without the start."""
-    cfg, lines = plot.PlotConfig(smooth=10), []
+    cfg, lines = curves.PlotConfig(smooth=10), []
     for variant, row in zip(VARIANTS, rows, strict=True):
         if variant in DRAWN and row["seeds"]:
             i = DRAWN.index(variant)
-            colour, style = plot.COLOURS[i], plot.STYLES[i % 2]
+            colour, style = curves.COLOURS[i], curves.STYLES[i % 2]
             runs = [
-                plot.read_run(f["folder"])._replace(flags={"run": variant, "seed": seed})
+                curves.read_run(f["folder"])._replace(flags={"run": variant, "seed": seed})
                 for seed, f in row["seeds"].items()
             ]
-            (line,) = plot.curves(cfg, runs)
+            (line,) = curves.curves(cfg, runs)
             late = line.x > line.x[-1] / 5
             parts = (each[late] for each in (line.x, line.y, line.low, line.high))
-            lines.append(plot.Line(variant, *parts, colour, style))
-    return plot.draw({"": lines}, plot.AXES[cfg.x], plot.y_label(cfg))
+            lines.append(curves.Line(variant, *parts, colour, style))
+    return curves.draw({"": lines}, curves.AXES[cfg.x], curves.y_label(cfg))
 
 
 def main(argv: list[str] | None = None):

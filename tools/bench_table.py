@@ -36,10 +36,10 @@ import torch
 from torch.profiler import profile, record_function
 
 from configurator import Config, parse
+from data.dataset import open_data
 from data.errors import require
 from data.loader import Loader
 from data.objective import Causal
-from data.shards import open_data
 from engine import optim
 from engine.decode import generate
 from engine.device import machine, resolve_device, resolve_dtype

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from configurator import Config, Given, resolve
+from data.dataset import open_data
 from data.errors import require
-from data.shards import open_data
 from data.tokenizer import Tokenizer, build, from_spec
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.pieces import Saved

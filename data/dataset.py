@@ -1,0 +1,257 @@
+"""Data sets of token shards: opening one, or several as a mixture. writer.py writes them, shards.py inspects them.
+
+    data = open_data("pycode")                       # data/pycode, or any path; "a:0.7,b:0.3" mixes two by weight
+    stream = data.split("train")                     # a TokenStream: len(stream); stream.read(starts, buffer)
+
+files.py describes the formats of token files. Beside the files lies meta.json:
+
+    {"tokenizer": spec, "tokenizer_hash": sha256, "vocab_size": V, "eot": id or null,
+     "splits": {"train": {"tokens": N, "documents": D,
+                          "shards": [{"name", "tokens", "sha256", "max_token"}, ...]}, "val": ...}}
+
+Only `vocab_size` is required. So {"vocab_size": 50257} is enough beside shards, beside nanoGPT's headerless train.bin
+and val.bin, and beside Megatron's pairs (train.bin and train.idx, or any x_train_text_document.bin with its .idx).
+nanoGPT's meta.pkl is never opened, because unpickling executes the code that a file holds.
+"""
+
+import difflib
+import math
+import os
+import re
+import resource
+from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from data.files import (
+    SPLITS,
+    display_path,
+    map_file,
+    problem,
+    read_json,
+    sha256,
+    unreadable,
+)  # fmt: skip
+from data.stream import Shard, TokenStream
+from data.tokenizer import Tokenizer, from_spec
+
+MIXTURE_STEPS = 10_000  # weights of a mixture are rounded to multiples of 1 / MIXTURE_STEPS
+TOKENS_CHECKED = 2**24  # tokens read to find the largest id, in files without a recorded max_token
+MAX_VOCAB_SIZE = 2**31 - 1
+MOVING = {"half prepared": True}  # the content of meta.json while shards are moved into place
+CHANGED = "was changed: its SHA-256 is not the one in meta.json"
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A prepared folder. `vocab_size` is the model's: the larger of the data's own size and the flag."""
+
+    folder: Path
+    meta: dict | None
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    eot: int | None
+    verify: bool
+
+    def split(self, name: str) -> TokenStream:
+        """Opens the tokens of "train" or "val" after checks of all sizes and largest ids; of checksums with `verify`.
+
+        The largest id of a shard is recorded in meta.json. In files without this record only the first tokens are
+        checked, TOKENS_CHECKED in all shards together. `verify`, or the batch that reads it, finds a wrong id in the
+        rest or in a shard that was changed later. Under torchrun each rank verifies a part of the shards.
+        """
+        records = find_shards(self.folder, self.meta, name)
+        if not records:
+            raise problem(self.folder, "", f"has no split {name} (no {name}_000000.bin, no {name}.bin)")
+        limit = self.meta["vocab_size"] if self.meta else self.vocab_size
+        shards, check_first = [], -(-TOKENS_CHECKED // len(records))  # tokens of each shard, rounded up
+        rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+        _raise_open_file_limit()
+        for i, record in enumerate(records):
+            try:
+                shards.append(Shard(open_shard(self.folder, record, limit, check_first)))
+            except OSError as e:
+                raise unreadable(self.folder, record["name"], e) from e
+            if self.verify and not record.get("sha256"):
+                fact = "cannot be verified, because no meta.json records its SHA-256"
+                raise problem(self.folder, record["name"], fact, "pass --verify_data=False")
+            if self.verify and i % ranks == rank and sha256(self.folder / record["name"]) != record["sha256"]:
+                raise problem(self.folder, record["name"], CHANGED)
+        return TokenStream(f"{display_path(self.folder)} {name}", shards, limit)
+
+
+@dataclass(frozen=True)
+class Mixture(DataSet):
+    """Several data sets of one tokenizer, vocabulary and end-of-text id. The inherited fields are the first one's."""
+
+    sources: dict[str, tuple[DataSet, int]]  # name on the command line: (data set, weight)
+
+    def split(self, name: str) -> TokenStream:
+        """Opens the tokens of all sources as one stream, one source after the other."""
+        streams = {source: data.split(name) for source, (data, _) in self.sources.items()}
+        return TokenStream(
+            " + ".join(stream.name for stream in streams.values()),
+            [shard for stream in streams.values() for shard in stream.shards],
+            min(stream.vocab_size for stream in streams.values()),
+            [(source, len(stream), self.sources[source][1]) for source, stream in streams.items()],
+        )
+
+
+def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, verify: bool = False) -> DataSet:
+    """Opens the data set `name`: a folder under `root`, a path, or several of them as `a:0.7,b:0.3` with weights.
+
+    With `vocab_size` 0 the size is meta.json's. Another number is for data without a meta.json, or for an embedding
+    that is padded beyond the data's vocabulary; a smaller number is refused. With `verify`, `split` checks every
+    checksum. ValueError if the data set is missing (the message names the nearest name) or not prepared (the message
+    names the command), if its meta.json is damaged or its vocabulary unknown.
+    """
+    folder = Path(root) / name
+    if not folder.is_dir():
+        folder = Path(os.path.expanduser(name))
+    if not folder.is_dir() and re.search("[,:]", str(name)):
+        return _open_mixture(str(name), root, vocab_size, verify)
+    if not folder.is_dir():
+        marks = ("prepare.py", "meta.json", "train.bin")  # a script, or files that a user has prepared
+        scripts, *found = ({p.parent.name for p in Path(root).glob(f"*/{mark}")} for mark in marks)
+        ready, others = (", ".join(sorted(s)) or "none" for s in (set().union(*found), scripts.difference(*found)))
+        near = difflib.get_close_matches(str(name), sorted(scripts.union(*found)), n=1)
+        hint = f"prepared: {ready}; not prepared: {others} (python {display_path(Path(root))}/NAME/prepare.py)"
+        hint = f"did you mean {near[0]}?" if near else hint
+        raise ValueError(f"there is no data set {str(name)!r} in {display_path(Path(root))} and no such folder; {hint}")
+    meta = read_meta(folder)
+    if not any(find_shards(folder, meta, split) for split in SPLITS):
+        raise problem(folder, "", "is not prepared (it has no train_000000.bin and no train.bin)")
+    own = meta["vocab_size"] if meta else 0
+    if not own and not vocab_size:
+        fact = "has no meta.json, so its vocabulary is unknown (a meta.pkl is never unpickled)"
+        write = f"echo '{{\"vocab_size\": N}}' > {display_path(folder / 'meta.json')}"
+        raise problem(folder, "", fact, f"pass --vocab_size=N, or {write}")
+    if 0 < vocab_size < own:
+        fact = f"has a vocabulary of {own}, more than vocab_size={vocab_size}"
+        raise problem(folder, "", fact, f"pass {own} or more, or prepare the data with the tokenizer of the model")
+    tokenizer = from_spec(meta["tokenizer"], folder) if meta and "tokenizer" in meta else None
+    if tokenizer and (tokenizer.hash, tokenizer.vocab_size) != (meta.get("tokenizer_hash", tokenizer.hash), own):
+        raise problem(folder, "meta.json", "records another tokenizer hash or vocabulary size than its tokenizer has")
+    return DataSet(folder, meta, tokenizer, max(own, vocab_size), meta.get("eot") if meta else None, verify)
+
+
+def _open_mixture(name: str, root: str | Path, vocab_size: int, verify: bool) -> Mixture:
+    """Opens `a:0.7,b:0.3`. ValueError for a missing or zero weight, a repeated source, sources that do not match."""
+    sources, weights = [], []
+    for part in name.split(","):
+        match = re.fullmatch(r"([^:]+):(\d+\.?\d*|\.\d+)", part.strip())
+        fact = "" if match and float(match[2]) > 0 else "is not name:weight with a positive weight"
+        if not fact and match[1] in sources:
+            fact = "appears twice"
+        if fact:
+            part = repr(part.strip())
+            raise ValueError(f"dataset={name!r}: {part} {fact}; write it like a:0.7,b:0.3, or give one folder")
+        sources.append(match[1])
+        weights.append(Fraction(match[2]))
+    opened = [open_data(source, root, vocab_size, verify) for source in sources]
+    first = opened[0]
+    for source, data in zip(sources, opened, strict=True):
+        kinds = [(d.tokenizer and d.tokenizer.hash, d.meta and d.meta["vocab_size"], d.eot) for d in (first, data)]
+        for what, one, other in zip(("tokenizer", "vocabulary size", "end-of-text id"), *kinds, strict=True):
+            if one != other:
+                raise ValueError(
+                    f"dataset={name!r}: {sources[0]} and {source} cannot be mixed, because their meta.json differ in "
+                    f"the {what} ({one} and {other}); prepare both with one tokenizer"
+                )
+    return Mixture(**vars(first), sources=dict(zip(sources, zip(opened, _integers(weights), strict=True), strict=True)))
+
+
+def _integers(weights: list[Fraction]) -> list[int]:
+    """The smallest integers in the ratio of the weights, whose sum is about MIXTURE_STEPS at most.
+
+    Weights that would need a larger sum are first rounded to multiples of 1 / MIXTURE_STEPS, but never to 0.
+    """
+    if sum(_reduced(weights)) > MIXTURE_STEPS:
+        weights = [Fraction(max(1, round(MIXTURE_STEPS * w / sum(weights)))) for w in weights]
+    return _reduced(weights)
+
+
+def _reduced(weights: list[Fraction]) -> list[int]:
+    integers = [int(w * math.lcm(*(w.denominator for w in weights))) for w in weights]
+    return [w // math.gcd(*integers) for w in integers]
+
+
+def read_meta(folder: Path) -> dict | None:
+    """Reads and checks meta.json; None if the folder has none. ValueError names the first wrong entry."""
+    path = folder / "meta.json"
+    if not path.exists():
+        return None
+    try:
+        meta = read_json(path)
+        if meta == MOVING:
+            raise ValueError("a preparation stopped while it moved its files into place")
+        size, eot, splits = meta["vocab_size"], meta.get("eot"), meta.get("splits", {})
+        shards = [shard for split in splits.values() for shard in split["shards"]]
+        wrong = {
+            f"a vocab_size that is not a number from 1 to {MAX_VOCAB_SIZE}": not _is_count(size, 1),
+            "an eot that is not an id below its vocab_size": eot is not None and not (_is_count(eot) and eot < size),
+            "a shard whose name is not a file name": not all(_is_name(shard["name"]) for shard in shards),
+            "a shard whose tokens or max_token is not a count": not all(
+                _is_count(s["tokens"], 0, 2**63) and _is_count(s.get("max_token", 0), 0, 2**63) for s in shards
+            ),
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise problem(folder, "meta.json", f"cannot be used ({type(e).__name__}: {e})") from e
+    for fact in [fact for fact, found in wrong.items() if found]:
+        raise problem(folder, "meta.json", f"holds {fact}")
+    return meta
+
+
+def _is_count(x, least: int = 0, most: int = MAX_VOCAB_SIZE) -> bool:
+    return type(x) is int and least <= x <= most
+
+
+def _is_name(name) -> bool:
+    """Whether `name` is a plain file name, so that no path leads out of the folder."""
+    return type(name) is str and name.isprintable() and name not in ("", ".", "..") and "/" not in name
+
+
+def find_shards(folder: Path, meta: dict | None, split: str) -> list[dict]:
+    """The records of a split's shards: those in meta.json, else one for each file whose name fits.
+
+    Names are tried in this order: shards (with any prefix, as in fineweb_train_000001.bin), then train.bin of nanoGPT
+    or Megatron, then Megatron's longer names.
+    """
+    if meta and "splits" in meta:
+        return meta["splits"].get(split, {"shards": []})["shards"]
+    files = sorted(p.name for p in folder.iterdir())
+    pairs = [n for n in files if n.endswith(".bin") and f"{n[:-4]}.idx" in files]
+    names = [n for n in files if n not in pairs and re.search(rf"(^|_){split}_\d+\.bin$", n)]
+    names = names or [n for n in files if n == f"{split}.bin"]
+    return [{"name": n} for n in names or pairs if n in names or re.search(rf"(^|_){split}(_|\.bin$)", n)]
+
+
+def open_shard(folder: Path, record: dict, limit: int, check_first: int | None = None) -> np.memmap:
+    """Maps the tokens of one file after checks: its size is meta.json's, and its ids are in [0, limit).
+
+    Checked is the recorded max_token, or without a record the first `check_first` ids (None = all).
+    """
+    name = record["name"]
+    shard = map_file(folder, name)
+    tokens, largest = record.get("tokens"), record.get("max_token")
+    if tokens not in (None, len(shard)):
+        raise problem(folder, name, f"holds {len(shard)} tokens, but meta.json says {tokens}")
+    if shard.dtype.kind == "i" and (smallest := int(shard[:check_first].min())) < 0:
+        raise problem(folder, name, f"holds token id {smallest}, which is negative")
+    if limit <= np.iinfo(shard.dtype).max:
+        largest = int(shard[:check_first].max()) if largest is None else largest
+        if largest >= limit:
+            remedy = "" if tokens else f"set vocab_size to {largest + 1} or more, in meta.json or by flag"
+            raise problem(folder, name, f"holds token id {largest}, but the vocabulary has only {limit}", remedy)
+    return shard
+
+
+def _raise_open_file_limit() -> None:
+    """Lets this process open up to 65,536 files if the system allows it, because every shard stays open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
+    with suppress(ValueError, OSError):  # some systems have a lower limit of another kind
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

@@ -1,0 +1,66 @@
+"""The text of tiny Shakespeare, which shakespeare and shakespeare_char divide in their own ways."""
+
+import hashlib
+from http.client import HTTPException
+from pathlib import Path
+from urllib.request import urlopen
+
+from data.errors import say
+from data.files import display_path, open_regular, writing
+
+HERE = Path(__file__).resolve().parent / "shakespeare_char"
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+SECONDS = 5  # for connecting, and for each read
+
+
+def download(url: str) -> bytes:
+    """Downloads the content of `url` (http, https, ftp or file). ValueError with a remedy if this fails."""
+    try:
+        with urlopen(url, timeout=SECONDS) as response:
+            return response.read()
+    except (OSError, HTTPException, ValueError) as e:
+        reason = getattr(e, "reason", None) or e or type(e).__name__
+        remedy = f"put the text at {display_path(HERE / 'input.txt')} or pass --input=FILE"
+        raise ValueError(f"cannot download {url} ({reason}); {remedy}") from e
+
+
+def shakespeare() -> bytes:
+    """Reads input.txt of shakespeare_char, or downloads it. ValueError if the download is another text."""
+    path = HERE / "input.txt"
+    if not path.exists():
+        content = download(URL)
+        found = hashlib.sha256(content).hexdigest()
+        if found != SHA256:
+            raise ValueError(f"{URL} has the SHA-256 {found}, not {SHA256}; get it elsewhere and pass --input=FILE")
+        temporary = path.with_suffix(".tmp")
+        with writing(temporary):
+            temporary.write_bytes(content)
+        temporary.replace(path)
+    return read(path)
+
+
+def read(path: Path | str) -> bytes:
+    with open(path, "rb", opener=open_regular) as f:
+        return f.read()
+
+
+def read_text(source: str | None) -> str:
+    """Reads the text at `source`, a file or a URL; None means shakespeare().
+
+    ValueError if it has fewer than 11 characters: the last tenth must have two.
+    """
+    if source is None:
+        content = shakespeare()
+    else:
+        content = download(source) if "://" in source else read(source)
+    name = source or "input.txt"
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{name} is not UTF-8 text (byte {e.start}); convert it, for example with iconv") from e
+    if len(text) < 11:
+        raise ValueError(f"{name} has {len(text)} characters, too few to split; pass a longer text")
+    if hashlib.sha256(content).hexdigest() != SHA256:
+        say(f"note: {name} is not nanoGPT's Shakespeare; losses do not compare with published ones")
+    return text
