@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from conftest import read_all
 
-from data import tiny_shakespeare
 from data.dataset import open_data
+from data.shakespeare_char import text as shakespeare
 from data.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,8 +126,8 @@ def test_shakespeare_is_nanogpts_token_for_token(tmp_path, as_url):
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """data/tiny_shakespeare.py with an empty folder, and with the text above as its download."""
-    module = tiny_shakespeare
+    """data/shakespeare_char/text.py with an empty folder, and with the text above as its download."""
+    module = shakespeare
     monkeypatch.setattr(module, "HERE", tmp_path / "set")
     monkeypatch.setattr(module, "URL", (tmp_path / "remote.txt").as_uri())
     monkeypatch.setattr(module, "SHA256", hashlib.sha256(TEXT.encode()).hexdigest())
@@ -221,7 +221,7 @@ def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch, cap
 def test_shakespeare_sizes(tmp_path):
     """nanoGPT's published sizes, if the text is on this machine."""
     path = ROOT / "data/shakespeare_char/input.txt"
-    if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != tiny_shakespeare.SHA256:
+    if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != shakespeare.SHA256:
         pytest.skip("put the text there with python data/shakespeare_char/prepare.py")
     result = run("shakespeare_char", f"--out={tmp_path}")
     assert "65 characters, 1,003,854 train + 111,540 val tokens" in result.stdout and "note" not in result.stdout

@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from data.command import Parser, next_command, out_folder, run  # noqa: E402
 from data.files import display_path  # noqa: E402
-from data.tiny_shakespeare import read_text  # noqa: E402
+from data.shakespeare_char.text import read_text  # noqa: E402
 from data.tokenizer import GPT2Tokenizer  # noqa: E402
 from data.writer import ShardWriter  # noqa: E402
 

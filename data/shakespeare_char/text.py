@@ -1,4 +1,4 @@
-"""The text of tiny Shakespeare, which shakespeare and shakespeare_char divide in their own ways."""
+"""The text of Shakespeare, which this data set and `shakespeare` divide in their own ways."""
 
 import hashlib
 from http.client import HTTPException
@@ -8,7 +8,7 @@ from urllib.request import urlopen
 from data.errors import say
 from data.files import display_path, open_regular, writing
 
-HERE = Path(__file__).resolve().parent / "shakespeare_char"
+HERE = Path(__file__).resolve().parent
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SECONDS = 5  # for connecting, and for each read
