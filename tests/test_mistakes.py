@@ -306,7 +306,9 @@ def test_the_centring_matrix_is_masked(block, pos):
 @pytest.mark.parametrize("mistake", [{"causal": False}, {"window": 0}, {"docs": None}], ids=str)
 def test_an_unmasked_centring_matrix_is_caught(mistake, monkeypatch):
     uniform = ops.uniform_attention
-    monkeypatch.setattr(M, "uniform_attention", lambda q, k, v, D, mask: uniform(q, k, v, D, mask._replace(**mistake)))
+    monkeypatch.setattr(
+        M, "uniform_attention", lambda q, k, v, D, mask, *strips: uniform(q, k, v, D, mask._replace(**mistake), *strips)
+    )
     assert_caught(check_centring_matrix)
     for block, pos in itertools.product(SHAPED, ["none", "alibi"]):
         assert_caught(check_nothing_leaks, block, pos)
