@@ -739,6 +739,9 @@ class Heads(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots = None) -> Tensor:
         """The softmax of all heads. A variant of it goes here and works with slots, shaped and cross attention too."""
+        if not q.dtype == k.dtype == v.dtype:
+            found = f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}"
+            raise ValueError(f"{found}; after a product of x with a float32 parameter, write .to(x.dtype)")
         return attention(q, k, v, self.head_dim, mask, self.softcap, self.dropout if self.training else 0.0, slots)
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
@@ -818,7 +821,8 @@ class ShapedPool(Heads):
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
         alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
         uniform = uniform_attention(q, k, v, self.head_dim, mask)
-        y = alpha * v[:, :, -q.size(2) :] + beta * super().attend(q, k, v, mask) - gamma * uniform
+        y = super().attend(q, k.to(q.dtype), v.to(q.dtype), mask)
+        y = alpha * v[:, :, -q.size(2) :] + beta * y - gamma * uniform
         return y.to(v.dtype)  # not the gains, whose steps are smaller than those of 16 bits
 
 

@@ -344,6 +344,27 @@ def test_mistakes_in_a_new_block_are_refused_by_name(sums, said, monkeypatch):
         model.Model(model.ModelConfig(**SIZES, block="mine"))
 
 
+def test_values_wider_than_queries_are_refused(monkeypatch):
+    """A float32 gain makes bfloat16 values float32 under autocast, which would cost memory and time without a word."""
+
+    class Mine(model.ContextPool):
+        def project(self, x, inputs):
+            q, k, v = super().project(x, inputs)
+            return q, k, v * self.gain
+
+    def mine(cfg, layer):
+        heads = Mine(cfg, layer)
+        heads.gain = torch.nn.Parameter(torch.full((1,), 0.5))
+        return [model.Sum(cfg, attn=heads)]
+
+    monkeypatch.setitem(model.BLOCK, "mine", mine)
+    net, idx = model.Model(model.ModelConfig(**SIZES, block="mine")), torch.zeros(1, 4, dtype=torch.int64)
+    assert net(idx).isfinite().all()
+    said = r"^q, k and v have the dtypes torch.bfloat16, torch.bfloat16 and torch.float32; .* write \.to\(x\.dtype\)$"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=said):
+        net(idx)
+
+
 def test_groups_of_rows_that_tp_does_not_divide_are_refused_by_name():
     net = model.Model(model.ModelConfig(**SIZES, attention="gqa", n_kv_head=2))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
