@@ -67,7 +67,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops import (
     Mask,
@@ -742,6 +741,9 @@ class Heads(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots = None) -> Tensor:
         """The softmax of all heads. A variant of it goes here and works with slots, shaped and cross attention too."""
+        if not q.dtype == k.dtype == v.dtype:
+            found = f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}"
+            raise ValueError(f"{found}; after a product of x with a float32 parameter, write .to(x.dtype)")
         options = self.softcap, self.dropout if self.training else 0.0, slots, self.strips
         return attention(q, k, v, self.head_dim, mask, *options)
 
@@ -822,7 +824,8 @@ class ShapedPool(Heads):
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
         alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
         uniform = uniform_attention(q, k, v, self.head_dim, mask, self.strips)
-        y = alpha * v[:, :, -q.size(2) :] + beta * super().attend(q, k, v, mask) - gamma * uniform
+        y = super().attend(q, k.to(q.dtype), v.to(q.dtype), mask)
+        y = alpha * v[:, :, -q.size(2) :] + beta * y - gamma * uniform
         return y.to(v.dtype)  # not the gains, whose steps are smaller than those of 16 bits
 
 
@@ -990,7 +993,7 @@ class Block(nn.Module):
 # Initial weights
 
 
-class OwnValues(TorchDispatchMode):
+class OwnValues(TorchFunctionMode):
     """Notes what modules write into their parameters in __init__, also on the meta device, which keeps no values.
     `filled` maps a storage to the number that fills it, or to None if nothing was written; of others, it knows nothing.
     """
@@ -999,20 +1002,18 @@ class OwnValues(TorchDispatchMode):
         super().__init__()
         self.filled: dict[torch.UntypedStorage, float | None] = {}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import torch._dynamo, which takes seconds
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        out = op(*args, **(kwargs or {}))
-        name = op.overloadpacket.__name__.removeprefix("new_").removesuffix("_like").rstrip("_s")
-        last = args[-1] if args else ...
-        number = {"empty": None, "zero": 0.0, "one": 1.0, "full": last, "fill": last}.get(name, ...)
-        known = number is None or isinstance(number, int | float)
-        if known and out.nbytes == out.untyped_storage().nbytes():
-            self.filled[out.untyped_storage()] = number
-        elif op._schema.is_mutable and isinstance(out, Tensor):
-            self.filled.pop(out.untyped_storage(), None)
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        given = [*args, *(kwargs or {}).values()]
+        before = [(x, x._version) for x in given if isinstance(x, Tensor)]
+        out = function(*args, **(kwargs or {}))
+        for x, version in before:
+            if x._version > version or function == Tensor.is_meta.__get__:  # trunc_normal_ asks, and then draws nothing
+                self.filled.pop(x.untyped_storage(), None)
+        name = function.__name__.removeprefix("new_").removesuffix("_like").rstrip("_s")
+        numbers = [x for x in given if isinstance(x, int | float) and not isinstance(x, bool)]
+        filled = {"empty": [None], "zero": [0.0], "one": [1.0]} | dict.fromkeys(("full", "fill", "constant"), numbers)
+        if name in filled and filled[name] and out.nbytes == out.untyped_storage().nbytes():
+            self.filled[out.untyped_storage()] = filled[name][-1]
         return out
 
     def declare(self, model: nn.Module):
@@ -1020,6 +1021,9 @@ class OwnValues(TorchDispatchMode):
         for path, module in model.named_modules():
             module.initial = initial = dict(getattr(module, "initial", {}))
             for kind, p in module.named_parameters(recurse=False):
+                remedy = f"write torch.full({tuple(p.shape) or (1,)}, 0.5) or another number"
+                require(p.dim() > 0, f"{path}.{kind} has no dimensions, one of which FSDP cuts; {remedy}, or use Gain")
+                require(p.nbytes <= p.untyped_storage().nbytes(), f"{path}.{kind} is an expanded view; {remedy}")
                 number = self.filled.get(p.untyped_storage(), ...)
                 require(
                     kind in initial or number is not ...,
@@ -1033,20 +1037,6 @@ class OwnValues(TorchDispatchMode):
                 require(not lost, f"initial[{kind!r}] of {path} has no values; make this tensor with device='cpu'")
         for name, _ in model.named_buffers():
             raise ValueError(f"{name} is a buffer, whose values a model built in parts loses; compute it in forward")
-
-
-class AskedForMeta(TorchFunctionMode):
-    """Tells OwnValues which tensors are asked for is_meta, as nn.init.trunc_normal_ does, which leaves those as they
-    are."""
-
-    def __init__(self, own: OwnValues):
-        super().__init__()
-        self.own = own
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function == Tensor.is_meta.__get__:
-            self.own.filled.pop(args[0].untyped_storage(), None)
-        return function(*args, **(kwargs or {}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1086,7 +1076,7 @@ class Model(Stack):
 
     def __init__(self, cfg: ModelConfig, seed: int | None = None):
         require(cfg.vocab_size > 0, "vocab_size=0 means the data's, and here there is no data; set vocab_size")
-        with OwnValues() as own, AskedForMeta(own):
+        with OwnValues() as own:
             super().__init__(cfg)
             self.wte = with_role(embedding(cfg.vocab_rows, cfg.n_embd), "vocab")
             self.pos = POSITION[cfg.pos][0](cfg)

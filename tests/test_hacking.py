@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -43,9 +44,25 @@ def patched(folder: Path, index: int) -> str:
     return (folder / "model.py").read_text()
 
 
+def git(folder: Path, *command: str, text: str = "") -> subprocess.CompletedProcess:
+    return subprocess.run(["git", *command], input=text, capture_output=True, text=True, cwd=folder)
+
+
 def apply(folder: Path, patch: str):
-    command = ["git", "apply", "--verbose", "-"]
-    done = subprocess.run(command, input=patch, capture_output=True, text=True, cwd=folder)
+    """Apply the patch to the copies in the folder. Skip the test if it applies to the files as they were before the
+    edits of whoever works here: those of the branch that he has cloned, or without a clone those of the last commit."""
+    done = git(folder, "apply", "--verbose", "-", text=patch)
+    if done.returncode:
+        origin = "origin/HEAD" if git(ROOT, "rev-parse", "--verify", "origin/HEAD").returncode == 0 else "HEAD"
+        with tempfile.TemporaryDirectory() as before:
+            for name in re.findall(r"^\+\+\+ b/(.*)", patch, re.M):
+                (Path(before) / name).parent.mkdir(exist_ok=True)
+                (Path(before) / name).write_text(git(ROOT, "show", f"{origin}:{name}").stdout)
+            if git(Path(before), "apply", "-", text=patch).returncode == 0:
+                reason = re.search("patch failed: .*", done.stderr)[0]
+                pytest.skip(
+                    f"your edits are where a patch of docs/hacking.md belongs, which applies to {origin}: {reason}"
+                )
     assert done.returncode == 0, done.stderr
 
 
@@ -205,6 +222,32 @@ def test_new_blocks_and_positions_work_under_tensor_parallelism(tmp_path):
     launch(2, compare, tmp_path / "ranks", {flag: patched(tmp_path, i) for i, flag in ((1, "pos"), (2, "block"))})
 
 
+def test_a_patch_where_own_edits_are_is_skipped_but_a_wrong_one_is_red(tmp_path, monkeypatch):
+    """Edits that are not committed, or that a clone has and its origin has not."""
+    origin, clone, file = tmp_path / "origin", tmp_path / "clone", Path("model.py")
+    origin.mkdir()
+    (origin / file).write_text("first\nlast\n")
+    me = "-c", "user.name=me", "-c", "user.email=me"
+    for command in (["init"], ["add", "."], [*me, "commit", "-m", "all"], ["clone", ".", clone]):
+        assert git(origin, *command).returncode == 0
+    patch = "--- a/model.py\n+++ b/model.py\n@@ -1,2 +1,3 @@\n first\n+new\n last\n"
+    apply(origin, patch)
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", clone)
+    for commit, reference in ((False, "HEAD"), (True, "origin/HEAD")):
+        (clone / file).write_text("first\nmine\nlast\n")
+        if not commit:
+            git(clone, "remote", "rename", "origin", "other")
+        else:
+            git(clone, "remote", "rename", "other", "origin")
+            assert git(clone, *me, "commit", "-am", "mine").returncode == 0
+        with pytest.raises(
+            pytest.skip.Exception, match=f"^your edits are where a .* to {reference}: patch failed: model"
+        ):
+            apply(clone, patch)
+        with pytest.raises(AssertionError, match="patch failed: model"):
+            apply(clone, patch.replace("last", "lost"))
+
+
 @pytest.mark.parametrize("role", [None, "mine"])
 def test_a_parameter_without_a_role_is_refused_by_name(role):
     net = model.Model(model.ModelConfig(**SIZES))
@@ -215,6 +258,17 @@ def test_a_parameter_without_a_role_is_refused_by_name(role):
         tensor_parallel.sharded_dim(net, "blocks.1.extra.weight")
     with pytest.raises(ValueError, match=r"blocks\.1\.extra\.weight"):
         tensor_parallel.apply_tensor_parallel(net, group=None)  # before anything is cut
+
+
+def test_a_scalar_without_a_role_is_refused_with_the_module_for_it():
+    net = model.Model(model.ModelConfig(**SIZES))
+    attn = net.blocks[1].sums[0].attn
+    attn.scale, attn.gain = torch.nn.Parameter(torch.full((1,), 0.5)), model.Gain(0.5)
+    assert tensor_parallel.sharded_dim(net, "blocks.1.sums.0.attn.gain.weight") is None
+    with pytest.raises(
+        ValueError, match=r"cut blocks\.1\.sums\.0\.attn\.scale: .* scalar as Gain\(0\.5\), which has a role$"
+    ):
+        tensor_parallel.sharded_dim(net, "blocks.1.sums.0.attn.scale")
 
 
 def test_two_readers_of_one_name_are_refused(monkeypatch):
@@ -288,6 +342,27 @@ def test_mistakes_in_a_new_block_are_refused_by_name(sums, said, monkeypatch):
     monkeypatch.setitem(model.BLOCK, "mine", sums)
     with pytest.raises(ValueError, match=said):
         model.Model(model.ModelConfig(**SIZES, block="mine"))
+
+
+def test_values_wider_than_queries_are_refused(monkeypatch):
+    """A float32 gain makes bfloat16 values float32 under autocast, which would cost memory and time without a word."""
+
+    class Mine(model.ContextPool):
+        def project(self, x, inputs):
+            q, k, v = super().project(x, inputs)
+            return q, k, v * self.gain
+
+    def mine(cfg, layer):
+        heads = Mine(cfg, layer)
+        heads.gain = torch.nn.Parameter(torch.full((1,), 0.5))
+        return [model.Sum(cfg, attn=heads)]
+
+    monkeypatch.setitem(model.BLOCK, "mine", mine)
+    net, idx = model.Model(model.ModelConfig(**SIZES, block="mine")), torch.zeros(1, 4, dtype=torch.int64)
+    assert net(idx).isfinite().all()
+    said = r"^q, k and v have the dtypes torch.bfloat16, torch.bfloat16 and torch.float32; .* write \.to\(x\.dtype\)$"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=said):
+        net(idx)
 
 
 def test_groups_of_rows_that_tp_does_not_divide_are_refused_by_name():

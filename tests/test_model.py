@@ -28,6 +28,7 @@ import model as M
 import ops
 from engine import decode
 from engine.decode import generate, set_caches
+from engine.parallel.tensor import sharded_dim
 from engine.plan.accounting import attention_kernels, flops
 from model import Inputs, Model, ModelConfig
 from ops import Mask, attention, attention_kernel
@@ -160,8 +161,10 @@ def beside(model: Model, docs: bool = True) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("flags", GRID, ids=changes)
 def test_grid(flags):
-    """Initial loss, loss and gradients, documents, and of each objective who sees whom and what is generated."""
+    """Roles, initial loss, loss and gradients, documents, and of each objective who sees whom and what is generated."""
     model = build(**flags)
+    for parameter, _ in model.named_parameters():
+        sharded_dim(model, parameter)  # refuses, by name, what --tp could not cut
     torch.manual_seed(2)
     idx, targets = tokens(2, T), tokens(2, T)
     targets[0, 3:6] = targets[1, 10:] = -1

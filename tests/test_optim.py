@@ -479,3 +479,25 @@ def test_adamw_equals_torch():
     for ours, theirs in zip(*results, strict=True):
         assert (ours - theirs).abs().max() < 1e-7
     assert not torch.equal(results[0][0], start[0])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZER)
+def test_an_update_of_any_optimizer(kind):
+    """The first step goes against the gradient, decay makes weights smaller, and a part of a parameter is updated as it
+    is in the whole, which FSDP rests on."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(6, 4), [torch.randn(6, 4) for _ in range(3)]
+
+    def after(rows: slice, grads: list[torch.Tensor], decay: float = 0.0) -> torch.Tensor:
+        p = nn.Parameter(start[rows].clone())
+        optimizer = OPTIMIZER[kind].rest([{"params": [p], "weight_decay": decay}], 0.01, (0.9, 0.95))
+        for grad in grads:
+            p.grad = grad[rows].clone()
+            optimizer.step()
+        return p.detach()
+
+    whole = slice(None)
+    assert (((after(whole, grads[:1]) - start) * grads[0]) < 0).all()
+    assert (after(whole, [torch.zeros(6, 4)], decay=0.5).abs() < start.abs()).all()
+    parts = [after(rows, grads, decay=0.5) for rows in (slice(0, 2), slice(2, 6))]
+    assert torch.allclose(torch.cat(parts), after(whole, grads, decay=0.5), rtol=1e-5)

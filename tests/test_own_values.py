@@ -26,6 +26,8 @@ KEPT = {  # what a module does in its __init__ -> the parameter that it gets, an
     "m.own = nn.init.constant_(nn.Parameter(torch.ones(4)), 0.25)": ("own", 0.25),
     "m.own = nn.Parameter(torch.empty(4)); m.own.data.fill_(3)": ("own", 3.0),
     "m.own = nn.Parameter(torch.full_like(m.qkv.weight, -1.0))": ("own", -1.0),
+    "m.own = nn.Parameter(torch.full(fill_value=2.0, size=(4,), requires_grad=True))": ("own", 2.0),
+    "m.own = nn.Parameter(m.out.weight.new_full((3,), fill_value=0.5)).requires_grad_()": ("own", 0.5),
     "m.own = nn.Parameter(torch.empty(4))": ("own", 1.0),
     "m.own = nn.Parameter(torch.rand(4)); m.initial = {'own': 2.0}": ("own", 2.0),
     "m.gate = M.Linear(m.cfg, 16, 4, 'into'); nn.init.zeros_(m.gate.weight)": ("gate.weight", 0.0),
@@ -45,6 +47,9 @@ REFUSED = {  # -> the parameter that the error names, and its module
     "m.own = nn.Parameter(nn.init.orthogonal_(torch.empty(2, 2)))": ("own", "Mine"),
     "m.own = nn.Parameter(torch.ones(4).mul_(0.5))": ("own", "Mine"),
     "m.own = nn.Parameter(torch.zeros(4)); m.own.data[1] = 1": ("own", "Mine"),
+    "m.own = nn.Parameter(torch.zeros(4)); torch.add(m.own, 1, out=m.own)": ("own", "Mine"),
+    "m.own = nn.Parameter(torch.zeros(4)); m.own += 1": ("own", "Mine"),
+    "m.own = nn.Parameter(torch.zeros(4)); nn.init.uniform_(m.own.data)": ("own", "Mine"),
     "m.own = nn.Parameter(torch.cat((torch.zeros(2), torch.ones(2))))": ("own", "Mine"),
     "m.gate = M.Linear(m.cfg, 16, 4, 'into'); nn.init.zeros_(m.gate.weight[:2])": ("gate.weight", "Linear"),
     "nn.init.normal_(m.out.weight, std=0.01)": ("out.weight", "Linear"),
@@ -105,6 +110,23 @@ def test_other_values_are_refused_by_name(line, build):
     said, last = str(error.value), name.rpartition(".")[2]
     assert said.startswith(f"blocks.0.sums.0.attn.{name} ")
     assert said.endswith(f'give its module {kind} an `initial` = {{"{last}": Normal(0.02)}}, or a number')
+
+
+@pytest.mark.parametrize("build", [Model, in_parts], ids=["whole", "parts"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (
+            "torch.tensor(0.5)",
+            r"has no dimensions, .*; write torch.full\(\(1,\), 0.5\) or another number, or use Gain$",
+        ),
+        ("torch.full((1,), 0.5).expand(4)", r"is an expanded view; write torch.full\(\(4,\), 0.5\) or another number$"),
+    ],
+)
+def test_shapes_that_cannot_be_parameters_are_refused_by_name(value, said, build):
+    use(f"m.own = nn.Parameter({value})")
+    with pytest.raises(ValueError, match=r"^blocks\.0\.sums\.0\.attn\.own " + said):
+        build(ModelConfig(**SIZES))
 
 
 def test_train_py_keeps_one_number_and_refuses_others(run, monkeypatch, capsys):

@@ -52,9 +52,12 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
         return 0
     role = getattr(module, "role", None)
     if role not in SHARDED_DIM:
+        remedy = f"declare one of the roles {', '.join(SHARDED_DIM)}, or name the parameter in per_head (see model.py)"
+        if getattr(module, kind).numel() == 1:
+            remedy = "write a learned scalar as Gain(0.5), which has a role"
         raise ValueError(
             f"tensor parallelism does not know how to cut {name}: its module {type(module).__name__} has role={role}; "
-            f"declare one of the roles {', '.join(SHARDED_DIM)}, or name the parameter in per_head (see model.py)"
+            + remedy
         )
     dim = SHARDED_DIM[role]
     return None if dim == 1 and kind == "bias" else dim
