@@ -26,7 +26,8 @@ test: .venv/ready-test
 
 quick: .venv/ready-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -k "not golden or causal and adamw" \
-		tests/test_model.py::test_grid tests/test_ignored.py tests/test_blocks.py tests/test_references.py tests/test_golden.py
+		tests/model/test_model.py::test_grid tests/model/test_ignored.py tests/model/test_blocks.py \
+		tests/model/test_references.py tests/training/test_golden.py
 
 baselines: .venv/ready-test data/pycode/meta.json
 	$(BIN)/python -m tools.baselines

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-from conftest import ROOT
 from faults import FAULTS
+from helpers import ROOT
 
 from configurator import Config, parse
 from engine.parallel import ranks as parallel
@@ -29,7 +29,8 @@ def test_tests_exist(page):
     named = re.findall(r"\b(test_\w+)\b(?:\.py)?(?:::(\w+))?", page.read_text(encoding="utf-8"))
     assert named
     for file, test in named:
-        text = (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8")
+        (path,) = (ROOT / "tests").rglob(f"{file}.py")
+        text = path.read_text(encoding="utf-8")
         assert not test or f"\ndef {test}(" in text, f"{file}::{test}"
 
 

@@ -1,8 +1,8 @@
 """The list of faults that `make mutants` plants fits the code. Planting takes minutes and is not done here."""
 
 import pytest
-from conftest import ROOT
 from faults import FAULTS
+from helpers import ROOT
 
 
 @pytest.mark.parametrize("number", range(len(FAULTS)))

@@ -3,8 +3,8 @@
     for name, compute in PARTS["training"].cases(device).items():
         figures = compute(Place(device))           # with "failed" if the device does not do what it should
 
-tests/test_gpu.py walks the same cases. On the device `cpu`, all shapes are tiny, and only some of the comparisons are
-left. Runs train on random tokens with the parts of train.py; `checkpoints` and `compare` start train.py itself.
+tests/tools/test_gpu.py walks the same cases. On the device `cpu`, all shapes are tiny, and only some of the comparisons
+are left. Runs train on random tokens with the parts of train.py; `checkpoints` and `compare` start train.py itself.
 """
 
 import itertools

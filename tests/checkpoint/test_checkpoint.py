@@ -1,0 +1,1225 @@
+"""Checkpoints: bit for bit, in any layout, whole after a kill at any instant, all ranks or none, no code run."""
+
+import contextlib
+import hashlib
+import io
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import resource
+import runpy
+import shutil
+import signal
+import sys
+import threading
+import time
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import TINY, losses
+from ranks import exit_codes, train_main
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import sample
+import train
+from engine.checkpoint import __main__ as checkpoint_commands
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint import run as run_state
+from engine.checkpoint.saver import Saver
+from engine.checkpoint.state import read_file
+from engine.parallel.ranks import Ranks, limit
+from model import Model, ModelConfig
+
+
+@pytest.fixture
+def tensors():
+    torch.manual_seed(0)
+    return {
+        "model.w": torch.nn.Parameter(torch.randn(300, 7)),
+        "model.t": torch.randn(5, 9).T,
+        "model.half": torch.randn(33).bfloat16(),
+        "optim.w.step": torch.tensor(1e-45 + 3),
+        "optim.empty": torch.zeros(0, 4),
+        "rng.0.cpu": torch.get_rng_state(),
+    }
+
+
+def zeros(tensors):
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def shapes(path):
+    return {name: (saved.shape, saved.dtype) for name, saved in checkpoint.read_index(path).items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def message(kind, call, *args, **kwargs):
+    """The one line that the call must raise."""
+    with pytest.raises(kind) as error:
+        call(*args, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@contextlib.contextmanager
+def full_disk(size=2000):
+    """No file grows beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def train_on_full_disk(flags, size=20_000):
+    """train.py with these flags in a process of its own, whose files have at most so many bytes."""
+    train.peak_flops = lambda *_: 1e9  # half a second each
+    with full_disk(size):
+        train.main(flags)
+
+
+def digests(path):
+    """{(name, offsets): SHA-256}, as index.json has them."""
+    index = json.loads((path / "index.json").read_text())
+    return {(n, tuple(piece["offsets"])): piece["sha256"] for n, entry in index.items() for piece in entry["pieces"]}
+
+
+def edit_state(path, **changes):
+    file = path / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_index(path, edit):
+    """As somebody does who wants it to be taken for whole."""
+    index = json.loads((path / "index.json").read_text())
+    edit(index)
+    (path / "index.json").write_text(json.dumps(index))
+    edit_state(path, index_sha256=hashlib.sha256((path / "index.json").read_bytes()).hexdigest())
+
+
+def names(out_dir):
+    return sorted(path.name for path in out_dir.iterdir())
+
+
+def step_name(step):
+    return f"step_{step:08d}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One process
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path, tensors):
+    state = {"flags": {"n_layer": 2, "bias": True}, "best_val_loss": math.inf, "loss": 0.1 + 0.2, "loader": 2**60}
+    path = checkpoint.save(tmp_path / "a" / "b", 1000, tensors, state)
+    assert path == tmp_path / "a" / "b" / "step_00001000"
+    loaded = zeros(tensors)
+    pointers = [tensor.data_ptr() for tensor in loaded.values()]
+    checkpoint.load(checkpoint.find(tmp_path / "a" / "b"), loaded)
+    assert same(loaded, tensors) and pointers == [tensor.data_ptr() for tensor in loaded.values()]
+    digest = hashlib.sha256((path / "index.json").read_bytes()).hexdigest()
+    assert checkpoint.read_state(path) == state | {"step": 1000, "format": 4, "index_sha256": digest}
+    assert shapes(path) == {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    assert same(load_file(path / "rank_0.safetensors"), tensors)  # and any other tool can open it
+
+
+def test_loads_some_names_into_parameters(tmp_path, tensors):
+    path = checkpoint.save(tmp_path, 1, tensors, {})
+    weight = torch.nn.Parameter(torch.zeros(300, 7))
+    checkpoint.load(path, {"model.w": weight})
+    assert torch.equal(weight, tensors["model.w"]) and weight.is_leaf
+
+
+def test_wrong_name_shape_or_dtype_is_named(tmp_path, tensors):
+    path = checkpoint.save(tmp_path, 1, tensors, {})
+    untouched = torch.zeros(300, 7)
+    for name, tensor, words in [
+        ("model.v", torch.zeros(2), ["model.v", "absent", "(2,)"]),
+        ("model.half", torch.zeros(34).bfloat16(), ["model.half", "(33,)", "(34,)"]),
+        ("model.half", torch.zeros(33), ["model.half", "torch.bfloat16", "torch.float32"]),
+    ]:
+        text = message(ValueError, checkpoint.load, path, {"model.w": untouched, name: tensor})
+        assert all(word in text for word in [*words, str(path), "flags"])
+    assert not untouched.any()
+
+
+def test_pointers_and_pruning(tmp_path):
+    def save(step, best=False, keep_last=2):
+        checkpoint.save(tmp_path, step, {"w": torch.full((2,), float(step))}, {}, keep_last, best)
+        return [int(name[5:]) for name in names(tmp_path) if name.startswith("step_")]
+
+    assert save(10) == [10]
+    assert save(20, best=True) == [10, 20]
+    assert save(30) == [20, 30]
+    assert save(40) == [20, 30, 40]  # 20 is the best
+    assert save(50, best=True) == [40, 50]
+    assert save(60, keep_last=1) == [50, 60]
+    assert save(55, keep_last=1) == [50, 55, 60]  # rewound to 50: 60 stays until it is written again
+    assert checkpoint.find(tmp_path).name == step_name(55)
+    assert checkpoint.find(tmp_path, "best").name == step_name(50)
+    assert save(60, keep_last=0) == [50, 60]
+    assert checkpoint.find(tmp_path / step_name(50)) == tmp_path / step_name(50)
+    assert names(tmp_path) == ["best", "latest", step_name(50), step_name(60)]
+    assert save(70, keep_last=9) == [50, 60, 70]
+    assert save(52, keep_last=3) == [50, 52, 60, 70]  # the later steps are none of the last three
+    assert save(54, keep_last=2) == [50, 52, 54, 60, 70]
+
+
+def test_find_says_what_is_missing(tmp_path, tensors):
+    assert "--out_dir" in message(FileNotFoundError, checkpoint.find, tmp_path / "absent")
+    assert "no checkpoint" in message(FileNotFoundError, checkpoint.find, tmp_path)
+    first = checkpoint.save(tmp_path, 1, tensors, {})
+    second = checkpoint.save(tmp_path, 2, tensors, {})
+    assert str(second) in message(FileNotFoundError, checkpoint.find, tmp_path, "best")
+    shutil.rmtree(second)
+    assert checkpoint.find(tmp_path) == first
+    (tmp_path / "latest").write_bytes(b"../\xff")
+    assert checkpoint.find(tmp_path) == first
+
+
+def test_damaged_or_newer_state(tmp_path, tensors):
+    path = checkpoint.save(tmp_path, 1, tensors, {})
+    for text in ['{"format": 4', "[]", "{}", '{"format": "3", "step": 1}', '{"format": true}', "[" * 100_000]:
+        (path / "state.json").write_text(text)
+        assert f"{path} is damaged: state.json" in message(ValueError, checkpoint.read_state, path)
+    (path / "state.json").write_text(json.dumps({"format": 5, "step": 1}))
+    assert "update" in message(ValueError, checkpoint.read_state, path)
+    (path / "state.json").unlink()
+    assert "damaged" in message(ValueError, checkpoint.read_state, path)
+
+
+@pytest.mark.parametrize("name", ["index.json", "rank_0.safetensors"])
+def test_damage_is_found_or_harmless(tmp_path, name):
+    saved = {"w": torch.arange(2000.0), "s": torch.tensor(3)}
+    path = checkpoint.save(tmp_path, 1, saved, {})
+    file = path / name
+    whole = file.read_bytes()
+    found = 0
+    for at in range(0, len(whole), len(whole) // 50):
+        for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :]):
+            file.write_bytes(damaged)
+            loaded = zeros(saved)
+            try:
+                checkpoint.load(path, loaded)
+                assert same(loaded, saved)  # a byte that means nothing, such as padding
+            except ValueError as error:
+                assert str(path) in str(error) and "\n" not in str(error)
+                assert name == "index.json" or f"is damaged: {name}" in str(error) or "index.json" in str(error)
+                found += 1
+    assert found > 50
+    file.unlink()
+    assert name in message(ValueError, checkpoint.load, path, zeros(saved))
+
+
+def test_full_disk_leaves_the_previous_checkpoint(tmp_path, tensors):
+    checkpoint.save(tmp_path, 1, tensors, {})
+    with full_disk():
+        text = message(OSError, checkpoint.save, tmp_path, 2, tensors, {})
+        other = message(OSError, checkpoint.save, tmp_path, 2, {"w": torch.ones(100_000)}, {})
+    assert step_name(2) in text and "--out_dir" in text and text.split(" (")[0] == other.split(" (")[0]
+    assert f"{step_name(2)}: File too large (" in text  # of the system, and no "unexpected pos" of torch's
+    assert names(tmp_path) == ["latest", step_name(1)]
+    loaded = zeros(tensors)
+    checkpoint.load(checkpoint.find(tmp_path), loaded)
+    assert same(loaded, tensors)
+    (tmp_path / "file").write_text("")
+    assert "file" in message(OSError, checkpoint.save, tmp_path / "file", 1, tensors, {})
+
+
+def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkeypatch):
+    Saver(asynchronous=False).save(tmp_path / "now", 1, tensors, {"seen": [1]}, best=True)
+    save, may_write = checkpoint.save, threading.Event()
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments: may_write.wait(20) and save(*arguments))
+    saver, live, state = Saver(asynchronous=True), {n: t.detach().clone() for n, t in tensors.items()}, [1]
+    saver.save(tmp_path / "later", 1, live, {"seen": state}, best=True)
+    state.append(2)
+    for tensor in live.values():
+        tensor.zero_()
+    assert not (tmp_path / "later").exists()
+    assert saver.last_written_step is None
+    may_write.set()
+    saver.wait()
+    assert saver.last_written_step == 1 and names(tmp_path / "later") == ["best", "latest", step_name(1)]
+    first, second = (tmp_path / run / step_name(1) for run in ("now", "later"))
+    assert (first / "rank_0.safetensors").read_bytes() == (second / "rank_0.safetensors").read_bytes()
+    assert digests(first) == digests(second)
+    assert checkpoint.read_state(first) == checkpoint.read_state(second)
+
+    # The next one waits for the one under way, and its copies take the same memory.
+    memory = [copy.data_ptr() for copy in saver.copies.values()]
+    may_write.clear()
+    saver.save(tmp_path / "later", 2, live, {})
+    threading.Timer(0.3, may_write.set).start()
+    saver.save(tmp_path / "later", 3, tensors, {})
+    assert (tmp_path / "later" / step_name(2)).exists()
+    saver.wait()
+    assert memory == [copy.data_ptr() for copy in saver.copies.values()]
+    loaded = zeros(tensors)
+    checkpoint.load(checkpoint.find(tmp_path / "later"), loaded)
+    assert same(loaded, tensors)
+    saver.save(tmp_path / "later", 4, {"model.w": torch.ones(2)}, {})  # other shapes take other memory
+    saver.wait()
+    assert shapes(checkpoint.find(tmp_path / "later")) == {"model.w": ((2,), torch.float32)}
+
+
+def test_an_asynchronous_failure_is_raised_by_the_next_call(tmp_path, tensors):
+    saver = Saver(asynchronous=True)
+    saver.save(tmp_path, 1, tensors, {})
+    saver.wait()
+    with full_disk():
+        saver.save(tmp_path, 2, tensors, {})
+        text = message(OSError, saver.wait)
+    assert step_name(2) in text and "--out_dir" in text and saver.last_written_step == 1
+    saver.wait()  # each failure is told once
+    with full_disk():
+        saver.save(tmp_path, 3, tensors, {})
+        text = message(OSError, saver.save, tmp_path, 4, tensors, {})
+    assert step_name(3) in text and names(tmp_path) == ["latest", step_name(1)]
+    saver.save(tmp_path, 5, tensors, {})
+    saver.wait()
+    assert names(tmp_path) == ["latest", step_name(1), step_name(5)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A kill at every instant
+
+
+def killed_before(operation, action):
+    """Runs action in a forked process that SIGKILLs itself before that many-th change of the file system.
+
+    Returns whether it came to that.
+    """
+    process = os.fork()
+    if process == 0:
+        seen = 0
+
+        def hook(event, args):
+            nonlocal seen
+            written = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+            if written or event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir"):
+                seen += 1
+                if seen == operation:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        try:
+            action()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(process, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("step", [3, 4])  # 3 is there already, and is latest and best: it is replaced
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, asynchronous, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # a killed process loses nothing that it wrote
+
+    def save(out_dir, step, value, **options):
+        saver = Saver(asynchronous)
+        saver.save(out_dir, step, {"w": torch.full((3,), value)}, {"value": value}, **options)
+        saver.wait()
+
+    def value(path):
+        loaded = {"w": torch.zeros(3)}
+        checkpoint.load(path, loaded)
+        assert loaded["w"].tolist() == [checkpoint.read_state(path)["value"]] * 3
+        return loaded["w"][0].item()
+
+    for i in (1, 2, 3):
+        save(tmp_path / "before", i, float(i), best=True, keep_last=3)
+    operation, killed, kept = 0, True, []
+    while killed:
+        operation += 1
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(tmp_path / "before", tmp_path / "run")
+        killed = killed_before(operation, lambda: save(tmp_path / "run", step, 9.0, best=True, keep_last=1))
+        kept.append([value(checkpoint.find(tmp_path / "run", which)) for which in ("latest", "best")])
+        for path in (tmp_path / "run").glob("step_????????"):
+            value(path)
+        save(tmp_path / "run", 5, 5.0, best=True, keep_last=1)
+        assert value(checkpoint.find(tmp_path / "run")) == 5
+        assert names(tmp_path / "run") == ["best", "latest", step_name(5)]
+    assert operation > 10
+    assert kept[0] == [3, 3] and kept[-1] == [9, 9] and kept == sorted(kept)  # once the new one is there, it stays
+
+
+def test_a_kill_during_replacement_and_a_full_disk_after_it(tmp_path, tensors):
+    path = checkpoint.save(tmp_path, 1, tensors, {})
+    path.rename(tmp_path / f"{path.name}.old")  # what a kill between the two renames leaves
+    with full_disk():
+        message(OSError, checkpoint.save, tmp_path, 2, tensors, {})
+    loaded = zeros(tensors)
+    checkpoint.load(checkpoint.find(tmp_path), loaded)
+    assert same(loaded, tensors)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several ranks
+
+
+def on_ranks(size, work, tmp_path):
+    """[work(0), work(1), ...] in `size` forked processes that share a gloo group."""
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+
+    def run(rank):
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=size)
+        results.put((rank, work(rank)))
+        dist.destroy_process_group()
+
+    ranks = [context.Process(target=run, args=(rank,)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + 60
+    for process in ranks:
+        process.join(timeout=max(0, deadline - time.monotonic()))
+    hanging = [process for process in ranks if process.is_alive()]
+    for process in hanging:
+        process.kill()
+    assert not hanging and [process.exitcode for process in ranks] == [0] * size
+    (tmp_path / "store").unlink(missing_ok=True)
+    return [result for _, result in sorted(results.get() for _ in ranks)]
+
+
+def test_ranks_know_whether_they_see_the_same(tmp_path):
+    def ask(rank):
+        ranks = Ranks(rank, 2, torch.device("cpu"), torch.float32, False)
+        return ranks.same("step_00000010"), ranks.same(f"step_{rank}")
+
+    assert on_ranks(2, ask, tmp_path) == [(True, False)] * 2
+
+
+def test_groups_of_a_mesh_have_the_timeout_of_the_flag(tmp_path):
+    def timeouts(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        limit(mesh, 7)
+        cpu = torch.device("cpu")
+        found = [group._get_backend(cpu).options._timeout.total_seconds() for group in mesh.get_all_groups()]
+        dist.barrier()  # a rank that leaves early could keep a late one waiting for its connection
+        return found
+
+    assert on_ranks(4, timeouts, tmp_path) == [[7, 7]] * 4
+
+
+def test_what_cannot_be_deleted_yet_ends_no_run(tmp_path, monkeypatch):
+    """As over NFS, where a file that another process reads stays in its folder under another name."""
+    real = shutil.rmtree
+
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty", str(path))
+
+    for step in (1, 2, 3):
+        monkeypatch.setattr(shutil, "rmtree", busy if step < 3 else real)
+        checkpoint.save(tmp_path, step, {"x": torch.ones(2)}, {}, keep_last=1)
+        left = {1: ["latest", "step_00000001"], 2: [".tmp-step_00000001", "latest", "step_00000002"]}
+        assert names(tmp_path) == left.get(step, ["latest", "step_00000003"])
+
+
+def part(whole, placements, mesh_shape, rank):
+    """What a rank holds: the dimensions of the mesh, outermost first, each cut what the one before it left."""
+    for placement, pieces, at in zip(placements, mesh_shape, np.unravel_index(rank, mesh_shape), strict=True):
+        if placement.is_shard():
+            rows = -(-whole.size(placement.dim) // pieces)  # the last pieces are smaller, or empty
+            whole = whole.narrow(placement.dim, *span(at * rows, (at + 1) * rows, whole.size(placement.dim)))
+    return whole.clone()
+
+
+def span(start, end, size):
+    """(start, length) of start .. end, as far as it lies within 0 .. size."""
+    return min(start, size), min(end, size) - min(start, size)
+
+
+def sharded(whole, placements, mesh_shape, rank):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    local = part(whole, placements, mesh_shape, rank)
+    return DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_two_ranks_keep_their_own_and_write_the_shared_once(tmp_path):
+    shared = {f"model.{i}": torch.arange(5000.0) + i for i in range(4)}
+
+    def work(rank):
+        own = {f"rng.{rank}": torch.full((3,), rank + 1)}
+        path = checkpoint.save(tmp_path / "run", 7, shared | own, {"rank": rank})
+        loaded = zeros(shared | own)
+        checkpoint.load(path, loaded)
+        return same(loaded, shared | own)
+
+    assert on_ranks(2, work, tmp_path) == [True, True]
+    path = checkpoint.find(tmp_path / "run")
+    assert checkpoint.read_state(path)["rank"] == 0
+    loaded = zeros(shared) | {"rng.0": torch.zeros(3).long(), "rng.1": torch.zeros(3).long()}
+    checkpoint.load(path, loaded)
+    assert same(loaded, shared | {"rng.0": torch.full((3,), 1), "rng.1": torch.full((3,), 2)})
+    assert sum(file.stat().st_size for file in path.glob("*.safetensors")) < 1.5 * 4 * 5000 * 4
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_error_on_one_rank_is_raised_by_both(tmp_path, asynchronous):
+    tensors = {f"model.{i}": torch.arange(5000.0) + i for i in range(4)}
+    first = checkpoint.save(tmp_path / "run", 1, tensors, {})
+
+    def work(rank):
+        saver = Saver(asynchronous)
+
+        def save():
+            saver.save(tmp_path / "run", 2, tensors, {})
+            saver.wait()
+
+        with full_disk() if rank == 1 else contextlib.nullcontext():
+            saving = message(OSError, save)
+        absent = {"model.9": torch.zeros(1)} if rank == 1 else {}
+        return saving, message(ValueError, checkpoint.load, first, tensors | absent)
+
+    for saving, loading in on_ranks(2, work, tmp_path):
+        assert step_name(2) in saving
+        assert "model.9 is absent" in loading
+    assert names(tmp_path / "run") == ["latest", step_name(1)]
+    loaded = zeros(tensors)
+    checkpoint.load(checkpoint.find(tmp_path / "run"), loaded)
+    assert same(loaded, tensors)
+
+
+@pytest.mark.parametrize(
+    "asynchronous,on_error,step,code", [(False, "stop", 3, 2), (True, "stop", 3, 2), (True, "continue", 4, 1)]
+)
+def test_two_ranks_end_together_when_the_disk_is_full(tiny_data, tmp_path, asynchronous, on_error, step, code):
+    """At once, or after the last save has failed twice; and the first rank alone says so."""
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--save_interval=3", "--max_iters=4"]
+    flags += [f"--async_checkpoint={asynchronous}", f"--on_save_error={on_error}"]
+    assert exit_codes(2, train_on_full_disk, tmp_path, flags) == [code, code]
+    said = "".join((tmp_path / f"rank {rank}").read_text() for rank in range(2))
+    lines = [line for line in said.splitlines() if "error: " in line]
+    assert len(lines) == 1 and f"step_{step:08d}: File too large (" in lines[0] and "Traceback" not in said, said
+
+
+def test_torchrun_tells_of_a_full_disk_once(launch):
+    with full_disk(20_000):
+        _, done = launch(2, "--max_iters=1", "--async_checkpoint=True", "--on_save_error=continue")
+    lines = [line for line in done.stderr.splitlines() if "error: " in line and "traceback : " not in line]
+    assert done.returncode == 1 and len(lines) == 1 and "step_00000001: File too large (" in lines[0], done.stderr
+    assert "Aborted" not in done.stderr and "exitcode  : 1" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_rank_that_is_gone_is_no_full_disk(tmp_path):
+    """Going on after a save that failed would only fail again."""
+    checkpoint.save(tmp_path / "run", 1, {"w": torch.ones(3)}, {})
+
+    def work(rank):
+        saver = Saver(asynchronous=True)
+        if rank == 0:
+            saver.save(tmp_path / "run", 2, {"w": torch.zeros(3)}, {})
+            with pytest.raises(RuntimeError, match="onnection|roken pipe"):  # found by reading or writing
+                saver.wait()
+
+    on_ranks(2, work, tmp_path)
+    loaded = {"w": torch.zeros(3)}
+    checkpoint.load(checkpoint.find(tmp_path / "run"), loaded)
+    assert loaded["w"].tolist() == [1, 1, 1]
+
+
+WHOLE = {  # sizes that two, four and two times two ranks share unevenly, or of which some of them get nothing
+    "13x5": torch.arange(65.0).view(13, 5),
+    "3x7": torch.arange(21).view(3, 7),
+    "1x4": torch.arange(4.0).bfloat16().view(1, 4),
+    "9": torch.arange(9.0),
+    "0x3": torch.zeros(0, 3),
+}
+LAYOUTS = {  # name -> how four ranks share it; tensor parallel outside of FSDP, as train.py does, and others
+    "rows_rows": ([Shard(0), Shard(0)], (2, 2)),
+    "columns_rows": ([Shard(1), Shard(0)], (2, 2)),
+    "copies_rows": ([Replicate(), Shard(0)], (2, 2)),
+    "rows_copies": ([Shard(0), Replicate()], (2, 2)),
+    "copies_copies": ([Replicate(), Replicate()], (2, 2)),
+    "rows_copies_rows": ([Shard(0), Replicate(), Shard(0)], (2, 1, 2)),
+    "columns_copies_rows": ([Shard(1), Replicate(), Shard(0)], (2, 2, 1)),
+    "rows": ([Shard(0)], (4,)),
+    "columns": ([Shard(1)], (4,)),
+}
+OTHER_LAYOUTS = [
+    ([Shard(0)], (2,)),
+    ([Shard(1)], (2,)),
+    ([Replicate()], (2,)),
+    ([Shard(0), Shard(0)], (2, 1)),
+    ([Shard(1), Shard(0)], (1, 2)),
+]
+
+
+def every_layout():
+    """Name -> (whole tensor, layout): WHOLE in all the LAYOUTS that it has the dimensions for."""
+    cases = {"scalar": (torch.tensor(3.5), LAYOUTS["copies_copies"])}
+    for (shape, whole), (name, layout) in itertools.product(WHOLE.items(), LAYOUTS.items()):
+        if whole.dim() > 1 or "columns" not in name:
+            cases[f"{name}.{shape}"] = whole, layout
+    return cases
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path, asynchronous):
+    import torch._dynamo  # noqa: F401  DTensor needs it, and each forked rank would import it again
+
+    cases = every_layout()
+    wholes = {name: whole for name, (whole, _) in cases.items()} | {"plain": torch.arange(5000.0)}
+    path = tmp_path / "run" / step_name(1)
+
+    def save(rank):
+        saver = Saver(asynchronous)
+        tensors = {name: sharded(whole, *layout, rank) for name, (whole, layout) in cases.items()}
+        tensors |= {"plain": wholes["plain"].clone(), f"rng.{rank}": torch.full((2,), rank)}
+        saver.save(tmp_path / "run", 1, tensors, {})
+        for tensor in tensors.values() if asynchronous else ():  # training goes on
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
+            dist.all_reduce(torch.ones(1))
+        saver.wait()
+
+    def load(rank):
+        right = []
+        for placements, mesh_shape in OTHER_LAYOUTS:
+            fits = {name: w for name, w in wholes.items() if w.dim() > max(getattr(p, "dim", -1) for p in placements)}
+            for source in (path, tmp_path / "single" / step_name(1)):
+                expected = {name: part(whole, placements, mesh_shape, rank) for name, whole in fits.items()}
+                loaded = {name: sharded(torch.zeros_like(w), placements, mesh_shape, rank) for name, w in fits.items()}
+                checkpoint.load(source, loaded)
+                right.append(same({name: tensor.to_local() for name, tensor in loaded.items()}, expected))
+        return right
+
+    on_ranks(4, save, tmp_path)
+    expected = wholes | {f"rng.{rank}": torch.full((2,), rank) for rank in range(4)}
+    loaded = zeros(expected)
+    checkpoint.load(path, loaded)
+    assert same(loaded, expected)
+    index = checkpoint.read_index(path)
+    for name, pieces in [("plain", 1), ("copies_copies.9", 1), ("rows_copies.9", 2), ("rows_rows.9", 4), ("rng.3", 1)]:
+        assert len(index[name].pieces) == pieces  # what several ranks have is written once
+    checkpoint.save(tmp_path / "single", 1, wholes, {})
+    assert on_ranks(2, load, tmp_path) == [[True] * 2 * len(OTHER_LAYOUTS)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_fsdp_and_its_optimizer(tmp_path):
+    """What fully_shard makes of parameters and AdamW of these, saved by three ranks, loaded by two and by one."""
+    import torch._dynamo  # noqa: F401
+    from torch.distributed.fsdp import fully_shard
+
+    def tensors_of(rank, size, loaded):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 2))
+        for module in (*model, model) if size > 1 else ():
+            fully_shard(module, mesh=init_device_mesh("cpu", (size,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(3, 7)).square().sum().backward()
+        optimizer.step()
+        tensors = {name: p.detach() for name, p in model.named_parameters()}
+        tensors |= {f"{n}.{kind}": t for n, p in model.named_parameters() for kind, t in optimizer.state[p].items()}
+        if loaded:
+            for tensor in tensors.values():
+                tensor.zero_()
+            checkpoint.load(tmp_path / step_name(1), tensors)
+        return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}, tensors
+
+    def save(rank):
+        wholes, tensors = tensors_of(rank, 3, loaded=False)
+        checkpoint.save(tmp_path, 1, tensors, {})
+        if rank == 0:
+            torch.save(wholes, tmp_path / "wholes.pt")
+
+    on_ranks(3, save, tmp_path)
+    wholes = torch.load(tmp_path / "wholes.pt")
+    assert len(wholes) == 4 * 4 and all(tensor.any() for tensor in wholes.values())
+    assert on_ranks(2, lambda rank: same(tensors_of(rank, 2, loaded=True)[0], wholes), tmp_path) == [True, True]
+    assert same(tensors_of(0, 1, loaded=True)[0], wholes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a checkpoint says of itself
+
+STATE = {
+    "flags": {}, "samples": 80, "skipped": 10, "best_val_loss": 1.5, "scaler": {}, "tokenizer_hash": None, "ranks": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "key,values",
+    {
+        "step": [-5, 11, 1_000_000, True, 2**70, "10", 10.0, None],
+        "samples": [-8, 9, 10**18, True, 2**63, 2**70, 80.0, "80", None],
+        "skipped": [-1, 11, False, 2**70, None],
+        "best_val_loss": [math.nan, math.inf, -math.inf, True, 2, "1.5"],
+        "ranks": [-1, True, 2**63, 1.0],
+        "flags": [None, [], "x"],
+        "scaler": [None, []],
+        "tokenizer_hash": [7, False],
+        "format": [True, "2", 2.0, None],
+    }.items(),
+)
+def test_a_state_that_cannot_be_is_refused(tmp_path, key, values):
+    path = checkpoint.save(tmp_path, 10, {"w": torch.ones(2)}, STATE)
+    checkpoint.read_state(path, run_state.STATE)
+    for value in values:
+        edit_state(path, **{key: value})
+        text = message(ValueError, checkpoint.read_state, path, run_state.STATE)
+        assert text.startswith(f"checkpoint {path} is damaged: state.json: {key} is {value!r}")
+        assert text.count("; ") == 1 and "delete" not in text
+        edit_state(path, **{key: {**STATE, "step": 10, "format": 2}[key]})
+    state = json.loads((path / "state.json").read_text())
+    del state[key]
+    (path / "state.json").write_text(json.dumps(state))
+    assert key in message(ValueError, checkpoint.read_state, path, run_state.STATE)
+
+
+def test_a_state_at_its_limits_is_read(tmp_path):
+    path = checkpoint.save(tmp_path, 10, {"w": torch.ones(2)}, STATE)
+    for change in [{"samples": 10 * 2**40}, {"samples": 10}, {"skipped": 0}, {"best_val_loss": None}]:
+        edit_state(path, **change)
+        assert checkpoint.read_state(path, run_state.STATE).items() >= change.items()
+
+
+def test_a_step_has_its_own_name_or_one_that_is_no_step(tmp_path, monkeypatch):
+    path = checkpoint.save(tmp_path / "run", 10, {"w": torch.ones(2)}, {})
+    for name in ("step_00000020", "step_00000020.old"):
+        copy = shutil.copytree(path, tmp_path / name)
+        text = f"{copy} is damaged: state.json: step is 10, and the directory has the name of 20"
+        assert text in message(ValueError, checkpoint.read_state, copy)
+        assert text in message(ValueError, checkpoint.load, copy, {"w": torch.zeros(2)})
+        monkeypatch.chdir(copy)
+        assert "the name of 20" in message(ValueError, checkpoint.read_state, ".")
+    for name in ("good", "step_00000010.old", "step_00000020_copy"):
+        copy = shutil.copytree(path, tmp_path / name)
+        checkpoint.load(copy, {"w": torch.zeros(2)})
+        assert checkpoint.read_state(copy)["step"] == 10
+
+
+def test_files_of_another_step_are_refused(tmp_path):
+    saved = [{"w": torch.full((500,), float(step)), "v": torch.ones(3)} for step in range(3)]
+    one, two = (checkpoint.save(tmp_path / "run", step, saved[step], {}) for step in (1, 2))
+    files = {file.name for file in one.iterdir()}
+    assert files == {"index.json", "rank_0.safetensors", "state.json"}
+    for swapped in [{name} for name in files] + [files - {name} for name in files] + [files]:
+        mixed = shutil.copytree(one, tmp_path / "other" / one.name)
+        for name in swapped:
+            shutil.copy(two / name, mixed / name)
+        text = message(ValueError, checkpoint.load, mixed, zeros(saved[1]))
+        assert f"{mixed} is damaged: " in text
+        shutil.rmtree(mixed)
+    shutil.copy(two / "rank_0.safetensors", one)
+    text = message(ValueError, checkpoint.load, one, {"w": torch.zeros(500)})
+    assert "rank_0.safetensors: w: its bytes are not those that were saved" in text
+    loaded = {"v": torch.zeros(3)}
+    checkpoint.load(one, loaded)  # a rank verifies what it reads, and this is the same in both
+    assert loaded["v"].tolist() == [1, 1, 1]
+
+
+def test_a_table_without_the_right_digests_is_refused(tmp_path):
+    saved = {"w": torch.arange(4.0)}
+    for lie in (None, "", "0" * 64, 5):
+        path = checkpoint.save(tmp_path, 1, saved, {})
+        edit_index(path, lambda index, lie=lie: index["w"]["pieces"][0].update(sha256=lie))
+        assert "its bytes are not those" in message(ValueError, checkpoint.load, path, zeros(saved))
+    path = checkpoint.save(tmp_path, 1, saved, {})
+    edit_index(path, lambda index: index["w"]["pieces"][0].pop("sha256"))
+    assert "index.json: TypeError" in message(ValueError, checkpoint.load, path, zeros(saved))
+    for lie in (None, "", 5, "0" * 64):
+        path = checkpoint.save(tmp_path, 1, saved, {})
+        edit_state(path, index_sha256=lie)
+        assert "not the one that was saved" in message(ValueError, checkpoint.load, path, zeros(saved))
+
+
+def true_digests(path):
+    """As `digests`, computed from the files."""
+    found = {}
+    for name, saved in checkpoint.read_index(path).items():
+        for piece in saved.pieces:
+            size = math.prod(piece.sizes) * saved.dtype.itemsize
+            data = (path / piece.file).read_bytes()[piece.start :][:size]
+            found[name, tuple(piece.offsets)] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_every_rank_digests_its_pieces_and_verifies_those_that_it_reads(tmp_path, asynchronous, tensors):
+    import torch._dynamo  # noqa: F401
+
+    whole, path = torch.arange(4000.0).view(1000, 4), tmp_path / step_name(1)
+
+    def save(rank):
+        saver = Saver(asynchronous)
+        saver.save(tmp_path, 1, {"w": sharded(whole, [Shard(0)], (2,), rank), f"rng.{rank}": torch.ones(3)}, {})
+        saver.wait()
+
+    def load(rank):
+        mine = {"w": sharded(torch.zeros_like(whole), [Shard(0)], (2,), rank)}
+        try:
+            checkpoint.load(path, mine)
+        except ValueError as error:
+            return str(error)
+        return mine["w"].to_local()[0, 0].item()
+
+    on_ranks(2, save, tmp_path)
+    assert digests(path) == true_digests(path) and len(digests(path)) == 4
+    assert on_ranks(2, load, tmp_path) == [0, 2000]
+    data = bytearray((path / "rank_1.safetensors").read_bytes())
+    data[data.index(whole[900].numpy().tobytes())] ^= 1
+    (path / "rank_1.safetensors").write_bytes(data)
+    errors = on_ranks(2, load, tmp_path)
+    assert errors[0] == errors[1] and "rank_1.safetensors: w: its bytes are not those that were saved" in errors[0]
+    checkpoint.load(path, {"rng.0": torch.zeros(3), "rng.1": torch.zeros(3)})  # whole pieces of the same file
+
+
+def test_damage_is_no_reason_to_delete(tmp_path):
+    first, second = (checkpoint.save(tmp_path, step, {"w": torch.ones(2)}, {}) for step in (1, 2))
+    (second / "rank_0.safetensors").write_bytes(b"")
+    text = message(ValueError, checkpoint.load, second, {"w": torch.zeros(2)})
+    assert f"{second} is damaged" in text and f"move this directory elsewhere to go on from {first.name}" in text
+    second.rename(tmp_path / "aside")
+    assert checkpoint.find(tmp_path) == first
+    (first / "rank_0.safetensors").write_bytes(b"")
+    text = message(ValueError, checkpoint.load, first, {"w": torch.zeros(2)})
+    assert f"{first} is damaged" in text and "go on" not in text and "bring it back from a copy" in text
+    shutil.rmtree(first)
+    for call in [(checkpoint.load, first, {"w": torch.zeros(2)}), (checkpoint.read_state, first)]:
+        text = message(ValueError, *call)
+        assert f"{first} is gone" in text and "damaged" not in text and "delete" not in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Readers of a run that saves
+
+
+def put(out_dir, step, **options):
+    return checkpoint.save(out_dir, step, {"w": torch.full((50,), float(step))}, {"of": step}, **options)
+
+
+def value_of(path, state):
+    loaded = {"w": torch.zeros(50)}
+    checkpoint.load(path, loaded)
+    assert loaded["w"].tolist() == [state["of"]] * 50
+    return state["of"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_reading_while_a_run_saves_and_prunes(tmp_path, caplog):
+    put(tmp_path, 1)
+    writer = os.fork()
+    if writer == 0:
+        os.fsync = lambda handle: None
+        for step in itertools.count(2):
+            put(tmp_path, step if step % 5 else step - 1, keep_last=1)  # some are replaced
+            time.sleep(0.002)
+    try:
+        steps, end = [], time.monotonic() + 4
+        while time.monotonic() < end or len(steps) < 20:
+            steps.append(checkpoint.read(tmp_path, {"of": int}, value_of))
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    assert steps == sorted(steps) and steps[-1] > 20
+    assert not [record for record in caplog.records if record.name == checkpoint.__name__]
+
+
+def test_a_step_that_is_pruned_or_replaced_while_it_is_read(tmp_path, monkeypatch):
+    def prune(path):
+        put(tmp_path, int(path.name[5:]) + 1, keep_last=1)
+
+    def replace(path):
+        checkpoint.save(tmp_path, int(path.name[5:]), {"w": torch.full((50,), 9.0)}, {"of": 9})
+
+    def read(change, times):
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        put(tmp_path, 1)
+        seen = []
+
+        def action(path, state):
+            seen.append(path.name)
+            if len(seen) <= times:
+                change(path)
+            return value_of(path, state) if change is prune else (checkpoint.load(path, {}), state["of"])[1]
+
+        return checkpoint.read(tmp_path, {"of": int}, action), len(seen)
+
+    assert read(prune, 0) == (1, 1)
+    assert read(prune, 3) == (4, 4)
+    assert read(replace, 1) == (9, 2)  # nothing failed, and state and tensors were of two
+    monkeypatch.setattr(checkpoint, "PATIENCE", 0.3)
+    text = message(OSError, read, prune, math.inf)
+    assert "saved to faster" in text and "--keep_last" in text and "damaged" not in text
+
+    # What stays is damaged, and what is no matter of the files is asked once.
+    calls = []
+
+    def refuse(path, state):
+        calls.append(path)
+        raise ValueError("other flags")
+
+    put(tmp_path, 7)
+    assert message(ValueError, checkpoint.read, tmp_path, {}, refuse) == "other flags" and len(calls) == 1
+    assert "state.json: of is 7" in message(ValueError, checkpoint.read, tmp_path, {"of": str}, value_of)
+    (tmp_path / step_name(7) / "rank_0.safetensors").unlink()
+    assert "is damaged" in message(ValueError, checkpoint.read, tmp_path, {"of": int}, value_of)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_ranks_follow_a_run_together(tmp_path):
+    """The run prunes what is read, when one rank has read its part of state.json and the other not."""
+    out = tmp_path / "run"
+    put(out, 1)
+
+    def late(step):  # as the process that saves
+        process = os.fork()
+        if process == 0:
+            dist.is_initialized = lambda: False
+            put(out, step, keep_last=1)
+            os._exit(0)
+        os.waitpid(process, 0)
+
+    def work(rank):
+        seen, real = [], checkpoint.read_state
+
+        def read_state(path, *args):
+            if rank == 1 and path.name not in seen and len(seen) < 3:
+                seen.append(path.name)
+                late(len(seen) + 1)
+            return real(path, *args)
+
+        checkpoint.read_state = read_state
+        return checkpoint.read(out, {"of": int}, value_of)
+
+    assert on_ranks(2, work, tmp_path) == [4, 4]
+
+
+@pytest.mark.parametrize("command", ["sample", "evaluation", "consolidate"])
+def test_commands_follow_a_run(run, tmp_path, monkeypatch, capsys, command):
+    out = run("--max_iters=3", "--eval_interval=3", "--save_interval=1", "--keep_last=3")
+    (out / "best").unlink()
+    (out / "latest").write_text(step_name(2))
+    real, pruned = checkpoint.load, []
+
+    def load(path, *args):
+        if not pruned:
+            pruned.append(path)
+            (out / "latest").write_text(step_name(3))
+            shutil.rmtree(path)
+        return real(path, *args)
+
+    monkeypatch.setattr(checkpoint, "load", load)
+    if command == "sample":
+        sample.main([f"--out_dir={out}", "--device=cpu", "--max_new_tokens=2", "--num_samples=1"])
+    elif command == "evaluation":
+        run("--init_from=resume", "--eval_only=True")
+    else:
+        checkpoint_commands.main(["consolidate", str(out), str(tmp_path / "file")])
+    assert [path.name for path in pruned] == [step_name(2)]
+    captured = capsys.readouterr()
+    assert "damaged" not in captured.err and ("step 3" in captured.out or step_name(3) in captured.out + captured.err)
+
+
+def test_a_resume_reads_each_file_once_and_the_state_three_times(run, monkeypatch):
+    """The flags come first, then the step, and the whole state with the tensors."""
+    run("--max_iters=1")
+    read = []
+
+    def seen(path, most):
+        read.append(path.name)
+        return read_file(path, most)
+
+    monkeypatch.setattr("engine.checkpoint.state.read_file", seen)
+    monkeypatch.setattr("engine.checkpoint.pieces.read_file", seen)
+    run("--init_from=resume", "--max_iters=1")
+    assert sorted(read) == ["index.json"] + 3 * ["state.json"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other formats
+
+
+@pytest.mark.parametrize(
+    ("found", "remedy"),
+    [(2, "the version of this program that wrote it"), (3, "python -m engine.checkpoint convert "), (5, "update this")],
+)
+def test_another_format_is_refused_in_one_line(found, remedy, tmp_path, tensors, capsys):
+    path = checkpoint.save(tmp_path, 10, tensors, STATE)
+    edit_state(path, format=found)
+    for call in [(checkpoint.read_state, path), (checkpoint.read_index, path), (checkpoint.load, path, zeros(tensors))]:
+        text = message(ValueError, *call)
+        assert f"{path} has format {found}, and this program reads format 4" in text and remedy in text
+    with pytest.raises(SystemExit) as stop:
+        checkpoint_commands.main(["consolidate", str(tmp_path), str(tmp_path / "file")])
+    assert stop.value.code == 2 and f"has format {found}" in capsys.readouterr().err
+
+
+def of_format_3(folder):
+    """The folder of a run of two ranks under FSDP with Muon, three steps in float64, as an older version left it.
+
+    Beside it are the data, and expected.json holds the losses of that version when one process went on.
+    """
+    with zipfile.ZipFile(Path(__file__).parent / "format3.zip") as archive:
+        archive.extractall(folder)
+    return folder / "run"
+
+
+def test_a_checkpoint_of_format_3_is_converted_and_goes_on(tmp_path, capsys):
+    """Its digits are those of the old file, and its next losses those of the version that wrote it."""
+    run = of_format_3(tmp_path)
+    path, flags = run / step_name(3), [f"--out_dir={run}", f"--dataset={tmp_path / 'data'}", "--init_from=resume"]
+    flags += ["--max_iters=6", "--parallel=ddp", "--dtype=float64"]
+    with pytest.raises(SystemExit) as stop:
+        train_main(flags)
+    line = capsys.readouterr().err
+    assert stop.value.code == 2 and line.count("\n") == 1 and f"; python -m engine.checkpoint convert {path}\n" in line
+    old = {}
+    for index, piece in pickle.loads((path / ".metadata").read_bytes()).storage_data.items():
+        data = (path / piece.relative_path).read_bytes()[piece.offset :][: piece.length]
+        old[index.fqn, tuple(index.offset or ())] = torch.load(io.BytesIO(data))
+    checkpoint_commands.main(["convert", str(run)])
+    assert capsys.readouterr().out == f"{path} has the present format now\n"
+    assert names(path) == ["index.json", "rank_0.safetensors", "rank_1.safetensors", "state.json"]
+    assert names(run) == ["best", "expected.json", "latest", "metrics.jsonl", step_name(3)]
+    for (name, offsets), part in old.items():
+        shape, dtype, _ = checkpoint.read_index(path)[name]
+        whole = torch.zeros(shape, dtype=dtype)
+        checkpoint.load(path, {name: whole})
+        offsets = offsets or (0,) * part.dim()
+        spans = zip(offsets, part.shape, strict=True)
+        assert torch.equal(whole[tuple(slice(start, start + size) for start, size in spans)], part)
+    train_main(flags)
+    expected = json.loads((run / "expected.json").read_text())
+    assert [row for row in losses(run) if row[0] > 3] == [pytest.approx(row, rel=1e-9) for row in expected]
+    with pytest.raises(SystemExit):
+        checkpoint_commands.main(["convert", str(run)])
+    assert "holds no checkpoint of format 3" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_kill_during_a_conversion_leaves_one_of_both(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    before, seen, operation, killed = of_format_3(tmp_path / "before"), [], 0, True
+    while killed:
+        operation += 1
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(before, tmp_path / "run")
+        killed = killed_before(operation, lambda: checkpoint_commands.main(["convert", str(tmp_path / "run")]))
+        path = checkpoint.find(tmp_path / "run")
+        seen.append(json.loads((path / "state.json").read_text())["format"])
+        if seen[-1] == 3:
+            checkpoint_commands.main(["convert", str(tmp_path / "run")])
+            path = checkpoint.find(tmp_path / "run")
+        checkpoint.load(path, {n: torch.empty(s, dtype=t) for n, (s, t, _) in checkpoint.read_index(path).items()})
+    assert seen == sorted(seen) and set(seen) == {3, 4}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One file
+
+
+def trained(out_dir, **flags):
+    """A model whose weights are in a checkpoint of out_dir, the random ones with which it starts."""
+    torch.manual_seed(0)
+    cfg = ModelConfig(vocab_size=11, n_layer=2, n_head=2, n_embd=8, block_size=8, **flags)
+    model = Model(cfg).eval()
+    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    checkpoint.save(out_dir, 5, tensors | {"optim.w": torch.ones(9)}, {"flags": asdict(cfg)}, best=True)
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_consolidated_weights_give_the_same_logits(tmp_path, tied, capsys):
+    from safetensors import safe_open
+    from safetensors.torch import load_model
+
+    model, file = trained(tmp_path / "run", tie_weights=tied), tmp_path / "model.safetensors"
+    checkpoint_commands.main(["consolidate", str(tmp_path / "run"), str(file)])
+    assert str(file) in capsys.readouterr().out and names(tmp_path) == ["model.safetensors", "run"]
+    tensors = load_file(file)
+    assert tensors.keys() == {name for name, _ in model.named_parameters()}
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    flags = json.loads(metadata.pop("flags"))
+    assert metadata == {"format": "pt", "step": "5"} and flags == asdict(model.cfg)
+
+    idx = torch.randint(11, (2, 8))
+    again, third = Model(ModelConfig(**flags)).eval(), Model(ModelConfig(**flags)).eval()
+    again.load_state_dict(tensors | ({"head.weight": tensors["wte.weight"]} if tied else {}))
+    load_model(third, file)  # safetensors' own, which knows of ties
+    with torch.no_grad():
+        assert not torch.equal(model(idx), Model(ModelConfig(**flags)).eval()(idx))
+        assert torch.equal(model(idx), again(idx)) and torch.equal(model(idx), third(idx))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_shards_are_consolidated(tmp_path):
+    import torch._dynamo  # noqa: F401
+
+    wholes = {name: whole for name, whole in WHOLE.items() if whole.dim() == 2}
+
+    def save(rank):
+        tensors = {f"model.{name}": sharded(w, [Shard(1), Shard(0)], (1, 2), rank) for name, w in wholes.items()}
+        checkpoint.save(tmp_path / "run", 1, tensors, {"flags": {}})
+
+    on_ranks(2, save, tmp_path)
+    checkpoint_commands.consolidate(tmp_path / "run", tmp_path / "file")
+    assert same(load_file(tmp_path / "file"), wholes)
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "run" / "latest").stat().st_mode  # who may read one ...
+
+
+def test_consolidating_what_cannot_be(tmp_path, capsys, monkeypatch):
+    run, file = tmp_path / "run", tmp_path / "file"
+
+    def refused(*words, given=(run, file)):
+        with pytest.raises(SystemExit) as stop:
+            checkpoint_commands.main(["consolidate", *map(str, given)])
+        line = capsys.readouterr().err
+        assert stop.value.code == 2 and line.startswith("error: ") and line.count("\n") == 1
+        assert all(str(word) in line for word in words)
+        assert not list(tmp_path.glob("*file*"))
+
+    refused("no directory", run)
+    run.mkdir()
+    refused("no checkpoint", run)
+    trained(run)
+    refused("no/such", given=(run, tmp_path / "no" / "such" / "file"))
+    refused(run / "latest", "already", given=(run, run / "latest"))
+    with full_disk():
+        refused(file, "room")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
+        refused(file, "its disk has 5 kB", "room")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: os.write(handle, b""))  # fails: it is open for reading
+        refused(file, "room")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "safetensors", None)
+        refused("pip install safetensors")
+    checkpoint.save(tmp_path / "other", 1, {"w": torch.ones(2)}, {"flags": {}})
+    refused("no weights", given=(tmp_path / "other", file))
+    (run / "best").unlink()
+    refused("names no checkpoint", given=("--which=best", run, file))
+    shard = run / step_name(5) / "rank_0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-2000])
+    refused(shard.parent, "damaged")
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_command_line(capsys, monkeypatch):
+    for wrong, fact in {
+        "": "the following arguments are required: command, out_dir",
+        "consolidate a": "consolidate writes a file; name it after the folder",
+        "consolidate a b c": "unrecognized arguments: c",
+        "other a b": "argument command: invalid choice: 'other'",
+        "consolidate a b --which=last": "argument --which: invalid choice: 'last'",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["checkpoint", *wrong.split()])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_module("engine.checkpoint", run_name="__main__")
+        err = capsys.readouterr().err
+        assert stopped.value.code == 2 and err.startswith(f"error: {fact}") and err.count("\n") == 1
+    with pytest.raises(SystemExit) as stopped:
+        checkpoint_commands.main(["--help"])
+    assert stopped.value.code == 0 and "consolidate OUT_DIR FILE.safetensors" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files from strangers
+
+
+class Bomb:
+    """Pickled, a call of os.system."""
+
+    def __init__(self, proof):
+        self.proof = proof
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.proof}",)
+
+
+def test_converting_runs_no_code(tmp_path, capsys):
+    proof, path = tmp_path / "ran", of_format_3(tmp_path) / step_name(3)
+    metadata, archive = pickle.loads((path / ".metadata").read_bytes()), io.BytesIO()
+
+    def refused(word):
+        edit_state(path, metadata_sha256=hashlib.sha256((path / ".metadata").read_bytes()).hexdigest())
+        with pytest.raises(SystemExit):
+            checkpoint_commands.main(["convert", str(path)])
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and f"{path} is damaged: {word}" in line and not proof.exists()
+
+    file, name = path / "__0_0.distcp", "model.wte.weight"
+    file.write_bytes(bytes(file.stat().st_size))
+    refused("__0_0.distcp: model.")  # its bytes are not those that were saved
+
+    # In the archive of a tensor.
+    torch.save([torch.ones(2), Bomb(proof)], archive)
+    file.write_bytes(archive.getvalue())
+    for index, info in metadata.storage_data.items():
+        if index.fqn == name:
+            info.relative_path, info.offset, info.length = file.name, 0, len(archive.getvalue())
+            info.sha256 = hashlib.sha256(archive.getvalue()).digest()
+    metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn == name}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(f"__0_0.distcp: {name}: UnpicklingError")
+    torch.load(file, weights_only=False)  # the same file, read without care
+    assert proof.exists()
+    proof.unlink()
+
+    # In the table, and in a piece that is not a tensor.
+    for bomb in (Bomb(proof), {"storage_data": Bomb(proof)}):
+        (path / ".metadata").write_bytes(pickle.dumps(bomb))
+        refused(".metadata: ")
+    pickle.loads((path / ".metadata").read_bytes())
+    assert proof.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["../step_00000001/rank_0.safetensors", "/etc/passwd", "..", "state.json", "a/rank_0.safetensors"]
+)
+def test_file_names_stay_inside(tmp_path, name):
+    checkpoint.save(tmp_path, 1, {"w": torch.ones(4)}, {})
+    path = checkpoint.save(tmp_path, 2, {"w": torch.zeros(4)}, {})
+
+    edit_index(path, lambda index: index["w"]["pieces"][0].update(file=name))
+    assert name in message(ValueError, checkpoint.load, path, {"w": torch.zeros(4)})
+
+
+def test_shards_that_lie_are_refused(tmp_path):
+    saved = {"w": torch.arange(12.0).view(3, 4)}
+
+    def lie(edit, word):
+        path = checkpoint.save(tmp_path, 1, saved, {})
+        edit_index(path, lambda index: edit(index["w"], index["w"]["pieces"][0]))
+        assert word in message(ValueError, checkpoint.load, path, zeros(saved))
+
+    lie(lambda entry, piece: entry["pieces"].clear(), "pieces of w are missing")
+    lie(lambda entry, piece: piece.update(offsets=[3, 0]), "pieces of w are missing")
+    lie(lambda entry, piece: piece.update(sizes=[2, 6]), "pieces of w are missing")
+    lie(lambda entry, piece: piece.update(offsets=[-1, 0]), "a place that is no whole number")
+    lie(lambda entry, piece: piece.update(start=-8), "a place that is no whole number")
+    lie(lambda entry, piece: piece.update(start=10.5), "a place that is no whole number")
+    lie(lambda entry, piece: piece.update(start=10**9), "rank_0.safetensors is cut off after")
+    lie(lambda entry, piece: piece.update(sizes=[12]), "index.json: ")
+    lie(lambda entry, piece: entry.update(shape=[4, 3]), "pieces of w are missing")
+    lie(lambda entry, piece: entry.update(dtype="float32"), "index.json: KeyError")
+    lie(lambda entry, piece: entry.update(dtype="F16"), "torch.float16")

@@ -1,0 +1,216 @@
+"""Two runs in one folder: the second one is refused before it looks, names the first, and changes nothing."""
+
+import fcntl
+import os
+import random
+import shutil
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from helpers import TINY, losses, refused
+from ranks import launch
+
+import train
+from configurator import Config, parse
+from engine.checkpoint import __main__ as checkpoint_commands
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint.folder import FolderLock
+
+
+@contextmanager
+def held(folder):
+    """Another process's lock, as far as anybody can see."""
+    with open(folder / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("12345 on node7\n")
+        file.flush()
+        yield
+
+
+def test_a_second_run_is_refused_before_it_looks(run, tiny_data, tmp_path, capsys):
+    """The first one may be in the middle of a save: what looks damaged is not, and nobody shall delete it."""
+    folder = run("--max_iters=2")
+    state = folder / "step_00000002" / "state.json"
+    state.write_text(state.read_text()[:100])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    flags = [f"--dataset={tiny_data}", f"--out_dir={folder}"]
+    with held(folder):
+        for how in (["--init_from=resume"], TINY):
+            assert f"out_dir={folder} belongs to process 12345 on node7" in refused(train.main, [*flags, *how], capsys)
+        with pytest.raises(SystemExit):
+            train.main([*flags, "--init_from=resume", "--eval_only=True"])  # which writes nothing, and takes no lock
+        assert "12345" not in capsys.readouterr().err
+        (folder / ".lock").unlink()
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_starts_keeps_others_out(run, tiny_data, tmp_path, monkeypatch, capsys):
+    """Another one in the window between the look at out_dir and the first line of metrics.jsonl."""
+    join, lines = train.join, []
+
+    def another_comes(cfg):
+        monkeypatch.setattr(train, "join", join)
+        flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={cfg.out_dir}", "--seed=2"]
+        lines.append(refused(train.main, flags, capsys))
+        return join(cfg)
+
+    monkeypatch.setattr(train, "join", another_comes)
+    folder = run("--max_iters=6", out="one")
+    assert f"belongs to process {os.getpid()} on " in lines[0]
+    assert losses(folder) == losses(run("--max_iters=6", out="alone"))
+
+
+def test_what_is_made_for_the_lock_goes_again(tmp_path, tiny_data, capsys):
+    (tmp_path / "mine").mkdir()
+    for out in ("mine", "new/deep"):
+        refused(train.main, [*TINY, "--dataset=/no/such/place", f"--out_dir={tmp_path / out}"], capsys)
+    assert os.listdir(tmp_path) == ["mine"] and not os.listdir(tmp_path / "mine")
+
+
+def test_names_that_are_no_folders(tiny_data, capsys):
+    refused(train.main, [*TINY, f"--dataset={tiny_data}", "--out_dir=a\0b"], capsys)
+    for where in ("a\0b", "~nobody_of_this_name/x", "/dev/null", ""):
+        refused(checkpoint_commands.main, ["consolidate", where, "weights.safetensors"], capsys)
+
+
+def test_one_holder_at_a_time(tmp_path):
+    """Threads that take a lock whose file and folder each holder removes."""
+    inside, most, taken = [], [], []
+
+    def work():
+        for _ in range(100):
+            with FolderLock() as lock:
+                try:
+                    lock.take(str(tmp_path / "new" / "run"))
+                except ValueError:
+                    continue
+                inside.append(1)
+                most.append(len(inside))
+                time.sleep(0.0002)
+                inside.pop()
+                taken.append(1)
+
+    time_of_name, time.sleep = time.sleep, lambda seconds: time_of_name(min(seconds, 0.001))
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    finally:
+        time.sleep = time_of_name
+    assert max(most) == 1 and len(taken) > 50
+
+
+def test_a_file_that_its_holder_removes_is_no_lock(tmp_path, monkeypatch):
+    """Between the opening of it and its locking, when a third run comes."""
+    flock, third = fcntl.flock, FolderLock()
+
+    def late(file, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        (tmp_path / ".lock").unlink()
+        third.take(str(tmp_path))
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with FolderLock() as lock, pytest.raises(ValueError, match="belongs to process"):
+        lock.take(str(tmp_path))
+    third.__exit__()
+    assert not os.listdir(tmp_path)
+
+
+def test_the_end_of_a_run_leaves_the_lock_of_the_next(tmp_path):
+    """Somebody deletes the folder while a run goes on, and a second run begins in it."""
+    first, second = FolderLock(), FolderLock()
+    first.take(str(tmp_path / "out"))
+    shutil.rmtree(tmp_path / "out")
+    second.take(str(tmp_path / "out"))
+    first.__exit__()
+    with FolderLock() as third, pytest.raises(ValueError, match="belongs to process"):
+        third.take(str(tmp_path / "out"))
+    second.__exit__()
+    assert not os.listdir(tmp_path)
+
+
+def test_a_restarted_worker_waits_for_the_lost_one(tmp_path, monkeypatch):
+    def let_go(lock):
+        time.sleep(0.5)
+        lock.__exit__()
+
+    for restarts in ("3", "0"):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        dying = FolderLock()
+        dying.take(str(tmp_path))
+        thread = threading.Thread(target=let_go, args=[dying])
+        thread.start()
+        with FolderLock() as lock:
+            if restarts == "0":
+                with pytest.raises(ValueError, match=f"belongs to process {os.getpid()} on "):
+                    lock.take(str(tmp_path))
+            else:
+                lock.take(str(tmp_path))
+                assert lock.file is not None
+        thread.join()
+
+
+def race(pairs: int, folder: Path, flags: list[str]):
+    """Starts train.py twice, `pairs` times, and prints the process ids and exit codes of each pair."""
+    train.peak_flops = lambda *_: 1e9  # half a second each
+    rng = random.Random(0)
+
+    def start(name: str, delay: float, flags: list[str]) -> int:
+        if pid := os.fork():
+            return pid
+        out = os.open(folder / name, os.O_CREAT | os.O_WRONLY)
+        os.dup2(out, 1), os.dup2(out, 2)
+        time.sleep(delay)
+        try:
+            train.main(flags)
+        except SystemExit as stop:
+            sys.stderr.flush()
+            os._exit(stop.code)
+        os._exit(0)
+
+    for pair in range(pairs):
+        how, late = pair % 2, rng.uniform(0.1, 1) if pair // 2 % 2 else 0
+        mine = [*flags, f"--out_dir={folder}/out{pair}"]
+        if how:
+            os.waitpid(start(f"before{pair}", 0, [*mine, "--max_iters=6", "--lr_decay_iters=400"]), 0)
+            mine.append("--init_from=resume")
+        pids = [start(f"{pair}.{i}", i * late, mine) for i in range(2)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(pair, *pids, *codes, flush=True)
+
+
+@pytest.mark.parametrize("pairs", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_pairs_of_runs_do_not_mix(run, tiny_data, tmp_path, pairs):
+    """Two at once or one a little later, both fresh or both resumed, while a checkpoint is written every 3 steps."""
+    flags = [f"--max_iters={40 if pairs == 2 else 250}", "--lr_decay_iters=400", "--save_interval=3"]
+    launch(1, race, tmp_path, pairs, tmp_path, [*TINY, f"--dataset={tiny_data}", *flags])
+    printed = (tmp_path / "rank 0").read_text().splitlines()
+    assert len(printed) == pairs, printed
+    whole = losses(run(*flags, out="whole"))
+    for line in printed:
+        pair, *pids, first, second = map(int, line.split())
+        assert sorted((first, second)) == [0, 2], line
+        assert (first, second) == (0, 2) or pair // 2 % 2 == 0, "the one that came first has to win"
+        winner, loser = pids if second else pids[::-1]
+        said = (tmp_path / f"{pair}.{int(second > 0)}").read_text()
+        assert said.startswith("error: ") and len(said.splitlines()) == 1 and f"belongs to process {winner} on" in said
+        trained = [row for row in losses(tmp_path / f"out{pair}") if len(row) == 5]
+        assert trained == [row for row in whole if len(row) == 5]
+
+
+def test_earlier_flags_stay(run):
+    """config.py is of the run as it goes on; what led to the step of a resume with other flags is beside it."""
+    folder = run("--max_iters=20", "--lr_decay_iters=40")
+    first = (folder / "config.py").read_text()
+    run("--max_iters=30", "--lr_decay_iters=40", "--learning_rate=5e-3", "--init_from=resume")
+    assert (folder / "config_00000020.py").read_text() == first
+    run("--max_iters=30", "--lr_decay_iters=40", "--learning_rate=5e-3", "--init_from=resume")
+    assert {path.name for path in folder.glob("config*")} == {"config.py", "config_00000020.py"}
+    rates = [parse(Config, [str(folder / name)]).learning_rate for name in ("config.py", "config_00000020.py")]
+    assert rates == [5e-3, 1e-2]
+    assert checkpoint.find(folder).name == "step_00000030"

@@ -1,0 +1,202 @@
+"""init_from=checkpoint:RUN: a new run from the weights of another one, in every layout; flags that are free or not."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers import IN_FLOAT64, TINY, distance, losses, metrics, refused
+from ranks import launch, train_runs
+from safetensors.torch import load_file
+
+import train
+from configurator import Config, read_flags, resolve
+from data.tokenizer import CharTokenizer
+from data.writer import ShardWriter
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint import run as run_state
+from engine.checkpoint.__main__ import consolidate
+from engine.interchange.huggingface import export, own_flags
+from engine.parallel.sharded import ShardedModel
+from model import BLOCK, Model, ModelConfig
+
+ROPE = ["--pos=rope", "--qk_norm=True", "--mlp=swiglu", "--mlp_ratio=3"]
+SHORT = ["--max_iters=3", "--eval_interval=1", "--lr_decay_iters=40"]
+
+
+@pytest.fixture(scope="module")
+def source(tiny_data, tmp_path_factory):
+    """A run whose weights have moved away from their initial values."""
+    folder = tmp_path_factory.mktemp("source")
+    flags = [*TINY, *ROPE, "--max_iters=10", f"--dataset={tiny_data}", f"--out_dir={folder / 'run'}", "--dropout=0.1"]
+    launch(1, train_runs, folder, [flags])
+    return folder / "run"
+
+
+def test_it_is_a_new_run_with_these_weights(run, source, tmp_path, monkeypatch):
+    """It equals a run from scratch, of other code, whose initial weights are replaced by those of the source."""
+    before = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+    new = run(*SHORT, "--init_from=checkpoint:" + str(source), "--dropout=0", out="new")
+    assert before == {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+    consolidate(source, tmp_path / "weights.safetensors")
+    weights = load_file(tmp_path / "weights.safetensors")
+
+    def replaced(self, seed, names=None):
+        for name, p in self.model.named_parameters():
+            p.data.copy_(weights[name])
+
+    monkeypatch.setattr(ShardedModel, "init_weights", replaced)
+    same = run(*SHORT, *ROPE, "--vocab_size=257", out="same")
+    assert losses(new) == losses(same)
+    assert metrics(new)[0]["step"] == 0
+    state = checkpoint.read_state(checkpoint.find(new))
+    assert (state["step"], state["samples"]) == (3, 3 * 8) and state["flags"]["mlp"] == "swiglu"
+    resumed = run("--init_from=resume", "--max_iters=4", "--lr_decay_iters=40", out="new")
+    assert checkpoint.find(resumed).name == "step_00000004"
+
+
+def test_its_flags_are_the_defaults(run, source, tiny_data, tmp_path):
+    """Those of the source's run, but for out_dir and init_from; a step's directory may be named too."""
+    step, out = checkpoint.find(source), tmp_path / "new"
+    lines = [f"--out_dir={out}", "--max_iters=1", "--eval_interval=0", "--eval_iters=1", "--warmup_iters=0"]
+    train.main([*lines, f"--init_from=checkpoint:{step}"])
+    new, old = (checkpoint.read_state(checkpoint.find(folder))["flags"] for folder in (out, source))
+    changed = {name for name in old if old[name] != new[name]}
+    assert changed == {"out_dir", "init_from", "max_iters", "eval_interval", "eval_iters", "warmup_iters"}
+
+
+FREE = [
+    ["--dropout=0.3"], ["--window=5"], ["--window=5", "--window_pattern=SL"], ["--rope_theta=500"], ["--block_size=40"],
+    ["--attn_softcap=20"], ["--logit_softcap=30", "--loss_chunk=7"], ["--pos=none"], ["--pos=alibi"],
+    ["--rope_scaling=llama3:8:1:4:16", "--block_size=128"], ["--rope_fraction=0.5"], ["--pos_pattern=GLN"],
+    ["--norm_eps=1e-6", "--embed_scale=4"], ["--norm=rmsnorm"],
+    ["--doc_mask=True"], ["--mlp=geglu"], ["--fp32_residual=False", "--dtype=bfloat16"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", FREE, ids=" ".join)
+def test_flags_that_keep_the_weights_are_free(flags, source, tmp_path):
+    """The first evaluation is that of the source's weights in a model with these flags."""
+    base = [f"--init_from=checkpoint:{source}", f"--out_dir={tmp_path / 'none'}", "--eval_only=True", "--eval_iters=1"]
+    seen = {}
+    with pytest.MonkeyPatch.context() as patch:
+        evaluate = train.Run.evaluate
+
+        def keep(self):
+            seen["model"], seen["losses"] = self.sharded.model, evaluate(self)
+            return seen["losses"]
+
+        patch.setattr(train.Run, "evaluate", keep)
+        train.main([*base, *flags])
+    state = {name: p.clone() for name, p in seen["model"].named_parameters()}
+    stored = checkpoint.read_state(checkpoint.find(source))["flags"]
+    with torch.no_grad():
+        model = Model(resolve(Config, read_flags(Config, flags), stored, "source"))
+    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    checkpoint.load(checkpoint.find(source), tensors)
+    assert all(torch.equal(state[name], p) for name, p in model.named_parameters())
+    assert all(np.isfinite(x) for x in seen["losses"])
+
+
+REFUSED = [
+    (
+        ["--n_head=4"],
+        "of a model with n_head=2, do not fit n_head=4; leave",
+    ),  # the same shapes, and other rows of q, k and v
+    (["--attention=mqa"], "of a model with attention=mha, do not fit attention=mqa; leave"),
+    (["--attention=gqa", "--n_kv_head=1"], "of a model with attention=mha, do not fit attention=gqa; leave"),
+    (["--n_embd=32"], "of a model with n_embd=16, do not fit n_embd=32; leave"),
+    (["--n_layer=3"], "of a model with n_layer=2, do not fit n_layer=3; leave"),
+    (["--pos=learned"], "of a model with pos=rope, do not fit pos=learned; leave"),
+    (["--mlp=gelu"], "of a model with mlp=swiglu, do not fit mlp=gelu; leave"),
+    (["--mlp_ratio=2"], "of a model with mlp_ratio=3.0, do not fit mlp_ratio=2.0; leave"),
+    (["--bias=True"], "of a model with bias=False, do not fit bias=True; leave"),
+    (["--tie_weights=False"], "of a model with tie_weights=True, do not fit tie_weights=False; leave"),
+    (["--vocab_size=300"], "of a model with vocab_size=257, do not fit vocab_size=300; leave"),
+    (["--block=parallel"], "of a model with block=standard, do not fit block=parallel; leave"),
+    (["--qk_norm=False", "--dropout=0.2"], "of a model with qk_norm=True, do not fit qk_norm=False; leave"),
+    (["--norm_placement=sandwich"], "of a model with norm_placement=pre, do not fit norm_placement=sandwich; leave"),
+    (["--head_dim=16"], "of a model with head_dim=0, do not fit head_dim=16; leave"),
+    (["--qkv_bias=True"], "of a model with qkv_bias=False, do not fit qkv_bias=True; leave"),
+    (["--qk_norm_width=model"], "of a model with qk_norm_width=head, do not fit qk_norm_width=model; leave"),
+    (["--objective=masked"], "vocab_size=257 has no room"),
+]
+
+
+@pytest.mark.parametrize("flags,words", REFUSED, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_flags_that_need_other_weights_are_named(flags, words, source, tmp_path, capsys):
+    base = [f"--init_from=checkpoint:{source}", f"--out_dir={tmp_path / 'new'}", "--max_iters=1", "--warmup_iters=1"]
+    assert words in refused(train.main, [*base, *flags], capsys)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("block", BLOCK)
+@pytest.mark.parametrize("attention", ["mha", "mqa"])
+def test_heads_of_another_size_are_another_layout(block, attention):
+    """Their weights have the same shapes wherever a head has all its channels, but other rows belong to a head."""
+    sizes = dict(n_layer=2, n_embd=16, block_size=16, vocab_size=20, block=block, attention=attention)
+    two, four = (run_state.layout(ModelConfig(n_head=n, **sizes)) for n in (2, 4))
+    assert two != four
+
+
+def test_two_flags_that_only_together_need_other_weights(source, tmp_path, capsys):
+    """Each of them alone contradicts the other flags."""
+    base = [f"--init_from=checkpoint:{source}", f"--out_dir={tmp_path / 'new'}", "--max_iters=1", "--warmup_iters=1"]
+    line = refused(train.main, [*base, "--n_embd=18", "--n_head=3"], capsys)
+    assert "do not fit n_head=3; leave" in line
+
+
+def test_in_every_layout(run, many):
+    """As in one process. tp pads the 257 rows of the vocabulary to 258, from which one process starts again."""
+    source = run(*ROPE, "--max_iters=2", "--warmup_iters=1", IN_FLOAT64, out="source")
+    start = [*SHORT, f"--init_from=checkpoint:{source}", "--dropout=0", "--grad_clip=0", IN_FLOAT64]
+    layouts = {name: [f"--{name}=2"] for name in ("tp", "pp", "cp")} | {"fsdp": ["--parallel=fsdp"]}
+    alone, two = run(*start, out="alone"), many(2, *((name, [*start, *more]) for name, more in layouts.items()))
+    for name in layouts:
+        assert distance(losses(two / name), losses(alone)) < 1e-9, name
+    again = run(*SHORT, f"--init_from=checkpoint:{two / 'tp'}", "--tp=1", IN_FLOAT64, out="again")
+    assert metrics(again)[0]["val_loss"] == pytest.approx(metrics(two / "tp")[-1]["val_loss"], rel=1e-9)
+
+
+def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
+    text = "".join(chr(1000 + i) for i in range(257)) * 2
+    with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:
+        for split in ("train", "val"):
+            out.add(split, CharTokenizer(text).encode(text))
+    new = [f"--out_dir={tmp_path / 'new'}", "--max_iters=1", "--warmup_iters=1"]
+    start = [*new, f"--init_from=checkpoint:{source}"]
+    export(str(source), str(tmp_path / "exported"), remote_code=True)
+    for weights in (start[-1], f"--init_from=hf:{tmp_path / 'exported'}"):
+        line = refused(train.main, [*new, weights, f"--dataset={tmp_path / 'chars'}"], capsys)
+        assert "another tokenizer" in line and not (tmp_path / "new" / "latest").exists()
+    assert "already holds a run" in refused(train.main, [*start, f"--out_dir={source}"], capsys)
+    for wrong in ("checkpoint:", f"checkpoint:{tmp_path / 'absent'}", f"checkpoint:{tiny_data / 'meta.json'}"):
+        assert f"init_from={wrong}: no such folder" in refused(train.main, [*new, f"--init_from={wrong}"], capsys)
+    assert "no checkpoint in" in refused(train.main, [*new, f"--init_from=checkpoint:{tiny_data}"], capsys)
+    copy = tmp_path / "step_00000010"
+    copy.mkdir()
+    (copy / "state.json").write_text(json.dumps({"format": 4, "step": 10, "flags": {}, "tokenizer": 3}))
+    assert "tokenizer is 3" in refused(train.main, [*new, f"--init_from=checkpoint:{copy}"], capsys)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kind", ["joint", "own"])
+def test_a_joint_pool_without_the_flag_of_its_softmax_has_one(run, kind):
+    """Checkpoints that were written before --slot_softmax. With another kind of softmax the losses would be others."""
+    joint = ["--block=superblock", "--pool=joint", "--n_slot=5", "--max_iters=10", "--lr_decay_iters=40"]
+    out = run(*joint, f"--slot_softmax={kind}")
+    file = checkpoint.find(out) / "state.json"
+    state = json.loads(file.read_text())
+    assert state["flags"].pop("slot_softmax") == kind
+    file.write_text(json.dumps(state))
+    before = metrics(out)[-1]["val_loss"]
+    again = run(*SHORT, f"--init_from=checkpoint:{out}", out="again")
+    assert (metrics(again)[0]["val_loss"] == before) == (kind == "joint")
+
+
+def test_an_older_export_of_a_joint_pool_has_one_softmax(tmp_path):
+    """The config.json of an export with --remote-code, from before --slot_softmax."""
+    flags = dict.fromkeys(["n_layer", "n_head"], 2) | {"n_embd": 16, "block": "superblock", "pool": "joint"}
+    assert own_flags({"flags": flags}, tmp_path)["slot_softmax"] == "joint"
+    assert own_flags({"flags": flags | {"slot_softmax": "own"}}, tmp_path)["slot_softmax"] == "own"
+    assert own_flags({"flags": flags | {"pool": "separate"}}, tmp_path)["slot_softmax"] == "own"

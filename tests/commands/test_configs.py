@@ -1,0 +1,132 @@
+"""Every file of config/: its flags fit together, and its model has the parameters counted here by hand."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from configurator import Config, parse
+from model import Model
+
+FILES = {path.stem: path for path in (Path(__file__).resolve().parents[2] / "config").glob("*.py")}
+VOCABULARY = {"pycode": 257, "shakespeare_char": 65, "pycode_gpt2": 50304, "openwebtext": 50304}
+OWN_IDS = {"causal": 0, "masked": 1, "seq2seq": 4}  # 19 of 64 tokens in 3 spans; the last sentinel ends them
+C, D = 192, 48  # width and head size of the quick files
+
+
+def gpt2(norms: int, positions: int, gains: int = 0) -> int:
+    """12 layers: q, k, v, out and the MLP hold 1 + 1 + 1 + 1 + 4 + 4 = 12 squares; one norm more before the head."""
+    return 50304 * 768 + positions * 768 + 12 * (12 * 768**2 + norms * 768 + gains) + 768
+
+
+def quick(layer: int, first: int = 0, tables: int = 1, positions: int = 0, vocabulary: int = 257) -> int:
+    """4 layers, a norm, and what only the first layer has; tables of all tokens."""
+    return tables * vocabulary * C + positions * C + 4 * layer + first + C
+
+
+PARAMETERS = {
+    "train_gpt2": gpt2(norms=2, positions=1024),
+    "train_gpt2_modern": gpt2(norms=2, positions=0, gains=2 * 64),
+    "train_superblock_124m": gpt2(norms=1, positions=1024),
+    # q and k of 12 heads, with biases, and the MLP: 10 squares; alpha, beta, gamma per head; 3 gains; 2 norms;
+    # the first value and its 2 gains; the last norm and its bias
+    "sas_18l_768": (50304 + 128) * 768 + 18 * (10 * 768**2 + 3 * 12 + 3 + 4 * 768) + 768**2 + 2 + 2 * 768,
+    "train_shakespeare_char": (65 + 256) * 384 + 6 * (12 * 384**2 + 2 * 384) + 384,
+    "speedrun_shakespeare_cpu": 65 * 176 + 2 * (12 * 176**2 + 2 * 176 + 2 * 44) + 176,
+    "train_shakespeare_cpu": (65 + 64) * 128 + 4 * (12 * 128**2 + 2 * 128) + 128,
+    "train_pycode": quick(12 * C**2 + 2 * C + 2 * D),
+    # biases: q, k, v 3 C, out C, up 4 C, down C, norms 2 C, and the last norm's C
+    "pycode_gpt2": quick(12 * C**2 + 2 * C + 11 * C, first=C, positions=256),
+    # 4 query heads and 2 keys and values; three matrices of 512 = 8/3 C
+    "pycode_llama": quick(2 * C**2 + 2 * 2 * D * C + 3 * 512 * C + 2 * C, tables=2),
+    "pycode_palm": quick(2 * C**2 + 2 * D * C + 3 * 512 * C + C),
+    "pycode_bert": quick(4 * C**2 + 3 * 512 * C + 2 * C, vocabulary=258),
+    # the encoder and its norm; two layers that also have a query, a key, a value, an out and a norm for its memory;
+    # two gains per attention
+    "pycode_t5": quick(4 * C**2 + 3 * 512 * C + 2 * C, tables=2, vocabulary=261)
+    + 2 * (8 * C**2 + 3 * 512 * C + 3 * C)
+    + (4 + 2 + 2) * 2 * D
+    + C,
+    "pycode_sas": quick(10 * C**2 + 3 * 4 + 3 + 2 * C, first=C**2 + 2),
+    "pycode_sas_p": quick(10 * C**2 + 3 * 4 + 2 + C, first=C**2 + 2),
+    "pycode_superblock": quick(12 * C**2 + C + 2 * D),
+    # 768 slots per head: keys and values of 4 heads and 48 columns are the 8 squares of the MLP
+    "pycode_superblock_joint": quick(4 * C**2 + 2 * 4 * 768 * D + C + 2 * D),
+    # q, k, v and out are 4 squares, in the 70B one k and v an eighth each; three matrices of the MLP; two tables
+    "llama_7b": 2 * 32000 * 4096 + 32 * (4 * 4096**2 + 3 * 11008 * 4096 + 2 * 4096) + 4096,
+    "llama_70b": 2 * 128256 * 8192 + 80 * (2.25 * 8192**2 + 3 * 28672 * 8192 + 2 * 8192) + 8192,
+}
+
+
+def read(name: str) -> Config:
+    """The flags of a file; ValueError if they contradict each other or one of them is not used by the others."""
+    return parse(Config, [str(FILES[name])])
+
+
+def test_every_file_is_counted():
+    assert FILES.keys() == PARAMETERS.keys()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters(name):
+    cfg = read(name)
+    cfg.vocab_size = cfg.vocab_size or VOCABULARY[cfg.dataset] + OWN_IDS[cfg.objective]
+    with torch.device("meta"):
+        assert sum(p.numel() for p in Model(cfg).parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_its_comment_names_the_parameters_right(name):
+    """A number of parameters that the comment at the top gives, as 124 M or 7 B, is the model's."""
+    lines = FILES[name].read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line[2:] for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+    assert comment
+    for number, digits, unit in re.findall(r"(\d+(?:\.(\d+))?) ([MB]) parameters", comment):
+        assert float(number) == round(PARAMETERS[name] / {"M": 1e6, "B": 1e9}[unit], len(digits)), comment
+
+
+def test_out_dirs_differ():
+    assert len({read(name).out_dir for name in PARAMETERS}) == len(PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    "name, like, changed",
+    [
+        ("train_superblock_124m", "train_gpt2", {"block"}),
+        ("pycode_superblock", "train_pycode", {"block"}),
+        ("pycode_superblock_joint", "train_pycode", {"block", "pool", "mlp", "muon_lr", "learning_rate"}),
+        ("pycode_sas", "train_pycode", {"block", "simplified_beta_ff", "qk_norm", "muon_lr"}),
+        ("pycode_sas_p", "pycode_sas", {"block"}),
+    ],
+)
+def test_compares_like_with_like(name, like, changed):
+    """A comparison of blocks changes only what its comment says."""
+    a, b = vars(read(name)), vars(read(like))
+    assert {flag for flag in a.keys() - {"sources"} if a[flag] != b[flag]} == changed | {"out_dir"}
+
+
+def test_quick_files_are_the_tuned_runs():
+    """A quick file sets what its command in docs/baselines.md sets, and its comment has the loss of its row there."""
+    page = (FILES["train_pycode"].parent.parent / "docs" / "baselines.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .* \| [\d,]+ +\| (\d\.\d+) \(", page, re.MULTILINE)
+    commands = re.findall(r"^python train\.py config/(.*)\.py (.*)$", page, re.MULTILINE)
+    found, made_by_compare = set(), {"compile", "eval_interval", "eval_iters", "seed", "out_dir", "sources"}
+    for loss, (name, flags) in zip(rows, commands, strict=True):
+        if flags.startswith("--block=parallel "):  # computes what config/pycode_superblock.py computes
+            name, flags = "pycode_superblock", flags.partition(" ")[2]
+        if "--n_group" in flags:
+            continue
+        a, b = vars(read(name)), vars(parse(Config, [str(FILES[name]), *flags.split()]))
+        assert {flag for flag in a if a[flag] != b[flag]} <= made_by_compare, name
+        said = re.search(r"Validation loss (\d\.\d{3}) nats", FILES[name].read_text(encoding="utf-8"))[1]
+        assert abs(float(said) - float(loss)) < 6e-4, name
+        found.add(name)
+    assert found == {name for name in FILES if read(name).dataset == "pycode"} - {"pycode_palm"}
+
+
+@pytest.mark.parametrize("name", ["train_superblock_124m", "pycode_superblock", "pycode_superblock_joint"])
+def test_superblocks_have_equal_parameters(name):
+    like = "train_gpt2" if name == "train_superblock_124m" else "train_pycode"
+    assert 0 <= 1 - PARAMETERS[name] / PARAMETERS[like] < 5e-4

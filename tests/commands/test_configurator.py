@@ -1,0 +1,675 @@
+"""Flags: config files against plain Python, the record of a run read back equal, and one clear line per mistake.
+
+The references are Python itself (exec of the same file, ast.literal_eval), the dataclass's own fields, and round trips.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from configurator import Config, Given, documented, dump, parse, read_flags, resolve, usage
+from data.errors import user_errors
+from model import PLACEMENT, Model
+
+ROOT = Path(__file__).resolve().parents[2]
+HINTS = get_type_hints(Config)
+
+
+@dataclass
+class Sampling:
+    """Another script's flags, with every kind of type."""
+
+    # --- text
+    start: str = "\n"  # prompt; a "#" in a doc is kept
+    label: str = "a # b"  # the default holds a number sign
+    num_samples: int = 10  # how many
+    # an ordinary comment
+    # --- chance
+    temperature: float = 0.8  # 0 = greedy
+    top_k: int | Literal["all"] = 200  # candidates
+    fast: bool | Literal["auto"] = "auto"  # quick or not
+    kind: Literal["one", "two"] = "one"  # a choice
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Precedence and places
+
+
+def test_command_line_beats_files_and_later_beats_earlier(tmp_path):
+    a = write(tmp_path / "a.py", "n_layer = 2\nn_head = 2\nn_embd = 8\nbatch_size = 3\n\nbatch_size = 4\n")
+    b = write(tmp_path / "b.py", "# nothing\nn_layer = 5\n")
+    cfg = parse(Config, ["--n_embd=16", a, "--seed=1", b, "--seed=2"])
+    assert (cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.batch_size, cfg.seed) == (5, 2, 16, 4, 2)
+    assert cfg.sources == {
+        "n_layer": f"{b}:2",
+        "n_head": f"{a}:2",
+        "n_embd": "command line",
+        "batch_size": f"{a}:6",
+        "seed": "command line",
+    }
+    assert parse(Config, [b, a]).n_layer == 2
+    assert parse(Config, []) == Config() and parse(Config, []).sources == {}
+
+
+def test_the_command_line_drops_what_a_file_sets_for_another_choice(tmp_path):
+    """A file's muon_lr goes with its optimizer; a file or a command line that contradicts itself is refused."""
+    file = write(tmp_path / "a.py", "optimizer = 'muon'\nmuon_lr = 0.5\n")
+    cfg = parse(Config, [file, "--optimizer=adamw"])
+    assert cfg == parse(Config, ["--optimizer=adamw"]) and parse(Config, [file]).muon_lr == 0.5
+    for argv in ([write(tmp_path / "b.py", "muon_lr = 0.5\n")], [file, "--optimizer=adamw", "--muon_lr=0.5"]):
+        with pytest.raises(ValueError, match="used only with optimizer=muon"):
+            parse(Config, argv)
+
+
+def test_defaults_are_nanogpts():
+    """The defaults of nanoGPT's train.py, of the flags whose meaning is the same."""
+    cfg = Config()
+    assert (cfg.out_dir, cfg.eval_interval, cfg.eval_iters, cfg.eval_only) == ("out", 2000, 200, False)
+    assert (cfg.always_save_checkpoint, cfg.init_from, cfg.gradient_accumulation_steps) == (True, "scratch", 40)
+    assert (cfg.batch_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd) == (12, 1024, 12, 12, 768)
+    assert (cfg.dropout, cfg.bias, cfg.learning_rate, cfg.max_iters, cfg.weight_decay) == (0, False, 6e-4, 600000, 0.1)
+    assert (cfg.beta1, cfg.beta2, cfg.grad_clip, cfg.warmup_iters, cfg.min_lr) == (0.9, 0.95, 1.0, 2000, 6e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files against Python
+
+numbers = st.one_of(st.integers(-1000, 1000), st.floats(-1e3, 1e3, allow_nan=False), st.booleans())
+texts = st.text(st.characters(codec="utf-8"), max_size=12)
+
+
+@st.composite
+def expressions(draw, names, depth=3):
+    if depth == 0 or draw(st.integers(0, 3)) == 0:
+        return draw(st.sampled_from(names)) if names and draw(st.booleans()) else repr(draw(numbers))
+    if draw(st.integers(0, 3)) == 0:
+        return draw(st.sampled_from("+-")) + "(" + draw(expressions(names, depth - 1)) + ")"
+    operator = draw(st.sampled_from(["+", "-", "*", "/", "//", "%"]))
+    left, right = draw(expressions(names, depth - 1)), draw(expressions(names, depth - 1))
+    bracket = draw(st.booleans())
+    return f"({left} {operator} {right})" if bracket else f"{left} {operator} {right}"
+
+
+@st.composite
+def programs(draw):
+    lines, names = [], []
+    for name in ("_a", "_b", "_c", "learning_rate"):
+        lines.append(f"{name} = {draw(expressions(names))}")
+        names.append(name)
+    return "\n".join(lines)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(programs())
+def test_arithmetic_equals_python(tmp_path, program):
+    path, expected = write(tmp_path / "c.py", program), {}
+    try:
+        exec(program, expected)
+        wanted = float(expected["learning_rate"])
+        if isinstance(expected["learning_rate"], bool):
+            raise ValueError("no number")
+        Config(learning_rate=wanted, min_lr=0.0)
+    except (ArithmeticError, ValueError):
+        with pytest.raises(ValueError, match=r"c\.py:\d"):
+            parse(Config, [path, "--min_lr=0"])
+    else:
+        assert parse(Config, [path, "--min_lr=0"]).learning_rate == wanted
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2 ** 10",
+        "2 ** -1 * 4",
+        "-2 ** 2 + 10",
+        "2 ** 3 ** 2",
+        "7 // 2 * 2 - 5 % 3",
+        "5 * 8",
+        "1_000",
+        "0x10",
+        "True + 1",
+    ],
+)
+def test_powers_and_literals_equal_python(tmp_path, text):
+    assert parse(Config, [write(tmp_path / "c.py", f"batch_size = {text}")]).batch_size == eval(text)
+    assert parse(Config, [f"--batch_size={text}"]).batch_size == eval(text)
+
+
+def test_strings_join_and_docstrings_pass(tmp_path):
+    path = write(
+        tmp_path / "c.py", '"""What it is."""\n_run = "out/" \'gpt\'\nout_dir = _run + "-" + "2"\n"a remark"\n'
+    )
+    assert parse(Config, [path]).out_dir == "out/gpt-2"
+
+
+@given(texts, st.sampled_from(["plain", "repr"]))
+@settings(max_examples=100, deadline=None)
+def test_strings_on_the_command_line(text, form):
+    """Verbatim, less one pair of quotes: what ast.literal_eval makes of a quoted text, else the text itself."""
+    argument = text if form == "plain" else repr(text)
+    try:
+        wanted = ast.literal_eval(argument) if argument[:1] in "'\"" else argument
+    except (ValueError, SyntaxError):
+        wanted = argument
+    assert parse(Sampling, [f"--start={argument}"]).start == wanted
+
+
+@pytest.mark.parametrize(
+    "argument, name, value",
+    [
+        ("--start=def main(", "start", "def main("),
+        ("--start=a=b", "start", "a=b"),
+        ("--start=", "start", ""),
+        ("--start=12", "start", "12"),
+        ("--start='a'+'b'", "start", "'a'+'b'"),
+        ("--num_samples=1e3", "num_samples", 1000),
+        ("--num_samples= 5_000", "num_samples", 5000),
+        ("--num_samples=-3", "num_samples", -3),
+        ("--temperature=1", "temperature", 1.0),
+        ("--temperature=.5e-1", "temperature", 0.05),
+        ("--top_k=7", "top_k", 7),
+        ("--top_k=all", "top_k", "all"),
+        ("--fast=True", "fast", True),
+        ("--fast=false", "fast", False),
+        ("--fast=auto", "fast", "auto"),
+        ("--fast='auto'", "fast", "auto"),
+        ("--kind=two", "kind", "two"),
+    ],
+)
+def test_values_on_the_command_line(argument, name, value):
+    got = getattr(parse(Sampling, [argument]), name)
+    assert got == value and type(got) is type(value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# nanoGPT's files
+
+CHARACTERS = """
+wandb_log = False
+wandb_project = 'letters'
+wandb_run_name = 'small'
+out_dir = 'out-letters'
+eval_interval = 250 # often
+eval_iters = 20
+log_interval = 10
+always_save_checkpoint = False
+dataset = 'shakespeare_char'
+gradient_accumulation_steps = 1
+batch_size = 64
+block_size = 256
+n_layer = 6
+n_head = 6
+n_embd = 384
+dropout = 0.2
+learning_rate = 1e-3
+max_iters = 5000
+lr_decay_iters = 5000
+min_lr = 1e-4
+beta2 = 0.99
+warmup_iters = 100
+device = 'cpu'
+compile = False
+"""
+LARGE = """
+wandb_log = True
+wandb_project = 'words'
+wandb_run_name = 'large-' + '1'
+batch_size = 12
+block_size = 1024
+gradient_accumulation_steps = 5 * 8
+max_iters = 600000
+lr_decay_iters = 600000
+eval_interval = 1000
+weight_decay = 1e-1
+backend = 'nccl'
+dtype = 'float16'
+decay_lr = True
+"""
+TUNE = """
+wandb_log = False
+wandb_project = 'letters'
+out_dir = 'out-tuned'
+eval_interval = 5
+dataset = 'shakespeare'
+init_from = 'gpt2-xl'
+batch_size = 1
+gradient_accumulation_steps = 32
+max_iters = 20
+learning_rate = 3e-5
+decay_lr = False
+"""
+EVALUATE = """
+wandb_log = False
+batch_size = 8
+eval_iters = 500
+eval_only = True
+wandb_log = False
+init_from = 'gpt2'
+"""
+
+
+@pytest.mark.parametrize("text", [CHARACTERS, LARGE, TUNE, EVALUATE])
+def test_nanogpt_files_load(tmp_path, text):
+    wanted = {}
+    exec(text, {}, wanted)
+    if not wanted.pop("decay_lr", True):
+        wanted |= {"schedule": "constant", "warmup_iters": 0}
+    argv = [write(tmp_path / "c.py", text)]
+    if wanted["wandb_log"]:
+        with pytest.raises(ValueError, match=r"wandb_log = True \(.*c\.py:\d+\): .* set wandb_log=False"):
+            parse(Config, argv)
+        argv += ["--wandb_log=False"]
+    wanted = {name: value for name, value in wanted.items() if not name.startswith("wandb_")}
+    if "init_from" in wanted:  # GPT-2's weights are not downloaded
+        with pytest.raises(ValueError, match=r"init_from='gpt2.* \(.*c\.py:\d+\) must be .* nanogpt:FILE"):
+            parse(Config, argv)
+        wanted["init_from"] = "nanogpt:ckpt.pt"
+        argv += ["--init_from=nanogpt:ckpt.pt"]
+    assert asdict(parse(Config, argv)) == asdict(Config()) | wanted
+
+
+def test_last_decay_lr_counts(tmp_path):
+    tune = write(tmp_path / "tune.py", TUNE + "min_lr = 1e-6\n")
+    cfg = parse(Config, [tune, "--init_from=scratch", "--decay_lr=True", "--warmup_iters=2"])
+    assert (cfg.schedule, cfg.warmup_iters) == ("cosine", 2)
+    assert parse(Config, ["--schedule=wsd", "--decay_lr=True"]).schedule == "wsd"
+    assert parse(Config, ["--schedule=wsd", "--decay_lr=False"]).schedule == "constant"
+    assert parse(Config, ["--schedule=wsd", "--decay_lr=False", "--schedule=cosine"]).schedule == "cosine"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes: one line with the flag, its value, its place and the remedy
+
+COMMAND_LINE_MISTAKES = [
+    (["--batchsize=3"], ["--batchsize=3 (command line)", "no such flag", "batch_size"]),
+    (["--learning-rate=3"], ["--learning-rate=3 (command line)", "nearest is learning_rate"]),
+    (["--zzzzqqq=3"], ["--zzzzqqq=3", "--help"]),
+    (["--wandb_log=True"], ["--wandb_log=True (command line)", "set wandb_log=False", "tensorboard --logdir=OUT_DIR"]),
+    (["--wandb_entity=me"], ["--wandb_entity=me (command line)", "leave it out"]),
+    (["--batch_size=64.5"], ["--batch_size=64.5 (command line)", "expected int", "--batch_size=12"]),
+    (["--batch_size=many"], ["--batch_size=many (command line)", "expected int"]),
+    (["--batch_size="], ["--batch_size= (command line)", "expected int"]),
+    (["--batch_size=True"], ["--batch_size=True", "expected int"]),
+    (["--batch_size=1e30"], ["--batch_size=1e+30", "expected int"]),
+    (["--batch_size=0"], ["batch_size=0 (command line)", "at least 1"]),
+    (["--batch_size", "32"], ["--batch_size (command line)", "--batch_size=32"]),
+    (["--batch_size"], ["--batch_size (command line)", "--name=value", "--batch_size=int"]),
+    (["--compile"], ["--compile (command line)", "--compile=True"]),
+    (["--compile", "config/x.py"], ["--compile (command line)", "--compile=True"]),
+    (["--compile", "False"], ["--compile (command line)", "--compile=False"]),
+    (["--eval_only=1"], ["--eval_only=1 (command line)", "expected True or False", "--eval_only=False"]),
+    (["--compile=Tru"], ["--compile=Tru (command line)", "True or False or auto", "--compile=True"]),
+    (["batch_size=32"], ["batch_size=32", "--batch_size=32"]),
+    (["-batch_size=32"], ["-batch_size=32", "--batch_size=32"]),
+    (["--learning_rate=nan"], ["--learning_rate=nan (command line)", "expected float", "--learning_rate=0.0006"]),
+    (["--learning_rate=1e999"], ["--learning_rate=inf (command line)", "expected float"]),
+    (["--learning_rate=-1"], ["learning_rate=-1.0 (command line)", "at least 0"]),
+    (["--learning_rate=9007199254740993"], ["--learning_rate=9007199254740993", "expected float"]),
+    (["--learning_rate=1/0"], ["--learning_rate=1/0 (command line)", "expected float"]),
+    (["--optimizer=muno"], ["--optimizer=muno (command line)", "adamw or muon", "--optimizer=muon"]),
+    (["--optimizer=1"], ["--optimizer=1 (command line)", "adamw or muon", "--optimizer=adamw"]),
+    (["--muon_lr=0.1"], ["--muon_lr=0.1 (command line)", "optimizer=muon", "optimizer is adamw", "set optimizer=muon"]),
+    (["--cooldown_iters=5"], ["--cooldown_iters=5 (command line)", "schedule=wsd", "schedule is cosine"]),
+    (
+        ["--schedule=constant", "--min_lr=0.1"],
+        ["--min_lr=0.1 (command line)", "schedule is constant (command line)", "change schedule"],
+    ),
+    (["--rope_theta=500000"], ["--rope_theta=500000.0 (command line)", "pos=rope", "pos is learned", "set pos=rope"]),
+    (["--beta2=1"], ["beta2=1.0 (command line)", "at least 0 and below 1"]),
+    (["--schedule=wsd", "--max_iters=100"], ["warmup_iters=2000", "max_iters=100 (command line)", "lower"]),
+    (["--schedule=wsd", "--lr_decay_iters=100"], ["warmup_iters=2000", "lr_decay_iters=100 (command line)"]),
+    (
+        ["--schedule=wsd", "--max_iters=100", "--warmup_iters=90"],
+        ["warmup_iters=90 (command line)", "cooldown of 20", "max_iters=100 (command line)"],
+    ),
+    (["--learning_rate=1e-5"], ["min_lr=6e-05", "learning_rate=1e-05 (command line)"]),
+    (["--init_from=resum"], ["init_from='resum' (command line)", "resume", "nanogpt:FILE"]),
+    (["--init_from=nanogpt:"], ["init_from='nanogpt:' (command line)", "nanogpt:FILE"]),
+    (["--device=gpu"], ["device='gpu' (command line)", "cuda:N"]),
+    (["--out_dir="], ["out_dir='' (command line)", "such as out"]),
+    (["--n_embd=100"], ["n_embd=100 (command line)", "n_head=12"]),
+    (["config/none.py"], ["config/none.py: no such config file", "--name=value"]),
+    (["--optimizer=a\nb"], ["'a\\nb' (command line)", "adamw or muon"]),
+    (["--batch_size=" + "9" * 50 + "x"], ["--batch_size=999", "expected int"]),
+]
+
+
+@pytest.mark.parametrize("argv, fragments", COMMAND_LINE_MISTAKES, ids=lambda x: str(x[0])[:40])
+def test_mistakes_on_the_command_line(argv, fragments):
+    with pytest.raises((ValueError, OSError)) as error:
+        parse(Config, argv)
+    message = str(error.value)
+    assert len(message.splitlines()) == 1 and len(message) < 300
+    assert [f for f in fragments if f not in message] == [], message
+
+
+FILE_MISTAKES = [
+    ("import time", ":1: import time", "name = value"),
+    ("\n\nseed = time.time()", ":3: time.time()", "literal or arithmetic"),
+    ("seed = int('3')", ":1: int('3')", "literal or arithmetic"),
+    ("if True:\n    seed = 3", ":1: if True:", "name = value"),
+    ("seed: int = 3", ":1: seed: int = 3", "name = value"),
+    ("seed = log_interval = 3", ":1: seed = log_interval = 3", "name = value"),
+    ("seed += 1", ":1: seed += 1", "name = value"),
+    ("seed = [1][0]", ":1: [1][0]", "literal or arithmetic"),
+    ("seed = None", ":1: None", "literal or arithmetic"),
+    ("out_dir = f'{1}'", ":1: f'{1}'", "literal or arithmetic"),
+    ("out_dir = b'x'", ":1: b'x'", "literal or arithmetic"),
+    ("out_dir = 'a' * 9", ":1: 'a' * 9", "literal or arithmetic"),
+    ("out_dir = '%99999999d' % 1", ":1: '%99999999d' % 1", "literal or arithmetic"),
+    ("seed = ~1", ":1: ~1", "literal or arithmetic"),
+    ("lr_decay_iters = max_iters", ":1: max_iters is not set earlier in this file", "literal or arithmetic"),
+    ("seed = 9**9**9", ":1: ", "too large"),
+    ("_a = 2**2000\nseed = _a * _a * _a", ":2: ", "too large"),
+    ("seed = 1 // 0", ":1: ", "division"),
+    ("learning_rate = 1e200 ** 9", ":1: Numerical", "out of range"),
+    ("learning_rate = (-8) ** 0.5", ":1)", "expected float"),
+    ("seed =", ":1: ", "name = value"),
+    ("seed = '\n", ":1: ", "name = value"),
+    ("# x\n\nseed = (3", ":3: ", "name = value"),
+    ("seed = " + "(" * 500 + "1" + ")" * 500, ":1: ", ""),
+    ("seed = " + "-" * 5000 + "1", ":1: ", ""),
+    ("seed = 1" + "+1" * 20000, ":1: ", ""),
+    ("bacth_size = 3", "bacth_size = 3 (", "nearest is batch_size"),
+    ("# x\nbatch_size = '64'", "batch_size = '64' (", "expected int, such as batch_size = 12"),
+    ("batch_size = 64.5", "batch_size = 64.5 (", "expected int"),
+    ("out_dir = 5", "out_dir = 5 (", "expected str, such as out_dir = 'out'"),
+    ("compile = 'True'", "compile = 'True' (", "such as compile = True"),
+    ("optimizer = 'muno'", "optimizer = 'muno' (", "such as optimizer = 'muon'"),
+    ("wandb_log = True", "wandb_log = True (", "tensorboard"),
+    ("# x\n\nrope_theta = 5e5", "rope_theta = 500000.0 (", "remove it or set pos=rope"),
+    ("# x\n\nbatch_size = -5 * 2", "batch_size=-10 (", "at least 1"),
+]
+
+
+@pytest.mark.parametrize("text, what, remedy", FILE_MISTAKES, ids=lambda x: x[:30])
+def test_mistakes_in_files(tmp_path, text, what, remedy):
+    path = write(tmp_path / "c.py", text)
+    with pytest.raises(ValueError) as error:
+        parse(Config, [path])
+    message = str(error.value)
+    assert len(message.splitlines()) == 1 and what in message and remedy in message, message
+    line = next(i for i, line in enumerate(text.splitlines(), 1) if line not in ("", "# x") and line[0] != "_")
+    assert f"{path}:{line}" in message
+
+
+def test_doubling_strings_end(tmp_path):
+    """Sixty lines that would make 2^60 characters."""
+    with pytest.raises(ValueError, match=r"c\.py:\d+: the result is too large"):
+        parse(Config, [write(tmp_path / "c.py", "_a = 'x'\n" + "_a = _a + _a\n" * 60)])
+
+
+def test_files_are_never_executed(tmp_path):
+    """Each of these would leave a file behind if Python ran it."""
+    trace = tmp_path / "trace"
+    for text in (
+        f"__import__('pathlib').Path({str(trace)!r}).touch()",
+        f"seed = __import__('pathlib').Path({str(trace)!r}).touch() or 3",
+        f"seed = (lambda: open({str(trace)!r}, 'w'))()",
+        f"class A:\n    open({str(trace)!r}, 'w')",
+    ):
+        with pytest.raises(ValueError):
+            parse(Config, [write(tmp_path / "c.py", text)])
+        assert not trace.exists()
+        exec(text, {})
+        assert trace.exists()
+        trace.unlink()
+
+
+@pytest.mark.parametrize("data", [b"seed = 1\0", b"\xff\xfe\x00", b"\x93NUMPY"])
+def test_binary_files_are_refused(tmp_path, data):
+    path = tmp_path / "c.bin"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=re.escape(f"{path}:1: ")):
+        parse(Config, [str(path)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Unused flags, the record, the checkpoint's flags
+
+
+def test_tables_name_flags_and_say_when_they_are_used():
+    names = {field.name for field in fields(Config)}
+    for name, (used, when) in Config.USED_WHEN.items():
+        assert name in names and names.issuperset(re.findall(r"^\w+|\w+(?==| other than)", when))
+        assert used(Config()) in (True, False)
+        match = re.fullmatch(r"(\w+)=(\w+)", when)
+        if match:
+            assert used(Config(**{match[1]: {"True": True, "False": False, "0": 0}.get(match[2], match[2])}))
+    for targets in Config.NANOGPT.values():
+        assert set(targets) <= names
+
+
+@pytest.mark.parametrize("flag,flags", [
+    ("wiring=series", {"block": "superblock", "pool": "joint", "objective": "seq2seq"}),
+    ("mlp_ratio=2.0", {"block": "superblock", "pool": "joint"}),
+    ("rope_theta=50.0", {"pos": "rope", "pos_pattern": "LG"}),
+    ("rope_fraction=0.5", {"pos": "rope", "pos_pattern": "L"}),
+    ("norm_eps=0.1", {"norm": "none", "last_norm": "rmsnorm"}),
+    ("norm_eps=0.1", {"norm": "none", "block": "simplified"}),
+    ("norm_bias=True", {"norm": "none", "block": "simplified"}),
+], ids=str)  # fmt: skip
+def test_a_flag_that_is_used_is_accepted(flag, flags):
+    """It changes the result or the parameters of the model, and --name=value is not refused."""
+    sizes = {"vocab_size": 9, "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8}
+    words, idx = [f"--{key}={x}" for key, x in (sizes | flags).items()], torch.arange(8)[None]
+    seen = []
+    for argv in (words, [*words, f"--{flag}"]):
+        model = Model(parse(Config, argv), seed=1).double()
+        for p in model.parameters():
+            p.data.mul_(10)
+        logits = model(idx, source=idx if model.encoder else None)
+        seen.append((model.n_params(), [round(x, 6) for x in logits.flatten().tolist()]))
+    assert seen[0] != seen[1]
+
+
+def test_help_has_each_name_beside_its_formula():
+    text = " ".join(usage(Config, "").split())
+    sums = {"pre": "x+f(n(x))", "post": "n(x+f(x))", "after": "x+n(f(x))", "sandwich": "x+n(f(n(x)))", "none": "x+f(x)"}
+    assert sums.keys() == PLACEMENT.keys()
+    norms = {"rmsnorm": "x / sqrt(mean square + eps)", "rmsnorm_eps_outside": "x / (rms + eps)"}
+    for name, formula in (sums | norms).items():
+        assert f" {name}: {formula}" in text
+
+
+def values_of(name, kind):
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
+    if get_args(kind):
+        return st.one_of([values_of(name, part) for part in get_args(kind)])
+    bounds = {"beta1": 0.999, "beta2": 0.999, "muon_momentum": 0.999, "dropout": 0.999, "min_lr": 1e-4}
+    return {
+        bool: st.booleans(),
+        int: st.integers(1, 10**18),
+        float: st.floats(1e-4, bounds.get(name, 1e300)),
+        str: st.text(min_size=1, max_size=20),
+    }[kind]
+
+
+def ordinary(name):
+    special = {
+        "n_head": st.just(4),
+        "n_kv_head": st.just(4),
+        "n_embd": st.integers(1, 9).map(lambda n: 8 * n),
+        "window_pattern": st.text("SL", max_size=4),
+        "init_from": st.sampled_from(["scratch", "resume"]) | st.text(min_size=1).map("nanogpt:".__add__),
+        "device": st.sampled_from(["auto", "cpu", "cuda:3"]),
+        "warmup_iters": st.integers(0, 3),
+        "cooldown_iters": st.integers(0, 5),
+        "max_iters": st.integers(20, 10**9),
+        "lr_decay_iters": st.integers(20, 10**9),
+        "attention": st.sampled_from(["mha", "gqa"]),
+    }
+    return special.get(name, values_of(name, HINTS[name]))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.fixed_dictionaries({}, optional={field.name: ordinary(field.name) for field in fields(Config)}))
+def test_record_reads_back_equal(tmp_path, flags):
+    """Of any flags at all, unused ones put back to their defaults as parse does."""
+    flags.setdefault("n_head", 4)
+    flags.setdefault("n_embd", 8)
+    try:
+        cfg = resolve(Config, Given(), flags)
+    except ValueError:  # combinations that the model refuses are its own tests' business
+        return
+    path = tmp_path / "config.py"
+    dump(cfg, path)
+    back = parse(Config, [str(path)])
+    assert back == cfg and list(tmp_path.iterdir()) == [path]
+    assert set(back.sources) == {n for n in asdict(cfg) if Config.USED_WHEN.get(n, (lambda c: True,))[0](cfg)}
+    expected = {}
+    exec(path.read_text(encoding="utf-8"), {}, expected)  # it is also plain Python with the same meaning
+    assert asdict(Config()) | expected == asdict(cfg)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.builds(Sampling, st.text(), st.text(), st.integers(), st.floats(allow_nan=False, allow_infinity=False)))
+def test_any_text_and_number_reads_back_equal(tmp_path, flags):
+    dump(flags, tmp_path / "config.py")
+    assert parse(Sampling, [str(tmp_path / "config.py")]) == flags
+
+
+def test_record_has_sections_docs_and_unused_flags_as_comments(tmp_path):
+    dump(parse(Config, ["--n_layer=3"]), tmp_path / "config.py")
+    text = (tmp_path / "config.py").read_text()
+    assert "# --- optimizer\n" in text and "n_layer = 3  # number of blocks\n" in text
+    assert re.search(r"^# muon_lr = 0\.02  # .*only with optimizer=muon", text, re.M)
+    assert re.search(r"^muon_lr", text, re.M) is None
+
+
+def test_a_failed_record_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "config.py"
+    dump(Config(), path)
+    before = path.read_text()
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError):
+        dump(Config(seed=7), path)
+    assert path.read_text() == before
+
+
+def test_checkpoint_flags_stand_in_for_defaults(tmp_path):
+    stored = asdict(
+        parse(Config, ["--pos=rope", "--rope_theta=5000", "--n_layer=3", "--max_iters=9", "--warmup_iters=0"])
+    )
+    path = write(tmp_path / "c.py", "init_from = 'resume'\nout_dir = 'elsewhere'\n")
+    given = read_flags(Config, [path, "--max_iters=20", "--rope_theta=7"])  # rope_theta is used: pos comes from stored
+    assert given.values == dict(init_from="resume", out_dir="elsewhere", max_iters=20, rope_theta=7.0)
+    assert given.sources == dict.fromkeys(("max_iters", "rope_theta"), "command line") | {
+        "init_from": f"{path}:1", "out_dir": f"{path}:2"
+    }  # fmt: skip
+    cfg = resolve(Config, given, stored, "out/step_00000001")
+    assert asdict(cfg) == stored | given.values and cfg.sources == given.sources
+    switched = resolve(Config, read_flags(Config, [path, "--pos=alibi"]), stored)  # rope_theta is not the user's
+    assert (switched.pos, switched.rope_theta, switched.n_layer) == ("alibi", Config.rope_theta, 3)
+    with pytest.raises(ValueError, match=r"gone = 1 \(out/step_00000001\): no such flag"):
+        resolve(Config, Given(), {"gone": 1}, "out/step_00000001")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --help and the exit
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_names_every_flag(capsys, flag):
+    with pytest.raises(SystemExit) as stop:
+        parse(Config, ["--nonsense=3", flag], doc="How to run.\n\n    torchrun train.py\n    ")
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("How to run.\n\n    torchrun train.py\n\n")
+    assert all(len(line) < 100 for line in text.splitlines())
+    for field in fields(Config):
+        assert re.search(rf"^  --{field.name}={re.escape(str(field.default))} ", text, re.M), field.name
+        assert re.search(rf"^  --{field.name}=\S* +[^:]+: \S", text, re.M), f"{field.name} has no doc"
+    assert re.search(r"^  --optimizer=adamw +adamw \| muon: ", text, re.M)
+    assert re.search(r"^  --compile=auto +True \| False \| auto: ", text, re.M)
+
+
+def test_help_reads_comments_of_the_source(capsys):
+    with pytest.raises(SystemExit):
+        parse(Sampling, ["--help"])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "text",
+        "--start='\\n' str: prompt; a \"#\" in a doc is kept",
+        "--label=a # b str: the default holds a number sign",
+        "--num_samples=10 int: how many",
+        "",
+        "chance",
+        "--temperature=0.8 float: 0 = greedy",
+        "--top_k=200 int | all: candidates",
+        "--fast=auto True | False | auto: quick or not",
+        "--kind=one one | two: a choice",
+    ]
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (ValueError("batch_size=0\n  must be\tpositive"), "error: batch_size=0 must be positive\n"),
+        (FileNotFoundError("data/x: no such file; run it"), "error: data/x: no such file; run it\n"),
+    ],
+)
+def test_user_errors(capsys, error, line):
+    with pytest.raises(SystemExit) as stop, user_errors():
+        raise error
+    assert stop.value.code == 2 and capsys.readouterr() == ("", line)
+    for other in (KeyboardInterrupt, RuntimeError, SystemExit):
+        with pytest.raises(other) as passed, user_errors():
+            raise other("untouched")
+        assert passed.value.args == ("untouched",)
+
+
+def test_as_a_process(tmp_path):
+    """A mistake is one line without a traceback, and exit code 2."""
+    script = write(
+        tmp_path / "run.py",
+        "from configurator import *\nfrom data.errors import *\n"
+        "with user_errors():\n    print(parse(Config).batch_size)\n",
+    )
+
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script, "--batch_size=0"], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: batch_size=0 (command line) must be at least 1 and below 2147483648\n"
+
+
+def test_help_reads_comments_across_lines():
+    """As ruff wraps a flag whose line is full, and a comment that has a second line."""
+
+    @dataclass
+    class Wrapped:
+        # --- first
+        plain: int = 1  # of one line
+        # an aside that belongs to none
+        choice: Literal[
+            "a",  # the first,
+            "b",  # and the second
+        ] = "a"
+        value: float = 1e-3  # in brackets
+        bare: int = 2
+        # --- second
+        last: int = 3  # the end
+
+    assert list(documented(Wrapped)) == [
+        (
+            "first",
+            [("plain", "of one line"), ("choice", "the first, and the second"), ("value", "in brackets"), ("bare", "")],
+        ),
+        ("second", [("last", "the end")]),
+    ]

@@ -1,0 +1,587 @@
+"""Every wrong flag, file or checkpoint: exit code 2 and one line that names the thing and the remedy, no traceback."""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, TINY, refused
+from ranks import exit_codes
+from test_checkpoint import train_on_full_disk
+
+import sample
+import train
+from data import errors
+from engine.checkpoint import run as run_state
+from engine.checkpoint.folder import FolderLock
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback():
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        errors.command(main)
+    assert end.value.code == 128 + signal.SIGINT
+
+
+JOINT, SAS, SAS_P = ["--block=superblock", "--pool=joint"], ["--block=simplified"], ["--block=simplified_parallel"]
+TRAIN_FLAGS = [  # flags, and what the line must name
+    (["--n_layr=3"], ["--n_layr=3", "n_layer"]),
+    (["--zzz=1"], ["--zzz=1", "--help"]),
+    (["--n_layer=64.5"], ["--n_layer=64.5", "int"]),
+    (["--n_layer=many"], ["--n_layer=many", "int"]),
+    (["--n_layer=0"], ["n_layer=0"]),
+    (["--n_layer="], ["--n_layer="]),
+    (["--n_layer"], ["--n_layer", "--n_layer="]),
+    (["--compile=maybe"], ["--compile=maybe", "True", "auto"]),
+    (["--pos=rop"], ["--pos=rop", "rope"]),
+    (["--block=serial"], ["--block=serial", "standard", "parallel"]),
+    (["--optimizer=sgd"], ["--optimizer=sgd", "adamw", "muon"]),
+    (["--learning_rate=nan"], ["--learning_rate=nan"]),
+    (["--learning_rate=-1"], ["learning_rate=-1"]),
+    (["--min_lr=1"], ["min_lr=1", "learning_rate"]),
+    (["--beta2=1.5"], ["beta2=1.5"]),
+    (["--grad_clip=-1"], ["grad_clip=-1"]),
+    (["--batch_size=0"], ["batch_size=0"]),
+    (["--max_iters=10**30"], ["max_iters=1000000000000", "below"]),
+    (["--seed=2**64"], ["seed=18446744073709551616", "below"]),
+    (["--schedule=wsd", "--warmup_iters=100"], ["warmup_iters=100", "max_iters"]),
+    (["--n_head=3"], ["n_embd=16", "n_head=3"]),
+    (["--attention=gqa"], ["attention=gqa", "n_kv_head"]),
+    (["--attention=mqa", "--n_kv_head=2"], ["attention=mqa", "n_kv_head=2"]),
+    (["--rope_theta=5000"], ["rope_theta", "pos=rope", "learned"]),
+    (["--pos=rope", "--rope_scaling=:::"], ["rope_scaling=':::'", "linear:F"]),
+    (["--muon_lr=0.1"], ["muon_lr", "optimizer=muon"]),
+    ([*JOINT, "--n_slot=3", "--mlp_ratio=2"], ["--mlp_ratio=2.0", "n_slot=0, and n_slot is 3 (command line)"]),
+    ([*JOINT, "--wiring=series"], ["--wiring=series", "pool is joint (command line)", "objective is causal"]),
+    (["--norm_placement=none", "--norm_eps=0.1"], ["--norm_eps=0.1", "norm_placement is none"]),
+    (["--norm_placement=none", "--norm_bias=True"], ["--norm_bias=True", "norm_placement is none"]),
+    ([*SAS, "--norm_placement=none", "--embed_norm=True"], ["--embed_norm=True", "norm_placement is none"]),
+    ([*SAS_P, "--norm=none", "--norm_per_reader=True"], ["--norm_per_reader=True", "norm is none"]),
+    (["--objective=seq2seq", "--wiring=series"], ["--wiring=series", "block=superblock", "block is standard"]),
+    (["--window_pattern=SL"], ["window_pattern", "window"]),
+    (["--window=8", "--window_pattern=SX"], ["window_pattern='SX'"]),
+    (["--norm=none", "--norm_placement=post"], ["norm_placement", "norm"]),
+    (["--dropout=1"], ["dropout=1"]),
+    (["--wandb_log=True"], ["wandb_log", "tensorboard"]),
+    (["--device=tpu"], ["device", "tpu", "cuda"]),
+    (["--dtype=float16"], ["dtype=float16", "float32"]),
+    (["--dtype=float8"], ["--dtype=float8", "bfloat16"]),
+    (["--backend=nccl"], ["backend=nccl", "gloo"]),
+    (["--dataset=pycodee"], ["pycodee", "pycode"]),
+    (["--dataset=/no/such/place"], ["/no/such/place"]),
+    (["--block_size=100000"], ["block_size=100000"]),
+    (["--vocab_size=100"], ["vocab_size=100", "257"]),
+    (["--objective=bert"], ["--objective=bert", "masked", "seq2seq"]),
+    (["--corrupt_ratio=0.3"], ["corrupt_ratio", "objective=masked", "causal"]),
+    (["--objective=masked", "--span_length=2"], ["span_length", "objective=seq2seq"]),
+    (["--objective=masked", "--n_encoder_layer=2"], ["n_encoder_layer", "objective=seq2seq"]),
+    (["--objective=masked", "--corrupt_ratio=1"], ["corrupt_ratio=1", "below 1"]),
+    (["--objective=seq2seq", "--corrupt_ratio=0"], ["corrupt_ratio=0", "above 0"]),
+    (["--objective=seq2seq", "--span_length=0.5"], ["span_length=0.5", "at least 1"]),
+    (["--objective=seq2seq", "--block_size=1"], ["block_size=1 ", "needs 2"]),
+    (["--objective=masked", "--vocab_size=257"], ["vocab_size=257", "257 ids", "258 or more"]),
+    (["--objective=seq2seq", "--vocab_size=258"], ["vocab_size=258", "257 ids", "259 or more"]),
+    (["--init_from=gpt2"], ["init_from", "gpt2"]),
+    (["--init_from=resume"], ["no directory", "/new", "--out_dir"]),
+    (["--init_from=nanogpt:/no/ckpt.pt"], ["/no/ckpt.pt"]),
+    (["config/no_such_file.py"], ["config/no_such_file.py"]),
+]
+
+
+@pytest.mark.parametrize("flags,fragments", TRAIN_FLAGS, ids=lambda x: " ".join(x))
+def test_wrong_flags(flags, fragments, tiny_data, tmp_path, capsys):
+    line = refused(train.main, [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'new'}", *flags], capsys)
+    for fragment in fragments:
+        assert fragment in line
+    assert not (tmp_path / "new").exists(), "a refused run must leave nothing behind"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("main", [train.main, sample.main])
+def test_a_gpu_that_is_not_there(main, tiny_data, trained, tmp_path, capsys):
+    flags = (
+        [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path}"] if main is train.main else [f"--out_dir={trained}"]
+    )
+    assert "--device=auto" in refused(main, [*flags, "--device=cuda"], capsys)
+
+
+CONFIGS = [
+    ("n_layer = 2\nn_layr = 3\n", [":2", "n_layr", "n_layer"]),
+    ("n_layer = two\n", [":1", "two"]),
+    ("import os\n", [":1", "import os"]),
+    ("n_layer = __import__('os').getpid()\n", [":1", "__import__"]),
+    ("n_layer = 2\nif True:\n    n_layer = 3\n", [":2"]),
+    ("n_layer = (2\n", [":1"]),
+    ("n_layer = 9**9**9\n", [":1"]),
+    ("wandb_projekt = 'x'\n", [":1", "wandb_projekt", "tensorboard"]),
+    ("pos = 'alibi'\nrope_theta = 10.0\n", [":2", "rope_theta", "pos=rope"]),
+    ("n_embd = 30\nn_head = 4\n", [":1", "n_embd=30", "n_head=4"]),
+]
+
+
+@pytest.mark.parametrize("text,fragments", CONFIGS, ids=[repr(text) for text, _ in CONFIGS])
+def test_wrong_config_files(text, fragments, tiny_data, tmp_path, capsys):
+    path = tmp_path / "config.py"
+    path.write_text(text)
+    line = refused(train.main, [path, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'new'}"], capsys)
+    assert str(path) in line
+    for fragment in fragments:
+        assert fragment in line
+
+
+def test_objectives_that_the_data_cannot_serve(tiny_data, tmp_path, capsys):
+    """Documents without end-of-text; ids beyond a vocabulary that nothing tells."""
+    shutil.copytree(tiny_data, tmp_path / "data")
+    flags = [*TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path / 'new'}"]
+    (tmp_path / "data" / "meta.json").write_text('{"vocab_size": 257}')
+    line = refused(train.main, [*flags, "--doc_mask=True"], capsys)
+    assert "doc_mask=True" in line and "end-of-text" in line and "byte" in line
+    (tmp_path / "data" / "meta.json").unlink()
+    for objective in ("masked", "seq2seq"):
+        line = refused(train.main, [*flags, f"--objective={objective}", "--vocab_size=300"], capsys)
+        assert f"objective={objective}" in line and str(tmp_path / "data") in line and '{"vocab_size": N}' in line
+    assert not (tmp_path / "new").exists()
+
+
+def cut(path: Path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+class Bomb:
+    def __reduce__(self):
+        return (exec, ("import pathlib; pathlib.Path('BOOM').touch()",))
+
+
+def edit(**values):
+    """A damage: these values in state.json, or no such key where the value is None."""
+
+    def damage(folder: Path, step: Path):
+        state = json.loads((step / "state.json").read_text()) | values
+        state = {key: value for key, value in state.items() if key not in values or value is not None}
+        (step / "state.json").write_text(json.dumps(state))
+
+    return damage
+
+
+def swap(name: str, source: str | None):
+    """A damage: in the place of this file a link to source, or a FIFO; to read either may never end."""
+
+    def damage(folder: Path, step: Path):
+        (step / name).unlink()
+        (step / name).symlink_to(source) if source else os.mkfifo(step / name)
+
+    return damage
+
+
+DAMAGES = {
+    "state_is_a_fifo": swap("state.json", None),
+    "endless_state": swap("state.json", "/dev/zero"),
+    "index_is_a_fifo": swap("index.json", None),
+    "endless_index": swap("index.json", "/dev/zero"),
+    "no_pointer_target": lambda d, step: shutil.rmtree(step),
+    "no_state": lambda d, step: (step / "state.json").unlink(),
+    "cut_state": lambda d, step: cut(step / "state.json"),
+    "state_is_a_list": lambda d, step: (step / "state.json").write_text("[]"),
+    "newer_format": edit(format=999),
+    "no_flags": edit(flags=None),
+    "flags_are_a_list": edit(flags=[]),
+    "step_is_a_text": edit(step="2"),
+    "no_index": lambda d, step: (step / "index.json").unlink(),
+    "cut_index": lambda d, step: cut(step / "index.json"),
+    "malicious_index": lambda d, step: (step / "index.json").write_bytes(pickle.dumps(Bomb())),
+    "cut_tensors": lambda d, step: cut(next(step.glob("*.safetensors"))),
+    "no_tensors": lambda d, step: next(step.glob("*.safetensors")).unlink(),
+    "unknown_flag": lambda d, step: (step / "state.json").write_text(
+        (step / "state.json").read_text().replace('"n_layer"', '"n_lairs"')
+    ),
+    "other_width": lambda d, step: (step / "state.json").write_text(
+        (step / "state.json").read_text().replace('"n_embd": 16', '"n_embd": 32')
+    ),
+}
+
+
+@pytest.mark.parametrize("main", [train.main, sample.main])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoints(damage, main, trained, tiny_data, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, tmp_path / "out")
+    step = tmp_path / "out" / "step_00000002"
+    DAMAGES[damage](tmp_path / "out", step)
+    resume = [f"--dataset={tiny_data}", "--init_from=resume", "--max_iters=4", "--lr_decay_iters=4"]
+    line = refused(main, [f"--out_dir={tmp_path / 'out'}", *(resume if main is train.main else [])], capsys)
+    assert str(tmp_path / "out") in line
+    assert not (tmp_path / "BOOM").exists()
+
+
+@pytest.mark.parametrize(
+    "values", [{"samples": None}, {"samples": "16"}, {"best_val_loss": "x"}, {"scaler": []}], ids=str
+)
+def test_a_state_that_cannot_be_resumed(values, trained, tiny_data, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "out")
+    edit(**values)(tmp_path / "out", tmp_path / "out" / "step_00000002")
+    line = refused(
+        train.main, [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume"], capsys
+    )
+    assert "state.json" in line and next(iter(values)) in line
+
+
+def test_a_folder_that_cannot_be_written(trained, tiny_data, tmp_path, capsys):
+    """A file in its place, one checkpoint instead of the run's folder, a folder where another process trains."""
+    (tmp_path / "file").write_text("mine")
+    flags = [*TINY, f"--dataset={tiny_data}"]
+    assert f"{tmp_path / 'file'}: " in refused(train.main, [*flags, f"--out_dir={tmp_path / 'file'}"], capsys)
+    assert (tmp_path / "file").read_text() == "mine"
+    inside = ["--init_from=resume", f"--out_dir={trained / 'step_00000002'}"]
+    assert "is one checkpoint" in refused(train.main, [*flags, *inside], capsys)
+    with FolderLock() as held:
+        held.take(str(tmp_path))
+        assert f"process {os.getpid()} on " in refused(train.main, [*flags, f"--out_dir={tmp_path}"], capsys)
+        assert (tmp_path / ".lock").exists()  # it is not the refused run's to remove
+    assert not (tmp_path / ".lock").exists()
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_ids_that_were_changed_after_the_preparation(split, tiny_data, tmp_path, capsys, monkeypatch):
+    """Found when a batch reads them, in training and in evaluation."""
+    monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)
+    shutil.copytree(tiny_data, tmp_path / "data")
+    for shard in (tmp_path / "data").glob(f"{split}_*.bin"):
+        shard.write_bytes(shard.read_bytes()[:1024] + b"\xff\x7f" * ((shard.stat().st_size - 1024) // 2))
+    flags = [*TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}"]
+    assert f"data {split} has token id 32767" in refused(train.main, flags, capsys)
+
+
+def test_a_full_disk(tiny_data, tmp_path):
+    """Where a file may not grow beyond 10 KB, metrics.jsonl is the first to feel it."""
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--max_iters=100", "--eval_interval=100"]
+    assert exit_codes(1, train_on_full_disk, tmp_path, flags, 10_000) == [2]
+    lines = [line for line in (tmp_path / "rank 0").read_text().splitlines() if not line.startswith("iter ")]
+    assert len(lines) == 3 and "parameters;" in lines[0] and lines[1].startswith("step 0:"), lines
+    assert lines[2].startswith(f"error: {tmp_path / 'out' / 'metrics.jsonl'}: File too large; ")
+    assert not list((tmp_path / "out").glob("*tmp*"))
+
+
+RESUMES = [
+    (["--pos=rope"], ["pos=rope", "learned"]),
+    (["--n_embd=32"], ["n_embd=32", "16"]),
+    (["--init_from=scratch"], ["already holds a run", "resume"]),
+    (["--mlp=relu"], ["mlp=relu", "gelu"]),
+    (["--objective=masked"], ["objective=masked", "no room", "leave objective", "out"]),
+    (["--doc_mask=True"], ["doc_mask=True", "False"]),
+]
+
+
+@pytest.mark.parametrize("flags,fragments", RESUMES, ids=lambda x: " ".join(x))
+def test_a_resume_that_changes_the_model(flags, fragments, trained, tiny_data, capsys):
+    base = [f"--dataset={tiny_data}", f"--out_dir={trained}", "--init_from=resume", "--warmup_iters=1", "--device=cpu"]
+    line = refused(train.main, [*base, *flags], capsys)
+    for fragment in fragments:
+        assert fragment in line
+
+
+@pytest.mark.parametrize("flag", ["--pos=rope", "--n_embd=32", "--block_size=8", "--mlp=relu"])
+def test_an_import_that_changes_the_model(flag, tmp_path, tiny_data, capsys):
+    """Weights of nanoGPT's model fit its flags only; none of them is dropped or left at its random start."""
+    sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=257)
+    C, names = 16, {"ln_1": (16,), "attn.c_attn": (48, 16), "attn.c_proj": (16, 16), "ln_2": (16,)}
+    names |= {"mlp.c_fc": (64, 16), "mlp.c_proj": (16, 64)}
+    state = {f"transformer.h.0.{name}.weight": torch.zeros(shape) for name, shape in names.items()}
+    state |= {"transformer.wte.weight": torch.zeros(257, C), "transformer.wpe.weight": torch.zeros(16, C)}
+    state |= {"transformer.ln_f.weight": torch.zeros(C), "lm_head.weight": torch.zeros(257, C)}
+    args = sizes | {"bias": False, "dropout": 0.0}
+    torch.save(
+        {"model": state, "model_args": args, "iter_num": 1, "best_val_loss": 1.0, "config": {}}, tmp_path / "c.pt"
+    )
+    base = [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'o'}", f"--init_from=nanogpt:{tmp_path / 'c.pt'}"]
+    assert f"{flag[2:]} differs from" in refused(train.main, [*base, "--device=cpu", flag], capsys)
+
+
+def test_a_resume_with_another_tokenizer(trained, tiny_data, tmp_path, capsys):
+    from data.tokenizer import CharTokenizer
+    from data.writer import ShardWriter
+
+    text = "".join(map(chr, range(257))) * 2  # as many tokens as the checkpoint's
+    with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:
+        for split in ("train", "val"):
+            out.add(split, CharTokenizer(text).encode(text))
+    flags = [f"--dataset={tmp_path / 'chars'}", f"--out_dir={trained}", "--init_from=resume", "--device=cpu"]
+    assert "another tokenizer" in refused(train.main, flags, capsys)
+
+
+SAMPLES = [
+    (["--temperature=-1"], ["temperature=-1"]),
+    (["--temperature=1e-300"], ["temperature=1e-300", "1e-06"]),
+    (["--seed=10**30"], ["seed=1000", "below"]),
+    (["--top_p=0"], ["top_p=0"]),
+    (["--min_p=2"], ["min_p=2"]),
+    (["--num_samples=0"], ["num_samples=0"]),
+    (["--max_new_tokens=1.5"], ["--max_new_tokens=1.5", "int"]),
+    (["--out_dir=/no/such/run"], ["/no/such/run", "train"]),
+    (["--start=FILE:/no/prompt.txt"], ["/no/prompt.txt"]),
+    (["--strat=x"], ["--strat=x", "start"]),
+    (["--block_size=4"], ["--block_size=4"]),
+]
+
+
+@pytest.mark.parametrize("flags,fragments", SAMPLES, ids=lambda x: " ".join(x))
+def test_wrong_sample_flags(flags, fragments, trained, capsys):
+    line = refused(sample.main, [f"--out_dir={trained}", *flags], capsys)
+    for fragment in fragments:
+        assert fragment in line
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py", "evaluate.py"])
+def test_a_real_process_says_one_line(script):
+    done = subprocess.run([sys.executable, script, "--nope=1"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: --nope=1") and len(done.stderr.splitlines()) == 1
+
+
+def test_torchrun_says_it_once(tmp_path):
+    """Every rank finds the same mistake; the first one names it, and torchrun ends the others meanwhile."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*torchrun, "train.py", "--nope=1"], cwd=ROOT, capture_output=True, text=True)
+    told = "error: --nope=1 (command line): no such flag"
+    assert done.returncode == 1 and done.stderr.count(f"\n{told}") + done.stderr.startswith(told) == 1
+    assert done.stderr.splitlines()[-2].strip().startswith(f"traceback : {told}"), done.stderr  # where one looks
+    assert f"time      : {time.strftime('%Y')}" in done.stderr
+    assert "<NO_OTHER_FAILURES>" in done.stderr
+    assert 'train.py", line' not in done.stderr, done.stderr  # all but the first line are torchrun's own
+
+
+def test_a_rank_that_is_wrong_alone_speaks_too(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert "--nope=1" in refused(train.main, ["--nope=1"], capsys) and waited == [20]
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def test_streams_that_are_closed_or_full(trained):
+    """A closed one is /dev/null; what a full disk cannot hold is one line."""
+    sample = f"{sys.executable} sample.py --out_dir={trained} --max_new_tokens=5 --device=cpu"
+    commands = {
+        f"{sys.executable} train.py --nope=1 2>&-": (2, 0),
+        f"{sample} > /dev/full": (2, 2),  # after a line about the model
+        f"{sample} >&-": (0, 2),
+        f"{sample} --help > /dev/full": (2, 1),
+    }
+    how = {"cwd": ROOT, "stdout": -1, "stderr": -1, "text": True, "env": os.environ | {"PYTHONUNBUFFERED": ""}}
+    started = [subprocess.Popen(["bash", "-c", command], **how) for command in commands]
+    for process, (command, (code, lines)) in zip(started, commands.items(), strict=True):
+        err = process.communicate()[1]
+        assert (process.returncode, len(err.splitlines())) == (code, lines), f"{command}: {err}"
+        assert "full" not in command or "\nerror: stdout: No space left on device; check" in f"\n{err}", err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"train.py {' '.join(TINY)} --dataset={{data}} --out_dir={{out}}",
+        "data/shakespeare_char/prepare.py --input=README.md --out={out}",
+        "data/text/prepare.py --input=README.md --tokenizer=byte --out={out}",
+        "-m engine.interchange export {run} {out}",
+        "-m tools.plot {run} --out={out}.png",
+    ],
+    ids=lambda line: line.removeprefix("-m ").split()[0],
+)
+def test_a_file_that_a_small_disk_cannot_hold_is_named(line, trained, tiny_data, tmp_path):
+    """No file grows beyond 2 KB, and the system's error of a write names none."""
+    line = line.format(data=tiny_data, run=trained, out=tmp_path / "out")
+    shell = f"ulimit -f 2; exec {sys.executable} {line}"
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("error: ") and str(tmp_path) in last, done.stderr
+    assert "File too large" in last, last
+
+
+TOOLS = [f"tools.{path.stem}" for path in sorted(ROOT.glob("tools/*.py")) if "__main__" in path.read_text()]
+PROGRAMS = [path for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("data/*/*.py")]) if "__main__" in path.read_text()]
+PROGRAMS = [[str(path.relative_to(ROOT))] for path in PROGRAMS]
+PROGRAMS += [["-m", name] for name in ("data.shards", "engine.interchange", "engine.checkpoint", *TOOLS)]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program[-1])
+def test_ctrl_c_during_the_imports(program, tmp_path):
+    for name in ("torch", "numpy"):
+        (tmp_path / f"{name}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, *program], cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT) and done.stderr == "", done.stderr
+
+
+STRANGE_FLAGS = [  # flags, and what the line must name
+    (["--simplified_beta_ff=1.7e308", "--block=simplified"], ["simplified_beta_ff=1.7e+308", "below 2147483648"]),
+    (["--weight_decay=1.7e308"], ["weight_decay=1.7e+308", "below 2147483648"]),
+    (["--grad_clip=1e300"], ["grad_clip=1e+300", "below"]),
+    (["--attn_softcap=5e-324"], ["attn_softcap=5e-324", "at least 1e-06"]),
+    (["--logit_softcap=1e-300"], ["logit_softcap=1e-300", "at least 1e-06"]),
+    (["--out_dir=~nobody_is_called_so/x"], ["out_dir='~nobody_is_called_so/x'", "such as out"]),
+    (["--out_dir= "], ["out_dir=' '", "such as out"]),
+    (["--out_dir=\n"], ["out_dir='\\n'", "such as out"]),
+    (["--dataset=" + "x" * 5000], ["xxx ... xxx"]),
+    (["--device=cuda:" + "9" * 5000], ["device='cuda:999", " ... "]),
+    (["--device=cuda:1000"], ["device='cuda:1000'", "cuda:N"]),
+    (["--learning_rate=1e400"], ["--learning_rate=inf", "float"]),
+    (["--n_layer=1_0_"], ["--n_layer=1_0_", "int"]),
+    (["--n_layer=\uff11\u0661x"], ["--n_layer=", "int"]),
+    (["--n_layer=1j"], ["--n_layer=1j", "int"]),
+    (["--n_layer=" + "9" * 5000], ["--n_layer=999", "int"]),
+    (["--batch_size=" + "(" * 500 + "1"], ["--batch_size=(((", "int"]),
+    (["--seed=2**2**2**2**2**2"], ["--seed=2**2**2", "int"]),
+    (["--compile=-0"], ["--compile=", "auto"]),
+    (["--="], ["--=", "no such flag"]),
+    (["--"], ["--", "no such flag"]),
+    (["---x=1"], ["--x=1", "no such flag"]),
+    (["-n_layer=2"], ["--n_layer=2", "written"]),
+    (["--n_layer==2"], ["--n_layer", "int"]),
+    (["--\uff4e_layer=2"], ["no such flag", "n_layer"]),
+    (["--__class__=1"], ["--__class__=1", "no such flag"]),
+    ([""], ["no such config file"]),
+    (["--plan=True", "--vocab_size=300", "--n_layer=4000"], ["n_layer=4000", "at most 1024"]),
+    (["--plan=True", "--vocab_size=300", "--block_size=2**31-1"], ["block_size=2147483647", "at most"]),
+    (
+        ["--plan=True", "--vocab_size=300", "--cp=2**20", "--world_size=2**20", "--block_size=2**22"],
+        ["cp=1048576", "at most 4096"],
+    ),
+]
+
+
+@pytest.mark.parametrize("flags,fragments", STRANGE_FLAGS, ids=lambda x: ascii(" ".join(x))[:60])
+def test_strange_flags(flags, fragments, tiny_data, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = [
+        *TINY,
+        "--gradient_accumulation_steps=1",
+        f"--dataset={tiny_data}",
+        f"--out_dir={tmp_path / 'new'}",
+        *flags,
+    ]
+    line = refused(train.main, flags, capsys)
+    for fragment in fragments:
+        assert fragment in line
+    assert any(remedy in line for remedy in ("; ", " must be ", " such as ", "--help", "nearest", "here --"))
+    assert len(line) < 1100 and not list(tmp_path.iterdir())
+
+
+STRANGE_CONFIGS = [
+    ("_a = 1 % 0", ["modulo by zero; write a value"]),
+    ("_a = 0**-1", ["; write a value"]),
+    ("_a = 2.0**5000", ["; write a value"]),
+    ("_a = 10**1000 * 1.5", ["; write a value"]),
+    ("_a = 'x'\n" + "_a = _a + _a\n" * 20, ["too large; write a number of at most 4096 bits"]),
+    ("_a = " + "-" * 10000 + "1", ["too deeply nested; write the value itself"]),
+    ("_a = " + "+".join(["1"] * 50000), ["too deeply nested; write the value itself"]),
+    ("#" * 2**20 + "\n_a = 1", ["has more than 1,048,576 bytes"]),
+    ("_a = 3\0", ["null bytes"]),
+    ("a = b\nb = a", [":1: b is not set earlier"]),
+    ("_a = (-8)**0.5 + 1", [":1: "]),
+    ("n_l\u0430yer = 2", ["no such flag; the nearest is n_layer"]),
+    ("device = 3", ["device = 3", "str"]),
+    ("n_layer = True", ["n_layer = True", "int"]),
+]
+
+
+@pytest.mark.parametrize("text,fragments", STRANGE_CONFIGS, ids=lambda x: ascii(x)[:40])
+def test_strange_config_files(text, fragments, tmp_path, capsys):
+    path = tmp_path / "config.py"
+    path.write_text(text, encoding="utf-8")
+    line = refused(train.main, [path, f"--out_dir={tmp_path / 'new'}"], capsys)
+    for fragment in [str(path), *fragments]:
+        assert fragment in line
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_config_file_of_20_gb_is_not_read(tmp_path, capsys):
+    with open(tmp_path / "config.py", "wb") as f:
+        f.truncate(20 * 10**9)
+    assert "more than 1,048,576 bytes" in refused(train.main, [tmp_path / "config.py"], capsys)
+
+
+ENVIRONMENTS = [
+    ({"RANK": "abc"}, ["RANK='abc'", "whole number from 0"]),
+    ({"RANK": ""}, ["RANK=''", "whole number from 0"]),
+    ({"RANK": "-1"}, ["RANK='-1'", "whole number from 0"]),
+    ({"RANK": "5", "WORLD_SIZE": "2"}, ["RANK=5", "below WORLD_SIZE=2"]),
+    ({"RANK": "1"}, ["RANK=1", "below WORLD_SIZE=1"]),
+    ({"WORLD_SIZE": "0"}, ["WORLD_SIZE='0'", "whole number from 1"]),
+    ({"WORLD_SIZE": "1e3"}, ["WORLD_SIZE='1e3'"]),
+    ({"WORLD_SIZE": "\u0663"}, ["WORLD_SIZE="]),
+    ({"WORLD_SIZE": "9" * 30}, ["WORLD_SIZE='999"]),
+    ({"LOCAL_RANK": "x", "WORLD_SIZE": "1"}, ["LOCAL_RANK='x'"]),
+    ({"LOCAL_RANK": "99"}, ["LOCAL_RANK=99", "below LOCAL_WORLD_SIZE=1"]),
+    ({"LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE='0'"]),
+    ({"LOCAL_WORLD_SIZE": "x"}, ["LOCAL_WORLD_SIZE='x'"]),
+    ({"WORLD_SIZE": "2"}, ["rank 0 cannot join", "(MASTER_ADDR is not set)", "start all of them with torchrun"]),
+    (
+        {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "abc"},
+        ["rank 0 cannot join the 2 ranks at localhost:abc", "start all of them with torchrun"],
+    ),
+    (
+        {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"},
+        ["rank 0 cannot join the 2 ranks at localhost:99999", "start all of them with torchrun"],
+    ),
+]
+
+
+@pytest.mark.parametrize("names,fragments", ENVIRONMENTS, ids=lambda x: ascii(str(x))[:60])
+def test_a_strange_environment(names, fragments, tiny_data, tmp_path, capsys, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # of a rank that is not the first, before it speaks
+    handler = signal.getsignal(signal.SIGTERM)
+    flags = [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'new'}"]
+    try:
+        line = refused(train.main, [*TINY, "--collective_timeout=2", *flags], capsys)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    for fragment in [*fragments, "; "]:
+        assert fragment in line
+    assert not (tmp_path / "new").exists()
+
+
+def test_samples_that_cannot_be_counted_on(trained, tiny_data, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "out")
+    edit(samples=2**63 - 1)(tmp_path / "out", tmp_path / "out" / "step_00000002")
+    flags = [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume", "--max_iters=3"]
+    assert "samples is 9223372036854775807" in refused(train.main, flags, capsys)
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "endless", "a folder"])
+def test_metrics_that_are_no_file(kind, trained, tiny_data, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "out")
+    path = tmp_path / "out" / "metrics.jsonl"
+    path.unlink()
+    {"a FIFO": os.mkfifo, "endless": lambda p: p.symlink_to("/dev/zero"), "a folder": os.mkdir}[kind](path)
+    flags = [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume", "--max_iters=3"]
+    assert f"{path}: " in refused(train.main, flags, capsys)
+
+
+def test_a_gradient_scaler_of_another_run():
+    """One without a scaler, of another dtype; one whose state was changed by hand."""
+    scaler, other = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (64.0, 32.0))
+    run_state.restore_scaler(scaler, {}, "out")
+    run_state.restore_scaler(torch.amp.GradScaler("cpu", enabled=False), other.state_dict(), "out")
+    assert scaler.get_scale() == 64
+    for change in ({"scale": "x"}, {"scale": float("nan")}, {"scale": None}, {"_growth_tracker": -1}, {"scale": True}):
+        with pytest.raises(ValueError, match=f"state.json in out: {next(iter(change))} of scaler is .*; "):
+            run_state.restore_scaler(scaler, other.state_dict() | change, "out")
+    with pytest.raises(ValueError, match="scale of scaler is None"):
+        run_state.restore_scaler(scaler, {"x": 1}, "out")
+    saved = other.state_dict() | {"_growth_tracker": 1999}  # one good step more, and the scale doubles
+    run_state.restore_scaler(scaler, saved, "out")
+    assert scaler.state_dict() == saved and scaler.get_scale() == 32

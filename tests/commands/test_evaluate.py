@@ -1,0 +1,528 @@
+"""evaluate.py: losses compared with train.py's, and with plain loops in float64 over the same windows."""
+
+import json
+import math
+import re
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import TINY, metrics, refused
+from ranks import launch, train_runs
+
+import evaluate
+import sample
+from data.tokenizer import ByteTokenizer, CharTokenizer
+from data.writer import ShardWriter
+from engine.checkpoint import files as checkpoint
+from engine.interchange.huggingface import export
+from engine.interchange.nanogpt import from_nanogpt
+from model import Model, ModelConfig
+
+SHAPED = {
+    "causal": ["--pos=rope", "--doc_mask=True"],
+    "masked": ["--objective=masked", "--corrupt_ratio=0.3"],
+    "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.3", "--span_length=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_data, tmp_path_factory) -> Path:
+    """The folder of a run for each objective, which evaluates the whole validation set at its end."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    flags = [*TINY, "--max_iters=20", "--eval_interval=0", "--eval_iters=0", f"--dataset={tiny_data}"]
+    launch(1, train_runs, folder, [[*flags, *more, f"--out_dir={folder / name}"] for name, more in SHAPED.items()])
+    return folder
+
+
+@pytest.fixture
+def figures(capsys):
+    """figures(*flags) is the JSON object that evaluate.py prints."""
+
+    def call(*flags: str) -> dict:
+        capsys.readouterr()
+        evaluate.main(["--device=cpu", "--json", *flags])
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def model_of(where: Path):
+    path, model, tokenizer = sample.load(sample.SampleConfig(out_dir=str(where)), torch.device("cpu"))
+    return model.double(), tokenizer
+
+
+def tokens_of(folder: Path, split: str) -> torch.Tensor:
+    arrays = [np.fromfile(path, "<u2")[512:] for path in sorted(folder.glob(f"{split}_*.bin"))]
+    return torch.from_numpy(np.concatenate(arrays).astype(np.int64))
+
+
+def total_nats(model: Model, ids: torch.Tensor, T: int) -> tuple[float, list[int]]:
+    """Sum of -log p, window after window, and the targets, each of which is predicted once."""
+    nats, targets = 0.0, []
+    with torch.no_grad():
+        for start in range(0, len(ids) - 1, T):
+            window = ids[start : start + T + 1]
+            nats += F.cross_entropy(model(window[None, :-1])[0], window[1:], reduction="sum").item()
+            targets += window[1:].tolist()
+    return nats, targets
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_a_data_set_has_the_loss_of_training(runs, figures, name):
+    last = metrics(runs / name)[-1]
+    found = figures(f"--out_dir={runs / name}")
+    assert found["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(last["val_loss"]), rel=1e-6)
+    assert found["bits_per_byte"] == (pytest.approx(last["val_bpb"], rel=1e-6) if name == "causal" else None)
+    assert figures(f"--out_dir={runs / name}", "--split=train")["loss"] != found["loss"]
+
+
+def test_a_data_set_has_the_loss_of_eval_only(run, figures, capsys):
+    """With some of the windows only, which the run's seed draws, and at a shorter context than that of the model."""
+    out = run("--pos=rope", "--max_iters=4", "--lr_decay_iters=40", "--seed=5")
+    capsys.readouterr()
+    for T, more in ((16, []), (8, ["--block_size=8"])):
+        flags = ["--seed=5", "--eval_only=True", "--eval_iters=3", "--batch_size=2"]
+        run("--pos=rope", *flags, "--init_from=" + (f"checkpoint:{out}" if more else "resume"), f"--block_size={T}")
+        said = capsys.readouterr().out.splitlines()[-1]
+        found = figures(f"--out_dir={out}", "--eval_iters=3", "--batch_size=2", *more)
+        assert f"val loss {found['loss']:.4f}, bpb {found['bits_per_byte']:.4f}" in said
+        assert found["tokens"] == 3 * 2 * T
+
+
+@pytest.mark.parametrize("split", ["val", "train"])
+def test_a_data_set_equals_a_loop_in_float64(tiny_data, tmp_path, figures, run, split):
+    out = run("--n_layer=1", "--max_iters=3", "--lr_decay_iters=40")
+    model, tokenizer = model_of(out)
+    ids = tokens_of(tiny_data, split)
+    whole = ids[: (len(ids) - 1) // 16 * 16 + 1]  # windows that are complete
+    nats, targets = total_nats(model, whole, 16)
+    n_bytes = sum(t != 256 for t in targets)
+    found = figures(f"--out_dir={out}", f"--split={split}", "--batch_size=5")
+    assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-6)
+    assert (found["tokens"], found["bytes"]) == (len(targets), n_bytes)
+    assert found["model"] == str(out / "step_00000003") and found["data"].endswith(split)
+
+
+@pytest.mark.parametrize("length", [2, 3, 16, 17, 18, 32, 33, 34, 150])
+def test_a_text_of_any_length_equals_a_loop_in_float64(runs, figures, tmp_path, length):
+    """Every token but the first is predicted once; the characters have one or two bytes."""
+    text = ("the café sat\r\n" * 20).encode()[:length]
+    text = text[:-1] + b"x" if text[-1] > 127 else text
+    (tmp_path / "text.txt").write_bytes(text)
+    model, tokenizer = model_of(runs / "causal")
+    nats, targets = total_nats(model, torch.tensor(list(text)), 16)
+    assert targets == list(text[1:])
+    for batch_size in (1, 3, 100):
+        found = figures(f"--out_dir={runs / 'causal'}", f"--file={tmp_path / 'text.txt'}", f"--batch_size={batch_size}")
+        assert found["loss"] == pytest.approx(nats / (length - 1), rel=1e-6)
+        assert found["bits_per_byte"] == pytest.approx(nats / (length - 1) / math.log(2), rel=1e-6)
+        assert (found["tokens"], found["bytes"]) == (length - 1, length - 1)
+
+
+def test_a_long_token_counts_its_bytes(figures, run, tmp_path):
+    """A character of three bytes is one token; the first character's bytes do not count."""
+    text = "añ€ñ€a" * 5
+    with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:
+        for split in ("train", "val"):
+            out.add(split, CharTokenizer(text * 20).encode(text * 20))
+    trained = run("--max_iters=1", "--warmup_iters=1", f"--dataset={tmp_path / 'chars'}")
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    found = figures(f"--out_dir={trained}", f"--file={tmp_path / 'text.txt'}")
+    assert (found["tokens"], found["bytes"]) == (29, len(text.encode()) - 1)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] * 29 / math.log(2) / found["bytes"], rel=1e-9)
+
+
+def test_a_prefix_of_the_tokenizer_comes_first(runs, figures, tmp_path, monkeypatch, capsys):
+    """With such a token every token of the text is predicted, and --score gives each a log-probability."""
+    text = b"the cat sat on a mat. dogs bark"
+    (tmp_path / "text.txt").write_bytes(text)
+    monkeypatch.setattr(ByteTokenizer, "prefix", [256])
+    model, _ = model_of(runs / "causal")
+    nats, targets = total_nats(model, torch.tensor([256, *text]), 16)
+    found = figures(f"--out_dir={runs / 'causal'}", f"--file={tmp_path / 'text.txt'}")
+    assert targets == list(text) and found["bytes"] == found["tokens"] == len(text)
+    assert found["loss"] == pytest.approx(nats / len(text), rel=1e-6)
+    sample.main([f"--out_dir={runs / 'causal'}", "--device=cpu", f"--score={tmp_path / 'text.txt'}"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    first = model(torch.tensor([[256]]))[0, -1].log_softmax(-1)[text[0]].item()
+    assert [line["token"] for line in lines] == list(text) and lines[0]["byte"] == 0
+    assert lines[0]["logprob"] == pytest.approx(first, rel=1e-5)
+
+
+def evaluations(all_flags: list[list[str]]):
+    """evaluate.py with each of these flags, in the same processes."""
+    join, leave = torch.distributed.init_process_group, evaluate.leave
+    once = torch.distributed.is_initialized
+    torch.distributed.init_process_group = lambda *args, **kwargs: None if once() else join(*args, **kwargs)
+    evaluate.leave = lambda: None
+    for flags in all_flags:
+        evaluate.main(["--device=cpu", "--json", *flags])
+    leave()
+
+
+def test_two_ranks_find_what_one_finds(runs, figures, tmp_path):
+    """With copies and with shards of the model, and with fewer windows than ranks."""
+    (tmp_path / "short.txt").write_text("a cat")
+    (tmp_path / "long.txt").write_text("the cat sat on a mat. " * 9)
+    cases = [
+        ["--batch_size=4"], ["--batch_size=3", "--parallel=fsdp"], ["--eval_iters=3", "--batch_size=2"],
+        [f"--file={tmp_path / 'short.txt'}"], [f"--file={tmp_path / 'long.txt'}", "--batch_size=2"],
+        [f"--file={tmp_path / 'long.txt'}", "--parallel=fsdp"],
+    ]  # fmt: skip
+    cases = [[f"--out_dir={runs / 'causal'}", *case] for case in cases]
+    cases.append([f"--out_dir={runs / 'seq2seq'}", "--batch_size=3"])
+    launch(2, evaluations, tmp_path, cases)
+    said = [json.loads(line) for line in (tmp_path / "rank 0").read_text().splitlines() if line.startswith("{")]
+    assert len(said) == len(cases) and "{" not in (tmp_path / "rank 1").read_text()
+    for case, two in zip(cases, said, strict=True):
+        one = figures(*case)
+        assert one.keys() == two.keys()
+        for name, value in one.items():
+            assert two[name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), (case, name)
+
+
+ARGS = dict(n_layer=2, n_head=2, n_embd=8, block_size=16, vocab_size=257, bias=True, dropout=0.1)
+
+
+def nanogpt_file(file: Path, **config) -> Model:
+    """Writes nanoGPT's checkpoint with random weights; returns our model of it, in float64."""
+    torch.manual_seed(0)
+    C, state = ARGS["n_embd"], {}
+    layers = {"ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C), "ln_2": (C,)}
+    layers |= {"mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
+    shapes = {f"h.{i}.{name}": shape for i in range(2) for name, shape in layers.items()} | {"ln_f": (C,)}
+    for name, shape in shapes.items():
+        state[f"transformer.{name}.weight"] = torch.randn(shape) * 0.5
+        state[f"transformer.{name}.bias"] = torch.randn(shape[0]) * 0.5
+    state["transformer.wte.weight"] = state["lm_head.weight"] = torch.randn(257, C)
+    state["transformer.wpe.weight"] = torch.randn(16, C)
+    content = {"model": state, "model_args": ARGS, "iter_num": 1, "best_val_loss": 1.0, "config": config}
+    torch.save(content, file)
+    flags, tensors = from_nanogpt(ARGS, dict(state))
+    model = Model(ModelConfig(**flags))
+    model.load_state_dict(tensors, strict=False)
+    return model.double().eval()
+
+
+def test_nanogpts_file(tmp_path, tiny_data, figures, capsys, monkeypatch):
+    """It holds no tokenizer: that of the data set of its config, if there is one, reads texts."""
+    file, text = tmp_path / "ckpt.pt", tmp_path / "text.txt"
+    model = nanogpt_file(file, dataset="mine")
+    where = f"--out_dir=nanogpt:{file}"
+    ids = tokens_of(tiny_data, "val")
+    nats, targets = total_nats(model, ids[: (len(ids) - 1) // 16 * 16 + 1], 16)
+    found = figures(where, f"--dataset={tiny_data}")
+    assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-6) and found["model"] == str(file)
+    text.write_text("the cat sat on a mat.")
+    assert "data/mine has none of 257 ids" in refused(evaluate.main, ["--device=cpu", where, f"--file={text}"], capsys)
+    assert "set --dataset=NAME or --file=TEXT" in refused(evaluate.main, ["--device=cpu", where], capsys)
+
+    (tmp_path / "mine").symlink_to(tiny_data)
+    monkeypatch.setattr("engine.checkpoint.weights.DATA", tmp_path)
+    nats, targets = total_nats(model, torch.tensor(list(text.read_bytes())), 16)
+    assert figures(where, f"--file={text}")["loss"] == pytest.approx(nats / len(targets), rel=1e-6)
+    sample.main([where, "--device=cpu", "--max_new_tokens=3", "--start=the"])
+    assert capsys.readouterr().out.startswith("the")
+    with ShardWriter(tmp_path / "chars", CharTokenizer("abc")) as writer:
+        for split in ("train", "val"):
+            writer.add(split, np.arange(3))
+    nanogpt_file(file, dataset="chars")
+    assert "data/chars has none of 257 ids" in refused(evaluate.main, ["--device=cpu", where, f"--file={text}"], capsys)
+    nanogpt_file(file, dataset="../mine")
+    assert "holds no tokenizer" in refused(evaluate.main, ["--device=cpu", where, f"--file={text}"], capsys)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A folder of Hugging Face with a random Llama and a tokenizer that puts <s> before a text; and both of them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["the cat sat on a mat. dogs bark; été "], trainer)
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    theirs = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(theirs), max_position_embeddings=16, **sizes)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
+    for each in (model, theirs):
+        each.save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama", model.double(), theirs
+
+
+def test_a_folder_of_hugging_face(llama, figures, tmp_path, capsys):
+    """Losses, scores and greedy text are those of transformers, which puts <s> before the text too."""
+    folder, model, tokenizer = llama
+    text = "the cat sat on a mat. été, dogs, " * 2
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    where, ids = f"--out_dir=hf:{folder}", tokenizer(text, return_tensors="pt").input_ids
+    nats, targets = total_nats(lambda idx: model(idx).logits, ids[0], 16)
+    found = figures(where, f"--file={tmp_path / 'text.txt'}")
+    assert ids[0, 0] == 0 and targets == ids[0, 1:].tolist()
+    assert (found["tokens"], found["bytes"]) == (len(targets), len(text.encode()))
+    assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-5)
+
+    sample.main([where, "--device=cpu", f"--score={tmp_path / 'text.txt'}"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["token"] for line in lines] == targets and len(lines) > 16
+    log_p = model(ids[:, :16]).logits[0].log_softmax(-1)
+    expected = [log_p[i, t].item() for i, t in enumerate(targets[:16])]
+    assert [line["logprob"] for line in lines[:16]] == pytest.approx(expected, rel=1e-4)
+
+    prompt = tokenizer("the cat", return_tensors="pt")
+    theirs = model.generate(**prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
+    sample.main([where, "--device=cpu", "--start=the cat", "--max_new_tokens=8", "--temperature=0"])
+    said = capsys.readouterr().out
+    expected = tokenizer.decode(theirs, skip_special_tokens=True)
+    assert said.startswith("the cat") and expected.startswith(said.rstrip("\n")[:9])
+    assert "set --dataset=NAME or --file=TEXT" in refused(evaluate.main, ["--device=cpu", where], capsys)
+    tokenizer.add_tokens(["sat on"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(SystemExit):
+        sample.main([where, "--device=cpu", "--start=the cat sat on"])
+    assert f"has token id {len(tokenizer) - 1}, and the model has {len(tokenizer) - 1};" in capsys.readouterr().err
+
+
+def test_an_exported_run_on_its_own_data(run, tiny_data, figures, tmp_path):
+    """Its tokenizer has become a tokenizer.json, with the same tokens."""
+    out = run("--pos=rope", "--norm=rmsnorm", "--mlp=swiglu", "--max_iters=4", "--lr_decay_iters=40")
+    export(str(out), str(tmp_path / "exported"))
+    found = figures(f"--out_dir=hf:{tmp_path / 'exported'}", f"--dataset={tiny_data}")
+    assert found["loss"] == pytest.approx(figures(f"--out_dir={out}")["loss"], rel=1e-6)
+
+
+def test_a_line_for_people_and_nothing_written(runs, capsys, tmp_path):
+    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
+    evaluate.main([f"--out_dir={runs / 'causal'}", "--device=cpu"])
+    out, err = capsys.readouterr()
+    last = metrics(runs / "causal")[-1]
+    assert out.count("\n") == 1 and err == ""
+    loss, bits = re.search(r"loss ([\d.]+) nats per token, ([\d.]+) bits per byte, perplexity ", out).groups()
+    assert (float(loss), float(bits)) == pytest.approx((last["val_loss"], last["val_bpb"]), abs=1e-4)
+    evaluate.main([f"--out_dir={runs / 'masked'}", "--device=cpu"])
+    out, err = capsys.readouterr()
+    assert "bits per byte" not in out and err.startswith("no bits per byte: objective=masked")
+    assert before == {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
+
+
+def test_json_has_no_infinity(capsys):
+    figures = {"loss": math.nan, "perplexity": math.inf, "tasks": {"a": {"acc": 0.5, "stderr": math.nan}}}
+    evaluate.show(evaluate.EvaluateConfig(json=True), figures)
+    expected = {"loss": None, "perplexity": None, "tasks": {"a": {"acc": 0.5, "stderr": None}}}
+    assert json.loads(capsys.readouterr().out) == expected
+
+
+# ---- tasks
+
+
+def stand_in_for_lm_eval(monkeypatch, called: dict):
+    """Modules of lm-eval with the functions that evaluate.py calls; tests/interchange/test_harness.py uses the real ones."""
+
+    class TaskManager:
+        def __init__(self, include_path=None, include_defaults=True):
+            own = [path.stem for folder in include_path or () for path in Path(folder).glob("*.yaml")]
+            self.all_subtasks = own + ["piqa", "hellaswag"] * include_defaults
+
+        def match_tasks(self, names):
+            return [name for name in names if name in self.all_subtasks]
+
+        def load(self, names):
+            if "bad" in names:
+                raise TypeError("no data\nin it")
+
+    def simple_evaluate(model, tasks, **options):
+        called.update(model=model, tasks=tasks, **options)
+        return {"results": {name: {"acc,none": 0.5} for name in tasks}}
+
+    made = {
+        "lm_eval": {"simple_evaluate": simple_evaluate},
+        "lm_eval.tasks": {"TaskManager": TaskManager},
+        "lm_eval.utils": {"make_table": lambda results: "|".join(results["results"])},
+        "engine.interchange.harness": {"Harness": lambda *args: args},
+    }
+    for name, attributes in made.items():
+        module = types.ModuleType(name)
+        module.__spec__ = types.SimpleNamespace(name=name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_tasks_go_to_lm_eval(runs, monkeypatch, figures, capsys, tmp_path):
+    called, own = {}, tmp_path / "own"
+    stand_in_for_lm_eval(monkeypatch, called)
+    own.mkdir()
+    (own / "mine.yaml").write_text("task: mine")
+    found = figures(f"--out_dir={runs / 'causal'}", f"--tasks=piqa, {own}", "--limit=7", "--batch_size=3")
+    assert found["tasks"] == {"piqa": {"acc,none": 0.5}, "mine": {"acc,none": 0.5}}
+    assert called["limit"] == 7 and called["tasks"] == ["piqa", "mine"]
+    model, tokenizer, batch_size, device = called["model"]
+    assert isinstance(model, Model) and not model.training and tokenizer.vocab_size == 257 and batch_size == 3
+    assert torch.equal(model.wte.weight.double(), model_of(runs / "causal")[0].wte.weight)
+    evaluate.main([f"--out_dir={runs / 'causal'}", "--tasks=piqa,hellaswag", "--device=cpu"])
+    assert capsys.readouterr().out == "piqa|hellaswag\n" and called["limit"] is None
+    assert "no task 'pika'" in refused(
+        evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", "--tasks=piqa,pika"], capsys
+    )
+    assert "objective=causal" in refused(
+        evaluate.main, ["--device=cpu", f"--out_dir={runs / 'masked'}", "--tasks=piqa"], capsys
+    )
+    (own / "mine.yaml").rename(own / "bad.yaml")
+    line = refused(evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", f"--tasks={own}"], capsys)
+    assert f"lm-eval cannot load tasks={own} (TypeError: no data in it); see to the task files" in line
+    (own / "bad.yaml").unlink()
+    assert "holds no task" in refused(
+        evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", f"--tasks={own}"], capsys
+    )
+
+
+@pytest.mark.interop
+def test_a_task_of_ones_own(runs, figures, tmp_path, capsys, monkeypatch):
+    """The accuracy is that of the choices with the largest probability in float64."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    docs = [("the cat ", ["sat on ", "a mat. "]), ("dogs ", ["bark; ", "the cat ", "a"]), ("sat ", ["on ", "été "])]
+    lines = [json.dumps({"question": q, "choices": choices, "answer": 0}) for q, choices in docs]
+    (tmp_path / "docs.jsonl").write_text("\n".join(lines))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.yaml").write_text(f"""
+task: mine
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {tmp_path / "docs.jsonl"}}}}}
+validation_split: validation
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+target_delimiter: ""
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+""")
+    model, tokenizer = model_of(runs / "causal")
+    right = []
+    for question, choices in docs:
+        scores = []
+        for choice in choices:
+            ids, n = tokenizer.encode(question + choice).tolist(), len(choice.encode())
+            log_p = model(torch.tensor([ids[-17:-1]]))[0].log_softmax(-1)
+            scores.append(sum(log_p[i - n, ids[i - n]].item() for i in range(n)))
+        right.append(scores[0] == max(scores))
+    found = figures(f"--out_dir={runs / 'causal'}", f"--tasks={tmp_path / 'own'}")
+    assert found["tasks"]["mine"]["acc,none"] == pytest.approx(sum(right) / 3)
+    found = figures(f"--out_dir={runs / 'causal'}", f"--tasks={tmp_path / 'own'}", "--limit=1")
+    assert found["tasks"]["mine"]["acc,none"] == right[0]
+    evaluate.main([f"--out_dir={runs / 'causal'}", f"--tasks={tmp_path / 'own'}", "--device=cpu"])
+    assert "|mine" in capsys.readouterr().out
+    (tmp_path / "docs.jsonl").unlink()
+    assert "lm-eval cannot load tasks=" in refused(
+        evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", f"--tasks={tmp_path / 'own'}"], capsys
+    )
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize(
+    "flags,fragments",
+    [
+        (["--dataset=nowhere"], ["no data set 'nowhere'"]),
+        (
+            ["--dataset=nowhere", "--file=x"],
+            ["--dataset=nowhere (command line) is used only with tasks='' and file='', and tasks is '', file is x"],
+        ),
+        (["--file=x", "--eval_iters=3"], ["eval_iters=3", "file is x"]),
+        (["--file=x", "--split=train"], ["split=train", "file is x"]),
+        (["--file=absent.txt"], ["file=absent.txt", "No such file"]),
+        (["--file=."], ["file=.", "not a regular file"]),
+        (["--file=one.txt"], ["file=one.txt has 1 tokens"]),
+        (["--file=empty.txt"], ["file=empty.txt has 0 tokens"]),
+        (["--file=latin1.txt"], ["file=latin1.txt is not UTF-8"]),
+        (["--block_size=17"], ["block_size=17", "16"]),
+        (["--block_size=-1"], ["block_size=-1"]),
+        (["--batch_size=0"], ["batch_size=0"]),
+        (["--batch_size=2e9"], ["batch_size=2000000000", "lower batch_size"]),
+        (["--split=test"], ["split=test", "val"]),
+        (["--device=tpu"], ["device='tpu'"]),
+        (["--dtype=float16"], ["float16", "float32"]),
+        (["--out_dir=hf"], ["no directory hf"]),
+        (["--out_dir="], ["out_dir='' (command line) is empty"]),
+        (["--out_dir=nanogpt:absent.pt"], ["no file absent.pt"]),
+        (["--limit=3"], ["limit=3", "tasks"]),
+        (["--tasks=piqa", "--file=x"], ["file=x", "only with tasks=''", "tasks is piqa"]),
+        (["--tasks=piqa"], ["tasks=piqa needs lm-eval; pip install -e .[eval]"]),
+        (["--max_new_tokens=3"], ["max_new_tokens", "no such flag"]),
+        (["--dataset=chars", "--out_dir=MASKED"], ["chars has another tokenizer than the model", "prepare the data"]),
+        (["--dataset=large"], ["300", "vocab_size=257", "the tokenizer of the model"]),
+    ],
+    ids=lambda x: " ".join(x),
+)
+def test_what_cannot_be_evaluated(runs, capsys, tmp_path, monkeypatch, flags, fragments):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name, content in {"one": b"a", "empty": b"", "latin1": b"\xe9t\xe9"}.items():
+        Path(f"{name}.txt").write_bytes(content)
+    for name, chars in {"chars": 20, "large": 300}.items():
+        text = "".join(chr(1000 + i) for i in range(chars)) * 2
+        with ShardWriter(tmp_path / name, CharTokenizer(text)) as out:
+            for split in ("train", "val"):
+                out.add(split, CharTokenizer(text).encode(text))
+    flags = [flag.replace("MASKED", str(runs / "masked")) for flag in flags]
+    line = refused(evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", *flags], capsys)
+    assert all(fragment in line for fragment in fragments), line
+
+
+def test_a_text_needs_a_causal_model_and_a_tokenizer(runs, capsys, tmp_path, run):
+    (tmp_path / "text.txt").write_text("the cat")
+    file = f"--file={tmp_path / 'text.txt'}"
+    assert "objective=causal" in refused(evaluate.main, ["--device=cpu", f"--out_dir={runs / 'masked'}", file], capsys)
+    with ShardWriter(tmp_path / "bytes", ByteTokenizer()) as out:
+        for split in ("train", "val"):
+            out.add(split, np.arange(100))
+    meta = json.loads((tmp_path / "bytes" / "meta.json").read_text())
+    (tmp_path / "bytes" / "meta.json").write_text(json.dumps({"vocab_size": meta["vocab_size"]}))
+    out = run("--max_iters=1", "--warmup_iters=1", f"--dataset={tmp_path / 'bytes'}")
+    assert "without a tokenizer" in refused(evaluate.main, ["--device=cpu", f"--out_dir={out}", file], capsys)
+    evaluate.main([f"--out_dir={out}", "--device=cpu"])
+    out, err = capsys.readouterr()
+    assert "nats per token, perplexity" in out and err.startswith("no bits per byte: ")
+
+
+def test_tasks_take_one_process(runs, capsys, monkeypatch):
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    assert "without torchrun" in refused(
+        evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", "--tasks=piqa"], capsys
+    )
+
+
+def test_a_model_that_does_not_fit_into_the_memory(runs, capsys, monkeypatch):
+    monkeypatch.setattr("engine.plan.memory.process_memory", lambda: 2**14)
+    line = refused(evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", "--batch_size=1"], capsys)
+    assert line.startswith(
+        f"error: out_dir={runs / 'causal'} (command line) needs at least 0.0 GiB, most of it for the "
+    )
+    assert line.endswith("; use a machine with more memory\n")
+
+
+def test_a_damaged_checkpoint(runs, capsys, tmp_path):
+    path = checkpoint.find(runs / "causal")
+    copy = tmp_path / path.name
+    copy.mkdir()
+    for file in path.iterdir():
+        content = file.read_bytes()
+        at = 8 + int.from_bytes(content[:8], "little")  # the first byte of the first tensor, behind the header
+        flipped = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] if at < len(content) else content
+        (copy / file.name).write_bytes(flipped if file.suffix == ".safetensors" else content)
+    assert "is damaged" in refused(evaluate.main, ["--device=cpu", f"--out_dir={copy}"], capsys)

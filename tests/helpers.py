@@ -1,0 +1,113 @@
+"""Functions that several tests share: flags of a tiny run, what it logs, comparisons, the error line of a command."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.stream import Shard
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--gradient_accumulation_steps=2",
+    "--max_iters=40", "--eval_interval=20", "--eval_iters=2", "--warmup_iters=5", "--learning_rate=1e-2",
+    "--device=cpu", "--dtype=float32", "--compile=False",
+]  # fmt: skip
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+TIMES = {"tokens_per_s", "mfu", "ms_per_step", "peak_memory_bytes"}
+
+
+def figures(folder: Path) -> list[dict]:
+    """All that a run has logged but what measures time and memory."""
+    return [{key: line[key] for key in line.keys() - TIMES} for line in metrics(folder)]
+
+
+def losses(folder: Path) -> list[tuple]:
+    """What must not depend on time or place: (step, loss, ...) of logged steps, (step, train, val) of evaluations."""
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "train_loss", "val_loss", "val_bpb")
+    return [tuple(line[key] for key in keys if key in line) for line in metrics(folder)]
+
+
+def distance(lines: list[tuple], exact: list[tuple]) -> float:
+    """The largest difference of two runs' `losses`, relative to the second's. There are four steps at least."""
+    assert len(lines) == len(exact) >= 4
+    pairs = [pair for a, b in zip(lines, exact, strict=True) for pair in zip(a, b, strict=True)]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    return max(abs(a - b) / (abs(b) or 1) for a, b in pairs if b is not None)
+
+
+IN_FLOAT64 = "--dtype=float64"
+
+
+def in_both(runs: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
+    """The flags of each run, by name, and the same for float64."""
+    return [pair for name, flags in runs.items() for pair in ((name, flags), (f"{name}, wide", [*flags, IN_FLOAT64]))]
+
+
+def assert_same_but_for_rounding(folder: Path, alone: dict[str, Callable[..., list[tuple]]]):
+    """The `losses` of the runs in the folder, which `in_both` has named, are those that alone[name](*flags) has of one
+    process.
+
+    In float64 they agree to 1e-9. From these, float32 may differ ten times as much as the worst of these runs does in
+    one process: how much that is depends on the CPU.
+    """
+    exact = {name: call(IN_FLOAT64) for name, call in alone.items()}
+    usual = max(distance(call(), exact[name]) for name, call in alone.items())
+    for name in alone:
+        assert (error := distance(losses(folder / f"{name}, wide"), exact[name])) < 1e-9, f"{name}: {error} in float64"
+        assert (error := distance(losses(folder / name), exact[name])) < 10 * usual, f"{name}: {error}, usual: {usual}"
+
+
+def shards_of(*arrays: np.ndarray) -> list[Shard]:
+    """Headerless files of these tokens, which are gone with the shards."""
+    shards = []
+    for array in arrays:
+        with tempfile.NamedTemporaryFile() as f:
+            array.tofile(f)
+            f.flush()
+            shards.append(Shard(np.memmap(Path(f.name), array.dtype, "r")))
+    return shards
+
+
+def read_all(stream) -> list[int]:
+    """All tokens of a split."""
+    out = np.full((1, len(stream)), -1)
+    stream.read(np.array([0]), out)
+    return out[0].tolist()
+
+
+def assert_rounds_alike(got, plain, exact, what: str):
+    """Tensors or lists of n numbers: got and plain are two computations of the same in bfloat16, exact is a finer one.
+
+    Which numbers a kernel rounds, and how, differs between CPUs, so no fixed tolerance holds on all of them. But the
+    errors of got must be of the order of plain's: at most three times as large, and a mean of n roundings more; and at
+    least a hundredth, as those of another dtype would not be. A common factor that is smaller than the errors of the
+    single numbers shows in the projection on exact, where roundings average out.
+    """
+    got, plain, exact = (torch.as_tensor(x).detach().double().flatten() for x in (got, plain, exact))
+    unit, size, root = torch.finfo(torch.bfloat16).eps / 2, exact.norm(), len(exact) ** 0.5
+    error, usual = ((x - exact).norm() / size for x in (got, plain))
+    limit = 3 * usual + unit / root
+    assert usual / 100 <= error <= limit, f"{what} errs by {error:.1e} of its size, bfloat16 explains {limit:.1e}"
+    factor, limit = 1 + (got - plain) @ exact / size**2, unit + 4 * usual / root
+    assert abs(factor - 1) <= limit, f"{what} is {factor:.4f} times what it should be, bfloat16 explains {limit:.4f}"
+
+
+def refused(main: Callable, argv: list, capture) -> str:
+    """The one line on stderr with which main(argv) ends, with exit code 2; `capture` is pytest's capsys or capfd."""
+    capture.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main([str(arg) for arg in argv])
+    out, err = capture.readouterr()
+    assert stop.value.code == 2, (out, err)
+    assert err.startswith("error: ") and len(err.strip().splitlines()) == 1 and "Traceback" not in err, err
+    return err

@@ -1,0 +1,779 @@
+"""Hugging Face's models in and out, compared with transformers: logits, greedy text, and every number of the weights.
+
+Each architecture is built by transformers from its own config, with all parameters off their initial values.
+"""
+
+import json
+import math
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from helpers import IN_FLOAT64, distance, in_both, losses, metrics
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from data.tokenizer import ByteTokenizer
+from engine.checkpoint.__main__ import consolidate
+from engine.decode import generate
+from engine.interchange import __main__ as commands
+from engine.interchange import huggingface as interchange
+from engine.interchange.families import FAMILIES, choose
+from engine.interchange.huggingface import read_hf, shapes_of, write_hf
+from model import Model, ModelConfig
+from sample import SampleConfig, load
+
+L, H, HKV, C, T, V = 3, 6, 2, 48, 24, 29  # names as in model.py
+WINDOW = 5
+SIZES = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None, vocab_size=V)
+LONG = SIZES | dict(num_hidden_layers=L, num_attention_heads=H, hidden_size=C, max_position_embeddings=T)
+GATED = LONG | dict(num_key_value_heads=HKV, intermediate_size=80)
+GEMMA = GATED | dict(head_dim=12, query_pre_attn_scalar=7, sliding_window=WINDOW)
+
+
+def rope(kind: str = "default", theta: float = 50.0, **more) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta} | more}
+
+
+LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=12)
+BOTH = {"full_attention": rope("linear", factor=2.0), "sliding_attention": rope(theta=20.0)}
+ARCHITECTURES = {  # name -> (class of its config, its keys)
+    "gpt2": ("GPT2Config", SIZES | dict(n_layer=L, n_head=H, n_embd=C, n_positions=T)),
+    "gpt2, untied": (
+        "GPT2Config",
+        SIZES | dict(n_layer=L, n_head=H, n_embd=C, n_positions=T, n_inner=50, tie_word_embeddings=False),
+    ),
+    "gpt_neox": ("GPTNeoXConfig", LONG | dict(intermediate_size=80, rotary_pct=0.25, rotary_emb_base=50.0)),
+    "gpt_neox, in series": (
+        "GPTNeoXConfig",
+        LONG | dict(intermediate_size=80, use_parallel_residual=False, hidden_act="gelu_fast", rotary_pct=0.75),
+    ),
+    "llama": ("LlamaConfig", GATED),
+    "llama 3": ("LlamaConfig", GATED | LLAMA3),
+    "llama, yarn": ("LlamaConfig", GATED | rope("yarn", factor=4.0, original_max_position_embeddings=6)),
+    "llama, linear": ("LlamaConfig", GATED | rope("linear", factor=4.0) | dict(hidden_act="gelu")),
+    "llama, biases": (
+        "LlamaConfig",
+        GATED | dict(attention_bias=True, mlp_bias=True, head_dim=10, tie_word_embeddings=True),
+    ),
+    "llama, units": ("LlamaConfig", GATED | dict(hidden_size=64, num_attention_heads=4, intermediate_size=192)),
+    "mistral": ("MistralConfig", GATED | rope() | dict(sliding_window=WINDOW)),
+    "qwen2": ("Qwen2Config", GATED | dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
+    "qwen3": ("Qwen3Config", GATED | dict(head_dim=12, tie_word_embeddings=True)),
+    "gemma2": ("Gemma2Config", GEMMA | dict(final_logit_softcapping=3.0, attn_logit_softcapping=2.0)),
+    "gemma3": (
+        "Gemma3TextConfig",
+        GEMMA
+        | dict(sliding_window_pattern=2)
+        | dict(rope_parameters={kind: each["rope_parameters"] for kind, each in BOTH.items()}),
+    ),
+    "olmo2": ("Olmo2Config", GATED | rope()),
+    "phi3": ("Phi3Config", GATED | rope(partial_rotary_factor=0.75) | dict(sliding_window=WINDOW)),
+    "falcon 7b": ("FalconConfig", LONG),
+    "falcon 11b": (
+        "FalconConfig",
+        LONG | dict(new_decoder_architecture=True, num_kv_heads=HKV, num_ln_in_parallel_attn=1),
+    ),
+    "falcon 40b": ("FalconConfig", LONG | dict(new_decoder_architecture=True, num_kv_heads=HKV)),
+    "falcon rw": (  # four heads: transformers rounds the slopes of six to bfloat16
+        "FalconConfig",
+        LONG | dict(num_attention_heads=4, alibi=True, bias=True, parallel_attn=False, multi_query=False),
+    ),
+    "bloom": ("BloomConfig", SIZES | dict(n_layer=L, n_head=H, hidden_size=C, seq_length=T)),
+    "mpt": ("MptConfig", SIZES | dict(n_layers=L, n_heads=H, d_model=C, max_seq_len=T)),
+}
+FOLDED = {"gemma2", "gemma3"}  # whose norms multiply by 1 + w
+
+
+@pytest.fixture(scope="module")
+def hf():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        hf = pytest.importorskip("transformers", "5", reason="needs transformers >= 5; run pip install -e .[test]")
+        hf.utils.logging.disable_progress_bar()
+        yield hf
+
+
+def attention_of(name: str) -> str:
+    """transformers' eager attention adds Falcon-RW's bias twice."""
+    return "sdpa" if name == "falcon rw" else "eager"
+
+
+def build(hf, name: str):
+    """transformers' model with these weights, float32."""
+    kind, keys = ARCHITECTURES[name]
+    torch.manual_seed(1)
+    reference = hf.AutoModelForCausalLM.from_config(getattr(hf, kind)(**keys), attn_implementation=attention_of(name))
+    with torch.no_grad():
+        for p in reference.parameters():
+            p += 0.2 * torch.randn_like(p)
+    return reference.eval()
+
+
+def ours(weights) -> Model:
+    """Our model with the weights of read_hf."""
+    model = Model(ModelConfig(**weights.flags))
+    assert list(weights) == [name for name, _ in model.named_parameters()] and len(weights) == len(list(weights))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            assert weights[name].dtype == torch.float32 and weights[name].shape == p.shape
+            p.copy_(weights[name])
+    return model.eval()
+
+
+def tokens(length: int = T) -> torch.Tensor:
+    return torch.randint(V, (2, length), generator=torch.Generator().manual_seed(4))
+
+
+def assert_same_logits(model: Model, reference, tolerance: float = 1e-5):
+    with torch.no_grad():
+        got, expected = (x if torch.is_tensor(x) else x.logits for x in (model(tokens()), reference(tokens())))
+    assert expected.std() > 0.1
+    assert (got - expected).abs().max() < tolerance * max(1.0, expected.abs().max())
+
+
+def write(folder, model: Model, dtype=torch.float32, tokenizer=None):
+    folder.mkdir()
+    parameters = dict(model.named_parameters())
+    weight = lambda name: parameters[name].detach() if name in parameters else None  # noqa: E731
+    write_hf(folder, model.cfg, weight, dtype, tokenizer)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_in_and_out(hf, tmp_path, name):
+    reference = build(hf, name)
+    reference.save_pretrained(tmp_path / "theirs")
+    weights = read_hf(tmp_path / "theirs")
+    model = ours(weights)
+    assert_same_logits(model, reference)
+
+    write(tmp_path / "ours", model)
+    assert read_hf(tmp_path / "ours").flags == weights.flags
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation=attention_of(name)).eval()
+    assert type(again) is type(reference) and again.dtype == torch.float32
+    assert_same_logits(model, again)
+    if name not in FOLDED:
+        before, after = reference.state_dict(), again.state_dict()
+        assert before.keys() == after.keys() and all(torch.equal(before[each], after[each]) for each in before)
+
+    prompt = tokens(8)
+    options = dict(max_new_tokens=T - 8, do_sample=False, attention_mask=torch.ones_like(prompt))
+    text = torch.stack(list(generate(model, prompt, T - 8, lambda z: z.argmax(-1))), dim=1)
+    assert torch.equal(text, again.generate(prompt, **options)[:, 8:])
+
+
+# ---- ours, out: flags of ours -> the family that expresses them
+
+LLAMA_LIKE = dict(norm="rmsnorm", mlp="swiglu", pos="rope")
+GEMMA3_LIKE = LLAMA_LIKE | dict(mlp="geglu_tanh", norm_placement="sandwich", qk_norm=True, embed_scale=32**0.5)
+FRACTIONAL = ["yarn:4:10.9", f"yarn:{T / 10.9}", "llama3:8:1:4:10.9"]  # an original context of 10 gives other logits
+CHOICES = {
+    "gpt2": [
+        {},
+        dict(bias=True, last_norm="layernorm", scaled_init=False),
+        dict(mlp="relu2", tie_weights=False),
+        dict(block="superblock", wiring="series"),
+    ],
+    "falcon": [dict(block="parallel", pos="rope"), dict(block="superblock", pos="rope", attention="mqa", bias=True)],
+    "gpt_neox": [
+        dict(pos="rope", rope_fraction=0.5),
+        dict(pos="rope", rope_scaling="llama3:8", bias=True, block="superblock", wiring="series"),
+    ],
+    "llama": [
+        LLAMA_LIKE,
+        LLAMA_LIKE | dict(head_dim=4, mlp="geglu", rope_scaling="yarn:4", rope_theta=7.8),
+        LLAMA_LIKE | dict(bias=True),
+        *(LLAMA_LIKE | dict(rope_scaling=each, rope_theta=7.8) for each in FRACTIONAL),
+    ],
+    "mistral": [LLAMA_LIKE | dict(window=WINDOW, norm_eps=1e-6, attention="mqa")],
+    "qwen2": [LLAMA_LIKE | dict(qkv_bias=True), LLAMA_LIKE | dict(window=WINDOW, window_pattern="LLS")],
+    "qwen3": [LLAMA_LIKE | dict(qk_norm=True, window=WINDOW, window_pattern="LS")],
+    "olmo2": [LLAMA_LIKE | dict(norm_placement="after", qk_norm=True, qk_norm_width="model")],
+    "phi3": [LLAMA_LIKE | dict(rope_fraction=0.5)],
+    "gemma3_text": [GEMMA3_LIKE | dict(logit_softcap=2.0)],
+    "mpt": [dict(pos="alibi")],
+    "bloom": [dict(pos="alibi", embed_norm=True, mlp="gelu_tanh")],
+}
+
+
+TO_A_FAMILY = [(family, None, flags) for family, each in CHOICES.items() for flags in each]
+TO_A_FAMILY += [("llama", ByteTokenizer(), LLAMA_LIKE | dict(qkv_bias=True))]  # transformers gives Qwen2 its own ids
+
+
+@pytest.mark.parametrize("family, tokenizer, flags", TO_A_FAMILY)
+def test_the_first_family_that_expresses_the_flags(hf, tmp_path, family, tokenizer, flags):
+    """Also where theirs has biases that ours has not."""
+    model = Model(ModelConfig(n_layer=L, n_head=4, n_embd=32, block_size=T, vocab_size=V, **flags), seed=1).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
+    assert choose(model.cfg, tokenizer)[1] == family
+    write(tmp_path / "out", model, tokenizer=tokenizer)
+    assert_same_logits(
+        model, hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    )
+    assert_same_logits(model, ours(read_hf(tmp_path / "out")))
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (dict(block="simplified"), "block=simplified"),
+        (dict(objective="masked"), "objective=masked"),
+        (dict(pos="sinusoidal"), "pos=sinusoidal"),
+        (LLAMA_LIKE | dict(pos_pattern="GGGN"), "pos_pattern=GGGN"),
+        (LLAMA_LIKE | dict(norm_placement="post"), "norm_placement=post"),
+        (LLAMA_LIKE | dict(rope_fraction=0.5, rope_scaling="llama3:8"), "rope_fraction=0.5"),
+        (dict(block="superblock", pool="joint"), "pool=joint"),
+        (GEMMA3_LIKE | dict(attn_softcap=2.0), "attn_softcap=2.0"),
+    ],
+)
+def test_no_family(flags, words):
+    with pytest.raises(ValueError, match=f"no family of Hugging Face has .*{words}.*--remote-code"):
+        choose(ModelConfig(n_layer=4, n_head=4, n_embd=32, block_size=T, vocab_size=V, **flags))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rope_scaling_beside_rope_parameters(hf, tmp_path, name):
+    """Users add the older key to a file of transformers 5; it counts there, so it does here."""
+    build(hf, name).save_pretrained(tmp_path)
+    config(rope_scaling={"rope_type": "linear", "factor": 3.0})(tmp_path)
+    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    weights = read_hf(tmp_path)
+    assert weights.flags["rope_scaling"] == "linear:3"
+    assert_same_logits(ours(weights), reference)
+
+
+# ---- config.json as it was published, and the number of parameters that its model is known to have
+
+GELU_TANH = "gelu_pytorch_tanh"
+PUBLISHED = {
+    "gpt2": (
+        dict(model_type="gpt2", n_ctx=1024, n_embd=768, n_head=12, n_layer=12, n_positions=1024, vocab_size=50257),
+        dict(bias=True, mlp="gelu_tanh", norm_eps=1e-5), 124439808,
+    ),
+    "pythia-160m": (
+        dict(
+            model_type="gpt_neox", hidden_act="gelu", hidden_size=768, intermediate_size=3072, layer_norm_eps=1e-5,
+            max_position_embeddings=2048, num_attention_heads=12, num_hidden_layers=12, rotary_emb_base=10000,
+            rotary_pct=0.25, tie_word_embeddings=False, use_parallel_residual=True, vocab_size=50304,
+        ),
+        dict(norm_per_reader=True, rope_fraction=0.25, rope_scaling="", tie_weights=False), 162322944,
+    ),
+    "Llama-3.1-8B": (
+        dict(
+            model_type="llama", hidden_act="silu", hidden_size=4096, intermediate_size=14336, rms_norm_eps=1e-5,
+            max_position_embeddings=131072, num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8,
+            rope_theta=500000.0, vocab_size=128256, rope_scaling=dict(
+                factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192,
+                rope_type="llama3",
+            ),
+        ),
+        dict(rope_scaling="llama3:8:1:4:8192", rope_theta=5e5, mlp="swiglu", n_kv_head=8), 8030261248,
+    ),
+    "vicuna-7b-16k": (
+        dict(model_type="llama", max_position_embeddings=4096, rope_scaling=dict(factor=4.0, type="linear")),
+        dict(rope_scaling="linear:4", rope_theta=1e4), 6738415616,
+    ),
+    "SmolLM2-135M": (
+        dict(
+            model_type="llama", attention_bias=False, hidden_act="silu", hidden_size=576, intermediate_size=1536,
+            is_llama_config=True, max_position_embeddings=8192, num_attention_heads=9, num_hidden_layers=30,
+            num_key_value_heads=3, pretraining_tp=1, rms_norm_eps=1e-5, rope_interleaved=False, rope_scaling=None,
+            rope_theta=100000, tie_word_embeddings=True, vocab_size=49152,
+        ),
+        dict(rope_theta=1e5, tie_weights=True), 134515008,
+    ),
+    "Mistral-7B": (
+        dict(
+            model_type="mistral", hidden_act="silu", hidden_size=4096, intermediate_size=14336, rms_norm_eps=1e-5,
+            max_position_embeddings=32768, num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8,
+            rope_theta=10000.0, sliding_window=4096, vocab_size=32000,
+        ),
+        dict(window=4096, window_pattern=None), 7241732096,
+    ),
+    "Qwen2-0.5B": (
+        dict(
+            model_type="qwen2", hidden_act="silu", hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+            max_position_embeddings=131072, max_window_layers=24, num_attention_heads=14, num_key_value_heads=2,
+            rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=131072, tie_word_embeddings=True,
+            use_sliding_window=False, vocab_size=151936,
+        ),
+        dict(qkv_bias=True, norm_eps=1e-6, rope_theta=1e6, window=None), 494032768,
+    ),
+    "Qwen3-0.6B": (
+        dict(
+            model_type="qwen3", attention_bias=False, head_dim=128, hidden_act="silu", hidden_size=1024,
+            intermediate_size=3072, max_position_embeddings=40960, max_window_layers=28, num_attention_heads=16,
+            num_hidden_layers=28, num_key_value_heads=8, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000,
+            sliding_window=None, tie_word_embeddings=True, use_sliding_window=False, vocab_size=151936,
+        ),
+        dict(head_dim=128, qk_norm=True), 596049920,
+    ),
+    "gemma-2-2b": (
+        dict(
+            model_type="gemma2", attn_logit_softcapping=50.0, final_logit_softcapping=30.0, head_dim=256,
+            hidden_act=GELU_TANH, hidden_activation=GELU_TANH, hidden_size=2304, intermediate_size=9216,
+            max_position_embeddings=8192, num_attention_heads=8, num_hidden_layers=26, num_key_value_heads=4,
+            query_pre_attn_scalar=256, rms_norm_eps=1e-6, rope_theta=10000.0, sliding_window=4096, vocab_size=256000,
+            attention_bias=False, cache_implementation="hybrid", sliding_window_size=4096,
+        ),
+        dict(window=4096, window_pattern="SL", embed_scale=48.0, attn_softcap=50.0, logit_softcap=30.0), 2614341888,
+    ),
+    "gemma-3-1b": (
+        dict(
+            model_type="gemma3_text", attn_logit_softcapping=None, final_logit_softcapping=None, head_dim=256,
+            hidden_activation=GELU_TANH, hidden_size=1152, intermediate_size=6912, max_position_embeddings=32768,
+            num_attention_heads=4, num_hidden_layers=26, num_key_value_heads=1, query_pre_attn_scalar=256,
+            rms_norm_eps=1e-6, rope_local_base_freq=10000, rope_scaling=None, rope_theta=1000000, sliding_window=512,
+            sliding_window_pattern=6, vocab_size=262144,
+        ),
+        dict(window_pattern="SSSSSL", pos_pattern="LLLLLG", rope_theta=1e6, rope_theta_local=1e4), 999885952,
+    ),
+    "OLMo-2-7B": (
+        dict(
+            model_type="olmo2", hidden_act="silu", hidden_size=4096, intermediate_size=11008, rms_norm_eps=1e-6,
+            max_position_embeddings=4096, num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32,
+            rope_theta=500000, vocab_size=100352,
+        ),
+        dict(norm_placement="after", qk_norm_width="model"), 7298617344,
+    ),
+    "Phi-3-mini-4k": (
+        dict(
+            model_type="phi3", hidden_act="silu", hidden_size=3072, intermediate_size=8192, rms_norm_eps=1e-5,
+            max_position_embeddings=4096, num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32,
+            original_max_position_embeddings=4096, rope_scaling=None, rope_theta=10000.0, sliding_window=2047,
+            vocab_size=32064,
+        ),
+        dict(window=2047, rope_fraction=1.0), 3821079552,
+    ),
+    "falcon-7b": (
+        dict(
+            model_type="falcon", alibi=False, bias=False, hidden_size=4544, layer_norm_epsilon=1e-5, multi_query=True,
+            new_decoder_architecture=False, num_attention_heads=71, num_hidden_layers=32, parallel_attn=True,
+            vocab_size=65024,
+        ),
+        dict(block="parallel", n_kv_head=1, norm_bias=True, bias=False), 6921720704,
+    ),
+    "falcon-40b": (
+        dict(
+            model_type="falcon", alibi=False, bias=False, hidden_size=8192, new_decoder_architecture=True,
+            num_attention_heads=128, num_hidden_layers=60, num_kv_heads=8, parallel_attn=True, vocab_size=65024,
+        ),
+        dict(norm_per_reader=True, n_kv_head=8), 41303293952,
+    ),
+    "falcon-rw-1b": (
+        dict(
+            model_type="falcon", alibi=True, bias=True, hidden_size=2048, multi_query=False, num_attention_heads=32,
+            num_hidden_layers=24, parallel_attn=False, vocab_size=50304,
+        ),
+        dict(pos="alibi", alibi_scale=0.125, block="standard", n_kv_head=None), 1311625216,
+    ),
+    "bloom-560m": (
+        dict(
+            model_type="bloom", apply_residual_connection_post_layernorm=False, attention_dropout=0.0,
+            hidden_dropout=0.0, attention_softmax_in_fp32=True, bias_dropout_fusion=True, initializer_range=0.02,
+            layer_norm_epsilon=1e-5, masked_softmax_fusion=True, n_embed=1024, n_inner=None, n_layer=24,
+            num_attention_heads=16, offset_alibi=100, pretraining_tp=1, seq_length=2048, skip_bias_add=True,
+            skip_bias_add_qkv=False, slow_but_exact=False, unk_token_id=0, use_cache=True, vocab_size=250880,
+        ),
+        dict(n_head=16, embed_norm=True, block_size=2048), 559214592,
+    ),
+    "mpt-7b": (
+        dict(
+            model_type="mpt", d_model=4096, n_heads=32, n_layers=32, max_seq_len=2048, vocab_size=50432, no_bias=True,
+            attn_config=dict(
+                alibi=True, alibi_bias_max=8, attn_impl="torch", attn_pdrop=0, attn_type="multihead_attention",
+                attn_uses_sequence_id=False, clip_qkv=None, prefix_lm=False, qk_ln=False, softmax_scale=None,
+            ),
+            auto_map={"AutoConfig": "configuration_mpt.MPTConfig"}, emb_pdrop=0, embedding_fraction=1.0,
+            expansion_ratio=4, init_config={"init_std": 0.02}, init_device="cpu", learned_pos_emb=True,
+            logit_scale=None, norm_type="low_precision_layernorm", resid_pdrop=0,
+            tokenizer_name="EleutherAI/gpt-neox-20b", use_cache=False, verbose=0,
+        ),
+        dict(pos="alibi"), 6649286656,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config, flags, n_params", PUBLISHED.values(), ids=PUBLISHED)
+def test_published_configs(config, flags, n_params):
+    found = FAMILIES[config["model_type"]].flags(config)
+    assert {name: found.get(name) for name in flags} == flags
+    assert sum(shape.numel() for shape in shapes_of(ModelConfig(**found)).values()) == n_params
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(-(10**400), 10**400) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_config_is_expressed_or_refused_in_one_line(data):
+    """A config of our own writing in which some values are others."""
+    kind = data.draw(st.sampled_from(sorted(FAMILIES)))
+    family = FAMILIES[kind]
+    cfg = ModelConfig(n_layer=2, n_head=4, n_embd=32, block_size=T, vocab_size=V, rope_scaling="llama3:8", pos="rope")
+    config = family.config(cfg) | {"rope_parameters": None, "layer_types": None}
+    if "sliding_window_pattern" in config:
+        config["sliding_window_pattern"] = 2
+    for name in data.draw(st.lists(st.sampled_from(sorted(config)), max_size=3)):
+        config[name] = data.draw(JSON)
+    if type(config.get("rope_scaling")) is dict:
+        for name in data.draw(st.lists(st.sampled_from([*config["rope_scaling"], "mscale"]), max_size=2)):
+            config["rope_scaling"][name] = data.draw(JSON | st.sampled_from(["yarn", "linear", "longrope"]))
+    try:
+        flags = family.flags(config)
+    except ValueError as error:
+        assert "\n" not in str(error) and "; " in str(error) and len(str(error)) < 400
+    else:
+        ModelConfig(**flags)
+
+
+# ---- files
+
+
+@pytest.fixture
+def folder(hf, tmp_path):
+    """A Llama in two sizes of file."""
+    reference = build(hf, "llama")
+    reference.save_pretrained(tmp_path / "llama")
+    reference.save_pretrained(tmp_path / "shards", max_shard_size="30KB")
+    return tmp_path
+
+
+def test_shards_are_read_one_tensor_at_a_time(folder, monkeypatch):
+    one, many = read_hf(folder / "llama"), read_hf(folder / "shards")
+    assert len(list((folder / "shards").glob("model-*.safetensors"))) > 3
+    assert all(torch.equal(one[name], many[name]) for name in one)
+    asked, read = [], interchange.Pretrained._tensor
+    monkeypatch.setattr(interchange.Pretrained, "_tensor", lambda self, name: asked.append(name) or read(self, name))
+    weights = read_hf(folder / "shards")
+    assert asked == []
+    weights["blocks.1.sums.1.mlp.up.weight"]
+    assert asked == ["model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"]
+
+
+def test_shards_are_written(hf, folder, monkeypatch):
+    monkeypatch.setattr(interchange, "SHARD_BYTES", 30_000)
+    model = ours(read_hf(folder / "llama"))
+    write(folder / "out", model, tokenizer=ByteTokenizer())
+    files = sorted(path.name for path in (folder / "out").glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert all((folder / "out" / name).stat().st_size < 33_000 for name in files)
+    again = hf.AutoModelForCausalLM.from_pretrained(folder / "out").eval()
+    assert_same_logits(model, again)
+    assert again.generation_config.eos_token_id == again.config.eos_token_id == 256
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(hf, folder, dtype):
+    model = ours(read_hf(folder / "llama"))
+    write(folder / "out", model, dtype)
+    assert hf.AutoModelForCausalLM.from_pretrained(folder / "out").dtype == dtype
+    rounded = read_hf(folder / "out")
+    assert all(torch.equal(rounded[name], p.to(dtype).float()) for name, p in model.named_parameters())
+
+
+def test_names_of_the_base_model_and_buffers_of_old_files(hf, tmp_path):
+    """GPT-2's own file has no `transformer.`, and the mask of every layer."""
+    reference = build(hf, "gpt2")
+    reference.save_pretrained(tmp_path / "gpt2")
+    file = tmp_path / "gpt2/model.safetensors"
+    state = {name.removeprefix("transformer."): x for name, x in load_file(file).items()}
+    state["lm_head.weight"] = state["wte.weight"].clone()
+    state |= {f"h.{i}.attn.bias": torch.ones(1, 1, T, T) for i in range(L)}
+    save_file(state, file)
+    assert_same_logits(ours(read_hf(tmp_path / "gpt2")), reference)
+    save_file(state | {"lm_head.weight": state["wte.weight"] + 1}, file)
+    with pytest.raises(ValueError, match="lm_head.weight differs .* tied"):
+        read_hf(tmp_path / "gpt2")["wte.weight"]
+
+
+def config(**changes):
+    def change(folder):
+        found = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps({name: x for name, x in found.items() if x != "absent"}))
+
+    return change
+
+
+def weights(**changes):
+    """Changes tensors of the file, whose names have _ for a point; None removes one."""
+
+    def change(folder):
+        state = load_file(folder / "model.safetensors")
+        for name, make in changes.items():
+            name = f"{name.replace('__', '.')}.weight"
+            tensor = make and make(state.get(name, torch.zeros(2)))
+            state = {each: x for each, x in (state | {name: tensor}).items() if x is not None}
+        save_file(state, folder / "model.safetensors")
+
+    return change
+
+
+def shards(change):
+    def apply(folder):
+        shutil.rmtree(folder)
+        shutil.copytree(folder.parent / "shards", folder)
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        change(folder, index["weight_map"])
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return apply
+
+
+def names(file: str):
+    return shards(lambda folder, table: table.update({"model.norm.weight": file}))
+
+
+def first_file(folder, table):
+    table["model.norm.weight"] = min(table.values())
+
+
+def only_a_pickle(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+NORM = "model__norm"
+DAMAGE = {
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON"),
+    "a list": (lambda f: (f / "config.json").write_text("[1]"), "config.json holds no JSON object"),
+    "architecture": (config(model_type="t5"), "model_type='t5' is not known; .*gpt_neox"),
+    "no architecture": (config(model_type="absent"), "model_type=None is not known"),
+    "strange architecture": (config(model_type=[1]), r"model_type=\[1\] is not known"),
+    "longrope": (
+        config(rope_parameters=rope("longrope")["rope_parameters"]),
+        "rope_type='longrope', but only",
+    ),
+    "attention factor": (
+        config(rope_parameters=rope("yarn", factor=2.0, attention_factor=1.0)["rope_parameters"]),
+        r"'attention_factor'. of rope_type=yarn, but only factor",
+    ),
+    "activation": (config(hidden_act="mish"), "hidden_act='mish', but only silu"),
+    "one bias": (config(attention_bias=True), "attention_bias=True with mlp_bias=False"),
+    "unread": (
+        config(is_causal=False, foo=1, q="x"),
+        "nothing here reads 'foo'=1, 'is_causal'=False and 1 more; delete",
+    ),
+    "type": (config(hidden_size="48"), "hidden_size='48' must be of type int"),
+    "size": (config(num_attention_heads=5, head_dim=None), "n_embd=48 is not divisible by n_head=5"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
+    "a pickle": (only_a_pickle, r"has only pytorch_model.bin, a pickle; .*safe_serialization=True"),
+    "cut off": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-100]),
+        "model.safetensors is damaged",
+    ),
+    "garbage": (
+        lambda f: (f / "model.safetensors").write_bytes(b"\x80\x02garbage" * 9),
+        "model.safetensors is damaged",
+    ),
+    "absent": (weights(**{NORM: None}), r"model.norm.weight is absent, but config.json means \(48,\)"),
+    "shape": (weights(**{NORM: lambda x: x[:4]}), r"model.norm.weight is \(4,\), but config.json means \(48,\)"),
+    "surplus": (weights(model__layers__3__other=lambda x: x), "'model.layers.3.other.weight' is no weight"),
+    "dtype": (weights(**{NORM: lambda x: x.long()}), "model.norm.weight has the dtype I64"),
+    "nan": (weights(**{NORM: lambda x: x * math.nan}), "model.norm.weight holds numbers that are not finite"),
+    "inf": (weights(**{NORM: lambda x: x / 0}), "model.norm.weight holds numbers that are not finite"),
+    "absent file": (names("model-9.safetensors"), "index.json names model-9.safetensors, which is absent"),
+    "outside": (
+        names("../llama.safetensors"),
+        r"index.json names '../llama.safetensors', which is no safetensors file",
+    ),
+    "absolute": (names("/tmp/x.safetensors"), "which is no safetensors file"),
+    "pickled shard": (names("pytorch_model-1.bin"), "which is no safetensors file"),
+    "other shard": (shards(first_file), "lacks 'model.norm.weight', which"),
+    "no table": (shards(lambda folder, table: table.clear()), "has no weight_map"),
+}
+
+
+@pytest.mark.parametrize("damage, words", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_folders(folder, damage, words):
+    damage(folder / "llama")
+    with pytest.raises((ValueError, OSError), match=words) as error:
+        dict(read_hf(folder / "llama"))
+    assert "\n" not in str(error.value) and "; " in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_name_of_the_hub_without_a_network(monkeypatch):
+    import huggingface_hub
+
+    def offline(name, **options):
+        raise OSError("no network\nat all")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ValueError, match="no folder org/model, .* hub .OSError.; .*hf download org/model"):
+        read_hf("org/model")
+    with pytest.raises(ValueError, match="there is no folder /nowhere/at/all; give one"):
+        read_hf("/nowhere/at/all")
+
+
+# ---- train.py
+
+SMALL = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=2, intermediate_size=48)
+
+
+@pytest.fixture
+def small(hf, tmp_path):
+    """A Llama of helpers' TINY sizes, for a vocabulary that is larger than the data's 257 and odd."""
+    keys = SIZES | SMALL | dict(vocab_size=271, max_position_embeddings=16)
+    torch.manual_seed(1)
+    reference = hf.LlamaForCausalLM(hf.LlamaConfig(**keys)).eval()
+    with torch.no_grad():
+        for p in reference.parameters():
+            p += 0.05 * torch.randn_like(p)
+    reference.save_pretrained(tmp_path / "small")
+    return reference, tmp_path / "small"
+
+
+def export(*arguments):
+    commands.main(["export", *map(str, arguments)])
+
+
+def consolidated(run, file) -> dict[str, torch.Tensor]:
+    consolidate(run, file)
+    return load_file(file)
+
+
+STEPS = ["--max_iters=4", "--eval_interval=2", "--eval_iters=0", "--warmup_iters=1"]
+
+
+def test_training_starts_from_hugging_face(small, run, many, tiny_data, tmp_path):
+    """The first validation loss is transformers'; every layout of two ranks computes what one process does. The export
+    has no padding rows of tp."""
+    reference, folder = small
+    flags = [*STEPS, f"--init_from=hf:{folder}"]
+    alone, wide = run(*flags), losses(run(*flags, IN_FLOAT64, out="wide"))
+    ids = [np.fromfile(path, "<u2")[512:] for path in sorted(tiny_data.glob("val_*.bin"))]
+    rows = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+    rows = torch.stack([rows[16 * i : 16 * i + 17] for i in range((len(rows) - 1) // 16)])
+    with torch.no_grad():
+        logits = reference(rows[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+    assert metrics(alone)[0]["val_loss"] == pytest.approx(expected, rel=1e-5)
+    stored = (alone / "config.py").read_text()
+    assert "vocab_size = 271" in stored and "norm = 'rmsnorm'" in stored
+
+    layouts = {"fsdp": ["--parallel=fsdp"], "tp": ["--tp=2"]}
+    together = many(2, *in_both({name: [*flags, *layout] for name, layout in layouts.items()}))
+    for name in layouts:
+        assert distance(losses(together / f"{name}, wide"), wide) < 1e-9, name
+        export(together / name, tmp_path / f"{name} exported")
+        exported, trained = (
+            read_hf(tmp_path / f"{name} exported"),
+            consolidated(alone, tmp_path / f"{name}.safetensors"),
+        )
+        assert all((exported[each] - x).abs().max() < 1e-4 for each, x in trained.items())
+        assert exported["head.weight"].shape == (271, 16) and exported.keys() == trained.keys()
+
+
+@pytest.mark.parametrize(
+    "flag, words",
+    [
+        ("--n_layer=3", "n_layer=3"),
+        ("--mlp_ratio=8.0", "mlp_ratio=8.0"),
+        ("--tie_weights=True", "tie_weights=True"),
+    ],
+)
+def test_flags_that_change_shapes_are_refused(small, run, capsys, flag, words):
+    with pytest.raises(SystemExit):
+        run(*STEPS, f"--init_from=hf:{small[1]}", flag)
+    assert words in capsys.readouterr().err
+
+
+def test_other_flags_are_free(small, run):
+    assert metrics(run(*STEPS, f"--init_from=hf:{small[1]}", "--block_size=8", "--dropout=0.1", "--window=4"))
+
+
+# ---- export
+
+
+def test_export_of_a_run(hf, trained, tmp_path, capsys):
+    export(trained, tmp_path / "out", "--dtype=bfloat16", "--which=best")
+    assert "the weights of" in capsys.readouterr().out and not list(tmp_path.glob(".tmp-*"))
+    export(trained, tmp_path / "exact")
+    model = load(SampleConfig(out_dir=str(trained)), torch.device("cpu"))[1]
+    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "exact").eval()
+    idx = torch.randint(257, (2, 16))
+    with torch.no_grad():
+        torch.testing.assert_close(reference(idx).logits, model(idx), atol=1e-5, rtol=1e-5)
+    assert reference.generation_config.eos_token_id == reference.config.bos_token_id == 256
+    assert hf.AutoTokenizer.from_pretrained(tmp_path / "exact")("été<|endoftext|>").input_ids == [*"été".encode(), 256]
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}
+    assert oct((tmp_path / "out").stat().st_mode & 0o444) == oct(
+        (tmp_path / "out/model.safetensors").stat().st_mode & 0o444
+    )
+
+
+def test_remote_code(hf, trained, tmp_path, modules_cache):
+    export(trained, tmp_path / "out", "--remote-code", "--dtype=float16")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["eos_token_id"] == 256 and config["flags"]["n_embd"] == 16
+    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert reference.dtype == torch.float16
+    found, expected = reference.model.state_dict(), consolidated(trained, tmp_path / "all.safetensors")
+    assert expected and all(torch.equal(found[name], x.half()) for name, x in expected.items())
+
+    again = read_hf(tmp_path / "out")
+    assert all(torch.equal(again[name], x.half().float()) for name, x in expected.items())
+    assert again.flags == {name: config["flags"][name] for name in again.flags}
+    for flags, words in (
+        ({"n_layer": "x"}, "n_layer = 'x'"),
+        ([], "no flags"),
+        (config["flags"] | {"n_layer": 9}, "absent"),
+    ):
+        (tmp_path / "out/config.json").write_text(json.dumps({"model_type": "superblock", "flags": flags}))
+        with pytest.raises(ValueError, match=words):
+            read_hf(tmp_path / "out")
+
+
+def test_numbers_beyond_a_dtype(tmp_path):
+    model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=9), seed=1)
+    with torch.no_grad():
+        model.wte.weight[3, 2] = 1e5
+    with pytest.raises(ValueError, match="wte.weight has numbers that are not finite in float16; export with"):
+        write(tmp_path / "out", model, torch.float16)
+
+
+def test_nothing_is_left_after_a_failure(trained, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr("safetensors.torch.save_file", full)
+        export(trained, tmp_path / "out")
+    assert f"{tmp_path}/out: No space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    (tmp_path / "out").mkdir()
+    with pytest.raises(SystemExit):
+        export(trained, tmp_path / "out")
+    assert "is there already" in capsys.readouterr().err and not list((tmp_path / "out").iterdir())
+    step = next(trained.glob("step_*"))
+    for run, where, flags, words in (
+        (tmp_path, tmp_path / "new", [], "no checkpoint in"),
+        ("hf:there", tmp_path / "new", [], "hf:there is no run of train.py"),
+        (step, tmp_path / "new", ["--which=best"], "is one checkpoint; leave --which out"),
+        (trained, "", [], "has no name"),
+    ):
+        with pytest.raises(SystemExit):
+            export(run, where, *flags)
+        assert words in capsys.readouterr().err
+    with pytest.raises(ValueError, match="hf: names no model"):
+        read_hf("")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["export"], ["export", "a"], ["export", "a", "b", "--dtype=int8"], ["import", "a", "b"], ["export", "a\nb"]],
+)
+def test_wrong_arguments(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        commands.main(arguments)
+    assert stopped.value.code == 2
+    assert re.fullmatch("error: .*; .*\n", capsys.readouterr().err)

@@ -1,0 +1,347 @@
+"""nanoGPT's checkpoints: the mapping against GPT-2 written out here in nanoGPT's own layout; reading runs no code."""
+
+import math
+import os
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import TINY, metrics
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train
+from data.loader import order  # which has its own tests
+from engine.interchange.nanogpt import from_nanogpt, read_nanogpt
+from model import Model, ModelConfig
+
+ARGS = dict(n_layer=2, n_head=3, n_embd=12, block_size=8, vocab_size=11, bias=True, dropout=0.0)
+
+
+def nanogpt_state(n_layer, n_embd, block_size, vocab_size, bias, **_):
+    C, state = n_embd, {}
+
+    def add(name, *shape):
+        state[f"transformer.{name}.weight"] = torch.randn(shape) * 0.3
+        if bias and name not in ("wte", "wpe"):
+            state[f"transformer.{name}.bias"] = torch.randn(shape[0]) * 0.3
+
+    add("wte", vocab_size, C)
+    add("wpe", block_size, C)
+    for i in range(n_layer):
+        add(f"h.{i}.ln_1", C)
+        add(f"h.{i}.attn.c_attn", 3 * C, C)
+        add(f"h.{i}.attn.c_proj", C, C)
+        add(f"h.{i}.ln_2", C)
+        add(f"h.{i}.mlp.c_fc", 4 * C, C)
+        add(f"h.{i}.mlp.c_proj", C, 4 * C)
+    add("ln_f", C)
+    return state | {"lm_head.weight": state["transformer.wte.weight"]}
+
+
+def gpt2_logits(state, args, idx):
+    """GPT-2's forward over nanoGPT's names, head by head, with an explicit T x T softmax. idx (B, T)."""
+    C, T = args["n_embd"], idx.size(1)
+    D = C // args["n_head"]
+
+    def linear(name, x):
+        return F.linear(x, state[f"transformer.{name}.weight"], state.get(f"transformer.{name}.bias"))
+
+    def norm(name, x):
+        return F.layer_norm(x, (C,), state[f"transformer.{name}.weight"], state.get(f"transformer.{name}.bias"), 1e-5)
+
+    x = state["transformer.wte.weight"][idx] + state["transformer.wpe.weight"][:T]
+    for i in range(args["n_layer"]):
+        q, k, v = linear(f"h.{i}.attn.c_attn", norm(f"h.{i}.ln_1", x)).split(C, dim=2)
+        heads = []
+        for h in range(args["n_head"]):
+            qh, kh, vh = (z[..., h * D : (h + 1) * D] for z in (q, k, v))  # (B, T, D)
+            scores = qh @ kh.transpose(1, 2) / math.sqrt(D)  # (B, T, T)
+            scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+            heads.append(scores.softmax(-1) @ vh)
+        x = x + linear(f"h.{i}.attn.c_proj", torch.cat(heads, dim=2))
+        x = x + linear(f"h.{i}.mlp.c_proj", F.gelu(linear(f"h.{i}.mlp.c_fc", norm(f"h.{i}.ln_2", x))))
+    return norm("ln_f", x) @ state["lm_head.weight"].T
+
+
+def write(path, **changes):
+    torch.manual_seed(0)
+    checkpoint = dict(
+        model=nanogpt_state(**ARGS),
+        optimizer={"state": {0: {"exp_avg": torch.zeros(3)}}},
+        model_args=ARGS,
+        iter_num=2000,
+        best_val_loss=torch.tensor(1.5),
+        config={"dataset": "shakespeare_char", "learning_rate": 1e-3},
+    )
+    torch.save({key: value for key, value in (checkpoint | changes).items() if value is not None}, path)
+    return path
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_logits_equal_gpt2_written_out(bias):
+    torch.manual_seed(1)
+    args = ARGS | {"bias": bias}
+    state = nanogpt_state(**args)
+    flags, tensors = from_nanogpt(args, state)
+    model = Model(ModelConfig(**flags))
+    assert tensors.keys() == dict(model.named_parameters()).keys()
+    model.load_state_dict(tensors, strict=False)
+    idx = torch.randint(args["vocab_size"], (2, args["block_size"]))
+    expected = gpt2_logits(state, args, idx)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(model.eval()(idx), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_training_starts_from_a_nanogpt_checkpoint(run, tiny_data, tmp_path):
+    """The model is the file's, without a flag that says so. Losses of the first steps and the validation loss are those
+    of GPT-2 as it is written out above, in float64, trained by PyTorch's AdamW on the same windows."""
+    sizes = dict(n_layer=3, n_head=4, n_embd=24, block_size=16, vocab_size=260, bias=True)
+    file = write(tmp_path / "ckpt.pt", model=(weights := nanogpt_state(**sizes)), model_args=sizes | {"dropout": 0.3})
+    of_the_model = ("--n_layer", "--n_head", "--n_embd", "--block_size")
+    flags = [flag for flag in TINY if not flag.startswith(of_the_model)]
+    flags += ["--dropout=0.0", "--max_iters=5", "--eval_iters=0", "--grad_clip=0", "--schedule=constant"]
+    flags += ["--warmup_iters=0", "--weight_decay=0.1", "--learning_rate=1e-2", "--beta1=0.8", "--beta2=0.9"]
+    train.main([*flags, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", f"--init_from=nanogpt:{file}"])
+    lines = metrics(tmp_path / "out")
+
+    tokens = {
+        split: np.concatenate([np.fromfile(p, "<u2")[512:] for p in sorted(tiny_data.glob(f"{split}_*.bin"))])
+        for split in ("train", "val")
+    }
+
+    def loss(state, split, windows):
+        rows = torch.from_numpy(np.stack([tokens[split][16 * w : 16 * w + 17] for w in windows]).astype(np.int64))
+        return F.cross_entropy(gpt2_logits(state, sizes, rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+    state = {name: t.double().requires_grad_() for name, t in weights.items() if name != "lm_head.weight"}
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    every = range((len(tokens["val"]) - 1) // 16)
+    assert lines[0]["val_loss"] == pytest.approx(loss(state, "val", every).item(), abs=1e-5)
+    params = list(dict.fromkeys(state.values()))
+    groups = [{"params": [p for p in params if (p.dim() > 1) == d], "weight_decay": 0.1 * d} for d in (True, False)]
+    adamw, n = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9)), (len(tokens["train"]) - 1) // 16
+    logged = [line["loss"] for line in lines if "loss" in line]
+    assert len(logged) == 5
+    for step, found in enumerate(logged):
+        expected = loss(state, "train", order(np.arange(8 * step, 8 * step + 8), n, 1337))
+        assert found == pytest.approx(expected.item(), abs=1e-5), step
+        adamw.zero_grad()
+        expected.backward()
+        adamw.step()
+    assert lines[-1]["val_loss"] == pytest.approx(loss(state, "val", every).item(), abs=1e-5)
+    assert lines[-1]["val_loss"] < lines[0]["val_loss"]
+
+
+def test_every_head_keeps_its_query_key_and_value():
+    C, H, D = 12, 3, 4
+    state = nanogpt_state(**ARGS)
+    _, ours = from_nanogpt(ARGS, state)
+    for kind in ("weight", "bias"):
+        fused = state[f"transformer.h.1.attn.c_attn.{kind}"]
+        groups = ours[f"blocks.1.sums.0.attn.qkv.{kind}"].split(3 * D)
+        for h in range(H):
+            for part in range(3):  # q, k, v
+                theirs = fused[part * C + h * D : part * C + (h + 1) * D]
+                assert torch.equal(groups[h][part * D : (part + 1) * D], theirs)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_reads_what_nanogpt_writes(tmp_path, prefix, zipped):
+    torch.manual_seed(0)
+    state = nanogpt_state(**ARGS)
+    checkpoint = dict(model={prefix + name: t for name, t in state.items()}, optimizer={}, model_args=ARGS)
+    checkpoint |= dict(iter_num=2000, best_val_loss=torch.tensor(1.5), config={"dataset": "x"})
+    torch.save(checkpoint, tmp_path / "ckpt.pt", _use_new_zipfile_serialization=zipped)
+    model_args, tensors, info = read_nanogpt(tmp_path / "ckpt.pt")
+    assert model_args == ARGS and tensors.keys() == state.keys()
+    assert all(torch.equal(tensors[name], state[name]) for name in state)
+    assert info == {"iter_num": 2000, "best_val_loss": 1.5, "config": {"dataset": "x"}}
+
+
+def test_older_checkpoints_lack_bias_and_dropout_and_hold_the_mask():
+    args = {name: value for name, value in ARGS.items() if name not in ("bias", "dropout")}
+    state = nanogpt_state(**ARGS)
+    flags, expected = from_nanogpt(ARGS, state)
+    state["transformer.h.1.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+    older, tensors = from_nanogpt(args, state)
+    assert older == flags and flags["bias"] is True
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "change, args, words",
+    [
+        ({"transformer.h.1.ln_2.bias": None}, {}, ["transformer.h.1.ln_2.bias", "absent", "(12,)"]),
+        ({"transformer.h.0.mlp.c_fc.weight": torch.zeros(3, 12)}, {}, ["h.0.mlp.c_fc.weight", "(3, 12)", "(48, 12)"]),
+        ({"transformer.h.2.ln_1.weight": torch.zeros(12)}, {}, ["transformer.h.2.ln_1.weight"]),
+        ({"lm_head.weight": torch.zeros(11, 12)}, {}, ["lm_head.weight", "transformer.wte.weight"]),
+        ({"lm_head.weight": None}, {}, ["lm_head.weight", "absent"]),
+        ({"transformer.wpe.weight": "text"}, {}, ["transformer.wpe.weight"]),
+        ({}, {"bias": False}, ["bias"]),
+        ({}, {"n_head": 5}, ["n_head=5", "n_embd=12"]),
+        ({}, {"vocab_size": None}, ["vocab_size=None"]),
+        ({}, {"n_layer": 10**9}, ["transformer.h.2.ln_1.weight", "absent"]),
+        ({}, {"n_layer": True}, ["n_layer=True", "whole number"]),
+        ({}, {"vocab_size": 2**31}, ["vocab_size=2147483648", "below 2**31"]),
+        ({}, {"block_size": 10**600}, ["block_size=1000", "below 2**31"]),
+        ({}, {"n_embd": torch.zeros(2)}, ["n_embd=a Tensor"]),
+        ({}, {"bias": "False"}, ["bias='False'", "True or False"]),
+        ({}, {"dropout": math.nan}, ["dropout=nan"]),
+        ({}, {"dropout": "much"}, ["dropout='much'"]),
+    ],
+)
+def test_refuses_by_name(change, args, words):
+    state = nanogpt_state(**ARGS) | change
+    with pytest.raises(ValueError) as error:
+        from_nanogpt(ARGS | args, {name: tensor for name, tensor in state.items() if tensor is not None})
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+WPE = torch.arange(96.0).reshape(8, 12)  # of the shape that the model asks for
+STRANGE = {
+    "integers": (lambda: WPE.long(), "torch.int64"),
+    "bool": (lambda: WPE > 3, "torch.bool"),
+    "complex": (lambda: WPE.to(torch.complex64), "torch.complex64"),
+    "float8": (lambda: WPE.to(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
+    "meta": (lambda: WPE.to("meta"), "a meta tensor"),
+    "quantized": (lambda: torch.quantize_per_tensor(WPE, 1.0, 0, torch.qint8), "a quantized tensor"),
+    "quantized by channel": (
+        lambda: torch.quantize_per_channel(WPE, torch.ones(8), torch.zeros(8), 0, torch.qint8),
+        "a quantized tensor",
+    ),
+    "sparse": (lambda: WPE.to_sparse(), "a sparse tensor (torch.sparse_coo)"),
+    "compressed": (lambda: WPE.to_sparse_csr(), "a sparse tensor (torch.sparse_csr)"),
+    "expanded": (lambda: torch.zeros(1).expand(8, 12), "expanded"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.zeros(8, 12)]), "a Tensor"),
+    "without axes": (lambda: torch.tensor(1.0), "()"),
+    "empty": (lambda: torch.zeros(0, 12), "(0, 12)"),
+    "NaN": (lambda: WPE.where(WPE > 3, math.nan), "not finite"),
+    "infinite": (lambda: WPE.where(WPE > 3, -math.inf), "not finite"),
+    "too large": (lambda: WPE.double() * 1e300, "not finite"),
+    "a list": (lambda: [1.0], "[1.0]"),
+    "a number": (lambda: 3, "is 3,"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("make, words", STRANGE.values(), ids=STRANGE)
+def test_names_a_tensor_that_holds_no_weights(tmp_path, recwarn, make, words, zipped):
+    model = nanogpt_state(**ARGS) | {"transformer.wpe.weight": make()}
+    torch.save(
+        dict(model=model, model_args=ARGS, iter_num=1, best_val_loss=1.0, config={}),
+        tmp_path / "ckpt.pt", _use_new_zipfile_serialization=zipped,
+    )  # fmt: skip
+    recwarn.clear()
+    with pytest.raises(ValueError) as error:
+        from_nanogpt(*read_nanogpt(tmp_path / "ckpt.pt")[:2])
+    message = str(error.value)
+    assert "\n" not in message and not recwarn.list
+    if zipped or "damaged" not in message:  # in the older format torch.load itself refuses float8
+        assert words in message and "transformer.wpe.weight" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_floating_point_numbers_become_float32(dtype):
+    state = nanogpt_state(**ARGS)
+    state = {name: torch.nn.Parameter(tensor.to(dtype)) for name, tensor in state.items()}
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    _, ours = from_nanogpt(ARGS, dict(state))
+    assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
+    assert torch.equal(ours["pos.wpe.weight"], state["transformer.wpe.weight"].float())
+
+
+def test_an_expanded_tensor_of_huge_size_is_not_read():
+    state = nanogpt_state(**ARGS) | {"transformer.wte.weight": torch.zeros(1).expand(2**31 - 1, 12)}
+    with pytest.raises(ValueError, match="transformer.wte.weight is .* of fewer numbers, expanded"):
+        from_nanogpt(ARGS | {"vocab_size": 2**31 - 1}, state)
+
+
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.integers(-(2**1000), 2**1000) | st.floats() | st.text(max_size=5)
+    | st.binary(max_size=3) | st.sampled_from([make for make, _ in STRANGE.values()]).map(lambda make: make())
+)  # fmt: skip
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), inner)
+)
+PLACES = ["model", "model_args", "iter_num", "best_val_loss", "config", *ARGS, *nanogpt_state(**ARGS)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_file_is_read_or_refused_in_one_line(tmp_path_factory, data):
+    """A checkpoint in which some values are others, have other names or are gone; or any value at all."""
+    file = tmp_path_factory.getbasetemp() / "strange.pt"
+    torch.manual_seed(0)
+    checkpoint = dict(model=nanogpt_state(**ARGS), model_args=dict(ARGS), iter_num=1, best_val_loss=1.0, config={})
+    for place in data.draw(st.lists(st.sampled_from(PLACES), max_size=3)):
+        inside = next((part for part in checkpoint.values() if isinstance(part, dict) and place in part), checkpoint)
+        value = inside.pop(place, None)
+        change = data.draw(st.sampled_from(["value", "value", "name", "gone"]))
+        if change == "name":
+            inside[data.draw(st.integers() | st.text(max_size=9) | st.just(f"_orig_mod.{place}"))] = value
+        elif change == "value":
+            inside[place] = data.draw(VALUES)
+    if data.draw(st.integers(0, 9)) == 0:
+        checkpoint = data.draw(VALUES)
+    torch.save(checkpoint, file, _use_new_zipfile_serialization=data.draw(st.booleans()))
+    try:
+        flags, ours = from_nanogpt(*read_nanogpt(file)[:2])
+    except ValueError as error:
+        assert "\n" not in str(error) and "; " in str(error) and len(str(error)) < 600
+    else:
+        Model(ModelConfig(**flags)).load_state_dict(ours, strict=False)
+        assert all(tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in ours.values())
+
+
+class Bomb:
+    """Pickled, a call of os.system."""
+
+    def __init__(self, proof):
+        self.proof = proof
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.proof}",)
+
+
+def test_runs_no_code_and_names_the_file(tmp_path):
+    proof, file = tmp_path / "ran", tmp_path / "ckpt.pt"
+
+    def refused(word):
+        with pytest.raises(ValueError) as error:
+            read_nanogpt(file)
+        assert word in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
+        assert not proof.exists()
+
+    write(file, optimizer=Bomb(proof))
+    refused("plain values")
+    torch.save(Bomb(proof), file, _use_new_zipfile_serialization=False)
+    refused("plain values")
+    assert torch.load(file, weights_only=False) == 0 and proof.exists()  # the bomb is live, and only we defuse it
+    proof.unlink()
+
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("notes.txt", "hello")
+    refused("another kind")
+    file.write_bytes(b"\x00garbage" * 9)
+    refused("")
+    file.write_bytes(b"")
+    refused("")
+    write(file)
+    file.write_bytes(file.read_bytes()[:-500])
+    refused("another kind")
+    write(file, iter_num=None)
+    refused("iter_num")
+    write(file, best_val_loss="low")
+    refused("low")
+    write(file, model=[torch.zeros(2)])
+    refused("no nanoGPT checkpoint")
+    torch.save([1, 2], file)
+    refused("no nanoGPT checkpoint")
+    with pytest.raises(FileNotFoundError, match="ckpt.pt that nanoGPT"):
+        read_nanogpt(tmp_path / "absent.pt")

@@ -1,0 +1,377 @@
+"""The patches of docs/hacking.md apply, are short, and make variants that work, on several ranks too."""
+
+import ast
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import mutants
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import TINY, figures
+from ranks import launch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import model
+from configurator import Config, parse
+from engine import decode
+from engine.decode import generate
+from engine.parallel import pipeline
+from engine.parallel import ranks as parallel
+from engine.parallel import tensor as tensor_parallel
+from engine.parallel.sharded import ShardedModel
+
+ROOT = Path(__file__).resolve().parents[2]
+PATCHES = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/hacking.md").read_text(), re.M | re.S)
+FLAGS = {  # in the order of the page
+    "mlp": "reglu", "pos": "slopes", "block": "macaron", "head_norm": True, "first_stream": True, "optimizer": "sgd",
+}  # fmt: skip
+SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 64}
+
+
+def patched(folder: Path, index: int) -> str:
+    """The source of model.py with the patch of that number."""
+    (folder / "model.py").write_text((ROOT / "model.py").read_text())
+    apply(folder, PATCHES[index])
+    return (folder / "model.py").read_text()
+
+
+def git(folder: Path, *command: str, text: str = "") -> subprocess.CompletedProcess:
+    return subprocess.run(["git", *command], input=text, capture_output=True, text=True, cwd=folder)
+
+
+def apply(folder: Path, patch: str):
+    """Apply the patch to the copies in the folder. Skip the test if it applies to the files as they were before the
+    edits of whoever works here: those of the branch that he has cloned, or without a clone those of the last commit."""
+    done = git(folder, "apply", "--verbose", "-", text=patch)
+    if done.returncode:
+        origin = "origin/HEAD" if git(ROOT, "rev-parse", "--verify", "origin/HEAD").returncode == 0 else "HEAD"
+        with tempfile.TemporaryDirectory() as before:
+            for name in re.findall(r"^\+\+\+ b/(.*)", patch, re.M):
+                (Path(before) / name).parent.mkdir(exist_ok=True)
+                (Path(before) / name).write_text(git(ROOT, "show", f"{origin}:{name}").stdout)
+            if git(Path(before), "apply", "-", text=patch).returncode == 0:
+                reason = re.search("patch failed: .*", done.stderr)[0]
+                pytest.skip(
+                    f"your edits are where a patch of docs/hacking.md belongs, which applies to {origin}: {reason}"
+                )
+    assert done.returncode == 0, done.stderr
+
+
+def load(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("patched_model", file)
+    module = sys.modules["patched_model"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def new_definitions(source: str) -> list[ast.ClassDef | ast.FunctionDef]:
+    """The classes and functions of a patched source that model.py has not."""
+    found = [each for each in ast.parse(source).body if isinstance(each, ast.ClassDef | ast.FunctionDef)]
+    return [each for each in found if not hasattr(model, each.name)]
+
+
+@pytest.mark.no_jitter
+@pytest.mark.parametrize(("index", "flag"), list(enumerate(FLAGS))[:-1])
+def test_a_patch_makes_a_variant_that_works(index, flag, tmp_path, monkeypatch):
+    source = patched(tmp_path, index)
+    added = [line for line in PATCHES[index].splitlines() if line.startswith("+") and line[1:].strip()]
+    assert len(added) - 1 <= 10  # without the line +++ b/model.py
+    assert all(len(line) <= 121 for line in added)
+    if flag == "block":
+        (function,) = new_definitions(source)
+        assert 3 <= function.end_lineno - function.lineno + 1 <= 6
+    new = load(tmp_path / "model.py")
+    for name in ("Heads", "Inputs", "MemoryPool", "Rope"):
+        monkeypatch.setattr(decode, name, getattr(new, name))
+    net = new.Model(new.ModelConfig(**SIZES, **{flag: FLAGS[flag]}), seed=1).double()
+    idx = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    loss = net(idx, idx.roll(-1, dims=1))
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(64), abs=0.3)
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in net.parameters())
+    for block in net.blocks:
+        block.compile(fullgraph=True, backend="eager")
+    assert net(idx, idx.roll(-1, dims=1)).item() == pytest.approx(loss.item(), rel=1e-9)
+    for block in net.blocks:
+        block._compiled_call_impl = None
+    initial = {
+        "mlp": {},
+        "pos": {"position.slope": 0.1},
+        "block": {"sums.0.gain.weight": 0.5, "sums.2.gain.weight": 0.5},
+        "head_norm": {"y_norm.weight": 1.0},
+        "first_stream": {"first.weight": 0.1},
+    }
+    declared = [p for name, p in net.named_parameters() if name.endswith(tuple(initial[flag]) or "none")]
+    assert len(declared) == 2 * len(initial[flag])  # in each of two layers
+    assert all(
+        p.flatten().tolist() == pytest.approx([next(iter(initial[flag].values()))] * p.numel()) for p in declared
+    )
+    other = idx.clone()
+    other[:, 9] = (idx[:, 9] + 1) % 64
+    with torch.no_grad():
+        before, after = net(idx), net(other)
+        assert torch.equal(before[:, :9], after[:, :9]) and not torch.equal(before[:, 9:], after[:, 9:])
+        text = torch.stack(list(generate(net, idx[:, :4], 8, lambda logits: logits.argmax(-1))), dim=1)
+        expected = idx[:, :4]
+        for _ in range(8):
+            expected = torch.cat((expected, net(expected)[:, -1:].argmax(-1)), dim=1)
+        assert torch.equal(text, expected[:, 4:])
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = ["tests/model", "tests", "."]
+from ranks import launch, train_runs
+from test_model import GRID
+assert all(any(row.get(flag) == value for row in GRID) for flag, value in json.loads(sys.argv[1]).items())
+for size, runs in json.loads(sys.argv[2]):
+    launch(size, train_runs, Path("ranks"), runs)
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_data, tmp_path_factory):
+    """The runs of a copy of the code with all patches, by name; its grid has the new values."""
+    folder = tmp_path_factory.mktemp("patched")
+    mutants.copy(folder)
+    for patch in PATCHES:
+        apply(folder, patch)
+    model_flags = {flag: value for flag, value in FLAGS.items() if flag not in ("block", "optimizer")}
+    flags = [*TINY, f"--dataset={tiny_data}", "--optimizer=sgd", "--gradient_accumulation_steps=2", "--eval_interval=0"]
+    flags += ["--max_iters=6", "--mlp_ratio=6", *(f"--{flag}={value}" for flag, value in model_flags.items())]
+    layouts = {
+        "alone": (1, []), "half": (1, ["--max_iters=3", "--lr_decay_iters=6"]),
+        "recomputed": (1, ["--activation_checkpoint=full"]), "tp": (2, ["--tp=2"]), "cp": (2, ["--cp=2"]),
+        "fsdp": (2, ["--parallel=fsdp", "--activation_checkpoint=selective"]),
+    }  # fmt: skip
+    each = {1: [], 2: []}
+    for name, (size, more) in layouts.items():
+        each[size].append([*flags, *more, f"--out_dir={folder / name}"])
+    each[1].append([*flags, "--init_from=resume", f"--out_dir={folder / 'half'}"])
+    (folder / "ranks").mkdir()
+    given = json.dumps(model_flags | {"block": "macaron"}), json.dumps([*each.items()])
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *given], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    large = ["--plan=True", "--n_layer=24", "--n_head=16", "--n_embd=1024"]
+    command = [sys.executable, "train.py", *flags, *large, f"--out_dir={folder / 'plan'}"]
+    plan = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert plan.returncode == 0, plan.stderr[-3000:]
+    return folder, plan.stdout
+
+
+def test_all_patches_together_train_on_every_layout(runs):
+    folder, _ = runs
+
+    def losses(name: str) -> list[tuple]:
+        return [(line["loss"], line["grad_norm"]) for line in figures(folder / name) if "loss" in line]
+
+    whole = losses("alone")
+    assert len(whole) == 6 and losses("half") == whole  # resumed
+    for name in ("recomputed", "tp", "cp", "fsdp"):
+        assert np.allclose(losses(name), whole, rtol=1e-4, atol=0), name
+
+
+def test_the_plan_counts_the_state_of_a_new_optimizer(runs):
+    """As many bytes as parameters; AdamW would keep twice as many."""
+    memory = {kind: float(re.search(rf"{kind} +([0-9.]+)", runs[1])[1]) for kind in ("parameters", "optimizer state")}
+    assert memory["optimizer state"] == memory["parameters"] > 1.0
+
+
+def compare(sources: dict[str, str]):
+    """On each rank: the loss and the norm of the gradient of each variant, whole and cut into two."""
+    join = dist.init_process_group
+    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else join(*args, **kwargs)
+    torch.set_default_dtype(torch.float64)
+    for flag, source in sources.items():
+        lines = source.splitlines()
+        for each in new_definitions(source):
+            exec("\n".join(lines[each.lineno - 1 : each.end_lineno]), vars(model))  # in the modules that engine/ knows
+        name = FLAGS[flag]
+        entry = (model.NoEmbedding, model.LearnedSlopes) if flag == "pos" else model.macaron
+        (model.POSITION if flag == "pos" else model.BLOCK)[name] = entry
+        cfg = Config(
+            **SIZES, **{flag: name}, tp=2, device="cpu", dtype="float32", batch_size=2, gradient_accumulation_steps=1
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            idx = torch.randint(64, (2, 17))
+        batch = {"idx": idx[:, :-1], "targets": idx[:, 1:]}
+        whole = model.Model(cfg, cfg.seed)
+        expected = whole(**batch)
+        expected.backward()
+        norm = torch.stack([p.grad.norm() for p in whole.parameters()]).norm()
+        sharded = ShardedModel(cfg, parallel.join(cfg))
+        sharded.init_weights(cfg.seed)
+        loss = sharded.backward(iter([batch]), 1, torch.amp.GradScaler("cpu", enabled=False))
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+        assert sharded.clip(0.0).item() == pytest.approx(norm.item(), rel=1e-9)
+
+
+def test_new_blocks_and_positions_work_under_tensor_parallelism(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    launch(2, compare, tmp_path / "ranks", {flag: patched(tmp_path, i) for i, flag in ((1, "pos"), (2, "block"))})
+
+
+def test_a_patch_where_own_edits_are_is_skipped_but_a_wrong_one_is_red(tmp_path, monkeypatch):
+    """Edits that are not committed, or that a clone has and its origin has not."""
+    origin, clone, file = tmp_path / "origin", tmp_path / "clone", Path("model.py")
+    origin.mkdir()
+    (origin / file).write_text("first\nlast\n")
+    me = "-c", "user.name=me", "-c", "user.email=me"
+    for command in (["init"], ["add", "."], [*me, "commit", "-m", "all"], ["clone", ".", clone]):
+        assert git(origin, *command).returncode == 0
+    patch = "--- a/model.py\n+++ b/model.py\n@@ -1,2 +1,3 @@\n first\n+new\n last\n"
+    apply(origin, patch)
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", clone)
+    for commit, reference in ((False, "HEAD"), (True, "origin/HEAD")):
+        (clone / file).write_text("first\nmine\nlast\n")
+        if not commit:
+            git(clone, "remote", "rename", "origin", "other")
+        else:
+            git(clone, "remote", "rename", "other", "origin")
+            assert git(clone, *me, "commit", "-am", "mine").returncode == 0
+        with pytest.raises(
+            pytest.skip.Exception, match=f"^your edits are where a .* to {reference}: patch failed: model"
+        ):
+            apply(clone, patch)
+        with pytest.raises(AssertionError, match="patch failed: model"):
+            apply(clone, patch.replace("last", "lost"))
+
+
+@pytest.mark.parametrize("role", [None, "mine"])
+def test_a_parameter_without_a_role_is_refused_by_name(role):
+    net = model.Model(model.ModelConfig(**SIZES))
+    net.blocks[1].extra = nn = torch.nn.Linear(32, 32)
+    nn.role = role
+    assert tensor_parallel.sharded_dim(net, "blocks.1.sums.0.attn.out.weight") == 1
+    with pytest.raises(ValueError, match=rf"cut blocks\.1\.extra\.weight: its module Linear has role={role}; declare"):
+        tensor_parallel.sharded_dim(net, "blocks.1.extra.weight")
+    with pytest.raises(ValueError, match=r"blocks\.1\.extra\.weight"):
+        tensor_parallel.apply_tensor_parallel(net, group=None)  # before anything is cut
+
+
+def test_a_scalar_without_a_role_is_refused_with_the_module_for_it():
+    net = model.Model(model.ModelConfig(**SIZES))
+    attn = net.blocks[1].sums[0].attn
+    attn.scale, attn.gain = torch.nn.Parameter(torch.full((1,), 0.5)), model.Gain(0.5)
+    assert tensor_parallel.sharded_dim(net, "blocks.1.sums.0.attn.gain.weight") is None
+    with pytest.raises(
+        ValueError, match=r"cut blocks\.1\.sums\.0\.attn\.scale: .* scalar as Gain\(0\.5\), which has a role$"
+    ):
+        tensor_parallel.sharded_dim(net, "blocks.1.sums.0.attn.scale")
+
+
+def test_two_readers_of_one_name_are_refused(monkeypatch):
+    def twice(cfg, layer):
+        return [model.Sum(cfg, mlp=model.ParameterPool(cfg)) for _ in range(2)]
+
+    monkeypatch.setitem(model.BLOCK, "twice", twice)
+    with pytest.raises(ValueError, match="block=twice has two readers of one name: mlp, mlp"):
+        model.Model(model.ModelConfig(**SIZES, block="twice"))
+
+
+def readers(*names: str):
+    return lambda cfg, layer: [model.Sum(cfg, **{name: model.ParameterPool(cfg) for name in names})]
+
+
+@pytest.mark.parametrize(("names", "several"), [(["mlp"], False), (["mlp", "other"], True)])
+def test_a_norm_per_reader_is_for_blocks_with_several_readers_in_a_sum(names, several, monkeypatch):
+    """Asked of the block itself, whatever its sizes are, and without a draw from torch's generator."""
+    monkeypatch.setitem(model.BLOCK, "mine", readers(*names))
+    used, state = model.USED_WHEN["norm_per_reader"][0], torch.get_rng_state()
+    small = {"n_embd": 30, "n_head": 5, "n_group": 15, "mlp_ratio": 0.1}
+    for sizes in ({}, small, {"n_embd": 2**30, "n_head": 2**30, "mlp_ratio": 1.0}):
+        assert used(model.ModelConfig(block="mine", **sizes)) == several
+        assert not used(model.ModelConfig(block="mine", norm_placement="post", **sizes))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--block=superblock", "--wiring=series"], r"block is superblock \(command line\), norm_placement is pre"),
+        (["--block=parallel", "--norm_placement=post"], r"block is parallel .*, norm_placement is post \(com.*\)"),
+    ],
+)
+def test_an_unused_norm_per_reader_speaks_of_the_block_at_hand(flags, said):
+    said += ", norm is layernorm; remove it or change block or norm_placement or norm$"
+    with pytest.raises(ValueError, match=f"^--norm_per_reader=True .* several readers in one sum.*, and {said}"):
+        parse(Config, ["--norm_per_reader=True", *flags])
+
+
+def test_data_for_later_layers_is_refused_in_a_pipeline(monkeypatch):
+    class Handing(model.ParameterPool):
+        def forward(self, x, inputs):
+            return super().forward(inputs.shared.setdefault("first", x), inputs)
+
+    monkeypatch.setitem(model.BLOCK, "mine", lambda cfg, layer: [model.Sum(cfg, mlp=Handing(cfg))])
+    net, idx = model.Model(model.ModelConfig(**SIZES, block="mine")), torch.zeros(1, 4, dtype=torch.int64)
+    assert net(idx).isfinite().all()
+    for stage in (0, 1):
+        with pytest.raises(ValueError, match="^pp=2 hands on only .* a layer hands first to later layers; set pp=1$"):
+            pipeline.keep_stage(net, stage, 2)
+
+
+def pool(cfg):
+    return {"mlp": model.ParameterPool(cfg)}
+
+
+@pytest.mark.parametrize(
+    ("sums", "said"),
+    [
+        (
+            lambda c, i: [model.Sum(c, gains={"mpl": 0.5}, **pool(c))],
+            r"gains=\{'mpl': 0.5\} must have the names of .*mlp",
+        ),
+        (lambda c, i: [model.Sum(c, before=model.ParameterPool(c))], "a reader cannot have the name 'before'"),
+        (lambda c, i: [model.Sum(c, mlp=torch.nn.Linear(32, 32))], r"plain nn.Linear layers: sums\.0\.mlp; use Linear"),
+    ],
+    ids=["gain", "name", "linear"],
+)
+def test_mistakes_in_a_new_block_are_refused_by_name(sums, said, monkeypatch):
+    monkeypatch.setitem(model.BLOCK, "mine", sums)
+    with pytest.raises(ValueError, match=said):
+        model.Model(model.ModelConfig(**SIZES, block="mine"))
+
+
+def test_values_wider_than_queries_are_refused(monkeypatch):
+    """A float32 gain makes bfloat16 values float32 under autocast, which would cost memory and time without a word."""
+
+    class Mine(model.ContextPool):
+        def project(self, x, inputs):
+            q, k, v = super().project(x, inputs)
+            return q, k, v * self.gain
+
+    def mine(cfg, layer):
+        heads = Mine(cfg, layer)
+        heads.gain = torch.nn.Parameter(torch.full((1,), 0.5))
+        return [model.Sum(cfg, attn=heads)]
+
+    monkeypatch.setitem(model.BLOCK, "mine", mine)
+    net, idx = model.Model(model.ModelConfig(**SIZES, block="mine")), torch.zeros(1, 4, dtype=torch.int64)
+    assert net(idx).isfinite().all()
+    said = r"^q, k and v have the dtypes torch.bfloat16, torch.bfloat16 and torch.float32; .* write \.to\(x\.dtype\)$"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=said):
+        net(idx)
+
+
+def test_groups_of_rows_that_tp_does_not_divide_are_refused_by_name():
+    net = model.Model(model.ModelConfig(**SIZES, attention="gqa", n_kv_head=2))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        with pytest.raises(
+            ValueError, match=r"tp=4 does not divide the 2 groups of rows of blocks\.0\.sums\.0\.attn\.qkv"
+        ):
+            tensor_parallel.apply_tensor_parallel(net, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

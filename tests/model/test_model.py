@@ -1,0 +1,1553 @@
+"""The model against independent references: naive attention, closed forms, counts by hand, its own uncached self."""
+
+import ast
+import copy
+import hashlib
+import itertools
+import math
+import random
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ROOT, assert_rounds_alike
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import configurator
+import model as M
+import ops
+from engine import decode
+from engine.decode import generate, set_caches
+from engine.parallel.tensor import sharded_dim
+from engine.plan.accounting import attention_kernels, flops
+from model import Inputs, Model, ModelConfig
+from ops import Mask, attention, attention_kernel
+
+TABLES = {  # every axis of the model: flag -> its values, read from the tables themselves
+    "block": list(M.BLOCK),
+    "norm": list(M.NORM),
+    "norm_placement": list(M.PLACEMENT),
+    "pos": list(M.POSITION),
+    "mlp": list(M.MLP_KIND),
+}
+TINY = dict(n_layer=2, n_head=4, n_embd=32, block_size=13, vocab_size=29)
+
+
+USUAL = {field.name: field.default for field in fields(ModelConfig)}
+
+
+def choices(kind) -> list:
+    """The values of a Literal, a bool, or a union of them; none of a number or a text."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [False, True] if kind is bool else [value for part in get_args(kind) for value in choices(part)]
+
+
+def numbers(flags: dict) -> dict[str, list]:
+    """The values of flags that are numbers or texts beside these other flags."""
+    return {
+        "head_dim": [0] if flags["block"].startswith("simplified") else [0, 6, 12],
+        "n_kv_head": [2 if flags["attention"] == "gqa" else 0],
+        "n_encoder_layer": [1],
+        "window": [0, 3],
+        "window_pattern": ["", "SL"],
+        "attn_softcap": [0.0, 2.0],
+        "logit_softcap": [0.0, 3.0],
+        "embed_scale": [1.0, 3.0],
+        "norm_eps": [1e-5, 1e-3],
+        "n_group": [1, 2, 4],
+        "n_slot": [0, 5],
+        "rope_fraction": [1.0, 0.5],
+        "rope_scaling": ["", "yarn:4"],
+        "rope_theta_local": [1e4, 7.0],
+        "pos_pattern": {"rope": ["", "LGN", "NG"], "alibi": ["", "NG"]}.get(flags["pos"], [""]),
+        "alibi_scale": [1.0, 0.3],
+        "loss_chunk": [0, 7],
+    }
+
+
+def draw(cls: type[ModelConfig], axes: dict[str, list], rng: random.Random) -> dict | None:
+    """Random values of the flags that have an effect together; None if they contradict each other."""
+    flags = {name: rng.choice(values) for name, values in axes.items()}
+    flags |= {name: rng.choice(values) for name, values in numbers(flags).items()}
+    cfg = object.__new__(cls)  # not checked yet
+    vars(cfg).update(USUAL | flags)
+    flags = {name: v for name, v in flags.items() if name not in M.USED_WHEN or M.USED_WHEN[name][0](cfg)}
+    try:
+        cls(**TINY, **flags)
+    except ValueError:
+        return None
+    return flags
+
+
+def combinations(cls: type[ModelConfig] = ModelConfig, drawn: int = 2000) -> list[dict]:
+    """Rows of flags in which every two values of two flags meet that any of many random rows has, as do all positions,
+    kinds of heads and windows. The next row is the one with most pairs that no row has yet."""
+    axes, rng = {name: choices(kind) for name, kind in get_type_hints(cls).items() if choices(kind)}, random.Random(0)
+    pool = [row for row in (draw(cls, axes, rng) for _ in range(drawn)) if row]
+    columns = {value: i for i, value in enumerate(dict.fromkeys((k, v) for row in pool for k, v in row.items()))}
+    has = torch.zeros(len(pool), len(columns))
+    for i, row in enumerate(pool):
+        has[i, [columns[value] for value in row.items()]] = 1
+    missing = (has.T @ has > 0).float()
+    rows = []
+
+    def take(some: list[int]):
+        best = some[((has[some] @ missing) * has[some]).sum(1).argmax()]
+        rows.append(pool[best])
+        missing[torch.outer(has[best], has[best]) > 0] = 0
+
+    inside = defaultdict(list)  # what meets inside attention
+    for i, row in enumerate(pool):
+        inside[tuple(row.get(k) for k in ("pos", "pos_pattern", "attention", "window", "window_pattern"))].append(i)
+    for some in inside.values():
+        take(some)
+    while missing.any():
+        take(list(range(len(pool))))
+    return rows
+
+
+def changes(row: dict) -> str:
+    """The flags of a row that are not as usual, as its name."""
+    return ",".join(f"{k}={v}" for k, v in row.items() if v != USUAL[k])
+
+
+def build(dtype=torch.float64, **flags) -> Model:
+    torch.manual_seed(1)
+    return Model(ModelConfig(**TINY | flags)).to(dtype).eval()
+
+
+def jitter(model: Model):
+    """Off the initial point, where parts of a simplified block are the identity and their gradients are zero."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.05 * torch.randn_like(p)
+
+
+def name(row: dict) -> str:
+    return ",".join(str(v) for v in row.values())
+
+
+GRID = combinations()
+T, S = TINY["block_size"], 11  # of a text and of a source
+DOCS = torch.tensor(
+    [[0] * 5 + [4] * 8, [0] * 8 + [1] * 2 + [2] * 3]
+)  # the second row ends in one that might be padding
+SOURCE_DOCS = torch.tensor([[0] * 3 + [4] * 8, [0] * 6 + [1] * 4 + [2]])
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(TINY["vocab_size"], shape)
+
+
+def beside(model: Model, docs: bool = True) -> dict[str, torch.Tensor]:
+    """What the model takes besides two rows of T tokens."""
+    torch.manual_seed(3)
+    given = {"source": tokens(2, S)} if model.encoder else {}
+    if docs:
+        given |= {"docs": DOCS} | ({"source_docs": SOURCE_DOCS} if model.encoder else {})
+    return given
+
+
+@pytest.mark.parametrize("flags", GRID, ids=changes)
+def test_grid(flags):
+    """Roles, initial loss, loss and gradients, documents, and of each objective who sees whom and what is generated."""
+    model = build(**flags)
+    for parameter, _ in model.named_parameters():
+        sharded_dim(model, parameter)  # refuses, by name, what --tp could not cut
+    torch.manual_seed(2)
+    idx, targets = tokens(2, T), tokens(2, T)
+    targets[0, 3:6] = targets[1, 10:] = -1
+    assert abs(model(idx, targets, **beside(model, docs=False)).item() - math.log(TINY["vocab_size"])) < 0.35
+    jitter(model)
+    for docs in (False, True):
+        check_loss(model, idx, targets, **beside(model, docs))
+    with torch.no_grad():
+        check_documents_alone(model, idx, **beside(model))
+        for docs in (False, True):
+            CHECK[flags["objective"]](model, idx, **beside(model, docs))
+
+
+def test_the_grid_has_new_flags():
+    """Every value of a Literal or a bool that a dataclass adds meets every value of every other flag."""
+
+    @dataclass
+    class Mine(ModelConfig):
+        on: bool = False
+        kind: Literal["a", "b", "c"] = "a"
+
+    rows = combinations(Mine, 1000)
+    values = {(flag, value) for row in rows for flag, value in row.items()}
+    assert len(values) > 100
+    for new in [("on", False), ("on", True), *(("kind", kind) for kind in "abc")]:
+        met = {pair for row in rows if row[new[0]] == new[1] for pair in row.items()}
+        assert met == {value for value in values if value[0] != new[0]} | {new}
+
+
+@pytest.mark.parametrize("objective", ["causal", "masked", "seq2seq"])
+@pytest.mark.parametrize("flags", [{}, {"window": 3}], ids=name)
+def test_a_block_may_give_its_readers_other_windows(flags, objective, monkeypatch):
+    """Two windows in one sum: the model sees as far as the wider one, whatever the flags say."""
+
+    def two(cfg, layer):
+        near, far = M.context_pool(cfg, layer), M.context_pool(cfg, layer)
+        near.window, far.window = 2, 4
+        return [M.Sum(cfg, near=near, far=far), M.Sum(cfg, **M.cross(cfg, layer)), M.Sum(cfg, mlp=M.ParameterPool(cfg))]
+
+    monkeypatch.setitem(M.BLOCK, "two", two)
+    assert reach(build(block="two", **flags)) == 3 + 3
+    test_grid({"block": "two", "objective": objective, "pos": "rope", "n_encoder_layer": 1} | flags)
+
+
+def check_loss(model, idx, targets, **given):
+    """Targets of -1 are left out; the gradient reaches every parameter and is finite."""
+    loss, logits = model(idx, targets, **given), model(idx, **given)
+    assert logits.isfinite().all()
+    assert torch.allclose(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1), atol=1e-9)
+    model.zero_grad()
+    loss.backward()
+    dead = [n for n, p in model.named_parameters() if p.grad is None or not 0 < p.grad.abs().max() < math.inf]
+    assert not dead, f"no gradient, or no finite one, reaches {dead}"
+
+
+def check_documents_alone(model, idx, docs, source=None, source_docs=None):
+    """A row's first document gives what it gives without the rest of the row, be that other documents or padding;
+    the others, which stand elsewhere then, do so where only distances count."""
+    together = model(idx, docs=docs, source=source, source_docs=source_docs)
+    distances = model.cfg.pos in ("rope", "alibi", "none") and not model.cfg.placed_slots
+    relative = model.cfg.doc_positions or distances
+    for row in range(2):
+        for number in docs[row].unique() if relative else [0]:
+            here = docs[row] == number
+            alone = {} if source is None else {"source": source[row][source_docs[row] == number][None]}
+            assert torch.allclose(together[row][here], model(idx[row][here][None], **alone)[0], atol=1e-9)
+
+
+def check_causal(model, idx, docs=None):
+    check_reach(lambda x: model(x, docs=docs), idx, between(6, 6 + reach(model)) & within(docs, docs, 6))
+    if docs is None:
+        check_decoding(model, idx)
+
+
+def check_masked(model, idx, docs=None):
+    seen = between(6 - reach(model), 6 + reach(model))
+    check_reach(lambda x: model(x, docs=docs), idx, seen & within(docs, docs, 6))
+
+
+def check_seq2seq(model, idx, source, docs=None, source_docs=None):
+    of_text = between(6, 6 + reach(model)) & within(docs, docs, 6)
+    check_reach(lambda x: model(x, docs=docs, source=source, source_docs=source_docs), idx, of_text)
+    of_source = within(docs, source_docs, 6)
+    check_reach(lambda x: model(idx, docs=docs, source=x, source_docs=source_docs), source, of_source)
+    if docs is None:
+        check_decoding(model, idx, source=source)
+
+
+CHECK = {"causal": check_causal, "masked": check_masked, "seq2seq": check_seq2seq}
+
+
+def reach(model: Model) -> int:
+    """How far apart two tokens can be of which one sees the other."""
+    sums = [each for block in model.blocks for each in block.sums]
+    windows = [[getattr(m, "window", 1) for m in each.children() if not isinstance(m, M.MemoryPool)] for each in sums]
+    return sum(max((window - 1 if window else T for window in each), default=0) for each in windows)
+
+
+def between(first: int, last: int) -> torch.Tensor:
+    t = torch.arange(T)
+    return (t >= first) & (t <= last)
+
+
+def within(docs, of_changed, place: int) -> torch.Tensor:
+    """(2, T), True in the document of what is changed at a place."""
+    return torch.ones(2, T, dtype=torch.bool) if docs is None else docs == of_changed[:, place, None]
+
+
+def check_reach(f, ids, seen):
+    """Another token at place 6 moves exactly the outputs f(ids) at seen (2, T)."""
+    changed = ids.clone()
+    changed[:, 6] = (changed[:, 6] + 1) % TINY["vocab_size"]
+    moved = (f(changed) - f(ids)).abs().amax(dim=2)
+    assert (moved[~seen] < 1e-12).all(), f"sees what it must not: {moved}"
+    assert (moved[seen] > 1e-12).all(), f"does not see what it should: {moved}"
+
+
+def check_decoding(model, idx, **source):
+    """Cached decoding gives what the uncached gives, beyond block_size as well."""
+    cached, text = [], idx[:, :4]
+    for _ in generate(model, text, T, lambda logits: cached.append(logits) or logits.argmax(-1), **source):
+        pass
+    assert len(cached) == T
+    for step in cached:
+        expected = model(text[:, -T:], **source)[:, -1]
+        assert torch.allclose(step, expected, atol=1e-9), f"cached decoding differs at length {text.size(1)}"
+        text = torch.cat((text, expected.argmax(-1, keepdim=True)), dim=1)
+
+
+@pytest.mark.parametrize("pos", M.POSITION)
+@pytest.mark.parametrize("length", [T, T + 1, 3 * T])
+def test_the_context_of_a_long_prompt_is_its_end(pos, length):
+    """A prompt that fills block_size, or is longer: each token is drawn from the uncached forward of the last ones."""
+    model, text, steps = build(pos=pos), tokens(2, length), []
+    jitter(model)
+    for _ in generate(model, text, 4, lambda logits: steps.append(logits) or logits.argmin(-1)):
+        pass
+    for step in steps:
+        expected = model(text[:, -T:])[:, -1]
+        assert torch.allclose(step, expected, atol=1e-9), text.size(1)
+        text = torch.cat((text, expected.argmin(-1, keepdim=True)), dim=1)
+    assert text.size(1) == length + 4
+
+
+SLOTS = {"block": "superblock", "pool": "joint", "n_slot": 5}
+
+
+@pytest.mark.parametrize("prompt,size", [(1, 8), (5, 8), (8, 8), (9, 8), (21, 8), (3, 1), (150, 140)])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"pos": "rope", "attention": "gqa", "n_kv_head": 2},
+        {"pos": "rope", "qk_norm": True, "norm": "rmsnorm", "mlp": "relu2"},
+        {"pos": "rope", **SLOTS},
+        {"pos": "rope", **SLOTS, "slot_softmax": "joint"},
+        {"pos": "rope", "block": "simplified"},
+        {"pos": "alibi", "window": 3},
+        {"pos": "alibi", "window": 3, "window_pattern": "SL", **SLOTS, "slot_softmax": "joint"},
+        {"pos": "alibi", "block": "simplified", "attention": "mqa"},
+        {"pos": "alibi", "attn_softcap": 2.0},
+        {"pos": "none", "window": 400},
+        {"pos": "none", "block": "simplified_parallel", "window": 3},
+        {"pos": "rope", "objective": "seq2seq", "n_encoder_layer": 1},
+    ],
+    ids=name,
+)
+def test_a_rolling_cache_is_a_window(flags, prompt, size):
+    """Decoding with a rolling cache, from prompts shorter and longer than block_size, equals uncached forwards of the
+    whole text by a model whose layers see at most block_size tokens."""
+    model = build(block_size=size, **flags)
+    jitter(model)
+    whole = build(**flags | {"block_size": 1024})
+    whole.load_state_dict(model.state_dict())
+    for m in whole.modules():
+        if isinstance(m, M.Heads) and m.causal:
+            m.window = min(m.window or size, size)
+    text, steps = tokens(2, prompt), []
+    source = {"source": tokens(2, min(size, 7))} if model.encoder else {}
+    for _ in generate(model, text, 3 * size + 2, lambda z: steps.append(z) or z.argmin(-1), **source, roll=True):
+        pass
+    assert all(m.window in (0, flags.get("window")) for m in model.modules() if isinstance(m, M.Heads))  # as before
+    text = torch.cat((text, *(step.argmin(-1, keepdim=True) for step in steps)), dim=1)
+    with torch.no_grad():
+        expected = whole(text[:, :-1], **source)[:, prompt - 1 :]
+    assert torch.allclose(torch.stack(steps, dim=1), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("pos", ["rope", "alibi", "none"])
+def test_far_positions_of_a_rolling_cache_are_exact(pos):
+    """In float32, the logits after 3,000 tokens, when the cache has been moved 370 times, equal those in float64."""
+    model = build(block_size=8, pos=pos, n_layer=1)
+    jitter(model)
+    text, steps = tokens(1, 3000), []
+    for each in (model, copy.deepcopy(model).float()):
+        given, last = iter(text[0, 4:, None]), None
+        for _ in generate(each, text[:, :4], 2990, lambda z: steps.append(z) or next(given), roll=True):  # noqa: B023
+            last = steps.pop()
+        steps.append(last.double())
+    assert torch.allclose(*steps, atol=1e-5)
+
+
+@pytest.mark.parametrize("pos", ["learned", "sinusoidal"])
+def test_positions_that_end_do_not_roll(pos):
+    with pytest.raises(ValueError, match=f"^pos={pos} ends at block_size={T}.*recompute"):
+        next(generate(build(pos=pos), tokens(1, 4), 1, lambda z: z.argmax(-1), roll=True))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"pos": "none", "attn_softcap": 2.0},
+        {"pos": "rope", "attn_softcap": 2.0, "window": 140, "window_pattern": "SL", "attention": "mqa"},
+        {"pos": "alibi", "attn_softcap": 2.0, **SLOTS},
+        {"pos": "alibi", "window": 140, **SLOTS, "slot_softmax": "joint"},
+        {"pos": "alibi", "attn_softcap": 2.0, "block": "simplified"},
+        {"pos": "rope", "attn_softcap": 2.0, "objective": "seq2seq", "n_encoder_layer": 1},
+    ],
+    ids=name,
+)
+def test_texts_of_several_strips(flags):
+    """Decoding a text of more than two strips of attention, up to block_size and beyond, is the uncached forward; so
+    are pieces of several strips that come after a cache. Each of its documents gives what it gives alone."""
+    T, idx = 300, tokens(2, 292)
+    model = build(block_size=T, **flags)
+    jitter(model)
+    source = {"source": tokens(2, 270)} if model.encoder else {}
+    steps = []
+    with torch.no_grad():
+        for _ in generate(model, idx, 12, lambda logits: steps.append(logits) or logits.argmax(-1), **source):
+            pass
+        text = idx
+        for step in steps:
+            expected = model(text[:, -T:], **source)[:, -1]
+            assert torch.allclose(step, expected, atol=1e-9), text.size(1)
+            text = torch.cat((text, expected.argmax(-1, keepdim=True)), dim=1)
+        assert text.size(1) == T + 4
+        memory = model.encode(source.get("source"))
+        set_caches(model, T)
+        pieces = [model.hidden(idx[:, a:b], a, memory=memory) for a, b in ((0, 20), (20, 292))]
+        set_caches(model, 0)
+        assert torch.allclose(torch.cat(pieces, dim=1), model.hidden(idx, memory=memory), atol=1e-9)
+        numbers, of_source = (torch.arange(n).expand(2, n) // 110 for n in (292, 270))
+        together = model(idx, docs=numbers, **source, source_docs=of_source if source else None)
+        for number in range(3):
+            here, there = (slice(110 * number, min(110 * number + 110, n)) for n in (292, 270))
+            alone = model(idx[:, here], **{each: x[:, there] for each, x in source.items()})
+            assert torch.allclose(together[:, here], alone, atol=1e-9), number
+
+
+COMPILED = [  # what a few rows of the grid might miss
+    {"objective": "causal", "block": "superblock", "pool": "joint", "pos": "alibi"},
+    {"objective": "masked", "block": "simplified", "pos": "alibi", "window": 3},
+    {"objective": "seq2seq", "block": "superblock", "pos": "rope", "attention": "mqa"},
+]
+
+
+@pytest.mark.no_jitter
+@pytest.mark.parametrize("flags", [*COMPILED, *GRID[5 :: len(GRID) // 5]], ids=changes)
+def test_compiles_as_one_graph(flags):
+    """One layer each, for the time that more would take; same outputs and gradients as eager."""
+    torch._dynamo.reset()
+    model, idx = build(torch.float32, **flags | {"n_layer": 1, "n_encoder_layer": 1}), tokens(2, T)
+    given = beside(model, docs=flags["objective"] != "causal")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(idx, **given), model(idx, **given), list(model.parameters()), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.no_jitter
+@pytest.mark.parametrize("flags", [{}, {"block": "parallel", "pos": "rope", "window": 5, "mlp": "swiglu"}], ids=name)
+def test_compiled_block_trains_alike(flags):
+    """torch.compile per block with the real backend: same loss and gradients as eager."""
+    torch._dynamo.reset()
+    idx = torch.randint(TINY["vocab_size"], (2, TINY["block_size"] + 1))
+    grads = []
+    for compiled in (False, True):
+        model = build(torch.float32, **flags).train()
+        if compiled:
+            for block in model.blocks:
+                block.compile(fullgraph=True)
+        model(idx[:, :-1], idx[:, 1:]).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.allclose(*grads, atol=1e-5)
+
+
+def test_literals_are_the_tables():
+    hints = get_type_hints(ModelConfig)
+    for flag, values in (TABLES | {"objective": CHECK}).items():
+        assert set(get_args(hints[flag])) == set(values), flag
+
+
+# ---- attention
+
+
+def naive_attention(q, k, v, window=0, softcap=0.0, slopes=None, causal=True, docs=None, slots=None):
+    """From the equations, with every matrix materialised: q (B, H, T, D), k and v (B, Hkv, S, D), docs (B, T) and
+    (B, S), slots (Hkv, M, D) each."""
+    H, T, D = q.shape[1:]
+    S = k.size(2)
+    distance = torch.tensor([[i + S - T - j for j in range(S)] for i in range(T)])
+    hidden = (distance.abs() >= (window or T + S)) | (causal & (distance < 0))
+    if docs is not None:
+        hidden = hidden | (docs[0][:, :, None] != docs[1][:, None, :])
+    out = []
+    for h in range(H):
+        g = h * k.size(1) // H
+        scores = torch.einsum("btd,bsd->bts", q[:, h], k[:, g]) / math.sqrt(D)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if slopes is not None:
+            scores = scores - slopes[h] * distance.abs()
+        scores, values = scores.masked_fill(hidden, -math.inf), v[:, g]
+        if slots is not None:
+            of_slots = torch.einsum("btd,md->btm", q[:, h], slots[0][g]) / math.sqrt(D)
+            if softcap:
+                of_slots = softcap * torch.tanh(of_slots / softcap)
+            scores = torch.cat((of_slots, scores), dim=-1)
+            values = torch.cat((slots[1][g].expand(len(v), -1, -1), values), dim=1)
+        out.append(torch.softmax(scores, dim=-1) @ values)
+    return torch.stack(out, dim=1)
+
+
+def leaves(*shapes: tuple[int, ...], dtype=torch.float64) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def assert_same(got, expected, wanted, rtol=1e-10, atol=1e-10):
+    """The same values, and the same gradients of what is wanted."""
+    assert torch.allclose(got, expected, rtol, atol)
+    weight = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad((y * weight).sum(), wanted) for y in (got, expected)), strict=True):
+        assert torch.allclose(a, b, rtol, atol)
+
+
+@pytest.mark.parametrize("T,S", [(11, 11), (1, 11), (4, 11)])
+@pytest.mark.parametrize("Hkv", [6, 2, 1])
+@pytest.mark.parametrize("window", [0, 1, 3, 4, 10, 11])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_attention_equals_naive_attention(T, S, Hkv, window, softcap, alibi):
+    B, H, D = 2, 6, 4
+    q, k, v = leaves((B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, D))
+    slopes = M.alibi_slopes(H).double() if alibi else None
+    position = M.Alibi(ModelConfig(n_head=H, n_embd=H * D)) if alibi else M.AttentionPosition(ModelConfig())
+    table = position.table(torch.arange(S), torch.float64)
+    Q, K, V = position(F.pad(q, (0, 0, S - T, 0)), k, v, table)  # every query's own position, then the last T of them
+    got = attention(Q[:, :, S - T :], K, V, D, Mask(window=window), softcap)[..., :D]
+    assert_same(got, naive_attention(q, k, v, window, softcap, slopes), (q, k, v))
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_long_attention_crosses_strips_and_windows(window, softcap):
+    q, k, v = leaves((1, 2, 150, 2), (1, 1, 150, 2), (1, 1, 150, 2))
+    got = attention(q, k, v, 2, Mask(window=window), softcap)
+    assert torch.allclose(got, naive_attention(q, k, v, window, softcap), atol=1e-10)
+
+
+def documents(length: int, seed: int = 0) -> torch.Tensor:
+    """Numbers (2, length) of up to four documents, with gaps between the numbers."""
+    torch.manual_seed(seed)
+    n = min(4, length)
+    return 3 * torch.cat((torch.arange(n).expand(2, -1), torch.randint(n, (2, length - n))), dim=1).sort().values
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 3, 140])
+@pytest.mark.parametrize("docs", [False, True])
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_attention_equals_naive_attention_under_every_mask(causal, window, docs, alibi, slots, softcap):
+    """Few tokens, and several strips of them, whose documents and windows cross the strips."""
+    for length, H, Hkv in ((11, 4, 4), (11, 4, 2), (270, 2, 1)):
+        q, k, v, *pair = leaves(*((2, heads, length, 2) for heads in (H, Hkv, Hkv)), *[(Hkv, 5, 2)] * 2 * slots)
+        numbers = (documents(length),) * 2 if docs else None
+        slopes, pair = torch.rand(H, dtype=torch.float64) if alibi else None, pair or None
+        got = attention(q, k, v, 2, Mask(causal, window, numbers, slopes), softcap, slots=pair)
+        expected = naive_attention(q, k, v, window, softcap, slopes, causal, numbers, pair)
+        assert_same(got, expected, (q, k, v, *(pair or ())))
+        for queries in (length // 3, 1):
+            last, of_last = q[:, :, -queries:], numbers and (numbers[0][:, -queries:], numbers[1])
+            got = attention(last, k, v, 2, Mask(causal, window, of_last, slopes), softcap, slots=pair)
+            expected = naive_attention(last, k, v, window, softcap, slopes, causal, of_last, pair)
+            assert_same(got, expected, (q, k, v, *(pair or ())))
+
+
+@pytest.mark.parametrize("T,S", [(11, 7), (7, 11), (1, 11), (270, 19), (140, 270)])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("docs", [False, True])
+@pytest.mark.parametrize("Hkv", [4, 2, 1])
+def test_attention_over_a_memory_equals_naive_attention(T, S, softcap, docs, Hkv):
+    """As many queries as there are, over as many keys as there are, whose documents are other tokens."""
+    q, k, v = leaves(*((2, heads, length, 2) for heads, length in ((4, T), (Hkv, S), (Hkv, S))))
+    numbers = (documents(T), documents(S, seed=1)) if docs else None
+    got = attention(q, k, v, 2, Mask(causal=False, docs=numbers), softcap)
+    assert_same(got, naive_attention(q, k, v, 0, softcap, None, False, numbers), (q, k, v))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_joined_attention_in_low_precision(causal, dtype):
+    """In bfloat16 it errs from float64 as the equations in bfloat16 do, in float32 by 1e-5 at the most."""
+    given = [x.detach().to(dtype) for x in leaves(*[(2, 4, 40, 8)] * 3, (2, 6, 8), (2, 6, 8))]
+
+    def ours(q, k, v, *slots):
+        return ops.JoinedAttention.apply(q, k, v, *(x.expand(2, -1, -1, -1) for x in slots), 8**-0.5, causal)
+
+    def equations(q, k, v, *slots):
+        return naive_attention(q, k, v, causal=causal, slots=[x.repeat_interleave(2, dim=0) for x in slots])
+
+    weight, results = torch.randn(2, 4, 40, 8).to(dtype), []
+    for f, exact in ((ours, False), (equations, False), (equations, True)):
+        x = [(each.double() if exact else each.clone()).requires_grad_() for each in given]
+        y = f(*x)
+        assert y.dtype == (torch.float64 if exact else dtype)
+        results.append([y, *torch.autograd.grad((y * weight).sum(), x)])
+    for what, got, plain, exact in zip(("output", "q", "k", "v", "slot_k", "slot_v"), *results, strict=True):
+        if dtype == torch.bfloat16:
+            assert_rounds_alike(got, plain, exact, what)
+        else:
+            largest = 1.0 if what == "output" else exact.abs().max()
+            assert torch.allclose(got.double(), exact, rtol=1e-5, atol=1e-5 * largest), what
+
+
+@pytest.mark.parametrize("T,S", [(11, 11), (4, 11)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("docs", [False, True])
+def test_reach_is_the_range_of_what_is_visible(T, S, causal, window, docs):
+    """Position by position; queries and keys end together."""
+    of_keys = documents(S) if docs else torch.zeros(2, S, dtype=torch.int64)
+    of_queries = of_keys[:, S - T :]
+    lo, hi = Mask(causal, window, (of_queries, of_keys) if docs else None).reach(T, S, torch.device("cpu"))
+    for row, i in itertools.product(range(2), range(T)):
+        t = S - T + i
+        visible = [
+            j for j in range(S)
+            if of_queries[row, i] == of_keys[row, j] and abs(t - j) < (window or S) and (j <= t or not causal)
+        ]  # fmt: skip
+        assert list(range(lo.expand(2, T)[row, i], hi.expand(2, T)[row, i])) == visible
+
+
+def test_dropout_in_attention_keeps_the_mean():
+    """On CPU attention dropout takes the strips: its mean over draws is the attention without it."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
+    draws = torch.stack([attention(q, k, v, 4, Mask(), dropout=0.3) for _ in range(1500)])
+    assert torch.allclose(draws.mean(0), attention(q, k, v, 4, Mask()), atol=0.1)
+    assert draws.std(0).min() > 1e-3
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropped_elements(p):
+    """They are a fraction p of all, independent of their neighbours and of the next draw. The others grow, so that the
+    mean stays, and their gradients with them."""
+    torch.manual_seed(0)
+    x = torch.rand(400, 999).add_(1).requires_grad_()
+    torch.manual_seed(1)
+    y, again = ops.dropped(x, p), ops.dropped(x, p).detach()
+    kept = (y != 0).double()
+    assert torch.allclose(y[y != 0].double(), x[y != 0].double() / kept.mean(), rtol=0.01)
+    assert abs(kept.mean() - (1 - p)) < 4 * math.sqrt(p * (1 - p) / x.numel()) + 1 / 65536
+    for other in (again != 0, *(kept.flatten().roll(n).view_as(kept) for n in (1, 2, 3, 4, 999))):
+        both = (kept * other).mean() - (1 - p) ** 2
+        assert abs(both) < 4 * (1 - p) / math.sqrt(x.numel()) + 2e-5
+    y.sum().backward()
+    assert torch.equal(x.grad != 0, y != 0) and torch.allclose(x.grad * x.detach(), y.detach())
+    torch.manual_seed(1)
+    assert torch.equal(ops.dropped(x, p), y) and torch.equal(ops.dropped(x, 0.0), x)
+    assert ops.dropped(x.bfloat16(), p).dtype == torch.bfloat16 and ops.dropped(x, 0.999999).isfinite().all()
+
+
+SWAP = torch.eye(6, dtype=torch.float64).roll(3, 0)
+
+
+def turns(w):
+    """Tables like RoPE's: cos and sin (7, 6)."""
+    cos, sin = w[:3].detach().cos(), w[:3].detach().sin()
+    return torch.cat((cos, cos)).expand(7, 6), torch.cat((-sin, sin)).expand(7, 6)
+
+
+FUNCTION = {  # of x (B, H, T, D) and more: the function, and the same in float64 by a formula
+    "rmsnorm": (
+        lambda x, w: ops.RMSNormOfCPU.apply(x, w, 1e-3),
+        lambda x, w: x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * w,
+    ),
+    "rotation": (
+        lambda x, w: ops.Rotation.apply(x, *(t.to(x.dtype) for t in turns(w))),
+        lambda x, w: torch.einsum("...d,de->...e", x, torch.diag(turns(w)[0][0]) + SWAP * turns(w)[1][0]),
+    ),
+    "squared relu": (lambda x, w: ops.SquaredReLU.apply(x), lambda x, w: x.clamp(min=0) ** 2),
+}
+
+
+@pytest.mark.parametrize("dtype,error", [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 0.03)])
+@pytest.mark.parametrize("name", FUNCTION)
+def test_functions_with_gradients_of_their_own(name, dtype, error):
+    """Values and gradients against autograd of the formula in float64, for heads that are views of one matrix."""
+    f, formula = FUNCTION[name]
+    torch.manual_seed(0)
+    whole = torch.randn(2, 7, 4, 9, dtype=torch.float64)
+    w, grad = torch.rand(6, dtype=torch.float64) + 0.5, torch.randn(2, 4, 7, 6, dtype=torch.float64)
+    results = []
+    for g, kind in ((f, getattr(torch, dtype)), (formula, torch.float64)):
+        leaves_ = [whole.to(kind).clone().requires_grad_(), w.to(torch.promote_types(kind, torch.float32)).clone()]
+        leaves_[1].requires_grad_(name == "rmsnorm")
+        y = g(leaves_[0][..., :6].transpose(1, 2), leaves_[1])
+        assert y.dtype == kind
+        y.backward(grad.to(kind))
+        results.append([y.detach(), *(x.grad for x in leaves_ if x.grad is not None)])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours.double() - theirs).abs().max() < error * max(1, theirs.abs().max())
+
+
+@pytest.mark.parametrize("name", ["rmsnorm", "rope", "relu2"])
+def test_paths_without_gradients_compute_the_same(name):
+    """Decoding takes other calls than training: in float64 they agree."""
+    torch.manual_seed(0)
+    cfg, x = ModelConfig(**TINY | {"pos": "rope"}), torch.randn(2, 4, 7, 8, dtype=torch.float64)
+    norm, rope = M.RMSNorm(8, eps=0.1).double(), M.Rope(cfg)
+    torch.nn.init.normal_(norm.weight)
+    table = rope.table(torch.arange(7) + 3, torch.float64)
+    f = {"rmsnorm": norm, "rope": lambda x: rope(x, x[:, :2], x, table)[0], "relu2": M.MLP_KIND["relu2"].f}[name]
+    expected = f(x)
+    with torch.no_grad():
+        assert torch.allclose(f(x), expected, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(expected, x)
+
+
+def test_a_model_of_bfloat16_parameters_trains():
+    """Not under autocast: gradients of all parameters, those of the norms among them, are near float32's."""
+    flags, grads = {"norm": "rmsnorm", "qk_norm": True, "pos": "rope", "mlp": "relu2"}, []
+    for dtype in (torch.float32, torch.bfloat16):
+        lm, ids = build(dtype, **flags), tokens(2, 13)
+        lm(ids, ids).backward()
+        grads.append(torch.cat([p.grad.flatten().float() for p in lm.parameters()]))
+    assert (grads[1] - grads[0]).norm() < 0.05 * grads[0].norm()
+
+
+def test_the_residual_stream_has_the_dtype_of_the_flag():
+    for flag, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        seen, lm = set(), build(torch.float32, norm="rmsnorm", qk_norm=True, pos="rope", fp32_residual=flag)
+        for block in lm.blocks:
+            block.register_forward_hook(lambda _, args, y, seen=seen: seen.update((args[0].dtype, y.dtype)))
+        with torch.autocast("cpu", torch.bfloat16):
+            lm(torch.zeros(1, 8, dtype=torch.int64))
+        assert seen == {dtype}
+
+
+PLAIN, PAST, CPU, CUDA = (270, 270), (140, 270), ("cpu", "float32", 8), ("cuda", "bfloat16", 8)
+KERNEL = [  # kernel; queries and keys: of a text, or of its end; device, dtype, width of a head; mask and options
+    ("full", PLAIN, CPU, {}),
+    ("full", PLAIN, CPU, {"causal": False}),
+    ("full", PAST, CPU, {"causal": False}),
+    ("full", PLAIN, CPU, {"window": 270}),
+    ("full", (1, 270), CPU, {"window": 5}),
+    ("full", PLAIN, CUDA, {"dropout": 0.1}),
+    ("window", PLAIN, CPU, {"window": 100}),
+    ("window", PLAIN, CUDA, {"window": 100, "dropout": 0.1}),
+    ("flash", PAST, CUDA, {}),
+    ("flash", PAST, CUDA, {"dropout": 0.1}),
+    ("joined", PAST, CPU, {}),
+    ("joined", PAST, CPU, {"slots": True}),
+    ("joined", PLAIN, CPU, {"slots": True}),
+    ("joined", PLAIN, ("cpu", "bfloat16", 8), {"slots": True, "causal": False}),
+    ("strips", PLAIN, CPU, {"docs": True}),
+    ("strips", PLAIN, CUDA, {"docs": True, "dropout": 0.1}),
+    ("strips", PLAIN, CPU, {"causal": False, "slopes": True, "slots": True}),
+    ("strips", PLAIN, CPU, {"causal": False, "window": 100}),
+    ("strips", PAST, CPU, {"window": 100}),
+    ("strips", PAST, CUDA, {"window": 100}),
+    ("strips", PLAIN, CPU, {"window": 100, "slots": True}),
+    ("strips", PLAIN, CUDA, {"slots": True}),
+    ("strips", PAST, CUDA, {"slots": True}),
+    ("strips", PAST, ("cuda", "float32", 8), {}),
+    ("strips", PAST, ("cuda", "bfloat16", 12), {}),
+    ("naive", PLAIN, CPU, {"softcap": 2.0}),
+    ("naive", PLAIN, CPU, {"dropout": 0.1}),
+    ("naive", PLAIN, CUDA, {"docs": True, "softcap": 2.0}),
+    ("naive", PAST, CPU, {"causal": False, "slots": True, "softcap": 2.0}),
+]
+CALLS = {  # kernel -> the functions that compute it, from the outside to the inside
+    "full": ["fused_attention"],
+    "window": ["window_attention", "fused_attention"],
+    "flash": ["flash"],
+    "joined": ["JoinedAttention"],
+    "strips": ["strip_attention", "fused_attention"],
+    "naive": ["strip_attention", "naive_attention"],
+}
+
+
+def spy_on_kernels(monkeypatch) -> list[str]:
+    """The answers of attention_kernel to attention, from now on."""
+    answers, kernel = [], ops.attention_kernel
+    monkeypatch.setattr(ops, "attention_kernel", lambda *args: answers.append(kernel(*args)) or answers[-1])
+    return answers
+
+
+class Noting(TorchDispatchMode):
+    """Adds "flash" to a list when CUDA's flash operator is called."""
+
+    def __init__(self, called: list[str]):
+        super().__init__()
+        self.called = called
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        if f is torch.ops.aten._scaled_dot_product_flash_attention.default:
+            self.called.append("flash")
+        return f(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kernel,lengths,where,options", KERNEL, ids=str)
+def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, lengths, where, options):
+    """On fake tensors, which may be on a GPU that is not there; the functions that compute only note their call."""
+    (T, S), (device, dtype, D) = lengths, where
+    softcap, dropout = (options.get(x, 0.0) for x in ("softcap", "dropout"))
+    docs, slopes, slots = (options.get(x, False) for x in ("docs", "slopes", "slots"))
+    mask = Mask(options.get("causal", True), options.get("window", 0))
+    if T > 1 and mask.window < S:  # others attention makes simpler before it asks
+        flash = device == "cuda" and dtype == "bfloat16" and D % 8 == 0
+        biased = mask._replace(docs=(0, 0) if docs else None, slopes=0 if slopes else None)
+        assert attention_kernel(biased, T, S, slots, softcap, dropout, device, flash) == kernel
+    called, answers = [], spy_on_kernels(monkeypatch)
+
+    def noting(name, compute):
+        return lambda *args, **options: called.append(name) or compute(*args, **options)
+
+    monkeypatch.setattr(ops, "window_attention", noting("window_attention", lambda sdpa, q, k, v, _: sdpa(q, k, v)))
+    monkeypatch.setattr(ops, "strip_attention", noting("strip_attention", lambda f, q, k, v, *_: f(q, k, v, None)))
+    monkeypatch.setattr(ops, "fused_attention", noting("fused_attention", lambda q, *_, **__: torch.empty_like(q)))
+    monkeypatch.setattr(ops, "naive_attention", noting("naive_attention", lambda *args: torch.empty_like(args[3])))
+    joined = noting("JoinedAttention", lambda q, *_: torch.empty_like(q))
+    monkeypatch.setattr(ops, "JoinedAttention", SimpleNamespace(apply=joined))
+    with FakeTensorMode(), torch.no_grad(), Noting(called):
+        q, k = (torch.empty(1, 2, n, D, device=device, dtype=getattr(torch, dtype)) for n in lengths)
+        numbers = tuple(torch.zeros(1, n, device=device, dtype=torch.int64) for n in lengths) if docs else None
+        mask = mask._replace(docs=numbers, slopes=torch.ones(2, device=device) if slopes else None)
+        y = attention(q, k, k, D, mask, softcap, dropout, (k.new_empty(2, 5, D),) * 2 if slots else None)
+    assert y.shape == q.shape and answers == [kernel] and called == CALLS[kernel]
+
+
+def test_the_examples_have_every_kernel_of_the_table():
+    rows = [line.split()[0] for line in attention_kernel.__doc__.split("kernel    when")[1].splitlines()[1:7]]
+    assert rows == list(CALLS) and {kernel for kernel, *_ in KERNEL} == set(rows)
+
+
+@pytest.mark.parametrize(
+    "flags,said",
+    [
+        ({}, "full (2 layers)"),
+        ({"window": 3, "window_pattern": "SL"}, "window (1 layer), full (1 layer)"),
+        ({"window": 13}, "full (2 layers)"),
+        ({"window": 3, "objective": "masked"}, "strips (2 layers)"),
+        ({"attn_softcap": 5.0}, "naive (2 layers)"),
+        ({"dropout": 0.1}, "naive (2 layers)"),
+        ({"doc_mask": True}, "strips (2 layers)"),
+        ({"pos": "alibi", "objective": "masked"}, "strips (2 layers)"),
+        ({"pos": "alibi", **SLOTS}, "full (4 layers)"),
+        ({"window": 3, **SLOTS}, "window (2 layers), full (2 layers)"),
+        ({"pos": "alibi", **SLOTS, "slot_softmax": "joint"}, "joined (2 layers)"),
+        ({"block": "simplified", "window": 3}, "window (2 layers)"),
+        ({"objective": "seq2seq", "window": 3}, "window (2 layers), full (2 layers), strips (2 layers)"),
+        ({"objective": "seq2seq", "block": "parallel", "doc_mask": True}, "strips (6 layers)"),
+    ],
+    ids=str,
+)
+def test_the_kernels_of_a_model_are_those_that_training_takes(monkeypatch, flags, said):
+    model = build(torch.float32, **flags).train()
+    T, source = TINY["block_size"], S if model.encoder else 0
+    assert attention_kernels(model, T, source, "cpu", torch.float32) == said
+    answers = spy_on_kernels(monkeypatch)
+    model(tokens(2, T), tokens(2, T), **beside(model, docs=model.cfg.doc_mask))
+    assert Counter(answers) == {kernel: int(n) for kernel, n in re.findall(r"(\w+) \((\d+) layers?\)", said)}
+
+
+def test_the_kernels_of_pieces_of_a_text():
+    """As under context parallelism: queries of a piece see the keys of earlier pieces too."""
+    for flags, device, said in (
+        ({}, "cpu", "joined"),
+        ({}, "cuda", "flash"),
+        ({"window": 3}, "cuda", "strips"),
+        ({"doc_mask": True}, "cpu", "strips"),
+    ):
+        assert attention_kernels(build(**flags), 12, 0, device, torch.bfloat16, pieces=4) == f"{said} (2 layers)"
+    for pos, said in (("rope", "flash"), ("alibi", "strips")):  # whose columns make queries wider than flash allows
+        wide = build(n_head=1, n_embd=256, pos=pos)
+        assert attention_kernels(wide, 12, 0, "cuda", torch.bfloat16, pieces=4) == f"{said} (2 layers)"
+
+
+@pytest.mark.parametrize("block", M.BLOCK)
+@pytest.mark.parametrize("C,H", [(768, 12), (384, 6), (192, 3)])
+def test_gated_mlps_have_one_width_in_all_blocks(block, C, H):
+    """2/3 of 4 C, to the nearest multiple of 64, whatever the number of heads."""
+    with torch.device("meta"):
+        net = Model(ModelConfig(n_layer=1, n_head=H, n_embd=C, vocab_size=64, block=block, mlp="swiglu"))
+    (up,) = [p for name, p in net.named_parameters() if name.endswith("mlp.up.weight")]
+    assert up.shape == (2 * {768: 2048, 384: 1024, 192: 512}[C], C)
+
+
+@pytest.mark.parametrize("block", ["parallel", "superblock"])
+def test_every_reader_has_a_dropout_of_its_own(block):
+    """The branches' sum loses each branch at other places: some entries keep one of the two alone."""
+    net = build(torch.float64, block=block, dropout=0.5, pos="none").train()
+    (both,) = net.blocks[0].sums
+    for name, value in (("attn", 1.0), ("mlp", 10.0)):
+        reader = getattr(both, name)
+        reader.forward = lambda x, inputs, value=value: torch.full_like(x, value)
+    s = torch.zeros(2, 12, net.cfg.n_embd, dtype=torch.float64)
+    assert set(both(s, M.Inputs()).unique().tolist()) == {0.0, 2.0, 20.0, 22.0}
+
+
+def test_the_kernels_of_a_model_on_a_gpu():
+    for flags, said in (
+        ({"dropout": 0.1}, "full (2 layers)"),
+        ({"window": 3, "dropout": 0.1}, "window (2 layers)"),
+        (SLOTS, "full (4 layers)"),
+        (SLOTS | {"slot_softmax": "joint"}, "strips (2 layers)"),
+        ({"attn_softcap": 5.0}, "naive (2 layers)"),
+    ):
+        assert attention_kernels(build(**flags), TINY["block_size"], 0, "cuda", torch.bfloat16) == said
+
+
+class Largest(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        out = f(*args, **kwargs or {})
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"pos": "alibi"},
+        {"pos": "rope", "window": 100},
+        {"attention": "mqa", "window": 100, "pos": "alibi"},
+        {"attn_softcap": 5.0},
+        {"dropout": 0.1},
+        {"block": "simplified", "window": 100},
+        {"block": "simplified_parallel", "pos": "alibi"},
+        {"block": "superblock", "pool": "joint", "n_slot": 32},
+        {"block": "superblock", "pool": "joint", "n_slot": 32, "slot_softmax": "joint"},
+        {"objective": "masked"},
+        {"objective": "masked", "window": 100},
+        {"objective": "masked", "pos": "alibi"},
+        {"objective": "masked", "block": "simplified"},
+        {"objective": "masked", "block": "superblock", "pool": "joint", "n_slot": 32, "attn_softcap": 5.0},
+        {"objective": "seq2seq"},
+        {"objective": "seq2seq", "block": "superblock", "pool": "joint", "n_slot": 32, "pos": "alibi"},
+    ],
+    ids=name,
+)
+@pytest.mark.parametrize("docs", [False, True])
+def test_no_square_tensor(flags, docs):
+    T = 1024
+    model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=T, vocab_size=16, **flags))
+    idx, numbers = torch.randint(16, (1, T)), torch.arange(T)[None] // 300
+    source = {"source": idx} if model.encoder else {}
+    of_docs = {"docs": numbers, "source_docs": numbers if source else None} if docs else {}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        with Largest() as largest:
+            model(idx, idx, **source, **of_docs).backward()
+    assert T < largest.numel < 0.6 * T * T  # strips of 256 rows, two heads
+    assert sum(kept) < 1.5 * T * T, "the strips' matrices are kept for the backward"  # of a layer, or two
+    if docs or model.cfg.objective == "masked":
+        return
+    model.eval()
+    with Largest() as largest, torch.no_grad():
+        list(generate(model, idx[:, :900], 2, lambda logits: logits.argmax(-1), **source))
+    assert T < largest.numel < 0.6 * T * T  # strips of 256 rows, two heads
+
+
+@pytest.mark.parametrize("dtype,masked,heads", [("float32", False, 4), ("bfloat16", False, 2), ("bfloat16", True, 4)])
+def test_groups_are_copied_where_no_kernel_of_a_gpu_knows_them(monkeypatch, dtype, masked, heads):
+    """On fake tensors, which may be on a GPU that is not there."""
+    calls = []
+    attention = lambda q, k, v, mask, **options: calls.append((k.size(1), v.size(1), options["enable_gqa"]))  # noqa: E731
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    with FakeTensorMode():
+        q, k = (torch.empty(2, n, 32, 16, device="cuda", dtype=getattr(torch, dtype)) for n in (4, 2))
+        ops.fused_attention(q, k, k, torch.empty(32, 32, device="cuda", dtype=torch.bool) if masked else None)
+    assert calls == [(heads, heads, heads == 2)]
+
+
+def test_later_queries_on_a_gpu():
+    """One fused kernel, and no strips, for pieces of a text under context parallelism and prompts after a cache."""
+    called = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            called.append((f, args[3:], kwargs))
+            return f(*args, **(kwargs or {}))
+
+    with FakeTensorMode():
+        q, k = (torch.empty(2, *size, 16, device="cuda", dtype=torch.bfloat16) for size in ((4, 8), (2, 32)))
+        with Recorder():
+            y = attention(q, k, k, 16, Mask())
+    assert y.shape == q.shape
+    of_attention = [each for each in called if "attention" in str(each[0])]
+    assert of_attention == [(torch.ops.aten._scaled_dot_product_flash_attention.default, (0.0, True), {"scale": 0.25})]
+
+
+@pytest.mark.no_jitter
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_the_compiled_loss_of_a_chunk(softcap):
+    torch.manual_seed(0)
+    logits, targets = 3 * torch.randn(8, 100), torch.randint(-1, 100, (8,))
+    exact = logits.double().requires_grad_()
+    total = F.cross_entropy(ops.capped(exact, softcap), targets, ignore_index=-1, reduction="sum")
+    total.backward()
+    for f in (ops.chunk_loss, torch.compile(ops.chunk_loss, dynamic=False, fullgraph=True)):
+        found, slope = f(logits.clone(), targets, softcap, True)
+        assert found.item() == pytest.approx(total.item(), rel=1e-6) and f(logits, targets, softcap, False)[1] is None
+        assert torch.allclose(slope.double(), exact.grad, atol=1e-6)
+
+
+def test_caches_have_the_length_of_the_text(monkeypatch):
+    lengths = []
+    model = Model(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=32, vocab_size=11)).eval()
+    monkeypatch.setattr(decode, "KVCache", lambda length, real=decode.KVCache: lengths.append(length) or real(length))
+    for prompt, new in ((4, 5), (30, 2), (30, 9)):
+        list(generate(model, torch.zeros(1, prompt, dtype=torch.int64), new, lambda logits: logits.argmax(-1)))
+    lengths = [length for length in lengths if length]  # 0 when decoding ends
+    assert lengths[:2] == [9, 32] and set(lengths[2:]) == {32}
+
+
+# ---- positions
+
+
+@pytest.mark.parametrize("scaling", [
+    ":", ":::", ":2", "linear", "linear:", "linear:2:3", "linear:1_0", "linear: 2", "linear:2\n", "linear:+2",
+    "linear:-2", "linear:0", "linear:nan", "linear:inf", "linear:1e999", "linear:1e-320", "linear:0x2", "linear:\u0662",
+    "linear:1.2.3", "linear:.", "linear:2e", "Linear:2", "llama3", "llama3:8:4:1:8192", "yarn:4:16:32:1:9",
+    "yarn:1e300", "yarn:1e-300",
+])  # fmt: skip
+def test_a_wrong_rope_scaling_is_refused_in_one_line(scaling):
+    with pytest.raises(ValueError) as error:
+        ModelConfig(pos="rope", rope_scaling=scaling)
+    assert str(error.value).startswith(f"rope_scaling={scaling!r} is not known; set it to linear:F, ")
+
+
+@pytest.mark.parametrize("number", ["2", "2.5", "2.0", "1e-3", "1E+2", "1e+16", ".5", "3."])
+def test_every_spelling_of_a_number_scales(number):
+    cfg = ModelConfig(pos="rope", rope_scaling=f"linear:{number}")
+    f, factor = M.scaled_frequencies(cfg, torch.tensor([1.0, 0.25], dtype=torch.float64))
+    assert f.tolist() == pytest.approx([1 / float(number), 0.25 / float(number)]) and factor == 1
+
+
+def test_rope_is_relative_and_applied():
+    """Scores depend on the distance only, equal a rotation by complex numbers, and do depend on it."""
+    torch.manual_seed(0)
+    cfg = ModelConfig(n_head=2, n_embd=16, pos="rope", rope_theta=100.0)
+    rope, D = M.Rope(cfg), 8
+    q, k = torch.randn(2, 1, 2, 1, D, dtype=torch.float64)
+
+    def score(i, j):
+        table_i, table_j = (rope.table(torch.tensor([t]), torch.float64) for t in (i, j))
+        return (rope(q, q, q, table_i)[0] * rope(k, k, k, table_j)[1]).sum(-1)
+
+    assert torch.allclose(score(3, 1), score(103, 101), atol=1e-9)
+    assert (score(3, 1) - score(3, 2)).abs().min() > 1e-6
+    frequencies = 100.0 ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
+    as_complex = torch.complex(q[..., : D // 2], q[..., D // 2 :]) * torch.exp(1j * 5 * frequencies)
+    turned = rope(q, q, q, rope.table(torch.tensor([5]), torch.float64))[0]
+    assert torch.allclose(turned, torch.cat((as_complex.real, as_complex.imag), dim=-1), atol=1e-12)
+
+
+@pytest.mark.parametrize("pos", ["rope", "alibi", "learned", "sinusoidal"])
+def test_every_position_encoding_breaks_permutation_symmetry(pos):
+    """Without positions one layer cannot tell the order of the past; with any of them it can."""
+    first, swapped = torch.tensor([[3, 5, 7, 9]]), torch.tensor([[5, 3, 7, 9]])
+    order = {p: (build(pos=p, n_layer=1)(first) - build(pos=p, n_layer=1)(swapped))[0, -1] for p in (pos, "none")}
+    assert order[pos].abs().max() > 1e-7 and order["none"].abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 12, 16, 20, 25])
+def test_alibi_slopes(n):
+    """Published recipe, written another way: ratio 2^(-8/p), then every other slope of the next power of two."""
+
+    def power_of_two(p):
+        return [2.0 ** (-(2.0 ** -(math.log2(p) - 3)) * (i + 1)) for i in range(p)]
+
+    p = 2 ** math.floor(math.log2(n))
+    expected = power_of_two(p) + power_of_two(2 * p)[0::2][: n - p]
+    assert M.alibi_slopes(n).tolist() == pytest.approx(expected)
+
+
+def test_alibi_columns_are_exact_far_out_in_bfloat16():
+    """Two columns hold j exactly to 65,535 in bfloat16; scores of neighbours still differ by the slope."""
+    alibi = M.Alibi(ModelConfig(n_head=8, n_embd=8 * 64))
+    t = torch.tensor([40000, 40001, 40200])
+    q = torch.zeros(1, 8, 3, 64, dtype=torch.bfloat16)
+    Q, K, _ = alibi(q, q, q, alibi.table(t, torch.bfloat16))
+    scores = (Q[:, :, :1].double() @ K.double().mT)[0, :, 0] / 8  # (H, S), sqrt(D) = 8
+    difference = scores - scores[:, :1]
+    expected = M.alibi_slopes(8)[:, None] * torch.tensor([0.0, 1.0, 200.0])
+    assert torch.allclose(difference.float(), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_two_sided_alibi_is_a_bias_of_the_distance(scale):
+    heads = M.ContextPool(ModelConfig(n_head=4, n_embd=16, pos="alibi", alibi_scale=scale, objective="masked"), layer=0)
+    heads.project, heads.out = lambda x, inputs: x, torch.nn.Identity()
+    q, k, v = leaves(*[(2, 4, 9, 4)] * 3)
+    t, slopes = torch.arange(9), torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256], dtype=torch.float64)
+    bias = -scale * slopes[:, None, None] * (t[:, None] - t).abs()
+    expected = ((q @ k.mT / 2 + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    inputs = Inputs(heads.position.table(t + 5, torch.float64))
+    assert_same(heads((q, k, v), inputs), expected, (q, k, v))
+
+
+def test_sinusoidal_closed_form():
+    model = build(pos="sinusoidal")
+    x = torch.zeros(1, 4, 32, dtype=torch.float64)
+    got = model.pos(x, torch.arange(4))[0]
+    for t, i in itertools.product(range(4), range(16)):
+        assert got[t, i].item() == pytest.approx(math.sin(t / 10000 ** (2 * i / 32)))
+        assert got[t, 16 + i].item() == pytest.approx(math.cos(t / 10000 ** (2 * i / 32)))
+
+
+# ---- norms and blocks
+
+
+def hand_block(model, x, placement):
+    """One standard block written out, with an arbitrary norm function."""
+    attention, mlp = model.blocks[0].sums
+
+    def branch(x, f, norms):
+        norm = {"post": norms.total, "after": norms.after}.get(placement, norms.before)
+        n = lambda z: F.rms_norm(z, (z.size(-1),), norm.weight, 1e-5)  # noqa: E731
+        if placement == "pre":
+            return x + f(n(x), Inputs())
+        if placement == "post":
+            return n(x + f(x, Inputs()))
+        if placement == "after":
+            return x + F.rms_norm(f(x, Inputs()), (x.size(-1),), norms.after.weight, 1e-5)
+        return x + F.rms_norm(f(n(x), Inputs()), (x.size(-1),), norms.after.weight, 1e-5)
+
+    return branch(branch(x, attention.attn, attention), mlp.mlp, mlp)
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
+def test_norm_placement(placement):
+    model = build(norm="rmsnorm", norm_placement=placement, pos="none", n_layer=1)
+    for p in model.parameters():
+        torch.nn.init.normal_(p)
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    assert torch.allclose(model.blocks[0](x, Inputs()), hand_block(model, x, placement), atol=1e-10)
+
+
+def test_final_norm_only_where_the_stream_is_not_normalised():
+    final = {p: not isinstance(build(norm_placement=p).norm, torch.nn.Identity) for p in M.PLACEMENT}
+    assert final == {"pre": True, "post": False, "after": True, "sandwich": True, "none": False}
+
+
+def test_parallel_block_equation():
+    model = build(block="parallel", pos="none", bias=True)
+    block, x = model.blocks[0], torch.randn(2, 5, 32, dtype=torch.float64)
+    (both,) = block.sums
+    n = F.layer_norm(x, (32,), both.before.weight, both.before.bias)
+    expected = x + both.attn(n, Inputs()) + both.mlp(n, Inputs())
+    assert torch.allclose(block(x, Inputs()), expected, atol=1e-12)
+
+
+def test_qk_norm_makes_scores_blind_to_scale():
+    model = build(qk_norm=True, pos="none", n_layer=1)
+    x = torch.randn(1, 6, 32, dtype=torch.float64)
+    attn = model.blocks[0].sums[0].attn
+    before = attn(x, Inputs())
+    with torch.no_grad():
+        for n in range(4):  # q and k rows of each head, not v's
+            attn.qkv.weight.view(4, 3, 8, 32)[n, :2] *= 100
+    assert torch.allclose(attn(x, Inputs()), before, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind,f", [("gelu", F.gelu), ("relu", F.relu), ("relu2", lambda x: F.relu(x) ** 2)])
+def test_plain_mlp(kind, f):
+    model = build(mlp=kind)
+    mlp, x = model.blocks[0].sums[1].mlp, torch.randn(3, 2, 32, dtype=torch.float64)
+    assert mlp.up.weight.shape == (128, 32)
+    assert torch.allclose(mlp(x, Inputs()), f(x @ mlp.up.weight.T) @ mlp.down.weight.T)
+
+
+@pytest.mark.parametrize("kind,f", [("swiglu", F.silu), ("geglu", F.gelu)])
+def test_gated_mlp(kind, f):
+    model = build(mlp=kind)
+    mlp, x = model.blocks[0].sums[1].mlp, torch.randn(3, 2, 32, dtype=torch.float64)
+    gate, up = mlp.up.weight[::2], mlp.up.weight[1::2]
+    assert torch.allclose(mlp(x, Inputs()), (f(x @ gate.T) * (x @ up.T)) @ mlp.down.weight.T)
+
+
+@pytest.mark.parametrize("C,expected", [(768, 2048), (4096, 10944), (32, 85)])
+def test_gated_width_matches_parameters(C, expected):
+    assert ModelConfig(n_head=2, n_embd=C, mlp="swiglu").hidden_dim == expected
+    assert ModelConfig(n_head=2, n_embd=C, mlp="gelu").hidden_dim == 4 * C
+
+
+# ---- loss
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("chunk", [1, 5, 26, 1000])
+def test_chunked_loss_equals_the_whole(softcap, chunk):
+    torch.manual_seed(0)
+    reference, model = (build(logit_softcap=softcap, loss_chunk=c) for c in (10**6, chunk))
+    for p in model.parameters():
+        torch.nn.init.normal_(p)
+    reference.load_state_dict(model.state_dict())
+    idx, targets = torch.randint(29, (2, 2, 13))
+    targets[0, 3:6] = -1
+    a, b = model(idx, targets), reference(idx, targets)
+    assert torch.allclose(a, b, atol=1e-10)
+    a.backward(), b.backward()
+    for (n, p), r in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p.grad, r.grad, atol=1e-9), n
+    with torch.no_grad():
+        assert torch.allclose(model(idx, targets), b)
+
+
+@pytest.mark.parametrize("trained", ["head", "all but the head", "nothing"])
+def test_chunked_loss_of_frozen_parameters(trained):
+    """Trained parameters have the gradients that they have together; without autograd, no chunk computes a gradient."""
+    model, idx = build(loss_chunk=5, tie_weights=False), tokens(2, 13)
+    model(idx, idx).backward()
+    whole = {name: p.grad for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.grad = None
+        p.requires_grad_(trained != "nothing" and (name == "head.weight") == (trained == "head"))
+    calls = []
+    model.chunk_loss = lambda *args: calls.append(args[-1]) or ops.chunk_loss(*args)
+    loss = model(idx, idx)
+    if trained != "nothing":
+        loss.backward()
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, whole[name]) if p.requires_grad else p.grad is None, name
+    with torch.no_grad():
+        model(idx, idx)
+    assert len(calls) == 12 and not any(calls[6:])
+
+
+def test_the_chunks_of_a_gpu_hold_a_gib(monkeypatch):
+    """5248 rows of GPT-2's vocabulary, where a CPU takes 640; a text that fits is one chunk, for the compiled loss."""
+    gpu, cpu, calls = torch.device("cuda"), torch.device("cpu"), []
+    record = lambda x, W, b, targets, options: calls.append((len(x), options)) or x.sum()  # noqa: E731
+    monkeypatch.setattr(ops.ChunkedCrossEntropy, "apply", record)
+    for V in (257, 32000, 50304, 2**30):
+        for device, most in ((cpu, 2**27), (gpu, 2**30)):
+            rows = ops.rows_at_once(0, V, device)
+            assert 4 * V * rows <= max(most, 4 * V) and 4 * V * (rows + 128) > most
+    assert (ops.rows_at_once(0, 50304, cpu), ops.rows_at_once(0, 50304, gpu)) == (640, 5248)
+    with FakeTensorMode(), torch.device(gpu):
+        of_chunk, head = object(), lambda: (torch.empty(50304, 8), None)
+        model = SimpleNamespace(cfg=ModelConfig(vocab_size=50304), chunk_loss=of_chunk, head_parameters=head)
+        for tokens_of_a_text in (100, 6000):
+            x, targets = torch.empty(2, tokens_of_a_text, 8), torch.empty(2, tokens_of_a_text, dtype=torch.int64)
+            Model.loss(model, x, targets)
+    assert calls == [(n, (0.0, 5248, of_chunk, True)) for n in (200, 12000)]
+
+
+# ---- accounting, initialisation, configuration
+
+
+def on_meta(**flags) -> Model:
+    with torch.device("meta"):
+        return Model(ModelConfig(**flags))
+
+
+def test_gpt2_has_its_published_parameters():
+    gpt2 = dict(vocab_size=50257, bias=True)
+    assert on_meta(**gpt2).n_params() == 124_439_808
+    assert on_meta(n_layer=48, n_head=25, n_embd=1600, **gpt2).n_params() == 1_557_611_200
+
+
+def test_parameters_and_flops_counted_by_hand():
+    L, H, Hkv, C, T, V, W = 6, 8, 2, 512, 256, 1000, 64
+    D, hidden = C // H, 1344  # 2/3 * 4 * 512 = 1365.3, to a multiple of 64
+    model = on_meta(
+        n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V, attention="gqa", n_kv_head=Hkv, mlp="swiglu",
+        norm="rmsnorm", pos="rope", qk_norm=True, tie_weights=False, window=W, window_pattern="SSL",
+    )  # fmt: skip
+    matrices = L * (C * (H + 2 * Hkv) * D + C * C + 3 * C * hidden) + V * C
+    vectors = L * (2 * C + 2 * D) + C
+    assert model.n_params() == matrices + V * C + vectors
+    visible = (4 * W + 2 * T) * H * D  # four of six layers slide
+    assert flops(model, T) == T * (6 * matrices + 12 * visible)
+
+
+@pytest.mark.parametrize("T", [100, 40])
+def test_flops_of_an_encoder_counted_by_hand(T):
+    """A window reaches to both sides, and no farther than the text."""
+    L, H, C, V, W, M = 3, 4, 64, 1000, 30, 5
+    model = on_meta(
+        n_layer=L, n_head=H, n_embd=C, block_size=128, vocab_size=V, attention="mqa", bias=True, window=W,
+        window_pattern="LSS", objective="masked", block="superblock", pool="joint", n_slot=M,
+    )  # fmt: skip
+    matrices = L * (C * (C + 2 * C // H) + C * C) + V * C
+    scores = T * (2 * min(T, 59) + T + L * M) * C  # as many multiplications as the weighted sum
+    assert flops(model, T) == 6 * T * matrices + 12 * scores
+
+
+def test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand():
+    L, E, H, Hkv, C, T, S, V, W = 3, 5, 8, 2, 256, 128, 96, 1000, 40
+    wide = C + 2 * C * Hkv // H
+    flags = dict(n_layer=L, n_encoder_layer=E, n_head=H, n_embd=C, block_size=T, vocab_size=V, objective="seq2seq")
+    for block in ("standard", "superblock"):
+        model = on_meta(**flags, attention="gqa", n_kv_head=Hkv, pos="rope", window=W, mlp_ratio=3.0, block=block)
+        mlp, kv = 2 * C * 3 * C, C * 2 * C * Hkv // H
+        encoder, decoder = E * (C * wide + C * C + mlp), L * (C * wide + C * C + mlp + C * C + C * C)
+        norms = {"standard": 2 * E + 3 * L, "superblock": E + L}[block] + 2
+        assert model.n_params() == encoder + decoder + L * kv + V * C + norms * C
+        weights = S * (encoder + L * kv) + T * (decoder + V * C)
+        scores = (E * S * (2 * W - 1) + L * T * (W + S)) * C
+        assert flops(model, T, source=S) == 6 * weights + 12 * scores
+
+
+@pytest.mark.parametrize(
+    "flags,summands",
+    [
+        ({}, [16]),  # what is added to the stream: two sums a layer, three with a memory
+        ({"objective": "masked"}, [16]),
+        ({"objective": "seq2seq"}, [24, 16]),
+        ({"objective": "seq2seq", "n_encoder_layer": 3}, [24, 6]),
+    ],
+    ids=str,
+)
+def test_initial_standard_deviations(flags, summands):
+    torch.manual_seed(0)
+    model = Model(ModelConfig(n_layer=8, n_head=4, n_embd=256, block_size=64, vocab_size=512, bias=True, **flags))
+    for n, p in model.named_parameters():
+        if p.dim() == 2:
+            summand = n.endswith(("attn.out.weight", "cross.out.weight", "mlp.down.weight"))
+            expected = 0.02 / math.sqrt(summands["encoder" in n]) if summand else 0.02
+            assert p.std().item() == pytest.approx(expected, rel=0.05), n
+            assert abs(p.mean().item()) < expected / 10, n
+        else:
+            assert (p == (0 if n.endswith("bias") else 1)).all(), n
+
+
+@pytest.mark.parametrize("values,resid", [("first", 1.0), ("all", 0.2)])
+@pytest.mark.parametrize("block", ["simplified", "simplified_parallel"])
+def test_initial_values_of_simplified_blocks(block, values, resid):
+    """Every parameter: W_Q and the near identities' W are 0, no linear layer shrinks with depth, and the gains."""
+    C, H, D = 256, 4, 64
+    flags = dict(block=block, simplified_value_proj=values, simplified_beta_ff=0.3, attention="gqa", n_kv_head=2)
+    model, seen = Model(ModelConfig(n_layer=3, n_head=H, n_embd=C, block_size=64, vocab_size=512, **flags), 1), set()
+    g_attn, b_ff = {"simplified": ("0.gain", "1.gain"), "simplified_parallel": ("0.gains.0", "0.gains.1")}[block]
+    others = {"value.resid.weight": resid, "out.resid.weight": resid, f"sums.{b_ff}.weight": 0.3}
+    for n, p in model.named_parameters():
+        kind = ".".join(n.split(".")[-2:])
+        seen |= {n.partition("sums.")[2], kind}
+        if kind == "qk.weight":  # two groups of two heads' queries and one's keys
+            q, k = p.view(2, 3, D, C).split((2, 1), dim=1)
+            assert (q == 0).all() and k.std().item() == pytest.approx(0.02, rel=0.05)
+        elif kind in ("value.weight", "out.weight"):
+            assert (p == 0).all(), n
+        elif kind in ("up.weight", "down.weight", "wte.weight", "wpe.weight"):
+            assert p.std().item() == pytest.approx(0.02, rel=0.05), n
+        else:
+            gain = next((value for name, value in others.items() if n.endswith(name)), 1.0)
+            assert p.dim() == 1 and torch.equal(p, torch.full_like(p, gain)), n
+    assert {"0.attn.value.resid.weight", "0.attn.value.skip.weight", "0.attn.alpha"} <= seen
+    assert {f"{g_attn}.weight", f"{b_ff}.weight"} <= seen and ("1.skip.weight" in seen) == (block == "simplified")
+
+
+def test_initial_values_of_slots():
+    """As large as keys and values of a stream whose channels have variance 1, which a matrix of N(0, 0.02) makes."""
+    flags = dict(block="superblock", pool="joint", n_slot=300)
+    model = Model(ModelConfig(n_layer=2, n_head=4, n_embd=256, block_size=64, vocab_size=512, **flags), 1)
+    slots = [p for n, p in model.named_parameters() if "slot" in n]
+    assert len(slots) == 4
+    for p in slots:
+        assert p.shape == (4, 300, 64) and p.std().item() == pytest.approx(0.02 * 16, rel=0.02)
+        assert abs(p.mean().item()) < 0.01
+    assert len({p[0, 0, 0].item() for p in slots}) == 4  # each has numbers of its own
+
+
+def test_a_module_declares_its_initial_values():
+    """A number, or a normal distribution with rows of zeros; other parameters keep what the table says."""
+    model = Model(ModelConfig(**TINY, bias=True), seed=1)
+    first, second = model.blocks[0].sums
+    others = {n: p.clone() for n, p in model.named_parameters() if "blocks.0." not in n}
+    first.before.initial, second.mlp.up.initial = {"weight": 0.5}, {"weight": M.Normal(3.0, zero=2, period=8)}
+    model.init_weights(1)
+    assert (first.before.weight == 0.5).all() and (first.before.bias == 0).all()
+    up = second.mlp.up.weight.view(16, 8, 32)
+    assert (up[:, :2] == 0).all() and up[:, 2:].std().item() == pytest.approx(3.0, rel=0.05)
+    assert (second.mlp.up.bias == 0).all() and (second.before.weight == 1).all()
+    assert all(torch.equal(p, others[n]) for n, p in model.named_parameters() if n in others)
+
+
+def test_a_reader_begins_with_the_same_weights_in_every_block():
+    blocks = [{"block": "standard"}, {"block": "parallel"}, {"block": "superblock", "wiring": "series"}]
+    readers = []
+    for flags in blocks:
+        state = Model(ModelConfig(**TINY, **flags, objective="seq2seq"), seed=3).state_dict()
+        readers.append({re.sub(r"sums[.][0-9]+[.]", "", n): p for n, p in state.items() if p.dim() == 2})
+    for other in readers[1:]:
+        assert other.keys() == readers[0].keys()
+        assert all(torch.equal(p, other[n]) for n, p in readers[0].items())
+
+
+@pytest.mark.parametrize("block", M.BLOCK)
+@pytest.mark.parametrize("pos", M.POSITION)
+@pytest.mark.parametrize("norm_placement", ["pre", "post"])
+def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
+    flags = dict(block=block, pos=pos, norm_placement=norm_placement, window=4, window_pattern="SL")
+    both = build(objective="seq2seq", n_encoder_layer=3, **flags)
+    alone = build(objective="masked", n_layer=3, **flags)
+    jitter(both)
+    weights = {n: p for n, p in both.state_dict().items() if n.startswith(("wte", "pos", "head"))}
+    weights |= {n.removeprefix("encoder."): p for n, p in both.state_dict().items() if n.startswith("encoder.")}
+    alone.load_state_dict(weights)
+    source = tokens(2, T)
+    for docs in (None, DOCS):
+        assert torch.allclose(both.encode(source, docs), alone.hidden(source, docs=docs), atol=1e-12)
+
+
+def test_head_is_tied_or_not():
+    tied, untied = build(), build(tie_weights=False)
+    assert tied.head.weight is tied.wte.weight and untied.head.weight is not untied.wte.weight
+    assert untied.n_params() - tied.n_params() == 29 * 32
+
+
+@pytest.mark.parametrize("flags,fragments", [
+    ({"n_embd": 30}, ["n_embd=30", "n_head=4"]),
+    ({"n_layer": 0}, ["n_layer=0"]),
+    ({"n_encoder_layer": -1, "objective": "seq2seq"}, ["n_encoder_layer=-1"]),
+    ({"window": -1}, ["window=-1"]),
+    ({"dropout": 1.0}, ["dropout=1.0"]),
+    ({"attention": "gqa"}, ["n_kv_head=0", "attention=gqa", "[1, 2, 4]"]),
+    ({"attention": "gqa", "n_kv_head": 3}, ["n_kv_head=3", "n_head=4"]),
+    ({"attention": "mqa", "n_kv_head": 2}, ["n_kv_head=2", "attention=mqa"]),
+    ({"n_kv_head": 2}, ["n_kv_head=2", "attention=mha", "gqa"]),
+    ({"pos": "rope", "n_embd": 36}, ["pos=rope", "9"]),
+    ({"pos": "sinusoidal", "n_embd": 35, "n_head": 5}, ["pos=sinusoidal", "35"]),
+    ({"window_pattern": "SSL"}, ["window_pattern='SSL'", "window=0"]),
+    ({"window": 4, "window_pattern": "SX"}, ["window_pattern='SX'"]),
+    ({"mlp_ratio": 0.0}, ["mlp_ratio=0.0"]),
+    ({"rope_theta": -1.0}, ["rope_theta=-1.0"]),
+    ({"vocab_size": 0}, ["vocab_size=0"]),
+], ids=str)  # fmt: skip
+def test_impossible_flags_are_named(flags, fragments):
+    with pytest.raises(ValueError) as error:
+        build(**flags)
+    assert "\n" not in str(error.value)
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+def test_too_long_a_sequence_is_refused():
+    with pytest.raises(ValueError, match="14 tokens.*block_size=13"):
+        build()(tokens(1, 14))
+    with pytest.raises(ValueError, match="14 tokens.*block_size=13"):
+        build(objective="seq2seq")(tokens(1, 3), source=tokens(1, 14))
+
+
+@pytest.mark.parametrize("objective", [[], ["--objective=causal"], ["--objective=masked"]], ids=str)
+def test_an_encoder_is_sized_only_where_there_is_one(objective):
+    with pytest.raises(ValueError, match=r"^--n_encoder_layer=2 .*only with objective=seq2seq, and [^\n]*remove it"):
+        configurator.parse(configurator.Config, ["--n_encoder_layer=2", *objective])
+    assert configurator.parse(configurator.Config, ["--n_encoder_layer=2", "--objective=seq2seq"]).n_encoder_layer == 2
+
+
+def test_what_an_objective_does_not_do_is_refused():
+    idx = tokens(1, 5)
+    for objective, source, words in (
+        ("causal", idx, "^objective=causal reads no source$"),
+        ("masked", idx, "^objective=masked reads no source$"),
+        ("seq2seq", None, "^objective=seq2seq needs a source$"),
+    ):
+        model = build(objective=objective)
+        with pytest.raises(ValueError, match=words):
+            model(idx, source=source)
+        with pytest.raises(ValueError, match=words if objective != "masked" else "^objective=masked does not continue"):
+            next(generate(model, idx, 1, lambda logits: logits.argmax(-1), source=source))
+    with pytest.raises(ValueError, match="^objective=masked does not continue a text; it fills blanks in one$"):
+        next(generate(build(objective="masked"), idx, 1, lambda logits: logits.argmax(-1)))
+
+
+@pytest.mark.parametrize("given", ["docs", "source_docs"])
+def test_document_numbers_of_one_side_only_are_refused(given):
+    idx = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="docs and source_docs go together"):
+        build(objective="seq2seq")(idx, source=idx, **{given: idx})
+
+
+# ---- seams
+
+
+def stored_attributes(file: Path) -> set[tuple[str, str]]:
+    """(object, attribute) of every assignment to an attribute in a file."""
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
+    return {(ast.unparse(node.value), node.attr) for node in nodes if isinstance(node.ctx, ast.Store)}
+
+
+def test_engine_replaces_the_seams_and_nothing_else():
+    """Among the attributes that model.py defines, engine/ assigns exactly those in the table of its docstring."""
+    of_modules = {name for owner, name in stored_attributes(ROOT / "model.py") if owner == "self"}
+    for kind in vars(M).values():
+        if isinstance(kind, type) and issubclass(kind, torch.nn.Module):
+            of_modules |= set(vars(kind))
+    stored = set().union(*(stored_attributes(file) for file in (ROOT / "engine").rglob("*.py")))
+    replaced = {name for owner, name in stored if owner not in ("self", "ctx", "cfg")} & of_modules
+    table = M.__doc__.partition("Seams.")[2].splitlines()
+    named = set(re.findall(r"[.](\w+)", " ".join(line[:37] for line in table)))
+    assert named == replaced | {"init_weights", "blocks"}  # a subclass overrides the one; the other loses entries
+
+
+# ---- initial weights
+
+
+def splitmix64(n: int, key: int) -> np.ndarray:
+    """What splitmix64 (https://prng.di.unimi.it/splitmix64.c) makes of its states key, key + 1, ... times gamma."""
+    out, mask = [], 2**64 - 1
+    for i in range(n):
+        z = (key + i) * 0x9E3779B97F4A7C15 & mask
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+        out.append(z ^ z >> 31)
+    return np.array(out, dtype=np.uint64)
+
+
+def test_initial_weights_are_a_function_of_seed_name_and_place():
+    """Against splitmix64 in Python's integers and Box and Muller's formula in numpy."""
+    key = int.from_bytes(hashlib.sha256(b"7 wte.weight").digest()[:8], "little")
+    bits = splitmix64(40 * 16, key)
+    u, v = (bits >> np.uint64(32)) / 2**32 + 2**-33, (bits & np.uint64(2**32 - 1)) / 2**32
+    expected = torch.from_numpy(np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)).view(40, 16)
+    model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=40), seed=7)
+    assert torch.allclose(model.wte.weight.double(), 0.02 * expected, atol=1e-8)
+
+
+def test_initial_weights_are_normal_and_independent():
+    """Moments up to the fourth, neighbours, other names and seeds: a million numbers leave errors of about 1e-3."""
+    x, y, z = (M.normal(key, (1024, 1024), (0, 0), (1024, 1024), "cpu").double() for key in ("1 a", "1 b", "2 a"))
+    moments = [(x**n).mean().item() for n in (1, 2, 3, 4)]
+    assert moments == pytest.approx([0, 1, 0, 3], abs=0.02)
+    for other in (x.roll(1, 0), x.roll(1, 1), y, z):
+        assert abs((x * other).mean().item()) < 5e-3 and abs((x.square() * other.square()).mean().item() - 1) < 0.02
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_part_of_the_initial_weights_is_that_part_of_the_whole(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=3)))
+    start = tuple(data.draw(st.integers(0, n)) for n in shape)
+    size = tuple(data.draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True))
+    longer = (shape[0] + data.draw(st.integers(0, 3)), *shape[1:])  # as with padding
+    whole = M.normal("0 x", longer, (0,) * len(shape), shape, "cpu")
+    part = whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+    assert torch.equal(M.normal("0 x", shape, start, size, "cpu"), part)
+
+
+def test_large_arrays_are_drawn_in_strips():
+    whole = M.normal("0 x", (3000, 50), (0, 0), (3000, 50), "cpu")  # 2^16 numbers at once
+    assert torch.equal(torch.cat([M.normal("0 x", (3000, 50), (i, 0), (1, 50), "cpu") for i in range(3000)]), whole)
+
+
+class Padded(ModelConfig):
+    vocab_rows = 44
+
+
+@pytest.mark.parametrize("flags", [{}, {"tie_weights": False}, {"loss_chunk": 5, "logit_softcap": 3.0}], ids=str)
+def test_padding_of_the_vocabulary_changes_nothing(flags):
+    """Loss, gradients, logits and drawn tokens are those of the model without padding, which gets no gradient."""
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 41} | flags
+    plain, padded = Model(ModelConfig(**sizes), seed=3), Model(Padded(**sizes), seed=3)
+    with torch.no_grad():
+        for weight in {padded.wte.weight, padded.head.weight}:
+            weight[41:] = 1e4  # would win everywhere
+    assert padded.wte.weight.shape == (44, 16) and padded.head.weight.shape == (44, 16)
+    idx, targets = torch.randint(41, (2, 3, 8), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(padded(idx), plain(idx))
+    for model in (plain, padded):
+        model(idx, targets).backward()
+    for (name, p), (_, q) in zip(plain.named_parameters(), padded.named_parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad[: len(p)]), name
+        assert (q.grad[len(p) :] == 0).all()
+    greedy = [torch.stack(list(generate(m, idx, 12, lambda logits: logits.argmax(-1)))) for m in (plain, padded)]
+    assert torch.equal(*greedy)

@@ -1,0 +1,114 @@
+"""Models compute the same when each function of ops.py is replaced by the formula of its docstring, written naively."""
+
+import hashlib
+import inspect
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_model import GRID, T, beside, build, changes, jitter, tokens
+
+import model as M
+import ops
+
+
+def visible(mask: ops.Mask, T: int, S: int) -> torch.Tensor:
+    """(T, S), or (B, 1, T, S) with documents: whether a query sees a key."""
+    distance = torch.arange(S - T, S)[:, None] - torch.arange(S)
+    seen = (distance.abs() < (mask.window or T + S)) & ((distance >= 0) | (not mask.causal))
+    return seen if mask.docs is None else seen & (mask.docs[0][:, None, :, None] == mask.docs[1][:, None, None, :])
+
+
+def attention(q, k, v, D, mask, softcap=0.0, dropout=0.0, slots=None, strips=None):
+    assert dropout == 0
+    T, S, H = q.size(2), k.size(2), q.size(1)
+    seen = visible(mask, T, S).expand(len(q), H, T, S)
+    bias = torch.zeros(len(q), H, T, S, dtype=q.dtype)
+    if mask.slopes is not None:
+        distance = torch.arange(S - T, S)[:, None] - torch.arange(S)
+        bias = bias - mask.slopes[:, None, None] * distance.abs()
+    if slots is not None:
+        k, v = (torch.cat((x.expand(len(q), -1, -1, -1), y), dim=2) for x, y in zip(slots, (k, v), strict=True))
+        n = k.size(2) - S
+        seen, bias = F.pad(seen, (n, 0), value=True), F.pad(bias, (n, 0))
+    k, v = (x.repeat_interleave(H // x.size(1), dim=1) for x in (k, v))
+    scores = capped(q[..., :D] @ k[..., :D].mT / math.sqrt(D), softcap) + q[..., D:] @ k[..., D:].mT / math.sqrt(D)
+    return (scores + bias).masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+
+def uniform_attention(q, k, v, D, mask, strips=None):
+    return attention(torch.cat((0 * q[..., :D], q[..., D:]), dim=-1), k, v, D, mask)
+
+
+def capped(x, cap):
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def cross_entropy(x, weight, bias, targets, softcap=0.0, chunk=0, of_chunk=None):
+    logits = capped(x @ weight.T + (0 if bias is None else bias), softcap)
+    of_target = logits.log_softmax(-1)[torch.arange(len(x)), targets]
+    return -(of_target * (targets >= 0)).sum()
+
+
+def normal(key, shape, start, size, device):
+    index = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
+    index = index[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+    x = index + np.uint64(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))
+    x = x * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = x ^ (x >> np.uint64(31))
+    first, second = (x >> np.uint64(32)).astype(float), (x & np.uint64(2**32 - 1)).astype(float)
+    numbers = np.sqrt(-2 * np.log((first + 0.5) / 2**32)) * np.cos(2 * np.pi * second / 2**32)
+    return torch.from_numpy(numbers).float()
+
+
+NAIVE = {
+    "attention": attention,
+    "uniform_attention": uniform_attention,
+    "capped": capped,
+    "cross_entropy": cross_entropy,
+    "normal": normal,
+    "dropped": lambda x, p: x * (torch.rand_like(x) >= p) / (1 - p),
+    "squared_relu": lambda x: x.clamp(min=0) ** 2,
+    "rotate": lambda x, cos, sin: x * cos + torch.cat((*reversed(x.chunk(2, -1)),), dim=-1) * sin,
+    "rms_norm": lambda x, w, eps: x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w,
+    "layer_norm": lambda x, w, b, eps: (
+        (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + eps).sqrt() * w
+        + (0 if b is None else b)
+    ),
+    "at_least_float32": lambda x: x,
+    "matmul_dtype": lambda x: x.dtype,
+    "wide_stream": lambda flag, device, dtype: True,
+    "chunk_loss": None,  # handed to cross_entropy
+}
+
+
+def test_every_function_has_its_formula():
+    assert {name for name, f in vars(M).items() if inspect.isfunction(f) and f.__module__ == "ops"} == NAIVE.keys()
+
+
+def figures(flags: dict) -> list[torch.Tensor]:
+    """The loss, the logits, and the gradients of all parameters of a model of float64."""
+    model = build(**flags)
+    jitter(model)
+    torch.manual_seed(2)
+    idx, targets = tokens(2, T), tokens(2, T)
+    targets[0, 3:6] = -1
+    given = beside(model)
+    loss, logits = model(idx, targets, **given), model(idx, **given)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return [loss.detach(), logits.detach(), *grads]
+
+
+@pytest.mark.parametrize("flags", GRID, ids=changes)
+def test_the_grid_by_formulas(flags, monkeypatch):
+    with torch.random.fork_rng():
+        ours = figures(flags)
+    for name, f in NAIVE.items():
+        monkeypatch.setattr(M, name, f)
+    theirs = figures(flags)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-9 * max(1.0, b.abs().max()))

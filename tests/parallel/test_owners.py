@@ -1,0 +1,205 @@
+"""Muon among ranks: its update is that of one process, each matrix is orthogonalised once, and messages are as counted.
+Copies of parameters are compared."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import TINY
+from ranks import exit_codes, launch, train_runs
+from torch.utils.flop_counter import FlopCounterMode
+
+from configurator import Config, parse
+from data import errors
+from engine import optim
+from engine.parallel import ranks as parallel
+from engine.parallel.sharded import ShardedModel, copy_local_shard_, local
+
+FSDP, STEPS = "--parallel=fsdp", 3
+GATED = ["--mlp=swiglu", "--attention=gqa", "--n_kv_head=2", "--n_head=4", "--n_embd=30", "--head_dim=6"]
+LAYOUTS = {  # name -> (ranks, flags)
+    "ddp": (3, []),
+    "fsdp, uneven": (3, [FSDP]),
+    "fsdp, empty shards": (3, [FSDP, "--n_embd=4", "--n_kv_head=1", "--n_head=2"]),
+    "fsdp": (4, [FSDP]),
+    "hsdp": (4, [FSDP, "--dp_replicate=2"]),
+    "copies only": (4, [FSDP, "--dp_replicate=4"]),
+    "tp x fsdp": (4, [FSDP, "--tp=2"]),
+    "tp x ddp": (4, ["--tp=2"]),
+    "tp": (4, ["--tp=4", "--n_kv_head=4"]),
+    "tp x cp": (4, ["--tp=2", "--cp=2"]),
+    "fsdp x cp": (4, [FSDP, "--cp=2"]),
+    "pp x fsdp": (4, [FSDP, "--pp=2"]),
+    "pp x ddp": (4, ["--pp=2"]),
+    "superblock, tp x fsdp": (4, [FSDP, "--tp=2", "--block=superblock", "--pos=rope"]),
+    "tp x hsdp": (8, [FSDP, "--tp=2", "--dp_replicate=2"]),
+    "pp x hsdp": (8, [FSDP, "--pp=2", "--dp_replicate=2"]),
+}
+
+
+def config(flags: list[str], dtype: str = "float32") -> Config:
+    """The flags of a run; with float64, in which Newton-Schulz is computed too, tensors are made in it."""
+    common = [*TINY, *GATED, "--vocab_size=32", "--optimizer=muon", "--gradient_accumulation_steps=24", "--n_layer=3"]
+    cfg = parse(Config, [*common, *flags])
+    cfg.dtype = dtype
+    torch.set_default_dtype(torch.float64 if dtype == "float64" else torch.float32)
+    return cfg
+
+
+def updated(cfg: Config, sharded: ShardedModel) -> tuple[dict[str, torch.Tensor], optim.Muon]:
+    """This rank's parameters and optimizer state, with the full model's shapes, after steps with random gradients."""
+    optimizer = optim.build(sharded.model, cfg, sharded, getattr(torch, cfg.dtype))
+    for step in range(STEPS):
+        for name, p in sharded.model.named_parameters():
+            like, seed = sharded.as_global(name, p), 1000 * step + sum(name.encode())
+            p.grad = torch.empty_like(p.detach())
+            full = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
+            copy_local_shard_(p.grad, full, like)
+        optimizer.step()
+    parameters = {name: sharded.as_global(name, p.detach()) for name, p in sharded.model.named_parameters()}
+    states = optimizer.state_tensors(sharded.model).items()
+    return parameters | {name: sharded.as_global(name.rpartition(".")[0], t) for name, t in states}, [*optimizer.parts][
+        1
+    ]
+
+
+def update_on_ranks(layouts: dict[str, list[str]], dtype: str, largest: int, folder: Path):
+    """A file per layout and rank: the full tensors, and counts of a step."""
+    optim.Muon.LARGEST_ROUND = largest
+    init, all_to_all, sent = dist.init_process_group, dist.all_to_all_single, Counter()
+    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else init(*args, **kwargs)
+
+    def counted(out, x, out_splits, splits, group=None, **kwargs):
+        sent["bytes"] += x.itemsize * (sum(splits) - splits[dist.get_rank(group)])
+        sent["messages"] += 1
+        return all_to_all(out, x, out_splits, splits, group=group, **kwargs)
+
+    dist.all_to_all_single = counted
+    for name, flags in layouts.items():
+        cfg = config(flags, dtype)
+        sharded = ShardedModel(cfg, ranks := parallel.join(cfg))
+        sharded.init_weights(cfg.seed)
+        sent.clear()
+        with FlopCounterMode(display=False) as multiplied:
+            tensors, muon = updated(cfg, sharded)
+        full = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in tensors.items()}
+        owners, me = muon.owners, dist.get_rank(ranks.stage)
+        flops = [owners.matrices[p].flops for p, owner in owners.owner.items() if owner == me]
+        counts = {
+            "bytes": (sent["bytes"] / STEPS, owners.sent()[me] * getattr(torch, cfg.dtype).itemsize),
+            "flops": (multiplied.get_total_flops() / STEPS, sum(flops)),
+        }
+        torch.save((full, counts, sent["messages"] / STEPS, sharded.unequal_copies()), folder / f"{name} {ranks.rank}")
+
+
+def alone(flags: list[str], dtype: str) -> dict[str, torch.Tensor]:
+    """The parameters and the optimizer's state of one process."""
+    layout = ("--parallel", "--tp", "--pp", "--cp", "--dp_replicate")
+    cfg = config([flag for flag in flags if not flag.startswith(layout)], dtype)
+    sharded = ShardedModel(cfg, parallel.Ranks(0, 1, torch.device("cpu"), getattr(torch, cfg.dtype), False))
+    sharded.init_weights(cfg.seed)
+    return updated(cfg, sharded)[0]
+
+
+RUNS = [(3, 1, "float64"), (4, 1, "float64"), (4, 9, "float64"), (4, 1, "bfloat16"), (8, 1, "float64")]
+
+
+@pytest.mark.parametrize("size, rounds, dtype", RUNS)
+def test_updates_are_those_of_one_process(size, rounds, dtype, tmp_path):
+    """Parameters, momentum and AdamW's state after three steps, to 1e-9; with numbers that travel and are multiplied in
+    bfloat16, to a few of its roundings. Each rank sends and multiplies as much as its table of owners says."""
+    layouts = {name: flags for name, (ranks, flags) in LAYOUTS.items() if ranks == size}
+    launch(size, update_on_ranks, tmp_path, layouts, dtype, 2**26 if rounds == 1 else 1, tmp_path)
+    for name, flags in layouts.items():
+        expected, seen = alone(flags, dtype), set()
+        torch.set_default_dtype(torch.float32)
+        for rank in range(size):
+            full, counts, messages, unequal = torch.load(tmp_path / f"{name} {rank}")
+            assert unequal == "" and (messages == 2 if rounds == 1 else 2 < messages <= 2 * rounds), name
+            for kind, (found, counted) in counts.items():
+                assert found == counted, (name, rank, kind)
+            for key, x in full.items():
+                limit = 1e-9 if dtype == "float64" else 1e-5 if "momentum" in key else 2e-3
+                assert (x - expected[key]).abs().max() < limit, (name, rank, key)
+            seen |= full.keys()
+        assert seen == expected.keys(), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies of parameters
+
+
+def nudge(p: torch.nn.Parameter):
+    """Change one number by as little as there is."""
+    with torch.no_grad():
+        first = local(p).flatten()[:1].clone()
+        local(p).view(-1)[:1] = first.nextafter(first + 1)
+
+
+def plant(cases: list[tuple[list[str], int, str]], folder: Path):
+    """Per case (flags, rank, a parameter's name) what unequal_copies says before and after this rank changes it."""
+    init, said = dist.init_process_group, []
+    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else init(*args, **kwargs)
+    for flags, rank, name in cases:
+        cfg = config(flags)
+        sharded = ShardedModel(cfg, parallel.join(cfg))
+        sharded.init_weights(cfg.seed)
+        said.append(sharded.unequal_copies())
+        if dist.get_rank() == rank:
+            nudge(sharded.model.get_parameter(name))
+        said.append(sharded.unequal_copies())
+    (folder / f"said {dist.get_rank()}").write_text(json.dumps(said))
+
+
+def test_ranks_whose_copies_differ_are_named(tmp_path):
+    """Copies of DDP, HSDP and DDP with tp or pp, parameters that tp does not cut, gains under FSDP; shards
+    and slices have no copies."""
+    cases = [  # flags, the rank that changes a parameter, its name, who is said to differ from whom
+        ([], 2, "blocks.1.sums.1.mlp.up.weight", {(2, other) for other in (0, 1, 3)}),
+        ([FSDP], 1, "wte.weight", set()),
+        ([FSDP, "--dp_replicate=2"], 1, "wte.weight", {(1, 3), (3, 1)}),
+        (["--tp=2"], 2, "wte.weight", {(0, 2), (2, 0)}),
+        (["--tp=4", "--n_kv_head=4"], 3, "wte.weight", set()),
+        (["--tp=4", "--n_kv_head=4"], 1, "blocks.0.sums.0.before.weight", {(1, other) for other in (0, 2, 3)}),
+        (
+            [FSDP, "--block=simplified", "--n_embd=24"],
+            3,
+            "blocks.0.sums.0.attn.alpha",
+            {(3, other) for other in (0, 1, 2)},
+        ),
+        (["--pp=2"], 2, "blocks.2.sums.0.attn.qkv.weight", {(2, 3), (3, 2)}),
+    ]
+    launch(4, plant, tmp_path, [case[:3] for case in cases], tmp_path)
+    said = [json.loads((tmp_path / f"said {rank}").read_text()) for rank in range(4)]
+    assert said[0] == said[1] == said[2] == said[3]
+    for (*case, expected), before, after in zip(cases, said[0][::2], said[0][1::2], strict=True):
+        named = {f"those of rank {a} from those of rank {b}" for a, b in expected} or {""}
+        assert before == "" and after.partition(": ")[2].partition(";")[0] in named, (case, after)
+
+
+def train_with_a_difference(flags: list[str]):
+    """train.py, whose second rank of three changes a parameter in the third step."""
+    backward, steps = ShardedModel.backward, []
+
+    def changed(self, *args):
+        steps.append(1)
+        if len(steps) == 3 and dist.get_rank() == 1:
+            self.model.wte.weight.data[0] += 1e-3
+        return backward(self, *args)
+
+    ShardedModel.backward, errors.FIRST_RANK_SPEAKS = changed, 0
+    train_runs([flags])
+
+
+def test_a_difference_ends_the_run_at_the_next_evaluation(tiny_data, tmp_path):
+    flags = [*TINY, "--gradient_accumulation_steps=3", f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}"]
+    flags += ["--max_iters=8", "--eval_interval=4", "--save_interval=2"]
+    assert exit_codes(3, train_with_a_difference, tmp_path, flags) == [1, 1, 1]
+    said = (tmp_path / "rank 0").read_text()
+    assert "Traceback" not in said
+    [line] = [line for line in said.splitlines() if line.startswith("error:")]
+    assert re.search("at step 4, .* those of rank 1 from those of rank [02];.* --init_from=resume", line)

@@ -1,0 +1,246 @@
+"""Estimates of memory before a run: below what runs really take, and not far; what cannot fit is refused in a line."""
+
+import os
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT, TINY, refused
+from ranks import launch, train_runs
+
+import sample
+import train
+from configurator import Config, parse
+from data.dataset import open_data
+from data.loader import Loader
+from data.objective import OBJECTIVE
+from engine.parallel.ranks import Ranks
+from engine.plan import memory, plan
+from model import BLOCK, Model, ModelConfig
+from sample import SampleConfig
+
+GIB = 2**30
+
+
+def config(*flags: str) -> Config:
+    return parse(Config, list(flags))
+
+
+def need(cfg: Config, size: int = 1, data_size: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+    """The estimate for one of `size` ranks, by kind, in bytes."""
+    ranks = Ranks(0, size, torch.device(device), dtype, False, 0, data_size)
+    ids = cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
+    least = memory.training_need(cfg, ranks, OBJECTIVE[cfg.objective](*ids).lengths)
+    return {kind: n for kind, (n, _) in least.items()}
+
+
+@pytest.mark.parametrize("block", BLOCK)
+@pytest.mark.parametrize("objective", ["causal", "seq2seq"])
+@pytest.mark.parametrize("layers", [(1, 0), (5, 0), (4, 3)])
+def test_parameters_are_counted_without_the_whole_model(block, objective, layers):
+    cfg = ModelConfig(
+        n_layer=layers[0], n_encoder_layer=layers[1], n_head=2, n_embd=16, block_size=8, vocab_size=99, bias=True,
+        tie_weights=False, block=block, objective=objective,
+    )  # fmt: skip
+    model = Model(cfg)
+    blocks = {m.weight for name, m in model.named_modules() if "blocks." in name and isinstance(m, torch.nn.Linear)}
+    assert memory.parameters(cfg) == (model.n_params(), sum(w.numel() for w in blocks))
+
+
+SHAPE = ["--n_embd=128", "--block_size=256", "--gradient_accumulation_steps=1", "--max_iters=2", "--eval_iters=1"]
+SHAPES = {  # flags, and how many times the estimate a run may take
+    "activations": (["--n_layer=4", "--batch_size=8", "--vocab_size=2048"], 3),
+    "parameters": (["--n_layer=1", "--n_embd=512", "--batch_size=1", "--vocab_size=8192"], 3),
+    "evaluated": (["--n_layer=1", "--vocab_size=131072", "--batch_size=1", "--eval_only=True"], 8),
+}
+
+
+def measure(flags: list[str], file: Path):
+    """train.py with these flags; the file then has what Linux says about the process."""
+    train_runs([flags])
+    file.write_text(Path("/proc/self/status").read_text())
+
+
+@pytest.mark.no_jitter
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures as Linux does")
+def test_a_run_takes_more_and_not_much_more(tiny_data, tmp_path):
+    def peak(name: str, flags: list[str]) -> int:
+        flags = [*TINY, *SHAPE, "--warmup_iters=0", f"--dataset={tiny_data}", f"--out_dir={tmp_path / name}", *flags]
+        launch(1, measure, tmp_path, flags, tmp_path / f"{name}.status")
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", (tmp_path / f"{name}.status").read_text())[1])
+
+    peaks = {name: peak(name, flags) for name, (flags, _) in SHAPES.items()}
+    peaks["least"] = peak("least", ["--block_size=16", "--n_embd=16", "--eval_only=True"])
+    for name, (flags, factor) in SHAPES.items():
+        estimated = sum(need(config(*TINY, *SHAPE, *flags)).values())
+        assert estimated > 30 * 2**20
+        assert estimated <= peaks[name] - peaks["least"] <= factor * estimated, name
+
+
+LAYOUTS = {
+    "one": (1, 1, []),
+    "fsdp": (4, 4, ["--parallel=fsdp"]),
+    "hsdp": (4, 4, ["--parallel=fsdp", "--dp_replicate=2", "--optimizer=muon"]),
+    "offload": (4, 4, ["--parallel=fsdp", "--fsdp_offload=True"]),
+    "tp": (2, 1, ["--tp=2", "--activation_checkpoint=selective"]),
+    "cp": (2, 1, ["--cp=2", "--activation_checkpoint=full"]),
+    "pp": (2, 1, ["--pp=2"]),
+    "gated": (2, 2, ["--mlp=swiglu", "--pos=rope", "--norm=rmsnorm", "--attention=mqa"]),
+    "superblock": (1, 1, ["--block=superblock", "--pool=joint"]),
+    "simplified": (1, 1, ["--block=simplified_parallel", "--norm=none", "--norm_placement=none"]),
+    "seq2seq": (1, 1, ["--objective=seq2seq", "--corrupt_ratio=0.5"]),
+}
+
+
+@pytest.mark.parametrize("size,data_size,flags", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_plan_has_more(size, data_size, flags, monkeypatch):
+    monkeypatch.setattr(plan, "largest", lambda total, usable: 0)  # the largest batch takes four fifths of the time
+    shape = ["--n_layer=4", "--n_head=4", "--n_embd=128", "--block_size=128", "--vocab_size=512", "--batch_size=4"]
+    cfg = config(*shape, "--gradient_accumulation_steps=4", "--plan=True", f"--world_size={size}", *flags)
+    planned, estimated = plan.estimate(cfg), need(cfg, size, data_size, torch.bfloat16)
+    estimated.pop("token ids")
+    assert 0.2 * (planned.total + planned.host) < sum(estimated.values()) <= planned.total + planned.host
+
+
+def test_copies_of_the_shards_do_not_share_them():
+    """Of 8 ranks that hold 2 copies, each has a quarter of the states."""
+    flags = ["--n_layer=2", "--n_head=4", "--n_embd=128", "--vocab_size=512", "--gradient_accumulation_steps=8"]
+    alone = need(config(*flags))[memory.STATES]
+    assert need(config(*flags, "--parallel=fsdp"), 8, 8)[memory.STATES] == alone // 8
+    assert need(config(*flags, "--parallel=fsdp", "--dp_replicate=2"), 8, 8)[memory.STATES] == alone // 4
+
+
+def test_the_machine_is_what_the_least_limit_leaves(tmp_path, monkeypatch):
+    whole = memory.machine_memory()
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 2**28 < whole
+    files = {
+        "/proc/self/cgroup": "4:memory:/a/b\n1:cpu:/a\n0::/c/d\n",
+        "/proc/meminfo": "MemTotal: 9999999 kB\nSwapTotal: 2048 kB\n",
+        "/sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": str(2**63 - 4096),
+        "/sys/fs/cgroup/memory/a/memory.limit_in_bytes": str(300 * 2**20),
+        "/sys/fs/cgroup/c/d/memory.max": "max",
+        "/sys/fs/cgroup/c/memory.max": str(200 * 2**20),
+    }
+
+    def read(path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(memory.Path, "read_text", read)
+    for gone, expected in ((None, 202), ("/sys/fs/cgroup/c/memory.max", 302)):
+        files.pop(gone, None)
+        assert memory.machine_memory() == expected * 2**20
+    del files["/sys/fs/cgroup/memory/a/memory.limit_in_bytes"]
+    assert memory.machine_memory() == pages + 2 * 2**20
+    monkeypatch.setattr(memory, "machine_memory", lambda: 8 * GIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert memory.process_memory() == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    "flags,words",
+    [
+        (["--batch_size=1e9"], ["batch_size=1000000000 (command line)", "activations", "lower batch_size"]),
+        (["--batch_size=2**31-1", "--eval_only=True"], ["batch_size=2147483647 (command line)", "lower batch_size"]),
+        (["--n_layer=2e9"], ["n_layer=2000000000 (command line)", "below"]),
+        (["--objective=seq2seq", "--n_encoder_layer=2e9"], ["n_encoder_layer=2000000000 (command line)", "below"]),
+        (["--mlp_ratio=1e9"], ["mlp_ratio=1000000000.0 (command line)", "n_embd=16"]),
+        (["--mlp_ratio=1e308", "--mlp=swiglu"], ["mlp_ratio=1e+308 (command line)"]),
+        (["--mlp_ratio=1e7", "--batch_size=2"], ["mlp_ratio=10000000.0 (command line)", "parameters", "--plan=True"]),
+        (["--vocab_size=2e9"], ["vocab_size=2000000000 (command line)", "lower vocab_size", "--parallel=fsdp"]),
+        (["--n_embd=2**28", "--optimizer=muon"], ["n_embd=268435456 (command line)", "lower n_embd"]),
+        (["--n_embd=2**28", "--block=superblock", "--n_group=2**28"], ["n_group=268435456 (command line)", "below"]),
+        (["--n_head=2**30", "--n_embd=2**30", "--mlp_ratio=1"], ["n_embd=1073741824"]),
+        (["--block=superblock", "--pool=joint", "--n_slot=2e9"], ["n_slot=2000000000 (command line)", "lower n_slot"]),
+        (["--n_layer=4000", "--n_embd=16384"], ["n_embd=16384 (command line)", "lower n_embd"]),
+    ],
+    ids=str,
+)
+def test_too_much_is_refused_before_it_is_allocated(tiny_data, tmp_path, capsys, flags, words):
+    started = time.process_time()
+    argv = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", *flags]
+    line = refused(train.main, argv, capsys)
+    assert all(word in line for word in words), line
+    assert time.process_time() - started < 10 and not (tmp_path / "out").exists()
+
+
+def test_the_data_s_vocabulary_is_refused_too(tmp_path, capsys):
+    (tmp_path / "meta.json").write_text('{"vocab_size": 2000000000, "dtype": "uint32"}')
+    for split in ("train", "val"):
+        np.arange(999, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
+    line = refused(train.main, [*TINY, f"--dataset={tmp_path}", f"--out_dir={tmp_path / 'out'}"], capsys)
+    assert "2000000000" in line and "vocabulary" in line, line
+
+
+def test_a_gpu_and_its_host_have_memories_of_their_own(monkeypatch):
+    cfg = config("--parallel=fsdp", "--fsdp_offload=True", "--batch_size=64")
+    cfg.vocab_size = 50304
+    gpu = Ranks(0, 2, torch.device("cuda"), torch.bfloat16, False, 0, 2)
+    states, kept, ids = need(cfg, 2, 2, torch.bfloat16, "cuda").values()
+    limits = {"host": states + ids, "gpu": kept}
+    monkeypatch.setattr(memory, "process_memory", lambda: limits["host"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=limits["gpu"]))
+    memory.check_training(cfg, gpu, (1024, 0))
+    limits["gpu"] -= 1
+    with pytest.raises(ValueError, match=r"^batch_size=64 \(command line\) needs .* the GPU can have"):
+        memory.check_training(cfg, gpu, (1024, 0))
+    limits["gpu"], limits["host"] = kept, states
+    with pytest.raises(ValueError, match="most of it for parameters, and a process of this machine can have"):
+        memory.check_training(cfg, gpu, (1024, 0))
+
+
+@pytest.mark.parametrize(
+    "flags,words",
+    [
+        ({"num_samples": 2 * 10**9}, ["num_samples=2000000000", "lower num_samples"]),
+        ({"num_samples": 10**6, "max_new_tokens": 2 * 10**9}, ["num_samples=1000000 ", "keys and values"]),
+        ({"num_samples": 480, "max_new_tokens": 2000, "overflow": "roll"}, ["keys and values"]),  # twice block_size
+        ({"out_dir": "/x"}, ["out_dir=/x", "the checkpoint's weights", "use a machine with more memory"]),
+    ],
+    ids=str,
+)
+def test_samples_that_do_not_fit_are_refused(flags, words, monkeypatch):
+    model = ModelConfig(n_layer=4, n_head=4, n_embd=128, block_size=256, vocab_size=50304)
+    monkeypatch.setattr(memory, "process_memory", lambda: GIB if "num_samples" in flags else 2**20)
+    cfg = SampleConfig(**flags)
+    cfg.sources = {}
+    with pytest.raises(ValueError) as error:
+        memory.check_sampling(cfg, model, torch.device("cpu"))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_sampling_asks(trained, capsys):
+    line = refused(sample.main, [f"--out_dir={trained}", "--device=cpu", "--num_samples=2e9"], capsys)
+    assert line.startswith("error: num_samples=2000000000 (command line) needs at least "), line
+
+
+def test_the_estimate_takes_no_time():
+    cfg = config("--n_layer=48", "--n_embd=1600", "--n_head=25")
+    cfg.vocab_size = 50304
+    ranks = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
+    memory.training_need(cfg, ranks, (1024, 0))
+    started = time.process_time()
+    memory.training_need(cfg, ranks, (1024, 0))
+    assert time.process_time() - started < 0.05
+
+
+def test_divisors_of_any_number_of_heads():
+    with pytest.raises(ValueError, match=r"a divisor of n_head=36: \[1, 2, 3, 4, 6, 9, 12, 18, 36\]"):
+        ModelConfig(n_head=36, n_embd=36, attention="gqa", n_kv_head=5)
+    started = time.process_time()
+    ModelConfig(n_head=2**31 - 1, n_embd=2**31 - 1, mlp_ratio=0.5, pos="none")
+    assert time.process_time() - started < 1
+
+
+def test_a_step_of_any_number_of_micro_batches_is_planned_in_parts(tiny_data):
+    data = open_data(str(tiny_data), ROOT)
+    objective = OBJECTIVE["causal"](257, 256, 16)
+    loader = Loader(data.split("train"), objective, batch_size=4, micro_steps=2**31 - 1)
+    assert next(loader)["idx"].shape == (4, 16)
+    loader.close()

@@ -1,0 +1,411 @@
+"""lens.py: heads with weights set by hand, whose numbers are computed here, and the command on runs of two steps."""
+
+import importlib.util
+import math
+
+import pytest
+import torch
+from helpers import refused
+from test_contextual import ATTENTION, BLOCKS, sharp, text
+from test_model import build
+
+import model as M
+from data.tokenizer import ByteTokenizer, CharTokenizer
+from data.writer import ShardWriter
+from tools import lens
+from tools.heads import attention_to, induction, previous, scores, self_attention
+from tools.lens import Unit, read_head
+
+V, T = 6, 12  # of the model set by hand
+REPEATED = torch.tensor([3, 1, 4, 0, 5, 2] * 2)  # each token once, then all of them again
+
+
+@torch.no_grad()
+def by_hand(strength: float) -> M.Model:
+    """Two layers of one head. The stream holds the token, the position and what layer 0 writes: the token before.
+
+    Layer 0 gives the score `strength` to the token before the query and 0 to the others. Layer 1 gives it to tokens
+    that follow a token equal to the query's, as far as layer 0 has found it, and copies them to the logits.
+    """
+    C = V + T + V
+    net = M.Model(M.ModelConfig(
+        n_layer=2, n_head=1, n_embd=C, block_size=T, vocab_size=V, norm="none", norm_placement="none", tie_weights=False
+    )).double().eval()  # fmt: skip
+    for p in net.parameters():
+        p.zero_()
+    token, position, before = torch.eye(C, dtype=torch.float64).split((V, T, V))  # rows that read a part of the stream
+    net.wte.weight[:], net.pos.wpe.weight[:] = token, position
+    net.head.weight[:] = token
+    first, second = (lens.self_attention(block) for block in net.blocks)
+    scale = strength * math.sqrt(C)
+    q, k, v = first.qkv.weight.view(3, C, C).unbind()
+    q[: T - 1], k[: T - 1] = scale * position[1:], position[:-1]  # position t - 1 of a key matches t of the query
+    v[:V] = token
+    first.out.weight[:, :V] = before.T
+    q, k, v = second.qkv.weight.view(3, C, C).unbind()
+    q[:V], k[:V], v[:V] = scale * token, before, token
+    second.out.weight[:, :V] = token.T
+    return net
+
+
+def pattern_scores(net: M.Model, idx: torch.Tensor, *patterns: str, **batch) -> dict:
+    """(layer, head) -> score, for each pattern."""
+    found = scores(net, [{"idx": idx, "targets": torch.zeros_like(idx)} | batch], list(patterns))
+    return {name: {(each.layer, each.head): each for each in heads} for name, heads in found.items()}
+
+
+def test_the_patterns_by_hand():
+    idx = torch.tensor([[7, 8, 7, 9, 9, 9, 8, 7], [1, 2, 3, 1, 2, 3, 1, 2]])
+    assert previous(idx).tolist() == [[-1, 0, 1, 2, 3, 4, 5, 6]] * 2
+    # 7 at 2: its successor is the token before the query. 9 at 4 and 5: it is the query itself.
+    assert induction(idx).tolist() == [[-1, -1, -1, -1, -1, -1, 2, 3], [-1, -1, -1, 1, 2, 3, 4, 5]]
+
+
+def test_induction_is_what_loops_find():
+    torch.manual_seed(0)
+    idx = torch.randint(4, (50, 30))
+    for row, found in zip(idx.tolist(), induction(idx).tolist(), strict=True):
+        for t, key in enumerate(found):
+            earlier = [j for j in range(t) if row[j] == row[t]]
+            expected = earlier[-1] + 1 if earlier and earlier[-1] + 1 < t - 1 else -1
+            assert key == expected
+
+
+@pytest.mark.parametrize("strength", [2.0, 40.0])
+def test_scores_of_heads_by_hand(strength):
+    net, e = by_hand(strength), math.exp(strength)
+    found = pattern_scores(net, REPEATED[None], "previous", "induction")
+    before = [e / (e + t) for t in range(1, T)]  # of t + 1 visible tokens, one has the score, the others 0
+    assert found["previous"][0, 0].score == pytest.approx(sum(before) / len(before), rel=1e-6)
+    assert found["previous"][0, 0].even == pytest.approx(sum(1 / (t + 1) for t in range(1, T)) / (T - 1), rel=1e-6)
+
+    # What layer 0 tells a key about the token before it: the weights of that token among all that it sees, the first
+    # token sees only itself.
+    share = torch.zeros(T, V, dtype=torch.float64)
+    for t in range(T):
+        for j in range(t + 1):
+            share[t, REPEATED[j]] += (e if j == t - 1 else 1) / (e + t if t else 1)
+    expected = []
+    for t in range(V, T):
+        weights = torch.exp(strength * share[: t + 1, REPEATED[t]])
+        expected.append((weights[t - V + 1] / weights.sum()).item())
+    assert found["induction"][1, 0].score == pytest.approx(sum(expected) / V, rel=1e-6)
+    even = sum(1 / (t + 1) for t in range(V, T)) / V
+    assert found["induction"][1, 0].even == pytest.approx(even, rel=1e-6)
+    if strength == 40:
+        # Five queries have one such key. The copy of token 0 has two, because token 0 sees only itself.
+        assert found["induction"][1, 0].score == pytest.approx(5.5 / 6) and found["induction"][0, 0].score < 1e-9
+
+
+def test_a_previous_token_head_of_alibi():
+    """Without queries and keys, the weights are those of ALiBi alone: exp(-m d) over its sum."""
+    net = build(pos="alibi", n_layer=1)
+    with torch.no_grad():
+        net.blocks[0].sums[0].attn.qkv.weight.zero_()
+    idx = text(net)[None]
+    found = pattern_scores(net, idx, "previous")["previous"]
+    for head in range(4):
+        m = 2.0 ** (-8 * (head + 1) / 4)
+        each = [math.exp(-m) / sum(math.exp(-m * d) for d in range(t + 1)) for t in range(1, idx.size(1))]
+        assert found[0, head].score == pytest.approx(sum(each) / len(each), rel=1e-6)
+
+
+@pytest.mark.parametrize("extra", [{}, {"window": 4}, {"attn_softcap": 0.5}, {"objective": "masked"}], ids=str)
+@pytest.mark.parametrize("pos", ["rope", "alibi"])
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda flags: ",".join(map(str, flags.values())))
+def test_weights_are_the_activations_of_the_units(block, pos, extra):
+    """Two ways to the same numbers: the model's own attention on an identity matrix, and contextual_mlp."""
+    net = sharp(**block, pos=pos, **ATTENTION[1], **extra)
+    idx, layer, position, seen = text(net), 1, 9, {}
+    keys = torch.arange(len(idx))[:, None, None].expand(-1, 1, len(idx))  # every key of every query
+    heads = lens.self_attention(net.blocks[layer])
+    own = heads.attend
+    heads.attend = lambda *given: seen.update(weights=attention_to(keys, own, *given)) or own(*given)
+    with torch.no_grad():
+        net.hidden(idx[None])
+    del heads.attend
+    for head in range(4):
+        _, _, hidden = lens.contextual_mlp(net, idx, layer, head, position)
+        apart = net.cfg.slots if isinstance(heads, M.SlotPool) and not heads.joint else 0
+        Z = hidden[apart:].sum()
+        if isinstance(heads, M.ShapedPool):
+            Z = Z / (heads.alpha + heads.beta - heads.gamma)[head]
+        weights = seen["weights"][:, 0, head, position]  # (S,)
+        visible = (hidden / Z)[net.cfg.slots :]
+        lo = max(0, position - 3) if net.cfg.window else 0
+        assert torch.allclose(weights[lo : lo + len(visible)], visible, rtol=1e-9, atol=1e-12)
+        rest = torch.cat((weights[:lo], weights[lo + len(visible) :]))
+        assert rest.abs().max() < 1e-12 if len(rest) else True
+
+
+def test_scores_leave_out_padding_and_other_documents():
+    net, idx = sharp(pos="rope"), REPEATED[None]
+    alone = pattern_scores(net, idx, "previous", "induction")
+    targets = torch.tensor([[0] * T, [-1] * T])
+    assert pattern_scores(net, torch.cat((idx, 0 * idx)), "previous", "induction", targets=targets) == alone
+    docs = torch.tensor([[0] * V + [1] * V])
+    apart = pattern_scores(net, idx, "previous", "induction", docs=docs)
+    assert {each.score for each in apart["induction"].values()} == {0.0}  # no token has occurred in its document
+    halves = idx.view(2, V)
+    each = pattern_scores(net, halves, "previous")["previous"]
+    for place, found in apart["previous"].items():
+        assert found.score == pytest.approx(each[place].score, rel=1e-6) and found.even == each[place].even
+
+
+def tokenizer_of(n: int) -> CharTokenizer:
+    return CharTokenizer("abcdefghijklmnopqrstuvwxyz"[:n])
+
+
+def test_units_by_hand():
+    """Layer 1 of the model set by hand, at the second occurrence of token 4, which token 0 follows."""
+    strength, t = 3.0, 8
+    net, e = by_hand(strength), math.exp(strength)
+    units, n, total = read_head(net, tokenizer_of(V), REPEATED, layer=1, head=0, position=t)
+    assert n == len(units) == t + 1
+    share = torch.zeros(t + 1, V, dtype=torch.float64)
+    for i in range(t + 1):
+        for j in range(i + 1):
+            share[i, REPEATED[j]] += (e if j == i - 1 else 1) / (e + i if i else 1)
+    hidden = torch.exp(strength * share[:, REPEATED[t]])
+    assert [unit.name for unit in units] == [f"{i} '{'abcdef'[REPEATED[i]]}'" for i in range(t + 1)]
+    for unit, h, row in zip(units, hidden, share, strict=True):
+        assert unit.activation == pytest.approx(h.item(), rel=1e-9)
+        assert unit.share == pytest.approx((h / hidden.sum()).item(), rel=1e-9)
+        assert unit.incoming == pytest.approx(strength * row.norm().item(), rel=1e-9)  # b = strength * row, on tokens
+        assert unit.outgoing == pytest.approx(1 / hidden.sum().item(), rel=1e-9)  # a copies the token, over Z
+
+    # The head of the model reads from the stream the query's token and what the units write.
+    onehot = torch.eye(V, dtype=torch.float64)[REPEATED[: t + 1]]
+    z = onehot * (hidden / hidden.sum())[:, None]  # the logits that each unit adds
+    logits = onehot[t] + z.sum(0)
+    for unit, row, token in zip(units, z, REPEATED.tolist(), strict=False):
+        gain = logits.log_softmax(0) - (logits - row).log_softmax(0)
+        assert unit.promotes == [(f"'{'abcdef'[token]}'", pytest.approx(gain[token].item(), rel=1e-9))]
+    best = max(units, key=lambda unit: unit.share)
+    gain = logits.log_softmax(0) - onehot[t].log_softmax(0)
+    assert best.name == "3 'a'" and total[0] == ("'a'", pytest.approx(gain[0].item(), rel=1e-9))
+
+
+@pytest.mark.parametrize("kind, softmaxes", [("own", 2), ("joint", 1)])
+def test_shares_are_weights_of_attention(kind, softmaxes):
+    """Slots with a softmax of their own have shares of it; the units of the largest shares are shown."""
+    net = build(block="superblock", pool="joint", n_slot=3, slot_softmax=kind)
+    with torch.no_grad():
+        self_attention(net.blocks[1]).slot_k.mul_(30)
+    idx = torch.arange(6) % V
+    units, n, _ = read_head(net, tokenizer_of(V), idx, layer=1, head=0, position=5)
+    slots, tokens = ([unit for unit in units if unit.name.startswith("slot") == is_slot] for is_slot in (True, False))
+    assert (len(slots), len(tokens), n) == (3 * 2, 6, 12) or (len(slots), len(tokens)) == (len(units) - 6, 6)
+    for part in [slots, tokens] if softmaxes == 2 else [units]:
+        total = sum(unit.activation for unit in part)
+        assert [unit.share for unit in part] == pytest.approx([unit.activation / total for unit in part], rel=1e-9)
+    few, _, _ = read_head(net, tokenizer_of(V), idx, layer=1, head=0, position=5, most=4)
+    assert min(unit.share for unit in few) >= sorted(unit.share for unit in units)[-4]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norm", M.NORM)
+def test_the_last_norm_keeps_its_statistics(norm, bias):
+    """The logits are linear in the stream, so its parts add up to them; a mean is subtracted only by a layer norm."""
+    net = build(norm=norm, bias=bias)
+    with torch.no_grad():
+        for p in net.norm.parameters():
+            p += torch.rand_like(p)
+        parts = torch.randn(3, net.cfg.n_embd, dtype=torch.float64)
+        stream = parts.sum(0)
+        constant = getattr(net.norm, "bias", None)
+        offset = 0.0 if constant is None else net.logits(constant)
+        assert torch.allclose(lens.added_logits(net, parts, stream).sum(0) + offset, net.logits(net.norm(stream)))
+        if norm == "layernorm":
+            expected = (parts[0] - parts[0].mean()) / (stream.var(correction=0) + 1e-5).sqrt() * net.norm.weight
+            assert torch.allclose(lens.added_logits(net, parts[0], stream), net.logits(expected))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_a_unit_promotes_what_the_stream_loses_without_it(softcap):
+    """With norm=none nothing is frozen: log p of the final stream, minus log p without the unit's vector in it."""
+    net = sharp(norm="none", norm_placement="none", logit_softcap=softcap)
+    letters, final = "abcdefghijklmnopqrstuvwxyz", []
+    idx = text(net) % 26
+    with net.norm.register_forward_pre_hook(lambda _, args: final.append(args[0][0, 5])), torch.no_grad():
+        net.hidden(idx[None])
+    units, _, total = read_head(net, tokenizer_of(26), idx, 1, 2, 5)
+    _, outgoing, hidden = lens.contextual_mlp(net, idx, 1, 2, 5)
+    vectors = hidden[:, None] * outgoing
+    with torch.no_grad():
+        for promotes, vector in zip([u.promotes for u in units] + [total], [*vectors, vectors.sum(0)], strict=True):
+            now, then = (net.logits(x)[:26].log_softmax(0) for x in (final[0], final[0] - vector))
+            best = (now.exp() - then.exp()).topk(lens.PROMOTED).indices.tolist()
+            assert [letters.index(token[1]) for token, _ in promotes] == best
+            assert [value for _, value in promotes] == pytest.approx((now - then)[best].tolist(), rel=1e-6)
+
+
+def test_tokens_are_spelled_in_characters_that_can_be_printed():
+    byte = ByteTokenizer()
+    tokens = [ord("a"), 10, 0xC3, 0, ord("'"), 300]
+    assert [lens.spelled(byte, t) for t in tokens] == ["'a'", r"'\n'", r"'\xc3'", r"'\x00'", "'''", "<id 300>"]
+
+
+@pytest.mark.parametrize("block", [BLOCKS[0], BLOCKS[4], BLOCKS[5]], ids=str)
+def test_the_units_of_the_largest_shares_are_shown_in_their_order(block):
+    net = sharp(**block)
+    idx = text(net) % 26
+    units, n, total = read_head(net, tokenizer_of(26), idx, 1, 3, 9, most=99)
+    few = read_head(net, tokenizer_of(26), idx, 1, 3, 9, most=4)
+    best = sorted(units, key=lambda unit: -abs(unit.share))[:4]
+    assert len(units) == n == few[1] and [unit.name for unit in few[0]] == [u.name for u in units if u in best]
+    for same, unit in zip(few[0], (u for u in units if u in best), strict=True):
+        assert_same_promotes(same.promotes, unit.promotes)
+        assert [*same[1:-1]] == pytest.approx([*unit[1:-1]], rel=1e-9)
+    assert_same_promotes(few[2], total)
+
+
+def assert_same_promotes(found: list[tuple[str, float]], expected: list[tuple[str, float]]):
+    """The same tokens; their values are sums that a product of another size takes in another order."""
+    assert [token for token, _ in found] == [token for token, _ in expected]
+    assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+READ = ["--start=the cat sat", "--layer=1", "--head=1", "--device=cpu"]
+
+
+def output(capsys, *flags: str) -> list[str]:
+    lens.main(list(flags))
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    "flags,slots",
+    [
+        (["--block=superblock", "--pool=joint", "--n_slot=3"], 3),
+        (["--block=simplified", "--pos=alibi"], 0),
+        (["--objective=masked"], 0),
+        (["--doc_mask=True", "--window=4"], 0),
+        (["--objective=seq2seq", "--n_encoder_layer=1"], 0),
+    ],
+    ids=str,
+)
+def test_reads_every_kind_of_model(run, capsys, flags, slots):
+    """Slots, the tokens that the query sees, and a line above them; then the scores."""
+    out = run("--max_iters=1", "--warmup_iters=0", *flags)
+    capsys.readouterr()
+    source = ["--source=on a mat."] if "--objective=seq2seq" in flags else []
+    first, last = (1 if "--window=4" in flags else 0), (10 if "--objective=masked" in flags else 4)
+    n = last - first + 1
+    lines = output(capsys, f"--out_dir={out}", *READ, "--position=4", *source)
+    assert f"layer 1, head 1, query 4 'c': {slots + n} units, which together promote " in lines[0]
+    assert [line.split("  ")[0] for line in lines[2:]] == [
+        *(f"slot {i}" for i in range(slots)), *(f"{i} '{'the cat sat'[i]}'" for i in range(first, last + 1))
+    ]  # fmt: skip
+    scored = [line.split() for line in output(capsys, f"--out_dir={out}", "--find=previous", "--device=cpu")[4:8]]
+    assert sorted(row[:2] for row in scored) == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
+    assert all(0 < float(even) < 1 for *_, even in scored)
+
+
+def test_the_text_and_the_picture(trained, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")
+    file = tmp_path / "head.png"
+    lines = output(capsys, f"--out_dir={trained}", *READ, "--units=6", f"--out={file}")
+    assert len(lines) == 2 + 6 + 1 and lines[-1] == "5 more units have smaller shares; --units=11 shows them"
+    shares = [float(line[lines[1].index("activation") + 10 :].split()[0]) for line in lines[2:-1]]
+    assert 0.5 < sum(shares) < 1
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert output(capsys, f"--out_dir={trained}", *READ, f"--out={tmp_path / 'head.svg'}")
+    assert "<svg" in (tmp_path / "head.svg").read_text()
+
+
+def test_the_picture_has_three_bars_for_each_unit():
+    pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")
+    units = [
+        Unit(f"{i} '$_{i}$'", 2.0 * i, 0.1 * i, i + 1.0, 0.5, [("'$x$'", 0.25), ("' longtoken'", 0.5)])
+        for i in range(5)
+    ]
+    figure = lens.picture(units, "layer 0, head 1, query 4 '$'")
+    figure.canvas.draw()
+    axes = figure.axes
+    assert [len(axis.patches) for axis in axes] == [5, 5, 5, 0]
+    assert [bar.get_width() for bar in axes[0].patches] == [unit.share for unit in units]
+    assert [bar.get_width() for bar in axes[1].patches] == [unit.incoming for unit in units]
+    assert [bar.get_width() for bar in axes[2].patches] == [unit.outgoing for unit in units]
+    assert [label.get_text() for label in axes[0].get_yticklabels()] == [unit.name for unit in units]
+    assert [text.get_text() for text in axes[3].texts] == ["'$x$' +0.250", "' longto… +0.500"] * 5
+    assert all(axis.get_xlabel() for axis in axes)
+
+
+def test_find_reads_the_whole_validation_set(trained, tiny_data, capsys):
+    lines = output(capsys, f"--out_dir={trained}", "--find=induction,previous", "--device=cpu")
+    meta = sum(1 for _ in lens.eval_batches(*of_validation(tiny_data), 1))
+    assert lines[0] == f"{tiny_data} val: {meta} windows of 16 tokens"
+    for i, name in ((2, "induction"), (10, "previous")):
+        assert lines[i].startswith(f"{name}: attention to the token ")
+        table = [line.split() for line in lines[i + 2 : i + 6]]
+        assert sorted(row[:2] for row in table) == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
+        assert [row[2] for row in table] == sorted((row[2] for row in table), reverse=True)
+        layer, head, best, _ = table[0]
+        said = f"Heads with 0.4 or more: 0 of 4. The best is head {head} of layer {layer} with {best}."
+        assert lines[i + 6] == said
+
+
+def of_validation(folder):
+    from data.dataset import open_data
+    from data.objective import OBJECTIVE
+
+    return open_data(str(folder)).split("val"), OBJECTIVE["causal"](257, 256, 16)
+
+
+REFUSED = [
+    ([], ["start=''", "find"]),
+    (["--start=x", "--layer=2"], ["layer=2", "0 .. 1"]),
+    (["--start=x", "--head=-1"], ["head=-1", "0 .. 1"]),
+    (["--start=abc", "--position=3"], ["position=3", "0 .. 2"]),
+    (["--start=abc", "--position=-2"], ["position=-2", "-1"]),
+    (["--start=abcdefghijklmnopq"], ["start has 17 tokens", "block_size=16", "shorten"]),
+    (["--start=x", "--units=0"], ["units=0", "at least 1"]),
+    (["--start=x", "--source=y"], ["source='y'", "objective=causal", "leave it out"]),
+    (["--start=x", "--out=a.jpg"], ["out=a.jpg", ".png or .svg"]),
+    (["--start=x", "--out=/dev/null/a.png"], ["/dev/null"]),
+    (["--start=x", "--dataset=pycode"], ["dataset=pycode", "only with find"]),
+    (["--start=FILE:/no/prompt.txt"], ["/no/prompt.txt"]),
+    (["--find=copying"], ["find=copying", "'copying'", "induction, previous"]),
+    (["--find=previous,"], ["find=previous,", "''"]),
+    (["--find=previous", "--layer=1"], ["--layer=1", "only with find=''", "find is previous"]),
+    (["--find=previous", "--dataset=/no/such"], ["/no/such"]),
+    (["--start=x", "--out_dir=/no/such/run"], ["/no/such/run"]),
+    (["--find=previous", "--out_dir=nanogpt:/no/ckpt.pt"], ["/no/ckpt.pt"]),
+    (["--start=x", "--device=tpu"], ["device='tpu'"]),
+    (["--strat=x"], ["--strat=x", "start"]),
+]
+
+
+@pytest.mark.parametrize("flags,fragments", REFUSED, ids=lambda x: " ".join(x))
+def test_wrong_flags(flags, fragments, trained, capsys):
+    line = refused(lambda argv: lens.command(lambda: lens.main(argv)), [f"--out_dir={trained}", *flags], capsys)
+    for fragment in fragments:
+        assert fragment in line
+
+
+def test_heads_with_an_unknown_gate(trained, capsys, monkeypatch):
+    own = M.Heads.forward
+    monkeypatch.setattr(M.Heads, "forward", lambda self, x, inputs: own(self, x, inputs) * x.sigmoid())
+    line = refused(lens.main, [f"--out_dir={trained}", *READ], capsys)
+    assert "layer=1 head=1 computes something else" in line and "ContextPool has changed" in line
+
+
+def test_data_of_another_tokenizer(trained, tmp_path, capsys):
+    text = "".join(map(chr, range(257))) * 2  # as many tokens as the model's
+    with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:
+        for split in ("train", "val"):
+            out.add(split, CharTokenizer(text).encode(text))
+    flags = [f"--out_dir={trained}", "--find=previous", f"--dataset={tmp_path / 'chars'}"]
+    assert "another tokenizer" in refused(lens.main, flags, capsys)
+
+
+def test_without_matplotlib(trained, capsys, monkeypatch):
+    own = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else own(name))
+    line = refused(lens.main, [f"--out_dir={trained}", *READ, "--out=a.png"], capsys)
+    assert "out=a.png" in line and "needs matplotlib; pip install -e .[plots]" in line
+    assert output(capsys, f"--out_dir={trained}", *READ)

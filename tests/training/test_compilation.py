@@ -1,0 +1,396 @@
+"""Which runs are compiled on a CPU, where their kernels are kept, and how a run goes on without a compiler."""
+
+import itertools
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, TINY, losses
+from ranks import launch
+
+import ops
+import train
+from configurator import Config, parse
+from engine import compilation
+from engine.checkpoint import files as checkpoint
+from engine.compilation import kind_of_kernels, private_folder, settle, try_compiler, use_private_folder
+from engine.parallel import ranks as parallel
+from engine.parallel.ranks import Ranks
+from engine.parallel.sharded import ShardedModel
+from engine.plan import accounting
+from model import Model
+
+pytestmark = pytest.mark.no_jitter
+ALONE = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
+FLAGS = [flag for flag in TINY if not flag.startswith("--compile=")]  # with compile=auto
+SHORT = ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1", "--lr_decay_iters=8"]
+COMPILING, FAILS = "compiling for this CPU", "warning: torch.compile does not work here"
+
+
+def stored(folder: Path) -> bool | str:
+    """The flag compile of the latest checkpoint."""
+    return checkpoint.read_state(checkpoint.find(folder))["flags"]["compile"]
+
+
+def raising(error: Exception) -> Callable:
+    """A function that raises this error."""
+
+    def function(*_, **__):
+        raise error
+
+    return function
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The decision
+
+
+@pytest.mark.parametrize("seconds, expected", [(71, False), (73, True), (float("nan"), False), (-1, False)])
+def test_auto_compiles_long_runs(monkeypatch, seconds, expected):
+    """180 s at 40 % of the peak are 72 s at the peak; not with dropout, which compiled code computes slowly. Explicit
+    flags do not depend on it, nor do other devices."""
+    for works, dropout, flag in itertools.product((True, False), (0.0, 0.1), ("auto", True, False)):
+        monkeypatch.setattr(compilation, "works", lambda ranks, works=works: works)
+        cfg = Config(compile=flag, dropout=dropout)
+        compiled = settle(cfg, ALONE, seconds).compile
+        assert compiled is (works and (expected and not dropout if flag == "auto" else flag))
+        assert cfg.compile is (compiled if flag == "auto" else flag)
+    monkeypatch.setattr(compilation, "works", lambda ranks: pytest.fail("tried"))
+    for device, compiled in (("cuda", True), ("cuda", False), ("mps", False)):
+        cfg, ranks = Config(), replace(ALONE, device=torch.device(device), compile=compiled)
+        assert settle(cfg, ranks, seconds) is ranks and cfg.compile is compiled
+
+
+def test_the_time_is_that_of_the_remaining_steps(run, monkeypatch):
+    """At the peak, from the FLOPs of the model."""
+    seen = []
+
+    def settled(cfg, ranks, seconds):
+        seen.append(seconds)
+        cfg.compile = False
+        return ranks
+
+    monkeypatch.setattr(compilation, "settle", settled)
+    run(*SHORT)
+    run("--init_from=resume", *SHORT, "--max_iters=7")
+    run("--init_from=resume", "--eval_only=True")
+    cfg = parse(Config, [*TINY, "--vocab_size=257"])
+    step = 8 * accounting.flops(Model(cfg), cfg.block_size) / 1e9
+    assert seen == pytest.approx([4 * step, 3 * step, float("nan")], nan_ok=True)
+
+
+def test_a_resume_keeps_the_compilation(run, tiny_data, tmp_path, monkeypatch, capsys):
+    """Unless a flag replaces it; an evaluation alone is never compiled by auto."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+    def go(peak: float, *flags: str, out: str = "out") -> str:
+        """What a run prints on a machine with this peak: a run of 4 steps has 4e7 FLOPs."""
+        monkeypatch.setattr(train, "peak_flops", lambda *_: peak)
+        train.main([*FLAGS, *SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
+        return capsys.readouterr().out
+
+    said = go(1e3).splitlines()
+    assert stored(tmp_path / "out") is True
+    assert said[0].startswith(COMPILING) and os.environ[compilation.FOLDER] in said[0] and ", compiled;" in said[1]
+    assert ", compiled;" in go(1e12, "--init_from=resume", "--max_iters=5")
+    said = go(1e12, "--init_from=resume", "--max_iters=6", "--compile=auto")
+    assert COMPILING not in said and ", compiled" not in said and stored(tmp_path / "out") is False
+    assert ", compiled" not in go(1e3, "--init_from=resume", "--max_iters=7")
+    assert COMPILING not in go(1e3, "--init_from=resume", "--eval_only=True", "--compile=auto")
+    assert COMPILING not in go(1e12, out="short") and stored(tmp_path / "short") is False
+
+
+def settle_on_two_ranks():
+    """Each line is: what the ranks think of the time and the compiler, then what they do."""
+    cfg = parse(Config, [*FLAGS, "--dtype=float32"])
+    ranks = parallel.join(cfg)
+    for long, works in (("10", "11"), ("01", "11"), ("11", "10"), ("11", "01")):
+
+        def attempt(works=works):
+            if works[ranks.rank] == "0":
+                raise ValueError(f"no compiler on rank {ranks.rank}")
+
+        compilation.try_compiler, cfg.compile = attempt, "auto"
+        print("settled:", long, works, settle(cfg, ranks, 1e9 * int(long[ranks.rank])).compile, cfg.compile)
+
+
+def test_all_ranks_do_the_same(tmp_path):
+    """The first rank decides how long the run is; a rank without a compiler keeps all of them from compiling."""
+    launch(2, settle_on_two_ranks, tmp_path)
+    first, other = ((tmp_path / f"rank {rank}").read_text() for rank in range(2))
+    for text in (first, other):
+        assert [line[9:] for line in text.splitlines() if line.startswith("settled: ")] == [
+            "10 11 True True", "01 11 False False", "11 10 False False", "11 01 False False"
+        ]  # fmt: skip
+    assert first.count(COMPILING) == 3 and first.count(FAILS) == 2 and "no compiler on rank 1" in first
+    assert COMPILING not in other and FAILS not in other
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without a compiler
+
+
+WITHOUT = """
+import train
+train.peak_flops = lambda *_: 1e3
+train.main(FLAGS + ["--compile=True"])
+train.main(FLAGS + ["--init_from=resume", "--max_iters=8"])
+train.main(FLAGS + ["--init_from=resume", "--eval_only=True"])  # a stored flag does not compile for an evaluation
+train.main(FLAGS + ["--out_dir=AUTO"])
+"""
+
+
+def test_a_run_without_a_compiler_is_not_compiled(run, tiny_data, tmp_path):
+    """It says so in a line and has the losses of compile=False. Where compile=True was a flag, it stays the flag."""
+    flags = [*FLAGS, *SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}"]
+    code = WITHOUT.replace("FLAGS", repr(flags)).replace("AUTO", str(tmp_path / "auto"))
+    env = os.environ | {"CXX": "/no/such/compiler", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    warnings = [line for line in done.stdout.splitlines() if line.startswith(FAILS)]
+    assert len(warnings) == 3 and len(set(warnings)) == 1, done.stdout
+    assert "/no/such/compiler" in warnings[0] and "install g++" in warnings[0] and "variable CXX" in warnings[0]
+    assert ", compiled" not in done.stdout
+    assert stored(tmp_path / "out") is True and stored(tmp_path / "auto") is False
+    assert losses(tmp_path / "out") == losses(run(*SHORT, "--max_iters=8", out="eager"))
+
+
+def test_the_cause_is_the_compiler_s_own_line(monkeypatch):
+    """Of the many lines of an error, and of an error without a line its class."""
+    output = (
+        "CppCompileError: C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nx.cpp:3: fatal error: Python.h: No\n"
+    )
+    for error, cause in (
+        (RuntimeError(output), "x.cpp:3: fatal error: Python.h: No"),
+        (PermissionError(13, "Permission denied", "/x"), "[Errno 13] Permission denied: '/x'"),
+        (AssertionError(), "AssertionError"),
+    ):
+        monkeypatch.setattr(torch._inductor, "compile", raising(error))
+        with pytest.raises(ValueError) as caught:
+            try_compiler()
+        assert str(caught.value) == cause
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The graphs
+
+
+def test_a_block_that_runs_uncompiled_is_reported_once(run, monkeypatch, capsys):
+    """With room for two graphs, the second kind of layer has none."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compilation, "said", set())
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(compilation, "GRAPHS", 2)
+    flags = ["--compile=True", "--n_layer=4", "--window=4", "--window_pattern=SL", *SHORT]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        folder = run(*flags)
+    out, err = capsys.readouterr()
+    lines = [line for line in out.splitlines() if "uncompiled" in line]
+    assert len(lines) == 1 and "hit config" not in err, out + err
+    assert re.match(r"warning: 'forward' \(.*model\.py:\d+\) has 2 compiled graphs, torch's recompile_limit", lines[0])
+    assert "(torch's reason: GLOBAL_STATE changed: grad_mode); use" in lines[0] and lines[0].endswith("--compile=False")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        monkeypatch.setattr(compilation, "GRAPHS", 8)
+        assert losses(folder) == losses(run(*flags, out="more"))
+    assert "uncompiled" not in capsys.readouterr().out
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_long_texts_in_strips_are_not_compiled(recompute, run, monkeypatch, capsys):
+    """Each strip would be a graph of its own size. The run says so, and computes what an uncompiled one does. But
+    recomputation needs whole graphs, so there they are compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(compilation, "MOST_IN_STRIPS", 15)
+    strips = ops.strip_attention
+    flags = ["--doc_mask=True", f"--activation_checkpoint={recompute}", *SHORT]
+    expected = losses(run("--compile=False", *flags))
+    capsys.readouterr()
+    assert losses(run("--compile=True", *flags, out="compiled")) == expected
+    assert ops.strip_attention is strips  # which other models in this process compute with
+    said = [line for line in capsys.readouterr().out.splitlines() if "leaves a part" in line]
+    warning = (
+        "warning: torch.compile leaves a part of each step uncompiled: attention in strips of queries, with block_size "
+        "above 15"
+    )
+    assert said == ([warning] if recompute == "none" else [])
+    torch._dynamo.reset()
+
+
+def graphs_under_ddp():
+    """Each block has two buckets of DDP."""
+    cfg = parse(Config, [*TINY, "--n_embd=256", "--vocab_size=11"])
+    ranks, sizes = replace(parallel.join(cfg), compile=True), []
+
+    def backend(graph, inputs):
+        sizes.append(len(graph.graph.nodes))
+        return graph
+
+    torch.compile = partial(torch.compile, backend=backend)
+    sharded = ShardedModel(cfg, ranks)
+    sharded.init_weights(1)
+    idx = torch.zeros(4, 16, dtype=torch.int64)
+    assert isinstance(sharded.forward_model, torch.nn.parallel.DistributedDataParallel)
+    sharded.backward(iter([{"idx": idx, "targets": idx}]), 1, torch.amp.GradScaler("cpu", enabled=False))
+    print("graphs:", len(sizes))
+
+
+@pytest.mark.no_jitter
+def test_ddp_does_not_cut_a_block(tmp_path):
+    launch(2, graphs_under_ddp, tmp_path)
+    assert "graphs: 1\n" in (tmp_path / "rank 0").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The folder of the kernels
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """A folder for caches that may be written, of a user who has not set TORCHINDUCTOR_CACHE_DIR."""
+    monkeypatch.setattr(compilation, "chosen_folder", None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(compilation.FOLDER, "default")  # as torch does
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
+    return tmp_path / "new" / "cache" / "superblock" / "inductor"
+
+
+def mode(folder: Path) -> int:
+    return stat.S_IMODE(folder.stat().st_mode)
+
+
+def test_the_folder_is_private(cache, tmp_path, monkeypatch, capsys):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new").chmod(0o755)
+    use_private_folder()
+    folder = Path(os.environ[compilation.FOLDER])
+    assert folder == cache / kind_of_kernels() == private_folder()
+    assert [mode(each) for each in (folder, *folder.parents)[:5]] == [0o700] * 4 + [0o755]
+    monkeypatch.setattr(compilation, "chosen_folder", "mine")
+    monkeypatch.setenv(compilation.FOLDER, "mine")
+    use_private_folder()
+    assert os.environ[compilation.FOLDER] == "mine" and capsys.readouterr().out == ""
+
+
+def test_every_compilation_has_the_folder(cache, monkeypatch):
+    """Also on a GPU, for which `settle` compiles nothing."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compilation.compile_model(Model(parse(Config, [*TINY, "--vocab_size=11"])), [])
+    assert os.environ[compilation.FOLDER] == str(cache / kind_of_kernels())
+
+
+@pytest.mark.parametrize("variable", ["", "not/absolute"])
+def test_the_folder_is_in_the_home(cache, tmp_path, monkeypatch, variable):
+    monkeypatch.setenv("XDG_CACHE_HOME", variable)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert private_folder() == tmp_path / ".cache" / "superblock" / "inductor" / kind_of_kernels()
+
+
+def fresh_folder(capsys) -> str:
+    """Chooses a folder that nobody else can write in or know; returns the line that says why."""
+    compilation.chosen_folder = None
+    use_private_folder()
+    folder, line = Path(os.environ[compilation.FOLDER]), capsys.readouterr().out
+    assert folder.parent == Path(tempfile.tempdir) and mode(folder) == 0o700 and not list(folder.iterdir())
+    assert line.startswith("warning: ") and line.count("\n") == 1 and str(folder) in line and compilation.FOLDER in line
+    folder.rmdir()
+    return line
+
+
+@pytest.mark.parametrize("depth", range(3))
+def test_a_folder_of_others_is_refused(cache, monkeypatch, capsys, depth):
+    """The folder, or the one around it, or the next: a new folder is used, and one line says why."""
+    folder = private_folder()
+    each = (folder, *folder.parents)[depth]
+    for bits in (0o770, 0o702):
+        each.chmod(bits)
+        assert fresh_folder(capsys).startswith(f"warning: {each} can be written by other users, so ")
+    each.chmod(0o755)
+    assert private_folder() == folder
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert f"{folder} belongs to another user" in fresh_folder(capsys)
+
+
+def test_a_run_without_any_folder_is_not_compiled(cache, monkeypatch, capsys):
+    cache.parent.mkdir(parents=True)
+    cache.parent.chmod(0o777)
+    monkeypatch.setattr(tempfile, "mkdtemp", raising(FileNotFoundError(2, "No usable temporary directory found")))
+    monkeypatch.setattr(compilation, "try_compiler", lambda: pytest.fail("tried"))
+    assert not settle(Config(compile=True), ALONE, 1e3).compile
+    assert capsys.readouterr().out.startswith(FAILS) and os.environ[compilation.FOLDER] == "default"
+
+
+def test_a_folder_that_cannot_be_made(cache, tmp_path, monkeypatch, capsys):
+    """Or that cannot be written any more, or a user without a home: one line, and the run goes on."""
+    folder = private_folder()
+    for path, at, replacement, cause in (
+        (folder, (os, "access"), lambda *_: False, f"{folder} cannot be written"),
+        (
+            tmp_path / "none",
+            (Path, "mkdir"),
+            raising(OSError(30, "Read-only file system", "x")),
+            "Read-only file system",
+        ),
+        (folder / "file", (Path, "exists"), raising(PermissionError(13, "Permission denied")), "Permission denied"),
+        ("", (Path, "home"), raising(RuntimeError("Could not determine home directory.")), "Could not determine home"),
+    ):
+        with monkeypatch.context() as patch:
+            if path != folder:
+                patch.setenv("XDG_CACHE_HOME", str(path))
+            patch.setattr(*at, replacement)
+            assert cause in fresh_folder(capsys)
+
+
+def test_kernels_of_other_machines_are_kept_apart(monkeypatch):
+    """Those for other instructions, another setting of ATEN_CPU_CAPABILITY, another version of torch or of Python."""
+    names = {kind_of_kernels()}
+    read = Path.read_text
+    for change in (
+        lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER"),
+        lambda patch: patch.setattr(torch, "__version__", "9.9.9"),
+        lambda patch: patch.setattr(sys.implementation, "cache_tag", "cpython-99"),
+        lambda patch: patch.setattr(Path, "read_text", lambda path: read(path) + "flags\t: amx_new\n"),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            names.add(kind_of_kernels())
+    assert len(names) == 5 and names > {kind_of_kernels()}
+    assert all(not set(name) & set("/ \n") for name in names)
+
+
+COUNTS = """
+import json, torch, train
+train.main(FLAGS)
+counts = torch._dynamo.utils.counters["inductor"]
+print(json.dumps([counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_the_kernels(tiny_data, tmp_path):
+    """With empty folders a process takes half a minute. The run's folder receives none of the kernels."""
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    del env[compilation.FOLDER]
+    counts = []
+    for out in ("first", "second"):
+        flags = [*TINY, *SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", "--compile=True"]
+        code = COUNTS.replace("FLAGS", repr(flags))
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        counts.append(json.loads(done.stdout.splitlines()[-1]))
+    (hits, misses), (later_hits, later_misses) = counts
+    assert misses > 2 and later_hits == hits + misses and later_misses == 0
+    assert losses(tmp_path / "first") == losses(tmp_path / "second")
+    assert list((tmp_path / "cache").rglob("*.so")) and not list((tmp_path / "first").rglob("*.so"))

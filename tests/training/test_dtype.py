@@ -1,0 +1,275 @@
+"""How dtype=auto is resolved on a CPU: by a measurement of the first rank, which checkpoints keep."""
+
+import math
+import os
+import time
+
+import pytest
+import torch
+from helpers import TINY, figures, losses, refused
+from ranks import launch, train_runs
+
+import sample
+import train
+from configurator import Config, parse
+from engine import device
+from engine.checkpoint import files as checkpoint
+from engine.device import fast_bfloat16, resolve_dtype
+from engine.parallel import ranks as parallel
+from engine.parallel.ranks import agreed_dtype
+from model import wide_stream
+
+CPU, CUDA, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
+SHORT = [flag for flag in TINY if not flag.startswith(("--dtype=", "--compile="))]  # both are auto
+SHORT += ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1", "--lr_decay_iters=8"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The measurement
+
+
+@pytest.mark.parametrize(
+    "float32, bfloat16, fast",
+    [
+        (100e9, 800e9, True),  # AMX
+        (100e9, 160e9, True),
+        (100e9, 140e9, False),
+        (100e9, 60e9, False),
+        (100e9, 3e9, False),  # emulated
+        (100e9, 1e9, False),
+        (20e9, 40e9, True),
+        (20e9, 0.5e9, False),
+    ],
+)
+def test_auto_is_bfloat16_where_it_is_faster(monkeypatch, float32, bfloat16, fast):
+    """On CPUs with these rates in FLOP/s. A product in a new shape takes 1 ms longer, and every fifth one 8 ms. But for
+    these, the measurement takes 0.05 s."""
+    rates, now, seen, taken = {torch.float32: float32, torch.bfloat16: bfloat16}, [0.0], [], 0.0
+
+    def mm(a, b, out):
+        nonlocal taken
+        assert torch.get_num_threads() == 1
+        now[0] += 2 * len(a) ** 3 / rates[a.dtype] + 1e-3 * ((len(a), a.dtype) not in seen)
+        seen.append((len(a), a.dtype))
+        if len(seen) % 5 == 0:
+            now[0] += 8e-3
+            taken += 8e-3
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(device.time, "thread_time", lambda: now[0])
+        patch.setattr(torch, "mm", mm)
+        assert agreed_dtype("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
+    assert now[0] - taken < 0.05
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(threads)
+
+
+def test_only_auto_on_a_cpu_is_measured(monkeypatch, trained, capsys):
+    """An explicit dtype is not, nor are the checks of flags, a plan and sample.py, whose auto is float32 on a CPU."""
+    monkeypatch.setattr(parallel, "fast_bfloat16", lambda: pytest.fail("measured"))
+    for name in ("float32", "bfloat16"):
+        assert agreed_dtype(name, CPU) == getattr(torch, name)
+    assert agreed_dtype("auto", MPS) == resolve_dtype("auto", CPU) == torch.float32
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda s=supported, **_: s)
+        assert agreed_dtype("auto", CUDA) == (torch.bfloat16 if supported else torch.float16)
+    parallel.check_flags(parse(Config, SHORT))
+    train.main([*SHORT, "--plan=True", "--vocab_size=257"])
+    assert "TFLOP/s in bfloat16" in capsys.readouterr().out
+    sample.main([f"--out_dir={trained}", "--max_new_tokens=3", "--device=cpu"])
+
+
+def test_this_cpu_is_measured(monkeypatch):
+    """The answer agrees with a longer measurement, and costs about 0.05 s of the processor."""
+    start = time.thread_time()
+    fast = fast_bfloat16()
+    assert time.thread_time() - start < 0.1
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    speed = device.speed_of_bfloat16(512, 0.3)
+    torch.set_num_threads(threads)
+    assert fast or speed < 3
+    assert speed > 0.75 or not fast
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+@pytest.fixture
+def go(run, tiny_data, tmp_path, monkeypatch):
+    """go(fast, *flags) trains in a folder; fast is what the measurement says, None if it must not be made."""
+
+    def call(fast: bool | None, *flags: str, out: str = "out") -> tuple[str, bool]:
+        monkeypatch.setattr(parallel, "fast_bfloat16", lambda: pytest.fail("measured") if fast is None else fast)
+        train.main([*SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
+        cfg = parse(Config, [str(tmp_path / out / "config.py")])
+        assert (cfg.dtype, cfg.compile) == stored(tmp_path / out)
+        return cfg.dtype, cfg.compile
+
+    return call
+
+
+def stored(folder) -> tuple[str, bool]:
+    """The resolved dtype and compile of the latest checkpoint."""
+    flags = checkpoint.read_state(checkpoint.find(folder))["flags"]
+    return flags["dtype"], flags["compile"]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_residual_stream_in_bfloat16_needs_fast_products(go, capsys, fast):
+    """Where auto is float32, a line says that the flag has no effect."""
+    go(fast, "--fp32_residual=False")
+    assert ("fp32_residual=False has no effect in float32" in capsys.readouterr().out) != fast
+
+
+@pytest.mark.parametrize("fast, name", [(True, "bfloat16"), (False, "float32")])
+def test_a_resume_keeps_the_dtype(go, tmp_path, fast, name):
+    """Without another measurement, and digit for digit, Muon included; the losses are those of the explicit flag."""
+    muon = "--optimizer=muon"
+    assert go(fast, muon) == (name, False)
+    assert go(None, "--init_from=resume", "--max_iters=8") == (name, False)
+    assert go(fast, muon, "--max_iters=8", out="whole") == (name, False)
+    assert go(None, muon, "--max_iters=8", f"--dtype={name}", "--compile=False", out="named") == (name, False)
+    resumed, whole, named = (figures(tmp_path / out) for out in ("out", "whole", "named"))
+    assert resumed == whole == named and len(whole) == 11
+
+
+def test_the_stream_is_in_bfloat16_on_gpus_that_have_it(go, tmp_path):
+    """Elsewhere in float32. A resume keeps the choice."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    choices = [("auto", CUDA, bf16), ("auto", CUDA, fp16), ("auto", CPU, bf16), (True, CUDA, bf16), (False, CPU, bf16)]
+    assert [wide_stream(*choice) for choice in choices] == [False, True, True, True, False]
+    flags = []
+    for how in ([], ["--init_from=resume", "--max_iters=5"]):
+        go(None if how else True, *how)
+        state = checkpoint.find(tmp_path / "out") / "state.json"
+        flags.append(checkpoint.read_state(state.parent)["flags"]["fp32_residual"])
+        state.write_text(state.read_text().replace('"fp32_residual": true', '"fp32_residual": false'))  # as on a GPU
+    assert flags == [True, False]
+
+
+def test_an_explicit_flag_replaces_the_stored_dtype(go, capsys):
+    """Also auto, which is measured again."""
+    assert go(True) == ("bfloat16", False)
+    assert "1 x cpu, bfloat16;" in capsys.readouterr().out
+    assert go(None, "--init_from=resume", "--max_iters=5", "--dtype=float32") == ("float32", False)
+    assert "1 x cpu, float32;" in capsys.readouterr().out
+    assert go(None, "--init_from=resume", "--max_iters=6") == ("float32", False)
+    assert go(True, "--init_from=resume", "--max_iters=7", "--dtype=auto") == ("bfloat16", False)
+    go(None, "--init_from=resume", "--eval_only=True")
+    assert "step 7: " in capsys.readouterr().out
+
+
+def test_the_dtype_of_a_gpu_is_refused_on_a_cpu(go, tiny_data, tmp_path, capsys):
+    """A checkpoint that stores float16, in an evaluation too; --dtype=auto is measured."""
+    go(False)
+    state = tmp_path / "out" / "step_00000004" / "state.json"
+    state.write_text(state.read_text().replace('"dtype": "float32"', '"dtype": "float16"'))
+    assert stored(tmp_path / "out") == ("float16", False)
+    for more in ([], ["--eval_only=True"]):
+        flags = [*SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume", *more]
+        line = refused(train.main, flags, capsys)
+        assert "dtype=float16 needs a gradient scaler on a GPU, and the device is cpu; use float32" in line
+    assert go(True, "--init_from=resume", "--max_iters=5", "--dtype=auto") == ("bfloat16", False)
+
+
+def test_a_restart_keeps_the_dtype(go, tmp_path, monkeypatch, capsys):
+    """torchrun starts the same command again, which says dtype=auto; one that names another dtype is another run."""
+    go(True, "--save_interval=2")
+    before = losses(tmp_path / "out")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    (tmp_path / "out" / "latest").write_text("step_00000002\n")
+    capsys.readouterr()
+    assert go(None, "--save_interval=2") == ("bfloat16", False)
+    assert "1 x cpu, bfloat16;" in capsys.readouterr().out
+    assert losses(tmp_path / "out") == before
+    with pytest.raises(SystemExit):
+        go(None, "--save_interval=2", "--dtype=float32")
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def two_ranks(runs: list[tuple[bool, list[str]]]):
+    """Train each; the first rank measures that bfloat16 is fast or not, and another rank must not measure."""
+    measured, join = iter([fast for fast, _ in runs]), parallel.join
+
+    def measure() -> bool:
+        assert os.environ["RANK"] == "0"
+        return next(measured)
+
+    def said(cfg):
+        ranks = join(cfg)
+        print("joined:", ranks.dtype, flush=True)
+        return ranks
+
+    parallel.fast_bfloat16, train.join = measure, said
+    train_runs([flags for _, flags in runs])
+
+
+def test_all_ranks_have_the_dtype_of_the_first(tiny_data, tmp_path):
+    flags = [*SHORT, f"--dataset={tiny_data}"]
+    launch(2, two_ranks, tmp_path, [(fast, [*flags, f"--out_dir={tmp_path / str(fast)}"]) for fast in (True, False)])
+    assert stored(tmp_path / "True") == ("bfloat16", False) and stored(tmp_path / "False") == ("float32", False)
+    for rank in range(2):
+        lines = (tmp_path / f"rank {rank}").read_text().splitlines()
+        assert [x for x in lines if "joined: " in x] == ["joined: torch.bfloat16", "joined: torch.float32"]
+    (first, *_), (other, *_) = (
+        [line[1] for line in losses(tmp_path / out) if len(line) == 5] for out in ("True", "False")
+    )
+    assert first != other and math.isclose(first, other, rel_tol=0.02)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TF32 and deterministic kernels
+
+
+@pytest.fixture
+def switches(monkeypatch):
+    """Settings of the process, which a run with deterministic=True changes."""
+    filled, tf32 = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cuda.matmul.allow_tf32
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cuda.matmul.allow_tf32 = filled, tf32
+
+
+def test_a_deterministic_run_on_a_cpu(run, capsys, switches):
+    """It has the numbers of any run; the flag is stored, and a resume may change it."""
+    short = ["--max_iters=4", "--eval_interval=4"]
+    plain = losses(run(*short, out="plain"))
+    assert "deterministic" not in capsys.readouterr().out
+    folder = run(*short, "--deterministic=True")
+    assert losses(folder) == plain and "1 x cpu, float32, deterministic;" in capsys.readouterr().out
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and os.environ["NCCL_ALGO"] == "^NVLS,NVLSTree"
+    run("--init_from=resume", "--max_iters=5")
+    assert torch.are_deterministic_algorithms_enabled()
+    run("--init_from=resume", "--max_iters=6", "--deterministic=False")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named(tiny_data, tmp_path, monkeypatch, capsys, switches):
+    """torch's own error, in one line; other errors stay as they are."""
+    argv = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--deterministic=True"]
+    operation = lambda *_: torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))  # noqa: E731
+    monkeypatch.setattr(train.Run, "train_step", operation)
+    line = refused(train.main, argv, capsys)
+    assert line.startswith("error: deterministic=True: put_ has no deterministic kernel") and "=False" in line
+    with pytest.raises(RuntimeError, match="^other$"), device.refuse_nondeterminism():
+        raise RuntimeError("other")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    assert "CUBLAS_WORKSPACE_CONFIG=:0:0" in refused(train.main, argv, capsys)
+    assert "--deterministic=maybe" in refused(train.main, [*argv, "--deterministic=maybe"], capsys)
+
+
+@pytest.mark.parametrize("deterministic, said", [(False, "float32 (products in TF32)"), (True, "float32")])
+def test_float32_on_cuda_is_tf32(monkeypatch, switches, deterministic, said):
+    monkeypatch.setattr(parallel, "resolve_device", lambda *_: CUDA)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    ranks = parallel.join(Config(dtype="float32", deterministic=deterministic))
+    assert device.precision(CUDA, ranks.dtype) == said and device.precision(CPU, ranks.dtype) == "float32"
+    assert device.precision(CUDA, torch.bfloat16) == "bfloat16"

@@ -1,0 +1,183 @@
+"""Workers of torchrun that are killed come back, from the last checkpoint; one that fails ends them all."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from helpers import IN_FLOAT64, ROOT, TINY, distance, losses
+from ranks import launch, torchrun, train_main
+
+import train
+from engine.parallel import ranks as parallel
+from engine.parallel.sharded import ShardedModel
+
+
+@pytest.fixture
+def start(tiny_data, tmp_path):
+    """start(script, *flags) -> two training processes under torchrun; at the end of the test all are gone."""
+    started = []
+
+    def call(script: Path, *flags: str) -> subprocess.Popen:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", *flags]
+        process = subprocess.Popen(
+            [sys.executable, *torchrun, script, *flags],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        started.append((process, threading.Timer(120, end, [process])))
+        started[-1][1].start()
+        return process
+
+    def end(process):
+        for pid in [process.pid, *workers(process)] if process.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
+
+    yield call
+    for process, timer in started:
+        timer.cancel()
+        end(process)
+
+
+def read_until(process: subprocess.Popen, text: str) -> list[str]:
+    """The lines up to the first one that contains the text."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return lines
+    pytest.fail(f"no {text} in\n{''.join(lines)}")
+
+
+def workers(process: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def train_until_killed(flags: list[str]):
+    """train.py, of which the second rank is killed in the 22nd step of its first start."""
+    backward, steps = ShardedModel.backward, []
+
+    def counted(*args):
+        steps.append(1)
+        if len(steps) == 22 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return backward(*args)
+
+    ShardedModel.backward = counted
+    train.peak_flops = lambda *_: 1e9  # half a second each
+    train_main(flags)
+
+
+def test_a_killed_worker_is_started_again_and_goes_on(run, tiny_data, tmp_path):
+    """The flags say init_from=scratch; the losses are those of one process that nobody disturbed."""
+    flags = ["--max_iters=60", "--eval_interval=30", "--save_interval=5", IN_FLOAT64]
+    common = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--async_checkpoint=True"]
+    launch(1, partial(torchrun, max_restarts=1), tmp_path, train_until_killed, [*common, *flags])
+    said = (tmp_path / "rank 0").read_text()
+    assert said.count("step 0:") == 1 and said.count("parameters;") == 2, said
+    undisturbed = losses(run(*flags, out="whole"))
+    assert len(undisturbed) == 63 and distance(losses(tmp_path / "out"), undisturbed) < 1e-9
+
+
+def test_a_start_goes_on_only_with_its_own_run(run, tmp_path, monkeypatch, capsys):
+    """With --max_restarts a checkpoint in out_dir may be ours; one with other flags is of an older run, and refused."""
+    run("--max_iters=4")
+    before = losses(tmp_path / "out")
+    refused = [["--max_iters=4"], ["--max_iters=5"], ["--max_iters=4", "--learning_rate=2e-2"]]
+    for flags, restarts in zip(refused, "033", strict=True):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            run(*flags)
+        assert stop.value.code == 2 and "already holds a run" in capsys.readouterr().err
+    run("--max_iters=4")
+    assert "is at step 4" in capsys.readouterr().out
+    assert losses(tmp_path / "out") == before
+    run("--max_iters=4", out="new")  # killed before its first checkpoint: from the start
+    assert losses(tmp_path / "new") == before
+
+
+def test_a_start_reads_nothing_of_the_one_before(monkeypatch):
+    """torchrun keeps its store; a rank that is early must not take what the dead ones wrote for what the late will."""
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for name, value in [("ADDR", "localhost"), ("PORT", server.port)]:
+        monkeypatch.setenv(f"MASTER_{name}", str(value))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+
+    def join(rank, late):
+        time.sleep(0.5 * (rank == late))
+        return parallel.fresh_store(rank, 3)
+
+    for late in (0, 1, 2, 1):  # four starts
+        with ThreadPoolExecutor(3) as threads:
+            stores = list(threads.map(join, range(3), [late] * 3))
+        assert not any(store.check(["address"]) for store in stores)
+        stores[late].set("address", f"{late}")
+        assert all(store.check(["address"]) for store in stores)  # get would wait
+        assert [store.get("address") for store in stores] == [f"{late}".encode()] * 3
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_a_start_reads_a_few_bytes_of_each_rank(size, monkeypatch):
+    """In each of its looks a rank reads two keys of every rank, 32 and 64 bytes, and not the list of every rank."""
+    server, looks = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), defaultdict(list)
+
+    class Counting:
+        def __init__(self, rank):
+            self.rank, self.store = rank, dist.TCPStore("localhost", server.port)
+            self.set = self.store.set
+
+        def multi_get(self, keys):
+            values = self.store.multi_get(keys)
+            looks[self.rank].append(sum(map(len, values)))
+            return values
+
+    monkeypatch.setattr(parallel, "rendezvous", lambda _, rank, size: iter([(Counting(rank), rank, size)]))
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: prefix)
+    with ThreadPoolExecutor(size) as threads:
+        prefixes = list(threads.map(parallel.fresh_store, range(size), [size] * size))
+    assert len(set(prefixes)) == 1 and len(looks) == size
+    for read in looks.values():
+        assert set(read[::2]) == {32 * size} and max(read[1::2]) <= 64 * size
+
+
+FAILING = """
+import os, runpy, sys
+sys.path.insert(0, "ROOT")
+import model
+from engine import metrics
+metrics.peak_flops = lambda *_: 1e9
+forward, seen = model.Model.forward, 0
+
+def fail_in_the_fifth(self, *args, **kwargs):
+    global seen
+    seen += self.training
+    if seen == 5 and os.environ["RANK"] == "1":
+        raise RuntimeError("planted failure")
+    return forward(self, *args, **kwargs)
+
+model.Model.forward = fail_in_the_fifth
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_a_rank_that_raises_takes_the_others_down_with_its_own_traceback_first_and_last(start, tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING.replace("ROOT", str(ROOT)))
+    process = start(tmp_path / "failing.py", "--async_checkpoint=True", "--save_interval=1")
+    said = read_until(process, "RuntimeError: planted failure")
+    since = time.monotonic()
+    rest = process.communicate(timeout=120)[0]
+    assert time.monotonic() - since < 20  # not collective_timeout's ten minutes, nor torchrun's 30 s before SIGKILL
+    assert process.returncode == 1
+    tracebacks = [line for line in said if "Traceback" in line]
+    assert len(tracebacks) == 1 and "rank1" in tracebacks[0]
+    assert "planted failure" in rest.partition("Root Cause")[2]

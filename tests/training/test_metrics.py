@@ -1,0 +1,361 @@
+"""metrics.jsonl compared with an uninterrupted run, TensorBoard with metrics.jsonl, the bar on a simulated terminal."""
+
+import importlib.util
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from helpers import ROOT
+
+import engine.metrics
+from engine.metrics import Console, Metrics, Silent, gpu_peak, peak_flops, truncate_metrics
+
+CPU = torch.device("cpu")
+FLAGS = {"n_layer": 4, "learning_rate": 3e-3, "bias": False, "pos": "rope"}
+
+
+def open_metrics(folder, step=0, tokens=0, peak=1e9):
+    return Metrics(folder, step, tokens, max_iters=20, flops_per_token=1000, peak=peak, device=CPU, flags=FLAGS)
+
+
+def loss_at(step):
+    return math.exp(-step / 7) / 3  # a float of many digits
+
+
+def loop(metrics, steps, stop):
+    """The order of train.py: at the top of a step an evaluation if it is due, then training and log."""
+    for step in range(*steps):
+        if step % 5 == 0:
+            with metrics.paused():
+                metrics.evaluation(step, loss_at(step) + 1, loss_at(step) + 2, None)
+        if step == stop:
+            break
+        if step % 2 == 0:
+            metrics.log(step, loss_at(step), 1e-3, 0.5, tokens=100 * (step + 1))
+    metrics.close()
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    return [(x["step"], x.get("loss"), x.get("train_loss"), x.get("val_loss")) for x in lines(folder)]
+
+
+def test_one_line_per_step_with_all_digits(tmp_path):
+    metrics = open_metrics(tmp_path / "deep" / "out")
+    loss = 0.1 + 0.2 + 1e-17
+    metrics.log(0, loss, 1e-3, 0.5, tokens=640, epoch=0.25)
+    metrics.log(10, math.nan, 1e-3, math.inf, tokens=7040, skipped=3)
+    metrics.evaluation(11, 1 / 3, 2 / 3, 1 / 7)
+    metrics.evaluation(12, 1 / 3, 2 / 3, None)
+    metrics.close()
+    first, second, *evaluations = lines(tmp_path / "deep" / "out")
+    fields = "step kind loss lr grad_norm tokens flops tokens_per_s mfu ms_per_step peak_memory_bytes".split()
+    assert list(first) == [*fields, "epoch"] and list(second) == [*fields, "skipped"]
+    assert first["loss"] == loss and first["tokens"] == 640 and first["flops"] == 640_000 and first["epoch"] == 0.25
+    assert second["loss"] is None and second["grad_norm"] is None and second["skipped"] == 3
+    assert evaluations == [
+        {"step": 11, "kind": "eval", "train_loss": 1 / 3, "val_loss": 2 / 3, "val_bpb": 1 / 7},
+        {"step": 12, "kind": "eval", "train_loss": 1 / 3, "val_loss": 2 / 3, "val_bpb": None},
+    ]
+
+
+def test_rates_are_of_the_interval_and_leave_pauses_out(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    metrics = open_metrics(tmp_path, step=7, tokens=700)  # a resumed run
+    clock[0] += 2
+    metrics.log(7, 1.0, 1e-3, 0.5, tokens=800)
+    clock[0] += 1
+    with metrics.paused():
+        clock[0] += 50
+    clock[0] += 3
+    metrics.log(10, 1.0, 1e-3, 0.5, tokens=1400)
+    metrics.close()
+    first, second = lines(tmp_path)
+    assert (first["tokens_per_s"], first["ms_per_step"], first["mfu"]) == (50, 2000, 50 * 1000 / 1e9)
+    assert (second["tokens_per_s"], second["ms_per_step"]) == (150, 4000 / 3)  # 600 tokens, 3 steps, 4 s
+    assert second["mfu"] == 150 * 1000 / 1e9
+
+
+@pytest.mark.parametrize("stop", [4, 5, 10, 13, 15])
+@pytest.mark.parametrize("further", [0, 3])
+def test_resume_leaves_what_the_uninterrupted_run_leaves(tmp_path, stop, further):
+    """A run saves at step `stop` and dies `further` steps later, in the middle of a line."""
+    loop(open_metrics(tmp_path / "whole"), (0, 21), 20)
+    loop(open_metrics(tmp_path / "cut"), (0, 21), stop + further)
+    with open(tmp_path / "cut" / "metrics.jsonl", "a") as f:
+        f.write('{"step": 4, "lo')
+    loop(open_metrics(tmp_path / "cut", step=stop, tokens=100 * stop), (stop, 21), 20)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == 15
+    assert [(x["step"], x["tokens"]) for x in lines(tmp_path / "cut") if "tokens" in x] == [
+        (step, 100 * (step + 1)) for step in range(0, 20, 2)
+    ]
+    assert scalars(tmp_path / "cut") == from_jsonl(tmp_path / "cut")
+    assert sorted(os.listdir(tmp_path / "cut"))[-1] == "metrics.jsonl"  # no temporary file stays
+
+
+def test_truncation_drops_what_is_no_line_of_ours(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"step": 1, "loss": 2.5}\n{"step": 2, "lo\n\xff\n[3]\n{"a": 1}\n\n{"step": "x"}\n{"step": 3}\n{"step": 4}'
+    )
+    with open(path, "a") as f:
+        f.write("\n" + "[" * 100_000 + "\n" + '{"step":' * 100_000)  # too deeply nested to be read
+    truncate_metrics(path, 4)
+    assert path.read_text() == '{"step": 1, "loss": 2.5}\n{"step": 3}\n'  # older lines without a kind stay
+    truncate_metrics(tmp_path / "absent.jsonl", 4)
+    assert not (tmp_path / "absent.jsonl").exists()
+
+
+def test_a_new_run_forgets_the_old_one_in_its_folder(tmp_path):
+    loop(open_metrics(tmp_path), (0, 21), 20)
+    metrics = open_metrics(tmp_path)
+    metrics.log(0, 9.0, 1e-3, 0.5, tokens=100)
+    metrics.close()
+    assert [x["loss"] for x in lines(tmp_path)] == [9.0]
+    assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TensorBoard
+
+
+def scalars(folder):
+    """{tag: [(step, value)]}, by TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader.Reload()
+    return {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def from_jsonl(folder):
+    expected = {}
+    for line in lines(folder):
+        assert line["kind"] == ("train" if "loss" in line else "eval")
+        for key, value in line.items():
+            if key not in ("step", "kind") and value is not None:
+                value = torch.tensor(value, dtype=torch.float32).item()  # the precision of an event
+                expected.setdefault(f"{line['kind']}/{key}", []).append((line["step"], value))
+    return expected
+
+
+def test_tensorboard_reads_the_same_figures(tmp_path):
+    loop(open_metrics(tmp_path), (0, 21), 20)
+    expected = from_jsonl(tmp_path)
+    assert len(expected["train/loss"]) == 10 and len(expected["eval/val_loss"]) == 5
+    assert scalars(tmp_path) == expected
+
+
+def test_tensorboard_shows_norms_texts_and_flags(tmp_path, monkeypatch):
+    """On its pages of scalars, texts and hyperparameters."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata
+
+    clock, granted = [100.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def write_text(seconds: float) -> str:
+        granted.append(seconds)
+        clock[0] += 7
+        return "def f():\n\n    pass"
+
+    metrics = open_metrics(tmp_path)
+    for step in (10, 20):
+        metrics.norms(step, {"grad_norm/wte": step / 10})
+        clock[0] += 300
+        metrics.sample(step, write_text)
+    metrics.close()
+    assert granted == [3, 3] and lines(tmp_path) == []  # a hundredth of the time since the last text
+    reader = EventAccumulator(str(tmp_path)).Reload()
+    assert scalars(tmp_path) == {"grad_norm/wte": [(10, 1.0), (20, 2.0)]}
+    texts = [(e.step, e.tensor_proto.string_val[0].decode()) for e in reader.Tensors("eval/sample")]
+    assert texts == [(step, "    def f():\n    \n        pass") for step in (10, 20)]  # Markdown: code
+    assert list(reader.PluginTagToContent("text")) == ["eval/sample"]
+    pages = reader.PluginTagToContent("hparams")
+    start = metadata.parse_session_start_info_plugin_data(pages[metadata.SESSION_START_INFO_TAG]).hparams
+    assert {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()} == FLAGS
+
+
+def test_tensorboard_sees_figures_before_the_run_ends(tmp_path):
+    metrics = open_metrics(tmp_path)
+    metrics.log(0, 1.0, 1e-3, 0.5, tokens=100)
+    assert scalars(tmp_path)["train/loss"] == [(0, 1.0)] and len(lines(tmp_path)) == 1
+    metrics.close()
+
+
+def test_import_waits_until_something_is_written(monkeypatch):
+    for package in ("tensorboard", "tqdm"):
+        monkeypatch.setitem(sys.modules, package, None)  # importing it, or a part of it, fails now
+    spec = importlib.util.spec_from_file_location("a_second_metrics", engine.metrics.__file__)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Console
+
+
+def test_tensorboard_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
+    with pytest.raises(ValueError, match="tensorboard.* is not installed; pip install tensorboard"):
+        engine.metrics.Events(tmp_path, 0)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return 2
+
+
+def test_lines_like_nanogpts_and_no_control_characters_off_a_terminal(tmp_path, capsys):
+    metrics = open_metrics(tmp_path)
+    metrics.log(0, 2.12345, 1e-3, 0.5, tokens=100)
+    metrics.evaluation(250, 1.9, 2.0, 2.9)
+    metrics.evaluation(251, 1.9, 2.0, None)
+    metrics.say("saved")
+    metrics.close()
+    out, err = capsys.readouterr()
+    first, *rest = out.splitlines()
+    assert first.startswith("iter 0: loss 2.1235, time ") and "ms, tok/s " in first and ", mfu " in first
+    assert first.endswith(", lr 1.00e-03, grad norm 0.500")
+    assert rest == [
+        "step 250: train loss 1.9000, val loss 2.0000, bpb 2.9000",
+        "step 251: train loss 1.9000, val loss 2.0000",
+        "saved",
+    ]
+    assert err == "" and not any(c in out for c in "\r\x1b")
+
+
+def screen(text):
+    """The rows on a terminal's screen: text after \\r overwrites its row from the beginning."""
+    rows = []
+    for row in text.split("\n"):
+        shown = ""
+        for part in row.split("\r"):
+            shown = part + shown[len(part) :]
+        rows.append(shown.rstrip())
+    return rows
+
+
+def test_bar_on_a_terminal(tmp_path, monkeypatch):
+    """With stdout and stderr on one terminal, lines are complete, the bar is the last row, and close() removes it."""
+    clock, terminal = [0.0], Terminal()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((80, 25)))
+    metrics = open_metrics(tmp_path, peak=None)
+    for step in (0, 4, 9):
+        clock[0] += 60
+        metrics.log(step, 2.0, 1e-3, 0.5, tokens=100 * (step + 1))
+    metrics.say("saved")
+    *above, bar = screen(terminal.getvalue())
+    assert re.fullmatch(r" 50%\|.+\| 10/20 \[02:00<02:13, 13.33s/step\]", bar)  # 10 more steps at 9 in 120 s
+    assert [line.split(",")[0] for line in above] == [
+        "iter 0: loss 2.0000",
+        "iter 4: loss 2.0000",
+        "iter 9: loss 2.0000",
+        "saved",
+    ]
+    assert "mfu" not in terminal.getvalue()
+    metrics.close()
+    assert screen(terminal.getvalue())[-1] == ""
+
+
+def test_bar_does_not_wrap(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((30, 25)))
+    console = Console(100)
+    console.advance(50)
+    for row in terminal.getvalue().split("\r"):
+        assert len(row) <= 29
+    assert "50%" in terminal.getvalue()
+    console.close()
+
+
+def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    loop(Silent(), (0, 21), 20)
+    Silent().say("hello")
+    assert capsys.readouterr() == ("", "") and not list(tmp_path.iterdir())
+    public = {name for name in vars(Metrics) if not name.startswith("_")}
+    assert public - set(vars(Silent)) == {"write"}  # Silent has every method that train.py calls
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The machine
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rate, largest", [(100e9, 1536), (0.5e9, 384)], ids=["hardware", "emulated"])
+def test_cpu_peak_is_that_of_the_fastest_matmul(monkeypatch, dtype, rate, largest):
+    """On a CPU of which every third matmul reaches the rate, and the others a half of it: in half a second, or in what
+    a few small matrices take."""
+    now, sizes = [0.0], []
+
+    def mm(a, b, out):
+        assert a.dtype == b.dtype == out.dtype == dtype and a.shape == b.shape == out.shape == (len(a), len(a))
+        sizes.append(len(a))
+        now[0] += 2 * len(a) ** 3 / rate * (1 if len(sizes) % 3 == 0 else 2)
+
+    monkeypatch.setattr(engine.metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch, "mm", mm)
+    assert peak_flops(CPU, dtype) == pytest.approx(rate)
+    assert sizes == sorted(sizes) and sizes[-1] == largest and 0.5 <= now[0] < 1.0
+
+
+@pytest.mark.parametrize(
+    "name, half, tf32",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12, 156e12),
+        ("NVIDIA A10G", 70e12, 35e12),
+        ("NVIDIA A10", 125e12, 62.5e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12, 494.7e12),
+        ("NVIDIA H100 PCIe", 756e12, 378e12),
+        ("NVIDIA H100 NVL", 835.5e12, 417.7e12),
+        ("NVIDIA H200", 989.4e12, 494.7e12),
+        ("NVIDIA GH200 480GB", 989.4e12, 494.7e12),
+        ("NVIDIA B200", 2250e12, 1125e12),
+        ("NVIDIA GB200", 2500e12, 1250e12),
+        ("NVIDIA L4", 121e12, 60.5e12),
+        ("NVIDIA L40S", 362e12, 183e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
+        ("Tesla V100-SXM2-16GB", 125e12, None),
+        ("Tesla V100-PCIE-32GB", 112e12, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA GeForce RTX 4090 D", None, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
+        ("NVIDIA GeForce GTX 1080", None, None),
+    ],
+)
+def test_gpu_table(name, half, tf32):
+    assert gpu_peak(name, torch.bfloat16) == half and gpu_peak(name, torch.float32) == tf32
+
+
+def test_peak_memory_grows_with_what_is_held():
+    """The first tensor of 512 MiB lifts the peak above that of the imports; a second one makes the difference. What the
+    process holds that starts the program does not count."""
+    of_parent = torch.ones(2**29)
+    code = (
+        "import torch; from engine.metrics import peak_memory_bytes as peak; torch.set_num_threads(1)\n"
+        "cpu, held = torch.device('cpu'), [torch.ones(2**27)]; first = peak(cpu)\n"
+        "held.append(torch.ones(2**27)); print(peak(cpu) - first)"
+    )
+    grown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    del of_parent
+    assert int(grown) == pytest.approx(2**29, rel=0.01)

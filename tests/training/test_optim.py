@@ -1,0 +1,503 @@
+"""Schedules, AdamW and Muon against references written here, resume against the uninterrupted run."""
+
+import math
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from helpers import assert_rounds_alike
+
+from configurator import Config
+from engine.optim import (
+    OPTIMIZER,
+    AdamW,
+    Elementwise,
+    Kind,
+    Muon,
+    build,
+    decay_groups,
+    learning_rate,
+    orthogonalize,
+    portions,
+    state_bytes,
+)
+from engine.parallel.tensor import sharded_dim
+from model import GroupedLinear, Linear, Model, ModelConfig
+
+
+def config(**flags):
+    defaults = {
+        "optimizer": "adamw",
+        "learning_rate": 1e-3,
+        "muon_lr": 0.02,
+        "muon_momentum": 0.95,
+        "weight_decay": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "schedule": "cosine",
+        "warmup_iters": 10,
+        "max_iters": 110,
+        "lr_decay_iters": 0,
+        "min_lr": 1e-4,
+        "cooldown_iters": 0,
+    }
+    return SimpleNamespace(**defaults | flags)
+
+
+class Block(nn.Module):
+    """q, k, v of sizes 8, 4, 4 in two groups, fused; then an output projection."""
+
+    def __init__(self):
+        super().__init__()
+        cfg = ModelConfig(bias=True)
+        self.norm, self.qkv = nn.LayerNorm(8), Linear(cfg, 8, 16, "into", (0, 2, (4, 2, 2)))
+        self.out = Linear(cfg, 8, 8, "out")
+        for layer in (self.qkv, self.out):  # whose weights a Model would draw
+            nn.Linear.reset_parameters(layer)
+        self.gain = nn.Parameter(torch.ones(2, 1))
+        self.gain.no_decay = True
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (2, 8)).split((4, 2, 2), dim=-1)
+        return x + self.out((q * torch.cat((k, v), -1).tanh() * self.gain).flatten(-2))
+
+
+class Tiny(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.wte, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head.weight = self.wte.weight
+
+    def forward(self, idx):
+        x = self.wte(idx)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x)[:-1], idx[1:])
+
+
+def train(model, optimizer, steps):
+    """Losses of the given steps; the batch is a function of the step."""
+    losses = []
+    for step in steps:
+        optimizer.set_lr(learning_rate(step, config()))
+        idx = (3 * torch.arange(32) + step) % 11
+        loss = model(idx)
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Schedules
+
+
+def test_cosine_is_nanogpts():
+    cfg = config(warmup_iters=7, lr_decay_iters=90, max_iters=100)
+
+    def expected(it):
+        if it < 7:
+            return 1e-3 * (it + 1) / 8
+        if it > 90:
+            return 1e-4
+        return 1e-4 + 0.5 * (1.0 + math.cos(math.pi * ((it - 7) / 83))) * (1e-3 - 1e-4)
+
+    assert [learning_rate(it, cfg) for it in range(101)] == [expected(it) for it in range(101)]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_warm_up_then_peak(schedule):
+    cfg = config(schedule=schedule)
+    assert [learning_rate(i, cfg) for i in range(10)] == pytest.approx([1e-3 * (i + 1) / 11 for i in range(10)])
+    assert learning_rate(10, cfg) == 1e-3
+
+
+def test_wsd_at_key_points():
+    cfg = config(schedule="wsd", lr_decay_iters=100, cooldown_iters=40)
+    assert all(learning_rate(step, cfg) == 1e-3 for step in range(10, 61))
+    assert learning_rate(80, cfg) == pytest.approx(5.5e-4)  # half way from 1e-3 to 1e-4
+    assert learning_rate(99, cfg) == pytest.approx(1e-4 + 9e-4 / 40)
+    assert learning_rate(100, cfg) == learning_rate(5000, cfg) == 1e-4
+
+
+def test_defaults_derive_from_max_iters():
+    assert learning_rate(60, config()) == pytest.approx(5.5e-4)  # the middle of 10 .. 110
+    cfg = config(schedule="wsd", max_iters=100)
+    assert learning_rate(80, cfg) == 1e-3 > learning_rate(81, cfg)  # cool-down over the last fifth
+    assert learning_rate(90, cfg) == pytest.approx(5.5e-4)
+    cfg = config(schedule="wsd", max_iters=100, lr_decay_iters=50)
+    assert learning_rate(40, cfg) == 1e-3 > learning_rate(41, cfg)  # over the last fifth of the schedule
+    assert learning_rate(45, cfg) == pytest.approx(5.5e-4)
+    assert learning_rate(10**6, config(schedule="constant")) == 1e-3
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_no_room_to_decay(schedule):
+    assert learning_rate(0, config(schedule=schedule, warmup_iters=0, max_iters=1)) == 1e-3
+    assert learning_rate(10, config(schedule=schedule, max_iters=10)) == 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# AdamW
+
+
+def test_adamw_is_the_paper():
+    """Algorithm 2 of arXiv:1711.05101 in float64, five steps, on a decayed matrix and a vector that is not."""
+    model = nn.Linear(3, 4, dtype=torch.float64)
+    reference = {p: p.detach().clone() for p in model.parameters()}
+    m, v = ({p: torch.zeros_like(p) for p in reference} for _ in range(2))
+    optimizer = build(model, config())
+    for t in range(1, 6):
+        optimizer.set_lr(lr := 1e-2 / t)
+        for p, w in reference.items():
+            p.grad = g = torch.randn_like(p)
+            m[p], v[p] = 0.9 * m[p] + 0.1 * g, 0.95 * v[p] + 0.05 * g**2
+            w *= 1 - lr * (0.1 if p is model.weight else 0)
+            w -= lr * (m[p] / (1 - 0.9**t)) / ((v[p] / (1 - 0.95**t)).sqrt() + 1e-8)
+        optimizer.step()
+    for p, w in reference.items():
+        torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-14)
+
+
+def decayed(model, optimizer):
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_matrices_decay_and_every_parameter_is_in_one_group(kind):
+    model = Tiny()
+    optimizer = build(model, config(optimizer=kind))
+    grouped = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(grouped) == len(set(grouped)) and set(grouped) == set(model.parameters())  # tied weights once
+    assert decayed(model, optimizer) == {"wte.weight"} | {
+        f"blocks.{i}.{m}.weight" for i in (0, 1) for m in ("qkv", "out")
+    }
+
+
+def test_every_optimizer_of_the_flag_is_in_the_table():
+    assert set(get_args(get_type_hints(Config)["optimizer"])) == set(OPTIMIZER)
+
+
+def test_slots_decay():
+    """They are rows of keys and values, with one dimension more for the heads; gains of heads do not."""
+    shape = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=11)
+    model = Model(ModelConfig(block="superblock", pool="joint", qk_norm=True, **shape), 0)
+    slots = {name for name, _ in model.named_parameters() if "slot" in name}
+    assert len(slots) == 2 and slots <= decayed(model, build(model, config()))
+    assert not any("norm" in name for name in decayed(model, build(model, config())))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Muon
+
+
+def newton_schulz(g):
+    """The reference: one matrix at a time, as in the post."""
+    x = g / g.norm()
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(3, 64, 16), (2, 16, 64), (1, 24, 96)])
+def test_orthogonalize(shape, dtype):
+    """Against the singular values and vectors in float64, and the post's iteration."""
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    y = orthogonalize(x, dtype)
+    assert y.dtype == dtype
+    assert orthogonalize(torch.zeros(shape), dtype).abs().max() == 0
+    expected = torch.stack([newton_schulz(m) for m in x.double()])
+    if dtype == torch.bfloat16:
+        return assert_rounds_alike(y, torch.stack([newton_schulz(m) for m in x.to(dtype)]), expected, "U V^T")
+    rounding = 1e-5
+    s = torch.linalg.svdvals(y.double())
+    assert s.min() > 0.65 - rounding and s.max() < 1.25 + rounding
+    u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)  # y has the same vectors: U^T Y V is diagonal
+    core = u.mT @ y.double() @ vh.mT
+    torch.testing.assert_close(core, torch.diag_embed(core.diagonal(dim1=1, dim2=2)), atol=rounding, rtol=0)
+    torch.testing.assert_close(y.double(), expected, atol=rounding, rtol=1e-4)
+
+
+def split(w, fused):
+    """Logical matrices by index arithmetic."""
+    dim, groups, sizes = fused
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    index = [
+        [g * sum(sizes) + start + i for g in range(groups) for i in range(size)]
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    return [w.index_select(dim, torch.tensor(i)) for i in index]
+
+
+FUSED = [None, (0, 2, (4, 2, 2)), (0, 1, (12, 2, 2)), (0, 4, (4,)), (1, 3, (2, 4, 2))]
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_muon_equals_separate_matrices(fused):
+    """Three steps on a weight, fused and batched with others, against one Muon of the post per logical matrix."""
+    torch.manual_seed(1)
+    weight, other = nn.Parameter(torch.randn(16, 24)), nn.Parameter(torch.randn(16, 24))
+    muon = Muon({weight: fused, other: None}, lr=0.02, momentum=0.95, weight_decay=0.1)
+    layout = fused or (0, 1, (16,))
+    ours = [w.clone() for w in split(weight.detach(), layout)]
+    momentum = [torch.zeros_like(w) for w in ours]
+    for _ in range(3):
+        weight.grad, other.grad = torch.randn(16, 24), torch.randn(16, 24)
+        for w, b, g in zip(ours, momentum, split(weight.grad, layout), strict=True):
+            b.mul_(0.95).add_(0.05 * g)
+            update = newton_schulz((0.05 * g + 0.95 * b).double()).float()
+            w.mul_(1 - 0.02 * 0.1).sub_(0.02 * max(1, w.size(0) / w.size(1)) ** 0.5 * update)
+        muon.step()
+    for new, expected in zip(split(weight.detach(), layout), ours, strict=True):
+        torch.testing.assert_close(new, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_muon_in_portions_is_muon(monkeypatch):
+    """However few matrices are whole at once."""
+    results = []
+    for largest in (2**28, 1, 70):
+        monkeypatch.setattr(Muon, "LARGEST", largest)
+        torch.manual_seed(0)
+        weights = {nn.Parameter(torch.randn(shape)): None for shape in ((8, 4), (8, 4), (4, 8), (6, 6), (8, 4))}
+        muon = Muon(weights, lr=0.02, momentum=0.9, weight_decay=0.1)
+        for p in weights:
+            p.grad = torch.randn(p.shape)
+        some = list(portions(list(weights), muon.sizes, largest))
+        assert [p for each in some for p in each] == list(weights)
+        assert len(some) == {2**28: 1, 1: 5, 70: 3}[largest]
+        muon.step()
+        results.append([p.detach().clone() for p in weights])
+    for other in results[1:]:
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(results[0], other, strict=True))
+
+
+def test_fused_is_not_one_matrix():
+    whole, pieces = (nn.Parameter(torch.zeros(16, 8)) for _ in range(2))
+    whole.grad = pieces.grad = torch.randn(16, 8)
+    Muon({whole: None}, 0.02, 0.95, 0.0).step()
+    Muon({pieces: (0, 1, (8, 8))}, 0.02, 0.95, 0.0).step()
+    assert (whole - pieces).norm() > 0.1 * pieces.norm()
+
+
+def test_who_gets_muon():
+    model = Tiny()
+    _, muon = build(model, config(optimizer="muon")).parts
+    assert muon.fused == {
+        m.weight: fused for b in model.blocks for m, fused in ((b.qkv, (0, 2, (4, 2, 2))), (b.out, (0, 1, (8,))))
+    }
+    untied = Tiny()
+    untied.head.weight = nn.Parameter(untied.wte.weight.detach().clone())
+    _, muon = build(untied, config(optimizer="muon")).parts
+    assert len(muon.fused) == 4 and untied.head.weight not in muon.fused
+
+
+def test_a_matrix_with_a_row_per_head_is_no_hidden_matrix():
+    """By its role, although it is a linear layer within a block; so is its cut by tp."""
+    model = Tiny()
+    model.blocks[0].gate = Linear(ModelConfig(), 8, 2, "per_head")
+    rest, muon = build(model, config(optimizer="muon")).parts
+    assert model.blocks[0].gate.weight in rest.state and len(muon.fused) == 4
+    assert sharded_dim(model, "blocks.0.gate.weight") == 0
+
+
+class OneState(Elementwise):
+    """Lion (arXiv:2302.06675)."""
+
+    @staticmethod
+    def new_state(p):
+        return {"mean": torch.zeros_like(p)}
+
+    def update(self, group, weights, grads, mean):
+        (a, b), lr = group["betas"], group["lr"]
+        for w, g, m in zip(weights, grads, mean, strict=True):
+            w.mul_(1 - lr * group["weight_decay"]).sub_(lr * (a * m + (1 - a) * g).sign())
+            m.lerp_(g, 1 - b)
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_a_new_optimizer_is_one_entry(muon, monkeypatch):
+    """Muon may train the hidden matrices beside it. Its state and the counted bytes are those of new_state."""
+    monkeypatch.setitem(OPTIMIZER, "mine", Kind(OneState, muon))
+    model = Tiny()
+    optimizer = build(model, config(optimizer="mine"))
+    first, *others = optimizer.parts
+    assert type(first) is OneState and [type(part) for part in others] == [Muon] * muon
+    expected = {}
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+        group = next(group for group in optimizer.param_groups if any(p is each for each in group["params"]))
+        expected[p] = p.detach() * (1 - 1e-3 * group["weight_decay"]) - 1e-3 * p.grad.sign()
+    optimizer.step()
+    for p in first.state:
+        assert torch.allclose(p, expected[p], rtol=1e-5, atol=1e-8)
+        assert sum(t.nbytes for t in first.state[p].values()) == state_bytes(OneState, p.numel())
+    kinds = {name.rsplit(".", 1)[1] for name in optimizer.state_tensors(model)}
+    assert kinds == {"mean"} | ({"momentum"} if muon else set())
+
+
+@pytest.mark.parametrize("mlp,matrices", [("gelu", 1), ("swiglu", 2)])
+def test_grouped_mlps_are_a_matrix_per_group_and_kind(mlp, matrices):
+    """A group's gate and its values stand below one another in GroupedLinear's weight; each is orthogonalised alone."""
+    cfg = Config(
+        n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=16, block="superblock", n_group=2, mlp=mlp,
+        optimizer="muon", muon_lr=1.0, weight_decay=0.0, muon_momentum=0.0,
+    )  # fmt: skip
+    model = Model(cfg, seed=1)
+    mlp = model.blocks[0].sums[0].mlp
+    assert isinstance(mlp.up, GroupedLinear) and isinstance(mlp.down, GroupedLinear)
+    before, muon = mlp.up.weight.detach().clone(), list(build(model, cfg).parts)[1]
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    muon.step()
+    height = len(before) // (2 * matrices)
+    pairs = zip((before - mlp.up.weight).split(height), mlp.up.weight.grad.split(height), strict=True)
+    for update, gradient in pairs:
+        torch.testing.assert_close(update, height**0.5 / 8**0.5 * newton_schulz(gradient), atol=1e-4, rtol=1e-3)
+
+
+def test_real_model():
+    """Muon's split of model.py's fused weights is what the model computes with: its update of q, k, v is orthogonal."""
+    size = {"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 8, "vocab_size": 13}
+    model = Model(ModelConfig(**size, attention="gqa", n_kv_head=2, mlp="swiglu"))
+    _, muon = build(model, config(optimizer="muon")).parts
+    names = {name for name, p in model.named_parameters() if p in muon.fused}
+    assert names == {f"blocks.0.sums.{m}.weight" for m in ("0.attn.qkv", "0.attn.out", "1.mlp.up", "1.mlp.down")}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(torch.arange(8)[None], torch.arange(1, 9)[None]).backward()
+    attention, mlp = model.blocks[0].sums
+    qkv, up = attention.attn.qkv.weight, mlp.mlp.up.weight
+    qkv.grad, up.grad = torch.randn_like(qkv), torch.randn_like(up)  # of full rank, unlike those of 8 tokens
+    muon.param_groups[0]["weight_decay"] = 0.0
+    muon.step()
+    update = (qkv.detach() - before["blocks.0.sums.0.attn.qkv.weight"]).view(2, 4, 8, 32)  # Hkv G D C
+    q, k, v = update.split((2, 1, 1), dim=1)
+    gate, value = (up.detach() - before["blocks.0.sums.1.mlp.up.weight"]).unflatten(0, (-1, 2)).unbind(1)
+    for update in (q, k, v, gate, value):
+        update = update.reshape(-1, 32) / 0.02
+        s = torch.linalg.svdvals(update) / max(1, update.size(0) / 32) ** 0.5
+        assert s.max() < 1.25 and s.median() > 0.65
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Both
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_rates_follow_the_schedule(kind):
+    optimizer = build(Tiny(), config(optimizer=kind))
+    optimizer.set_lr(2.5e-4)
+    for part, peak in zip(optimizer.parts, (1e-3, 0.02), strict=False):
+        assert [group["lr"] for group in part.param_groups] == pytest.approx([peak / 4] * len(part.param_groups))
+
+
+def test_no_ratio_to_a_rate_of_zero():
+    with pytest.raises(ValueError, match="set learning_rate"):
+        build(Tiny(), config(optimizer="muon", learning_rate=0.0))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_resume_is_exact(kind):
+    cfg = config(optimizer=kind)
+    whole = Tiny()
+    expected = train(whole, build(whole, cfg), range(10))
+    assert expected[-1] < expected[0]
+
+    first = Tiny()
+    optimizer = build(first, cfg)
+    losses = train(first, optimizer, range(5))
+    saved = {name: t.clone() for name, t in (first.state_dict() | optimizer.state_tensors(first)).items()}
+
+    second = Tiny(seed=1)
+    optimizer = build(second, cfg)
+    live = dict(second.named_parameters()) | optimizer.state_tensors(second)
+    with torch.no_grad():
+        for name, t in live.items():
+            t.copy_(saved[name])
+    assert losses + train(second, optimizer, range(5, 10)) == expected
+    for a, b in zip(whole.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_exists_before_the_first_step(kind):
+    model = Tiny()
+    optimizer = build(model, config(optimizer=kind))
+    before = optimizer.state_tensors(model)
+    assert all(t.count_nonzero() == 0 for t in before.values())
+    train(model, optimizer, range(1))
+    after = optimizer.state_tensors(model)
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+    kinds = {name.rsplit(".", 1)[1] for name in after}
+    assert kinds == {"step", "exp_avg", "exp_avg_sq"} | ({"momentum"} if kind == "muon" else set())
+    assert ("blocks.1.out.weight.momentum" in after) == (kind == "muon")
+    assert after["wte.weight.step"] == 1 and after["wte.weight.step"].dtype == torch.float32
+
+
+def test_overflow_skips_all_parameters():
+    """With a gradient scaler, an infinity in the gradient of one hidden matrix holds AdamW's parameters back too."""
+    model = Tiny()
+    optimizer = build(model, config(optimizer="muon"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for bad in (True, False):
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.scale(model(torch.arange(11))).backward()
+        if bad:
+            model.blocks[0].out.weight.grad[0, 0] = math.inf
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+        same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert all(same) if bad else not any(same)
+
+
+def test_adamw_equals_torch():
+    """Five steps of both groups, with a parameter that has no gradient in one of them."""
+    torch.manual_seed(0)
+    start = [torch.randn(5, 3), torch.randn(7)]
+    results = []
+    for make in (AdamW, lambda groups, lr, betas: torch.optim.AdamW(groups, lr, betas)):
+        generator, params = torch.Generator().manual_seed(1), [nn.Parameter(x.clone()) for x in start]
+        adamw = make(decay_groups(params, 0.1), 1e-2, (0.8, 0.9))
+        for step in range(5):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+            if step == 2:
+                params[1].grad = None
+            adamw.step()
+        results.append(params)
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).abs().max() < 1e-7
+    assert not torch.equal(results[0][0], start[0])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZER)
+def test_an_update_of_any_optimizer(kind):
+    """The first step goes against the gradient, decay makes weights smaller, and a part of a parameter is updated as it
+    is in the whole, which FSDP rests on."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(6, 4), [torch.randn(6, 4) for _ in range(3)]
+
+    def after(rows: slice, grads: list[torch.Tensor], decay: float = 0.0) -> torch.Tensor:
+        p = nn.Parameter(start[rows].clone())
+        optimizer = OPTIMIZER[kind].rest([{"params": [p], "weight_decay": decay}], 0.01, (0.9, 0.95))
+        for grad in grads:
+            p.grad = grad[rows].clone()
+            optimizer.step()
+        return p.detach()
+
+    whole = slice(None)
+    assert (((after(whole, grads[:1]) - start) * grads[0]) < 0).all()
+    assert (after(whole, [torch.zeros(6, 4)], decay=0.5).abs() < start.abs()).all()
+    parts = [after(rows, grads, decay=0.5) for rows in (slice(0, 2), slice(2, 6))]
+    assert torch.allclose(torch.cat(parts), after(whole, grads, decay=0.5), rtol=1e-5)
