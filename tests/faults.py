@@ -532,7 +532,8 @@ FAULTS = [
         "over = (before >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)",
         "over = (before + ordered >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)",
         "Sampling with top_p drops the token with which the sum first reaches p.",
-        "tests/commands/test_sample.py::test_choose tests/commands/test_sample.py::test_the_distribution_is_that_of_transformers",
+        "tests/commands/test_sample.py::test_choose "
+        "tests/commands/test_sample.py::test_the_distribution_is_that_of_transformers",
     ),
     (
         "sample.py",

@@ -2,7 +2,7 @@
 
     python tests/golden.py                # computes them again and writes tests/golden.json
 
-A commit that changes them changes what the program computes, and says why. tests/training/test_golden.py holds runs to them.
+A commit that changes them changes what the program computes, and says why. test_golden.py holds runs to them.
 """
 
 import json

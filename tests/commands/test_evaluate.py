@@ -331,7 +331,7 @@ def test_json_has_no_infinity(capsys):
 
 
 def stand_in_for_lm_eval(monkeypatch, called: dict):
-    """Modules of lm-eval with the functions that evaluate.py calls; tests/interchange/test_harness.py uses the real ones."""
+    """Modules of lm-eval with the functions that evaluate.py calls. test_harness.py uses the real ones."""
 
     class TaskManager:
         def __init__(self, include_path=None, include_defaults=True):
