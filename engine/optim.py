@@ -366,7 +366,7 @@ OPTIMIZER = {"adamw": Kind(AdamW), "muon": Kind(AdamW, muon=True)}
 @cache
 def state_bytes(optimizer: type[Elementwise | Muon], numbers: int) -> int:
     """Bytes of the optimizer's state of a parameter of so many float32 numbers: scalars, and tensors of its shape."""
-    state = optimizer.new_state(torch.empty(1, device="meta")).values()
+    state = optimizer.new_state(torch.empty(1, dtype=torch.float32, device="meta")).values()
     return sum(t.itemsize * (numbers if t.dim() else 1) for t in state)
 
 
