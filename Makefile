@@ -22,10 +22,10 @@ train: .venv/ready data/pycode/meta.json
 test: .venv/ready-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 quick: .venv/ready-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -k "not golden or causal and adamw" \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal -k "not golden or causal" \
 		tests/model/test_model.py::test_grid tests/model/test_ignored.py tests/model/test_blocks.py \
 		tests/model/test_references.py tests/training/test_golden.py
 
@@ -36,7 +36,7 @@ gpu: .venv/ready
 	$(BIN)/python -m tools.gpu --out=out/gpu.jsonl
 
 jitter: .venv/ready-test
-	for seed in 1 2 3; do OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --jitter=$$seed || exit 1; done
+	for seed in 1 2 3; do OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal --jitter=$$seed || exit 1; done
 
 slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow
