@@ -1,4 +1,4 @@
-"""baselines.py: the coordinate search against an exhaustive one, and the page, with a formula for compare.py."""
+"""baselines.py: the coordinate search against an exhaustive one, and the page, with a formula for tools.compare."""
 
 import itertools
 import json
@@ -123,7 +123,7 @@ def test_the_page(formula, tmp_path, capsys):
     links[0].unlink()
     links[1].unlink()
     links[1].symlink_to(tmp_path / "nowhere")
-    baselines.main([f"--out={tmp_path}", "--seeds=2"])  # a second call makes the same calls of compare.py
+    baselines.main([f"--out={tmp_path}", "--seeds=2"])  # a second call makes the same calls of tools.compare
     assert calls == before * 2 and [link.resolve() for link in links] == places
     assert (tmp_path / "baselines.md").read_text() == text
 

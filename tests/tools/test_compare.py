@@ -1,4 +1,4 @@
-"""compare.py: the order of trainings, resume, sweeps, failures, --match, paired intervals; mostly with a quick train.py
+"""tools.compare: the order of trainings, resume, sweeps, failures, --match, paired intervals; mostly with a quick train.py
 that only writes metrics, and once with the real one."""
 
 import json
@@ -54,7 +54,7 @@ FLAGS += ["--max_iters=3", "--warmup_iters=1", "--min_lr=0"]
 
 
 class Fake:
-    """compare.py with the quick train.py, in one folder."""
+    """tools.compare with the quick train.py, in one folder."""
 
     def __init__(self, folder: Path, data: Path):
         self.folder, self.out = folder, folder / "out"
@@ -232,7 +232,7 @@ def test_a_killed_comparison_goes_on(fake):
         except ProcessLookupError:
             break
     else:
-        pytest.fail("the training outlived compare.py")
+        pytest.fail("the training outlived tools.compare")
     (fake.folder / "slow").unlink()
     assert fake() == 0
     assert fake.calls() == ["run1-seed1", "run2-seed1", "run2-seed1*"]
