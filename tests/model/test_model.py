@@ -1175,7 +1175,7 @@ def test_gated_width_matches_parameters(C, expected):
 @pytest.mark.parametrize("chunk", [1, 5, 26, 1000])
 def test_chunked_loss_equals_the_whole(softcap, chunk):
     torch.manual_seed(0)
-    reference, model = (build(logit_softcap=softcap, loss_chunk=c) for c in (10**6, chunk))
+    reference, model = (build(logit_softcap=softcap, loss_chunk=c, head_bias=True) for c in (10**6, chunk))
     for p in model.parameters():
         torch.nn.init.normal_(p)
     reference.load_state_dict(model.state_dict())

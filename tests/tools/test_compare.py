@@ -1,4 +1,4 @@
-"""tools.compare: the order of trainings, resume, sweeps, failures, --match, paired intervals; mostly with a quick train.py
+"""tools.compare: the order of trainings, resume, sweeps, failures, --match, paired intervals; mostly with a train.py
 that only writes metrics, and once with the real one."""
 
 import json
