@@ -142,7 +142,7 @@ class ModelConfig:
     n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
     qk_norm: bool = False  # RMS norm of q and k (arXiv:2302.05442)
     qk_norm_width: Literal["head", "model"] = "head"  # head: over each head, model: over all together (OLMo-2)
-    window: int = 0  # sliding window in tokens, 0 = full attention
+    window: int = 0  # tokens that each token attends to, its own included; 0 = all before it
     window_pattern: str = ""  # per layer, repeated: S = sliding window, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
     fp32_residual: bool | Literal["auto"] = "auto"  # residual stream in float32; auto = unless a GPU has bfloat16

@@ -108,14 +108,15 @@ def train(run: "Run"):
 
 
 def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting.Work]:
-    """Join the other ranks, and check that the run fits this machine. `lengths` are those of the objective's sequences.
+    """Join the other ranks, check that the run fits this machine, and count its work; returns both. `lengths` are
+    those of the objective's sequences, (T, S).
 
     Settles the flags dtype, fp32_residual and compile: their auto becomes this machine's choice, which a resume keeps.
     """
     check_flags(cfg)
     make_deterministic(cfg.deterministic)
     ranks = join(cfg)
-    cfg.dtype = str(ranks.dtype)[6:]
+    cfg.dtype = str(ranks.dtype)[6:]  # without "torch."
     cfg.fp32_residual = wide_stream(cfg.fp32_residual, ranks.device, ranks.dtype)
     memory.check_training(cfg, ranks, lengths)
     run_state.check_same_start(cfg, ranks)
@@ -263,7 +264,7 @@ class Run:
         return val_loss if is_best else None, worth_saving
 
     def train_step(self, lr: float) -> tuple[Tensor, Tensor]:
-        """One optimizer step at this learning rate; returns (this rank's part of the loss, gradient norm)."""
+        """One optimizer step at this learning rate; returns (this rank's mean loss, gradient norm)."""
         cfg, ranks, parts = self.cfg, self.ranks, self.parts_of_step
         self.optimizer.set_lr(lr)
         loss, grad_norm = parts.backward(self.batches), parts.clip()

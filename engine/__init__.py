@@ -1,4 +1,4 @@
-"""What train.py is made of."""
+"""What train.py, sample.py and evaluate.py are made of."""
 
 import signal
 import sys

@@ -3,7 +3,7 @@
     device = resolve_device("auto")
     dtype = resolve_dtype("auto", device)
 
-These functions know only their own process; `parallel.join` makes all ranks take the same dtype.
+These functions know only their own process; `engine.parallel.ranks.join` makes all ranks take the same dtype.
 """
 
 import ctypes

@@ -1,4 +1,5 @@
-"""The loss over a fixed set of windows, the bytes of text that its tokens stand for, and a sample of text.
+"""The data of a run and its objective; the loss over a fixed set of windows, the bytes of text that its tokens stand
+for, and a sample of text.
 
 data, objective, vocab_size = open_dataset(cfg)
 lengths, why_no_bytes = byte_lengths(cfg, data, ranks)

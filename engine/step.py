@@ -1,4 +1,4 @@
-"""An optimizer step, as train.py makes it, and programs that measure it or compare it.
+"""One optimizer step. tools/training.py, which measures and compares steps, calls it as a whole.
 
     step = Step(sharded, optimizer, scaler, micro_steps, cfg.grad_clip)
     loss, grad_norm = step(batches, lr)
@@ -27,18 +27,18 @@ class Step:
     grad_clip: float  # largest norm of the gradient; 0 = no limit
 
     def __call__(self, batches: Iterator, lr: float) -> tuple[Tensor, Tensor]:
-        """Make a step with this learning rate; returns (this rank's part of the loss, gradient norm)."""
+        """Make a step with this learning rate; returns (this rank's mean loss, gradient norm)."""
         self.optimizer.set_lr(lr)
         loss, grad_norm = self.backward(batches), self.clip()
         self.update()
         return loss, grad_norm
 
     def backward(self, batches: Iterator) -> Tensor:
-        """Set the gradient, times the scaler's factor; returns this rank's part of the loss."""
+        """Set the gradient, times the scaler's factor; returns this rank's mean loss."""
         return self.sharded.backward(batches, self.micro_steps, self.scaler)
 
     def clip(self) -> Tensor:
-        """Divide the gradient by the scaler's factor and clip it; returns its norm before."""
+        """Divide the gradient by the scaler's factor and clip it; returns its norm before the clipping."""
         self.scaler.unscale_(self.optimizer)
         return self.sharded.clip(self.grad_clip)
 

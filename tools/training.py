@@ -60,7 +60,7 @@ class Training:
         self.close = self.loader.close
 
     def step(self) -> tuple[Tensor, Tensor]:
-        """Make a step; returns (this rank's part of the loss, gradient norm)."""
+        """Make a step; returns (this rank's mean loss, gradient norm)."""
         made = self.parts_of_step(self.loader, optim.learning_rate(self.done, self.cfg))
         self.done += 1
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if self.ranks.compile else 0
@@ -68,7 +68,7 @@ class Training:
         return made
 
     def steps(self, n: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Make n steps; returns their losses (this rank's part) and their gradient norms."""
+        """Make n steps; returns their losses (this rank's means) and their gradient norms."""
         losses, norms = zip(*(self.step() for _ in range(n)), strict=True)
         return [*losses], [*norms]
 

@@ -137,8 +137,8 @@ def read(where: str | Path, kinds: dict[str, Any], action: Callable[[Path, dict]
 
     Another process may delete or replace the step during the reading. Then `find` and `action` are called again, so a
     checkpoint counts as damaged only if it has stayed in its place. Every rank calls this function, and all ranks read
-    the path that the first rank finds. `action` may call `shapes` and `load`. Raises the errors of `find`, `read_state`
-    and `action`, and OSError if for a minute no step has stayed until it was read.
+    the path that the first rank finds. `action` may call `read_index` and `load`. Raises the errors of `find`,
+    `read_state` and `action`, and OSError if for a minute no step has stayed until it was read.
     """
     end, failed, failure = time.monotonic() + PATIENCE, None, None
 

@@ -3,7 +3,7 @@
 A piece is one rank's part of one tensor, a box in it. index.json has for each tensor its dtype and shape and a list of
 pieces: the file and the byte where the piece starts, the offsets and sizes of its box, and the SHA-256 of its bytes.
 
-    pieces = write(step_dir, "rank_0.safetensors", {"model.w": (part, (4, 0), (8, 3))})     part, offsets, global shape
+    entries = write(step_dir, "rank_0.safetensors", {"model.w": (part, (4, 0), (8, 3))})     part, offsets, global shape
     index = read_index(step_dir, sha256)
     fill(step_dir, "model.w", index["model.w"], part, offsets)
 """

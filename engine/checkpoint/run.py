@@ -1,8 +1,8 @@
 """Starts a run from random or trained weights, and collects the tensors of its checkpoints.
 
 A checkpoint holds the parameters (`model.NAME`), the optimizer's state (`optim.NAME`), the state of every rank's random
-number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary with the types STATE. A resumed run continues as if
-it had never stopped.
+number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary, of which STATE names what a resume needs. A
+resumed run continues as if it had never stopped.
 """
 
 import math

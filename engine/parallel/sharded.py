@@ -239,7 +239,7 @@ class ShardedModel:
 
     def backward(self, batches: Iterator, micro_steps: int, scaler: torch.amp.GradScaler) -> Tensor:
         """Set p.grad to the gradient of the mean loss of a step, over the micro-batches of all ranks; returns this
-        rank's part of the loss."""
+        rank's mean loss, which is 0 before the last stage of a pipeline."""
         if self.pp > 1:
             loss = self.pipeline.backward([next(batches) for _ in range(micro_steps)])
             self._average()
@@ -249,8 +249,8 @@ class ShardedModel:
             batch, last = self.batch(next(batches)), micro_step == micro_steps - 1
             if self.fsdp:  # reduce-scatter after every micro-step if resharding, otherwise only after the last
                 self.model.set_requires_gradient_sync(last or self.reshard)
-                self.model.set_requires_all_reduce(last)
-            else:  # DDP averages once per step
+                self.model.set_requires_all_reduce(last)  # HSDP's, over the copies
+            else:  # DDP averages once per step; a model that is not wrapped ignores this
                 self.forward_model.require_backward_grad_sync = last
             with self.ranks.autocast():
                 part = self.forward_model(**batch) / micro_steps
