@@ -762,13 +762,6 @@ FAULTS = [
     ),
     (
         "tools/bench_table.py",
-        "batch * n / sum(seconds)",
-        "n / sum(seconds)",
-        "The speed of decoding is that of one sample of the batch.",
-        "tests/tools/test_bench.py::test_speed_of_decoding_by_hand",
-    ),
-    (
-        "tools/bench_table.py",
         "median(seconds[-quarter:]) / median(seconds[:quarter])",
         "median(seconds[:quarter]) / median(seconds[-quarter:])",
         "The table divides the first quarter's time of decoding by the last one's.",
