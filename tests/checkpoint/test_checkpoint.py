@@ -384,6 +384,7 @@ def on_ranks(size, work, tmp_path):
     def run(rank):
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=size)
+        dist.barrier()  # no rank leaves while another still connects
         results.put((rank, work(rank)))
         dist.destroy_process_group()
 
