@@ -32,6 +32,11 @@ class Jitter(TorchDispatchMode):
         self.seed = seed
 
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        if torch.is_inference_mode_enabled():  # elsewhere, autograd divides linear, matmul and einsum into products
+            with self:
+                parts = f.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
         result = f(*args, **(kwargs or {}))
         op = f.overloadpacket
         for x in [result] if op in PRODUCTS else result[: ATTENTION[op]] if op in ATTENTION else ():
