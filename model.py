@@ -47,18 +47,20 @@ Seams. Other files replace or wrap these attributes and nothing else:
     parameters                       tensor parallelism: slices; plan: dtypes   names
     Stack.position_table             tensor parallelism: rows of its heads      as AttentionPosition.table
     forward of norms and layers      FSDP, tensor parallelism                   same result, or one term of a sum
-    Heads.cache, .memory_cache       decoding                                   as KVCache.extend, as KVCache.once
-    Heads.strips                     compilation: left out of it                as ops.strip_attention
-    Heads.attend, .window, .dropout  context par., lens; decoding; plan: 0.0    as Heads.attend; tokens; a probability
+    Pool.cache, .memory_cache        decoding                                   as KVCache.extend, as KVCache.once
+    Pool.strips                      compilation: left out of it                as ops.strip_attention
+    Pool.attend, .window, .dropout   context par., lens; decoding; plan: 0.0    as Pool.attend; tokens; a probability
+    GroupedLinear.groups             tensor parallelism: those of its rank      divides the weight's rows
 """
 
 import math
 import re
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, replace
-from functools import partial, reduce
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache, partial, reduce
 from operator import add
 from typing import Literal, NamedTuple
 
@@ -70,7 +72,6 @@ from torch.overrides import TorchFunctionMode
 
 from ops import (
     Mask,
-    Slots,
     at_least_float32,
     attention,
     capped,
@@ -127,16 +128,14 @@ class ModelConfig:
     norm_eps: float = 1e-5  # added to the variance, or to the mean square, in every norm
     norm_per_reader: bool = False  # attention and MLP of one sum have a norm each (GPT-NeoX)
     mlp: Literal[  # relu2 arXiv:2109.08668, *glu arXiv:2002.05202; *_tanh: the approximation of GPT-2 and Gemma
-        "gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "geglu_tanh"
+        "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu", "geglu", "geglu_tanh"
     ] = "gelu"
     mlp_ratio: float = 4.0  # hidden width over n_embd; gated kinds take 2/3 of it, so that parameters match
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # layers whose value projection is trained
     simplified_beta_ff: float = 0.1  # initial gain of the MLP branch, use O(1 / sqrt(depth)) (arXiv:2311.01906)
-    pool: Literal["separate", "joint"] = "separate"  # separate: MLP beside attention, joint: slots that the heads read
-    wiring: Literal["parallel", "series"] = "parallel"  # the superblock's pools, parallel: at once, series: in turn
-    n_group: int = 1  # number of independent groups of channels in the superblock's MLP
+    layer: str = "c+p"  # the superblock's readers, such as c/2+p/2,c/2+p/2: c context, p parameters; docs/blocks.md
+    n_group: int = 1  # slices of the stream that the superblock's parameters are read with, each with units of its own
     n_slot: int = 0  # learned slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
-    slot_softmax: Literal["own", "joint"] = "own"  # own: over the slots alone, joint: over context and slots
     # --- model: attention
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # gqa: arXiv:2305.13245, mqa: arXiv:1911.02150
     n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
@@ -206,10 +205,10 @@ class ModelConfig:
         unused = f"doc_positions=True has no effect with pos={pos}, which encodes distances of tokens or nothing"
         absolute = pos in ("learned", "sinusoidal")
         require(not self.doc_positions or absolute, f"{unused}; leave it out, or set pos=learned")
-        moved = (
-            "doc_mask=True with pos=rope and slot_softmax=joint would give a document other results at another place"
-        )
-        require(not (self.doc_mask and self.placed_slots), f"{moved} in the row; set slot_softmax=own, or pos=alibi")
+        if self.block == "superblock":
+            check_layer(self)
+        moved = f"doc_mask=True with pos=rope and layer={self.layer} would give a document other results at another"
+        require(not (self.doc_mask and self.placed_slots), f"{moved} place in the row; use own_slots, or pos=alibi")
         kinds, flag = {"rope": "GLN", "alibi": "GN"}.get(pos, ""), f"pos_pattern={self.pos_pattern!r} with pos={pos}"
         known = "may hold only the letters " + kinds if kinds else "has no effect, only rope and alibi differ by layer"
         require(set(self.pos_pattern) <= set(kinds), f"{flag} {known}; leave it empty for the same in all layers")
@@ -239,9 +238,13 @@ class ModelConfig:
     @property
     def hidden_dim(self) -> int:
         """F: mlp_ratio * C (2/3 of it for gated kinds), rounded to a multiple of 64 if C is a multiple of 64."""
-        width = self.mlp_ratio * self.n_embd * (2 / 3 if MLP_KIND[self.mlp].inputs == 2 else 1)
+        width = self.mlp_ratio * self.n_embd * (2 / 3 if self.gated else 1)
         unit = math.lcm(self.hidden_unit, self.n_group)  # every group of channels gets an equal slice
         return max(unit, round(width / unit) * unit)
+
+    @property
+    def gated(self) -> bool:
+        return MLP_KIND[self.mlp].inputs == 2
 
     @property
     def hidden_unit(self) -> int:
@@ -249,17 +252,37 @@ class ModelConfig:
         return 64 if self.n_embd % 64 == 0 else 1
 
     @property
-    def slots(self) -> int:
-        """Learned slots per key/value head: n_slot, or the number that needs as many parameters as the MLP."""
-        if self.block != "superblock" or self.pool != "joint":
-            return 0
-        mlp = (MLP_KIND[self.mlp].inputs + 1) * self.n_embd * self.hidden_dim
-        return self.n_slot or round(mlp / (2 * self.kv_heads * self.head_size))
+    def readers(self) -> "list[Reader]":
+        """The superblock's readers in all strings of `layer`; no others."""
+        strings = range(self.layer.count(";") + 1) if self.block == "superblock" else ()
+        return [reader for i in strings for each in layer_readers(self, self.layer, i) for reader in each]
+
+    @property
+    def outputs(self) -> int:
+        """Number of results that the readers of all layers add to the stream."""
+        if self.block != "superblock":
+            return self.n_layer * (3 if self.objective == "seq2seq" else 2)
+        n = self.layer.count(";") + 1
+        each = (sum(1 + bool(r.slots) for s in layer_readers(self, self.layer, i) for r in s) for i in range(n))
+        return sum(count * len(range(i, self.n_layer, n)) for i, count in enumerate(each))
+
+    def part(self, reader: "Reader") -> "ModelConfig":
+        """The flags of one reader: its share of heads and hidden units, its phi as mlp, its slots as n_slot."""
+        part, phi = copy(self), {"mlp": self.mlp, "softmax": "gelu" if reader.units else self.mlp}
+        vars(part).update(mlp=phi.get(reader.phi, reader.phi), mlp_ratio=self.mlp_ratio * reader.share)
+        if not reader.units:
+            H, Hkv = (int(n * reader.share) for n in (self.n_head, self.kv_heads))
+            vars(part).update(n_head=H, attention="gqa", n_kv_head=Hkv, head_dim=self.head_size)
+        if not self.n_slot:
+            mlp = (2 + part.gated) * self.n_embd * part.hidden_dim
+            keys = 1 + part.gated * (reader.phi != "softmax")
+            part.n_slot = round(mlp / ((keys + 1) * part.kv_heads * self.head_size))
+        return part
 
     @property
     def placed_slots(self) -> bool:
         """Whether slots have the position 0, so that a token's distance to them depends on its place."""
-        return self.slots > 0 and self.slot_softmax == "joint" and self.pos == "rope"
+        return self.pos == "rope" and any(reader.slots == "joint_slots" for reader in self.readers)
 
     @property
     def bare(self) -> bool:
@@ -276,9 +299,12 @@ class ModelConfig:
     def several_readers(self) -> bool:
         """Whether a sum of this block has several readers, such as attention and MLP. Asks a small copy of a block."""
         small = copy(self)
-        vars(small).update(n_head=4, n_kv_head=1, n_embd=64, head_dim=0, mlp_ratio=4.0, n_group=1, n_slot=1)
+        share = math.lcm(*(reader.share.denominator for reader in self.readers))
+        vars(small).update(n_head=share, n_kv_head=share, n_embd=64 * share, head_dim=64, mlp_ratio=1.0)
+        vars(small).update(attention="gqa", n_group=1, n_slot=1)
         with torch.device("meta"):
-            return any(len(each.names) > 1 for each in BLOCK[self.block](small, 0))
+            strings = range(self.layer.count(";") + 1)
+            return any(len(each.names) > 1 for i in strings for each in BLOCK[self.block](small, i))
 
     def layer_window(self, layer: int) -> int:
         """Sliding window of a layer in tokens, 0 = full attention."""
@@ -314,17 +340,19 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "window_pattern": (lambda c: c.window > 0, "window > 0"),
     "simplified_value_proj": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "simplified_beta_ff": (lambda c: c.block.startswith("simplified"), "block=simplified"),
-    "pool": (lambda c: c.block == "superblock", "block=superblock"),
-    "wiring": (
-        lambda c: c.block == "superblock" and (c.pool == "separate" or c.objective == "seq2seq"),
-        "block=superblock, and pool=separate or objective=seq2seq",
-    ),
-    "n_group": (lambda c: c.block == "superblock" and c.pool == "separate", "block=superblock and pool=separate"),
-    **dict.fromkeys(("n_slot", "slot_softmax"), (lambda c: c.slots > 0, "block=superblock and pool=joint")),
+    "layer": (lambda c: c.block == "superblock", "block=superblock"),
+    "n_group": (lambda c: any(r.units for r in c.readers), "block=superblock and a layer with a p"),
+    "n_slot": (lambda c: any(r.slotted for r in c.readers), "block=superblock and a layer with s or c.own_slots"),
     "n_encoder_layer": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
     "doc_positions": (lambda c: c.doc_mask, "doc_mask=True"),
-    "mlp_ratio": (lambda c: not (c.slots and c.n_slot), "n_slot=0"),
-    "mlp": (lambda c: c.block != "superblock" or c.pool == "separate", "pool=separate"),
+    "mlp_ratio": (
+        lambda c: c.block != "superblock" or any(r.units or r.slotted and not c.n_slot for r in c.readers),
+        "layer with a p, or with slots and n_slot=0",
+    ),
+    "mlp": (
+        lambda c: c.block != "superblock" or any(r.phi == "mlp" for r in c.readers),
+        "layer with a p that has no other map",
+    ),
     "norm": (lambda c: c.norm_placement != "none" or c.norm == "none", "norm_placement other than none"),
     "norm_placement": (lambda c: c.norm != "none" or c.norm_placement == "none", "norm other than none"),
 }
@@ -644,16 +672,18 @@ class Linear(UndrawnLinear):
     def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None, bias=False):
         super().__init__(n_in, n_out, cfg.bias or bias)
         self.role, self.fused = role, fused
-        # The stream is a sum of n outputs; 0.02 / sqrt(n) keeps its variance from growing. Simplified blocks use 0.02.
-        n = cfg.n_layer * (3 if cfg.objective == "seq2seq" else 2)
+        # The stream is a sum; 0.02 / sqrt(number of terms) keeps its variance from growing. Simplified blocks use 0.02.
         scaled = role == "out" and cfg.scaled_init and not cfg.block.startswith("simplified")
-        self.std = 0.02 / math.sqrt(n) if scaled else 0.02
+        self.std = 0.02 / math.sqrt(cfg.outputs) if scaled else 0.02
         assert fused is None or self.weight.size(fused[0]) == fused[1] * sum(fused[2])
 
 
 class GroupedLinear(Linear):
     """Independent linear maps of slices, (..., groups i) -> (..., groups o), with weight (groups o, i). `rows` holds
-    the numbers of rows of a map's logical matrices, such as the gate and the values of a gated MLP."""
+    the numbers of rows of a map's logical matrices, such as the gate and the values of a gated MLP. Tensor parallelism
+    cuts between the groups."""
+
+    per_head = ("weight", "bias")
 
     def __init__(self, cfg: ModelConfig, groups: int, n_in: int, role: str, rows: Shape):
         super().__init__(cfg, n_in // groups, groups * sum(rows), role, (0, 1, groups * rows))
@@ -710,41 +740,264 @@ class Shared(dict):
 # Readers: the normed stream x (B, T, C) -> (B, T, C), to be added to the stream. Each reads a pool of keys and values.
 # A reader of the context declares its `window`, as in Mask: by default that of cfg, but a block may set another.
 
+Kind = namedtuple("Kind", "f inputs", defaults=[1])  # f maps `inputs` tensors (..., F) to one (..., F)
+MLP_KIND = {
+    "gelu": Kind(F.gelu),
+    "gelu_tanh": Kind(partial(F.gelu, approximate="tanh")),
+    "relu": Kind(F.relu),
+    "relu2": Kind(squared_relu),
+    "sigmoid": Kind(torch.sigmoid),
+    "swiglu": Kind(lambda gate, x: F.silu(gate) * x, inputs=2),
+    "geglu": Kind(lambda gate, x: F.gelu(gate) * x, inputs=2),
+    "geglu_tanh": Kind(lambda gate, x: F.gelu(gate, approximate="tanh") * x, inputs=2),
+}
 
-class Heads(nn.Module):
-    """W_O softmax(q_h k_g(h)^T / sqrt(D)) v_g(h): the base class of attention. Subclasses project q, k and v."""
+
+class Reader(NamedTuple):
+    """The four choices of a Pool, and its share of the layer's heads, hidden units and slots."""
+
+    name: str = "attn"  # of the module, on which its initial weights depend
+    source: str = "context"  # of keys and values: context, memory, parameters
+    query: str = "heads"  # heads: projections of the stream, stream: its slices
+    phi: str = "softmax"  # of the scores: softmax or an entry of MLP_KIND
+    out: str = "matrix"  # or none
+    slots: str = ""  # beside the context: own_slots have a softmax of their own, joint_slots share that of the context
+    share: Fraction = Fraction(1)
+
+    @property
+    def units(self) -> bool:
+        """Whether the stream itself reads parameters, as in an MLP."""
+        return (self.source, self.query) == ("parameters", "stream")
+
+    @property
+    def slotted(self) -> bool:
+        """Whether heads read parameters, alone or beside the context."""
+        return bool(self.slots) or (self.source, self.query) == ("parameters", "heads")
+
+
+READER = {  # letter of cfg.layer -> what it stands for without switches; the phi "mlp" is that of cfg.mlp
+    "c": Reader("attn", "context"),
+    "m": Reader("cross", "memory"),
+    "s": Reader("slots", "parameters"),
+    "p": Reader("mlp", "parameters", "stream", "mlp", "none"),
+}
+SWITCH = {"heads": "query", "stream": "query", "matrix": "out", "none": "out", "own_slots": "slots"}
+SWITCH |= {"joint_slots": "slots"} | dict.fromkeys(["softmax", *MLP_KIND], "phi")
+
+
+@cache
+def parsed_layer(layer: str) -> tuple[tuple[tuple[Reader, ...], ...], ...]:
+    """For each string of cfg.layer its sums, and for each sum its readers. ValueError quotes what is no reader."""
+    strings, shown = [], f"layer={layer!r}"
+    for string in layer.split(";"):
+        names, sums = Counter(), []
+        for words in string.split(","):
+            sums.append([])
+            for word in words.split("+"):
+                match = re.fullmatch(r"([1-9]\d?)?([a-z])((?:\.\w+)*)(?:/([1-9]\d?))?", word)
+                require(match and match[2] in READER, f"{shown} has {word!r}, which is no reader; {SYNTAX}")
+                switches = match[3].split(".")[1:]
+                for switch in switches:
+                    require(switch in SWITCH, f"{shown} has the switch .{switch}; known are {', '.join(SWITCH)}")
+                chosen = {SWITCH[switch]: switch for switch in switches}
+                require(len(chosen) == len(switches), f"{shown}: {word!r} makes one choice twice; keep one switch")
+                reader = READER[match[2]]._replace(**chosen, share=Fraction(int(match[1] or 1), int(match[4] or 1)))
+                names[reader.name] += 1
+                number = names[reader.name] if names[reader.name] > 1 else ""
+                sums[-1].append(reader._replace(name=f"{reader.name}{number}"))
+        strings.append(tuple(map(tuple, sums)))
+    return tuple(strings)
+
+
+SYNTAX = "write readers such as c,p or c/2+p/2: c context, p parameters, s slots, m memory (docs/blocks.md)"
+
+
+def layer_readers(cfg: ModelConfig, layer: str, i: int) -> list[tuple[Reader, ...]]:
+    """The readers of each sum of layer i. A decoder whose string has no m reads the memory in a sum of its own after
+    the first sum with a c; a model without an encoder has no m."""
+    strings = parsed_layer(layer)
+    sums, m = list(strings[i % len(strings)]), "memory"
+    if cfg.objective != "seq2seq":
+        return [each for each in (tuple(r for r in readers if r.source != m) for readers in sums) if each]
+    if not any(reader.source == m for readers in sums for reader in readers):
+        context = (n for n, readers in enumerate(sums, 1) if any(reader.source == "context" for reader in readers))
+        sums.insert(next(context, 0), (READER["m"],))
+    return sums
+
+
+def check_layer(cfg: ModelConfig):
+    """ValueError if the readers of cfg.layer cannot be built."""
+    shown, H, Hkv, D = f"layer={cfg.layer!r}", cfg.n_head, cfg.kv_heads, cfg.head_size
+    readers = [reader for sums in parsed_layer(cfg.layer) for each in sums for reader in each]
+    require(any(r.source == "context" for r in readers), f"{shown} has no c, so no token would see another; add one")
+    memory = cfg.objective == "seq2seq" or all(r.source != "memory" for r in readers)
+    require(memory, f"{shown} has an m, which reads an encoder; set objective=seq2seq, or leave m out")
+    for r in readers:
+        tokens, mapped, what = r.source != "parameters", r.phi not in ("softmax", "mlp"), f"{shown}: {r.name}"
+        for name, n in (("n_head", H), ("its key/value heads", Hkv)):
+            fits = (r.share * n).denominator == 1 or r.units
+            divisors = ", ".join(str(d) for d in range(1, min(n, 64) + 1) if n % d == 0)
+            require(fits, f"{what} takes {r.share} of {name}={n}; /n goes with n = {divisors}")
+        cut = tokens and r.query == "stream" or r.out == "none" and r.query == "heads"
+        wide = f"{H * r.share} heads of {D} are not n_embd={cfg.n_embd}"
+        require(not cut or H * r.share * D == cfg.n_embd, f"{what} has no matrix between heads and stream, but {wide}")
+        gated = mapped and MLP_KIND[r.phi].inputs == 2
+        require(not (tokens and gated), f"{what}: .{r.phi} needs two keys for each value; only p and s have them")
+        beside = not r.slots or r.source == "context" and not mapped
+        require(beside, f"{what}: .{r.slots} puts slots beside the softmax of a c; write c.{r.slots}")
+        biased = cfg.pos == "alibi" and r.source == "context"
+        require(not (biased and mapped), f"{what}: pos=alibi needs a softmax, not .{r.phi}; set pos=rope, or drop it")
+        require(not (biased and r.share != 1), f"{what}: pos=alibi has slopes for n_head={H}; leave /n out")
+
+
+def softmax_of_scaled(scale: float, scores: Tensor) -> Tensor:
+    return (scale * scores).softmax(-1)
+
+
+def over_tokens(phi: Callable, scores: Tensor, n: Tensor) -> Tensor:
+    """phi(scores) / n, or sigmoid(scores - log n), for queries that see n tokens: scores (..., T, S), n (..., T, 1)."""
+    return phi(scores - n.log()) if phi is torch.sigmoid else phi(scores) / n
+
+
+def over_keys(phi: Callable, inputs: int, scores: Tensor, n: Tensor) -> Tensor:
+    """phi of the scores (..., T, inputs M) of learned keys: (..., T, M)."""
+    return phi(*scores.chunk(inputs, -1))
+
+
+class Pool(nn.Module):
+    """sum_j phi(q . k_j) v_j W_O over a pool of keys k_j and values v_j. Attention and the MLP are settings of it.
+
+    source       keys and values                                        attributes
+    context      two projections of each token that the query sees      qkv
+    memory       two projections of each token of the encoder           q, kv
+    parameters   learned. For queries from heads: M slots for each       q, slot_k, slot_v
+                 key/value head; for the stream: hidden units, whose     up (keys), down (values)
+                 keys are the rows of the MLP's first matrix, and whose
+                 values are the columns of the second
+
+    The queries of H heads are projections of x, or x itself, cut into H heads; parameters see it in n_group slices.
+    G = H / Hkv query heads share keys and values. Scores are divided by sqrt(D), but not before an MLP's phi. A softmax
+    normalises its sum. Another phi over n tokens is divided by n, and the sigmoid is that of the score minus log n
+    (arXiv:2309.08586, 2409.04431). W_O is a matrix, or left out.
+    """
 
     per_head: tuple[str, ...] = ()  # names of the parameters that have a row for each head
     strips: Callable | None = None  # see ops.attention
 
-    def __init__(self, cfg: ModelConfig, layer: int):
+    def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["c"]):
         super().__init__()
-        self.head_dim, self.group, self.causal = cfg.head_size, cfg.n_head // cfg.kv_heads, cfg.objective != "masked"
-        self.window, self.softcap, self.dropout = cfg.layer_window(layer), cfg.attn_softcap, cfg.dropout
-        kind, per = (RMSNorm, [1, 1]) if cfg.qk_norm_width == "head" else (NormOfHeads, [cfg.n_head, cfg.kv_heads])
-        norms = (kind(n * cfg.head_size, cfg.norm_eps) if cfg.qk_norm else nn.Identity() for n in per)
+        cfg, context = cfg.part(reader), reader.source == "context"
+        H, Hkv, D, C = cfg.n_head, cfg.kv_heads, cfg.head_size, cfg.n_embd
+        self.reader, self.head_dim, self.n_head, self.group = reader, D, H, H // Hkv
+        self.window, self.softcap, self.dropout = cfg.layer_window(layer) * context, cfg.attn_softcap, cfg.dropout
+        self.causal = context and cfg.objective != "masked"
+        self.cache = self.memory_cache = None  # decoding sets a KVCache
+        self.phi = None if reader.phi == "softmax" else MLP_KIND[cfg.mlp].f
+        self.qkv = None
+        if reader.units:
+            return self.make_units(cfg)
+        if self.phi:
+            self.phi = partial(over_keys, self.phi, 1 + cfg.gated) if reader.slotted else partial(over_tokens, self.phi)
+        kind, per = (RMSNorm, [1, 1]) if cfg.qk_norm_width == "head" else (NormOfHeads, [H, Hkv])
+        norms = (kind(n * D, cfg.norm_eps) if cfg.qk_norm else nn.Identity() for n in per)
         self.q_norm, self.k_norm = (with_role(each, "whole") for each in norms)
-        self.position, self.cache = layer_position(cfg, layer), None  # decoding sets a KVCache
-        self.out = Linear(cfg, cfg.n_head * cfg.head_size, cfg.n_embd, "out")
+        self.position = layer_position(cfg, layer) if context else AttentionPosition(cfg)
+        self.make_projections(cfg, layer)
+        if reader.slotted:
+            self.per_head = ("slot_k", "slot_v")
+            keys = 1 if self.phi is None else 1 + cfg.gated
+            self.slot_k, self.slot_v = (nn.Parameter(torch.empty(Hkv, n * cfg.n_slot, D)) for n in (keys, 1))
+            self.initial = dict.fromkeys(self.per_head, Normal(0.02 * math.sqrt(C)))  # as a normed stream's keys
+
+    def make_projections(self, cfg: ModelConfig, layer: int):
+        """The layers that make q, k and v from x, and the one that maps the heads' results to the stream."""
+        H, Hkv, D, C, G = cfg.n_head, cfg.kv_heads, cfg.head_size, cfg.n_embd, self.group
+        in_heads, bias = self.reader.query == "heads", cfg.qkv_bias
+        self.out = Linear(cfg, H * D, C, "out") if self.reader.out == "matrix" else with_role(nn.Identity(), "out")
+        if self.reader.source == "context" and in_heads:
+            self.qkv = Linear(cfg, C, (G + 2) * Hkv * D, "into", (0, Hkv, (G * D, D, D)), bias)
+            return
+        self.q = Linear(cfg, C, H * D, "into", bias=bias) if in_heads else with_role(nn.Identity(), "into")
+        if self.reader.source != "parameters":
+            role = "memory" if self.reader.source == "memory" else "into"
+            self.kv = Linear(cfg, C, 2 * Hkv * D, role, (0, Hkv, (D, D)), bias)
+
+    def make_units(self, cfg: ModelConfig):
+        """The layers of hidden units. A gated kind's `up` has `unit` rows of W_gate and of W_up in turn, so that tensor
+        parallelism can cut between them. Each of several groups reads a slice of the stream, and writes to it."""
+        C, hidden, groups = cfg.n_embd, cfg.hidden_dim, cfg.n_group
+        unit = cfg.hidden_unit if groups == 1 and self.phi else hidden // groups
+        self.rows = (unit,) * MLP_KIND[cfg.mlp].inputs if self.phi is None or cfg.gated else ()
+        if self.phi is None:
+            self.phi = partial(softmax_of_scaled, (C // groups) ** -0.5)
+        if groups == 1:
+            self.up = Linear(cfg, C, hidden * (1 + cfg.gated), "into", (0, hidden // unit, self.rows or (unit,)))
+            self.down = Linear(cfg, hidden, C, "out")
+        else:
+            self.up = GroupedLinear(cfg, groups, C, "into", self.rows or (unit,))
+            self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
+        into, out = ("whole", "whole") if groups == 1 else ("into", "out")  # slices are cut as heads are
+        self.q = with_role(nn.Identity(), into)
+        self.out = with_role(nn.Identity(), out) if self.reader.out == "none" else Linear(cfg, C, C, out)
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
+        if self.reader.units:
+            return self.out(self.down(self.hidden(self.q(x))))
         q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
         y = self.read(self.q_norm(q), self.k_norm(k), v, inputs)
         return self.out(y.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, C)
 
+    def hidden(self, x: Tensor) -> Tensor:
+        """The activations of the hidden units, (B, T, F)."""
+        scores = self.up(x)
+        if not self.rows:
+            return self.phi(scores)
+        parts = scores.unflatten(-1, (-1, sum(self.rows))).split(self.rows, dim=-1)  # each (B, T, F / unit, unit)
+        return self.phi(*parts).flatten(2)
+
+    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, T, D), k and v (B, heads, T or S, D), before norms and positions."""
+        if self.qkv is not None:
+            return self.split(self.qkv(x), self.group, 1, 1)
+        (q,) = self.split(self.q(x), 1)
+        if self.reader.source == "parameters":
+            return q, *(slot.to(q.dtype).expand(len(q), -1, -1, -1) for slot in (self.slot_k, self.slot_v))
+        if self.reader.source == "context":
+            return q, *self.split(self.kv(x), 1, 1)
+
+        def of_memory() -> tuple[Tensor, Tensor]:
+            return self.split(self.kv(inputs.memory), 1, 1)
+
+        return q, *(self.memory_cache.once(of_memory) if self.memory_cache else of_memory())
+
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
+        still = q
+        if self.reader.source == "parameters":
+            return Pool.attend(self, q, k, v, Mask(causal=False))  # not self.attend, which is the tokens' seam
         q, k, v = self.position(q, k, v, inputs.table)
         k, v = self.cache.extend(k, v) if self.cache else (k, v)  # (B, heads, S, E)
-        mask = Mask(self.causal, self.window, inputs.docs, self.position.slopes(inputs.table))
-        return self.attend(q, k, v, mask)[..., : self.head_dim]
+        docs = inputs.memory_docs if self.reader.source == "memory" else inputs.docs
+        mask = Mask(self.causal, self.window, docs, self.position.slopes(inputs.table))
+        y = self.attend(q, k, v, mask)[..., : self.head_dim]
+        if self.reader.slots != "own_slots":
+            return y
+        slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
+        return y + Pool.attend(self, still, *slots, Mask(causal=False))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: Slots = None) -> Tensor:
-        """The softmax of all heads. A variant of it goes here and works with slots, shaped and cross attention too."""
+    def slots(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots beside the context, each (Hkv, M, D)."""
+        return self.k_norm(self.slot_k).to(dtype), self.slot_v.to(dtype)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """phi of all scores, times the values. A variant of it goes here and works with slots, shaped and cross
+        attention too."""
         if not q.dtype == k.dtype == v.dtype:
             found = f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}"
             raise ValueError(f"{found}; after a product of x with a float32 parameter, write .to(x.dtype)")
-        options = self.softcap, self.dropout if self.training else 0.0, slots, self.strips
+        beside = self.reader.slots == "joint_slots"
+        slots = self.position.slots(*self.slots(k.dtype)) if beside else None  # each (Hkv, M, E)
+        options = self.softcap, self.dropout if self.training else 0.0, slots, self.strips, self.phi
         return attention(q, k, v, self.head_dim, mask, *options)
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
@@ -758,47 +1011,7 @@ class Heads(nn.Module):
         return tuple(part.flatten(1, 2) for part in parts)
 
 
-class ContextPool(Heads):
-    """Attention to the context: q, k and v are projections of x. G = H / Hkv query heads share a key and a value."""
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__(cfg, layer)
-        G, Hkv, D = self.group, cfg.kv_heads, cfg.head_size
-        self.qkv = Linear(cfg, cfg.n_embd, (G + 2) * Hkv * D, "into", (0, Hkv, (G * D, D, D)), cfg.qkv_bias)
-
-    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        return self.split(self.qkv(x), self.group, 1, 1)
-
-
-class SlotPool(ContextPool):
-    """Attention to the context plus attention to M learned keys and values, for which queries have no position; or to
-    both in one softmax: persistent memory (arXiv:1907.01470)."""
-
-    per_head = ("slot_k", "slot_v")
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__(cfg, layer)
-        self.joint = cfg.slot_softmax == "joint"
-        self.slot_k, self.slot_v = (nn.Parameter(torch.empty(cfg.kv_heads, cfg.slots, cfg.head_size)) for _ in range(2))
-        self.initial = dict.fromkeys(self.per_head, Normal(0.02 * math.sqrt(cfg.n_embd)))  # as a normed stream's keys
-
-    def slots(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of the slots."""
-        return self.k_norm(self.slot_k).to(dtype), self.slot_v.to(dtype)  # each (Hkv, M, D)
-
-    def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        y = super().read(q, k, v, inputs)
-        if self.joint:
-            return y
-        slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
-        return y + Heads.attend(self, q, *slots, Mask(causal=False))  # not self.attend, which is the context's seam
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        slots = self.position.slots(*self.slots(k.dtype)) if self.joint else None  # each (Hkv, M, E)
-        return super().attend(q, k, v, mask, slots)
-
-
-class ShapedPool(Heads):
+class ShapedPool(Pool):
     """(alpha_h I + beta_h softmax(q_h k_h^T / sqrt(D)) - gamma_h U) x_h (arXiv:2311.01906, equation 9; 2306.17759).
 
     U is the same attention with q = k = 0. So the initial values, W_Q = 0 and gains of 1, make this the identity. I and
@@ -807,8 +1020,7 @@ class ShapedPool(Heads):
 
     per_head = ("alpha", "beta", "gamma")
 
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__(cfg, layer)
+    def make_projections(self, cfg: ModelConfig, layer: int):
         G, Hkv, D = self.group, cfg.kv_heads, cfg.head_size
         self.qk = Linear(cfg, cfg.n_embd, (G + 1) * Hkv * D, "into", (0, Hkv, (G * D, D)), cfg.qkv_bias)
         self.qk.initial = {"weight": Normal(0.02, zero=G * D, period=(G + 1) * D)}  # W_Q = 0
@@ -827,62 +1039,6 @@ class ShapedPool(Heads):
         y = super().attend(q, k.to(q.dtype), v.to(q.dtype), mask)
         y = alpha * v[:, :, -q.size(2) :] + beta * y - gamma * uniform
         return y.to(v.dtype)  # not the gains, whose steps are smaller than those of 16 bits
-
-
-class MemoryPool(Heads):
-    """Attention to the encoder's memory, without positions or window: queries and memory are different texts."""
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__(cfg, layer)
-        self.causal, self.window, self.position, self.memory_cache = False, 0, AttentionPosition(cfg), None
-        Hkv, D = cfg.kv_heads, cfg.head_size
-        self.q = Linear(cfg, cfg.n_embd, cfg.n_head * D, "into", bias=cfg.qkv_bias)
-        self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "memory", (0, Hkv, (D, D)), cfg.qkv_bias)
-
-    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        def keys_and_values() -> tuple[Tensor, Tensor]:
-            return self.split(self.kv(inputs.memory), 1, 1)
-
-        of_memory = self.memory_cache.once(keys_and_values) if self.memory_cache else keys_and_values()
-        return *self.split(self.q(x), 1), *of_memory
-
-    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        return super().forward(x, inputs._replace(docs=inputs.memory_docs))
-
-
-Kind = namedtuple("Kind", "f inputs", defaults=[1])  # f maps `inputs` tensors (..., F) to one (..., F)
-MLP_KIND = {
-    "gelu": Kind(F.gelu),
-    "gelu_tanh": Kind(partial(F.gelu, approximate="tanh")),
-    "relu": Kind(F.relu),
-    "relu2": Kind(squared_relu),
-    "swiglu": Kind(lambda gate, x: F.silu(gate) * x, inputs=2),
-    "geglu": Kind(lambda gate, x: F.gelu(gate) * x, inputs=2),
-    "geglu_tanh": Kind(lambda gate, x: F.gelu(gate, approximate="tanh") * x, inputs=2),
-}
-
-
-class ParameterPool(nn.Module):
-    """MLP: W_down f(W_up x), or W_down (f(W_gate x) * W_up x), in independent groups of channels. One weight has `unit`
-    rows of W_gate and of W_up in turn, so that tensor parallelism can cut between them."""
-
-    def __init__(self, cfg: ModelConfig, groups: int = 1):
-        super().__init__()
-        kind, C, hidden = MLP_KIND[cfg.mlp], cfg.n_embd, cfg.hidden_dim
-        unit = cfg.hidden_unit if groups == 1 else hidden // groups
-        self.f, self.rows = kind.f, (unit,) * kind.inputs
-        if groups == 1:
-            self.up = Linear(cfg, C, hidden * kind.inputs, "into", (0, hidden // unit, self.rows))
-            self.down = Linear(cfg, hidden, C, "out")
-        else:
-            self.up = GroupedLinear(cfg, groups, C, "into", self.rows)
-            self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
-
-    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        if len(self.rows) == 1:
-            return self.down(self.f(self.up(x)))
-        parts = self.up(x).unflatten(-1, (-1, sum(self.rows))).split(self.rows, dim=-1)  # each (B, T, F / unit, unit)
-        return self.down(self.f(*parts).flatten(2))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -927,46 +1083,44 @@ class Sum(nn.Module):
         return self.total(y).to(s.dtype)  # some norms return float32
 
 
-def context_pool(cfg: ModelConfig, layer: int) -> Heads:
-    return SlotPool(cfg, layer) if cfg.slots else ContextPool(cfg, layer)
-
-
-def cross(cfg: ModelConfig, layer: int) -> dict[str, Heads]:
-    """Cross-attention, if there is an encoder. Block leaves out a sum without readers."""
-    return {"cross": MemoryPool(cfg, layer)} if cfg.objective == "seq2seq" else {}
+def readers_of(cfg: ModelConfig, layer: int, string: str) -> list[Sum]:
+    """The sums of a layer whose readers stand in this string, as in cfg.layer."""
+    sums = layer_readers(cfg, string, layer)
+    return [Sum(cfg, **{reader.name: Pool(cfg, layer, reader) for reader in readers}) for readers in sums]
 
 
 def standard(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = s + A(n1(s));  s = s + M(n2(s)) (arXiv:1706.03762, pre-norm as in GPT-2)."""
-    return [Sum(cfg, attn=context_pool(cfg, layer)), Sum(cfg, **cross(cfg, layer)), Sum(cfg, mlp=ParameterPool(cfg))]
+    return readers_of(cfg, layer, "c,p")
 
 
 def parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = s + A(n(s)) + M(n(s)), one shared norm (GPT-J; PaLM, arXiv:2204.02311)."""
-    return [Sum(cfg, **cross(cfg, layer)), Sum(cfg, attn=context_pool(cfg, layer), mlp=ParameterPool(cfg))]
+    return readers_of(cfg, layer, "m,c+p")
+
+
+def superblock(cfg: ModelConfig, layer: int) -> list[Sum]:
+    """The readers that the string cfg.layer names: c,p computes standard, c+p parallel."""
+    return readers_of(cfg, layer, cfg.layer)
+
+
+def cross(cfg: ModelConfig, layer: int) -> dict[str, Pool]:
+    """Cross-attention, if there is an encoder. Block leaves out a sum without readers."""
+    return {"cross": Pool(cfg, layer, READER["m"])} if cfg.objective == "seq2seq" else {}
 
 
 def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n1(s));  s = g_S s + b_FF M(n2(s)): no skip around attention (SAS, arXiv:2311.01906)."""
     attn = Sum(cfg, skip=0, gains={"attn": 1.0}, attn=ShapedPool(cfg, layer))
-    mlp = Sum(cfg, skip="learned", gains={"mlp": cfg.simplified_beta_ff}, mlp=ParameterPool(cfg))
+    mlp = Sum(cfg, skip="learned", gains={"mlp": cfg.simplified_beta_ff}, mlp=Pool(cfg, layer, READER["p"]))
     return [attn, Sum(cfg, **cross(cfg, layer)), mlp]
 
 
 def simplified_parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n(s)) + b_FF M(n(s)): no skip at all (SAS-P, arXiv:2311.01906)."""
     gains = {"attn": 1.0, "mlp": cfg.simplified_beta_ff}
-    both = Sum(cfg, skip=0, gains=gains, attn=ShapedPool(cfg, layer), mlp=ParameterPool(cfg))
+    both = Sum(cfg, skip=0, gains=gains, attn=ShapedPool(cfg, layer), mlp=Pool(cfg, layer, READER["p"]))
     return [Sum(cfg, **cross(cfg, layer)), both]
-
-
-def superblock(cfg: ModelConfig, layer: int) -> list[Sum]:
-    """s = s + A(n(s)) + X(n(s)) + M(n(s)): one sum over all pools, or with wiring=series one sum for each pool, in this
-    order. With pool=joint, slots that the heads of A read replace M."""
-    mlp = {"mlp": ParameterPool(cfg, cfg.n_group)} if cfg.pool == "separate" else {}
-    pools = {"attn": context_pool(cfg, layer)} | cross(cfg, layer) | mlp
-    sums = [pools] if cfg.wiring == "parallel" else [{name: pool} for name, pool in pools.items()]
-    return [Sum(cfg, **each) for each in sums]
 
 
 BLOCK = {f.__name__: f for f in (standard, parallel, simplified, simplified_parallel, superblock)}
@@ -1083,7 +1237,9 @@ class Model(Stack):
             self.head = with_role(UndrawnLinear(cfg.n_embd, cfg.vocab_rows, bias=cfg.head_bias), "vocab")
             self.encoder = None
             if cfg.objective == "seq2seq":
-                self.encoder = Stack(replace(cfg, objective="masked", n_layer=cfg.n_encoder_layer or cfg.n_layer))
+                encoder = copy(cfg)
+                vars(encoder).update(objective="masked", n_layer=cfg.n_encoder_layer or cfg.n_layer)
+                self.encoder = Stack(encoder)
             self.chunk_loss = chunk_loss
             self.tie()
         own.declare(self)

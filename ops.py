@@ -187,7 +187,7 @@ class Mask(NamedTuple):
 
 
 def attention_kernel(
-    mask: Mask, T: int, S: int, slots: bool, softcap: float, dropout: float, device: str, flash: bool
+    mask: Mask, T: int, S: int, slots: bool, mapped: bool, dropout: float, device: str, flash: bool
 ) -> str:
     """Name of the kernel for the attention of T queries to S keys. Longer texts have no (T, S) matrix.
 
@@ -197,11 +197,12 @@ def attention_kernel(
     flash     causal, T < S, and `flash`: see takes_flash                       none: one fused call
     joined    slots, or causal with T < S, on a CPU, without a window           none: two fused calls
     strips    documents or slopes, or none of the others                        a (128, S) mask; a fused call per strip
-    naive     a softcap, or dropout on a CPU: no fused kernel has them          (256, S) scores per strip
+    naive     `mapped`: a softcap, or another map than softmax; or dropout on   (256, S) scores per strip
+              a CPU: no fused kernel has them
     """
     past = S - T if mask.causal else 0  # keys before the first query
     biased = mask.docs is not None or mask.slopes is not None
-    if softcap or (dropout and device == "cpu"):
+    if mapped or (dropout and device == "cpu"):
         return "naive"
     if not (biased or slots or past or (mask.window and not mask.causal)):
         return "window" if mask.window else "full"
@@ -220,11 +221,13 @@ def attention(
     dropout=0.0,
     slots: Slots = None,
     strips: Callable | None = None,
+    phi: Callable | None = None,
 ) -> Tensor:
     """softmax(cap(q k^T / sqrt(D))) v over the keys that the mask admits, and over slots: (B, H, T, E), where E >= D.
 
     q (B, H, T, E), k and v (B, Hkv, S, E). The columns from D on hold a position bias, which is not capped. strips is
-    strip_attention, or the same function, which torch.compile leaves out.
+    strip_attention, or the same function, which torch.compile leaves out. phi(scores (..., T, S), n (..., T, 1)), where
+    n is the number of keys that a query sees, replaces the softmax. It is 0 for large negative scores.
     """
     strips = strip_attention if strips is None else strips
     T, S = q.size(2), k.size(2)
@@ -236,7 +239,8 @@ def attention(
     mask = mask._replace(window=mask.window if mask.window < S else 0)
     device, scale = q.device.type, D**-0.5
     flash = takes_flash(device, matmul_dtype(q), q.size(3))
-    kernel = attention_kernel(mask, T, S, slots is not None, softcap, dropout, device, flash)
+    mapped = softcap > 0 or phi is not None
+    kernel = attention_kernel(mask, T, S, slots is not None, mapped, dropout, device, flash)
     sdpa = partial(fused_attention, scale=scale, dropout_p=dropout)
     if kernel == "full":
         return sdpa(q, k, v, is_causal=mask.causal)
@@ -256,7 +260,7 @@ def attention(
         return JoinedAttention.apply(*(x.to(matmul_dtype(q)) for x in given), scale, mask.causal).to(v.dtype)
     if kernel == "strips":
         return strips(sdpa, q, k, v, tuple(mask), slots, 128)
-    return strips(partial(naive_attention, D, softcap, dropout), q, k, v, tuple(mask), slots, 256)
+    return strips(partial(naive_attention, D, softcap, dropout, phi), q, k, v, tuple(mask), slots, 256)
 
 
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
@@ -357,8 +361,11 @@ def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tup
     return torch.cat(out, dim=2)
 
 
-def naive_attention(D: int, cap: float, dropout: float, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
-    """Attention with a softcap, or with dropout on a CPU. Shapes as in attention; attn_mask broadcasts to (B, H, T, S).
+def naive_attention(
+    D: int, cap: float, dropout: float, phi: Callable | None, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor
+) -> Tensor:
+    """Attention with a softcap or another phi than the softmax, or with dropout on a CPU. Shapes as in attention;
+    attn_mask broadcasts to (B, H, T, S), and with a phi it is boolean.
 
     Dropout is that of the field: each weight is dropped after the softmax has normalised all weights, independently for
     each head, query and key; the others are divided by 1 - p.
@@ -369,9 +376,11 @@ def naive_attention(D: int, cap: float, dropout: float, q: Tensor, k: Tensor, v:
         scores = capped(q[..., :D] @ k[..., :D].mT, cap) + q[..., D:] @ k[..., D:].mT
     else:
         scores = q @ k.mT
-    bias = torch.where(attn_mask, 0.0, -math.inf) if attn_mask.dtype == torch.bool else attn_mask
-    weights = (at_least_float32(scores.flatten(1, 2)) + bias).softmax(-1).to(v.dtype)  # (B, H, t, s)
-    return (dropped(weights, dropout).view_as(scores) @ v).flatten(1, 2)  # (B, H, t, E)
+    wide, unseen = at_least_float32(scores.flatten(1, 2)), -math.inf if phi is None else -1e9  # gelu(-inf) is nan
+    bias = torch.where(attn_mask, 0.0, unseen) if attn_mask.dtype == torch.bool else attn_mask
+    weights = (wide + bias).softmax(-1) if phi is None else phi(wide + bias, attn_mask.sum(-1, keepdim=True))
+    weights = dropped(weights.to(v.dtype), dropout)  # (B, H, t, s)
+    return (weights.unflatten(1, scores.shape[1:3]) @ v).flatten(1, 2)  # (B, H, t, E)
 
 
 def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strips: Callable | None = None) -> Tensor:

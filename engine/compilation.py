@@ -26,7 +26,7 @@ import torch
 import torch.nn as nn
 
 from engine.parallel.ranks import Ranks, is_first_rank, of_first_rank, together
-from model import Heads
+from model import Pool
 from ops import strip_attention
 
 LONG = 180  # seconds of training without compilation from which compile=auto compiles on a CPU
@@ -105,7 +105,7 @@ def compile_model(model: nn.Module, blocks: list[nn.Module]):
     if model.cfg.block_size > MOST_IN_STRIPS and model.cfg.activation_checkpoint == "none":  # which needs whole graphs
         reason = f"attention in strips of queries, with block_size above {MOST_IN_STRIPS}"
         strips = torch.compiler.disable(strip_attention, reason=reason)
-        for heads in (module for module in model.modules() if isinstance(module, Heads)):
+        for heads in (module for module in model.modules() if isinstance(module, Pool)):
             heads.strips = strips
     for block in blocks:
         block.compile()

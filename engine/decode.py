@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from model import POSITION, Heads, Inputs, MemoryPool, Model, NoEmbedding, Rope, require
+from model import POSITION, Inputs, Model, NoEmbedding, Pool, Rope, require
 
 
 class KVCache:
@@ -42,9 +42,9 @@ class KVCache:
 def set_caches(model: Model, length: int):
     """Give the heads empty caches for the keys and values of `length` tokens and of the memory; 0 = none."""
     for m in model.modules():
-        if isinstance(m, Heads) and m.causal:
+        if isinstance(m, Pool) and m.causal:
             m.cache = KVCache(length) if length else None
-        if isinstance(m, MemoryPool):
+        if isinstance(m, Pool) and m.reader.source == "memory":
             m.memory_cache = KVCache(length) if length else None
 
 
@@ -59,7 +59,7 @@ def generate(
     roll, a token still costs one cached step, which is the forward of the whole text with window=block_size.
     """
     pos, limit = model.cfg.pos, model.cfg.block_size
-    heads = [m for m in model.modules() if isinstance(m, Heads) and m.causal]
+    heads = [m for m in model.modules() if isinstance(m, Pool) and m.causal]
     require(model.cfg.objective != "masked", "objective=masked does not continue a text; it fills blanks in one")
     require(not roll or POSITION[pos][0] is NoEmbedding, f"pos={pos} ends at block_size={limit}; recompute")
     memory, length = model.encode(source), min(limit * (1 + roll), idx.size(1) + max_new_tokens)

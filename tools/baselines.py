@@ -26,8 +26,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "baselines.md"
 VARIANTS = {  # name in the table -> arguments of train.py; muon_lr and learning_rate with which the search begins
     "standard": ("config/train_pycode.py", 0.005, 0.006),
     "parallel": ("config/train_pycode.py --block=parallel", 0.005, 0.006),
-    "superblock in series, 2 groups": ("config/pycode_superblock.py --wiring=series --n_group=2", 0.005, 0.006),
-    "superblock in series, 4 groups": ("config/pycode_superblock.py --wiring=series --n_group=4", 0.005, 0.006),
+    "superblock in series, 2 groups": ("config/pycode_superblock.py --layer=c,p --n_group=2", 0.005, 0.006),
+    "superblock in series, 4 groups": ("config/pycode_superblock.py --layer=c,p --n_group=4", 0.005, 0.006),
     "superblock, 2 groups": ("config/pycode_superblock.py --n_group=2", 0.01, 0.012),
     "superblock, 4 groups": ("config/pycode_superblock.py --n_group=4", 0.01, 0.012),
     "superblock, joint pool": ("config/pycode_superblock_joint.py", 0.01, 0.012),

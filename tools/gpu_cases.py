@@ -57,15 +57,15 @@ def training(cfg: Config, vocab_size: int, length: int) -> Iterator[Training]:
 # Training and checkpoints, compared with the CPU
 
 
-BLOCKS = {  # name -> flags; tests/golden.py has the losses of all families
+BLOCKS = {  # name -> flags, in which {m} reads an encoder's memory; tests/golden.py has the losses of all families
     "standard": "--bias=True",
     "parallel": "--block=parallel --pos=rope --mlp=swiglu --norm=rmsnorm",
     "simplified": "--block=simplified --pos=alibi --simplified_value_proj=all",
     "simplified_parallel": "--block=simplified_parallel --attention=gqa --n_kv_head=2",
-    "superblock": "--block=superblock --qk_norm=True --window=7",
-    "superblock, series": "--block=superblock --wiring=series --norm_placement=sandwich --mlp=geglu",
-    "superblock, joint pool": "--block=superblock --pool=joint --slot_softmax=joint --pos=alibi",
-    "superblock, groups": "--block=superblock --n_group=2 --mlp=relu2 --pos=sinusoidal",
+    "superblock": "--block=superblock --layer=c{m}+p --qk_norm=True --window=7",
+    "superblock, series": "--block=superblock --layer=c,p --norm_placement=sandwich --mlp=geglu",
+    "superblock, joint pool": "--block=superblock --layer=c.joint_slots{m} --pos=alibi",
+    "superblock, groups": "--block=superblock --layer=c{m}+p --n_group=2 --mlp=relu2 --pos=sinusoidal",
 }
 OBJECTIVES = {
     "causal": "",
@@ -74,7 +74,9 @@ OBJECTIVES = {
 }
 OPTIMIZERS = {"adamw": "", "muon": "--optimizer=muon --muon_lr=0.004 --schedule=wsd"}
 FAMILIES = {
-    f"{block}; {objective}; {optimizer}": f"{BLOCKS[block]} {OBJECTIVES[objective]} {OPTIMIZERS[optimizer]}".split()
+    f"{block}; {objective}; {optimizer}": f"{BLOCKS[block]} {OBJECTIVES[objective]} {OPTIMIZERS[optimizer]}".format(
+        m="+m" * (objective == "seq2seq")
+    ).split()
     for block, objective, optimizer in itertools.product(BLOCKS, OBJECTIVES, OPTIMIZERS)
 }
 
@@ -276,7 +278,7 @@ def only(**cases: Callable[[Place], dict]) -> Callable:
 
 
 ROWS = {f"124M, {name}": f"--block={name}" for name in BLOCK if name != "standard"}  # name -> flags beside GPT-2's
-ROWS |= {"124M, joint pool": "--block=superblock --pool=joint", "124M, Muon": "--optimizer=muon"}
+ROWS |= {"124M, joint pool": "--block=superblock --layer=c.own_slots", "124M, Muon": "--optimizer=muon"}
 for size, batch in ((4096, "--batch_size=3"), (16384, "--batch_size=1 --gradient_accumulation_steps=4")):
     for kind, more in (("", ""), (", window", " --window=1024"), (", documents", " --doc_mask=True")):
         ROWS[f"124M, T={size}{kind}"] = f"--block_size={size} {batch}{more}"

@@ -25,9 +25,9 @@ QUALIFIES = 0.4  # the least score of a head that has a pattern
 LISTED = 5  # heads of each pattern that are printed
 
 
-def self_attention(block: M.Block) -> M.Heads | None:
+def self_attention(block: M.Block) -> M.Pool | None:
     """The reader of the context in a block, if there is one."""
-    return next((m for m in block.modules() if isinstance(m, M.Heads) and not isinstance(m, M.MemoryPool)), None)
+    return next((m for m in block.modules() if isinstance(m, M.Pool) and m.reader.source == "context"), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def self_attention(block: M.Block) -> M.Heads | None:
 
 # Heads and positions that contextual_mlp computes; others are refused.
 KNOWN = {
-    M.ContextPool, M.SlotPool, M.ShapedPool, M.AttentionPosition, M.Rope, M.LocalRope, M.Alibi, M.TwoSidedAlibi,
+    M.Pool, M.ShapedPool, M.AttentionPosition, M.Rope, M.LocalRope, M.Alibi, M.TwoSidedAlibi,
 }  # fmt: skip
 
 
@@ -88,11 +88,11 @@ def contextual_mlp(
     lo, hi = (int(x[position]) for x in M.Mask(heads.causal, heads.window).reach(len(idx), len(idx), idx.device))
     q, k, v = (x[0, head * x.size(1) // H] for x in (q, k, v))
     q, k, v = q[position], k[lo:hi], v[lo:hi]  # (E,), and what it sees, each (S, E)
-    if isinstance(heads, M.SlotPool):
+    if heads.reader.slots:
         slots = heads.position.slots(heads.k_norm(heads.slot_k), heads.slot_v)
         k, v = (torch.cat((x[head * x.size(0) // H], y)) for x, y in zip(slots, (k, v), strict=True))
     content, bias = (k[:, part] @ q[part] / math.sqrt(D) for part in (slice(D), slice(D, None)))
-    apart = len(k) - hi + lo if isinstance(heads, M.SlotPool) and not heads.joint else 0  # slots with their own softmax
+    apart = len(k) - hi + lo if heads.reader.slots == "own_slots" else 0  # slots with their own softmax
     content[:apart] = k[:apart, :D] @ still / math.sqrt(D)
     own = len(k) - hi + position  # the unit of its own token, whose distance is 0
     bias -= bias[own].clone()
@@ -126,7 +126,7 @@ def contextual_mlp(
     return incoming, outgoing, hidden
 
 
-def term(heads: M.Heads, x: Tensor, inputs: M.Inputs, head: int) -> Tensor:
+def term(heads: M.Pool, x: Tensor, inputs: M.Inputs, head: int) -> Tensor:
     """A head's term of the attention's output as the module itself computes it from x (1, T, C): (T, C)."""
 
     def silence(_, args: tuple[Tensor]) -> Tensor:

@@ -127,8 +127,8 @@ def read_head(
     with model.norm.register_forward_pre_hook(lambda _, args: final.append(args[0][0, position])):
         incoming, outgoing, hidden = contextual_mlp(model, idx, layer, head, position, source)
     heads = self_attention(model.blocks[layer])
-    slots = model.cfg.slots if isinstance(heads, M.SlotPool) else 0
-    parts = hidden.tensor_split([slots if slots and not heads.joint else 0])  # of one softmax each
+    slots = heads.slot_v.size(1) if heads.reader.slots else 0
+    parts = hidden.tensor_split([slots if heads.reader.slots == "own_slots" else 0])  # of one softmax each
     share = torch.cat([part / part.abs().sum() for part in parts])
     rows = share.abs().argsort(descending=True, stable=True)[:most].sort().values
     added = torch.cat((hidden[rows, None] * outgoing[rows], (hidden @ outgoing)[None]))  # and all units together

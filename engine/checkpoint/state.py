@@ -78,8 +78,14 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
 
 
 def completed(flags: dict) -> dict:
-    """Stored flags of a model, with the values of flags that did not exist when an older version stored them."""
-    return {"slot_softmax": "joint"} | flags if flags.get("pool") == "joint" else flags
+    """Stored flags of a model. Those of older versions get `layer`, which replaces pool, wiring and slot_softmax."""
+    flags = dict(flags)
+    pool, wiring, softmax = (flags.pop(name, None) for name in ("pool", "wiring", "slot_softmax"))
+    if flags.get("block") != "superblock" or "layer" in flags:
+        return flags
+    c = "c" if pool != "joint" else "c.own_slots" if softmax == "own" else "c.joint_slots"
+    readers = [c, *["m"] * (flags.get("objective") == "seq2seq"), *["p"] * (pool != "joint")]
+    return flags | {"layer": ("," if wiring == "series" else "+").join(readers)}
 
 
 def read_file(path: Path, most: int) -> bytes:

@@ -285,7 +285,7 @@ FAMILIES = {
 
 # Flags that only matter in training
 FREE = {"dropout", "loss_chunk", "fp32_residual", "doc_mask", "doc_positions", "scaled_init", "simplified_beta_ff"}
-SAME_AS = {"parallel": "parallel", "series": "standard"}  # the superblock's wiring -> the block that computes the same
+SAME_AS = {"c+p": "parallel", "c,p": "standard"}  # the superblock's layer -> the block that computes the same
 
 
 def network(cfg: ModelConfig) -> dict[str, Any]:
@@ -308,8 +308,8 @@ def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family
     A family with more biases than the model has expresses it with biases of 0; the flags then have these biases too.
     ValueError names the flags that the nearest family lacks.
     """
-    same = cfg.block == "superblock" and cfg.pool == "separate" and cfg.n_group == 1
-    plain = replace(cfg, block=SAME_AS[cfg.wiring]) if same else cfg  # the parameters have the same names
+    same = cfg.block == "superblock" and cfg.layer in SAME_AS and cfg.n_group == 1
+    plain = replace(cfg, block=SAME_AS[cfg.layer]) if same else cfg  # the parameters have the same names
     misses, also = [], ""
     for biases in ({}, {"norm_bias": True}, {"qkv_bias": True}, {"bias": True}):
         given = replace(plain, **biases)

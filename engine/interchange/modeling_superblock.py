@@ -10,7 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .model import Heads, Inputs, LearnedEmbedding, Model, ModelConfig
+from .model import Inputs, LearnedEmbedding, Model, ModelConfig, Pool
 
 
 class SuperblockConfig(PretrainedConfig):
@@ -48,7 +48,7 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.seed = int(torch.randint(2**62, (), device="cpu"))
         self.model = Model(ModelConfig(**config.flags), self.seed)
-        self.heads = [m for m in self.model.modules() if isinstance(m, Heads)]
+        self.heads = [m for m in self.model.modules() if isinstance(m, Pool) and m.causal]
         self.names = {m: name for name, m in self.model.named_modules()}
         self.padding = None  # (B, 1): tokens of padding before each text
         self.model.pos.register_forward_pre_hook(self.count_from_text)
@@ -93,7 +93,7 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
         docs, self.padding = None, None
         if attention_mask is not None and not attention_mask[:, 0].all():  # padding before a text is a document
             if model.cfg.placed_slots:
-                where = "away from the slots of pos=rope with slot_softmax=joint"
+                where = "away from the slots of pos=rope with joint_slots"
                 raise ValueError(f"padding before a text moves it, {where}; pad after it, or give one text at a time")
             text = (attention_mask.cumsum(dim=1) > 0).long()
             docs, self.padding = (text[:, start:].contiguous(), text), (text == 0).sum(dim=1, keepdim=True)

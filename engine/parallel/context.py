@@ -22,7 +22,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from engine.parallel.tensor import AllGather
-from model import Heads
+from model import Pool
 
 
 def check(cfg, n: int):
@@ -57,7 +57,7 @@ def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup):
     """Change the model, in place, so that it computes this rank's pieces of each text."""
     model.place = partial(place, group)
     for module in model.modules():
-        if isinstance(module, Heads):
+        if isinstance(module, Pool):
             module.attend = partial(attend_pieces, module.attend, group)
 
 

@@ -17,6 +17,7 @@ rank, and the caller sums these parts over the group once per step.
     n ranks of the group   B batch   T time   C width   V vocabulary
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -26,8 +27,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from data.errors import require
 from data.objective import OBJECTIVE
-from model import Linear, NormOfHeads, stream_dtype
+from model import READER, GroupedLinear, Linear, NormOfHeads, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, matmul_dtype, rows_at_once
 
 SHARDED_DIM = {  # role -> dimension of the weight that is cut; 0 also cuts the bias
@@ -65,7 +67,9 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
 
 def check(cfg, n: int):
     """ValueError if the model cannot be cut for n ranks; it names the flag and the remedy."""
-    sizes = {"n_kv_head": cfg.kv_heads, "block_size": cfg.block_size}
+    parts = [(cfg.part(reader), reader) for reader in cfg.readers or (READER["c"], READER["p"])]
+    in_heads = [part.kv_heads for part, reader in parts if not reader.units]
+    sizes = {"n_kv_head": math.gcd(*in_heads), "block_size": cfg.block_size}
     if cfg.objective == "seq2seq":
         objective = OBJECTIVE["seq2seq"](
             cfg.vocab_size, None, cfg.block_size, False, cfg.corrupt_ratio, cfg.span_length
@@ -80,14 +84,20 @@ def check(cfg, n: int):
             above = -(-size // n) * n
             remedy = f"set --{name}={above}" if name != "n_kv_head" else "choose a tp that divides it"
             raise ValueError(f"tp={n} does not divide {name}={size}; {remedy}")
-    if cfg.hidden_dim % (cfg.hidden_unit * n) and not cfg.slots:
-        raise ValueError(
-            f"tp={n} does not divide the MLP's {cfg.hidden_dim} hidden units in groups of {cfg.hidden_unit}; "
-            "set another tp, n_embd or mlp_ratio"
-        )
-    for flag, clash in (("dropout", cfg.dropout > 0), ("n_group", cfg.n_group > 1)):
-        if clash:
-            raise ValueError(f"{flag}={getattr(cfg, flag)} does not go with tp={n}; leave {flag} out, or set tp=1")
+    for part, reader in parts:
+        if not reader.units:
+            continue
+        if cfg.n_group > 1:
+            sliced = cfg.n_group % n == 0
+            require(sliced, f"tp={n} does not divide n_group={cfg.n_group}; set n_group to 1 or to a multiple of {n}")
+        elif reader.phi == "softmax":
+            raise ValueError(f"layer={cfg.layer}: p.softmax is over all units of a group; set n_group={n}, or tp=1")
+        elif part.hidden_dim % (part.hidden_unit * n):
+            raise ValueError(
+                f"tp={n} does not divide the MLP's {part.hidden_dim} hidden units in groups of {part.hidden_unit}; "
+                "set another tp, n_embd or mlp_ratio"
+            )
+    require(cfg.dropout == 0, f"dropout={cfg.dropout} does not go with tp={n}; leave dropout out, or set tp=1")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -168,7 +178,9 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
     cuts = {name: sharded_dim(model, name) for name, _ in model.named_parameters()}  # may raise before any cut
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     for name, module in model.named_modules():
-        if (fused := getattr(module, "fused", None)) and fused[1] % n:
+        if isinstance(module, GroupedLinear):
+            module.groups //= n
+        elif (fused := getattr(module, "fused", None)) and fused[1] % n:
             raise ValueError(f"tp={n} does not divide the {fused[1]} groups of rows of {name}; set another tp")
     for name, dim in cuts.items():
         if dim is not None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from model import Heads, Linear, MemoryPool, Model, SlotPool
+from model import Linear, Model, Pool
 from ops import Mask, attention_kernel, takes_flash
 
 
@@ -23,19 +23,18 @@ def flops(model: Model, T: int, source: int = 0) -> int:
         tokens = source if name.startswith("encoder.") else T
         if isinstance(m, Linear):
             total += 6 * m.weight.numel() * (source if m.role == "memory" else tokens)
-        if isinstance(m, Heads):
-            total += 12 * tokens * model.cfg.n_head * m.head_dim * keys_per_query(m, tokens, source)
+        if isinstance(m, Pool) and not m.reader.units:
+            total += 12 * tokens * m.n_head * m.head_dim * keys_per_query(m, tokens, source)
     return total
 
 
-def keys_per_query(heads: Heads, T: int, source: int) -> int:
+def keys_per_query(pool: Pool, T: int, source: int) -> float:
     """The keys that a query counts in FLOPs: all tokens of its text or its window, and the slots; the source in
-    cross-attention."""
-    if isinstance(heads, MemoryPool):
-        return source
-    window = heads.window if heads.causal else 2 * heads.window - 1
-    slots = heads.slot_k.size(1) if isinstance(heads, SlotPool) else 0
-    return slots + (min(T, window) if heads.window else T)
+    cross-attention. A slot with two keys counts as one and a half."""
+    slots = (pool.slot_k.size(1) + pool.slot_v.size(1)) / 2 if pool.reader.slotted else 0
+    window = pool.window if pool.causal else 2 * pool.window - 1
+    tokens = {"context": min(T, window) if pool.window else T, "memory": source, "parameters": 0}
+    return slots + tokens[pool.reader.source]
 
 
 def attention_kernels(model: Model, T: int, source: int, device: str, dtype: torch.dtype, pieces: int = 1) -> str:
@@ -43,17 +42,19 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
     with a softmax of their own count as a layer. Context parallelism computes the queries of a text in `pieces`."""
     cfg, counts = model.cfg, Counter()
     for name, m in model.named_modules():
-        if isinstance(m, Heads):
+        if isinstance(m, Pool) and not m.reader.units:
             tokens = source if name.startswith("encoder.") else T
-            keys = source if isinstance(m, MemoryPool) else tokens
-            table, q = m.position.table(torch.arange(1), torch.float32), torch.empty(1, cfg.n_head, 1, cfg.head_size)
-            width, docs = m.position(q, q, q, table)[0].size(-1), (q, q) if cfg.doc_mask else None
+            slots = m.slot_v.size(1) if m.reader.slotted else 0
+            keys = {"context": tokens, "memory": source, "parameters": slots}[m.reader.source]
+            table, q = m.position.table(torch.arange(1), torch.float32), torch.empty(1, m.n_head, 1, m.head_dim)
+            width = m.position(q, q, q, table)[0].size(-1)
+            docs = (q, q) if cfg.doc_mask and m.reader.source != "parameters" else None
             mask = Mask(m.causal, m.window if m.window < keys else 0, docs, m.position.slopes(table))
-            flash, slots = takes_flash(device, dtype, width), isinstance(m, SlotPool)
-            rest = m.softcap, m.dropout, device, flash
-            counts[attention_kernel(mask, tokens // pieces, keys, slots and m.joint, *rest)] += 1
-            if slots and not m.joint:
-                counts[attention_kernel(Mask(False), tokens // pieces, cfg.slots, False, *rest)] += 1
+            flash = takes_flash(device, dtype, width)
+            rest = m.softcap > 0 or m.phi is not None, m.dropout, device, flash
+            counts[attention_kernel(mask, tokens // pieces, keys, m.reader.slots == "joint_slots", *rest)] += 1
+            if m.reader.slots == "own_slots":
+                counts[attention_kernel(Mask(False), tokens // pieces, slots, False, *rest)] += 1
     return ", ".join(f"{kernel} ({n} layer{'s' * (n > 1)})" for kernel, n in counts.items())
 
 

@@ -39,7 +39,7 @@ from engine.parallel import ranks as parallel
 from engine.parallel import sharded as sharded_model
 from engine.parallel import tensor as tensor_parallel
 from engine.plan.accounting import flops
-from model import Heads, Inputs, Linear, Model, NormOfHeads, Shared, Stack
+from model import Inputs, Linear, Model, NormOfHeads, Pool, Shared, Stack
 from ops import ChunkedCrossEntropy, chunk_loss, rows_at_once, wide_stream
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
@@ -240,7 +240,7 @@ class FakeRank:
                     setattr(m, name, nn.Parameter(torch.empty_like(p, dtype=self.dtype)))
             if isinstance(m, nn.RMSNorm) and not isinstance(m, NormOfHeads):
                 m.forward = partial(gpu_norm, m)
-            if isinstance(m, Heads):
+            if isinstance(m, Pool):
                 m.dropout = 0.0  # a GPU's fused kernel keeps no mask
 
     def measure(self, f: Callable, part: nn.Module, x: Tensor | None, given: list[Tensor], casts: bool = True) -> Cost:
@@ -273,8 +273,8 @@ class FakeRank:
             inputs = Inputs(table, docs[0], memory, docs[1], Shared())
             given, known = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)], {}
             for block in stack.blocks:
-                windows = tuple(m.window for m in block.modules() if isinstance(m, Heads))
-                kind = windows, *(p.shape for p in block.parameters())  # each kind is measured once
+                readers = tuple((m.reader, m.window) for m in block.modules() if isinstance(m, Pool))
+                kind = readers, *(p.shape for p in block.parameters())  # each kind is measured once
                 if kind not in known:
                     x = self.stream(batch, length)
                     known[kind] = self.measure(lambda x, f=block: f(x, inputs), block, x, given, casts=False)

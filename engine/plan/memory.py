@@ -24,7 +24,7 @@ from data.loader import Loader
 from engine.device import resolve_dtype
 from engine.optim import OPTIMIZER, Muon, state_bytes
 from engine.parallel import ranks as parallel
-from model import MLP_KIND, Model
+from model import READER, Model
 from ops import rows_at_once
 
 Need = dict[str, tuple[int, bool]]  # kind -> (bytes, whether they are in host memory even on a GPU)
@@ -77,6 +77,23 @@ def parameters(cfg) -> tuple[int, int]:
     return total, matrices
 
 
+def kept_by_readers(cfg) -> tuple[int, int]:
+    """Numbers per token that the readers of a layer keep, as the mean over the layers: (q, k and hidden units before
+    their non-linearity, the inputs of the last projections)."""
+    readers, hidden, projected = cfg.readers or [READER["c"], READER["p"]], 0, 0
+    for reader in readers:
+        part = cfg.part(reader)
+        heads = part.n_head * part.head_size
+        if reader.units:
+            hidden += (1 + part.gated) * part.hidden_dim
+            projected += part.hidden_dim * (part.mlp != "relu")  # relu's input is not kept
+        elif reader.source == "context":
+            hidden += part.kv_heads * part.head_size + heads * (reader.query == "heads")
+            projected += heads * (reader.out == "matrix")
+    layers = cfg.layer.count(";") + 1 if cfg.block == "superblock" else 1
+    return hidden // layers, projected // layers
+
+
 def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
     """The least peak memory of a rank, as the mean over a pipeline's stages. lengths: (T, S), see check_training.
 
@@ -90,10 +107,10 @@ def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
     cut = ranks.size // cfg.dp_replicate if fsdp else cfg.tp * cfg.pp
     micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
     batches = Loader.AHEAD + (micro_steps if cfg.pp > 1 else 1)
-    hidden = 0 if cfg.slots else MLP_KIND[cfg.mlp].inputs * cfg.hidden_dim
-    width = C + (C + cfg.kv_heads * cfg.head_size + hidden) * (cfg.activation_checkpoint != "full")
+    hidden, projected = kept_by_readers(cfg)
+    width = C + hidden * (cfg.activation_checkpoint != "full")
     if cfg.activation_checkpoint == "none" and not ranks.compile:
-        width += C + cfg.hidden_dim * (cfg.slots == 0 and cfg.mlp != "relu")  # relu's input is not kept
+        width += projected
     tokens = cfg.n_layer * T + (cfg.n_encoder_layer or cfg.n_layer) * S
     rest, muon = OPTIMIZER[cfg.optimizer]
     states = 8 * total + state_bytes(Muon if muon else rest, matrices) + state_bytes(rest, total - matrices)

@@ -180,23 +180,32 @@ def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("kind", ["joint", "own"])
-def test_a_joint_pool_without_the_flag_of_its_softmax_has_one(run, kind):
-    """Checkpoints that were written before --slot_softmax. With another kind of softmax the losses would be others."""
-    joint = ["--block=superblock", "--pool=joint", "--n_slot=5", "--max_iters=10", "--lr_decay_iters=40"]
-    out = run(*joint, f"--slot_softmax={kind}")
+OLDER = {  # layer -> the flags that it replaced; the first version had no slot_softmax, and then joint slots
+    "c+p": {"pool": "separate", "wiring": "parallel", "slot_softmax": "own"},
+    "c,p": {"pool": "separate", "wiring": "series", "slot_softmax": "own"},
+    "c.own_slots": {"pool": "joint", "wiring": "parallel", "slot_softmax": "own"},
+    "c.joint_slots": {"pool": "joint", "wiring": "parallel"},
+}
+
+
+@pytest.mark.parametrize("layer", OLDER)
+def test_flags_that_layer_replaces_are_converted(run, layer):
+    """With another layer, the weights would have other names, or the losses be others."""
+    out = run("--block=superblock", f"--layer={layer}", "--max_iters=10", "--lr_decay_iters=40")
     file = checkpoint.find(out) / "state.json"
     state = json.loads(file.read_text())
-    assert state["flags"].pop("slot_softmax") == kind
-    file.write_text(json.dumps(state))
+    assert state["flags"].pop("layer") == layer
+    file.write_text(json.dumps(state | {"flags": state["flags"] | OLDER[layer]}))
     before = metrics(out)[-1]["val_loss"]
     again = run(*SHORT, f"--init_from=checkpoint:{out}", out="again")
-    assert (metrics(again)[0]["val_loss"] == before) == (kind == "joint")
+    assert metrics(again)[0]["val_loss"] == before
 
 
-def test_an_older_export_of_a_joint_pool_has_one_softmax(tmp_path):
-    """The config.json of an export with --remote-code, from before --slot_softmax."""
-    flags = dict.fromkeys(["n_layer", "n_head"], 2) | {"n_embd": 16, "block": "superblock", "pool": "joint"}
-    assert own_flags({"flags": flags}, tmp_path)["slot_softmax"] == "joint"
-    assert own_flags({"flags": flags | {"slot_softmax": "own"}}, tmp_path)["slot_softmax"] == "own"
-    assert own_flags({"flags": flags | {"pool": "separate"}}, tmp_path)["slot_softmax"] == "own"
+@pytest.mark.parametrize("layer", OLDER)
+def test_older_exports_are_converted(tmp_path, layer):
+    """The config.json of an export with --remote-code. An encoder's memory was one more pool."""
+    flags = dict.fromkeys(["n_layer", "n_head"], 2) | {"n_embd": 16, "block": "superblock"} | OLDER[layer]
+    assert own_flags({"flags": flags}, tmp_path)["layer"] == layer
+    both = own_flags({"flags": flags | {"objective": "seq2seq"}}, tmp_path)["layer"]
+    assert both == {"c+p": "c+m+p", "c,p": "c,m,p"}.get(layer, f"{layer}+m")
+    assert own_flags({"flags": flags | {"block": "parallel"}}, tmp_path)["layer"] == "c+p"  # the default, unused

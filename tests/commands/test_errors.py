@@ -32,7 +32,8 @@ def test_ctrl_c_ends_a_command_without_a_traceback():
     assert end.value.code == 128 + signal.SIGINT
 
 
-JOINT, SAS, SAS_P = ["--block=superblock", "--pool=joint"], ["--block=simplified"], ["--block=simplified_parallel"]
+SAS, SAS_P = ["--block=simplified"], ["--block=simplified_parallel"]
+SLOTS = ["--block=superblock", "--layer=c.own_slots"]
 TRAIN_FLAGS = [  # flags, and what the line must name
     (["--n_layr=3"], ["--n_layr=3", "n_layer"]),
     (["--zzz=1"], ["--zzz=1", "--help"]),
@@ -60,13 +61,13 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--rope_theta=5000"], ["rope_theta", "pos=rope", "learned"]),
     (["--pos=rope", "--rope_scaling=:::"], ["rope_scaling=':::'", "linear:F"]),
     (["--muon_lr=0.1"], ["muon_lr", "optimizer=muon"]),
-    ([*JOINT, "--n_slot=3", "--mlp_ratio=2"], ["--mlp_ratio=2.0", "n_slot=0, and n_slot is 3 (command line)"]),
-    ([*JOINT, "--wiring=series"], ["--wiring=series", "pool is joint (command line)", "objective is causal"]),
+    ([*SLOTS, "--n_slot=3", "--mlp_ratio=2"], ["--mlp_ratio=2.0", "n_slot=0, and n_slot is 3 (command line)"]),
+    (["--block=superblock", "--layer=c,m,p"], ["layer='c,m,p'", "objective=seq2seq", "leave m out"]),
     (["--norm_placement=none", "--norm_eps=0.1"], ["--norm_eps=0.1", "norm_placement is none"]),
     (["--norm_placement=none", "--norm_bias=True"], ["--norm_bias=True", "norm_placement is none"]),
     ([*SAS, "--norm_placement=none", "--embed_norm=True"], ["--embed_norm=True", "norm_placement is none"]),
     ([*SAS_P, "--norm=none", "--norm_per_reader=True"], ["--norm_per_reader=True", "norm is none"]),
-    (["--objective=seq2seq", "--wiring=series"], ["--wiring=series", "block=superblock", "block is standard"]),
+    (["--objective=seq2seq", "--layer=c,p"], ["--layer=c,p", "block=superblock", "block is standard"]),
     (["--window_pattern=SL"], ["window_pattern", "window"]),
     (["--window=8", "--window_pattern=SX"], ["window_pattern='SX'"]),
     (["--norm=none", "--norm_placement=post"], ["norm_placement", "norm"]),

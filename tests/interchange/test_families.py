@@ -176,12 +176,12 @@ CHOICES = {
         {},
         dict(bias=True, last_norm="layernorm", scaled_init=False),
         dict(mlp="relu2", tie_weights=False),
-        dict(block="superblock", wiring="series"),
+        dict(block="superblock", layer="c,p"),
     ],
     "falcon": [dict(block="parallel", pos="rope"), dict(block="superblock", pos="rope", attention="mqa", bias=True)],
     "gpt_neox": [
         dict(pos="rope", rope_fraction=0.5),
-        dict(pos="rope", rope_scaling="llama3:8", bias=True, block="superblock", wiring="series"),
+        dict(pos="rope", rope_scaling="llama3:8", bias=True, block="superblock", layer="c,p"),
     ],
     "llama": [
         LLAMA_LIKE,
@@ -228,7 +228,7 @@ def test_the_first_family_that_expresses_the_flags(hf, tmp_path, family, tokeniz
         (LLAMA_LIKE | dict(pos_pattern="GGGN"), "pos_pattern=GGGN"),
         (LLAMA_LIKE | dict(norm_placement="post"), "norm_placement=post"),
         (LLAMA_LIKE | dict(rope_fraction=0.5, rope_scaling="llama3:8"), "rope_fraction=0.5"),
-        (dict(block="superblock", pool="joint"), "pool=joint"),
+        (dict(block="superblock", layer="c.own_slots"), "layer=c.own_slots"),
         (GEMMA3_LIKE | dict(attn_softcap=2.0), "attn_softcap=2.0"),
     ],
 )

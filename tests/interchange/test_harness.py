@@ -47,7 +47,7 @@ def llama(folder):
 def superblock(folder):
     """A superblock with our own tokenizer, which transformers loads as remote code."""
     tokenizer = train_bpe(TEXTS, 400)
-    flags = dict(block="superblock", pool="joint", pos="alibi", n_slot=5)
+    flags = dict(block="superblock", layer="c.own_slots", pos="alibi", n_slot=5)
     model = jitter(Model(ModelConfig(**SIZE | flags | dict(vocab_size=400, block_size=LENGTH)), seed=1)).float()
     never_odd_bytes(model.wte.weight, tokenizer)
     write_remote_code(model.cfg, folder, eos_token_id=tokenizer.eot)

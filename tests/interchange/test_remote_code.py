@@ -16,7 +16,7 @@ KINDS = {
     "gpt2": dict(bias=True),
     "llama": dict(pos="rope", norm="rmsnorm", mlp="swiglu", attention="gqa", n_kv_head=2, tie_weights=False),
     "superblock": dict(block="superblock", pos="alibi", window=5, window_pattern="SL", n_group=2),
-    "slots": dict(block="superblock", pool="joint", pos="alibi", n_slot=3, qk_norm=True),
+    "slots": dict(block="superblock", layer="c.own_slots", pos="alibi", n_slot=3, qk_norm=True),
     "simplified": dict(block="simplified", pos="rope", simplified_value_proj="all"),
     "simplified_parallel": dict(block="simplified_parallel", pos="alibi", norm="none", attention="mqa"),
     "gemma": dict(
@@ -119,7 +119,7 @@ def test_padding_changes_nothing(both, kind):
 
 
 def test_padding_before_a_text_is_refused_where_its_place_counts(tmp_path):
-    flags = dict(block="superblock", pool="joint", slot_softmax="joint", pos="rope", n_slot=3)
+    flags = dict(block="superblock", layer="c.joint_slots", pos="rope", n_slot=3)
     ours = Model(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=24, vocab_size=50, **flags), seed=1).eval()
     write_remote_code(ours.cfg, tmp_path)
     save_file({f"model.{name}": p.detach() for name, p in ours.named_parameters()}, tmp_path / "model.safetensors")
@@ -128,7 +128,7 @@ def test_padding_before_a_text_is_refused_where_its_place_counts(tmp_path):
     with torch.no_grad():
         found = theirs(idx, attention_mask=mask).logits[:, :6]
         torch.testing.assert_close(found, ours(idx[:, :6]), atol=1e-9, rtol=0)
-        with pytest.raises(ValueError, match="^padding before a text moves it, .* slot_softmax=joint; pad after it"):
+        with pytest.raises(ValueError, match="^padding before a text moves it, .* joint_slots; pad after it"):
             theirs(idx, attention_mask=mask.flip(1))
 
 

@@ -29,7 +29,7 @@ def inputs_of(net, docs=None, memory=None, memory_docs=None):
     return Inputs(table, memory=memory) if docs is None else Inputs(table, (docs, docs), memory, (docs, memory_docs))
 
 
-def heads_of(reader: M.Heads, q, k, v, inputs: Inputs) -> torch.Tensor:
+def heads_of(reader: M.Pool, q, k, v, inputs: Inputs) -> torch.Tensor:
     """(B, T, C): the reader's heads on these q, k and v, without its projections."""
     reader.project, reader.out = lambda x, inputs: (q, k, v), torch.nn.Identity()
     return reader(None, inputs)
@@ -317,7 +317,8 @@ def test_cross_attention_equals_naive_attention(pos, Hkv, extra, docs):
 
 def test_memory_is_one_more_pool_of_a_superblock():
     """s + W_O heads over the context + W_O' heads over the memory + W_down f(W_up n), all of n = norm(s)."""
-    net, Hkv = build(objective="seq2seq", block="superblock", attention="gqa", n_kv_head=2, pos="none"), 2
+    flags, Hkv = dict(objective="seq2seq", block="superblock", layer="c+m+p", pos="none"), 2
+    net = build(attention="gqa", n_kv_head=Hkv, **flags)
     jitter(net)
     s, memory = leaves((2, T, C), (2, S, C))
     (one,) = net.blocks[0].sums
@@ -337,12 +338,13 @@ def test_memory_is_one_more_pool_of_a_superblock():
 # ---- superblock
 
 
-GENERALISES = [  # wiring of the superblock, the block that it is then, objective
-    ("series", "standard", "causal"),
-    ("series", "standard", "masked"),
-    ("series", "standard", "seq2seq"),
-    ("parallel", "parallel", "causal"),
-    ("parallel", "parallel", "masked"),
+GENERALISES = [  # layer of the superblock, the block that it is then, objective
+    ("c,p", "standard", "causal"),
+    ("c,p", "standard", "masked"),
+    ("c,p", "standard", "seq2seq"),
+    ("c+p", "parallel", "causal"),
+    ("c+p", "parallel", "masked"),
+    ("m,c+p", "parallel", "seq2seq"),
 ]
 
 
@@ -364,11 +366,11 @@ def copy_readers(source: M.Stack, target: M.Stack):
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("heads", [{}, {"attention": "gqa", "n_kv_head": 2}, {"attention": "mqa"}], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("wiring,block,objective", GENERALISES)
-def test_superblock_is_the_block_it_generalises(wiring, block, objective, mlp, heads, bias):
+@pytest.mark.parametrize("layer,block,objective", GENERALISES)
+def test_superblock_is_the_block_it_generalises(layer, block, objective, mlp, heads, bias):
     """Weights copied from the standard or the parallel model: same logits, same gradients."""
     flags = dict(mlp=mlp, mlp_ratio=3.0, pos="rope", bias=bias, objective=objective, **heads)
-    known, ours = build(block=block, **flags), build(block="superblock", wiring=wiring, **flags)
+    known, ours = build(block=block, **flags), build(block="superblock", layer=layer, **flags)
     jitter(known)
     copy_readers(known, ours)
     if known.encoder:
@@ -385,13 +387,13 @@ def test_superblock_is_the_block_it_generalises(wiring, block, objective, mlp, h
                 assert torch.allclose(got.grad, expected.grad, atol=1e-10), name
 
 
-@pytest.mark.parametrize("wiring,block,objective", GENERALISES)
-def test_equal_blocks_begin_with_equal_weights(wiring, block, objective):
+@pytest.mark.parametrize("layer,block,objective", GENERALISES)
+def test_equal_blocks_begin_with_equal_weights(layer, block, objective):
     """Without any copy: of one seed, the loss of a superblock is the loss of the block that it generalises."""
     flags = dict(objective=objective, pos="rope")
     known, ours = (
         M.Model(M.ModelConfig(**TINY | flags | each), seed=7)
-        for each in ({"block": block}, {"block": "superblock", "wiring": wiring})
+        for each in ({"block": block}, {"block": "superblock", "layer": layer})
     )
     idx, given = tokens(2, 13), beside(known)
     assert torch.equal(known(idx, idx, **given), ours(idx, idx, **given))
@@ -419,8 +421,8 @@ def test_joint_pool_from_scores_written_out(window, pos, Hkv, objective, docs, k
     """Slots and context under one softmax, or each under its own; slots are always visible and have no position. In a
     softmax of their own, slots meet queries without a position."""
     net = build(
-        block="superblock", pool="joint", n_slot=5, pos=pos, window=window, objective=objective,
-        attention="gqa", n_kv_head=Hkv, slot_softmax=kind,
+        block="superblock", layer=f"c.{kind}_slots", n_slot=5, pos=pos, window=window, objective=objective,
+        attention="gqa", n_kv_head=Hkv,
     )  # fmt: skip
     jitter(net)
     heads = net.blocks[0].sums[0].attn
@@ -451,7 +453,7 @@ def test_joint_pool_from_scores_written_out(window, pos, Hkv, objective, docs, k
 @pytest.mark.parametrize("pos", ["none", "alibi", "rope"])
 def test_packed_documents_beside_slots_are_as_if_alone_or_refused(pos, kind, objective):
     """Exactly where a document's place in the row changes its logits, doc_mask is refused."""
-    flags = dict(block="superblock", pool="joint", n_slot=5, pos=pos, slot_softmax=kind, objective=objective)
+    flags = dict(block="superblock", layer=f"c.{kind}_slots", n_slot=5, pos=pos, objective=objective)
     net = build(**flags)
     jitter(net)
     idx = tokens(1, T)
@@ -460,9 +462,7 @@ def test_packed_documents_beside_slots_are_as_if_alone_or_refused(pos, kind, obj
     if torch.allclose(packed, alone, rtol=0, atol=1e-10):
         assert M.ModelConfig(doc_mask=True, **flags).doc_mask
     else:
-        with pytest.raises(
-            ValueError, match=r"^doc_mask=True with pos=rope and slot_softmax=joint .*; set slot_softmax=own"
-        ):
+        with pytest.raises(ValueError, match=r"^doc_mask=True with pos=rope and layer=c.joint_slots .*; use own_slots"):
             M.ModelConfig(doc_mask=True, **flags)
 
 
@@ -473,7 +473,7 @@ def test_alibi_beside_slots_in_a_long_text(flags):
     """600 positions, where the columns of the bias have carried over twice: slots and context under one softmax with
     its matrix and its bias written out, for the whole text, and decoded in pieces of 460, 139 and 1 tokens."""
     T, D = 600, C // H
-    joint = dict(block="superblock", pool="joint", n_slot=5, slot_softmax="joint")
+    joint = dict(block="superblock", layer="c.joint_slots", n_slot=5)
     net = build(**joint, pos="alibi", block_size=T, n_layer=1, **flags)
     jitter(net)
     heads, Hkv = net.blocks[0].sums[0].attn, net.cfg.kv_heads
@@ -525,15 +525,16 @@ def test_superblock_parameters(mlp, heads):
             return M.Model(cfg).n_params()
 
     assert count(block="superblock") == count() - 4 * 256
-    assert abs(count(block="superblock", pool="joint") - count(block="superblock")) <= 4 * 8 * 2 * 32
+    assert abs(count(block="superblock", layer="c.own_slots") - count(block="superblock")) <= 4 * 8 * 2 * 32
 
 
 @pytest.mark.parametrize("objective,pools", [("causal", ("attn", "mlp")), ("seq2seq", ("attn", "cross", "mlp"))])
-def test_wiring_is_the_number_of_sums(objective, pools):
-    """In parallel all pools share one sum, and so one norm; in series each has its own."""
+def test_commas_separate_sums(objective, pools):
+    """Readers joined by + share one sum, and so one norm. Without an m, the memory has a sum after that of the c."""
 
     def names(**flags):
         return [each.names for each in build(block="superblock", objective=objective, **flags).blocks[0].sums]
 
-    assert names() == [pools] and names(wiring="series") == [(name,) for name in pools]
-    assert names(pool="joint", n_slot=3) == [pools[:-1]]
+    own = [("cross",)] * (objective == "seq2seq")
+    assert names() == [("attn", "mlp"), *own] and names(layer="c,p") == [(name,) for name in pools]
+    assert names(layer="p/2,c.own_slots,p/2,c", n_slot=3) == [("mlp",), ("attn",), *own, ("mlp2",), ("attn2",)]

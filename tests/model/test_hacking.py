@@ -90,7 +90,7 @@ def test_a_patch_makes_a_variant_that_works(index, flag, tmp_path, monkeypatch):
         (function,) = new_definitions(source)
         assert 3 <= function.end_lineno - function.lineno + 1 <= 6
     new = load(tmp_path / "model.py")
-    for name in ("Heads", "Inputs", "MemoryPool", "Rope"):
+    for name in ("Pool", "Inputs", "Rope"):
         monkeypatch.setattr(decode, name, getattr(new, name))
     net = new.Model(new.ModelConfig(**SIZES, **{flag: FLAGS[flag]}), seed=1).double()
     idx = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -273,7 +273,7 @@ def test_a_scalar_without_a_role_is_refused_with_the_module_for_it():
 
 def test_two_readers_of_one_name_are_refused(monkeypatch):
     def twice(cfg, layer):
-        return [model.Sum(cfg, mlp=model.ParameterPool(cfg)) for _ in range(2)]
+        return [model.Sum(cfg, mlp=model.Pool(cfg, 0, model.READER["p"])) for _ in range(2)]
 
     monkeypatch.setitem(model.BLOCK, "twice", twice)
     with pytest.raises(ValueError, match="block=twice has two readers of one name: mlp, mlp"):
@@ -281,7 +281,7 @@ def test_two_readers_of_one_name_are_refused(monkeypatch):
 
 
 def readers(*names: str):
-    return lambda cfg, layer: [model.Sum(cfg, **{name: model.ParameterPool(cfg) for name in names})]
+    return lambda cfg, layer: [model.Sum(cfg, **{name: model.Pool(cfg, 0, model.READER["p"]) for name in names})]
 
 
 @pytest.mark.parametrize(("names", "several"), [(["mlp"], False), (["mlp", "other"], True)])
@@ -299,7 +299,7 @@ def test_a_norm_per_reader_is_for_blocks_with_several_readers_in_a_sum(names, se
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--block=superblock", "--wiring=series"], r"block is superblock \(command line\), norm_placement is pre"),
+        (["--block=superblock", "--layer=c,p"], r"block is superblock \(command line\), norm_placement is pre"),
         (["--block=parallel", "--norm_placement=post"], r"block is parallel .*, norm_placement is post \(com.*\)"),
     ],
 )
@@ -323,7 +323,7 @@ def test_data_for_later_layers_is_refused_in_a_pipeline(monkeypatch):
 
 
 def pool(cfg):
-    return {"mlp": model.ParameterPool(cfg)}
+    return {"mlp": model.Pool(cfg, 0, model.READER["p"])}
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_mistakes_in_a_new_block_are_refused_by_name(sums, said, monkeypatch):
 def test_values_wider_than_queries_are_refused(monkeypatch):
     """A float32 gain makes bfloat16 values float32 under autocast, which would cost memory and time without a word."""
 
-    class Mine(model.ContextPool):
+    class Mine(model.Pool):
         def project(self, x, inputs):
             q, k, v = super().project(x, inputs)
             return q, k, v * self.gain

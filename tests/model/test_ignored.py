@@ -89,9 +89,10 @@ def test_ignored_flags_are_found(monkeypatch):
     """A block with a window of its own ignores --window; once USED_WHEN refuses it, it is not ignored."""
 
     def near(cfg, layer):
-        attn = M.context_pool(cfg, layer)
+        attn = M.Pool(cfg, layer)
         attn.window = 2
-        return [M.Sum(cfg, attn=attn), M.Sum(cfg, **M.cross(cfg, layer)), M.Sum(cfg, mlp=M.ParameterPool(cfg))]
+        mlp = M.Pool(cfg, layer, M.READER["p"])
+        return [M.Sum(cfg, attn=attn), M.Sum(cfg, **M.cross(cfg, layer)), M.Sum(cfg, mlp=mlp)]
 
     monkeypatch.setitem(M.BLOCK, "near", near)
     rows = [row | {"block": "near"} for row in GRID if row["block"] == "standard"][:6]

@@ -143,7 +143,7 @@ def check_padding(objective: str, flags: dict, masked: bool = True):
     {"block": "parallel", "attention": "mqa", "qk_norm": True},
     {"block": "simplified", "pos": "rope", "window": 3},
     {"block": "simplified_parallel", "pos": "alibi"},
-    {"block": "superblock", "pool": "joint", "n_slot": 3},
+    {"block": "superblock", "layer": "c.own_slots", "n_slot": 3},
 ], ids=str)  # fmt: skip
 def test_padding_makes_no_nan(objective, flags):
     check_padding(objective, flags)
@@ -178,7 +178,7 @@ def test_padding_that_sees_nothing_is_caught(monkeypatch):
 # ---- RoPE that is declared but never applied to q and k, ALiBi that is never added to the scores
 
 
-def naive_heads(heads: M.Heads, x: Tensor, inputs: Inputs, pos: str, causal: bool) -> Tensor:
+def naive_heads(heads: M.Pool, x: Tensor, inputs: Inputs, pos: str, causal: bool) -> Tensor:
     """From the papers' formulas: RoPE as complex numbers, ALiBi as a matrix. There is a key for every query head."""
     q, k, v = heads.project(x, inputs)
     H, T, D = q.shape[1:]
@@ -204,10 +204,12 @@ def naive_heads(heads: M.Heads, x: Tensor, inputs: Inputs, pos: str, causal: boo
 def check_positions(pos: str, objective: str, block: str):
     """What all heads make of q, k and v in a forward of the model; cross-attention has no positions."""
     model = build(pos=pos, objective=objective, block=block)
-    for heads, (x, given), out in calls(model, M.Heads, inputs(objective)):
-        known = type(heads) in (M.ContextPool, M.ShapedPool, M.MemoryPool)
+    for heads, (x, given), out in calls(model, M.Pool, inputs(objective)):
+        if heads.reader.units:
+            continue
+        known = type(heads) in (M.Pool, M.ShapedPool)
         skip_unless(known, f"{type(heads).__name__} of block={block}", "naive_heads")
-        cross, encoder = isinstance(heads, M.MemoryPool), model.encoder and heads in list(model.encoder.modules())
+        cross, encoder = heads.reader.source == "memory", model.encoder and heads in list(model.encoder.modules())
         causal = not (cross or encoder or objective == "masked")
         assert close(out, naive_heads(heads, x, given, "none" if cross else pos, causal))
 
@@ -349,8 +351,10 @@ def simplified_parallel(read: Readers, s: Tensor, sums: list[M.Sum]) -> Tensor:
 
 
 def superblock(read: Readers, s: Tensor, sums: list[M.Sum]) -> Tensor:
-    """wiring=parallel is one sum over all; wiring=series is standard."""
-    return n(s + sum(f(s) for f in read.values())) if len(sums) == 1 else standard(read, s, sums)
+    """By default, the memory has a sum of its own behind the one of the context and the MLP."""
+    if len(sums[0].names) == 1:
+        return standard(read, s, sums)
+    return crossed(read, n(s + read["attn"](s) + read["mlp"](s)))
 
 
 POST_NORM = {  # every block written out with the norm behind every sum, whose own weights are 1
@@ -384,7 +388,7 @@ def check_post_norm(block: str, objective: str, **flags):
 def test_post_norm_stands_behind_the_sum(block, objective):
     check_post_norm(block, objective)
     if block == "superblock":
-        check_post_norm(block, objective, wiring="series")
+        check_post_norm(block, objective, layer="c,p")
 
 
 @pytest.mark.parametrize("block", list(M.BLOCK))
@@ -481,18 +485,18 @@ def test_decoders_see_all_of_the_source_and_none_of_their_future(block, flags):
     check_sight(block, flags)
 
 
-@pytest.mark.parametrize("kind,causal", [(M.MemoryPool, True), (M.Heads, False), (M.Heads, True)])
+@pytest.mark.parametrize("source,causal", [("memory", True), ("context", False), ("context", True)])
 @pytest.mark.parametrize("block", list(M.BLOCK))
-def test_a_wrong_causal_mask_is_caught(block, kind, causal, monkeypatch):
+def test_a_wrong_causal_mask_is_caught(block, source, causal, monkeypatch):
     """Cross-attention under a causal mask; a decoder without; an encoder with."""
     skip_unless(block in POST_NORM, f"block={block}", "POST_NORM")  # it may read the context without Heads
-    init = kind.__init__
+    init = M.Pool.__init__
 
     def mistaken(self, *args):
         init(self, *args)
-        self.causal = causal
+        self.causal = causal if self.reader.source == source else self.causal
 
-    monkeypatch.setattr(kind, "__init__", mistaken)
+    monkeypatch.setattr(M.Pool, "__init__", mistaken)
     assert_caught(check_sight, block, {})
 
 
@@ -513,13 +517,13 @@ class Slopes(M.AttentionPosition):
         return self.slope
 
 
-class MyHeads(M.ContextPool):
+class MyHeads(M.Pool):
     """A kind of heads that no test knows."""
 
 
 def halved(cfg: ModelConfig, layer: int) -> list[M.Sum]:
     """s = s + X(n1(s));  s = g_S s + 0.5 A(n2(s)) + 0.25 M(n2(s)) at first, all three gains learned."""
-    readers = dict(attn=MyHeads(cfg, layer), mlp=M.ParameterPool(cfg))
+    readers = dict(attn=MyHeads(cfg, layer), mlp=M.Pool(cfg, layer, M.READER["p"]))
     both = M.Sum(cfg, skip="learned", gains={"attn": 0.5, "mlp": 0.25}, **readers)
     return [M.Sum(cfg, **M.cross(cfg, layer)), both]
 

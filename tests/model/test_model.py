@@ -53,6 +53,12 @@ def choices(kind) -> list:
     return [False, True] if kind is bool else [value for part in get_args(kind) for value in choices(part)]
 
 
+LAYERS = [
+    "c+p", "c,p", "c.own_slots", "c.joint_slots,p", "p/2,c,p/2", "c/2+p/2,c/2+p/2", "c,s", "p;c+s/2",
+    "c.gelu,p.sigmoid", "c.sigmoid+s.swiglu", "c.stream,p.softmax", "c.none,p.matrix", "s.gelu.none,c.gelu/2",
+]  # fmt: skip
+
+
 def numbers(flags: dict) -> dict[str, list]:
     """The values of flags that are numbers or texts beside these other flags."""
     return {
@@ -67,6 +73,7 @@ def numbers(flags: dict) -> dict[str, list]:
         "norm_eps": [1e-5, 1e-3],
         "n_group": [1, 2, 4],
         "n_slot": [0, 5],
+        "layer": LAYERS,
         "rope_fraction": [1.0, 0.5],
         "rope_scaling": ["", "yarn:4"],
         "rope_theta_local": [1e4, 7.0],
@@ -186,7 +193,7 @@ def test_the_grid_has_new_flags():
         on: bool = False
         kind: Literal["a", "b", "c"] = "a"
 
-    rows = combinations(Mine, 1000)
+    rows = combinations(Mine, 3000)
     values = {(flag, value) for row in rows for flag, value in row.items()}
     assert len(values) > 100
     for new in [("on", False), ("on", True), *(("kind", kind) for kind in "abc")]:
@@ -200,9 +207,13 @@ def test_a_block_may_give_its_readers_other_windows(flags, objective, monkeypatc
     """Two windows in one sum: the model sees as far as the wider one, whatever the flags say."""
 
     def two(cfg, layer):
-        near, far = M.context_pool(cfg, layer), M.context_pool(cfg, layer)
+        near, far = M.Pool(cfg, layer), M.Pool(cfg, layer)
         near.window, far.window = 2, 4
-        return [M.Sum(cfg, near=near, far=far), M.Sum(cfg, **M.cross(cfg, layer)), M.Sum(cfg, mlp=M.ParameterPool(cfg))]
+        return [
+            M.Sum(cfg, near=near, far=far),
+            M.Sum(cfg, **M.cross(cfg, layer)),
+            M.Sum(cfg, mlp=M.Pool(cfg, layer, M.READER["p"])),
+        ]
 
     monkeypatch.setitem(M.BLOCK, "two", two)
     assert reach(build(block="two", **flags)) == 3 + 3
@@ -259,7 +270,8 @@ CHECK = {"causal": check_causal, "masked": check_masked, "seq2seq": check_seq2se
 def reach(model: Model) -> int:
     """How far apart two tokens can be of which one sees the other."""
     sums = [each for block in model.blocks for each in block.sums]
-    windows = [[getattr(m, "window", 1) for m in each.children() if not isinstance(m, M.MemoryPool)] for each in sums]
+    read = [[m for m in each.children() if isinstance(m, M.Pool) and m.reader.source == "context"] for each in sums]
+    windows = [[m.window for m in readers] for readers in read]
     return sum(max((window - 1 if window else T for window in each), default=0) for each in windows)
 
 
@@ -309,7 +321,8 @@ def test_the_context_of_a_long_prompt_is_its_end(pos, length):
     assert text.size(1) == length + 4
 
 
-SLOTS = {"block": "superblock", "pool": "joint", "n_slot": 5}
+SLOTS = {"block": "superblock", "layer": "c.own_slots", "n_slot": 5}
+JOINT = SLOTS | {"layer": "c.joint_slots"}
 
 
 @pytest.mark.parametrize("prompt,size", [(1, 8), (5, 8), (8, 8), (9, 8), (21, 8), (3, 1), (150, 140)])
@@ -319,10 +332,10 @@ SLOTS = {"block": "superblock", "pool": "joint", "n_slot": 5}
         {"pos": "rope", "attention": "gqa", "n_kv_head": 2},
         {"pos": "rope", "qk_norm": True, "norm": "rmsnorm", "mlp": "relu2"},
         {"pos": "rope", **SLOTS},
-        {"pos": "rope", **SLOTS, "slot_softmax": "joint"},
+        {"pos": "rope", **JOINT},
         {"pos": "rope", "block": "simplified"},
         {"pos": "alibi", "window": 3},
-        {"pos": "alibi", "window": 3, "window_pattern": "SL", **SLOTS, "slot_softmax": "joint"},
+        {"pos": "alibi", "window": 3, "window_pattern": "SL", **JOINT},
         {"pos": "alibi", "block": "simplified", "attention": "mqa"},
         {"pos": "alibi", "attn_softcap": 2.0},
         {"pos": "none", "window": 400},
@@ -339,13 +352,13 @@ def test_a_rolling_cache_is_a_window(flags, prompt, size):
     whole = build(**flags | {"block_size": 1024})
     whole.load_state_dict(model.state_dict())
     for m in whole.modules():
-        if isinstance(m, M.Heads) and m.causal:
+        if isinstance(m, M.Pool) and m.causal:
             m.window = min(m.window or size, size)
     text, steps = tokens(2, prompt), []
     source = {"source": tokens(2, min(size, 7))} if model.encoder else {}
     for _ in generate(model, text, 3 * size + 2, lambda z: steps.append(z) or z.argmin(-1), **source, roll=True):
         pass
-    assert all(m.window in (0, flags.get("window")) for m in model.modules() if isinstance(m, M.Heads))  # as before
+    assert all(m.window in (0, flags.get("window")) for m in model.modules() if isinstance(m, M.Pool))  # as before
     text = torch.cat((text, *(step.argmin(-1, keepdim=True) for step in steps)), dim=1)
     with torch.no_grad():
         expected = whole(text[:, :-1], **source)[:, prompt - 1 :]
@@ -378,7 +391,7 @@ def test_positions_that_end_do_not_roll(pos):
         {"pos": "none", "attn_softcap": 2.0},
         {"pos": "rope", "attn_softcap": 2.0, "window": 140, "window_pattern": "SL", "attention": "mqa"},
         {"pos": "alibi", "attn_softcap": 2.0, **SLOTS},
-        {"pos": "alibi", "window": 140, **SLOTS, "slot_softmax": "joint"},
+        {"pos": "alibi", "window": 140, **JOINT},
         {"pos": "alibi", "attn_softcap": 2.0, "block": "simplified"},
         {"pos": "rope", "attn_softcap": 2.0, "objective": "seq2seq", "n_encoder_layer": 1},
     ],
@@ -415,7 +428,7 @@ def test_texts_of_several_strips(flags):
 
 
 COMPILED = [  # what a few rows of the grid might miss
-    {"objective": "causal", "block": "superblock", "pool": "joint", "pos": "alibi"},
+    {"objective": "causal", "block": "superblock", "layer": "c.own_slots", "pos": "alibi"},
     {"objective": "masked", "block": "simplified", "pos": "alibi", "window": 3},
     {"objective": "seq2seq", "block": "superblock", "pos": "rope", "attention": "mqa"},
 ]
@@ -796,7 +809,7 @@ def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, length
     monkeypatch.setattr(ops, "window_attention", noting("window_attention", lambda sdpa, q, k, v, _: sdpa(q, k, v)))
     monkeypatch.setattr(ops, "strip_attention", noting("strip_attention", lambda f, q, k, v, *_: f(q, k, v, None)))
     monkeypatch.setattr(ops, "fused_attention", noting("fused_attention", lambda q, *_, **__: torch.empty_like(q)))
-    monkeypatch.setattr(ops, "naive_attention", noting("naive_attention", lambda *args: torch.empty_like(args[3])))
+    monkeypatch.setattr(ops, "naive_attention", noting("naive_attention", lambda *args: torch.empty_like(args[4])))
     joined = noting("JoinedAttention", lambda q, *_: torch.empty_like(q))
     monkeypatch.setattr(ops, "JoinedAttention", SimpleNamespace(apply=joined))
     with FakeTensorMode(), torch.no_grad(), Noting(called):
@@ -825,7 +838,7 @@ def test_the_examples_have_every_kernel_of_the_table():
         ({"pos": "alibi", "objective": "masked"}, "strips (2 layers)"),
         ({"pos": "alibi", **SLOTS}, "full (4 layers)"),
         ({"window": 3, **SLOTS}, "window (2 layers), full (2 layers)"),
-        ({"pos": "alibi", **SLOTS, "slot_softmax": "joint"}, "joined (2 layers)"),
+        ({"pos": "alibi", **JOINT}, "joined (2 layers)"),
         ({"block": "simplified", "window": 3}, "window (2 layers)"),
         ({"objective": "seq2seq", "window": 3}, "window (2 layers), full (2 layers), strips (2 layers)"),
         ({"objective": "seq2seq", "block": "parallel", "doc_mask": True}, "strips (6 layers)"),
@@ -882,7 +895,7 @@ def test_the_kernels_of_a_model_on_a_gpu():
         ({"dropout": 0.1}, "full (2 layers)"),
         ({"window": 3, "dropout": 0.1}, "window (2 layers)"),
         (SLOTS, "full (4 layers)"),
-        (SLOTS | {"slot_softmax": "joint"}, "strips (2 layers)"),
+        (JOINT, "strips (2 layers)"),
         ({"attn_softcap": 5.0}, "naive (2 layers)"),
     ):
         assert attention_kernels(build(**flags), TINY["block_size"], 0, "cuda", torch.bfloat16) == said
@@ -910,15 +923,15 @@ class Largest(TorchDispatchMode):
         {"dropout": 0.1},
         {"block": "simplified", "window": 100},
         {"block": "simplified_parallel", "pos": "alibi"},
-        {"block": "superblock", "pool": "joint", "n_slot": 32},
-        {"block": "superblock", "pool": "joint", "n_slot": 32, "slot_softmax": "joint"},
+        {"block": "superblock", "layer": "c.own_slots", "n_slot": 32},
+        {"block": "superblock", "layer": "c.joint_slots", "n_slot": 32},
         {"objective": "masked"},
         {"objective": "masked", "window": 100},
         {"objective": "masked", "pos": "alibi"},
         {"objective": "masked", "block": "simplified"},
-        {"objective": "masked", "block": "superblock", "pool": "joint", "n_slot": 32, "attn_softcap": 5.0},
+        {"objective": "masked", "block": "superblock", "layer": "c.own_slots", "n_slot": 32, "attn_softcap": 5.0},
         {"objective": "seq2seq"},
-        {"objective": "seq2seq", "block": "superblock", "pool": "joint", "n_slot": 32, "pos": "alibi"},
+        {"objective": "seq2seq", "block": "superblock", "layer": "c.own_slots", "n_slot": 32, "pos": "alibi"},
     ],
     ids=name,
 )
@@ -1072,7 +1085,7 @@ def test_alibi_columns_are_exact_far_out_in_bfloat16():
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_two_sided_alibi_is_a_bias_of_the_distance(scale):
-    heads = M.ContextPool(ModelConfig(n_head=4, n_embd=16, pos="alibi", alibi_scale=scale, objective="masked"), layer=0)
+    heads = M.Pool(ModelConfig(n_head=4, n_embd=16, pos="alibi", alibi_scale=scale, objective="masked"), layer=0)
     heads.project, heads.out = lambda x, inputs: x, torch.nn.Identity()
     q, k, v = leaves(*[(2, 4, 9, 4)] * 3)
     t, slopes = torch.arange(9), torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256], dtype=torch.float64)
@@ -1264,7 +1277,7 @@ def test_flops_of_an_encoder_counted_by_hand(T):
     L, H, C, V, W, M = 3, 4, 64, 1000, 30, 5
     model = on_meta(
         n_layer=L, n_head=H, n_embd=C, block_size=128, vocab_size=V, attention="mqa", bias=True, window=W,
-        window_pattern="LSS", objective="masked", block="superblock", pool="joint", n_slot=M,
+        window_pattern="LSS", objective="masked", block="superblock", layer="c.own_slots", n_slot=M,
     )  # fmt: skip
     matrices = L * (C * (C + 2 * C // H) + C * C) + V * C
     scores = T * (2 * min(T, 59) + T + L * M) * C  # as many multiplications as the weighted sum
@@ -1279,7 +1292,7 @@ def test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand():
         model = on_meta(**flags, attention="gqa", n_kv_head=Hkv, pos="rope", window=W, mlp_ratio=3.0, block=block)
         mlp, kv = 2 * C * 3 * C, C * 2 * C * Hkv // H
         encoder, decoder = E * (C * wide + C * C + mlp), L * (C * wide + C * C + mlp + C * C + C * C)
-        norms = {"standard": 2 * E + 3 * L, "superblock": E + L}[block] + 2
+        norms = {"standard": 2 * E + 3 * L, "superblock": E + 2 * L}[block] + 2
         assert model.n_params() == encoder + decoder + L * kv + V * C + norms * C
         weights = S * (encoder + L * kv) + T * (decoder + V * C)
         scores = (E * S * (2 * W - 1) + L * T * (W + S)) * C
@@ -1337,7 +1350,7 @@ def test_initial_values_of_simplified_blocks(block, values, resid):
 
 def test_initial_values_of_slots():
     """As large as keys and values of a stream whose channels have variance 1, which a matrix of N(0, 0.02) makes."""
-    flags = dict(block="superblock", pool="joint", n_slot=300)
+    flags = dict(block="superblock", layer="c.own_slots", n_slot=300)
     model = Model(ModelConfig(n_layer=2, n_head=4, n_embd=256, block_size=64, vocab_size=512, **flags), 1)
     slots = [p for n, p in model.named_parameters() if "slot" in n]
     assert len(slots) == 4
@@ -1362,7 +1375,7 @@ def test_a_module_declares_its_initial_values():
 
 
 def test_a_reader_begins_with_the_same_weights_in_every_block():
-    blocks = [{"block": "standard"}, {"block": "parallel"}, {"block": "superblock", "wiring": "series"}]
+    blocks = [{"block": "standard"}, {"block": "parallel"}, {"block": "superblock", "layer": "c,p"}]
     readers = []
     for flags in blocks:
         state = Model(ModelConfig(**TINY, **flags, objective="seq2seq"), seed=3).state_dict()

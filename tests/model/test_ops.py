@@ -21,7 +21,7 @@ def visible(mask: ops.Mask, T: int, S: int) -> torch.Tensor:
     return seen if mask.docs is None else seen & (mask.docs[0][:, None, :, None] == mask.docs[1][:, None, None, :])
 
 
-def attention(q, k, v, D, mask, softcap=0.0, dropout=0.0, slots=None, strips=None):
+def attention(q, k, v, D, mask, softcap=0.0, dropout=0.0, slots=None, strips=None, phi=None):
     assert dropout == 0
     T, S, H = q.size(2), k.size(2), q.size(1)
     seen = visible(mask, T, S).expand(len(q), H, T, S)
@@ -35,6 +35,9 @@ def attention(q, k, v, D, mask, softcap=0.0, dropout=0.0, slots=None, strips=Non
         seen, bias = F.pad(seen, (n, 0), value=True), F.pad(bias, (n, 0))
     k, v = (x.repeat_interleave(H // x.size(1), dim=1) for x in (k, v))
     scores = capped(q[..., :D] @ k[..., :D].mT / math.sqrt(D), softcap) + q[..., D:] @ k[..., D:].mT / math.sqrt(D)
+    if phi is not None:
+        weights = phi(scores, seen.sum(-1, keepdim=True))
+        return (weights * seen[..., : weights.size(-1)]) @ v
     return (scores + bias).masked_fill(~seen, -math.inf).softmax(-1) @ v
 
 

@@ -62,14 +62,17 @@ REFUSED = {  # -> the parameter that the error names, and its module
 def use(line: str):
     """The heads of the standard block do what the line says, as the last step of their __init__."""
 
-    class Mine(M.ContextPool):
+    class Mine(M.Pool):
         def __init__(self, cfg, layer):
             super().__init__(cfg, layer)
             self.cfg = cfg
             with torch.no_grad():
                 exec(line, {"m": self, "M": M, "nn": nn, "torch": torch, "copy": copy})
 
-    M.BLOCK["standard"] = lambda cfg, layer: [M.Sum(cfg, attn=Mine(cfg, layer)), M.Sum(cfg, mlp=M.ParameterPool(cfg))]
+    M.BLOCK["standard"] = lambda cfg, layer: [
+        M.Sum(cfg, attn=Mine(cfg, layer)),
+        M.Sum(cfg, mlp=M.Pool(cfg, layer, M.READER["p"])),
+    ]
 
 
 @pytest.fixture(autouse=True)

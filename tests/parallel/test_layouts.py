@@ -80,8 +80,8 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "biases, sandwich": ["--bias=True", "--norm_placement=sandwich", "--pos=sinusoidal", "--tie_weights=False"],
         "parallel, post": ["--block=parallel", "--norm_placement=post", "--logit_softcap=5.0", "--loss_chunk=7"],
         "values": ["--block=simplified_parallel", "--simplified_value_proj=all", *MUON],
-        "joint pool": ["--block=superblock", "--pool=joint", "--pos=alibi", "--window=7"],
-        "series": ["--block=superblock", "--wiring=series", "--mlp=geglu", "--qk_norm=True", "--n_embd=48"],
+        "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=alibi", "--window=7"],
+        "series": ["--block=superblock", "--layer=c,p", "--mlp=geglu", "--qk_norm=True", "--n_embd=48"],
         "wide": [*WIDE, "--head_dim=12", "--attention=gqa", "--n_kv_head=2", "--tie_weights=False", *MUON],
         "layers": [*LAYERS, "--loss_chunk=7"],
         "masked": ["--objective=masked", "--doc_mask=True", "--doc_positions=True", "--attn_softcap=3.0"],
@@ -90,7 +90,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     "cp": {
         "llama": [*GATED, "--window=5"],
         "biases, alibi": ["--bias=True", "--pos=alibi", "--attn_softcap=3.0", "--activation_checkpoint=full"],
-        "joint pool": ["--block=superblock", "--pool=joint", "--pos=rope", *MUON],
+        "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=rope", *MUON],
         "values": ["--block=simplified_parallel", "--simplified_value_proj=all", "--pos=rope", "--window=9"],
         "layers": [*LAYERS, "--rope_scaling=llama3:8:1:4:8"],
         "few keys": ["--block=simplified", "--attention=mqa", "--n_embd=48", "--n_head=4"],
@@ -616,7 +616,7 @@ def test_layers_of_a_superblock_need_half_of_the_collectives(facts):
         "parallel": {"block": "parallel"},
         "simplified_parallel": {"block": "simplified_parallel"},
         "superblock": {"block": "superblock"},
-        "joint": {"block": "superblock", "pool": "joint"},
+        "joint": {"block": "superblock", "layer": "c.own_slots"},
     }
     models = {f"{name} {n}": {**SIZE, **flags, "tp": 2, "n_layer": n} for name, flags in blocks.items() for n in (2, 3)}
     calls = {name: each["calls"] for name, each in facts(2, models).items()}

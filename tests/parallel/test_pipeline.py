@@ -25,7 +25,7 @@ MODERN = {"pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "attention": "gqa",
 CASES = {  # name -> (stages, pipelines, micro-batches of each, model flags, what is done to the model besides)
     "standard": (2, 1, 2, {"loss_chunk": 5, "bias": True}, ""),
     "superblock": (2, 1, 3, MODERN | {"block": "superblock", "tie_weights": False}, ""),
-    "joint pool": (2, 1, 2, MODERN | {"block": "superblock", "pool": "joint", "mlp": "gelu"}, ""),
+    "joint pool": (2, 1, 2, MODERN | {"block": "superblock", "layer": "c.own_slots", "mlp": "gelu"}, ""),
     "simplified": (2, 1, 3, {"block": "simplified", "pos": "alibi", "norm_placement": "none"}, ""),
     "simplified_parallel": (2, 1, 2, {"block": "simplified_parallel", "pos": "none", "tie_weights": False}, ""),
     "parallel": (2, 1, 2, {"block": "parallel", "pos": "sinusoidal", "window": 5, "doc_mask": True}, ""),

@@ -90,7 +90,7 @@ LAYOUTS = {
     "cp": (2, 1, ["--cp=2", "--activation_checkpoint=full"]),
     "pp": (2, 1, ["--pp=2"]),
     "gated": (2, 2, ["--mlp=swiglu", "--pos=rope", "--norm=rmsnorm", "--attention=mqa"]),
-    "superblock": (1, 1, ["--block=superblock", "--pool=joint"]),
+    "superblock": (1, 1, ["--block=superblock", "--layer=c.own_slots"]),
     "simplified": (1, 1, ["--block=simplified_parallel", "--norm=none", "--norm_placement=none"]),
     "seq2seq": (1, 1, ["--objective=seq2seq", "--corrupt_ratio=0.5"]),
 }
@@ -157,7 +157,10 @@ def test_the_machine_is_what_the_least_limit_leaves(tmp_path, monkeypatch):
         (["--n_embd=2**28", "--optimizer=muon"], ["n_embd=268435456 (command line)", "lower n_embd"]),
         (["--n_embd=2**28", "--block=superblock", "--n_group=2**28"], ["n_group=268435456 (command line)", "below"]),
         (["--n_head=2**30", "--n_embd=2**30", "--mlp_ratio=1"], ["n_embd=1073741824"]),
-        (["--block=superblock", "--pool=joint", "--n_slot=2e9"], ["n_slot=2000000000 (command line)", "lower n_slot"]),
+        (
+            ["--block=superblock", "--layer=c.own_slots", "--n_slot=2e9"],
+            ["n_slot=2000000000 (command line)", "lower n_slot"],
+        ),
         (["--n_layer=4000", "--n_embd=16384"], ["n_embd=16384 (command line)", "lower n_embd"]),
     ],
     ids=str,

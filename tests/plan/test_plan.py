@@ -274,7 +274,7 @@ WIDE = {"n_layer": 5, "n_embd": 128, "block_size": 128, "batch_size": 4, "gradie
         (0.02, {"block": "simplified"}),
         (0.02, {"block": "simplified_parallel"}),
         (0.02, {"block": "parallel", "attention": "gqa", "n_kv_head": 2}),
-        (0.02, {"block": "superblock", "pool": "joint"}),
+        (0.02, {"block": "superblock", "layer": "c.own_slots"}),
         (0.02, {"activation_checkpoint": "selective"}),
         (0.05, {"activation_checkpoint": "full"}),
         (0.05, {"activation_checkpoint": "full", "block": "superblock", "mlp": "swiglu"}),

@@ -17,14 +17,14 @@ BLOCKS = [
     {"block": "standard"},
     {"block": "parallel"},
     {"block": "superblock"},
-    {"block": "superblock", "wiring": "series", "n_group": 2},
-    {"block": "superblock", "pool": "joint", "n_slot": 5},
-    {"block": "superblock", "pool": "joint", "n_slot": 5, "slot_softmax": "joint"},
+    {"block": "superblock", "layer": "c,p", "n_group": 2},
+    {"block": "superblock", "layer": "c.own_slots", "n_slot": 5},
+    {"block": "superblock", "layer": "c.joint_slots", "n_slot": 5},
     {"block": "simplified"},
     {"block": "simplified_parallel", "simplified_value_proj": "all"},
 ]
 BLOCKS += [{"block": block} for block in M.BLOCK if block not in {flags["block"] for flags in BLOCKS}]
-HEADS = {M.ContextPool, M.SlotPool, M.ShapedPool}
+HEADS = {M.Pool, M.ShapedPool}
 POSITIONS = {"learned", "sinusoidal", "rope", "alibi", "none"}
 ATTENTION = [{}, {"attention": "gqa", "n_kv_head": 2}, {"attention": "mqa"}]
 EXTRAS = [
@@ -74,10 +74,10 @@ def read(net: M.Model, layer: int, head: int, position: int):
     return contextual_mlp(net, text(net), layer, head, position, source)
 
 
-def attention_of(net: M.Model, layer: int) -> M.Heads | None:
+def attention_of(net: M.Model, layer: int) -> M.Pool | None:
     """The first reader of the context in a layer."""
-    heads = (m for m in net.blocks[layer].modules() if isinstance(m, M.Heads))
-    return next((m for m in heads if not isinstance(m, M.MemoryPool)), None)
+    heads = (m for m in net.blocks[layer].modules() if isinstance(m, M.Pool))
+    return next((m for m in heads if m.reader.source == "context"), None)
 
 
 def observe(net: M.Model, layer: int, off: int | None = None):
@@ -108,10 +108,12 @@ def test_equals_the_head(flags):
         x, on = observe(net, layer)
         _, off = observe(net, layer, off=head)
         incoming, outgoing, hidden = read(net, layer, head, t)
+        attn = attention_of(net, layer)
+        slots = attn.slot_v.size(1) if attn.reader.slots else 0
         window = cfg.layer_window(layer) or T
         last = min(T - 1, t + window - 1) if cfg.objective == "masked" else t
         tokens = torch.arange(max(0, t - window + 1), last + 1)
-        assert incoming.shape == outgoing.shape == (cfg.slots + len(tokens), C) and hidden.shape == (len(incoming),)
+        assert incoming.shape == outgoing.shape == (slots + len(tokens), C) and hidden.shape == (len(incoming),)
         assert (on - off)[t].abs().max() > 1e-5, "the head does nothing, so this test sees nothing"
         assert torch.allclose(hidden @ outgoing, (on - off)[t], rtol=0, atol=1e-10)
 
@@ -122,10 +124,10 @@ def test_equals_the_head(flags):
             score = cfg.attn_softcap * torch.tanh(score / cfg.attn_softcap)
         position = torch.zeros(len(hidden), dtype=torch.float64)
         if cfg.pos == "alibi":
-            position[cfg.slots :] = -(2.0 ** (-8 * (head + 1) / 4)) * (t - tokens).abs()
+            position[slots:] = -(2.0 ** (-8 * (head + 1) / 4)) * (t - tokens).abs()
         units = torch.exp(score + position)
         expected, Z = units, units.sum()
-        if isinstance(heads := attention_of(net, layer), M.ShapedPool):
+        if isinstance(heads := attn, M.ShapedPool):
             alpha, beta, gamma = (g[head].item() for g in (heads.alpha, heads.beta, heads.gamma))
             expected = beta * units - gamma * Z * position.exp() / position.exp().sum()
             expected[tokens == t] += alpha * Z
@@ -182,7 +184,9 @@ def test_incoming_weights_are_the_gradient(block, objective):
 
     with attn.register_forward_pre_hook(move):
         _, _, moved = read(net, layer, head, t)
-    others = torch.arange(len(hidden)) != net.cfg.slots + t  # the query's own key moves as well
+    others = (
+        torch.arange(len(hidden)) != (attn.slot_v.size(1) if attn.reader.slots else 0) + t
+    )  # the query's own key moves as well
     assert torch.allclose((moved / hidden).log()[others], (incoming @ nudge)[others], atol=1e-10)
 
 
@@ -196,7 +200,7 @@ def test_refuses_what_is_not_there(place):
 
 @pytest.mark.parametrize("part", ["heads", "positions"])
 def test_refuses_heads_and_positions_that_it_does_not_know(part):
-    class Mine(M.ContextPool if part == "heads" else M.Rope):
+    class Mine(M.Pool if part == "heads" else M.Rope):
         pass
 
     net = sharp(pos="rope")
@@ -217,7 +221,7 @@ def test_refuses_heads_whose_forward_does_more(gate, monkeypatch):
         g = x.mean(-1, keepdim=True).sigmoid()
         return self.out((y * g[..., None] if gate == "heads" else y).flatten(2)) * (g if gate == "output" else 1)
 
-    monkeypatch.setattr(M.Heads, "forward", forward)
+    monkeypatch.setattr(M.Pool, "forward", forward)
     for block in BLOCKS:
         net = sharp(**block).float()
         if gate == "none":
@@ -227,17 +231,17 @@ def test_refuses_heads_whose_forward_does_more(gate, monkeypatch):
             read(net, 1, 2, 6)
 
 
-class MyHeads(M.ContextPool):
+class MyHeads(M.Pool):
     """A kind of heads that is not known."""
 
 
 @pytest.fixture
 def toys(monkeypatch):
     """Blocks of heads that are known, of heads that are not, and without any; and a position."""
-    for name, heads in (("reversed", M.ContextPool), ("mine", MyHeads)):
-        readers = lambda c, i, heads=heads: [M.Sum(c, mlp=M.ParameterPool(c)), M.Sum(c, attn=heads(c, i))]  # noqa: E731
+    for name, heads in (("reversed", M.Pool), ("mine", MyHeads)):
+        readers = lambda c, i, heads=heads: [M.Sum(c, mlp=M.Pool(c, i, M.READER["p"])), M.Sum(c, attn=heads(c, i))]  # noqa: E731
         monkeypatch.setitem(M.BLOCK, name, readers)
-    monkeypatch.setitem(M.BLOCK, "blind", lambda c, i: [M.Sum(c, mlp=M.ParameterPool(c))])
+    monkeypatch.setitem(M.BLOCK, "blind", lambda c, i: [M.Sum(c, mlp=M.Pool(c, i, M.READER["p"]))])
     monkeypatch.setitem(M.POSITION, "mine", (M.NoEmbedding, type("MyRope", (M.Rope,), {})))
 
 

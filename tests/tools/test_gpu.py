@@ -486,7 +486,7 @@ def test_a_wrong_block_is_found(monkeypatch):
             return super().forward(s, inputs) * (1 if s.dtype == torch.float64 else 1.01)
 
     def mine(cfg, layer):
-        return [Wrong(cfg, attn=M.context_pool(cfg, layer)), M.Sum(cfg, **M.cross(cfg, layer))]
+        return [Wrong(cfg, attn=M.Pool(cfg, layer)), M.Sum(cfg, **M.cross(cfg, layer))]
 
     monkeypatch.setattr(gpu_numbers, "BLOCK", {"mine": mine})
     monkeypatch.setitem(M.BLOCK, "mine", mine)
@@ -506,8 +506,8 @@ def test_every_entry_of_every_table_has_a_case():
             assert set(table) <= {case.get(flag) for case in cases if case["block"] == block}
         objectives = set(get_args(get_type_hints(M.ModelConfig)["objective"]))
         assert objectives == {case["objective"] for case in cases if case["block"] == block and "objective" in case}
-    pools = {(case.get("pool"), case.get("wiring"), case.get("n_group")) for case in cases}
-    assert {("joint", None, None), (None, "series", None), (None, None, 2)} <= pools
+    layers = {(case.get("layer"), case.get("n_group")) for case in cases}
+    assert {("c.joint_slots", None), ("c,p", None), (None, 2)} <= layers
 
 
 @pytest.mark.slow

@@ -126,12 +126,12 @@ def test_weights_are_the_activations_of_the_units(block, pos, extra):
     del heads.attend
     for head in range(4):
         _, _, hidden = lens.contextual_mlp(net, idx, layer, head, position)
-        apart = net.cfg.slots if isinstance(heads, M.SlotPool) and not heads.joint else 0
+        apart = heads.slot_v.size(1) if heads.reader.slots == "own_slots" else 0
         Z = hidden[apart:].sum()
         if isinstance(heads, M.ShapedPool):
             Z = Z / (heads.alpha + heads.beta - heads.gamma)[head]
         weights = seen["weights"][:, 0, head, position]  # (S,)
-        visible = (hidden / Z)[net.cfg.slots :]
+        visible = (hidden / Z)[heads.slot_v.size(1) if heads.reader.slots else 0 :]
         lo = max(0, position - 3) if net.cfg.window else 0
         assert torch.allclose(weights[lo : lo + len(visible)], visible, rtol=1e-9, atol=1e-12)
         rest = torch.cat((weights[:lo], weights[lo + len(visible) :]))
@@ -189,7 +189,7 @@ def test_units_by_hand():
 @pytest.mark.parametrize("kind, softmaxes", [("own", 2), ("joint", 1)])
 def test_shares_are_weights_of_attention(kind, softmaxes):
     """Slots with a softmax of their own have shares of it; the units of the largest shares are shown."""
-    net = build(block="superblock", pool="joint", n_slot=3, slot_softmax=kind)
+    net = build(block="superblock", layer=f"c.{kind}_slots", n_slot=3)
     with torch.no_grad():
         self_attention(net.blocks[1]).slot_k.mul_(30)
     idx = torch.arange(6) % V
@@ -280,7 +280,7 @@ def output(capsys, *flags: str) -> list[str]:
 @pytest.mark.parametrize(
     "flags,slots",
     [
-        (["--block=superblock", "--pool=joint", "--n_slot=3"], 3),
+        (["--block=superblock", "--layer=c.own_slots", "--n_slot=3"], 3),
         (["--block=simplified", "--pos=alibi"], 0),
         (["--objective=masked"], 0),
         (["--doc_mask=True", "--window=4"], 0),
@@ -388,8 +388,8 @@ def test_wrong_flags(flags, fragments, trained, capsys):
 
 
 def test_heads_with_an_unknown_gate(trained, capsys, monkeypatch):
-    own = M.Heads.forward
-    monkeypatch.setattr(M.Heads, "forward", lambda self, x, inputs: own(self, x, inputs) * x.sigmoid())
+    own = M.Pool.forward
+    monkeypatch.setattr(M.Pool, "forward", lambda self, x, inputs: own(self, x, inputs) * x.sigmoid())
     line = refused(lens.main, [f"--out_dir={trained}", *READ], capsys)
     assert "layer=1 head=1 computes something else" in line and "ContextPool has changed" in line
 

@@ -188,7 +188,7 @@ def test_every_optimizer_of_the_flag_is_in_the_table():
 def test_slots_decay():
     """They are rows of keys and values, with one dimension more for the heads; gains of heads do not."""
     shape = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=11)
-    model = Model(ModelConfig(block="superblock", pool="joint", qk_norm=True, **shape), 0)
+    model = Model(ModelConfig(block="superblock", layer="c.own_slots", qk_norm=True, **shape), 0)
     slots = {name for name, _ in model.named_parameters() if "slot" in name}
     assert len(slots) == 2 and slots <= decayed(model, build(model, config()))
     assert not any("norm" in name for name in decayed(model, build(model, config())))

@@ -161,7 +161,7 @@ def test_accumulation_does_not_change_the_losses(run):
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
 @pytest.mark.parametrize(
-    "flags", [{"block": "superblock", "pool": "joint"}, {"objective": "seq2seq", "attn_softcap": 3.0}], ids=str
+    "flags", [{"block": "superblock", "layer": "c.own_slots"}, {"objective": "seq2seq", "attn_softcap": 3.0}], ids=str
 )
 def test_recomputation_draws_the_same_masks(monkeypatch, flags, kind):
     """With dropout everywhere, the gradient is digit for digit that of the same seed without recomputation, and not
@@ -268,7 +268,7 @@ class Products(TorchDispatchMode):
     "flags",
     [
         ["--bias=True", "--loss_chunk=24"],
-        ["--block=superblock", "--pool=joint", "--pos=alibi", "--activation_checkpoint=full"],
+        ["--block=superblock", "--layer=c.own_slots", "--pos=alibi", "--activation_checkpoint=full"],
         [*SEQ2SEQ, "--attn_softcap=3.0", "--activation_checkpoint=selective"],
     ],
     ids=["standard", "joint", "seq2seq"],
@@ -297,7 +297,7 @@ def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
         during = ["training", "evaluation", "sampling", "Muon", ""]
         assert products.dtypes | {"": wanted} == dict.fromkeys(during, wanted)
         of_few_keys = torch.float32  # on a CPU, except where slots join the softmax
-        assert products.attention <= {of_few_keys, *(wanted if "--pool=joint" in flags else ())}
+        assert products.attention <= {of_few_keys, *(wanted if "--layer=c.own_slots" in flags else ())}
     assert kept == {torch.float32}
 
 

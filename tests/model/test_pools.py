@@ -1,0 +1,240 @@
+"""The readers of a superblock's layer: how a string is read, and every choice of a Pool from its formula."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_model import DOCS, TINY, assert_same, build, jitter, leaves
+
+import model as M
+from engine.plan.accounting import flops
+from model import Inputs
+
+C, H, T, D = TINY["n_embd"], TINY["n_head"], TINY["block_size"], TINY["n_embd"] // TINY["n_head"]
+
+
+def shape_of(layer: str, **flags) -> list[list[list[str]]]:
+    cfg = M.ModelConfig(**TINY | {"block": "superblock", "layer": layer} | flags)
+    return [[[r.name for r in each] for each in M.layer_readers(cfg, layer, i)] for i in range(layer.count(";") + 1)]
+
+
+def pool(layer: str, **flags) -> tuple[M.Model, M.Pool]:
+    """A model with weights away from the initial ones, and the first reader of its first layer."""
+    net = build(block="superblock", layer=layer, **{"pos": "none"} | flags)
+    jitter(net)
+    each = net.blocks[0].sums[0]
+    return net, getattr(each, each.names[0])
+
+
+# ---- strings
+
+
+@pytest.mark.parametrize("layer,expected", [
+    ("c,p", [[["attn"], ["mlp"]]]),
+    ("c+p", [[["attn", "mlp"]]]),
+    ("p/2,c,p/2", [[["mlp"], ["attn"], ["mlp2"]]]),
+    ("c/2+p/2,c/2+p/2", [[["attn", "mlp"], ["attn2", "mlp2"]]]),
+    ("c+s,p;c", [[["attn", "slots"], ["mlp"]], [["attn"]]]),
+])  # fmt: skip
+def test_a_string_names_the_readers_of_each_sum(layer, expected):
+    assert shape_of(layer) == expected
+
+
+def test_the_memory_is_read_where_the_string_says_or_behind_the_context():
+    seq2seq = {"objective": "seq2seq"}
+    assert shape_of("m,c+p", **seq2seq) == [[["cross"], ["attn", "mlp"]]]
+    assert shape_of("p,c+p,c", **seq2seq) == [[["mlp"], ["attn", "mlp2"], ["cross"], ["attn2"]]]
+    net = build(block="superblock", layer="p,m+c", **seq2seq)
+    assert [each.names for each in net.encoder.blocks[0].sums] == [("mlp",), ("attn",)]
+
+
+@pytest.mark.parametrize("layer,flags,said", [
+    ("", {}, "layer='' has '', which is no reader; write readers such as c,p"),
+    ("c,x", {}, "layer='c,x' has 'x', which is no reader"),
+    ("c p", {}, "layer='c p' has 'c p', which is no reader"),
+    ("c/0", {}, "'c/0', which is no reader"),
+    ("c.tanh", {}, "layer='c.tanh' has the switch .tanh; known are heads, stream,"),
+    ("c.relu.gelu", {}, "'c.relu.gelu' makes one choice twice"),
+    ("p", {}, "layer='p' has no c, so no token would see another"),
+    ("m,c", {}, "layer='m,c' has an m, which reads an encoder; set objective=seq2seq"),
+    ("c/3", {}, "attn takes 1/3 of n_head=4; /n goes with n = 1, 2, 4"),
+    ("c/4", {"attention": "gqa", "n_kv_head": 2}, "attn takes 1/4 of its key/value heads=2; /n goes with n = 1, 2"),
+    ("c.stream/2", {}, "attn has no matrix between heads and stream, but 2 heads of 8 are not n_embd=32"),
+    ("c.none", {"head_dim": 6}, "but 4 heads of 6 are not n_embd=32"),
+    ("c.swiglu", {}, "attn: .swiglu needs two keys for each value; only p and s have them"),
+    ("c.relu.own_slots", {}, "slots stand beside|puts slots beside the softmax of a c"),
+    ("c,s.joint_slots", {}, "slots: .joint_slots puts slots beside the softmax of a c; write c.joint_slots"),
+    ("c.relu", {"pos": "alibi"}, "attn: pos=alibi needs a softmax, not .relu"),
+    ("c/2", {"pos": "alibi"}, "attn: pos=alibi has slopes for n_head=4"),
+])  # fmt: skip
+def test_what_a_layer_cannot_be_is_refused(layer, flags, said):
+    with pytest.raises(ValueError) as error:
+        shape_of(layer, **flags)
+    assert re.search(said if "|" in said else re.escape(said), str(error.value))
+
+
+def test_parts_have_their_share_of_heads_and_units():
+    net = build(block="superblock", layer="3c/4+p/2,c/4+p/2", n_embd=64, mlp="swiglu")
+    first, second = net.blocks[0].sums
+    assert first.attn.qkv.weight.shape == (3 * 48, 64) and second.attn2.out.weight.shape == (64, 16)
+    units = [each.weight.size(1) for each in (first.mlp.down, second.mlp2.down)]
+    assert units == [64, 64]  # 170.67 / 2, to a multiple of 64
+
+
+def test_halves_do_what_the_whole_does():
+    """Two halves of the heads and of the hidden units in one sum, with the rows and columns of the whole: one sum."""
+    whole, _ = pool("c+p", pos="rope")
+    halves, _ = pool("c/2+c/2+p/2+p/2", pos="rope")
+    for a, b in zip(whole.blocks, halves.blocks, strict=True):
+        (a,), (b,) = a.sums, b.sums
+        b.before.load_state_dict(a.before.state_dict())
+        for half, (attn, mlp) in enumerate(((b.attn, b.mlp), (b.attn2, b.mlp2))):
+            for ours, theirs, names in ((attn, a.attn, ("qkv", "out")), (mlp, a.mlp, ("up", "down"))):
+                for dim, name in enumerate(names):
+                    weight = getattr(theirs, name).weight.chunk(2, dim)[half]
+                    getattr(ours, name).weight.data.copy_(weight)
+    for name in ("wte", "norm"):
+        halves.get_submodule(name).load_state_dict(whole.get_submodule(name).state_dict())
+    idx = torch.randint(TINY["vocab_size"], (2, T))
+    assert torch.allclose(halves(idx), whole(idx), atol=1e-10)
+
+
+def test_outputs_begin_smaller_where_more_readers_write():
+    """0.02 / sqrt(number of readers of all layers); slots beside the context are one more."""
+    for layer, n in (("c,p", 6), ("c/2+p/2,c/2+p/2", 12), ("c;c,p", 4), ("c.own_slots", 6)):
+        net = build(block="superblock", layer=layer, n_layer=3, n_embd=64, n_head=4)
+        assert net.blocks[0].sums[0].attn.out.std == 0.02 / math.sqrt(n)
+
+
+# ---- formulas
+
+
+MAPS = {"sigmoid": torch.sigmoid, "relu": F.relu, "gelu": F.gelu, "relu2": lambda x: F.relu(x) ** 2}
+
+
+@pytest.mark.parametrize("T", [13, 300])
+@pytest.mark.parametrize(
+    "flags", [{}, {"window": 3}, {"attention": "gqa", "n_kv_head": 2, "attn_softcap": 1.5}], ids=str
+)
+@pytest.mark.parametrize("objective", ["causal", "masked"])
+@pytest.mark.parametrize("phi", MAPS)
+def test_a_map_over_the_context_from_scores_written_out(phi, objective, flags, T):
+    """relu(s) / n (arXiv:2309.08586), sigmoid(s - log n) (2409.04431), where a query sees n tokens."""
+    net, attn = pool(f"c.{phi}", objective=objective, block_size=T, **flags)
+    Hkv, window, cap = net.cfg.kv_heads, flags.get("window") or T, flags.get("attn_softcap")
+    (x,) = leaves((2, T, C))
+    docs = torch.cat((DOCS, torch.full((2, T - 13), 9)), dim=1)
+    q, k, v = x.mul(1.0) @ attn.qkv.weight.unflatten(0, (Hkv, -1)).transpose(1, 2)[:, None], None, None
+    rows = attn.qkv.weight.unflatten(0, (Hkv, H // Hkv + 2, D))
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    seen = (distance.abs() < window) & ((objective == "masked") | (distance >= 0)) & (docs[:, :, None] == docs[:, None])
+    n, out = seen.sum(-1, keepdim=True), []
+    for h in range(H):
+        group, member = divmod(h, H // Hkv)
+        q, k, v = (x @ rows[group, i].T for i in (member, -2, -1))
+        scores = q @ k.mT / math.sqrt(D)
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        weights = torch.sigmoid(scores - n.log()) if phi == "sigmoid" else MAPS[phi](scores) / n
+        out.append((weights * seen) @ v)
+    expected = torch.cat(out, dim=-1) @ attn.out.weight.T
+    assert_same(attn(x, Inputs(docs=(docs, docs))), expected, [x, *attn.parameters()])
+
+
+@pytest.mark.parametrize("query", ["heads", "stream"])
+@pytest.mark.parametrize("out", ["matrix", "none"])
+@pytest.mark.parametrize("source", ["c", "s"])
+def test_queries_and_outputs_without_a_matrix(source, query, out):
+    """softmax(q k^T / sqrt(D)) v of heads whose queries, or whose results, are slices of the stream."""
+    if (source, query) == ("s", "stream"):
+        pytest.skip("the stream reads hidden units, see the next test")
+    _, attn = pool(f"{source}.{query}.{out}+c", n_slot=5)
+    (x,) = leaves((2, T, C))
+    sizes, w = (H, -1), getattr(attn, "qkv", None)
+    if source == "s":
+        k, v = (slot.expand(2, -1, -1, -1) for slot in (attn.slot_k, attn.slot_v))
+    elif w is not None:
+        k, v = (
+            (x @ w.weight.unflatten(0, (H, 3, D))[:, i].flatten(0, 1).T).unflatten(2, sizes).transpose(1, 2)
+            for i in (1, 2)
+        )
+    else:
+        k, v = (
+            (x @ attn.kv.weight.unflatten(0, (H, 2, D))[:, i].flatten(0, 1).T).unflatten(2, sizes).transpose(1, 2)
+            for i in (0, 1)
+        )
+    W_Q = (
+        torch.eye(C, dtype=x.dtype)
+        if query == "stream"
+        else attn.q.weight
+        if w is None
+        else w.weight.unflatten(0, (H, 3, D))[:, 0].flatten(0, 1)
+    )
+    q = (x @ W_Q.T).unflatten(2, sizes).transpose(1, 2)
+    scores = q @ k.mT / math.sqrt(D)
+    if source == "c":
+        scores = scores.masked_fill(~torch.ones(T, T).tril().bool(), -math.inf)
+    y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    expected = y if out == "none" else y @ attn.out.weight.T
+    assert_same(attn(x, Inputs()), expected, [x, *attn.parameters()])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("phi", ["softmax", "sigmoid", "gelu", "swiglu"])
+@pytest.mark.parametrize("out", ["matrix", "none"])
+def test_units_from_their_weights(phi, groups, out):
+    """f(x_g W1_g^T) W2_g^T of each slice x_g; the softmax is over the units of a slice, of scores over the root of its
+    width."""
+    _, mlp = pool(f"p.{phi}.{out}+c", n_group=groups, n_embd=32)
+    (x,) = leaves((2, T, C))
+    ys = []
+    for slice, up, down in zip(
+        x.chunk(groups, -1), mlp.up.weight.chunk(groups), mlp.down.weight.chunk(groups), strict=True
+    ):
+        scores = slice @ up.T
+        if phi == "softmax":
+            hidden = (scores / math.sqrt(C // groups)).softmax(-1)
+        elif phi == "swiglu":  # without the unit of 64, which needs a width of 64, pairs of gate and value alternate
+            gate, value = scores.unflatten(-1, (-1, 2, 1 if groups == 1 else scores.size(-1) // 2)).unbind(-2)
+            hidden = (F.silu(gate) * value).flatten(2)
+        else:
+            hidden = MAPS[phi](scores)
+        ys.append(hidden @ down.T)
+    expected = torch.cat(ys, -1) if out == "none" else torch.cat(ys, -1) @ mlp.out.weight.T
+    assert_same(mlp(x, Inputs()), expected, [x, *mlp.parameters()])
+
+
+@pytest.mark.parametrize("phi", ["relu2", "sigmoid", "swiglu"])
+def test_a_map_over_slots(phi):
+    """Heads that read learned keys through a map: no normaliser, and two keys of a gated kind for each value."""
+    _, slots = pool(f"s.{phi}+c", n_slot=5, attention="gqa", n_kv_head=2)
+    (x,) = leaves((2, T, C))
+    q = (x @ slots.q.weight.T).unflatten(2, (2, 2, D)).permute(0, 2, 3, 1, 4)  # (B, Hkv, G, T, D)
+    scores = q @ slots.slot_k[:, None].mT / math.sqrt(D)
+    weights = F.silu(scores[..., :5]) * scores[..., 5:] if phi == "swiglu" else MAPS[phi](scores)
+    y = (weights @ slots.slot_v[:, None]).permute(0, 3, 1, 2, 4).flatten(2)
+    assert_same(slots(x, Inputs()), y @ slots.out.weight.T, [x, *slots.parameters()])
+
+
+def test_an_mlp_is_two_matrix_products():
+    net, mlp = pool("p,c")
+    x = torch.randn(2, T, C, dtype=torch.float64)
+    expected = F.gelu(x @ mlp.up.weight.T) @ mlp.down.weight.T
+    assert torch.allclose(mlp(x, Inputs()), expected, rtol=0, atol=1e-12)
+    called = []
+    with torch.profiler.profile() as profile:
+        mlp(x, Inputs())
+    called = [
+        event.name
+        for event in profile.events()
+        if event.name in ("aten::mm", "aten::gelu", "aten::einsum", "aten::bmm")
+    ]
+    assert called == ["aten::mm", "aten::gelu", "aten::mm"]
+
+
+def test_flops_count_what_a_layer_multiplies():
+    """6 per weight and token, and 12 per head, channel, key and token: of each query to T tokens, 5 slots."""
+    net = build(block="superblock", layer="c/2,s/4+p.matrix", n_slot=5, n_layer=1)
+    weights = sum(p.numel() for name, p in net.named_parameters() if p.dim() == 2 and "wpe" not in name)
+    assert flops(net, T) == 6 * T * weights + 12 * T * D * (2 * T + 1 * 5)
