@@ -41,10 +41,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from configurator import Config, parse
 from data.errors import command, require, user_errors
 from data.loader import eval_batches
+from data.objective import open_with_objective
 from engine.checkpoint import weights
 from engine.checkpoint.weights import Weights
 from engine.device import resolve_device, resolve_dtype
-from engine.evaluation import byte_lengths, open_dataset, total_loss
+from engine.evaluation import byte_lengths, total_loss
 from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
 from engine.plan import memory
 from engine.text import read_text, text_batches, token_ids
@@ -116,7 +117,7 @@ def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) ->
     """The split of the data set, in the windows that train.py evaluates."""
     known = cfg.dataset or "dataset" in found.flags
     require(known, f"out_dir={cfg.out_dir} does not say its data; set --dataset=NAME or --file=TEXT")
-    data, objective, _ = open_dataset(flags)
+    data, objective, _ = open_with_objective(flags)
     found.check_tokenizer(data.tokenizer, flags.dataset)
     stream = data.split(cfg.split)
     batches = eval_batches(

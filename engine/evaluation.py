@@ -1,25 +1,22 @@
-"""The data of a run and its objective; the loss over a fixed set of windows, the bytes of text that its tokens stand
-for, and a sample of text.
+"""The loss over a fixed set of windows, the bytes of text that its tokens stand for, and a sample of text.
 
-data, objective, vocab_size = open_dataset(cfg)
 lengths, why_no_bytes = byte_lengths(cfg, data, ranks)
 found = mean_loss(cfg, ranks, sharded, objective, lengths, stop, data.split("val"), n_batches)
 """
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import DataSet, open_data
-from data.errors import require, user_errors
+from data.dataset import DataSet
+from data.errors import data_errors_end_the_run, require
 from data.loader import eval_batches
-from data.objective import OBJECTIVE, Objective
+from data.objective import Objective
 from data.stream import TokenStream
 from data.tokenizer import Tokenizer
 from engine.decode import generate
@@ -27,40 +24,6 @@ from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from engine.stop_signal import StopSignal
 from model import Model
-
-DATA = Path(__file__).parent.parent / "data"
-
-
-def open_dataset(cfg) -> tuple[DataSet, Objective, int]:
-    """(the data, the objective, vocab_size). The ids of the objective's own tokens follow those of the data."""
-    data = open_data(cfg.dataset, DATA, cfg.vocab_size, cfg.verify_data)
-    require(
-        data.meta is not None or cfg.objective == "causal",
-        f"objective={cfg.objective} adds ids to the data's vocabulary, and dataset={cfg.dataset} has no meta.json with "
-        'its size; write {"vocab_size": N} into one beside the shards',
-    )
-    data_ids = data.meta["vocab_size"] if data.meta else cfg.vocab_size
-    objective = OBJECTIVE[cfg.objective](
-        data_ids, data.eot, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
-    )
-    needed = data_ids + objective.extra_ids
-    unit = 64 if needed > 1024 else 1  # large matrix products are faster if the sizes are multiples of 64
-    vocab_size = cfg.vocab_size or -(-needed // unit) * unit
-    remedy = f"set it to {needed} or more"
-    if cfg.init_from != "scratch":
-        remedy = f"init_from={cfg.init_from} settles it, so leave objective, corrupt_ratio and span_length out"
-    require(
-        vocab_size >= needed,
-        f"vocab_size={vocab_size} has no room for the data's {data_ids} ids and the {objective.extra_ids} that "
-        f"objective={cfg.objective} adds; {remedy}",
-    )
-    return data, objective, vocab_size
-
-
-def data_errors_end_the_run(batches: Iterable) -> Iterator:
-    """The same batches. An error of the data, such as a shard that was changed, ends the run in one line."""
-    with user_errors():
-        yield from batches
 
 
 def mean_loss(

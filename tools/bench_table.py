@@ -39,11 +39,10 @@ from configurator import Config, parse
 from data.dataset import open_data
 from data.errors import require
 from data.loader import Loader
-from data.objective import Causal
+from data.objective import Causal, open_with_objective
 from engine import optim
 from engine.decode import generate
 from engine.device import machine, resolve_device, resolve_dtype
-from engine.evaluation import open_dataset
 from engine.metrics import peak_flops, peak_memory_bytes
 from engine.parallel import ranks as parallel
 from engine.plan import accounting, plan
@@ -214,7 +213,7 @@ def link_table(runs: list[list[str]], names: list[str], delays: list[float]):
         alone = cfg.tp > 1 and cfg.cp == cfg.pp == 1 and cfg.parallel == "ddp"
         flags = f"tp={cfg.tp}, cp={cfg.cp}, pp={cfg.pp} and parallel={cfg.parallel}"
         require(alone, f"--link_delay needs tensor parallelism alone, and a run has {flags}; set only --tp=2 or more")
-        cfg.world_size, (_, _, cfg.vocab_size) = cfg.tp, open_dataset(cfg)
+        cfg.world_size, (_, _, cfg.vocab_size) = cfg.tp, open_with_objective(cfg)
     planned = [plan.estimate(cfg).collectives for cfg in configs]
     print("ranks  collectives  planned  delay ms  ms/step  slowdown  predicted  run", flush=True)
     for args, name, cfg, count in zip(runs, names, configs, planned, strict=True):

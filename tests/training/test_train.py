@@ -439,7 +439,7 @@ def test_vocabulary_has_room_for_the_objective(tmp_path, objective, chars, given
         out.add("train", np.arange(chars))
     shape = {"corrupt_ratio": 0.3, "span_length": 1.5}
     cfg = Config(dataset=str(tmp_path), objective=objective, block_size=16, vocab_size=given, **shape)
-    data, made, settled = train.open_dataset(cfg)
+    data, made, settled = train.open_with_objective(cfg)
     assert (cfg.vocab_size, settled) == (given, vocab_size)
     assert type(made) is OBJECTIVE[objective] and made == OBJECTIVE[objective](chars, None, 16, **shape)
 
@@ -513,7 +513,7 @@ def test_figures_that_cannot_be_written(run, monkeypatch, capsys):
 def test_no_rank_counts_bytes_if_one_cannot(tiny_data):
     """A table that only some nodes have in their cache."""
     cfg = parse(Config, [*TINY, f"--dataset={tiny_data}"])
-    data, _, _ = train.open_dataset(cfg)
+    data, _, _ = train.open_with_objective(cfg)
     with_others = SimpleNamespace(device=torch.device("cpu"), sum=lambda x: x + 1)
     lengths, why_not = evaluation.byte_lengths(cfg, data, with_others)
     assert lengths is None and "another rank cannot read the tokenizer; set TIKTOKEN_CACHE_DIR" in why_not
