@@ -353,14 +353,14 @@ class AdamW(Elementwise):
         )  # fmt: skip
 
 
-class Kind(NamedTuple):
-    """An optimizer of a run: what trains the weights, or with muon=True those that are no hidden matrices."""
+class Parts(NamedTuple):
+    """The parts of a run's optimizer: what trains the weights, or with muon=True those that are no hidden matrices."""
 
     rest: type[Elementwise]
     muon: bool = False
 
 
-OPTIMIZER = {"adamw": Kind(AdamW), "muon": Kind(AdamW, muon=True)}
+OPTIMIZER = {"adamw": Parts(AdamW), "muon": Parts(AdamW, muon=True)}
 
 
 @cache
@@ -371,7 +371,7 @@ def state_bytes(optimizer: type[Elementwise | Muon], numbers: int) -> int:
 
 
 class Optimizer:
-    """Combines the parts of a Kind, so that a gradient scaler that finds an overflow skips all of them or none.
+    """The optimizer of a run. A gradient scaler that finds an overflow skips all of its parts or none.
 
     parts maps each optimizer to its peak learning rate, relative to cfg.learning_rate. All state exists from the start,
     so a checkpoint can be loaded into it in place.

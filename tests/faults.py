@@ -301,8 +301,8 @@ FAULTS = [
     ),
     (
         "engine/interchange/nanogpt.py",
-        "ours[name] = step.read(ours[name], cfg, {})",
-        "ours[name] = step.read(ours[name], cfg, {}) if ours[name].dim() > 1 else ours[name]",
+        "ours[name] = conversion.read(ours[name], cfg, {})",
+        "ours[name] = conversion.read(ours[name], cfg, {}) if ours[name].dim() > 1 else ours[name]",
         "The bias of q, k and v of an imported nanoGPT checkpoint stays in nanoGPT's order.",
         "tests/interchange/test_nanogpt.py::test_logits_equal_gpt2_written_out",
     ),
