@@ -191,8 +191,8 @@ class Run:
         self.profile = Profile(cfg, ranks, self.metrics.say)
         cleanup.callback(self.profile.close)
         self.stop = cleanup.enter_context(StopSignal(ranks))
-        lengths, self.why_no_bytes = byte_lengths(cfg, self.data, ranks)
-        self.mean_loss = partial(mean_loss, cfg, ranks, self.sharded, objective, lengths, self.stop)
+        token_bytes, self.why_no_bytes = byte_lengths(cfg, self.data, ranks)
+        self.mean_loss = partial(mean_loss, cfg, ranks, self.sharded, objective, token_bytes, self.stop)
         writes = cfg.objective == "causal" and tokenizer and not (self.sharded.norm_groups or cfg.cp > 1)
         self.text_sample = writes and partial(text_sample, ranks, self.sharded.model, tokenizer, self.streams["val"])
         step = self.step if cfg.init_from == "resume" else None
