@@ -7,8 +7,9 @@
     torchrun --standalone --nproc_per_node=2 evaluate.py --out_dir=out/x
     python evaluate.py --out_dir=out/x --tasks=hellaswag,lambada_openai,piqa,arc_easy --limit=100
 
-The loss is the mean of -log p in nats per token, the perplexity is its exponential, and bits per byte divide all of it
-by the bytes of the text, so they compare models with different tokenizers. Nothing is written to a file.
+The loss is the mean of -log p over the tokens, in nats, and the perplexity is its exponential. Bits per byte are the
+sum of -log2 p over the tokens, divided by the bytes of their text, so they compare models with different tokenizers.
+Nothing is written to a file.
 
 A data set is read in windows of block_size tokens, as `train.py --eval_only=True` reads it; a model of the objectives
 masked or seq2seq restores the same tokens in each. A text is encoded with the model's own tokenizer and may have any
