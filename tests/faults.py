@@ -190,8 +190,8 @@ FAULTS = [
     ),
     (
         "engine/optim.py",
-        "return {m.weight: m.fused for m in model.modules()",
-        "return {m.weight: None for m in model.modules()",
+        "return {m.weight: m.fused for m in layers",
+        "return {m.weight: None for m in layers",
         "Muon orthogonalises the matrices that share a weight (q, k and v; gate and values) as a single one.",
         "tests/training/test_optim.py::test_who_gets_muon",
     ),
