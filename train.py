@@ -178,10 +178,10 @@ class Run:
 
         cleanup.callback(gc.enable)
         cleanup.callback(gc.unfreeze)
-        self.micro_steps = cfg.gradient_accumulation_steps // ranks.data_size  # of this rank
-        self.parts_of_step = Step(self.sharded, self.optimizer, self.scaler, self.micro_steps, cfg.grad_clip)
+        micro_steps = cfg.gradient_accumulation_steps // ranks.data_size  # of this rank
+        self.parts_of_step = Step(self.sharded, self.optimizer, self.scaler, micro_steps, cfg.grad_clip)
         self.loader = Loader(
-            self.streams["train"], objective, cfg.batch_size, self.micro_steps, ranks.data_rank, ranks.data_size,
+            self.streams["train"], objective, cfg.batch_size, micro_steps, ranks.data_rank, ranks.data_size,
             cfg.seed, ranks.device, start=self.samples,
         )  # fmt: skip
         cleanup.callback(self.loader.close)  # otherwise Python's exit waits for ever for the loader's thread

@@ -36,6 +36,7 @@ import torch
 from torch.profiler import profile, record_function
 
 from configurator import Config, parse
+from data import DATA
 from data.dataset import open_data
 from data.errors import require
 from data.loader import Loader
@@ -174,7 +175,7 @@ def measure_decoding(name: str, cfg: Config, batch: int) -> dict:
 def measure_loader(name: str | Path, device: torch.device = CPU) -> tuple[float, float]:
     """Tokens per second of our loader and of nanoGPT's way, to the device, each after BATCHES / 10 of warm-up."""
     B, T = 64, 1024
-    data = open_data(name, ROOT / "data")
+    data = open_data(name, DATA)
     stream = data.split("train")
     shard = max(stream.shards, key=len)
     require(len(shard) > T + 1, f"--loader={name} has shards of at most {len(shard)} tokens; give a larger data set")
