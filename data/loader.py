@@ -2,9 +2,9 @@
 
 A split of N tokens is cut into n = (N - 1) // T windows of T inputs and one more target. Training samples are counted
 0, 1, 2, ... without end. Sample i reads window i % n of the permutation that belongs to epoch i // n. Step k takes the
-samples [kG, (k+1)G), and each rank a contiguous slice of them. So the order does not depend on the number of ranks, and
-the loader's whole state is one sample index. The corruption by an objective depends on the sample index in the same
-way. B is the number of sequences per micro-batch, T is block_size, G the number of sequences per step.
+samples [kG, (k+1)G), and each data-parallel rank a contiguous slice of them. So the order does not depend on the number
+of ranks, and the loader's whole state is one sample index. The corruption by an objective depends on the sample index
+in the same way. B is the number of sequences per micro-batch, T is block_size, G the number of sequences per step.
 
 In a mixture each source is cut into windows separately and has its own epochs and permutations: its n-th sample is the
 n-th sample of a run on this source alone. The source of sample i repeats with a short period, so a resume replays
@@ -137,7 +137,7 @@ class Loader:
     """Yields training batches without end, from sample `start` on: dicts of Model.forward's arguments, by name.
 
     All tensors are int64 on `device`. A step is `micro_steps` micro-batches on each of `data_size` data-parallel
-    ranks, of which this is `data_rank`. A thread prepares the next two batches; next() raises its exceptions.
+    ranks, of which this is `data_rank`. A thread prepares the next two batches; next() raises the thread's exceptions.
     Call close() at the end. ValueError if a source is shorter than one window.
     """
 
