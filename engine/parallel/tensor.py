@@ -26,6 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from data.errors import require
 from data.objective import OBJECTIVE
 from model import Linear, NormOfHeads, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, matmul_dtype, rows_at_once
@@ -65,29 +66,26 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
 
 def check(cfg, n: int):
     """ValueError if the model cannot be cut for n ranks; it names the flag and the remedy."""
-    sizes = {"n_kv_head": cfg.kv_heads, "block_size": cfg.block_size}
     if cfg.objective == "seq2seq":
         objective = OBJECTIVE["seq2seq"](
             cfg.vocab_size, None, cfg.block_size, False, cfg.corrupt_ratio, cfg.span_length
         )
-        if any(length % n for length in objective.lengths):
-            raise ValueError(
-                f"tp={n} does not divide the {objective.lengths[0]} tokens of the text or the {objective.lengths[1]} "
-                "of its source; change block_size, corrupt_ratio or span_length, from which they follow"
-            )
-    for name, size in sizes.items():
-        if size % n:
-            above = -(-size // n) * n
-            remedy = f"set --{name}={above}" if name != "n_kv_head" else "choose a tp that divides it"
-            raise ValueError(f"tp={n} does not divide {name}={size}; {remedy}")
-    if cfg.hidden_dim % (cfg.hidden_unit * n) and not cfg.slots:
-        raise ValueError(
-            f"tp={n} does not divide the MLP's {cfg.hidden_dim} hidden units in groups of {cfg.hidden_unit}; "
-            "set another tp, n_embd or mlp_ratio"
+        text, source = objective.lengths
+        require(
+            text % n == source % n == 0,
+            f"tp={n} does not divide the {text} tokens of the text or the {source} of its source; change block_size, "
+            "corrupt_ratio or span_length, from which they follow",
         )
+    heads, T = cfg.kv_heads, cfg.block_size
+    require(heads % n == 0, f"tp={n} does not divide n_kv_head={heads}; choose a tp that divides it")
+    require(T % n == 0, f"tp={n} does not divide block_size={T}; set --block_size={-(-T // n) * n}")
+    require(
+        cfg.slots or cfg.hidden_dim % (cfg.hidden_unit * n) == 0,
+        f"tp={n} does not divide the MLP's {cfg.hidden_dim} hidden units in groups of {cfg.hidden_unit}; "
+        "set another tp, n_embd or mlp_ratio",
+    )
     for flag, clash in (("dropout", cfg.dropout > 0), ("n_group", cfg.n_group > 1)):
-        if clash:
-            raise ValueError(f"{flag}={getattr(cfg, flag)} does not go with tp={n}; leave {flag} out, or set tp=1")
+        require(not clash, f"{flag}={getattr(cfg, flag)} does not go with tp={n}; leave {flag} out, or set tp=1")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
