@@ -7,8 +7,9 @@
     torchrun --standalone --nproc_per_node=2 evaluate.py --out_dir=out/x
     python evaluate.py --out_dir=out/x --tasks=hellaswag,lambada_openai,piqa,arc_easy --limit=100
 
-The loss is the mean of -log p in nats per token, the perplexity is its exponential, and bits per byte divide all of it
-by the bytes of the text, so they compare models with different tokenizers. Nothing is written to a file.
+The loss is the mean of -log p over the tokens, in nats, and the perplexity is its exponential. Bits per byte are the
+sum of -log2 p over the tokens, divided by the bytes of their text, so they compare models with different tokenizers.
+Nothing is written to a file.
 
 A data set is read in windows of block_size tokens, as `train.py --eval_only=True` reads it; a model of the objectives
 masked or seq2seq restores the same tokens in each. A text is encoded with the model's own tokenizer and may have any
@@ -41,10 +42,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from configurator import Config, parse
 from data.errors import command, require, user_errors
 from data.loader import eval_batches
+from data.objective import open_with_objective
 from engine.checkpoint import weights
 from engine.checkpoint.weights import Weights
 from engine.device import resolve_device, resolve_dtype
-from engine.evaluation import byte_lengths, open_dataset, total_loss
+from engine.evaluation import byte_lengths, total_loss
 from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
 from engine.plan import memory
 from engine.text import read_text, text_batches, token_ids
@@ -116,7 +118,7 @@ def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) ->
     """The split of the data set, in the windows that train.py evaluates."""
     known = cfg.dataset or "dataset" in found.flags
     require(known, f"out_dir={cfg.out_dir} does not say its data; set --dataset=NAME or --file=TEXT")
-    data, objective, _ = open_dataset(flags)
+    data, objective, _ = open_with_objective(flags)
     found.check_tokenizer(data.tokenizer, flags.dataset)
     stream = data.split(cfg.split)
     batches = eval_batches(

@@ -347,11 +347,11 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "doc_positions": (lambda c: c.doc_mask, "doc_mask=True"),
     "mlp_ratio": (
         lambda c: c.block != "superblock" or any(r.units or r.slotted and not c.n_slot for r in c.readers),
-        "layer with a p, or with slots and n_slot=0",
+        "a layer with a p, or with slots and n_slot=0",
     ),
     "mlp": (
         lambda c: c.block != "superblock" or any(r.phi == "mlp" for r in c.readers),
-        "layer with a p that has no other map",
+        "a layer with a p that has no other map",
     ),
     "norm": (lambda c: c.norm_placement != "none" or c.norm == "none", "norm_placement other than none"),
     "norm_placement": (lambda c: c.norm != "none" or c.norm_placement == "none", "norm other than none"),

@@ -34,15 +34,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from configurator import Config, dump, read_flags, resolve
 from data.dataset import DataSet
-from data.errors import command, require, user_errors
+from data.errors import command, data_errors_end_the_run, require, user_errors
 from data.files import writing
 from data.loader import Loader, count_windows
+from data.objective import open_with_objective
 from engine import compilation, optim
 from engine.checkpoint import run as run_state
 from engine.checkpoint.folder import FolderLock, check_out_dir, replace_flags
 from engine.checkpoint.saver import Checkpoints
 from engine.device import make_deterministic, precision, refuse_nondeterminism
-from engine.evaluation import byte_lengths, data_errors_end_the_run, mean_loss, open_dataset, text_sample
+from engine.evaluation import byte_lengths, mean_loss, text_sample
 from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_step_warning
 from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
 from engine.parallel.sharded import ShardedModel
@@ -162,7 +163,7 @@ class Run:
     def __init__(self, cfg: Config, cleanup: ExitStack):
         """Make all parts of the run; `cleanup` closes them, however the run ends."""
         self.cfg = cfg
-        self.data, objective, cfg.vocab_size = open_dataset(cfg)
+        self.data, objective, cfg.vocab_size = open_with_objective(cfg)
         self.streams = {split: self.data.split(split) for split in ("train", "val")}
         # With eval_iters=0 the whole validation set is evaluated, and at most 100 batches of the training set.
         self.val_batches = math.ceil(count_windows(self.streams["val"], cfg.block_size) / cfg.batch_size)
@@ -177,10 +178,10 @@ class Run:
 
         cleanup.callback(gc.enable)
         cleanup.callback(gc.unfreeze)
-        self.micro_steps = cfg.gradient_accumulation_steps // ranks.data_size  # of this rank
-        self.parts_of_step = Step(self.sharded, self.optimizer, self.scaler, self.micro_steps, cfg.grad_clip)
+        micro_steps = cfg.gradient_accumulation_steps // ranks.data_size  # of this rank
+        self.parts_of_step = Step(self.sharded, self.optimizer, self.scaler, micro_steps, cfg.grad_clip)
         self.loader = Loader(
-            self.streams["train"], objective, cfg.batch_size, self.micro_steps, ranks.data_rank, ranks.data_size,
+            self.streams["train"], objective, cfg.batch_size, micro_steps, ranks.data_rank, ranks.data_size,
             cfg.seed, ranks.device, start=self.samples,
         )  # fmt: skip
         cleanup.callback(self.loader.close)  # otherwise Python's exit waits for ever for the loader's thread
@@ -190,8 +191,8 @@ class Run:
         self.profile = Profile(cfg, ranks, self.metrics.say)
         cleanup.callback(self.profile.close)
         self.stop = cleanup.enter_context(StopSignal(ranks))
-        lengths, self.why_no_bytes = byte_lengths(cfg, self.data, ranks)
-        self.mean_loss = partial(mean_loss, cfg, ranks, self.sharded, objective, lengths, self.stop)
+        token_bytes, self.why_no_bytes = byte_lengths(cfg, self.data, ranks)
+        self.mean_loss = partial(mean_loss, cfg, ranks, self.sharded, objective, token_bytes, self.stop)
         writes = cfg.objective == "causal" and tokenizer and not (self.sharded.norm_groups or cfg.cp > 1)
         self.text_sample = writes and partial(text_sample, ranks, self.sharded.model, tokenizer, self.streams["val"])
         step = self.step if cfg.init_from == "resume" else None
@@ -360,7 +361,7 @@ def show_plan(cfg: Config):
 
     if cfg.vocab_size == 0:
         try:
-            _, _, cfg.vocab_size = open_dataset(cfg)
+            _, _, cfg.vocab_size = open_with_objective(cfg)
         except (ValueError, OSError) as error:
             raise ValueError(f"vocab_size=0 is the data's, but {error}; or plan with --vocab_size=50304") from None
     print(plan.report(plan.estimate(cfg)))

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from data import DATA
 from data.errors import command, say
 
-DATA = Path(__file__).resolve().parent
 LARGE = 10**8  # tokens of training data, from which GPT-2's own settings make sense
 
 

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +35,12 @@ def user_errors(kinds: Any = (ValueError, OSError)) -> Iterator[None]:
         raise SystemExit(1) from None
     except kinds as error:
         fail(one_line(error))
+
+
+def data_errors_end_the_run(batches: Iterable) -> Iterator:
+    """The same batches. An error of the data, such as a shard that was changed, ends the run in one line."""
+    with user_errors():
+        yield from batches
 
 
 def fail(text: str, code: int = 2) -> NoReturn:

@@ -2,9 +2,9 @@
 
 A split of N tokens is cut into n = (N - 1) // T windows of T inputs and one more target. Training samples are counted
 0, 1, 2, ... without end. Sample i reads window i % n of the permutation that belongs to epoch i // n. Step k takes the
-samples [kG, (k+1)G), and each rank a contiguous slice of them. So the order does not depend on the number of ranks, and
-the loader's whole state is one sample index. The corruption by an objective depends on the sample index in the same
-way. B is the number of sequences per micro-batch, T is block_size, G the number of sequences per step.
+samples [kG, (k+1)G), and each data-parallel rank a contiguous slice of them. So the order does not depend on the number
+of ranks, and the loader's whole state is one sample index. The corruption by an objective depends on the sample index
+in the same way. B is the number of sequences per micro-batch, T is block_size, G the number of sequences per step.
 
 In a mixture each source is cut into windows separately and has its own epochs and permutations: its n-th sample is the
 n-th sample of a run on this source alone. The source of sample i repeats with a short period, so a resume replays
@@ -136,8 +136,8 @@ def _send(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, tor
 class Loader:
     """Yields training batches without end, from sample `start` on: dicts of Model.forward's arguments, by name.
 
-    All tensors are int64 on `device`. A step is `micro_steps` micro-batches on each of `world_size` data-parallel
-    ranks, of which this is `rank`. A thread prepares the next two batches; next() raises an exception of this thread.
+    All tensors are int64 on `device`. A step is `micro_steps` micro-batches on each of `data_size` data-parallel
+    ranks, of which this is `data_rank`. A thread prepares the next two batches; next() raises the thread's exceptions.
     Call close() at the end. ValueError if a source is shorter than one window.
     """
 
@@ -150,15 +150,15 @@ class Loader:
         objective: Objective,
         batch_size: int,
         micro_steps: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
+        data_rank: int = 0,
+        data_size: int = 1,
         seed: int = 0,
         device: str | torch.device = "cpu",
         start: int = 0,
     ):
         self.stream, self.objective, self.seed = stream, objective, seed
-        self.batch_size, self.micro_steps, self.rank, self.world_size = batch_size, micro_steps, rank, world_size
-        self.device = torch.device(device)
+        self.batch_size, self.micro_steps = batch_size, micro_steps
+        self.data_rank, self.data_size, self.device = data_rank, data_size, torch.device(device)
         self.counts = windows_per_source(stream, objective.block_size)
         self.n_windows = sum(self.counts)
         self.blend = blending_indices([weight for *_, weight in stream.sources])
@@ -187,13 +187,13 @@ class Loader:
         return {name: int(d) / n for (name, *_), d, n in zip(self.stream.sources, drawn, self.counts, strict=True)}
 
     def _work(self, start: int) -> None:
-        samples_per_step = self.batch_size * self.micro_steps  # of this rank
+        share = self.batch_size * self.micro_steps  # the samples of a step that this rank reads
         # Many batches are planned at once, because a call of `permute` costs more than its samples.
         batches = np.arange(-(-self.PLANNED // self.batch_size))
         try:
             while True:
                 step, micro_step = batches // self.micro_steps, batches % self.micro_steps
-                starts = start + (step * self.world_size + self.rank) * samples_per_step + micro_step * self.batch_size
+                starts = start + (step * self.data_size + self.data_rank) * share + micro_step * self.batch_size
                 samples = starts[:, None] + np.arange(self.batch_size)
                 for windows, keys in zip(self.windows(samples), corruption_keys(samples, self.seed), strict=True):
                     self._wanted.acquire()
@@ -229,15 +229,15 @@ def eval_batches(
     objective: Objective,
     batch_size: int,
     n_batches: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
+    data_rank: int = 0,
+    data_size: int = 1,
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yields this rank's part of a fixed evaluation set, in batches like the Loader's.
 
     If n_batches is 0, the set holds every window once. Otherwise it holds n_batches * batch_size different windows,
-    which `seed` draws; they do not depend on world_size. A window is always corrupted in the same way. All ranks get
+    which `seed` draws; they do not depend on data_size. A window is always corrupted in the same way. All ranks get
     the same number of batches, all of one shape and stride, so the last batches may hold rows of padding, or nothing
     else. Padding has the targets -1: add up losses and numbers of targets over all batches, and divide at the end.
     """
@@ -246,9 +246,9 @@ def eval_batches(
     if n_batches:
         # The windows of epoch -1, which training never reaches, so that the two orders differ.
         windows = order(windows - n, n, seed)
-    device, round_size = torch.device(device), batch_size * world_size  # one batch on every rank
+    device, round_size = torch.device(device), batch_size * data_size  # one batch on every rank
     for start in range(0, len(windows), round_size):
-        rows = windows[start : start + round_size][rank * batch_size : (rank + 1) * batch_size]
+        rows = windows[start : start + round_size][data_rank * batch_size : (data_rank + 1) * batch_size]
         filled = np.concatenate([rows, np.zeros(batch_size - len(rows), dtype=np.int64)])
         keys = corruption_keys(filled, -1)  # a run's seed is never -1
         batch = _send(_batch(stream, objective, filled, keys, device), device)

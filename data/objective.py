@@ -2,6 +2,7 @@
 
     objective = OBJECTIVE["masked"](vocab_size=257, eot=256, block_size=1024)
     batch = objective(window, keys)          # window (B, T+1) int64, keys (B,) uint64 -> {name: tensor}
+    data, objective, vocab_size = open_with_objective(cfg)       # of a run
 
 A batch holds arguments of Model.forward, by name: idx and targets; docs with doc_mask; source and source_docs for
 seq2seq. If the targets are idx shifted by one token, the batch has a single tensor `text` (B, n+1) in their place. The
@@ -19,6 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data import DATA
+from data.dataset import DataSet, open_data
+from data.errors import require
 from data.hashing import hash64
 
 # ---------------------------------------------------------------------------------------------------- random numbers
@@ -177,3 +181,29 @@ class Seq2Seq(Objective):
 
 
 OBJECTIVE = {"causal": Causal, "masked": Masked, "seq2seq": Seq2Seq}  # flag -> class
+
+
+def open_with_objective(cfg) -> tuple[DataSet, Objective, int]:
+    """(the data, the objective, vocab_size). The ids of the objective's own tokens follow those of the data."""
+    data = open_data(cfg.dataset, DATA, cfg.vocab_size, cfg.verify_data)
+    require(
+        data.meta is not None or cfg.objective == "causal",
+        f"objective={cfg.objective} adds ids to the data's vocabulary, and dataset={cfg.dataset} has no meta.json with "
+        'its size; write {"vocab_size": N} into one beside the shards',
+    )
+    data_ids = data.meta["vocab_size"] if data.meta else cfg.vocab_size
+    objective = OBJECTIVE[cfg.objective](
+        data_ids, data.eot, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
+    )
+    needed = data_ids + objective.extra_ids
+    unit = 64 if needed > 1024 else 1  # large matrix products are faster if the sizes are multiples of 64
+    vocab_size = cfg.vocab_size or -(-needed // unit) * unit
+    remedy = f"set it to {needed} or more"
+    if cfg.init_from != "scratch":
+        remedy = f"init_from={cfg.init_from} settles it, so leave objective, corrupt_ratio and span_length out"
+    require(
+        vocab_size >= needed,
+        f"vocab_size={vocab_size} has no room for the data's {data_ids} ids and the {objective.extra_ids} that "
+        f"objective={cfg.objective} adds; {remedy}",
+    )
+    return data, objective, vocab_size

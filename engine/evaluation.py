@@ -1,25 +1,22 @@
-"""The data of a run and its objective; the loss over a fixed set of windows, the bytes of text that its tokens stand
-for, and a sample of text.
+"""The loss over a fixed set of windows, the bytes of text that its tokens stand for, and a sample of text.
 
-data, objective, vocab_size = open_dataset(cfg)
-lengths, why_no_bytes = byte_lengths(cfg, data, ranks)
-found = mean_loss(cfg, ranks, sharded, objective, lengths, stop, data.split("val"), n_batches)
+token_bytes, why_no_bytes = byte_lengths(cfg, data, ranks)
+found = mean_loss(cfg, ranks, sharded, objective, token_bytes, stop, data.split("val"), n_batches)
 """
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import DataSet, open_data
-from data.errors import require, user_errors
+from data.dataset import DataSet
+from data.errors import data_errors_end_the_run, require
 from data.loader import eval_batches
-from data.objective import OBJECTIVE, Objective
+from data.objective import Objective
 from data.stream import TokenStream
 from data.tokenizer import Tokenizer
 from engine.decode import generate
@@ -28,62 +25,28 @@ from engine.parallel.sharded import ShardedModel
 from engine.stop_signal import StopSignal
 from model import Model
 
-DATA = Path(__file__).parent.parent / "data"
-
-
-def open_dataset(cfg) -> tuple[DataSet, Objective, int]:
-    """(the data, the objective, vocab_size). The ids of the objective's own tokens follow those of the data."""
-    data = open_data(cfg.dataset, DATA, cfg.vocab_size, cfg.verify_data)
-    require(
-        data.meta is not None or cfg.objective == "causal",
-        f"objective={cfg.objective} adds ids to the data's vocabulary, and dataset={cfg.dataset} has no meta.json with "
-        'its size; write {"vocab_size": N} into one beside the shards',
-    )
-    data_ids = data.meta["vocab_size"] if data.meta else cfg.vocab_size
-    objective = OBJECTIVE[cfg.objective](
-        data_ids, data.eot, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
-    )
-    needed = data_ids + objective.extra_ids
-    unit = 64 if needed > 1024 else 1  # large matrix products are faster if the sizes are multiples of 64
-    vocab_size = cfg.vocab_size or -(-needed // unit) * unit
-    remedy = f"set it to {needed} or more"
-    if cfg.init_from != "scratch":
-        remedy = f"init_from={cfg.init_from} settles it, so leave objective, corrupt_ratio and span_length out"
-    require(
-        vocab_size >= needed,
-        f"vocab_size={vocab_size} has no room for the data's {data_ids} ids and the {objective.extra_ids} that "
-        f"objective={cfg.objective} adds; {remedy}",
-    )
-    return data, objective, vocab_size
-
-
-def data_errors_end_the_run(batches: Iterable) -> Iterator:
-    """The same batches. An error of the data, such as a shard that was changed, ends the run in one line."""
-    with user_errors():
-        yield from batches
-
 
 def mean_loss(
     cfg,
     ranks: Ranks,
     sharded: ShardedModel,
     objective: Objective,
-    lengths: Tensor | None,
+    token_bytes: Tensor | None,
     stop: StopSignal,
     stream: TokenStream,
     n_batches: int,
 ) -> tuple[float, float | None] | None:
     """(nats per target, bits per byte or None) over a fixed set of windows, which does not depend on the ranks.
 
-    n_batches   of cfg.batch_size windows each, counted over all ranks; 0 means all windows of the stream
-    lengths     (V,) bytes of text of each token, see `byte_lengths`
+    n_batches    of cfg.batch_size windows each, counted over all ranks; 0 means all windows of the stream
+    token_bytes  (V,) bytes of text of each token, see `byte_lengths`
 
     Returns None if the ranks agree to stop meanwhile, because torchrun gives them only 30 s to save.
     """
     batches = eval_batches(
         stream, objective, cfg.batch_size, n_batches, ranks.data_rank, ranks.data_size, cfg.seed, ranks.device
     )
-    found = total_loss(ranks, sharded, lengths, batches, stop)
+    found = total_loss(ranks, sharded, token_bytes, batches, stop)
     if found is None:
         return None
     nats, tokens, n_bytes = found
@@ -94,12 +57,12 @@ def mean_loss(
 def total_loss(
     ranks: Ranks,
     sharded: ShardedModel,
-    lengths: Tensor | None,
+    token_bytes: Tensor | None,
     batches: Iterable[dict[str, Tensor]],
     stop: StopSignal | None = None,
 ) -> list[float] | None:
     """[nats, number of targets, bytes of text of the targets] of the batches of all ranks together. The bytes are 0
-    without `lengths`. Returns None if the ranks agree to stop meanwhile."""
+    without `token_bytes`. Returns None if the ranks agree to stop meanwhile."""
     # MPS does not support float64.
     total = torch.zeros(3, dtype=torch.float32 if ranks.device.type == "mps" else torch.float64, device=ranks.device)
     for batch in map(sharded.batch, data_errors_end_the_run(batches)):
@@ -109,8 +72,8 @@ def total_loss(
         counted = (targets >= 0) & sharded.has_loss  # only the last stage of a pipeline has the loss
         total[0] += sharded.loss(batch) * counted.sum()
         total[1] += counted.sum()
-        if lengths is not None:
-            total[2] += (lengths[targets.clamp(min=0)] * counted).sum()
+        if token_bytes is not None:
+            total[2] += (token_bytes[targets.clamp(min=0)] * counted).sum()
     return ranks.sum(total).tolist()
 
 
@@ -135,13 +98,14 @@ def text_sample(ranks: Ranks, model: Model, tokenizer: Tokenizer, stream: TokenS
 
 def byte_lengths(cfg, data: DataSet, ranks: Ranks) -> tuple[Tensor | None, str]:
     """((V,) bytes of text of each token, ""), or (None, the reason) on all ranks if one of them cannot know."""
-    lengths, reason = None, "another rank cannot read the tokenizer; set TIKTOKEN_CACHE_DIR to a folder that all share"
+    token_bytes = None
+    reason = "another rank cannot read the tokenizer; set TIKTOKEN_CACHE_DIR to a folder that all share"
     try:
         require(cfg.objective == "causal", f"objective={cfg.objective} restores only a part of the text")
         require(data.tokenizer is not None, f"{data.folder} has no tokenizer in a meta.json")
-        lengths = torch.from_numpy(data.tokenizer.byte_lengths).to(ranks.device)
+        token_bytes = torch.from_numpy(data.tokenizer.byte_lengths).to(ranks.device)
     except ValueError as error:
         reason = error
-    if ranks.sum(torch.tensor(float(lengths is None), device=ranks.device)):
+    if ranks.sum(torch.tensor(float(token_bytes is None), device=ranks.device)):
         return None, f"no bits per byte: {reason}"
-    return lengths, ""
+    return token_bytes, ""

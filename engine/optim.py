@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from data.errors import require
 from engine.parallel.sharded import ShardedModel, local
 from model import Fused, Linear
 
@@ -290,7 +291,7 @@ class Muon:
                 piece.copy_(matrix.reshape(piece.shape))
 
 
-def orthogonalize(x: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
+def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """U V^T of x = U S V^T, with singular values of about 0.7 to 1.2 instead of 1; x (N, rows, columns).
 
     A Newton-Schulz iteration with Jordan's quintic polynomial, which is as steep at 0 as these bounds allow.
@@ -299,7 +300,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
     x = x.to(iteration_dtype(dtype))
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x  # the Gram matrix is the smaller one
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
         x = torch.baddbmm(x, polynomial, x, beta=3.4445)  # 3.4445 s - 4.7750 s^3 + 2.0315 s^5 on singular values s
@@ -353,14 +354,14 @@ class AdamW(Elementwise):
         )  # fmt: skip
 
 
-class Kind(NamedTuple):
-    """An optimizer of a run: what trains the weights, or with muon=True those that are no hidden matrices."""
+class Parts(NamedTuple):
+    """The parts of a run's optimizer: what trains the weights, or with muon=True those that are no hidden matrices."""
 
     rest: type[Elementwise]
     muon: bool = False
 
 
-OPTIMIZER = {"adamw": Kind(AdamW), "muon": Kind(AdamW, muon=True)}
+OPTIMIZER = {"adamw": Parts(AdamW), "muon": Parts(AdamW, muon=True)}
 
 
 @cache
@@ -371,7 +372,7 @@ def state_bytes(optimizer: type[Elementwise | Muon], numbers: int) -> int:
 
 
 class Optimizer:
-    """Combines the parts of a Kind, so that a gradient scaler that finds an overflow skips all of them or none.
+    """The optimizer of a run. A gradient scaler that finds an overflow skips all of its parts or none.
 
     parts maps each optimizer to its peak learning rate, relative to cfg.learning_rate. All state exists from the start,
     so a checkpoint can be loaded into it in place.
@@ -403,10 +404,10 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     """
     kind = OPTIMIZER[cfg.optimizer]
     hidden = hidden_matrices(model) if kind.muon else {}
-    if hidden and cfg.learning_rate == 0:
-        raise ValueError(
-            "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it; set learning_rate above 0"
-        )
+    require(
+        not hidden or cfg.learning_rate > 0,
+        "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it; set learning_rate above 0",
+    )
     rest = [p for p in model.parameters() if p.requires_grad and p not in hidden]  # a tied weight occurs once
     of_rest = kind.rest(decay_groups(rest, cfg.weight_decay), cfg.learning_rate, (cfg.beta1, cfg.beta2))
     if not hidden:
@@ -423,14 +424,11 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     return Optimizer({of_rest: 1.0, muon: cfg.muon_lr / cfg.learning_rate})
 
 
-def is_hidden(m: nn.Module) -> bool:
-    """Whether Muon trains the module's weight: a linear layer between the stream or the memory and hidden units."""
-    return isinstance(m, Linear) and m.role in ("into", "memory", "out")
-
-
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
-    """The weights that Muon trains -> their logical matrices, see Linear.fused."""
-    return {m.weight: m.fused for m in model.modules() if is_hidden(m) and m.weight.requires_grad}
+    """The weights that Muon trains -> their logical matrices, see Linear.fused. They are those of linear layers between
+    the stream or the memory and hidden units."""
+    layers = [m for m in model.modules() if isinstance(m, Linear) and m.role in ("into", "memory", "out")]
+    return {m.weight: m.fused for m in layers if m.weight.requires_grad}
 
 
 def decay_groups(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:

@@ -59,18 +59,18 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def text_batches(
-    ids: Tensor, block_size: int, batch_size: int, rank: int, world_size: int, device: torch.device
+    ids: Tensor, block_size: int, batch_size: int, data_rank: int, data_size: int, device: torch.device
 ) -> Iterator[dict[str, Tensor]]:
     """This rank's batches of a text, ids (N,): windows of block_size inputs, one after another, so that each token but
     the first is a target once. The last windows are padded with targets of -1; all ranks get as many batches."""
     T = min(block_size, len(ids) - 1)
     n = -(-(len(ids) - 1) // T)  # windows
-    B = min(batch_size, -(-n // world_size))
-    n = -(-n // (B * world_size)) * B * world_size
+    B = min(batch_size, -(-n // data_size))
+    n = -(-n // (B * data_size)) * B * data_size
     ids = F.pad(ids, (0, n * T + 1 - len(ids)), value=-1)
     windows = zip(ids[:-1].view(-1, B, T), ids[1:].view(-1, B, T), strict=True)
     for number, (idx, targets) in enumerate(windows):
-        if number % world_size == rank:
+        if number % data_size == data_rank:
             yield {"idx": idx.clamp(min=0).to(device), "targets": targets.to(device)}
 
 

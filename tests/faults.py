@@ -6,7 +6,6 @@ drafted from the code alone, before the tests were written that close the gaps t
 """
 
 FAULTS = [
-    # ---- model.py
     (
         "ops.py",
         "lo, hi = (i - self.window + 1).clamp(min=0), hi.minimum(i + self.window)",
@@ -154,7 +153,6 @@ FAULTS = [
         "Norms over all heads leave the other ranks' losses out of their gradient.",
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp-models]",
     ),
-    # ---- engine/optim.py
     (
         "engine/optim.py",
         "progress = (step - cfg.warmup_iters) / (end - cfg.warmup_iters)",
@@ -192,12 +190,11 @@ FAULTS = [
     ),
     (
         "engine/optim.py",
-        "return {m.weight: m.fused for m in model.modules()",
-        "return {m.weight: None for m in model.modules()",
+        "return {m.weight: m.fused for m in layers",
+        "return {m.weight: None for m in layers",
         "Muon orthogonalises the matrices that share a weight (q, k and v; gate and values) as a single one.",
         "tests/training/test_optim.py::test_who_gets_muon",
     ),
-    # ---- engine/parallel/sharded.py
     (
         "engine/parallel/sharded.py",
         "loss += part.detach()",
@@ -219,7 +216,6 @@ FAULTS = [
         "Gradients of several pipelines beside one another are summed instead of averaged.",
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[ddp+pp-blocks]",
     ),
-    # ---- engine/parallel/ranks.py, context.py, pipeline.py, tensor.py
     (
         "engine/parallel/ranks.py",
         "data_rank = rank // (cfg.cp * cfg.tp) % data",
@@ -248,7 +244,6 @@ FAULTS = [
         "The bias of a row-parallel layer is added once by every rank under tp.",
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp-models]",
     ),
-    # ---- engine/checkpoint/files.py, pieces.py, folder.py
     (
         "engine/checkpoint/files.py",
         'steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]',
@@ -270,7 +265,6 @@ FAULTS = [
         "A run that ends removes the lock of another one, which made the folder again after it was deleted.",
         "tests/checkpoint/test_folder.py::test_the_end_of_a_run_leaves_the_lock_of_the_next",
     ),
-    # ---- engine/metrics.py, costs.py, plan.py, memory.py, nanogpt.py
     (
         "engine/metrics.py",
         'if row["step"] < step:',
@@ -301,8 +295,8 @@ FAULTS = [
     ),
     (
         "engine/interchange/nanogpt.py",
-        "ours[name] = step.read(ours[name], cfg, {})",
-        "ours[name] = step.read(ours[name], cfg, {}) if ours[name].dim() > 1 else ours[name]",
+        "ours[name] = conversion.read(ours[name], cfg, {})",
+        "ours[name] = conversion.read(ours[name], cfg, {}) if ours[name].dim() > 1 else ours[name]",
         "The bias of q, k and v of an imported nanoGPT checkpoint stays in nanoGPT's order.",
         "tests/interchange/test_nanogpt.py::test_logits_equal_gpt2_written_out",
     ),
@@ -327,7 +321,6 @@ FAULTS = [
         "A head that differs from the embedding that config.json ties it to is dropped without a word.",
         "tests/interchange/test_families.py::test_names_of_the_base_model_and_buffers_of_old_files",
     ),
-    # ---- data
     (
         "data/loader.py",
         "return permute(samples % n, n, hash64(stream_key + (samples // n).astype(np.uint64)))",
@@ -412,7 +405,6 @@ FAULTS = [
         "A preparation that goes on numbers its documents from one too low, so others of them validate.",
         "tests/data/test_corpus.py::test_killed_at_any_write_the_result_is_the_same",
     ),
-    # ---- train.py
     (
         "train.py",
         """            model.eval()
@@ -468,7 +460,6 @@ FAULTS = [
         "A checkpoint is written before the first step, where there is nothing to save.",
         "tests/training/test_train.py::test_nothing_is_saved_before_the_first_step",
     ),
-    # ---- figures that are shown
     (
         "engine/evaluation.py",
         "logits[:, : tokenizer.vocab_size] / 0.8",
@@ -511,7 +502,6 @@ FAULTS = [
         "What a unit promotes is scaled by the last LayerNorm's output with its bias.",
         "tests/tools/test_lens.py::test_the_last_norm_keeps_its_statistics",
     ),
-    # ---- engine/interchange/families.py, weights.py
     (
         "engine/checkpoint/weights.py",
         "require(known is not None and known.vocab_size == size,",
@@ -526,7 +516,6 @@ FAULTS = [
         "Gemma 3's factor of the scores multiplies the norm's w instead of 1 + w.",
         "tests/interchange/test_families.py::test_in_and_out",
     ),
-    # ---- sample.py
     (
         "sample.py",
         "over = (before >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)",

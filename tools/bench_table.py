@@ -36,14 +36,14 @@ import torch
 from torch.profiler import profile, record_function
 
 from configurator import Config, parse
+from data import DATA
 from data.dataset import open_data
 from data.errors import require
 from data.loader import Loader
-from data.objective import Causal
+from data.objective import Causal, open_with_objective
 from engine import optim
 from engine.decode import generate
 from engine.device import machine, resolve_device, resolve_dtype
-from engine.evaluation import open_dataset
 from engine.metrics import peak_flops, peak_memory_bytes
 from engine.parallel import ranks as parallel
 from engine.plan import accounting, plan
@@ -175,7 +175,7 @@ def measure_decoding(name: str, cfg: Config, batch: int) -> dict:
 def measure_loader(name: str | Path, device: torch.device = CPU) -> tuple[float, float]:
     """Tokens per second of our loader and of nanoGPT's way, to the device, each after BATCHES / 10 of warm-up."""
     B, T = 64, 1024
-    data = open_data(name, ROOT / "data")
+    data = open_data(name, DATA)
     stream = data.split("train")
     shard = max(stream.shards, key=len)
     require(len(shard) > T + 1, f"--loader={name} has shards of at most {len(shard)} tokens; give a larger data set")
@@ -214,7 +214,7 @@ def link_table(runs: list[list[str]], names: list[str], delays: list[float]):
         alone = cfg.tp > 1 and cfg.cp == cfg.pp == 1 and cfg.parallel == "ddp"
         flags = f"tp={cfg.tp}, cp={cfg.cp}, pp={cfg.pp} and parallel={cfg.parallel}"
         require(alone, f"--link_delay needs tensor parallelism alone, and a run has {flags}; set only --tp=2 or more")
-        cfg.world_size, (_, _, cfg.vocab_size) = cfg.tp, open_dataset(cfg)
+        cfg.world_size, (_, _, cfg.vocab_size) = cfg.tp, open_with_objective(cfg)
     planned = [plan.estimate(cfg).collectives for cfg in configs]
     print("ranks  collectives  planned  delay ms  ms/step  slowdown  predicted  run", flush=True)
     for args, name, cfg, count in zip(runs, names, configs, planned, strict=True):

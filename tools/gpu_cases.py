@@ -36,7 +36,7 @@ from engine.plan import accounting, plan
 from model import BLOCK, Model
 from tools.bench_table import ROOT, measure_decoding, measure_loader
 from tools.child import kill_with_parent, measure
-from tools.gpu_numbers import NUMBERS, Kind, Place, checks, error, without_tf32
+from tools.gpu_numbers import NUMBERS, Cases, Place, checks, error, without_tf32
 from tools.training import Training, random_data, reset_peak_memory
 
 SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "batch_size": 4, "gradient_accumulation_steps": 2}
@@ -101,12 +101,12 @@ def train(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> dict[
 
 ROUNDED = {"float32": 1e-3}  # steps amplify differences: on CPUs, a change of all weights by 1e-6 becomes up to 2e-4
 RUNS = {
-    "runs": Kind(lambda: ({"family": name} for name in FAMILIES), train, ROUNDED, 16, every=13),
+    "runs": Cases(lambda: ({"family": name} for name in FAMILIES), train, ROUNDED, 16, every=13),
     # A norm at a place where the stream is small amplifies rounding: in bfloat16, one norm in 40 was off by 107 %.
-    "float16": Kind(lambda: ({"block": name} for name in ("standard", "superblock")), train, {"float16": 0.3}, 16),
+    "float16": Cases(lambda: ({"block": name} for name in ("standard", "superblock")), train, {"float16": 0.3}, 16),
 }
 COMPILED_CASES = [{"block": name, "compile": True, "loss_chunk": 32} for name in BLOCK]
-COMPILED = {"compiled": Kind(lambda: iter(COMPILED_CASES), train, ROUNDED, every=5)}
+COMPILED = {"compiled": Cases(lambda: iter(COMPILED_CASES), train, ROUNDED, every=5)}
 
 
 def train_py(folder: str, runs: dict[str, str]):

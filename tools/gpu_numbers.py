@@ -132,8 +132,8 @@ def run_optimizer(case: dict, T: int, device: torch.device, dtype: torch.dtype) 
     return {name: p.detach() - before[name] for name, p in model.named_parameters()}
 
 
-class Kind(NamedTuple):
-    """Comparisons of the same way of computing."""
+class Cases(NamedTuple):
+    """Cases that are computed and compared in the same way."""
 
     cases: Callable[[], Iterator[dict]]
     compute: Callable[[dict, int, torch.device, torch.dtype], dict]  # float64 asks for the reference on the CPU
@@ -148,11 +148,11 @@ class Kind(NamedTuple):
 FLOAT32, OF_BFLOAT16 = {"float32": 1e-4}, {"bfloat16": 8 * 2**-8}
 OTHERS = sorted({*optim.OPTIMIZER} - {"adamw"})
 NUMBERS = {
-    "attention": Kind(attention_cases, attend, FLOAT32 | OF_BFLOAT16, 160, 23),
-    "models": Kind(model_cases, run_model, FLOAT32 | {"bfloat16": 32 * 2**-8}, every=23),
-    "losses": Kind(loss_cases, run_model, FLOAT32 | OF_BFLOAT16),
-    "adamw": Kind(partial(optimizer_cases, ["adamw"]), run_optimizer, FLOAT32),
-    "others": Kind(partial(optimizer_cases, OTHERS), run_optimizer, FLOAT32 | OF_BFLOAT16),
+    "attention": Cases(attention_cases, attend, FLOAT32 | OF_BFLOAT16, 160, 23),
+    "models": Cases(model_cases, run_model, FLOAT32 | {"bfloat16": 32 * 2**-8}, every=23),
+    "losses": Cases(loss_cases, run_model, FLOAT32 | OF_BFLOAT16),
+    "adamw": Cases(partial(optimizer_cases, ["adamw"]), run_optimizer, FLOAT32),
+    "others": Cases(partial(optimizer_cases, OTHERS), run_optimizer, FLOAT32 | OF_BFLOAT16),
 }
 
 
@@ -172,7 +172,7 @@ def without_tf32():
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
-def check(kind: Kind, case: dict, place: Place) -> dict:
+def check(kind: Cases, case: dict, place: Place) -> dict:
     """The errors of a case by dtype, and what else was counted."""
     without_tf32()
     device, line = place.device, {}
@@ -187,7 +187,7 @@ def check(kind: Kind, case: dict, place: Place) -> dict:
     return line
 
 
-def checks(kinds: dict[str, Kind], device: torch.device) -> dict[str, Callable[[Place], dict]]:
+def checks(kinds: dict[str, Cases], device: torch.device) -> dict[str, Callable[[Place], dict]]:
     """The cases of these kinds, by the kind's name and the case's values."""
     return {
         f"{name}: {', '.join(f'{key}={value}' for key, value in case.items())}": partial(check, kind, case)

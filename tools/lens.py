@@ -41,10 +41,10 @@ from configurator import parse
 from data.errors import command, require, user_errors
 from data.files import writing
 from data.loader import count_windows, eval_batches
+from data.objective import open_with_objective
 from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
 from engine.device import resolve_device
-from engine.evaluation import open_dataset
 from engine.plan import memory
 from engine.text import prompt_ids, read_prompt
 from model import Model
@@ -224,7 +224,7 @@ def find(cfg: LensConfig, model: Model, tokenizer: Tokenizer, device: torch.devi
     flags, patterns = model.cfg, list(dict.fromkeys(cfg.find.split(",")))
     known = cfg.dataset or cfg.out_dir.partition(":")[0] not in weights.FOREIGN
     require(known, f"out_dir={cfg.out_dir} does not say its data; set dataset")
-    data, objective, _ = open_dataset(replace(flags, dataset=cfg.dataset or flags.dataset))
+    data, objective, _ = open_with_objective(replace(flags, dataset=cfg.dataset or flags.dataset))
     same = data.tokenizer is None or data.tokenizer.hash == tokenizer.hash
     require(same, f"dataset={cfg.dataset or flags.dataset} has another tokenizer than the model; prepare it with that")
     stream = data.split("val")

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from configurator import Config
 from data.loader import Loader
+from data.objective import open_with_objective
 from engine import optim
-from engine.evaluation import open_dataset
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
 from engine.step import Step
@@ -40,7 +40,7 @@ class Training:
     """A run's parts, and how many steps it has made."""
 
     def __init__(self, cfg: Config):
-        data, objective, cfg.vocab_size = open_dataset(cfg)
+        data, objective, cfg.vocab_size = open_with_objective(cfg)
         parallel.check_flags(cfg)
         self.ranks = ranks = parallel.join(cfg)
         if ranks.compile:

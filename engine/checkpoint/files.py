@@ -42,11 +42,9 @@ from engine.parallel.ranks import is_first_rank, of_first_rank, together
 
 LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|latest|best)")
 PATIENCE = 60  # seconds for which a reader tries again while a run replaces checkpoints faster than it reads them
-VOCAB_WEIGHTS = (
-    "wte.weight",
-    "head.weight",
-    "head.bias",
-)  # parameters with a row per token id; tp may add rows of padding
+# These parameters have a row per token id. Under tp they also have rows of padding, and how many depends on the number
+# of ranks. So only the first vocab_size rows are compared, read and exported.
+VOCAB_WEIGHTS = ("wte.weight", "head.weight", "head.bias")
 T = TypeVar("T")
 
 

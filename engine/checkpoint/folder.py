@@ -1,4 +1,4 @@
-"""The folder of a run: a lock keeps other runs out of it, and a check says whether a run may begin there. Writes JSON.
+"""The folder of a run: a lock keeps other runs out of it, and a check says whether a run may begin there.
 
     with FolderLock() as lock:
         lock.take("out/x")              # before anything in the folder is read
@@ -10,7 +10,6 @@ not support locks, there is no lock.
 """
 
 import fcntl
-import json
 import os
 import socket
 import time
@@ -18,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from data.errors import require
-from data.files import writing
 from engine.parallel.ranks import may_restart
 
 
@@ -129,12 +127,3 @@ def replace_flags(out_dir: Path, step: int):
     if step and flags[0] != flags[-1]:
         old.rename(kept)
     new.rename(old)
-
-
-def write_json(path: Path, content: dict):
-    """Write a JSON file atomically, and make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with writing(path):
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, path)

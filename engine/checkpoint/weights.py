@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from configurator import Config, Given, resolve
+from data import DATA
 from data.dataset import open_data
 from data.errors import require
 from data.tokenizer import Tokenizer, build, from_spec
@@ -34,7 +35,6 @@ from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from model import Model, ModelConfig
 
-DATA = Path(__file__).parents[2] / "data"
 OF_THE_DATA = ("dataset", "seed", "corrupt_ratio", "span_length")  # flags of a run that an evaluation needs
 GPT2_SIZES = (50257, 50304)  # vocabulary sizes of nanoGPT's models that read GPT-2's tokens; 50304 is padded
 T = TypeVar("T")

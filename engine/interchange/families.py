@@ -3,12 +3,12 @@
     family = FAMILIES[config["model_type"]]
     flags = family.flags(config)                   # ValueError names a key that our flags cannot express
     config = family.config(cfg)                    # the reverse
-    names, steps = family.source("blocks.0.sums.0.attn.qkv.weight")         # their layers, and how ours is made of them
+    names, conversions = family.source("blocks.0.sums.0.attn.qkv.weight")   # their layers, and how ours is made of them
     family, name, cfg = choose(cfg, tokenizer)     # the first family that expresses the flags
 
 A family has a list of parts, each of which translates a few keys of config.json (config.py), and a table of rows: our
-layer, their layers, and the steps from theirs to ours (layouts.py). docs/interchange.md lists the families and says
-what a new one needs.
+layer, their layers, and the conversions to ours (layouts.py). docs/interchange.md lists the families and says what a
+new one needs.
 """
 
 import re
@@ -21,7 +21,7 @@ from data.errors import require
 from engine.interchange import config as hf_config
 from engine.interchange.config import GATED, Part, ignored, mlp, only, rope, sizes, value
 from engine.interchange.keys import Keys, describe
-from engine.interchange.layouts import GROUP, PLUS_ONE, SCALE, SCALE_QUERIES, TRANSPOSE, TURN, UNITS, Step
+from engine.interchange.layouts import GROUP, PLUS_ONE, SCALE, SCALE_QUERIES, TRANSPOSE, TURN, UNITS, Conversion
 from engine.interchange.tokenizer import keeps_ids
 from model import USED_WHEN, ModelConfig
 
@@ -36,7 +36,7 @@ class Family:
     ours: dict[str, Any]  # our flags that are the same in all models of the family
     parts: list[Part]  # the other flags
     defaults: dict[str, Any]  # of keys that a config.json may leave out
-    rows: dict[str, tuple]  # our layer -> their layers, the steps from theirs to ours
+    rows: dict[str, tuple]  # our layer -> their layers, the conversions to ours
     aliases: dict[str, str] = field(default_factory=dict)  # further names of keys -> the keys
 
     def named(self, config: dict) -> dict[str, Any]:
@@ -65,12 +65,12 @@ class Family:
             keys |= part.write(cfg)
         return keys
 
-    def source(self, name: str) -> tuple[list[str], list[Step]]:
-        """(names of their tensors, steps) for our parameter."""
+    def source(self, name: str) -> tuple[list[str], list[Conversion]]:
+        """(names of their tensors, conversions to ours) for our parameter."""
         layer, place, rest, kind = re.fullmatch(r"(?:blocks[.](\d+)[.])?(sums[.]\d+[.])?(.+)[.](\w+)", name).groups()
-        names, *steps = self.rows.get(f"{place}{rest}") or self.rows[rest]
+        names, *conversions = self.rows.get(f"{place}{rest}") or self.rows[rest]
         start = "" if layer is None else self.layers.format(layer)
-        return [f"{start}{each}.{kind}" for each in names.split()], steps
+        return [f"{start}{each}.{kind}" for each in names.split()], conversions
 
 
 LLAMA = {

@@ -63,13 +63,13 @@ class Pretrained(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name == "head.weight" and self.cfg.tie_weights:
             name = "wte.weight"
-        names, steps = self.family.source(name)
+        names, conversions = self.family.source(name)
         x = torch.cat([self._tensor(each) for each in names]) if len(names) > 1 else self._tensor(names[0])
         if name == "wte.weight" and self.tied_head in self.files:
             same = torch.equal(self._tensor(self.tied_head), x)
             require(same, f"{self.folder}: {self.tied_head} differs from {names[0]}, but they are tied; {AGAIN}")
-        for step in steps:
-            x = step.read(x, self.cfg, self.config)
+        for conversion in conversions:
+            x = conversion.read(x, self.cfg, self.config)
         return x.contiguous()
 
     def _tensor(self, name: str) -> Tensor:
@@ -154,9 +154,9 @@ def shapes_of(cfg: ModelConfig) -> dict[str, torch.Size]:
 
 def to_theirs(family: Family, cfg: ModelConfig, config: dict, name: str, x: Tensor) -> dict[str, Tensor]:
     """Their tensors by name, for our parameter x."""
-    names, steps = family.source(name)
-    for step in reversed(steps):
-        x = step.write(x, cfg, config)
+    names, conversions = family.source(name)
+    for conversion in reversed(conversions):
+        x = conversion.write(x, cfg, config)
     heads = [cfg.n_head * cfg.head_size, *[cfg.kv_heads * cfg.head_size] * 2]
     rows = {1: [len(x)], 2: [len(x) // 2] * 2, 3: heads}[len(names)]
     return dict(zip(names, x.split(rows), strict=True))

@@ -1,8 +1,7 @@
-"""Hugging Face's layouts of weights <-> ours: the steps that engine/interchange/families.py puts together.
+"""Hugging Face's layouts of weights <-> ours: the conversions that engine/interchange/families.py puts together.
 
-A Step changes a tensor from their layout to ours, step.read(x, cfg, config), and back, step.write(x, cfg, config). A
-layer of ours that is made of several of theirs starts with their rows, one below the other. x has rows first; a bias
-has only rows.
+A Conversion changes a tensor from their layout to ours, and back. A layer of ours that is made of several of theirs
+starts with their rows, one below the other. x has rows first; a bias has only rows.
 
     H query heads   Hkv key/value heads   G = H / Hkv   D head size
 """
@@ -17,7 +16,7 @@ from torch import Tensor
 from model import ModelConfig
 
 
-class Step(NamedTuple):
+class Conversion(NamedTuple):
     """Changes the layout of a tensor: read(x, our flags, their config.json) -> ours, write(...) -> theirs."""
 
     read: Callable[[Tensor, ModelConfig, dict], Tensor]
@@ -72,14 +71,14 @@ def unchanged(x: Tensor, cfg: ModelConfig, config: dict) -> Tensor:
     return x
 
 
-TRANSPOSE = Step(lambda x, *_: x.t(), lambda x, *_: x.t())  # Conv1D of GPT-2; a bias stays as it is
-GROUP = Step(group, ungroup)
-TURN = Step(turn, partial(turn, order=lambda cfg: turned(cfg).argsort()))
-UNITS = Step(  # all gates, then all values <-> pieces of gates and values in turn
+TRANSPOSE = Conversion(lambda x, *_: x.t(), lambda x, *_: x.t())  # Conv1D of GPT-2; a bias stays as it is
+GROUP = Conversion(group, ungroup)
+TURN = Conversion(turn, partial(turn, order=lambda cfg: turned(cfg).argsort()))
+UNITS = Conversion(  # all gates, then all values <-> pieces of gates and values in turn
     lambda x, cfg, _: x.unflatten(0, (2, -1, cfg.hidden_unit)).transpose(0, 1).flatten(0, 2),
     lambda x, cfg, _: x.unflatten(0, (-1, 2, cfg.hidden_unit)).transpose(0, 1).flatten(0, 2),
 )
-PLUS_ONE = Step(lambda x, *_: x + 1, lambda x, *_: x - 1)  # Gemma's norms multiply by 1 + w
+PLUS_ONE = Conversion(lambda x, *_: x + 1, lambda x, *_: x - 1)  # Gemma's norms multiply by 1 + w
 # A file that we write has query_pre_attn_scalar = D, so nothing is scaled back.
-SCALE_QUERIES = Step(scale_queries, unchanged)
-SCALE = Step(lambda x, cfg, config: x * score_scale(cfg, config), unchanged)
+SCALE_QUERIES = Conversion(scale_queries, unchanged)
+SCALE = Conversion(lambda x, cfg, config: x * score_scale(cfg, config), unchanged)

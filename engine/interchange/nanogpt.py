@@ -108,10 +108,10 @@ def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict
         check(f"transformer.h.{i}.ln_1.weight", (flags["n_embd"],))
     ours, cfg = {}, ModelConfig(**flags)
     for name, shape in shapes_of(cfg).items():
-        (theirs,), steps = NANOGPT.source(name)
+        (theirs,), conversions = NANOGPT.source(name)
         ours[name] = take(theirs, shape)
-        for step in steps:
-            ours[name] = step.read(ours[name], cfg, {})
+        for conversion in conversions:
+            ours[name] = conversion.read(ours[name], cfg, {})
     tied = torch.equal(take("lm_head.weight", ours["wte.weight"].shape), ours["wte.weight"])
     require(tied, "nanoGPT checkpoint: lm_head.weight differs from transformer.wte.weight; nanoGPT ties them")
     if state:

@@ -7,9 +7,8 @@ A text is cut into 2n pieces. Rank r of n joins the r-th piece from the front an
 So the queries of every rank see equally many keys, and attention takes equally long everywhere.
 
 Attention gathers the keys and values of all pieces (arXiv:2407.21783, section 3.3.2), after the position encoding, so
-each key has its position in the full text. For each piece, the keys end where
-the piece ends, and its queries are the last positions of these keys. Losses and gradients are averaged over the ranks,
-as over data-parallel ranks.
+each key has its position in the full text. For each piece, the keys end where the piece ends, and its queries are the
+last positions of these keys. Losses and gradients are averaged over the ranks, as over data-parallel ranks.
 """
 
 import math
@@ -21,23 +20,21 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from data.errors import require
 from engine.parallel.tensor import AllGather
 from model import Pool
 
 
 def check(cfg, n: int):
     """ValueError if sequences cannot be cut for n ranks; it names the flag and the remedy."""
-    if cfg.objective != "causal":
-        raise ValueError(f"cp={n} needs objective=causal, and it is {cfg.objective}; set cp=1")
-    if cfg.doc_mask:
-        raise ValueError(f"doc_mask=True does not go with cp={n}; set cp=1, or leave doc_mask out")
+    require(cfg.objective == "causal", f"cp={n} needs objective=causal, and it is {cfg.objective}; set cp=1")
+    require(not cfg.doc_mask, f"doc_mask=True does not go with cp={n}; set cp=1, or leave doc_mask out")
     unit = math.lcm(2 * n, n * cfg.tp)
-    if cfg.block_size % unit:
-        above = -(-cfg.block_size // unit) * unit
-        raise ValueError(
-            f"cp={n}, two pieces per rank, and tp={cfg.tp} do not divide block_size={cfg.block_size}; "
-            f"set --block_size={above}"
-        )
+    require(
+        cfg.block_size % unit == 0,
+        f"cp={n}, two pieces per rank, and tp={cfg.tp} do not divide block_size={cfg.block_size}; "
+        f"set --block_size={-(-cfg.block_size // unit) * unit}",
+    )
 
 
 def piece_indices(group: dist.ProcessGroup) -> tuple[int, int, int]:

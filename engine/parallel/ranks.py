@@ -279,11 +279,10 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
 
 def of_first_rank(action: Callable[[], T]) -> T:
     """The result of action() on the first rank, for every rank. All ranks raise its OSError or ValueError."""
-    results = [together(lambda: action() if is_first_rank() else None)]
+    result = [together(lambda: action() if is_first_rank() else None)]
     if dist.is_initialized():
-        results *= dist.get_world_size()
-        dist.all_gather_object(results, results[0])
-    return results[0]
+        dist.broadcast_object_list(result)
+    return result[0]
 
 
 def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:
@@ -291,9 +290,8 @@ def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:
 
     It is that of `resolve_dtype`, except that auto on a CPU is bfloat16 if the first rank finds bfloat16 fast.
     """
-    measured = flag == "auto" and device.type == "cpu"
-    fast = of_first_rank(lambda: measured and fast_bfloat16())
-    return torch.bfloat16 if measured and fast else resolve_dtype(flag, device)
+    fast = of_first_rank(lambda: flag == "auto" and device.type == "cpu" and fast_bfloat16())
+    return torch.bfloat16 if fast else resolve_dtype(flag, device)
 
 
 def leave():

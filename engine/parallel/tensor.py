@@ -17,7 +17,6 @@ rank, and the caller sums these parts over the group once per step.
     n ranks of the group   B batch   T time   C width   V vocabulary
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -67,36 +66,32 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
 
 def check(cfg, n: int):
     """ValueError if the model cannot be cut for n ranks; it names the flag and the remedy."""
-    parts = [(cfg.part(reader), reader) for reader in cfg.readers or (READER["c"], READER["p"])]
-    in_heads = [part.kv_heads for part, reader in parts if not reader.units]
-    sizes = {"n_kv_head": math.gcd(*in_heads), "block_size": cfg.block_size}
     if cfg.objective == "seq2seq":
         objective = OBJECTIVE["seq2seq"](
             cfg.vocab_size, None, cfg.block_size, False, cfg.corrupt_ratio, cfg.span_length
         )
-        if any(length % n for length in objective.lengths):
-            raise ValueError(
-                f"tp={n} does not divide the {objective.lengths[0]} tokens of the text or the {objective.lengths[1]} "
-                "of its source; change block_size, corrupt_ratio or span_length, from which they follow"
+        text, source = objective.lengths
+        require(
+            text % n == source % n == 0,
+            f"tp={n} does not divide the {text} tokens of the text or the {source} of its source; change block_size, "
+            "corrupt_ratio or span_length, from which they follow",
+        )
+    T, sliced = cfg.block_size, cfg.n_group > 1
+    require(T % n == 0, f"tp={n} does not divide block_size={T}; set --block_size={-(-T // n) * n}")
+    for reader in cfg.readers or (READER["c"], READER["p"]):
+        part = cfg.part(reader)
+        heads, F, unit = part.kv_heads, part.hidden_dim, part.hidden_unit
+        fits = reader.units or heads % n == 0
+        require(fits, f"tp={n} does not divide n_kv_head={heads}; choose a tp that divides it")
+        if reader.units:
+            whole = reader.phi == "softmax" and not sliced
+            require(
+                not whole, f"layer={cfg.layer}: the softmax of p is over units of all ranks; set n_group={n}, or tp=1"
             )
-    for name, size in sizes.items():
-        if size % n:
-            above = -(-size // n) * n
-            remedy = f"set --{name}={above}" if name != "n_kv_head" else "choose a tp that divides it"
-            raise ValueError(f"tp={n} does not divide {name}={size}; {remedy}")
-    for part, reader in parts:
-        if not reader.units:
-            continue
-        if cfg.n_group > 1:
-            sliced = cfg.n_group % n == 0
-            require(sliced, f"tp={n} does not divide n_group={cfg.n_group}; set n_group to 1 or to a multiple of {n}")
-        elif reader.phi == "softmax":
-            raise ValueError(f"layer={cfg.layer}: p.softmax is over all units of a group; set n_group={n}, or tp=1")
-        elif part.hidden_dim % (part.hidden_unit * n):
-            raise ValueError(
-                f"tp={n} does not divide the MLP's {part.hidden_dim} hidden units in groups of {part.hidden_unit}; "
-                "set another tp, n_embd or mlp_ratio"
-            )
+            fits = cfg.n_group % n == 0 if sliced else F % (unit * n) == 0
+            units = f"n_group={cfg.n_group}" if sliced else f"the MLP's {F} hidden units in groups of {unit}"
+            remedy = f"set n_group to a multiple of {n}" if sliced else "set another tp, n_embd or mlp_ratio"
+            require(fits, f"tp={n} does not divide {units}; {remedy}")
     require(cfg.dropout == 0, f"dropout={cfg.dropout} does not go with tp={n}; leave dropout out, or set tp=1")
 
 

@@ -96,7 +96,7 @@ def test_out_dirs_differ():
     [
         ("train_superblock_124m", "train_gpt2", {"block"}),
         ("pycode_superblock", "train_pycode", {"block"}),
-        ("pycode_superblock_joint", "train_pycode", {"block", "pool", "mlp", "muon_lr", "learning_rate"}),
+        ("pycode_superblock_joint", "train_pycode", {"block", "layer", "mlp", "muon_lr", "learning_rate"}),
         ("pycode_sas", "train_pycode", {"block", "simplified_beta_ff", "qk_norm", "muon_lr"}),
         ("pycode_sas_p", "pycode_sas", {"block"}),
     ],

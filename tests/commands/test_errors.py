@@ -61,7 +61,10 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--rope_theta=5000"], ["rope_theta", "pos=rope", "learned"]),
     (["--pos=rope", "--rope_scaling=:::"], ["rope_scaling=':::'", "linear:F"]),
     (["--muon_lr=0.1"], ["muon_lr", "optimizer=muon"]),
-    ([*SLOTS, "--n_slot=3", "--mlp_ratio=2"], ["--mlp_ratio=2.0", "n_slot=0, and n_slot is 3 (command line)"]),
+    (
+        [*SLOTS, "--n_slot=3", "--mlp_ratio=2"],
+        ["--mlp_ratio=2.0", "with slots and n_slot=0", "n_slot is 3 (command line)"],
+    ),
     (["--block=superblock", "--layer=c,m,p"], ["layer='c,m,p'", "objective=seq2seq", "leave m out"]),
     (["--norm_placement=none", "--norm_eps=0.1"], ["--norm_eps=0.1", "norm_placement is none"]),
     (["--norm_placement=none", "--norm_bias=True"], ["--norm_bias=True", "norm_placement is none"]),

@@ -19,7 +19,6 @@ from helpers import ROOT
 
 import train
 from data import command, dataset, shards
-from engine import evaluation
 
 NAMES = ("text", "pycode", "shakespeare", "shakespeare_char", "openwebtext", "fineweb_edu")
 
@@ -361,7 +360,7 @@ def trains(monkeypatch, tmp_path, arguments):
 @pytest.mark.parametrize("size", [20, 300, 5000])
 def test_shakespeares_next_command(call, tmp_path, monkeypatch, size):
     monkeypatch.setattr(command, "DATA", tmp_path)
-    monkeypatch.setattr(evaluation, "DATA", tmp_path)
+    monkeypatch.setattr("data.objective.DATA", tmp_path)
     monkeypatch.setattr(command.shutil, "which", lambda _: None)
     (tmp_path / "a.txt").write_text(("to be or not to be\n" * 300)[:size])
     arguments = printed(call("shakespeare_char", f"--input={tmp_path}/a.txt", "--out=shakespeare_char"))

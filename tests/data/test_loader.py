@@ -131,27 +131,27 @@ def test_batches_are_the_windows_of_the_concatenated_array(block_size, batch_siz
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**31), st.integers(1, 3))
 @FEW
 def test_order_does_not_depend_on_the_ranks(batch_size, micro_steps, seed, steps):
-    """world_size ranks with micro_steps micro-batches read the windows of one rank with world_size * micro_steps."""
+    """data_size ranks with micro_steps micro-batches read the windows of one rank with data_size * micro_steps."""
     stream = stream_of(300)
-    for world_size in (1, 2, 3):
+    for data_size in (1, 2, 3):
         alone = take(
-            Loader(stream, causal(8), batch_size, micro_steps * world_size, seed=seed), steps * micro_steps * world_size
+            Loader(stream, causal(8), batch_size, micro_steps * data_size, seed=seed), steps * micro_steps * data_size
         )
         ranks = [
-            take(Loader(stream, causal(8), batch_size, micro_steps, r, world_size, seed), steps * micro_steps)
-            for r in range(world_size)
+            take(Loader(stream, causal(8), batch_size, micro_steps, r, data_size, seed), steps * micro_steps)
+            for r in range(data_size)
         ]
         for step in range(steps):
             share = slice(step * micro_steps, (step + 1) * micro_steps)
             together = torch.cat([torch.cat(batches[share]) for batches in ranks])
-            size = micro_steps * world_size
+            size = micro_steps * data_size
             assert torch.equal(together, torch.cat(alone[step * size : (step + 1) * size]))
 
 
 @given(st.integers(0, 40), st.integers(1, 3), st.integers(1, 4))
 @FEW
 def test_resume_is_one_integer(step, micro_steps, batch_size):
-    options = dict(micro_steps=micro_steps, rank=1, world_size=2, seed=3)
+    options = dict(micro_steps=micro_steps, data_rank=1, data_size=2, seed=3)
     whole = take(Loader(stream_of(200), causal(8), batch_size, **options), (step + 2) * micro_steps)
     start = step * 2 * micro_steps * batch_size
     rest = take(Loader(stream_of(200), causal(8), batch_size, start=start, **options), 2 * micro_steps)
@@ -406,16 +406,16 @@ def test_a_source_in_a_mixture_is_read_as_if_alone(sources, seed, batch_size):
 
 @given(SOURCES, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 100))
 @FEW
-def test_ranks_and_resumes_do_not_change_a_mixture(sources, batch_size, micro_steps, world_size, step):
+def test_ranks_and_resumes_do_not_change_a_mixture(sources, batch_size, micro_steps, data_size, step):
     stream = mixture_of(*map(list, zip(*sources, strict=True)))
     share = batch_size * micro_steps
-    start = step * share * world_size
-    whole = torch.cat(take(Loader(stream, causal(8), 1, seed=7), start + 2 * share * world_size)).tolist()
+    start = step * share * data_size
+    whole = torch.cat(take(Loader(stream, causal(8), 1, seed=7), start + 2 * share * data_size)).tolist()
     ranks = [
         torch.cat(
-            take(Loader(stream, causal(8), batch_size, micro_steps, r, world_size, 7, start=start), 2 * micro_steps)
+            take(Loader(stream, causal(8), batch_size, micro_steps, r, data_size, 7, start=start), 2 * micro_steps)
         ).tolist()
-        for r in range(world_size)
+        for r in range(data_size)
     ]
     assert [row for at in (0, share) for rank in ranks for row in rank[at : at + share]] == whole[start:]
 
@@ -440,7 +440,7 @@ def test_a_short_source_of_a_mixture():
 
 @given(SOURCES, st.integers(1, 5), st.integers(1, 3))
 @FEW
-def test_evaluation_of_a_mixture_is_that_of_its_sources(sources, batch_size, world_size):
+def test_evaluation_of_a_mixture_is_that_of_its_sources(sources, batch_size, data_size):
     """Every window of every source once, for any weights; no window crosses the end of a source."""
     sizes, weights = map(list, zip(*sources, strict=True))
     starts = np.cumsum([0, *sizes])
@@ -449,17 +449,17 @@ def test_evaluation_of_a_mixture_is_that_of_its_sources(sources, batch_size, wor
         for start, size in zip(starts, sizes, strict=False)
         for w in range((size - 1) // 8)
     ]
-    assert eval_set(mixture_of(sizes, weights), world_size, batch_size, 0) == every
+    assert eval_set(mixture_of(sizes, weights), data_size, batch_size, 0) == every
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
 
 
-def eval_set(stream, world_size, batch_size, n_batches, seed=0) -> list[tuple]:
+def eval_set(stream, data_size, batch_size, n_batches, seed=0) -> list[tuple]:
     """The rows with targets of all ranks, which must yield equally many batches of one shape and stride."""
     rows, counts, layouts = [], set(), set()
-    for rank in range(world_size):
-        batches = list(eval_batches(stream, causal(8), batch_size, n_batches, rank, world_size, seed))
+    for rank in range(data_size):
+        batches = list(eval_batches(stream, causal(8), batch_size, n_batches, rank, data_size, seed))
         counts.add(len(batches))
         for x, y in (batch.values() for batch in batches):
             layouts.add((x.shape, x.stride(), x.storage_offset(), y.shape, y.stride(), y.storage_offset()))
@@ -482,8 +482,8 @@ def test_eval_set_does_not_depend_on_the_ranks(n_tokens, batch_size, n_batches):
     assert len(set(alone)) == len(alone) == min(n, n_batches * batch_size or n) and set(alone) <= set(every)
     if not n_batches:
         assert alone == every
-    for world_size in (2, 3, 5):
-        assert eval_set(stream, world_size, batch_size, n_batches) == alone
+    for data_size in (2, 3, 5):
+        assert eval_set(stream, data_size, batch_size, n_batches) == alone
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -506,17 +506,17 @@ def test_a_window_is_corrupted_in_one_way_in_every_evaluation(name):
     """The corruption depends on no seed, rank, batch size or other window of the set."""
     stream = stream_of(403)
 
-    def targets(batch_size, n_batches=0, world_size=1, seed=0):
+    def targets(batch_size, n_batches=0, data_size=1, seed=0):
         """The rows with targets, sorted, and the number of all rows."""
         every = []
-        for rank in range(world_size):
-            every += rows(eval_batches(stream, corrupting(name), batch_size, n_batches, rank, world_size, seed))
+        for rank in range(data_size):
+            every += rows(eval_batches(stream, corrupting(name), batch_size, n_batches, rank, data_size, seed))
         return sorted(row for row in every if set(dict((n, x) for n, *x in row)["targets"]) != {-1}), len(every)
 
     alone, n = targets(1)
     assert len(alone) == n == 50
-    for options in (dict(batch_size=7), dict(batch_size=4, world_size=3), dict(batch_size=3, seed=9)):
+    for options in (dict(batch_size=7), dict(batch_size=4, data_size=3), dict(batch_size=3, seed=9)):
         again, n = targets(**options)
-        assert again == alone and n % (options["batch_size"] * options.get("world_size", 1)) == 0
+        assert again == alone and n % (options["batch_size"] * options.get("data_size", 1)) == 0
     some, _ = targets(5, n_batches=3, seed=9)
     assert len(some) == 15 and set(some) < set(alone)

@@ -310,11 +310,13 @@ def test_an_unused_norm_per_reader_speaks_of_the_block_at_hand(flags, said):
 
 
 def test_data_for_later_layers_is_refused_in_a_pipeline(monkeypatch):
-    class Handing(model.ParameterPool):
+    class Handing(model.Pool):
         def forward(self, x, inputs):
             return super().forward(inputs.shared.setdefault("first", x), inputs)
 
-    monkeypatch.setitem(model.BLOCK, "mine", lambda cfg, layer: [model.Sum(cfg, mlp=Handing(cfg))])
+    monkeypatch.setitem(
+        model.BLOCK, "mine", lambda cfg, layer: [model.Sum(cfg, mlp=Handing(cfg, layer, model.READER["p"]))]
+    )
     net, idx = model.Model(model.ModelConfig(**SIZES, block="mine")), torch.zeros(1, 4, dtype=torch.int64)
     assert net(idx).isfinite().all()
     for stage in (0, 1):
@@ -333,7 +335,7 @@ def pool(cfg):
             lambda c, i: [model.Sum(c, gains={"mpl": 0.5}, **pool(c))],
             r"gains=\{'mpl': 0.5\} must have the names of .*mlp",
         ),
-        (lambda c, i: [model.Sum(c, before=model.ParameterPool(c))], "a reader cannot have the name 'before'"),
+        (lambda c, i: [model.Sum(c, before=model.Pool(c, i))], "a reader cannot have the name 'before'"),
         (lambda c, i: [model.Sum(c, mlp=torch.nn.Linear(32, 32))], r"plain nn.Linear layers: sums\.0\.mlp; use Linear"),
     ],
     ids=["gain", "name", "linear"],

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from engine.decode import generate
-from model import Block, ContextPool, Inputs, Model, ModelConfig
+from model import Block, Inputs, Model, ModelConfig, Pool
 
 L, H, HKV, C, T, V = 3, 6, 2, 48, 24, 29  # names as in model.py; six heads are no power of two
 S, LE = 19, 4  # tokens of a source and layers of its encoder (as many as the decoder's at least, says their cache)
@@ -205,7 +205,7 @@ placements = pytest.mark.parametrize("placement", ["pre", "post"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_attention_equals_torch(bias):
     theirs = jitter(nn.MultiheadAttention(C, H, bias=bias, batch_first=True))
-    ours = ContextPool(ModelConfig(**SIZE, pos="none", bias=bias), layer=0).double()
+    ours = Pool(ModelConfig(**SIZE, pos="none", bias=bias), layer=0).double()
     x = stream()
     expected, _ = theirs(x, x, x, attn_mask=future(T), need_weights=False)
     assert_same(call(ours, torch_attention(theirs), x, Inputs()), expected, trained(theirs) | {"x": x}, EXACT)

@@ -32,7 +32,7 @@ from engine.parallel import ranks as parallel
 from engine.parallel import sharded as sharded_model
 from engine.parallel.sharded import ShardedModel
 from engine.plan import costs, plan
-from model import BLOCK, Model, ParameterPool, Sum
+from model import BLOCK, READER, Model, Pool, Sum
 
 TINY = {
     "n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 32, "vocab_size": 512, "batch_size": 2,
@@ -647,11 +647,11 @@ def test_mistakes(flags, named):
 
 
 def test_data_for_later_layers_is_refused_as_in_training(monkeypatch):
-    class Handing(ParameterPool):
+    class Handing(Pool):
         def forward(self, x, inputs):
             return super().forward(inputs.shared.setdefault("first", x), inputs)
 
-    monkeypatch.setitem(BLOCK, "mine", lambda cfg, layer: [Sum(cfg, mlp=Handing(cfg))])
+    monkeypatch.setitem(BLOCK, "mine", lambda cfg, layer: [Sum(cfg, mlp=Handing(cfg, layer, READER["p"]))])
     assert plan.estimate(config(block="mine")).total > 0
     cfg, lines = config(block="mine", pp=2, world_size=2), []
     for run in (plan.estimate, train_one_rank):

@@ -213,9 +213,13 @@ def test_refuses_heads_and_positions_that_it_does_not_know(part):
 
 @pytest.mark.parametrize("gate", ["heads", "output", "none"])
 def test_refuses_heads_whose_forward_does_more(gate, monkeypatch):
-    """A gate in Heads.forward that contextual_mlp does not know, on the heads' results or on the output."""
+    """A gate in Pool.forward that contextual_mlp does not know, on the heads' results or on the output."""
+
+    own = M.Pool.forward
 
     def forward(self, x: torch.Tensor, inputs: M.Inputs) -> torch.Tensor:
+        if self.reader.units:
+            return own(self, x, inputs)
         q, k, v = self.project(x, inputs)
         y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)
         g = x.mean(-1, keepdim=True).sigmoid()

@@ -391,7 +391,7 @@ def test_heads_with_an_unknown_gate(trained, capsys, monkeypatch):
     own = M.Pool.forward
     monkeypatch.setattr(M.Pool, "forward", lambda self, x, inputs: own(self, x, inputs) * x.sigmoid())
     line = refused(lens.main, [f"--out_dir={trained}", *READ], capsys)
-    assert "layer=1 head=1 computes something else" in line and "ContextPool has changed" in line
+    assert "layer=1 head=1 computes something else" in line and "Pool has changed" in line
 
 
 def test_data_of_another_tokenizer(trained, tmp_path, capsys):

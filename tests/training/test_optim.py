@@ -15,8 +15,8 @@ from engine.optim import (
     OPTIMIZER,
     AdamW,
     Elementwise,
-    Kind,
     Muon,
+    Parts,
     build,
     decay_groups,
     learning_rate,
@@ -327,7 +327,7 @@ class OneState(Elementwise):
 @pytest.mark.parametrize("muon", [False, True])
 def test_a_new_optimizer_is_one_entry(muon, monkeypatch):
     """Muon may train the hidden matrices beside it. Its state and the counted bytes are those of new_state."""
-    monkeypatch.setitem(OPTIMIZER, "mine", Kind(OneState, muon))
+    monkeypatch.setitem(OPTIMIZER, "mine", Parts(OneState, muon))
     model = Tiny()
     optimizer = build(model, config(optimizer="mine"))
     first, *others = optimizer.parts

@@ -439,7 +439,7 @@ def test_vocabulary_has_room_for_the_objective(tmp_path, objective, chars, given
         out.add("train", np.arange(chars))
     shape = {"corrupt_ratio": 0.3, "span_length": 1.5}
     cfg = Config(dataset=str(tmp_path), objective=objective, block_size=16, vocab_size=given, **shape)
-    data, made, settled = train.open_dataset(cfg)
+    data, made, settled = train.open_with_objective(cfg)
     assert (cfg.vocab_size, settled) == (given, vocab_size)
     assert type(made) is OBJECTIVE[objective] and made == OBJECTIVE[objective](chars, None, 16, **shape)
 
@@ -513,10 +513,10 @@ def test_figures_that_cannot_be_written(run, monkeypatch, capsys):
 def test_no_rank_counts_bytes_if_one_cannot(tiny_data):
     """A table that only some nodes have in their cache."""
     cfg = parse(Config, [*TINY, f"--dataset={tiny_data}"])
-    data, _, _ = train.open_dataset(cfg)
+    data, _, _ = train.open_with_objective(cfg)
     with_others = SimpleNamespace(device=torch.device("cpu"), sum=lambda x: x + 1)
-    lengths, why_not = evaluation.byte_lengths(cfg, data, with_others)
-    assert lengths is None and "another rank cannot read the tokenizer; set TIKTOKEN_CACHE_DIR" in why_not
+    token_bytes, why_not = evaluation.byte_lengths(cfg, data, with_others)
+    assert token_bytes is None and "another rank cannot read the tokenizer; set TIKTOKEN_CACHE_DIR" in why_not
     alone = SimpleNamespace(device=torch.device("cpu"), sum=lambda x: x)
     assert evaluation.byte_lengths(cfg, data, alone)[0].sum() == 256
 
@@ -559,8 +559,8 @@ def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
     val = {0: math.nan, 2: 3.0, 4: 4.0, 6: 3.5, 8: math.inf, 10: 2.5, 12: 2.5}
     mean_loss, seen = train.mean_loss, []
 
-    def scripted(cfg, ranks, replica, objective, lengths, stop, stream, n_batches):
-        train_loss, bpb = mean_loss(cfg, ranks, replica, objective, lengths, stop, stream, n_batches)
+    def scripted(cfg, ranks, replica, objective, token_bytes, stop, stream, n_batches):
+        train_loss, bpb = mean_loss(cfg, ranks, replica, objective, token_bytes, stop, stream, n_batches)
         seen.append(stream.name)
         return (steps[len(seen) // 2 - 1], bpb) if len(seen) % 2 == 0 else (train_loss, None)
 
@@ -587,8 +587,8 @@ def test_a_best_checkpoint_that_cannot_be_written_is_not_the_best(run, monkeypat
     """2.0 is saved, 1.0 is not, and so 1.5 becomes the best one."""
     mean_loss, save, val = train.mean_loss, checkpoint.save, iter([3.0, 2.0, 1.0, 1.5])
 
-    def scripted(cfg, ranks, replica, objective, lengths, stop, stream, n_batches):
-        found = mean_loss(cfg, ranks, replica, objective, lengths, stop, stream, n_batches)
+    def scripted(cfg, ranks, replica, objective, token_bytes, stop, stream, n_batches):
+        found = mean_loss(cfg, ranks, replica, objective, token_bytes, stop, stream, n_batches)
         return (next(val), found[1]) if stream.name.endswith(" val") else found
 
     def to_full_disk(out_dir, step, *args):

@@ -19,7 +19,7 @@ import torch
 
 from configurator import Config, parse
 from data.errors import require
-from engine.evaluation import open_dataset
+from data.objective import open_with_objective
 from engine.metrics import read_metrics
 from engine.plan import accounting
 from model import Model
@@ -49,7 +49,7 @@ class Costs(NamedTuple):
 
 def costs(cfg: Config, eval_iters: int) -> Costs:
     """The costs of a training with these flags, which ends with an evaluation of so many batches (0 = all of val)."""
-    data, objective, cfg.vocab_size = open_dataset(cfg)
+    data, objective, cfg.vocab_size = open_with_objective(cfg)
     with torch.device("meta"):
         whole_model = Model(cfg)
     flops_per_token = accounting.flops(whole_model, *objective.lengths) / cfg.block_size

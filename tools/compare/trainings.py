@@ -22,7 +22,8 @@ from typing import Literal
 import torch
 
 from data.errors import require
-from engine.checkpoint.folder import FolderLock, write_json
+from data.files import writing
+from engine.checkpoint.folder import FolderLock
 from engine.device import machine, resolve_device
 from tools.child import Child, measure
 from tools.compare.run import Run
@@ -133,6 +134,14 @@ class Comparison:
                 text = f"warning: the code has changed since trainings in --out={options.out}; to repeat them, {advice}"
                 print(text, file=sys.stderr)
 
+    def store(self, content: dict):
+        """Write compare.json atomically, and make its folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.folder / "compare.tmp"
+        with writing(self.folder / "compare.json"):
+            temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.replace(self.folder / "compare.json")
+
     def match(self):
         """Adapt the other runs to the first."""
         first, *others = self.runs
@@ -142,7 +151,7 @@ class Comparison:
                 run.match_parameters(first.costs.parameters)
         if "seconds" in kind and not self.stored["ms_per_step"] and not self.options.dry_run:
             self.stored["ms_per_step"] = self.time_steps()
-            write_json(self.folder / "compare.json", self.stored)  # later calls take the same number of steps
+            self.store(self.stored)  # later calls take the same number of steps
         times = self.stored["ms_per_step"]
         for run in others:
             if "seconds" in kind:
@@ -283,7 +292,7 @@ class Comparison:
         notes += [f"Evaluations read {evaluated}."]
         notes += match_notes(self.runs, self.options.match, self.stored["ms_per_step"]) + row_notes(rows)
         text = markdown(rows, self.options.swept) + "".join(f"* {note}\n" for note in notes)
-        write_json(self.folder / "compare.json", self.stored | {"notes": notes, "runs": rows})
+        self.store(self.stored | {"notes": notes, "runs": rows})
         (self.folder / "compare.md").write_text(text)
         return text
 
