@@ -261,7 +261,10 @@ def convert(cls: type, name: str, value: Any, where: str) -> Any:
         raise ValueError(f"{here}: there is no wandb here; {remedy}, and watch the run by tensorboard --logdir=OUT_DIR")
     if name not in kinds:
         near = difflib.get_close_matches(name, kinds, 1)
-        raise ValueError(f"{here}: no such flag; " + (f"the nearest is {near[0]}" if near else "--help lists them"))
+        remedy = f"the nearest is {near[0]}" if near else "--help lists them"
+        if name in ("pool", "wiring", "slot_softmax"):
+            remedy = "write --layer=c+p, or c,p for series, or c.own_slots or c.joint_slots for a joint pool"
+        raise ValueError(f"{here}: no such flag; {remedy}")
     try:
         return coerce(value, kinds[name])
     except ValueError:

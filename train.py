@@ -227,7 +227,8 @@ class Run:
         schedule_moved = optim.rescheduled(self.step, cfg, self.stored_flags)
         slow = slow_step_warning(cfg, work.fastest_step)
         unused = "fp32_residual=False has no effect in float32" * (cfg.dtype == "float32" and not cfg.fp32_residual)
-        for note in filter(None, (schedule_moved, slow, self.why_no_bytes, unused)):
+        layer = accounting.layer_in_words(cfg) if cfg.block == "superblock" else None
+        for note in filter(None, (layer, schedule_moved, slow, self.why_no_bytes, unused)):
             self.metrics.say(note)
         if self.step >= cfg.max_iters:
             self.metrics.say(

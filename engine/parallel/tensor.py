@@ -173,9 +173,8 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
     cuts = {name: sharded_dim(model, name) for name, _ in model.named_parameters()}  # may raise before any cut
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     for name, module in model.named_modules():
-        if isinstance(module, GroupedLinear):
-            module.groups //= n
-        elif (fused := getattr(module, "fused", None)) and fused[1] % n:
+        fused, grouped = getattr(module, "fused", None), isinstance(module, GroupedLinear)  # whose groups are cut
+        if fused and fused[1] % n and not grouped:
             raise ValueError(f"tp={n} does not divide the {fused[1]} groups of rows of {name}; set another tp")
     for name, dim in cuts.items():
         if dim is not None:
@@ -197,7 +196,9 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
             module.register_forward_hook(gather)
         elif role == "after":
             module.register_forward_pre_hook(reduce)
-        elif isinstance(module, Linear) and role == "out" and module.bias is not None:
+        elif isinstance(module, GroupedLinear):
+            module.groups //= n
+        elif isinstance(module, Linear) and role in ("out", "whole") and module.bias is not None:
             module.forward = partial(row_parallel, module, n)
         elif isinstance(module, NormOfHeads):
             module.forward = partial(norm_over_ranks, module, group)

@@ -7,11 +7,12 @@ The model must be whole, not a rank's slice or stage of it. It may be on the met
 """
 
 from collections import Counter
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 
-from model import Linear, Model, Pool
+from model import READER, Linear, Model, ModelConfig, Pool, Reader, layer_readers
 from ops import Mask, attention_kernel, takes_flash
 
 
@@ -56,6 +57,30 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
             if m.reader.slots == "own_slots":
                 counts[attention_kernel(Mask(False), tokens // pieces, slots, False, *rest)] += 1
     return ", ".join(f"{kernel} ({n} layer{'s' * (n > 1)})" for kernel, n in counts.items())
+
+
+def layer_in_words(cfg: ModelConfig) -> str:
+    """The superblock's sums, such as "2 heads on the context + 384 hidden units", and the parameters that the rounding
+    of parts of the hidden units adds to the model."""
+    said, added, strings = [], 0, range(cfg.layer.count(";") + 1)
+
+    def words(reader: Reader) -> str:
+        part, usual = cfg.part(reader), next(r for r in READER.values() if reader.name.startswith(r.name))
+        of = {"context": "the context", "memory": "the memory", "parameters": f"{part.n_slot:,} slots"}[reader.source]
+        size = f"{part.hidden_dim:,} hidden units" if reader.units else f"{part.n_head} heads on {of}"
+        size += f" and {part.n_slot:,} slots" * bool(reader.slots)
+        choices = [choice for choice, default in zip(reader[2:6], usual[2:6], strict=True) if choice != default]
+        return size + f" ({', '.join(choices)})" * bool(choices)
+
+    for i in strings:
+        sums = layer_readers(cfg, cfg.layer, i)
+        said.append(", then ".join(" + ".join(map(words, readers)) for readers in sums))
+        for reader in (reader for readers in sums for reader in readers if reader.units):
+            part, whole = cfg.part(reader), cfg.part(reader._replace(share=Fraction(1)))
+            units = part.hidden_dim - whole.hidden_dim * reader.share
+            added += (2 + part.gated) * cfg.n_embd // cfg.n_group * units * len(range(i, cfg.n_layer, len(strings)))
+    rounded = f"; rounding the hidden units of parts adds {int(added):+,} parameters" if added else ""
+    return "layer: " + "; next layer: ".join(said) + rounded
 
 
 class Work(NamedTuple):

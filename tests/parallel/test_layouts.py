@@ -74,6 +74,8 @@ GATED = "--mlp=swiglu --norm=rmsnorm --pos=rope --n_embd=48 --n_head=4 --attenti
 WIDE = "--qk_norm=True --qk_norm_width=model --norm_placement=after --norm=rmsnorm --pos=rope --n_head=4".split()
 LAYERS = "--block=parallel --norm_per_reader=True --pos=rope --pos_pattern=LNG --rope_fraction=0.5 --n_layer=3".split()
 LAYERS += "--head_bias=True --qkv_bias=True --norm_bias=True --embed_norm=True --embed_scale=3.0".split()
+PARTS = ["--block=superblock", "--layer=c/2+p/2,c.stream.relu+s.gelu/2,p.matrix", "--n_head=4"]
+GROUPS = ["--block=superblock", "--layer=c.none+p,p.softmax.matrix", "--n_head=4"]
 MODELS = {  # what is particular about a layout: layout -> {name: flags of the model}
     "tp": {
         "llama": [*GATED, *MUON],
@@ -82,6 +84,8 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "values": ["--block=simplified_parallel", "--simplified_value_proj=all", *MUON],
         "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=alibi", "--window=7"],
         "series": ["--block=superblock", "--layer=c,p", "--mlp=geglu", "--qk_norm=True", "--n_embd=48"],
+        "parts": [*PARTS, "--bias=True", "--n_slot=4", *MUON],
+        "groups": [*GROUPS, "--n_group=4", "--bias=True", "--mlp=swiglu", *MUON],
         "wide": [*WIDE, "--head_dim=12", "--attention=gqa", "--n_kv_head=2", "--tie_weights=False", *MUON],
         "layers": [*LAYERS, "--loss_chunk=7"],
         "masked": ["--objective=masked", "--doc_mask=True", "--doc_positions=True", "--attn_softcap=3.0"],
@@ -92,6 +96,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "biases, alibi": ["--bias=True", "--pos=alibi", "--attn_softcap=3.0", "--activation_checkpoint=full"],
         "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=rope", *MUON],
         "values": ["--block=simplified_parallel", "--simplified_value_proj=all", "--pos=rope", "--window=9"],
+        "parts": [*PARTS, "--n_slot=4", "--pos=rope"],
         "layers": [*LAYERS, "--rope_scaling=llama3:8:1:4:8"],
         "few keys": ["--block=simplified", "--attention=mqa", "--n_embd=48", "--n_head=4"],
     },
@@ -102,7 +107,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "untied": ["--tie_weights=False", "--activation_checkpoint=selective", "--n_layer=3"],
         "seq2seq": ["--objective=seq2seq", "--grad_clip=0.0"],
     },
-    "hsdp": {"muon": [*MUON, "--block=superblock"]},
+    "hsdp": {"muon": [*MUON, "--block=superblock"], "groups": [*GROUPS, "--n_group=2", *MUON]},
     "fsdp+tp": {
         "llama": [*GATED, *MUON, "--activation_checkpoint=selective"],
         "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0"],
@@ -669,7 +674,8 @@ def test_fsdp_holds_one_share_of_parameters_and_optimizer(facts):
         (2, ["--tp=2", "--block_size=15"], "tp=2 does not divide block_size=15; set --block_size=16"),
         (2, ["--tp=2", "--n_embd=64", "--mlp_ratio=3"], "tp=2 does not divide the MLP's 192 hidden units"),
         (2, ["--tp=2", "--dropout=0.1"], "dropout=0.1 does not go with tp=2"),
-        (2, ["--tp=2", "--block=superblock", "--n_group=2"], "n_group=2 does not go with tp=2"),
+        (2, ["--tp=2", "--block=superblock", "--n_group=3", "--n_embd=48"], "tp=2 does not divide n_group=3"),
+        (2, ["--tp=2", *GROUPS], "the softmax of p is over all units; set n_group=2"),
         (2, ["--tp=2", "--objective=seq2seq"], "tp=2 does not divide the 3 tokens of the text or the 15 of its source"),
         (2, ["--cp=2", "--objective=masked"], "cp=2 needs objective=causal, and it is masked"),
         (2, ["--cp=2", "--doc_mask=True"], "doc_mask=True does not go with cp=2"),
