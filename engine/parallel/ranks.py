@@ -279,10 +279,11 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
 
 def of_first_rank(action: Callable[[], T]) -> T:
     """The result of action() on the first rank, for every rank. All ranks raise its OSError or ValueError."""
-    result = [together(lambda: action() if is_first_rank() else None)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(result)
-    return result[0]
+    results = [together(lambda: action() if is_first_rank() else None)]
+    if dist.is_initialized():  # a gather, as the fake ranks of a plan receive nothing from a broadcast
+        results *= dist.get_world_size()
+        dist.all_gather_object(results, results[0])
+    return results[0]
 
 
 def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:
