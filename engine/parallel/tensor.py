@@ -86,7 +86,7 @@ def check(cfg, n: int):
         if reader.units:
             whole = reader.phi == "softmax" and not sliced
             require(
-                not whole, f"layer={cfg.layer}: the softmax of p is over units of all ranks; set n_group={n}, or tp=1"
+                not whole, f"layer={cfg.layer}: the softmax of p needs all units of a group; set n_group={n}, or tp=1"
             )
             fits = cfg.n_group % n == 0 if sliced else F % (unit * n) == 0
             units = f"n_group={cfg.n_group}" if sliced else f"the MLP's {F} hidden units in groups of {unit}"

@@ -675,7 +675,7 @@ def test_fsdp_holds_one_share_of_parameters_and_optimizer(facts):
         (2, ["--tp=2", "--n_embd=64", "--mlp_ratio=3"], "tp=2 does not divide the MLP's 192 hidden units"),
         (2, ["--tp=2", "--dropout=0.1"], "dropout=0.1 does not go with tp=2"),
         (2, ["--tp=2", "--block=superblock", "--n_group=3", "--n_embd=48"], "tp=2 does not divide n_group=3"),
-        (2, ["--tp=2", *GROUPS], "the softmax of p is over all units; set n_group=2"),
+        (2, ["--tp=2", *GROUPS], "the softmax of p needs all units of a group; set n_group=2"),
         (2, ["--tp=2", "--objective=seq2seq"], "tp=2 does not divide the 3 tokens of the text or the 15 of its source"),
         (2, ["--cp=2", "--objective=masked"], "cp=2 needs objective=causal, and it is masked"),
         (2, ["--cp=2", "--doc_mask=True"], "doc_mask=True does not go with cp=2"),
