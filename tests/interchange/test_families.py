@@ -697,7 +697,9 @@ def test_other_flags_are_free(small, run):
 def test_export_of_a_run(hf, trained, tmp_path, capsys):
     export(trained, tmp_path / "out", "--dtype=bfloat16", "--which=best")
     assert "the weights of" in capsys.readouterr().out and not list(tmp_path.glob(".tmp-*"))
-    export(trained, tmp_path / "exact")
+    (tmp_path / "a\nrun").symlink_to(trained)
+    export(tmp_path / "a\nrun", tmp_path / "exact")
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/exact: the weights of '{tmp_path}/a\\nrun/step_")
     model = load(SampleConfig(out_dir=str(trained)), torch.device("cpu"))[1]
     reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "exact").eval()
     idx = torch.randint(257, (2, 16))
