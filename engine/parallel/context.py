@@ -7,9 +7,8 @@ A text is cut into 2n pieces. Rank r of n joins the r-th piece from the front an
 So the queries of every rank see equally many keys, and attention takes equally long everywhere.
 
 Attention gathers the keys and values of all pieces (arXiv:2407.21783, section 3.3.2), after the position encoding, so
-each key has its position in the full text. For each piece, the keys end where
-the piece ends, and its queries are the last positions of these keys. Losses and gradients are averaged over the ranks,
-as over data-parallel ranks.
+each key has its position in the full text. For each piece, the keys end where the piece ends, and its queries are the
+last positions of these keys. Losses and gradients are averaged over the ranks, as over data-parallel ranks.
 """
 
 import math
