@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import model
+from data.errors import printable
 from model import ModelConfig, require
 
 T = TypeVar("T")
@@ -294,7 +295,7 @@ def check_used(cfg: Any, given: Given):
 def spell(name: str, value: Any, where: str) -> str:
     """A setting as the user writes it on the command line or in a file, cut to 100 characters."""
     if where == COMMAND_LINE:
-        text = f"--{name}={value if str(value).isprintable() else repr(value)}"
+        text = f"--{name}={printable(value)}"
     else:
         text = f"{name} = {value!r}"
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -270,8 +270,8 @@ def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
     """PyTorch's attention in a fused kernel. CUDA's kernels for masks and float32 have no grouped heads, for which
-    PyTorch would silently make a (T, S) matrix; so keys and values are repeated there. For at
-    most 256 keys on a CPU, bfloat16 inputs become float32, whose backward is up to six times as fast."""
+    PyTorch would silently make a (T, S) matrix; so keys and values are repeated there. For at most 256 keys on a CPU,
+    bfloat16 inputs become float32, whose backward is up to six times as fast."""
     group = q.size(1) // k.size(1)
     if q.device.type == "cpu" and matmul_dtype(q) == torch.bfloat16 and k.size(2) <= 256:
         mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.float()

@@ -6,6 +6,7 @@ with user_errors():             # ValueError and OSError become `error: ...` and
 command(main)                   # the whole program
 """
 
+import io
 import json
 import os
 import signal
@@ -31,7 +32,6 @@ def user_errors(kinds: Any = (ValueError, OSError)) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:  # the reader of stdout has ended, as in `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python's exit flushes stdout again
         raise SystemExit(1) from None
     except kinds as error:
         fail(one_line(error))
@@ -65,9 +65,8 @@ def one_line(error: Exception) -> str:
     """The message of an error in one line. Errors of the operating system get their path and a remedy."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
-        where = error.filename or stdout_that_fails()
         text = f"{error.strerror}; check the path, its permissions and the free space on its disk, then try again"
-        text = f"{where}: {text}" if where else text
+        text = f"{error.filename}: {text}" if error.filename else text
     return shortened(text)
 
 
@@ -77,21 +76,28 @@ def shortened(text: str) -> str:
     return text if len(text) <= 1000 else f"{text[:500]} ... {text[-400:]}"
 
 
+def printable(value: Any) -> str:
+    """The value as text, or its repr where a character cannot be printed, such as a line end in a path."""
+    return str(value) if str(value).isprintable() else repr(str(value))
+
+
 def say(line: str):
     """Print a line on stderr. A stderr that cannot be written is no reason to end."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
-def stdout_that_fails() -> str:
-    """The name of stdout if it cannot be written, otherwise "". What it holds then goes to /dev/null, because Python's
-    exit flushes it again."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return "stdout"
-    return ""
+class Stdout(io.FileIO):
+    """The file behind stdout. The error of a write names it, and what follows goes to /dev/null, because Python's exit
+    writes again what is left."""
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            error.filename = "stdout"
+            raise
 
 
 def command(main: Callable[[], Any], kinds: Any = OSError):
@@ -104,6 +110,11 @@ def command(main: Callable[[], Any], kinds: Any = OSError):
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
+    if (out := sys.stdout) is sys.__stdout__:  # no test has replaced it
+        file = Stdout(out.fileno(), "w", closefd=False)
+        buffer = file if out.write_through else io.BufferedWriter(file)  # python -u has no buffer
+        how = {"line_buffering": out.line_buffering, "write_through": out.write_through}
+        sys.stdout = io.TextIOWrapper(buffer, out.encoding, out.errors, **how)
     try:
         with user_errors(kinds):
             try:

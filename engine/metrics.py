@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from data.errors import say
 from data.files import open_regular
 from engine.events import Events
 
@@ -175,10 +176,11 @@ class Console:
         try:
             print(text, flush=True)
         except OSError as error:  # the terminal is gone, or the disk is full: metrics.jsonl has all figures
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             caught = signal.SIGTERM, signal.SIGINT
             stopping = signal.SIG_DFL in map(signal.getsignal, caught)  # for example by a Ctrl-C that also ended tee
-            if isinstance(error, BrokenPipeError) and not stopping:  # as in `| head`: save and stop, as after SIGTERM
+            if not isinstance(error, BrokenPipeError):
+                say(f"warning: stdout: {error.strerror}; the run goes on, and metrics.jsonl has its figures")
+            elif not stopping:  # as in `| head`: save and stop, as after SIGTERM
                 os.kill(os.getpid(), signal.SIGTERM)
         if self.bar is not None:
             self.bar.refresh()

@@ -18,6 +18,11 @@ def test_a_fault_can_be_planted(number):
         assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), test
 
 
+def test_no_fault_is_listed_twice():
+    planted = [fault[:3] for fault in FAULTS]
+    assert [fault for fault in planted if planted.count(fault) > 1] == []
+
+
 def test_faults_are_spread():
     counts = {
         place: sum(file.startswith(place) for file, *_ in FAULTS)

@@ -1,6 +1,7 @@
 """A training run without files, for measurements: the model, the optimizer and the loader of train.py, and its steps.
 
-with closing(Training(cfg, *random_data(folder))) as run:
+random_data(folder, tokens, vocab_size)  # cfg.dataset names the folder
+with closing(Training(cfg)) as run:
     loss, grad_norm = run.step()
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from configurator import Config
 from data.loader import Loader
 from data.objective import open_with_objective
-from engine import optim
+from engine import compilation, optim
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
 from engine.step import Step
@@ -63,7 +64,7 @@ class Training:
         """Make a step; returns (this rank's mean loss, gradient norm)."""
         made = self.parts_of_step(self.loader, optim.learning_rate(self.done, self.cfg))
         self.done += 1
-        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if self.ranks.compile else 0
+        graphs = compilation.graphs() if self.ranks.compile else 0
         self.graphs = {"graphs of the first step": graphs} | self.graphs | {"graphs in all": graphs}
         return made
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from data.command import Parser
-from data.errors import command, require, user_errors
+from data.errors import command, printable, require, user_errors
 from data.files import amount
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.convert import convert
@@ -30,11 +30,11 @@ def main(argv: list[str] | None = None):
         if args.command == "convert":
             require(not args.file and not args.which, "convert takes OUT_DIR alone; it converts every checkpoint in it")
             for path in convert(args.out_dir):
-                print(f"{path} has the present format now")
+                print(f"{printable(path)} has the present format now")
         else:
             require(args.file, "consolidate writes a file; name it after the folder, such as model.safetensors")
             path = consolidate(args.out_dir, args.file, args.which or "latest")
-            print(f"{args.file}: the weights of {path}")
+            print(f"{printable(args.file)}: the weights of {printable(path)}")
 
 
 def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") -> Path:

@@ -9,7 +9,7 @@ first in families.py that has the run's flags. With --remote-code, our own model
 import signal
 
 from data.command import Parser
-from data.errors import command, user_errors
+from data.errors import command, printable, user_errors
 from engine.interchange.huggingface import export
 
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None):
         parser.add_argument("--remote-code", action="store_true", help="write our own model.py as the architecture")
         args = parser.parse_args(argv)
         path = export(args.run, args.folder, args.dtype, args.which, args.remote_code)
-        print(f"{args.folder}: the weights of {path}")
+        print(f"{printable(args.folder)}: the weights of {printable(path)}")
 
 
 if __name__ == "__main__":

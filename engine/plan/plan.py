@@ -195,7 +195,15 @@ def report(plan: Plan) -> str:
     most = f"batch_size={plan.largest_batch} is the largest that does" if plan.largest_batch else "no batch_size does"
     worlds = []
     if plan.total > plan.usable:
-        no = "none; divide the model with parallel=fsdp, tp or pp, and raise gradient_accumulation_steps"
+        remedies = {
+            "a smaller batch_size": cfg.batch_size > 1,
+            "activation_checkpoint=full": cfg.activation_checkpoint != "full",
+            "parallel=fsdp": cfg.parallel != "fsdp",
+            "tp": cfg.tp == cfg.pp == 1,
+            "pp": cfg.tp == cfg.cp == cfg.pp == 1,  # it works with neither tp nor cp yet
+        }
+        unused = [remedy for remedy, is_unused in remedies.items() if is_unused]
+        no = f"none; try {', '.join([*unused, 'or more ranks with larger gradient_accumulation_steps'])}"
         worlds = [f"  {'smallest world_size that fits':<34} {plan.smallest_world or no:>10}"]
     lines = [
         f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e9:,.4g} GFLOP per token forward and backward",

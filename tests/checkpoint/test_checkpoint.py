@@ -997,8 +997,9 @@ def test_a_checkpoint_of_format_3_is_converted_and_goes_on(tmp_path, capsys):
     for index, piece in pickle.loads((path / ".metadata").read_bytes()).storage_data.items():
         data = (path / piece.relative_path).read_bytes()[piece.offset :][: piece.length]
         old[index.fqn, tuple(index.offset or ())] = torch.load(io.BytesIO(data))
-    checkpoint_commands.main(["convert", str(run)])
-    assert capsys.readouterr().out == f"{path} has the present format now\n"
+    (link := tmp_path / "a\nrun").symlink_to(run)
+    checkpoint_commands.main(["convert", str(link)])
+    assert capsys.readouterr().out == f"{str(link / path.name)!r} has the present format now\n"
     assert names(path) == ["index.json", "rank_0.safetensors", "rank_1.safetensors", "state.json"]
     assert names(run) == ["best", "expected.json", "latest", "metrics.jsonl", step_name(3)]
     for (name, offsets), part in old.items():
@@ -1053,9 +1054,10 @@ def test_consolidated_weights_give_the_same_logits(tmp_path, tied, capsys):
     from safetensors import safe_open
     from safetensors.torch import load_model
 
-    model, file = trained(tmp_path / "run", tie_weights=tied), tmp_path / "model.safetensors"
+    model, file = trained(tmp_path / "run", tie_weights=tied), tmp_path / "model\n.safetensors"
     checkpoint_commands.main(["consolidate", str(tmp_path / "run"), str(file)])
-    assert str(file) in capsys.readouterr().out and names(tmp_path) == ["model.safetensors", "run"]
+    assert capsys.readouterr().out == f"{str(file)!r}: the weights of {tmp_path}/run/step_00000005\n"
+    assert names(tmp_path) == ["model\n.safetensors", "run"]
     tensors = load_file(file)
     assert tensors.keys() == {name for name, _ in model.named_parameters()}
     with safe_open(file, "pt") as opened:

@@ -381,7 +381,10 @@ def test_streams_that_are_closed_or_full(trained):
         f"{sample} > /dev/full": (2, 2),  # after a line about the model
         f"{sample} >&-": (0, 2),
         f"{sample} --help > /dev/full": (2, 1),
+        f"{sys.executable} train.py --help > /dev/full": (2, 1),  # longer than the buffer
     }
+    unbuffered = ("evaluate.py", "-m tools.plot", "-m tools.lens", "-m engine.interchange")
+    commands |= {f"{sys.executable} -u {name} --help > /dev/full": (2, 1) for name in unbuffered}
     how = {"cwd": ROOT, "stdout": -1, "stderr": -1, "text": True, "env": os.environ | {"PYTHONUNBUFFERED": ""}}
     started = [subprocess.Popen(["bash", "-c", command], **how) for command in commands]
     for process, (command, (code, lines)) in zip(started, commands.items(), strict=True):

@@ -348,11 +348,8 @@ def test_scores_of_tokens_of_several_bytes(run, say, tmp_path):
     ],
     ids=str,
 )
-def test_scores_that_cannot_be(request, capfd, files, monkeypatch, objective, flags, fragments):
-    out = request.getfixturevalue(objective)
-    monkeypatch.chdir(files)
-    error = refused(sample.main, [f"--out_dir={out}", "--device=cpu", *flags], capfd)
-    assert all(fragment in error for fragment in fragments), error
+def test_scores_that_cannot_be(refused_beside_files, objective, flags, fragments):
+    refused_beside_files(objective, flags, fragments)
 
 
 # ---- blanks
@@ -451,11 +448,21 @@ def test_each_sample_of_seq2seq_fills_its_blank(capsys, monkeypatch):
     ],
     ids=ascii,
 )
-def test_blanks_that_cannot_be_filled(request, capfd, files, monkeypatch, objective, flags, fragments):
-    out = request.getfixturevalue(objective)
-    monkeypatch.chdir(files)
-    error = refused(sample.main, [f"--out_dir={out}", "--device=cpu", *flags], capfd)
-    assert all(fragment in error for fragment in fragments), error
+def test_blanks_that_cannot_be_filled(refused_beside_files, objective, flags, fragments):
+    refused_beside_files(objective, flags, fragments)
+
+
+@pytest.fixture
+def refused_beside_files(request, capfd, files, monkeypatch):
+    """refused_beside_files("trained", flags, fragments) runs sample.py in the folder `files`; it refuses the flags."""
+
+    def call(run: str, flags: list[str], fragments: list[str]):
+        out = request.getfixturevalue(run)
+        monkeypatch.chdir(files)
+        error = refused(sample.main, [f"--out_dir={out}", "--device=cpu", *flags], capfd)
+        assert all(fragment in error for fragment in fragments), error
+
+    return call
 
 
 @pytest.fixture(scope="module")

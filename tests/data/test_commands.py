@@ -164,7 +164,8 @@ def test_a_stdout_that_fails_loses_nothing(tmp_path):
     line = shlex.join([sys.executable, "-u", *map(str, flags)])
     done = subprocess.run(f"exec {line} >/dev/full", shell=True, capture_output=True, text=True)
     note, error = done.stderr.splitlines()
-    assert done.returncode == 2 and note.startswith("note: ") and error.startswith("error: No space left on device; ")
+    assert done.returncode == 2 and note.startswith("note: ")
+    assert error.startswith("error: stdout: No space left on device; ")
     assert len(dataset.open_data(tmp_path / "out").split("train")) == 297
     for redirection in ("2>&-", "2>/dev/full"):  # nor does an error need a stderr
         done = subprocess.run(f"exec {line} --nope=1 {redirection}", shell=True, capture_output=True, text=True)

@@ -656,7 +656,7 @@ def test_training_starts_from_hugging_face(small, run, many, tiny_data, tmp_path
     with torch.no_grad():
         logits = reference(rows[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
-    assert metrics(alone)[0]["val_loss"] == pytest.approx(expected, rel=1e-5)
+    assert metrics(alone)[0]["val_loss"] == pytest.approx(expected, rel=1e-4)
     stored = (alone / "config.py").read_text()
     assert "vocab_size = 271" in stored and "norm = 'rmsnorm'" in stored
 
@@ -697,12 +697,14 @@ def test_other_flags_are_free(small, run):
 def test_export_of_a_run(hf, trained, tmp_path, capsys):
     export(trained, tmp_path / "out", "--dtype=bfloat16", "--which=best")
     assert "the weights of" in capsys.readouterr().out and not list(tmp_path.glob(".tmp-*"))
-    export(trained, tmp_path / "exact")
+    (tmp_path / "a\nrun").symlink_to(trained)
+    export(tmp_path / "a\nrun", tmp_path / "exact")
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/exact: the weights of '{tmp_path}/a\\nrun/step_")
     model = load(SampleConfig(out_dir=str(trained)), torch.device("cpu"))[1]
     reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "exact").eval()
     idx = torch.randint(257, (2, 16))
     with torch.no_grad():
-        torch.testing.assert_close(reference(idx).logits, model(idx), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(reference.double()(idx).logits, model.double()(idx), atol=1e-9, rtol=0)
     assert reference.generation_config.eos_token_id == reference.config.bos_token_id == 256
     assert hf.AutoTokenizer.from_pretrained(tmp_path / "exact")("été<|endoftext|>").input_ids == [*"été".encode(), 256]
     with safe_open(tmp_path / "out/model.safetensors", "pt") as file:

@@ -38,6 +38,7 @@ KEPT = {  # what a module does in its __init__ -> the parameter that it gets, an
     "m.ln = nn.LayerNorm(16); m.ln.initial = {'weight': 0.5}": ("ln.weight", 0.5),
     "m.act = nn.PReLU()": ("act.weight", 0.25),
     "m.emb = nn.Embedding(4, 16); m.emb.initial = {'weight': M.Normal(0.0)}": ("emb.weight", 0.0),
+    "m.conv = nn.Conv1d(16, 16, 3); m.conv.initial = {'weight': M.Normal(0.02), 'bias': 0.5}": ("conv.bias", 0.5),
 }
 REFUSED = {  # -> the parameter that the error names, and its module
     "m.own = nn.Parameter(0.1 * torch.randn(4))": ("own", "Mine"),

@@ -376,7 +376,13 @@ def cohere(hf):
         **THEIR_SIZE, **THEIR_ROPE, **THEIR_GQA, intermediate_size=gated_width("swiglu"), logit_scale=1.0
     )
     reference = build(hf, config)
+    return reference, OUR_COHERE, cohere_weights(reference), ROUNDED
 
+
+OUR_COHERE = dict(block="parallel", mlp="swiglu") | OUR_ROPE | OUR_GQA
+
+
+def cohere_weights(reference) -> dict[str, Tensor]:
     def weights_of(layer):
         return sums(
             put("before", layer.input_layernorm)
@@ -385,8 +391,7 @@ def cohere(hf):
         )
 
     m = reference.model
-    weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
-    return reference, dict(block="parallel", mlp="swiglu") | OUR_ROPE | OUR_GQA, weights, ROUNDED
+    return put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
 
 
 def llama_weights(reference) -> dict[str, Tensor]:
@@ -565,18 +570,8 @@ def cohere2(hf):
         sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )  # fmt: skip
     reference = build(hf, config)
-
-    def weights_of(layer):
-        return sums(
-            put("before", layer.input_layernorm)
-            | attention(layer.self_attn, layer.self_attn.o_proj, merge=uninterleaved)
-            | gated_mlp(layer.mlp)
-        )
-
-    m = reference.model
-    weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
-    flags = dict(block="parallel", mlp="swiglu", window=WINDOW, window_pattern="SLS", pos_pattern="GNG")
-    return reference, flags | OUR_ROPE | OUR_GQA, weights, ROUNDED
+    flags = dict(window=WINDOW, window_pattern="SLS", pos_pattern="GNG")
+    return reference, OUR_COHERE | flags, cohere_weights(reference), ROUNDED
 
 
 def gemma3(hf):

@@ -478,6 +478,23 @@ def test_the_smallest_world_that_fits(flags, expected, monkeypatch):
         assert (line and line[1]) == (None if p.total <= p.usable else str(expected or line[1]))
 
 
+@pytest.mark.parametrize(
+    "flags, remedies",
+    [
+        ({}, "batch_size activation_checkpoint=full parallel=fsdp tp pp"),
+        ({"batch_size": 1, "activation_checkpoint": "selective"}, "activation_checkpoint=full parallel=fsdp tp pp"),
+        ({"parallel": "fsdp", "activation_checkpoint": "full"}, "batch_size tp pp"),
+        ({"tp": 4, "world_size": 4}, "batch_size activation_checkpoint=full parallel=fsdp"),
+        ({"pp": 4, "world_size": 4}, "batch_size activation_checkpoint=full parallel=fsdp"),
+    ],
+)
+def test_a_plan_that_does_not_fit_advises_what_is_not_set(flags, remedies, monkeypatch):
+    monkeypatch.setitem(plan.GPU, "h100", replace(plan.GPU["h100"], memory=1e6))
+    flags = {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 5000, "gradient_accumulation_steps": 4} | flags
+    advice = re.search("smallest world_size that fits +none; (.*)", plan.report(plan.estimate(config(**flags))))[1]
+    assert re.findall(r"(?:parallel|activation_checkpoint)=\w+|\bbatch_size|\btp|\bpp", advice) == remedies.split()
+
+
 def test_offload_moves_the_states():
     flags = {"world_size": 4, "parallel": "fsdp"}
     here, there = (plan.estimate(config(fsdp_offload=on, **flags)) for on in (False, True))
