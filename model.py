@@ -273,7 +273,7 @@ class ModelConfig:
         if not reader.units:
             H, Hkv = (int(n * reader.share) for n in (self.n_head, self.kv_heads))
             vars(part).update(n_head=H, attention="gqa", n_kv_head=Hkv, head_dim=self.head_size)
-        if not self.n_slot:
+        if reader.slotted and not self.n_slot:
             mlp = (2 + part.gated) * self.n_embd * part.hidden_dim
             keys = 1 + part.gated * (reader.phi != "softmax")
             part.n_slot = round(mlp / ((keys + 1) * part.kv_heads * self.head_size))
@@ -347,11 +347,11 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "doc_positions": (lambda c: c.doc_mask, "doc_mask=True"),
     "mlp_ratio": (
         lambda c: c.block != "superblock" or any(r.units or r.slotted and not c.n_slot for r in c.readers),
-        "a layer with a p, or with slots and n_slot=0",
+        "layer with a p, or with slots and n_slot=0",
     ),
     "mlp": (
         lambda c: c.block != "superblock" or any(r.phi == "mlp" for r in c.readers),
-        "a layer with a p that has no other map",
+        "layer with a p that has no other map",
     ),
     "norm": (lambda c: c.norm_placement != "none" or c.norm == "none", "norm_placement other than none"),
     "norm_placement": (lambda c: c.norm != "none" or c.norm_placement == "none", "norm other than none"),

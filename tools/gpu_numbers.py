@@ -48,12 +48,18 @@ def attention_cases() -> Iterator[dict]:
     return (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
 
 
+LAYERS = (  # every choice of a reader; the grid of the tests has them too
+    "c,p", "c.own_slots", "c.joint_slots,p", "p/2,c,p/2", "c/2+p/2,c/2+p/2", "c,s", "p;c+s/2", "c.gelu,p.sigmoid",
+    "c.sigmoid+s.swiglu", "c.stream,p.softmax", "c.none,p.matrix", "s.gelu.none,c.gelu/2",
+)  # fmt: skip
+
+
 def model_cases() -> Iterator[dict]:
     """Every block with each value of each Literal and bool flag that it uses, and with some numbers."""
     hints, seen = get_type_hints(ModelConfig), []
     values = {f.name: get_args(hints[f.name]) for f in fields(ModelConfig) if get_origin(hints[f.name]) is Literal}
     values |= {f.name: (True, False) for f in fields(ModelConfig) if bool in (hints[f.name], *get_args(hints[f.name]))}
-    values |= {"block": (), "n_group": (2,), "window": (5,), "attn_softcap": (2.0,)}
+    values |= {"layer": LAYERS, "block": (), "n_group": (2,), "window": (5,), "attn_softcap": (2.0,)}
     beside = {("attention", "gqa"): {"n_kv_head": 2}, ("doc_positions", True): {"doc_mask": True}}
     settings = [{flag: value} | beside.get((flag, value), {}) for flag in values for value in values[flag]]
     for block, setting in itertools.product(BLOCK, [{}, *settings]):

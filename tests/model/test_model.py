@@ -32,6 +32,7 @@ from engine.parallel.tensor import sharded_dim
 from engine.plan.accounting import attention_kernels, flops
 from model import Inputs, Model, ModelConfig
 from ops import Mask, attention, attention_kernel
+from tools.gpu_numbers import LAYERS
 
 TABLES = {  # every axis of the model: flag -> its values, read from the tables themselves
     "block": list(M.BLOCK),
@@ -53,12 +54,6 @@ def choices(kind) -> list:
     return [False, True] if kind is bool else [value for part in get_args(kind) for value in choices(part)]
 
 
-LAYERS = [
-    "c+p", "c,p", "c.own_slots", "c.joint_slots,p", "p/2,c,p/2", "c/2+p/2,c/2+p/2", "c,s", "p;c+s/2",
-    "c.gelu,p.sigmoid", "c.sigmoid+s.swiglu", "c.stream,p.softmax", "c.none,p.matrix", "s.gelu.none,c.gelu/2",
-]  # fmt: skip
-
-
 def numbers(flags: dict) -> dict[str, list]:
     """The values of flags that are numbers or texts beside these other flags."""
     return {
@@ -73,7 +68,7 @@ def numbers(flags: dict) -> dict[str, list]:
         "norm_eps": [1e-5, 1e-3],
         "n_group": [1, 2, 4],
         "n_slot": [0, 5],
-        "layer": LAYERS,
+        "layer": ["c+p", *LAYERS],
         "rope_fraction": [1.0, 0.5],
         "rope_scaling": ["", "yarn:4"],
         "rope_theta_local": [1e4, 7.0],

@@ -678,6 +678,15 @@ def test_data_for_later_layers_is_refused_as_in_training(monkeypatch):
     assert lines[0] == lines[1] and lines[0].startswith("pp=2 hands on only the stream, and a layer hands first to")
 
 
+def test_layers_of_equal_shapes_that_read_otherwise_have_costs_of_their_own():
+    """A map of each score keeps more than the fused softmax; the order of the layers does not matter."""
+    memory = [
+        plan.estimate(config(block="superblock", layer=layer, n_layer=4, activation_checkpoint="none")).total
+        for layer in ("c,p", "c,p;c.gelu,p", "c.gelu,p;c,p", "c.gelu,p")
+    ]
+    assert memory[0] < memory[1] == memory[2] < memory[3]
+
+
 def train_one_rank(cfg: Config):
     with as_rank(cfg) as ranks:
         ShardedModel(cfg, ranks)

@@ -507,7 +507,7 @@ def test_every_entry_of_every_table_has_a_case():
         objectives = set(get_args(get_type_hints(M.ModelConfig)["objective"]))
         assert objectives == {case["objective"] for case in cases if case["block"] == block and "objective" in case}
     layers = {(case.get("layer"), case.get("n_group")) for case in cases}
-    assert {("c.joint_slots", None), ("c,p", None), (None, 2)} <= layers
+    assert {*((layer, None) for layer in gpu_numbers.LAYERS), (None, 2)} <= layers
 
 
 @pytest.mark.slow
