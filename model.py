@@ -894,7 +894,8 @@ class Pool(nn.Module):
         self.cache = self.memory_cache = None  # decoding sets a KVCache
         self.phi = None if reader.phi == "softmax" else MLP_KIND[cfg.mlp].f
         self.qkv = None
-        if reader.units:
+        self.units = reader.units
+        if self.units:
             return self.make_units(cfg)
         if self.phi:
             self.phi = partial(over_keys, self.phi, 1 + cfg.gated) if reader.slotted else partial(over_tokens, self.phi)
@@ -936,13 +937,16 @@ class Pool(nn.Module):
         else:
             self.up = GroupedLinear(cfg, groups, C, "into", self.rows or (unit,))
             self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
-        into, out = ("whole", "whole") if groups == 1 else ("into", "out")  # slices are cut as heads are
-        self.q = with_role(nn.Identity(), into)
-        self.out = with_role(nn.Identity(), out) if self.reader.out == "none" else Linear(cfg, C, C, out)
+        self.q = self.out = None  # unless tensor parallelism cuts slices, as it cuts heads
+        if groups > 1:
+            self.q, self.out = with_role(nn.Identity(), "into"), with_role(nn.Identity(), "out")
+        if self.reader.out == "matrix":
+            self.out = Linear(cfg, C, C, "whole" if groups == 1 else "out")
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        if self.reader.units:
-            return self.out(self.down(self.hidden(self.q(x))))
+        if self.units:
+            y = self.down(self.hidden(x if self.q is None else self.q(x)))
+            return y if self.out is None else self.out(y)
         q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
         y = self.read(self.q_norm(q), self.k_norm(k), v, inputs)
         return self.out(y.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, C)
