@@ -809,7 +809,7 @@ def parsed_layer(layer: str) -> tuple[tuple[tuple[Reader, ...], ...], ...]:
     return tuple(strings)
 
 
-SYNTAX = "write readers such as c,p or c/2+p/2: c context, p parameters, s slots, m memory (docs/blocks.md)"
+SYNTAX = "write c, p, s or m, such as c,p or c.relu/2+p/2 (docs/blocks.md)"
 
 
 def layer_readers(cfg: ModelConfig, layer: str, i: int) -> list[tuple[Reader, ...]]:

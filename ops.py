@@ -378,7 +378,10 @@ def naive_attention(
         scores = q @ k.mT
     wide, unseen = at_least_float32(scores.flatten(1, 2)), -math.inf if phi is None else -1e9  # gelu(-inf) is nan
     bias = torch.where(attn_mask, 0.0, unseen) if attn_mask.dtype == torch.bool else attn_mask
-    weights = (wide + bias).softmax(-1) if phi is None else phi(wide + bias, attn_mask.sum(-1, keepdim=True))
+    if phi is None:
+        weights = (wide + bias).softmax(-1)
+    else:
+        weights = phi(wide + bias, attn_mask.sum(-1, keepdim=True, dtype=wide.dtype))
     weights = dropped(weights.to(v.dtype), dropout)  # (B, H, t, s)
     return (weights.unflatten(1, scores.shape[1:3]) @ v).flatten(1, 2)  # (B, H, t, E)
 

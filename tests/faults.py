@@ -793,8 +793,8 @@ FAULTS = [
     ),
     (
         "ops.py",
-        "phi(wide + bias, attn_mask.sum(-1, keepdim=True))",
-        "phi(wide + bias, torch.tensor(k.size(-2)))",
+        "phi(wide + bias, attn_mask.sum(-1, keepdim=True, dtype=wide.dtype))",
+        "phi(wide + bias, torch.tensor(k.size(-2)).to(wide.dtype))",
         "A map over the context divides by the number of keys of the strip, not of those that the query sees.",
         "tests/model/test_pools.py::test_a_map_over_the_context_from_scores_written_out",
     ),

@@ -1,10 +1,11 @@
-"""Reads a head of attention as an MLP, whose weights the context determines, and finds heads of known patterns.
+"""Shows the units of a head of attention, read as an MLP, or of an MLP, and finds heads of known patterns.
 
     python -m tools.lens --out_dir=out/x --start="class Reader:" --layer=1 --head=2            # at the last token
     python -m tools.lens --out_dir=out/x --start=FILE:text.py --layer=1 --head=2 --position=40 --out=head.png
     python -m tools.lens --out_dir=out/x --find=induction,previous                             # in the validation set
 
-The hidden units are the learned slots of a joint pool, then the tokens that the query sees. Each unit has one row:
+A head's hidden units are its learned slots, then the tokens that the query sees. --reader=mlp shows the hidden units of
+the layer's MLP in the same way, and any other reader of the layer by its name. Each unit has one row:
 
     activation   phi(b . x), for a softmax exp(b . x)
     share        the activation, divided by the sum of all absolute activations in the same softmax
@@ -49,7 +50,7 @@ from engine.plan import memory
 from engine.text import prompt_ids, read_prompt
 from model import Model
 from ops import capped
-from tools.heads import PATTERN, contextual_mlp, print_scores, scores, self_attention
+from tools.heads import PATTERN, context_readers, contextual_mlp, print_scores, readers, scores
 
 PROMOTED = 3  # tokens of each unit
 BARS = {  # field of a unit -> label, colour and number of ticks; the colours are legible on white and on black
@@ -69,6 +70,7 @@ class LensConfig:
     start: str = ""  # the text that the model reads, or FILE:path
     source: str = ""  # the text that the encoder of a seq2seq model reads
     layer: int = 0  # the layer of the head, counted from 0
+    reader: str = ""  # attn, mlp, cross, slots, attn2 or another reader of the layer; empty = the first of the context
     head: int = 0  # the head, counted from 0
     position: int = -1  # the token that is the query, counted from 0; -1 = the last one
     units: int = 24  # the most units shown: those of the largest activations
@@ -79,7 +81,7 @@ class LensConfig:
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
-    OF_HEAD = ("start", "source", "layer", "head", "position", "units", "out")
+    OF_HEAD = ("start", "source", "layer", "reader", "head", "position", "units", "out")
     USED_WHEN: ClassVar = dict.fromkeys(OF_HEAD, (lambda c: not c.find, "find=''")) | {
         "dataset": (lambda c: c.find, "find"),
     }
@@ -120,15 +122,17 @@ def read_head(
     position: int,
     source: Tensor | None = None,
     most: int = 24,
+    reader: str = "",
 ) -> tuple[list[Unit], int, Promoted]:
     """The `most` units with the largest shares of a head at one query, slots before tokens; the number of all units;
     and the tokens that all of them promote together. The other arguments are those of contextual_mlp."""
     final = []
     with model.norm.register_forward_pre_hook(lambda _, args: final.append(args[0][0, position])):
-        incoming, outgoing, hidden = contextual_mlp(model, idx, layer, head, position, source)
-    heads = self_attention(model.blocks[layer])
-    slots = heads.slot_v.size(1) if heads.reader.slots else 0
-    parts = hidden.tensor_split([slots if heads.reader.slots == "own_slots" else 0])  # of one softmax each
+        incoming, outgoing, hidden = contextual_mlp(model, idx, layer, head, position, source, reader)
+    block = model.blocks[layer]
+    pool = readers(block)[reader or next(iter(context_readers(block)))]
+    slots = pool.slot_v.size(1) if pool.reader.slotted else 0
+    parts = hidden.tensor_split([slots if pool.reader.slots == "own_slots" else 0])  # of one softmax each
     share = torch.cat([part / part.abs().sum() for part in parts])
     rows = share.abs().argsort(descending=True, stable=True)[:most].sort().values
     added = torch.cat((hidden[rows, None] * outgoing[rows], (hidden @ outgoing)[None]))  # and all units together
@@ -144,9 +148,10 @@ def read_head(
         [(spelled(tokenizer, t), v) for t, v in zip(*each, strict=True) if v > 0]
         for each in zip(tokens.tolist(), gain.gather(1, tokens).tolist(), strict=True)
     ]
-    first = int(M.Mask(heads.causal, heads.window).reach(len(idx), len(idx), "cpu")[0][position])
-    names = [f"slot {i}" for i in range(slots)]
-    names += [f"{i} {spelled(tokenizer, int(idx[i]))}" for i in range(first, first + len(hidden) - slots)]
+    text = source if pool.reader.source == "memory" else idx
+    first = int(M.Mask(pool.causal, pool.window).reach(len(text), len(text), "cpu")[0][min(position, len(text) - 1)])
+    names = [f"unit {i}" for i in range(len(hidden))] if pool.units else [f"slot {i}" for i in range(slots)]
+    names += [f"{i} {spelled(tokenizer, int(text[i]))}" for i in range(first, first + len(hidden) - len(names))]
     numbers = (x[rows].tolist() for x in (hidden, share, incoming.norm(dim=1), outgoing.norm(dim=1)))
     names = [names[i] for i in rows.tolist()]
     return [Unit(*row) for row in zip(names, *numbers, promotes, strict=True)], len(hidden), together
@@ -258,11 +263,13 @@ def main(argv: list[str] | None = None):
                 require(n <= limit, f"{name} has {n} tokens, more than block_size={limit}; shorten it")
         position = len(ids["start"]) - 1 if cfg.position == -1 else cfg.position
         units, n, together = read_head(
-            model, tokenizer, ids["start"], cfg.layer, cfg.head, position, ids.get("source"), cfg.units
+            model, tokenizer, ids["start"], cfg.layer, cfg.head, position, ids.get("source"), cfg.units, cfg.reader
         )
     sys.stdout.reconfigure(errors="replace")  # for a terminal without Unicode
     query = f"{position} {spelled(tokenizer, int(ids['start'][position]))}"
-    title = f"layer {cfg.layer}, head {cfg.head}, query {query}"
+    reader = f"head {cfg.head}" + f" of {cfg.reader}" * bool(cfg.reader)
+    reader = cfg.reader if units[0].name.startswith("unit") else reader  # hidden units belong to no head
+    title = f"layer {cfg.layer}, {reader}, query {query}"
     print(f"{path}, {title}: {n} units, which together promote {promoted(together)}")
     print_units(units, n)
     if cfg.out:

@@ -36,7 +36,7 @@ def attention(q, k, v, D, mask, softcap=0.0, dropout=0.0, slots=None, strips=Non
     k, v = (x.repeat_interleave(H // x.size(1), dim=1) for x in (k, v))
     scores = capped(q[..., :D] @ k[..., :D].mT / math.sqrt(D), softcap) + q[..., D:] @ k[..., D:].mT / math.sqrt(D)
     if phi is not None:
-        weights = phi(scores, seen.sum(-1, keepdim=True))
+        weights = phi(scores, seen.sum(-1, keepdim=True, dtype=q.dtype))
         return (weights * seen[..., : weights.size(-1)]) @ v
     return (scores + bias).masked_fill(~seen, -math.inf).softmax(-1) @ v
 

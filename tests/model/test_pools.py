@@ -51,7 +51,7 @@ def test_the_memory_is_read_where_the_string_says_or_behind_the_context():
 
 
 @pytest.mark.parametrize("layer,flags,said", [
-    ("", {}, "layer='' has '', which is no reader; write readers such as c,p"),
+    ("", {}, "layer='' has '', which is no reader; write c, p, s or m, such as c,p"),
     ("c,x", {}, "layer='c,x' has 'x', which is no reader"),
     ("c p", {}, "layer='c p' has 'c p', which is no reader"),
     ("c/0", {}, "'c/0', which is no reader"),
@@ -130,7 +130,7 @@ def test_a_map_over_the_context_from_scores_written_out(phi, objective, flags, T
     rows = attn.qkv.weight.unflatten(0, (Hkv, H // Hkv + 2, D))
     distance = torch.arange(T)[:, None] - torch.arange(T)
     seen = (distance.abs() < window) & ((objective == "masked") | (distance >= 0)) & (docs[:, :, None] == docs[:, None])
-    n, out = seen.sum(-1, keepdim=True), []
+    n, out = seen.sum(-1, keepdim=True).double(), []
     for h in range(H):
         group, member = divmod(h, H // Hkv)
         q, k, v = (x @ rows[group, i].T for i in (member, -2, -1))

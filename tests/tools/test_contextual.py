@@ -70,8 +70,11 @@ def text(net: M.Model, length: int = T) -> torch.Tensor:
 
 def read(net: M.Model, layer: int, head: int, position: int):
     """contextual_mlp of the text, beside a source where there is an encoder."""
-    source = text(net, 9) if net.encoder else None
-    return contextual_mlp(net, text(net), layer, head, position, source)
+    return contextual_mlp(net, text(net), layer, head, position, source_of(net))
+
+
+def source_of(net: M.Model) -> torch.Tensor | None:
+    return text(net, 9) if net.encoder else None
 
 
 def attention_of(net: M.Model, layer: int) -> M.Pool | None:
@@ -132,6 +135,63 @@ def test_equals_the_head(flags):
             expected = beta * units - gamma * Z * position.exp() / position.exp().sum()
             expected[tokens == t] += alpha * Z
         assert torch.allclose(hidden, expected, rtol=1e-9, atol=0)
+
+
+LAYERS = [  # layer -> its readers, with their names and numbers of heads; 1 for hidden units
+    ("c+p", {"attn": 4, "mlp": 1}),
+    ("c/2+p.swiglu/2,c/2+p.relu2/2", {"attn": 2, "mlp": 1, "attn2": 2, "mlp2": 1}),
+    ("c.gelu,p.softmax", {"attn": 4, "mlp": 1}),
+    ("c.stream.sigmoid,p.matrix", {"attn": 4, "mlp": 1}),
+    ("c.none+s,m", {"attn": 4, "slots": 4, "cross": 4}),
+    ("c,s.swiglu,m.stream.relu", {"attn": 4, "slots": 4, "cross": 4}),
+]
+
+
+@pytest.mark.parametrize("n_group", [1, 2])
+@pytest.mark.parametrize("pos", ["rope", "learned"])
+@pytest.mark.parametrize("layer,readers", LAYERS)
+def test_equals_any_reader(layer, readers, pos, n_group):
+    """Sum of h_i a_i over all heads is the reader's output without its bias; h_i is phi of b_i . x."""
+    if n_group > 1 and "p" not in layer:
+        pytest.skip("no reader has slices")
+    memory = {"objective": "seq2seq", "n_encoder_layer": 1} if "m" in layer.split(",")[-1] else {}
+    net = sharp(block="superblock", layer=layer, pos=pos, n_slot=5, bias=True, n_group=n_group, **memory)
+    for name, heads in readers.items():
+        pool = next(getattr(each, name) for each in net.blocks[1].sums if name in each.names)
+        seen = []
+        with pool.register_forward_hook(lambda _, inputs, y, seen=seen: seen.append((inputs[0][0], y[0]))):
+            units = [contextual_mlp(net, text(net), 1, head, 6, source_of(net), name) for head in range(heads)]
+        x, y = seen[0]
+        bias = getattr(pool.down if pool.units else pool.out, "bias", 0.0)
+        if pool.units and pool.reader.out == "matrix":
+            bias = pool.out(bias)
+        total = sum(hidden @ outgoing for _, outgoing, hidden in units)
+        assert torch.allclose(total, y[6] - bias, rtol=0, atol=1e-10)
+        if pool.units and pool.reader.phi in ("mlp", "relu2"):
+            incoming, _, hidden = units[0]
+            score = incoming @ x[6] + pool.up.bias
+            expected = torch.relu(score) ** 2 if pool.reader.phi == "relu2" else torch.nn.functional.gelu(score)
+            assert torch.allclose(hidden, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("phi", ["softmax", "gelu", "sigmoid"])
+def test_incoming_weights_of_a_stream_query(phi):
+    """b_i = W_K x_i / sqrt(D) of the head, in the channels that the head reads, and 0 elsewhere."""
+    net = sharp(block="superblock", layer=f"c.stream.{phi},p", pos="none")
+    attn, seen = net.blocks[0].sums[0].attn, []
+    with attn.register_forward_hook(lambda _, inputs, y: seen.append(inputs[0][0])):
+        incoming, _, hidden = contextual_mlp(net, text(net), 0, 2, 6)
+    W_K = attn.kv.weight.detach().view(4, 2, D, C)[2, 0]
+    expected = torch.zeros(7, C, dtype=torch.float64)
+    expected[:, 2 * D : 3 * D] = seen[0][:7] @ W_K.T / math.sqrt(D)
+    assert torch.allclose(incoming, expected, atol=1e-12)
+    score = incoming @ seen[0][6]
+    maps = {
+        "softmax": score.exp(),
+        "gelu": torch.nn.functional.gelu(score) / 7,
+        "sigmoid": (score - math.log(7)).sigmoid(),
+    }
+    assert torch.allclose(hidden, maps[phi], atol=1e-12)
 
 
 @pytest.mark.parametrize("pos", ["none", "rope"])

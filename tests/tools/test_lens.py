@@ -13,7 +13,7 @@ import model as M
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
 from tools import lens
-from tools.heads import attention_to, induction, previous, scores, self_attention
+from tools.heads import attention_to, context_readers, induction, previous, scores
 from tools.lens import Unit, read_head
 
 V, T = 6, 12  # of the model set by hand
@@ -36,7 +36,7 @@ def by_hand(strength: float) -> M.Model:
     token, position, before = torch.eye(C, dtype=torch.float64).split((V, T, V))  # rows that read a part of the stream
     net.wte.weight[:], net.pos.wpe.weight[:] = token, position
     net.head.weight[:] = token
-    first, second = (lens.self_attention(block) for block in net.blocks)
+    first, second = (context_readers(block)["attn"] for block in net.blocks)
     scale = strength * math.sqrt(C)
     q, k, v = first.qkv.weight.view(3, C, C).unbind()
     q[: T - 1], k[: T - 1] = scale * position[1:], position[:-1]  # position t - 1 of a key matches t of the query
@@ -118,7 +118,7 @@ def test_weights_are_the_activations_of_the_units(block, pos, extra):
     net = sharp(**block, pos=pos, **ATTENTION[1], **extra)
     idx, layer, position, seen = text(net), 1, 9, {}
     keys = torch.arange(len(idx))[:, None, None].expand(-1, 1, len(idx))  # every key of every query
-    heads = lens.self_attention(net.blocks[layer])
+    heads = context_readers(net.blocks[layer])["attn"]
     own = heads.attend
     heads.attend = lambda *given: seen.update(weights=attention_to(keys, own, *given)) or own(*given)
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_shares_are_weights_of_attention(kind, softmaxes):
     """Slots with a softmax of their own have shares of it; the units of the largest shares are shown."""
     net = build(block="superblock", layer=f"c.{kind}_slots", n_slot=3)
     with torch.no_grad():
-        self_attention(net.blocks[1]).slot_k.mul_(30)
+        context_readers(net.blocks[1])["attn"].slot_k.mul_(30)
     idx = torch.arange(6) % V
     units, n, _ = read_head(net, tokenizer_of(V), idx, layer=1, head=0, position=5)
     slots, tokens = ([unit for unit in units if unit.name.startswith("slot") == is_slot] for is_slot in (True, False))
@@ -305,6 +305,23 @@ def test_reads_every_kind_of_model(run, capsys, flags, slots):
     assert all(0 < float(even) < 1 for *_, even in scored)
 
 
+def test_other_readers_have_names_of_their_own(run, capsys):
+    """Two readers of the context and hidden units, whose rows have numbers; scores of all heads."""
+    out = run("--max_iters=1", "--warmup_iters=0", "--block=superblock", "--layer=c/2+p,c.relu/2,s", "--n_slot=3")
+    capsys.readouterr()
+    read = [f"--out_dir={out}", "--start=the cat sat", "--layer=1", "--device=cpu"]
+    for reader, title, first, n in (
+        ("attn2", "head 0 of attn2", "0 't'", 11),
+        ("slots", "head 0 of slots", "slot 0", 3),
+        ("mlp", "mlp", "unit 0", 64),
+    ):
+        lines = output(capsys, *read, f"--reader={reader}", "--units=99")
+        assert f"layer 1, {title}, query 10 't': {n} units, which together promote " in lines[0]
+        assert lines[2].split("  ")[0].strip() == first and len(lines) == 2 + n
+    scored = [line.split()[4:] for line in output(capsys, f"--out_dir={out}", "--find=previous", "--device=cpu")[4:8]]
+    assert sorted(scored) == [[], [], ["of", "attn2"], ["of", "attn2"]]
+
+
 def test_the_text_and_the_picture(trained, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")
     file = tmp_path / "head.png"
@@ -360,6 +377,8 @@ REFUSED = [
     ([], ["start=''", "find"]),
     (["--start=x", "--layer=2"], ["layer=2", "0 .. 1"]),
     (["--start=x", "--head=-1"], ["head=-1", "0 .. 1"]),
+    (["--start=x", "--reader=mlp2"], ["reader=mlp2", "has attn, mlp"]),
+    (["--start=x", "--reader=mlp", "--head=1"], ["head=1", "0 .. 0"]),
     (["--start=abc", "--position=3"], ["position=3", "0 .. 2"]),
     (["--start=abc", "--position=-2"], ["position=-2", "-1"]),
     (["--start=abcdefghijklmnopq"], ["start has 17 tokens", "block_size=16", "shorten"]),
