@@ -22,7 +22,7 @@ from engine import compilation
 
 # The same examples in every run, so that a failure belongs to the change before it; --hypothesis-profile=random draws
 # others.
-settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("fixed", derandomize=True, deadline=None)  # nothing is timed
 settings.register_profile("random", deadline=None)
 settings.load_profile("fixed")
 compilation.use_private_folder()  # also for child processes, which read the variable that it sets

@@ -114,7 +114,7 @@ def programs(draw):
     return "\n".join(lines)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(programs())
 def test_arithmetic_equals_python(tmp_path, program):
     path, expected = write(tmp_path / "c.py", program), {}
@@ -158,7 +158,7 @@ def test_strings_join_and_docstrings_pass(tmp_path):
 
 
 @given(texts, st.sampled_from(["plain", "repr"]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_strings_on_the_command_line(text, form):
     """Verbatim, less one pair of quotes: what ast.literal_eval makes of a quoted text, else the text itself."""
     argument = text if form == "plain" else repr(text)
@@ -518,7 +518,7 @@ def ordinary(name):
     return special.get(name, values_of(name, HINTS[name]))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.fixed_dictionaries({}, optional={field.name: ordinary(field.name) for field in fields(Config)}))
 def test_record_reads_back_equal(tmp_path, flags):
     """Of any flags at all, unused ones put back to their defaults as parse does."""
@@ -538,7 +538,7 @@ def test_record_reads_back_equal(tmp_path, flags):
     assert asdict(Config()) | expected == asdict(cfg)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.builds(Sampling, st.text(), st.text(), st.integers(), st.floats(allow_nan=False, allow_infinity=False)))
 def test_any_text_and_number_reads_back_equal(tmp_path, flags):
     dump(flags, tmp_path / "config.py")

@@ -225,7 +225,7 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path, run, monkeypatch
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_document_is_lost_or_doubled(tmp_path_factory, data):
     """Numbered documents, with random sizes of files, jobs and shards."""
     sizes = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=4))
@@ -462,7 +462,7 @@ def test_documents_are_not_glued_together(tmp_path, capsys, kind, content, expec
 
 
 @given(st.text(st.sampled_from("ab \n猫"), min_size=2, max_size=300), st.floats(0.01, 0.99), st.integers(1, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @pytest.mark.parametrize("kind", ["char", "byte"])
 def test_a_single_text_is_cut_in_two(tmp_path_factory, kind, text, fraction, job):
     """No character is lost or repeated. The last part has its length, or up to half more to begin with a line."""

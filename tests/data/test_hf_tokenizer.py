@@ -164,7 +164,7 @@ ANY = st.lists(st.text(max_size=3) | WORDS, max_size=8).map("".join)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=ANY)
 def test_ids_and_text_are_those_of_transformers(folder, kind, text):
     ours, reference = both(folder(kind))
@@ -190,7 +190,7 @@ def test_attributes_are_those_of_transformers(folder, kind):
 
 @pytest.mark.parametrize("kind", EXACT)
 @given(text=ANY, more=ANY)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_text_in_pieces(folder, kind, text, more):
     """The rest of a text has no blank before it, so the bytes of the ids join to the text."""
     ours, _ = both(folder(kind))
@@ -385,7 +385,7 @@ SAME_LETTERS = st.text("ab ", max_size=40)  # tokens overlap in many ways
 
 
 @pytest.mark.parametrize("kind", OURS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=ANY | SAME_LETTERS)
 def test_what_is_written_gives_the_same_ids_and_text(exported, kind, text):
     reference, text = exported(kind), "".join(c for c in text if kind != "char" or c in CHARS)
@@ -412,7 +412,7 @@ def test_char_refuses_what_it_lacks_there_too(exported):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(text=ANY)
 def test_what_was_read_is_written_unchanged(folder, tmp_path_factory, kind, text):
     path = folder(kind).parent / f"again_{kind}"

@@ -20,7 +20,7 @@ from data.loader import Loader, blending_indices, corruption_keys, eval_batches,
 from data.objective import OBJECTIVE, Causal, Objective
 from data.stream import TokenStream
 
-FEW = settings(max_examples=25, deadline=None)  # each example starts threads
+FEW = settings(max_examples=25)  # each example starts threads
 
 
 def stream_of(n_tokens: int, shard: int = 37) -> TokenStream:
@@ -62,7 +62,6 @@ def take_rows(loader: Loader, n: int) -> list[tuple]:
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
-@settings(deadline=None)
 def test_permutation_is_bijective(n, key):
     assert np.array_equal(np.sort(permute(np.arange(n), n, key)), np.arange(n))
 

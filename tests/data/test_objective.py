@@ -6,7 +6,7 @@ from itertools import groupby, product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from configurator import Config, parse
@@ -64,7 +64,6 @@ def test_causal_is_the_window_itself():
 
 
 @sizes
-@settings(deadline=None)
 def test_masked_can_be_undone(T, B, ratio, span_length, eot_share, seed):
     """Targets replaced in idx give the window. There are exactly m targets, or fewer if the window has fewer tokens."""
     window, objective = texts(B, T, eot_share, seed), Masked(V, 0, T, True, ratio)
@@ -107,7 +106,6 @@ def test_what_stands_in_the_place_of_a_target():
 
 
 @sizes
-@settings(deadline=None)
 def test_seq2seq_can_be_undone(T, B, ratio, span_length, eot_share, seed):
     """The spans inserted in source in place of their sentinels give the window and its documents."""
     window, objective = texts(B, T, eot_share, seed), Seq2Seq(V, 0, T, True, ratio, span_length)

@@ -88,7 +88,7 @@ def test_dtype_follows_the_vocabulary(tmp_path, vocab_size, magic, version, code
 
 
 @given(st.lists(st.lists(st.integers(0, 256), max_size=30), min_size=1, max_size=8), st.integers(1, 20))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_documents_come_back_in_order(tmp_path_factory, documents, shard_tokens):
     tokens = sum(documents, [])
     assume(tokens)
@@ -452,7 +452,7 @@ def test_a_shard_with_a_damaged_magic_is_no_raw_file(tmp_path, content, bit):
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_damage_is_one_line_or_does_no_harm(tmp_path_factory, data):
     """Truncated, extended, or with changed bytes in the header: an error, or the original tokens."""
     folder = tmp_path_factory.mktemp("damage")

@@ -414,7 +414,7 @@ JSON = st.recursive(
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_config_is_expressed_or_refused_in_one_line(data):
     """A config of our own writing in which some values are others."""
     kind = data.draw(st.sampled_from(sorted(FAMILIES)))

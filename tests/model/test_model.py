@@ -1521,7 +1521,7 @@ def test_initial_weights_are_normal_and_independent():
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_part_of_the_initial_weights_is_that_part_of_the_whole(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=3)))
     start = tuple(data.draw(st.integers(0, n)) for n in shape)
