@@ -5,6 +5,7 @@ exit_codes(2, work, folder, *args)        # the same where they may fail
 launch(1, torchrun, folder, work, *args)  # the same under torchrun, whose agent starts two workers
 """
 
+import itertools
 import multiprocessing
 import os
 import socket
@@ -28,6 +29,21 @@ IMPORTED = """
 """.split()
 
 
+# Below the ports that a system gives to outgoing connections, which could take one before a rank listens there,
+# or between two runs. Other processes of pytest have other ones.
+FIRST_PORT = 12000 + 50 * (os.getpid() % 400)
+PORTS = itertools.cycle(range(FIRST_PORT, FIRST_PORT + 50))
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as found:
+        try:
+            found.bind(("localhost", port))
+        except OSError:
+            return False
+    return True
+
+
 def launch(size: int, work: Callable, folder: Path, *args):
     """work(*args) in `size` new processes; what they print goes to files in the folder. Fails if one of them fails."""
     codes, logs = exit_codes(size, work, folder, *args), [folder / f"rank {rank}" for rank in range(size)]
@@ -39,9 +55,7 @@ def exit_codes(size: int, work: Callable, folder: Path, *args) -> list[int | Non
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     paths = [str(ROOT), os.environ.get("PYTHONPATH")]
-    with socket.socket() as free:  # closed before a rank listens there
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = next(filter(is_free, PORTS))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))  # for the imports of the server
         ranks = [
