@@ -276,7 +276,7 @@ class ModelConfig:
         if reader.slotted and not self.n_slot:
             mlp = (2 + part.gated) * self.n_embd * part.hidden_dim
             keys = 1 + part.gated * (reader.phi != "softmax")
-            part.n_slot = round(mlp / ((keys + 1) * part.kv_heads * self.head_size))
+            part.n_slot = max(1, round(mlp / ((keys + 1) * part.kv_heads * self.head_size)))
         return part
 
     @property
@@ -963,7 +963,7 @@ class Pool(nn.Module):
         """q (B, H, T, D), k and v (B, heads, T or S, D), before norms and positions."""
         if self.qkv is not None:
             return self.split(self.qkv(x), self.group, 1, 1)
-        (q,) = self.split(self.q(x), 1)
+        (q,) = self.split(self.q(x.to(matmul_dtype(x))), 1)
         if self.reader.source == "parameters":
             return q, *(slot.to(q.dtype).expand(len(q), -1, -1, -1) for slot in (self.slot_k, self.slot_v))
         if self.reader.source == "context":

@@ -236,3 +236,15 @@ def test_flops_count_what_a_layer_multiplies():
     net = build(block="superblock", layer="c/2,s/4+p.matrix", n_slot=5, n_layer=1)
     weights = sum(p.numel() for name, p in net.named_parameters() if p.dim() == 2 and "wpe" not in name)
     assert flops(net, T) == 6 * T * weights + 12 * T * D * (2 * T + 1 * 5)
+
+
+@pytest.mark.parametrize("layer", ["c.stream", "c.stream.relu+p", "c.stream.own_slots", "c,s"])
+def test_queries_of_the_stream_work_in_mixed_precision(layer):
+    """The stream is in float32 there, and keys and values in 16 bits. A pool has at least one slot."""
+    net = build(torch.float32, block="superblock", layer=layer, fp32_residual=True, mlp_ratio=0.01)
+    idx = torch.randint(TINY["vocab_size"], (2, T))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = net(idx, idx)
+    loss.backward()
+    assert loss.item() == pytest.approx(net(idx, idx).item(), abs=0.05)
+    assert all(p.grad.isfinite().all() for p in net.parameters())
