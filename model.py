@@ -24,12 +24,13 @@ Roles. Each module with parameters declares one; initial weights, optimizers, FL
     into      linear layer from the stream         N(0, 0.02)              outputs (heads, hidden units) are cut
     memory    linear layer from the memory         N(0, 0.02)              outputs are cut
     per_head  linear layer from the stream, (H, C) N(0, 0.02)              outputs, one for each head, are cut
-    out       linear layer to the stream           N(0, 0.02 / sqrt(n))    inputs are cut; n outputs make a stream
+    out       linear layer to the stream           N(0, 0.02 / sqrt(n))    inputs are cut; a stream has n outputs
+    second    linear layer behind one of role out  N(0, 0.02 / sqrt(n))    not cut; trained as out is
     before    norm before a sum's readers          1                       not cut; an all-gather follows
     after     norm after a sum's readers           1                       not cut; a reduce-scatter precedes
     last      norm after the last block            1                       not cut; an all-gather follows
     whole     all others                           N(0, 0.02), 1; bias 0   not cut
-Muon trains the weights of into, memory and out, and AdamW all others.
+Muon trains the weights of into, memory, out and second, and AdamW all others.
 A module lists in `per_head` the parameters that have a row for each head; tensor parallelism cuts the rows. It may set
 other initial weights in its dict `initial`: name of a parameter -> a number, a tensor of its shape, or a Normal. One
 number that __init__ writes into a parameter is kept too (see OwnValues); other values written there are refused.
@@ -47,7 +48,7 @@ Seams. Other files replace or wrap these attributes and nothing else:
     parameters                       tensor parallelism: slices; plan: dtypes   names
     Stack.position_table             tensor parallelism: rows of its heads      as AttentionPosition.table
     forward of norms and layers      FSDP, tensor parallelism                   same result, or one term of a sum
-    Pool.cache, .memory_cache        decoding                                   as KVCache.extend, as KVCache.once
+    Pool.cache                       decoding                                   as KVCache.extend; of a memory, .once
     Pool.strips                      compilation: left out of it                as ops.strip_attention
     Pool.attend, .window, .dropout   context par., lens; decoding; plan: 0.0    as Pool.attend; tokens; a probability
     GroupedLinear.groups             tensor parallelism: those of its rank      divides the weight's rows
@@ -133,7 +134,9 @@ class ModelConfig:
     mlp_ratio: float = 4.0  # hidden width over n_embd; gated kinds take 2/3 of it, so that parameters match
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # layers whose value projection is trained
     simplified_beta_ff: float = 0.1  # initial gain of the MLP branch, use O(1 / sqrt(depth)) (arXiv:2311.01906)
-    layer: str = "c+p"  # the superblock's readers, such as c/2+p/2,c/2+p/2: c context, p parameters; docs/blocks.md
+    layer: str = (
+        "c+p"  # the superblock's readers: c context, p MLP, s slots, m memory; + , /n and switches: docs/blocks.md
+    )
     n_group: int = 1  # slices of the stream that the superblock's parameters are read with, each with units of its own
     n_slot: int = 0  # learned slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
     # --- model: attention
@@ -252,19 +255,26 @@ class ModelConfig:
         return 64 if self.n_embd % 64 == 0 else 1
 
     @property
+    def layers(self) -> "tuple[tuple[list[Sources], int], ...]":
+        """For each string of `layer`, c,p in other blocks: the readers of each sum, and how many layers have them."""
+        return layer_kinds(self.layer if self.block == "superblock" else "c,p", self.objective, self.n_layer)
+
+    @property
     def readers(self) -> "list[Reader]":
-        """The superblock's readers in all strings of `layer`; no others."""
-        strings = range(self.layer.count(";") + 1) if self.block == "superblock" else ()
-        return [reader for i in strings for each in layer_readers(self, self.layer, i) for reader in each]
+        """The readers of all strings of `layer`."""
+        return [reader for sums, _ in self.layers for readers in sums for reader in readers]
 
     @property
     def outputs(self) -> int:
-        """Number of results that the readers of all layers add to the stream."""
-        if self.block != "superblock":
-            return self.n_layer * (3 if self.objective == "seq2seq" else 2)
-        n = self.layer.count(";") + 1
-        each = (sum(1 + bool(r.slots) for s in layer_readers(self, self.layer, i) for r in s) for i in range(n))
-        return sum(count * len(range(i, self.n_layer, n)) for i, count in enumerate(each))
+        """Number of results that the readers of all layers add to the stream. Slots beside a context are one more."""
+        return sum(n * sum(1 + bool(r.slots) for readers in sums for r in readers) for sums, n in self.layers)
+
+    @property
+    def stacks(self) -> "list[ModelConfig]":
+        """These flags, and those of the encoder, if there is one."""
+        encoder = copy(self)
+        vars(encoder).update(objective="masked", n_layer=self.n_encoder_layer or self.n_layer)
+        return [self, encoder] if self.objective == "seq2seq" else [self]
 
     def part(self, reader: "Reader") -> "ModelConfig":
         """The flags of one reader: its share of heads and hidden units, its phi as mlp, its slots as n_slot."""
@@ -341,18 +351,18 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "simplified_value_proj": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "simplified_beta_ff": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "layer": (lambda c: c.block == "superblock", "block=superblock"),
-    "n_group": (lambda c: any(r.units for r in c.readers), "block=superblock and a layer with a p"),
+    "n_group": (
+        lambda c: c.block == "superblock" and any(r.units for r in c.readers),
+        "block=superblock and a layer with a p",
+    ),
     "n_slot": (lambda c: any(r.slotted for r in c.readers), "block=superblock and a layer with s or c.own_slots"),
     "n_encoder_layer": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
     "doc_positions": (lambda c: c.doc_mask, "doc_mask=True"),
     "mlp_ratio": (
-        lambda c: c.block != "superblock" or any(r.units or r.slotted and not c.n_slot for r in c.readers),
+        lambda c: any(r.units or r.slotted and not c.n_slot for r in c.readers),
         "layer with a p, or with slots and n_slot=0",
     ),
-    "mlp": (
-        lambda c: c.block != "superblock" or any(r.phi == "mlp" for r in c.readers),
-        "layer with a p that has no other map",
-    ),
+    "mlp": (lambda c: any(r.phi == "mlp" for r in c.readers), "layer with a p that has no other map"),
     "norm": (lambda c: c.norm_placement != "none" or c.norm == "none", "norm_placement other than none"),
     "norm_placement": (lambda c: c.norm != "none" or c.norm_placement == "none", "norm other than none"),
 }
@@ -673,7 +683,7 @@ class Linear(UndrawnLinear):
         super().__init__(n_in, n_out, cfg.bias or bias)
         self.role, self.fused = role, fused
         # The stream is a sum; 0.02 / sqrt(number of terms) keeps its variance from growing. Simplified blocks use 0.02.
-        scaled = role == "out" and cfg.scaled_init and not cfg.block.startswith("simplified")
+        scaled = role in ("out", "second") and cfg.scaled_init and not cfg.block.startswith("simplified")
         self.std = 0.02 / math.sqrt(cfg.outputs) if scaled else 0.02
         assert fused is None or self.weight.size(fused[0]) == fused[1] * sum(fused[2])
 
@@ -785,8 +795,11 @@ SWITCH = {"heads": "query", "stream": "query", "matrix": "out", "none": "out", "
 SWITCH |= {"joint_slots": "slots"} | dict.fromkeys(["softmax", *MLP_KIND], "phi")
 
 
+Sources = tuple[Reader, ...]  # the readers of a sum
+
+
 @cache
-def parsed_layer(layer: str) -> tuple[tuple[tuple[Reader, ...], ...], ...]:
+def parsed_layer(layer: str) -> tuple[tuple[Sources, ...], ...]:
     """For each string of cfg.layer its sums, and for each sum its readers. ValueError quotes what is no reader."""
     strings, shown = [], f"layer={layer!r}"
     for string in layer.split(";"):
@@ -812,28 +825,39 @@ def parsed_layer(layer: str) -> tuple[tuple[tuple[Reader, ...], ...], ...]:
 SYNTAX = "write c, p, s or m, such as c,p or c.relu/2+p/2 (docs/blocks.md)"
 
 
-def layer_readers(cfg: ModelConfig, layer: str, i: int) -> list[tuple[Reader, ...]]:
+def layer_readers(layer: str, objective: str, i: int) -> list[Sources]:
     """The readers of each sum of layer i. A decoder whose string has no m reads the memory in a sum of its own after
-    the first sum with a c; a model without an encoder has no m."""
+    the first sum with a c, or first of all; a model without an encoder has no m."""
     strings = parsed_layer(layer)
-    sums, m = list(strings[i % len(strings)]), "memory"
-    if cfg.objective != "seq2seq":
-        return [each for each in (tuple(r for r in readers if r.source != m) for readers in sums) if each]
-    if not any(reader.source == m for readers in sums for reader in readers):
-        context = (n for n, readers in enumerate(sums, 1) if any(reader.source == "context" for reader in readers))
-        sums.insert(next(context, 0), (READER["m"],))
+    sums = list(strings[i % len(strings)])
+    if objective != "seq2seq":
+        return [each for each in (tuple(r for r in readers if r.source != "memory") for readers in sums) if each]
+    sources = [{reader.source for reader in readers} for readers in sums]
+    if not any("memory" in each for each in sources):
+        sums.insert(next((n for n, each in enumerate(sources, 1) if "context" in each), 0), (READER["m"],))
     return sums
+
+
+@cache
+def layer_kinds(layer: str, objective: str, n_layer: int) -> tuple[tuple[list[Sources], int], ...]:
+    """ModelConfig.layers."""
+    n = layer.count(";") + 1
+    return tuple((layer_readers(layer, objective, i), len(range(i, n_layer, n))) for i in range(n))
 
 
 def check_layer(cfg: ModelConfig):
     """ValueError if the readers of cfg.layer cannot be built."""
     shown, H, Hkv, D = f"layer={cfg.layer!r}", cfg.n_head, cfg.kv_heads, cfg.head_size
-    readers = [reader for sums in parsed_layer(cfg.layer) for each in sums for reader in each]
-    require(any(r.source == "context" for r in readers), f"{shown} has no c, so no token would see another; add one")
+    readers, n = [r for sums in parsed_layer(cfg.layer) for each in sums for r in each], len(parsed_layer(cfg.layer))
+    require(n <= cfg.n_layer, f"{shown} has {n} strings, one for each layer, but n_layer={cfg.n_layer}; leave some out")
+    for where, stack in zip(("", " in the encoder's layers"), cfg.stacks, strict=False):
+        sees = any(r.source == "context" for sums, n in stack.layers if n for each in sums for r in each)
+        require(sees, f"{shown} has no c{where}, so no token would see another; add one")
     memory = cfg.objective == "seq2seq" or all(r.source != "memory" for r in readers)
     require(memory, f"{shown} has an m, which reads an encoder; set objective=seq2seq, or leave m out")
     for r in readers:
         tokens, mapped, what = r.source != "parameters", r.phi not in ("softmax", "mlp"), f"{shown}: {r.name}"
+        require(r.share <= 1, f"{what} takes {r.share} of the heads or units; write a part, such as /2 or 3c/4")
         for name, n in (("n_head", H), ("its key/value heads", Hkv)):
             fits = (r.share * n).denominator == 1 or r.units
             divisors = ", ".join(str(d) for d in range(1, min(n, 64) + 1) if n % d == 0)
@@ -850,12 +874,9 @@ def check_layer(cfg: ModelConfig):
         require(not (biased and r.share != 1), f"{what}: pos=alibi has slopes for n_head={H}; leave /n out")
 
 
-def softmax_of_scaled(scale: float, scores: Tensor) -> Tensor:
-    return (scale * scores).softmax(-1)
-
-
 def over_tokens(phi: Callable, scores: Tensor, n: Tensor) -> Tensor:
     """phi(scores) / n, or sigmoid(scores - log n), for queries that see n tokens: scores (..., T, S), n (..., T, 1)."""
+    n = n.clamp(min=1)
     return phi(scores - n.log()) if phi is torch.sigmoid else phi(scores) / n
 
 
@@ -891,7 +912,7 @@ class Pool(nn.Module):
         self.reader, self.head_dim, self.n_head, self.group = reader, D, H, H // Hkv
         self.window, self.softcap, self.dropout = cfg.layer_window(layer) * context, cfg.attn_softcap, cfg.dropout
         self.causal = context and cfg.objective != "masked"
-        self.cache = self.memory_cache = None  # decoding sets a KVCache
+        self.cache = None  # decoding sets a KVCache
         self.phi = None if reader.phi == "softmax" else MLP_KIND[cfg.mlp].f
         self.qkv = None
         self.units = reader.units
@@ -928,20 +949,19 @@ class Pool(nn.Module):
         parallelism can cut between them. Each of several groups reads a slice of the stream, and writes to it."""
         C, hidden, groups = cfg.n_embd, cfg.hidden_dim, cfg.n_group
         unit = cfg.hidden_unit if groups == 1 and self.phi else hidden // groups
-        self.rows = (unit,) * MLP_KIND[cfg.mlp].inputs if self.phi is None or cfg.gated else ()
-        if self.phi is None:
-            self.phi = partial(softmax_of_scaled, (C // groups) ** -0.5)
+        rows = (unit,) * (1 + cfg.gated)
+        self.rows = rows if self.phi is None or cfg.gated else ()
+        self.phi = self.phi or (lambda scores: (scores * (C // groups) ** -0.5).softmax(-1))
+        self.q = self.out = None
         if groups == 1:
-            self.up = Linear(cfg, C, hidden * (1 + cfg.gated), "into", (0, hidden // unit, self.rows or (unit,)))
+            self.up = Linear(cfg, C, hidden * len(rows), "into", (0, hidden // unit, rows))
             self.down = Linear(cfg, hidden, C, "out")
-        else:
-            self.up = GroupedLinear(cfg, groups, C, "into", self.rows or (unit,))
+        else:  # tensor parallelism cuts the slices, as it cuts heads
+            self.up = GroupedLinear(cfg, groups, C, "into", rows)
             self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
-        self.q = self.out = None  # unless tensor parallelism cuts slices, as it cuts heads
-        if groups > 1:
             self.q, self.out = with_role(nn.Identity(), "into"), with_role(nn.Identity(), "out")
         if self.reader.out == "matrix":
-            self.out = Linear(cfg, C, C, "whole" if groups == 1 else "out")
+            self.down.std, self.out = 0.02, Linear(cfg, C, C, "second" if groups == 1 else "out")
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         if self.units:
@@ -966,28 +986,24 @@ class Pool(nn.Module):
         (q,) = self.split(self.q(x.to(matmul_dtype(x))), 1)
         if self.reader.source == "parameters":
             return q, *(slot.to(q.dtype).expand(len(q), -1, -1, -1) for slot in (self.slot_k, self.slot_v))
-        if self.reader.source == "context":
-            return q, *self.split(self.kv(x), 1, 1)
-
-        def of_memory() -> tuple[Tensor, Tensor]:
-            return self.split(self.kv(inputs.memory), 1, 1)
-
-        return q, *(self.memory_cache.once(of_memory) if self.memory_cache else of_memory())
+        if self.reader.source == "memory" and self.cache:
+            return q, *self.cache.once(lambda: self.split(self.kv(inputs.memory), 1, 1))
+        return q, *self.split(self.kv(inputs.memory if self.reader.source == "memory" else x), 1, 1)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
-        still = q
+        unplaced = q
         if self.reader.source == "parameters":
             return Pool.attend(self, q, k, v, Mask(causal=False))  # not self.attend, which is the tokens' seam
         q, k, v = self.position(q, k, v, inputs.table)
-        k, v = self.cache.extend(k, v) if self.cache else (k, v)  # (B, heads, S, E)
+        k, v = self.cache.extend(k, v) if self.cache and self.causal else (k, v)  # (B, heads, S, E)
         docs = inputs.memory_docs if self.reader.source == "memory" else inputs.docs
         mask = Mask(self.causal, self.window, docs, self.position.slopes(inputs.table))
         y = self.attend(q, k, v, mask)[..., : self.head_dim]
         if self.reader.slots != "own_slots":
             return y
         slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
-        return y + Pool.attend(self, still, *slots, Mask(causal=False))
+        return y + Pool.attend(self, unplaced, *slots, Mask(causal=False))
 
     def slots(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of the slots beside the context, each (Hkv, M, D)."""
@@ -1089,23 +1105,8 @@ class Sum(nn.Module):
 
 def readers_of(cfg: ModelConfig, layer: int, string: str) -> list[Sum]:
     """The sums of a layer whose readers stand in this string, as in cfg.layer."""
-    sums = layer_readers(cfg, string, layer)
+    sums = layer_readers(string, cfg.objective, layer)
     return [Sum(cfg, **{reader.name: Pool(cfg, layer, reader) for reader in readers}) for readers in sums]
-
-
-def standard(cfg: ModelConfig, layer: int) -> list[Sum]:
-    """s = s + A(n1(s));  s = s + M(n2(s)) (arXiv:1706.03762, pre-norm as in GPT-2)."""
-    return readers_of(cfg, layer, "c,p")
-
-
-def parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
-    """s = s + A(n(s)) + M(n(s)), one shared norm (GPT-J; PaLM, arXiv:2204.02311)."""
-    return readers_of(cfg, layer, "m,c+p")
-
-
-def superblock(cfg: ModelConfig, layer: int) -> list[Sum]:
-    """The readers that the string cfg.layer names: c,p computes standard, c+p parallel."""
-    return readers_of(cfg, layer, cfg.layer)
 
 
 def cross(cfg: ModelConfig, layer: int) -> dict[str, Pool]:
@@ -1127,7 +1128,13 @@ def simplified_parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
     return [Sum(cfg, **cross(cfg, layer)), both]
 
 
-BLOCK = {f.__name__: f for f in (standard, parallel, simplified, simplified_parallel, superblock)}
+BLOCK: dict[str, Callable[[ModelConfig, int], list[Sum]]] = {
+    "standard": partial(readers_of, string="c,p"),  # arXiv:1706.03762, with its norm in front as in GPT-2
+    "parallel": partial(readers_of, string="m,c+p"),  # one norm for both (GPT-J; PaLM, arXiv:2204.02311)
+    "simplified": simplified,
+    "simplified_parallel": simplified_parallel,
+    "superblock": lambda cfg, layer: readers_of(cfg, layer, cfg.layer),
+}
 
 
 class Block(nn.Module):
@@ -1241,9 +1248,7 @@ class Model(Stack):
             self.head = with_role(UndrawnLinear(cfg.n_embd, cfg.vocab_rows, bias=cfg.head_bias), "vocab")
             self.encoder = None
             if cfg.objective == "seq2seq":
-                encoder = copy(cfg)
-                vars(encoder).update(objective="masked", n_layer=cfg.n_encoder_layer or cfg.n_layer)
-                self.encoder = Stack(encoder)
+                self.encoder = Stack(cfg.stacks[1])
             self.chunk_loss = chunk_loss
             self.tie()
         own.declare(self)

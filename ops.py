@@ -372,16 +372,10 @@ def naive_attention(
     """
     q = (q * D**-0.5).unflatten(1, (k.size(1), -1))  # (B, Hkv, G, t, E)
     k, v = k[:, :, None], v[:, :, None]  # (B, Hkv, 1, s, E)
-    if cap:
-        scores = capped(q[..., :D] @ k[..., :D].mT, cap) + q[..., D:] @ k[..., D:].mT
-    else:
-        scores = q @ k.mT
+    scores = capped(q[..., :D] @ k[..., :D].mT, cap) + q[..., D:] @ k[..., D:].mT if cap else q @ k.mT
     wide, unseen = at_least_float32(scores.flatten(1, 2)), -math.inf if phi is None else -1e9  # gelu(-inf) is nan
-    bias = torch.where(attn_mask, 0.0, unseen) if attn_mask.dtype == torch.bool else attn_mask
-    if phi is None:
-        weights = (wide + bias).softmax(-1)
-    else:
-        weights = phi(wide + bias, attn_mask.sum(-1, keepdim=True, dtype=wide.dtype))
+    wide = wide + (torch.where(attn_mask, 0.0, unseen) if attn_mask.dtype == torch.bool else attn_mask)
+    weights = phi(wide, attn_mask.sum(-1, keepdim=True, dtype=wide.dtype)) if phi else wide.softmax(-1)
     weights = dropped(weights.to(v.dtype), dropout)  # (B, H, t, s)
     return (weights.unflatten(1, scores.shape[1:3]) @ v).flatten(1, 2)  # (B, H, t, E)
 

@@ -42,10 +42,8 @@ class KVCache:
 def set_caches(model: Model, length: int):
     """Give the heads empty caches for the keys and values of `length` tokens and of the memory; 0 = none."""
     for m in model.modules():
-        if isinstance(m, Pool) and m.causal:
-            m.cache = KVCache(length) if length else None
-        if isinstance(m, Pool) and m.reader.source == "memory":
-            m.memory_cache = KVCache(length) if length else None
+        if isinstance(m, Pool):
+            m.cache = KVCache(length) if length and (m.causal or m.reader.source == "memory") else None
 
 
 @torch.inference_mode()

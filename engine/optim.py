@@ -427,7 +427,7 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
     """The weights that Muon trains -> their logical matrices, see Linear.fused. They are those of linear layers between
     the stream or the memory and hidden units."""
-    layers = [m for m in model.modules() if isinstance(m, Linear) and m.role in ("into", "memory", "out")]
+    layers = [m for m in model.modules() if isinstance(m, Linear) and m.role in ("into", "memory", "out", "second")]
     return {m.weight: m.fused for m in layers if m.weight.requires_grad}
 
 

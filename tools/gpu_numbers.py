@@ -49,7 +49,7 @@ def attention_cases() -> Iterator[dict]:
 
 
 LAYERS = (  # every choice of a reader; the grid of the tests has them too
-    "c,p", "c.own_slots", "c.joint_slots,p", "p/2,c,p/2", "c/2+p/2,c/2+p/2", "c,s", "p;c+s/2", "c.gelu,p.sigmoid",
+    "c,p", "c.own_slots", "c.joint_slots,p", "p/2,c,p/2", "c/2+p/2,c/2+p/2", "c,s", "c+s/2;p", "c.gelu,p.sigmoid",
     "c.sigmoid+s.swiglu", "c.stream,p.softmax", "c.none,p.matrix", "s.gelu.none,c.gelu/2",
 )  # fmt: skip
 

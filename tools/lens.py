@@ -133,7 +133,7 @@ def read_head(
     pool = readers(block)[reader or next(iter(context_readers(block)))]
     slots = pool.slot_v.size(1) if pool.reader.slotted else 0
     parts = hidden.tensor_split([slots if pool.reader.slots == "own_slots" else 0])  # of one softmax each
-    share = torch.cat([part / part.abs().sum() for part in parts])
+    share = torch.cat([part / part.abs().sum().clamp(min=torch.finfo(part.dtype).tiny) for part in parts])
     rows = share.abs().argsort(descending=True, stable=True)[:most].sort().values
     added = torch.cat((hidden[rows, None] * outgoing[rows], (hidden @ outgoing)[None]))  # and all units together
     logits = F.linear(model.norm(final[-1]), *model.head_parameters()).cpu().double()

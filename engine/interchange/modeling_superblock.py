@@ -49,6 +49,7 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
         self.seed = int(torch.randint(2**62, (), device="cpu"))
         self.model = Model(ModelConfig(**config.flags), self.seed)
         self.heads = [m for m in self.model.modules() if isinstance(m, Pool) and m.causal]
+        config.num_hidden_layers = len(self.heads)  # of transformers' caches; a layer may have several
         self.names = {m: name for name, m in self.model.named_modules()}
         self.padding = None  # (B, 1): tokens of padding before each text
         self.model.pos.register_forward_pre_hook(self.count_from_text)

@@ -10,7 +10,7 @@ heads and hidden units are cut instead:
               +--------------------------------------------------------------------------------------------+
 
 So each sum costs one all-gather and one reduce-scatter in the forward, and the same in the backward: two pairs per
-layer in a standard block, one pair in a parallel block or a superblock. Between all-gather and reduce-scatter, each
+layer in a standard block, one pair in a parallel block. Between all-gather and reduce-scatter, each
 rank computes one term of a sum over the ranks. So a parameter that is not cut gets only a part of its gradient on each
 rank, and the caller sums these parts over the group once per step.
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from data.errors import require
 from data.objective import OBJECTIVE
-from model import READER, GroupedLinear, Linear, NormOfHeads, stream_dtype
+from model import GroupedLinear, Linear, NormOfHeads, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, matmul_dtype, rows_at_once
 
 SHARDED_DIM = {  # role -> dimension of the weight that is cut; 0 also cuts the bias
@@ -37,6 +37,7 @@ SHARDED_DIM = {  # role -> dimension of the weight that is cut; 0 also cuts the 
     "memory": 0,
     "per_head": 0,
     "out": 1,
+    "second": None,
     "before": None,
     "after": None,
     "last": None,
@@ -78,7 +79,7 @@ def check(cfg, n: int):
         )
     T, sliced = cfg.block_size, cfg.n_group > 1
     require(T % n == 0, f"tp={n} does not divide block_size={T}; set --block_size={-(-T // n) * n}")
-    for reader in cfg.readers or (READER["c"], READER["p"]):
+    for reader in cfg.readers:
         part = cfg.part(reader)
         heads, F, unit = part.kv_heads, part.hidden_dim, part.hidden_unit
         fits = reader.units or heads % n == 0
@@ -198,7 +199,7 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
             module.register_forward_pre_hook(reduce)
         elif isinstance(module, GroupedLinear):
             module.groups //= n
-        elif isinstance(module, Linear) and role in ("out", "whole") and module.bias is not None:
+        elif isinstance(module, Linear) and role in ("out", "second") and module.bias is not None:
             module.forward = partial(row_parallel, module, n)
         elif isinstance(module, NormOfHeads):
             module.forward = partial(norm_over_ranks, module, group)

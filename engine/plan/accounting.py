@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from model import READER, Linear, Model, ModelConfig, Pool, Reader, layer_readers
+from model import READER, Linear, Model, ModelConfig, Pool, Reader
 from ops import Mask, attention_kernel, takes_flash
 
 
@@ -25,17 +25,17 @@ def flops(model: Model, T: int, source: int = 0) -> int:
         if isinstance(m, Linear):
             total += 6 * m.weight.numel() * (source if m.role == "memory" else tokens)
         if isinstance(m, Pool) and not m.reader.units:
-            total += 12 * tokens * m.n_head * m.head_dim * keys_per_query(m, tokens, source)
+            total += 6 * tokens * m.n_head * m.head_dim * keys_and_values(m, tokens, source)
     return total
 
 
-def keys_per_query(pool: Pool, T: int, source: int) -> float:
-    """The keys that a query counts in FLOPs: all tokens of its text or its window, and the slots; the source in
-    cross-attention. A slot with two keys counts as one and a half."""
-    slots = (pool.slot_k.size(1) + pool.slot_v.size(1)) / 2 if pool.reader.slotted else 0
+def keys_and_values(pool: Pool, T: int, source: int) -> int:
+    """How many keys and values a query is multiplied with: those of all tokens of its text or its window, and of the
+    slots; those of the source in cross-attention."""
+    slots = pool.slot_k.size(1) + pool.slot_v.size(1) if pool.reader.slotted else 0
     window = pool.window if pool.causal else 2 * pool.window - 1
     tokens = {"context": min(T, window) if pool.window else T, "memory": source, "parameters": 0}
-    return slots + tokens[pool.reader.source]
+    return slots + 2 * tokens[pool.reader.source]
 
 
 def attention_kernels(model: Model, T: int, source: int, device: str, dtype: torch.dtype, pieces: int = 1) -> str:
@@ -59,10 +59,18 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
     return ", ".join(f"{kernel} ({n} layer{'s' * (n > 1)})" for kernel, n in counts.items())
 
 
+WORDS = {
+    "heads": "of projected queries",
+    "stream": "of the stream",
+    "matrix": "output matrix",
+    "none": "no output matrix",
+}
+
+
 def layer_in_words(cfg: ModelConfig) -> str:
     """The superblock's sums, such as "2 heads on the context + 384 hidden units", and the parameters that the rounding
     of parts of the hidden units adds to the model."""
-    said, added, strings = [], 0, range(cfg.layer.count(";") + 1)
+    said, added = [], 0
 
     def words(reader: Reader) -> str:
         part, usual = cfg.part(reader), next(r for r in READER.values() if reader.name.startswith(r.name))
@@ -70,15 +78,15 @@ def layer_in_words(cfg: ModelConfig) -> str:
         size = f"{part.hidden_dim:,} hidden units" if reader.units else f"{part.n_head} heads on {of}"
         size += f" and {part.n_slot:,} slots" * bool(reader.slots)
         choices = [choice for choice, default in zip(reader[2:6], usual[2:6], strict=True) if choice != default]
-        return size + f" ({', '.join(choices)})" * bool(choices)
+        return size + f" ({', '.join(WORDS.get(x, x.replace('_', ' ')) for x in choices)})" * bool(choices)
 
-    for i in strings:
-        sums = layer_readers(cfg, cfg.layer, i)
+    for sums, _ in cfg.layers:
         said.append(", then ".join(" + ".join(map(words, readers)) for readers in sums))
+    for sums, n in (kind for stack in cfg.stacks for kind in stack.layers):
         for reader in (reader for readers in sums for reader in readers if reader.units):
             part, whole = cfg.part(reader), cfg.part(reader._replace(share=Fraction(1)))
             units = part.hidden_dim - whole.hidden_dim * reader.share
-            added += (2 + part.gated) * cfg.n_embd // cfg.n_group * units * len(range(i, cfg.n_layer, len(strings)))
+            added += n * (2 + part.gated) * cfg.n_embd // cfg.n_group * units
     rounded = f"; rounding the hidden units of parts adds {int(added):+,} parameters" if added else ""
     return "layer: " + "; next layer: ".join(said) + rounded
 

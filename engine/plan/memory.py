@@ -24,7 +24,7 @@ from data.loader import Loader
 from engine.device import resolve_dtype
 from engine.optim import OPTIMIZER, Muon, state_bytes
 from engine.parallel import ranks as parallel
-from model import READER, Model
+from model import Model
 from ops import rows_at_once
 
 Need = dict[str, tuple[int, bool]]  # kind -> (bytes, whether they are in host memory even on a GPU)
@@ -64,34 +64,35 @@ def parameters(cfg) -> tuple[int, int]:
     if cfg.n_embd >= 2**24:  # W_Q alone takes a PiB, and the number of bytes may exceed 63 bits
         return cfg.n_layer * cfg.n_embd**2, cfg.n_layer * cfg.n_embd**2
     small, depth = copy.copy(cfg), {"blocks": cfg.n_layer, "encoder.blocks": cfg.n_encoder_layer or cfg.n_layer}
-    small.n_layer, small.n_encoder_layer = (min(2, n) for n in depth.values())
+    period = len(cfg.layers)
+    small.n_layer, small.n_encoder_layer = (min(1 + period, n) for n in depth.values())
     with torch.device("meta"):
         named = list(Model(small).named_parameters())
     total = matrices = 0
     for name, p in named:
         stack, blocks, rest = name.partition("blocks.")
-        last = rest.startswith("1.")  # the second layer counts for all layers but the first
-        n = p.numel() * (depth[stack + "blocks"] - 1 if blocks and last else 1)
+        layer = int(rest.partition(".")[0]) if blocks else 0  # from the second on, each counts for those of its string
+        n = p.numel() * (len(range(layer, depth[stack + "blocks"], period)) if layer else 1)
         total += n
         matrices += n if blocks and p.dim() == 2 else 0
     return total, matrices
 
 
 def kept_by_readers(cfg) -> tuple[int, int]:
-    """Numbers per token that the readers of a layer keep, as the mean over the layers: (q, k and hidden units before
-    their non-linearity, the inputs of the last projections)."""
-    readers, hidden, projected = cfg.readers or [READER["c"], READER["p"]], 0, 0
-    for reader in readers:
+    """Numbers per token that the readers of all layers of a stack keep: (q, k and hidden units before their
+    non-linearity, the inputs of the last projections)."""
+    hidden = projected = 0
+    for reader, n in ((reader, n) for sums, n in cfg.layers for readers in sums for reader in readers):
         part = cfg.part(reader)
         heads = part.n_head * part.head_size
-        if reader.units:
-            hidden += (1 + part.gated) * part.hidden_dim
-            projected += part.hidden_dim * (part.mlp != "relu")  # relu's input is not kept
+        if reader.units:  # these maps keep their results alone, which are the inputs of the projection
+            hidden += n * (1 + part.gated) * part.hidden_dim
+            result = reader.phi == "softmax" or part.mlp in ("relu", "sigmoid")
+            projected += n * part.hidden_dim * (not result)
         elif reader.source == "context":
-            hidden += part.kv_heads * part.head_size + heads * (reader.query == "heads")
-            projected += heads * (reader.out == "matrix")
-    layers = cfg.layer.count(";") + 1 if cfg.block == "superblock" else 1
-    return hidden // layers, projected // layers
+            hidden += n * (part.kv_heads * part.head_size + heads * (reader.query == "heads"))
+            projected += n * heads * (reader.out == "matrix")
+    return hidden, projected
 
 
 def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
@@ -107,19 +108,20 @@ def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
     cut = ranks.size // cfg.dp_replicate if fsdp else cfg.tp * cfg.pp
     micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
     batches = Loader.AHEAD + (micro_steps if cfg.pp > 1 else 1)
-    hidden, projected = kept_by_readers(cfg)
-    width = C + hidden * (cfg.activation_checkpoint != "full")
-    if cfg.activation_checkpoint == "none" and not ranks.compile:
-        width += projected
-    tokens = cfg.n_layer * T + (cfg.n_encoder_layer or cfg.n_layer) * S
+    numbers = 0  # that the blocks keep of a sequence
+    for stack, length in zip(cfg.stacks, (T, S), strict=False):
+        hidden, projected = kept_by_readers(stack)
+        width = stack.n_layer * C + hidden * (cfg.activation_checkpoint != "full")
+        eager = cfg.activation_checkpoint == "none" and not ranks.compile
+        numbers += length * (width + projected * eager)
     rest, muon = OPTIMIZER[cfg.optimizer]
     states = 8 * total + state_bytes(Muon if muon else rest, matrices) + state_bytes(rest, total - matrices)
     late = 4 * total * (micro_steps == 1)  # gradients that do not exist yet at the time of the logits
     if cfg.eval_only:
-        batches, width, tokens, states, late = 1, C, T, 4 * total, 0
+        batches, numbers, states, late = 1, C * T, 4 * total, 0
     held = ranks.dtype.itemsize * (1 if cfg.eval_only else 2)  # by a compiled loss: the logits, in training a gradient
     logits = held * V * min(B * T // cfg.cp, rows_at_once(cfg.loss_chunk, V, ranks.device)) // cfg.pp
-    kept = ranks.dtype.itemsize * B * tokens * width // (cfg.cp * cfg.tp * cfg.pp) + logits
+    kept = ranks.dtype.itemsize * B * numbers // (cfg.cp * cfg.tp * cfg.pp) + logits
     return {
         STATES: (states // cut, fsdp and cfg.fsdp_offload),
         "activations": (max(0, kept - late // cut), False),
@@ -139,7 +141,10 @@ def check_training(cfg, ranks: parallel.Ranks, lengths: tuple[int, int]):
 def check_sampling(cfg, flags, device: torch.device):
     """ValueError if sampling with cfg from a model with these flags needs more memory than the process can have."""
     size, total = resolve_dtype(cfg.dtype, device).itemsize, parameters(flags)[0]
-    cached = 2 * size * flags.n_layer * flags.kv_heads * flags.head_size * (flags.objective != "masked")  # per token
+    heads = [
+        n * flags.part(r).kv_heads for sums, n in flags.layers for each in sums for r in each if r.source == "context"
+    ]
+    cached = 2 * size * sum(heads) * flags.head_size * (flags.objective != "masked")  # per token
 
     def need(c) -> Need:
         most = flags.block_size * (2 if c.overflow == "roll" else 1)

@@ -17,6 +17,7 @@ KINDS = {
     "llama": dict(pos="rope", norm="rmsnorm", mlp="swiglu", attention="gqa", n_kv_head=2, tie_weights=False),
     "superblock": dict(block="superblock", pos="alibi", window=5, window_pattern="SL", n_group=2),
     "slots": dict(block="superblock", layer="c.own_slots", pos="alibi", n_slot=3, qk_norm=True),
+    "parts": dict(block="superblock", layer="c/2+p/2,c.gelu/2+p;c,s", pos="rope", n_slot=3),
     "simplified": dict(block="simplified", pos="rope", simplified_value_proj="all"),
     "simplified_parallel": dict(block="simplified_parallel", pos="alibi", norm="none", attention="mqa"),
     "gemma": dict(

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from test_model import DOCS, TINY, assert_same, build, jitter, leaves
 
 import model as M
-from engine.plan.accounting import flops
+from engine.optim import hidden_matrices
+from engine.plan.accounting import flops, layer_in_words
 from model import Inputs
 
 C, H, T, D = TINY["n_embd"], TINY["n_head"], TINY["block_size"], TINY["n_embd"] // TINY["n_head"]
@@ -17,7 +18,7 @@ C, H, T, D = TINY["n_embd"], TINY["n_head"], TINY["block_size"], TINY["n_embd"] 
 
 def shape_of(layer: str, **flags) -> list[list[list[str]]]:
     cfg = M.ModelConfig(**TINY | {"block": "superblock", "layer": layer} | flags)
-    return [[[r.name for r in each] for each in M.layer_readers(cfg, layer, i)] for i in range(layer.count(";") + 1)]
+    return [[[r.name for r in each] for each in sums] for sums, _ in cfg.layers]
 
 
 def pool(layer: str, **flags) -> tuple[M.Model, M.Pool]:
@@ -59,6 +60,9 @@ def test_the_memory_is_read_where_the_string_says_or_behind_the_context():
     ("c.relu.gelu", {}, "'c.relu.gelu' makes one choice twice"),
     ("p", {}, "layer='p' has no c, so no token would see another"),
     ("m,c", {}, "layer='m,c' has an m, which reads an encoder; set objective=seq2seq"),
+    ("p;c", {"n_layer": 1}, "has 2 strings, one for each layer, but n_layer=1; leave some out"),
+    ("p;c", {"objective": "seq2seq", "n_encoder_layer": 1}, "has no c in the encoder's layers"),
+    ("2c", {}, "attn takes 2 of the heads or units; write a part"),
     ("c/3", {}, "attn takes 1/3 of n_head=4; /n goes with n = 1, 2, 4"),
     ("c/4", {"attention": "gqa", "n_kv_head": 2}, "attn takes 1/4 of its key/value heads=2; /n goes with n = 1, 2"),
     ("c.stream/2", {}, "attn has no matrix between heads and stream, but 2 heads of 8 are not n_embd=32"),
@@ -229,6 +233,41 @@ def test_an_mlp_is_two_matrix_products():
         if event.name in ("aten::mm", "aten::gelu", "aten::einsum", "aten::bmm")
     ]
     assert called == ["aten::mm", "aten::gelu", "aten::mm"]
+
+
+def test_the_matrix_behind_units_is_the_same_for_every_number_of_groups():
+    """It writes to the stream: its initial values are scaled and Muon trains it; the units' outputs are not scaled."""
+    for groups in (1, 2):
+        net = build(block="superblock", layer="p.matrix+c", n_group=groups, n_embd=64)
+        mlp = net.blocks[0].sums[0].mlp
+        assert (mlp.down.std, mlp.out.std) == (0.02, 0.02 / math.sqrt(4))
+        assert {mlp.up.weight, mlp.down.weight, mlp.out.weight} <= hidden_matrices(net).keys()
+
+
+@pytest.mark.parametrize("phi", ["relu", "sigmoid"])
+def test_a_query_that_sees_nothing_reads_nothing(phi):
+    """A document of the text that is not in the memory: as with a softmax, 0 and not nan."""
+    net = build(block="superblock", layer=f"c,m.{phi}", objective="seq2seq", n_encoder_layer=1)
+    cross, (x, memory) = net.blocks[0].sums[1].cross, leaves((1, 3, C), (1, 2, C))
+    numbers = torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0]])
+    y = cross(x, Inputs(memory=memory, memory_docs=numbers))
+    assert y[0, 0].abs().max() > 0 and torch.equal(y[0, 1:], torch.zeros(2, C, dtype=x.dtype))
+
+
+@pytest.mark.parametrize("objective", ["causal", "seq2seq"])
+def test_the_words_say_what_the_rounding_of_parts_adds(objective):
+    """A third of 256 hidden units becomes 64, in the layers of both stacks that have such a part."""
+    flags = dict(
+        n_embd=64, n_layer=5, n_encoder_layer=3, block="superblock", layer="c+p/3;c.relu,p", objective=objective
+    )
+    said = layer_in_words(M.ModelConfig(**TINY | flags))
+    layers = 3 + 2 * (objective == "seq2seq")
+    added = layers * 2 * 64 * (64 - 256 / 3)
+    assert said.endswith(f"; rounding the hidden units of parts adds {round(added):+,} parameters")
+    memory = ", then 4 heads on the memory" * (objective == "seq2seq")
+    assert said.startswith(
+        f"layer: 4 heads on the context + 64 hidden units{memory}; next layer: 4 heads on the context (relu)"
+    )
 
 
 def test_flops_count_what_a_layer_multiplies():

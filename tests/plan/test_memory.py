@@ -38,17 +38,37 @@ def need(cfg: Config, size: int = 1, data_size: int = 1, dtype: torch.dtype = to
     return {kind: n for kind, (n, _) in least.items()}
 
 
-@pytest.mark.parametrize("block", BLOCK)
+BLOCKS = [{"block": block} for block in BLOCK]
+BLOCKS += [
+    {"block": "superblock", "layer": layer} for layer in ("c/2+p,c/2", "c;p", "c,p;c.relu;s.gelu+p", "c;c+p;c;c")
+]
+
+
 @pytest.mark.parametrize("objective", ["causal", "seq2seq"])
-@pytest.mark.parametrize("layers", [(1, 0), (5, 0), (4, 3)])
+@pytest.mark.parametrize(
+    "block,layers",
+    [(b, n) for b in BLOCKS for n in ((1, 0), (5, 0), (4, 3), (9, 0)) if b.get("layer", "").count(";") < n[0]],
+    ids=str,
+)
 def test_parameters_are_counted_without_the_whole_model(block, objective, layers):
     cfg = ModelConfig(
         n_layer=layers[0], n_encoder_layer=layers[1], n_head=2, n_embd=16, block_size=8, vocab_size=99, bias=True,
-        tie_weights=False, block=block, objective=objective,
+        tie_weights=False, objective=objective, **block,
     )  # fmt: skip
     model = Model(cfg)
     blocks = {m.weight for name, m in model.named_modules() if "blocks." in name and isinstance(m, torch.nn.Linear)}
     assert memory.parameters(cfg) == (model.n_params(), sum(w.numel() for w in blocks))
+
+
+@pytest.mark.parametrize("layer,hidden,projected", [
+    ("c,p", 3 * (128 + 256), 3 * (64 + 256)),
+    ("c/2,p.sigmoid;c", 2 * (64 + 256) + 128, 2 * 32 + 64),
+    ("c.stream,p.softmax;c.none,p.relu;c", (64 + 256) + (128 + 256) + 128, 64 + 0 + 64),
+])  # fmt: skip
+def test_what_the_readers_of_each_layer_keep(layer, hidden, projected):
+    """Of 3 layers: q and k, hidden units; then the results of heads, and of units that keep more than these."""
+    cfg = ModelConfig(n_layer=3, n_head=4, n_embd=64, vocab_size=99, block="superblock", layer=layer)
+    assert memory.kept_by_readers(cfg) == (hidden, projected)
 
 
 SHAPE = ["--n_embd=128", "--block_size=256", "--gradient_accumulation_steps=1", "--max_iters=2", "--eval_iters=1"]
@@ -81,6 +101,15 @@ def test_a_run_takes_more_and_not_much_more(tiny_data, tmp_path):
         assert estimated <= peaks[name] - peaks["least"] <= factor * estimated, name
 
 
+@pytest.mark.parametrize("layer,heads", [("c,p", 3 * 4), ("c/2,p;c+c/2,s", 2 * 2 + 6), ("c,p;p", 2 * 4)])
+def test_sampling_keeps_the_keys_of_each_reader_of_the_context(layer, heads, monkeypatch):
+    flags = ModelConfig(n_layer=3, n_head=4, n_embd=64, vocab_size=99, block_size=32, block="superblock", layer=layer)
+    found, cfg = [], SampleConfig(num_samples=2, max_new_tokens=19, dtype="float32")
+    monkeypatch.setattr(memory, "check_memory", lambda cfg, device, need, sizes: found.append(need(cfg)))
+    memory.check_sampling(cfg, flags, torch.device("cpu"))
+    assert found[0]["keys and values"][0] == 2 * 20 * 2 * heads * 16 * 4  # sequences, tokens, k and v, channels, bytes
+
+
 LAYOUTS = {
     "one": (1, 1, []),
     "fsdp": (4, 4, ["--parallel=fsdp"]),
@@ -91,6 +120,7 @@ LAYOUTS = {
     "pp": (2, 1, ["--pp=2"]),
     "gated": (2, 2, ["--mlp=swiglu", "--pos=rope", "--norm=rmsnorm", "--attention=mqa"]),
     "superblock": (1, 1, ["--block=superblock", "--layer=c.own_slots"]),
+    "parts": (1, 1, ["--block=superblock", "--layer=c/2;c,p.sigmoid;c.gelu+p/2,p.softmax;c"]),
     "simplified": (1, 1, ["--block=simplified_parallel", "--norm=none", "--norm_placement=none"]),
     "seq2seq": (1, 1, ["--objective=seq2seq", "--corrupt_ratio=0.5"]),
 }

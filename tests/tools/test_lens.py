@@ -318,6 +318,7 @@ def test_other_readers_have_names_of_their_own(run, capsys):
         lines = output(capsys, *read, f"--reader={reader}", "--units=99")
         assert f"layer 1, {title}, query 10 't': {n} units, which together promote " in lines[0]
         assert lines[2].split("  ")[0].strip() == first and len(lines) == 2 + n
+        assert not any("nan" in line for line in lines)  # in attn2, nothing may pass the relu
     scored = [line.split()[4:] for line in output(capsys, f"--out_dir={out}", "--find=previous", "--device=cpu")[4:8]]
     assert sorted(scored) == [[], [], ["of", "attn2"], ["of", "attn2"]]
 
