@@ -11,7 +11,7 @@ never decrease along a row: a token sees only its own document. Padding is a doc
 A block is a list of sums. A sum adds the results of readers to the residual stream: attention reads the context,
 cross-attention reads the encoder's memory, and an MLP reads its own parameters. To try an idea, add an entry to a table
 (NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the flag's Literal. The grid test walks the tables, so it
-checks the new entry. docs/hacking.md has worked examples.
+checks the new entry. docs/hacking.md has worked examples, and the attributes that other files replace.
 
 Names used everywhere
     B batch   T time (queries)   S keys, or tokens of a source   C n_embd   V vocabulary   L layers
@@ -34,24 +34,6 @@ Muon trains the weights of into, memory, out and second, and AdamW all others.
 A module lists in `per_head` the parameters that have a row for each head; tensor parallelism cuts the rows. It may set
 other initial weights in its dict `initial`: name of a parameter -> a number, a tensor of its shape, or a Normal. One
 number that __init__ writes into a parameter is kept too (see OwnValues); other values written there are refused.
-
-Seams. Other files replace or wrap these attributes and nothing else:
-    attribute                        replaced by                                what must stay true
-    Model.forward                    pipeline stages: under autocast            same result
-    Model.embed                      pipeline stages                            (B, T) ids -> stream (B, T, C), t (T,)
-    Model.place                      context parallelism                        t (T,) -> t (T,)
-    Model.loss, .tie                 tensor parallelism, pipeline stages        mean in nats; ends share one tensor
-    Model.chunk_loss, a block        compilation, recomputation                 same result
-    Model.pos, .wte, .first_norm     pipeline stages, tensor parallelism        shapes
-    Model.norm, .head, .blocks       pipeline stages, which delete others       shapes; a block keeps its name
-    Model.init_weights               plan, on fake tensors                      shapes
-    parameters                       tensor parallelism: slices; plan: dtypes   names
-    Stack.position_table             tensor parallelism: rows of its heads      as AttentionPosition.table
-    forward of norms and layers      FSDP, tensor parallelism                   same result, or one term of a sum
-    Pool.cache                       decoding                                   as KVCache.extend; of a memory, .once
-    Pool.strips                      compilation: left out of it                as ops.strip_attention
-    Pool.attend, .window, .dropout   context par., lens; decoding; plan: 0.0    as Pool.attend; tokens; a probability
-    GroupedLinear.groups             tensor parallelism: those of its rank      divides the weight's rows
 """
 
 import math
@@ -134,9 +116,7 @@ class ModelConfig:
     mlp_ratio: float = 4.0  # hidden width over n_embd; gated kinds take 2/3 of it, so that parameters match
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # layers whose value projection is trained
     simplified_beta_ff: float = 0.1  # initial gain of the MLP branch, use O(1 / sqrt(depth)) (arXiv:2311.01906)
-    layer: str = (
-        "c+p"  # the superblock's readers: c context, p MLP, s slots, m memory; + , /n and switches: docs/blocks.md
-    )
+    layer: str = "c+p"  # the superblock's readers: c context, p MLP, s slots, m memory (docs/blocks.md)
     n_group: int = 1  # slices of the stream that the superblock's parameters are read with, each with units of its own
     n_slot: int = 0  # learned slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
     # --- model: attention

@@ -212,17 +212,9 @@ def attention_kernel(
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    D: int,
-    mask: Mask,
-    softcap=0.0,
-    dropout=0.0,
-    slots: Slots = None,
-    strips: Callable | None = None,
-    phi: Callable | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, softcap=0.0, dropout=0.0, slots: Slots = None,
+    strips: Callable | None = None, phi: Callable | None = None,
+) -> Tensor:  # fmt: skip
     """softmax(cap(q k^T / sqrt(D))) v over the keys that the mask admits, and over slots: (B, H, T, E), where E >= D.
 
     q (B, H, T, E), k and v (B, Hkv, S, E). The columns from D on hold a position bias, which is not capped. strips is
@@ -405,13 +397,7 @@ def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strip
 
 
 def cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    softcap=0.0,
-    chunk=0,
-    of_chunk: Callable | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap=0.0, chunk=0, of_chunk=None
 ) -> Tensor:
     """Sum of -log softmax(cap(x W^T + b))[target] over targets >= 0, in nats: x (N, C), W (V, C), b (V,), targets (N,).
 

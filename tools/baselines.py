@@ -15,6 +15,7 @@ import importlib.util
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from configurator import parse
 from data.errors import command, require, user_errors
@@ -23,22 +24,33 @@ from tools.compare import trainings
 from tools.compare.table import aligned, cells, row_notes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "baselines.md"
-VARIANTS = {  # name in the table -> arguments of train.py; muon_lr and learning_rate with which the search begins
-    "standard": ("config/train_pycode.py", 0.005, 0.006),
-    "parallel": ("config/train_pycode.py --block=parallel", 0.005, 0.006),
-    "superblock in series, 2 groups": ("config/pycode_superblock.py --layer=c,p --n_group=2", 0.005, 0.006),
-    "superblock in series, 4 groups": ("config/pycode_superblock.py --layer=c,p --n_group=4", 0.005, 0.006),
-    "superblock, 2 groups": ("config/pycode_superblock.py --n_group=2", 0.01, 0.012),
-    "superblock, 4 groups": ("config/pycode_superblock.py --n_group=4", 0.01, 0.012),
-    "superblock, joint pool": ("config/pycode_superblock_joint.py", 0.01, 0.012),
-    "SAS": ("config/pycode_sas.py", 0.02, 0.006),
-    "SAS-P": ("config/pycode_sas_p.py", 0.02, 0.006),
-    "Llama-like": ("config/pycode_llama.py", 0.01, 0.048),
-    "GPT-2-like": ("config/pycode_gpt2.py", 0.04, 0.003),
-    "masked (BERT-like)": ("config/pycode_bert.py", 0.01, 0.048),
-    "seq2seq (T5-like)": ("config/pycode_t5.py", 0.005, 0.012),
+TABLES = {  # --table -> name of a variant -> arguments of train.py; muon_lr and learning_rate where the search begins
+    "blocks": {
+        "standard": ("config/train_pycode.py", 0.005, 0.006),
+        "parallel": ("config/train_pycode.py --block=parallel", 0.005, 0.006),
+        "superblock in series, 2 groups": ("config/pycode_superblock.py --layer=c,p --n_group=2", 0.005, 0.006),
+        "superblock in series, 4 groups": ("config/pycode_superblock.py --layer=c,p --n_group=4", 0.005, 0.006),
+        "superblock, 2 groups": ("config/pycode_superblock.py --n_group=2", 0.01, 0.012),
+        "superblock, 4 groups": ("config/pycode_superblock.py --n_group=4", 0.01, 0.012),
+        "superblock, joint pool": ("config/pycode_superblock_joint.py", 0.01, 0.012),
+        "SAS": ("config/pycode_sas.py", 0.02, 0.006),
+        "SAS-P": ("config/pycode_sas_p.py", 0.02, 0.006),
+        "Llama-like": ("config/pycode_llama.py", 0.01, 0.048),
+        "GPT-2-like": ("config/pycode_gpt2.py", 0.04, 0.003),
+        "masked (BERT-like)": ("config/pycode_bert.py", 0.01, 0.048),
+        "seq2seq (T5-like)": ("config/pycode_t5.py", 0.005, 0.012),
+    },
 }
-DRAWN = [*list(VARIANTS)[:3], "superblock, joint pool", "SAS", "SAS-P", "Llama-like"]
+STRINGS = {  # the other tables -> values of --layer
+    "kinds": ["c,p", "c/2+p/2,c/2+p/2", "c/4+p/4,c/4+p/4,c/4+p/4,c/4+p/4", "3c/4+p/4,c/4+3p/4", "c/2,p,c/2"],
+    "depth": ["c,p", "c+p"],
+    "way": ["c,p", "c.stream,p", "c,p;s,p", "c.relu2,p", "c.none,p"]
+    + ["c,p.heads", "c,c.stream.relu2.none", "c,p.softmax", "c,p.matrix", "c,c"],
+}
+for name, strings in STRINGS.items():
+    start = "config/train_pycode.py --block=superblock --layer="
+    TABLES[name] = {string: (start + string, 0.005, 0.006) for string in strings}
+DRAWN = [*list(TABLES["blocks"])[:3], "superblock, joint pool", "SAS", "SAS-P", "Llama-like"]
 GRID = {
     "muon_lr": [0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08],
     "learning_rate": [0.0015, 0.003, 0.006, 0.012, 0.024, 0.048],
@@ -51,6 +63,7 @@ class BaselinesConfig:
     """The flags of baselines.py. ValueError names the flag, its value and the remedy."""
 
     # --- baselines
+    table: Literal["blocks", "kinds", "depth", "way"] = "blocks"  # the variants; blocks writes docs/baselines.md
     out: str = "out/baselines"  # folder of all trainings
     steps: int = 450  # optimizer steps of a full training; a short one makes a third of them
     seeds: int = 3  # number of final trainings of each variant
@@ -63,6 +76,11 @@ class BaselinesConfig:
             require(f"--{name}=" not in self.common, f"common={self.common}: baselines.py sets {name}; leave it out")
         trainings.CompareConfig(out=self.out, seeds=self.seeds, jobs=self.jobs)
 
+    @property
+    def variants(self) -> dict[str, tuple]:
+        """The variants of the table, as in TABLES."""
+        return TABLES[self.table]
+
 
 class Search:
     """The coordinate search of all variants at the same time.
@@ -74,7 +92,7 @@ class Search:
 
     def __init__(self, options: BaselinesConfig):
         self.options, self.folders, self.rounds = options, {}, 0
-        self.starts = [(variant, *start) for variant, (_, *start) in VARIANTS.items()]
+        self.starts = [(variant, *start) for variant, (_, *start) in options.variants.items()]
         self.best = {variant: dict(zip(GRID, start, strict=True)) for variant, *start in self.starts}
         self.losses = {
             "learning_rate": self.search("learning_rate", options.steps // 3, 60),
@@ -92,7 +110,7 @@ class Search:
             for number, (point, row) in enumerate(zip(missing, rows, strict=True), 1):
                 losses[point] = row["loss"]["mean"] if row["loss"] else float("inf")
                 self.folders[point] = f"{folder}/run{number}-seed1"
-            for variant in VARIANTS:
+            for variant in self.best:
                 best = min((point for point in losses if point[0] == variant), key=losses.get)
                 self.best[variant] = dict(zip(GRID, best[1:], strict=True))
         return losses
@@ -107,9 +125,9 @@ class Search:
         return [point for point in near if point not in losses] or [p for p in self.starts if p not in losses]
 
 
-def table(losses: dict[tuple, float]) -> str:
+def table(variants: dict, losses: dict[tuple, float]) -> str:
     """Losses of a search, as Markdown."""
-    ordered = sorted(losses.items(), key=lambda item: (list(VARIANTS).index(item[0][0]), item[0][1:]))
+    ordered = sorted(losses.items(), key=lambda item: (list(variants).index(item[0][0]), item[0][1:]))
     return aligned([["variant", *GRID, "loss"]] + [[*map(str, point), f"{loss:.4f}"] for point, loss in ordered])
 
 
@@ -117,7 +135,7 @@ def arguments(options: BaselinesConfig, variant: str, rates: list[float], steps:
     """The arguments of train.py for a variant with these learning rates."""
     schedule = SCHEDULE.format(steps, max(1, 20 * steps // 450), steps // 3)
     rates = " ".join(f"--{name}={rate}" for name, rate in zip(GRID, rates, strict=True))
-    return " ".join(filter(None, [VARIANTS[variant][0], options.common, schedule, rates]))
+    return " ".join(filter(None, [options.variants[variant][0], options.common, schedule, rates]))
 
 
 def run_compare(options: BaselinesConfig, name: str, runs: list[str], **more: int) -> trainings.Comparison:
@@ -135,7 +153,7 @@ def run_compare(options: BaselinesConfig, name: str, runs: list[str], **more: in
 def page(text: str, options: BaselinesConfig, search: Search, rows: list[dict], measured: str) -> str:
     """`text`, that of docs/baselines.md, with new figures between each <!-- name --> and <!-- end -->."""
     lines = [["variant", *GRID, "parameters", "loss", "bits per byte", "difference from standard"]]
-    for variant, row in zip(VARIANTS, rows, strict=True):
+    for variant, row in zip(search.best, rows, strict=True):
         _, parameters, _, _, _, loss, bits, difference, _ = cells(row)
         best = search.best[variant].items()
         rates = [f"{rate}{' !' * (rate in (GRID[name][0], GRID[name][-1]))}" for name, rate in best]
@@ -151,8 +169,8 @@ def page(text: str, options: BaselinesConfig, search: Search, rows: list[dict], 
         "losses": aligned(lines) + "\n" + "".join(f"* {note}\n" for note in row_notes(rows)),  # which have diverged
         "commands": "\n".join(["```", *(f"python train.py {row['run']} {end}{row['number']}" for row in rows), "```"]),
         "grids": "\n".join(f"* Grid of {name}: {', '.join(map(str, values))}." for name, values in GRID.items()),
-        "learning_rate": table(search.losses["learning_rate"]),
-        "muon_lr": table(search.losses["muon_lr"]),
+        "learning_rate": table(options.variants, search.losses["learning_rate"]),
+        "muon_lr": table(options.variants, search.losses["muon_lr"]),
     }
     for name, part in parts.items():
         head, _, rest = text.partition(f"<!-- {name} -->\n")
@@ -163,7 +181,7 @@ def page(text: str, options: BaselinesConfig, search: Search, rows: list[dict], 
 def picture(rows: list[dict]):
     """A matplotlib Figure of training losses: a line per variant of DRAWN, the mean of its seeds, without the start."""
     cfg, lines = curves.PlotConfig(smooth=10), []
-    for variant, row in zip(VARIANTS, rows, strict=True):
+    for variant, row in zip(TABLES["blocks"], rows, strict=True):
         if variant in DRAWN and row["seeds"]:
             i = DRAWN.index(variant)
             colour, style = curves.COLOURS[i], curves.STYLES[i % 2]
@@ -185,13 +203,17 @@ def main(argv: list[str] | None = None):
     search = Search(options)
     folder = Path(options.out).expanduser()
     (folder / "final").mkdir(parents=True, exist_ok=True)
-    for number, variant in enumerate(VARIANTS, 1):  # the best training of the search is the final one with seed 1
+    for number, variant in enumerate(
+        options.variants, 1
+    ):  # the best training of the search is the final one with seed 1
         link = folder / "final" / f"run{number}-seed1"
         link.unlink(missing_ok=True)
         found = search.folders[(variant, *search.best[variant].values())]
         link.symlink_to(Path("..", found), target_is_directory=True)
-    runs = [arguments(options, variant, search.best[variant].values(), options.steps) for variant in VARIANTS]
+    runs = [arguments(options, variant, best.values(), options.steps) for variant, best in search.best.items()]
     final = run_compare(options, "final", runs, seeds=options.seeds)
+    if options.table != "blocks":
+        return  # tools.compare has printed its table, and the page is written by hand
     rows, measured = final.rows(), final.stored["measured"]
     target = PAGE if options == BaselinesConfig() else folder / PAGE.name
     with user_errors():

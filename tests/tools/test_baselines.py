@@ -15,6 +15,7 @@ from tools import baselines, curves
 from tools.compare import table as compare_table
 from tools.compare import trainings
 
+BLOCKS = baselines.TABLES["blocks"]
 LINE = curves.Line("", *(np.arange(3.0) for _ in range(4)), "red", "-")
 
 
@@ -25,12 +26,13 @@ def formula(monkeypatch, tmp_path):
     The optimum of the first variant is at the start of its search, that of the second at a corner of the grid, and of
     the others at other points. SAS-P fails at muon_lr=0.04. That of SAS lies at its start, but only in full trainings.
     """
-    optimum = dict(zip(baselines.VARIANTS, itertools.product(*baselines.GRID.values()), strict=False))
-    optimum["standard"], optimum["parallel"] = baselines.VARIANTS["standard"][1:], (0.08, 0.0015)
+    optimum = dict(zip(BLOCKS, itertools.product(*baselines.GRID.values()), strict=False))
+    optimum["standard"], optimum["parallel"] = BLOCKS["standard"][1:], (0.08, 0.0015)
+    known = {v: text for table in baselines.TABLES.values() for v, (text, *_) in table.items()}
     calls = []
 
     def loss(variant: str, muon_lr: float, learning_rate: float, full: bool = True) -> float:
-        best = baselines.VARIANTS["SAS"][1:] if full and variant == "SAS" else optimum[variant]
+        best = BLOCKS["SAS"][1:] if full and variant == "SAS" else optimum.get(variant, (0.005, 0.006))
         if variant == "SAS-P" and muon_lr == 0.04:
             return float("inf")
         return 1 + math.log(muon_lr / best[0]) ** 2 + math.log(learning_rate / best[1]) ** 2
@@ -42,8 +44,8 @@ def formula(monkeypatch, tmp_path):
         for number, run in enumerate(runs, 1):
             flags = dict(arg[2:].split("=") for arg in run.split() if arg.startswith("--"))
             variant = max(
-                (v for v, (text, *_) in baselines.VARIANTS.items() if run.startswith(text)),
-                key=lambda v: len(baselines.VARIANTS[v][0]),
+                (v for v, text in known.items() if run.startswith(text)),
+                key=lambda v: len(known[v]),
             )
             rates = float(flags["muon_lr"]), float(flags["learning_rate"])
             found = loss(variant, *rates, full=flags["max_iters"] == "450")
@@ -78,7 +80,7 @@ def test_the_search_finds_what_an_exhaustive_one_finds(formula, tmp_path):
         points = [run for _, runs in calls for run in runs if f"--max_iters={steps} " in run]
         assert len(points) == len(set(points)) == len(search.losses[name])  # nothing is trained twice
         of_standard = [point[1:] for point in search.losses[name] if point[0] == "standard"]
-        assert len(of_standard) == 3 and baselines.VARIANTS["standard"][1:] in of_standard
+        assert len(of_standard) == 3 and BLOCKS["standard"][1:] in of_standard
         assert all(f"--warmup_iters={20 * steps // 450} --cooldown_iters={steps // 3}" in run for run in points)
     tried = [muon_lr for variant, muon_lr, _ in search.losses["muon_lr"] if variant == "parallel"]
     assert tried == [0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.005]  # and the start of the search
@@ -110,12 +112,12 @@ def test_the_page(formula, tmp_path, capsys):
     assert "* Grid of muon_lr: 0.00125, 0.0025, " in text and "150 steps for learning_rate" in text
     commands = [line for line in text.splitlines() if line.startswith("python train.py ")]
     configs = [parse(Config, shlex.split(line)[2:]) for line in commands]
-    assert len({cfg.out_dir for cfg in configs}) == len(baselines.VARIANTS) and configs[1].block == "parallel"
+    assert len({cfg.out_dir for cfg in configs}) == len(BLOCKS) and configs[1].block == "parallel"
     assert all((cfg.seed, cfg.eval_iters, cfg.eval_interval) == (1, 0, 0) for cfg in configs)
-    rates = [[cell.removesuffix(" !") for cell in row[variant][:2]] for variant in baselines.VARIANTS]
+    rates = [[cell.removesuffix(" !") for cell in row[variant][:2]] for variant in BLOCKS]
     assert [[str(cfg.muon_lr), str(cfg.learning_rate)] for cfg in configs] == rates
     assert str(tmp_path / "baselines.md") in capsys.readouterr().out
-    links = [tmp_path / "final" / f"run{number}-seed1" for number in range(1, len(baselines.VARIANTS) + 1)]
+    links = [tmp_path / "final" / f"run{number}-seed1" for number in range(1, len(BLOCKS) + 1)]
     for link, run in zip(links, calls[-1][1], strict=True):  # the training of the search is not made again
         out, runs = next((out, runs) for out, runs in calls[:-1] if run in runs)
         assert link.is_symlink() and link.resolve() == (tmp_path / out / f"run{runs.index(run) + 1}-seed1").resolve()
@@ -152,7 +154,7 @@ def test_the_picture(tmp_path):
     """A line for each drawn variant: the mean over its seeds of ten logged losses, without the first fifth."""
     pytest.importorskip("matplotlib", reason="pip install -e .[plots]")
     rows = []
-    for n in range(len(baselines.VARIANTS)):
+    for n in range(len(BLOCKS)):
         seeds = {}
         for seed in (1, 2):
             folder = tmp_path / f"{n}-{seed}"
@@ -168,17 +170,31 @@ def test_the_picture(tmp_path):
     (axes,) = baselines.picture(rows).axes
     assert [line.get_label() for line in axes.lines] == baselines.DRAWN
     for line in axes.lines:
-        n = list(baselines.VARIANTS).index(line.get_label())
+        n = list(BLOCKS).index(line.get_label())
         assert np.allclose(line.get_ydata(), n + 0.15) and min(line.get_xdata()) > max(line.get_xdata()) / 5
     assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 7
 
 
-@pytest.mark.parametrize("variant", baselines.VARIANTS)
-def test_variants_are_runs_of_equal_tokens(variant):
-    options = baselines.BaselinesConfig()
+@pytest.mark.parametrize(
+    "table, variant", [(table, name) for table in baselines.TABLES for name in baselines.TABLES[table]]
+)
+def test_variants_are_runs_of_equal_tokens(table, variant):
+    options = baselines.BaselinesConfig(table=table)
     cfg = parse(Config, shlex.split(baselines.arguments(options, variant, [0.02, 0.003], 450)))
     assert (cfg.max_iters, cfg.warmup_iters, cfg.cooldown_iters, cfg.optimizer) == (450, 20, 150, "muon")
     assert cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size == 2048 and cfg.dataset == "pycode"
+    assert table == "blocks" or (cfg.block, cfg.layer) == ("superblock", variant)
+
+
+def test_other_tables_search_but_leave_the_page_alone(formula, tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install -e .[plots]")
+    page, (calls, _) = baselines.PAGE.read_text(), formula
+    baselines.main([f"--out={tmp_path}", "--table=depth", "--common=--n_layer=8"])
+    final, runs = calls[-1]
+    assert (
+        final == f"{tmp_path}/final" and not list(tmp_path.glob("baselines.*")) and baselines.PAGE.read_text() == page
+    )
+    assert [run.split("--layer=")[1].split()[:2] for run in runs] == [["c,p", "--n_layer=8"], ["c+p", "--n_layer=8"]]
 
 
 @pytest.mark.parametrize(
