@@ -11,29 +11,12 @@ never decrease along a row: a token sees only its own document. Padding is a doc
 A block is a list of sums. A sum adds the results of readers to the residual stream: attention reads the context,
 cross-attention reads the encoder's memory, and an MLP reads its own parameters. To try an idea, add an entry to a table
 (NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the flag's Literal. The grid test walks the tables, so it
-checks the new entry. docs/hacking.md has worked examples, and the attributes that other files replace.
+checks the new entry. docs/hacking.md has worked examples, the roles of modules, and the seams for other files.
 
 Names used everywhere
     B batch   T time (queries)   S keys, or tokens of a source   C n_embd   V vocabulary   L layers
     H query heads   Hkv key/value heads   G = H / Hkv query heads of one group   D = C / H head size
     F hidden width of the MLP
-
-Roles. Each module with parameters declares one; initial weights, optimizers, FLOPs and tensor parallelism follow it.
-    role      module                               initial weights         under tensor parallelism
-    vocab     token embedding, head                N(0, 0.02)              rows are cut
-    into      linear layer from the stream         N(0, 0.02)              outputs (heads, hidden units) are cut
-    memory    linear layer from the memory         N(0, 0.02)              outputs are cut
-    per_head  linear layer from the stream, (H, C) N(0, 0.02)              outputs, one for each head, are cut
-    out       linear layer to the stream           N(0, 0.02 / sqrt(n))    inputs are cut; a stream has n outputs
-    second    linear layer behind one of role out  N(0, 0.02 / sqrt(n))    not cut; trained as out is
-    before    norm before a sum's readers          1                       not cut; an all-gather follows
-    after     norm after a sum's readers           1                       not cut; a reduce-scatter precedes
-    last      norm after the last block            1                       not cut; an all-gather follows
-    whole     all others                           N(0, 0.02), 1; bias 0   not cut
-Muon trains the weights of into, memory, out and second, and AdamW all others.
-A module lists in `per_head` the parameters that have a row for each head; tensor parallelism cuts the rows. It may set
-other initial weights in its dict `initial`: name of a parameter -> a number, a tensor of its shape, or a Normal. One
-number that __init__ writes into a parameter is kept too (see OwnValues); other values written there are refused.
 """
 
 import math
@@ -69,6 +52,7 @@ from ops import (
     squared_relu,
     uniform_attention,
     wide_stream,
+    with_sink,
 )
 
 Maybe = Tensor | None
@@ -127,6 +111,10 @@ class ModelConfig:
     window: int = 0  # tokens that each token attends to, its own included; 0 = all before it
     window_pattern: str = ""  # per layer, repeated: S = sliding window, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
+    attn_gate: Literal["none", "head", "element"] = "none"  # a sigmoid of x for each head's result (arXiv:2505.06708)
+    attn_diff: bool = False  # pairs of heads: the first's result minus a learned multiple of the second's (2410.05258)
+    attn_sink: bool = False  # each head's softmax has one more term, whose score is learned and value 0 (gpt-oss)
+    value_residual: bool = False  # v is a learned mix with the first layer's v (arXiv:2410.17897)
     fp32_residual: bool | Literal["auto"] = "auto"  # residual stream in float32; auto = unless a GPU has bfloat16
     # --- model: position
     pos: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"  # position encoding
@@ -190,6 +178,10 @@ class ModelConfig:
         require(not self.doc_positions or absolute, f"{unused}; leave it out, or set pos=learned")
         if self.block == "superblock":
             check_layer(self)
+        pairs = all(r.share * self.kv_heads % 2 == 0 and not r.slots for r in self.readers if r.source == "context")
+        pairs, shaped = pairs or not self.attn_diff, self.block.startswith("simplified") and self.attn_diff
+        needs = "attn_diff=True needs an even number of key/value heads in each attention"
+        require(pairs and not shaped, f"{needs}, without slots, and another block than simplified; change one of them")
         moved = f"doc_mask=True with pos=rope and layer={self.layer} would give a document other results at another"
         require(not (self.doc_mask and self.placed_slots), f"{moved} place in the row; use own_slots, or pos=alibi")
         kinds, flag = {"rope": "GLN", "alibi": "GN"}.get(pos, ""), f"pos_pattern={self.pos_pattern!r} with pos={pos}"
@@ -308,20 +300,11 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "rope_theta_local": (lambda c: "L" in c.pos_pattern, "pos_pattern with an L"),
     "alibi_scale": (lambda c: c.pos == "alibi", "pos=alibi"),
     "qkv_bias": (lambda c: not c.bias, "bias=False, as bias=True includes it"),
-    "norm_bias": (
-        lambda c: not c.bias and "layernorm" in c.norms,
-        "norm=layernorm, norm_placement other than none, and bias=False",
-    ),
+    "norm_bias": (lambda c: not c.bias and "layernorm" in c.norms, "norm=layernorm in some place, and bias=False"),
     "scaled_init": (lambda c: not c.block.startswith("simplified"), "block other than simplified"),
     "last_norm": (lambda c: c.norm_placement != "post", "norm_placement other than post"),
-    "embed_norm": (
-        lambda c: c.norm != "none" and not c.bare,
-        "norm other than none, and in simplified blocks norm_placement other than none",
-    ),
-    "norm_eps": (
-        lambda c: bool(c.norms) or c.qk_norm,
-        "norm other than none and norm_placement other than none, or qk_norm=True",
-    ),
+    "embed_norm": (lambda c: c.norm != "none" and not c.bare, "norm other than none, and norms in simplified blocks"),
+    "norm_eps": (lambda c: bool(c.norms) or c.qk_norm, "norm and norm_placement other than none, or qk_norm=True"),
     "norm_per_reader": (
         lambda c: c.norm != "none" and "before" in PLACEMENT[c.norm_placement] and c.several_readers,
         "block that has several readers in one sum, norm_placement=pre or sandwich, norm other than none",
@@ -331,10 +314,7 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "simplified_value_proj": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "simplified_beta_ff": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "layer": (lambda c: c.block == "superblock", "block=superblock"),
-    "n_group": (
-        lambda c: c.block == "superblock" and any(r.units for r in c.readers),
-        "block=superblock and a layer with a p",
-    ),
+    "n_group": (lambda c: c.block == "superblock" and any(r.units for r in c.readers), "block=superblock with a p"),
     "n_slot": (lambda c: any(r.slotted for r in c.readers), "block=superblock and a layer with s or c.own_slots"),
     "n_encoder_layer": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
     "doc_positions": (lambda c: c.doc_mask, "doc_mask=True"),
@@ -726,6 +706,31 @@ class Shared(dict):
     """What a layer hands to later layers, by name. It is no plain dict, because FSDP gives each block a copy of one."""
 
 
+class Difference(nn.Module):
+    """The results of pairs of heads (2i, 2i + 1), whose values have width 2 D: the first minus lambda times the second,
+    normed, times 1 - lambda_0 (arXiv:2410.05258). lambda = exp(q1 . k1) - exp(q2 . k2) + lambda_0; these begin small.
+    """
+
+    role = "whole"
+
+    def __init__(self, D: int, layer: int):
+        super().__init__()
+        self.first = 0.8 - 0.6 * math.exp(-0.3 * layer)  # lambda_0
+        self.q1, self.k1, self.q2, self.k2 = (nn.Parameter(torch.empty(D)) for _ in range(4))
+        self.initial = dict.fromkeys(("q1", "k1", "q2", "k2"), Normal(0.1))
+
+    def forward(self, attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """As attend, Pool.attend, which computes the halves of the results: (B, H, T, D)."""
+        D, group = len(self.q1), q.size(1) // k.size(1)
+        halves = (half.repeat_interleave(2, dim=1) for half in v.unflatten(1, (-1, 2)).unbind(2))
+        y = torch.cat([attend(q, k, half, mask)[..., :D] for half in halves], dim=-1)
+        y = y.unflatten(1, (-1, 2, group))  # (B, Hkv / 2, 2, G, T, 2 D)
+        both = torch.stack(((self.q1 * self.k1).sum(), (self.q2 * self.k2).sum())).exp()
+        y = y[:, :, 0] - (both[0] - both[1] + self.first).to(y.dtype) * y[:, :, 1]
+        y = rms_norm(y, y.new_ones(y.size(-1)), 1e-5) * (1 - self.first)
+        return y.unflatten(-1, (2, -1)).movedim(-2, 3).flatten(1, 3)  # heads of (Hkv / 2, G, 2)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Readers: the normed stream x (B, T, C) -> (B, T, C), to be added to the stream. Each reads a pool of keys and values.
 # A reader of the context declares its `window`, as in Mask: by default that of cfg, but a block may set another.
@@ -851,6 +856,8 @@ def check_layer(cfg: ModelConfig):
         require(beside, f"{what}: .{r.slots} puts slots beside the softmax of a c; write c.{r.slots}")
         biased = cfg.pos == "alibi" and r.source == "context"
         require(not (biased and mapped), f"{what}: pos=alibi needs a softmax, not .{r.phi}; set pos=rope, or drop it")
+        sunk = cfg.attn_sink and r.source == "context" and mapped
+        require(not sunk, f"{what}: attn_sink=True is a term of a softmax, not of .{r.phi}; leave one of them out")
         require(not (biased and r.share != 1), f"{what}: pos=alibi has slopes for n_head={H}; leave /n out")
 
 
@@ -905,11 +912,20 @@ class Pool(nn.Module):
         self.q_norm, self.k_norm = (with_role(each, "whole") for each in norms)
         self.position = layer_position(cfg, layer) if context else AttentionPosition(cfg)
         self.make_projections(cfg, layer)
+        self.gate = self.sink = self.mix = None
+        self.diff = Difference(D, layer) if cfg.attn_diff and context else None
+        if cfg.attn_gate != "none" and context:
+            width, role = {"head": (1, "per_head"), "element": (D, "into")}[cfg.attn_gate]
+            self.gate = Linear(cfg, C, H * width, role)
+        if cfg.attn_sink and context:
+            self.sink, self.per_head = nn.Parameter(torch.zeros(H)), (*self.per_head, "sink")
+        if cfg.value_residual and context:
+            self.mix = nn.ModuleList(Gain(0.5) for _ in range(2 if layer else 0))
         if reader.slotted:
-            self.per_head = ("slot_k", "slot_v")
+            self.per_head = (*self.per_head, "slot_k", "slot_v")
             keys = 1 if self.phi is None else 1 + cfg.gated
             self.slot_k, self.slot_v = (nn.Parameter(torch.empty(Hkv, n * cfg.n_slot, D)) for n in (keys, 1))
-            self.initial = dict.fromkeys(self.per_head, Normal(0.02 * math.sqrt(C)))  # as a normed stream's keys
+            self.initial = dict.fromkeys(("slot_k", "slot_v"), Normal(0.02 * math.sqrt(C)))  # as a normed stream's keys
 
     def make_projections(self, cfg: ModelConfig, layer: int):
         """The layers that make q, k and v from x, and the one that maps the heads' results to the stream."""
@@ -948,8 +964,13 @@ class Pool(nn.Module):
             y = self.down(self.hidden(x if self.q is None else self.q(x)))
             return y if self.out is None else self.out(y)
         q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
-        y = self.read(self.q_norm(q), self.k_norm(k), v, inputs)
-        return self.out(y.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, C)
+        if self.mix is not None:
+            first = inputs.shared.setdefault(f"v of {v.size(1)} heads of {self.reader.name}", v)
+            v = (self.mix[0](v) + self.mix[1](first)).to(v.dtype) if len(self.mix) else v
+        y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)  # (B, T, H, D)
+        if self.gate is not None:
+            y = y * torch.sigmoid(self.gate(x)).unflatten(-1, (y.size(2), -1))
+        return self.out(y.flatten(2))  # (B, T, C)
 
     def hidden(self, x: Tensor) -> Tensor:
         """The activations of the hidden units, (B, T, F)."""
@@ -979,7 +1000,8 @@ class Pool(nn.Module):
         k, v = self.cache.extend(k, v) if self.cache and self.causal else (k, v)  # (B, heads, S, E)
         docs = inputs.memory_docs if self.reader.source == "memory" else inputs.docs
         mask = Mask(self.causal, self.window, docs, self.position.slopes(inputs.table))
-        y = self.attend(q, k, v, mask)[..., : self.head_dim]
+        attend = self.attend if self.diff is None else partial(self.diff, self.attend)
+        y = attend(q, k, v, mask)[..., : self.head_dim]
         if self.reader.slots != "own_slots":
             return y
         slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
@@ -995,10 +1017,12 @@ class Pool(nn.Module):
         if not q.dtype == k.dtype == v.dtype:
             found = f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}"
             raise ValueError(f"{found}; after a product of x with a float32 parameter, write .to(x.dtype)")
-        beside = self.reader.slots == "joint_slots"
+        E, beside = v.size(3), self.reader.slots == "joint_slots"
         slots = self.position.slots(*self.slots(k.dtype)) if beside else None  # each (Hkv, M, E)
+        if self.sink is not None:
+            q, k, v, slots = with_sink(q, k, v, slots, self.sink, self.head_dim, self.position.slots)
         options = self.softcap, self.dropout if self.training else 0.0, slots, self.strips, self.phi
-        return attention(q, k, v, self.head_dim, mask, *options)
+        return attention(q, k, v, self.head_dim, mask, *options)[..., :E]
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
@@ -1248,7 +1272,7 @@ class Model(Stack):
     def initial_weight(self, name: str, seed: int, shape: Shape, start: Shape, size: Shape, device) -> Tensor:
         """Initial values of the part, with shape `size` from index `start` on, of parameter `name` with `shape`. They
         depend only on the seed, the name and the place in the parameter. The number of a sum is left out of the name,
-        so a reader starts with the same weights in every block. The module's docstring has the table."""
+        so a reader starts with the same weights in every block. docs/hacking.md has the table of initial weights."""
         layer, _, kind = name.rpartition(".")
         module = self.get_submodule(layer)
         default = Normal(getattr(module, "std", 0.02)) if len(shape) > 1 else 0.0 if kind == "bias" else 1.0

@@ -255,6 +255,22 @@ def attention(
     return strips(partial(naive_attention, D, softcap, dropout, phi), q, k, v, tuple(mask), slots, 256)
 
 
+def with_sink(
+    q: Tensor, k: Tensor, v: Tensor, slots: Slots, sink: Tensor, D: int, place: Callable
+) -> tuple[Tensor, Tensor, Tensor, Slots]:
+    """q, k, v and slots of attention, where each query has one more slot, with the score sink (H,) of its head and the
+    value 0. A column of q holds the score, and that of all keys but this one is 0. place(k, v) pads slots to E columns.
+    """
+    none = k.new_zeros(k.size(1), 1, D)
+    own = place(none, none)
+    slots = own if slots is None else tuple(torch.cat(pair, dim=1) for pair in zip(slots, own, strict=True))
+    score = F.pad((sink.to(q.dtype) * math.sqrt(D))[:, None, None], (0, 7)).expand(len(q), -1, q.size(2), -1)
+    k, v, slot_k, slot_v = (F.pad(x, (0, 8)) for x in (k, v, *slots))  # fused kernels take widths of multiples of 8
+    last = F.one_hot(torch.tensor(slot_k.size(1) - 1, device=k.device), slot_k.size(1)).to(k.dtype)  # (M,)
+    slot_k = slot_k + F.pad(last[:, None], (q.size(3), 7))
+    return torch.cat((q, score), dim=-1), k, v, (slot_k, slot_v)
+
+
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
     """Whether CUDA's flash operator accepts queries of this dtype and width."""
     return device == "cuda" and dtype == torch.bfloat16 and width in range(8, 257, 8)

@@ -42,7 +42,7 @@ TABLES = {  # --table -> name of a variant -> arguments of train.py; muon_lr and
     },
 }
 STRINGS = {  # the other tables -> values of --layer
-    "kinds": ["c,p", "c/2+p/2,c/2+p/2", "c/4+p/4,c/4+p/4,c/4+p/4,c/4+p/4", "3c/4+p/4,c/4+3p/4", "c/2,p,c/2"],
+    "kinds": ["c,p", "c/2+p/2,c/2+p/2", "c/2+p/4,c/2+3p/4", "c/2,c/2+p", "c/2,c/2,p/2,p/2"],
     "depth": ["c,p", "c+p"],
     "way": ["c,p", "c.stream,p", "c,p;s,p", "c.relu2,p", "c.none,p"]
     + ["c,p.heads", "c,c.stream.relu2.none", "c,p.softmax", "c,p.matrix", "c,c"],

@@ -87,6 +87,10 @@ def contextual_mlp(
     require(pool is not None, f"reader={reader} is not in layer {layer}, which has {', '.join(found)}")
     for part in (pool, getattr(pool, "position", M.AttentionPosition(model.cfg))):
         require(type(part) in KNOWN, f"contextual_mlp does not know {type(part).__name__}; write its case there")
+    for flag in ("attn_diff", "attn_gate", "attn_sink", "value_residual"):
+        value = getattr(model.cfg, flag)
+        usual = pool.reader.source != "context" or value in (False, "none")
+        require(usual, f"contextual_mlp does not know {flag}={value}; take a model without it, or write its case there")
     heads = 1 if pool.units else pool.n_head
     require(0 <= head < heads, f"head={head} must be in 0 .. {heads - 1}")
     read = []

@@ -76,6 +76,7 @@ LAYERS = "--block=parallel --norm_per_reader=True --pos=rope --pos_pattern=LNG -
 LAYERS += "--head_bias=True --qkv_bias=True --norm_bias=True --embed_norm=True --embed_scale=3.0".split()
 PARTS = ["--block=superblock", "--layer=c/2+p/2,c.stream.relu+s.gelu/2,p.matrix", "--n_head=4"]
 GROUPS = ["--block=superblock", "--layer=c.none+p,p.softmax.matrix", "--n_head=4"]
+FLAGS = "--attn_gate=element --attn_sink=True --attn_diff=True --value_residual=True --n_head=4 --pos=rope".split()
 MODELS = {  # what is particular about a layout: layout -> {name: flags of the model}
     "tp": {
         "llama": [*GATED, *MUON],
@@ -88,6 +89,8 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "groups": [*GROUPS, "--n_group=4", "--bias=True", "--mlp=swiglu", *MUON],
         "wide": [*WIDE, "--head_dim=12", "--attention=gqa", "--n_kv_head=2", "--tie_weights=False", *MUON],
         "layers": [*LAYERS, "--loss_chunk=7"],
+        "attention": [*FLAGS, *MUON],
+        "head gates": ["--attn_gate=head", "--block=simplified", "--attn_sink=True", "--value_residual=True"],
         "masked": ["--objective=masked", "--doc_mask=True", "--doc_positions=True", "--attn_softcap=3.0"],
         "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0", "--pos=alibi", *MUON],
     },
@@ -98,6 +101,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "values": ["--block=simplified_parallel", "--simplified_value_proj=all", "--pos=rope", "--window=9"],
         "parts": [*PARTS, "--n_slot=4", "--pos=rope"],
         "layers": [*LAYERS, "--rope_scaling=llama3:8:1:4:8"],
+        "attention": [*FLAGS, "--window=5"],
         "few keys": ["--block=simplified", "--attention=mqa", "--n_embd=48", "--n_head=4"],
     },
     "fsdp": {
@@ -106,6 +110,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "offloaded": ["--fsdp_offload=True", "--activation_checkpoint=full"],
         "untied": ["--tie_weights=False", "--activation_checkpoint=selective", "--n_layer=3"],
         "seq2seq": ["--objective=seq2seq", "--grad_clip=0.0"],
+        "attention": [*FLAGS, "--activation_checkpoint=full", *MUON],
     },
     "hsdp": {"muon": [*MUON, "--block=superblock"], "groups": [*GROUPS, "--n_group=2", *MUON]},
     "fsdp+tp": {
