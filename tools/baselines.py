@@ -41,15 +41,21 @@ TABLES = {  # --table -> name of a variant -> arguments of train.py; muon_lr and
         "seq2seq (T5-like)": ("config/pycode_t5.py", 0.005, 0.012),
     },
 }
-STRINGS = {  # the other tables -> values of --layer
+LAYERS = {  # other tables -> values of --layer
     "kinds": ["c,p", "c/2+p/2,c/2+p/2", "c/2+p/4,c/2+3p/4", "c/2,c/2+p", "c/2,c/2,p/2,p/2"],
     "depth": ["c,p", "c+p"],
     "way": ["c,p", "c.stream,p", "c,p;s,p", "c.relu2,p", "c.none,p"]
     + ["c,p.heads", "c,c.stream.relu2.none", "c,p.softmax", "c,p.matrix", "c,c"],
 }
-for name, strings in STRINGS.items():
-    start = "config/train_pycode.py --block=superblock --layer="
-    TABLES[name] = {string: (start + string, 0.005, 0.006) for string in strings}
+for name, layers in LAYERS.items():
+    TABLES[name] = {
+        each: (f"config/train_pycode.py --block=superblock --layer={each}", 0.005, 0.006) for each in layers
+    }
+TABLES["attention"] = {
+    flag: (f"config/train_pycode.py --{flag}", 0.005, 0.006)
+    for flag in ("attn_gate=none", "attn_gate=head", "attn_gate=element", "attn_sink=True", "attn_diff=True")
+    + ("value_residual=True",)
+}
 DRAWN = [*list(TABLES["blocks"])[:3], "superblock, joint pool", "SAS", "SAS-P", "Llama-like"]
 GRID = {
     "muon_lr": [0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08],
@@ -63,7 +69,9 @@ class BaselinesConfig:
     """The flags of baselines.py. ValueError names the flag, its value and the remedy."""
 
     # --- baselines
-    table: Literal["blocks", "kinds", "depth", "way"] = "blocks"  # the variants; blocks writes docs/baselines.md
+    table: Literal["blocks", "kinds", "depth", "way", "attention"] = (
+        "blocks"  # the variants; blocks writes docs/baselines.md
+    )
     out: str = "out/baselines"  # folder of all trainings
     steps: int = 450  # optimizer steps of a full training; a short one makes a third of them
     seeds: int = 3  # number of final trainings of each variant
