@@ -966,7 +966,9 @@ class Pool(nn.Module):
         q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
         if self.mix is not None:
             first = inputs.shared.setdefault(f"v of {v.size(1)} heads of {self.reader.name}", v)
-            v = (self.mix[0](v) + self.mix[1](first)).to(v.dtype) if len(self.mix) else v
+            if len(self.mix):  # not in the first layer
+                own, other = self.mix
+                v = (own(v) + other(first)).to(v.dtype)
         y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)  # (B, T, H, D)
         if self.gate is not None:
             y = y * torch.sigmoid(self.gate(x)).unflatten(-1, (y.size(2), -1))
