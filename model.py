@@ -1007,13 +1007,13 @@ class Pool(nn.Module):
         if self.reader.slots != "own_slots":
             return y
         slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
-        return y + Pool.attend(self, unplaced, *slots, Mask(causal=False))
+        return y + Pool.attend(self, unplaced, *slots, Mask(causal=False), sink=False)
 
     def slots(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of the slots beside the context, each (Hkv, M, D)."""
         return self.k_norm(self.slot_k).to(dtype), self.slot_v.to(dtype)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sink: bool = True) -> Tensor:
         """phi of all scores, times the values. A variant of it goes here and works with slots, shaped and cross
         attention too."""
         if not q.dtype == k.dtype == v.dtype:
@@ -1021,7 +1021,7 @@ class Pool(nn.Module):
             raise ValueError(f"{found}; after a product of x with a float32 parameter, write .to(x.dtype)")
         E, beside = v.size(3), self.reader.slots == "joint_slots"
         slots = self.position.slots(*self.slots(k.dtype)) if beside else None  # each (Hkv, M, E)
-        if self.sink is not None:
+        if self.sink is not None and sink:
             q, k, v, slots = with_sink(q, k, v, slots, self.sink, self.head_dim, self.position.slots)
         options = self.softcap, self.dropout if self.training else 0.0, slots, self.strips, self.phi
         return attention(q, k, v, self.head_dim, mask, *options)[..., :E]

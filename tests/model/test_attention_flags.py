@@ -139,3 +139,20 @@ def test_value_residuals_are_those_of_x_transformers(x_transformers):
     weights |= {name: p for name, p in ours.named_parameters() if name.startswith("wte.")}
     ours.forward = lambda x: ours.through_blocks(x, Inputs())
     assert_same(call(ours, weights, x), theirs(x), trained(theirs) | {"x": x}, ROUNDED)
+
+
+def test_slots_with_their_own_softmax_have_no_sink():
+    """So slots whose values are zero add nothing."""
+    flags = dict(PLAIN, block="superblock", attn_sink=True)
+    plain, slotted = (Model(ModelConfig(**flags, layer=layer), seed=1).double() for layer in ("c", "c.own_slots"))
+    for net in (plain, slotted):
+        for name, p in net.named_parameters():
+            p.data = torch.full_like(p, 0.7) if name.endswith("sink") else p.data * (not name.endswith("slot_v"))
+    slotted.load_state_dict(plain.state_dict(), strict=False)
+    idx = torch.randint(V, (2, T))
+    assert torch.allclose(plain(idx), slotted(idx), atol=1e-12)
+    slotted.blocks[0].sums[0].attn.slot_v.data.fill_(1.0)  # which the weights of a softmax without a sink add up to
+    one, other = (net.blocks[0].sums[0].attn for net in (slotted, plain))
+    one.out = other.out = nn.Identity()
+    added = one(stream(), Inputs()) - other(stream(), Inputs())
+    assert torch.allclose(added, torch.ones_like(added), atol=1e-12)
