@@ -436,9 +436,10 @@ COMPILED = [  # what a few rows of the grid might miss
 @pytest.mark.no_jitter
 @pytest.mark.parametrize("flags", [*COMPILED, *GRID[5 :: len(GRID) // 5]], ids=changes)
 def test_compiles_as_one_graph(flags):
-    """One layer each, for the time that more would take; same outputs and gradients as eager."""
+    """One layer for each string, for the time that more would take; same outputs and gradients as eager."""
     torch._dynamo.reset()
-    model, idx = build(**flags | {"n_layer": 1, "n_encoder_layer": 1}), tokens(2, T)
+    n = 1 + flags.get("layer", "").count(";")
+    model, idx = build(**flags | {"n_layer": n, "n_encoder_layer": n}), tokens(2, T)
     given = beside(model, docs=flags["objective"] != "causal")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same(compiled(idx, **given), model(idx, **given), list(model.parameters()), rtol=1e-9, atol=1e-9)
