@@ -812,4 +812,32 @@ FAULTS = [
         "The plan takes the cost of a layer for that of another one of equal shapes, which reads otherwise.",
         "tests/plan/test_plan.py::test_layers_of_equal_shapes_that_read_otherwise_have_costs_of_their_own",
     ),
+    (
+        "model.py",
+        "nn.ModuleList(Gain(0.5) for _ in range(2 if layer else 0))",
+        "nn.ModuleList(Gain(0.5 + n / 10) for n in range(2 if layer else 0))",
+        "The mix of values does not begin with equal parts.",
+        "tests/model/test_attention_flags.py::test_the_mix_of_values_begins_with_halves",
+    ),
+    (
+        "model.py",
+        "Pool.attend(self, unplaced, *slots, Mask(causal=False), sink=False)",
+        "Pool.attend(self, unplaced, *slots, Mask(causal=False))",
+        "Slots with a softmax of their own have the sink of the context's softmax too.",
+        "tests/model/test_attention_flags.py::test_slots_with_their_own_softmax_have_no_sink",
+    ),
+    (
+        "ops.py",
+        "own = place(none, none)",
+        "own = F.pad(none, (0, k.size(3) - D)), F.pad(none, (0, k.size(3) - D))",
+        "With ALiBi, the score of a sink falls with the query's position.",
+        "tests/model/test_attention_flags.py::test_a_sink_beside_alibi_does_not_depend_on_the_place",
+    ),
+    (
+        "model.py",
+        "0.8 - 0.6 * math.exp(-0.3 * layer)",
+        "0.8 - 0.6 * math.exp(-0.3 * (layer + 1))",
+        "Each layer of differential attention has the first lambda of the next one.",
+        "tests/model/test_attention_flags.py::test_differential_attention_is_that_of_diffllama",
+    ),
 ]

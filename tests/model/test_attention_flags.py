@@ -27,7 +27,7 @@ from test_references import (
 )
 from torch import Tensor
 
-from model import Inputs, Model, ModelConfig, Pool
+from model import Inputs, Model, ModelConfig, Pool, alibi_slopes
 
 D = C // H
 GQA = dict(n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V, attention="gqa", n_kv_head=HKV, pos="rope")
@@ -156,3 +156,23 @@ def test_slots_with_their_own_softmax_have_no_sink():
     one.out = other.out = nn.Identity()
     added = one(stream(), Inputs()) - other(stream(), Inputs())
     assert torch.allclose(added, torch.ones_like(added), atol=1e-12)
+
+
+def test_the_mix_of_values_begins_with_halves():
+    net = Model(ModelConfig(**PLAIN, value_residual=True), seed=1)
+    gains = {name: p.item() for name, p in net.named_parameters() if ".mix." in name}
+    assert set(gains.values()) == {0.5} and len(gains) == 2 * (L - 1)
+
+
+def test_a_sink_beside_alibi_does_not_depend_on_the_place():
+    """Against softmax(scores - slope |i - j|) with one more score, written out."""
+    net = jitter(Model(ModelConfig(**PLAIN | {"pos": "alibi"}, attn_sink=True), seed=1))
+    pool, x, t = net.blocks[0].sums[0].attn, stream(), torch.arange(T)
+    pool.out = nn.Identity()
+    q, k, v = pool.project(x, Inputs())
+    scores = q @ k.mT / math.sqrt(D) - alibi_slopes(H).double()[:, None, None] * (t[:, None] - t).abs()
+    scores = scores.masked_fill(future(T), -math.inf)
+    scores = torch.cat((scores, pool.sink.view(1, H, 1, 1).expand(2, H, T, 1)), dim=-1)
+    expected = scores.softmax(-1)[..., :T] @ v
+    got = pool(x, Inputs(net.table(t, x)))
+    assert torch.allclose(got, expected.transpose(1, 2).flatten(2), atol=1e-9)
