@@ -300,10 +300,16 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "rope_theta_local": (lambda c: "L" in c.pos_pattern, "pos_pattern with an L"),
     "alibi_scale": (lambda c: c.pos == "alibi", "pos=alibi"),
     "qkv_bias": (lambda c: not c.bias, "bias=False, as bias=True includes it"),
-    "norm_bias": (lambda c: not c.bias and "layernorm" in c.norms, "norm=layernorm in some place, and bias=False"),
+    "norm_bias": (
+        lambda c: not c.bias and "layernorm" in c.norms,
+        "norm=layernorm, norm_placement other than none, and bias=False",
+    ),
     "scaled_init": (lambda c: not c.block.startswith("simplified"), "block other than simplified"),
     "last_norm": (lambda c: c.norm_placement != "post", "norm_placement other than post"),
-    "embed_norm": (lambda c: c.norm != "none" and not c.bare, "norm other than none, and norms in simplified blocks"),
+    "embed_norm": (
+        lambda c: c.norm != "none" and not c.bare,
+        "norm other than none, and in simplified blocks norm_placement other than none",
+    ),
     "norm_eps": (lambda c: bool(c.norms) or c.qk_norm, "norm and norm_placement other than none, or qk_norm=True"),
     "norm_per_reader": (
         lambda c: c.norm != "none" and "before" in PLACEMENT[c.norm_placement] and c.several_readers,

@@ -26,9 +26,13 @@ from model import Inputs, Model, ModelConfig, Shared, stream_dtype
 
 
 def check(cfg: ModelConfig, n_stages: int, n_micro: int):
-    """ValueError unless there is a block for each stage, and each pipeline has at least as many micro-batches."""
+    """ValueError unless stages exchange the stream alone, have a block each, and at least as many micro-batches."""
     require(
         cfg.objective != "seq2seq", f"pp={n_stages} cuts one stack of blocks, and objective=seq2seq has two; use tp"
+    )
+    require(
+        not cfg.value_residual,
+        f"pp={n_stages} hands on only the stream, and value_residual=True needs the first layer's values; set pp=1",
     )
     require(
         cfg.n_layer >= n_stages,
