@@ -63,6 +63,8 @@ def model_cases() -> Iterator[dict]:
     beside = {("attention", "gqa"): {"n_kv_head": 2}, ("doc_positions", True): {"doc_mask": True}}
     settings = [{flag: value} | beside.get((flag, value), {}) for flag in values for value in values[flag]]
     for block, setting in itertools.product(BLOCK, [{}, *settings]):
+        if block.startswith("simplified") and setting.get("attn_diff"):
+            continue  # they are refused together
         flags = {"block": block} | setting
         cfg = ModelConfig(**flags)
         if all(USED_WHEN[flag][0](cfg) for flag in setting if flag in USED_WHEN) and flags not in seen:
