@@ -179,9 +179,9 @@ class ModelConfig:
         if self.block == "superblock":
             check_layer(self)
         pairs = all(r.share * self.kv_heads % 2 == 0 and not r.slots for r in self.readers if r.source == "context")
-        pairs, shaped = pairs or not self.attn_diff, self.block.startswith("simplified") and self.attn_diff
-        needs = "attn_diff=True needs an even number of key/value heads in each attention"
-        require(pairs and not shaped, f"{needs}, without slots, and another block than simplified; change one of them")
+        fits = pairs and not self.block.startswith("simplified")
+        needs = "attn_diff=True needs an even number of key/value heads in each attention, without slots"
+        require(fits or not self.attn_diff, f"{needs}, and another block than simplified; change one of them")
         moved = f"doc_mask=True with pos=rope and layer={self.layer} would give a document other results at another"
         require(not (self.doc_mask and self.placed_slots), f"{moved} place in the row; use own_slots, or pos=alibi")
         kinds, flag = {"rope": "GLN", "alibi": "GN"}.get(pos, ""), f"pos_pattern={self.pos_pattern!r} with pos={pos}"

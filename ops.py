@@ -263,12 +263,11 @@ def with_sink(
     """
     none = k.new_zeros(k.size(1), 1, D)
     own = place(none, none)
-    slots = own if slots is None else tuple(torch.cat(pair, dim=1) for pair in zip(slots, own, strict=True))
     score = F.pad((sink.to(q.dtype) * math.sqrt(D))[:, None, None], (0, 7)).expand(len(q), -1, q.size(2), -1)
-    k, v, slot_k, slot_v = (F.pad(x, (0, 8)) for x in (k, v, *slots))  # fused kernels take widths of multiples of 8
-    last = F.one_hot(torch.tensor(slot_k.size(1) - 1, device=k.device), slot_k.size(1)).to(k.dtype)  # (M,)
-    slot_k = slot_k + F.pad(last[:, None], (q.size(3), 7))
-    return torch.cat((q, score), dim=-1), k, v, (slot_k, slot_v)
+    k, v, *given = (F.pad(x, (0, 8)) for x in (k, v, *(slots or ())))  # fused kernels take widths of multiples of 8
+    own = F.pad(F.pad(own[0], (0, 1), value=1.0), (0, 7)), F.pad(own[1], (0, 8))
+    slots = tuple(torch.cat(pair, dim=1) for pair in zip(given, own, strict=True)) if given else own
+    return torch.cat((q, score), dim=-1), k, v, slots
 
 
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:

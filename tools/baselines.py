@@ -1,6 +1,7 @@
 """Trains the baselines of docs/baselines.md, with tuned learning rates, and writes its figures: `make baselines`.
 
     python -m tools.baselines                            # two hours on 2 cores; a stopped call continues
+    python -m tools.baselines --table=kinds --out=out/kinds --seeds=5    # other variants, see TABLES
     python -m tools.baselines --steps=30 --seeds=1       # a rehearsal, which writes OUT/baselines.md only
 
 Each variant has two learning rates: muon_lr for the hidden matrices, and learning_rate for all else. They are found by
@@ -69,9 +70,9 @@ class BaselinesConfig:
     """The flags of baselines.py. ValueError names the flag, its value and the remedy."""
 
     # --- baselines
-    table: Literal["blocks", "kinds", "depth", "way", "attention"] = (
-        "blocks"  # the variants; blocks writes docs/baselines.md
-    )
+    table: Literal[  # the variants; only blocks writes docs/baselines.md
+        "blocks", "kinds", "depth", "way", "attention"
+    ] = "blocks"
     out: str = "out/baselines"  # folder of all trainings
     steps: int = 450  # optimizer steps of a full training; a short one makes a third of them
     seeds: int = 3  # number of final trainings of each variant
@@ -211,9 +212,8 @@ def main(argv: list[str] | None = None):
     search = Search(options)
     folder = Path(options.out).expanduser()
     (folder / "final").mkdir(parents=True, exist_ok=True)
-    for number, variant in enumerate(
-        options.variants, 1
-    ):  # the best training of the search is the final one with seed 1
+    # The best training of the search is the final one with seed 1.
+    for number, variant in enumerate(options.variants, 1):
         link = folder / "final" / f"run{number}-seed1"
         link.unlink(missing_ok=True)
         found = search.folders[(variant, *search.best[variant].values())]

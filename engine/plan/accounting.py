@@ -35,7 +35,8 @@ def keys_and_values(pool: Pool, T: int, source: int) -> int:
     slots = pool.slot_k.size(1) + pool.slot_v.size(1) if pool.reader.slotted else 0
     window = pool.window if pool.causal else 2 * pool.window - 1
     tokens = {"context": min(T, window) if pool.window else T, "memory": source, "parameters": 0}
-    return slots + 2 * tokens[pool.reader.source]
+    calls = 1 if pool.diff is None else 2  # differential attention computes the scores for each half of the values
+    return slots + 2 * calls * tokens[pool.reader.source]
 
 
 def attention_kernels(model: Model, T: int, source: int, device: str, dtype: torch.dtype, pieces: int = 1) -> str:
@@ -53,7 +54,11 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
             mask = Mask(m.causal, m.window if m.window < keys else 0, docs, m.position.slopes(table))
             flash = takes_flash(device, dtype, width)
             rest = m.softcap > 0 or m.phi is not None, m.dropout, device, flash
-            counts[attention_kernel(mask, tokens // pieces, keys, m.reader.slots == "joint_slots", *rest)] += 1
+            counts[
+                attention_kernel(
+                    mask, tokens // pieces, keys, m.reader.slots == "joint_slots" or m.sink is not None, *rest
+                )
+            ] += 1
             if m.reader.slots == "own_slots":
                 counts[attention_kernel(Mask(False), tokens // pieces, slots, False, *rest)] += 1
     return ", ".join(f"{kernel} ({n} layer{'s' * (n > 1)})" for kernel, n in counts.items())

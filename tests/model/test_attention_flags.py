@@ -27,6 +27,7 @@ from test_references import (
 )
 from torch import Tensor
 
+from engine.plan.accounting import attention_kernels, flops
 from model import Inputs, Model, ModelConfig, Pool, alibi_slopes
 
 D = C // H
@@ -176,3 +177,11 @@ def test_a_sink_beside_alibi_does_not_depend_on_the_place():
     expected = scores.softmax(-1)[..., :T] @ v
     got = pool(x, Inputs(net.table(t, x)))
     assert torch.allclose(got, expected.transpose(1, 2).flatten(2), atol=1e-9)
+
+
+def test_what_is_counted_and_named_includes_what_the_flags_add():
+    """Differential attention computes its scores twice, and a sink takes the kernel of slots."""
+    plain, diff, sink = (Model(ModelConfig(**PLAIN, **more)) for more in ({}, {"attn_diff": True}, {"attn_sink": True}))
+    assert flops(diff, T) - flops(plain, T) == L * 6 * T * C * 2 * T
+    assert attention_kernels(plain, T, 0, "cpu", torch.float32) == f"full ({L} layers)"
+    assert attention_kernels(sink, T, 0, "cpu", torch.float32) == f"joined ({L} layers)"
