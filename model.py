@@ -279,14 +279,10 @@ class ModelConfig:
 
     @property
     def several_readers(self) -> bool:
-        """Whether a sum of this block has several readers, such as attention and MLP. Asks a small copy of a block."""
-        small = copy(self)
-        share = math.lcm(*(reader.share.denominator for reader in self.readers))
-        vars(small).update(n_head=share, n_kv_head=share, n_embd=64 * share, head_dim=64, mlp_ratio=1.0)
-        vars(small).update(attention="gqa", n_group=1, n_slot=1)
+        """Whether a sum of this block has several readers, such as attention and MLP. Builds a layer to see."""
         with torch.device("meta"):
             strings = range(self.layer.count(";") + 1)
-            return any(len(each.names) > 1 for i in strings for each in BLOCK[self.block](small, i))
+            return any(len(each.names) > 1 for i in strings for each in BLOCK[self.block](self, i))
 
     def layer_window(self, layer: int) -> int:
         """Sliding window of a layer in tokens, 0 = full attention."""
@@ -300,10 +296,7 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "rope_theta_local": (lambda c: "L" in c.pos_pattern, "pos_pattern with an L"),
     "alibi_scale": (lambda c: c.pos == "alibi", "pos=alibi"),
     "qkv_bias": (lambda c: not c.bias, "bias=False, as bias=True includes it"),
-    "norm_bias": (
-        lambda c: not c.bias and "layernorm" in c.norms,
-        "norm=layernorm, norm_placement other than none, and bias=False",
-    ),
+    "norm_bias": (lambda c: not c.bias and "layernorm" in c.norms, "norms of the kind layernorm, and bias=False"),
     "scaled_init": (lambda c: not c.block.startswith("simplified"), "block other than simplified"),
     "last_norm": (lambda c: c.norm_placement != "post", "norm_placement other than post"),
     "embed_norm": (
@@ -1035,12 +1028,9 @@ class Pool(nn.Module):
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
         B, T, _ = x.shape
-        parts = (
-            x.view(B, T, x.size(2) // (sum(sizes) * self.head_dim), sum(sizes), self.head_dim)
-            .permute(0, 2, 3, 1, 4)
-            .split_with_sizes(sizes, 2)
-        )
-        return tuple(part.flatten(1, 2) for part in parts)
+        n, D = sum(sizes), self.head_dim
+        heads = x.view(B, T, x.size(2) // (n * D), n, D).permute(0, 2, 3, 1, 4)  # (B, groups, n, T, D)
+        return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
 
 
 class ShapedPool(Pool):
