@@ -84,11 +84,14 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values=None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache=None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """input_ids (B, T) -> logits (B, T, V). attention_mask (B, past + T) is 0 where there is padding."""
+        """input_ids (B, T) -> logits (B, T, V). attention_mask (B, past + T) is 0 where there is padding. The cache is
+        called past_key_values before transformers 5.24."""
         model, T = self.model, input_ids.size(1)
-        start = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cache = past_key_values if cache is None else cache
+        start = 0 if cache is None else cache.get_seq_length()
         if start + T > model.cfg.block_size and isinstance(model.pos, LearnedEmbedding):
             raise ValueError(f"a text of {start + T} tokens does not fit in block_size={model.cfg.block_size}; crop it")
         docs, self.padding = None, None
@@ -99,10 +102,10 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
             text = (attention_mask.cumsum(dim=1) > 0).long()
             docs, self.padding = (text[:, start:].contiguous(), text), (text == 0).sum(dim=1, keepdim=True)
         for layer, heads in enumerate(self.heads):
-            heads.cache = None if past_key_values is None else LayerCache(past_key_values, layer)
+            heads.cache = None if cache is None else LayerCache(cache, layer)
         x, t = model.embed(input_ids, start)
         x = model.through_blocks(x, Inputs(model.table(t, x), docs))
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = model.logits(x[:, keep])
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=model.cfg.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss, logits, cache)
