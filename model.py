@@ -36,24 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ops import (
-    Mask,
-    at_least_float32,
-    attention,
-    capped,
-    chunk_loss,
-    cross_entropy,
-    dropped,
-    layer_norm,
-    matmul_dtype,
-    normal,
-    rms_norm,
-    rotate,
-    squared_relu,
-    uniform_attention,
-    wide_stream,
-    with_sink,
-)
+import ops
+from ops import Mask
 
 Maybe = Tensor | None
 Shape = tuple[int, ...]
@@ -279,10 +263,14 @@ class ModelConfig:
 
     @property
     def several_readers(self) -> bool:
-        """Whether a sum of this block has several readers, such as attention and MLP. Builds a layer to see."""
+        """Whether a sum of this block has several readers, such as attention and MLP. Asks a small copy of a block."""
+        small = copy(self)
+        share = math.lcm(*(reader.share.denominator for reader in self.readers))
+        vars(small).update(n_head=share, n_kv_head=share, n_embd=64 * share, head_dim=64, mlp_ratio=1.0)
+        vars(small).update(attention="gqa", n_group=1, n_slot=1)
         with torch.device("meta"):
             strings = range(self.layer.count(";") + 1)
-            return any(len(each.names) > 1 for i in strings for each in BLOCK[self.block](self, i))
+            return any(len(each.names) > 1 for i in strings for each in BLOCK[self.block](small, i))
 
     def layer_window(self, layer: int) -> int:
         """Sliding window of a layer in tokens, 0 = full attention."""
@@ -340,14 +328,14 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm whose result has the dtype of x, whichever dtype the weight has. The kernel's sums are in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) times a weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps)
 
 
 class NormOfHeads(RMSNorm):
@@ -363,7 +351,7 @@ class RMSNormEpsOutside(nn.RMSNorm):
     """x / (rms + eps) times a weight: the RMSNorm of arXiv:1910.07467's authors, and of He and Hofmann."""
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = at_least_float32(x)
+        wide = ops.at_least_float32(x)
         rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) / math.sqrt(x.size(-1))
         return (wide / (rms + self.eps) * self.weight).to(x.dtype)
 
@@ -529,7 +517,7 @@ class Rope(AttentionPosition):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = (x.to(q.dtype) for x in table[self.first : self.first + 2])
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        return ops.rotate(q, cos, sin), ops.rotate(k, cos, sin), v
 
 
 class LocalRope(Rope):
@@ -613,7 +601,7 @@ def layer_position(cfg: ModelConfig, layer: int) -> AttentionPosition:
 
 def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:
     """The dtype of a residual stream that begins with x."""
-    return x.dtype if wide_stream(cfg.fp32_residual, x.device, matmul_dtype(x)) else matmul_dtype(x)
+    return x.dtype if ops.wide_stream(cfg.fp32_residual, x.device, ops.matmul_dtype(x)) else ops.matmul_dtype(x)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -726,7 +714,7 @@ class Difference(nn.Module):
         y = y.unflatten(1, (-1, 2, group))  # (B, Hkv / 2, 2, G, T, 2 D)
         both = torch.stack(((self.q1 * self.k1).sum(), (self.q2 * self.k2).sum())).exp()
         y = y[:, :, 0] - (both[0] - both[1] + self.first).to(y.dtype) * y[:, :, 1]
-        y = rms_norm(y, y.new_ones(y.size(-1)), 1e-5) * (1 - self.first)
+        y = ops.rms_norm(y, y.new_ones(y.size(-1)), 1e-5) * (1 - self.first)
         return y.unflatten(-1, (2, -1)).movedim(-2, 3).flatten(1, 3)  # heads of (Hkv / 2, G, 2)
 
 
@@ -739,7 +727,7 @@ MLP_KIND = {
     "gelu": Kind(F.gelu),
     "gelu_tanh": Kind(partial(F.gelu, approximate="tanh")),
     "relu": Kind(F.relu),
-    "relu2": Kind(squared_relu),
+    "relu2": Kind(ops.squared_relu),
     "sigmoid": Kind(torch.sigmoid),
     "swiglu": Kind(lambda gate, x: F.silu(gate) * x, inputs=2),
     "geglu": Kind(lambda gate, x: F.gelu(gate) * x, inputs=2),
@@ -985,7 +973,7 @@ class Pool(nn.Module):
         """q (B, H, T, D), k and v (B, heads, T or S, D), before norms and positions."""
         if self.qkv is not None:
             return self.split(self.qkv(x), self.group, 1, 1)
-        (q,) = self.split(self.q(x.to(matmul_dtype(x))), 1)
+        (q,) = self.split(self.q(x.to(ops.matmul_dtype(x))), 1)
         if self.reader.source == "parameters":
             return q, *(slot.to(q.dtype).expand(len(q), -1, -1, -1) for slot in (self.slot_k, self.slot_v))
         if self.reader.source == "memory" and self.cache:
@@ -1021,9 +1009,9 @@ class Pool(nn.Module):
         E, beside = v.size(3), self.reader.slots == "joint_slots"
         slots = self.position.slots(*self.slots(k.dtype)) if beside else None  # each (Hkv, M, E)
         if self.sink is not None and sink:
-            q, k, v, slots = with_sink(q, k, v, slots, self.sink, self.head_dim, self.position.slots)
+            q, k, v, slots = ops.with_sink(q, k, v, slots, self.sink, self.head_dim, self.position.slots)
         options = self.softcap, self.dropout if self.training else 0.0, slots, self.strips, self.phi
-        return attention(q, k, v, self.head_dim, mask, *options)[..., :E]
+        return ops.attention(q, k, v, self.head_dim, mask, *options)[..., :E]
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
@@ -1057,7 +1045,7 @@ class ShapedPool(Pool):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
         alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
-        uniform = uniform_attention(q, k, v, self.head_dim, mask, self.strips)
+        uniform = ops.uniform_attention(q, k, v, self.head_dim, mask, self.strips)
         y = super().attend(q, k.to(q.dtype), v.to(q.dtype), mask)
         y = alpha * v[:, :, -q.size(2) :] + beta * y - gamma * uniform
         return y.to(v.dtype)  # not the gains, whose steps are smaller than those of 16 bits
@@ -1096,7 +1084,7 @@ class Sum(nn.Module):
         x = self.before(s)
         xs = [x] * len(self.names) if self.befores is None else [before(x) for before in self.befores.values()]
         y = [getattr(self, name)(x, inputs) for name, x in zip(self.names, xs, strict=True)]
-        y = [dropped(part, self.dropout * self.training) for part in y]
+        y = [ops.dropped(part, self.dropout * self.training) for part in y]
         if self.gains is not None:
             y = [gain(part) for gain, part in zip(self.gains, y, strict=True)]
         y = self.gain(self.after(reduce(add, y)))
@@ -1251,7 +1239,7 @@ class Model(Stack):
             self.encoder = None
             if cfg.objective == "seq2seq":
                 self.encoder = Stack(cfg.stacks[1])
-            self.chunk_loss = chunk_loss
+            self.chunk_loss = ops.chunk_loss
             self.tie()
         own.declare(self)
         if not self.wte.weight.is_meta:
@@ -1278,7 +1266,7 @@ class Model(Stack):
         if not isinstance(value, Normal):  # a number, or a tensor of this shape
             part = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
             return torch.as_tensor(value, dtype=torch.float32, device=device).expand(shape)[part].clone()
-        drawn = value.std * normal(f"{seed} {re.sub(r'sums[.][0-9]+[.]', '', name)}", shape, start, size, device)
+        drawn = value.std * ops.normal(f"{seed} {re.sub(r'sums[.][0-9]+[.]', '', name)}", shape, start, size, device)
         row = torch.arange(start[0], start[0] + size[0], device=device) % value.period
         drawn[row < value.zero] = 0
         return drawn
@@ -1312,7 +1300,7 @@ class Model(Stack):
             docs = docs.contiguous()
             place = t - torch.searchsorted(docs, docs)  # (B, T), counted from the first token of the document
         x = self.wte(idx) if self.cfg.embed_scale == 1 else self.wte(idx) * self.cfg.embed_scale
-        x = dropped(self.pos(x, place), self.cfg.dropout * self.training)
+        x = ops.dropped(self.pos(x, place), self.cfg.dropout * self.training)
         return x.to(stream_dtype(self.cfg, x)), t
 
     def place(self, t: Tensor) -> Tensor:
@@ -1332,12 +1320,12 @@ class Model(Stack):
 
     def logits(self, x: Tensor) -> Tensor:
         """The last norm's result x (..., C) -> logits (..., V) in float32."""
-        return capped(at_least_float32(F.linear(x, *self.head_parameters())), self.cfg.logit_softcap)
+        return ops.capped(ops.at_least_float32(F.linear(x, *self.head_parameters())), self.cfg.logit_softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
         options = self.cfg.logit_softcap, self.cfg.loss_chunk, self.chunk_loss
-        total = cross_entropy(x, *self.head_parameters(), targets, *options)
+        total = ops.cross_entropy(x, *self.head_parameters(), targets, *options)
         return total / (targets >= 0).sum().clamp(min=1)
 
     def n_params(self) -> int:

@@ -24,7 +24,8 @@ def write_remote_code(cfg: ModelConfig, folder: Path | str, **entries) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for path in CODE:
-        code = path.read_text(encoding="utf-8").replace("\nfrom ops import", "\nfrom .ops import")  # a package there
+        code = path.read_text(encoding="utf-8")
+        code = code.replace("\nimport ops\n", "\nfrom . import ops\n").replace("\nfrom ops ", "\nfrom .ops ")
         (folder / path.name).write_text(code, encoding="utf-8")
     classes = {"AutoConfig": "SuperblockConfig", "AutoModelForCausalLM": "SuperblockForCausalLM"}
     config = {

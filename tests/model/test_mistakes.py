@@ -278,7 +278,7 @@ def check_centring_matrix():
     eye = torch.eye(T, dtype=torch.float64)[None, None]
     for causal, window, docs in MASKS:
         mask = Mask(causal, window, docs if docs is None else (docs, docs))
-        got = M.uniform_attention(eye, eye, eye, T, mask)[0, 0]
+        got = ops.uniform_attention(eye, eye, eye, T, mask)[0, 0]
         sees = visible(T, T, causal, window, docs if docs is None else (docs[0], docs[0])).double()
         assert close(got, sees / sees.sum(1, keepdim=True), 1e-12)
 
@@ -309,7 +309,9 @@ def test_the_centring_matrix_is_masked(block, pos):
 def test_an_unmasked_centring_matrix_is_caught(mistake, monkeypatch):
     uniform = ops.uniform_attention
     monkeypatch.setattr(
-        M, "uniform_attention", lambda q, k, v, D, mask, *strips: uniform(q, k, v, D, mask._replace(**mistake), *strips)
+        ops,
+        "uniform_attention",
+        lambda q, k, v, D, mask, *strips: uniform(q, k, v, D, mask._replace(**mistake), *strips),
     )
     assert_caught(check_centring_matrix)
     for block, pos in itertools.product(SHAPED, ["none", "alibi"]):

@@ -1518,7 +1518,7 @@ def test_initial_weights_are_a_function_of_seed_name_and_place():
 
 def test_initial_weights_are_normal_and_independent():
     """Moments up to the fourth, neighbours, other names and seeds: a million numbers leave errors of about 1e-3."""
-    x, y, z = (M.normal(key, (1024, 1024), (0, 0), (1024, 1024), "cpu").double() for key in ("1 a", "1 b", "2 a"))
+    x, y, z = (ops.normal(key, (1024, 1024), (0, 0), (1024, 1024), "cpu").double() for key in ("1 a", "1 b", "2 a"))
     moments = [(x**n).mean().item() for n in (1, 2, 3, 4)]
     assert moments == pytest.approx([0, 1, 0, 3], abs=0.02)
     for other in (x.roll(1, 0), x.roll(1, 1), y, z):
@@ -1532,14 +1532,14 @@ def test_a_part_of_the_initial_weights_is_that_part_of_the_whole(data):
     start = tuple(data.draw(st.integers(0, n)) for n in shape)
     size = tuple(data.draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True))
     longer = (shape[0] + data.draw(st.integers(0, 3)), *shape[1:])  # as with padding
-    whole = M.normal("0 x", longer, (0,) * len(shape), shape, "cpu")
+    whole = ops.normal("0 x", longer, (0,) * len(shape), shape, "cpu")
     part = whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
-    assert torch.equal(M.normal("0 x", shape, start, size, "cpu"), part)
+    assert torch.equal(ops.normal("0 x", shape, start, size, "cpu"), part)
 
 
 def test_large_arrays_are_drawn_in_strips():
-    whole = M.normal("0 x", (3000, 50), (0, 0), (3000, 50), "cpu")  # 2^16 numbers at once
-    assert torch.equal(torch.cat([M.normal("0 x", (3000, 50), (i, 0), (1, 50), "cpu") for i in range(3000)]), whole)
+    whole = ops.normal("0 x", (3000, 50), (0, 0), (3000, 50), "cpu")  # 2^16 numbers at once
+    assert torch.equal(torch.cat([ops.normal("0 x", (3000, 50), (i, 0), (1, 50), "cpu") for i in range(3000)]), whole)
 
 
 class Padded(ModelConfig):

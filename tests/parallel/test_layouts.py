@@ -29,7 +29,7 @@ from ranks import launch, train_runs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model
+import ops
 from configurator import Config, parse
 from data.loader import order  # which has its own tests
 from engine import optim
@@ -221,7 +221,7 @@ def test_compiled_layouts_do_the_same(layout, alone, many):
 
 def masks_drawn(runs: dict[str, list[str]], folder: Path):
     """train.py with each of these flags; a file per run and rank with all dropout masks of the stream."""
-    dropped = model.dropped
+    dropped = ops.dropped
     for name, flags in runs.items():
         masks = []
 
@@ -231,10 +231,10 @@ def masks_drawn(runs: dict[str, list[str]], folder: Path):
                 masks.append((y != 0).flatten())
             return y
 
-        model.dropped = kept
+        ops.dropped = kept
         train_runs([flags])
         torch.save(masks, folder / f"{name} {dist.get_rank()}")
-    model.dropped = dropped
+    ops.dropped = dropped
 
 
 def test_every_rank_drops_something_else(run, tiny_data, tmp_path):
@@ -645,7 +645,7 @@ def test_context_parallel_ranks_compute_equally_many_scores(monkeypatch):
         scores[rank] = scores.get(rank, 0) + q.size(2) * k.size(2)
         return q
 
-    monkeypatch.setattr("model.attention", counting)
+    monkeypatch.setattr("ops.attention", counting)
     for rank in range(4):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
         model = Model(Config(**SIZE, n_layer=3))

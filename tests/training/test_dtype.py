@@ -17,7 +17,7 @@ from engine.checkpoint import files as checkpoint
 from engine.device import fast_bfloat16, resolve_dtype
 from engine.parallel import ranks as parallel
 from engine.parallel.ranks import agreed_dtype
-from model import wide_stream
+from ops import wide_stream
 
 CPU, CUDA, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
 SHORT = [flag for flag in TINY if not flag.startswith(("--dtype=", "--compile="))]  # both are auto
