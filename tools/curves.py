@@ -11,6 +11,7 @@ import torch
 
 from configurator import read_file
 from data.errors import require
+from data.files import writing
 from engine.checkpoint import weights
 from engine.metrics import LARGEST, read_metrics
 from engine.parallel.ranks import Ranks
@@ -36,6 +37,11 @@ METADATA = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}} 
 GREY = "#7b7b7b"  # of text and axes; all colours have a contrast of at least 3 on white and on black
 COLOURS = "#2f80ed", "#d9730d", "#0f9d76", "#d6409f", "#8e63e8", "#8a8a00", "#e5484d", "#1a94b0"
 STYLES = "-", "--", ":", "-."
+OF_TEXT = "text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"
+MATPLOTLIB = dict.fromkeys(OF_TEXT, GREY) | {  # its settings, also for lens.py
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "grid.linewidth": 0.6,
+    "axes.titlesize": "medium", "svg.hashsalt": "superblock",
+}  # fmt: skip
 
 
 @dataclass
@@ -243,9 +249,6 @@ def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotCon
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, LogFormatter, MaxNLocator
 
-    grey = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
-    style = dict.fromkeys(grey, GREY) | {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
-    style |= {"grid.alpha": 0.3, "grid.linewidth": 0.6, "axes.titlesize": "medium", "svg.hashsalt": "superblock"}
     columns = min(3, len(panels))
     rows, width = -(-len(panels) // columns), 7.2 if columns == 1 else 3.6 * columns
     legend = {line.label: None for lines in panels.values() for line in lines}
@@ -253,7 +256,7 @@ def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotCon
     across = max(1, min(len(legend), int(11 * width) // (max(map(len, legend)) + 8)))
     named = -(-len(legend) // across) + "".join(texts).count("\n") if any(legend) else 0  # lines of the legend
     height = (4 if rows == 1 else 2.4 * rows) + 0.22 * named
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(MATPLOTLIB):
         figure = Figure(figsize=(width, height), layout="constrained")
         every = figure.subplots(rows, columns, squeeze=False).flat
         for axes, (title, lines) in itertools.zip_longest(every, panels.items(), fillvalue=("", [])):
@@ -274,9 +277,8 @@ def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotCon
                     getattr(axes, f"{axis}axis").set_minor_formatter(LogFormatter())
                 axes.set_ylim(*(None if limit == "auto" else limit for limit in (cfg.ymin, cfg.ymax)))
                 low, high = axes.get_ylim()
-                require(
-                    low < high, f"ymin={cfg.ymin} and ymax={cfg.ymax} leave no y between them; set the other one too"
-                )
+                fact = f"ymin={cfg.ymin} and ymax={cfg.ymax} leave no y between them"
+                require(low < high, f"{fact}; set the other one too")
             if axes.get_xscale() == "linear":
                 axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
             if x_label in ("tokens", "FLOPs"):
@@ -286,3 +288,11 @@ def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotCon
         if named:
             figure.legend(legend.values(), texts, loc="outside upper left", ncols=across, frameon=False)
     return figure
+
+
+def save(figure, file: str):
+    """Write a Figure into a file with one of the suffixes in METADATA, and make its folder."""
+    out = Path(file).expanduser()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with writing(out):
+        figure.savefig(out, dpi=160, transparent=True, metadata=METADATA[out.suffix])

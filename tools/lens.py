@@ -40,7 +40,6 @@ from tqdm import tqdm
 import model as M
 from configurator import parse
 from data.errors import command, require, user_errors
-from data.files import writing
 from data.loader import count_windows, eval_batches
 from data.objective import open_with_objective
 from data.tokenizer import Tokenizer
@@ -50,6 +49,7 @@ from engine.plan import memory
 from engine.text import prompt_ids, read_prompt
 from model import Model
 from ops import capped
+from tools.curves import GREY, MATPLOTLIB, save
 from tools.heads import PATTERN, context_readers, contextual_mlp, print_scores, readers, scores
 
 PROMOTED = 3  # tokens of each unit
@@ -58,7 +58,6 @@ BARS = {  # field of a unit -> label, colour and number of ticks; the colours ar
     "incoming": ("norm of incoming weights", "#d1782f", 4),
     "outgoing": ("norm of outgoing weights", "#4f9d69", 2),
 }
-GREY = "#7a7a7a"  # of text and axes
 
 
 @dataclass
@@ -114,16 +113,9 @@ class Unit(NamedTuple):
 
 @torch.no_grad()
 def read_head(
-    model: Model,
-    tokenizer: Tokenizer,
-    idx: Tensor,
-    layer: int,
-    head: int,
-    position: int,
-    source: Tensor | None = None,
-    most: int = 24,
-    reader: str = "",
-) -> tuple[list[Unit], int, Promoted]:
+    model: Model, tokenizer: Tokenizer, idx: Tensor, layer: int, head: int, position: int,
+    source: Tensor | None = None, most: int = 24, reader: str = "",
+) -> tuple[list[Unit], int, Promoted]:  # fmt: skip
     """The `most` units with the largest shares of a head at one query, slots before tokens; the number of all units;
     and the tokens that all of them promote together. The other arguments are those of contextual_mlp."""
     final = []
@@ -194,22 +186,19 @@ def print_units(units: list[Unit], n_all: int):
 
 def picture(units: list[Unit], title: str):
     """A matplotlib Figure with a row for each unit: bars of its share and of its norms, and the tokens it promotes."""
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 1.3 + 0.24 * len(units)), layout="constrained")
-    axes = figure.subplots(1, 4, sharey=True, width_ratios=(3, 2, 2, 3.4))
+    own = {"axes.spines.left": False, "axes.grid": False, "ytick.major.size": 0, "font.size": 9}
+    with matplotlib.rc_context(MATPLOTLIB | own):
+        figure = Figure(figsize=(10, 1.3 + 0.24 * len(units)), layout="constrained")
+        axes = figure.subplots(1, 4, sharey=True, width_ratios=(3, 2, 2, 3.4))
     figure.suptitle(title, color=GREY, fontsize=11, parse_math=False)
     for axis, (field, (label, colour, ticks)) in zip(axes, BARS.items(), strict=False):
         axis.barh(range(len(units)), [getattr(unit, field) for unit in units], color=colour)
         axis.set_xlabel(label)
         axis.locator_params(axis="x", nbins=ticks)
         axis.xaxis.set_major_formatter("{x:g}")
-        axis.spines["bottom"].set_color(GREY)
-    for axis in axes:
-        axis.tick_params(colors=GREY, labelsize=9)
-        axis.xaxis.label.set(color=GREY, fontsize=9)
-        axis.tick_params(axis="y", length=0)
-        axis.spines[["top", "right", "left"]].set_visible(False)
     mono = {"family": "monospace", "fontsize": 9, "color": GREY, "parse_math": False}
     axes[0].set_yticks(range(len(units)), [unit.name for unit in units], **mono)
     axes[0].invert_yaxis()
@@ -255,29 +244,28 @@ def main(argv: list[str] | None = None):
         remedy = "leave it out" if cfg.source else "give the text that the encoder reads"
         fits = bool(cfg.source) == (objective == "seq2seq")
         require(fits, f"source={cfg.source!r} for a model of objective={objective}: {remedy}")
-        ids = {}
-        for name, text in {"start": read_prompt(cfg.start), "source": cfg.source}.items():
-            if text or name == "start":
-                ids[name] = torch.tensor(prompt_ids(tokenizer, text), device=device)
-                n = len(ids[name])
-                require(n <= limit, f"{name} has {n} tokens, more than block_size={limit}; shorten it")
-        position = len(ids["start"]) - 1 if cfg.position == -1 else cfg.position
-        units, n, together = read_head(
-            model, tokenizer, ids["start"], cfg.layer, cfg.head, position, ids.get("source"), cfg.units, cfg.reader
-        )
+
+        def ids(name: str, text: str) -> Tensor:
+            found = torch.tensor(prompt_ids(tokenizer, text), device=device)
+            fact = f"{name} has {len(found)} tokens, more than block_size={limit}"
+            require(len(found) <= limit, f"{fact}; shorten it")
+            return found
+
+        idx, source = ids("start", read_prompt(cfg.start)), ids("source", cfg.source) if cfg.source else None
+        position = len(idx) - 1 if cfg.position == -1 else cfg.position
+        of_head = cfg.layer, cfg.head, position, source, cfg.units, cfg.reader
+        units, n, together = read_head(model, tokenizer, idx, *of_head)
     sys.stdout.reconfigure(errors="replace")  # for a terminal without Unicode
-    query = f"{position} {spelled(tokenizer, int(ids['start'][position]))}"
+    query = f"{position} {spelled(tokenizer, int(idx[position]))}"
     reader = f"head {cfg.head}" + f" of {cfg.reader}" * bool(cfg.reader)
     reader = cfg.reader if units[0].name.startswith("unit") else reader  # hidden units belong to no head
     title = f"layer {cfg.layer}, {reader}, query {query}"
     print(f"{path}, {title}: {n} units, which together promote {promoted(together)}")
     print_units(units, n)
     if cfg.out:
-        out = Path(cfg.out).expanduser()
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings(), writing(out):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # characters that the font lacks
-            picture(units, title).savefig(out, dpi=150, transparent=True)
+            save(picture(units, title), cfg.out)
 
 
 if __name__ == "__main__":
