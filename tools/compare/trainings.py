@@ -13,7 +13,6 @@ import shlex
 import signal
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -78,19 +77,19 @@ class CompareConfig:
 # All runs
 
 
-class Training:
+class Training(Child):
     """A process of train.py, and the steps that it has logged."""
 
+    close = Child.__exit__
+
     def __init__(self, run: Run, setting: str, seed: int):
+        super().__init__([sys.executable, "-u", str(HERE / "train.py"), *run.arguments(setting, seed)], Path.cwd())
         self.run, self.setting, self.seed, self.first, self.step = run, setting, seed, None, 0
-        self.exit = ExitStack()
-        arguments = [sys.executable, "-u", str(HERE / "train.py"), *run.arguments(setting, seed)]
-        self.child = self.exit.enter_context(Child(arguments, Path.cwd()))
         self.name = " ".join(filter(None, (f"run {run.number}", setting, f"seed {seed}")))
 
     def poll(self) -> bool:
         """Read the output that is there; returns whether the process has ended."""
-        ended, pipe = self.child.process.poll() is not None, self.child.lines.fileno()
+        ended, pipe = self.process.poll() is not None, self.lines.fileno()
         while select.select([pipe], [], [], 0)[0] and (said := os.read(pipe, 2**16)):
             for step in re.findall(rb"^iter (\d+):", said, re.MULTILINE):
                 self.step = int(step)
@@ -111,28 +110,24 @@ class Comparison:
         self.runs = [Run(number, text, options) for number, text in enumerate(texts, 1)]
         flags = [{name: getattr(run.cfg, name) for name in sorted(run.cfg.sources)} for run in self.runs]
         self.stored = {"match": options.match, "eval_iters": options.eval_iters, "flags": flags, "ms_per_step": None}
-        self.stored["measured"], self.changed = None, False
-        self.stored["code"] = hashlib.sha256(b"".join(file.read_bytes() for file in CODE)).hexdigest()
-        path = self.folder / "compare.json"
+        code = hashlib.sha256(b"".join(file.read_bytes() for file in CODE)).hexdigest()
+        self.stored |= {"measured": None, "code": code}
+        path, advice = self.folder / "compare.json", "choose another --out, or delete this folder"
         if path.is_file():
             try:
-                old = json.loads(path.read_text())
-                names = {"match": "match", "eval_iters": "eval_iters", "flags": "run"}  # a later call needs the same
-                same = {flag: old[name] == self.stored[name] for name, flag in names.items()}
-                self.stored["ms_per_step"] = old["ms_per_step"]
-                self.stored["measured"] = old.get("measured")
-                self.changed = old.get("code", self.stored["code"]) != self.stored["code"]
+                old = self.stored | json.loads(path.read_text())
                 times = old["ms_per_step"] or []
                 require(all(1e-9 < ms < 1e9 for ms in times) and len(times) in (0, len(texts)), "these are no timings")
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, TypeError, RecursionError):
                 raise ValueError(f"{path} is damaged; delete --out={options.out}, or choose another folder") from None
-            for name in same:
-                advice = "choose another --out, or delete this folder"
-                require(same[name], f"--out={options.out} holds a comparison with another --{name}; {advice}")
-            if self.changed:
-                self.stored["code"] = old["code"]  # so that later calls say it too
-                text = f"warning: the code has changed since trainings in --out={options.out}; to repeat them, {advice}"
-                print(text, file=sys.stderr)
+            for name, flag in {"match": "match", "eval_iters": "eval_iters", "flags": "run"}.items():
+                same = old[name] == self.stored[name]
+                require(same, f"--out={options.out} holds a comparison with another --{flag}; {advice}")
+            self.stored = old  # also its hash of the code, so that later calls say it too
+        self.changed = self.stored["code"] != code
+        if self.changed:
+            text = f"warning: the code has changed since trainings in --out={options.out}; to repeat them, {advice}"
+            print(text, file=sys.stderr)
 
     def store(self, content: dict):
         """Write compare.json atomically, and make its folder."""
@@ -144,22 +139,18 @@ class Comparison:
 
     def match(self):
         """Adapt the other runs to the first."""
-        first, *others = self.runs
-        kind = self.options.match.split(",")
+        first, kind = self.runs[0].costs, self.options.match.split(",")
         if "parameters" in kind:
-            for run in others:
-                run.match_parameters(first.costs.parameters)
-        if "seconds" in kind and not self.stored["ms_per_step"] and not self.options.dry_run:
-            self.stored["ms_per_step"] = self.time_steps()
-            self.store(self.stored)  # later calls take the same number of steps
-        times = self.stored["ms_per_step"]
-        for run in others:
-            if "seconds" in kind:
-                run.match_steps(first.costs.steps * times[0] / times[run.number - 1] if times else run.costs.steps)
-            elif "flops" in kind:
-                run.match_steps(first.costs.flops / (run.costs.tokens_per_step * run.costs.flops_per_token))
-            else:
-                run.match_steps(first.costs.tokens / run.costs.tokens_per_step)
+            for run in self.runs[1:]:
+                run.match_parameters(first.parameters)
+        costs = [run.costs.tokens_per_step * (run.costs.flops_per_token if "flops" in kind else 1) for run in self.runs]
+        if "seconds" in kind:
+            if not self.stored["ms_per_step"] and not self.options.dry_run:
+                self.stored["ms_per_step"] = self.time_steps()
+                self.store(self.stored)  # later calls take the same number of steps
+            costs = self.stored["ms_per_step"] or []
+        for run, cost in zip(self.runs[1:], costs[1:], strict=False):  # costs of a step
+            run.match_steps(first.steps * costs[0] / cost)
         for run in self.runs:
             for setting in filter(None, run.settings):
                 advice = f"{self.options.swept} changes the costs of run {run.number}; give each value its own --run"
@@ -212,17 +203,17 @@ class Comparison:
                         raise SystemExit(128 + self.stopped)
                     while waiting and len(running) < self.options.jobs:
                         running.append(Training(*waiting.pop(0)))
-                    select.select([training.child.lines for training in running], [], [], 1)
+                    select.select([training.lines for training in running], [], [], 1)
                     for training in [each for each in running if each.poll()]:
                         running.remove(training)
                         self.finish(training, running)
                     self.show_progress(running)
             finally:  # after a signal, trainings in progress save a checkpoint
                 for training in running:
-                    training.child.process.terminate()
+                    training.process.terminate()
                 for training in running:
-                    training.child.process.wait()
-                    training.exit.close()
+                    training.process.wait()
+                    training.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -237,8 +228,8 @@ class Comparison:
 
     def finish(self, training: Training, running: list[Training]):
         """Read the figures of a training that has ended, and write the table."""
-        run, key, failure = training.run, (training.setting, training.seed), training.child.failure()
-        training.exit.close()
+        run, key, failure = training.run, (training.setting, training.seed), training.failure()
+        training.close()
         if missing := run.load(*key):
             run.errors[key] = failure or missing
             text = f"failed: {run.errors[key]}"
