@@ -13,12 +13,14 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
 import torch
+from tqdm import tqdm
 
 from data.errors import require
 from data.files import writing
@@ -167,35 +169,37 @@ class Comparison:
                 print(f"timing {number + 1} of {ROUNDS}, run {run.number}: {of_run[-1]:.2f} ms per step", flush=True)
         return [min(of_run) for of_run in times]  # other programs on the machine only slow a run down
 
-    def unfinished(self, seeds: range) -> list[tuple[Run, str, int]]:
-        """The trainings that are left to do with these seeds, as (run, setting, seed). Seed 1 has those of a sweep."""
-        every = []
-        for seed in seeds:
-            for setting in self.options.settings if seed == 1 else [None]:
-                every += [(run, run.best if setting is None else setting, seed) for run in self.runs]
-        return [training for training in every if training[1] is not None and training[0].load(*training[1:])]
-
-    def stages(self) -> list[range]:
-        """The seeds that can be trained together: the best settings are known after seed 1."""
-        seeds = range(1, self.options.seeds + 1)
-        return [seeds[:1], seeds[1:]] if self.options.sweep else [seeds]
+    def stages(self) -> Iterator[list[tuple[Run, str, int]]]:
+        """Yields the trainings that are left to do and can be made together, as (run, setting, seed). The trainings of
+        a sweep with seed 1 come first, as the other seeds take its best settings."""
+        left = []
+        for seed in range(1, self.options.seeds + 1):
+            if seed == 2 and self.options.sweep:
+                yield left
+                left = []
+            every = [(run, setting) for setting in self.options.settings for run in self.runs]
+            if seed > 1:
+                every = [(run, run.best) for run in self.runs if run.best is not None]
+            left += [(run, setting, seed) for run, setting in every if run.load(setting, seed)]
+        yield left
 
     def show_commands(self):
         """Print the unfinished trainings as commands of a shell."""
         for note in match_notes(self.runs, self.options.match, self.stored["ms_per_step"]):
             print(f"# {note}")
         script = os.path.relpath(HERE / "train.py")
-        for seeds in self.stages():
-            for run, setting, seed in self.unfinished(seeds):
+        for left in self.stages():
+            for run, setting, seed in left:
                 print(shlex.join(["python", script, *run.arguments(setting, seed)]))
 
     def train(self):
         """Make the unfinished trainings, at most --jobs at a time."""
         self.start, self.flops_done = time.monotonic(), 0.0
+        self.line = tqdm(bar_format="{desc}", disable=None, leave=False, dynamic_ncols=True)  # on a terminal
         handlers = {number: signal.signal(number, self.stop) for number in SIGNALS}
         self.write()  # before the first training, so that another comparison never continues it
-        for seeds in self.stages():
-            waiting, running = self.unfinished(seeds), []
+        for waiting in self.stages():
+            running = []
             try:
                 while waiting or running:
                     if self.stopped:
@@ -207,13 +211,15 @@ class Comparison:
                     for training in [each for each in running if each.poll()]:
                         running.remove(training)
                         self.finish(training, running)
-                    self.show_progress(running)
+                    at = [f"{each.name} at step {each.step} of {each.run.costs.steps}" for each in running]
+                    self.line.set_description_str("; ".join([self.progress(running), *at]))
             finally:  # after a signal, trainings in progress save a checkpoint
                 for training in running:
                     training.process.terminate()
                 for training in running:
                     training.process.wait()
                     training.close()
+        self.line.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -240,8 +246,8 @@ class Comparison:
             text = f"loss {run.results[key]['loss']:.4f}, {run.results[key]['seconds']:.1f} s"
         self.flops_done += training.flops
         self.write()
-        erase = "\r\x1b[K" if sys.stderr.isatty() else ""
-        print(f"{erase}{training.name}: {text}; {self.progress(running)}", flush=True)
+        with self.line.external_write_mode():
+            print(f"{training.name}: {text}; {self.progress(running)}", flush=True)
 
     def progress(self, running: list[Training]) -> str:
         """How many trainings are done, and the time left, which is estimated from their FLOPs."""
@@ -253,14 +259,6 @@ class Comparison:
         rate = (self.flops_done + sum(training.flops for training in running)) / (time.monotonic() - self.start)
         time_left = f", about {timedelta(seconds=round(left / rate))} left" if rate and left > 0 else ""
         return f"{sum(done)} of {total * len(self.runs)} trainings done{time_left}"
-
-    def show_progress(self, running: list[Training]):
-        """Redraw the line of progress, if stderr is a terminal."""
-        if sys.stderr.isatty():
-            at = [f"{training.name} at step {training.step} of {training.run.costs.steps}" for training in running]
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns
-            text = "; ".join([self.progress(running), *at])[: columns - 1]
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     def circumstances(self) -> str:
         """When and where a training has just ended."""
