@@ -59,7 +59,6 @@ GRID = {
     "muon_lr": [0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08],
     "learning_rate": [0.0015, 0.003, 0.006, 0.012, 0.024, 0.048],
 }
-SCHEDULE = "--max_iters={0} --warmup_iters={1} --cooldown_iters={2}"
 
 
 @dataclass
@@ -132,7 +131,7 @@ def table(variants: list[str], losses: dict[tuple, float]) -> str:
 
 def arguments(options: BaselinesConfig, variant: str, rates: list[float], steps: int) -> str:
     """The arguments of train.py for a variant with these learning rates."""
-    schedule = SCHEDULE.format(steps, max(1, 20 * steps // 450), steps // 3)
+    schedule = f"--max_iters={steps} --warmup_iters={max(1, 20 * steps // 450)} --cooldown_iters={steps // 3}"
     rates = " ".join(f"--{name}={rate}" for name, rate in zip(GRID, rates, strict=True))
     return " ".join(filter(None, [TABLES[options.table][variant][0], options.common, schedule, rates]))
 

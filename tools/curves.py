@@ -201,17 +201,16 @@ def y_label(cfg: PlotConfig) -> str:
 def gain_panels(folders: list[str]) -> dict[str, list[Line]]:
     """A panel for each kind of learned gain, with a line over the layers for each run that has it."""
     panels: dict[str, list[Line]] = {}
-    found = [weights.read(folder, read_gains) for folder in folders]
-    runs = [Run(folder, flags | {"init_from": None}, []) for folder, (flags, _) in zip(folders, found, strict=True)]
+    flags, gains = zip(*(weights.read(folder, read_gains) for folder in folders), strict=True)
+    runs = [Run(folder, own | {"init_from": None}, []) for folder, own in zip(folders, flags, strict=True)]
     names = names_of(runs) if len(runs) > 1 else [""]
-    for i, (folder, name, (flags, gains)) in enumerate(zip(folders, names, found, strict=True)):
-        fact = f"gains=True: {folder} has block={flags.get('block', 'standard')}, without learned gains"
-        require(gains, f"{fact}; name runs of block=simplified or simplified_parallel")
-        for title, each in gains.items():
-            line = np.arange(len(each)), each.mean(1), each.min(1), each.max(1)
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+        fact = f"gains=True: {run.folder} has block={run.flags.get('block', 'standard')}, without learned gains"
+        require(gains[i], f"{fact}; name runs of block=simplified or simplified_parallel")
+        for title, each in gains[i].items():
             title += ": mean and range of heads" * (each.shape[1] > 1)
-            colour, style = COLOURS[i % len(COLOURS)], STYLES[i % len(STYLES)] + "o"
-            panels.setdefault(title, []).append(Line(name, *line, colour, style))
+            line = np.arange(len(each)), each.mean(1), each.min(1), each.max(1), COLOURS[i % len(COLOURS)]
+            panels.setdefault(title, []).append(Line(name, *line, STYLES[i % len(STYLES)] + "o"))
     return panels
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import model as M
 from data.errors import require
-from model import Model
 from ops import Mask, capped
 
 QUALIFIES = 0.4  # the least score of a head that has a pattern
@@ -44,7 +43,7 @@ KNOWN = {M.Pool, M.ShapedPool, M.AttentionPosition, M.Rope, M.LocalRope, M.Alibi
 
 @torch.no_grad()
 def contextual_mlp(
-    model: Model, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None, reader: str = ""
+    model: M.Model, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None, reader: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A reader at one query as an MLP: incoming (S, C), outgoing (S, C), hidden (S,) of its S units.
 
@@ -227,7 +226,7 @@ def attention_to(keys: Tensor, attend: Callable, q: Tensor, k: Tensor, v: Tensor
 
 
 @torch.no_grad()
-def scores(model: Model, batches: Iterable[dict[str, Tensor]], patterns: list[str]) -> dict[str, list[Score]]:
+def scores(model: M.Model, batches: Iterable[dict[str, Tensor]], patterns: list[str]) -> dict[str, list[Score]]:
     """The scores of all heads for each pattern, the best first. Rows of a batch without targets are padding."""
     P = len(patterns)
     pools = {(i, name): pool for i, block in enumerate(model.blocks) for name, pool in context_readers(block).items()}

@@ -47,7 +47,6 @@ from engine.checkpoint import weights
 from engine.device import resolve_device
 from engine.plan import memory
 from engine.text import prompt_ids, read_prompt
-from model import Model
 from ops import capped
 from tools.curves import GREY, MATPLOTLIB, save
 from tools.heads import PATTERN, context_readers, contextual_mlp, print_scores, readers, scores
@@ -113,7 +112,7 @@ class Unit(NamedTuple):
 
 @torch.no_grad()
 def read_head(
-    model: Model, tokenizer: Tokenizer, idx: Tensor, layer: int, head: int, position: int,
+    model: M.Model, tokenizer: Tokenizer, idx: Tensor, layer: int, head: int, position: int,
     source: Tensor | None = None, most: int = 24, reader: str = "",
 ) -> tuple[list[Unit], int, Promoted]:  # fmt: skip
     """The `most` units with the largest shares of a head at one query, slots before tokens; the number of all units;
@@ -129,13 +128,9 @@ def read_head(
     rows = share.abs().argsort(descending=True, stable=True)[:most].sort().values
     added = torch.cat((hidden[rows, None] * outgoing[rows], (hidden @ outgoing)[None]))  # and all units together
     logits = F.linear(model.norm(final[-1]), *model.head_parameters()).cpu().double()
-    without = logits - added_logits(model, added, final[-1]).cpu().double()
-
-    def log_p(logits: Tensor) -> Tensor:
-        return capped(logits, model.cfg.logit_softcap)[..., : tokenizer.vocab_size].log_softmax(-1)
-
-    gain = log_p(logits) - log_p(without)
-    tokens = (log_p(logits).exp() - log_p(without).exp()).topk(min(PROMOTED, gain.size(1))).indices
+    both = logits, logits - added_logits(model, added, final[-1]).cpu().double()
+    now, then = (capped(x, model.cfg.logit_softcap)[..., : tokenizer.vocab_size].log_softmax(-1) for x in both)
+    gain, tokens = now - then, (now.exp() - then.exp()).topk(min(PROMOTED, then.size(1))).indices
     *promotes, together = [
         [(spelled(tokenizer, t), v) for t, v in zip(*each, strict=True) if v > 0]
         for each in zip(tokens.tolist(), gain.gather(1, tokens).tolist(), strict=True)
@@ -149,16 +144,15 @@ def read_head(
     return [Unit(*row) for row in zip(names, *numbers, promotes, strict=True)], len(hidden), together
 
 
-def added_logits(model: Model, x: Tensor, stream: Tensor) -> Tensor:
+def added_logits(model: M.Model, x: Tensor, stream: Tensor) -> Tensor:
     """What x (..., C) adds to the logits (..., V), if the last norm has the statistics of the final stream (C,)."""
     norm = model.norm
-    gain, bias = getattr(norm, "weight", 1.0), getattr(norm, "bias", None)
-
-    def linear(x: Tensor) -> Tensor:
-        return gain * (x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x)
-
-    scale = (norm(stream) - (0.0 if bias is None else bias)).norm() / linear(stream).norm()
-    return F.linear(scale * linear(x), model.head_parameters()[0])
+    gain, bias, both = getattr(norm, "weight", 1.0), getattr(norm, "bias", None), (x, stream)
+    if isinstance(norm, nn.LayerNorm):
+        both = [each - each.mean(-1, keepdim=True) for each in both]
+    added, whole = (gain * each for each in both)
+    scale = (norm(stream) - (0.0 if bias is None else bias)).norm() / whole.norm()
+    return F.linear(scale * added, model.head_parameters()[0])
 
 
 def spelled(tokenizer: Tokenizer, token: int) -> str:
@@ -213,7 +207,7 @@ def picture(units: list[Unit], title: str):
     return figure
 
 
-def find(cfg: LensConfig, model: Model, tokenizer: Tokenizer, device: torch.device):
+def find(cfg: LensConfig, model: M.Model, tokenizer: Tokenizer, device: torch.device):
     """Print the heads with the highest scores on the validation set."""
     flags, patterns = model.cfg, list(dict.fromkeys(cfg.find.split(",")))
     known = cfg.dataset or cfg.out_dir.partition(":")[0] not in weights.FOREIGN

@@ -1,11 +1,4 @@
-"""A run of tools.compare: its flags, its costs, and the figures of its trainings.
-
-run = Run(1, "config/train_pycode.py --block=parallel", options)       # options: trainings.CompareConfig
-run.match_parameters(other.costs.parameters)                           # as --match asks
-arguments = run.arguments(setting, seed)                               # of train.py
-if not run.load(setting, seed):
-    figures = run.results[setting, seed]
-"""
+"""A run of tools.compare: its flags, its costs, and the figures of its trainings."""
 
 import os
 import shlex
@@ -61,7 +54,7 @@ def costs(cfg: Config, eval_iters: int) -> Costs:
 
 
 class Run:
-    """One --run: its flags, its costs, and the results of its trainings.
+    """One --run, whose arguments of train.py are `text`. options: a trainings.CompareConfig.
 
     changed     flags that --match has set, with their values
     results     (setting of the sweep, seed) -> figures of a finished training
