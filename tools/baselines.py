@@ -186,7 +186,7 @@ def picture(rows: list[dict]):
         late = line.x > line.x[-1] / 5
         parts = {name: getattr(line, name)[late] for name in ("x", "y", "low", "high")}
         lines.append(line._replace(label=variant, style=curves.STYLES[i % 2], **parts))
-    return curves.draw({"": lines}, curves.AXES[cfg.x], curves.y_label(cfg))
+    return curves.draw({"": lines}, curves.AXES[cfg.x], curves.y_label(cfg), cfg)
 
 
 def main(argv: list[str] | None = None):

@@ -242,7 +242,7 @@ def gains_of(m: torch.nn.Module, path: str) -> dict[str, torch.nn.Parameter]:
 # The picture
 
 
-def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotConfig | None = None):
+def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotConfig):
     """A matplotlib Figure with a panel for each title. cfg has the limits of y and the logarithmic axes."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -267,17 +267,16 @@ def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotCon
                     fill = axes.vlines if line.style == "o" else axes.fill_between
                     fill(line.x, line.low, line.high, color=line.colour, alpha=0.2)
             axes.set_title(title)
-            if cfg:
-                for axis in set(cfg.log) & {"x", "y"}:
-                    some = any((getattr(line, axis) > 0).any() for line in lines)
-                    require(some, f"log={cfg.log}: no {axis} is above 0; leave {axis} out")
-                    axes.set(**{f"{axis}scale": "log"})
-                    getattr(axes, f"{axis}axis").set_major_formatter(LogFormatter())  # 2, not 2 x 10^0
-                    getattr(axes, f"{axis}axis").set_minor_formatter(LogFormatter())
-                axes.set_ylim(*(None if limit == "auto" else limit for limit in (cfg.ymin, cfg.ymax)))
-                low, high = axes.get_ylim()
-                fact = f"ymin={cfg.ymin} and ymax={cfg.ymax} leave no y between them"
-                require(low < high, f"{fact}; set the other one too")
+            for axis in set(cfg.log) & {"x", "y"}:
+                some = any((getattr(line, axis) > 0).any() for line in lines)
+                require(some, f"log={cfg.log}: no {axis} is above 0; leave {axis} out")
+                axes.set(**{f"{axis}scale": "log"})
+                getattr(axes, f"{axis}axis").set_major_formatter(LogFormatter())  # 2, not 2 x 10^0
+                getattr(axes, f"{axis}axis").set_minor_formatter(LogFormatter())
+            axes.set_ylim(*(None if limit == "auto" else limit for limit in (cfg.ymin, cfg.ymax)))
+            low, high = axes.get_ylim()
+            fact = f"ymin={cfg.ymin} and ymax={cfg.ymax} leave no y between them"
+            require(low < high, f"{fact}; set the other one too")
             if axes.get_xscale() == "linear":
                 axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
             if x_label in ("tokens", "FLOPs"):

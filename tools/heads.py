@@ -20,9 +20,6 @@ import model as M
 from data.errors import require
 from ops import Mask, capped
 
-QUALIFIES = 0.4  # the least score of a head that has a pattern
-LISTED = 5  # heads of each pattern that are printed
-
 
 def readers(block: M.Block) -> dict[str, M.Pool]:
     """The readers of a block, by the names that they have in its sums."""
@@ -258,15 +255,3 @@ def scores(model: M.Model, batches: Iterable[dict[str, Tensor]], patterns: list[
         for name, (*heads, even) in zip(patterns, (sums / count.clamp(min=1)[:, None]).tolist(), strict=True):
             found[name] += (Score(score, even, layer, head, reader) for head, score in enumerate(heads))
     return {name: sorted(each, reverse=True) for name, each in found.items()}
-
-
-def print_scores(pattern: str, heads: list[Score]):
-    """Print the heads with the highest scores, and how many of all heads have the pattern."""
-    meaning = PATTERN[pattern].__doc__
-    print(f"\n{pattern}: attention to {meaning[0].lower()}{meaning[1:]}")
-    print("layer  head   score  equal weights")
-    for score, even, layer, head, reader in heads[:LISTED]:
-        print(f"{layer:5}  {head:4}  {score:.4f}         {even:.4f}" + f"  of {reader}" * (reader != "attn"))
-    good = sum(each.score >= QUALIFIES for each in heads)
-    best = f"The best is head {heads[0].head} of layer {heads[0].layer} with {heads[0].score:.4f}."
-    print(f"Heads with {QUALIFIES} or more: {good} of {len(heads)}. {best}")

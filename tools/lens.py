@@ -49,9 +49,11 @@ from engine.plan import memory
 from engine.text import prompt_ids, read_prompt
 from ops import capped
 from tools.curves import GREY, MATPLOTLIB, save
-from tools.heads import PATTERN, context_readers, contextual_mlp, print_scores, readers, scores
+from tools.heads import PATTERN, context_readers, contextual_mlp, readers, scores
 
 PROMOTED = 3  # tokens of each unit
+QUALIFIES = 0.4  # the least score of a head that has a pattern
+LISTED = 5  # heads of each pattern that are printed
 BARS = {  # field of a unit -> label, colour and number of ticks; the colours are legible on white and on black
     "share": ("share of all activations", "#3b82c4", 4),
     "incoming": ("norm of incoming weights", "#d1782f", 4),
@@ -208,7 +210,7 @@ def picture(units: list[Unit], title: str):
 
 
 def find(cfg: LensConfig, model: M.Model, tokenizer: Tokenizer, device: torch.device):
-    """Print the heads with the highest scores on the validation set."""
+    """Print the heads with the highest scores on the validation set, and how many of all heads have each pattern."""
     flags, patterns = model.cfg, list(dict.fromkeys(cfg.find.split(",")))
     known = cfg.dataset or cfg.out_dir.partition(":")[0] not in weights.FOREIGN
     require(known, f"out_dir={cfg.out_dir} does not say its data; set dataset")
@@ -222,7 +224,14 @@ def find(cfg: LensConfig, model: M.Model, tokenizer: Tokenizer, device: torch.de
     found = scores(model, tqdm(batches, total=-(-n // B), unit=" batches", disable=None), patterns)
     print(f"{stream.name}: {n:,} windows of {objective.block_size} tokens")
     for pattern, heads in found.items():
-        print_scores(pattern, heads)
+        meaning = PATTERN[pattern].__doc__
+        print(f"\n{pattern}: attention to {meaning[0].lower()}{meaning[1:]}")
+        print("layer  head   score  equal weights")
+        for score, even, layer, head, reader in heads[:LISTED]:
+            print(f"{layer:5}  {head:4}  {score:.4f}         {even:.4f}" + f"  of {reader}" * (reader != "attn"))
+        good = sum(each.score >= QUALIFIES for each in heads)
+        best = f"The best is head {heads[0].head} of layer {heads[0].layer} with {heads[0].score:.4f}."
+        print(f"Heads with {QUALIFIES} or more: {good} of {len(heads)}. {best}")
 
 
 def main(argv: list[str] | None = None):

@@ -35,8 +35,8 @@ def main(argv: list[str] | None = None):
             panels, labels = gain_panels(folders), ("layer", "learned gain")
         else:
             panels = {"": curves(cfg, [read_run(folder) for folder in folders])}
-            labels = AXES[cfg.x], y_label(cfg), cfg
-        save(draw(panels, *labels), cfg.out)
+            labels = AXES[cfg.x], y_label(cfg)
+        save(draw(panels, *labels, cfg), cfg.out)
     print(f"wrote {Path(cfg.out).expanduser()}")
 
 
