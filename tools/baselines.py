@@ -48,21 +48,17 @@ LAYERS = {  # other tables -> values of --layer
     "way": ["c,p", "c.stream,p", "c,p;s,p", "c.relu2,p", "c.none,p"]
     + ["c,p.heads", "c,c.stream.relu2.none", "c,p.softmax", "c,p.matrix", "c,c"],
 }
+ATTENTION = ["attn_gate=none", "attn_gate=head", "attn_gate=element", "attn_sink=True", "attn_diff=True"]
+ATTENTION += ["value_residual=True"]
+SUPERBLOCK = "config/train_pycode.py --block=superblock"
 for name, layers in LAYERS.items():
-    TABLES[name] = {
-        each: (f"config/train_pycode.py --block=superblock --layer={each}", 0.005, 0.006) for each in layers
-    }
-TABLES["attention"] = {
-    flag: (f"config/train_pycode.py --{flag}", 0.005, 0.006)
-    for flag in ("attn_gate=none", "attn_gate=head", "attn_gate=element", "attn_sink=True", "attn_diff=True")
-    + ("value_residual=True",)
-}
+    TABLES[name] = {each: (f"{SUPERBLOCK} --layer={each}", 0.005, 0.006) for each in layers}
+TABLES["attention"] = {flag: (f"config/train_pycode.py --{flag}", 0.005, 0.006) for flag in ATTENTION}
 DRAWN = [*list(TABLES["blocks"])[:3], "superblock, joint pool", "SAS", "SAS-P", "Llama-like"]
 GRID = {
     "muon_lr": [0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08],
     "learning_rate": [0.0015, 0.003, 0.006, 0.012, 0.024, 0.048],
 }
-SCHEDULE = "--max_iters={0} --warmup_iters={1} --cooldown_iters={2}"
 
 
 @dataclass
@@ -70,9 +66,7 @@ class BaselinesConfig:
     """The flags of baselines.py. ValueError names the flag, its value and the remedy."""
 
     # --- baselines
-    table: Literal[  # the variants; only blocks writes docs/baselines.md
-        "blocks", "kinds", "depth", "way", "attention"
-    ] = "blocks"
+    table: Literal["blocks", "kinds", "depth", "way", "attention"] = "blocks"  # only blocks writes docs/baselines.md
     out: str = "out/baselines"  # folder of all trainings
     steps: int = 450  # optimizer steps of a full training; a short one makes a third of them
     seeds: int = 3  # number of final trainings of each variant
@@ -85,11 +79,6 @@ class BaselinesConfig:
             require(f"--{name}=" not in self.common, f"common={self.common}: baselines.py sets {name}; leave it out")
         trainings.CompareConfig(out=self.out, seeds=self.seeds, jobs=self.jobs)
 
-    @property
-    def variants(self) -> dict[str, tuple]:
-        """The variants of the table, as in TABLES."""
-        return TABLES[self.table]
-
 
 class Search:
     """The coordinate search of all variants at the same time.
@@ -101,7 +90,7 @@ class Search:
 
     def __init__(self, options: BaselinesConfig):
         self.options, self.folders, self.rounds = options, {}, 0
-        self.starts = [(variant, *start) for variant, (_, *start) in options.variants.items()]
+        self.starts = [(variant, *start) for variant, (_, *start) in TABLES[options.table].items()]
         self.best = {variant: dict(zip(GRID, start, strict=True)) for variant, *start in self.starts}
         self.losses = {
             "learning_rate": self.search("learning_rate", options.steps // 3, 60),
@@ -134,17 +123,17 @@ class Search:
         return [point for point in near if point not in losses] or [p for p in self.starts if p not in losses]
 
 
-def table(variants: dict, losses: dict[tuple, float]) -> str:
+def table(variants: list[str], losses: dict[tuple, float]) -> str:
     """Losses of a search, as Markdown."""
-    ordered = sorted(losses.items(), key=lambda item: (list(variants).index(item[0][0]), item[0][1:]))
+    ordered = sorted(losses.items(), key=lambda item: (variants.index(item[0][0]), item[0][1:]))
     return aligned([["variant", *GRID, "loss"]] + [[*map(str, point), f"{loss:.4f}"] for point, loss in ordered])
 
 
 def arguments(options: BaselinesConfig, variant: str, rates: list[float], steps: int) -> str:
     """The arguments of train.py for a variant with these learning rates."""
-    schedule = SCHEDULE.format(steps, max(1, 20 * steps // 450), steps // 3)
+    schedule = f"--max_iters={steps} --warmup_iters={max(1, 20 * steps // 450)} --cooldown_iters={steps // 3}"
     rates = " ".join(f"--{name}={rate}" for name, rate in zip(GRID, rates, strict=True))
-    return " ".join(filter(None, [options.variants[variant][0], options.common, schedule, rates]))
+    return " ".join(filter(None, [TABLES[options.table][variant][0], options.common, schedule, rates]))
 
 
 def run_compare(options: BaselinesConfig, name: str, runs: list[str], **more: int) -> trainings.Comparison:
@@ -168,19 +157,16 @@ def page(text: str, options: BaselinesConfig, search: Search, rows: list[dict], 
         rates = [f"{rate}{' !' * (rate in (GRID[name][0], GRID[name][-1]))}" for name, rate in best]
         lines.append([variant, *rates, parameters, loss, bits, difference])
     n, steps = {name: len(found) for name, found in search.losses.items()}, options.steps
-    made = (
-        f"The search made {n['learning_rate']} trainings of {steps // 3} steps for learning_rate and {n['muon_lr']} of "
-    )
-    made += f"{steps} steps\nfor muon_lr. Then each variant has {options.seeds} of {steps}."
+    made = f"The search made {n['learning_rate']} trainings of {steps // 3} steps for learning_rate and "
+    made += f"{n['muon_lr']} of {steps} steps\nfor muon_lr. Then each variant has {options.seeds} of {steps}."
     end = "--eval_interval=0 --eval_iters=0 --seed=1 --out_dir=out/baseline"
     parts = {
         "measured": f"{measured}\n\n{made}",
         "losses": aligned(lines) + "\n" + "".join(f"* {note}\n" for note in row_notes(rows)),  # which have diverged
         "commands": "\n".join(["```", *(f"python train.py {row['run']} {end}{row['number']}" for row in rows), "```"]),
         "grids": "\n".join(f"* Grid of {name}: {', '.join(map(str, values))}." for name, values in GRID.items()),
-        "learning_rate": table(options.variants, search.losses["learning_rate"]),
-        "muon_lr": table(options.variants, search.losses["muon_lr"]),
     }
+    parts |= {name: table(list(search.best), losses) for name, losses in search.losses.items()}
     for name, part in parts.items():
         head, _, rest = text.partition(f"<!-- {name} -->\n")
         text = f"{head}<!-- {name} -->\n\n{part.strip()}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
@@ -190,19 +176,17 @@ def page(text: str, options: BaselinesConfig, search: Search, rows: list[dict], 
 def picture(rows: list[dict]):
     """A matplotlib Figure of training losses: a line per variant of DRAWN, the mean of its seeds, without the start."""
     cfg, lines = curves.PlotConfig(smooth=10), []
-    for variant, row in zip(TABLES["blocks"], rows, strict=True):
-        if variant in DRAWN and row["seeds"]:
-            i = DRAWN.index(variant)
-            colour, style = curves.COLOURS[i], curves.STYLES[i % 2]
-            runs = [
-                curves.read_run(f["folder"])._replace(flags={"run": variant, "seed": seed})
-                for seed, f in row["seeds"].items()
-            ]
-            (line,) = curves.curves(cfg, runs)
-            late = line.x > line.x[-1] / 5
-            parts = (each[late] for each in (line.x, line.y, line.low, line.high))
-            lines.append(curves.Line(variant, *parts, colour, style))
-    return curves.draw({"": lines}, curves.AXES[cfg.x], curves.y_label(cfg))
+    drawn = {name: row for name, row in zip(TABLES["blocks"], rows, strict=True) if name in DRAWN and row["seeds"]}
+    runs = [
+        curves.read_run(figures["folder"])._replace(flags={"run": variant, "seed": seed})
+        for variant, row in drawn.items()
+        for seed, figures in row["seeds"].items()
+    ]
+    for i, (variant, line) in enumerate(zip(drawn, curves.curves(cfg, runs), strict=True)):
+        late = line.x > line.x[-1] / 5
+        parts = {name: getattr(line, name)[late] for name in ("x", "y", "low", "high")}
+        lines.append(line._replace(label=variant, style=curves.STYLES[i % 2], **parts))
+    return curves.draw({"": lines}, curves.AXES[cfg.x], curves.y_label(cfg), cfg)
 
 
 def main(argv: list[str] | None = None):
@@ -213,10 +197,10 @@ def main(argv: list[str] | None = None):
     folder = Path(options.out).expanduser()
     (folder / "final").mkdir(parents=True, exist_ok=True)
     # The best training of the search is the final one with seed 1.
-    for number, variant in enumerate(options.variants, 1):
+    for number, (variant, best) in enumerate(search.best.items(), 1):
         link = folder / "final" / f"run{number}-seed1"
         link.unlink(missing_ok=True)
-        found = search.folders[(variant, *search.best[variant].values())]
+        found = search.folders[(variant, *best.values())]
         link.symlink_to(Path("..", found), target_is_directory=True)
     runs = [arguments(options, variant, best.values(), options.steps) for variant, best in search.best.items()]
     final = run_compare(options, "final", runs, seeds=options.seeds)
@@ -226,7 +210,7 @@ def main(argv: list[str] | None = None):
     target = PAGE if options == BaselinesConfig() else folder / PAGE.name
     with user_errors():
         drawn = picture(rows)
-    drawn.savefig(target.with_suffix(".png"), dpi=160, transparent=True)
+    curves.save(drawn, str(target.with_suffix(".png")))
     target.write_text(page(PAGE.read_text(), options, search, rows, measured))
     print(f"The page is {target}.")
 

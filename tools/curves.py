@@ -11,6 +11,7 @@ import torch
 
 from configurator import read_file
 from data.errors import require
+from data.files import writing
 from engine.checkpoint import weights
 from engine.metrics import LARGEST, read_metrics
 from engine.parallel.ranks import Ranks
@@ -36,6 +37,11 @@ METADATA = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}} 
 GREY = "#7b7b7b"  # of text and axes; all colours have a contrast of at least 3 on white and on black
 COLOURS = "#2f80ed", "#d9730d", "#0f9d76", "#d6409f", "#8e63e8", "#8a8a00", "#e5484d", "#1a94b0"
 STYLES = "-", "--", ":", "-."
+OF_TEXT = "text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"
+MATPLOTLIB = dict.fromkeys(OF_TEXT, GREY) | {  # its settings, also for lens.py
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "grid.linewidth": 0.6,
+    "axes.titlesize": "medium", "svg.hashsalt": "superblock",
+}  # fmt: skip
 
 
 @dataclass
@@ -195,17 +201,16 @@ def y_label(cfg: PlotConfig) -> str:
 def gain_panels(folders: list[str]) -> dict[str, list[Line]]:
     """A panel for each kind of learned gain, with a line over the layers for each run that has it."""
     panels: dict[str, list[Line]] = {}
-    found = [weights.read(folder, read_gains) for folder in folders]
-    runs = [Run(folder, flags | {"init_from": None}, []) for folder, (flags, _) in zip(folders, found, strict=True)]
+    flags, gains = zip(*(weights.read(folder, read_gains) for folder in folders), strict=True)
+    runs = [Run(folder, own | {"init_from": None}, []) for folder, own in zip(folders, flags, strict=True)]
     names = names_of(runs) if len(runs) > 1 else [""]
-    for i, (folder, name, (flags, gains)) in enumerate(zip(folders, names, found, strict=True)):
-        fact = f"gains=True: {folder} has block={flags.get('block', 'standard')}, without learned gains"
-        require(gains, f"{fact}; name runs of block=simplified or simplified_parallel")
-        for title, each in gains.items():
-            line = np.arange(len(each)), each.mean(1), each.min(1), each.max(1)
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+        fact = f"gains=True: {run.folder} has block={run.flags.get('block', 'standard')}, without learned gains"
+        require(gains[i], f"{fact}; name runs of block=simplified or simplified_parallel")
+        for title, each in gains[i].items():
             title += ": mean and range of heads" * (each.shape[1] > 1)
-            colour, style = COLOURS[i % len(COLOURS)], STYLES[i % len(STYLES)] + "o"
-            panels.setdefault(title, []).append(Line(name, *line, colour, style))
+            line = np.arange(len(each)), each.mean(1), each.min(1), each.max(1), COLOURS[i % len(COLOURS)]
+            panels.setdefault(title, []).append(Line(name, *line, STYLES[i % len(STYLES)] + "o"))
     return panels
 
 
@@ -237,15 +242,12 @@ def gains_of(m: torch.nn.Module, path: str) -> dict[str, torch.nn.Parameter]:
 # The picture
 
 
-def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotConfig | None = None):
+def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotConfig):
     """A matplotlib Figure with a panel for each title. cfg has the limits of y and the logarithmic axes."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, LogFormatter, MaxNLocator
 
-    grey = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
-    style = dict.fromkeys(grey, GREY) | {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
-    style |= {"grid.alpha": 0.3, "grid.linewidth": 0.6, "axes.titlesize": "medium", "svg.hashsalt": "superblock"}
     columns = min(3, len(panels))
     rows, width = -(-len(panels) // columns), 7.2 if columns == 1 else 3.6 * columns
     legend = {line.label: None for lines in panels.values() for line in lines}
@@ -253,7 +255,7 @@ def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotCon
     across = max(1, min(len(legend), int(11 * width) // (max(map(len, legend)) + 8)))
     named = -(-len(legend) // across) + "".join(texts).count("\n") if any(legend) else 0  # lines of the legend
     height = (4 if rows == 1 else 2.4 * rows) + 0.22 * named
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(MATPLOTLIB):
         figure = Figure(figsize=(width, height), layout="constrained")
         every = figure.subplots(rows, columns, squeeze=False).flat
         for axes, (title, lines) in itertools.zip_longest(every, panels.items(), fillvalue=("", [])):
@@ -265,18 +267,16 @@ def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotCon
                     fill = axes.vlines if line.style == "o" else axes.fill_between
                     fill(line.x, line.low, line.high, color=line.colour, alpha=0.2)
             axes.set_title(title)
-            if cfg:
-                for axis in set(cfg.log) & {"x", "y"}:
-                    some = any((getattr(line, axis) > 0).any() for line in lines)
-                    require(some, f"log={cfg.log}: no {axis} is above 0; leave {axis} out")
-                    axes.set(**{f"{axis}scale": "log"})
-                    getattr(axes, f"{axis}axis").set_major_formatter(LogFormatter())  # 2, not 2 x 10^0
-                    getattr(axes, f"{axis}axis").set_minor_formatter(LogFormatter())
-                axes.set_ylim(*(None if limit == "auto" else limit for limit in (cfg.ymin, cfg.ymax)))
-                low, high = axes.get_ylim()
-                require(
-                    low < high, f"ymin={cfg.ymin} and ymax={cfg.ymax} leave no y between them; set the other one too"
-                )
+            for axis in set(cfg.log) & {"x", "y"}:
+                some = any((getattr(line, axis) > 0).any() for line in lines)
+                require(some, f"log={cfg.log}: no {axis} is above 0; leave {axis} out")
+                axes.set(**{f"{axis}scale": "log"})
+                getattr(axes, f"{axis}axis").set_major_formatter(LogFormatter())  # 2, not 2 x 10^0
+                getattr(axes, f"{axis}axis").set_minor_formatter(LogFormatter())
+            axes.set_ylim(*(None if limit == "auto" else limit for limit in (cfg.ymin, cfg.ymax)))
+            low, high = axes.get_ylim()
+            fact = f"ymin={cfg.ymin} and ymax={cfg.ymax} leave no y between them"
+            require(low < high, f"{fact}; set the other one too")
             if axes.get_xscale() == "linear":
                 axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
             if x_label in ("tokens", "FLOPs"):
@@ -286,3 +286,11 @@ def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotCon
         if named:
             figure.legend(legend.values(), texts, loc="outside upper left", ncols=across, frameon=False)
     return figure
+
+
+def save(figure, file: str):
+    """Write a Figure into a file with one of the suffixes in METADATA, and make its folder."""
+    out = Path(file).expanduser()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with writing(out):
+        figure.savefig(out, dpi=160, transparent=True, metadata=METADATA[out.suffix])

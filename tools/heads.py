@@ -14,15 +14,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import model as M
 from data.errors import require
-from model import Model
 from ops import Mask, capped
-
-QUALIFIES = 0.4  # the least score of a head that has a pattern
-LISTED = 5  # heads of each pattern that are printed
 
 
 def readers(block: M.Block) -> dict[str, M.Pool]:
@@ -39,20 +35,12 @@ def context_readers(block: M.Block) -> dict[str, M.Pool]:
 # A reader as an MLP
 
 # Readers and positions that contextual_mlp computes; others are refused.
-KNOWN = {
-    M.Pool, M.ShapedPool, M.AttentionPosition, M.Rope, M.LocalRope, M.Alibi, M.TwoSidedAlibi,
-}  # fmt: skip
+KNOWN = {M.Pool, M.ShapedPool, M.AttentionPosition, M.Rope, M.LocalRope, M.Alibi, M.TwoSidedAlibi}
 
 
 @torch.no_grad()
 def contextual_mlp(
-    model: Model,
-    idx: Tensor,
-    layer: int,
-    head: int,
-    position: int,
-    source: Tensor | None = None,
-    reader: str = "",
+    model: M.Model, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None, reader: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A reader at one query as an MLP: incoming (S, C), outgoing (S, C), hidden (S,) of its S units.
 
@@ -97,66 +85,68 @@ def contextual_mlp(
     with pool.register_forward_pre_hook(lambda _, args: read.extend(args)):
         model.hidden(idx[None], memory=model.encode(None if source is None else source[None]))
     x, inputs = read
-    if pool.units:
-        incoming, outgoing, hidden = hidden_units(pool, x[0, position])
-    else:
-        incoming, outgoing, hidden = head_units(pool, x, inputs, head, position)
+    units = hidden_units(pool, x[0, position]) if pool.units else head_units(pool, x, inputs, head, position)
+    _, outgoing, hidden = units
     error = (hidden @ outgoing - term(pool, x, inputs, head)[position]).norm()
     of_units = (hidden.abs() @ outgoing.abs()).norm()
-    require(
-        error <= math.sqrt(torch.finfo(x.dtype).eps) * of_units,
-        f"layer={layer} head={head} computes something else than its units say, by {error / of_units:.2%} of what its "
-        f"units give; {type(pool).__name__} has changed, so write its case into contextual_mlp",
-    )
-    return incoming, outgoing, hidden
+    fact = f"computes something else than its units say, by {error / of_units:.2%} of what its units give"
+    advice = f"{type(pool).__name__} has changed, so write its case into contextual_mlp"
+    require(error <= math.sqrt(torch.finfo(x.dtype).eps) * of_units, f"layer={layer} head={head} {fact}; {advice}")
+    return units
+
+
+def linear_part(f: Callable[[Tensor], Tensor], n: int, like: Tensor) -> Tensor:
+    """The matrix of an affine map of (1, T, n), whose rows are f(e) - f(0) for the unit vectors e: (..., n, channels).
+
+    like    a tensor whose dtype and device f takes
+    """
+    y = f(torch.eye(n + 1, n, dtype=like.dtype, device=like.device)[None])
+    return y[..., :-1, :] - y[..., -1:, :]
 
 
 def hidden_units(pool: M.Pool, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """contextual_mlp of the hidden units of a p, for x (C,)."""
-    hidden, groups = pool.hidden(x[None, None] if pool.q is None else pool.q(x[None, None]))[0, 0], 1
-    incoming, outgoing = pool.up.weight, pool.down.weight
-    if isinstance(pool.up, M.GroupedLinear):
-        groups = pool.up.groups
-        outgoing = outgoing.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)  # (F, C / groups)
-    else:
-        outgoing = outgoing.T
+    hidden = pool.hidden(x[None, None])[0, 0]
+    incoming = linear_part(pool.up, len(x), x)[0]  # (C, F), and of a gated kind (C, 2 F)
     if len(pool.rows) == 2:
-        incoming = incoming.unflatten(0, (-1, 2, pool.rows[0]))[:, 0].flatten(0, 1)
-    slices = torch.eye(groups, dtype=x.dtype, device=x.device).repeat_interleave(len(hidden) // groups, dim=0)
-    incoming, outgoing = ((slices[:, :, None] * w[:, None]).flatten(1) for w in (incoming, outgoing))  # each (F, C)
-    return incoming, outgoing if pool.out is None else pool.out(outgoing) - pool.out(torch.zeros_like(outgoing)), hidden
+        incoming = incoming.unflatten(1, (-1, 2, pool.rows[0]))[:, :, 0].flatten(1)
+    outgoing = linear_part(lambda h: (pool.out or nn.Identity())(pool.down(h)), len(hidden), x)[0]
+    return incoming.T, outgoing, hidden
 
 
 def head_units(pool: M.Pool, x: Tensor, inputs: M.Inputs, head: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
     """contextual_mlp of a head that reads tokens or slots, for x (1, T, C)."""
     D, H, T, context = pool.head_dim, pool.n_head, x.size(1), pool.reader.source == "context"
     q, k, v = pool.project(x, inputs)  # before norms and positions: q (1, H, T, D), k and v (1, heads, T or S, D)
-    kv_heads = k.size(1)
 
-    scale = q.new_ones(D) / math.sqrt(D)
+    # The last row is the query, and the others are W_Q^T, whose products with the keys are the incoming weights.
+    queries = linear_part(lambda e: pool.project(e, inputs)[0], x.size(2), x)  # (1, H, C, D)
     if isinstance(pool.q_norm, M.RMSNorm):
         normed = q[0, :, position] if isinstance(pool.q_norm, M.NormOfHeads) else q[0, head, position]
         gain = pool.q_norm.weight.view(-1, D).expand(H, D)[head]
-        scale *= gain * (normed.square().mean() + pool.q_norm.eps).rsqrt()
+        queries = queries * gain * (normed.square().mean() + pool.q_norm.eps).rsqrt()
     q = pool.q_norm(q)
-    still = q[0, head, position]  # the query without its position, for slots with a softmax of their own
-    q, k, v = pool.position(q, pool.k_norm(k), v, inputs.table if context else ())
-    lo, hi = 0, k.size(2)
+    queries = torch.cat((queries, q[:, :, [position]]), dim=2)
+    placed, lo, hi = queries, 0, k.size(2)
+    _, k, v = pool.position(q, pool.k_norm(k), v, inputs.table if context else ())
     if context:
+        table = pool.position.table(torch.tensor([position], device=x.device), q.dtype)
+        placed, _, _ = pool.position(queries, queries, queries, table)
         lo, hi = (int(n[position]) for n in Mask(pool.causal, pool.window).reach(T, T, x.device))
-    q, k, v = (each[0, head * each.size(1) // H] for each in (q, k, v))
-    q, k, v = q[position], k[lo:hi], v[lo:hi]  # (E,), and what it sees, each (S, E)
+    k, v = (each[0, head * each.size(1) // H, lo:hi] for each in (k, v))  # of what the query sees, each (S, E)
     if pool.reader.slots:
-        slots = pool.position.slots(pool.k_norm(pool.slot_k), pool.slot_v)
+        slots = pool.position.slots(*pool.slots(k.dtype))
         k, v = (torch.cat((each[head * each.size(0) // H], y)) for each, y in zip(slots, (k, v), strict=True))
-    content, bias = (k[:, part] @ q[part] / math.sqrt(D) for part in (slice(D), slice(D, None)))
-    apart = len(k) - hi + lo if pool.reader.slots == "own_slots" else 0  # slots with their own softmax
-    content[:apart] = k[:apart, :D] @ still / math.sqrt(D)
+    n_slots = len(k) - (hi - lo)
+    apart = n_slots if pool.reader.slots == "own_slots" else 0  # slots with a softmax of their own
+    still, placed = queries[0, head], placed[0, head]
+    scores = torch.cat((k[:apart, :D] @ still.T, k[apart:, :D] @ placed[:, :D].T)) / math.sqrt(D)  # (S, C + 1)
+    content, bias = scores[:, -1], k[:, D:] @ placed[-1, D:] / math.sqrt(D)
     if context:
-        own = len(k) - hi + position  # the unit of its own token, whose distance is 0
+        own = n_slots + position - lo  # the unit of its own token, whose distance is 0
         bias -= bias[own].clone()
-    if context and (slopes := pool.position.slopes(inputs.table)) is not None:
-        bias[len(k) - hi + lo :] -= slopes[head] * (torch.arange(lo, hi, device=x.device) - position).abs()
+        if (slopes := pool.position.slopes(inputs.table)) is not None:
+            bias[n_slots:] -= slopes[head] * (torch.arange(lo, hi, device=x.device) - position).abs()
     score = capped(content, pool.softcap) + bias
     hidden = torch.exp(score) if pool.phi is None else pool.phi(score[None], score.new_tensor([[hi - lo]]))[0]
     require(hidden.isfinite().all(), f"a score of head={head} is above 88 and overflows; no activations")
@@ -165,40 +155,20 @@ def head_units(pool: M.Pool, x: Tensor, inputs: M.Inputs, head: int, position: i
     if isinstance(pool, M.ShapedPool):
         hidden = pool.beta[head] * hidden - pool.gamma[head] * Z * bias.softmax(0)
         hidden[own] += pool.alpha[head] * Z[own]
-
-    keys = k[: len(v), :D].expand(1, H, -1, -1)  # of a gated map, those of the gate
-    back = keys
-    if context:
-        table = pool.position.table(torch.tensor([-position], device=x.device), k.dtype)
-        back, _, _ = pool.position(keys, keys, keys, table)
-        back = torch.cat((keys[:, :, :apart], back[:, :, apart:, :D]), dim=2)
-    incoming = (back[0, head] * scale) @ query_matrix(pool, x.size(-1), kv_heads, head)
-    y = v.new_zeros(len(v), H, D)
-    y[:, head] = v[:, :D]
-    y = y.flatten(1)  # (S, H D), in which a head's channels stand together
-    return incoming, (pool.out(y) - pool.out(torch.zeros_like(y))) / Z[:, None], hidden
-
-
-def query_matrix(pool: M.Pool, C: int, kv_heads: int, head: int) -> Tensor:
-    """W_Q of a head, (D, C); of the identity if the stream itself is the query."""
-    D, into = pool.head_dim, pool.qk if isinstance(pool, M.ShapedPool) else pool.qkv
-    if into is not None:  # a group of rows holds its query heads, then key and value
-        group, member = divmod(head, pool.n_head // kv_heads)
-        return into.weight.unflatten(0, (kv_heads, -1))[group, member * D : (member + 1) * D]
-    W_Q = pool.kv.weight.new_ones(C).diag() if pool.reader.query == "stream" else pool.q.weight
-    return W_Q[head * D : (head + 1) * D]
+    W_O = linear_part(pool.out, H * D, x)[0, head * D : (head + 1) * D]  # (D, C)
+    return scores[: len(v), :-1], v[:, :D] @ W_O / Z[:, None], hidden  # of a gated map, the scores of the gate
 
 
 def term(pool: M.Pool, x: Tensor, inputs: M.Inputs, head: int) -> Tensor:
     """A head's term of the reader's output as the module itself computes it from x (1, T, C): (T, C). A p is one
     head."""
-    D = 0 if pool.units else pool.head_dim
 
     def silence(_, args: tuple[Tensor]) -> Tensor:
         """All other heads in the first row of the batch, and all heads in the second."""
-        y = args[0].unflatten(-1, (-1, D or args[0].size(-1))).clone()  # (2, T, H, D)
-        y[1], y[0, :, :head], y[0, :, head + 1 :] = 0, 0, 0
-        return y.flatten(2)
+        y = torch.zeros_like(args[0])  # (2, T, H D)
+        channels = slice(None) if pool.units else slice(head * pool.head_dim, (head + 1) * pool.head_dim)
+        y[0, :, channels] = args[0][0, :, channels]
+        return y
 
     with (pool.down if pool.units else pool.out).register_forward_pre_hook(silence):
         alone, nothing = pool.forward(x.expand(2, -1, -1), inputs)  # hooks have had their turn
@@ -253,7 +223,7 @@ def attention_to(keys: Tensor, attend: Callable, q: Tensor, k: Tensor, v: Tensor
 
 
 @torch.no_grad()
-def scores(model: Model, batches: Iterable[dict[str, Tensor]], patterns: list[str]) -> dict[str, list[Score]]:
+def scores(model: M.Model, batches: Iterable[dict[str, Tensor]], patterns: list[str]) -> dict[str, list[Score]]:
     """The scores of all heads for each pattern, the best first. Rows of a batch without targets are padding."""
     P = len(patterns)
     pools = {(i, name): pool for i, block in enumerate(model.blocks) for name, pool in context_readers(block).items()}
@@ -285,15 +255,3 @@ def scores(model: Model, batches: Iterable[dict[str, Tensor]], patterns: list[st
         for name, (*heads, even) in zip(patterns, (sums / count.clamp(min=1)[:, None]).tolist(), strict=True):
             found[name] += (Score(score, even, layer, head, reader) for head, score in enumerate(heads))
     return {name: sorted(each, reverse=True) for name, each in found.items()}
-
-
-def print_scores(pattern: str, heads: list[Score]):
-    """Print the heads with the highest scores, and how many of all heads have the pattern."""
-    meaning = PATTERN[pattern].__doc__
-    print(f"\n{pattern}: attention to {meaning[0].lower()}{meaning[1:]}")
-    print("layer  head   score  equal weights")
-    for score, even, layer, head, reader in heads[:LISTED]:
-        print(f"{layer:5}  {head:4}  {score:.4f}         {even:.4f}" + f"  of {reader}" * (reader != "attn"))
-    good = sum(each.score >= QUALIFIES for each in heads)
-    best = f"The best is head {heads[0].head} of layer {heads[0].layer} with {heads[0].score:.4f}."
-    print(f"Heads with {QUALIFIES} or more: {good} of {len(heads)}. {best}")

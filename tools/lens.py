@@ -40,7 +40,6 @@ from tqdm import tqdm
 import model as M
 from configurator import parse
 from data.errors import command, require, user_errors
-from data.files import writing
 from data.loader import count_windows, eval_batches
 from data.objective import open_with_objective
 from data.tokenizer import Tokenizer
@@ -48,17 +47,18 @@ from engine.checkpoint import weights
 from engine.device import resolve_device
 from engine.plan import memory
 from engine.text import prompt_ids, read_prompt
-from model import Model
 from ops import capped
-from tools.heads import PATTERN, context_readers, contextual_mlp, print_scores, readers, scores
+from tools.curves import GREY, MATPLOTLIB, save
+from tools.heads import PATTERN, context_readers, contextual_mlp, readers, scores
 
 PROMOTED = 3  # tokens of each unit
+QUALIFIES = 0.4  # the least score of a head that has a pattern
+LISTED = 5  # heads of each pattern that are printed
 BARS = {  # field of a unit -> label, colour and number of ticks; the colours are legible on white and on black
     "share": ("share of all activations", "#3b82c4", 4),
     "incoming": ("norm of incoming weights", "#d1782f", 4),
     "outgoing": ("norm of outgoing weights", "#4f9d69", 2),
 }
-GREY = "#7a7a7a"  # of text and axes
 
 
 @dataclass
@@ -114,16 +114,9 @@ class Unit(NamedTuple):
 
 @torch.no_grad()
 def read_head(
-    model: Model,
-    tokenizer: Tokenizer,
-    idx: Tensor,
-    layer: int,
-    head: int,
-    position: int,
-    source: Tensor | None = None,
-    most: int = 24,
-    reader: str = "",
-) -> tuple[list[Unit], int, Promoted]:
+    model: M.Model, tokenizer: Tokenizer, idx: Tensor, layer: int, head: int, position: int,
+    source: Tensor | None = None, most: int = 24, reader: str = "",
+) -> tuple[list[Unit], int, Promoted]:  # fmt: skip
     """The `most` units with the largest shares of a head at one query, slots before tokens; the number of all units;
     and the tokens that all of them promote together. The other arguments are those of contextual_mlp."""
     final = []
@@ -137,13 +130,9 @@ def read_head(
     rows = share.abs().argsort(descending=True, stable=True)[:most].sort().values
     added = torch.cat((hidden[rows, None] * outgoing[rows], (hidden @ outgoing)[None]))  # and all units together
     logits = F.linear(model.norm(final[-1]), *model.head_parameters()).cpu().double()
-    without = logits - added_logits(model, added, final[-1]).cpu().double()
-
-    def log_p(logits: Tensor) -> Tensor:
-        return capped(logits, model.cfg.logit_softcap)[..., : tokenizer.vocab_size].log_softmax(-1)
-
-    gain = log_p(logits) - log_p(without)
-    tokens = (log_p(logits).exp() - log_p(without).exp()).topk(min(PROMOTED, gain.size(1))).indices
+    both = logits, logits - added_logits(model, added, final[-1]).cpu().double()
+    now, then = (capped(x, model.cfg.logit_softcap)[..., : tokenizer.vocab_size].log_softmax(-1) for x in both)
+    gain, tokens = now - then, (now.exp() - then.exp()).topk(min(PROMOTED, then.size(1))).indices
     *promotes, together = [
         [(spelled(tokenizer, t), v) for t, v in zip(*each, strict=True) if v > 0]
         for each in zip(tokens.tolist(), gain.gather(1, tokens).tolist(), strict=True)
@@ -157,16 +146,15 @@ def read_head(
     return [Unit(*row) for row in zip(names, *numbers, promotes, strict=True)], len(hidden), together
 
 
-def added_logits(model: Model, x: Tensor, stream: Tensor) -> Tensor:
+def added_logits(model: M.Model, x: Tensor, stream: Tensor) -> Tensor:
     """What x (..., C) adds to the logits (..., V), if the last norm has the statistics of the final stream (C,)."""
     norm = model.norm
-    gain, bias = getattr(norm, "weight", 1.0), getattr(norm, "bias", None)
-
-    def linear(x: Tensor) -> Tensor:
-        return gain * (x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x)
-
-    scale = (norm(stream) - (0.0 if bias is None else bias)).norm() / linear(stream).norm()
-    return F.linear(scale * linear(x), model.head_parameters()[0])
+    gain, bias, both = getattr(norm, "weight", 1.0), getattr(norm, "bias", None), (x, stream)
+    if isinstance(norm, nn.LayerNorm):
+        both = [each - each.mean(-1, keepdim=True) for each in both]
+    added, whole = (gain * each for each in both)
+    scale = (norm(stream) - (0.0 if bias is None else bias)).norm() / whole.norm()
+    return F.linear(scale * added, model.head_parameters()[0])
 
 
 def spelled(tokenizer: Tokenizer, token: int) -> str:
@@ -194,22 +182,19 @@ def print_units(units: list[Unit], n_all: int):
 
 def picture(units: list[Unit], title: str):
     """A matplotlib Figure with a row for each unit: bars of its share and of its norms, and the tokens it promotes."""
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 1.3 + 0.24 * len(units)), layout="constrained")
-    axes = figure.subplots(1, 4, sharey=True, width_ratios=(3, 2, 2, 3.4))
+    own = {"axes.spines.left": False, "axes.grid": False, "ytick.major.size": 0, "font.size": 9}
+    with matplotlib.rc_context(MATPLOTLIB | own):
+        figure = Figure(figsize=(10, 1.3 + 0.24 * len(units)), layout="constrained")
+        axes = figure.subplots(1, 4, sharey=True, width_ratios=(3, 2, 2, 3.4))
     figure.suptitle(title, color=GREY, fontsize=11, parse_math=False)
     for axis, (field, (label, colour, ticks)) in zip(axes, BARS.items(), strict=False):
         axis.barh(range(len(units)), [getattr(unit, field) for unit in units], color=colour)
         axis.set_xlabel(label)
         axis.locator_params(axis="x", nbins=ticks)
         axis.xaxis.set_major_formatter("{x:g}")
-        axis.spines["bottom"].set_color(GREY)
-    for axis in axes:
-        axis.tick_params(colors=GREY, labelsize=9)
-        axis.xaxis.label.set(color=GREY, fontsize=9)
-        axis.tick_params(axis="y", length=0)
-        axis.spines[["top", "right", "left"]].set_visible(False)
     mono = {"family": "monospace", "fontsize": 9, "color": GREY, "parse_math": False}
     axes[0].set_yticks(range(len(units)), [unit.name for unit in units], **mono)
     axes[0].invert_yaxis()
@@ -224,8 +209,8 @@ def picture(units: list[Unit], title: str):
     return figure
 
 
-def find(cfg: LensConfig, model: Model, tokenizer: Tokenizer, device: torch.device):
-    """Print the heads with the highest scores on the validation set."""
+def find(cfg: LensConfig, model: M.Model, tokenizer: Tokenizer, device: torch.device):
+    """Print the heads with the highest scores on the validation set, and how many of all heads have each pattern."""
     flags, patterns = model.cfg, list(dict.fromkeys(cfg.find.split(",")))
     known = cfg.dataset or cfg.out_dir.partition(":")[0] not in weights.FOREIGN
     require(known, f"out_dir={cfg.out_dir} does not say its data; set dataset")
@@ -239,7 +224,14 @@ def find(cfg: LensConfig, model: Model, tokenizer: Tokenizer, device: torch.devi
     found = scores(model, tqdm(batches, total=-(-n // B), unit=" batches", disable=None), patterns)
     print(f"{stream.name}: {n:,} windows of {objective.block_size} tokens")
     for pattern, heads in found.items():
-        print_scores(pattern, heads)
+        meaning = PATTERN[pattern].__doc__
+        print(f"\n{pattern}: attention to {meaning[0].lower()}{meaning[1:]}")
+        print("layer  head   score  equal weights")
+        for score, even, layer, head, reader in heads[:LISTED]:
+            print(f"{layer:5}  {head:4}  {score:.4f}         {even:.4f}" + f"  of {reader}" * (reader != "attn"))
+        good = sum(each.score >= QUALIFIES for each in heads)
+        best = f"The best is head {heads[0].head} of layer {heads[0].layer} with {heads[0].score:.4f}."
+        print(f"Heads with {QUALIFIES} or more: {good} of {len(heads)}. {best}")
 
 
 def main(argv: list[str] | None = None):
@@ -255,29 +247,28 @@ def main(argv: list[str] | None = None):
         remedy = "leave it out" if cfg.source else "give the text that the encoder reads"
         fits = bool(cfg.source) == (objective == "seq2seq")
         require(fits, f"source={cfg.source!r} for a model of objective={objective}: {remedy}")
-        ids = {}
-        for name, text in {"start": read_prompt(cfg.start), "source": cfg.source}.items():
-            if text or name == "start":
-                ids[name] = torch.tensor(prompt_ids(tokenizer, text), device=device)
-                n = len(ids[name])
-                require(n <= limit, f"{name} has {n} tokens, more than block_size={limit}; shorten it")
-        position = len(ids["start"]) - 1 if cfg.position == -1 else cfg.position
-        units, n, together = read_head(
-            model, tokenizer, ids["start"], cfg.layer, cfg.head, position, ids.get("source"), cfg.units, cfg.reader
-        )
+
+        def ids(name: str, text: str) -> Tensor:
+            found = torch.tensor(prompt_ids(tokenizer, text), device=device)
+            fact = f"{name} has {len(found)} tokens, more than block_size={limit}"
+            require(len(found) <= limit, f"{fact}; shorten it")
+            return found
+
+        idx, source = ids("start", read_prompt(cfg.start)), ids("source", cfg.source) if cfg.source else None
+        position = len(idx) - 1 if cfg.position == -1 else cfg.position
+        of_head = cfg.layer, cfg.head, position, source, cfg.units, cfg.reader
+        units, n, together = read_head(model, tokenizer, idx, *of_head)
     sys.stdout.reconfigure(errors="replace")  # for a terminal without Unicode
-    query = f"{position} {spelled(tokenizer, int(ids['start'][position]))}"
+    query = f"{position} {spelled(tokenizer, int(idx[position]))}"
     reader = f"head {cfg.head}" + f" of {cfg.reader}" * bool(cfg.reader)
     reader = cfg.reader if units[0].name.startswith("unit") else reader  # hidden units belong to no head
     title = f"layer {cfg.layer}, {reader}, query {query}"
     print(f"{path}, {title}: {n} units, which together promote {promoted(together)}")
     print_units(units, n)
     if cfg.out:
-        out = Path(cfg.out).expanduser()
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings(), writing(out):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # characters that the font lacks
-            picture(units, title).savefig(out, dpi=150, transparent=True)
+            save(picture(units, title), cfg.out)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from pathlib import Path
 
 from configurator import parse
 from data.errors import command, require, user_errors
-from data.files import writing
-from tools.curves import AXES, METADATA, PlotConfig, curves, draw, gain_panels, read_run, y_label
+from tools.curves import AXES, PlotConfig, curves, draw, gain_panels, read_run, save, y_label
 
 
 def main(argv: list[str] | None = None):
@@ -29,21 +28,16 @@ def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(PlotConfig, [each for each in argv if each.startswith("-")], __doc__)
         folders = list(dict.fromkeys(each for each in argv if not each.startswith("-")))
-        require(
-            folders, "no run is given; name the out_dir of one or more runs, such as python -m tools.plot out/pycode"
-        )
+        advice = "name the out_dir of one or more runs, such as python -m tools.plot out/pycode"
+        require(folders, f"no run is given; {advice}")
         require(importlib.util.find_spec("matplotlib"), "matplotlib is not installed; pip install -e .[plots]")
         if cfg.gains:
             panels, labels = gain_panels(folders), ("layer", "learned gain")
         else:
             panels = {"": curves(cfg, [read_run(folder) for folder in folders])}
-            labels = AXES[cfg.x], y_label(cfg), cfg
-        out = Path(cfg.out).expanduser()
-        figure = draw(panels, *labels)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with writing(out):
-            figure.savefig(out, dpi=160, transparent=True, metadata=METADATA[out.suffix])
-    print(f"wrote {out}")
+            labels = AXES[cfg.x], y_label(cfg)
+        save(draw(panels, *labels, cfg), cfg.out)
+    print(f"wrote {Path(cfg.out).expanduser()}")
 
 
 if __name__ == "__main__":

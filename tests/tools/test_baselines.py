@@ -64,7 +64,9 @@ def formula(monkeypatch, tmp_path):
         return SimpleNamespace(rows=lambda: rows, stored={"measured": "Measured somewhere."})
 
     monkeypatch.setattr(trainings, "compare", compare)
-    monkeypatch.setattr(baselines, "picture", lambda rows: curves.draw({"": [LINE]}, "tokens", "loss"))
+    monkeypatch.setattr(
+        baselines, "picture", lambda rows: curves.draw({"": [LINE]}, "tokens", "loss", curves.PlotConfig())
+    )
     return calls, loss
 
 

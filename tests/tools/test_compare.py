@@ -132,7 +132,7 @@ def handlers():
     ids=lambda flags: " ".join(flags)[:40],
 )
 def test_wrong_options(flags, words, fake, monkeypatch, capfd):
-    monkeypatch.setattr(compare, "Child", lambda *_: pytest.fail("a training was started"))
+    monkeypatch.setattr(compare, "Training", lambda *_: pytest.fail("a training was started"))
     assert fake(*flags, runs=()) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and all(word in err for word in words), err
@@ -345,7 +345,7 @@ def test_the_code_is_all_that_train_py_can_import():
 
 
 def test_dry_run(fake, monkeypatch, capfd):
-    monkeypatch.setattr(compare, "Child", lambda *_: pytest.fail("a training was started"))
+    monkeypatch.setattr(compare, "Training", lambda *_: pytest.fail("a training was started"))
     assert fake("--sweep=learning_rate=1e-3,1e-2", "--seeds=2", "--dry_run=True") == 0 and not fake.out.exists()
     lines = [shlex.split(line) for line in capfd.readouterr().out.splitlines() if not line.startswith("#")]
     assert len(lines) == 6 and all(line[0] == "python" and line[1].endswith("train.py") for line in lines)

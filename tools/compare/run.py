@@ -1,11 +1,4 @@
-"""A run of tools.compare: its flags, its costs, and the figures of its trainings.
-
-run = Run(1, "config/train_pycode.py --block=parallel", options)       # options: trainings.CompareConfig
-run.match_parameters(other.costs.parameters)                           # as --match asks
-arguments = run.arguments(setting, seed)                               # of train.py
-if not run.load(setting, seed):
-    figures = run.results[setting, seed]
-"""
+"""A run of tools.compare: its flags, its costs, and the figures of its trainings."""
 
 import os
 import shlex
@@ -47,21 +40,8 @@ class Costs(NamedTuple):
         return self.tokens * self.flops_per_token
 
 
-def costs(cfg: Config, eval_iters: int) -> Costs:
-    """The costs of a training with these flags, which ends with an evaluation of so many batches (0 = all of val)."""
-    data, objective, cfg.vocab_size = open_with_objective(cfg)
-    with torch.device("meta"):
-        whole_model = Model(cfg)
-    flops_per_token = accounting.flops(whole_model, *objective.lengths) / cfg.block_size
-    tokens_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
-    batch, whole = cfg.batch_size * cfg.block_size, len(data.split("val"))
-    evaluated = 2 * eval_iters * batch if eval_iters else whole + min(whole, 100 * batch)  # validation and training
-    evaluation = evaluated * flops_per_token / 3  # a forward only
-    return Costs(whole_model.n_params(), flops_per_token, tokens_per_step, cfg.max_iters, evaluation)
-
-
 class Run:
-    """One --run: its flags, its costs, and the results of its trainings.
+    """One --run, whose arguments of train.py are `text`. options: a trainings.CompareConfig.
 
     changed     flags that --match has set, with their values
     results     (setting of the sweep, seed) -> figures of a finished training
@@ -89,7 +69,16 @@ class Run:
 
     def costs_of(self, setting: str = "") -> Costs:
         """The costs of a training with this setting."""
-        return costs(self.read(setting), self.options.eval_iters)
+        cfg, eval_iters = self.read(setting), self.options.eval_iters
+        data, objective, cfg.vocab_size = open_with_objective(cfg)
+        with torch.device("meta"):
+            whole_model = Model(cfg)
+        flops_per_token = accounting.flops(whole_model, *objective.lengths) / cfg.block_size
+        tokens_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
+        batch, whole = cfg.batch_size * cfg.block_size, len(data.split("val"))
+        evaluated = 2 * eval_iters * batch if eval_iters else whole + min(whole, 100 * batch)  # validation and training
+        evaluation = evaluated * flops_per_token / 3  # a forward only
+        return Costs(whole_model.n_params(), flops_per_token, tokens_per_step, cfg.max_iters, evaluation)
 
     def line(self, setting: str = "") -> list[str]:
         """The arguments of train.py that describe the model and its training, with a setting of the sweep."""

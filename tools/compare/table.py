@@ -121,7 +121,7 @@ def markdown(rows: list[dict], swept: str) -> str:
     """The table of these summaries, then that of the sweep if there is one, and a legend. swept: the flag, or ""."""
     header = ["run", "parameters", "FLOPs per token", "tokens", "seconds", "loss", "bits per byte"]
     header += ["difference from run 1", "relative speed"] + [f"best {swept}"] * bool(swept)
-    text = aligned([header] + [cells(row) + [best(row)] * bool(swept) for row in rows])
+    text = aligned([header, *map(cells, rows)])
     if swept:
         settings = list(rows[0]["sweep"])
         lines = [[str(row["number"]), *(sweep_cell(row, setting) for setting in settings)] for row in rows]
@@ -130,7 +130,7 @@ def markdown(rows: list[dict], swept: str) -> str:
 
 
 def cells(row: dict) -> list[str]:
-    """A run's cells, without that of the sweep."""
+    """A run's cells; the last one is that of the sweep, if there is one."""
     loss = figure(row["loss"], 4)
     if row["loss"] is None and row["errors"]:
         loss = "failed (see below)"
@@ -138,11 +138,13 @@ def cells(row: dict) -> list[str]:
     if row["number"] > 1 and difference:
         half = f"± {difference['half_width']:.4f} " if difference["n"] > 1 else ""
         compared = f"{difference['mean']:+.4f} {half}(n = {difference['n']})"
+    best = (row["best"] or "").partition("=")[2] or "-"
+    best += f" (the {row['edge']})" if row["edge"] else ""
     return [
         f"{row['number']}: " + f"`{row['run']}`" * bool(row["run"]), f"{row['parameters']:,}",
         f"{row['flops_per_token'] / 1e6:,.2f} M", f"{row['tokens']:,}", figure(row["seconds"], 1), loss,
         figure(row["bits_per_byte"], 4), compared, figure(row["relative_speed"], 3, "median"),
-    ]  # fmt: skip
+    ] + [best] * bool(row["sweep"])  # fmt: skip
 
 
 def figure(values: dict | None, digits: int, middle: str = "mean") -> str:
@@ -151,12 +153,6 @@ def figure(values: dict | None, digits: int, middle: str = "mean") -> str:
         return "-"
     low, high = (f"{values[name]:.{digits}f}" for name in ("min", "max"))
     return f"{values[middle]:.{digits}f}" + (f" ({low} to {high})" if low != high else "")
-
-
-def best(row: dict) -> str:
-    """The best value of the sweep."""
-    value = (row["best"] or "-").partition("=")[2] or "-"
-    return value + (f" (the {row['edge']})" if row["edge"] else "")
 
 
 def sweep_cell(row: dict, setting: str) -> str:

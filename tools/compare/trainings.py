@@ -13,13 +13,14 @@ import shlex
 import signal
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
 import torch
+from tqdm import tqdm
 
 from data.errors import require
 from data.files import writing
@@ -78,19 +79,19 @@ class CompareConfig:
 # All runs
 
 
-class Training:
+class Training(Child):
     """A process of train.py, and the steps that it has logged."""
 
+    close = Child.__exit__
+
     def __init__(self, run: Run, setting: str, seed: int):
+        super().__init__([sys.executable, "-u", str(HERE / "train.py"), *run.arguments(setting, seed)], Path.cwd())
         self.run, self.setting, self.seed, self.first, self.step = run, setting, seed, None, 0
-        self.exit = ExitStack()
-        arguments = [sys.executable, "-u", str(HERE / "train.py"), *run.arguments(setting, seed)]
-        self.child = self.exit.enter_context(Child(arguments, Path.cwd()))
         self.name = " ".join(filter(None, (f"run {run.number}", setting, f"seed {seed}")))
 
     def poll(self) -> bool:
         """Read the output that is there; returns whether the process has ended."""
-        ended, pipe = self.child.process.poll() is not None, self.child.lines.fileno()
+        ended, pipe = self.process.poll() is not None, self.lines.fileno()
         while select.select([pipe], [], [], 0)[0] and (said := os.read(pipe, 2**16)):
             for step in re.findall(rb"^iter (\d+):", said, re.MULTILINE):
                 self.step = int(step)
@@ -111,28 +112,24 @@ class Comparison:
         self.runs = [Run(number, text, options) for number, text in enumerate(texts, 1)]
         flags = [{name: getattr(run.cfg, name) for name in sorted(run.cfg.sources)} for run in self.runs]
         self.stored = {"match": options.match, "eval_iters": options.eval_iters, "flags": flags, "ms_per_step": None}
-        self.stored["measured"], self.changed = None, False
-        self.stored["code"] = hashlib.sha256(b"".join(file.read_bytes() for file in CODE)).hexdigest()
-        path = self.folder / "compare.json"
+        code = hashlib.sha256(b"".join(file.read_bytes() for file in CODE)).hexdigest()
+        self.stored |= {"measured": None, "code": code}
+        path, advice = self.folder / "compare.json", "choose another --out, or delete this folder"
         if path.is_file():
             try:
-                old = json.loads(path.read_text())
-                names = {"match": "match", "eval_iters": "eval_iters", "flags": "run"}  # a later call needs the same
-                same = {flag: old[name] == self.stored[name] for name, flag in names.items()}
-                self.stored["ms_per_step"] = old["ms_per_step"]
-                self.stored["measured"] = old.get("measured")
-                self.changed = old.get("code", self.stored["code"]) != self.stored["code"]
+                old = self.stored | json.loads(path.read_text())
                 times = old["ms_per_step"] or []
                 require(all(1e-9 < ms < 1e9 for ms in times) and len(times) in (0, len(texts)), "these are no timings")
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, TypeError, RecursionError):
                 raise ValueError(f"{path} is damaged; delete --out={options.out}, or choose another folder") from None
-            for name in same:
-                advice = "choose another --out, or delete this folder"
-                require(same[name], f"--out={options.out} holds a comparison with another --{name}; {advice}")
-            if self.changed:
-                self.stored["code"] = old["code"]  # so that later calls say it too
-                text = f"warning: the code has changed since trainings in --out={options.out}; to repeat them, {advice}"
-                print(text, file=sys.stderr)
+            for name, flag in {"match": "match", "eval_iters": "eval_iters", "flags": "run"}.items():
+                same = old[name] == self.stored[name]
+                require(same, f"--out={options.out} holds a comparison with another --{flag}; {advice}")
+            self.stored = old  # also its hash of the code, so that later calls say it too
+        self.changed = self.stored["code"] != code
+        if self.changed:
+            text = f"warning: the code has changed since trainings in --out={options.out}; to repeat them, {advice}"
+            print(text, file=sys.stderr)
 
     def store(self, content: dict):
         """Write compare.json atomically, and make its folder."""
@@ -144,22 +141,18 @@ class Comparison:
 
     def match(self):
         """Adapt the other runs to the first."""
-        first, *others = self.runs
-        kind = self.options.match.split(",")
+        first, kind = self.runs[0].costs, self.options.match.split(",")
         if "parameters" in kind:
-            for run in others:
-                run.match_parameters(first.costs.parameters)
-        if "seconds" in kind and not self.stored["ms_per_step"] and not self.options.dry_run:
-            self.stored["ms_per_step"] = self.time_steps()
-            self.store(self.stored)  # later calls take the same number of steps
-        times = self.stored["ms_per_step"]
-        for run in others:
-            if "seconds" in kind:
-                run.match_steps(first.costs.steps * times[0] / times[run.number - 1] if times else run.costs.steps)
-            elif "flops" in kind:
-                run.match_steps(first.costs.flops / (run.costs.tokens_per_step * run.costs.flops_per_token))
-            else:
-                run.match_steps(first.costs.tokens / run.costs.tokens_per_step)
+            for run in self.runs[1:]:
+                run.match_parameters(first.parameters)
+        costs = [run.costs.tokens_per_step * (run.costs.flops_per_token if "flops" in kind else 1) for run in self.runs]
+        if "seconds" in kind:
+            if not self.stored["ms_per_step"] and not self.options.dry_run:
+                self.stored["ms_per_step"] = self.time_steps()
+                self.store(self.stored)  # later calls take the same number of steps
+            costs = self.stored["ms_per_step"] or []
+        for run, cost in zip(self.runs[1:], costs[1:], strict=False):  # costs of a step
+            run.match_steps(first.steps * costs[0] / cost)
         for run in self.runs:
             for setting in filter(None, run.settings):
                 advice = f"{self.options.swept} changes the costs of run {run.number}; give each value its own --run"
@@ -176,35 +169,37 @@ class Comparison:
                 print(f"timing {number + 1} of {ROUNDS}, run {run.number}: {of_run[-1]:.2f} ms per step", flush=True)
         return [min(of_run) for of_run in times]  # other programs on the machine only slow a run down
 
-    def unfinished(self, seeds: range) -> list[tuple[Run, str, int]]:
-        """The trainings that are left to do with these seeds, as (run, setting, seed). Seed 1 has those of a sweep."""
-        every = []
-        for seed in seeds:
-            for setting in self.options.settings if seed == 1 else [None]:
-                every += [(run, run.best if setting is None else setting, seed) for run in self.runs]
-        return [training for training in every if training[1] is not None and training[0].load(*training[1:])]
-
-    def stages(self) -> list[range]:
-        """The seeds that can be trained together: the best settings are known after seed 1."""
-        seeds = range(1, self.options.seeds + 1)
-        return [seeds[:1], seeds[1:]] if self.options.sweep else [seeds]
+    def stages(self) -> Iterator[list[tuple[Run, str, int]]]:
+        """Yields the trainings that are left to do and can be made together, as (run, setting, seed). The trainings of
+        a sweep with seed 1 come first, as the other seeds take its best settings."""
+        left = []
+        for seed in range(1, self.options.seeds + 1):
+            if seed == 2 and self.options.sweep:
+                yield left
+                left = []
+            every = [(run, setting) for setting in self.options.settings for run in self.runs]
+            if seed > 1:
+                every = [(run, run.best) for run in self.runs if run.best is not None]
+            left += [(run, setting, seed) for run, setting in every if run.load(setting, seed)]
+        yield left
 
     def show_commands(self):
         """Print the unfinished trainings as commands of a shell."""
         for note in match_notes(self.runs, self.options.match, self.stored["ms_per_step"]):
             print(f"# {note}")
         script = os.path.relpath(HERE / "train.py")
-        for seeds in self.stages():
-            for run, setting, seed in self.unfinished(seeds):
+        for left in self.stages():
+            for run, setting, seed in left:
                 print(shlex.join(["python", script, *run.arguments(setting, seed)]))
 
     def train(self):
         """Make the unfinished trainings, at most --jobs at a time."""
         self.start, self.flops_done = time.monotonic(), 0.0
+        self.line = tqdm(bar_format="{desc}", disable=None, leave=False, dynamic_ncols=True)  # on a terminal
         handlers = {number: signal.signal(number, self.stop) for number in SIGNALS}
         self.write()  # before the first training, so that another comparison never continues it
-        for seeds in self.stages():
-            waiting, running = self.unfinished(seeds), []
+        for waiting in self.stages():
+            running = []
             try:
                 while waiting or running:
                     if self.stopped:
@@ -212,17 +207,19 @@ class Comparison:
                         raise SystemExit(128 + self.stopped)
                     while waiting and len(running) < self.options.jobs:
                         running.append(Training(*waiting.pop(0)))
-                    select.select([training.child.lines for training in running], [], [], 1)
+                    select.select([training.lines for training in running], [], [], 1)
                     for training in [each for each in running if each.poll()]:
                         running.remove(training)
                         self.finish(training, running)
-                    self.show_progress(running)
+                    at = [f"{each.name} at step {each.step} of {each.run.costs.steps}" for each in running]
+                    self.line.set_description_str("; ".join([self.progress(running), *at]))
             finally:  # after a signal, trainings in progress save a checkpoint
                 for training in running:
-                    training.child.process.terminate()
+                    training.process.terminate()
                 for training in running:
-                    training.child.process.wait()
-                    training.exit.close()
+                    training.process.wait()
+                    training.close()
+        self.line.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -237,8 +234,8 @@ class Comparison:
 
     def finish(self, training: Training, running: list[Training]):
         """Read the figures of a training that has ended, and write the table."""
-        run, key, failure = training.run, (training.setting, training.seed), training.child.failure()
-        training.exit.close()
+        run, key, failure = training.run, (training.setting, training.seed), training.failure()
+        training.close()
         if missing := run.load(*key):
             run.errors[key] = failure or missing
             text = f"failed: {run.errors[key]}"
@@ -249,8 +246,8 @@ class Comparison:
             text = f"loss {run.results[key]['loss']:.4f}, {run.results[key]['seconds']:.1f} s"
         self.flops_done += training.flops
         self.write()
-        erase = "\r\x1b[K" if sys.stderr.isatty() else ""
-        print(f"{erase}{training.name}: {text}; {self.progress(running)}", flush=True)
+        with self.line.external_write_mode():
+            print(f"{training.name}: {text}; {self.progress(running)}", flush=True)
 
     def progress(self, running: list[Training]) -> str:
         """How many trainings are done, and the time left, which is estimated from their FLOPs."""
@@ -262,14 +259,6 @@ class Comparison:
         rate = (self.flops_done + sum(training.flops for training in running)) / (time.monotonic() - self.start)
         time_left = f", about {timedelta(seconds=round(left / rate))} left" if rate and left > 0 else ""
         return f"{sum(done)} of {total * len(self.runs)} trainings done{time_left}"
-
-    def show_progress(self, running: list[Training]):
-        """Redraw the line of progress, if stderr is a terminal."""
-        if sys.stderr.isatty():
-            at = [f"{training.name} at step {training.step} of {training.run.costs.steps}" for training in running]
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns
-            text = "; ".join([self.progress(running), *at])[: columns - 1]
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     def circumstances(self) -> str:
         """When and where a training has just ended."""
