@@ -31,8 +31,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.command import Parser, next_command, out_folder, ready_tokenizer, say
-from data.files import SPLITS, display_path
+from data.command import Parser, out_folder, ready_tokenizer, say
+from data.files import SPLITS
 from data.hashing import hash64
 from data.sources import ADDRESS, Source, find_files, hub_files, reason
 from data.tokenizer import TOKENIZERS, build
@@ -177,7 +177,6 @@ class Corpus:
     def encode(self, job: Job) -> dict[str, tuple[np.ndarray, int]]:
         """{split: (tokens, number of documents that begin in the job)}"""
         tokenizer, numbers = self.out.tokenizer, np.array(job.numbers, dtype=np.uint64)
-        eot = [] if tokenizer.eot is None else [np.array([tokenizer.eot])]
         # A single text is cut into document 0, which validates, and document 1.
         job.uniform = numbers.astype(float) if self.source.val_fraction else uniform(numbers)
         parts: dict[str, list] = {split: [] for split in SPLITS}
@@ -186,7 +185,7 @@ class Corpus:
             split = "val" if val else "train"
             try:
                 encode_piece = tokenizer.encode if begins else tokenizer.encode_rest
-                parts[split] += [encode_piece(text), *eot] if ends else [encode_piece(text)]
+                parts[split] += [encode_piece(text), tokenizer.end] if ends else [encode_piece(text)]
             except ValueError as e:  # for example a million blanks in a row with gpt2
                 where = f"{self.source.files[at[0]]}, document {at[1]}"
                 raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or remove it") from e
@@ -299,19 +298,15 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
     }
     with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
         Corpus(out, source, val_fraction, args.threads, shards * args.shard_tokens).write()
-    train, val = out.splits["train"], out.splits["val"]
-    summary = f"{train['documents']:,} + {val['documents']:,} documents"
+    summary = f"{out.documents()} documents"
     if separated:
         summary += f" with {'a blank line' if documents == 'paragraph' else 'a line end'} after each"
     if single:
         summary = f"one text, of which the last {val_fraction:.3g} validates (cut at a line end if one is near)"
-    if val["documents"] == 1 and not single:
+    if out.splits["val"]["documents"] == 1 and not single:
         remedy = "pass a larger --val_fraction, or cut the texts with --documents=paragraph or --documents=line"
         say(f"warning: one document validates, so every validation loss will be that of one text; {remedy}")
-    print(
-        f"{summary}, {train['tokens']:,} train + {val['tokens']:,} val tokens in {display_path(folder)}; "
-        f"next: {next_command(folder, tokenizer.vocab_size, [train['tokens'], val['tokens']])}"
-    )
+    out.report(f"{summary}, ")
 
 
 def stream(doc: str, here: Path, path: str) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data import files
-from data.base_tokenizer import Tokenizer, read_file, write_file
+from data.base_tokenizer import Tokenizer, read_file
 
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 SPECIAL = {"eos_token", "bos_token", "unk_token", "pad_token"}
@@ -100,10 +100,6 @@ class HFTokenizer(Tokenizer):
         if (tokenizer.vocab_size, tokenizer.special) != (vocab_size, special):
             raise ValueError(f"{path} has other ids or special tokens than its spec; prepare the data again")
         return tokenizer
-
-    def save(self, folder: Path | str) -> None:
-        """Writes the file of `spec` atomically."""
-        write_file(folder, self.FILE, self.content)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:

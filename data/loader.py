@@ -19,9 +19,9 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
+from data.dataset import TokenStream
 from data.hashing import hash64
 from data.objective import Objective
-from data.stream import TokenStream
 
 
 def permute(index: np.ndarray, n: int, key: np.ndarray | int) -> np.ndarray:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.base_tokenizer import END_OF_TEXT, Tokenizer, read_file, write_file
+from data.base_tokenizer import END_OF_TEXT, Tokenizer, read_file
 from data.hf_tokenizer import LETTERS, HFTokenizer
 
 SURROGATES = re.compile("([\ud800-\udfff]+)")
@@ -150,10 +150,6 @@ class BPETokenizer(Tokenizer):
         else:
             return tokenizer
         raise ValueError(f"{path} is damaged: it {fact}; restore it, or prepare the data again")
-
-    def save(self, folder: Path | str) -> None:
-        """Writes the file of `spec` atomically."""
-        write_file(folder, self.FILE, self.content)
 
     @cached_property
     def _encoding(self):

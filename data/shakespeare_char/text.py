@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from data.errors import say
-from data.files import display_path, open_regular, writing
+from data.files import display_path, open_regular, write_file, writing
 
 HERE = Path(__file__).resolve().parent
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -33,10 +33,8 @@ def shakespeare() -> bytes:
         found = hashlib.sha256(content).hexdigest()
         if found != SHA256:
             raise ValueError(f"{URL} has the SHA-256 {found}, not {SHA256}; get it elsewhere and pass --input=FILE")
-        temporary = path.with_suffix(".tmp")
-        with writing(temporary):
-            temporary.write_bytes(content)
-        temporary.replace(path)
+        with writing(path):
+            write_file(path, content)
     return read(path)
 
 
