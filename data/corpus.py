@@ -24,14 +24,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from data.command import Parser, out_folder, ready_tokenizer, say
+from data.errors import require
 from data.files import SPLITS
 from data.hashing import hash64
 from data.sources import ADDRESS, Source, find_files, hub_files, reason
@@ -65,13 +68,22 @@ def pieces(text: str, length: int) -> Iterator[str]:
     yield text[start:]
 
 
+class Piece(NamedTuple):
+    """A document, or a part of a long one."""
+
+    text: str
+    begins: bool  # whether the document begins here
+    ends: bool
+    number: int  # of the document, over all files
+    file: int
+    row: int
+
+
 @dataclass
 class Job:
     """The pieces that a thread encodes in one call."""
 
-    numbers: list[int] = field(default_factory=list)  # the document number of each piece
-    pieces: list[tuple[str, bool, bool]] = field(default_factory=list)  # (text, begins a document, ends a document)
-    rows: list[tuple[int, int]] = field(default_factory=list)  # (file, row) of each piece's document
+    pieces: list[Piece] = field(default_factory=list)
     size: int = 0  # characters
     position: int = 0  # bytes of the input read so far
     place: tuple[int, int, int] | None = None  # (file, row, number) to continue from; None inside a document
@@ -88,9 +100,7 @@ def make_jobs(documents: Iterable[tuple[str, int, int, int]], number: int) -> It
         done, job.position = 0, position
         for piece in pieces(text, JOB_CHARACTERS) if text else ():
             done += len(piece)
-            job.numbers.append(number)
-            job.pieces.append((piece, done == len(piece), done == len(text)))
-            job.rows.append((file, row))
+            job.pieces.append(Piece(piece, done == len(piece), done == len(text), number, file, row))
             job.size += len(piece)
             job.place = (file, row, number + 1) if done == len(text) else None
             if job.size >= JOB_CHARACTERS or len(job.pieces) == JOB_PIECES:
@@ -120,44 +130,33 @@ def map_in_order(function: Callable, jobs: Iterable[Job], threads: int) -> Itera
         pool.shutdown(cancel_futures=True)
 
 
-class Progress:
+class Progress(tqdm):
     """Shows on stderr how much of the input was read: a progress bar on a terminal, else a line every half minute.
 
     `position` bytes of `total` were read before.
     """
 
-    def __init__(self, position: int, total: float):
-        self.position, self.bar = position, None
-        self.start = self.last = time.monotonic()
-        if sys.stderr.isatty():
-            from tqdm import tqdm
+    BYTES = {"unit": "B", "unit_scale": True}
 
-            options = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, "mininterval": 0.5, "leave": False}
-            self.bar = tqdm(initial=position, total=total, **options)
+    def __init__(self, position: int, total: float):
+        how = {"dynamic_ncols": True, "mininterval": 0.5, "leave": False, "disable": not sys.stderr.isatty()}
+        super().__init__(initial=position, total=total, **self.BYTES, **how)
+        self.first = self.last = time.monotonic()
 
     def show(self, position: int, total: float, counts: str) -> None:
         """Shows that `position` of `total` bytes are read. `counts` describes the output so far."""
-        if self.bar is not None:
-            self.bar.total, self.bar.postfix = total, counts
-            self.bar.update(position - self.bar.n)
+        if not self.disable:
+            self.total, self.postfix = total, counts
+            self.update(position - self.n)
         elif (now := time.monotonic()) - self.last >= 30:
-            from tqdm import tqdm
-
             self.last = now
-            figures = {"unit": "B", "unit_scale": True, "initial": self.position, "postfix": counts}
-            with suppress(OSError):  # a closed pipe is not a reason to stop
-                line = tqdm.format_meter(position, total, now - self.start, ncols=0, **figures)
-                print(line, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Removes the bar."""
-        if self.bar is not None:
-            self.bar.close()
+            figures = {"initial": self.n, "postfix": counts, "ncols": 0}  # n stays what it was at first
+            say(self.format_meter(position, total, now - self.first, **figures, **self.BYTES))
 
 
 def read_texts(source: Source) -> Iterator[str]:
     """Yields the text of each document, for a tokenizer that is built from the texts."""
-    with closing(Progress(0, source.total)) as progress:
+    with Progress(0, source.total) as progress:
         for n, (text, _, _, position) in enumerate(source.read(), 1):
             progress.show(position, source.total, f"{n:,} documents")
             yield text
@@ -176,20 +175,21 @@ class Corpus:
 
     def encode(self, job: Job) -> dict[str, tuple[np.ndarray, int]]:
         """{split: (tokens, number of documents that begin in the job)}"""
-        tokenizer, numbers = self.out.tokenizer, np.array(job.numbers, dtype=np.uint64)
+        tokenizer = self.out.tokenizer
+        numbers = np.array([piece.number for piece in job.pieces], dtype=np.uint64)
         # A single text is cut into document 0, which validates, and document 1.
         job.uniform = numbers.astype(float) if self.source.val_fraction else uniform(numbers)
         parts: dict[str, list] = {split: [] for split in SPLITS}
         begun = dict.fromkeys(SPLITS, 0)
-        for (text, begins, ends), val, at in zip(job.pieces, job.uniform < self.val_fraction, job.rows, strict=True):
+        for piece, val in zip(job.pieces, job.uniform < self.val_fraction, strict=True):
             split = "val" if val else "train"
             try:
-                encode_piece = tokenizer.encode if begins else tokenizer.encode_rest
-                parts[split] += [encode_piece(text), tokenizer.end] if ends else [encode_piece(text)]
+                tokens = (tokenizer.encode if piece.begins else tokenizer.encode_rest)(piece.text)
             except ValueError as e:  # for example a million blanks in a row with gpt2
-                where = f"{self.source.files[at[0]]}, document {at[1]}"
+                where = f"{self.source.files[piece.file]}, document {piece.row}"
                 raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or remove it") from e
-            begun[split] += begins
+            parts[split] += [tokens, tokenizer.end] if piece.ends else [tokens]
+            begun[split] += piece.begins
         return {split: (np.concatenate(p), begun[split]) for split, p in parts.items() if p}
 
     def count(self, unit: str, *splits: str) -> int:
@@ -211,7 +211,7 @@ class Corpus:
             print(f"continues after {number:,} documents, {self.count('tokens'):,} tokens", file=sys.stderr)
         jobs = make_jobs(self.source.read(file, row), number)
         with (
-            closing(Progress(start, self.bytes_to_read(start))) as progress,
+            Progress(start, self.bytes_to_read(start)) as progress,
             closing(map_in_order(self.encode, jobs, self.threads)) as results,
         ):
             for job, encoded in results:
@@ -231,8 +231,8 @@ class Corpus:
 
     def write_up_to_limit(self, job: Job) -> None:
         """Writes the pieces of the job in which the limit is reached, up to the limit."""
-        for n, piece, at in zip(job.numbers, job.pieces, job.rows, strict=True):
-            for split, (tokens, begun) in self.encode(Job([n], [piece], [at])).items():
+        for piece in job.pieces:
+            for split, (tokens, begun) in self.encode(Job([piece])).items():
                 room = self.limit - self.count("tokens", "train") if split == "train" else len(tokens)
                 self.out.add(split, tokens[:room], begun)
             if self.count("tokens", "train") == self.limit:
@@ -241,17 +241,15 @@ class Corpus:
     def check_splits(self, low: float, high: float) -> None:
         """ValueError for a split that cannot be used; the documents' random numbers went from `low` to `high`."""
         n, fraction = self.count("documents"), self.val_fraction
-        if n < 2:
-            fact = "is one document, which cannot be split" if n else "has no text"
-            raise ValueError(f"the input {fact}; add text, or cut it with --documents=paragraph or --documents=line")
+        fact = "is one document, which cannot be split" if n else "has no text"
+        require(n > 1, f"the input {fact}; add text, or cut it with --documents=paragraph or --documents=line")
         if len(self.out.splits) < 2:
             least, most = math.ceil(low * 1e4) / 1e4, math.floor(high * 1e4) / 1e4
             which, bound = ("all", f"{most} or less") if "val" in self.out.splits else ("none", f"{least} or more")
             raise ValueError(f"val_fraction={fraction} takes {which} of {n:,} documents; pass --val_fraction={bound}")
         for split in SPLITS:
-            if self.count("tokens", split) < 2:
-                fact = f"the split {split} has one token, and a prediction needs two"
-                raise ValueError(f"{fact}; add text to the input")
+            fact = f"the split {split} has one token, and a prediction needs two"
+            require(self.count("tokens", split) > 1, f"{fact}; add text to the input")
 
 
 # ---------------------------------------------------------------------------------------------------------- commands
@@ -273,13 +271,11 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
     """Prepares the data set that the flags describe, with at most `shards` full shards to train on (0 = all)."""
     single = documents == "file" and len(files) == 1 and not re.search(r"\.(jsonl(\.gz|\.zst)?|parquet)$", files[0])
     val_fraction = (0.1 if single else 0.005) if args.val_fraction is None else args.val_fraction
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"val_fraction={val_fraction} is not possible; pass a number between 0 and 1")
+    require(0 < val_fraction < 1, f"val_fraction={val_fraction} is not possible; pass a number between 0 and 1")
     for name, value, most in (("threads", args.threads, 1024), ("shard_tokens", args.shard_tokens, 2**31 - 1)):
-        if not 1 <= value <= most:
-            raise ValueError(f"{name}={value} is not possible; pass a number from 1 to {most}")
-    if shards < 0:
-        raise ValueError(f"shards={shards} is not possible; pass 0 for all, or the number of shards to train on")
+        require(1 <= value <= most, f"{name}={value} is not possible; pass a number from 1 to {most}")
+    fact = f"shards={shards} is not possible; pass 0 for all, or the number of shards to train on"
+    require(shards >= 0, fact)
     folder = out_folder(args.out)
     separated = not single and getattr(TOKENIZERS.get(args.tokenizer), "eot", 0) is None
     source = Source(files, documents, args.field, separated, val_fraction if single else 0)
