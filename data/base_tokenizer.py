@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from data import files
+from data.errors import require
 
 END_OF_TEXT = b"<|endoftext|>"  # the printed form of an end-of-text token, which has no text
 
@@ -87,12 +88,10 @@ def read_file(folder: Path | None, name: str, file: str, sha256: str) -> tuple[P
 
     `file` and `sha256` are those of a spec. ValueError if they do not fit, or the file is missing.
     """
-    if file != name:
-        raise ValueError(f"the tokenizer has file {ascii(file):.80}, but only {name} is read; prepare again")
+    require(file == name, f"the tokenizer has file {ascii(file):.80}, but only {name} is read; prepare again")
     folder = Path(folder or ".")
     path = next((p for p in (folder / name, folder.absolute().parent / name) if p.is_file()), None)
-    if path is None:
-        raise ValueError(f"{folder} lacks the tokenizer's {name}; copy it there from the data, or prepare it again")
-    if files.sha256(path) != sha256:
-        raise ValueError(f"{path} was changed: its SHA-256 is not the recorded one; restore it, or prepare again")
+    require(path, f"{folder} lacks the tokenizer's {name}; copy it there from the data, or prepare it again")
+    same = files.sha256(path) == sha256
+    require(same, f"{path} was changed: its SHA-256 is not the recorded one; restore it, or prepare again")
     return path, path.read_bytes()

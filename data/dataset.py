@@ -177,28 +177,26 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
 
 def _open_mixture(name: str, root: str | Path, vocab_size: int, verify: bool) -> Mixture:
     """Opens `a:0.7,b:0.3`. ValueError for a missing or zero weight, a repeated source, sources that do not match."""
-    sources, weights = [], []
-    for part in name.split(","):
-        match = re.fullmatch(r"([^:]+):(\d+\.?\d*|\.\d+)", part.strip())
-        fact = "" if match and float(match[2]) > 0 else "is not name:weight with a positive weight"
-        if not fact and match[1] in sources:
-            fact = "appears twice"
-        if fact:
-            part = repr(part.strip())
-            raise ValueError(f"dataset={name!r}: {part} {fact}; write it like a:0.7,b:0.3, or give one folder")
-        sources.append(match[1])
-        weights.append(Fraction(match[2]))
-    opened = [open_data(source, root, vocab_size, verify) for source in sources]
-    first = opened[0]
-    for source, data in zip(sources, opened, strict=True):
+    weights: dict[str, Fraction] = {}
+    for part in map(str.strip, name.split(",")):
+        match = re.fullmatch(r"([^:]+):(\d+\.?\d*|\.\d+)", part)
+        positive = match and float(match[2]) > 0
+        fact = "appears twice" if positive else "is not name:weight with a positive weight"
+        new = positive and match[1] not in weights
+        require(new, f"dataset={name!r}: {part!r} {fact}; write it like a:0.7,b:0.3, or give one folder")
+        weights[match[1]] = Fraction(match[2])
+    opened = {source: open_data(source, root, vocab_size, verify) for source in weights}
+    (name_of_first, first), *_ = opened.items()
+    for source, data in opened.items():
         kinds = [(d.tokenizer and d.tokenizer.hash, d.meta and d.meta["vocab_size"], d.eot) for d in (first, data)]
         for what, one, other in zip(("tokenizer", "vocabulary size", "end-of-text id"), *kinds, strict=True):
-            if one != other:
-                raise ValueError(
-                    f"dataset={name!r}: {sources[0]} and {source} cannot be mixed, because their meta.json differ in "
-                    f"the {what} ({one} and {other}); prepare both with one tokenizer"
-                )
-    return Mixture(**vars(first), sources=dict(zip(sources, zip(opened, _integers(weights), strict=True), strict=True)))
+            require(
+                one == other,
+                f"dataset={name!r}: {name_of_first} and {source} cannot be mixed, because their meta.json differ in "
+                f"the {what} ({one} and {other}); prepare both with one tokenizer",
+            )
+    weighted = zip(opened.items(), _integers(list(weights.values())), strict=True)
+    return Mixture(**vars(first), sources={source: (data, weight) for (source, data), weight in weighted})
 
 
 def _integers(weights: list[Fraction]) -> list[int]:
@@ -206,14 +204,10 @@ def _integers(weights: list[Fraction]) -> list[int]:
 
     Weights that would need a larger sum are first rounded to multiples of 1 / MIXTURE_STEPS, but never to 0.
     """
-    if sum(_reduced(weights)) > MIXTURE_STEPS:
-        weights = [Fraction(max(1, round(MIXTURE_STEPS * w / sum(weights)))) for w in weights]
-    return _reduced(weights)
-
-
-def _reduced(weights: list[Fraction]) -> list[int]:
-    integers = [int(w * math.lcm(*(w.denominator for w in weights))) for w in weights]
-    return [w // math.gcd(*integers) for w in integers]
+    shares = [weight / sum(weights) for weight in weights]
+    steps = min(math.lcm(*(share.denominator for share in shares)), MIXTURE_STEPS)
+    integers = [max(1, round(steps * share)) for share in shares]
+    return [n // math.gcd(*integers) for n in integers]
 
 
 def read_meta(folder: Path) -> dict | None:
@@ -226,18 +220,17 @@ def read_meta(folder: Path) -> dict | None:
         require(meta != MOVING, "a preparation stopped while it moved its files into place")
         size, eot, splits = meta["vocab_size"], meta.get("eot"), meta.get("splits", {})
         shards = [shard for split in splits.values() for shard in split["shards"]]
-        wrong = {
-            f"a vocab_size that is not a number from 1 to {MAX_VOCAB_SIZE}": not _is_count(size, 1),
-            "an eot that is not an id below its vocab_size": eot is not None and not (_is_count(eot) and eot < size),
-            "a shard whose name is not a file name": not all(_is_name(shard["name"]) for shard in shards),
-            "a shard whose tokens or max_token is not a count": not all(
-                _is_count(s["tokens"], 0, 2**63) and _is_count(s.get("max_token", 0), 0, 2**63) for s in shards
-            ),
+        counts = [n for shard in shards for n in (shard["tokens"], shard.get("max_token", 0))]
+        right = {
+            f"a vocab_size that is not a number from 1 to {MAX_VOCAB_SIZE}": _is_count(size, 1),
+            "an eot that is not an id below its vocab_size": eot is None or _is_count(eot, 0, size - 1),
+            "a shard whose name is not a file name": all(_is_name(shard["name"]) for shard in shards),
+            "a shard whose tokens or max_token is not a count": all(_is_count(n, 0, 2**63) for n in counts),
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise problem(path, f"cannot be used ({type(e).__name__}: {e})") from e
-    for fact, found in wrong.items():
-        check(not found, path, f"holds {fact}")
+    for fact, is_right in right.items():
+        check(is_right, path, f"holds {fact}")
     return meta
 
 

@@ -372,8 +372,8 @@ FAULTS = [
     ),
     (
         "data/dataset.py",
-        "Fraction(max(1, round(MIXTURE_STEPS * w / sum(weights))))",
-        "Fraction(round(MIXTURE_STEPS * w / sum(weights)))",
+        "max(1, round(steps * share))",
+        "round(steps * share)",
         "A source of a mixture with a very small weight is never drawn.",
         "tests/data/test_shards.py::test_a_mixture_is_its_sources_and_their_weights",
     ),

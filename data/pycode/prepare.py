@@ -19,6 +19,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
 from data.command import Parser, out_folder, ready_tokenizer, run
+from data.errors import require
 from data.tokenizer import build
 from data.writer import ShardWriter
 
@@ -52,16 +53,14 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=ready_tokenizer, default="byte", help="byte, gpt2 or hf:DIR (default byte)")
     parser.add_argument("--out", default=HERE, help="NAME (data/NAME) or a path with a / (default: this folder)")
     args = parser.parse_args()
-    if not 0 < args.val_fraction < 1:
-        raise ValueError(f"val_fraction={args.val_fraction} is not possible; pass a number between 0 and 1")
+    given = f"val_fraction={args.val_fraction}"
+    require(0 < args.val_fraction < 1, f"{given} is not possible; pass a number between 0 and 1")
 
     folder, library = out_folder(args.out), Path(sysconfig.get_path("stdlib"))
     paths = find_sources(library)
-    if not paths:
-        raise ValueError(f"{library} has no .py files (a Python without sources?); use another Python")
+    require(paths, f"{library} has no .py files (a Python without sources?); use another Python")
     validation = validation_set(paths, library, args.val_fraction)
-    if not validation:
-        raise ValueError(f"val_fraction={args.val_fraction} is less than the smallest file; pass a larger number")
+    require(validation, f"{given} is less than the smallest file; pass a larger number")
     tokenizer = build(args.tokenizer, list)
     with ShardWriter(folder, tokenizer) as out:
         for path in paths:

@@ -13,6 +13,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
 from data.command import Parser, out_folder, run
+from data.errors import require
 from data.shakespeare_char.text import read_text
 from data.tokenizer import GPT2Tokenizer
 from data.writer import ShardWriter
@@ -27,8 +28,7 @@ def main() -> None:
     folder, text, tokenizer = out_folder(args.out), read_text(args.input), GPT2Tokenizer()
     cut = int(len(text) * 0.9)
     train, val = tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:])
-    if len(val) < 2:
-        raise ValueError("the last tenth of the text is one token, and a prediction needs two; pass a longer text")
+    require(len(val) > 1, "the last tenth of the text is one token, and a prediction needs two; pass a longer text")
     with ShardWriter(folder, tokenizer) as out:
         out.add("train", train)
         out.add("val", val)
