@@ -27,7 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -200,13 +199,10 @@ class Corpus:
         total, tokens = self.source.total, self.count("tokens", "train")
         return min(total, position * self.limit / tokens) if self.limit and tokens else total
 
-    def full_shards(self) -> int:
-        return sum(bool(shard["sha256"]) for entry in self.out.splits.values() for shard in entry["shards"])
-
     def write(self) -> None:
         """Writes all documents, saves after each full shard, and checks that both splits can be used."""
         file, row, number = self.out.place or (0, 0, 0)
-        start, saved, low, high = sum(self.source.sizes[:file]), self.full_shards(), 1.0, 0.0
+        start, low, high = sum(self.source.sizes[:file]), 1.0, 0.0
         if number:
             print(f"continues after {number:,} documents, {self.count('tokens'):,} tokens", file=sys.stderr)
         jobs = make_jobs(self.source.read(file, row), number)
@@ -222,9 +218,8 @@ class Corpus:
                         break
                 for split, (tokens, begun) in encoded.items():
                     self.out.add(split, tokens, begun)
-                if self.full_shards() > saved and job.place:
+                if self.out.unsaved and job.place:
                     self.out.save(job.place)
-                    saved = self.full_shards()
                 counts = f"{self.count('documents'):,} documents, {self.count('tokens'):,} tokens"
                 progress.show(job.position, self.bytes_to_read(job.position), counts)
         self.check_splits(low, high)
@@ -255,13 +250,13 @@ class Corpus:
 # ---------------------------------------------------------------------------------------------------------- commands
 
 
-def parser(doc: str, here: Path) -> Parser:
+def parser(doc: str, here: str) -> Parser:
     """A parser with the flags that all preparations of documents share."""
     flags = Parser(doc)
     fraction = "fraction of the documents for validation (default 0.005; of a single text the last 0.1)"
     flags.add_argument("--val_fraction", type=float, help=fraction)
     flags.add_argument("--field", default="text", help="field of jsonl and parquet with the text (default text)")
-    flags.add_argument("--out", default=str(here), help="NAME (data/NAME) or a path with a / (default: this folder)")
+    flags.add_argument("--out", default=here, help="NAME (data/NAME) or a path with a / (default: this folder)")
     flags.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100_000_000)")
     flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="encoding threads (default: all cores)")
     return flags
@@ -305,7 +300,7 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
     out.report(f"{summary}, ")
 
 
-def stream(doc: str, here: Path, path: str) -> None:
+def stream(doc: str, here: str, path: str) -> None:
     """The command that prepares a data set of the Hugging Face hub, `path` unless --path gives another."""
     flags = parser(doc, here)
     flags.add_argument("--path", default=path, help=f"OWNER/NAME[@REVISION][:CONFIG], or local files (default {path})")

@@ -15,7 +15,6 @@ import os
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -51,7 +50,7 @@ class HFTokenizer(Tokenizer):
             self.parts["model"]["dropout"] = None
             self._encoding = _from_parts(self.parts)
             self.vocabulary = self._encoding.get_vocab(with_added_tokens=True)
-            self._decoding = Decoding.of(self._encoding.decoder)
+            self._decoding = Decoding(self._encoding.decoder)
             kinds = {part["type"] for part in _components(self.parts.get("pre_tokenizer"))}
             if (dropping := kinds & DROPS_BLANKS) and not kinds & {"Metaspace", "ByteLevel"}:
                 raise _Refused(f"has the pre-tokenizer {min(dropping)}, which drops the blanks between words")
@@ -167,38 +166,34 @@ def _components(part: dict | None) -> list[dict]:
     return [each for inner in lists[0] for each in _components(inner)] if lists else [part]
 
 
-class Decoding(NamedTuple):
+class Decoding:
     """How a decoder turns tokens into bytes."""
 
-    replaced: list[tuple[str, str]]  # texts to replace in every token
-    letters: bool  # whether the letters of a token are bytes
-    fallback: bool  # whether <0x0A> is the byte 10
-    strips: bool  # whether the blank at the beginning of a text is removed
-
-    @classmethod
-    def of(cls, decoder) -> "Decoding":
-        replaced, letters, fallback, strips, fused = [], False, False, False, False
+    def __init__(self, decoder):
+        self.replaced: list[tuple[str, str]] = []  # texts to replace in every token
+        self.letters = False  # whether the letters of a token are bytes
+        self.fallback = False  # whether <0x0A> is the byte 10
+        self.strips = fused = False  # whether the blank at the beginning of a text is removed
         steps = _components(json.loads(decoder.__getstate__()) if decoder else None)
         for step in steps:
             match step:
                 case {"type": "ByteLevel"}:
-                    letters = True
+                    self.letters = True
                 case {"type": "ByteFallback"}:
-                    fallback = True
+                    self.fallback = True
                 case {"type": "Metaspace", "replacement": old, "prepend_scheme": scheme}:
-                    replaced.append((old, " "))
-                    strips = scheme != "never"
+                    self.replaced.append((old, " "))
+                    self.strips = scheme != "never"
                 case {"type": "Replace", "pattern": {"String": old}, "content": new}:
-                    replaced.append((old, new))
+                    self.replaced.append((old, new))
                 case {"type": "Fuse"}:
                     fused = True
                 case {"type": "Strip", "content": " ", "start": 1, "stop": 0} if fused:
-                    strips = True
+                    self.strips = True
                 case _:
                     raise _Refused(f"has the decoder {step['type']}, with which a token has no bytes of its own")
         if not steps:
             raise _Refused("has no decoder, so blanks would be put between all tokens")
-        return cls(replaced, letters, fallback, strips)
 
     def bytes_of(self, token: str) -> bytes:
         for old, new in self.replaced:

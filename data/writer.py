@@ -17,21 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
+from data import files
 from data.command import next_command
 from data.dataset import MOVING
 from data.errors import require
-from data.files import (
-    FORMATS,
-    HEADER_BYTES,
-    SPLITS,
-    check,
-    display_path,
-    problem,
-    read_json,
-    sha256,
-    write_file,
-    writing,
-)  # fmt: skip
+from data.files import HEADER_BYTES, SPLITS, check, display_path, write_file
 from data.tokenizer import Tokenizer
 
 PREPARING = ".preparing"  # the folder in a data set's folder for a preparation that is not complete
@@ -53,11 +43,12 @@ class ShardWriter:
     ):
         self.folder, self.tokenizer, self.shard_tokens = Path(os.path.expanduser(folder)), tokenizer, shard_tokens
         self.settings, self.place = settings, None
-        self.magic = next(m for m, (_, t) in FORMATS.items() if tokenizer.vocab_size <= np.iinfo(t).max + 1)
-        self.version, self.dtype = FORMATS[self.magic]
+        self.magic = next(m for m, (_, t) in files.FORMATS.items() if tokenizer.vocab_size <= np.iinfo(t).max + 1)
+        self.version, self.dtype = files.FORMATS[self.magic]
         self.temporary = self.folder / PREPARING
         self.splits: dict[str, dict] = {}
         self.open: dict = {}  # split: the open file of its last shard
+        self.unsaved = False  # whether a shard became full after the last `save`
 
     def __enter__(self) -> "ShardWriter":
         self.new = not self.folder.exists()
@@ -67,9 +58,8 @@ class ShardWriter:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self.lock)
-            raise ValueError(
-                f"{display_path(self.folder)} is being prepared by another process; wait for it or end it"
-            ) from None
+            where = display_path(self.folder)
+            raise ValueError(f"{where} is being prepared by another process; wait for it or end it") from None
         try:
             self._resume()
         except BaseException:
@@ -83,10 +73,10 @@ class ShardWriter:
         if self.settings is not None and path.exists():
             start_again = f"delete {display_path(self.temporary)} to start again"
             try:
-                saved = read_json(path)
+                saved = files.read_json(path)
                 require(saved.pop("sha256") == hashlib.sha256(_json(saved)).hexdigest(), "it was changed")
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-                raise problem(path, f"cannot be used ({type(e).__name__}: {e})", start_again) from e
+                raise files.problem(path, f"cannot be used ({type(e).__name__}: {e})", start_again) from e
             other = [name for name in self.settings if saved["settings"].get(name) != self.settings[name]]
             fact = f"holds an unfinished preparation with another {', '.join(other)}"
             check(not other, self.temporary, fact, f"continue with its flags, or {start_again}")
@@ -116,6 +106,7 @@ class ShardWriter:
         saved = {"settings": self.settings, "place": place, "splits": self.splits}
         write_file(self.temporary / PROGRESS, _json(saved | {"sha256": hashlib.sha256(_json(saved)).hexdigest()}))
         _sync_folder(self.temporary)
+        self.unsaved = False
 
     def add(self, split: str, tokens: np.ndarray, documents: int = 1) -> None:
         """Appends the ids (N,) of one or more documents to `split` ("train" or "val"), in as many shards as needed.
@@ -152,11 +143,12 @@ class ShardWriter:
             f.write(np.array([self.magic, self.version, shard["tokens"]], dtype="<i4").tobytes())
             f.flush()
             os.fsync(f.fileno())
-        shard["sha256"] = sha256(self.temporary / shard["name"])
+        shard["sha256"] = files.sha256(self.temporary / shard["name"])
+        self.unsaved = True
 
     def __exit__(self, kind, error, traceback) -> None:
         try:
-            with writing(self.folder):
+            with files.writing(self.folder):
                 if error:
                     raise error
                 self._commit()

@@ -49,7 +49,10 @@ def read_text(source: str | None) -> str:
     ValueError if it has fewer than 11 characters: the last tenth must have two.
     """
     name = source or "input.txt"
-    content = shakespeare() if source is None else download(source) if "://" in source else read(source)
+    if source is None:
+        content = shakespeare()
+    else:
+        content = download(source) if "://" in source else read(source)
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as e:
