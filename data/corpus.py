@@ -27,7 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -67,22 +66,14 @@ def pieces(text: str, length: int) -> Iterator[str]:
     yield text[start:]
 
 
-class Piece(NamedTuple):
-    """A document, or a part of a long one."""
-
-    text: str
-    begins: bool  # whether the document begins here
-    ends: bool
-    number: int  # of the document, over all files
-    file: int
-    row: int
-
-
 @dataclass
 class Job:
-    """The pieces that a thread encodes in one call."""
+    """The pieces that a thread encodes in one call. A piece is a document, or a part of a long one:
 
-    pieces: list[Piece] = field(default_factory=list)
+    (text, begins a document: bool, ends it: bool, number of the document over all files, file, row in the file)
+    """
+
+    pieces: list[tuple[str, bool, bool, int, int, int]] = field(default_factory=list)
     size: int = 0  # characters
     position: int = 0  # bytes of the input read so far
     place: tuple[int, int, int] | None = None  # (file, row, number) to continue from; None inside a document
@@ -99,7 +90,7 @@ def make_jobs(documents: Iterable[tuple[str, int, int, int]], number: int) -> It
         done, job.position = 0, position
         for piece in pieces(text, JOB_CHARACTERS) if text else ():
             done += len(piece)
-            job.pieces.append(Piece(piece, done == len(piece), done == len(text), number, file, row))
+            job.pieces.append((piece, done == len(piece), done == len(text), number, file, row))
             job.size += len(piece)
             job.place = (file, row, number + 1) if done == len(text) else None
             if job.size >= JOB_CHARACTERS or len(job.pieces) == JOB_PIECES:
@@ -175,20 +166,21 @@ class Corpus:
     def encode(self, job: Job) -> dict[str, tuple[np.ndarray, int]]:
         """{split: (tokens, number of documents that begin in the job)}"""
         tokenizer = self.out.tokenizer
-        numbers = np.array([piece.number for piece in job.pieces], dtype=np.uint64)
+        numbers = np.array([number for _, _, _, number, _, _ in job.pieces], dtype=np.uint64)
         # A single text is cut into document 0, which validates, and document 1.
         job.uniform = numbers.astype(float) if self.source.val_fraction else uniform(numbers)
         parts: dict[str, list] = {split: [] for split in SPLITS}
         begun = dict.fromkeys(SPLITS, 0)
-        for piece, val in zip(job.pieces, job.uniform < self.val_fraction, strict=True):
+        which = job.uniform < self.val_fraction
+        for (text, begins, ends, _, file, row), val in zip(job.pieces, which, strict=True):
             split = "val" if val else "train"
             try:
-                tokens = (tokenizer.encode if piece.begins else tokenizer.encode_rest)(piece.text)
+                tokens = (tokenizer.encode if begins else tokenizer.encode_rest)(text)
             except ValueError as e:  # for example a million blanks in a row with gpt2
-                where = f"{self.source.files[piece.file]}, document {piece.row}"
+                where = f"{self.source.files[file]}, document {row}"
                 raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or remove it") from e
-            parts[split] += [tokens, tokenizer.end] if piece.ends else [tokens]
-            begun[split] += piece.begins
+            parts[split] += [tokens, tokenizer.end] if ends else [tokens]
+            begun[split] += begins
         return {split: (np.concatenate(p), begun[split]) for split, p in parts.items() if p}
 
     def count(self, unit: str, *splits: str) -> int:

@@ -249,8 +249,8 @@ def eval_batches(
         windows = order(windows - n, n, seed)
     device, round_size = torch.device(device), batch_size * data_size  # one batch on every rank
     for start in range(0, len(windows), round_size):
-        rows = windows[start : start + round_size][data_rank * batch_size : (data_rank + 1) * batch_size]
-        filled = np.concatenate([rows, np.zeros(batch_size - len(rows), dtype=np.int64)])
+        rows = windows[start + data_rank * batch_size :][:batch_size]
+        filled = np.pad(rows, (0, batch_size - len(rows)))
         keys = corruption_keys(filled, -1)  # a run's seed is never -1
         batch = _send(_batch(stream, objective, filled, keys, device), device)
         batch["targets"] = batch["targets"].clone()  # idx may share its memory, and must not get the -1

@@ -393,8 +393,8 @@ FAULTS = [
     ),
     (
         "data/corpus.py",
-        "[tokens, tokenizer.end] if piece.ends else",
-        "[tokens, tokenizer.end] if piece.begins else",
+        "[tokens, tokenizer.end] if ends else",
+        "[tokens, tokenizer.end] if begins else",
         "A document that is encoded in several pieces has its end-of-text behind the first one.",
         "tests/data/test_corpus.py::test_formats_equal_a_naive_loop",
     ),
