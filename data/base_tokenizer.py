@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import os
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from data import files
+from data.errors import require
 
 END_OF_TEXT = b"<|endoftext|>"  # the printed form of an end-of-text token, which has no text
 
@@ -21,18 +21,27 @@ class Tokenizer:
     eot: int | None  # the id of end-of-text
     bos: int | None = None  # the id of beginning-of-text, if a model was trained with one
     prefix: list[int] = []  # the ids that other programs put before a text and `encode` leaves out
+    FILE = ""  # the name of the kind's file, if it has one
+    content: bytes  # of the file
     token_bytes: list[bytes]  # V entries: the UTF-8 bytes of each id
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`, (N,) int64, without end-of-text ids: only a preparation adds these."""
         raise NotImplementedError
 
+    @cached_property
+    def end(self) -> np.ndarray:
+        """The ids behind a document: end-of-text, (1,) int64, or none, (0,)."""
+        return np.array([] if self.eot is None else [self.eot], dtype=np.int64)
+
     def encode_rest(self, text: str) -> np.ndarray:
         """The ids of a text that continues another one."""
         return self.encode(text)
 
     def save(self, folder: Path | str) -> None:
-        """Writes the files that `spec` refers to into `folder`. Most kinds have none."""
+        """Writes the file that `spec` refers to into `folder`. Most kinds have none."""
+        if self.FILE:
+            files.write_file(Path(folder) / self.FILE, self.content)
 
     @classmethod
     def load(cls, folder: Path | None, **fields) -> "Tokenizer":
@@ -79,24 +88,10 @@ def read_file(folder: Path | None, name: str, file: str, sha256: str) -> tuple[P
 
     `file` and `sha256` are those of a spec. ValueError if they do not fit, or the file is missing.
     """
-    if file != name:
-        raise ValueError(f"the tokenizer has file {ascii(file):.80}, but only {name} is read; prepare again")
+    require(file == name, f"the tokenizer has file {ascii(file):.80}, but only {name} is read; prepare again")
     folder = Path(folder or ".")
     path = next((p for p in (folder / name, folder.absolute().parent / name) if p.is_file()), None)
-    if path is None:
-        raise ValueError(f"{folder} lacks the tokenizer's {name}; copy it there from the data, or prepare it again")
-    if files.sha256(path) != sha256:
-        raise ValueError(f"{path} was changed: its SHA-256 is not the recorded one; restore it, or prepare again")
+    require(path, f"{folder} lacks the tokenizer's {name}; copy it there from the data, or prepare it again")
+    same = files.sha256(path) == sha256
+    require(same, f"{path} was changed: its SHA-256 is not the recorded one; restore it, or prepare again")
     return path, path.read_bytes()
-
-
-def write_file(folder: Path | str, name: str, content: bytes) -> None:
-    """Writes the file atomically, and makes the folder."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".tmp-{name}"
-    with open(temporary, "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, folder / name)

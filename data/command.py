@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from data import DATA
-from data.errors import command, say
+from data.errors import command, require, say
 
 LARGE = 10**8  # tokens of training data, from which GPT-2's own settings make sense
 
@@ -40,11 +40,10 @@ def ready_tokenizer(kind: str) -> str:
 
 def out_folder(out: str) -> Path:
     """The folder of --out: NAME means data/NAME, and anything with a / is a path."""
-    if not out.strip():
-        raise ValueError(f"out={out!r} is not a folder; pass a name (of a folder in data/) or a path with a /")
+    require(out.strip(), f"out={out!r} is not a folder; pass a name (of a folder in data/) or a path with a /")
     path = os.path.expanduser(out)
-    if path.startswith("~"):
-        raise ValueError(f"out={out!r} does not begin with a user's home; pass the full path, or ./ in front of it")
+    at_home = path.startswith("~")
+    require(not at_home, f"out={out!r} does not begin with a user's home; pass the full path, or ./ in front of it")
     return DATA / out if re.fullmatch(r"\w[\w.-]*", out) else Path(path)
 
 

@@ -24,15 +24,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
-from data.command import Parser, next_command, out_folder, ready_tokenizer, say
-from data.files import SPLITS, display_path
+from data.command import Parser, out_folder, ready_tokenizer, say
+from data.errors import require
+from data.files import SPLITS
 from data.hashing import hash64
 from data.sources import ADDRESS, Source, find_files, hub_files, reason
 from data.tokenizer import TOKENIZERS, build
@@ -67,11 +68,12 @@ def pieces(text: str, length: int) -> Iterator[str]:
 
 @dataclass
 class Job:
-    """The pieces that a thread encodes in one call."""
+    """The pieces that a thread encodes in one call. A piece is a document, or a part of a long one:
 
-    numbers: list[int] = field(default_factory=list)  # the document number of each piece
-    pieces: list[tuple[str, bool, bool]] = field(default_factory=list)  # (text, begins a document, ends a document)
-    rows: list[tuple[int, int]] = field(default_factory=list)  # (file, row) of each piece's document
+    (text, begins a document: bool, ends it: bool, number of the document over all files, file, row in the file)
+    """
+
+    pieces: list[tuple[str, bool, bool, int, int, int]] = field(default_factory=list)
     size: int = 0  # characters
     position: int = 0  # bytes of the input read so far
     place: tuple[int, int, int] | None = None  # (file, row, number) to continue from; None inside a document
@@ -88,9 +90,7 @@ def make_jobs(documents: Iterable[tuple[str, int, int, int]], number: int) -> It
         done, job.position = 0, position
         for piece in pieces(text, JOB_CHARACTERS) if text else ():
             done += len(piece)
-            job.numbers.append(number)
-            job.pieces.append((piece, done == len(piece), done == len(text)))
-            job.rows.append((file, row))
+            job.pieces.append((piece, done == len(piece), done == len(text), number, file, row))
             job.size += len(piece)
             job.place = (file, row, number + 1) if done == len(text) else None
             if job.size >= JOB_CHARACTERS or len(job.pieces) == JOB_PIECES:
@@ -120,44 +120,33 @@ def map_in_order(function: Callable, jobs: Iterable[Job], threads: int) -> Itera
         pool.shutdown(cancel_futures=True)
 
 
-class Progress:
+class Progress(tqdm):
     """Shows on stderr how much of the input was read: a progress bar on a terminal, else a line every half minute.
 
     `position` bytes of `total` were read before.
     """
 
-    def __init__(self, position: int, total: float):
-        self.position, self.bar = position, None
-        self.start = self.last = time.monotonic()
-        if sys.stderr.isatty():
-            from tqdm import tqdm
+    BYTES = {"unit": "B", "unit_scale": True}
 
-            options = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, "mininterval": 0.5, "leave": False}
-            self.bar = tqdm(initial=position, total=total, **options)
+    def __init__(self, position: int, total: float):
+        how = {"dynamic_ncols": True, "mininterval": 0.5, "leave": False, "disable": not sys.stderr.isatty()}
+        super().__init__(initial=position, total=total, **self.BYTES, **how)
+        self.first = self.last = time.monotonic()
 
     def show(self, position: int, total: float, counts: str) -> None:
         """Shows that `position` of `total` bytes are read. `counts` describes the output so far."""
-        if self.bar is not None:
-            self.bar.total, self.bar.postfix = total, counts
-            self.bar.update(position - self.bar.n)
+        if not self.disable:
+            self.total, self.postfix = total, counts
+            self.update(position - self.n)
         elif (now := time.monotonic()) - self.last >= 30:
-            from tqdm import tqdm
-
             self.last = now
-            figures = {"unit": "B", "unit_scale": True, "initial": self.position, "postfix": counts}
-            with suppress(OSError):  # a closed pipe is not a reason to stop
-                line = tqdm.format_meter(position, total, now - self.start, ncols=0, **figures)
-                print(line, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Removes the bar."""
-        if self.bar is not None:
-            self.bar.close()
+            figures = {"initial": self.n, "postfix": counts, "ncols": 0}  # n stays what it was at first
+            say(self.format_meter(position, total, now - self.first, **figures, **self.BYTES))
 
 
 def read_texts(source: Source) -> Iterator[str]:
     """Yields the text of each document, for a tokenizer that is built from the texts."""
-    with closing(Progress(0, source.total)) as progress:
+    with Progress(0, source.total) as progress:
         for n, (text, _, _, position) in enumerate(source.read(), 1):
             progress.show(position, source.total, f"{n:,} documents")
             yield text
@@ -176,20 +165,21 @@ class Corpus:
 
     def encode(self, job: Job) -> dict[str, tuple[np.ndarray, int]]:
         """{split: (tokens, number of documents that begin in the job)}"""
-        tokenizer, numbers = self.out.tokenizer, np.array(job.numbers, dtype=np.uint64)
-        eot = [] if tokenizer.eot is None else [np.array([tokenizer.eot])]
+        tokenizer = self.out.tokenizer
+        numbers = np.array([number for _, _, _, number, _, _ in job.pieces], dtype=np.uint64)
         # A single text is cut into document 0, which validates, and document 1.
         job.uniform = numbers.astype(float) if self.source.val_fraction else uniform(numbers)
         parts: dict[str, list] = {split: [] for split in SPLITS}
         begun = dict.fromkeys(SPLITS, 0)
-        for (text, begins, ends), val, at in zip(job.pieces, job.uniform < self.val_fraction, job.rows, strict=True):
+        which = job.uniform < self.val_fraction
+        for (text, begins, ends, _, file, row), val in zip(job.pieces, which, strict=True):
             split = "val" if val else "train"
             try:
-                encode_piece = tokenizer.encode if begins else tokenizer.encode_rest
-                parts[split] += [encode_piece(text), *eot] if ends else [encode_piece(text)]
+                tokens = (tokenizer.encode if begins else tokenizer.encode_rest)(text)
             except ValueError as e:  # for example a million blanks in a row with gpt2
-                where = f"{self.source.files[at[0]]}, document {at[1]}"
+                where = f"{self.source.files[file]}, document {row}"
                 raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or remove it") from e
+            parts[split] += [tokens, tokenizer.end] if ends else [tokens]
             begun[split] += begins
         return {split: (np.concatenate(p), begun[split]) for split, p in parts.items() if p}
 
@@ -201,18 +191,15 @@ class Corpus:
         total, tokens = self.source.total, self.count("tokens", "train")
         return min(total, position * self.limit / tokens) if self.limit and tokens else total
 
-    def full_shards(self) -> int:
-        return sum(bool(shard["sha256"]) for entry in self.out.splits.values() for shard in entry["shards"])
-
     def write(self) -> None:
         """Writes all documents, saves after each full shard, and checks that both splits can be used."""
         file, row, number = self.out.place or (0, 0, 0)
-        start, saved, low, high = sum(self.source.sizes[:file]), self.full_shards(), 1.0, 0.0
+        start, low, high = sum(self.source.sizes[:file]), 1.0, 0.0
         if number:
             print(f"continues after {number:,} documents, {self.count('tokens'):,} tokens", file=sys.stderr)
         jobs = make_jobs(self.source.read(file, row), number)
         with (
-            closing(Progress(start, self.bytes_to_read(start))) as progress,
+            Progress(start, self.bytes_to_read(start)) as progress,
             closing(map_in_order(self.encode, jobs, self.threads)) as results,
         ):
             for job, encoded in results:
@@ -223,17 +210,16 @@ class Corpus:
                         break
                 for split, (tokens, begun) in encoded.items():
                     self.out.add(split, tokens, begun)
-                if self.full_shards() > saved and job.place:
+                if self.out.unsaved and job.place:
                     self.out.save(job.place)
-                    saved = self.full_shards()
                 counts = f"{self.count('documents'):,} documents, {self.count('tokens'):,} tokens"
                 progress.show(job.position, self.bytes_to_read(job.position), counts)
         self.check_splits(low, high)
 
     def write_up_to_limit(self, job: Job) -> None:
         """Writes the pieces of the job in which the limit is reached, up to the limit."""
-        for n, piece, at in zip(job.numbers, job.pieces, job.rows, strict=True):
-            for split, (tokens, begun) in self.encode(Job([n], [piece], [at])).items():
+        for piece in job.pieces:
+            for split, (tokens, begun) in self.encode(Job([piece])).items():
                 room = self.limit - self.count("tokens", "train") if split == "train" else len(tokens)
                 self.out.add(split, tokens[:room], begun)
             if self.count("tokens", "train") == self.limit:
@@ -242,29 +228,27 @@ class Corpus:
     def check_splits(self, low: float, high: float) -> None:
         """ValueError for a split that cannot be used; the documents' random numbers went from `low` to `high`."""
         n, fraction = self.count("documents"), self.val_fraction
-        if n < 2:
-            fact = "is one document, which cannot be split" if n else "has no text"
-            raise ValueError(f"the input {fact}; add text, or cut it with --documents=paragraph or --documents=line")
+        fact = "is one document, which cannot be split" if n else "has no text"
+        require(n > 1, f"the input {fact}; add text, or cut it with --documents=paragraph or --documents=line")
         if len(self.out.splits) < 2:
             least, most = math.ceil(low * 1e4) / 1e4, math.floor(high * 1e4) / 1e4
             which, bound = ("all", f"{most} or less") if "val" in self.out.splits else ("none", f"{least} or more")
             raise ValueError(f"val_fraction={fraction} takes {which} of {n:,} documents; pass --val_fraction={bound}")
         for split in SPLITS:
-            if self.count("tokens", split) < 2:
-                fact = f"the split {split} has one token, and a prediction needs two"
-                raise ValueError(f"{fact}; add text to the input")
+            fact = f"the split {split} has one token, and a prediction needs two"
+            require(self.count("tokens", split) > 1, f"{fact}; add text to the input")
 
 
 # ---------------------------------------------------------------------------------------------------------- commands
 
 
-def parser(doc: str, here: Path) -> Parser:
+def parser(doc: str, here: str) -> Parser:
     """A parser with the flags that all preparations of documents share."""
     flags = Parser(doc)
     fraction = "fraction of the documents for validation (default 0.005; of a single text the last 0.1)"
     flags.add_argument("--val_fraction", type=float, help=fraction)
     flags.add_argument("--field", default="text", help="field of jsonl and parquet with the text (default text)")
-    flags.add_argument("--out", default=str(here), help="NAME (data/NAME) or a path with a / (default: this folder)")
+    flags.add_argument("--out", default=here, help="NAME (data/NAME) or a path with a / (default: this folder)")
     flags.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100_000_000)")
     flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="encoding threads (default: all cores)")
     return flags
@@ -274,13 +258,11 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
     """Prepares the data set that the flags describe, with at most `shards` full shards to train on (0 = all)."""
     single = documents == "file" and len(files) == 1 and not re.search(r"\.(jsonl(\.gz|\.zst)?|parquet)$", files[0])
     val_fraction = (0.1 if single else 0.005) if args.val_fraction is None else args.val_fraction
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"val_fraction={val_fraction} is not possible; pass a number between 0 and 1")
+    require(0 < val_fraction < 1, f"val_fraction={val_fraction} is not possible; pass a number between 0 and 1")
     for name, value, most in (("threads", args.threads, 1024), ("shard_tokens", args.shard_tokens, 2**31 - 1)):
-        if not 1 <= value <= most:
-            raise ValueError(f"{name}={value} is not possible; pass a number from 1 to {most}")
-    if shards < 0:
-        raise ValueError(f"shards={shards} is not possible; pass 0 for all, or the number of shards to train on")
+        require(1 <= value <= most, f"{name}={value} is not possible; pass a number from 1 to {most}")
+    fact = f"shards={shards} is not possible; pass 0 for all, or the number of shards to train on"
+    require(shards >= 0, fact)
     folder = out_folder(args.out)
     separated = not single and getattr(TOKENIZERS.get(args.tokenizer), "eot", 0) is None
     source = Source(files, documents, args.field, separated, val_fraction if single else 0)
@@ -299,22 +281,18 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
     }
     with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
         Corpus(out, source, val_fraction, args.threads, shards * args.shard_tokens).write()
-    train, val = out.splits["train"], out.splits["val"]
-    summary = f"{train['documents']:,} + {val['documents']:,} documents"
+    summary = f"{out.documents()} documents"
     if separated:
         summary += f" with {'a blank line' if documents == 'paragraph' else 'a line end'} after each"
     if single:
         summary = f"one text, of which the last {val_fraction:.3g} validates (cut at a line end if one is near)"
-    if val["documents"] == 1 and not single:
+    if out.splits["val"]["documents"] == 1 and not single:
         remedy = "pass a larger --val_fraction, or cut the texts with --documents=paragraph or --documents=line"
         say(f"warning: one document validates, so every validation loss will be that of one text; {remedy}")
-    print(
-        f"{summary}, {train['tokens']:,} train + {val['tokens']:,} val tokens in {display_path(folder)}; "
-        f"next: {next_command(folder, tokenizer.vocab_size, [train['tokens'], val['tokens']])}"
-    )
+    out.report(f"{summary}, ")
 
 
-def stream(doc: str, here: Path, path: str) -> None:
+def stream(doc: str, here: str, path: str) -> None:
     """The command that prepares a data set of the Hugging Face hub, `path` unless --path gives another."""
     flags = parser(doc, here)
     flags.add_argument("--path", default=path, help=f"OWNER/NAME[@REVISION][:CONFIG], or local files (default {path})")

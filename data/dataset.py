@@ -22,27 +22,67 @@ import resource
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 
-from data.files import (
-    SPLITS,
-    display_path,
-    map_file,
-    problem,
-    read_json,
-    sha256,
-    unreadable,
-)  # fmt: skip
-from data.stream import Shard, TokenStream
+from data.errors import require
+from data.files import SPLITS, Shard, check, display_path, open_file, problem, read_json, sha256, unreadable
 from data.tokenizer import Tokenizer, from_spec
 
 MIXTURE_STEPS = 10_000  # weights of a mixture are rounded to multiples of 1 / MIXTURE_STEPS
 TOKENS_CHECKED = 2**24  # tokens read to find the largest id, in files without a recorded max_token
 MAX_VOCAB_SIZE = 2**31 - 1
 MOVING = {"half prepared": True}  # the content of meta.json while shards are moved into place
+NOT_PREPARED = "is not prepared (it has no train_000000.bin and no train.bin)"
 CHANGED = "was changed: its SHA-256 is not the one in meta.json"
+
+
+class TokenStream:
+    """Reads one split, all shards of it, as a single array of ids below `vocab_size`. Errors call it `name`.
+
+    `sources` lists (name, tokens, weight) of each data set in the stream. There is more than one only in a mixture.
+    """
+
+    def __init__(self, name: str, shards: list[Shard], vocab_size: int, sources: list[tuple] | None = None):
+        self.name, self.shards, self.vocab_size = name, shards, vocab_size
+        self.starts = np.cumsum([0, *map(len, shards)])  # first token of each shard; the last entry is the total
+        self.sources = sources or [(name, len(self), 1)]
+        dtypes = {shard.dtype for shard in shards}
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else None  # None: the shards differ
+        if self.dtype:
+            self.files = np.array([shard.file for shard in shards])
+            # The byte of token t is file_zeros[shard] + t * itemsize, where t counts from the beginning of the stream.
+            self.file_zeros = np.array([shard.offset for shard in shards]) - self.starts[:-1] * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def read(self, starts: np.ndarray, out: np.ndarray) -> None:
+        """Fills row i of `out`, int64 (B, N), with tokens starts[i] to starts[i] + N. IndexError beyond [0, len)."""
+        size = out.shape[1]
+        if self.dtype and starts.min() >= 0:  # fast path: each window inside one shard, no Python code per window
+            shard = np.searchsorted(self.starts[1:-1], starts, "right")
+            positions = (self.file_zeros[shard] + starts * self.dtype.itemsize).tolist()  # bytes from the file's begin
+            contents = map(os.pread, self.files[shard].tolist(), repeat(size * self.dtype.itemsize), positions)
+            content = b"".join(contents)
+            if len(content) == out.size * self.dtype.itemsize:
+                out[...] = np.frombuffer(content, self.dtype).reshape(out.shape)
+                return
+        for start, row in zip(starts.tolist(), out, strict=True):
+            self._read_across_shards(start, row)
+
+    def _read_across_shards(self, start: int, out: np.ndarray) -> None:
+        if not 0 <= start <= start + len(out) <= len(self):
+            raise IndexError(f"{self.name} has {len(self)} tokens; cannot read {len(out)} from {start}")
+        i, done = int(np.searchsorted(self.starts, start, "right")) - 1, 0
+        while done < len(out):
+            offset = start + done - int(self.starts[i])
+            part = self.shards[i][offset : min(offset + len(out) - done, len(self.shards[i]))]
+            out[done : done + len(part)] = part
+            done += len(part)
+            i += 1
 
 
 @dataclass(frozen=True)
@@ -64,22 +104,21 @@ class DataSet:
         rest or in a shard that was changed later. Under torchrun each rank verifies a part of the shards.
         """
         records = find_shards(self.folder, self.meta, name)
-        if not records:
-            raise problem(self.folder, "", f"has no split {name} (no {name}_000000.bin, no {name}.bin)")
+        check(records, self.folder, f"has no split {name} (no {name}_000000.bin, no {name}.bin)")
         limit = self.meta["vocab_size"] if self.meta else self.vocab_size
         shards, check_first = [], -(-TOKENS_CHECKED // len(records))  # tokens of each shard, rounded up
         rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
         _raise_open_file_limit()
         for i, record in enumerate(records):
+            path, recorded = self.folder / record["name"], record.get("sha256")
             try:
-                shards.append(Shard(open_shard(self.folder, record, limit, check_first)))
+                shards.append(open_shard(path, record, limit, check_first))
             except OSError as e:
-                raise unreadable(self.folder, record["name"], e) from e
-            if self.verify and not record.get("sha256"):
-                fact = "cannot be verified, because no meta.json records its SHA-256"
-                raise problem(self.folder, record["name"], fact, "pass --verify_data=False")
-            if self.verify and i % ranks == rank and sha256(self.folder / record["name"]) != record["sha256"]:
-                raise problem(self.folder, record["name"], CHANGED)
+                raise unreadable(path, e) from e
+            fact = "cannot be verified, because no meta.json records its SHA-256"
+            check(recorded or not self.verify, path, fact, "pass --verify_data=False")
+            if self.verify and i % ranks == rank and sha256(path) != recorded:
+                raise problem(path, CHANGED)
         return TokenStream(f"{display_path(self.folder)} {name}", shards, limit)
 
 
@@ -122,46 +161,42 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
         hint = f"did you mean {near[0]}?" if near else hint
         raise ValueError(f"there is no data set {str(name)!r} in {display_path(Path(root))} and no such folder; {hint}")
     meta = read_meta(folder)
-    if not any(find_shards(folder, meta, split) for split in SPLITS):
-        raise problem(folder, "", "is not prepared (it has no train_000000.bin and no train.bin)")
+    check(any(find_shards(folder, meta, split) for split in SPLITS), folder, NOT_PREPARED)
     own = meta["vocab_size"] if meta else 0
-    if not own and not vocab_size:
-        fact = "has no meta.json, so its vocabulary is unknown (a meta.pkl is never unpickled)"
-        write = f"echo '{{\"vocab_size\": N}}' > {display_path(folder / 'meta.json')}"
-        raise problem(folder, "", fact, f"pass --vocab_size=N, or {write}")
-    if 0 < vocab_size < own:
-        fact = f"has a vocabulary of {own}, more than vocab_size={vocab_size}"
-        raise problem(folder, "", fact, f"pass {own} or more, or prepare the data with the tokenizer of the model")
+    fact = "has no meta.json, so its vocabulary is unknown (a meta.pkl is never unpickled)"
+    write = f"echo '{{\"vocab_size\": N}}' > {display_path(folder / 'meta.json')}"
+    check(own or vocab_size, folder, fact, f"pass --vocab_size=N, or {write}")
+    fact = f"has a vocabulary of {own}, more than vocab_size={vocab_size}"
+    remedy = f"pass {own} or more, or prepare the data with the tokenizer of the model"
+    check(vocab_size >= own or not vocab_size, folder, fact, remedy)
     tokenizer = from_spec(meta["tokenizer"], folder) if meta and "tokenizer" in meta else None
     if tokenizer and (tokenizer.hash, tokenizer.vocab_size) != (meta.get("tokenizer_hash", tokenizer.hash), own):
-        raise problem(folder, "meta.json", "records another tokenizer hash or vocabulary size than its tokenizer has")
+        raise problem(folder / "meta.json", "records another tokenizer hash or vocabulary size than its tokenizer has")
     return DataSet(folder, meta, tokenizer, max(own, vocab_size), meta.get("eot") if meta else None, verify)
 
 
 def _open_mixture(name: str, root: str | Path, vocab_size: int, verify: bool) -> Mixture:
     """Opens `a:0.7,b:0.3`. ValueError for a missing or zero weight, a repeated source, sources that do not match."""
-    sources, weights = [], []
-    for part in name.split(","):
-        match = re.fullmatch(r"([^:]+):(\d+\.?\d*|\.\d+)", part.strip())
-        fact = "" if match and float(match[2]) > 0 else "is not name:weight with a positive weight"
-        if not fact and match[1] in sources:
-            fact = "appears twice"
-        if fact:
-            part = repr(part.strip())
-            raise ValueError(f"dataset={name!r}: {part} {fact}; write it like a:0.7,b:0.3, or give one folder")
-        sources.append(match[1])
-        weights.append(Fraction(match[2]))
-    opened = [open_data(source, root, vocab_size, verify) for source in sources]
-    first = opened[0]
-    for source, data in zip(sources, opened, strict=True):
+    weights: dict[str, Fraction] = {}
+    for part in map(str.strip, name.split(",")):
+        match = re.fullmatch(r"([^:]+):(\d+\.?\d*|\.\d+)", part)
+        positive = match and float(match[2]) > 0
+        fact = "appears twice" if positive else "is not name:weight with a positive weight"
+        new = positive and match[1] not in weights
+        require(new, f"dataset={name!r}: {part!r} {fact}; write it like a:0.7,b:0.3, or give one folder")
+        weights[match[1]] = Fraction(match[2])
+    opened = {source: open_data(source, root, vocab_size, verify) for source in weights}
+    (name_of_first, first), *_ = opened.items()
+    for source, data in opened.items():
         kinds = [(d.tokenizer and d.tokenizer.hash, d.meta and d.meta["vocab_size"], d.eot) for d in (first, data)]
         for what, one, other in zip(("tokenizer", "vocabulary size", "end-of-text id"), *kinds, strict=True):
-            if one != other:
-                raise ValueError(
-                    f"dataset={name!r}: {sources[0]} and {source} cannot be mixed, because their meta.json differ in "
-                    f"the {what} ({one} and {other}); prepare both with one tokenizer"
-                )
-    return Mixture(**vars(first), sources=dict(zip(sources, zip(opened, _integers(weights), strict=True), strict=True)))
+            require(
+                one == other,
+                f"dataset={name!r}: {name_of_first} and {source} cannot be mixed, because their meta.json differ in "
+                f"the {what} ({one} and {other}); prepare both with one tokenizer",
+            )
+    weighted = zip(opened.items(), _integers(list(weights.values())), strict=True)
+    return Mixture(**vars(first), sources={source: (data, weight) for (source, data), weight in weighted})
 
 
 def _integers(weights: list[Fraction]) -> list[int]:
@@ -169,14 +204,10 @@ def _integers(weights: list[Fraction]) -> list[int]:
 
     Weights that would need a larger sum are first rounded to multiples of 1 / MIXTURE_STEPS, but never to 0.
     """
-    if sum(_reduced(weights)) > MIXTURE_STEPS:
-        weights = [Fraction(max(1, round(MIXTURE_STEPS * w / sum(weights)))) for w in weights]
-    return _reduced(weights)
-
-
-def _reduced(weights: list[Fraction]) -> list[int]:
-    integers = [int(w * math.lcm(*(w.denominator for w in weights))) for w in weights]
-    return [w // math.gcd(*integers) for w in integers]
+    shares = [weight / sum(weights) for weight in weights]
+    steps = min(math.lcm(*(share.denominator for share in shares)), MIXTURE_STEPS)
+    integers = [max(1, round(steps * share)) for share in shares]
+    return [n // math.gcd(*integers) for n in integers]
 
 
 def read_meta(folder: Path) -> dict | None:
@@ -186,22 +217,20 @@ def read_meta(folder: Path) -> dict | None:
         return None
     try:
         meta = read_json(path)
-        if meta == MOVING:
-            raise ValueError("a preparation stopped while it moved its files into place")
+        require(meta != MOVING, "a preparation stopped while it moved its files into place")
         size, eot, splits = meta["vocab_size"], meta.get("eot"), meta.get("splits", {})
         shards = [shard for split in splits.values() for shard in split["shards"]]
-        wrong = {
-            f"a vocab_size that is not a number from 1 to {MAX_VOCAB_SIZE}": not _is_count(size, 1),
-            "an eot that is not an id below its vocab_size": eot is not None and not (_is_count(eot) and eot < size),
-            "a shard whose name is not a file name": not all(_is_name(shard["name"]) for shard in shards),
-            "a shard whose tokens or max_token is not a count": not all(
-                _is_count(s["tokens"], 0, 2**63) and _is_count(s.get("max_token", 0), 0, 2**63) for s in shards
-            ),
+        counts = [n for shard in shards for n in (shard["tokens"], shard.get("max_token", 0))]
+        right = {
+            f"a vocab_size that is not a number from 1 to {MAX_VOCAB_SIZE}": _is_count(size, 1),
+            "an eot that is not an id below its vocab_size": eot is None or _is_count(eot, 0, size - 1),
+            "a shard whose name is not a file name": all(_is_name(shard["name"]) for shard in shards),
+            "a shard whose tokens or max_token is not a count": all(_is_count(n, 0, 2**63) for n in counts),
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise problem(folder, "meta.json", f"cannot be used ({type(e).__name__}: {e})") from e
-    for fact in [fact for fact, found in wrong.items() if found]:
-        raise problem(folder, "meta.json", f"holds {fact}")
+        raise problem(path, f"cannot be used ({type(e).__name__}: {e})") from e
+    for fact, is_right in right.items():
+        check(is_right, path, f"holds {fact}")
     return meta
 
 
@@ -229,23 +258,20 @@ def find_shards(folder: Path, meta: dict | None, split: str) -> list[dict]:
     return [{"name": n} for n in names or pairs if n in names or re.search(rf"(^|_){split}(_|\.bin$)", n)]
 
 
-def open_shard(folder: Path, record: dict, limit: int, check_first: int | None = None) -> np.memmap:
-    """Maps the tokens of one file after checks: its size is meta.json's, and its ids are in [0, limit).
+def open_shard(path: Path, record: dict, limit: int, check_first: int | None = None) -> Shard:
+    """Opens one file after checks: its size is meta.json's, and its ids are in [0, limit).
 
     Checked is the recorded max_token, or without a record the first `check_first` ids (None = all).
     """
-    name = record["name"]
-    shard = map_file(folder, name)
-    tokens, largest = record.get("tokens"), record.get("max_token")
-    if tokens not in (None, len(shard)):
-        raise problem(folder, name, f"holds {len(shard)} tokens, but meta.json says {tokens}")
-    if shard.dtype.kind == "i" and (smallest := int(shard[:check_first].min())) < 0:
-        raise problem(folder, name, f"holds token id {smallest}, which is negative")
+    shard, tokens, largest = open_file(path), record.get("tokens"), record.get("max_token")
+    check(tokens in (None, len(shard)), path, f"holds {len(shard)} tokens, but meta.json says {tokens}")
+    first = shard.mapped()[:check_first]
+    smallest = int(first.min()) if shard.dtype.kind == "i" else 0
+    check(smallest >= 0, path, f"holds token id {smallest}, which is negative")
     if limit <= np.iinfo(shard.dtype).max:
-        largest = int(shard[:check_first].max()) if largest is None else largest
-        if largest >= limit:
-            remedy = "" if tokens else f"set vocab_size to {largest + 1} or more, in meta.json or by flag"
-            raise problem(folder, name, f"holds token id {largest}, but the vocabulary has only {limit}", remedy)
+        largest = int(first.max()) if largest is None else largest
+        remedy = "" if tokens else f"set vocab_size to {largest + 1} or more, in meta.json or by flag"
+        check(largest < limit, path, f"holds token id {largest}, but the vocabulary has only {limit}", remedy)
     return shard
 
 

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import stat
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,51 +78,66 @@ def read_json(path: Path):
     return json.loads(content.decode("utf-8"), object_pairs_hook=unique, parse_constant=finite)
 
 
-def map_file(folder: Path, name: str) -> np.memmap:
-    """Maps the tokens of one file, checked. Its format is found by an .idx beside it, the magic and the exact size."""
-    path = folder / name
-    try:
-        with open(path, "rb", opener=open_regular) as f:
-            start = f.read(HEADER_BYTES)
-            size = f.seek(0, os.SEEK_END)
-    except OSError as e:
-        raise unreadable(folder, name, e) from e
-    if not start:
-        raise problem(folder, name, "is empty")
-    magic, version, count = header(start)
-    if path.with_suffix(".idx").exists():
-        dtype, sizes, _ = read_index(path.with_suffix(".idx"))
-        expected, offset = int(sizes.sum(dtype=np.int64)) * dtype.itemsize, 0
-        if size != expected:
-            fact = "is truncated" if size < expected else "is too long"
-            raise problem(folder, name, f"{fact}: {size} bytes, but its .idx gives {expected}")
-    elif magic in FORMATS:
+class Shard:
+    """The tokens of one file by position: shard[a:b] is (b - a,), in the file's own integer type.
+
+    `kind` describes the format. `documents` is their number, if the format records it.
+
+    Tokens are read by pread and not through a memory map. For a window of 2 KB the map would read up to megabytes
+    ahead and keep them in the process's resident memory. It would also kill the process if the file was truncated
+    after it was opened; here that is a ValueError.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, offset: int, length: int, kind: str, documents: int | None = None):
+        self.path, self.dtype, self.length, self.kind, self.documents = path, dtype, length, kind, documents
+        self.offset = offset  # bytes before the first token
+        self.file = open_regular(path)
+        weakref.finalize(self, os.close, self.file)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        size = (part.stop - part.start) * self.dtype.itemsize
+        content = os.pread(self.file, size, self.offset + part.start * self.dtype.itemsize)
+        check(len(content) == size, self.path, f"was truncated: tokens {part.start} to {part.stop} are missing")
+        return np.frombuffer(content, self.dtype)
+
+    def mapped(self) -> np.memmap:
+        """All tokens as an array, (N,), for a single pass over them."""
+        return np.memmap(self.path, self.dtype, "r", self.offset)
+
+
+def open_file(path: Path) -> Shard:
+    """Opens and checks the tokens of one file. Its format is found by an .idx beside it, the magic and the exact size.
+
+    ValueError for a file that is not complete or of another format, OSError for too many open files.
+    """
+    start, size = _read_start(path, HEADER_BYTES)
+    check(start, path, "is empty")
+    magic, version, count = np.frombuffer(start[:12].ljust(12, b"\0"), dtype="<i4").tolist()
+    if (index := path.with_suffix(".idx")).exists():
+        dtype, sizes, bounds = read_index(index)
+        count = int(sizes.sum(dtype=np.int64))
+        expected = count * dtype.itemsize
+        _check_size(path, size, expected, f"its .idx gives {expected}")
+        return Shard(path, dtype, 0, count, "Megatron's, version 1", len(bounds) - 1)
+    if magic in FORMATS:
         known, dtype = FORMATS[magic]
-        expected, offset = HEADER_BYTES + count * dtype.itemsize, HEADER_BYTES
-        if size < HEADER_BYTES:
-            raise problem(folder, name, f"is truncated: {size} bytes, less than a shard's header of {HEADER_BYTES}")
-        if version != known:
-            raise problem(folder, name, f"is a shard of version {version}, not {known}")
-        if size != expected:
-            fact = "is truncated" if size < expected else "is too long"
-            raise problem(folder, name, f"{fact}: {size} bytes, but its header gives {count} tokens, {expected} bytes")
-        if not count:
-            raise problem(folder, name, "holds no tokens")
-    elif name in [f"{split}.bin" for split in SPLITS]:
-        dtype, offset = np.dtype("<u2"), 0
-        if size % dtype.itemsize:
-            raise problem(folder, name, f"has {size} bytes, an odd number, so it is not a file of uint16 tokens")
-        if count > 0 and size in (HEADER_BYTES + 2 * count, HEADER_BYTES + 4 * count):  # by chance only 1 in 2^31
-            raise problem(folder, name, f"is a shard whose magic is damaged: {magic}")
-    else:
-        known = " or ".join(map(str, FORMATS))
-        raise problem(folder, name, f"is not a shard: it begins with {magic}, not with {known}")
-    return np.memmap(path, dtype=dtype, mode="r", offset=offset)
-
-
-def header(start: bytes) -> list[int]:
-    """Magic, version and number of tokens, from the first bytes of a shard."""
-    return np.frombuffer(start[:12].ljust(12, b"\0"), dtype="<i4").tolist()
+        expected = HEADER_BYTES + count * dtype.itemsize
+        whole = size >= HEADER_BYTES
+        check(whole, path, f"is truncated: {size} bytes, less than a shard's header of {HEADER_BYTES}")
+        check(version == known, path, f"is a shard of version {version}, not {known}")
+        _check_size(path, size, expected, f"its header gives {count} tokens, {expected} bytes")
+        check(count, path, "holds no tokens")
+        return Shard(path, dtype, HEADER_BYTES, count, f"shard {magic} of version {version}")
+    known = " or ".join(map(str, FORMATS))
+    headerless = path.name in [f"{split}.bin" for split in SPLITS]
+    check(headerless, path, f"is not a shard: it begins with {magic}, not with {known}")
+    check(size % 2 == 0, path, f"has {size} bytes, an odd number, so it is not a file of uint16 tokens")
+    damaged = count > 0 and size in (HEADER_BYTES + 2 * count, HEADER_BYTES + 4 * count)  # by chance only 1 in 2^31
+    check(not damaged, path, f"is a shard whose magic is damaged: {magic}")
+    return Shard(path, np.dtype("<u2"), 0, size // 2, "no header")
 
 
 def read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
@@ -129,45 +145,54 @@ def read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
 
     ValueError unless the sequences follow one another without gaps and the bounds increase from 0 to n.
     """
-    folder, name = path.parent, path.name
-    try:
-        with open(path, "rb", opener=open_regular) as f:
-            start = f.read(34)
-            size = f.seek(0, os.SEEK_END)
-    except OSError as e:
-        raise unreadable(folder, name, e) from e
-    if not start.startswith(MEGATRON):
-        raise problem(folder, name, f"is not an index of Megatron: it does not begin with {MEGATRON}")
-    if size < 34:
-        raise problem(folder, name, f"is truncated: {size} bytes, less than an index's header of 34")
+    start, size = _read_start(path, 34)
+    known = start.startswith(MEGATRON)
+    check(known, path, f"is not an index of Megatron: it does not begin with {MEGATRON}")
+    check(size >= 34, path, f"is truncated: {size} bytes, less than an index's header of 34")
     version, (n, n_bounds) = int.from_bytes(start[9:17], "little"), np.frombuffer(start[18:], "<u8").tolist()
-    if version != 1:
-        raise problem(folder, name, f"is an index of version {version}, not 1")
-    if start[17] not in MEGATRON_DTYPES:
-        known = ", ".join(map(str, MEGATRON_DTYPES))
-        raise problem(folder, name, f"has the token type {start[17]}, which is none of {known}")
+    check(version == 1, path, f"is an index of version {version}, not 1")
+    known = ", ".join(map(str, MEGATRON_DTYPES))
+    check(start[17] in MEGATRON_DTYPES, path, f"has the token type {start[17]}, which is none of {known}")
     expected = 34 + 12 * n + 8 * n_bounds
-    if size != expected:
-        fact = "is truncated" if size < expected else "is too long"
-        raise problem(folder, name, f"{fact}: {size} bytes, but its header gives {expected}")
+    _check_size(path, size, expected, f"its header gives {expected}")
     content, dtype = np.memmap(path, dtype="u1", mode="r"), np.dtype(MEGATRON_DTYPES[start[17]])
-    sizes, pointers, bounds = (
-        content[a:b].view(t)
-        for a, b, t in (
-            (34, 34 + 4 * n, "<i4"), (34 + 4 * n, 34 + 12 * n, "<i8"), (34 + 12 * n, expected, "<i8")
-        )
-    )  # fmt: skip
+    sizes, pointers, bounds = np.split(content[34:], [4 * n, 12 * n])
+    sizes, pointers, bounds = sizes.view("<i4"), pointers.view("<i8"), bounds.view("<i8")
     end, gaps = 0, not n
     for i in range(0, n, INDEX_BLOCK):
         block, starts = sizes[i : i + INDEX_BLOCK], pointers[i : i + INDEX_BLOCK]
         ends = end + np.cumsum(block, dtype=np.int64)
         gaps |= bool(block.min() < 0 or (starts != (ends - block) * dtype.itemsize).any())
         end = int(ends[-1])
-    if gaps:
-        raise problem(folder, name, "has sizes and pointers of sequences that do not follow one another")
-    if not n_bounds or bounds[0] != 0 or bounds[-1] != n or (np.diff(bounds) < 0).any():
-        raise problem(folder, name, f"has document bounds that do not increase from 0 to its {n} sequences")
+    check(not gaps, path, "has sizes and pointers of sequences that do not follow one another")
+    ordered = n_bounds and bounds[0] == 0 and bounds[-1] == n and (np.diff(bounds) >= 0).all()
+    check(ordered, path, f"has document bounds that do not increase from 0 to its {n} sequences")
     return dtype, sizes, bounds
+
+
+def _read_start(path: Path, n: int) -> tuple[bytes, int]:
+    """The first `n` bytes of a file, and its size in bytes."""
+    try:
+        with open(path, "rb", opener=open_regular) as f:
+            return f.read(n), f.seek(0, os.SEEK_END)
+    except OSError as e:
+        raise unreadable(path, e) from e
+
+
+def _check_size(path: Path, size: int, expected: int, source: str) -> None:
+    fact = "is truncated" if size < expected else "is too long"
+    check(size == expected, path, f"{fact}: {size} bytes, but {source}")
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file atomically, and makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{path.name}")
+    with open(temporary, "wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
 
 
 def sha256(path: Path) -> str:
@@ -179,18 +204,24 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def unreadable(folder: Path, name: str, e: OSError) -> ValueError:
+def unreadable(path: Path, e: OSError) -> ValueError:
     """`problem` for a file that the system could not read."""
     many = e.errno == errno.EMFILE
     remedy = "raise the limit of open files with ulimit -n, or prepare fewer, larger shards" if many else ""
-    return problem(folder, name, f"cannot be read ({e.strerror})", remedy)
+    return problem(path, f"cannot be read ({e.strerror})", remedy)
 
 
-def problem(folder: Path, name: str, fact: str, remedy: str = "") -> ValueError:
-    """A ValueError of one line: the file `name` of a data set (or the folder, for ""), the fact, and the remedy."""
-    script = folder / "prepare.py"
+def check(condition: object, path: Path, fact: str, remedy: str = "") -> None:
+    """Raises the `problem` unless the condition holds."""
+    if not condition:
+        raise problem(path, fact, remedy)
+
+
+def problem(path: Path, fact: str, remedy: str = "") -> ValueError:
+    """A ValueError of one line: a data set's folder or a file in it, the fact, and the remedy."""
+    script = (path if os.path.isdir(path) else path.parent) / "prepare.py"
     remedy = remedy or (f"run python {display_path(script)}" if script.exists() else "copy or prepare it again")
-    return ValueError(f"{display_path(folder / name)} {fact}; {remedy}")
+    return ValueError(f"{display_path(path)} {fact}; {remedy}")
 
 
 def display_path(path: Path) -> str:

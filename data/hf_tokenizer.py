@@ -15,17 +15,22 @@ import os
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from data import files
-from data.base_tokenizer import Tokenizer, read_file, write_file
+from data.base_tokenizer import Tokenizer, read_file
+from data.errors import require
 
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 SPECIAL = {"eos_token", "bos_token", "unk_token", "pad_token"}
 LARGEST_ID = 2**24
 DROPS_BLANKS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"}
+# The letters that represent bytes in vocabularies of Hugging Face and GPT-2. A byte that is printable in Latin-1 is its
+# own letter. The others take U+0100, U+0101, ... in order.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+LETTERS = {chr(b): b for b in PRINTABLE}
+LETTERS |= {chr(0x100 + i): b for i, b in enumerate(b for b in range(256) if b not in PRINTABLE)}
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -45,25 +50,24 @@ class HFTokenizer(Tokenizer):
             self.parts["model"]["dropout"] = None
             self._encoding = _from_parts(self.parts)
             self.vocabulary = self._encoding.get_vocab(with_added_tokens=True)
-            self._decoding = Decoding.of(self._encoding.decoder)
-            texts = {key: _text(self._encoding, special[key]) for key in sorted(special)}
+            self._decoding = Decoding(self._encoding.decoder)
+            kinds = {part["type"] for part in _components(self.parts.get("pre_tokenizer"))}
+            if (dropping := kinds & DROPS_BLANKS) and not kinds & {"Metaspace", "ByteLevel"}:
+                raise _Refused(f"has the pre-tokenizer {min(dropping)}, which drops the blanks between words")
+            by_id = self._encoding.id_to_token
+            texts = {key: by_id(x) if isinstance(x, int) else x for key, x in sorted(special.items())}
         except ImportError as e:
             raise ValueError("tokenizer hf needs tokenizers; pip install tokenizers") from e
         except _Refused as e:
             raise ValueError(f"{name} {e}; use a byte-level or SentencePiece-like tokenizer, or bpe:N") from None
         except Exception as e:  # tokenizers raises nothing more special
             raise ValueError(f"{name} is damaged or of another kind ({str(e)[:100]}); give a tokenizer.json") from None
-        kinds = {part["type"] for part in _components(self.parts.get("pre_tokenizer"))}
-        if (dropping := kinds & DROPS_BLANKS) and not kinds & {"Metaspace", "ByteLevel"}:
-            fact = f"has the pre-tokenizer {min(dropping)}, which drops the blanks between words"
-            raise ValueError(f"{name} {fact}; use a byte-level or SentencePiece-like tokenizer, or bpe:N")
         last = max(self.vocabulary.values(), default=-1)
-        if not 0 <= last < LARGEST_ID:
-            raise ValueError(f"{name} has the largest id {last}; give a vocabulary of 1 to {LARGEST_ID} ids")
+        require(0 <= last < LARGEST_ID, f"{name} has the largest id {last}; give a vocabulary of 1 to {LARGEST_ID} ids")
         self.special = {key: text for key, text in texts.items() if text in self.vocabulary}
-        if "eos_token" not in self.special and (self.parts.get("added_tokens") or "eos_token" in special):
-            fact = f"no end-of-text token ({ascii(special.get('eos_token')):.50} is not in its vocabulary)"
-            raise ValueError(f"{name} has {fact}; name one as eos_token in tokenizer_config.json beside it")
+        found = "eos_token" in self.special or not (self.parts.get("added_tokens") or "eos_token" in special)
+        fact = f"{name} has no end-of-text token ({ascii(special.get('eos_token')):.50} is not in its vocabulary)"
+        require(found, f"{fact}; name one as eos_token in tokenizer_config.json beside it")
         self.vocab_size = last + 1
         self.eot, self.bos = (self.vocabulary.get(self.special.get(key)) for key in ("eos_token", "bos_token"))
         digest = hashlib.sha256(content).hexdigest()
@@ -74,9 +78,8 @@ class HFTokenizer(Tokenizer):
         """Reads tokenizer.json, and the special tokens from the configurations beside it. ValueError if one is bad."""
         folder = Path(os.path.expanduser(folder))
         path = folder / cls.FILE
-        if not path.is_file():
-            remedy = "give the folder of a model with a tokenizer.json; `hf download NAME --local-dir DIR` fetches one"
-            raise ValueError(f"{folder} lacks {cls.FILE}; {remedy}")
+        remedy = "give the folder of a model with a tokenizer.json; `hf download NAME --local-dir DIR` fetches one"
+        require(path.is_file(), f"{folder} lacks {cls.FILE}; {remedy}")
         content = path.read_bytes()
         found = {}
         for name in CONFIGS:
@@ -97,13 +100,9 @@ class HFTokenizer(Tokenizer):
         """Reads `file` in `folder` or its parent (out_dir of a checkpoint). ValueError if it is missing or changed."""
         path, content = read_file(folder, cls.FILE, file, sha256)
         tokenizer = cls(content, special, str(path))
-        if (tokenizer.vocab_size, tokenizer.special) != (vocab_size, special):
-            raise ValueError(f"{path} has other ids or special tokens than its spec; prepare the data again")
+        same = (tokenizer.vocab_size, tokenizer.special) == (vocab_size, special)
+        require(same, f"{path} has other ids or special tokens than its spec; prepare the data again")
         return tokenizer
-
-    def save(self, folder: Path | str) -> None:
-        """Writes the file of `spec` atomically."""
-        write_file(folder, self.FILE, self.content)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -167,38 +166,34 @@ def _components(part: dict | None) -> list[dict]:
     return [each for inner in lists[0] for each in _components(inner)] if lists else [part]
 
 
-class Decoding(NamedTuple):
+class Decoding:
     """How a decoder turns tokens into bytes."""
 
-    replaced: list[tuple[str, str]]  # texts to replace in every token
-    letters: bool  # whether the letters of a token are bytes
-    fallback: bool  # whether <0x0A> is the byte 10
-    strips: bool  # whether the blank at the beginning of a text is removed
-
-    @classmethod
-    def of(cls, decoder) -> "Decoding":
-        replaced, letters, fallback, strips, fused = [], False, False, False, False
+    def __init__(self, decoder):
+        self.replaced: list[tuple[str, str]] = []  # texts to replace in every token
+        self.letters = False  # whether the letters of a token are bytes
+        self.fallback = False  # whether <0x0A> is the byte 10
+        self.strips = fused = False  # whether the blank at the beginning of a text is removed
         steps = _components(json.loads(decoder.__getstate__()) if decoder else None)
         for step in steps:
             match step:
                 case {"type": "ByteLevel"}:
-                    letters = True
+                    self.letters = True
                 case {"type": "ByteFallback"}:
-                    fallback = True
+                    self.fallback = True
                 case {"type": "Metaspace", "replacement": old, "prepend_scheme": scheme}:
-                    replaced.append((old, " "))
-                    strips = scheme != "never"
+                    self.replaced.append((old, " "))
+                    self.strips = scheme != "never"
                 case {"type": "Replace", "pattern": {"String": old}, "content": new}:
-                    replaced.append((old, new))
+                    self.replaced.append((old, new))
                 case {"type": "Fuse"}:
                     fused = True
                 case {"type": "Strip", "content": " ", "start": 1, "stop": 0} if fused:
-                    strips = True
+                    self.strips = True
                 case _:
                     raise _Refused(f"has the decoder {step['type']}, with which a token has no bytes of its own")
         if not steps:
             raise _Refused("has no decoder, so blanks would be put between all tokens")
-        return cls(replaced, letters, fallback, strips)
 
     def bytes_of(self, token: str) -> bytes:
         for old, new in self.replaced:
@@ -220,20 +215,3 @@ def _without_blank(part: dict | None) -> dict | None:
     if part["type"] == "Metaspace":
         part = {key: value for key, value in part.items() if key != "add_prefix_space"}  # of older files
     return part | changed.get(part["type"], {})
-
-
-def _text(encoding, token: str | int) -> str | None:
-    return encoding.id_to_token(token) if isinstance(token, int) else token
-
-
-def _letters_of_bytes() -> dict[str, int]:
-    """Maps the letters that represent bytes in vocabularies of Hugging Face and GPT-2 to these bytes.
-
-    A byte that is printable in Latin-1 is its own letter. The others take U+0100, U+0101, ... in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-LETTERS = _letters_of_bytes()

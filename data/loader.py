@@ -19,9 +19,10 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
+from data.dataset import TokenStream
+from data.errors import require
 from data.hashing import hash64
 from data.objective import Objective
-from data.stream import TokenStream
 
 
 def permute(index: np.ndarray, n: int, key: np.ndarray | int) -> np.ndarray:
@@ -56,12 +57,12 @@ def count_windows(stream: TokenStream, block_size: int) -> int:
 def windows_per_source(stream: TokenStream, block_size: int) -> list[int]:
     """The number of windows in each source. ValueError if a source has none."""
     for name, tokens, _ in stream.sources:
-        if tokens <= block_size:
-            where = name if name == stream.name else f"{name} in {stream.name}"
-            raise ValueError(
-                f"{where} has {tokens} tokens, but block_size={block_size} needs at least {block_size + 1}; "
-                f"pass --block_size={max(tokens - 1, 1)} or less, or prepare more data"
-            )
+        where = name if name == stream.name else f"{name} in {stream.name}"
+        require(
+            tokens > block_size,
+            f"{where} has {tokens} tokens, but block_size={block_size} needs at least {block_size + 1}; "
+            f"pass --block_size={max(tokens - 1, 1)} or less, or prepare more data",
+        )
     return [(tokens - 1) // block_size for _, tokens, _ in stream.sources]
 
 
@@ -182,8 +183,8 @@ class Loader:
     def epochs(self, samples: int) -> dict[str, float]:
         """The epochs of each source, by name, after the first `samples` samples."""
         rounds, rest = divmod(samples, len(self.blend))
-        drawn = np.bincount(self.blend, minlength=len(self.counts)) * rounds
-        drawn += np.bincount(self.blend[:rest], minlength=len(self.counts))
+        whole, part = (np.bincount(x, minlength=len(self.counts)) for x in (self.blend, self.blend[:rest]))
+        drawn = whole * rounds + part
         return {name: int(d) / n for (name, *_), d, n in zip(self.stream.sources, drawn, self.counts, strict=True)}
 
     def _work(self, start: int) -> None:
@@ -248,8 +249,8 @@ def eval_batches(
         windows = order(windows - n, n, seed)
     device, round_size = torch.device(device), batch_size * data_size  # one batch on every rank
     for start in range(0, len(windows), round_size):
-        rows = windows[start : start + round_size][data_rank * batch_size : (data_rank + 1) * batch_size]
-        filled = np.concatenate([rows, np.zeros(batch_size - len(rows), dtype=np.int64)])
+        rows = windows[start + data_rank * batch_size :][:batch_size]
+        filled = np.pad(rows, (0, batch_size - len(rows)))
         keys = corruption_keys(filled, -1)  # a run's seed is never -1
         batch = _send(_batch(stream, objective, filled, keys, device), device)
         batch["targets"] = batch["targets"].clone()  # idx may share its memory, and must not get the -1

@@ -61,17 +61,16 @@ class Objective:
     extra_ids = 0  # ids from V on that the objective needs
 
     def __post_init__(self):
-        if not 0 < self.corrupt_ratio < 1:
-            raise ValueError(f"corrupt_ratio={self.corrupt_ratio} must be above 0 and below 1, such as 0.15")
-        if self.span_length < 1:
-            raise ValueError(f"span_length={self.span_length} must be at least 1 token")
-        if self.doc_mask and self.eot is None:
-            raise ValueError(
-                "doc_mask=True needs data with an end-of-text id in its meta.json, to find where documents begin; "
-                "set doc_mask to False, or prepare the data with a tokenizer that has one, such as byte"
-            )
+        ratio = self.corrupt_ratio
+        require(0 < ratio < 1, f"corrupt_ratio={ratio} must be above 0 and below 1, such as 0.15")
+        require(self.span_length >= 1, f"span_length={self.span_length} must be at least 1 token")
+        require(
+            self.eot is not None or not self.doc_mask,
+            "doc_mask=True needs data with an end-of-text id in its meta.json, to find where documents begin; "
+            "set doc_mask to False, or prepare the data with a tokenizer that has one, such as byte",
+        )
         self.eot = -1 if self.eot is None else self.eot
-        self.m = max(1, round(self.corrupt_ratio * self.block_size))
+        self.m = max(1, round(ratio * self.block_size))
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -139,8 +138,7 @@ class Seq2Seq(Objective):
     def __post_init__(self):
         super().__post_init__()
         T = self.block_size
-        if T < 2:
-            raise ValueError(f"block_size={T} is too short for a span and text around it; objective=seq2seq needs 2")
+        require(T > 1, f"block_size={T} is too short for a span and text around it; objective=seq2seq needs 2")
         self.m = min(self.m, T - 1)
         self.k = max(1, min(round(self.m / self.span_length), self.m, T - self.m))
         self.extra_ids = self.k + 1

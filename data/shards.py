@@ -3,48 +3,39 @@
 python -m data.shards PATH...                    # files, folders, or Megatron's prefixes of a .bin and .idx
 """
 
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process silently
-
 from pathlib import Path
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from data.command import Parser, run  # noqa: E402
-from data.dataset import CHANGED, TOKENS_CHECKED, find_shards, open_shard, read_meta  # noqa: E402
-from data.errors import one_line, say  # noqa: E402
-from data.files import FORMATS, SPLITS, display_path, header, problem, read_index, sha256  # noqa: E402
-from data.tokenizer import from_spec  # noqa: E402
+from data.command import Parser, run
+from data.dataset import CHANGED, NOT_PREPARED, TOKENS_CHECKED, find_shards, open_shard, read_meta
+from data.errors import one_line, say
+from data.files import SPLITS, check, display_path, sha256
+from data.tokenizer import from_spec
 
 
-def describe(folder: Path, record: dict, meta: dict | None) -> list[str]:
+def describe(path: Path, record: dict, meta: dict | None) -> list[str]:
     """Reads and checks one file in full, and describes it in lines for people. ValueError as by `DataSet.split`."""
-    path, meta = folder / record["name"], meta or {}
+    meta, recorded = meta or {}, record.get("sha256")
     record = {key: x for key, x in record.items() if key != "max_token"}  # so that the file itself is read
-    shard, eot = open_shard(folder, record, meta.get("vocab_size", 2**64)), meta.get("eot")
-    if record.get("sha256") and sha256(path) != record["sha256"]:
-        raise problem(folder, path.name, CHANGED)
-    with open(path, "rb") as f:
-        magic, version, _ = header(f.read(12))
-    kind = f"shard {magic} of version {version}" if magic in FORMATS else "no header"
-    parts = (shard[i : i + TOKENS_CHECKED] for i in range(0, len(shard), TOKENS_CHECKED))
-    documents = "an unknown number of" if eot is None else f"{sum(np.count_nonzero(part == eot) for part in parts):,}"
-    if path.with_suffix(".idx").exists():
-        kind, documents = "Megatron's, version 1", f"{len(read_index(path.with_suffix('.idx'))[2]) - 1:,}"
-    checksum = "as in meta.json" if record.get("sha256") else "not recorded"
+    shard, eot = open_shard(path, record, meta.get("vocab_size", 2**64)), meta.get("eot")
+    check(not recorded or sha256(path) == recorded, path, CHANGED)
+    tokens, documents = shard.mapped(), shard.documents
+    if documents is None and eot is not None:
+        parts = (tokens[i : i + TOKENS_CHECKED] for i in range(0, len(tokens), TOKENS_CHECKED))
+        documents = sum(np.count_nonzero(part == eot) for part in parts)
+    documents = "an unknown number of" if documents is None else f"{documents:,}"
     lines = [
-        f"{display_path(path)}: {kind}, {shard.dtype}, {len(shard):,} tokens, {documents} documents, "
-        f"largest id {shard.max()}, SHA-256 {checksum}"
+        f"{display_path(path)}: {shard.kind}, {shard.dtype}, {len(shard):,} tokens, {documents} documents, "
+        f"largest id {tokens.max()}, SHA-256 {'as in meta.json' if recorded else 'not recorded'}"
     ]
     if "tokenizer" in meta:
-        first = shard[:4096].tolist()
+        first = tokens[:4096].tolist()
         while first and first[0] == eot:
             first.pop(0)
         first = first[: first.index(eot)] if eot in first else first
         try:
-            text = repr(from_spec(meta["tokenizer"], folder).decode(first)[:300])
+            text = repr(from_spec(meta["tokenizer"], path.parent).decode(first)[:300])
         except ValueError as e:  # such as no network for the tokenizer's table; the token file is good
             text = f"cannot be decoded ({e})"
         lines.append(f"    first document: {text}")
@@ -64,9 +55,8 @@ def inspect(path: Path) -> list[tuple[Path, dict, dict | None]]:
     records = [record for split in SPLITS for record in find_shards(folder, meta, split)]
     if name:
         records = [record for record in records if record["name"] == name] or [{"name": name}]
-    if not records:
-        raise problem(folder, "", "is not prepared (it has no train_000000.bin and no train.bin)")
-    return [(folder, record, meta) for record in records]
+    check(records, folder, NOT_PREPARED)
+    return [(folder / record["name"], record, meta) for record in records]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -25,6 +25,7 @@ from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from data.errors import require
 from data.files import open_regular
 
 ENDINGS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -44,15 +45,14 @@ def find_files(paths: Iterable[str]) -> list[str]:
             files = [str(p) for p in Path(path).rglob("*") if p.name.endswith(ENDINGS)]
         else:
             files = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
-        other = [f for f in files if not os.path.isfile(f) and not os.path.isdir(f)]
-        files = [f for f in files if os.path.isfile(f)]
-        if other and not files:
-            raise ValueError(f"{other[0]!r} is not a regular file with a known size; write the text into a file")
-        if not files:
-            if os.path.isdir(path):
-                raise ValueError(f"no file in the folder {path!r} ends in {', '.join(ENDINGS)}; pass a pattern")
-            raise ValueError(f"no file matches {path!r}; check the path, and put quotes around a pattern")
-        found.update(map(os.path.normpath, files))
+        regular = [f for f in files if os.path.isfile(f)]
+        fact = f"no file matches {path!r}; check the path, and put quotes around a pattern"
+        if other := [f for f in files if not os.path.isfile(f) and not os.path.isdir(f)]:
+            fact = f"{other[0]!r} is not a regular file with a known size; write the text into a file"
+        elif os.path.isdir(path):
+            fact = f"no file in the folder {path!r} ends in {', '.join(ENDINGS)}; pass a pattern"
+        require(regular, fact)
+        found.update(map(os.path.normpath, regular))
     return sorted(found)
 
 
@@ -102,17 +102,12 @@ class Source:
                 if name.endswith(".parquet"):
                     yield from self._rows(name, raw, skip)
                     return
-                f, kind = raw, name
+                f, is_json = raw, name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
                 if name.endswith(".gz"):
-                    f, kind = gzip.open(raw), name[:-3]
+                    f = gzip.open(raw)
                 elif name.endswith(".zst"):
                     f = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
-                    kind = name[:-4]
-                if kind.endswith(".jsonl"):
-                    texts = self._json_texts(name, f, skip)
-                else:
-                    texts = self._plain_texts(name, f, skip)
-                for text in texts:
+                for text in (self._json_texts if is_json else self._plain_texts)(name, f, skip):
                     yield text, raw.tell()
         except ImportError as e:
             raise ValueError(f"{name} needs {e.name} to be read; pip install -e .[data]") from None
@@ -124,64 +119,61 @@ class Source:
             raise ValueError(f"{name} cannot be read ({reason(e)}); {remedy}") from e
 
     def _plain_texts(self, name: str, f, skip: int) -> Iterator[str]:
-        lines = _lines(f)
-        if self.val_fraction:
-            if len(content := f.read(LARGEST + 1)) > LARGEST:
-                raise _too_long(name, 0)
-            yield from cut_in_two(_decode(name, 0, content), self.val_fraction)[skip:]
-            return
         if self.documents == "file":
-            parts = [(0, f.read(LARGEST + 1))]
-        elif self.documents == "line":
-            parts = ((offset, line) for offset, line in lines if line.strip())
-        else:
-            parts = _paragraphs(lines)
+            text = _decode(name, 0, f.read(LARGEST + 1))
+            yield from (cut_in_two(text, self.val_fraction) if self.val_fraction else [text])[skip:]
+            return
+        parts = _paragraphs(_lines(f))
+        if self.documents == "line":
+            parts = ((offset, line) for offset, line in _lines(f) if line.strip())
         for n, (offset, content) in enumerate(parts):
-            if len(content) > LARGEST:
-                raise _too_long(name, offset)
             if n >= skip:
-                text = _decode(name, offset, content)
-                yield text if self.documents == "file" else text.removesuffix("\n").removesuffix("\r")
+                yield _decode(name, offset, content).removesuffix("\n").removesuffix("\r")
 
     def _json_texts(self, name: str, f, skip: int) -> Iterator[str]:
         n = 0
         for number, (offset, line) in enumerate(_lines(f), 1):
-            if len(line) > LARGEST:
-                raise _too_long(name, offset)
+            where = f"{name}:{number}"
             n += bool(line.strip())
             if n > skip and line.strip():
-                where, text = f"{name}:{number}", _decode(f"{name}:{number}", offset, line)
+                text = _decode(name, offset, line, f":{number}")
                 try:
                     record = json.loads(text)
                 except (ValueError, RecursionError) as e:
                     raise ValueError(f"{where} is not JSON ({reason(e)}); correct it, or remove it") from None
                 if not isinstance(record, dict):
                     raise ValueError(f"{where} is not a JSON object such as {{{self.column!r}: ...}}; correct it")
-                if self.column not in record:
-                    raise _no_field(where, self.column, record)
-                yield _checked(where, self.column, record[self.column])
+                self._check_column(where, record)
+                yield self._checked(where, record[self.column])
 
     def _rows(self, name: str, raw, skip: int) -> Iterator[tuple[str, int]]:
         from pyarrow.parquet import ParquetFile
 
         size = raw.seek(0, os.SEEK_END)
         table = ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
-        if self.column not in table.schema_arrow.names:
-            raise _no_field(name, self.column, table.schema_arrow.names)
+        self._check_column(name, table.schema_arrow.names)
         first = 0  # number of the row group's first row
         for i in range(table.num_row_groups):
             group = table.metadata.row_group(i)
-            rows = int(1e6 * group.num_rows / (group.total_byte_size + 1))  # batches of about 1 MB
             if skip < first + group.num_rows:
-                row = first
+                rows = int(1e6 * group.num_rows / (group.total_byte_size + 1))  # batches of about 1 MB
                 batches = table.iter_batches(min(max(rows, 1), 4096), [i], [self.column], use_threads=False)
-                for batch in batches:
-                    for text in batch.column(0).to_pylist():
-                        row += 1
-                        if row > skip:
-                            text = _checked(f"{name}, row {row}", self.column, text)
-                            yield text, size * row // table.metadata.num_rows
+                texts = (text for batch in batches for text in batch.column(0).to_pylist())
+                for row, text in enumerate(texts, first + 1):
+                    if row > skip:
+                        yield self._checked(f"{name}, row {row}", text), size * row // table.metadata.num_rows
             first += group.num_rows
+
+    def _check_column(self, where: str, names: Iterable[str]) -> None:
+        if self.column not in names:
+            names = ", ".join(names) or "none, it is empty"
+            raise ValueError(f"{where} has no field {self.column!r}; pass --field= one of {names}")
+
+    def _checked(self, where: str, text) -> str:
+        if not isinstance(text, str):
+            fact = f"{where}: {self.column} is {ascii(text):.40}, not text"
+            raise ValueError(f"{fact}; remove it, or pass another --field")
+        return text
 
 
 def cut_in_two(text: str, val_fraction: float) -> list[str]:
@@ -233,28 +225,16 @@ def _paragraphs(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes
         yield start, b"".join(part)
 
 
-def _decode(name: str, offset: int, content: bytes) -> str:
+def _decode(name: str, offset: int, content: bytes, line: str = "") -> str:
+    """The text of a document. ValueError if it is longer than LARGEST, or names the first byte that is no text."""
+    if len(content) > LARGEST:
+        fact = f"{name}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
+        raise ValueError(f"{fact}; cut the text, for example with --documents=paragraph or --documents=line")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as e:
         fact = f"is not UTF-8 text: byte {offset + e.start} is {content[e.start]:#04x}"
-        raise ValueError(f"{name} {fact}; convert it, for example with iconv, or leave it out") from None
-
-
-def _checked(where: str, column: str, text) -> str:
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: {column} is {ascii(text):.40}, not text; remove it, or pass another --field")
-    return text
-
-
-def _no_field(where: str, column: str, names: Iterable[str]) -> ValueError:
-    names = ", ".join(names)
-    return ValueError(f"{where} has no field {column!r}; pass --field= one of {names or 'none, it is empty'}")
-
-
-def _too_long(name: str, offset: int) -> ValueError:
-    fact = f"{name}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
-    return ValueError(f"{fact}; cut the text, for example with --documents=paragraph or --documents=line")
+        raise ValueError(f"{name}{line} {fact}; convert it, for example with iconv, or leave it out") from None
 
 
 def hub_files(address: str) -> list[str]:

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.base_tokenizer import END_OF_TEXT, Tokenizer, read_file, write_file
+from data.base_tokenizer import END_OF_TEXT, Tokenizer, read_file
+from data.errors import require
 from data.hf_tokenizer import LETTERS, HFTokenizer
 
 SURROGATES = re.compile("([\ud800-\udfff]+)")
@@ -65,7 +66,7 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """The bytes of `text`, (N,) int64. A file read with errors="surrogateescape" gives exactly its own bytes."""
-        return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.int64)
+        return _ids(_utf8(text))
 
 
 class GPT2Tokenizer(Tokenizer):
@@ -84,17 +85,7 @@ class GPT2Tokenizer(Tokenizer):
     @cached_property
     def _encoding(self):
         try:
-            import tiktoken
-
-            table = tiktoken.get_encoding("gpt2")
-            return tiktoken.Encoding(
-                "gpt2",
-                pat_str=self.PATTERN,
-                mergeable_ranks=table._mergeable_ranks,
-                special_tokens={END_OF_TEXT.decode(): self.eot},
-            )
-        except ImportError as e:
-            raise ValueError("tokenizer gpt2 needs tiktoken; pip install tiktoken, or use byte or char") from e
+            return _tiktoken(self, lambda tiktoken: tiktoken.get_encoding("gpt2")._mergeable_ranks)
         except OSError as e:
             raise ValueError(
                 f"tokenizer gpt2 cannot fetch its table ({type(e).__name__}); set TIKTOKEN_CACHE_DIR to a folder that "
@@ -142,41 +133,35 @@ class BPETokenizer(Tokenizer):
             tokens = [base64.b64decode(line.split(b" ")[0], validate=True) for line in content.splitlines()]
         except ValueError as e:
             raise ValueError(f"{path} is damaged ({e}); restore it, or prepare the data again") from None
-        tokenizer = cls(tokens)
-        if tokenizer.content != content or tokenizer.vocab_size != vocab_size:
-            fact = f"does not give the ids 0 to {len(tokens) - 1} in order, or vocab_size is not {len(tokens) + 1}"
-        elif tokens[:256] != ByteTokenizer.token_bytes[:256] or len(set(tokens)) != len(tokens) or b"" in tokens:
-            fact = "does not begin with the 256 bytes, or has a token twice or an empty one"
-        else:
-            return tokenizer
-        raise ValueError(f"{path} is damaged: it {fact}; restore it, or prepare the data again")
-
-    def save(self, folder: Path | str) -> None:
-        """Writes the file of `spec` atomically."""
-        write_file(folder, self.FILE, self.content)
+        tokenizer, n = cls(tokens), len(tokens)
+        in_order = tokenizer.content == content and n + 1 == vocab_size
+        different = tokens[:256] == ByteTokenizer.token_bytes[:256] and len(set(tokens)) == n and b"" not in tokens
+        fact = "does not begin with the 256 bytes, or has a token twice or an empty one"
+        fact = fact if in_order else f"does not give the ids 0 to {n - 1} in order, or vocab_size is not {n + 1}"
+        require(in_order and different, f"{path} is damaged: it {fact}; restore it, or prepare the data again")
+        return tokenizer
 
     @cached_property
     def _encoding(self):
-        try:
-            import tiktoken
-        except ImportError as e:
-            raise ValueError("tokenizer bpe needs tiktoken; pip install tiktoken") from e
-
-        ranks = {token: i for i, token in enumerate(self.token_bytes[:-1])}
-        special = {END_OF_TEXT.decode(): self.eot}
-        return tiktoken.Encoding("bpe", pat_str=self.PATTERN, mergeable_ranks=ranks, special_tokens=special)
+        return _tiktoken(self, lambda _: {token: i for i, token in enumerate(self.token_bytes[:-1])})
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`, (N,) int64; "<|endoftext|>" is ordinary text. Lone surrogates are encoded as by `byte`."""
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int64)
         except UnicodeEncodeError:
-            parts = SURROGATES.split(text)  # text, surrogates, text, ...
-            for i in range(0, len(parts), 2):
-                parts[i] = self.encode(parts[i])
-            for i in range(1, len(parts), 2):
-                parts[i] = np.frombuffer(b"".join(map(_utf8, parts[i])), dtype=np.uint8).astype(np.int64)
-            return np.concatenate(parts)
+            parts = enumerate(SURROGATES.split(text))  # text, surrogates, text, ...
+            return np.concatenate([_ids(b"".join(map(_utf8, s))) if i % 2 else self.encode(s) for i, s in parts])
+
+
+def _tiktoken(tokenizer: Tokenizer, ranks: Callable):
+    """tiktoken's encoder with the tokenizer's pattern. `ranks` gives the ranks of the tokens from the module."""
+    kind, special = tokenizer.spec["kind"], {END_OF_TEXT.decode(): tokenizer.eot}
+    try:
+        import tiktoken
+    except ImportError as e:
+        raise ValueError(f"tokenizer {kind} needs tiktoken; pip install tiktoken, or use byte or char") from e
+    return tiktoken.Encoding(kind, pat_str=tokenizer.PATTERN, mergeable_ranks=ranks(tiktoken), special_tokens=special)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
@@ -185,10 +170,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     Memory grows with the number of different words. ValueError if `vocab_size` is not in [257, 1000000], or if no pair
     occurs twice before `vocab_size` is reached.
     """
-    if not 257 <= vocab_size <= 1_000_000:
-        raise ValueError(
-            f"tokenizer bpe:{vocab_size} is not possible; pass 257 (256 bytes, end-of-text) to 1000000 ids"
-        )
+    fact = f"tokenizer bpe:{vocab_size} is not possible"
+    require(257 <= vocab_size <= 1_000_000, f"{fact}; pass 257 (256 bytes, end-of-text) to 1000000 ids")
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError as e:
@@ -206,11 +189,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     tokenizer.train_from_iterator(parts, trainer)
     by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     tokens = [bytes(LETTERS[c] for c in token) for token, _ in by_id]
-    if len(tokens) + 1 < vocab_size:
-        raise ValueError(
-            f"tokenizer bpe:{vocab_size} is larger than the text supports: no pair of tokens occurs twice beyond "
-            f"{len(tokens) + 1} ids; use bpe:{len(tokens) + 1} or less, or more text"
-        )
+    most = len(tokens) + 1
+    fact = f"is larger than the text supports: no pair of tokens occurs twice beyond {most} ids"
+    require(most >= vocab_size, f"tokenizer bpe:{vocab_size} {fact}; use bpe:{most} or less, or more text")
     return BPETokenizer(sorted(tokens[:256]) + tokens[256:])
 
 
@@ -266,6 +247,10 @@ def _utf8(text: str) -> bytes:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:  # a lone surrogate that escapes no byte is kept as three bytes
         return text.encode("utf-8", "surrogatepass")
+
+
+def _ids(content: bytes) -> np.ndarray:
+    return np.frombuffer(content, dtype=np.uint8).astype(np.int64)
 
 
 def _code_points(text: str) -> np.ndarray:

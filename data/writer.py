@@ -17,8 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
+from data import files
+from data.command import next_command
 from data.dataset import MOVING
-from data.files import FORMATS, HEADER_BYTES, SPLITS, display_path, problem, read_json, sha256, writing
+from data.errors import require
+from data.files import HEADER_BYTES, SPLITS, check, display_path, write_file
 from data.tokenizer import Tokenizer
 
 PREPARING = ".preparing"  # the folder in a data set's folder for a preparation that is not complete
@@ -40,11 +43,12 @@ class ShardWriter:
     ):
         self.folder, self.tokenizer, self.shard_tokens = Path(os.path.expanduser(folder)), tokenizer, shard_tokens
         self.settings, self.place = settings, None
-        self.magic = next(m for m, (_, t) in FORMATS.items() if tokenizer.vocab_size <= np.iinfo(t).max + 1)
-        self.version, self.dtype = FORMATS[self.magic]
+        self.magic = next(m for m, (_, t) in files.FORMATS.items() if tokenizer.vocab_size <= np.iinfo(t).max + 1)
+        self.version, self.dtype = files.FORMATS[self.magic]
         self.temporary = self.folder / PREPARING
         self.splits: dict[str, dict] = {}
         self.open: dict = {}  # split: the open file of its last shard
+        self.unsaved = False  # whether a shard became full after the last `save`
 
     def __enter__(self) -> "ShardWriter":
         self.new = not self.folder.exists()
@@ -54,9 +58,8 @@ class ShardWriter:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self.lock)
-            raise ValueError(
-                f"{display_path(self.folder)} is being prepared by another process; wait for it or end it"
-            ) from None
+            where = display_path(self.folder)
+            raise ValueError(f"{where} is being prepared by another process; wait for it or end it") from None
         try:
             self._resume()
         except BaseException:
@@ -70,26 +73,23 @@ class ShardWriter:
         if self.settings is not None and path.exists():
             start_again = f"delete {display_path(self.temporary)} to start again"
             try:
-                saved = read_json(path)
-                if saved.pop("sha256") != _digest(saved):
-                    raise ValueError("it was changed")
+                saved = files.read_json(path)
+                require(saved.pop("sha256") == hashlib.sha256(_json(saved)).hexdigest(), "it was changed")
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-                fact = f"cannot be used ({type(e).__name__}: {e})"
-                raise problem(self.temporary, PROGRESS, fact, start_again) from e
+                raise files.problem(path, f"cannot be used ({type(e).__name__}: {e})", start_again) from e
             other = [name for name in self.settings if saved["settings"].get(name) != self.settings[name]]
-            if other:
-                fact = f"holds an unfinished preparation with another {', '.join(other)}"
-                raise problem(self.folder, PREPARING, fact, f"continue with its flags, or {start_again}")
+            fact = f"holds an unfinished preparation with another {', '.join(other)}"
+            check(not other, self.temporary, fact, f"continue with its flags, or {start_again}")
             self.splits, self.place = saved["splits"], saved["place"]
             meta = self.folder / "meta.json"
-            moving = meta.is_file() and meta.read_text() == _json(MOVING)
+            moving = meta.is_file() and meta.read_bytes() == _json(MOVING)
             for split, entry in self.splits.items():
                 for shard in entry["shards"]:
                     file, size = self.temporary / shard["name"], HEADER_BYTES + self.dtype.itemsize * shard["tokens"]
                     if moving and not file.exists():
                         os.replace(self.folder / shard["name"], file)
-                    if not file.exists() or file.stat().st_size < size:
-                        raise problem(self.temporary, shard["name"], "differs from its saved state", start_again)
+                    whole = file.exists() and file.stat().st_size >= size
+                    check(whole, file, "differs from its saved state", start_again)
                     if not shard["sha256"]:
                         self.open[split] = open(file, "r+b")
                         self.open[split].seek(size)
@@ -104,9 +104,9 @@ class ShardWriter:
             f.flush()
             os.fsync(f.fileno())
         saved = {"settings": self.settings, "place": place, "splits": self.splits}
-        _write_json(self.temporary / "saving.json", saved | {"sha256": _digest(saved)})
-        os.replace(self.temporary / "saving.json", self.temporary / PROGRESS)
+        write_file(self.temporary / PROGRESS, _json(saved | {"sha256": hashlib.sha256(_json(saved)).hexdigest()}))
         _sync_folder(self.temporary)
+        self.unsaved = False
 
     def add(self, split: str, tokens: np.ndarray, documents: int = 1) -> None:
         """Appends the ids (N,) of one or more documents to `split` ("train" or "val"), in as many shards as needed.
@@ -143,11 +143,12 @@ class ShardWriter:
             f.write(np.array([self.magic, self.version, shard["tokens"]], dtype="<i4").tobytes())
             f.flush()
             os.fsync(f.fileno())
-        shard["sha256"] = sha256(self.temporary / shard["name"])
+        shard["sha256"] = files.sha256(self.temporary / shard["name"])
+        self.unsaved = True
 
     def __exit__(self, kind, error, traceback) -> None:
         try:
-            with writing(self.folder):
+            with files.writing(self.folder):
                 if error:
                     raise error
                 self._commit()
@@ -169,8 +170,8 @@ class ShardWriter:
         for split in list(self.open):
             self._finish(split)
         for split, entry in self.splits.items():
-            if not entry["tokens"]:
-                raise ValueError(f"{display_path(self.folder)}: no tokens for the split {split}; add text to the input")
+            where = display_path(self.folder)
+            require(entry["tokens"], f"{where}: no tokens for the split {split}; add text to the input")
         meta = {
             "tokenizer": self.tokenizer.spec,
             "tokenizer_hash": self.tokenizer.hash,
@@ -179,8 +180,8 @@ class ShardWriter:
             "splits": self.splits,
         }
         self.tokenizer.save(self.temporary)
-        _write_json(self.temporary / "meta.json", meta)
-        _write_json(self.temporary / "moving.json", MOVING)
+        write_file(self.temporary / "meta.json", _json(meta))
+        write_file(self.temporary / "moving.json", _json(MOVING))
         # Several renames are not atomic. Until the last one, meta.json warns that old and new shards may be mixed.
         os.replace(self.temporary / "moving.json", self.folder / "meta.json")
         _sync_folder(self.folder)
@@ -195,20 +196,21 @@ class ShardWriter:
         os.replace(self.temporary / "meta.json", self.folder / "meta.json")
         _sync_folder(self.folder)
 
+    def documents(self) -> str:
+        """The numbers of documents for people: "95 + 5"."""
+        return " + ".join(f"{self.splits[split]['documents']:,}" for split in SPLITS)
 
-def _json(content: dict) -> str:
-    return json.dumps(content, indent=1) + "\n"
+    def report(self, what: str = "") -> None:
+        """Prints `what` and the numbers of tokens, the folder, and the command that trains on them."""
+        tokens = [self.splits[split]["tokens"] for split in SPLITS]
+        print(
+            f"{what}{tokens[0]:,} train + {tokens[1]:,} val tokens in {display_path(self.folder)}; "
+            f"next: {next_command(self.folder, self.tokenizer.vocab_size, tokens)}"
+        )
 
 
-def _digest(content: dict) -> str:
-    return hashlib.sha256(_json(content).encode()).hexdigest()
-
-
-def _write_json(path: Path, content: dict) -> None:
-    with open(path, "w") as f:
-        f.write(_json(content))
-        f.flush()
-        os.fsync(f.fileno())
+def _json(content: dict) -> bytes:
+    return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def _sync_folder(folder: Path) -> None:

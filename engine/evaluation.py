@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import DataSet
+from data.dataset import DataSet, TokenStream
 from data.errors import data_errors_end_the_run, require
 from data.loader import eval_batches
 from data.objective import Objective
-from data.stream import TokenStream
 from data.tokenizer import Tokenizer
 from engine.decode import generate
 from engine.parallel.ranks import Ranks

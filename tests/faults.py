@@ -372,8 +372,8 @@ FAULTS = [
     ),
     (
         "data/dataset.py",
-        "Fraction(max(1, round(MIXTURE_STEPS * w / sum(weights))))",
-        "Fraction(round(MIXTURE_STEPS * w / sum(weights)))",
+        "max(1, round(steps * share))",
+        "round(steps * share)",
         "A source of a mixture with a very small weight is never drawn.",
         "tests/data/test_shards.py::test_a_mixture_is_its_sources_and_their_weights",
     ),
@@ -393,8 +393,8 @@ FAULTS = [
     ),
     (
         "data/corpus.py",
-        "[encode_piece(text), *eot] if ends else",
-        "[encode_piece(text), *eot] if begins else",
+        "[tokens, tokenizer.end] if ends else",
+        "[tokens, tokenizer.end] if begins else",
         "A document that is encoded in several pieces has its end-of-text behind the first one.",
         "tests/data/test_corpus.py::test_formats_equal_a_naive_loop",
     ),

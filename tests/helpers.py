@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.stream import Shard
+from data.files import Shard
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -74,7 +74,7 @@ def shards_of(*arrays: np.ndarray) -> list[Shard]:
         with tempfile.NamedTemporaryFile() as f:
             array.tofile(f)
             f.flush()
-            shards.append(Shard(np.memmap(Path(f.name), array.dtype, "r")))
+            shards.append(Shard(Path(f.name), array.dtype, 0, len(array), "no header"))
     return shards
 
 

@@ -8,19 +8,14 @@ Needs pip install -e .[data]. Pages are streamed, and a hash of a page's number 
 interruption the same command continues behind the last full shard.
 """
 
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process silently
-
+import os
 import sys
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-from data.command import run  # noqa: E402
-from data.corpus import stream  # noqa: E402
+from data.command import run
+from data.corpus import stream
 
 
 def main() -> None:

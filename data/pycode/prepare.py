@@ -8,11 +8,6 @@ document: files are tried in the order of a hash of their paths, and validate if
 bytes.
 """
 
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process silently
-
 import hashlib
 import os
 import platform
@@ -20,15 +15,13 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import numpy as np
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
-
-from data.command import Parser, next_command, out_folder, ready_tokenizer, run  # noqa: E402
-from data.files import display_path  # noqa: E402
-from data.tokenizer import build  # noqa: E402
-from data.writer import ShardWriter  # noqa: E402
+from data.command import Parser, out_folder, ready_tokenizer, run
+from data.errors import require
+from data.tokenizer import build
+from data.writer import ShardWriter
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -58,30 +51,24 @@ def main() -> None:
     fraction = "fraction of the bytes for validation (default 0.05)"
     parser.add_argument("--val_fraction", type=float, default=0.05, help=fraction)
     parser.add_argument("--tokenizer", type=ready_tokenizer, default="byte", help="byte, gpt2 or hf:DIR (default byte)")
-    parser.add_argument("--out", default=str(HERE), help="NAME (data/NAME) or a path with a / (default: this folder)")
+    parser.add_argument("--out", default=HERE, help="NAME (data/NAME) or a path with a / (default: this folder)")
     args = parser.parse_args()
-    if not 0 < args.val_fraction < 1:
-        raise ValueError(f"val_fraction={args.val_fraction} is not possible; pass a number between 0 and 1")
+    given = f"val_fraction={args.val_fraction}"
+    require(0 < args.val_fraction < 1, f"{given} is not possible; pass a number between 0 and 1")
 
     folder, library = out_folder(args.out), Path(sysconfig.get_path("stdlib"))
     paths = find_sources(library)
-    if not paths:
-        raise ValueError(f"{library} has no .py files (a Python without sources?); use another Python")
+    require(paths, f"{library} has no .py files (a Python without sources?); use another Python")
     validation = validation_set(paths, library, args.val_fraction)
-    if not validation:
-        raise ValueError(f"val_fraction={args.val_fraction} is less than the smallest file; pass a larger number")
+    require(validation, f"{given} is less than the smallest file; pass a larger number")
     tokenizer = build(args.tokenizer, list)
     with ShardWriter(folder, tokenizer) as out:
         for path in paths:
             text = path.read_bytes().decode("utf-8", "surrogateescape")  # keeps the bytes that are not UTF-8
-            tokens = np.append(tokenizer.encode(text), tokenizer.eot)
-            out.add("val" if path in validation else "train", tokens)
-    train, val = out.splits["train"], out.splits["val"]
-    print(
-        f"the library of Python {platform.python_version()}: {train['documents']:,} + {val['documents']:,} documents, "
-        f"{train['tokens']:,} train + {val['tokens']:,} val tokens in {display_path(folder)}; "
-        f"next: {next_command(folder, tokenizer.vocab_size, [train['tokens'], val['tokens']])}"
-    )
+            split = "val" if path in validation else "train"
+            out.add(split, tokenizer.encode(text))
+            out.add(split, tokenizer.end, documents=0)
+    out.report(f"the library of Python {platform.python_version()}: {out.documents()} documents, ")
 
 
 if __name__ == "__main__":

@@ -6,28 +6,22 @@
 The first 90 % of the characters train, the rest validate: 1,003,854 and 111,540 tokens, 65 different characters.
 """
 
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process silently
-
+import os
 import sys
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-from data.command import Parser, next_command, out_folder, run  # noqa: E402
-from data.files import display_path  # noqa: E402
-from data.shakespeare_char.text import read_text  # noqa: E402
-from data.tokenizer import CharTokenizer  # noqa: E402
-from data.writer import ShardWriter  # noqa: E402
+from data.command import Parser, out_folder, run
+from data.shakespeare_char.text import read_text
+from data.tokenizer import CharTokenizer
+from data.writer import ShardWriter
 
 
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--input", help="text file or its URL (default: input.txt in this folder)")
-    parser.add_argument("--out", default=str(HERE), help="NAME (data/NAME) or a path with a / (default: this folder)")
+    parser.add_argument("--out", default=HERE, help="NAME (data/NAME) or a path with a / (default: this folder)")
     args = parser.parse_args()
 
     folder, text = out_folder(args.out), read_text(args.input)
@@ -37,11 +31,7 @@ def main() -> None:
     with ShardWriter(folder, tokenizer) as out:
         out.add("train", tokens[:cut])
         out.add("val", tokens[cut:])
-    print(
-        f"{tokenizer.vocab_size} characters, "
-        f"{cut:,} train + {len(tokens) - cut:,} val tokens in {display_path(folder)}; "
-        f"next: {next_command(folder, tokenizer.vocab_size, [cut, len(tokens) - cut])}"
-    )
+    out.report(f"{tokenizer.vocab_size} characters, ")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.request import urlopen
 
-from data.errors import say
-from data.files import display_path, open_regular, writing
+from data.errors import require, say
+from data.files import display_path, open_regular, write_file, writing
 
 HERE = Path(__file__).resolve().parent
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -31,12 +31,10 @@ def shakespeare() -> bytes:
     if not path.exists():
         content = download(URL)
         found = hashlib.sha256(content).hexdigest()
-        if found != SHA256:
-            raise ValueError(f"{URL} has the SHA-256 {found}, not {SHA256}; get it elsewhere and pass --input=FILE")
-        temporary = path.with_suffix(".tmp")
-        with writing(temporary):
-            temporary.write_bytes(content)
-        temporary.replace(path)
+        fact = f"{URL} has the SHA-256 {found}, not {SHA256}"
+        require(found == SHA256, f"{fact}; get it elsewhere and pass --input=FILE")
+        with writing(path):
+            write_file(path, content)
     return read(path)
 
 
@@ -50,17 +48,16 @@ def read_text(source: str | None) -> str:
 
     ValueError if it has fewer than 11 characters: the last tenth must have two.
     """
+    name = source or "input.txt"
     if source is None:
         content = shakespeare()
     else:
         content = download(source) if "://" in source else read(source)
-    name = source or "input.txt"
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as e:
         raise ValueError(f"{name} is not UTF-8 text (byte {e.start}); convert it, for example with iconv") from e
-    if len(text) < 11:
-        raise ValueError(f"{name} has {len(text)} characters, too few to split; pass a longer text")
+    require(len(text) > 10, f"{name} has {len(text)} characters, too few to split; pass a longer text")
     if hashlib.sha256(content).hexdigest() != SHA256:
         say(f"note: {name} is not nanoGPT's Shakespeare; losses do not compare with published ones")
     return text

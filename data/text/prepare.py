@@ -13,20 +13,15 @@ the split is the same for every tokenizer. A single text, one file that is one d
 nanoGPT: the first 0.9 trains and the rest validates, from the line that begins there or a little earlier.
 """
 
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process silently
-
+import os
 import sys
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-from data import corpus  # noqa: E402
-from data.command import run  # noqa: E402
-from data.sources import find_files  # noqa: E402
+from data import corpus
+from data.command import run
+from data.sources import find_files
 
 
 def main() -> None:

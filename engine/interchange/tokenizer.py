@@ -12,8 +12,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from data.base_tokenizer import END_OF_TEXT, Tokenizer, write_file
+from data.base_tokenizer import END_OF_TEXT, Tokenizer
 from data.errors import require
+from data.files import write_file
 from data.hf_tokenizer import LETTERS
 
 QWEN2 = (  # the pattern by which AutoTokenizer splits a text into words beside a config.json of Qwen2
@@ -41,8 +42,8 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path | str) -> None:
     if kind != "hf" and tokenizer.eot is not None:
         special = {"bos_token": END_OF_TEXT.decode(), "eos_token": END_OF_TEXT.decode()}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | special
-    write_file(folder, "tokenizer.json", CONTENT[kind](tokenizer))
-    write_file(folder, "tokenizer_config.json", json.dumps(config, indent=2).encode())
+    write_file(Path(folder) / "tokenizer.json", CONTENT[kind](tokenizer))
+    write_file(Path(folder) / "tokenizer_config.json", json.dumps(config, indent=2).encode())
 
 
 def char(tokenizer) -> bytes:

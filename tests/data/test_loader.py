@@ -15,10 +15,9 @@ from helpers import shards_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.dataset import open_data
+from data.dataset import TokenStream, open_data
 from data.loader import Loader, blending_indices, corruption_keys, eval_batches, order, permute
 from data.objective import OBJECTIVE, Causal, Objective
-from data.stream import TokenStream
 
 FEW = settings(max_examples=25)  # each example starts threads
 
