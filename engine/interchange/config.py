@@ -120,16 +120,8 @@ class Part(NamedTuple):
 def value(name: str, flag: str, *kinds: type) -> Part:
     """A key and a flag of the same meaning; null means 0."""
     off = kinds[0]()
-
-    def read(keys: Keys, flags: dict) -> dict:
-        found = keys(name, *kinds)
-        return {flag: off if found is None else found}
-
-    def write(cfg: ModelConfig) -> dict:
-        found = getattr(cfg, flag)
-        return {name: None if NoneType in kinds and found == off else found}
-
-    return Part(read, write)
+    none = None if NoneType in kinds else off
+    return Part(lambda keys, flags: {flag: keys(name, *kinds) or off}, lambda cfg: {name: getattr(cfg, flag) or none})
 
 
 def only(**values: Any) -> Part:
@@ -368,6 +360,7 @@ def read_mpt_attention(keys: Keys, flags: dict) -> dict:
 
 
 WINDOW = value("sliding_window", "window", int, NoneType)
+SOFTCAP = value("attn_logit_softcapping", "attn_softcap", float, NoneType)
 QWEN_LAYERS = Part(read_qwen_layers, write_qwen_layers)
 GEMMA2_LAYERS = Part(partial(read_gemma_layers, fixed=True), write_gemma_layers)
 GEMMA3_LAYERS = Part(read_gemma_layers, write_gemma_layers)

@@ -230,18 +230,12 @@ FAMILIES = {
     ),
     "gemma2": llama(
         "Gemma2", dict(norm_placement="sandwich"),
-        [
-            *GEMMA_PARTS, hf_config.GEMMA2_LAYERS, value("attn_logit_softcapping", "attn_softcap", float, NoneType),
-            rope(),
-        ],
-        GEMMA_DEFAULTS, GEMMA2,
+        [*GEMMA_PARTS, hf_config.GEMMA2_LAYERS, hf_config.SOFTCAP, rope()], GEMMA_DEFAULTS, GEMMA2,
     ),
     "gemma3_text": llama(
         "Gemma3", dict(norm_placement="sandwich", qk_norm=True),
-        [
-            *GEMMA_PARTS, hf_config.GEMMA3_LAYERS, only(attn_logit_softcapping=None),  # transformers ignores the key
-            hf_config.GEMMA3_ROPE,
-        ],
+        # transformers ignores attn_logit_softcapping
+        [*GEMMA_PARTS, hf_config.GEMMA3_LAYERS, only(attn_logit_softcapping=None), hf_config.GEMMA3_ROPE],
         GEMMA_DEFAULTS | dict(
             vocab_size=262208, max_position_embeddings=131072, rope_theta=1e6, rope_local_base_freq=10000.0,
             sliding_window_pattern=6, final_logit_softcapping=None,
@@ -342,16 +336,16 @@ FAMILIES = {
 # ---------------------------------------------------------------------------------------------------------------------
 # Which family expresses a model of ours
 
-# Flags that only matter in training
+# Flags that only matter in training, and two that others say
 FREE = {"dropout", "loss_chunk", "fp32_residual", "doc_mask", "doc_positions", "scaled_init", "simplified_beta_ff"}
+FREE |= {"attention", "window"}
 SAME_AS = {"c+p": "parallel", "c,p": "standard"}  # the superblock's layer -> the block that computes the same
 
 
 def network(cfg: ModelConfig) -> dict[str, Any]:
     """The flags on which the network's results depend. Flags with the same effect have the same values."""
-    used = {name: cfg_uses for name, (cfg_uses, _) in USED_WHEN.items()}
-    flags = [f.name for f in fields(ModelConfig) if f.name not in FREE and used.get(f.name, bool)(cfg)]
-    out = {name: getattr(cfg, name) for name in flags if name not in ("attention", "window")}
+    flags = [each.name for each in fields(ModelConfig) if each.name not in FREE]
+    out = {name: getattr(cfg, name) for name in flags if name not in USED_WHEN or USED_WHEN[name][0](cfg)}
     if out.get("last_norm") == cfg.norm:
         out["last_norm"] = "same"
     layers, kinds = range(cfg.n_layer), cfg.pos_pattern or "G"
@@ -379,10 +373,10 @@ def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family
             except ValueError:
                 continue
             wrong = sorted(flag for flag in wanted | found if wanted.get(flag) != found.get(flag))
-            if not wrong and keeps_ids(tokenizer, name):
-                return family, name, given
             if wrong:
                 misses.append((len(wrong), name, wrong))
+            elif keeps_ids(tokenizer, name):
+                return family, name, given
             else:
                 also = f"; {name} would fit, but AutoTokenizer gives it other ids than the run's tokenizer"
     _, name, wrong = min(misses, default=(0, "any", ["block"]))

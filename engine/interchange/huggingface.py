@@ -281,7 +281,9 @@ def write_hf(
     it with trust_remote_code=True. The memory holds one file of weights at a time.
     """
     family, kind, cfg = (OWN, "superblock", cfg) if remote_code else choose(cfg, tokenizer)
-    tokens = special_tokens(tokenizer)
+    eot = tokenizer.eot if tokenizer else None
+    first = tokenizer.prefix[0] if tokenizer and tokenizer.prefix else eot
+    tokens = {"bos_token_id": first, "eos_token_id": eot, "pad_token_id": None}
     config = {"model_type": kind, "torch_dtype": str(dtype)[6:]} | family.config(cfg) | tokens
     shapes = shapes_of(cfg)
 
@@ -329,13 +331,6 @@ def write_weights(folder: Path, shapes: dict[str, torch.Size], theirs: Callable,
         (folder / file).chmod((folder / "config.json").stat().st_mode)  # safetensors lets no other user read it
     if len(files) > 1:
         write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": table})
-
-
-def special_tokens(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    """The ids that begin and end a text, for config.json."""
-    eot = tokenizer.eot if tokenizer else None
-    first = tokenizer.prefix[0] if tokenizer and tokenizer.prefix else eot
-    return {"bos_token_id": first, "eos_token_id": eot, "pad_token_id": None}
 
 
 def write_json(file: Path, value: dict):
