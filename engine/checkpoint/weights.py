@@ -147,8 +147,8 @@ def of_hf(folder: str) -> Weights:
     from engine.interchange.huggingface import read_hf
 
     weights = read_hf(folder)
-    tokenizer = partial(build, f"hf:{weights.folder}", list)
-    return Weights(weights.folder, weights.flags, None, tokenizer, lambda sharded: sharded.fill(weights))
+    tokenizer = partial(build, f"hf:{weights.place}", list)
+    return Weights(weights.place, weights.flags, None, tokenizer, lambda sharded: sharded.fill(weights))
 
 
 FOREIGN = {"nanogpt": of_nanogpt, "hf": of_hf}

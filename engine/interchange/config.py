@@ -1,18 +1,113 @@
 """config.json of Hugging Face's models <-> our flags: the parts that engine/interchange/families.py puts together.
 
-A Part translates a few keys both ways: part.read(keys, flags so far) -> flags, part.write(cfg) -> keys. `read` raises
-ValueError for a value that our flags cannot express. It names the key, the value and the remedy.
+A Part translates a few keys both ways: part.read(keys, flags so far) -> flags, part.write(cfg) -> keys. `read` asks
+Keys for the values of keys. It raises ValueError for a value that our flags cannot express, with the key, the value and
+the remedy. Keys that nothing reads are refused too.
 
     H query heads   C width of the stream   D head size   F hidden units of the MLP
 """
 
+import math
+import reprlib
 from collections.abc import Callable
+from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from data.errors import require
-from engine.interchange.keys import Keys, describe, express
 from model import ModelConfig
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The keys of a file
+
+HARMLESS = {  # why keys say nothing about the logits, whatever their values -> the keys
+    "they name the file, its maker, or the program that wrote it": """
+        _commit_hash _name_or_path architectures auto_map custom_pipelines is_llama_config model_type name_or_path
+        tokenizer_class tokenizer_name transformers.js_config transformers_version unsloth_fixed unsloth_version""",
+    "they say how transformers computes, in which dtype, and what it returns beside the logits": """
+        _attn_implementation _attn_implementation_autoset attention_softmax_in_fp32 attn_impl attn_implementation
+        bias_dropout_fusion cache_implementation chunk_size_feed_forward dtype gradient_checkpointing init_device
+        masked_softmax_fusion output_attentions output_hidden_states pretraining_tp reorder_and_upcast_attn return_dict
+        tie_last_hidden_states torch_dtype torchscript use_bfloat16 use_cache verbose""",
+    "they are of training: dropout and initial weights": """
+        attention_dropout attention_probs_dropout_prob attn_pdrop embd_pdrop emb_pdrop embedding_fraction
+        hidden_dropout hidden_dropout_prob init_config initializer_range resid_pdrop""",
+    "they are of other tasks: classification, summaries, encoders": """
+        classifier_dropout finetuning_task id2label is_decoder label2id n_special num_labels predict_special_tokens
+        problem_type summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+        task_specific_params tie_encoder_decoder""",
+    "they say how text becomes ids and how more text is drawn": """
+        bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample
+        early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty forced_bos_token_id
+        forced_eos_token_id length_penalty max_length max_sequence_length min_length no_repeat_ngram_size
+        num_beam_groups num_beams num_return_sequences output_scores pad_token_id prefix remove_invalid_values
+        repetition_penalty return_dict_in_generate sep_token_id suppress_tokens temperature top_k top_p typical_p
+        unk_token_id""",
+    "transformers ignores them: older releases and other programs wrote them": """
+        _sliding_window_pattern learned_pos_emb n_ctx norm_type offset_alibi skip_bias_add""",
+}
+UNREAD = {name for names in HARMLESS.values() for name in names.split()}
+# Further keys that nothing has to read while they have these values. Of keys that are absent here, this value is null.
+NEUTRAL = dict(
+    apply_residual_connection_post_layernorm=False, attention_bias=False, attn_uses_sequence_id=False, ff_factor=4,
+    full_attn_mod=1, interpolate_factor=1, is_causal=True, is_encoder_decoder=False, lm_head_bias=False,
+    mlp_bias=False, partial_rotary_factor=1, pruned_heads={}, rope_interleaved=False, skip_bias_add_qkv=False,
+    slow_but_exact=False, use_mrope=False,
+)  # fmt: skip
+
+
+def describe(value: Any) -> str:
+    """A short text for an untrusted value, safe to print."""
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return ascii(value[:80]) if type(value) is str else " ".join(ascii(reprlib.repr(value))[1:-1].split())[:80]
+
+
+def express(condition: object, fact: str):
+    """ValueError unless the condition holds; the fact is a key, its value and the values that our flags express."""
+    require(condition, f"{fact} can be expressed by our flags; choose another model")
+
+
+class Keys:
+    """Reads keys of a config.json in their types. A key that the file leaves out has the family's default.
+
+    keys = Keys(config, {"rope_theta": 10000.0})    # the values of keys that the file may leave out
+    theta = keys("rope_theta", float)               # ValueError names a value of another type
+    keys.finish()                                   # ValueError names the keys that no one has asked for
+    """
+
+    def __init__(self, config: dict, defaults: dict):
+        self.config, self.defaults = config, defaults
+        self.seen: set[str] = set()
+
+    def __call__(self, name: str, *kinds: type, least: int = 1) -> Any:
+        """The value of the key. Whole numbers are from `least` on."""
+        self.seen.add(name)
+        value = self.config.get(name, self.defaults.get(name))
+        if type(value) is int and float in kinds and abs(value) < 2**53:
+            value = float(value)
+        good = type(value) in kinds and (type(value) is not float or math.isfinite(value))
+        good = good and (type(value) is not int or least <= value < 2**31)
+        words = {int: f"int, a whole number from {least} on and below 2**31", float: "float, a finite number"}
+        words |= {bool: "bool, True or False", NoneType: "null"}
+        wanted = " or ".join(words.get(kind, kind.__name__) for kind in kinds)
+        require(good, f"{name}={describe(value)} must be of type {wanted}; correct it")
+        return value
+
+    def finish(self):
+        """ValueError names the keys that nobody has read, unless they are known to say nothing about the logits."""
+        rest = sorted(self.config.keys() - self.seen - UNREAD)
+        rest = [name for name in rest if self.config[name] != NEUTRAL.get(name)]
+        some = ", ".join(f"{ascii(name[:80])}={describe(self.config[name])}" for name in rest[:2])
+        more = f" and {len(rest) - 2} more" if len(rest) > 2 else ""
+        remedy = "delete keys that change nothing in this model, or choose another model"
+        require(not rest, f"nothing here reads {some}{more}; {remedy}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts
 
 
 class Part(NamedTuple):
@@ -24,28 +119,19 @@ class Part(NamedTuple):
 
 def value(name: str, flag: str, *kinds: type) -> Part:
     """A key and a flag of the same meaning; null means 0."""
-    off = {float: 0.0}.get(kinds[0], 0)
-
-    def read(keys: Keys, flags: dict) -> dict:
-        found = keys(name, *kinds)
-        return {flag: off if found is None else found}
-
-    def write(cfg: ModelConfig) -> dict:
-        found = getattr(cfg, flag)
-        return {name: None if NoneType in kinds and found == off else found}
-
-    return Part(read, write)
+    off = kinds[0]()
+    none = None if NoneType in kinds else off
+    return Part(lambda keys, flags: {flag: keys(name, *kinds) or off}, lambda cfg: {name: getattr(cfg, flag) or none})
 
 
 def only(**values: Any) -> Part:
     """Keys of which our flags express one value only."""
 
     def read(keys: Keys, flags: dict) -> dict:
+        keys.seen.update(values)
         for name, wanted in values.items():
             found = keys.config.get(name, wanted)
-            keys.seen.add(name)
-            same = (found or None) == (wanted or None)
-            express(same, f"{name}={describe(found)}, but only {wanted}")
+            express((found or None) == (wanted or None), f"{name}={describe(found)}, but only {wanted}")
         return {}
 
     return Part(read, lambda cfg: dict(values))
@@ -68,15 +154,13 @@ def kv_flags(heads: int, flags: dict) -> dict:
     return {"attention": "gqa", "n_kv_head": heads} if heads != flags["n_head"] else {}
 
 
-def kv_heads(keys: Keys, flags: dict) -> dict:
-    return kv_flags(keys("num_key_value_heads", int, NoneType) or flags["n_head"], flags)
+def read_heads(keys: Keys, flags: dict) -> dict:
+    H, D = flags["n_head"], keys("head_dim", int, NoneType) or 0
+    own = {"head_dim": 0 if D * H == flags["n_embd"] else D}
+    return kv_flags(keys("num_key_value_heads", int, NoneType) or H, flags) | own
 
 
-def head_dim(keys: Keys, flags: dict) -> dict:
-    D = keys("head_dim", int, NoneType) or 0
-    return {"head_dim": 0 if D * flags["n_head"] == flags["n_embd"] else D}
-
-
+HEADS = Part(read_heads, lambda cfg: {"num_key_value_heads": cfg.kv_heads, "head_dim": cfg.head_size})
 PLAIN = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
 PLAIN |= {"gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}  # the same function
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu", "gelu_new": "geglu_tanh"}
@@ -107,31 +191,35 @@ SCALING = {  # rope_type -> the keys of our flag's numbers in order, with the fl
 }
 
 
-def number(x: float) -> str:
-    """The shortest text of the number that loses nothing."""
-    return repr(int(x) if x == int(x) else x)
+def read_rope(
+    given: dict, theta: float, flags: dict, fraction: float | None = None, original: float | None = None
+) -> dict:
+    """rope_theta, rope_fraction and rope_scaling, from transformers' dictionary of RoPE's parameters.
 
-
-def read_rope(given: dict, defaults: dict, flags: dict, original: float | None = None) -> dict:
-    """rope_theta, rope_fraction and rope_scaling, from transformers' dictionary of RoPE's parameters. An original
-    context that stands beside the dictionary counts, not the one in it."""
+    theta     if the dictionary has none
+    fraction  the part of each head that is turned, if the dictionary has none; without it, only whole heads
+    original  the context before scaling, where it stands beside the dictionary; it counts, not the one in there
+    """
     given = {name: x for name, x in given.items() if x is not None and (name, x) != ("truncate", True)}
     kind = given.get("rope_type", given.get("type", "default"))
     express(type(kind) is str and kind in SCALING, f"rope_type={describe(kind)}, but only {', '.join(SCALING)}")
-    defaults = defaults | {"original_max_position_embeddings": flags["block_size"], "beta_fast": 32, "beta_slow": 1}
+    defaults = {"rope_theta": theta, "partial_rotary_factor": 1 if fraction is None else fraction}
+    defaults |= {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": flags["block_size"]}
     if original is not None and "original_max_position_embeddings" in SCALING[kind]:
         given["original_max_position_embeddings"] = original
     keys = Keys(given, defaults)
     numbers = [keys(name, float) for name in SCALING[kind]]
     require(all(x > 0 for x in numbers), f"the numbers of rope_type={kind} must be positive; correct them")
-    theta, fraction = keys("rope_theta", float), keys("partial_rotary_factor", float)
+    theta, turned = keys("rope_theta", float), keys("partial_rotary_factor", float)
     more = sorted(given.keys() - keys.seen - {"rope_type", "type"}, key=str)
     express(not more, f"{describe(more[:1])} of rope_type={kind}, but only {', '.join(SCALING[kind]) or 'rope_theta'}")
     D = flags.get("head_dim") or max(1, flags["n_embd"] // flags["n_head"])
-    rows = int(D * fraction)
+    rows = int(D * turned)
     even = D % 2 or (0 < rows <= D and rows % 2 == 0)  # ModelConfig refuses an odd D itself
-    express(even, f"partial_rotary_factor={fraction} turns {rows} of {D} rows, but only an even number of them")
-    scaling = ":".join([kind, *map(number, numbers)]) if numbers else ""
+    express(even, f"partial_rotary_factor={turned} turns {rows} of {D} rows, but only an even number of them")
+    express(fraction is not None or rows == D, f"partial_rotary_factor={rows / D}, but only 1")
+    exact = [repr(int(x) if x.is_integer() else x) for x in numbers]
+    scaling = ":".join([kind, *exact]) if exact else ""
     return {"rope_theta": theta, "rope_fraction": rows / D, "rope_scaling": scaling}
 
 
@@ -152,11 +240,9 @@ def rope(theta: str = "rope_theta", fraction: str = "", scaled: bool = True) -> 
     a file has both, transformers takes rope_scaling."""
 
     def read(keys: Keys, flags: dict) -> dict:
-        older, newer = (keys(name, dict, NoneType) or {} for name in ("rope_scaling", "rope_parameters"))
-        given, original = older or newer, keys("original_max_position_embeddings", float, NoneType)
-        defaults = {"rope_theta": keys(theta, float), "partial_rotary_factor": keys(fraction, float) if fraction else 1}
-        found = read_rope(given, defaults, flags, original)
-        express(fraction or found["rope_fraction"] == 1, f"partial_rotary_factor={found['rope_fraction']}, but only 1")
+        given = [keys(name, dict, NoneType) for name in ("rope_scaling", "rope_parameters")]
+        given, original = given[0] or given[1] or {}, keys("original_max_position_embeddings", float, NoneType)
+        found = read_rope(given, keys(theta, float), flags, keys(fraction, float) if fraction else None, original)
         express(scaled or not found["rope_scaling"], f"rope_scaling={describe(given)}, but only null")
         return found
 
@@ -167,83 +253,64 @@ def rope(theta: str = "rope_theta", fraction: str = "", scaled: bool = True) -> 
     return Part(read, write)
 
 
-def layer_flags(types: list | None, default: Callable[[int], bool], window: int | None, flags: dict) -> dict:
-    """window and window_pattern; types or default say which layers have a sliding window."""
-    L = flags["n_layer"]
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def read_windows(keys: Keys, flags: dict, slides: Callable[[int], bool], window: int | None) -> dict:
+    """window and window_pattern, from layer_types; if the file has none, slides(i) says which layers have a window."""
+    L, types = flags["n_layer"], keys("layer_types", list, NoneType)
     express(L < 2**12, f"a number of layers of {L}, but only one below 4096")
-    types = types or ["sliding_attention" if default(i) else "full_attention" for i in range(L)]
-    known = len(types) == L and all(each in ("sliding_attention", "full_attention") for each in types)
-    express(known, f"layer_types={describe(types)}, but only {L} times sliding_attention or full_attention")
-    pattern = "".join("S" if each == "sliding_attention" else "L" for each in types)
+    types = types or [SLIDING if slides(i) else FULL for i in range(L)]
+    known = len(types) == L and all(each in (SLIDING, FULL) for each in types)
+    express(known, f"layer_types={describe(types)}, but only {L} times {SLIDING} or {FULL}")
+    pattern = "".join("S" if each == SLIDING else "L" for each in types)
     if window is None or "S" not in pattern:
         return {}
-    return {"window": window, "window_pattern": shortest(pattern).replace("S", "") and shortest(pattern)}
-
-
-def shortest(pattern: str) -> str:
-    """The shortest text that gives the pattern when it is repeated and cut."""
-    return next(pattern[:n] for n in range(1, len(pattern) + 1) if (pattern[:n] * len(pattern)).startswith(pattern))
+    shortest = next(pattern[:n] for n in range(1, L + 1) if (pattern[:n] * L).startswith(pattern))
+    return {"window": window, "window_pattern": shortest.strip("S") and shortest}
 
 
 def layer_types(cfg: ModelConfig) -> list[str]:
-    return ["sliding_attention" if cfg.layer_window(i) else "full_attention" for i in range(cfg.n_layer)]
+    return [SLIDING if cfg.layer_window(i) else FULL for i in range(cfg.n_layer)]
 
 
 def read_qwen_layers(keys: Keys, flags: dict) -> dict:
     on, window = keys("use_sliding_window", bool), keys("sliding_window", int, NoneType)
-    first, types = keys("max_window_layers", int, least=0), keys("layer_types", list, NoneType)
-    return layer_flags(types, lambda i: i >= first, window if on else None, flags)
+    first = keys("max_window_layers", int, least=0)
+    return read_windows(keys, flags, lambda i: i >= first, window if on else None)
 
 
 def write_qwen_layers(cfg: ModelConfig) -> dict:
-    types = layer_types(cfg)
-    first = types.index("sliding_attention") if cfg.window and "sliding_attention" in types else cfg.n_layer
-    keys = {"use_sliding_window": cfg.window > 0, "sliding_window": cfg.window or None, "max_window_layers": first}
-    return keys | {"layer_types": types}
+    types, window = layer_types(cfg), cfg.window or None
+    keys = {"use_sliding_window": cfg.window > 0, "sliding_window": window, "layer_types": types}
+    return keys | {"max_window_layers": [*types, SLIDING].index(SLIDING)}
 
 
-def read_gemma_layers(keys: Keys, flags: dict) -> dict:
-    period, types = keys("sliding_window_pattern", int), keys("layer_types", list, NoneType)
-    return layer_flags(types, lambda i: (i + 1) % period > 0, keys("sliding_window", int), flags)
-
-
-def read_gemma2_layers(keys: Keys, flags: dict) -> dict:
+def read_gemma_layers(keys: Keys, flags: dict, fixed: bool = False) -> dict:
     period, types = keys("sliding_window_pattern", int), keys("layer_types", list, NoneType)
     fact = f"sliding_window_pattern={period} counts nothing in a Gemma 2, whose second layers have no window"
-    require(types or period == 2, f"{fact}; list the kinds of layers in layer_types")
-    return read_gemma_layers(keys, flags)
+    require(types or period == 2 or not fixed, f"{fact}; list the kinds of layers in layer_types")
+    return read_windows(keys, flags, lambda i: (i + 1) % period > 0, keys("sliding_window", int))
 
 
 def write_gemma_layers(cfg: ModelConfig) -> dict:
-    types = layer_types(cfg)
-    period = types.index("full_attention") + 1 if "full_attention" in types else cfg.n_layer + 1
-    window = cfg.window or cfg.block_size  # theirs must be a number, even where no layer has a window
+    types, window = layer_types(cfg), cfg.window or cfg.block_size  # a number even where no layer has a window
+    period = [*types, FULL].index(FULL) + 1
     return {"sliding_window": window, "sliding_window_pattern": period, "layer_types": types}
 
 
 def read_gemma3_rope(keys: Keys, flags: dict) -> dict:
     """Layers with a window have a base of their own, without scaling."""
     given, scaling = (keys(name, dict, NoneType) or {} for name in ("rope_parameters", "rope_scaling"))
-    inner, found = Keys(given, {}), {}
-    for kind, theta in (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq")):
-        one = (inner(kind, dict, NoneType) or {}) | (scaling if kind == "full_attention" else {})
-        found[kind] = read_rope(one, {"rope_theta": keys(theta, float), "partial_rotary_factor": 1}, flags)
-        fraction = found[kind]["rope_fraction"]
-        express(fraction == 1, f"partial_rotary_factor={fraction}, but only 1")
+    inner = Keys(given, {})
+    full, local = (inner(kind, dict, NoneType) or {} for kind in (FULL, SLIDING))
+    found = read_rope(full | scaling, keys("rope_theta", float), flags)
+    local = read_rope(local, keys("rope_local_base_freq", float), flags)
     inner.finish()
-    local = found["sliding_attention"]
-    express(not local["rope_scaling"], "a rope_type of sliding_attention, but only default")
+    express(not local["rope_scaling"], f"a rope_type of {SLIDING}, but only default")
     windows = flags.get("window_pattern") or ("S" if flags.get("window") else "L")
     pattern = windows.replace("L", "G").replace("S", "L")
-    return found["full_attention"] | {
-        "rope_theta_local": local["rope_theta"],
-        "pos_pattern": pattern.strip("G") and pattern,
-    }
-
-
-def write_gemma3_rope(cfg: ModelConfig) -> dict:
-    keys = {"rope_theta": cfg.rope_theta, "rope_local_base_freq": cfg.rope_theta_local}
-    return keys | {"rope_scaling": write_scaling(cfg)}
+    return found | {"rope_theta_local": local["rope_theta"], "pos_pattern": pattern.strip("G") and pattern}
 
 
 def read_falcon(keys: Keys, flags: dict) -> dict:
@@ -252,8 +319,7 @@ def read_falcon(keys: Keys, flags: dict) -> dict:
     parallel, one = keys("parallel_attn", bool) or new, keys("multi_query", bool)
     norms = keys("num_ln_in_parallel_attn", int, NoneType) or 2
     own = keys("num_kv_heads", int, NoneType) or H
-    heads = own if new else 1 if one else H
-    found = kv_flags(heads, flags) | {"block": "parallel" if parallel else "standard"}
+    found = kv_flags(own if new else 1 if one else H, flags) | {"block": "parallel" if parallel else "standard"}
     found["norm_per_reader"] = new and norms == 2
     turns = rope().read(keys, flags)  # ALiBi ignores them
     if alibi:
@@ -286,23 +352,6 @@ def read_scores(keys: Keys, flags: dict) -> dict:
     return {"embed_scale": flags["n_embd"] ** 0.5}
 
 
-WINDOW = value("sliding_window", "window", int, NoneType)
-QWEN_LAYERS, GEMMA2_LAYERS = Part(read_qwen_layers, write_qwen_layers), Part(read_gemma2_layers, write_gemma_layers)
-HEADS = [
-    Part(kv_heads, lambda cfg: {"num_key_value_heads": cfg.kv_heads}),
-    Part(head_dim, lambda cfg: {"head_dim": cfg.head_size}),
-]
-GEMMA3_LAYERS = Part(read_gemma_layers, write_gemma_layers)
-SCORES = Part(read_scores, lambda cfg: {"query_pre_attn_scalar": cfg.head_size})
-GEMMA3_ROPE, FALCON = Part(read_gemma3_rope, write_gemma3_rope), Part(read_falcon, write_falcon)
-NEOX_BLOCK = Part(read_neox_block, lambda cfg: {"use_parallel_residual": cfg.block != "standard"})
-LLAMA_BIAS = Part(read_llama_bias, lambda cfg: {"attention_bias": cfg.bias, "mlp_bias": cfg.bias})
-MPT_SCORES = only(
-    attn_type="multihead_attention", clip_qkv=None, softmax_scale=None, prefix_lm=False, qk_ln=False, alibi=True,
-    alibi_bias_max=8,
-)  # fmt: skip
-
-
 def read_mpt_attention(keys: Keys, flags: dict) -> dict:
     inner = Keys(keys("attn_config", dict, NoneType) or {}, {})
     MPT_SCORES.read(inner, flags)
@@ -310,4 +359,18 @@ def read_mpt_attention(keys: Keys, flags: dict) -> dict:
     return {}
 
 
+WINDOW = value("sliding_window", "window", int, NoneType)
+SOFTCAP = value("attn_logit_softcapping", "attn_softcap", float, NoneType)
+QWEN_LAYERS = Part(read_qwen_layers, write_qwen_layers)
+GEMMA2_LAYERS = Part(partial(read_gemma_layers, fixed=True), write_gemma_layers)
+GEMMA3_LAYERS = Part(read_gemma_layers, write_gemma_layers)
+GEMMA3_ROPE = Part(read_gemma3_rope, lambda cfg: rope().write(cfg) | {"rope_local_base_freq": cfg.rope_theta_local})
+SCORES = Part(read_scores, lambda cfg: {"query_pre_attn_scalar": cfg.head_size})
+FALCON = Part(read_falcon, write_falcon)
+NEOX_BLOCK = Part(read_neox_block, lambda cfg: {"use_parallel_residual": cfg.block != "standard"})
+LLAMA_BIAS = Part(read_llama_bias, lambda cfg: {"attention_bias": cfg.bias, "mlp_bias": cfg.bias})
+MPT_SCORES = only(
+    attn_type="multihead_attention", clip_qkv=None, softmax_scale=None, prefix_lm=False, qk_ln=False, alibi=True,
+    alibi_bias_max=8,
+)  # fmt: skip
 MPT_ATTENTION = Part(read_mpt_attention, lambda cfg: {"attn_config": MPT_SCORES.write(cfg)})

@@ -7,23 +7,92 @@
     family, name, cfg = choose(cfg, tokenizer)     # the first family that expresses the flags
 
 A family has a list of parts, each of which translates a few keys of config.json (config.py), and a table of rows: our
-layer, their layers, and the conversions to ours (layouts.py). docs/interchange.md lists the families and says what a
-new one needs.
+layer, their layers, and the conversions to ours. docs/interchange.md lists the families and says what a new one needs.
+
+    H query heads   Hkv key/value heads   G = H / Hkv   D head size
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from data.base_tokenizer import Tokenizer
 from data.errors import require
 from engine.interchange import config as hf_config
-from engine.interchange.config import GATED, Part, ignored, mlp, only, rope, sizes, value
-from engine.interchange.keys import Keys, describe
-from engine.interchange.layouts import GROUP, PLUS_ONE, SCALE, SCALE_QUERIES, TRANSPOSE, TURN, UNITS, Conversion
+from engine.interchange.config import GATED, Keys, Part, describe, ignored, mlp, only, rope, sizes, value
 from engine.interchange.tokenizer import keeps_ids
 from model import USED_WHEN, ModelConfig
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layouts of weights
+
+
+class Conversion(NamedTuple):
+    """Changes the layout of a tensor: read(x, our flags, their config.json) -> ours, write(...) -> theirs.
+
+    A layer of ours that is made of several of theirs starts with their rows, one below the other. x has rows first; a
+    bias has only rows.
+    """
+
+    read: Callable[[Tensor, ModelConfig, dict], Tensor]
+    write: Callable[[Tensor, ModelConfig, dict], Tensor]
+
+
+def reordered(rows: Callable[[Tensor, ModelConfig], Tensor]) -> Conversion:
+    """The same rows in another order: rows(the numbers of their rows, our flags) -> these numbers in our order."""
+
+    def order(x: Tensor, cfg: ModelConfig) -> Tensor:
+        return rows(torch.arange(len(x)), cfg).to(x.device)
+
+    return Conversion(lambda x, cfg, _: x[order(x, cfg)], lambda x, cfg, _: x[order(x, cfg).argsort()])
+
+
+def split_heads(x: Tensor, cfg: ModelConfig) -> Tensor:
+    """Rows of our qkv -> (Hkv, G + 2, D, ...): per key/value head its G queries, its key, its value."""
+    return x.unflatten(0, (cfg.kv_heads, -1, cfg.head_size))
+
+
+def group(rows: Tensor, cfg: ModelConfig) -> Tensor:
+    """All rows of q, then of k, then of v -> our order."""
+    heads = rows.view(-1, cfg.head_size).split((cfg.n_head, cfg.kv_heads, cfg.kv_heads))
+    return torch.cat([each.unflatten(0, (cfg.kv_heads, -1)) for each in heads], dim=1).flatten()
+
+
+def turn(rows: Tensor, cfg: ModelConfig) -> Tensor:
+    """The rows of each query and key in our order. RoPE pairs row j with row n + j of their first 2 n rows, and with
+    row D/2 + j of ours."""
+    D, n, heads = cfg.head_size, cfg.rope_pairs, split_heads(rows, cfg)
+    middle = n + D // 2
+    ends = (0, n), (2 * n, middle), (n, 2 * n), (middle, D)
+    heads[:, :-1] = heads[:, :-1, torch.cat([torch.arange(*each) for each in ends])]  # values stay as they are
+    return heads.flatten()
+
+
+def score_scale(cfg: ModelConfig, config: dict) -> float:
+    """Their factor of the scores, over ours, which is 1 / sqrt(D)."""
+    return (cfg.head_size / config["query_pre_attn_scalar"]) ** 0.5
+
+
+def scale_queries(x: Tensor, cfg: ModelConfig, config: dict) -> Tensor:
+    """The rows of the queries times score_scale."""
+    heads = split_heads(x, cfg)
+    return torch.cat((heads[:, :-2] * score_scale(cfg, config), heads[:, -2:]), dim=1).flatten(0, 2)
+
+
+TRANSPOSE = Conversion(lambda x, *_: x.t(), lambda x, *_: x.t())  # Conv1D of GPT-2; a bias stays as it is
+GROUP, TURN = reordered(group), reordered(turn)
+# All gates, then all values -> pieces of gates and values in turn
+UNITS = reordered(lambda rows, cfg: rows.view(2, -1, cfg.hidden_unit).transpose(0, 1).flatten())
+PLUS_ONE = Conversion(lambda x, *_: x + 1, lambda x, *_: x - 1)  # Gemma's norms multiply by 1 + w
+# A file that we write has query_pre_attn_scalar = D, so nothing is scaled back.
+SCALE_QUERIES = Conversion(scale_queries, lambda x, *_: x)
+SCALE = Conversion(lambda x, cfg, config: x * score_scale(cfg, config), lambda x, *_: x)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Families
@@ -105,84 +174,68 @@ BLOOM_ROWS = NEOX_LAYER | {
     "norm": ("transformer.ln_f",),
 }
 LLAMA_SIZES = sizes("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings")
-LLAMA_SHAPE = [*LLAMA_SIZES, *hf_config.HEADS, value("rms_norm_eps", "norm_eps", float)]
+LLAMA_SHAPE = [*LLAMA_SIZES, hf_config.HEADS, value("rms_norm_eps", "norm_eps", float)]
 LLAMA_PARTS = [*LLAMA_SHAPE, mlp("hidden_act", "intermediate_size", GATED)]
-GEMMA_PARTS = [
-    *LLAMA_SHAPE, mlp("hidden_activation", "intermediate_size", GATED), hf_config.SCORES,
-    value("final_logit_softcapping", "logit_softcap", float, NoneType),
-    only(attention_bias=False, use_bidirectional_attention=False), ignored("hidden_act", "sliding_window_size"),
-]  # fmt: skip
-OUR_LLAMA = dict(norm="rmsnorm", pos="rope")
 LLAMA_DEFAULTS = dict(
     vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
     hidden_act="silu", max_position_embeddings=2048, rms_norm_eps=1e-6, tie_word_embeddings=False, rope_theta=10000.0,
     attention_bias=False, mlp_bias=False,
 )  # fmt: skip
-QWEN_DEFAULTS = LLAMA_DEFAULTS | dict(
+QWEN_DEFAULTS = dict(
     vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, use_sliding_window=False,
     sliding_window=4096, max_window_layers=28, num_key_value_heads=32,
 )  # fmt: skip
+GEMMA_PARTS = [
+    *LLAMA_SHAPE, mlp("hidden_activation", "intermediate_size", GATED), hf_config.SCORES,
+    value("final_logit_softcapping", "logit_softcap", float, NoneType),
+    only(attention_bias=False, use_bidirectional_attention=False), ignored("hidden_act", "sliding_window_size"),
+]  # fmt: skip
 GEMMA_DEFAULTS = dict(
     vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
     num_key_value_heads=4, head_dim=256, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=8192,
-    rms_norm_eps=1e-6, tie_word_embeddings=True, rope_theta=10000.0, query_pre_attn_scalar=256, sliding_window=4096,
-    sliding_window_pattern=2, final_logit_softcapping=30.0, attn_logit_softcapping=50.0,
+    tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096, sliding_window_pattern=2,
+    final_logit_softcapping=30.0, attn_logit_softcapping=50.0,
 )  # fmt: skip
+
+
+def llama(name: str, ours: dict, parts: list[Part], defaults: dict, rows: dict = LLAMA) -> Family:
+    """A family with Llama's names of layers; `ours` and `defaults` are those besides Llama's."""
+    ours, defaults = dict(norm="rmsnorm", pos="rope") | ours, LLAMA_DEFAULTS | defaults
+    return Family(f"{name}ForCausalLM", "model.layers.{}.", ours, parts, defaults, rows)
+
+
 FAMILIES = {
-    "llama": Family(
-        "LlamaForCausalLM", "model.layers.{}.", OUR_LLAMA, [*LLAMA_PARTS, rope(), hf_config.LLAMA_BIAS],
-        LLAMA_DEFAULTS, LLAMA,
+    "llama": llama("Llama", {}, [*LLAMA_PARTS, rope(), hf_config.LLAMA_BIAS], {}),
+    "mistral": llama(
+        "Mistral", {}, [*LLAMA_PARTS, rope(), hf_config.WINDOW],
+        dict(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
     ),
-    "mistral": Family(
-        "MistralForCausalLM", "model.layers.{}.", OUR_LLAMA, [*LLAMA_PARTS, rope(), hf_config.WINDOW],
-        LLAMA_DEFAULTS | dict(
-            intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096
-        ),
-        LLAMA,
+    "qwen2": llama("Qwen2", dict(qkv_bias=True), [*LLAMA_PARTS, rope(), hf_config.QWEN_LAYERS], QWEN_DEFAULTS),
+    "qwen3": llama(
+        "Qwen3", dict(qk_norm=True), [*LLAMA_PARTS, rope(), hf_config.QWEN_LAYERS, only(attention_bias=False)],
+        QWEN_DEFAULTS | dict(head_dim=128),
     ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM", "model.layers.{}.", OUR_LLAMA | dict(qkv_bias=True),
-        [*LLAMA_PARTS, rope(), hf_config.QWEN_LAYERS], QWEN_DEFAULTS, LLAMA,
+    "olmo2": llama(
+        "Olmo2", dict(norm_placement="after", qk_norm=True, qk_norm_width="model"),
+        [*LLAMA_PARTS, rope(), only(attention_bias=False)], dict(vocab_size=50304, rms_norm_eps=1e-5),
+        LLAMA | {"sums.0.after": ("post_attention_layernorm",), "sums.1.after": ("post_feedforward_layernorm",)},
     ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", "model.layers.{}.", OUR_LLAMA | dict(qk_norm=True),
-        [*LLAMA_PARTS, rope(), hf_config.QWEN_LAYERS, only(attention_bias=False)], QWEN_DEFAULTS | dict(head_dim=128),
-        LLAMA,
-    ),
-    "olmo2": Family(
-        "Olmo2ForCausalLM", "model.layers.{}.",
-        OUR_LLAMA | dict(norm_placement="after", qk_norm=True, qk_norm_width="model"),
-        [*LLAMA_PARTS, rope(), only(attention_bias=False)],
-        LLAMA_DEFAULTS | dict(vocab_size=50304, rms_norm_eps=1e-5),
-        LLAMA | {
-            "sums.0.after": ("post_attention_layernorm",), "sums.1.after": ("post_feedforward_layernorm",),
-        },
-    ),
-    "phi3": Family(
-        "Phi3ForCausalLM", "model.layers.{}.", OUR_LLAMA,
-        [*LLAMA_PARTS, rope(fraction="partial_rotary_factor", scaled=False), hf_config.WINDOW],
-        LLAMA_DEFAULTS | dict(
+    "phi3": llama(
+        "Phi3", {}, [*LLAMA_PARTS, rope(fraction="partial_rotary_factor", scaled=False), hf_config.WINDOW],
+        dict(
             vocab_size=32064, hidden_size=3072, intermediate_size=8192, max_position_embeddings=4096,
             rms_norm_eps=1e-5, partial_rotary_factor=1.0,
         ),
-        LLAMA | {
-            "attn.qkv": ("self_attn.qkv_proj", GROUP, TURN), "mlp.up": ("mlp.gate_up_proj", UNITS),
-        },
+        LLAMA | {"attn.qkv": ("self_attn.qkv_proj", GROUP, TURN), "mlp.up": ("mlp.gate_up_proj", UNITS)},
     ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM", "model.layers.{}.", OUR_LLAMA | dict(norm_placement="sandwich"),
-        [
-            *GEMMA_PARTS, hf_config.GEMMA2_LAYERS, value("attn_logit_softcapping", "attn_softcap", float, NoneType),
-            rope(),
-        ],
-        GEMMA_DEFAULTS, GEMMA2,
+    "gemma2": llama(
+        "Gemma2", dict(norm_placement="sandwich"),
+        [*GEMMA_PARTS, hf_config.GEMMA2_LAYERS, hf_config.SOFTCAP, rope()], GEMMA_DEFAULTS, GEMMA2,
     ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM", "model.layers.{}.", OUR_LLAMA | dict(norm_placement="sandwich", qk_norm=True),
-        [
-            *GEMMA_PARTS, hf_config.GEMMA3_LAYERS, only(attn_logit_softcapping=None),  # transformers ignores the key
-            hf_config.GEMMA3_ROPE,
-        ],
+    "gemma3_text": llama(
+        "Gemma3", dict(norm_placement="sandwich", qk_norm=True),
+        # transformers ignores attn_logit_softcapping
+        [*GEMMA_PARTS, hf_config.GEMMA3_LAYERS, only(attn_logit_softcapping=None), hf_config.GEMMA3_ROPE],
         GEMMA_DEFAULTS | dict(
             vocab_size=262208, max_position_embeddings=131072, rope_theta=1e6, rope_local_base_freq=10000.0,
             sliding_window_pattern=6, final_logit_softcapping=None,
@@ -283,16 +336,16 @@ FAMILIES = {
 # ---------------------------------------------------------------------------------------------------------------------
 # Which family expresses a model of ours
 
-# Flags that only matter in training
+# Flags that only matter in training, and two that others say
 FREE = {"dropout", "loss_chunk", "fp32_residual", "doc_mask", "doc_positions", "scaled_init", "simplified_beta_ff"}
+FREE |= {"attention", "window"}
 SAME_AS = {"c+p": "parallel", "c,p": "standard"}  # the superblock's layer -> the block that computes the same
 
 
 def network(cfg: ModelConfig) -> dict[str, Any]:
     """The flags on which the network's results depend. Flags with the same effect have the same values."""
-    used = {name: cfg_uses for name, (cfg_uses, _) in USED_WHEN.items()}
-    flags = [f.name for f in fields(ModelConfig) if f.name not in FREE and used.get(f.name, bool)(cfg)]
-    out = {name: getattr(cfg, name) for name in flags if name not in ("attention", "window")}
+    flags = [each.name for each in fields(ModelConfig) if each.name not in FREE]
+    out = {name: getattr(cfg, name) for name in flags if name not in USED_WHEN or USED_WHEN[name][0](cfg)}
     if out.get("last_norm") == cfg.norm:
         out["last_norm"] = "same"
     layers, kinds = range(cfg.n_layer), cfg.pos_pattern or "G"
@@ -320,10 +373,10 @@ def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family
             except ValueError:
                 continue
             wrong = sorted(flag for flag in wanted | found if wanted.get(flag) != found.get(flag))
-            if not wrong and keeps_ids(tokenizer, name):
-                return family, name, given
             if wrong:
                 misses.append((len(wrong), name, wrong))
+            elif keeps_ids(tokenizer, name):
+                return family, name, given
             else:
                 also = f"; {name} would fit, but AutoTokenizer gives it other ids than the run's tokenizer"
     _, name, wrong = min(misses, default=(0, "any", ["block"]))

@@ -4,6 +4,8 @@ weights = read_hf("DIR")                        # config.json and safetensors; o
 cfg = ModelConfig(**weights.flags)
 weights["blocks.0.sums.0.attn.qkv.weight"]      # ours, in float32; its file is read only now
 export("out/mine", "DIR")                       # a training run -> a folder for AutoModelForCausalLM
+
+Raises ValueError or OSError in one line for what is absent or damaged. Pickles are refused.
 """
 
 import json
@@ -11,9 +13,11 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import NoneType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,90 +25,39 @@ from torch import Tensor
 from configurator import Config, Given, resolve
 from data.base_tokenizer import Tokenizer
 from data.errors import require
-from data.files import amount, writing
+from data.files import amount, open_regular, writing
 from data.tokenizer import from_spec
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.state import completed
+from engine.interchange.config import describe
 from engine.interchange.families import FAMILIES, Family, choose
-from engine.interchange.files import AGAIN, locate, open_files, read_json
-from engine.interchange.keys import describe
-from engine.interchange.remote_code import write_remote_code
 from engine.interchange.tokenizer import export_tokenizer
 from model import Model, ModelConfig
 
+AGAIN = "download the folder again, or write it with transformers' save_pretrained"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # names of safetensors
 BUFFERS = re.compile(r".*(rotary\w*[.]inv_freq|(attn|attention)[.](masked_)?bias)")  # of old files; no weights
 SHARD_BYTES = 5 * 10**9  # largest size of a file of weights, as in transformers
-
+ROOT = Path(__file__).parents[2]
+CODE = (ROOT / "model.py", ROOT / "ops.py", Path(__file__).with_name("modeling_superblock.py"))
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reading
-
-
-class Pretrained(Mapping[str, Tensor]):
-    """The weights of a folder by our names, in float32. A tensor is read when it is asked for."""
-
-    def __init__(self, folder: Path, family: Family, config: dict, flags: dict):
-        self.folder, self.family, self.config, self.flags = folder, family, config, flags
-        self.cfg = ModelConfig(**flags)
-        self.files = open_files(folder)  # their name -> the open file
-        self.shapes = shapes_of(self.cfg)
-        prefix = family.layers.partition(".")[0] + "."
-        self.prefix = "" if any(name.startswith(prefix) for name in self.files) else prefix  # base models lack it
-        self.tied_head = family.source("head.weight")[0][0] if self.cfg.tie_weights else None
-        self._check()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name == "head.weight" and self.cfg.tie_weights:
-            name = "wte.weight"
-        names, conversions = self.family.source(name)
-        x = torch.cat([self._tensor(each) for each in names]) if len(names) > 1 else self._tensor(names[0])
-        if name == "wte.weight" and self.tied_head in self.files:
-            same = torch.equal(self._tensor(self.tied_head), x)
-            require(same, f"{self.folder}: {self.tied_head} differs from {names[0]}, but they are tied; {AGAIN}")
-        for conversion in conversions:
-            x = conversion.read(x, self.cfg, self.config)
-        return x.contiguous()
-
-    def _tensor(self, name: str) -> Tensor:
-        x = self.files[self._stored(name)].get_tensor(self._stored(name)).float()
-        finite = all(end.isfinite() for end in x.aminmax())  # needs no memory; one NaN makes both NaN
-        require(finite, f"{self.folder}: {name} holds numbers that are not finite; {AGAIN}")
-        return x
-
-    def _stored(self, name: str) -> str:
-        return name.removeprefix(self.prefix)
-
-    def _check(self):
-        """ValueError if the files lack a tensor, or have one of another shape or dtype, or one too many."""
-        known = {self.tied_head}
-        for name, shape in self.shapes.items():
-            theirs = to_theirs(self.family, self.cfg, self.config, name, torch.empty(shape, device="meta"))
-            for their_name, x in theirs.items():
-                stored, expected = self._stored(their_name), tuple(x.shape)
-                known.add(stored)
-                file = self.files.get(stored)
-                found = file.get_slice(stored) if file else None
-                fact = f"{self.folder}: {stored} is {tuple(found.get_shape()) if found else 'absent'}"
-                same = found is not None and tuple(found.get_shape()) == expected
-                require(same, f"{fact}, but config.json means {expected}; {AGAIN}")
-                dtype = found.get_dtype()
-                fact = f"{self.folder}: {stored} has the dtype {dtype}, not {', '.join(DTYPES)}"
-                require(dtype in DTYPES, f"{fact}; load the model with dtype=torch.bfloat16 and save_pretrained it")
-        surplus = sorted(name for name in self.files.keys() - known if not BUFFERS.fullmatch(name))
-        if surplus:
-            fact = f"{self.folder}: {describe(surplus[0])} is no weight of a model with this config.json"
-            raise ValueError(f"{fact}; {AGAIN}")
+# Names and shapes of both
 
 
 class Own(Family):
-    """The family of exports with --remote-code: our flags and our names."""
+    """Exports with --remote-code: model.py itself is the architecture, with our flags and our names."""
+
+    def flags(self, config: dict) -> dict:
+        require(type(config.get("flags")) is dict, f"there are no flags of a superblock; {AGAIN}")
+        return model_flags(completed(config["flags"]), "config.json")
+
+    def config(self, cfg: ModelConfig) -> dict:
+        fact = f"objective={cfg.objective} cannot be exported"
+        require(cfg.objective == "causal", f"{fact}; AutoModelForCausalLM is causal")
+        classes = {"AutoConfig": "SuperblockConfig", "AutoModelForCausalLM": self.architecture}
+        places = {auto: f"modeling_superblock.{name}" for auto, name in classes.items()}
+        return {"architectures": [self.architecture], "auto_map": places, "flags": asdict(cfg)}
 
     def source(self, name: str) -> tuple[list[str], list]:
         return [f"model.{name}"], []
@@ -113,37 +66,10 @@ class Own(Family):
 OWN = Own("SuperblockForCausalLM", "model.", {}, [], {}, {})
 
 
-def own_flags(config: dict, folder: Path) -> dict:
-    """The flags of the model in the config.json of an export with --remote-code."""
-    require(type(config.get("flags")) is dict, f"{folder}/config.json has no flags of a superblock; {AGAIN}")
-    cfg = resolve(Config, Given(), completed(config["flags"]), f"{folder}/config.json")
+def model_flags(stored: dict, origin: str) -> dict:
+    """The flags of ModelConfig in the stored flags of a run. ValueError names a wrong one and the origin."""
+    cfg = resolve(Config, Given(), stored, origin)
     return {name: getattr(cfg, name) for name in ModelConfig.__dataclass_fields__}
-
-
-def read_hf(where: str | Path) -> Pretrained:
-    """The model in the folder, or of this name on the hub. `flags` holds our flags for it.
-
-    Raises ValueError or OSError in one line if there is no such model, if our flags cannot express it, or if its files
-    are damaged.
-    """
-    folder = locate(str(where))
-    require((folder / "config.json").is_file(), f"{folder} has no config.json; give the folder of a Hugging Face model")
-    config = read_json(folder / "config.json")
-    kind = config.get("model_type")
-    if kind == "superblock":
-        return Pretrained(folder, OWN, config, own_flags(config, folder))
-    family = FAMILIES.get(kind) if type(kind) is str else None
-    fact = f"{folder}/config.json: model_type={describe(kind)} is not known"
-    require(family, f"{fact}; give a model of one of these types: {', '.join(FAMILIES)}")
-    try:
-        flags = family.flags(config)
-    except ValueError as error:
-        raise ValueError(f"{folder}/config.json: {error}") from None
-    return Pretrained(folder, family, family.defaults | family.named(config), flags)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Names and shapes of both
 
 
 def shapes_of(cfg: ModelConfig) -> dict[str, torch.Size]:
@@ -163,30 +89,219 @@ def to_theirs(family: Family, cfg: ModelConfig, config: dict, name: str, x: Tens
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+class Stored(NamedTuple):
+    """A tensor in a file. `flaw` is why it holds no weights, and the remedy; "" if it can hold some."""
+
+    shape: tuple[int, ...]
+    flaw: str
+    read: Callable[[], Tensor]
+
+
+class Pretrained(Mapping[str, Tensor]):
+    """Weights by our names, in float32. A tensor is read when it is asked for.
+
+    place   of the weights, for errors, like `source`, which says their shapes, and `remedy`
+    config  their keys of the family's config.json, and `flags` our flags for them
+    stored  their name -> the tensor in the file
+    """
+
+    def __init__(
+        self, place: str | Path, family: Family, config: dict, flags: dict, stored: dict[str, Stored],
+        source: str = "config.json", remedy: str = AGAIN,
+    ):  # fmt: skip
+        self.place, self.family, self.config, self.flags, self.stored = place, family, config, flags, stored
+        self.cfg, self.source, self.remedy = ModelConfig(**flags), source, remedy
+        prefix = family.layers.partition(".")[0] + "."
+        self.prefix = "" if any(name.startswith(prefix) for name in stored) else prefix  # base models lack it
+        self.tied_head = family.source("head.weight")[0][0] if self.cfg.tie_weights else None
+        self._check()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name == "head.weight" and self.cfg.tie_weights:
+            name = "wte.weight"
+        names, conversions = self.family.source(name)
+        x = torch.cat([self._tensor(each) for each in names]) if len(names) > 1 else self._tensor(names[0])
+        if name == "wte.weight" and self.tied_head in self.stored:
+            same = torch.equal(self._tensor(self.tied_head), x)
+            require(same, f"{self.place}: {self.tied_head} differs from {names[0]}, but they are tied; {self.remedy}")
+        for conversion in conversions:
+            x = conversion.read(x, self.cfg, self.config)
+        return x.contiguous()
+
+    def _tensor(self, name: str) -> Tensor:
+        x = self.stored[name.removeprefix(self.prefix)].read().float()
+        fact = f"{self.place}: {name} holds numbers that are not finite"
+        require(finite(x), f"{fact}; give weights from before the training diverged, or {self.remedy}")
+        return x
+
+    def _check(self):
+        """ValueError if the files lack a tensor, or have one of another shape or dtype, or one too many."""
+        known = set()
+
+        def check(name: str, shape: tuple[int, ...]):
+            name = name.removeprefix(self.prefix)
+            known.add(name)
+            found = self.stored.get(name)
+            if found and found.flaw:
+                raise ValueError(f"{self.place}: {name} {found.flaw}")
+            fact = f"{self.place}: {name} is {found.shape if found else 'absent'}"
+            same = found and found.shape == tuple(shape)
+            require(same, f"{fact}, but {self.source} means {tuple(shape)}; {self.remedy}")
+
+        size = self.cfg.vocab_size, self.cfg.n_embd
+        check(self.family.source("wte.weight")[0][0], size)  # so a model of these sizes can be made
+        self.shapes = shapes_of(self.cfg)
+        for name, shape in self.shapes.items():
+            x = torch.empty(shape, device="meta")
+            for theirs, part in to_theirs(self.family, self.cfg, self.config, name, x).items():
+                check(theirs, part.shape)
+        if self.tied_head in self.stored:
+            check(self.tied_head, size)
+        surplus = sorted(name for name in self.stored.keys() - known if not BUFFERS.fullmatch(name))
+        if surplus:
+            fact = f"{self.place}: {describe(surplus[0])} is no weight of a model with this {self.source}"
+            raise ValueError(f"{fact}; {self.remedy}")
+
+
+def finite(x: Tensor) -> bool:
+    """Whether all numbers are finite. Needs no memory; one NaN makes both ends NaN."""
+    return all(end.isfinite() for end in x.aminmax())
+
+
+def read_hf(where: str | Path) -> Pretrained:
+    """The model in the folder, or of this name on the hub. `flags` holds our flags for it.
+
+    Raises ValueError or OSError in one line if there is no such model, if our flags cannot express it, or if its files
+    are damaged.
+    """
+    folder = locate(str(where))
+    file = folder / "config.json"
+    require(file.is_file(), f"{folder} has no config.json; give the folder of a Hugging Face model")
+    config = read_json(file)
+    kind = config.get("model_type")
+    family = (FAMILIES | {"superblock": OWN}).get(kind) if type(kind) is str else None
+    fact = f"{file}: model_type={describe(kind)} is not known"
+    require(family, f"{fact}; give a model of one of these types: {', '.join(FAMILIES)}")
+    try:
+        flags = family.flags(config)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    return Pretrained(folder, family, family.defaults | family.named(config), flags, open_files(folder))
+
+
+def locate(where: str) -> Path:
+    """The folder, or the downloaded copy of the model of this name on the hub."""
+    require(where, "hf: names no model; give hf:DIR, or hf:NAME for a model on the hub")
+    folder = Path(os.path.expanduser(where))
+    if folder.is_dir():
+        return folder
+    offline = f"download it where there is a network, with hf download {where} --local-dir=DIR, and give hf:DIR"
+    name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", where)
+    require(name, f"there is no folder {folder}; give one, or a name on the hub")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ValueError(f"there is no folder {folder}, and huggingface_hub is not installed; {offline}") from None
+    try:
+        options = dict(allow_patterns=["*.json", "*.safetensors"], ignore_patterns=["*/*", "consolidated*"])
+        return Path(snapshot_download(where, **options))
+    except Exception as error:  # of the network, of the hub, or of its libraries
+        fact = f"there is no folder {folder}, and no such model can be had from the hub ({type(error).__name__})"
+        raise ValueError(f"{fact}; {offline}") from None
+
+
+def read_json(file: Path) -> dict:
+    try:
+        with open(file, "rb", opener=open_regular) as f:
+            found = json.load(f)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON ({type(error).__name__}); {AGAIN}") from None
+    require(type(found) is dict, f"{file} holds no JSON object; {AGAIN}")
+    return found
+
+
+def open_files(folder: Path) -> dict[str, Stored]:
+    """The tensors in the safetensors files of the folder, by name. The headers of the files are read and checked."""
+    from safetensors import SafetensorError, safe_open
+
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        names = {single.name: None}
+    elif index.is_file():
+        table = read_json(index).get("weight_map")
+        require(type(table) is dict and table, f"{index} has no weight_map; {AGAIN}")
+        for file in table.values():
+            plain = type(file) is str and re.fullmatch(r"[\w-][\w.-]*[.]safetensors", file)
+            require(plain, f"{index} names {describe(file)}, which is no safetensors file of its folder; {AGAIN}")
+        names = {file: {name for name, where in table.items() if where == file} for file in sorted(set(table.values()))}
+    else:
+        found = "only pytorch_model.bin, a pickle" if list(folder.glob("*.bin")) else "no model.safetensors"
+        remedy = "load it with transformers and call save_pretrained(DIR, safe_serialization=True)"
+        raise ValueError(f"{folder} has {found}; {remedy}")
+    out = {}
+    for file, listed in names.items():
+        require((folder / file).is_file(), f"{index} names {file}, which is absent; {AGAIN}")
+        try:
+            with open(folder / file, "rb", opener=open_regular):
+                opened = safe_open(folder / file, framework="pt")
+        except (SafetensorError, ValueError) as error:
+            text = str(error).splitlines()[0][:100]
+            raise ValueError(f"{folder / file} is damaged ({text}); {AGAIN}") from None
+        lacking = min((listed or set()) - set(opened.keys()), default=None)
+        require(lacking is None, f"{folder / file} lacks {describe(lacking)}, which {index.name} places there; {AGAIN}")
+        for name in opened.keys():
+            entry = opened.get_slice(name)
+            dtype, remedy = entry.get_dtype(), "load the model with dtype=torch.bfloat16 and save_pretrained it"
+            flaw = "" if dtype in DTYPES else f"has the dtype {dtype}, not {', '.join(DTYPES)}; {remedy}"
+            out[name] = Stored(tuple(entry.get_shape()), flaw, partial(opened.get_tensor, name))
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Writing
 
 
-def write_hf(folder: Path, cfg: ModelConfig, weight: Callable, dtype: torch.dtype, tokenizer: Tokenizer | None):
+def write_hf(
+    folder: Path, cfg: ModelConfig, weight: Callable, dtype: torch.dtype, tokenizer: Tokenizer | None,
+    remote_code: bool = False,
+):  # fmt: skip
     """Write config.json, generation_config.json and the weights of a model with these flags into the folder.
 
     weight(name) is our parameter, or None for a bias that only the family has, which is then 0. ValueError if no family
-    has the flags and keeps the tokenizer's ids. The memory holds one file of weights at a time.
+    has the flags and keeps the tokenizer's ids. With remote_code, our model.py is the architecture; transformers loads
+    it with trust_remote_code=True. The memory holds one file of weights at a time.
     """
-    family, kind, cfg = choose(cfg, tokenizer)
-    tokens = special_tokens(tokenizer)
+    family, kind, cfg = (OWN, "superblock", cfg) if remote_code else choose(cfg, tokenizer)
+    eot = tokenizer.eot if tokenizer else None
+    first = tokenizer.prefix[0] if tokenizer and tokenizer.prefix else eot
+    tokens = {"bos_token_id": first, "eos_token_id": eot, "pad_token_id": None}
     config = {"model_type": kind, "torch_dtype": str(dtype)[6:]} | family.config(cfg) | tokens
+    shapes = shapes_of(cfg)
 
-    def theirs(name: str, shape: torch.Size) -> dict[str, Tensor]:
+    def theirs(name: str) -> dict[str, Tensor]:
         x = weight(name)
-        return to_theirs(family, cfg, config, name, torch.zeros(shape) if x is None else x)
+        return to_theirs(family, cfg, config, name, torch.zeros(shapes[name]) if x is None else x)
 
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", tokens)
-    write_weights(folder, shapes_of(cfg), theirs, dtype)
+    for path in CODE if remote_code else ():
+        code = path.read_text(encoding="utf-8").replace("\nimport ops\n", "\nfrom . import ops\n")  # a package there
+        code = code.replace("\nfrom ops import", "\nfrom .ops import")
+        (folder / path.name).write_text(code, encoding="utf-8")
+    write_weights(folder, shapes, theirs, dtype)
 
 
 def write_weights(folder: Path, shapes: dict[str, torch.Size], theirs: Callable, dtype: torch.dtype):
-    """Write the tensors theirs(name, shape) -> {their name: tensor} of all our names into files of safetensors."""
+    """Write the tensors theirs(name) -> {their name: tensor} of all our names into files of safetensors."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -205,10 +320,10 @@ def write_weights(folder: Path, shapes: dict[str, torch.Size], theirs: Callable,
     for i, names in enumerate(files, 1):
         file = f"model-{i:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
         tensors = {}
-        for each, x in (item for name in names for item in theirs(name, shapes[name]).items()):
+        for each, x in (item for name in names for item in theirs(name).items()):
             tensors[each] = x.to(dtype, copy=True).contiguous()
-            finite = all(end.isfinite() for end in tensors[each].aminmax())
-            require(finite, f"{each} has numbers that are not finite in {str(dtype)[6:]}; export with --dtype=float32")
+            fact = f"{each} has numbers that are not finite in {str(dtype)[6:]}"
+            require(finite(tensors[each]), f"{fact}; export with --dtype=float32")
         table |= dict.fromkeys(tensors, file)
         try:
             save_file(tensors, folder / file, {"format": "pt"})
@@ -219,33 +334,8 @@ def write_weights(folder: Path, shapes: dict[str, torch.Size], theirs: Callable,
         write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": table})
 
 
-def special_tokens(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    """The ids that begin and end a text, for config.json."""
-    eot = tokenizer.eot if tokenizer else None
-    first = tokenizer.prefix[0] if tokenizer and tokenizer.prefix else eot
-    return {"bos_token_id": first, "eos_token_id": eot, "pad_token_id": None}
-
-
 def write_json(file: Path, value: dict):
     file.write_text(json.dumps(value, indent=2) + "\n")
-
-
-@contextmanager
-def whole_or_nothing(folder: Path) -> Iterator[Path]:
-    """A folder that gets this name when all is written, and that is deleted after an error."""
-    partial = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        with writing(folder):
-            yield partial
-        for file in partial.iterdir():
-            checkpoint.fsync(file)
-        checkpoint.fsync(partial)
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def export(run: str, where: str, dtype: str = "float32", which: str = "latest", remote_code: bool = False) -> Path:
@@ -261,10 +351,9 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
     require(folder.parent.is_dir(), f"there is no folder {folder.parent}; make it first")
 
     def build(path: Path, state: dict) -> Path:
-        cfg = resolve(Config, Given(), state["flags"], str(path))
-        cfg = ModelConfig(**{name: getattr(cfg, name) for name in ModelConfig.__dataclass_fields__})
+        cfg = ModelConfig(**model_flags(state["flags"], str(path)))
         tokenizer = state["tokenizer"] and from_spec(state["tokenizer"], path)
-        tokens, shapes, index = special_tokens(tokenizer), shapes_of(cfg), checkpoint.read_index(path, state)
+        shapes, index = shapes_of(cfg), checkpoint.read_index(path, state)
 
         def weight(name: str) -> Tensor | None:
             if name not in shapes:
@@ -275,15 +364,19 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
             checkpoint.load(path, {f"model.{name}": x}, rows, index)
             return x
 
-        with whole_or_nothing(folder) as partial:
-            if remote_code:
-                write_remote_code(cfg, partial, torch_dtype=dtype, **tokens)
-                write_json(partial / "generation_config.json", tokens)
-                write_weights(partial, shapes, lambda name, _: {f"model.{name}": weight(name)}, getattr(torch, dtype))
-            else:
-                write_hf(partial, cfg, weight, getattr(torch, dtype), tokenizer)
-            if tokenizer:
-                export_tokenizer(tokenizer, partial)
+        unfinished = folder.with_name(f".tmp-{folder.name}")  # gets its name when all is written
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            with writing(folder):
+                unfinished.mkdir()
+                write_hf(unfinished, cfg, weight, getattr(torch, dtype), tokenizer, remote_code)
+                if tokenizer:
+                    export_tokenizer(tokenizer, unfinished)
+                for written in (*unfinished.iterdir(), unfinished):
+                    checkpoint.fsync(written)
+                unfinished.rename(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
         return path
 
     return checkpoint.read(run, {"flags": dict, "tokenizer": (dict, NoneType)}, build, which)

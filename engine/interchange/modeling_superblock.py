@@ -4,6 +4,9 @@ model.py and ops.py, beside this file, are the model; config.json holds its flag
 (only after the texts if slots have a position), and `generate` works with transformers' caches.
 """
 
+from functools import partial
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
@@ -25,16 +28,6 @@ class SuperblockConfig(PretrainedConfig):
         self.num_hidden_layers, self.num_attention_heads = cfg.n_layer, cfg.n_head
         kwargs["tie_word_embeddings"] = cfg.tie_weights
         super().__init__(**kwargs)
-
-
-class LayerCache:
-    """Keeps the keys and values of one layer in transformers' cache."""
-
-    def __init__(self, cache, layer: int):
-        self.cache, self.layer = cache, layer
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cache.update(k, v, self.layer)
 
 
 class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
@@ -102,7 +95,7 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
             text = (attention_mask.cumsum(dim=1) > 0).long()
             docs, self.padding = (text[:, start:].contiguous(), text), (text == 0).sum(dim=1, keepdim=True)
         for layer, heads in enumerate(self.heads):
-            heads.cache = None if cache is None else LayerCache(cache, layer)
+            heads.cache = None if cache is None else SimpleNamespace(extend=partial(cache.update, layer_idx=layer))
         x, t = model.embed(input_ids, start)
         x = model.through_blocks(x, Inputs(model.table(t, x), docs))
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

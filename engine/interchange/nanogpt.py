@@ -6,7 +6,6 @@ flags, tensors = from_nanogpt(model_args, tensors)       our flags and our param
 
 import os
 import pickle
-import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +15,12 @@ import torch
 from torch import Tensor
 
 from data.errors import require
-from engine.interchange.families import FAMILIES
-from engine.interchange.huggingface import shapes_of
-from engine.interchange.keys import describe
-from engine.interchange.layouts import TRANSPOSE
+from engine.interchange.config import Keys, describe
+from engine.interchange.families import FAMILIES, TRANSPOSE
+from engine.interchange.huggingface import Pretrained, Stored
 from model import ModelConfig
 
 REMEDY = "give the ckpt.pt that nanoGPT's train.py wrote"
-# Keys of model_args: None = required; other values are those that older checkpoints without the key were trained with.
-NANOGPT_ARGS = dict(n_layer=None, n_head=None, n_embd=None, block_size=None, vocab_size=None, bias=True, dropout=0.0)
 GPT2 = FAMILIES["gpt2"].rows.items()  # nanoGPT has GPT-2's names of layers, but stores matrices as we do
 NANOGPT = replace(FAMILIES["gpt2"], rows={ours: tuple(x for x in row if x is not TRANSPOSE) for ours, row in GPT2})
 
@@ -41,27 +37,26 @@ def read_nanogpt(file: str | Path) -> tuple[dict, dict[str, Tensor], dict]:
     try:
         # With mmap, the optimizer's two thirds of the file are never read. Files older than torch 1.6 have no mmap.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # for example about quantized tensors, which _flaw refuses
+            warnings.simplefilter("ignore")  # for example about quantized tensors, which _stored refuses
             checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
     except pickle.UnpicklingError as error:
         raise ValueError(f"{file} is not loaded, as it holds more than tensors and plain values; {REMEDY}") from error
     except Exception as error:  # a damaged archive can make torch.load raise nearly anything
         raise ValueError(f"{file} is damaged or of another kind ({type(error).__name__}); {REMEDY}") from error
 
-    def entry(name: str, *kinds: type):
-        value = checkpoint[name] if isinstance(checkpoint, dict) and name in checkpoint else None
-        if isinstance(value, Tensor) and float in kinds and not _flaw(value) and value.numel() == 1:
+    def entry(name: str, kind: type):
+        value = checkpoint.get(name) if isinstance(checkpoint, dict) else None
+        if kind is float and not _stored(value).flaw and value.numel() == 1:
             value = value.item()  # nanoGPT stores best_val_loss as a tensor
-        if not isinstance(value, kinds):
-            text = f"its {name} is {_describe(value)}, not of type {kinds[0].__name__}"
-            raise ValueError(f"{file} is no nanoGPT checkpoint: {text}; {REMEDY}")
+        fact = f"its {name} is {describe(value)}, not of type {kind.__name__}"
+        require(isinstance(value, kind), f"{file} is no nanoGPT checkpoint: {fact}; {REMEDY}")
         return value
 
-    model, config = entry("model", dict), entry("config", dict)
-    info = {"iter_num": entry("iter_num", int), "best_val_loss": float(entry("best_val_loss", float)), "config": config}
+    model, info = entry("model", dict), {"iter_num": entry("iter_num", int), "config": entry("config", dict)}
+    info["best_val_loss"] = entry("best_val_loss", float)
     for name in model:
         known = isinstance(name, str)
-        require(known, f"{file} is no nanoGPT checkpoint: {_describe(name)} is no name of a tensor; {REMEDY}")
+        require(known, f"{file} is no nanoGPT checkpoint: {describe(name)} is no name of a tensor; {REMEDY}")
     tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in model.items()}  # torch.compile's prefix
     both = f"{file} holds tensors with and without the prefix _orig_mod. of the same name"
     require(len(tensors) == len(model), f"{both}; {REMEDY}")
@@ -72,68 +67,35 @@ def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict
     """Our flags and our parameters in float32, without head.weight, which is tied to wte.weight.
 
     ValueError names a tensor that is absent, has another shape, or is not a dense floating-point tensor of finite
-    numbers. nanoGPT orders the rows of q, k and v as (3, H, D); our order is (H, 3, D).
+    numbers.
     """
-    flags = {name: model_args.get(name, default) for name, default in NANOGPT_ARGS.items()}
-    for name, value in flags.items():
-        if name == "bias":
-            good, wanted = type(value) is bool, "True or False"
-        elif name == "dropout":
-            good, wanted = type(value) in (int, float) and 0 <= value < 1, "a number in [0, 1)"
-        else:
-            good, wanted = type(value) is int and 0 < value < 2**31, "a positive whole number below 2**31"
-        require(good, f"nanoGPT checkpoint: model_args has {name}={_describe(value)}; {wanted} is needed")
-    fact = f"n_head={flags['n_head']} does not divide n_embd={flags['n_embd']}"
-    require(flags["n_embd"] % flags["n_head"] == 0, f"nanoGPT checkpoint: {fact}; {REMEDY}")
-    # The causal mask was a buffer before torch 2.0.
-    state = {name: t for name, t in state.items() if not re.fullmatch(r"transformer\.h\.\d+\.attn\.bias", name)}
-
-    def check(theirs: str, shape: tuple[int, ...]):
-        flaw = _flaw(state[theirs]) if theirs in state else "absent"
-        fact = f"{theirs} is {flaw or tuple(state[theirs].shape)}, but its model_args mean {tuple(shape)}"
-        require(not flaw and state[theirs].shape == shape, f"nanoGPT checkpoint: {fact}; {REMEDY}")
-
-    def take(theirs: str, shape: tuple[int, ...]) -> Tensor:
-        check(theirs, shape)
-        tensor = state.pop(theirs).detach().float()
-        finite = all(x.isfinite() for x in tensor.aminmax())  # needs no memory; one NaN makes both NaN
-        fact = f"{theirs} holds numbers that are not finite"
-        require(finite, f"nanoGPT checkpoint: {fact}; give a checkpoint from before the training diverged")
-        return tensor
-
-    # The file has tensors of each size and of each layer, so a model of these sizes can be made.
-    check("transformer.wte.weight", (flags["vocab_size"], flags["n_embd"]))
-    check("transformer.wpe.weight", (flags["block_size"], flags["n_embd"]))
-    for i in range(flags["n_layer"]):
-        check(f"transformer.h.{i}.ln_1.weight", (flags["n_embd"],))
-    ours, cfg = {}, ModelConfig(**flags)
-    for name, shape in shapes_of(cfg).items():
-        (theirs,), conversions = NANOGPT.source(name)
-        ours[name] = take(theirs, shape)
-        for conversion in conversions:
-            ours[name] = conversion.read(ours[name], cfg, {})
-    tied = torch.equal(take("lm_head.weight", ours["wte.weight"].shape), ours["wte.weight"])
-    require(tied, "nanoGPT checkpoint: lm_head.weight differs from transformer.wte.weight; nanoGPT ties them")
-    if state:
-        raise ValueError(f"nanoGPT checkpoint: {_describe(min(state))} is no tensor of nanoGPT's model; remove it")
-    return flags, ours
+    place, keys = "nanoGPT checkpoint", Keys(model_args, dict(bias=True, dropout=0.0))  # which older checkpoints lack
+    try:
+        flags = {name: keys(name, int) for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
+        flags |= {"bias": keys("bias", bool), "dropout": keys("dropout", float)}
+        for i in range(flags["n_layer"]):
+            first = f"transformer.h.{i}.ln_1.weight"
+            require(first in state, f"{first} is absent, but n_layer={flags['n_layer']}")
+        require("lm_head.weight" in state, "lm_head.weight is absent")
+        ModelConfig(**flags)  # may raise
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}; {REMEDY}") from None
+    stored = {name: _stored(x) for name, x in state.items()}
+    return flags, dict(Pretrained(place, NANOGPT, {}, flags, stored, "model_args", REMEDY))
 
 
-def _flaw(tensor: object) -> str:
-    """Why `tensor` cannot be used as weights; "" if it can."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested:
-        return _describe(tensor)
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        return "a quantized tensor" if tensor.is_quantized else f"a sparse tensor ({tensor.layout})"
-    if tensor.is_meta:
-        return "a meta tensor, which holds no numbers"
-    if tensor.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        return f"of {tensor.dtype}, which is no type of weights"
-    if tensor.untyped_storage().nbytes() < tensor.nbytes:
-        return f"{tuple(tensor.shape)} of fewer numbers, expanded"
-    return ""
-
-
-def _describe(value: object) -> str:
-    """A short text for an untrusted value, safe to print."""
-    return f"a {type(value).__name__}" if isinstance(value, Tensor) else describe(value)
+def _stored(x: object) -> Stored:
+    """The value of a checkpoint as weights, or why it cannot be any."""
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.is_nested:
+        flaw = describe(x)
+    elif x.layout != torch.strided or x.is_quantized:
+        flaw = "a quantized tensor" if x.is_quantized else f"a sparse tensor ({x.layout})"
+    elif x.is_meta:
+        flaw = "a meta tensor, which holds no numbers"
+    elif x.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        flaw = f"of {x.dtype}"
+    elif x.untyped_storage().nbytes() < x.nbytes:
+        flaw = f"{tuple(x.shape)} of fewer numbers, expanded"
+    else:
+        return Stored(tuple(x.shape), "", x.detach)
+    return Stored((), f"is {flaw}, not a dense tensor of floating-point numbers; {REMEDY}", None)

@@ -21,6 +21,7 @@ QWEN2 = (  # the pattern by which AutoTokenizer splits a text into words beside 
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
 def keeps_ids(tokenizer: Tokenizer | None, kind: str) -> bool:
@@ -29,8 +30,7 @@ def keeps_ids(tokenizer: Tokenizer | None, kind: str) -> bool:
         return True
     parts = getattr(tokenizer, "parts", None) or {"model": {}}
     steps = (parts.get("pre_tokenizer") or {}).get("pretokenizers", [])
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": None, "use_regex": False}
-    rules = [step | {"trim_offsets": None} for step in steps] == [split(QWEN2) | {"trim_offsets": None}, level]
+    rules = [step | {"trim_offsets": True} for step in steps] == [split(QWEN2) | {"trim_offsets": True}, LEVEL]
     rules = rules and parts.get("normalizer") == {"type": "NFC"} and END_OF_TEXT.decode() in tokenizer.vocabulary
     return rules and {key for key, x in parts["model"].items() if x} == {"type", "vocab", "merges"}
 
@@ -41,8 +41,9 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path | str) -> None:
     special = tokenizer.spec.get("special") or {}
     if kind != "hf" and tokenizer.eot is not None:
         special = {"bos_token": END_OF_TEXT.decode(), "eos_token": END_OF_TEXT.decode()}
+    content = tokenizer.content if kind == "hf" else char(tokenizer) if kind == "char" else byte_level(tokenizer)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | special
-    write_file(Path(folder) / "tokenizer.json", CONTENT[kind](tokenizer))
+    write_file(Path(folder) / "tokenizer.json", content)
     write_file(Path(folder) / "tokenizer_config.json", json.dumps(config, indent=2).encode())
 
 
@@ -55,15 +56,15 @@ def char(tokenizer) -> bytes:
     return tokenizer_json(model, split(r"[\s\S]"), {"type": "Fuse"}, None)
 
 
-def byte_level(tokens: list[bytes], eot: int, pattern: str | None) -> bytes:
-    """Byte-level BPE. `tokens` are in the order of the merges; without a pattern, the text is not split into words."""
+def byte_level(tokenizer: Tokenizer) -> bytes:
+    """Byte-level BPE, whose tokens are in the order of the merges. Only a pattern splits the text into words."""
+    tokens, pattern = tokenizer.token_bytes[:-1], getattr(tokenizer, "PATTERN", None)
     letters = {byte: letter for letter, byte in LETTERS.items()}
     names = ["".join(letters[byte] for byte in token) for token in tokens]
     merges = [tuple("".join(letters[byte] for byte in part) for part in pair) for pair in merged_pairs(tokens)]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     model = {"type": "BPE", "vocab": {name: i for i, name in enumerate(names)}, "merges": merges}
-    steps = [split(pattern), level] if pattern else [level]
-    return tokenizer_json(model, {"type": "Sequence", "pretokenizers": steps}, level, eot)
+    steps = [split(pattern), LEVEL] if pattern else [LEVEL]
+    return tokenizer_json(model, {"type": "Sequence", "pretokenizers": steps}, LEVEL, tokenizer.eot)
 
 
 def merged_pairs(tokens: list[bytes]) -> Iterable[tuple[bytes, bytes]]:
@@ -94,12 +95,3 @@ def tokenizer_json(model: dict, pre_tokenizer: dict, decoder: dict, eot: int | N
     parts = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None}
     parts |= {"pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": decoder, "model": model}
     return json.dumps(parts, ensure_ascii=False, indent=1).encode()
-
-
-CONTENT = {
-    "char": char,
-    "byte": lambda tokenizer: byte_level(tokenizer.token_bytes[:-1], tokenizer.eot, None),
-    "gpt2": lambda tokenizer: byte_level(tokenizer.token_bytes[:-1], tokenizer.eot, tokenizer.PATTERN),
-    "bpe": lambda tokenizer: byte_level(tokenizer.token_bytes[:-1], tokenizer.eot, tokenizer.PATTERN),
-    "hf": lambda tokenizer: tokenizer.content,
-}

@@ -16,7 +16,7 @@ from data.writer import ShardWriter
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import run as run_state
 from engine.checkpoint.__main__ import consolidate
-from engine.interchange.huggingface import export, own_flags
+from engine.interchange.huggingface import OWN, export
 from engine.parallel.sharded import ShardedModel
 from model import BLOCK, Model, ModelConfig
 
@@ -202,10 +202,10 @@ def test_flags_that_layer_replaces_are_converted(run, layer):
 
 
 @pytest.mark.parametrize("layer", OLDER)
-def test_older_exports_are_converted(tmp_path, layer):
+def test_older_exports_are_converted(layer):
     """The config.json of an export with --remote-code. An encoder's memory was one more pool."""
     flags = dict.fromkeys(["n_layer", "n_head"], 2) | {"n_embd": 16, "block": "superblock"} | OLDER[layer]
-    assert own_flags({"flags": flags}, tmp_path)["layer"] == layer
-    both = own_flags({"flags": flags | {"objective": "seq2seq"}}, tmp_path)["layer"]
+    assert OWN.flags({"flags": flags})["layer"] == layer
+    both = OWN.flags({"flags": flags | {"objective": "seq2seq"}})["layer"]
     assert both == {"c+p": "c+m+p", "c,p": "c,m,p"}.get(layer, f"{layer}+m")
-    assert own_flags({"flags": flags | {"block": "parallel"}}, tmp_path)["layer"] == "c+p"  # the default, unused
+    assert OWN.flags({"flags": flags | {"block": "parallel"}})["layer"] == "c+p"  # the default, unused

@@ -27,8 +27,7 @@ from data.dataset import open_data
 from data.hf_tokenizer import LETTERS, HFTokenizer
 from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, from_spec, train_bpe
 from engine.interchange.families import choose
-from engine.interchange.huggingface import special_tokens, write_hf, write_json
-from engine.interchange.remote_code import write_remote_code
+from engine.interchange.huggingface import write_hf, write_json
 from engine.interchange.tokenizer import export_tokenizer
 from model import ModelConfig
 
@@ -465,9 +464,7 @@ def test_exports_of_every_family_keep_the_ids(folder, tmp_path, family, flags, k
     tokenizer = OURS[kind] if kind in OURS else both(folder(kind[3:]))[0]
     cfg = ModelConfig(n_layer=3, n_head=4, n_embd=32, block_size=24, vocab_size=tokenizer.vocab_size, **flags)
     export_tokenizer(tokenizer, tmp_path)
-    if family == "superblock":
-        write_remote_code(cfg, tmp_path, **special_tokens(tokenizer))
-    elif family == "qwen2" and kind != "hf:qwen2":
+    if family == "qwen2" and kind != "hf:qwen2":
         write_json(tmp_path / "config.json", {"model_type": family})
         assert not same_ids(tmp_path, tokenizer)
         if flags.get("window_pattern"):
@@ -476,8 +473,7 @@ def test_exports_of_every_family_keep_the_ids(folder, tmp_path, family, flags, k
                 choose(cfg, tokenizer)
             return
         family = "llama"
-    if family != "superblock":
-        write_hf(tmp_path, cfg, lambda _: None, torch.float32, tokenizer)
+    write_hf(tmp_path, cfg, lambda _: None, torch.float32, tokenizer, remote_code=family == "superblock")
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == family and same_ids(tmp_path, tokenizer)
     assert config["bos_token_id"] == [*tokenizer.prefix, tokenizer.eot][0]

@@ -8,14 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from test_hf_tokenizer import TEXTS, sentencepiece
 from test_references import LLAMA, OUR_LLAMA, SIZE, complete, jitter, llama_weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.hf_tokenizer import HFTokenizer
 from data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
-from engine.interchange.remote_code import write_remote_code
+from engine.interchange.huggingface import write_hf
 from engine.interchange.tokenizer import export_tokenizer
 from model import Model, ModelConfig
 
@@ -50,9 +49,8 @@ def superblock(folder):
     flags = dict(block="superblock", layer="c.own_slots", pos="alibi", n_slot=5)
     model = jitter(Model(ModelConfig(**SIZE | flags | dict(vocab_size=400, block_size=LENGTH)), seed=1)).float()
     never_odd_bytes(model.wte.weight, tokenizer)
-    write_remote_code(model.cfg, folder, eos_token_id=tokenizer.eot)
-    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    parameters = dict(model.named_parameters())
+    write_hf(folder, model.cfg, lambda name: parameters[name].detach(), torch.float32, tokenizer, remote_code=True)
     return model, tokenizer
 
 

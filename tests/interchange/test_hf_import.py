@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_families import ARCHITECTURES, build, hf, ours, tokens  # noqa: F401  hf is a fixture
 
+from engine.interchange.config import NEUTRAL, UNREAD
 from engine.interchange.huggingface import read_hf
-from engine.interchange.keys import NEUTRAL, UNREAD
 
 ABSENT = object()
 WINDOW = dict(sliding_window=5, use_sliding_window=True, max_window_layers=1)

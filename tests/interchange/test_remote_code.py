@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.decode import generate
-from engine.interchange.remote_code import write_remote_code
+from engine.interchange.huggingface import write_hf
 from model import Model, ModelConfig
 
 SIZE = dict(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=50)
@@ -50,6 +50,11 @@ KINDS = {
 pytestmark = pytest.mark.usefixtures("modules_cache")
 
 
+def write(folder, model):
+    parameters = dict(model.named_parameters())
+    write_hf(folder, model.cfg, lambda name: parameters[name].detach(), torch.float32, None, remote_code=True)
+
+
 @pytest.fixture(scope="session")
 def both(tmp_path_factory, modules_cache):
     """both(kind): our model, and the one that transformers loads from what was written."""
@@ -62,9 +67,7 @@ def both(tmp_path_factory, modules_cache):
                 for p in model.parameters():  # no initial zeros or ones
                     p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
             folder = tmp_path_factory.mktemp(kind)
-            write_remote_code(model.cfg, folder)
-            weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+            write(folder, model)
             theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
             made[kind] = model.double(), theirs.double(), folder  # in which no CPU rounds by more than 1e-12
         return made[kind]
@@ -122,8 +125,7 @@ def test_padding_changes_nothing(both, kind):
 def test_padding_before_a_text_is_refused_where_its_place_counts(tmp_path):
     flags = dict(block="superblock", layer="c.joint_slots", pos="rope", n_slot=3)
     ours = Model(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=24, vocab_size=50, **flags), seed=1).eval()
-    write_remote_code(ours.cfg, tmp_path)
-    save_file({f"model.{name}": p.detach() for name, p in ours.named_parameters()}, tmp_path / "model.safetensors")
+    write(tmp_path, ours)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).double()
     ours, idx, mask = ours.double(), tokens(1, 9), torch.tensor([[1] * 6 + [0] * 3])
     with torch.no_grad():
@@ -162,7 +164,7 @@ def test_new_weights_are_the_models_own(both):
 
 def test_a_weight_that_is_missing_is_drawn(both, tmp_path):
     ours, theirs, folder = both("gpt2")
-    write_remote_code(ours.cfg, tmp_path)
+    write(tmp_path, ours)
     weights = {f"model.{name}": p.detach() for name, p in ours.named_parameters() if name != "norm.weight"}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
@@ -186,5 +188,5 @@ def test_a_text_that_is_too_long(both):
 @pytest.mark.parametrize("objective", ["masked", "seq2seq"])
 def test_only_causal_models_are_written(tmp_path, objective):
     with pytest.raises(ValueError, match=f"objective={objective} cannot be exported"):
-        write_remote_code(ModelConfig(**SIZE, objective=objective), tmp_path / "x")
+        write(tmp_path / "x", Model(ModelConfig(**SIZE, objective=objective)))
     assert not (tmp_path / "x").exists()
