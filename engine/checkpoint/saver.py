@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch import Tensor
 from data.errors import fail, user_errors
 from data.files import writing
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.pieces import own_part
+from engine.checkpoint.contents import own_part
 from engine.metrics import Silent
 from engine.parallel import ranks as parallel
 from engine.parallel.ranks import Ranks
@@ -36,8 +37,9 @@ class Checkpoints:
     last_queued_step    step of the last checkpoint that was given to `save`; it may still be unwritten, or have failed
     last_written_step   step of the last checkpoint that is known to be on the disk
     best_loss           lowest validation loss so far; the loss of a checkpoint counts when it is on the disk
+    unwritten_best      (step, validation loss) of a best checkpoint that is not known to be on the disk, or None
 
-    All three are None at the beginning of a run.
+    The first three are None at the beginning of a run.
     """
 
     def __init__(self, cfg, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss):
@@ -45,8 +47,7 @@ class Checkpoints:
         self.goes_on = cfg.on_save_error == "continue"
         self.saver = Saver(cfg.async_checkpoint)
         self.last_queued_step = self.saver.last_written_step = step
-        self.best_loss: float | None = best_loss
-        self.unwritten_best = None  # (step, validation loss) of a best checkpoint that is not known to be on the disk
+        self.best_loss, self.unwritten_best = best_loss, None
 
     @property
     def last_written_step(self) -> int | None:
@@ -67,7 +68,7 @@ class Checkpoints:
         self.unwritten_best = (step, best_loss) if is_best else None
         state = state | {"best_val_loss": best_loss if is_best else self.best_loss}
         with self.handle_save_errors(last):
-            self.saver.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last, is_best)
+            self.saver.save(self.cfg.out_dir, step, tensors, state, keep_last=self.cfg.keep_last, best=is_best)
             if last:
                 self.saver.wait()
         self.last_queued_step = step
@@ -143,24 +144,18 @@ class Saver:
         self.copies: dict[str, Tensor] = {}
         self.running: Future | None = None
 
-    def save(
-        self,
-        out_dir: str | Path,
-        step: int,
-        tensors: dict[str, Tensor],
-        state: dict,
-        keep_last: int = 2,
-        best: bool = False,
-    ):
-        """Call checkpoint.save, after the previous checkpoint is written."""
+    def save(self, out_dir: str | Path, step: int, tensors: dict[str, Tensor], state: dict, **options: Any):
+        """Call checkpoint.save with these arguments, after the previous checkpoint is written."""
         self.wait()
-        arguments = (out_dir, step, dict(tensors), deepcopy(state), keep_last, best, self.group)
+        save = partial(checkpoint.save, out_dir, step, group=self.group, **options)
         if not self.asynchronous:
-            checkpoint.save(*arguments)
+            save(tensors, state)
             self.last_written_step = step
             return
-        copies = self.copies = {name: _copy(tensor, self.copies.get(name)) for name, tensor in tensors.items()}
-        device = -1  # torch.cuda.set_device(-1) does nothing
+        parts = {name: own_part(x) for name, x in tensors.items()}
+        self.copies = {name: _copy(part.tensor, self.copies.get(name)) for name, part in parts.items()}
+        parts = {name: part._replace(tensor=self.copies[name]) for name, part in parts.items()}
+        state, device = deepcopy(state), -1  # torch.cuda.set_device(-1) does nothing
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
             device = torch.cuda.current_device()
@@ -169,7 +164,7 @@ class Saver:
         def work():
             try:
                 torch.cuda.set_device(device)  # otherwise a new thread uses the first GPU
-                checkpoint.save(*arguments, copies)
+                save(parts, state)
                 running.set_result(step)
             except BaseException as error:
                 running.set_exception(error)
@@ -183,10 +178,9 @@ class Saver:
             self.last_written_step = running.result()
 
 
-def _copy(tensor: Tensor, buffer: Tensor | None) -> Tensor:
-    """A copy of this rank's part of the tensor in host memory, in `buffer` if that has the right shape. The copy from a
-    GPU may still be under way when this function returns."""
-    part, _ = own_part(tensor)
+def _copy(part: Tensor, buffer: Tensor | None) -> Tensor:
+    """A copy of the tensor in host memory, in `buffer` if that has the right shape. The copy from a GPU may still be
+    under way when this function returns."""
     if buffer is None or (buffer.shape, buffer.stride(), buffer.dtype) != (part.shape, part.stride(), part.dtype):
         buffer = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
     return buffer.copy_(part, non_blocking=part.is_cuda)

@@ -30,7 +30,7 @@ from data.dataset import open_data
 from data.errors import require
 from data.tokenizer import Tokenizer, build, from_spec
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.pieces import Saved
+from engine.checkpoint.contents import Saved
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from model import Model, ModelConfig
@@ -74,8 +74,7 @@ class Weights:
         """ValueError if these weights are known to have other tokens than the data. Exported tokenizers have the same
         as the run's."""
         try:
-            own = self.tokenizer()
-            same = tokenizer is None or own.same_tokens(tokenizer)
+            same = tokenizer is None or self.tokenizer().same_tokens(tokenizer)
         except ValueError:  # it cannot be opened, so it is not known
             return
         fact = f"dataset={dataset} has another tokenizer than the model in {self.path}"
@@ -162,15 +161,9 @@ def parameters(sharded: ShardedModel) -> dict[str, Tensor]:
 def load_tensors(path: Path, tensors: dict[str, Tensor], sharded: ShardedModel, index: dict[str, Saved]):
     """Read these tensors of the model, and perhaps of its optimizer, from the checkpoint, in place.
 
-    The weights of the vocabulary may have other numbers of rows, because each layout pads them as it needs. Every
-    rank calls this function.
+    The layout that saved them may have padded the weights of the vocabulary otherwise. Every rank calls this function.
     """
     cfg = sharded.model.cfg
-    rows = {  # of the vocabulary's weights and their optimizer states, without padding
-        name: cfg.vocab_size
-        for name, t in tensors.items()
-        if name.split(".", 1)[1].startswith(checkpoint.VOCAB_WEIGHTS) and t.dim()
-    }
-    if any(index[name].shape[:1] < (cfg.vocab_rows,) for name in rows.keys() & index.keys()):
+    if any(index[name].shape < tuple(t.shape) for name, t in tensors.items() if name in index):
         sharded.init_weights(cfg.seed, checkpoint.VOCAB_WEIGHTS)  # for padding that the saved layout did not have
-    checkpoint.load(path, tensors, rows, index)
+    checkpoint.load(path, tensors, index, cfg.vocab_size)
