@@ -256,7 +256,7 @@ class Run:
                 if self.text_sample:
                     self.metrics.sample(self.step, self.text_sample)
             model.train()
-            if self.checkpoints.unwritten_best:  # whether this loss is the best depends on it
+            if self.checkpoints.unwritten_best is not None:  # whether this loss is the best depends on it
                 self.checkpoints.wait()
         is_best = self.checkpoints.is_best(val_loss)
         worth_saving = self.step > 0 and (is_best or cfg.always_save_checkpoint)

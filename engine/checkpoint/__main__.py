@@ -25,7 +25,7 @@ from data.errors import command, printable, require, user_errors
 from data.files import amount, open_regular
 from engine.checkpoint import contents
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.contents import Part, damaged, first_line, own_part, read_file
+from engine.checkpoint.contents import Damaged, Part, damage_in, damaged, first_line, own_part, read_file
 from engine.checkpoint.folder import locked
 
 
@@ -119,11 +119,11 @@ def convert_step(path: Path, state: dict):
     try:
         files = read_metadata(path, state.pop("metadata_sha256", None))
         written = [
-            contents.write(partial / f"rank_{rank}.safetensors", read_parts(path / name, files[name]))
+            contents.write(partial / f"rank_{rank}.safetensors", read_parts(path, name, files[name]))
             for rank, name in enumerate(sorted(files))
         ]
         checkpoint.complete(path, written, state)
-    except OSError:
+    except (OSError, Damaged):
         raise
     except Exception as error:  # whatever a stranger has written there
         raise damaged(path, first_line(error)) from error
@@ -132,11 +132,11 @@ def convert_step(path: Path, state: dict):
 
 
 def read_metadata(path: Path, sha256: Any) -> dict[str, dict[str, tuple]]:
-    """file -> name of a tensor -> (shape, offsets of the piece, its first byte, length and SHA-256). Raises ValueError.
+    """file -> name of a tensor -> (shape, offsets of the piece, its first byte, length and SHA-256). Raises Damaged.
 
     sha256  SHA-256 of .metadata, in hexadecimal
     """
-    try:
+    with damage_in(path, ".metadata"):
         content = read_file(path / ".metadata", contents.LARGEST_INDEX)
         require(sha256 == hashlib.sha256(content).hexdigest(), "it is not the one that was saved with state.json")
         top, files = _Unpickler(BytesIO(content)).load().state, defaultdict(dict)
@@ -147,24 +147,19 @@ def read_metadata(path: Path, sha256: Any) -> dict[str, dict[str, tuple]]:
             require(type(entry).__name__ == "TensorStorageMetadata", f"entry {name} is no tensor")
             shape, place = entry.state["size"], (info.state["offset"], info.state["length"], info.state["sha256"])
             files[file][name] = shape, index.state.get("offset") or [0] * len(shape), *place
-    except Exception as error:  # unpickling garbage can raise any error
-        raise ValueError(f".metadata: {first_line(error)}") from error
     return files
 
 
-def read_parts(file: Path, found: dict[str, tuple]) -> dict[str, Part]:
-    """The parts of tensors in one file. Raises ValueError."""
+def read_parts(path: Path, file: str, found: dict[str, tuple]) -> dict[str, Part]:
+    """The parts of tensors in one file. Raises Damaged."""
     parts = {}
     for name, (shape, offsets, start, length, sha256) in found.items():
-        try:
-            with open(file, "rb", opener=open_regular) as f:
-                f.seek(start)
-                data = f.read(length)
+        with damage_in(path, f"{file}: {name}"), open(path / file, "rb", opener=open_regular) as f:
+            f.seek(start)
+            data = f.read(length)
             require(hashlib.sha256(data).digest() == sha256, "its bytes are not those that were saved")
             tensor = torch.load(BytesIO(data), map_location="cpu", weights_only=True).detach()
             parts[name] = Part(tensor, offsets, shape)
-        except Exception as error:  # a malicious archive can make torch.load raise any error
-            raise ValueError(f"{file.name}: {name}: {first_line(error)}") from error
     return parts
 
 

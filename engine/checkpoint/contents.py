@@ -15,6 +15,8 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +79,22 @@ def damaged(path: Path, reason: object) -> Damaged:
     return Damaged(f"checkpoint {path} is damaged: {reason}; {remedy}")
 
 
+@contextmanager
+def damage_in(path: Path, file: str) -> Iterator[None]:
+    """Replaces any error by Damaged, which names the file; what stands in it may be of a stranger."""
+    try:
+        yield
+    except Exception as error:
+        raise damaged(path, f"{file}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error's message, shortened, after the name of its class unless that is ValueError."""
+    lines = str(error).strip().splitlines() or [""]
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return kind + lines[0][:200]
+
+
 def step_of(path: Path) -> int | None:
     """The step in the name of a directory, such as step_00000010, or step_00000010.old while it is replaced; None for a
     directory with another kind of name."""
@@ -105,11 +123,9 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
     many steps, or if the directory has the name of another step. (A copy may have any other name, such as `good`.)
     """
     path, kinds = Path(path), {"format": int, "step": int} | (kinds or {})
-    try:
+    with damage_in(path, "state.json"):
         state = json.loads(read_file(path / "state.json", LARGEST_STATE))
         found = state["format"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise damaged(path, f"state.json: {error!r:.200}") from error
     if type(found) is int and found != FORMAT:
         older = "use it with the version of this program that wrote it, or train anew in another --out_dir"
         older = f"python -m engine.checkpoint convert {path}" if found == 3 else older
@@ -154,13 +170,6 @@ def read_file(path: Path, most: int) -> bytes:
         content = f.read(most + 1)
     require(len(content) <= most, f"it has more than {most:,} bytes")
     return content
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of the error's message, shortened, after the name of its class unless that is ValueError."""
-    lines = str(error).strip().splitlines() or [""]
-    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-    return kind + lines[0][:200]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,7 +223,7 @@ def read_index(path: Path, state: dict) -> dict[str, Saved]:
     Raises Damaged unless every piece lies inside its tensor and in a file of this directory that is long enough, and
     the sizes of a tensor's pieces add up to its size.
     """
-    try:
+    with damage_in(path, "index.json"):
         content = read_file(path / "index.json", LARGEST_INDEX)
         digest = hashlib.sha256(content).hexdigest()
         require(digest == state.get("index_sha256"), "it is not the one that was saved with state.json")
@@ -234,8 +243,6 @@ def read_index(path: Path, state: dict) -> dict[str, Saved]:
                 inside = all(offset + size <= most for offset, size, most in spans)
                 complete += math.prod(box) if inside else -1
             require(complete == math.prod(shape), f"pieces of {name} are missing")
-    except Exception as error:  # whatever stands in the file: it may be of a stranger
-        raise damaged(path, f"index.json: {first_line(error)}") from error
     return index
 
 
@@ -249,14 +256,11 @@ def fill(path: Path, name: str, saved: Saved, part: Part):
         spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in places]  # of the tensor, which both have
         if all(start < end for start, end in spans):
             source = torch.empty(piece.sizes, dtype=saved.dtype)
-            try:
-                with open(path / piece.file, "rb", opener=open_regular) as f:
-                    f.seek(piece.start)
-                    f.readinto(raw(source))
-                digest = hashlib.sha256(raw(source)).hexdigest()
-                require(digest == piece.sha256, "its bytes are not those that were saved")
-            except (OSError, ValueError) as error:
-                raise damaged(path, f"{piece.file}: {name}: {first_line(error)}") from error
+            with damage_in(path, f"{piece.file}: {name}"), open(path / piece.file, "rb", opener=open_regular) as f:
+                f.seek(piece.start)
+                f.readinto(raw(source))
+                same = hashlib.sha256(raw(source)).hexdigest() == piece.sha256
+                require(same, "its bytes are not those that were saved")
             here, there = (
                 tuple(slice(start - begin, end - begin) for (start, end), begin in zip(spans, begins, strict=True))
                 for begins in (part.offsets, piece.offsets)

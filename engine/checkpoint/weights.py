@@ -6,8 +6,7 @@
 
 read calls action(found) with a Weights, and returns its result:
 
-    flags = found.config(device="cpu")
-    sharded = found.load(flags, ranks)      # a ShardedModel in evaluation mode
+    sharded = found.load(found.config(device="cpu"), ranks)     # a ShardedModel in evaluation mode
     tokenizer = found.tokenizer()
 
 path, model, tokenizer = alone("out/pycode", device, dtype, check)      # in a program of one process
@@ -46,14 +45,12 @@ class Weights:
 
     path       of the checkpoint, file or folder
     flags      our flags: those of the model, and for a checkpoint all flags of its run
-    spec       describes the tokenizer, see data/tokenizer.py; None if the weights do not say it
     tokenizer  opens the tokenizer; ValueError if there is none
     fill       fills the parameters of a ShardedModel with the weights
     """
 
     path: str | Path
     flags: dict[str, Any]
-    spec: dict | None
     tokenizer: Callable[[], Tokenizer]
     fill: Callable[[ShardedModel], None]
 
@@ -119,7 +116,7 @@ def of_checkpoint(path: Path, state: dict) -> Weights:
     def fill(sharded: ShardedModel):
         load_tensors(path, parameters(sharded), sharded, checkpoint.read_index(path, state))
 
-    return Weights(path, state["flags"], state["tokenizer"], tokenizer, fill)
+    return Weights(path, state["flags"], tokenizer, fill)
 
 
 def of_nanogpt(file: str) -> Weights:
@@ -139,7 +136,7 @@ def of_nanogpt(file: str) -> Weights:
         return known
 
     weights = tensors | {"head.weight": tensors["wte.weight"]}
-    return Weights(file, flags, None, tokenizer, lambda sharded: sharded.fill(weights))
+    return Weights(file, flags, tokenizer, lambda sharded: sharded.fill(weights))
 
 
 def of_hf(folder: str) -> Weights:
@@ -147,7 +144,7 @@ def of_hf(folder: str) -> Weights:
 
     weights = read_hf(folder)
     tokenizer = partial(build, f"hf:{weights.folder}", list)
-    return Weights(weights.folder, weights.flags, None, tokenizer, lambda sharded: sharded.fill(weights))
+    return Weights(weights.folder, weights.flags, tokenizer, lambda sharded: sharded.fill(weights))
 
 
 FOREIGN = {"nanogpt": of_nanogpt, "hf": of_hf}
