@@ -40,7 +40,7 @@ from data.loader import Loader, count_windows
 from data.objective import open_with_objective
 from engine import compilation, optim
 from engine.checkpoint import run as run_state
-from engine.checkpoint.folder import FolderLock, check_out_dir, replace_flags
+from engine.checkpoint.folder import check_out_dir, locked, replace_flags
 from engine.checkpoint.saver import Checkpoints
 from engine.device import make_deterministic, precision, refuse_nondeterminism
 from engine.evaluation import byte_lengths, mean_loss, text_sample
@@ -61,15 +61,14 @@ NEVER = torch.iinfo(torch.int64).max  # larger than the number of any step
 def main(argv: list[str] | None = None):
     with ExitStack() as cleanup:
         with user_errors():
-            lock = cleanup.enter_context(FolderLock())
             given = read_flags(Config, argv, __doc__)
-            stored, origin = run_state.stored_flags(lock, asdict(Config()) | given.values)
+            stored, origin = run_state.stored_flags(cleanup, asdict(Config()) | given.values)
             cfg = resolve(Config, given, stored, origin)
             if cfg.plan:
                 return show_plan(cfg)
             environment()  # if it is wrong, the run is refused before out_dir is made
             if not cfg.eval_only and cfg.init_from != "resume":
-                lock.take(cfg.out_dir)
+                cleanup.enter_context(locked(cfg.out_dir))
             run_state.resume_after_restart(cfg)
             check_out_dir(cfg)
             run = Run(cfg, cleanup)
@@ -257,7 +256,7 @@ class Run:
                 if self.text_sample:
                     self.metrics.sample(self.step, self.text_sample)
             model.train()
-            if self.checkpoints.unwritten_best:  # whether this loss is the best depends on it
+            if self.checkpoints.unwritten_best is not None:  # whether this loss is the best depends on it
                 self.checkpoints.wait()
         is_best = self.checkpoints.is_best(val_loss)
         worth_saving = self.step > 0 and (is_best or cfg.always_save_checkpoint)

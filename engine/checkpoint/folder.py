@@ -1,7 +1,6 @@
 """The folder of a run: a lock keeps other runs out of it, and a check says whether a run may begin there.
 
-    with FolderLock() as lock:
-        lock.take("out/x")              # before anything in the folder is read
+    with locked("out/x"):               # before anything in the folder is read
         check_out_dir(cfg)
 
 The kernel releases the lock when the process ends for any reason. The lock is needed because the workers of torchrun
@@ -13,93 +12,82 @@ import fcntl
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from data.errors import require
 from engine.parallel.ranks import may_restart
 
 
-class FolderLock:
-    """A context manager that holds the lock that `take` has taken. At its end it removes the file .lock, and also the
-    folders that it has made, if they are empty."""
+@contextmanager
+def locked(folder: str, make: bool = True) -> Iterator[None]:
+    """Hold the lock of a folder; rank 0 does so for all ranks. At the end the file .lock is removed, and also the
+    folders that were made, if they are empty.
 
-    def __init__(self):
-        self.path, self.file, self.made = Path(), None, []
+    make    what to do if the folder does not exist: make it, or else lock nothing
 
-    def __enter__(self) -> "FolderLock":
-        return self
-
-    def take(self, folder: str, make: bool = True):
-        """Lock a folder. Rank 0 does so for all ranks.
-
-        make    what to do if the folder does not exist: make it, or else lock nothing
-
-        ValueError names the process that holds the lock already. If torchrun restarts lost workers, that process may be
-        the worker that this one replaces, so it has ten seconds to end.
-        """
-        folder, patient = Path(os.path.expanduser(folder)), may_restart()
-        if os.environ.get("RANK", "0") != "0" or not (make or folder.is_dir()):
-            return
-        self.path = folder / ".lock"
-        self.made = [each for each in (folder, *folder.parents) if not each.exists()]  # innermost first
-        end = time.monotonic() + 10 * patient
-        while not self._try():
-            if time.monotonic() >= end:
-                time.sleep(0.1)  # the holder may be just about to write its name
-                holder = os.pread(self.file, 100, 0).decode(errors="replace").strip()
-                self._close()
-                raise ValueError(
-                    f"out_dir={folder} belongs to process {holder}, which still runs; wait for it, end it with kill, "
-                    "or choose another --out_dir"
-                )
-            self._close()
-            time.sleep(0.1)
+    ValueError names the process that holds the lock already. If torchrun restarts lost workers, that process may be
+    the worker that this one replaces, so it has ten seconds to end.
+    """
+    folder, file = Path(os.path.expanduser(folder)), None
+    if os.environ.get("RANK", "0") != "0" or not (make or folder.is_dir()):
+        yield
+        return
+    path = folder / ".lock"
+    made = [each for each in (folder, *folder.parents) if not each.exists()]  # innermost first
+    end = time.monotonic() + (10 if may_restart() else 0.2)  # a holder may be just about to write its name, or to end
+    try:
+        while file is None:
+            try:
+                file = _try_lock(path)
+            except (ValueError, FileNotFoundError):
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(0.05)
         name = f"{os.getpid()} on {socket.gethostname()}\n".encode()
         with suppress(OSError):  # the disk is full; whatever needs more room reports it
-            os.pwrite(self.file, name, 0)
-            os.ftruncate(self.file, len(name))
-
-    def _try(self) -> bool:
-        """Open the lock file; returns whether this process has the lock now."""
-        for tries_left in reversed(range(100)):
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-            except FileNotFoundError:  # a run that was refused has just removed the folder
-                if not tries_left:
-                    raise
-                continue
-            try:
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            except OSError:
-                return True  # a file system without locks
-            if self._is_at_path() or not tries_left:
-                return True
-            self._close()
-
-    def _is_at_path(self) -> bool:
-        """Whether the open file still has this name. The process that held the lock before may have removed it."""
-        try:
-            return os.path.samestat(os.fstat(self.file), os.stat(self.path))
-        except FileNotFoundError:
-            return False
-
-    def _close(self):
-        os.close(self.file)
-        self.file = None
-
-    def __exit__(self, *error):
-        if self.file is not None:
+            os.pwrite(file, name, 0)
+            os.ftruncate(file, len(name))
+        yield
+    finally:
+        if file is not None:
             with suppress(OSError):
-                if self._is_at_path():  # otherwise it is the file of a run that began after the folder was deleted
-                    self.path.unlink()
-            self._close()
-        for folder in self.made:
+                if _is_at(file, path):  # otherwise it is the file of a run that began after the folder was deleted
+                    path.unlink()
+            os.close(file)
+        for each in made:
             with suppress(OSError, ValueError):  # a folder that is not empty stays; ValueError: a name with a null byte
-                folder.rmdir()
+                each.rmdir()
+
+
+def _try_lock(path: Path) -> int:
+    """Open the lock file and lock it. ValueError if another process holds the lock; FileNotFoundError if another
+    process has removed the folder meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(file, 100, 0).decode(errors="replace").strip()
+        os.close(file)
+        raise ValueError(
+            f"out_dir={path.parent} belongs to process {holder}, which still runs; wait for it, end it with kill, or "
+            "choose another --out_dir"
+        ) from None
+    except OSError:
+        return file  # a file system without locks
+    if _is_at(file, path):
+        return file
+    os.close(file)
+    return _try_lock(path)  # the process that held the lock has removed the file before this one locked it
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether the open file still has this name."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    return False
 
 
 def check_out_dir(cfg):

@@ -6,6 +6,7 @@ resumed run continues as if it had never stopped.
 """
 
 import math
+from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import NoneType
@@ -18,7 +19,7 @@ from data.tokenizer import Tokenizer
 from engine import optim
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
-from engine.checkpoint.folder import FolderLock
+from engine.checkpoint.folder import locked
 from engine.checkpoint.weights import Weights
 from engine.parallel import ranks as parallel
 from engine.parallel.ranks import Ranks
@@ -38,24 +39,24 @@ STATE = {  # keys of a checkpoint's state that a resume needs, and their types
 # The start
 
 
-def stored_flags(lock: FolderLock, flags: dict) -> tuple[dict, str]:
-    """(flags that belong to the weights that init_from names, to use as defaults; the path of these weights)."""
-    kind = flags["init_from"].partition(":")[0]
+def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
+    """(flags that belong to the weights that init_from names, to use as defaults; the path of these weights).
+
+    For a resume, `cleanup` gets the lock of out_dir.
+    """
+    where = flags["init_from"]
+    kind, _, place = where.partition(":")
     if kind == "resume":
         if not (flags["eval_only"] or flags["plan"]):
-            lock.take(flags["out_dir"], make=False)
-        path, stored = checkpoint.read(flags["out_dir"], STATE, lambda path, state: (path, state["flags"]))
-        return {name: value for name, value in stored.items() if name not in OWN}, str(path)
-    if kind not in ("checkpoint", *weights.FOREIGN):
+            cleanup.enter_context(locked(flags["out_dir"], make=False))
+        stored, path = checkpoint.read(flags["out_dir"], STATE, lambda path, state: (state["flags"], path))
+    elif kind in ("checkpoint", *weights.FOREIGN):
+        there = kind != "checkpoint" or place and Path(place).expanduser().is_dir()
+        require(there, f"init_from={where}: no such folder; give the folder of a run, or of one checkpoint")
+        stored, path = weights.read(where.removeprefix("checkpoint:"), lambda found: (found.flags, found.path))
+    else:
         return {}, ""
-    where, place = flags["init_from"], named(flags["init_from"])
-    there = kind != "checkpoint" or place and Path(place).expanduser().is_dir()
-    require(there, f"init_from={where}: no such folder; give the folder of a run, or of one checkpoint")
-
-    def defaults(found: Weights) -> tuple[dict, str]:
-        return {name: value for name, value in found.flags.items() if name not in OWN}, str(found.path)
-
-    return weights.read(place, defaults)
+    return {name: value for name, value in stored.items() if name not in OWN}, str(path)
 
 
 def resume_after_restart(cfg):
@@ -153,12 +154,7 @@ def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):
         found.check_tokenizer(tokenizer, cfg.dataset)
         found.fill(sharded)
 
-    weights.read(named(cfg.init_from), fill)
-
-
-def named(init_from: str) -> str:
-    """The weights that init_from names, as weights.read takes them: checkpoint:RUN is RUN."""
-    return init_from.removeprefix("checkpoint:")
+    weights.read(cfg.init_from.removeprefix("checkpoint:"), fill)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch import Tensor
 from data.errors import fail, user_errors
 from data.files import writing
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.pieces import own_part
+from engine.checkpoint.contents import own_part
 from engine.metrics import Silent
 from engine.parallel import ranks as parallel
 from engine.parallel.ranks import Ranks
@@ -36,8 +36,9 @@ class Checkpoints:
     last_queued_step    step of the last checkpoint that was given to `save`; it may still be unwritten, or have failed
     last_written_step   step of the last checkpoint that is known to be on the disk
     best_loss           lowest validation loss so far; the loss of a checkpoint counts when it is on the disk
+    unwritten_best      lower loss of a checkpoint that is not known to be on the disk, or None
 
-    All three are None at the beginning of a run.
+    All four are None at the beginning of a run.
     """
 
     def __init__(self, cfg, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss):
@@ -45,8 +46,7 @@ class Checkpoints:
         self.goes_on = cfg.on_save_error == "continue"
         self.saver = Saver(cfg.async_checkpoint)
         self.last_queued_step = self.saver.last_written_step = step
-        self.best_loss: float | None = best_loss
-        self.unwritten_best = None  # (step, validation loss) of a best checkpoint that is not known to be on the disk
+        self.best_loss, self.unwritten_best = best_loss, None
 
     @property
     def last_written_step(self) -> int | None:
@@ -60,46 +60,39 @@ class Checkpoints:
         """Save a checkpoint, after the previous checkpoint is written.
 
         best_loss   the checkpoint's validation loss if it is the lowest so far, else None
-        last        whether this is the last checkpoint: then a failure ends the run, whatever on_save_error says
+        last        whether this is the last checkpoint of the run
         """
         self.wait()
         is_best = best_loss is not None
-        self.unwritten_best = (step, best_loss) if is_best else None
         state = state | {"best_val_loss": best_loss if is_best else self.best_loss}
-        with self.handle_save_errors(last):
-            self.saver.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last, is_best)
-            if last:
-                self.saver.wait()
-        self.last_queued_step = step
+        self.saver.save(self.cfg.out_dir, step, tensors, state, keep_last=self.cfg.keep_last, best=is_best)
+        self.last_queued_step, self.unwritten_best = step, best_loss
+        if last or not self.cfg.async_checkpoint:
+            self.wait(last)
 
-    def wait(self):
-        """Wait until the last checkpoint is written or has failed."""
-        with self.handle_save_errors():
-            self.saver.wait()
-        if self.unwritten_best and self.last_written_step == self.unwritten_best[0]:
-            self.best_loss = self.unwritten_best[1]
-        self.unwritten_best = None
-
-    @contextmanager
-    def handle_save_errors(self, last: bool = False) -> Iterator[None]:
-        """An error of a checkpoint, which all ranks raise together, ends the run. With on_save_error=continue it is
-        only a warning, unless this is the `last` checkpoint of the run.
+    def wait(self, last: bool = False):
+        """Wait until the checkpoint under way is written. If it has failed, which all ranks notice together, the run
+        ends. With on_save_error=continue there is only a warning, unless this is the `last` checkpoint of the run.
 
         The first rank reports the error, and the other ranks wait for the report before they end.
         """
         try:
-            yield
+            self.saver.wait()
+            if self.unwritten_best is not None:
+                self.best_loss = self.unwritten_best
         except OSError as error:
             if self.goes_on and not last:
-                return self.warn(error)
-            code = 1 if self.goes_on else 2
-            try:
-                if self.ranks.first:
-                    self.fail(str(error), code)
-                raise SystemExit(code) from None
-            finally:
-                self.stop.finish()
-                parallel.leave()
+                self.warn(error)
+            else:
+                try:
+                    code = 1 if self.goes_on else 2
+                    if self.ranks.first:
+                        self.fail(str(error), code)
+                    raise SystemExit(code) from None
+                finally:
+                    self.stop.finish()
+                    parallel.leave()
+        self.unwritten_best = None
 
     @contextmanager
     def handle_write_errors(self) -> Iterator[None]:
@@ -131,9 +124,6 @@ class Saver:
     the same buffers. The thread is a daemon, so a process that fails does not wait for it. Its collectives use a
     process group of their own, because collectives of two threads must not mix. So the timeout of the training loop's
     collectives does not apply to ranks that wait for a slow disk.
-
-    `save` raises the errors of checkpoint.save. If an asynchronous save fails, the next `wait` or `save` raises the
-    error, and that `save` saves nothing.
     """
 
     def __init__(self, asynchronous: bool):
@@ -143,38 +133,33 @@ class Saver:
         self.copies: dict[str, Tensor] = {}
         self.running: Future | None = None
 
-    def save(
-        self,
-        out_dir: str | Path,
-        step: int,
-        tensors: dict[str, Tensor],
-        state: dict,
-        keep_last: int = 2,
-        best: bool = False,
-    ):
-        """Call checkpoint.save, after the previous checkpoint is written."""
+    def save(self, out_dir: str | Path, step: int, tensors: dict[str, Tensor], state: dict, **options: Any):
+        """Call checkpoint.save with these arguments. The next `wait` or `save` raises its error; that `save` saves
+        nothing."""
         self.wait()
-        arguments = (out_dir, step, dict(tensors), deepcopy(state), keep_last, best, self.group)
-        if not self.asynchronous:
-            checkpoint.save(*arguments)
-            self.last_written_step = step
-            return
-        copies = self.copies = {name: _copy(tensor, self.copies.get(name)) for name, tensor in tensors.items()}
         device = -1  # torch.cuda.set_device(-1) does nothing
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-            device = torch.cuda.current_device()
+        if self.asynchronous:
+            parts = {name: own_part(x) for name, x in tensors.items()}
+            self.copies = {name: _copy(part.tensor, self.copies.get(name)) for name, part in parts.items()}
+            tensors = {name: part._replace(tensor=self.copies[name]) for name, part in parts.items()}
+            state = deepcopy(state)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+                device = torch.cuda.current_device()
         running = self.running = Future()
 
         def work():
             try:
                 torch.cuda.set_device(device)  # otherwise a new thread uses the first GPU
-                checkpoint.save(*arguments, copies)
+                checkpoint.save(out_dir, step, tensors, state, group=self.group, **options)
                 running.set_result(step)
             except BaseException as error:
                 running.set_exception(error)
 
-        threading.Thread(target=work, name="checkpoint", daemon=True).start()
+        if self.asynchronous:
+            threading.Thread(target=work, name="checkpoint", daemon=True).start()
+        else:
+            work()
 
     def wait(self):
         """Wait until the last checkpoint is written. To be called before the run ends."""
@@ -183,10 +168,9 @@ class Saver:
             self.last_written_step = running.result()
 
 
-def _copy(tensor: Tensor, buffer: Tensor | None) -> Tensor:
-    """A copy of this rank's part of the tensor in host memory, in `buffer` if that has the right shape. The copy from a
-    GPU may still be under way when this function returns."""
-    part, _ = own_part(tensor)
+def _copy(part: Tensor, buffer: Tensor | None) -> Tensor:
+    """A copy of the tensor in host memory, in `buffer` if that has the right shape. The copy from a GPU may still be
+    under way when this function returns."""
     if buffer is None or (buffer.shape, buffer.stride(), buffer.dtype) != (part.shape, part.stride(), part.dtype):
         buffer = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
     return buffer.copy_(part, non_blocking=part.is_cuda)

@@ -6,8 +6,7 @@
 
 read calls action(found) with a Weights, and returns its result:
 
-    flags = found.config(device="cpu")
-    sharded = found.load(flags, ranks)      # a ShardedModel in evaluation mode
+    sharded = found.load(found.config(device="cpu"), ranks)     # a ShardedModel in evaluation mode
     tokenizer = found.tokenizer()
 
 path, model, tokenizer = alone("out/pycode", device, dtype, check)      # in a program of one process
@@ -30,7 +29,7 @@ from data.dataset import open_data
 from data.errors import require
 from data.tokenizer import Tokenizer, build, from_spec
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.pieces import Saved
+from engine.checkpoint.contents import Saved
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from model import Model, ModelConfig
@@ -46,14 +45,12 @@ class Weights:
 
     path       of the checkpoint, file or folder
     flags      our flags: those of the model, and for a checkpoint all flags of its run
-    spec       describes the tokenizer, see data/tokenizer.py; None if the weights do not say it
     tokenizer  opens the tokenizer; ValueError if there is none
     fill       fills the parameters of a ShardedModel with the weights
     """
 
     path: str | Path
     flags: dict[str, Any]
-    spec: dict | None
     tokenizer: Callable[[], Tokenizer]
     fill: Callable[[ShardedModel], None]
 
@@ -74,8 +71,7 @@ class Weights:
         """ValueError if these weights are known to have other tokens than the data. Exported tokenizers have the same
         as the run's."""
         try:
-            own = self.tokenizer()
-            same = tokenizer is None or own.same_tokens(tokenizer)
+            same = tokenizer is None or self.tokenizer().same_tokens(tokenizer)
         except ValueError:  # it cannot be opened, so it is not known
             return
         fact = f"dataset={dataset} has another tokenizer than the model in {self.path}"
@@ -120,7 +116,7 @@ def of_checkpoint(path: Path, state: dict) -> Weights:
     def fill(sharded: ShardedModel):
         load_tensors(path, parameters(sharded), sharded, checkpoint.read_index(path, state))
 
-    return Weights(path, state["flags"], state["tokenizer"], tokenizer, fill)
+    return Weights(path, state["flags"], tokenizer, fill)
 
 
 def of_nanogpt(file: str) -> Weights:
@@ -140,7 +136,7 @@ def of_nanogpt(file: str) -> Weights:
         return known
 
     weights = tensors | {"head.weight": tensors["wte.weight"]}
-    return Weights(file, flags, None, tokenizer, lambda sharded: sharded.fill(weights))
+    return Weights(file, flags, tokenizer, lambda sharded: sharded.fill(weights))
 
 
 def of_hf(folder: str) -> Weights:
@@ -148,7 +144,7 @@ def of_hf(folder: str) -> Weights:
 
     weights = read_hf(folder)
     tokenizer = partial(build, f"hf:{weights.place}", list)
-    return Weights(weights.place, weights.flags, None, tokenizer, lambda sharded: sharded.fill(weights))
+    return Weights(weights.place, weights.flags, tokenizer, lambda sharded: sharded.fill(weights))
 
 
 FOREIGN = {"nanogpt": of_nanogpt, "hf": of_hf}
@@ -162,15 +158,9 @@ def parameters(sharded: ShardedModel) -> dict[str, Tensor]:
 def load_tensors(path: Path, tensors: dict[str, Tensor], sharded: ShardedModel, index: dict[str, Saved]):
     """Read these tensors of the model, and perhaps of its optimizer, from the checkpoint, in place.
 
-    The weights of the vocabulary may have other numbers of rows, because each layout pads them as it needs. Every
-    rank calls this function.
+    The layout that saved them may have padded the weights of the vocabulary otherwise. Every rank calls this function.
     """
     cfg = sharded.model.cfg
-    rows = {  # of the vocabulary's weights and their optimizer states, without padding
-        name: cfg.vocab_size
-        for name, t in tensors.items()
-        if name.split(".", 1)[1].startswith(checkpoint.VOCAB_WEIGHTS) and t.dim()
-    }
-    if any(index[name].shape[:1] < (cfg.vocab_rows,) for name in rows.keys() & index.keys()):
+    if any(index[name].shape < tuple(t.shape) for name, t in tensors.items() if name in index):
         sharded.init_weights(cfg.seed, checkpoint.VOCAB_WEIGHTS)  # for padding that the saved layout did not have
-    checkpoint.load(path, tensors, rows, index)
+    checkpoint.load(path, tensors, index, cfg.vocab_size)

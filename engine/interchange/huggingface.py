@@ -28,7 +28,7 @@ from data.errors import require
 from data.files import amount, open_regular, writing
 from data.tokenizer import from_spec
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.state import completed
+from engine.checkpoint.contents import completed
 from engine.interchange.config import describe
 from engine.interchange.families import FAMILIES, Family, choose
 from engine.interchange.tokenizer import export_tokenizer
@@ -358,10 +358,8 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
         def weight(name: str) -> Tensor | None:
             if name not in shapes:
                 return None
-            x, rows = torch.empty(shapes[name]), {}
-            if name.startswith(checkpoint.VOCAB_WEIGHTS):
-                rows = {f"model.{name}": cfg.vocab_size}  # without the padding that tp needed
-            checkpoint.load(path, {f"model.{name}": x}, rows, index)
+            x = torch.empty(shapes[name])
+            checkpoint.load(path, {f"model.{name}": x}, index, cfg.vocab_size)  # without the padding that tp needed
             return x
 
         unfinished = folder.with_name(f".tmp-{folder.name}")  # gets its name when all is written

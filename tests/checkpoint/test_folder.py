@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ import train
 from configurator import Config, parse
 from engine.checkpoint import __main__ as checkpoint_commands
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.folder import FolderLock
+from engine.checkpoint.folder import locked
 
 
 @contextmanager
@@ -83,11 +83,7 @@ def test_one_holder_at_a_time(tmp_path):
 
     def work():
         for _ in range(100):
-            with FolderLock() as lock:
-                try:
-                    lock.take(str(tmp_path / "new" / "run"))
-                except ValueError:
-                    continue
+            with suppress(ValueError), locked(str(tmp_path / "new" / "run")):
                 inside.append(1)
                 most.append(len(inside))
                 time.sleep(0.0002)
@@ -106,52 +102,48 @@ def test_one_holder_at_a_time(tmp_path):
 
 def test_a_file_that_its_holder_removes_is_no_lock(tmp_path, monkeypatch):
     """Between the opening of it and its locking, when a third run comes."""
-    flock, third = fcntl.flock, FolderLock()
+    flock, third = fcntl.flock, locked(str(tmp_path))
 
     def late(file, how):
         monkeypatch.setattr(fcntl, "flock", flock)
         (tmp_path / ".lock").unlink()
-        third.take(str(tmp_path))
+        third.__enter__()
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with FolderLock() as lock, pytest.raises(ValueError, match="belongs to process"):
-        lock.take(str(tmp_path))
-    third.__exit__()
+    with pytest.raises(ValueError, match="belongs to process"), locked(str(tmp_path)):
+        pass
+    third.__exit__(None, None, None)
     assert not os.listdir(tmp_path)
 
 
 def test_the_end_of_a_run_leaves_the_lock_of_the_next(tmp_path):
     """Somebody deletes the folder while a run goes on, and a second run begins in it."""
-    first, second = FolderLock(), FolderLock()
-    first.take(str(tmp_path / "out"))
+    first, second = locked(str(tmp_path / "out")), locked(str(tmp_path / "out"))
+    first.__enter__()
     shutil.rmtree(tmp_path / "out")
-    second.take(str(tmp_path / "out"))
-    first.__exit__()
-    with FolderLock() as third, pytest.raises(ValueError, match="belongs to process"):
-        third.take(str(tmp_path / "out"))
-    second.__exit__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    with pytest.raises(ValueError, match="belongs to process"), locked(str(tmp_path / "out")):
+        pass
+    second.__exit__(None, None, None)
     assert not os.listdir(tmp_path)
 
 
 def test_a_restarted_worker_waits_for_the_lost_one(tmp_path, monkeypatch):
     def let_go(lock):
         time.sleep(0.5)
-        lock.__exit__()
+        lock.__exit__(None, None, None)
 
     for restarts in ("3", "0"):
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
-        dying = FolderLock()
-        dying.take(str(tmp_path))
+        dying = locked(str(tmp_path))
+        dying.__enter__()
         thread = threading.Thread(target=let_go, args=[dying])
         thread.start()
-        with FolderLock() as lock:
-            if restarts == "0":
-                with pytest.raises(ValueError, match=f"belongs to process {os.getpid()} on "):
-                    lock.take(str(tmp_path))
-            else:
-                lock.take(str(tmp_path))
-                assert lock.file is not None
+        refusal = pytest.raises(ValueError, match=f"belongs to process {os.getpid()} on ")
+        with refusal if restarts == "0" else nullcontext(), locked(str(tmp_path)):
+            assert (tmp_path / ".lock").exists()
         thread.join()
 
 

@@ -20,7 +20,7 @@ import sample
 import train
 from data import errors
 from engine.checkpoint import run as run_state
-from engine.checkpoint.folder import FolderLock
+from engine.checkpoint.folder import locked
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback():
@@ -246,8 +246,7 @@ def test_a_folder_that_cannot_be_written(trained, tiny_data, tmp_path, capsys):
     assert (tmp_path / "file").read_text() == "mine"
     inside = ["--init_from=resume", f"--out_dir={trained / 'step_00000002'}"]
     assert "is one checkpoint" in refused(train.main, [*flags, *inside], capsys)
-    with FolderLock() as held:
-        held.take(str(tmp_path))
+    with locked(str(tmp_path)):
         assert f"process {os.getpid()} on " in refused(train.main, [*flags, f"--out_dir={tmp_path}"], capsys)
         assert (tmp_path / ".lock").exists()  # it is not the refused run's to remove
     assert not (tmp_path / ".lock").exists()

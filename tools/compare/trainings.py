@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from data.errors import require
 from data.files import writing
-from engine.checkpoint.folder import FolderLock
+from engine.checkpoint.folder import locked
 from engine.device import machine, resolve_device
 from tools.child import Child, measure
 from tools.compare.run import Run
@@ -290,10 +290,10 @@ def compare(options: CompareConfig, texts: list[str]) -> Comparison:
     """Make the trainings that are left of a comparison, or print them. texts: the arguments of train.py of each run."""
     size = os.environ.get("WORLD_SIZE", "1")
     require(size == "1", f"WORLD_SIZE={size}: each training is a single process; start tools.compare without torchrun")
-    with FolderLock() as lock:
+    with ExitStack() as cleanup:
         if not options.dry_run:
             try:
-                lock.take(options.out)
+                cleanup.enter_context(locked(options.out))
             except ValueError as error:
                 raise ValueError(str(error).replace("out_dir", "out")) from None
         if options.jobs > 1:

@@ -1,0 +1,268 @@
+"""One checkpoint: a directory with state.json, index.json and the file rank_N.safetensors of each rank.
+
+state.json has everything except tensors, and the SHA-256 of index.json. index.json has for each tensor its dtype and
+shape and a list of pieces. A piece is one rank's part of one tensor, a box in it: the file and the byte where the piece
+starts, the offsets and sizes of the box, and the SHA-256 of its bytes.
+
+    entries = write(step_dir / "rank_0.safetensors", {"model.w": Part(tensor, offsets=(4, 0), shape=(8, 3))})
+    state = read_state(step_dir, {"flags": dict})
+    index = read_index(step_dir, state)
+    fill(step_dir, "model.w", index["model.w"], part)
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.errors import require
+from data.files import open_regular
+
+FORMAT = 4  # 1 had no SHA-256 of each piece; 2 had other names of parameters; 3 had the files of DCP
+STEP = re.compile(r"step_(\d{8,})")
+MOST_SAMPLES = 2**40  # of one step, far above any real batch
+LARGEST_STATE, LARGEST_INDEX = 2**26, 2**34  # bytes; the index of ten thousand ranks has fewer
+DTYPES = {  # by the names of safetensors
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Damaged(ValueError):
+    """A checkpoint is not complete. Another process may also have replaced or deleted it while it was read."""
+
+
+class Part(NamedTuple):
+    """One rank's part of a tensor, which lies at these offsets in the whole tensor of this shape."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """A part that is in a file."""
+
+    file: str
+    start: int
+    offsets: list[int]
+    sizes: list[int]
+    sha256: str
+
+
+class Saved(NamedTuple):
+    """One tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[Piece]
+
+
+def damaged(path: Path, reason: object) -> Damaged:
+    """The error for a damaged checkpoint. Its remedies lose no data."""
+    if not path.is_dir():
+        return Damaged(f"checkpoint {path} is gone, or not seen from here; look which one {path.parent} holds now")
+    others = [step for step in steps_in(path.parent) if step.name != path.name] if step_of(path) is not None else []
+    remedy = "bring it back from a copy, or train from the beginning in another --out_dir"
+    if others:
+        remedy = f"move this directory elsewhere to go on from {others[-1].name}, or bring it back from a copy"
+    return Damaged(f"checkpoint {path} is damaged: {reason}; {remedy}")
+
+
+@contextmanager
+def damage_in(path: Path, file: str) -> Iterator[None]:
+    """Replaces any error by Damaged, which names the file; what stands in it may be of a stranger."""
+    try:
+        yield
+    except Exception as error:
+        raise damaged(path, f"{file}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error's message, shortened, after the name of its class unless that is ValueError."""
+    lines = str(error).strip().splitlines() or [""]
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return kind + lines[0][:200]
+
+
+def step_of(path: Path) -> int | None:
+    """The step in the name of a directory, such as step_00000010, or step_00000010.old while it is replaced; None for a
+    directory with another kind of name."""
+    match = STEP.fullmatch(path.absolute().name.removesuffix(".old"))
+    return int(match[1]) if match else None
+
+
+def steps_in(out_dir: Path) -> list[Path]:
+    """The directories of complete steps, the oldest step first."""
+    found = [path for path in out_dir.glob("step_*/") if STEP.fullmatch(path.name) and (path / "state.json").is_file()]
+    return sorted(found, key=step_of)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# state.json
+
+
+def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
+    """The state that was given to `save`, with "step", "format" and "index_sha256", the SHA-256 of index.json.
+
+    kinds    the keys that the caller needs, and the type or types of each. An int must lie in 0 .. 2**62 - 1, so that
+             counting can go on, and a bool is not an int. A float must be finite.
+
+    Raises ValueError for another format. Raises Damaged if state.json is missing or is not JSON, if such a key is
+    missing or of another type, if more steps were skipped than made, if the number of samples is impossible for that
+    many steps, or if the directory has the name of another step. (A copy may have any other name, such as `good`.)
+    """
+    path, kinds = Path(path), {"format": int, "step": int} | (kinds or {})
+    with damage_in(path, "state.json"):
+        state = json.loads(read_file(path / "state.json", LARGEST_STATE))
+        found = state["format"]
+    if type(found) is int and found != FORMAT:
+        older = "use it with the version of this program that wrote it, or train anew in another --out_dir"
+        older = f"python -m engine.checkpoint convert {path}" if found == 3 else older
+        remedy = "update this program" if found > FORMAT else older
+        raise ValueError(f"checkpoint {path} has format {found}, and this program reads format {FORMAT}; {remedy}")
+    for key, kind in kinds.items():
+        if not _fits(state.get(key, ...), kind):
+            raise damaged(path, f"state.json: {key} is " + (f"{state[key]!r:.60}" if key in state else "absent"))
+    step = state["step"]
+    if step_of(path) not in (None, step):
+        raise damaged(path, f"state.json: step is {step}, and the directory has the name of {step_of(path)}")
+    for key, least, most in (("skipped", 0, step), ("samples", step, step * MOST_SAMPLES)):
+        if key in kinds and not least <= state[key] <= most:
+            raise damaged(path, f"state.json: {key} is {state[key]}, of {step} steps")
+    if type(state.get("flags")) is dict:
+        state["flags"] = completed(state["flags"])
+    return state
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether the value has this type, or one of these types, and is in its range; see `read_state`."""
+    if type(value) not in (kind if isinstance(kind, tuple) else (kind,)):
+        return False
+    return 0 <= value < 2**62 if type(value) is int else type(value) is not float or math.isfinite(value)
+
+
+def completed(flags: dict) -> dict:
+    """Stored flags of a model. Those of older versions get `layer`, which replaces pool, wiring and slot_softmax."""
+    flags = dict(flags)
+    pool, wiring, softmax = (flags.pop(name, None) for name in ("pool", "wiring", "slot_softmax"))
+    if flags.get("block") != "superblock" or "layer" in flags:
+        return flags
+    c = "c" if pool != "joint" else "c.own_slots" if softmax == "own" else "c.joint_slots"
+    readers = [c, *["m"] * (flags.get("objective") == "seq2seq"), *["p"] * (pool != "joint")]
+    return flags | {"layer": ("," if wiring == "series" else "+").join(readers)}
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """The content of a file. ValueError if it has more than `most` bytes; OSError if it is not a regular file, because
+    reading a device or a pipe might never end."""
+    with open(path, "rb", opener=open_regular) as f:
+        content = f.read(most + 1)
+    require(len(content) <= most, f"it has more than {most:,} bytes")
+    return content
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# index.json and the tensors
+
+
+def own_part(x: Tensor | Part) -> Part:
+    """This rank's part of a tensor or DTensor, which shares its storage. A Part is returned as it is."""
+    if isinstance(x, Part):
+        return x
+    x = x.detach()
+    if not hasattr(x, "placements"):
+        return Part(x, (0,) * x.dim(), tuple(x.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
+
+    return Part(x.to_local(), tuple(place(x.shape, x.device_mesh, x.placements)[1]), tuple(x.shape))
+
+
+def write(file: Path, parts: dict[str, Part], metadata: dict[str, str] | None = None) -> dict[str, dict]:
+    """Write a safetensors file so that it survives a power failure; returns what index.json has of each tensor."""
+    header, entries, end = {"__metadata__": metadata} if metadata else {}, {}, 0
+    # Large numbers first, so that every piece starts at a multiple of its numbers' size, as a reader that maps it needs
+    names = sorted(parts, key=lambda name: (-parts[name].tensor.itemsize, name))
+    for name in names:
+        x, start = parts[name].tensor, end
+        end += x.nbytes
+        header[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
+    content = json.dumps(header).encode()
+    content += b" " * (-len(content) % 8)
+    with open(file, "wb") as f:
+        f.write(len(content).to_bytes(8, "little") + content)
+        for name in names:
+            x, offsets, shape = parts[name]
+            data, start = raw(x.cpu().contiguous()), f.tell()
+            piece = Piece(file.name, start, list(offsets), list(x.shape), hashlib.sha256(data).hexdigest())
+            f.write(data)
+            entries[name] = {"dtype": NAMES[x.dtype], "shape": list(shape), "pieces": [piece._asdict()]}
+        f.flush()
+        os.fsync(f.fileno())
+    return entries
+
+
+def raw(x: Tensor) -> np.ndarray:
+    """The bytes of a contiguous tensor on the CPU, which share its memory."""
+    return x.flatten().view(torch.uint8).numpy()
+
+
+def read_index(path: Path, state: dict) -> dict[str, Saved]:
+    """What the directory of a checkpoint with this state holds, by name, checked against the files there.
+
+    Raises Damaged unless every piece lies inside its tensor and in a file of this directory that is long enough, and
+    the sizes of a tensor's pieces add up to its size.
+    """
+    with damage_in(path, "index.json"):
+        content = read_file(path / "index.json", LARGEST_INDEX)
+        digest = hashlib.sha256(content).hexdigest()
+        require(digest == state.get("index_sha256"), "it is not the one that was saved with state.json")
+        sizes, index = {}, {}
+        for name, entry in json.loads(content).items():
+            shape, dtype, complete = tuple(entry["shape"]), DTYPES[entry["dtype"]], 0
+            index[name] = Saved(shape, dtype, [Piece(**piece) for piece in entry["pieces"]])
+            for file, start, offsets, box, _ in index[name].pieces:
+                require(re.fullmatch(r"rank_\d+\.safetensors", file), f"file {file!r} is not a file of a checkpoint")
+                if file not in sizes:
+                    sizes[file] = (path / file).stat().st_size
+                spans = list(zip(offsets, box, shape, strict=True))
+                whole = all(type(n) is int and n >= 0 for span in [(start,), *spans] for n in span)
+                require(whole, f"a piece of {name} has a place that is no whole number")
+                end = start + math.prod(box) * dtype.itemsize
+                require(end <= sizes[file], f"{file} is cut off after {sizes[file]} bytes")
+                inside = all(offset + size <= most for offset, size, most in spans)
+                complete += math.prod(box) if inside else -1
+            require(complete == math.prod(shape), f"pieces of {name} are missing")
+    return index
+
+
+def fill(path: Path, name: str, saved: Saved, part: Part):
+    """Copy into a part what the pieces of the saved tensor `name` have of it, in place.
+
+    Raises Damaged if a piece that is read is not the one that was saved.
+    """
+    for piece in saved.pieces:
+        places = zip(part.offsets, part.tensor.shape, piece.offsets, piece.sizes, strict=True)
+        spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in places]  # of the tensor, which both have
+        if all(start < end for start, end in spans):
+            source = torch.empty(piece.sizes, dtype=saved.dtype)
+            with damage_in(path, f"{piece.file}: {name}"), open(path / piece.file, "rb", opener=open_regular) as f:
+                f.seek(piece.start)
+                f.readinto(raw(source))
+                same = hashlib.sha256(raw(source)).hexdigest() == piece.sha256
+                require(same, "its bytes are not those that were saved")
+            here, there = (
+                tuple(slice(start - begin, end - begin) for (start, end), begin in zip(spans, begins, strict=True))
+                for begins in (part.offsets, piece.offsets)
+            )
+            part.tensor[here].copy_(source[there])
