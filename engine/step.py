@@ -1,4 +1,4 @@
-"""One optimizer step. tools/training.py, which measures and compares steps, calls it as a whole.
+"""One optimizer step. tools/speed.py, which measures and compares steps, calls it as a whole.
 
     step = Step(sharded, optimizer, scaler, micro_steps, cfg.grad_clip)
     loss, grad_norm = step(batches, lr)

@@ -482,7 +482,7 @@ FAULTS = [
         "tests/tools/test_compare.py::test_seeds_are_interleaved_and_the_table_is_right",
     ),
     (
-        "tools/bench_table.py",
+        "tools/speed.py",
         '"tokens_per_s": batch * n / sum(seconds)',
         '"tokens_per_s": n / sum(seconds)',
         "bench.py gives the speed of decoding of one sample instead of all together.",
@@ -743,21 +743,21 @@ FAULTS = [
         "tests/tools/test_bench.py::test_ratios_are_the_median_and_the_range_of_the_rounds",
     ),
     (
-        "tools/bench_table.py",
+        "tools/speed.py",
         "ms = median(sum(step.values()) for step in times)",
         "ms = max(sum(step.values()) for step in times)",
         "The table of bench.py has the slowest step of a configuration.",
         "tests/tools/test_bench.py::test_a_row_has_the_median_of_its_steps",
     ),
     (
-        "tools/bench_table.py",
+        "tools/speed.py",
         "median(seconds[-quarter:]) / median(seconds[:quarter])",
         "median(seconds[:quarter]) / median(seconds[-quarter:])",
         "The table divides the first quarter's time of decoding by the last one's.",
         "tests/tools/test_bench.py::test_speed_of_decoding_by_hand",
     ),
     (
-        "tools/bench_table.py",
+        "tools/speed.py",
         "if number == 0:\n                    start",
         "if number == -BATCHES // 10:\n                    start",
         "The speed of the loader counts the time of its warm-up.",

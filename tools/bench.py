@@ -9,7 +9,7 @@
     python -m tools.bench --run="config/pycode_superblock.py --tp=2" --link_delay=2,5 --max_iters=60   # a slow link
     python -m tools.bench --loader=openwebtext
 
-Without arguments of train.py, the table has a row per configuration (CONFIGS in tools/bench_table.py) in the dtype of
+Without arguments of train.py, the table has a row per configuration (CONFIGS in tools/speed.py) in the dtype of
 --dtype=auto, and in float32 if that differs: milliseconds per step by phase (data, forward, backward, optimizer),
 tokens/s, MFU, peak memory; then the speed of decoding, and of the loader on random tokens. --json prints the same
 figures as one JSON object. --profile writes a trace of three steps for Chrome or Perfetto.
@@ -23,7 +23,7 @@ same round.
 
 --link_delay trains each --run, which has --tp, in as many processes on this CPU. In a training step, every collective
 waits for 0 milliseconds or for one of the delays, in turns. The table compares the slowdown with the plan's number of
-collectives times the delay (tools/link_delay.py).
+collectives times the delay (tools/speed.py).
 
 --loader reads batches of 64 x 1024 tokens from a data set that fits in memory, then as many in nanoGPT's way: with a
 new memory map for each batch, and two copies of every sequence, as inputs and as targets.
@@ -41,10 +41,13 @@ from statistics import median
 
 from data.command import Parser
 from data.errors import command, require, user_errors
-from tools.child import measure, stop
+from tools.child import ROOT, measure, stop
 
-HERE = Path(__file__).resolve().parents[1]
 RESERVED = ("--out_dir=", "--log_interval=")  # arguments of train.py that bench.py sets
+COMPANIONS = {  # option -> the only options that go with it
+    "link_delay": {"run"}, "loader": {"rounds"}, "json": {"config"}, "profile": {"config"},
+    "config": {"json", "profile"},
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,9 +87,8 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
     parser.add_argument("--config", metavar="NAME", help="the only configuration of the table, or that of --profile")
     options, args = parser.parse_known_args(argv)
     given = {name for name, value in vars(options).items() if value not in (None, False)}
-    companions = {"loader": {"rounds"}, "json": {"config"}, "profile": {"config"}, "config": {"json", "profile"}}
-    for name, allowed in (companions | {"link_delay": {"run"}}).items():
-        others = [f"--{other}" for other in sorted(given - allowed - {name})] + args * (name in companions)
+    for name, allowed in COMPANIONS.items():
+        others = [f"--{other}" for other in sorted(given - allowed - {name})] + args * (name != "link_delay")
         require(name not in given or not others, f"--{name} does not go with {' '.join(others)}; leave one of them out")
     profile = options.profile is None or options.profile.endswith(".json")
     require(profile, f"--profile={options.profile} must be a .json file, such as out/trace.json")
@@ -119,24 +121,22 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
 def main(argv: list[str] | None = None):
     with user_errors():
         options, runs = read(argv)
-        if options.link_delay:
-            from tools import bench_table
-
-            return bench_table.link_table(runs, options.run or [""], options.link_delay)
-        if runs:
-            checkouts = [options.against] * bool(options.against) + [HERE]
+        if runs and not options.link_delay:
+            checkouts = [options.against] * bool(options.against) + [ROOT]
             return compare(checkouts, runs, options.run or [""], options.rounds)
-        from tools import bench_table
+        from tools import speed  # here, because torch is slow to import
 
+        if options.link_delay:
+            return speed.link_table(runs, options.run or [""], options.link_delay)
         if options.loader:
             for number in range(options.rounds):
-                speeds = bench_table.loader_text(*bench_table.measure_loader(options.loader))
-                print(f"round {number + 1}: {speeds}", flush=True)
+                text = speed.loader_text(*speed.measure_loader(options.loader))
+                print(f"round {number + 1}: {text}", flush=True)
         elif options.profile is not None:
-            print(bench_table.write_trace(options.config or "make-train", Path(options.profile)))
+            print(speed.write_trace(options.config or "make-train", Path(options.profile)))
         else:
-            names = [options.config] if options.config is not None else list(bench_table.CONFIGS)
-            report = bench_table.measure(names, (lambda line: None) if options.json else partial(print, flush=True))
+            names = [options.config] if options.config is not None else list(speed.CONFIGS)
+            report = speed.measure(names, (lambda line: None) if options.json else partial(print, flush=True))
             if options.json:
                 print(json.dumps(report, indent=1))
 

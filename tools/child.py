@@ -19,6 +19,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]  # this checkout
 LIBC = ctypes.CDLL(None)
 WARMUP = 0.2  # fraction of the timings, at the beginning, that is ignored
 

@@ -31,8 +31,8 @@ import torch
 from configurator import parse
 from data.errors import command, require, user_errors
 from engine.parallel.ranks import environment
-from tools.child import Child, kill_with_parent, stop
-from tools.gpu_cases import PARTS, ROOT, Place
+from tools.child import ROOT, Child, kill_with_parent, stop
+from tools.gpu_cases import PARTS, Place
 
 SECONDS = 480  # of a call: a part begins only if its time limit ends before
 WORKER = ["-m", "tools.gpu"]
@@ -76,12 +76,11 @@ class Log:
         self.file, self.calls, self.results, self.last = Path(file), [], {}, None
         for text in self.file.read_text(errors="replace").splitlines() if self.file.exists() else ():
             with suppress(ValueError, TypeError, LookupError):  # half a line, where a machine has stopped
-                self.last = json.loads(text)
-                if "machine" in self.last:
-                    self.calls.append(self.last)
+                self.last = line = json.loads(text)
+                if "machine" in line:
+                    self.calls.append(line)
                 else:
-                    commit = {"commit": self.calls[-1]["commit"]}
-                    self.results[self.last["part"], self.last["case"]] = self.last | commit
+                    self.results[line["part"], line["case"]] = line | {"commit": self.calls[-1]["commit"]}
 
     def add(self, **line):
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -146,8 +145,8 @@ def run(cfg: GpuConfig) -> bool:
             if again:
                 break  # until the next call
     states = Counter(Log(cfg.out).summary(name)[0] for name in names)
-    more = f"{states['left']} parts are left for the next call: give the same command again\n"
-    print(more * bool(states["left"]), end="", flush=True)
+    if states["left"]:
+        print(f"{states['left']} parts are left for the next call: give the same command again", flush=True)
     return not states["failed"]
 
 
@@ -177,14 +176,12 @@ def work(cfg: GpuConfig):
     if cfg.device == "cpu":  # a rehearsal is not about the compiler, which takes minutes
         torch.compile = partial(torch.compile, backend="eager")
     place = Place(device, cfg.against, {part: line.get("figures", {}) for (part, _), line in log.results.items()})
-    first, cases = environment().rank == 0, part.cases(device)
+    add, cases = (log.add if environment().rank == 0 else lambda **_: None), part.cases(device)
     for case in log.todo(cfg.part)[0] if part.gpus == 1 else cases:  # the file changes before other ranks read it
-        if first:
-            log.add(part=cfg.part, case=case)
+        add(part=cfg.part, case=case)
         start, figures = time.monotonic(), attempt(cases[case], place)
         failed = {"failed": figures.pop("failed")} if "failed" in figures else {}
-        if first:
-            log.add(part=cfg.part, case=case, seconds=round(time.monotonic() - start, 1), figures=figures, **failed)
+        add(part=cfg.part, case=case, seconds=round(time.monotonic() - start, 1), figures=figures, **failed)
         if "CUDA error" in failed.get("failed", ""):
             raise SystemExit(1)
 
@@ -232,7 +229,5 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = (
-            "expandable_segments:True"  # for the processes of the parts, as train.py does
-        )
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # for the parts' processes, as train.py does
     command(main)

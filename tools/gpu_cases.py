@@ -8,15 +8,13 @@ are left. Runs train on random tokens with the parts of train.py; `checkpoints` 
 """
 
 import itertools
-import os
+import math
 import re
-import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,35 +26,224 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import profile
 
-from configurator import Config, parse
+from configurator import Config, alternatives, hints, parse
 from data.errors import require
+from engine import optim
+from engine.decode import generate
 from engine.metrics import peak_flops, peak_memory_bytes, read_metrics
 from engine.parallel import ranks as parallel
-from engine.plan import accounting, plan
-from model import BLOCK, Model
-from tools.bench_table import ROOT, measure_decoding, measure_loader
-from tools.child import kill_with_parent, measure
-from tools.gpu_numbers import NUMBERS, Cases, Place, checks, error, without_tf32
-from tools.training import Training, random_data, reset_peak_memory
-
-SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "batch_size": 4, "gradient_accumulation_steps": 2}
-VOCABULARY = {"cuda": 50257, "cpu": 257}
-TIMED_LINES = 8  # lines "iter N:", one per 10 steps, after which a run of train.py is ended
+from engine.plan import plan
+from model import BLOCK, USED_WHEN, Model, ModelConfig, alibi_slopes
+from ops import Mask, attention
+from tools.child import ROOT, Child, measure
+from tools.speed import measure_decoding, measure_loader, random_data, reset_peak_memory, training
 
 
-@contextmanager
-def training(cfg: Config, vocab_size: int, length: int) -> Iterator[Training]:
-    """A training run with these flags on random tokens."""
-    with tempfile.TemporaryDirectory() as cfg.dataset:
-        random_data(cfg.dataset, 2048 * cfg.block_size, vocab_size, length)
-        with closing(Training(cfg)) as run:
-            yield run
+class Place(NamedTuple):
+    """Where a case is computed, and what is known there."""
+
+    device: torch.device
+    against: str = ""  # nanoGPT's folder
+    found: dict[str, dict] = {}  # part -> its figures so far
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Training and checkpoints, compared with the CPU
+# Comparisons with the CPU
 
 
+class Cases(NamedTuple):
+    """Cases that are computed and compared in the same way."""
+
+    cases: Callable[[], Iterable[dict]]
+    compute: Callable[[dict, int, torch.device, torch.dtype], dict]  # float64 asks for the reference on the CPU
+    limits: dict[str, float]  # dtype -> largest error
+    size: int = 48  # tokens of a sequence; 24 on the CPU
+    every: int = 1  # on the CPU, only each so many-th case runs
+
+
+def grid(**axes: Iterable) -> list[dict]:
+    """Every combination of the values of the axes."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """(error of a case, name of its worst tensor).
+
+    The error of a tensor (an output, a gradient or an update) is the norm of the difference from the expected one,
+    divided by its norm or by 1 % of the largest norm in the case, whichever is larger; or 1e99 if it is not finite. The
+    error of a case is the largest of its tensors.
+    """
+    norms = {name: x.detach().norm().item() for name, x in expected.items()}
+    errors = []
+    for name, x in expected.items():
+        e = (got[name].detach().cpu().double() - x.detach()).norm().item()
+        errors.append((e / max(norms[name], 0.01 * max(norms.values())) if math.isfinite(e) else 1e99, name))
+    return max(errors)
+
+
+def judge(figures: dict, name: str, e: float, limit: float, what: str):
+    """Add an error to the figures of a case. If it is above the limit, the case has failed."""
+    figures[name] = e
+    if e > limit:
+        earlier = f"{figures['failed']}; " if "failed" in figures else ""
+        figures["failed"] = f"{earlier}{what} off by {e:.1e}; {limit:.1e} is allowed"
+
+
+def without_tf32():
+    """Let matrix products in float32 use all bits of float32."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def check(kind: Cases, case: dict, place: Place) -> dict:
+    """The errors of a case by dtype, and what else was counted."""
+    without_tf32()
+    figures, size = {}, 24 if place.device.type == "cpu" else kind.size
+    expected = kind.compute(case, size, torch.device("cpu"), torch.float64)
+    for dtype, limit in kind.limits.items():
+        got = kind.compute(case, size, place.device, getattr(torch, dtype))
+        figures |= {name: x for name, x in got.items() if not isinstance(x, Tensor)}
+        e, where = error(got, expected)
+        judge(figures, dtype, e, limit, f"{where} in {dtype} is")
+    return figures
+
+
+class Part(NamedTuple):
+    """Cases that one process computes."""
+
+    title: str
+    seconds: int  # at most, for the process
+    kinds: dict[str, Cases | Callable[[Place], dict]]  # name -> comparisons, or a function that returns figures
+    gpus: int = 1  # at least
+
+    def cases(self, device: torch.device) -> dict[str, Callable[[Place], dict]]:
+        """Name -> a function that returns figures: of a comparison by the names of its kind and of its values."""
+        found = {}
+        for name, kind in self.kinds.items():
+            if not isinstance(kind, Cases):
+                found[name] = kind
+                continue
+            for case in itertools.islice(kind.cases(), 0, None, kind.every if device.type == "cpu" else 1):
+                found[f"{name}: {', '.join(f'{key}={value}' for key, value in case.items())}"] = partial(
+                    check, kind, case
+                )
+        return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention, models, losses and optimizers against float64, forward and backward. The cases come from the model's tables
+# and Literals, so a new entry is a new case.
+
+
+def documents(B: int, T: int) -> Tensor:
+    """(B, T) document numbers: four documents of at least one token, with other ends in each row."""
+    return torch.cat((torch.arange(4).expand(B, -1), torch.randint(4, (B, T - 4))), dim=1).sort(dim=1).values
+
+
+def attend(case: dict, S: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The result of attention for S keys, and all its gradients. There are as many queries, a third, or one as in
+    decoding."""
+    torch.manual_seed(0)
+    B, H, D, M, Hkv = 2, 4, 16, case["slots"], case["kv_heads"]
+    T, E = {"all": S, "third": S // 3, "one": 1}[case["queries"]], D + 8 * (case["bias"] == "columns")
+    shapes = [(B, H, T, E), (B, Hkv, S, E), (B, Hkv, S, E), *[(Hkv, M, E)] * (2 if M else 0)]
+    leaves = [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
+    weight, of_keys = torch.randn(B, H, T, E).to(device, dtype), documents(B, S).to(device)
+    docs = (of_keys[:, -T:], of_keys) if case["docs"] else None
+    slopes = alibi_slopes(H, device).to(dtype) if case["bias"] == "slopes" else None
+    mask = Mask(case["causal"], S // 3 if case["window"] else 0, docs, slopes)
+    y = attention(*leaves[:3], D, mask, case["softcap"], slots=leaves[3:] or None)
+    grads = torch.autograd.grad(y, leaves, weight.to(y), materialize_grads=True)
+    return dict(zip(("y", "dq", "dk", "dv", "dslot_k", "dslot_v"), (y, *grads), strict=False))
+
+
+LAYERS = (  # every choice of a reader; the grid of the tests has them too
+    "c,p", "c.own_slots", "c.joint_slots,p", "p/2,c,p/2", "c/2+p/2,c/2+p/2", "c,s", "c+s/2;p", "c.gelu,p.sigmoid",
+    "c.sigmoid+s.swiglu", "c.stream,p.softmax", "c.none,p.matrix", "s.gelu.none,c.gelu/2",
+)  # fmt: skip
+
+
+def model_cases() -> Iterator[dict]:
+    """Every block with each value of each Literal and bool flag that it uses, and with some numbers."""
+    kinds = {name: alternatives(kind) for name, kind in hints(ModelConfig).items()}
+    values = {name: kind for name, kind in kinds.items() if isinstance(kind[0], str)}
+    values |= {name: (True, False) for name, kind in kinds.items() if bool in kind}
+    values |= {"layer": LAYERS, "block": (), "n_group": (2,), "window": (5,), "attn_softcap": (2.0,)}
+    beside = {("attention", "gqa"): {"n_kv_head": 2}, ("doc_positions", True): {"doc_mask": True}}
+    settings = [{flag: value} | beside.get((flag, value), {}) for flag in values for value in values[flag]]
+    for block, setting in itertools.product(BLOCK, [{}, *settings]):
+        if block.startswith("simplified") and setting.get("attn_diff"):
+            continue  # they are refused together
+        flags = {"block": block} | setting
+        cfg = ModelConfig(**flags)
+        if all(USED_WHEN[flag][0](cfg) for flag in setting if flag in USED_WHEN):
+            yield flags
+
+
+def run_model(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The loss and logits of two layers, the gradient of every parameter, and the logits of cached decoding."""
+    torch.manual_seed(1)
+    B, S, exact = 2, T // 2, dtype == torch.float64
+    flags = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": T, "vocab_size": 61} | case
+    model = Model(ModelConfig(**flags)).eval()
+    V = model.cfg.vocab_size
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.05 * torch.randn_like(p)  # at the initial point, some gradients are zero
+    idx, targets = torch.randint(V, (B, T)).to(device), torch.randint(-1, V, (B, T)).to(device)
+    given = {"source": torch.randint(V, (B, S))} if model.encoder else {}
+    if model.cfg.doc_mask:
+        given |= {"docs": documents(B, T)} | ({"source_docs": documents(B, S)} if model.encoder else {})
+    given = {name: x.to(device) for name, x in given.items()}
+    model.to(device, torch.float64 if exact else torch.float32)
+    results, logits, text = {}, [], iter(idx.T[4:12])
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        results["loss"], results["logits"] = model(idx, targets, **given), model(idx, **given)
+        if model.cfg.objective != "masked":  # the text is fixed: with rounding, argmax could choose other tokens
+            list(generate(model, idx[:, :4], 8, lambda x: logits.append(x) or next(text), given.get("source")))
+            results["cached decoding"] = torch.stack(logits)
+    results["loss"].backward()
+    return results | {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+
+
+def run_optimizer(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The sum of three updates of every parameter, for gradients that are given."""
+    torch.manual_seed(2)
+    cfg = Config(n_layer=1, n_head=4, n_embd=64, block_size=T, vocab_size=61, **case)
+    model = Model(cfg, 0).to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = optim.build(model, cfg, dtype=dtype)
+    for step in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape).to(p)
+        optimizer.set_lr(0.01 * (step + 1))
+        optimizer.step()
+    return {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+
+MASKS = {
+    "causal": (True, False), "window": (False, True), "docs": (False, True), "bias": ("none", "columns", "slopes"),
+    "slots": (0, 6), "softcap": (0.0, 2.0), "kv_heads": (4, 2), "queries": ("all", "third", "one"),
+}  # fmt: skip
+LOSSES = {"logit_softcap": (0.0, 3.0), "loss_chunk": (0, 14), "vocab_size": (3001,)}
+MLPS = ("gelu", "swiglu")  # a plain MLP, and a gated one, whose weight stores several logical matrices
+OTHERS = sorted({*optim.OPTIMIZER} - {"adamw"})
+# bfloat16 has 8 bits, and CPUs stay within 2.2 * 2^-8. If a derivative has a step, as ReLU's has, rounding moves some
+# inputs across the step: an error e becomes about sqrt(e) in the gradient, 17 * 2^-8 on CPUs. Muon's iteration
+# amplifies small singular values; on CPUs the error of its updates is 3 * 2^-8 in bfloat16.
+FLOAT32, OF_BFLOAT16 = {"float32": 1e-4}, {"bfloat16": 8 * 2**-8}
+NUMBERS = {
+    "attention": Cases(partial(grid, **MASKS), attend, FLOAT32 | OF_BFLOAT16, 160, every=23),
+    "models": Cases(model_cases, run_model, FLOAT32 | {"bfloat16": 32 * 2**-8}, every=23),
+    "losses": Cases(partial(grid, **LOSSES), run_model, FLOAT32 | OF_BFLOAT16),
+    "adamw": Cases(partial(grid, optimizer=["adamw"], mlp=MLPS, bias=[True]), run_optimizer, FLOAT32),
+    "others": Cases(partial(grid, optimizer=OTHERS, mlp=MLPS, bias=[True]), run_optimizer, FLOAT32 | OF_BFLOAT16),
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training and checkpoints
+
+SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "batch_size": 4, "gradient_accumulation_steps": 2}
 BLOCKS = {  # name -> flags, in which {m} reads an encoder's memory; tests/golden.py has the losses of all families
     "standard": "--bias=True",
     "parallel": "--block=parallel --pos=rope --mlp=swiglu --norm=rmsnorm",
@@ -94,42 +281,41 @@ def train(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> dict[
         without_tf32()
         parts = run.parts_of_step  # with the usual first scale, 2^16, some first steps would be left out
         parts.scaler = torch.amp.GradScaler(device.type, 2.0**10, enabled=parts.scaler.is_enabled())
-        losses, norms = run.steps(20)
+        _, losses, norms = run.steps(20)
     counts = run.graphs if cfg.compile else {}
     return {"losses": torch.stack(losses), "gradient norms": torch.stack(norms)} | counts
 
 
 ROUNDED = {"float32": 1e-3}  # steps amplify differences: on CPUs, a change of all weights by 1e-6 becomes up to 2e-4
 RUNS = {
-    "runs": Cases(lambda: ({"family": name} for name in FAMILIES), train, ROUNDED, 16, every=13),
+    "runs": Cases(partial(grid, family=FAMILIES), train, ROUNDED, 16, every=13),
     # A norm at a place where the stream is small amplifies rounding: in bfloat16, one norm in 40 was off by 107 %.
-    "float16": Cases(lambda: ({"block": name} for name in ("standard", "superblock")), train, {"float16": 0.3}, 16),
+    "float16": Cases(partial(grid, block=("standard", "superblock")), train, {"float16": 0.3}, 16),
 }
-COMPILED_CASES = [{"block": name, "compile": True, "loss_chunk": 32} for name in BLOCK]
-COMPILED = {"compiled": Cases(lambda: iter(COMPILED_CASES), train, ROUNDED, every=5)}
+COMPILED = {"compiled": Cases(partial(grid, block=BLOCK, compile=[True], loss_chunk=[32]), train, ROUNDED, every=5)}
 
 
 def train_py(folder: str, runs: dict[str, str]):
     """Run train.py with these flags, all runs at the same time and without TF32, in folders of these names."""
-    options = {"cwd": ROOT, "env": os.environ | {"NVIDIA_TF32_OVERRIDE": "0"}, "preexec_fn": kill_with_parent}
-    options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    programs = [
-        [sys.executable, "train.py", *args.split(), f"--out_dir={folder}/{name}"] for name, args in runs.items()
-    ]
-    for process in [subprocess.Popen(program, **options) for program in programs]:
-        said = process.communicate()[1]
-        require(process.returncode == 0, f"{' '.join(process.args[1:])}: {said[-300:]}")
+    start = ["env", "NVIDIA_TF32_OVERRIDE=0", sys.executable, "train.py"]
+    programs = [[*start, *args.split(), f"--out_dir={folder}/{name}"] for name, args in runs.items()]
+    with ExitStack() as stack:
+        for child in [stack.enter_context(Child(program, ROOT)) for program in programs]:
+            child.lines.read()
+            failure = child.failure()
+            require(not failure, f"{' '.join(child.process.args[3:])}: {failure}")
 
 
 def checkpoints(place: Place) -> dict:
     """Runs of 8 steps, compared with runs that stop after 4 and go on: on the device with --deterministic=True, digit
     for digit; from the CPU to the device, and back, within the errors of float32."""
+    same = f"--device={place.device.type} --optimizer=muon --deterministic=True"
+    cpu, there = (f"--dtype=float32 --compile=False --device={kind}" for kind in ("cpu", place.device.type))
+    figures = {}
     with tempfile.TemporaryDirectory() as folder:
         random_data(folder, 4096, 257, 8)
         common = "".join(f"--{name}={value} " for name, value in SMALL.items()) + f"--dataset={folder} --block_size=16 "
         common += "--eval_iters=1 --eval_interval=4 --warmup_iters=1 --lr_decay_iters=8 --log_interval=1 --max_iters="
-        same = f"--device={place.device.type} --optimizer=muon --deterministic=True"
-        cpu, there = (f"--dtype=float32 --compile=False --device={kind}" for kind in ("cpu", place.device.type))
         runs = {"whole": f"8 {same}", "half": f"4 {same}", "cpu": f"8 {cpu}", "up": f"4 {cpu}", "down": f"4 {there}"}
         train_py(folder, {name: common + run for name, run in runs.items()})
         runs = {"half": same, "up": there, "down": cpu}
@@ -139,15 +325,13 @@ def checkpoints(place: Place) -> dict:
             rows = [row for row, _ in read_metrics(Path(folder) / name / "metrics.jsonl") if "loss" in row]
             return {key: torch.tensor([row[key] for row in rows], dtype=torch.float64) for key in ("loss", "grad_norm")}
 
-        figures, wrong = {}, []
         for name, got, expected, limit in (
             ("resume", "half", "whole", 0.0), ("from CPU to GPU", "up", "cpu", 1e-4),
             ("from GPU to CPU", "down", "cpu", 1e-4),
         ):  # fmt: skip
-            figures[name], where = error(read(got), read(expected))
-            if figures[name] > limit:
-                wrong.append(f"{name}: {where} is off by {figures[name]:.1e}; {limit:.0e} is allowed")
-    return figures | ({"failed": "; ".join(wrong)} if wrong else {})
+            e, where = error(read(got), read(expected))
+            judge(figures, name, e, limit, f"{name}: {where} is")
+    return figures
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -156,7 +340,9 @@ def checkpoints(place: Place) -> dict:
 GPT2 = "--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024 --batch_size=12 --gradient_accumulation_steps=5 "
 GPT2 += "--dtype=bfloat16 --compile=True"  # flags that nanoGPT has too
 TINY = "--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=2 --dtype=float32 --compile=False"
+VOCABULARY = {"cuda": 50257, "cpu": 257}
 WARM, ROUNDS, LENGTH = 5, 3, 10  # steps before the timing; rounds of it, and steps of each round
+TIMED_LINES = 8  # lines "iter N:", one per 10 steps, after which a run of train.py is ended
 CLASSES = {  # of kernels, and on a CPU of operations: class -> pattern of their names, the first that matches
     "compiled kernels": "^triton", "attention": "flash|fmha|attention|sdpa", "communication": "nccl|gloo|c10d",
     "products": r"gemm|nvjet|xmma|cutlass|cublas|mm\b", "optimizer": "multi_tensor|adam|foreach",
@@ -171,32 +357,24 @@ def flags(args: str, device: str) -> list[str]:
 
 def speed(args: str, place: Place) -> dict:
     """Speed, memory and losses of training with these flags, and the share of each class of kernels in their time."""
-    cfg = parse(Config, flags(args, place.device.type))
-    tokens = cfg.batch_size * cfg.block_size * cfg.gradient_accumulation_steps
-    with training(cfg, VOCABULARY[place.device.type], 1024) as run:
-        ranks, marks, made = run.ranks, [time.perf_counter()], []
+    kind = place.device.type
+    cfg = parse(Config, flags(args, kind))
+    with training(cfg, VOCABULARY[kind]) as run:
+        ranks = run.ranks
         reset_peak_memory(ranks.device)
-        for n in (WARM, *[LENGTH] * ROUNDS):
-            made.append(run.steps(n))
-            run.synchronize()
-            marks.append(time.perf_counter())
-        losses, norms = (itertools.chain(*each) for each in zip(*made, strict=True))
-        with torch.device("meta"):
-            flops = tokens * accounting.flops(Model(cfg), cfg.block_size) / cfg.block_size
-        peak = ranks.sum(torch.tensor(peak_flops(ranks.device, ranks.dtype) or 0.0, device=ranks.device)).item()
-        seconds = median((b - a) / LENGTH for a, b in itertools.pairwise(marks[1:]))
+        times, losses, norms = zip(*(run.steps(n) for n in (WARM, *[LENGTH] * ROUNDS)), strict=True)
+        ms = median(times[1:])
+        tokens_per_s, mfu = run.rates(ms, peak_flops(ranks.device, ranks.dtype))
         figures = {
-            "tokens/s": tokens / seconds, "ms per step": 1000 * seconds,
-            "MFU": flops / seconds / peak if peak else None, "GiB": peak_memory_bytes(ranks.device) / 2**30,
-            "GPUs": ranks.size, **run.graphs,
-            "seconds of the first steps": marks[1] - marks[0], "dtype": cfg.dtype,
-            "losses": [run.sharded.mean(loss) for loss in losses], "norms": [norm.item() for norm in norms],
+            "tokens/s": tokens_per_s, "ms per step": ms, "MFU": mfu, "GiB": peak_memory_bytes(ranks.device) / 2**30,
+            "GPUs": ranks.size, **run.graphs, "seconds of the first steps": WARM * times[0] / 1000, "dtype": cfg.dtype,
+            "losses": [run.sharded.mean(loss) for loss in itertools.chain(*losses)],
+            "norms": [norm.item() for norm in itertools.chain(*norms)],
         }  # fmt: skip
         try:
             with profile() as profiler:
-                run.step()
-                run.synchronize()
-            figures |= kernel_shares(profiler, place.device.type == "cuda")
+                run.steps(1)
+            figures |= kernel_shares(profiler, kind == "cuda")
         except Exception as error:
             figures["failed"] = f"the profiler: {error}"  # the speed is known all the same
     parallel.leave()
@@ -216,6 +394,22 @@ def kernel_shares(profiler: profile, cuda: bool) -> dict[str, float]:
     return {kind: time / times.total() for kind, time in times.items()}
 
 
+def layout(args: str, place: Place) -> dict:
+    """The speed of several GPUs, and the differences of losses and gradient norms from those of one GPU, relative to
+    these. The first losses are compared more strictly, because every step amplifies rounding."""
+    found, one = speed(args, place), place.found.get("layout one GPU", {})
+    if len(one.get("losses", [])) != len(found["losses"]):
+        return found | {"failed": "losses: not compared, because the part `layout one GPU` has none"}
+    limit = 1e-4 if found["dtype"] == "float32" else 1e-2
+    for name, key, n, allowed in (
+        ("the first losses", "losses", 3, limit / 10), ("losses", "losses", None, limit),
+        ("norms", "norms", None, 10 * limit),
+    ):  # fmt: skip
+        got, expected = ({key: torch.tensor(each[key][:n], dtype=torch.float64)} for each in (found, one))
+        judge(found, f"error of {name}", error(got, expected)[0], allowed, f"{name}:")
+    return found
+
+
 def decode(batch: int, place: Place) -> dict:
     """The speed of greedy decoding."""
     cfg = parse(Config, flags(f"--vocab_size={VOCABULARY[place.device.type]}", place.device.type))
@@ -226,7 +420,7 @@ def load(place: Place) -> dict:
     """Tokens per second that reach the device from a data set."""
     with tempfile.TemporaryDirectory() as folder:
         random_data(folder, 2**22, 50257)
-        ours, theirs = measure_loader(folder, place.device)
+        ours, theirs = measure_loader(folder, place.device.type)
     return {"loader, tokens/s": ours, "in nanoGPT's way": theirs}
 
 
@@ -242,39 +436,8 @@ def compare(place: Place) -> dict:
     return {"ms per step": ours, "nanoGPT's ms per step": theirs, "times nanoGPT's speed": theirs / ours}
 
 
-def layout(args: str, place: Place) -> dict:
-    """The speed of several GPUs, and the differences of losses and gradient norms from those of one GPU, relative to
-    these. The first losses are compared more strictly, because every step amplifies rounding."""
-    found, one, wrong = speed(args, place), place.found.get("layout one GPU", {}), []
-    if len(one.get("losses", [])) != len(found["losses"]):
-        return found | {"failed": "losses: not compared, because the part `layout one GPU` has none"}
-    limit = 1e-4 if found["dtype"] == "float32" else 1e-2
-    for key, n, allowed in (("losses", 3, limit / 10), ("losses", None, limit), ("norms", None, 10 * limit)):
-        a, b = (torch.tensor(each[key][:n], dtype=torch.float64) for each in (found, one))
-        e = ((a - b).norm() / b.norm()).nan_to_num(1e99).item()
-        label = f"the first {key}" if n else key
-        found[f"error of {label}"] = e
-        if e > allowed:
-            wrong.append(f"{label}: off by {e:.1e} from one GPU's; {allowed:.0e} is allowed")
-    return found | ({"failed": "; ".join(wrong)} if wrong else {})
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The parts
-
-
-class Part(NamedTuple):
-    """Cases that one process computes."""
-
-    title: str
-    seconds: int  # at most, for the process
-    cases: Callable[[torch.device], dict[str, Callable[[Place], dict]]]  # name -> a function that returns figures
-    gpus: int = 1  # at least
-
-
-def only(**cases: Callable[[Place], dict]) -> Callable:
-    """The same cases on every device."""
-    return lambda device: cases
 
 
 ROWS = {f"124M, {name}": f"--block={name}" for name in BLOCK if name != "standard"}  # name -> flags beside GPT-2's
@@ -288,19 +451,19 @@ LAYOUTS = {"one GPU": "", "ddp": "", "fsdp": "--parallel=fsdp", "tp": "--tp=2", 
 LAYOUTS |= {"hsdp": "--parallel=fsdp --dp_replicate=2"}  # from here on four GPUs
 LAYOUTS |= {f"fsdp+{name}": f"--parallel=fsdp --{name}=2" for name in ("tp", "cp", "pp")}
 PARTS = {  # in this order; the first call of 8 minutes ends behind checkpoints
-    "numbers": Part("attention, models, losses and optimizers against float64", 120, partial(checks, NUMBERS)),
-    "124M": Part("GPT-2, T=1024, 60 sequences a step", 100, only(speed=partial(speed, ""))),
-    "training": Part("20 steps of 48 runs, those of tests/golden.py, against the CPU", 90, partial(checks, RUNS)),
-    "compiled": Part("20 compiled steps of every block against the CPU, uncompiled", 90, partial(checks, COMPILED)),
-    "checkpoints": Part("resume digit for digit; from GPU to CPU and back", 80, only(checkpoints=checkpoints)),
-    "against": Part("124 M parameters by nanoGPT's train.py and by ours", 240, only(speed=compare)),
-    **{name: Part(f"`{args}`", 100, only(speed=partial(speed, args))) for name, args in ROWS.items()},
+    "numbers": Part("attention, models, losses and optimizers against float64", 120, NUMBERS),
+    "124M": Part("GPT-2, T=1024, 60 sequences a step", 100, {"speed": partial(speed, "")}),
+    "training": Part("20 steps of 48 runs, those of tests/golden.py, against the CPU", 90, RUNS),
+    "compiled": Part("20 compiled steps of every block against the CPU, uncompiled", 90, COMPILED),
+    "checkpoints": Part("resume digit for digit; from GPU to CPU and back", 80, {"checkpoints": checkpoints}),
+    "against": Part("124 M parameters by nanoGPT's train.py and by ours", 240, {"speed": compare}),
+    **{name: Part(f"`{args}`", 100, {"speed": partial(speed, args)}) for name, args in ROWS.items()},
     "decoding and loading": Part(
         "1024 tokens by 124 M parameters; batches of 64 x 1024 tokens", 90,
-        only(one=partial(decode, 1), eight=partial(decode, 8), many=partial(decode, 64), loader=load),
+        {"one": partial(decode, 1), "eight": partial(decode, 8), "many": partial(decode, 64), "loader": load},
     ),
 }  # fmt: skip
 for number, (name, args) in enumerate(LAYOUTS.items()):
     of_all = partial(layout if number else speed, f"{args} --gradient_accumulation_steps=8")
     gpus = 1 if number == 0 else 2 if number < 6 else 4
-    PARTS[f"layout {name}"] = Part(f"`{args}`" if args else "no flags", 120, only(speed=of_all), gpus)
+    PARTS[f"layout {name}"] = Part(f"`{args}`" if args else "no flags", 120, {"speed": of_all}, gpus)

@@ -32,7 +32,7 @@ from engine.parallel.tensor import sharded_dim
 from engine.plan.accounting import attention_kernels, flops
 from model import Inputs, Model, ModelConfig
 from ops import Mask, attention, attention_kernel
-from tools.gpu_numbers import LAYERS
+from tools.gpu_cases import LAYERS
 
 TABLES = {  # every axis of the model: flag -> its values, read from the tables themselves
     "block": list(M.BLOCK),

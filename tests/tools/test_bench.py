@@ -24,7 +24,7 @@ import model as M
 from engine import device, optim
 from engine.parallel import ranks as parallel
 from engine.plan import accounting
-from tools import bench, bench_table, child, training
+from tools import bench, child, speed
 
 TRAIN = """
 import pathlib, sys, time
@@ -117,7 +117,7 @@ def refused(capfd):
     ids=lambda argv: " ".join(argv)[:40],
 )
 def test_wrong_options(argv, fragments, refused, monkeypatch):
-    started = (child, "Child"), (bench_table, "Child"), (bench_table, "machine"), (bench_table, "random_data")
+    started = (child, "Child"), (speed, "Child"), (speed, "machine"), (speed, "random_data")
     for where, name in started:
         monkeypatch.setattr(where, name, lambda *_: pytest.fail("something was started"))
     line = refused(*argv)
@@ -159,7 +159,7 @@ def test_a_run_that_fails(train, words, refused, tmp_path):
 
 def test_ratios_and_arguments(tmp_path, monkeypatch, capfd):
     """Two checkouts and two runs, in order and reversed; their steps take 3 and 9 ms."""
-    monkeypatch.setattr(bench, "HERE", checkout(tmp_path / "ours", milliseconds=9))
+    monkeypatch.setattr(bench, "ROOT", checkout(tmp_path / "ours", milliseconds=9))
     theirs = checkout(tmp_path / "theirs", milliseconds=3)
     bench.main([f"--against={theirs}", "--run=--a=1 --b='x y'", "--run=", "--rounds=2", "config/c.py"])
     lines = capfd.readouterr().out.splitlines()
@@ -248,11 +248,11 @@ def tiny(monkeypatch):
     """Two tiny configurations, one step, so that medians add up, and a CPU whose dtype is bfloat16."""
     small = "--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --vocab_size=65 --compile=False "
     configs = {"small": small + "--optimizer=muon --mlp=swiglu --attention=gqa --n_kv_head=1"}
-    monkeypatch.setattr(bench_table, "CONFIGS", configs | {"dropped": small + "--dropout=0.2"})
+    monkeypatch.setattr(speed, "CONFIGS", configs | {"dropped": small + "--dropout=0.2"})
     sizes = {"SHARD": 2**17, "BATCHES": 2, "WARM": 1, "LEAST": 1, "MOST": 1, "DECODED": ("small",)}
     for name, value in sizes.items():
-        monkeypatch.setattr(bench_table, name, value)
-    monkeypatch.setattr(bench_table, "peak_flops", lambda device, dtype: 4e12 / dtype.itemsize)
+        monkeypatch.setattr(speed, name, value)
+    monkeypatch.setattr(speed, "peak_flops", lambda device, dtype: 4e12 / dtype.itemsize)
     monkeypatch.setattr(parallel, "fast_bfloat16", lambda: True)
     monkeypatch.setattr(parallel, "resolve_device", lambda *_: torch.device("cpu"))
 
@@ -262,7 +262,7 @@ def test_the_table(tiny, monkeypatch):
     lines = []
     monkeypatch.setattr(device, "LIMITS", ("SOME_VARIABLE",))
     monkeypatch.setenv("SOME_VARIABLE", "AVX2")
-    report = bench_table.measure(["small", "dropped"], lines.append)
+    report = speed.measure(["small", "dropped"], lines.append)
     assert json.loads(json.dumps(report)) == report
     table = "\n".join(lines).splitlines()
     machine = ("CPU (", "; bfloat16 by ", "SOME_VARIABLE=AVX2", torch.__version__, f"{torch.get_num_threads()} thread")
@@ -279,7 +279,7 @@ def test_the_table(tiny, monkeypatch):
         assert min(phases) > 0 and sum(phases) == pytest.approx(row["ms_per_step"]) and row["steps"] == 1
         assert row["optimizer_share"] == pytest.approx(phases[3] / sum(phases))
         assert row["tokens_per_s"] == pytest.approx(64_000 / row["ms_per_step"])
-        flops = accounting.flops(M.Model(bench_table.flags(row["configuration"])), 16) / 16
+        flops = accounting.flops(M.Model(speed.flags(row["configuration"])), 16) / 16
         peak = 2e12 if row["dtype"] == "bfloat16" else 1e12
         assert row["mfu"] == pytest.approx(row["tokens_per_s"] * flops / peak)
         assert row["peak_memory_bytes"] > 2**27
@@ -308,20 +308,19 @@ def test_the_table(tiny, monkeypatch):
 def test_speed_of_decoding_by_hand(tiny, monkeypatch):
     """By a clock that shows 0, 1, 4, 9, ...: the tokens take 1, 3, ..., 31 seconds, and the second row ends at 256."""
     clock = (n * n for n in [*range(9), *range(17)])
-    monkeypatch.setattr(bench_table, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    row = bench_table.measure_decoding("small", bench_table.flags("small"), 3)
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    row = speed.measure_decoding("small", speed.flags("small"), 3)
     assert row["tokens_per_s"] == pytest.approx(3 * 16 / 256)
     assert row["last_quarter_to_first"] == pytest.approx((27 + 29) / (3 + 5))
 
 
-def test_a_row_has_the_median_of_its_steps(tiny, tmp_path, monkeypatch):
+def test_a_row_has_the_median_of_its_steps(tiny, monkeypatch):
     """Four steps of 10, 40, 20 and 100 ms, each a half in its backward."""
     steps = [{"data": 0, "forward": ms / 4, "backward": ms / 2, "optimizer": ms / 4} for ms in (10, 40, 20, 100)]
-    monkeypatch.setattr(bench_table, "MOST", len(steps))
-    monkeypatch.setattr(bench_table, "LEAST", len(steps))
-    monkeypatch.setattr(training.Training, "timed_step", lambda self: steps.pop(0))
-    training.random_data(tmp_path, 2**17, 65)
-    row = bench_table.measure_training("dropped", "float32", str(tmp_path), 1e12)
+    monkeypatch.setattr(speed, "MOST", len(steps))
+    monkeypatch.setattr(speed, "LEAST", len(steps))
+    monkeypatch.setattr(speed.Training, "timed_step", lambda self: steps.pop(0))
+    row = speed.measure_training("dropped", "float32", 1e12)
     assert (row["ms_per_step"], row["backward_ms"], row["optimizer_share"]) == (30, 15, 0.25)
     assert row["tokens_per_s"] == pytest.approx(4 * 16 / 0.030)
 
@@ -329,7 +328,7 @@ def test_a_row_has_the_median_of_its_steps(tiny, tmp_path, monkeypatch):
 def test_the_speed_of_the_loader_by_hand(tiny, tmp_path, monkeypatch):
     """Each look at the clock takes a second. A batch of ours takes 2 s more, the first one, which warms up, 1000."""
     clock = Clock(monkeypatch)
-    training.random_data(tmp_path, 2**17, 65)
+    speed.random_data(tmp_path, 2**17, 65)
 
     def look() -> float:
         clock.now += 1
@@ -337,8 +336,8 @@ def test_the_speed_of_the_loader_by_hand(tiny, tmp_path, monkeypatch):
 
     monkeypatch.setattr(time, "perf_counter", look)
     loader = SimpleNamespace(__next__=clock.after([1000, 2, 2], range(3)).__next__, close=lambda: None)
-    monkeypatch.setattr(bench_table, "Loader", lambda *_, **__: loader)
-    assert bench_table.measure_loader(tmp_path) == (2 * 64 * 1024 / 5, 2 * 64 * 1024)
+    monkeypatch.setattr(speed, "Loader", lambda *_, **__: loader)
+    assert speed.measure_loader(tmp_path) == (2 * 64 * 1024 / 5, 2 * 64 * 1024)
 
 
 def test_json_is_all_that_stdout_gets(tiny, capfd):
@@ -354,19 +353,19 @@ def test_torchrun_is_refused(monkeypatch, refused):
 
 
 def test_without_arguments_all_configurations_are_measured(monkeypatch, capfd):
-    monkeypatch.setattr(bench_table, "measure", lambda names, say: say(" ".join(names)))
+    monkeypatch.setattr(speed, "measure", lambda names, say: say(" ".join(names)))
     bench.main([])
-    assert capfd.readouterr().out == " ".join(bench_table.CONFIGS) + "\n"
+    assert capfd.readouterr().out == " ".join(speed.CONFIGS) + "\n"
 
 
 def test_configurations_are_what_their_names_say():
-    for name in bench_table.CONFIGS:
-        cfg = bench_table.flags(name)
+    for name in speed.CONFIGS:
+        cfg = speed.flags(name)
         shape = f"{cfg.n_layer}L/{cfg.n_embd}/T{cfg.block_size}/B{cfg.batch_size}"
         assert name in (shape, f"{shape}/dropout{cfg.dropout}", "make-train")
     with torch.device("meta"):
-        assert M.Model(bench_table.flags("make-train")).n_params() == 1_820_928  # as in the README
-    assert set(bench_table.DECODED) <= set(bench_table.CONFIGS)
+        assert M.Model(speed.flags("make-train")).n_params() == 1_820_928  # as in the README
+    assert set(speed.DECODED) <= set(speed.CONFIGS)
 
 
 def test_a_phase_ends_when_the_device_is_done(monkeypatch):
@@ -382,7 +381,7 @@ def test_a_phase_ends_when_the_device_is_done(monkeypatch):
             work(seconds)
         begin("end")
 
-    run = object.__new__(training.Training)
+    run = object.__new__(speed.Training)
     run.phases, run.synchronize = phases, partial(work, 0.5)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     assert run.timed_step() == {"data": 500, "forward": 1500, "backward": 2500, "optimizer": 3500}
@@ -390,22 +389,22 @@ def test_a_phase_ends_when_the_device_is_done(monkeypatch):
 
 def test_flops_of_newton_schulz(tiny):
     """They equal those that torch counts in the optimizer's step, and in the iteration of one matrix by hand."""
-    cfg = bench_table.flags("small")
+    cfg = speed.flags("small")
     model = M.Model(cfg)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer = optim.build(model, cfg)
     with FlopCounterMode(display=False) as step:
         optimizer.step()
-    assert bench_table.newton_schulz_flops(optimizer) == step.get_total_flops() > 0
+    assert speed.newton_schulz_flops(optimizer) == step.get_total_flops() > 0
     for shape in ((1, 3, 7), (1, 7, 3)):
         with FlopCounterMode(display=False) as iteration:
             optim.orthogonalize(torch.randn(shape), torch.float32)
         weight = torch.nn.Parameter(torch.zeros(shape[1:]))
         muon = optim.Muon({weight: None}, lr=0.1, momentum=0.9, weight_decay=0.0)
-        count = bench_table.newton_schulz_flops(optim.Optimizer({muon: 1.0}))
+        count = speed.newton_schulz_flops(optim.Optimizer({muon: 1.0}))
         assert count == iteration.get_total_flops() == 5 * (2 * 3 * 3 * 7 + 2 * 3 * 3 * 3 + 2 * 3 * 3 * 7)
-    assert bench_table.newton_schulz_flops(optim.build(model, bench_table.flags("dropped"))) == 0
+    assert speed.newton_schulz_flops(optim.build(model, speed.flags("dropped"))) == 0
 
 
 def test_a_trace(tiny, tmp_path, capfd, refused):
@@ -415,7 +414,7 @@ def test_a_trace(tiny, tmp_path, capfd, refused):
     out = capfd.readouterr().out
     assert str(path) in out and "dropped in bfloat16" in out and out.count("\n") == 1
     names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
-    assert [names.count(phase) for phase in ("data", "forward", "backward", "optimizer")] == [bench_table.TRACED] * 4
+    assert [names.count(phase) for phase in ("data", "forward", "backward", "optimizer")] == [speed.TRACED] * 4
     assert "aten::embedding" in names
     assert str(path) in refused(f"--profile={path}/x.json", "--config=small")
     (tmp_path / "x.json").mkdir()

@@ -24,12 +24,12 @@ import train
 from configurator import Config, parse
 from engine import optim
 from engine.parallel.ranks import check_layout
-from tools import bench_table, gpu, gpu_cases, gpu_numbers
+from tools import gpu, gpu_cases, speed
 from tools.child import Child
-from tools.gpu_cases import Part, only
+from tools.gpu_cases import Part
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CPU, PLACE = torch.device("cpu"), gpu_numbers.Place(DEVICE)
+CPU, PLACE = torch.device("cpu"), gpu_cases.Place(DEVICE)
 MACHINE = """print('{"device": "a card", "torch": "2", "gpus": 3}')"""
 PROGRAM = "import sys; sys.path += ['tests', 'tests/tools']; import test_gpu; test_gpu.program(sys.argv[1:])"
 
@@ -52,22 +52,22 @@ def mended(place) -> dict:
 
 
 PARTS = {  # of PROGRAM; tests choose some of them
-    "hangs": Part("", 60, only(a=small, b=kill, c=lambda _: {"float32": 0.0})),
+    "hangs": Part("", 60, dict(a=small, b=kill, c=lambda _: {"float32": 0.0})),
     "crashes": Part(
         "",
         60,
-        only(
+        dict(
             a=lambda _: {"float32": 3e-7}, b=kill, c=lambda _: {"failed": "CUDA error"}, d=lambda _: {"float32": 1e-7}
         ),
     ),
-    "raises": Part("", 60, only(a=lambda _: 1 / 0)),
-    "is refused": Part("", 60, only(a=kill)),
-    "works": Part("", 60, only(a=lambda _: {"tokens/s": 1000.5, "losses": [1.0], "MFU": None, "attention": 0.25})),
-    "waits": Part("", 60, only(a=wait)),
-    "is mended": Part("", 60, only(a=mended)),
-    "against": Part("", 240, only(speed=gpu_cases.compare)),
-    "two": Part("", 60, only(a=lambda _: {}), 2),
-    "four": Part("", 60, only(a=lambda _: {}), 4),
+    "raises": Part("", 60, dict(a=lambda _: 1 / 0)),
+    "is refused": Part("", 60, dict(a=kill)),
+    "works": Part("", 60, dict(a=lambda _: {"tokens/s": 1000.5, "losses": [1.0], "MFU": None, "attention": 0.25})),
+    "waits": Part("", 60, dict(a=wait)),
+    "is mended": Part("", 60, dict(a=mended)),
+    "against": Part("", 240, dict(speed=gpu_cases.compare)),
+    "two": Part("", 60, dict(a=lambda _: {}), 2),
+    "four": Part("", 60, dict(a=lambda _: {}), 4),
 }
 
 
@@ -192,7 +192,7 @@ def test_the_next_call_goes_on(call, tmp_path, monkeypatch, capfd):
 def test_nanogpt_is_timed_with_the_same_flags(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_cases, "ROOT", checkout(tmp_path / "here", milliseconds=9))
     theirs = checkout(tmp_path / "theirs", milliseconds=3)
-    found = gpu_cases.compare(gpu_numbers.Place(torch.device("cuda"), str(theirs)))
+    found = gpu_cases.compare(gpu_cases.Place(torch.device("cuda"), str(theirs)))
     assert 0.2 < found["times nanoGPT's speed"] < 0.7
     seen = [(folder / "seen").read_text().splitlines()[:-2] for folder in (tmp_path / "here", theirs)]
     assert seen[0] == seen[1] and {"--n_layer=12", "--compile=True", "--device=cuda"} <= {*seen[0]}
@@ -300,7 +300,7 @@ def rehearsal(monkeypatch):
     torch.set_num_threads(1)
     if DEVICE.type == "cpu":
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-        for where, name, value in ((gpu_cases, "WARM", 1), (gpu_cases, "LENGTH", 1), (bench_table, "BATCHES", 2)):
+        for where, name, value in ((gpu_cases, "WARM", 1), (gpu_cases, "LENGTH", 1), (speed, "BATCHES", 2)):
             monkeypatch.setattr(where, name, value)
         monkeypatch.setattr(gpu_cases, "peak_flops", lambda *_: 1e12)
     yield
@@ -340,7 +340,7 @@ def test_a_case(part, case, rehearsal):
 
 def test_every_kind_of_comparison_is_rehearsed():
     kinds = {case.partition(":")[0] for part in gpu_cases.PARTS.values() for case in part.cases(torch.device("cpu"))}
-    assert {*gpu_numbers.NUMBERS, *gpu_cases.RUNS, *gpu_cases.COMPILED} <= kinds
+    assert {*gpu_cases.NUMBERS, *gpu_cases.RUNS, *gpu_cases.COMPILED} <= kinds
     assert len(gpu_cases.PARTS["numbers"].cases(torch.device("cuda"))) > 576 + 200
 
 
@@ -362,7 +362,7 @@ def test_a_wrong_training_is_found(rehearsal, monkeypatch):
 
     monkeypatch.setattr(optim, "build", wrong)
     kind = gpu_cases.RUNS["runs"]._replace(limits={"float32": 1e-6}, every=23)
-    assert all("failed" in case(PLACE) for case in gpu_numbers.checks({"runs": kind}, CPU).values())
+    assert all("failed" in case(PLACE) for case in Part("", 0, {"runs": kind}).cases(CPU).values())
 
 
 def test_checkpoints(rehearsal, monkeypatch):
@@ -437,8 +437,8 @@ def test_rehearsal_on_the_cpu(tmp_path, monkeypatch, capfd):
 
 
 def checked(kind: str, every: int) -> list[dict]:
-    cases = gpu_numbers.checks({kind: gpu_numbers.NUMBERS[kind]._replace(every=every)}, CPU)
-    return [gpu.attempt(case, gpu_numbers.Place(CPU)) for case in cases.values()]
+    part = Part("", 0, {kind: gpu_cases.NUMBERS[kind]._replace(every=every)})
+    return [gpu.attempt(case, gpu_cases.Place(CPU)) for case in part.cases(CPU).values()]
 
 
 def test_a_wrong_number_is_found(monkeypatch):
@@ -457,10 +457,10 @@ def test_a_wrong_number_is_found(monkeypatch):
         (torch.bfloat16, lambda q: q * torch.nan, "off by 1.0e+99"),
         (torch.float32, crash, "RuntimeError: an illegal memory access"),
     ):
-        monkeypatch.setattr(gpu_numbers, "attention", wrong(dtype, change))
+        monkeypatch.setattr(gpu_cases, "attention", wrong(dtype, change))
         lines = checked("attention", every=193)
         assert len(lines) == 3 and all(words in line["failed"] for line in lines)
-    monkeypatch.setattr(gpu_numbers, "attention", right)
+    monkeypatch.setattr(gpu_cases, "attention", right)
     assert all(line.keys() == {"float32", "bfloat16"} for line in checked("attention", every=193))
 
 
@@ -488,14 +488,14 @@ def test_a_wrong_block_is_found(monkeypatch):
     def mine(cfg, layer):
         return [Wrong(cfg, attn=M.Pool(cfg, layer)), M.Sum(cfg, **M.cross(cfg, layer))]
 
-    monkeypatch.setattr(gpu_numbers, "BLOCK", {"mine": mine})
+    monkeypatch.setattr(gpu_cases, "BLOCK", {"mine": mine})
     monkeypatch.setitem(M.BLOCK, "mine", mine)
     lines = checked("models", every=9)
     assert len(lines) > 3 and all("float32 is off" in line["failed"] for line in lines)
 
 
 def test_every_entry_of_every_table_has_a_case():
-    cases = list(gpu_numbers.model_cases())
+    cases = list(gpu_cases.model_cases())
     for block in M.BLOCK:
         for flag, table in (
             ("norm", M.NORM),
@@ -507,10 +507,10 @@ def test_every_entry_of_every_table_has_a_case():
         objectives = set(get_args(get_type_hints(M.ModelConfig)["objective"]))
         assert objectives == {case["objective"] for case in cases if case["block"] == block and "objective" in case}
     layers = {(case.get("layer"), case.get("n_group")) for case in cases}
-    assert {*((layer, None) for layer in gpu_numbers.LAYERS), (None, 2)} <= layers
+    assert {*((layer, None) for layer in gpu_cases.LAYERS), (None, 2)} <= layers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", gpu_numbers.NUMBERS)
+@pytest.mark.parametrize("kind", gpu_cases.NUMBERS)
 def test_all_cases_on_the_cpu(kind):
     assert not [line for line in checked(kind, every=1) if "failed" in line]

@@ -14,7 +14,7 @@ from ranks import launch, train_runs
 
 from configurator import Config, parse
 from engine.plan import plan
-from tools import bench, bench_table, link_delay
+from tools import bench, speed
 
 # TINY has 2 layers, 2 micro-batches of 4 x 16 tokens. Of a micro-batch, the embedding, the last norm and a chunk of the
 # loss take 2 collectives each; a sum of a block takes 4, two of them in the backward. Of a step, the gradients of uncut
@@ -32,16 +32,16 @@ MODELS = {  # name -> (flags, collectives of a step)
 
 def delayed_runs(delays: list[float], runs: list[list[str]], result: Path):
     """Per run the (collectives, milliseconds, loss) of each step and, in all of it, the waits in seconds."""
-    plain = [(place, name, getattr(place, name)) for place, names in link_delay.COLLECTIVES.items() for name in names]
+    plain = [(place, name, getattr(place, name)) for place, names in speed.COLLECTIVES.items() for name in names]
     train_runs([])  # keeps the process group from run to run
-    link_delay.parallel.leave = lambda: None
+    speed.parallel.leave = lambda: None
     found = []
     for flags in runs:
         waits, lines = [], []
         sleep = partial(lambda into, seconds: into.append(seconds) if seconds else None, waits)
-        link_delay.time = SimpleNamespace(sleep=sleep, perf_counter=time.perf_counter)
-        link_delay.print = lambda line, flush, into=lines: into.append(json.loads(line))
-        link_delay.train_rank(delays, flags)
+        speed.time = SimpleNamespace(sleep=sleep, perf_counter=time.perf_counter)
+        speed.print = lambda line, flush, into=lines: into.append(json.loads(line))
+        speed.train_rank(delays, flags)
         found.append((lines, waits))
         for place, name, function in plain:
             setattr(place, name, function)
@@ -98,7 +98,7 @@ def test_the_table(tiny_data, monkeypatch, capfd):
 
 def test_too_few_steps_for_a_median(tiny_data, monkeypatch, capfd):
     finished = SimpleNamespace(lines=["a line of torchrun\n", json.dumps([[30, 1.0, 5.0]] * 9)], failure=lambda: "")
-    monkeypatch.setattr(bench_table, "Child", lambda *_: nullcontext(finished))
+    monkeypatch.setattr(speed, "Child", lambda *_: nullcontext(finished))
     with pytest.raises(SystemExit, match="2"):
         bench.main(["--link_delay=5", "--tp=2", *TINY, f"--dataset={tiny_data}"])
     assert "too few steps; raise --max_iters" in capfd.readouterr().err
