@@ -43,8 +43,7 @@ from data.loader import Loader
 from data.objective import Causal, open_with_objective
 from engine import optim
 from engine.decode import generate
-from engine.device import machine, resolve_device, resolve_dtype
-from engine.metrics import peak_flops, peak_memory_bytes
+from engine.device import machine, peak_flops, peak_memory_bytes, resolve_device, resolve_dtype
 from engine.parallel import ranks as parallel
 from engine.plan import accounting, plan
 from model import Model

@@ -30,7 +30,8 @@ from torch.profiler import profile
 
 from configurator import Config, parse
 from data.errors import require
-from engine.metrics import peak_flops, peak_memory_bytes, read_metrics
+from engine.device import peak_flops, peak_memory_bytes
+from engine.metrics import read_metrics
 from engine.parallel import ranks as parallel
 from engine.plan import accounting, plan
 from model import BLOCK, Model

@@ -52,11 +52,8 @@ class Training:
         torch.manual_seed(cfg.seed)
         self.sharded = ShardedModel(cfg, ranks)
         self.sharded.init_weights(cfg.seed)
-        optimizer = optim.build(self.sharded.model, cfg, self.sharded, ranks.dtype)
-        scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
-        micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
-        self.parts_of_step = Step(self.sharded, optimizer, scaler, micro_steps, cfg.grad_clip)
-        part = micro_steps, ranks.data_rank, ranks.data_size
+        self.parts_of_step = Step(cfg, self.sharded)
+        part = self.parts_of_step.micro_steps, ranks.data_rank, ranks.data_size
         self.loader = Loader(data.split("train"), objective, cfg.batch_size, *part, cfg.seed, ranks.device)
         self.close = self.loader.close
 
@@ -103,7 +100,7 @@ class Training:
 
 
 def reset_peak_memory(device: torch.device):
-    """Make engine.metrics.peak_memory_bytes count from now on. Outside of Linux, a CPU's peak stays the process's."""
+    """Make engine.device.peak_memory_bytes count from now on. Outside of Linux, a CPU's peak stays the process's."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
