@@ -38,6 +38,7 @@ from data.errors import printable
 from model import ModelConfig, require
 
 T = TypeVar("T")
+OF_FSDP = ("fsdp_reshard", "fsdp_offload", "dp_replicate")
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
 CONSTANTS = {"true": True, "false": False}
 OPERATORS = {
@@ -123,18 +124,14 @@ class Config(ModelConfig):
     USED_WHEN: ClassVar[dict[str, tuple[Callable[["Config"], bool], str]]] = model.USED_WHEN | {
         "corrupt_ratio": (lambda c: c.objective != "causal", "objective=masked"),
         "span_length": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
-        "fsdp_reshard": (lambda c: c.parallel == "fsdp", "parallel=fsdp"),
-        "fsdp_offload": (lambda c: c.parallel == "fsdp", "parallel=fsdp"),
-        "dp_replicate": (lambda c: c.parallel == "fsdp", "parallel=fsdp"),
-        "world_size": (lambda c: c.plan, "plan=True"),
         "fp32_residual": (lambda c: c.dtype != "float32", "dtype other than float32"),
         "profile_steps": (lambda c: not c.eval_only, "eval_only=False"),
-        "gpu": (lambda c: c.plan, "plan=True"),
-        "muon_lr": (lambda c: c.optimizer == "muon", "optimizer=muon"),
-        "muon_momentum": (lambda c: c.optimizer == "muon", "optimizer=muon"),
+        "cooldown_iters": (lambda c: c.schedule == "wsd", "schedule=wsd"),
         "lr_decay_iters": (lambda c: c.schedule != "constant", "schedule other than constant"),
         "min_lr": (lambda c: c.schedule != "constant", "schedule other than constant"),
-        "cooldown_iters": (lambda c: c.schedule == "wsd", "schedule=wsd"),
+        **dict.fromkeys(("muon_lr", "muon_momentum"), (lambda c: c.optimizer == "muon", "optimizer=muon")),
+        **dict.fromkeys(("world_size", "gpu"), (lambda c: c.plan, "plan=True")),
+        **dict.fromkeys(OF_FSDP, (lambda c: c.parallel == "fsdp", "parallel=fsdp")),
     }
     # A flag of nanoGPT and its value, or the type of any value -> our flags. nanoGPT's constant rate has no warmup.
     NANOGPT: ClassVar[dict[tuple[str, Any], dict[str, Any]]] = {
@@ -148,17 +145,12 @@ class Config(ModelConfig):
     def __post_init__(self):
         super().__post_init__()
         self.out_dir = os.path.expanduser(self.out_dir)
-        for names, low, high in (
-            ("batch_size gradient_accumulation_steps max_iters keep_last", 1, 2**31),
-            ("dp_replicate tp cp pp collective_timeout world_size", 1, 2**31),
-            ("seed eval_interval eval_iters save_interval log_interval profile_steps", 0, 2**31),
-            ("warmup_iters lr_decay_iters cooldown_iters", 0, 2**31),
-            ("learning_rate min_lr muon_lr weight_decay grad_clip", 0, 2**31),
-            ("beta1 beta2 muon_momentum", 0, 1),
-        ):
-            for name in names.split():
-                value = getattr(self, name)
-                require(low <= value < high, f"{name}={value} must be at least {low} and below {high}")
+        check_range(self, "batch_size gradient_accumulation_steps max_iters keep_last collective_timeout", 1)
+        check_range(self, "dp_replicate tp cp pp world_size", 1)
+        check_range(self, "seed eval_interval eval_iters save_interval log_interval profile_steps", 0)
+        check_range(self, "warmup_iters lr_decay_iters cooldown_iters", 0)
+        check_range(self, "learning_rate min_lr muon_lr weight_decay grad_clip", 0)
+        check_range(self, "beta1 beta2 muon_momentum", 0, 1)
         for name, pattern, form in (
             ("dataset", r".*\S.*", "a folder under data/, such as pycode, a path, or a mixture, such as a:0.7,b:0.3"),
             ("out_dir", r"(?!~).*\S.*", "a folder, such as out; ~ means your home"),
@@ -188,6 +180,13 @@ class Config(ModelConfig):
     def vocab_rows(self) -> int:
         """Rows of the vocabulary's weights, padded so that tp can cut them into equal slices."""
         return -(-self.vocab_size // self.tp) * self.tp
+
+
+def check_range(cfg: Any, names: str, least: int, limit: int = 2**31):
+    """ValueError unless each of these flags is at least `least` and below `limit`."""
+    for name in names.split():
+        value = getattr(cfg, name)
+        require(least <= value < limit, f"{name}={value} must be at least {least} and below {limit}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,8 +245,7 @@ def resolve(cls: type[T], given: Given, stored: dict[str, Any] | None = None, or
             said = "|".join(re.escape(text) for text in (repr(values[name]), str(values[name])))
             message = re.sub(rf"\b{name}=({said})", lambda m, w=where: f"{m[0]} ({w})", message, count=1)
         raise ValueError(message) from None
-    check_used(cfg, given)
-    unused = {name for name, (used, _) in getattr(cls, "USED_WHEN", {}).items() if not used(cfg)}
+    unused = check_used(cfg, given)
     if unused & values.keys():
         cfg = cls(**{name: value for name, value in values.items() if name not in unused})
     cfg.sources = given.sources
@@ -275,29 +273,28 @@ def convert(cls: type, name: str, value: Any, where: str) -> Any:
         raise ValueError(f"{here}: expected {' or '.join(words)}, such as {like}") from None
 
 
-def check_used(cfg: Any, given: Given):
-    """ValueError if a given flag has no effect with the other flags.
+def check_used(cfg: Any, given: Given) -> set[str]:
+    """The flags that have no effect with the other flags. ValueError if one of them is given.
 
-    A flag of a file is dropped instead if the command line sets the flag that it depends on.
+    A flag of a file is no error if the command line sets the flag that it depends on.
     """
     sources = given.sources
-    for name, (used, when) in getattr(cfg, "USED_WHEN", {}).items():
+    unused = {name: when for name, (used, when) in getattr(cfg, "USED_WHEN", {}).items() if not used(cfg)}
+    for name, when in unused.items():
         rules = dict.fromkeys(re.findall(r"^\w+|\w+(?==| other than)", when))
         overruled = sources.get(name) != COMMAND_LINE and any(sources.get(rule) == COMMAND_LINE for rule in rules)
-        if name in sources and not used(cfg) and not overruled:
+        if name in sources and not overruled:
             here = f"{spell(name, given.values[name], sources[name])} ({sources[name]})"
             values = {x: getattr(cfg, x) if getattr(cfg, x) != "" else "''" for x in rules}
             states = [f"{x} is {value}" + (f" ({sources[x]})" if x in sources else "") for x, value in values.items()]
             remedy = f"set {when}" if re.fullmatch(r"\w+=\w+", when) else f"change {' or '.join(rules)}"
             raise ValueError(f"{here} is used only with {when}, and {', '.join(states)}; remove it or {remedy}")
+    return set(unused)
 
 
 def spell(name: str, value: Any, where: str) -> str:
     """A setting as the user writes it on the command line or in a file, cut to 100 characters."""
-    if where == COMMAND_LINE:
-        text = f"--{name}={printable(value)}"
-    else:
-        text = f"{name} = {value!r}"
+    text = f"--{name}={printable(value)}" if where == COMMAND_LINE else f"{name} = {value!r}"
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from configurator import Config, parse
+from configurator import Config, check_range, parse
 from data.errors import command, require, user_errors
 from data.loader import eval_batches
 from data.objective import open_with_objective
@@ -84,9 +84,8 @@ class EvaluateConfig:
     }
 
     def __post_init__(self):
-        for name, least in (("batch_size", 1), ("eval_iters", 0), ("block_size", 0), ("limit", 0)):
-            value = getattr(self, name)
-            require(least <= value < 2**31, f"{name}={value} must be at least {least} and below {2**31}")
+        check_range(self, "batch_size", 1)
+        check_range(self, "eval_iters block_size limit", 0)
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
 
 
@@ -222,14 +221,8 @@ def show(cfg: EvaluateConfig, figures: dict):
     note, table = figures.pop("note", ""), figures.pop("table", "")
     if note:
         print(note, file=sys.stderr)
-    print(json.dumps(finite(figures)) if cfg.json else table or line(figures))
-
-
-def finite(x: Any) -> Any:
-    """x with None in place of nan and inf, which JSON does not have."""
-    if isinstance(x, dict):
-        return {key: finite(value) for key, value in x.items()}
-    return None if isinstance(x, float) and not math.isfinite(x) else x
+    plain = json.loads(json.dumps(figures), parse_constant=lambda word: None)  # JSON has no nan and inf
+    print(json.dumps(plain) if cfg.json else table or line(figures))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from configurator import Config, parse
+from configurator import Config, check_range, parse
 from data.errors import command, require, user_errors
 from data.objective import OBJECTIVE
 from data.tokenizer import Tokenizer
@@ -85,9 +85,8 @@ class SampleConfig:
     USED_WHEN: ClassVar = dict.fromkeys(OF_SAMPLES, (lambda c: not c.score, "score=''"))
 
     def __post_init__(self):
-        for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
-            value = getattr(self, name)
-            require(least <= value < 2**31, f"{name}={value} must be at least {least} and below {2**31}")
+        check_range(self, "num_samples max_new_tokens", 1)
+        check_range(self, "top_k seed", 0)
         require(self.blank != "", "blank='' must not be empty; set it to a text such as <mask>")
         require(
             self.temperature == 0 or self.temperature >= 1e-6,
@@ -144,9 +143,29 @@ def check_flags(cfg: SampleConfig, objective: str, pos: str):
     )
 
 
-def text_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a prompt without blanks."""
-    return prompt_ids(tokenizer, prompt)
+def read_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The ids of the prompt, with the mask, id V, or the next sentinel in place of each blank of a model that fills
+    blanks. ValueError if this is impossible."""
+    if flags.objective == "causal":
+        return prompt_ids(tokenizer, prompt)
+    V, limit = tokenizer.vocab_size, flags.block_size
+    blanks = [V] * limit
+    if flags.objective == "seq2seq":
+        corruption = {"corrupt_ratio": flags.corrupt_ratio, "span_length": flags.span_length}
+        objective = OBJECTIVE["seq2seq"](V, tokenizer.eot, limit, **corruption)
+        blanks = list(range(V, V + objective.extra_ids - 1))
+    pieces = prompt.split(cfg.blank)
+    flag = f"start={prompt[:40]!r}"
+    require(len(pieces) > 1, f"{flag} has no blank to fill; write {cfg.blank} for missing text, or set --blank")
+    require(
+        len(pieces) <= len(blanks) + 1,
+        f"{flag} has {len(pieces) - 1} blanks, and the model knows only {len(blanks)} at once; fill some of them first",
+    )
+    tokens = tokenizer.encode(pieces[0]).tolist()
+    for i, piece in zip(blanks, pieces[1:], strict=False):
+        tokens += [i, *tokenizer.encode(piece).tolist()]
+    require(len(tokens) <= limit, f"{flag} has {len(tokens)} tokens, more than block_size={limit}; shorten it")
+    return tokens
 
 
 def continue_text(
@@ -173,28 +192,6 @@ def continue_text(
     return n * cfg.num_samples
 
 
-def read_blanks(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str, blanks: list[int]) -> list[int]:
-    """The ids of the prompt, with the next id of `blanks` in place of each blank. ValueError if this is impossible."""
-    pieces = prompt.split(cfg.blank)
-    flag = f"start={prompt[:40]!r}"
-    require(len(pieces) > 1, f"{flag} has no blank to fill; write {cfg.blank} for missing text, or set --blank")
-    require(
-        len(pieces) <= len(blanks) + 1,
-        f"{flag} has {len(pieces) - 1} blanks, and the model knows only {len(blanks)} at once; fill some of them first",
-    )
-    tokens = tokenizer.encode(pieces[0]).tolist()
-    for i, piece in zip(blanks, pieces[1:], strict=False):
-        tokens += [i, *tokenizer.encode(piece).tolist()]
-    limit = flags.block_size
-    require(len(tokens) <= limit, f"{flag} has {len(tokens)} tokens, more than block_size={limit}; shorten it")
-    return tokens
-
-
-def masked_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of the prompt with the mask, id V, in place of each blank."""
-    return read_blanks(cfg, flags, tokenizer, prompt, [tokenizer.vocab_size] * flags.block_size)
-
-
 @torch.no_grad()
 def fill_masks(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Chooser) -> int:
     """Prints the prompt with a token in each blank, any but end-of-text. The blank with the highest probability of a
@@ -210,13 +207,6 @@ def fill_masks(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: st
         idx[rows, blanks[best]] = choose(logits[rows, best])
     print(SEPARATOR.join(tokenizer.decode(row.cpu()) for row in idx))
     return idx.size(0) * len(blanks)
-
-
-def source_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of the prompt with the next sentinel in place of each blank."""
-    V, corruption = tokenizer.vocab_size, {"corrupt_ratio": flags.corrupt_ratio, "span_length": flags.span_length}
-    objective = OBJECTIVE["seq2seq"](V, tokenizer.eot, flags.block_size, **corruption)
-    return read_blanks(cfg, flags, tokenizer, prompt, list(range(V, V + objective.extra_ids - 1)))
 
 
 def fill_spans(
@@ -265,12 +255,7 @@ def score_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, text: str,
     return idx.size(1)
 
 
-SAMPLER = {  # objective, or score -> (prompt to the ids that the model reads, function that prints the samples)
-    "causal": (text_ids, continue_text),
-    "masked": (masked_ids, fill_masks),
-    "seq2seq": (source_ids, fill_spans),
-    "score": (text_ids, score_text),
-}
+SAMPLER = {"causal": continue_text, "masked": fill_masks, "seq2seq": fill_spans, "score": score_text}
 
 
 def main(argv: list[str] | None = None):
@@ -282,7 +267,6 @@ def main(argv: list[str] | None = None):
         dtype = resolve_dtype(cfg.dtype, device)
         path, model, tokenizer = load(cfg, device)
         check_flags(cfg, model.cfg.objective, model.cfg.pos)
-        read_ids, generate = SAMPLER["score" if cfg.score else model.cfg.objective]
         ids, own = read_ids(cfg, model.cfg, tokenizer, text), model.cfg.vocab_size
         require(max(ids) < own, f"the text has token id {max(ids)}, and the model has {own}; see to its tokenizer")
     print(f"{path}: {model.n_params():,} parameters, on {device}", file=sys.stderr)
@@ -292,8 +276,9 @@ def main(argv: list[str] | None = None):
     generator = torch.Generator(device).manual_seed(cfg.seed)
     sys.stdout.reconfigure(errors="replace")  # for a prompt that is not UTF-8, or a terminal without Unicode
     started = time.perf_counter()
+    sampler = SAMPLER["score" if cfg.score else model.cfg.objective]
     with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-        n_tokens = generate(cfg, model, tokenizer, text, idx, partial(choose, cfg=cfg, generator=generator))
+        n_tokens = sampler(cfg, model, tokenizer, text, idx, partial(choose, cfg=cfg, generator=generator))
     sys.stdout.flush()  # if it fails, the error is the only output
     seconds = time.perf_counter() - started
     print(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:.1f} tokens per second", file=sys.stderr)

@@ -42,14 +42,13 @@ from engine import compilation, optim
 from engine.checkpoint import run as run_state
 from engine.checkpoint.folder import check_out_dir, locked, replace_flags
 from engine.checkpoint.saver import Checkpoints
-from engine.device import make_deterministic, precision, refuse_nondeterminism
+from engine.device import make_deterministic, peak_flops, precision, refuse_nondeterminism
 from engine.evaluation import byte_lengths, mean_loss, text_sample
-from engine.metrics import Metrics, Silent, evaluation_line, peak_flops, slow_step_warning
+from engine.metrics import Metrics, Silent, evaluation_line, slow_step_warning
 from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory
-from engine.profile import Profile
-from engine.step import Step
+from engine.step import Profile, Step
 from engine.stop_signal import StopSignal
 from model import Model
 from ops import wide_stream
@@ -131,24 +130,23 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
     return compilation.settle(cfg, ranks, steps * work.fastest_step), work
 
 
-def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[ShardedModel, optim.Optimizer, torch.amp.GradScaler, dict]:
-    """The part of the model that this rank computes, its optimizer and gradient scaler, and the state of the run, all
-    as at the beginning of the run or as in the checkpoint that it resumes."""
+def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[Step, dict]:
+    """This rank's part of the model with its optimizer, and the state of the run, both as at the beginning of a run
+    or as in the checkpoint that it resumes."""
     sharded = ShardedModel(cfg, ranks)
     if cfg.init_from != "resume":
         run_state.initialize(cfg, sharded, data.tokenizer)
     torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on every rank draws its own random numbers
-    optimizer = optim.build(sharded.model, cfg, sharded, ranks.dtype)
-    scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
+    parts = Step(cfg, sharded)
     if cfg.init_from != "resume":
-        return sharded, optimizer, scaler, {"step": 0, "samples": 0, "skipped": 0, "best_val_loss": None, "flags": {}}
-    state = run_state.restore(cfg, ranks, sharded, optimizer)
+        return parts, {"step": 0, "samples": 0, "skipped": 0, "best_val_loss": None, "flags": {}}
+    state = run_state.restore(cfg, ranks, sharded, parts.optimizer)
     require(
         state["tokenizer_hash"] == (data.tokenizer and data.tokenizer.hash),
         f"dataset={cfg.dataset} has another tokenizer than the checkpoint in {cfg.out_dir}; use the same data",
     )
-    run_state.restore_scaler(scaler, state["scaler"], cfg.out_dir)
-    return sharded, optimizer, scaler, state
+    run_state.restore_scaler(parts.scaler, state["scaler"], cfg.out_dir)
+    return parts, state
 
 
 class Run:
@@ -168,7 +166,8 @@ class Run:
         self.val_batches = math.ceil(count_windows(self.streams["val"], cfg.block_size) / cfg.batch_size)
         self.ranks, self.work = join_ranks(cfg, objective.lengths)
         ranks, tokenizer = self.ranks, self.data.tokenizer
-        self.sharded, self.optimizer, self.scaler, state = build(cfg, ranks, self.data)
+        self.parts, state = build(cfg, ranks, self.data)
+        self.sharded = self.parts.sharded
         self.step, self.samples, self.skipped = state["step"], state["samples"], state["skipped"]
         self.stored_flags = state["flags"]
         self.first_bad_step = torch.full((), NEVER, device=ranks.device)  # whose gradient was not finite
@@ -177,10 +176,8 @@ class Run:
 
         cleanup.callback(gc.enable)
         cleanup.callback(gc.unfreeze)
-        micro_steps = cfg.gradient_accumulation_steps // ranks.data_size  # of this rank
-        self.parts_of_step = Step(self.sharded, self.optimizer, self.scaler, micro_steps, cfg.grad_clip)
         self.loader = Loader(
-            self.streams["train"], objective, cfg.batch_size, micro_steps, ranks.data_rank, ranks.data_size,
+            self.streams["train"], objective, cfg.batch_size, self.parts.micro_steps, ranks.data_rank, ranks.data_size,
             cfg.seed, ranks.device, start=self.samples,
         )  # fmt: skip
         cleanup.callback(self.loader.close)  # otherwise Python's exit waits for ever for the loader's thread
@@ -266,12 +263,13 @@ class Run:
 
     def train_step(self, lr: float) -> tuple[Tensor, Tensor]:
         """One optimizer step at this learning rate; returns (this rank's mean loss, gradient norm)."""
-        cfg, ranks, parts = self.cfg, self.ranks, self.parts_of_step
-        self.optimizer.set_lr(lr)
+        cfg, ranks, parts = self.cfg, self.ranks, self.parts
+        parts.optimizer.set_lr(lr)
         loss, grad_norm = parts.backward(self.batches), parts.clip()
         self.stop.unsaved_steps = True  # on all ranks: the norm needs them all, so no rank has ended in its first step
         # With a scaler, an infinite gradient may only mean that its scale was too large, so there the loss decides.
-        finite = torch.isfinite(ranks.sum(loss.clone()) if self.scaler.is_enabled() else grad_norm)  # same on all ranks
+        figure = ranks.sum(loss.clone()) if parts.scaler.is_enabled() else grad_norm  # the same on all ranks
+        finite = torch.isfinite(figure)
         if not cfg.skip_nonfinite:
             self.first_bad_step = torch.where(finite, self.first_bad_step, self.first_bad_step.clamp(max=self.step))
             # Reading the value makes the host wait for a GPU, so it is read only in steps that are logged.
@@ -308,11 +306,11 @@ class Run:
             self.check_finite()
             tokenizer = self.data.tokenizer
             state = {
-                "samples": self.samples, "skipped": self.skipped, "scaler": self.scaler.state_dict(),
+                "samples": self.samples, "skipped": self.skipped, "scaler": self.parts.scaler.state_dict(),
                 "flags": asdict(self.cfg), "ranks": self.ranks.size,
                 "tokenizer": tokenizer and tokenizer.spec, "tokenizer_hash": tokenizer and tokenizer.hash,
             }  # fmt: skip
-            tensors = run_state.run_tensors(self.sharded, self.optimizer) | run_state.random_states(self.ranks)
+            tensors = run_state.run_tensors(self.sharded, self.parts.optimizer) | run_state.random_states(self.ranks)
             self.checkpoints.save(self.step, tensors, state, best_loss, last)
 
     def log(self, loss: Tensor, lr: float, grad_norm: Tensor):

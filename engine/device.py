@@ -1,4 +1,4 @@
-"""The device and the dtype that a process computes with, whether auto compiles there, and what hardware it is.
+"""The device and the dtype that a process computes with, and what hardware it is.
 
     device = resolve_device("auto")
     dtype = resolve_dtype("auto", device)
@@ -11,6 +11,8 @@ import math
 import os
 import platform
 import re
+import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -129,12 +131,6 @@ def speed_of_bfloat16(n: int, seconds: float) -> float:
     return best[torch.float32] / best[torch.bfloat16]
 
 
-def resolve_compile(flag: bool | str, device: torch.device) -> bool:
-    """Whether to compile as far as flag and device tell: auto does so on GPUs. On a CPU, auto is settled later, by
-    `compilation.settle`."""
-    return device.type == "cuda" if flag == "auto" else flag
-
-
 def keep_freed_memory():
     """Let glibc keep the memory that tensors free. Otherwise the system clears its pages again in every step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do not have it
@@ -164,3 +160,82 @@ def machine(device: torch.device) -> dict:
         facts |= {"device": card.name, "memory_bytes": card.total_memory, "capability": f"{card.major}.{card.minor}"}
         facts["gpus"] = torch.cuda.device_count()
     return facts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Peaks
+
+# Dense peaks in FLOP/s: (bfloat16 with float32 accumulation, or float16 on chips without bfloat16; TF32). Sources are
+# NVIDIA's data sheets (halved where they count sparsity), its GA102, AD102 and GB202 white papers, and AMD's data sheet
+# for MI300X. A card is the first row all of whose words occur in its name.
+GPU_PEAKS = {
+    "GB200": (2500e12, 1250e12),
+    "B200": (2250e12, 1125e12),
+    "GH200": (989.4e12, 494.7e12),
+    "H200 NVL": (835.5e12, 417.7e12),
+    "H200": (989.4e12, 494.7e12),
+    "H100 NVL": (835.5e12, 417.7e12),
+    "H100 PCIe": (756e12, 378e12),
+    "H100": (989.4e12, 494.7e12),
+    "A100": (312e12, 156e12),
+    "A40": (149.7e12, 74.8e12),
+    "A30": (165e12, 82e12),
+    "A10G": (70e12, 35e12),
+    "A10": (125e12, 62.5e12),
+    "L40S": (362e12, 183e12),
+    "L40": (181e12, 90.5e12),
+    "L4": (121e12, 60.5e12),
+    "RTX 5090": (209.5e12, 104.8e12),
+    "RTX 4090": (165.2e12, 82.6e12),
+    "RTX 3090": (71e12, 35.6e12),
+    "RTX A6000": (154.8e12, 77.4e12),
+    "V100 PCIe": (112e12, None),
+    "V100": (125e12, None),
+    "T4": (65e12, None),
+    "MI300X": (1307.4e12, 653.7e12),
+}
+OTHER_CARD = {"mig", "laptop", "d", "ti", "super"}  # a name with such a word is another card, or a part of one
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The peak of `device` in FLOP/s, the denominator of MFU; None if unknown. A CPU's is measured in 0.5 s; all ranks
+    measure at the same time, because they may share the CPU."""
+    if device.type == "cuda":
+        return gpu_peak(torch.cuda.get_device_name(device), dtype)
+    return cpu_peak(dtype) if device.type == "cpu" else None
+
+
+def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
+    """The dense matmul peak of a GPU in FLOP/s, None if unknown. float32 has the peak of TF32, even if TF32 is off."""
+    words = set(re.split(r"[\s-]+", name.lower()))
+    for card, (half, tf32) in GPU_PEAKS.items():
+        if words.issuperset(card.lower().split()) and not words & OTHER_CARD:
+            return tf32 if dtype == torch.float32 else half
+    return None
+
+
+def cpu_peak(dtype: torch.dtype, seconds: float = 0.5) -> float:
+    """The best rate of square matmuls in this dtype in FLOP/s, on torch's current number of threads.
+
+    The matrices grow from 192 rows to 1536, unless the next product would take longer than the rest of the time: on a
+    CPU that emulates bfloat16, a product of 1536 rows can take 20 s.
+    """
+    best, n, last, end = 0.0, 96, 0.0, time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
+        if n < 1536 and start + 8 * last < end:
+            n *= 2
+            a, out = torch.ones(n, n, dtype=dtype), torch.empty(n, n, dtype=dtype)
+            start = time.perf_counter()
+        torch.mm(a, a, out=out)
+        last = time.perf_counter() - start
+        best = max(best, 2 * n**3 / last)
+    return best
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The peak of memory so far, in bytes: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":  # whose ru_maxrss begins with the peak of the process that started this one
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

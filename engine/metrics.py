@@ -1,6 +1,5 @@
 """A run's figures: metrics.jsonl, TensorBoard events, lines on the console and a progress bar.
 
-    peak = peak_flops(device, dtype)
     metrics = Metrics(...) if rank == 0 else Silent()
     with metrics.paused():
         metrics.evaluation(step, train_loss, val_loss, val_bpb)
@@ -9,16 +8,15 @@
     metrics.close()
 
 The time inside paused() is not part of any step. Print through say(), so that the progress bar stays below the lines.
-Call peak_flops on all ranks at the same time, because ranks on one CPU share it.
 """
 
 import json
 import math
 import os
-import re
-import resource
 import signal
+import socket
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -28,90 +26,8 @@ from pathlib import Path
 import torch
 
 from data.errors import say
-from data.files import open_regular
-from engine.events import Events
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The machine
-
-# Dense peaks in FLOP/s: (bfloat16 with float32 accumulation, or float16 on chips without bfloat16; TF32). Sources are
-# NVIDIA's data sheets (halved where they count sparsity), its GA102, AD102 and GB202 white papers, and AMD's data sheet
-# for MI300X. A card is the first row all of whose words occur in its name.
-GPU_PEAKS = {
-    "GB200": (2500e12, 1250e12),
-    "B200": (2250e12, 1125e12),
-    "GH200": (989.4e12, 494.7e12),
-    "H200 NVL": (835.5e12, 417.7e12),
-    "H200": (989.4e12, 494.7e12),
-    "H100 NVL": (835.5e12, 417.7e12),
-    "H100 PCIe": (756e12, 378e12),
-    "H100": (989.4e12, 494.7e12),
-    "A100": (312e12, 156e12),
-    "A40": (149.7e12, 74.8e12),
-    "A30": (165e12, 82e12),
-    "A10G": (70e12, 35e12),
-    "A10": (125e12, 62.5e12),
-    "L40S": (362e12, 183e12),
-    "L40": (181e12, 90.5e12),
-    "L4": (121e12, 60.5e12),
-    "RTX 5090": (209.5e12, 104.8e12),
-    "RTX 4090": (165.2e12, 82.6e12),
-    "RTX 3090": (71e12, 35.6e12),
-    "RTX A6000": (154.8e12, 77.4e12),
-    "V100 PCIe": (112e12, None),
-    "V100": (125e12, None),
-    "T4": (65e12, None),
-    "MI300X": (1307.4e12, 653.7e12),
-}
-OTHER_CARD = {"mig", "laptop", "d", "ti", "super"}  # a name with such a word is another card, or a part of one
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The peak of `device` in FLOP/s, the denominator of MFU; None if unknown. A CPU's is measured in 0.5 s."""
-    if device.type == "cuda":
-        return gpu_peak(torch.cuda.get_device_name(device), dtype)
-    return cpu_peak(dtype) if device.type == "cpu" else None
-
-
-def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
-    """The dense matmul peak of a GPU in FLOP/s, None if unknown. float32 has the peak of TF32, even if TF32 is off."""
-    words = set(re.split(r"[\s-]+", name.lower()))
-    for card, (half, tf32) in GPU_PEAKS.items():
-        if words.issuperset(card.lower().split()) and not words & OTHER_CARD:
-            return tf32 if dtype == torch.float32 else half
-    return None
-
-
-def cpu_peak(dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """The best rate of square matmuls in this dtype in FLOP/s, on torch's current number of threads.
-
-    The matrices grow from 192 rows to 1536, unless the next product would take longer than the rest of the time: on a
-    CPU that emulates bfloat16, a product of 1536 rows can take 20 s.
-    """
-    best, n, last, end = 0.0, 96, 0.0, time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end:
-        if n < 1536 and start + 8 * last < end:
-            n *= 2
-            a, out = torch.ones(n, n, dtype=dtype), torch.empty(n, n, dtype=dtype)
-            start = time.perf_counter()
-        torch.mm(a, a, out=out)
-        last = time.perf_counter() - start
-        best = max(best, 2 * n**3 / last)
-    return best
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The peak of memory so far, in bytes: allocated on the GPU, or resident in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "linux":  # whose ru_maxrss begins with the peak of the process that started this one
-        return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Outputs
-
+from data.files import open_regular, writing
+from engine.device import peak_memory_bytes
 
 POSITIVE = {"tokens", "flops", "tokens_per_s", "ms_per_step", "peak_memory_bytes"}  # figures that are divided by
 FIGURES = POSITIVE | {"loss", "lr", "grad_norm", "mfu", "train_loss", "val_loss", "val_bpb"}
@@ -151,6 +67,54 @@ def truncate_metrics(path: Path, step: int):
         f.flush()
         os.fsync(f.fileno())
     temporary.replace(path)
+
+
+class Events:
+    """Writes TensorBoard events. These imports take 0.2 s; torch.utils.tensorboard would take 3 s."""
+
+    def __init__(self, folder: Path, step: int):
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError as error:
+            raise ValueError(f"{error.name} is not installed; pip install tensorboard") from error
+        self.Event, self.Summary = event_pb2.Event, summary_pb2.Summary
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.records = RecordWriter(open(folder / name, "wb"))
+        self.write(file_version="brain.Event:2")
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # readers then drop older events from `step` on
+        self.write(step=step, session_log=start)
+
+    def scalars(self, step: int, figures: dict):
+        numbers = {tag: x for tag, x in figures.items() if isinstance(x, (int, float))}
+        values = [self.Summary.Value(tag=tag, simple_value=x) for tag, x in numbers.items()]
+        self.write(step=step, summary=self.Summary(value=values))
+
+    def text(self, step: int, tag: str, text: str):
+        """Writes a text for the page TEXT, indented because this page reads Markdown."""
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        tensor = make_tensor_proto(textwrap.indent(text, "    ", lambda line: True))
+        value = self.Summary.Value(tag=tag, metadata=create_summary_metadata("", ""), tensor=tensor)
+        self.write(step=step, summary=self.Summary(value=[value]))
+
+    def hparams(self, flags: dict):
+        """Writes the flags for the page HPARAMS, which shows them with the last value of each scalar."""
+        from tensorboard.plugins.hparams import metadata
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+
+        start = SessionStartInfo(start_time_secs=time.time())
+        for name, value in flags.items():
+            kind = "bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"
+            setattr(start.hparams[name], f"{kind}_value", value)
+        content = metadata.create_summary_metadata(HParamsPluginData(session_start_info=start))
+        tag, nothing = metadata.SESSION_START_INFO_TAG, metadata.NULL_TENSOR
+        self.write(summary=self.Summary(value=[self.Summary.Value(tag=tag, metadata=content, tensor=nothing)]))
+
+    def write(self, **event):
+        self.records.write(self.Event(wall_time=time.time(), **event).SerializeToString())
+        self.records.flush()
 
 
 class Console:
@@ -215,28 +179,13 @@ def slow_step_warning(cfg, seconds: float) -> str:
 class Silent:
     """The metrics of every rank except 0: they write nothing."""
 
-    def log(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int, epoch=None, skipped: int = 0):
-        """Logs step `step`: loss in nats; tokens, skipped steps and epoch (or epoch per source) since the start."""
+    def log(self, *args, **figures):
+        """Does nothing."""
 
-    def norms(self, step: int, norms: dict[str, float]):
-        """Logs norms by tag, such as grad_norm/blocks.0, in TensorBoard only."""
-
-    def evaluation(self, step: int, train_loss: float, val_loss: float, val_bpb: float | None):
-        """Logs an evaluation after `step` steps: losses in nats per token, val_bpb in bits per byte of text."""
-
-    def sample(self, step: int, write_text: Callable[[float], str]):
-        """Logs the text of write_text(seconds) in TensorBoard only. It ends its text after so many seconds, which are a
-        hundredth of the time since the last sample, or since the start."""
+    norms = evaluation = sample = say = close = log
 
     def paused(self) -> AbstractContextManager:
-        """A context whose time is not part of any step."""
         return nullcontext()
-
-    def say(self, text: str):
-        """Prints a line on the console only."""
-
-    def close(self):
-        """Removes the progress bar and closes the files. A second call does nothing."""
 
 
 class Metrics(Silent):
@@ -271,6 +220,7 @@ class Metrics(Silent):
         self.since = self.sampled = time.perf_counter()  # start of the interval to the next log, end of the last sample
 
     def log(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int, epoch=None, skipped: int = 0):
+        """Logs step `step`: loss in nats; tokens, skipped steps and epoch (or epoch per source) since the start."""
         now = time.perf_counter()
         seconds = now - self.since
         rate = (tokens - self.tokens) / seconds
@@ -296,21 +246,26 @@ class Metrics(Silent):
         self.console.line(f"iter {step}: loss {loss:.4f}, {speed}, lr {lr:.2e}, grad norm {grad_norm:.3f}{skips}")
 
     def evaluation(self, step: int, train_loss: float, val_loss: float, val_bpb: float | None):
+        """Logs an evaluation after `step` steps: losses in nats per token, val_bpb in bits per byte of text."""
         self.write(step, "eval", {"train_loss": train_loss, "val_loss": val_loss, "val_bpb": val_bpb})
         self.console.line(evaluation_line(step, train_loss, val_loss, val_bpb))
 
     def norms(self, step: int, norms: dict[str, float]):
-        with self._errors_with_name():
+        """Logs norms by tag, such as grad_norm/blocks.0, in TensorBoard only."""
+        with writing(self.file.name):
             self.events.scalars(step, norms)
 
     def sample(self, step: int, write_text: Callable[[float], str]):
+        """Logs the text of write_text(seconds) in TensorBoard only. It ends its text after so many seconds, which are a
+        hundredth of the time since the last sample, or since the start."""
         text = write_text((time.perf_counter() - self.sampled) / 100)
-        with self._errors_with_name():
+        with writing(self.file.name):
             self.events.text(step, "eval/sample", text)
         self.sampled = time.perf_counter()
 
     @contextmanager
     def paused(self):
+        """A context whose time is not part of any step."""
         self.synchronize(self.device)  # the work still queued on the device belongs to the steps
         start = time.perf_counter()
         try:
@@ -319,9 +274,11 @@ class Metrics(Silent):
             self.since += time.perf_counter() - start
 
     def say(self, text: str):
+        """Prints a line on the console only."""
         self.console.line(text)
 
     def close(self):
+        """Removes the progress bar and closes the files. A second call does nothing."""
         self.console.close()
         for file in (self.file, self.events.records):
             with suppress(OSError):  # lines that could not be written, which has been reported
@@ -330,14 +287,7 @@ class Metrics(Silent):
     def write(self, step: int, kind: str, figures: dict):
         # A float's repr has all its digits. JSON has no nan and inf; they become null.
         figures = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in figures.items()}
-        with self._errors_with_name():
+        with writing(self.file.name):
             self.file.write(json.dumps({"step": step, "kind": kind} | figures) + "\n")
             self.file.flush()
             self.events.scalars(step, {f"{kind}/{key}": x for key, x in figures.items()})
-
-    @contextmanager
-    def _errors_with_name(self):
-        try:
-            yield
-        except OSError as error:  # a write error without the file's name
-            raise OSError(error.errno, error.strerror, self.file.name) from error

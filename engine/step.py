@@ -1,30 +1,32 @@
-"""One optimizer step. tools/speed.py, which measures and compares steps, calls it as a whole.
+"""One optimizer step, and a trace of some steps. tools/speed.py, which measures steps, calls a step as a whole.
 
-    step = Step(sharded, optimizer, scaler, micro_steps, cfg.grad_clip)
+    step = Step(cfg, sharded)               # makes the optimizer too
     loss, grad_norm = step(batches, lr)
 
 train.py calls the three parts itself, because it looks at the gradient before the update.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.optim import Optimizer
+from engine import optim
 from engine.parallel.sharded import ShardedModel
 
+FIRST = 5  # steps of this process before the first one in a trace, which compile or connect the ranks
 
-@dataclass
+
 class Step:
-    """The parts of a step, which every rank makes."""
+    """The parts of a step, which every rank makes: the model, its optimizer and the gradient scaler of float16."""
 
-    sharded: ShardedModel
-    optimizer: Optimizer
-    scaler: torch.amp.GradScaler
-    micro_steps: int  # of this rank
-    grad_clip: float  # largest norm of the gradient; 0 = no limit
+    def __init__(self, cfg, sharded: ShardedModel):
+        ranks = sharded.ranks
+        self.sharded, self.grad_clip = sharded, cfg.grad_clip
+        self.micro_steps = cfg.gradient_accumulation_steps // ranks.data_size  # of this rank
+        self.optimizer = optim.build(sharded.model, cfg, sharded, ranks.dtype)
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
 
     def __call__(self, batches: Iterator, lr: float) -> tuple[Tensor, Tensor]:
         """Make a step with this learning rate; returns (this rank's mean loss, gradient norm)."""
@@ -48,3 +50,39 @@ class Step:
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.sharded.model.zero_grad(set_to_none=True)
+
+
+class Profile:
+    """Traces some steps of a run: call next() before every step, and close() at the end.
+
+    Writes cfg.profile_steps steps of the first rank to trace.json in out_dir, on a GPU also its memory to
+    memory.pickle. A run that ends earlier writes the steps that it has made.
+    """
+
+    def __init__(self, cfg, ranks, say):
+        self.folder, self.say, self.cuda = Path(cfg.out_dir), say, ranks.device.type == "cuda"
+        self.wanted, self.step, self.profiler = cfg.profile_steps if ranks.first else 0, 0, None
+
+    def next(self):
+        if self.wanted and self.step == FIRST:
+            if self.cuda:
+                torch.cuda.memory._record_memory_history(max_entries=100_000)
+            self.profiler = torch.profiler.profile()  # of the CPU and the GPU
+            self.profiler.start()
+        elif self.step == FIRST + self.wanted:
+            self.close()
+        self.step += 1
+
+    def close(self):
+        if self.profiler is not None:
+            if self.cuda:
+                torch.cuda.synchronize()
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.folder / "trace.json"))
+            if self.cuda:
+                torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))
+                torch.cuda.memory._record_memory_history(enabled=None)
+            self.say(f"trace of {self.step - FIRST} steps in {self.folder}/trace.json, for https://ui.perfetto.dev")
+        elif self.wanted:
+            self.say(f"profile_steps={self.wanted}: no trace, because the run made at most {FIRST} steps")
+        self.profiler, self.wanted = None, 0

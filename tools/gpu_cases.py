@@ -30,7 +30,8 @@ from configurator import Config, alternatives, hints, parse
 from data.errors import require
 from engine import optim
 from engine.decode import generate
-from engine.metrics import peak_flops, peak_memory_bytes, read_metrics
+from engine.device import peak_flops, peak_memory_bytes
+from engine.metrics import read_metrics
 from engine.parallel import ranks as parallel
 from engine.plan import plan
 from model import BLOCK, USED_WHEN, Model, ModelConfig, alibi_slopes

@@ -44,8 +44,7 @@ from data.loader import Loader
 from data.objective import Causal, open_with_objective
 from engine import compilation, optim
 from engine.decode import generate
-from engine.device import machine, resolve_device, resolve_dtype
-from engine.metrics import peak_flops, peak_memory_bytes
+from engine.device import machine, peak_flops, peak_memory_bytes, resolve_device, resolve_dtype
 from engine.parallel import ranks as parallel
 from engine.parallel import tensor as tensor_parallel
 from engine.parallel.sharded import ShardedModel
@@ -95,11 +94,8 @@ class Training:
         torch.manual_seed(cfg.seed)
         self.sharded = ShardedModel(cfg, ranks)
         self.sharded.init_weights(cfg.seed)
-        optimizer = optim.build(self.sharded.model, cfg, self.sharded, ranks.dtype)
-        scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
-        micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
-        self.parts_of_step = Step(self.sharded, optimizer, scaler, micro_steps, cfg.grad_clip)
-        part = micro_steps, ranks.data_rank, ranks.data_size
+        self.parts_of_step = Step(cfg, self.sharded)
+        part = self.parts_of_step.micro_steps, ranks.data_rank, ranks.data_size
         self.loader = Loader(data.split("train"), objective, cfg.batch_size, *part, cfg.seed, ranks.device)
         self.close = self.loader.close
 
@@ -163,7 +159,7 @@ def training(cfg: Config, vocab_size: int, length: int = 1024) -> Iterator[Train
 
 
 def reset_peak_memory(device: torch.device):
-    """Make engine.metrics.peak_memory_bytes count from now on. Outside of Linux, a CPU's peak stays the process's."""
+    """Make engine.device.peak_memory_bytes count from now on. Outside of Linux, a CPU's peak stays the process's."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -21,7 +21,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from data.errors import require
-from engine.parallel.tensor import AllGather
+from engine.parallel.tensor import Exchange
 from model import Pool
 
 
@@ -70,7 +70,7 @@ def gathered_pieces(group: dist.ProcessGroup, k: Tensor, v: Tensor) -> tuple[Ten
     the back piece, (B, Hkv, S, E)."""
     heads = k.size(1), v.size(1)  # simplified blocks may have more values than keys
     n, _, back = piece_indices(group)
-    parts = AllGather.apply(torch.cat((k, v), dim=1), 2, group).chunk(n, dim=2)  # 0, n-1, 1, n-2, ...
+    parts = Exchange.apply(torch.cat((k, v), dim=1), 2, group, True).chunk(n, dim=2)  # 0, n-1, 1, n-2, ...
     in_order = [*parts[::2], *parts[::-2]]
     return torch.cat(in_order[: back + 1], dim=2).split(heads, dim=1)
 

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from data.errors import require
-from engine.device import fast_bfloat16, keep_freed_memory, resolve_compile, resolve_device, resolve_dtype
+from engine.device import fast_bfloat16, keep_freed_memory, resolve_device, resolve_dtype
 from engine.parallel import context, tensor
 
 T = TypeVar("T")
@@ -187,7 +187,7 @@ def join(cfg) -> Ranks:
     """
     rank, local_rank, size, _ = environment()
     device = resolve_device(cfg.device, local_rank)
-    compiled = resolve_compile(cfg.compile, device)
+    compiled = device.type == "cuda" if cfg.compile == "auto" else cfg.compile  # see also compilation.settle
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda":
@@ -209,27 +209,25 @@ def join(cfg) -> Ranks:
         ) from error
     data = data_ranks(cfg, size)
     grid = torch.arange(size).view(cfg.pp, replicas(cfg), data // replicas(cfg) * cfg.cp, cfg.tp)
-    mesh = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "replicate", "shard", "tp"))
-    limit(mesh, cfg.collective_timeout)
+    mesh = make_mesh(cfg, device, grid, "pp replicate shard tp")
     data_rank = rank // (cfg.cp * cfg.tp) % data
     cp_group, stage = None, dist.group.WORLD
     if cfg.cp > 1:
-        cp_mesh = DeviceMesh(device.type, grid.view(-1, cfg.cp, cfg.tp), mesh_dim_names=("data", "cp", "tp"))
-        limit(cp_mesh, cfg.collective_timeout)
-        cp_group = cp_mesh["cp"].get_group()
+        cp_group = make_mesh(cfg, device, grid.view(-1, cfg.cp, cfg.tp), "data cp tp")["cp"].get_group()
     if cfg.pp > 1:
-        stages = DeviceMesh(device.type, grid.view(cfg.pp, -1), mesh_dim_names=("pp", "stage"))
-        limit(stages, cfg.collective_timeout)
-        stage = stages["stage"].get_group()
+        stage = make_mesh(cfg, device, grid.view(cfg.pp, -1), "pp stage")["stage"].get_group()
     dtype = agreed_dtype(cfg.dtype, device)
     return Ranks(rank, size, device, dtype, compiled, data_rank, data, mesh, cp_group, stage)
 
 
-def limit(mesh: DeviceMesh, seconds: int):
-    """Set the timeout of collectives along the mesh's dimensions, which is half an hour by default."""
+def make_mesh(cfg, device: torch.device, grid: Tensor, names: str) -> DeviceMesh:
+    """The mesh of a grid of ranks, with the names of its dimensions. Collectives along each of them have the timeout of
+    cfg, which is half an hour by default."""
+    mesh = DeviceMesh(device.type, grid, mesh_dim_names=tuple(names.split()))
     for group in mesh.get_all_groups():
         if dist.get_backend(group) != "fake":  # the pretended ranks of a plan
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=cfg.collective_timeout), group)
+    return mesh
 
 
 def may_restart() -> bool:

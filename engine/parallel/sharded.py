@@ -22,12 +22,11 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from engine import compilation
 from engine.parallel.context import apply_context_parallel, local_pieces
-from engine.parallel.ranks import Ranks, limit
+from engine.parallel.ranks import Ranks, make_mesh
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
 from model import Gain, Model, ShapedPool, stream_dtype
 
@@ -88,6 +87,39 @@ def gains(part: nn.Module) -> list[nn.Parameter]:
     return [p for m in part.modules() if isinstance(m, Gain | ShapedPool) for p in m.parameters(recurse=False)]
 
 
+def shard(model: Model, blocks: list[nn.Module], cfg, ranks: Ranks):
+    """Apply FSDP2 (arXiv:2304.11277) to each block, to the ends of the model if they are not tied, and to the rest.
+
+    In 16 bits, blocks and ends are gathered in the matmuls' dtype, and the rest in float32. Gains are not sharded:
+    in bfloat16 they would move in steps of 2^-8.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    mesh, dtype, pinned = ranks.mesh, ranks.dtype, ranks.device.type == "cuda"
+    options = {
+        "mesh": mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"],
+        "reshard_after_forward": cfg.fsdp_reshard,
+        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if cfg.fsdp_offload else OffloadPolicy(),
+    }
+    kept = options | {"reshard_after_forward": False}  # gathered from forward to backward
+    policy = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in blocks:
+        last = block is blocks[len(model.blocks) - 1] and cfg.pp == 1  # its backward follows at once
+        whole = () if cfg.fsdp_offload else gains(block)
+        fully_shard(block, mp_policy=policy, ignored_params={*whole}, **(kept if last else options))
+    if not cfg.tie_weights:
+        if isinstance(model.wte, nn.Embedding):
+            with ranks.autocast():
+                stream = stream_dtype(cfg, torch.empty(0, device=ranks.device))
+            fully_shard(model.wte, mp_policy=replace(policy, output_dtype=stream), **kept)
+        if isinstance(model.head, nn.Linear):
+            model.head.forward, model.loss = model.loss, lambda x, targets: model.head(x, targets)
+            fully_shard([model.norm, model.head], mp_policy=policy, **kept)
+    fully_shard(model, **kept)
+
+
 class ShardedModel:
     """This rank's shard of the model. Parameters keep their names; their values come from `init_weights`, `fill` or a
     checkpoint."""
@@ -99,110 +131,49 @@ class ShardedModel:
         self.fsdp, self.reshard = cfg.parallel == "fsdp" and ranks.size > 1, cfg.fsdp_reshard
         self.home = torch.device("cpu") if self.fsdp and cfg.fsdp_offload else ranks.device  # of the parameters
         self.counted_elsewhere: Collection[str] = ()  # names of parameters that another stage counts
-        ddp = not (self.fsdp or cfg.pp > 1 or cfg.eval_only or mesh is None) and mesh["shard"].size() > 1
-        wrappers = {  # in this order
-            self._keep_stage: cfg.pp > 1,
-            self._cut_layers: cfg.tp > 1,
-            self._cut_texts: cfg.cp > 1,
-            self._recompute: cfg.activation_checkpoint != "none",
-            self._compile: ranks.compile,
-            self._shard: self.fsdp,
-            self._allocate: True,
-            self._schedule_stages: cfg.pp > 1,
-            self._wrap_in_ddp: ddp,
-        }
-        for wrap in (wrap for wrap, wanted in wrappers.items() if wanted):
-            wrap(cfg)
+        if cfg.pp > 1:
+            from engine.parallel import pipeline
+
+            self.counted_elsewhere = pipeline.keep_stage(model, mesh.get_local_rank("pp"), cfg.pp)
+        if cfg.tp > 1:
+            apply_tensor_parallel(model, mesh["tp"].get_group())
+            grid = mesh.mesh[0].permute(2, 0, 1)  # tp is the outer cut, FSDP the inner one
+            self.outer = make_mesh(cfg, self.home, grid, "tp replicate shard")
+        if cfg.cp > 1:
+            apply_context_parallel(model, ranks.cp)
+        blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]  # of this rank
+        if cfg.activation_checkpoint != "none":
+            for block in blocks:
+                recompute(block, cfg.activation_checkpoint)
+        if ranks.compile:
+            compilation.compile_model(model, blocks)
+        if self.fsdp:
+            shard(model, blocks, cfg, ranks)
+        model.to_empty(device=self.home)
+        model.tie()
+        if cfg.pp > 1:
+            shape, micro_steps = (cfg.batch_size, cfg.block_size), cfg.gradient_accumulation_steps // ranks.data_size
+            group = mesh["pp"].get_group()
+            self.pipeline = pipeline.Pipeline(model, group, micro_steps, shape, ranks.device, ranks.autocast)
+        elif not (self.fsdp or cfg.eval_only or mesh is None) and mesh["shard"].size() > 1:
+            devices = [ranks.device] if ranks.device.type == "cuda" else None
+            self.forward_model = nn.parallel.DistributedDataParallel(
+                model, device_ids=devices, process_group=mesh["shard"].get_group(), gradient_as_bucket_view=True
+            )
         self.has_loss = cfg.pp == 1 or mesh.get_local_rank("pp") == cfg.pp - 1
         named = list(model.named_parameters())
         self.whole = gains(model) if self.fsdp and not cfg.fsdp_offload else []  # parameters that FSDP does not shard
-        self.averaged = self.whole if self.fsdp else list(model.parameters()) if cfg.pp > 1 else []
         self.tp_dim = {name: sharded_dim(model, name) for name, _ in named} if cfg.tp > 1 else {}
         self.tp_replicated = [p for name, p in named if cfg.tp > 1 and self.tp_dim[name] is None]
+        # parameters whose gradients neither DDP nor FSDP averages (DDP cannot wrap a pipeline's schedule)
+        averaged = self.whole if self.fsdp else list(model.parameters()) if cfg.pp > 1 else []
+        self.reduced = (averaged, "replicate", True), (averaged, "shard", True), (self.tp_replicated, "tp", False)
         copies = dict.fromkeys(self.tp_replicated, cfg.tp)
         copies |= {p: copies.get(p, 1) * mesh["shard"].size() for p in self.whole}
         # weight of each parameter in the global norm, so that replicas count once
         self.norm_weight = {p: (name not in self.counted_elsewhere) / math.sqrt(copies.get(p, 1)) for name, p in named}
         sums = {"shard": self.fsdp, "tp": cfg.tp > 1, "pp": cfg.pp > 1}
         self.norm_groups = [mesh[dim].get_group() for dim, on in sums.items() if on]
-
-    def blocks(self) -> list[nn.Module]:
-        """The blocks of this rank, of the encoder too."""
-        return [*self.model.blocks, *(self.model.encoder.blocks if self.model.encoder else ())]
-
-    # ---- the wrappers, in the order in which they are applied
-
-    def _keep_stage(self, cfg):
-        from engine.parallel import pipeline
-
-        self.counted_elsewhere = pipeline.keep_stage(self.model, self.ranks.mesh.get_local_rank("pp"), cfg.pp)
-
-    def _cut_layers(self, cfg):
-        mesh = self.ranks.mesh
-        apply_tensor_parallel(self.model, mesh["tp"].get_group())
-        grid = mesh.mesh[0].permute(2, 0, 1)  # tp is the outer cut, FSDP the inner one
-        self.outer = DeviceMesh(self.home.type, grid, mesh_dim_names=("tp", "replicate", "shard"))
-        limit(self.outer, cfg.collective_timeout)
-
-    def _cut_texts(self, cfg):
-        apply_context_parallel(self.model, self.ranks.cp)
-
-    def _recompute(self, cfg):
-        for block in self.blocks():
-            recompute(block, cfg.activation_checkpoint)
-
-    def _compile(self, cfg):
-        compilation.compile_model(self.model, self.blocks())
-
-    def _shard(self, cfg):
-        """Apply FSDP2 (arXiv:2304.11277) to each block, to the ends of the model if they are not tied, and to the rest.
-
-        In 16 bits, blocks and ends are gathered in the matmuls' dtype, and the rest in float32. Gains are not sharded:
-        in bfloat16 they would move in steps of 2^-8.
-        """
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-        mesh, dtype, pinned = self.ranks.mesh, self.ranks.dtype, self.ranks.device.type == "cuda"
-        options = {
-            "mesh": mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"],
-            "reshard_after_forward": cfg.fsdp_reshard,
-            "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if cfg.fsdp_offload else OffloadPolicy(),
-        }
-        kept = options | {"reshard_after_forward": False}  # gathered from forward to backward
-        model, blocks, policy = self.model, self.blocks(), MixedPrecisionPolicy()
-        if dtype != torch.float32:
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for block in blocks:
-            last = block is blocks[len(model.blocks) - 1] and cfg.pp == 1  # its backward follows at once
-            whole = () if cfg.fsdp_offload else gains(block)
-            fully_shard(block, mp_policy=policy, ignored_params={*whole}, **(kept if last else options))
-        if not cfg.tie_weights:
-            if isinstance(model.wte, nn.Embedding):
-                with self.ranks.autocast():
-                    stream = stream_dtype(cfg, torch.empty(0, device=self.ranks.device))
-                fully_shard(model.wte, mp_policy=replace(policy, output_dtype=stream), **kept)
-            if isinstance(model.head, nn.Linear):
-                model.head.forward, model.loss = model.loss, lambda x, targets: model.head(x, targets)
-                fully_shard([model.norm, model.head], mp_policy=policy, **kept)
-        fully_shard(model, **kept)
-
-    def _allocate(self, cfg):
-        self.model.to_empty(device=self.home)
-        self.model.tie()
-
-    def _schedule_stages(self, cfg):
-        from engine.parallel.pipeline import Pipeline
-
-        shape, micro_steps = (cfg.batch_size, cfg.block_size), cfg.gradient_accumulation_steps // self.ranks.data_size
-        args = self.ranks.mesh["pp"].get_group(), micro_steps, shape, self.ranks.device, self.ranks.autocast
-        self.pipeline = Pipeline(self.model, *args)
-
-    def _wrap_in_ddp(self, cfg):
-        devices = [self.ranks.device] if self.ranks.device.type == "cuda" else None
-        group = self.ranks.mesh["shard"].get_group()
-        self.forward_model = nn.parallel.DistributedDataParallel(
-            self.model, device_ids=devices, process_group=group, gradient_as_bucket_view=True
-        )
 
     # ---- weights
 
@@ -242,7 +213,7 @@ class ShardedModel:
         rank's mean loss, which is 0 before the last stage of a pipeline."""
         if self.pp > 1:
             loss = self.pipeline.backward([next(batches) for _ in range(micro_steps)])
-            self._average()
+            self.reduce_gradients()
             return loss
         loss = torch.zeros((), device=self.ranks.device)
         for micro_step in range(micro_steps):
@@ -256,26 +227,20 @@ class ShardedModel:
                 part = self.forward_model(**batch) / micro_steps
             scaler.scale(part).backward()
             loss += part.detach()
-        self._average()
-        if self.tp_replicated:
-            self._all_reduce([local(p.grad) for p in self.tp_replicated if p.grad is not None], "tp", 1.0)
+        self.reduce_gradients()
         return loss
 
-    def _average(self):
-        """Average over the data ranks the gradients that neither DDP nor FSDP averages: those of parameters that FSDP
-        does not shard, and of pipelines, whose schedule DDP cannot wrap."""
-        grads = [p.grad for p in self.averaged if p.grad is not None]
-        for dim in ("replicate", "shard") if grads else ():
-            if (n := self.ranks.mesh[dim].size()) > 1:
-                self._all_reduce(grads, dim, 1 / n)
-
-    def _all_reduce(self, grads: list[Tensor], dim: str, scale: float):
-        """Replace each gradient by scale times its sum along a dimension of the mesh, in one message."""
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=self.ranks.mesh[dim].get_group())
-        flat *= scale
-        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(total.view_as(grad))
+    def reduce_gradients(self):
+        """Average or sum the gradients of `reduced` along their dimensions of the mesh, each in one message."""
+        for params, dim, mean in self.reduced:
+            grads = [local(p.grad) for p in params if p.grad is not None]
+            if not grads or (n := self.ranks.mesh[dim].size()) == 1:
+                continue
+            flat = torch.cat([grad.flatten() for grad in grads])
+            dist.all_reduce(flat, group=self.ranks.mesh[dim].get_group())
+            flat *= 1 / n if mean else 1.0
+            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(total.view_as(grad))
 
     @torch.no_grad()
     def clip(self, limit: float) -> Tensor:
@@ -355,7 +320,7 @@ class ShardedModel:
     # ---- shapes of the full model
 
     def cuts(self, name: str) -> tuple[tuple[int, int | None], ...]:
-        """How the mesh's dimensions replicate, shard and tp share a parameter, see optim.Matrix."""
+        """How the mesh's dimensions replicate, shard and tp share a parameter, see owners.Matrix."""
         sizes = self.ranks.mesh.mesh.shape[1:] if self.ranks.mesh else (1, 1, 1)
         return tuple(zip(sizes, (None, 0 if self.fsdp else None, self.tp_dim.get(name)), strict=True))
 

@@ -98,7 +98,7 @@ def check(cfg, n: int):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Collectives with gradients. AllGather and ReduceScatter are each other's backward.
+# Collectives with gradients
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
@@ -122,30 +122,19 @@ def reduce_scatter(x: Tensor, n: int, group: dist.ProcessGroup) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(out)
 
 
-class AllGather(torch.autograd.Function):
-    """`gathered` with a gradient. After it, each rank computes one term of a sum over the ranks."""
+class Exchange(torch.autograd.Function):
+    """`gathered` if gather is True, otherwise `scattered`. Each is the backward of the other: between all-gather and
+    reduce-scatter, each rank computes one term of a sum over the ranks."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return gathered(x, dim, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return scattered(grad, ctx.dim, ctx.group), None, None
-
-
-class ReduceScatter(torch.autograd.Function):
-    """`scattered` with a gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return scattered(x, dim, group)
+    def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup, gather: bool) -> Tensor:
+        ctx.options = dim, group, gather
+        return (gathered if gather else scattered)(x, dim, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return gathered(grad, ctx.dim, ctx.group), None, None
+        dim, group, gather = ctx.options
+        return (scattered if gather else gathered)(grad, dim, group), None, None, None
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -186,11 +175,11 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
     model.tie()
 
     def gather(module: nn.Module, args: tuple, x: Tensor) -> Tensor:
-        return AllGather.apply(x.to(matmul_dtype(x)), 1, group)
+        return Exchange.apply(x.to(matmul_dtype(x)), 1, group, True)
 
     def reduce(module: nn.Module, args: tuple) -> Tensor:
         x = args[0]  # in float32 if a gain has scaled it
-        return ReduceScatter.apply(x.to(stream_dtype(model.cfg, x)), 1, group)
+        return Exchange.apply(x.to(stream_dtype(model.cfg, x)), 1, group, False)
 
     for module in model.modules():
         role = getattr(module, "role", None)
@@ -240,7 +229,7 @@ def lookup(model: nn.Module, rank: int, group: dist.ProcessGroup, idx: Tensor) -
     row = idx - rank * wte.weight.size(0)  # (B, T)
     here = (row >= 0) & (row < wte.weight.size(0))
     x = F.embedding(row.where(here, 0), wte.weight)
-    return ReduceScatter.apply(x.to(stream_dtype(model.cfg, x)) * here[..., None], 1, group)
+    return Exchange.apply(x.to(stream_dtype(model.cfg, x)) * here[..., None], 1, group, False)
 
 
 def local_heads(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

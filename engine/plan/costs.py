@@ -33,11 +33,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data.objective import OBJECTIVE
-from engine.optim import OPTIMIZER, Matrix, Muon, Owners, hidden_matrices, iteration_dtype, place, state_bytes
+from engine.optim import OPTIMIZER, Muon, hidden_matrices, iteration_dtype, state_bytes
 from engine.parallel import context as context_parallel
 from engine.parallel import ranks as parallel
 from engine.parallel import sharded as sharded_model
 from engine.parallel import tensor as tensor_parallel
+from engine.parallel.owners import Matrix, Owners, place
 from engine.plan.accounting import flops
 from model import Inputs, Linear, Model, NormOfHeads, Pool, Shared, Stack
 from ops import ChunkedCrossEntropy, chunk_loss, rows_at_once, wide_stream

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from data.errors import require
-from engine.metrics import gpu_peak
+from engine.device import gpu_peak
 from engine.parallel import pipeline
 from engine.plan.costs import RECOMPUTE, STATES, FakeRank, PartCosts, Stage, fake_rank, layout_of
 from model import Model

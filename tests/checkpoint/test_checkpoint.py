@@ -38,7 +38,7 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint import run as run_state
 from engine.checkpoint.contents import read_file
 from engine.checkpoint.saver import Saver
-from engine.parallel.ranks import Ranks, limit
+from engine.parallel.ranks import Ranks, make_mesh
 from model import Model, ModelConfig
 
 
@@ -412,9 +412,8 @@ def test_ranks_know_whether_they_see_the_same(tmp_path):
 
 def test_groups_of_a_mesh_have_the_timeout_of_the_flag(tmp_path):
     def timeouts(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        limit(mesh, 7)
         cpu = torch.device("cpu")
+        mesh = make_mesh(SimpleNamespace(collective_timeout=7), cpu, torch.arange(4).view(2, 2), "a b")
         found = [group._get_backend(cpu).options._timeout.total_seconds() for group in mesh.get_all_groups()]
         dist.barrier()  # a rank that leaves early could keep a late one waiting for its connection
         return found

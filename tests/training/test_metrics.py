@@ -15,7 +15,8 @@ import torch
 from helpers import ROOT
 
 import engine.metrics
-from engine.metrics import Console, Metrics, Silent, gpu_peak, peak_flops, truncate_metrics
+from engine.device import gpu_peak, peak_flops
+from engine.metrics import Console, Metrics, Silent, truncate_metrics
 
 CPU = torch.device("cpu")
 FLAGS = {"n_layer": 4, "learning_rate": 3e-3, "bias": False, "pos": "rope"}
@@ -352,7 +353,7 @@ def test_peak_memory_grows_with_what_is_held():
     process holds that starts the program does not count."""
     of_parent = torch.ones(2**29)
     code = (
-        "import torch; from engine.metrics import peak_memory_bytes as peak; torch.set_num_threads(1)\n"
+        "import torch; from engine.device import peak_memory_bytes as peak; torch.set_num_threads(1)\n"
         "cpu, held = torch.device('cpu'), [torch.ones(2**27)]; first = peak(cpu)\n"
         "held.append(torch.ones(2**27)); print(peak(cpu) - first)"
     )
