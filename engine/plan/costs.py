@@ -265,8 +265,10 @@ class FakeRank:
         """Costs of the parts before the blocks (with an encoder), of each block, and of the last norm and the loss."""
         cfg, model, (T, S) = self.cfg, self.model, self.lengths
 
-        def block_costs(stack: Stack, length: int, memory: Tensor | None) -> Iterator[Cost]:
+        def stack_costs(stack: Stack, length: int, memory: Tensor | None) -> Iterator[Cost]:
+            """Of the embedding, then of each block."""
             own, of_memory = (torch.zeros(batch, n, dtype=torch.int64) for n in (length, S))
+            yield self.measure(lambda: model.embed(own[:, : length // cfg.cp], 0)[0])
             docs = ((own, own), (own, of_memory)) if cfg.doc_mask else (None, None)
             table = stack.position_table(torch.arange(length // cfg.cp), torch.float32)
             inputs, known = Inputs(table, docs[0], memory, docs[1], Shared()), {}
@@ -279,16 +281,13 @@ class FakeRank:
                         inputs.shared[name] = handed.detach().requires_grad_(handed.requires_grad)
                 yield known[kind]
 
-        def embedding_cost(length: int) -> Cost:
-            idx = torch.zeros(batch, length // cfg.cp, dtype=torch.int64)
-            return self.measure(lambda: model.embed(idx, 0)[0])
-
-        before, memory = [embedding_cost(T)], None
-        if (encoder := model.encoder) is not None:
+        of_encoder, memory = [], None
+        if model.encoder is not None:
+            of_norm = self.measure(partial(model.encoder.norm, self.stream(batch, S)))
+            of_encoder = [*stack_costs(model.encoder, S, None), of_norm]
             memory = self.stream(batch, S * cfg.cp * cfg.tp)  # gathered
-            before += [embedding_cost(S), *block_costs(encoder, S, None)]
-            before.append(self.measure(partial(encoder.norm, self.stream(batch, S))))
-        return before, list(block_costs(model, T, memory)), self.loss_cost(batch)
+        embedding, *blocks = stack_costs(model, T, memory)
+        return [embedding, *of_encoder], blocks, self.loss_cost(batch)
 
     def loss_cost(self, batch: int) -> Cost:
         """The cost of the last norm and the loss, whose chunks are compiled unless tp cuts the vocabulary."""
