@@ -7,6 +7,7 @@ The model must be whole, not a rank's slice or stage of it. It may be on the met
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -24,43 +25,37 @@ def flops(model: Model, T: int, source: int = 0) -> int:
         tokens = source if name.startswith("encoder.") else T
         if isinstance(m, Linear):
             total += 6 * m.weight.numel() * (source if m.role == "memory" else tokens)
-        if isinstance(m, Pool) and not m.reader.units:
-            total += 6 * tokens * m.n_head * m.head_dim * keys_and_values(m, tokens, source)
+    for m, queries, keys, slots in pools(model, T, source):
+        window = m.window if m.causal else 2 * m.window - 1
+        calls = 1 if m.diff is None else 2  # differential attention computes the scores for each half of the values
+        products = 2 * calls * (min(keys, window) if m.window else keys)  # with keys and with values
+        total += 6 * queries * m.n_head * m.head_dim * (products + (slots and m.slot_k.size(1) + slots))
     return total
 
 
-def keys_and_values(pool: Pool, T: int, source: int) -> int:
-    """How many keys and values a query is multiplied with: those of all tokens of its text or its window, and of the
-    slots; those of the source in cross-attention."""
-    slots = pool.slot_k.size(1) + pool.slot_v.size(1) if pool.reader.slotted else 0
-    window = pool.window if pool.causal else 2 * pool.window - 1
-    tokens = {"context": min(T, window) if pool.window else T, "memory": source, "parameters": 0}
-    calls = 1 if pool.diff is None else 2  # differential attention computes the scores for each half of the values
-    return slots + 2 * calls * tokens[pool.reader.source]
+def pools(model: Model, T: int, source: int) -> Iterator[tuple[Pool, int, int, int]]:
+    """The readers with heads, each with its numbers of queries, of tokens that have keys for it, and of slots."""
+    for name, m in model.named_modules():
+        if isinstance(m, Pool) and not m.units:
+            queries = source if name.startswith("encoder.") else T
+            keys = {"context": queries, "memory": source, "parameters": 0}[m.reader.source]
+            yield m, queries, keys, m.slot_v.size(1) if m.reader.slotted else 0
 
 
 def attention_kernels(model: Model, T: int, source: int, device: str, dtype: torch.dtype, pieces: int = 1) -> str:
     """The kernels of ops.attention_kernel in training on T tokens and a source, with their numbers of layers. Slots
     with a softmax of their own count as a layer. Context parallelism computes the queries of a text in `pieces`."""
-    cfg, counts = model.cfg, Counter()
-    for name, m in model.named_modules():
-        if isinstance(m, Pool) and not m.reader.units:
-            tokens = source if name.startswith("encoder.") else T
-            slots = m.slot_v.size(1) if m.reader.slotted else 0
-            keys = {"context": tokens, "memory": source, "parameters": slots}[m.reader.source]
-            table, q = m.position.table(torch.arange(1), torch.float32), torch.empty(1, m.n_head, 1, m.head_dim)
-            width = m.position(q, q, q, table)[0].size(-1)
-            docs = (q, q) if cfg.doc_mask and m.reader.source != "parameters" else None
-            mask = Mask(m.causal, m.window if m.window < keys else 0, docs, m.position.slopes(table))
-            flash = takes_flash(device, dtype, width)
-            rest = m.softcap > 0 or m.phi is not None, m.dropout, device, flash
-            counts[
-                attention_kernel(
-                    mask, tokens // pieces, keys, m.reader.slots == "joint_slots" or m.sink is not None, *rest
-                )
-            ] += 1
-            if m.reader.slots == "own_slots":
-                counts[attention_kernel(Mask(False), tokens // pieces, slots, False, *rest)] += 1
+    counts = Counter()
+    for m, queries, keys, slots in pools(model, T, source):
+        table, q = m.position.table(torch.arange(1), torch.float32), torch.empty(1, m.n_head, 1, m.head_dim)
+        flash = takes_flash(device, dtype, m.position(q, q, q, table)[0].size(-1))
+        rest = m.softcap > 0 or m.phi is not None, m.dropout, device, flash
+        docs = (q, q) if model.cfg.doc_mask and keys else None
+        mask = Mask(m.causal, m.window if m.window < keys else 0, docs, m.position.slopes(table))
+        beside = m.reader.slots == "joint_slots" or m.sink is not None
+        counts[attention_kernel(mask, queries // pieces, keys or slots, beside, *rest)] += 1
+        if m.reader.slots == "own_slots":
+            counts[attention_kernel(Mask(False), queries // pieces, slots, False, *rest)] += 1
     return ", ".join(f"{kernel} ({n} layer{'s' * (n > 1)})" for kernel, n in counts.items())
 
 

@@ -19,7 +19,7 @@ import torch
 from data.errors import require
 from engine.device import gpu_peak
 from engine.parallel import pipeline
-from engine.plan.costs import RECOMPUTE, STATES, FakeRank, PartCosts, Stage, fake_rank, layout_of
+from engine.plan.costs import RECOMPUTE, STATES, FakeRank, Stage, fake_rank, layout_of
 from model import Model
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -65,7 +65,6 @@ class Plan:
     """The estimates for one run. Figures per rank describe the rank that needs most."""
 
     cfg: Any  # the run's flags
-    layout: dict[str, int]  # sizes of the mesh's dimensions
     dtype: str
     peak: float  # FLOP/s of a GPU
     parameters: int
@@ -100,18 +99,16 @@ def estimate(cfg) -> Plan:
     usable = int(USABLE * gpu.memory)
     with fake_rank(cfg) as rank:
         peak = gpu_peak(cfg.gpu, rank.dtype)
-        costs = rank.part_costs(cfg.batch_size)
-        memory = rank.memory(costs)
-        times = [step_time(rank, stage, costs, gpu, peak) for stage in rank.stages]
-        most = largest(lambda batch: rank.gpu_bytes(rank.memory(rank.part_costs(batch))), usable)
-    least = smallest_world(cfg, usable) if rank.gpu_bytes(memory) > usable else 0
+        memory, total, host = rank.memory(cfg.batch_size)
+        times, collectives = [step_time(rank, stage, gpu, peak) for stage in rank.stages], rank.collectives()
+        most = largest(lambda batch: rank.memory(batch)[1], usable)
+    least = smallest_world(cfg, usable) if total > usable else 0
     traffic, seconds = max(times, key=lambda each: sum(each[1].values()))
     step, tokens = sum(seconds.values()), cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     flops = rank.flops / cfg.block_size
     return Plan(
-        cfg, rank.layout, str(rank.dtype)[6:], peak, rank.n_params, flops, tokens, memory, rank.gpu_bytes(memory),
-        rank.host_bytes(memory), usable, most, least, traffic, rank.collectives(costs), seconds, step,
-        flops * tokens / (cfg.world_size * peak * step),
+        cfg, str(rank.dtype)[6:], peak, rank.n_params, flops, tokens, memory, total, host,
+        usable, most, least, traffic, collectives, seconds, step, flops * tokens / (cfg.world_size * peak * step),
     )  # fmt: skip
 
 
@@ -136,32 +133,29 @@ def largest(total: Callable[[int], int], usable: int, limit: int = 2**16) -> int
 
 def smallest_world(cfg, usable: int) -> int:
     """The smallest world_size at which a rank needs at most `usable` bytes, with the other flags of cfg; 0 = none."""
-
-    worlds, model_ranks = [], cfg.tp * cfg.cp * cfg.pp
+    worlds = []
     for n in range(1, MOST_DATA_RANKS + 1):
         changed = copy.copy(cfg)  # since replace() would check all flags again
-        changed.world_size = n * model_ranks
+        changed.world_size = n * cfg.tp * cfg.cp * cfg.pp
         with suppress(ValueError):
             layout_of(changed)
             worlds.append(changed)
 
     def fits(changed) -> bool:  # more ranks never need more, each
         with fake_rank(changed) as rank:
-            return rank.gpu_bytes(rank.memory(rank.part_costs(cfg.batch_size))) <= usable
+            return rank.memory(cfg.batch_size)[1] <= usable
 
-    fitting = worlds[bisect_left(worlds, True, key=fits) :]
-    return fitting[0].world_size if fitting else 0
+    return next((fitting.world_size for fitting in worlds[bisect_left(worlds, True, key=fits) :]), 0)
 
 
-def step_time(
-    rank: FakeRank, stage: Stage, costs: PartCosts, gpu: Gpu, peak: float
-) -> tuple[dict[str, Traffic], dict[str, float]]:
+def step_time(rank: FakeRank, stage: Stage, gpu: Gpu, peak: float) -> tuple[dict[str, Traffic], dict[str, float]]:
     """(traffic of a rank of the stage, seconds of its step by cause)."""
     cfg, speed = rank.cfg, gpu.achieved * peak
     traffic = {}
-    for kind, (n, group) in rank.traffic(stage, costs).items():
-        rate = bandwidth(gpu, *group, ring=not kind.endswith("all-to-all"))
-        traffic[kind] = Traffic(n, group[0], rate, n / rate)
+    for kind, n in rank.traffic(stage).items():
+        ranks, distance = rank.group(kind)
+        rate = bandwidth(gpu, ranks, distance, ring=not kind.endswith("all-to-all"))
+        traffic[kind] = Traffic(n, ranks, rate, n / rate)
     data = sum(each.seconds for kind, each in traffic.items() if kind.startswith(("fsdp", "hsdp", "ddp")))
     compute, rest = rank.matmul_flops(stage) / speed, sum(each.seconds for each in traffic.values()) - data
     hidden = OVERLAP * compute * (1 if rank.fsdp else 2 / 3 / rank.micro_steps)  # DDP sends in the last backward only
@@ -185,25 +179,24 @@ def step_time(
 
 def report(plan: Plan) -> str:
     """The plan as a table to print, at most 45 lines."""
-    cfg, gpu = plan.cfg, GPU[plan.cfg.gpu]
+    cfg, gpu, layout = plan.cfg, GPU[plan.cfg.gpu], layout_of(plan.cfg)
     words = {"dp_shard": "copies"} if cfg.parallel == "ddp" else {}
-    mesh = " x ".join(f"{words.get(dim, dim)}={n}" for dim, n in plan.layout.items() if n > 1) or "one rank"
-    data = plan.layout["dp_replicate"] * plan.layout["dp_shard"]
+    mesh = " x ".join(f"{words.get(dim, dim)}={n}" for dim, n in layout.items() if n > 1) or "one rank"
+    data = layout["dp_replicate"] * layout["dp_shard"]
     micro_steps = cfg.gradient_accumulation_steps // data
     tokens, days = plan.tokens_per_step * cfg.max_iters, plan.step * cfg.max_iters / 86400
-    fit = "it fits" if plan.total <= plan.usable else "it DOES NOT FIT"
+    fits, worlds = plan.total <= plan.usable, []
     most = f"batch_size={plan.largest_batch} is the largest that does" if plan.largest_batch else "no batch_size does"
-    worlds = []
-    if plan.total > plan.usable:
+    if not fits:
         remedies = {
             "a smaller batch_size": cfg.batch_size > 1,
             "activation_checkpoint=full": cfg.activation_checkpoint != "full",
             "parallel=fsdp": cfg.parallel != "fsdp",
             "tp": cfg.tp == cfg.pp == 1,
             "pp": cfg.tp == cfg.cp == cfg.pp == 1,  # it works with neither tp nor cp yet
+            "or more ranks with larger gradient_accumulation_steps": True,
         }
-        unused = [remedy for remedy, is_unused in remedies.items() if is_unused]
-        no = f"none; try {', '.join([*unused, 'or more ranks with larger gradient_accumulation_steps'])}"
+        no = f"none; try {', '.join(remedy for remedy, is_unused in remedies.items() if is_unused)}"
         worlds = [f"  {'smallest world_size that fits':<34} {plan.smallest_world or no:>10}"]
     lines = [
         f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e9:,.4g} GFLOP per token forward and backward",
@@ -213,21 +206,22 @@ def report(plan: Plan) -> str:
         f"batch_size={cfg.batch_size} x {cfg.block_size:,} tokens",
         "",
         "memory of a rank                            GiB",
-    ]
-    for kind, n in plan.memory.items():
-        lines.append(f"  {kind:<34} {n / 2**30:>10.2f}" + "  on the host" * (kind in STATES and plan.host > 0))
-    lines += [
-        f"  {'at the worst moment':<34} {plan.total / 2**30:>10.2f}  of {gpu.memory / 2**30:.0f}: {fit}; {most}",
+        *(
+            f"  {kind:<34} {n / 2**30:>10.2f}" + "  on the host" * (kind in STATES and plan.host > 0)
+            for kind, n in plan.memory.items()
+        ),
+        f"  {'at the worst moment':<34} {plan.total / 2**30:>10.2f}  of {gpu.memory / 2**30:.0f}: "
+        f"it {'fits' if fits else 'DOES NOT FIT'}; {most}",
         *worlds,
         "",
         "traffic of a rank in a step                  GB     ranks      GB/s   seconds",
-    ]
-    for kind, each in plan.traffic.items():
-        figures = f"{each.bytes / 1e9:>10.2f} {each.ranks:>9,} {each.bandwidth / 1e9:>9.0f} {each.seconds:>9.3f}"
-        lines.append(f"  {kind:<34} {figures}")
-    lines += ["", "time of a step                          seconds"]
-    lines += [f"  {kind:<34} {seconds:>10.3f}" for kind, seconds in plan.seconds.items()]
-    lines += [
+        *(
+            f"  {kind:<34} {t.bytes / 1e9:>10.2f} {t.ranks:>9,} {t.bandwidth / 1e9:>9.0f} {t.seconds:>9.3f}"
+            for kind, t in plan.traffic.items()
+        ),
+        "",
+        "time of a step                          seconds",
+        *(f"  {kind:<34} {seconds:>10.3f}" for kind, seconds in plan.seconds.items()),
         f"  {'in all':<34} {plan.step:>10.3f}  MFU {plan.mfu:.1%} of {plan.peak / 1e12:,.0f} TFLOP/s in {plan.dtype}",
         f"max_iters={cfg.max_iters:,}: {tokens / 1e9:,.1f} billion tokens in {days:,.1f} days",
         "",
