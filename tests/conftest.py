@@ -33,6 +33,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    os.fsync = os.fstat  # fails too if the handle is closed, and does not wait: no test takes the power away
     if config.option.jitter is not None:
         os.environ[jitter.SEED] = str(config.option.jitter)
         paths = [str(ROOT / "tests" / "every_process"), os.environ.get("PYTHONPATH")]
