@@ -1,5 +1,6 @@
 """Fixtures that several tests share: a small data set, and train.py run in this process or under torchrun."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -26,6 +27,18 @@ settings.register_profile("fixed", derandomize=True, deadline=None)  # nothing i
 settings.register_profile("random", deadline=None)
 settings.load_profile("fixed")
 compilation.use_private_folder()  # also for child processes, which read the variable that it sets
+
+
+gc.disable()  # until all tests are collected: a quarter of the start, and hardly anything that is made there is garbage
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_addoption(parser):
