@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import jitter
 import numpy as np
@@ -29,6 +30,9 @@ settings.load_profile("fixed")
 compilation.use_private_folder()  # also for child processes, which read the variable that it sets
 
 
+for kind in (torch.cuda, torch.xpu, torch.mtia):
+    # Where there is none, torch.manual_seed keeps the lines of the stack for it, which takes longer than a small model
+    kind.traceback = SimpleNamespace(format_stack=list)
 gc.disable()  # until all tests are collected: a quarter of the start, and hardly anything that is made there is garbage
 
 
