@@ -19,6 +19,7 @@ train: .venv/ready data/pycode/meta.json
 	@echo 'next: $(BIN)/python sample.py --out_dir=$(RUN) --start="class Reader:" --temperature=0.5'
 	@echo 'or train another block: $(BIN)/python train.py config/pycode_superblock.py'
 
+test quick: export PYTHONDONTWRITEBYTECODE =# even where it is set: else each of the processes compiles all files anew
 test: .venv/ready-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -1,11 +1,13 @@
 """Fixtures that several tests share: a small data set, and train.py run in this process or under torchrun."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import jitter
 import numpy as np
@@ -28,11 +30,27 @@ settings.load_profile("fixed")
 compilation.use_private_folder()  # also for child processes, which read the variable that it sets
 
 
+for kind in (torch.cuda, torch.xpu, torch.mtia):
+    # Where there is none, torch.manual_seed keeps the lines of the stack for it, which takes longer than a small model
+    kind.traceback = SimpleNamespace(format_stack=list)
+gc.disable()  # until all tests are collected: a quarter of the start, and hardly anything that is made there is garbage
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 def pytest_addoption(parser):
     parser.addoption("--jitter", metavar="SEED", type=int, help="round products in another way, see jitter.py")
 
 
 def pytest_configure(config):
+    os.fsync = os.fstat  # fails too if the handle is closed, and does not wait: no test takes the power away
     if config.option.jitter is not None:
         os.environ[jitter.SEED] = str(config.option.jitter)
         paths = [str(ROOT / "tests" / "every_process"), os.environ.get("PYTHONPATH")]

@@ -5,6 +5,7 @@ exit_codes(2, work, folder, *args)        # the same where they may fail
 launch(1, torchrun, folder, work, *args)  # the same under torchrun, whose agent starts two workers
 """
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -84,6 +85,7 @@ def _rank(rank: int, size: int, port: int, seed: str | None, folder: Path, work:
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in (place | where).items()}
     torch.set_num_threads(1)
+    os.fsync = os.fstat
     if seed:  # else the server that forked this process may have been started under jitter
         os.environ[jitter.SEED] = seed
         jitter.start()
@@ -110,6 +112,7 @@ def train_main(flags: list[str]):
             flags = [flag.replace("float64", "float32") for flag in flags]  # where nothing is cast
             patch.setattr(optim, "iteration_dtype", lambda dtype: torch.float64)
             torch.set_default_dtype(torch.float64)
+        gc.freeze()  # so that a run's first collection does not walk all modules and tests: a quarter of a second
         try:
             train.main(flags)
         finally:

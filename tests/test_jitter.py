@@ -71,7 +71,8 @@ def test_other_processes_have_the_same_jitter_unless_it_is_paused(monkeypatch):
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         return done.stdout.splitlines()
 
-    [exact] = printed()
+    x = torch.arange(1.0, 65.0).view(8, 8).sin()
+    exact = str((x @ x).flatten().tolist())
     paths = [str(ROOT / "tests" / "every_process"), os.environ.get("PYTHONPATH")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     monkeypatch.setenv(jitter.SEED, "1")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT
+from ranks import train_main
 
 import train
 from data import command, dataset, shards
@@ -349,7 +350,7 @@ def trains(monkeypatch, tmp_path, arguments):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        train.main([*arguments, *more, f"--out_dir={tmp_path}/run"])
+        train_main([*arguments, *more, f"--out_dir={tmp_path}/run"])
     finally:
         torch.set_num_threads(threads)
         for number, handler in handlers.items():

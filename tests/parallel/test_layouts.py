@@ -125,8 +125,13 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     },
     "ddp+pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
 }
-RUNS = {f"{each}-blocks": (each, BLOCKS, [] if processes == 2 else SHORT) for each, (processes, _) in LAYOUTS.items()}
-RUNS |= {f"{each}-models": (each, models, SHORT) for each, models in MODELS.items()}
+RUNS = [  # each layout in both dtypes, each model in float64; make slow runs each model in both
+    pytest.param(each, BLOCKS, [] if processes == 2 else SHORT, True, id=f"{each}-blocks")
+    for each, (processes, _) in LAYOUTS.items()
+]
+for each, models in MODELS.items():
+    RUNS.append(pytest.param(each, models, SHORT, False, id=f"{each}-models"))
+    RUNS.append(pytest.param(each, models, SHORT, True, id=f"{each}-models-float32", marks=pytest.mark.slow))
 
 
 ALONE = {}
@@ -145,12 +150,14 @@ def alone(run):
     return call
 
 
-@pytest.mark.parametrize("layout,models,steps", RUNS.values(), ids=RUNS)
-def test_losses_do_not_depend_on_the_layout(layout, models, steps, alone, many):
+@pytest.mark.parametrize("layout,models,steps,in_float32", RUNS)
+def test_losses_do_not_depend_on_the_layout(layout, models, steps, in_float32, alone, many):
     processes, how = LAYOUTS[layout]
     steps = [*steps, *(TWO if layout in ("tp", "cp", "tp+cp", "pp") else [])]
-    folder = many(processes, *in_both({name: [*SIZES, *flags, *steps, *how] for name, flags in models.items()}))
-    assert_same_but_for_rounding(folder, {name: partial(alone, *flags, *steps) for name, flags in models.items()})
+    runs = in_both({name: [*SIZES, *flags, *steps, *how] for name, flags in models.items()})
+    folder = many(processes, *(each for each in runs if in_float32 or IN_FLOAT64 in each[1]))
+    one = {name: partial(alone, *flags, *steps) for name, flags in models.items()}
+    assert_same_but_for_rounding(folder, one, in_float32)
 
 
 def forget_the_end(run: Path, copy: Path):

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.parallel.pipeline import Pipeline, check, keep_stage
 from model import Model, ModelConfig
 
-B, T, V, STEPS = 2, 12, 31, 6
+B, T, V, STEPS = 2, 12, 31, 4
 SMALL = {"n_layer": 3, "n_head": 4, "n_embd": 16, "block_size": T, "vocab_size": V}
 MODERN = {"pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "attention": "gqa", "n_kv_head": 2, "qk_norm": True}
 CASES = {  # name -> (stages, pipelines, micro-batches of each, model flags, what is done to the model besides)

@@ -37,8 +37,11 @@ EXTRAS = [
     {"window": 5, "window_pattern": "SL", "qk_norm": True, "attn_softcap": 0.5, "norm_placement": "post"},
 ]
 OBJECTIVES = [{"objective": "causal"}, {"objective": "masked"}, {"objective": "seq2seq", "n_encoder_layer": 1}]
-GRID = [  # all of it for causal, every fourth for the others
-    block | {"pos": pos} | extra | ATTENTION[(i + j + k) % 3] | objective
+GRID = [  # causal: each two of block, position and extra meet, make slow runs all; others: every fourth
+    pytest.param(
+        block | {"pos": pos} | extra | ATTENTION[(i + j + k) % 3] | objective,
+        marks=[pytest.mark.slow] * (n == 0 and (i + j + k) % 2),
+    )
     for (i, block), (j, pos), (k, extra), (n, objective) in itertools.product(
         *map(enumerate, (BLOCKS, M.POSITION, EXTRAS, OBJECTIVES))
     )

@@ -16,6 +16,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from helpers import ROOT, refused
+from ranks import train_main
 from test_bench import checkout
 
 import model as M
@@ -372,7 +373,7 @@ def test_checkpoints(rehearsal, monkeypatch):
     def train_py(folder, runs):
         for name, args in runs.items():
             seed = ["--seed=5", "--learning_rate=1e-3"] if wrong and "resume" in args else []
-            train.main([*args.split(), f"--out_dir={folder}/{name}", *seed])
+            train_main([*args.split(), f"--out_dir={folder}/{name}", *seed])
 
     monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)
     monkeypatch.setattr(gpu_cases, "train_py", train_py)

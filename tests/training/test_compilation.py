@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, TINY, losses
-from ranks import launch
+from ranks import launch, train_main
 
 import ops
 import train
@@ -96,7 +96,7 @@ def test_a_resume_keeps_the_compilation(run, tiny_data, tmp_path, monkeypatch, c
     def go(peak: float, *flags: str, out: str = "out") -> str:
         """What a run prints on a machine with this peak: a run of 4 steps has 4e7 FLOPs."""
         monkeypatch.setattr(train, "peak_flops", lambda *_: peak)
-        train.main([*FLAGS, *SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
+        train_main([*FLAGS, *SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
         return capsys.readouterr().out
 
     said = go(1e3).splitlines()

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from helpers import TINY, figures, losses, refused
-from ranks import launch, train_runs
+from ranks import launch, train_main, train_runs
 
 import sample
 import train
@@ -104,7 +104,7 @@ def go(run, tiny_data, tmp_path, monkeypatch):
 
     def call(fast: bool | None, *flags: str, out: str = "out") -> tuple[str, bool]:
         monkeypatch.setattr(parallel, "fast_bfloat16", lambda: pytest.fail("measured") if fast is None else fast)
-        train.main([*SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
+        train_main([*SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
         cfg = parse(Config, [str(tmp_path / out / "config.py")])
         assert (cfg.dtype, cfg.compile) == stored(tmp_path / out)
         return cfg.dtype, cfg.compile
