@@ -8,15 +8,19 @@ document: files are tried in the order of a hash of their paths, and validate if
 bytes.
 """
 
-import hashlib
 import os
-import platform
 import sys
-import sysconfig
-from pathlib import Path
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
+
+import data  # first, because it lets Ctrl-C end the imports without a traceback  # noqa: F401
+
+# isort: split
+import hashlib
+import platform
+import sysconfig
+from pathlib import Path
 
 from data.command import Parser, out_folder, ready_tokenizer, run
 from data.errors import require
