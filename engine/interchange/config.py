@@ -90,8 +90,8 @@ class Keys:
             value = float(value)
         good = type(value) in kinds and (type(value) is not float or math.isfinite(value))
         good = good and (type(value) is not int or least <= value < 2**31)
-        words = {int: f"int, a whole number from {least} on and below 2**31", float: "float, a finite number"}
-        words |= {bool: "bool, True or False", NoneType: "null"}
+        words = {int: f"int (a whole number from {least} on and below 2**31)", float: "float (a finite number)"}
+        words |= {bool: "bool (True or False)", NoneType: "null"}
         wanted = " or ".join(words.get(kind, kind.__name__) for kind in kinds)
         require(good, f"{name}={describe(value)} must be of type {wanted}; correct it")
         return value
@@ -155,9 +155,9 @@ def kv_flags(heads: int, flags: dict) -> dict:
 
 
 def read_heads(keys: Keys, flags: dict) -> dict:
-    H, D = flags["n_head"], keys("head_dim", int, NoneType) or 0
-    own = {"head_dim": 0 if D * H == flags["n_embd"] else D}
-    return kv_flags(keys("num_key_value_heads", int, NoneType) or H, flags) | own
+    H = flags["n_head"]
+    heads, D = keys("num_key_value_heads", int, NoneType) or H, keys("head_dim", int, NoneType) or 0
+    return kv_flags(heads, flags) | {"head_dim": 0 if D * H == flags["n_embd"] else D}
 
 
 HEADS = Part(read_heads, lambda cfg: {"num_key_value_heads": cfg.kv_heads, "head_dim": cfg.head_size})
