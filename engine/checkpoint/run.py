@@ -40,10 +40,8 @@ STATE = {  # keys of a checkpoint's state that a resume needs, and their types
 
 
 def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
-    """(flags that belong to the weights that init_from names, to use as defaults; the path of these weights).
-
-    For a resume, `cleanup` gets the lock of out_dir.
-    """
+    """(flags that belong to the weights that init_from names, to use as defaults; the path of these weights). For a
+    resume, `cleanup` gets the lock of out_dir."""
     where = flags["init_from"]
     kind, _, place = where.partition(":")
     if kind == "resume":
