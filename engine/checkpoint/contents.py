@@ -119,8 +119,7 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
              counting can go on, and a bool is not an int. A float must be finite.
 
     Raises ValueError for another format. Raises Damaged if state.json is missing or is not JSON, if such a key is
-    missing or of another type, if more steps were skipped than made, if the number of samples is impossible for that
-    many steps, or if the directory has the name of another step. (A copy may have any other name, such as `good`.)
+    missing or impossible, or if the directory has the name of another step. (A copy may be named `good`, for example.)
     """
     path, kinds = Path(path), {"format": int, "step": int} | (kinds or {})
     with damage_in(path, "state.json"):

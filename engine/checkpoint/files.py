@@ -112,12 +112,12 @@ def find(where: str | Path, which: str = "latest") -> Path:
 
 
 def read(where: str | Path, kinds: dict[str, Any], action: Callable[[Path, dict], T], which: str = "latest") -> T:
-    """action(path, state), where path = find(where, which) and state = read_state(path, kinds).
+    """action(path, state), where path = find(where, which) and state = read_state(path, kinds). Every rank calls it,
+    and all ranks read the path that the first rank finds. `action` may call `read_index` and `load`.
 
     Another process may delete or replace the step during the reading. Then `find` and `action` are called again, so a
-    checkpoint counts as damaged only if it has stayed in its place. Every rank calls this function, and all ranks read
-    the path that the first rank finds. `action` may call `read_index` and `load`. Raises the errors of `find`,
-    `read_state` and `action`, and OSError if for a minute no step has stayed until it was read.
+    checkpoint counts as damaged only if it has stayed in its place. Also raises OSError if for a minute no step has
+    stayed until it was read.
     """
     end = time.monotonic() + PATIENCE
 
@@ -149,12 +149,7 @@ def read_index(path: str | Path, state: dict | None = None) -> dict[str, Saved]:
     return together(lambda: contents.read_index(Path(path), state or read_state(path)))
 
 
-def load(
-    path: str | Path,
-    tensors: dict[str, Tensor],
-    index: dict[str, Saved] | None = None,
-    vocab_size: float = math.inf,
-):
+def load(path: str | Path, tensors: dict[str, Tensor], index: dict | None = None, vocab_size: float = math.inf):
     """Read the named tensors in place. Every rank calls it; the checkpoint may come from any number of ranks.
 
     index        what read_index has read there

@@ -40,10 +40,8 @@ STATE = {  # keys of a checkpoint's state that a resume needs, and their types
 
 
 def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
-    """(flags that belong to the weights that init_from names, to use as defaults; the path of these weights).
-
-    For a resume, `cleanup` gets the lock of out_dir.
-    """
+    """(flags that belong to the weights that init_from names, to use as defaults; the path of these weights). For a
+    resume, `cleanup` gets the lock of out_dir."""
     where = flags["init_from"]
     kind, _, place = where.partition(":")
     if kind == "resume":
@@ -77,8 +75,9 @@ def resume_after_restart(cfg):
 
 def steps_done(cfg) -> int:
     """The number of steps behind the checkpoint that a resume starts from; 0 for a new run."""
-    resumes = cfg.init_from == "resume"
-    return checkpoint.read(cfg.out_dir, STATE, lambda _, state: state["step"]) if resumes else 0
+    if cfg.init_from != "resume":
+        return 0
+    return checkpoint.step_of(parallel.of_first_rank(lambda: checkpoint.find(cfg.out_dir))) or 0
 
 
 def check_same_start(cfg, ranks: Ranks):
@@ -110,9 +109,8 @@ def layout(cfg) -> dict[str, tuple]:
         model = Model(cfg)
     found = {}
     for name, p in model.named_parameters():
-        rows = (cfg.vocab_size,) if name in checkpoint.VOCAB_WEIGHTS else p.shape[:1]  # without padding
-        module = model.get_submodule(name.rpartition(".")[0])
-        found[name] = (*rows, *p.shape[1:]), getattr(module, "fused", None)
+        shape = checkpoint.unpadded(f"model.{name}", p.shape, cfg.vocab_size)
+        found[name] = shape, getattr(model.get_submodule(name.rpartition(".")[0]), "fused", None)
     return found
 
 
