@@ -105,16 +105,16 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
         options.link_delay = sorted({0.0, *map(float, options.link_delay.split(","))})
     if options.loader or given <= {"json", "profile", "config"} and not args:
         return options, []
-    runs = []
-    for text in options.run or [""]:
+    runs, options.run = [], options.run or [""]
+    for text in options.run:
         try:
-            runs.append(shlex.split(text) + args)
+            run = shlex.split(text) + args
         except ValueError as error:
             raise ValueError(f"--run={text}: {error}; correct its quotation marks") from None
-    for run in runs:
         require(run, "there is nothing to train; give train.py's arguments, such as a config file and --max_iters=100")
         own = [arg for arg in run if arg.startswith(RESERVED)]
         require(not own, f"{' '.join(own)} is an argument that bench.py sets; leave it out")
+        runs.append(run)
     return options, runs
 
 
@@ -123,11 +123,11 @@ def main(argv: list[str] | None = None):
         options, runs = read(argv)
         if runs and not options.link_delay:
             checkouts = [options.against] * bool(options.against) + [ROOT]
-            return compare(checkouts, runs, options.run or [""], options.rounds)
+            return compare(checkouts, runs, options.run, options.rounds)
         from tools import speed  # here, because torch is slow to import
 
         if options.link_delay:
-            return speed.link_table(runs, options.run or [""], options.link_delay)
+            return speed.link_table(runs, options.run, options.link_delay)
         if options.loader:
             for number in range(options.rounds):
                 text = speed.loader_text(*speed.measure_loader(options.loader))

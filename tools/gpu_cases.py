@@ -37,7 +37,7 @@ from engine.plan import plan
 from model import BLOCK, USED_WHEN, Model, ModelConfig, alibi_slopes
 from ops import Mask, attention
 from tools.child import ROOT, Child, measure
-from tools.speed import measure_decoding, measure_loader, random_data, reset_peak_memory, training
+from tools.speed import measure_decoding, measure_loader, random_data, training
 
 
 class Place(NamedTuple):
@@ -121,13 +121,12 @@ class Part(NamedTuple):
         """Name -> a function that returns figures: of a comparison by the names of its kind and of its values."""
         found = {}
         for name, kind in self.kinds.items():
-            if not isinstance(kind, Cases):
+            if isinstance(kind, Cases):
+                for case in list(kind.cases())[:: kind.every if device.type == "cpu" else 1]:
+                    values = ", ".join(f"{key}={value}" for key, value in case.items())
+                    found[f"{name}: {values}"] = partial(check, kind, case)
+            else:
                 found[name] = kind
-                continue
-            for case in itertools.islice(kind.cases(), 0, None, kind.every if device.type == "cpu" else 1):
-                found[f"{name}: {', '.join(f'{key}={value}' for key, value in case.items())}"] = partial(
-                    check, kind, case
-                )
         return found
 
 
@@ -362,7 +361,6 @@ def speed(args: str, place: Place) -> dict:
     cfg = parse(Config, flags(args, kind))
     with training(cfg, VOCABULARY[kind]) as run:
         ranks = run.ranks
-        reset_peak_memory(ranks.device)
         times, losses, norms = zip(*(run.steps(n) for n in (WARM, *[LENGTH] * ROUNDS)), strict=True)
         ms = median(times[1:])
         tokens_per_s, mfu = run.rates(ms, peak_flops(ranks.device, ranks.dtype))

@@ -149,15 +149,6 @@ class Training:
         return samples_per_s * cfg.block_size, flops_per_s / peak if peak else None
 
 
-@contextmanager
-def training(cfg: Config, vocab_size: int, length: int = 1024) -> Iterator[Training]:
-    """A training run with these flags on random tokens, in documents of `length` tokens on average."""
-    with tempfile.TemporaryDirectory() as cfg.dataset:
-        random_data(cfg.dataset, 2048 * cfg.block_size, vocab_size, length)
-        with closing(Training(cfg)) as run:
-            yield run
-
-
 def reset_peak_memory(device: torch.device):
     """Make engine.device.peak_memory_bytes count from now on. Outside of Linux, a CPU's peak stays the process's."""
     gc.collect()
@@ -166,6 +157,17 @@ def reset_peak_memory(device: torch.device):
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # gives freed memory back to the system; only glibc has it
         Path("/proc/self/clear_refs").write_text("5")  # 5 = set the peak to the memory in use now
+
+
+@contextmanager
+def training(cfg: Config, vocab_size: int, length: int = 1024) -> Iterator[Training]:
+    """A training run with these flags on random tokens, in documents of `length` tokens on average. The peak of memory
+    counts from its start on."""
+    with tempfile.TemporaryDirectory() as cfg.dataset:
+        random_data(cfg.dataset, 2048 * cfg.block_size, vocab_size, length)
+        with closing(Training(cfg)) as run:
+            reset_peak_memory(run.ranks.device)
+            yield run
 
 
 def flags(name: str, dtype: str = "auto") -> Config:
@@ -192,7 +194,6 @@ def measure_training(name: str, dtype: str, peak: float | None) -> dict:
     """A row of the table: medians over the timed steps. peak: of matrix products in this dtype, in FLOP/s."""
     with training(flags(name, dtype), 65) as run:
         device = run.ranks.device
-        reset_peak_memory(device)
         run.steps(WARM)
         times, end = [], time.perf_counter() + SECONDS
         while len(times) < LEAST or len(times) < MOST and time.perf_counter() < end:
