@@ -1,7 +1,7 @@
 """Counts the bytes that one rank of a run holds and sends, on fake tensors, which have a shape but no memory.
 
     with fake_rank(cfg) as rank:
-        rank.memory(cfg.batch_size)         # bytes, by kind
+        rank.memory(cfg.batch_size)[0]        # bytes, by kind
 
 The activations of a block and the traffic of tensor and context parallelism are measured: a block runs forward and
 backward, cut and wrapped as in training, so the figures follow every flag. The memory and the traffic of FSDP, DDP and
@@ -41,7 +41,7 @@ from engine.parallel import sharded as sharded_model
 from engine.parallel import tensor as tensor_parallel
 from engine.parallel.owners import Matrix, Owners
 from engine.plan.accounting import flops
-from model import Inputs, Model, NormOfHeads, Pool, Shared, Stack
+from model import Block, Inputs, Model, NormOfHeads, Pool, Shared, Stack
 from ops import ChunkedCrossEntropy, chunk_loss, rows_at_once, wide_stream
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
@@ -86,7 +86,7 @@ class Stage:
                 unit = f"{stack}blocks.{layer}" if is_block else ends.get(part, "root")
                 self.unit[name] = unit = "gains" if p in gains else unit
                 rows = p.size(0) if p in gains else -(-p.size(0) // ranks)  # FSDP2 cuts along the first dimension
-                self.shapes[name], self.held[name] = tuple(p.shape), rows * p[0].numel()
+                self.shapes[name], self.held[name] = tuple(p.shape), rows * (p.numel() // p.size(0))
                 self.numbers[unit] += p.numel()
                 self.shard[unit] += self.held[name]
 
@@ -111,8 +111,8 @@ class Cost(NamedTuple):
 class Trace(TorchDispatchMode):
     """Counts in the code inside: `live` and `peak` bytes of new tensors, `sent` bytes by kind, and `collectives`.
 
-    Tensors from outside do not count, nor casts of `weights`, which autocast makes once per forward. The name of a
-    process group is that of its traffic.
+    A tensor is new if no argument of the operation that returns it has its storage. Casts of `weights` do not count,
+    which autocast makes once per forward. The description of a process group is the name of its traffic.
     """
 
     KINDS = {"_allgather_base_": "all-gather", "reduce_scatter_tensor": "reduce-scatter", "allreduce_": "all-reduce"}
@@ -120,13 +120,12 @@ class Trace(TorchDispatchMode):
     def __init__(self, weights: list[Tensor]):
         super().__init__()
         self.live, self.peak, self.collectives, self.sent = 0, 0, 0, defaultdict(float)
-        self.weights, self.seen = weakref.WeakSet(t.untyped_storage() for t in weights), weakref.WeakSet()
+        self.weights = weakref.WeakSet(t.untyped_storage() for t in weights)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func._schema.name.partition("::")
         if name == "wait_tensor":  # a fake one would be another tensor
             return args[0]
-        self.seen.update(storages(args))
         out = func(*args, **(kwargs or {}))
         if "c10d" in namespace:
             boxed = [a for a in args if isinstance(a, torch.ScriptObject)]
@@ -137,11 +136,10 @@ class Trace(TorchDispatchMode):
             self.collectives += group.size() > 1
             self.sent[f"{group.group_desc} {kind}"] += passes * ring_share(group.size()) * full
         cast = func is torch.ops.aten._to_copy.default and args[0].untyped_storage() in self.weights
-        for storage in storages(out):
+        for storage in storages(out) - storages((args, kwargs)):
             if cast:
                 self.weights.add(storage)
-            elif storage not in self.weights and storage not in self.seen:
-                self.seen.add(storage)
+            else:
                 self.allocate(storage.nbytes())
                 weakref.finalize(storage, self.allocate, -storage.nbytes())
         return out
@@ -152,7 +150,7 @@ class Trace(TorchDispatchMode):
 
 
 def storages(tree) -> set[torch.UntypedStorage]:
-    """Those of all tensors in nested lists and tuples."""
+    """Those of all tensors in nested lists, tuples and dictionaries."""
     return {t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)}
 
 
@@ -219,11 +217,9 @@ class FakeRank:
             context_parallel.apply_context_parallel(model, dist.new_group([*ranks[:: cfg.tp]], group_desc="cp"))
         ends = [-(-cfg.n_layer * i // cfg.pp) for i in range(cfg.pp + 1)]  # as engine/parallel/pipeline.py cuts
         self.stages = [Stage(model, i, range(*ends[i : i + 2]), self.shards) for i in range(cfg.pp)]
-        self.imitate_gpu()
-        self.in_blocks = [p for name, p in model.named_parameters() if "blocks." in name]
-        for p in model.parameters():
-            p.grad = torch.empty_like(p)  # gradients exist from the second micro-step on
-        for block in [*model.blocks, *(model.encoder.blocks if model.encoder else ())]:
+        blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]
+        self.imitate_gpu(nn.ModuleList([*blocks, model.norm]))
+        for block in blocks:
             if cfg.activation_checkpoint != "none":
                 sharded_model.recompute(block, cfg.activation_checkpoint)
         self.part_costs = cache(self.part_costs)
@@ -234,22 +230,27 @@ class FakeRank:
         inner = order[order.index(dims[-1]) + 1 :]
         return tuple(math.prod(self.layout[dim] for dim in some) for some in (dims, inner))
 
-    def imitate_gpu(self):
-        """Make the model take the memory of a GPU, with the parameters that FSDP gathers in the matmuls' dtype."""
-        for m in self.model.modules():
+    def imitate_gpu(self, parts: nn.ModuleList):
+        """Make the parts take the memory of a GPU, with what FSDP gathers in the matmuls' dtype in this dtype."""
+        gains = {*sharded_model.gains(parts)}
+        for m in parts.modules():
             if isinstance(m, nn.RMSNorm) and not isinstance(m, NormOfHeads):
                 m.forward = partial(gpu_norm, m)
             if isinstance(m, Pool):
                 m.dropout = 0.0  # a GPU's fused kernel keeps no mask
         for name, unit in (each for stage in self.stages for each in stage.unit.items() if self.fsdp):
-            if "blocks." in unit or unit == "head":
-                path, _, kind = name.rpartition(".")
-                cast = torch.empty_like(self.model.get_parameter(name), dtype=self.dtype)
-                setattr(self.model.get_submodule(path), kind, nn.Parameter(cast))
+            path, _, kind = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            p = getattr(module, kind)
+            if p not in gains and ("blocks." in unit or unit == "head"):
+                setattr(module, kind, nn.Parameter(torch.empty_like(p, dtype=self.dtype)))
 
-    def measure(self, f: Callable[[], Tensor]) -> Cost:
-        """The cost of f, the forward of a part of the model, and of its backward."""
-        trace = Trace(self.in_blocks)
+    def measure(self, f: Callable[[], Tensor], *parts: nn.Module) -> Cost:
+        """The cost of f, a forward of these parts of the model, and of its backward."""
+        params = [p for part in parts for p in part.parameters()]
+        for p in params:
+            p.grad = torch.empty_like(p)  # gradients exist from the second micro-step on
+        trace = Trace(params if isinstance(parts[0], Block) else [])
         with trace:
             with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
                 y = f()
@@ -269,7 +270,7 @@ class FakeRank:
         def stack_costs(stack: Stack, length: int, memory: Tensor | None) -> Iterator[Cost]:
             """Of the embedding, then of each block."""
             own, of_memory = (torch.zeros(batch, n, dtype=torch.int64) for n in (length, S))
-            yield self.measure(lambda: model.embed(own[:, : length // cfg.cp], 0)[0])
+            yield self.measure(lambda: model.embed(own[:, : length // cfg.cp], 0)[0], model.wte, model.pos)
             docs = ((own, own), (own, of_memory)) if cfg.doc_mask else (None, None)
             table = stack.position_table(torch.arange(length // cfg.cp), torch.float32)
             inputs, known = Inputs(table, docs[0], memory, docs[1], Shared()), {}
@@ -277,15 +278,18 @@ class FakeRank:
                 readers = tuple((m.reader, m.window) for m in block.modules() if isinstance(m, Pool))
                 kind = readers, *(p.shape for p in block.parameters())  # each kind is measured once
                 if kind not in known:
-                    known[kind] = self.measure(partial(block, self.stream(batch, length), inputs))
+                    known[kind] = self.measure(partial(block, self.stream(batch, length), inputs), block)
                     for name, handed in inputs.shared.items():  # without the graph, which the backward has freed
                         inputs.shared[name] = handed.detach().requires_grad_(handed.requires_grad)
                 yield known[kind]
 
         of_encoder, memory = [], None
         if model.encoder is not None:
-            of_norm = self.measure(partial(model.encoder.norm, self.stream(batch, S)))
-            of_encoder = [*stack_costs(model.encoder, S, None), of_norm]
+            norm = model.encoder.norm
+            of_encoder = [
+                *stack_costs(model.encoder, S, None),
+                self.measure(partial(norm, self.stream(batch, S)), norm),
+            ]
             memory = self.stream(batch, S * cfg.cp * cfg.tp)  # gathered
         embedding, *blocks = stack_costs(model, T, memory)
         return [embedding, *of_encoder], blocks, self.loss_cost(batch)
@@ -313,7 +317,7 @@ class FakeRank:
                 return model.loss(y, targets)
             return ChunkedCrossEntropy.apply(y.flatten(0, 1), *model.head_parameters(), targets.flatten(), options)
 
-        return self.measure(loss)
+        return self.measure(loss, model.norm, model.head)
 
     # ---- memory
 

@@ -354,7 +354,7 @@ def test_the_loss_of_many_tokens():
     with costs.fake_rank(cfg) as rank:
         continued, model, targets = rank.loss_cost(5), rank.model, torch.zeros(5, 32, dtype=torch.int64)
         x = rank.stream(5, 32)
-        whole = rank.measure(lambda: model.loss(model.norm(x), targets))
+        whole = rank.measure(lambda: model.loss(model.norm(x), targets), model.norm, model.head)
     assert (continued.kept, continued.peak, continued.sent) == (whole.kept, whole.peak, whole.sent)
 
 
