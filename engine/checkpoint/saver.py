@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ class Checkpoints:
         self.wait()
         is_best = best_loss is not None
         state = state | {"best_val_loss": best_loss if is_best else self.best_loss}
-        self.saver.save(self.cfg.out_dir, step, tensors, state, keep_last=self.cfg.keep_last, best=is_best)
+        self.saver.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last, is_best)
         self.last_queued_step, self.unwritten_best = step, best_loss
         if last or not self.cfg.async_checkpoint:
             self.wait(last)
@@ -133,7 +133,15 @@ class Saver:
         self.copies: dict[str, Tensor] = {}
         self.running: Future | None = None
 
-    def save(self, out_dir: str | Path, step: int, tensors: dict[str, Tensor], state: dict, **options: Any):
+    def save(
+        self,
+        out_dir: str | Path,
+        step: int,
+        tensors: dict[str, Tensor],
+        state: dict,
+        keep_last: int = 2,
+        best: bool = False,
+    ):
         """Call checkpoint.save with these arguments. The next `wait` or `save` raises its error; that `save` saves
         nothing."""
         self.wait()
@@ -151,7 +159,7 @@ class Saver:
         def work():
             try:
                 torch.cuda.set_device(device)  # otherwise a new thread uses the first GPU
-                checkpoint.save(out_dir, step, tensors, state, group=self.group, **options)
+                checkpoint.save(out_dir, step, tensors, state, keep_last, best, self.group)
                 running.set_result(step)
             except BaseException as error:
                 running.set_exception(error)

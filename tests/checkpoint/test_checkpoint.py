@@ -244,7 +244,7 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, tensors):
 def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkeypatch):
     Saver(asynchronous=False).save(tmp_path / "now", 1, tensors, {"seen": [1]}, best=True)
     save, may_write = checkpoint.save, threading.Event()
-    monkeypatch.setattr(checkpoint, "save", lambda *args, **options: may_write.wait(20) and save(*args, **options))
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments: may_write.wait(20) and save(*arguments))
     saver, live, state = Saver(asynchronous=True), {n: t.detach().clone() for n, t in tensors.items()}, [1]
     saver.save(tmp_path / "later", 1, live, {"seen": state}, best=True)
     state.append(2)
