@@ -284,7 +284,10 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "rope_theta_local": (lambda c: "L" in c.pos_pattern, "pos_pattern with an L"),
     "alibi_scale": (lambda c: c.pos == "alibi", "pos=alibi"),
     "qkv_bias": (lambda c: not c.bias, "bias=False, as bias=True includes it"),
-    "norm_bias": (lambda c: not c.bias and "layernorm" in c.norms, "norms of the kind layernorm, and bias=False"),
+    "norm_bias": (
+        lambda c: not c.bias and "layernorm" in c.norms,
+        "norm=layernorm, norm_placement other than none, and bias=False",
+    ),
     "scaled_init": (lambda c: not c.block.startswith("simplified"), "block other than simplified"),
     "last_norm": (lambda c: c.norm_placement != "post", "norm_placement other than post"),
     "embed_norm": (
