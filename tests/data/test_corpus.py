@@ -310,6 +310,7 @@ def test_results_come_in_order_and_few_are_under_way():
         assert len(read) <= i + 2  # more than 16 MB are not encoded at a time
 
 
+@pytest.mark.no_jitter
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc, which Linux has")
 def test_memory_is_bounded(tmp_path):
     """A separate process prepares 150 MB, with a document of 30 MB that Python stores in four bytes per character."""
