@@ -105,10 +105,18 @@ def fast_bfloat16() -> bool:
     CPU's list of instructions does not tell which of them the libraries use (ONEDNN_MAX_CPU_ISA, for example,
     limits them). Small matrices come first, because a CPU that emulates bfloat16 may need 100 times as long for it.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for speed_of_bfloat16
-    try:
+    with one_thread():
         return speed_of_bfloat16(128, 0.01) > 1 / 4 and speed_of_bfloat16(384, 0.025) >= 1.5
+
+
+@contextmanager
+def one_thread() -> Iterator[int]:
+    """Torch computes on one thread inside, whose time on a processor is then that of the work; yields its usual number
+    of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
     finally:
         torch.set_num_threads(threads)
 
@@ -198,8 +206,7 @@ OTHER_CARD = {"mig", "laptop", "d", "ti", "super"}  # a name with such a word is
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The peak of `device` in FLOP/s, the denominator of MFU; None if unknown. A CPU's is measured in 0.5 s; all ranks
-    measure at the same time, because they may share the CPU."""
+    """The peak of `device` in FLOP/s, the denominator of MFU; None if unknown. A CPU's is measured in 0.5 s."""
     if device.type == "cuda":
         return gpu_peak(torch.cuda.get_device_name(device), dtype)
     return cpu_peak(dtype) if device.type == "cpu" else None
@@ -215,21 +222,23 @@ def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
 
 
 def cpu_peak(dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """The best rate of square matmuls in this dtype in FLOP/s, on torch's current number of threads.
+    """The best rate of square matmuls in this dtype in FLOP/s: that of one thread, times torch's number of threads.
 
-    The matrices grow from 192 rows to 1536, unless the next product would take longer than the rest of the time: on a
-    CPU that emulates bfloat16, a product of 1536 rows can take 20 s.
+    All seconds are those of this thread on a processor, so other programs hardly disturb them: threads that wait for
+    each other on a busy CPU can take a hundred times as long. The matrices grow from 192 rows to 1536, unless the next
+    product would take longer than the rest of the time: emulated in bfloat16, a product of 1536 rows can take 20 s.
     """
-    best, n, last, end = 0.0, 96, 0.0, time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end:
-        if n < 1536 and start + 8 * last < end:
-            n *= 2
-            a, out = torch.ones(n, n, dtype=dtype), torch.empty(n, n, dtype=dtype)
-            start = time.perf_counter()
-        torch.mm(a, a, out=out)
-        last = time.perf_counter() - start
-        best = max(best, 2 * n**3 / last)
-    return best
+    best, n, last, end = 0.0, 96, 0.0, time.thread_time() + seconds
+    with one_thread() as threads:
+        while (start := time.thread_time()) < end:
+            if n < 1536 and start + 8 * last < end:
+                n *= 2
+                a, out = torch.ones(n, n, dtype=dtype), torch.empty(n, n, dtype=dtype)
+            start = time.thread_time()
+            torch.mm(a, a, out=out)
+            last = time.thread_time() - start
+            best = max(best, 2 * n**3 / last)
+    return best * threads
 
 
 def peak_memory_bytes(device: torch.device) -> int:
