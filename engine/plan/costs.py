@@ -232,7 +232,6 @@ class FakeRank:
 
     def imitate_gpu(self, parts: nn.ModuleList):
         """Make the parts take the memory of a GPU, with what FSDP gathers in the matmuls' dtype in this dtype."""
-        gains = {*sharded_model.gains(parts)}
         for m in parts.modules():
             if isinstance(m, nn.RMSNorm) and not isinstance(m, NormOfHeads):
                 m.forward = partial(gpu_norm, m)
@@ -241,9 +240,8 @@ class FakeRank:
         for name, unit in (each for stage in self.stages for each in stage.unit.items() if self.fsdp):
             path, _, kind = name.rpartition(".")
             module = self.model.get_submodule(path)
-            p = getattr(module, kind)
-            if p not in gains and ("blocks." in unit or unit == "head"):
-                setattr(module, kind, nn.Parameter(torch.empty_like(p, dtype=self.dtype)))
+            if "blocks." in unit or unit == "head":
+                setattr(module, kind, nn.Parameter(torch.empty_like(getattr(module, kind), dtype=self.dtype)))
 
     def measure(self, f: Callable[[], Tensor], *parts: nn.Module) -> Cost:
         """The cost of f, a forward of these parts of the model, and of its backward."""
