@@ -3,9 +3,10 @@
     lm_eval.simple_evaluate(model=Harness(model, tokenizer, batch_size=16, device=device), tasks=["piqa"])
 
 The figures are those of lm-eval's own `hf` model on the exported folder: it also begins a text with the tokenizer's
-prefix (Llama's <s>), scores an empty context after end-of-text, and cuts what is too long from the left. Only the text
-of a special token differs, which is ordinary text here. It runs in one process, and decodes greedily. For 16-bit
-matrix products, put the call under torch.autocast. The module needs lm-eval: pip install -e .[eval].
+prefix (Llama's <s>), scores an empty context after end-of-text, and cuts what is too long from the left. Two things
+differ: the text of a special token is ordinary text here, and end-of-text also stands for the empty contexts at which
+`hf` fails. It runs in one process, and decodes greedily. For 16-bit matrix products, put the call under torch.autocast.
+The module needs lm-eval: pip install -e .[eval].
 """
 
 from collections import defaultdict
@@ -51,6 +52,7 @@ class Harness(TemplateLM):
         for i, (_, context, continuation) in enumerate(requests):
             fact = f"a continuation of {len(continuation)} tokens does not fit in block_size={self.limit}"
             require(len(continuation) <= self.limit, f"{fact}; leave it out")
+            context = context or [self.prefix_token_id]  # lm-eval moves white space at its end into the continuation
             rows[tuple((context + continuation)[-self.limit - 1 : -1])].append((i, continuation))
         results = [(0.0, True)] * len(requests)
         batches = list(chunks(sorted(rows, key=len, reverse=True), self.batch_size))
@@ -94,7 +96,7 @@ class Harness(TemplateLM):
             most, until = options["max_gen_toks"], tuple(handle_stop_sequences(options["until"], eos=eot))
             fact = f"max_gen_toks={most} leaves no room for a context in block_size={self.limit}"
             require(most < self.limit, f"{fact}; lower it, as in --gen_kwargs or the task's generation_kwargs")
-            context = self.tok_encode(request.args[0])[most - self.limit :]
+            context = (self.tok_encode(request.args[0]) or [self.prefix_token_id])[most - self.limit :]
             groups[len(context), until, most].append((i, context))
         longest_first = sorted(groups.items(), reverse=True)
         for (_, until, most), group in tqdm(longest_first, desc="generate", disable=disable_tqdm):

@@ -98,6 +98,20 @@ def test_a_greedy_continuation_is_known_as_such(both):
     assert found[0][1] == found[1][1] and found[0][0] == pytest.approx(found[1][0], abs=1e-4)
 
 
+def test_a_context_without_tokens_is_end_of_text(both):
+    """Also one of white space, which lm-eval moves into the continuation, even if that is one token then."""
+    lm, _ = both
+    for context, continuation in ((" ", "the"), ("\n", "")):
+        pairs = requests((context, continuation), ("", context + continuation))
+        found, expected = lm.loglikelihood(pairs, disable_tqdm=True)
+        assert found == pytest.approx(expected, abs=1e-4) and expected[0] < 0
+    ids = [lm.prefix_token_id]
+    for _ in range(3):
+        ids.append(int(lm.ours(torch.tensor([ids]))[0, -1, : lm.vocabulary.vocab_size].argmax()))
+    [text] = lm.generate_until(requests(("", {"until": [], "max_gen_toks": 3})), disable_tqdm=True)
+    assert text == lm.vocabulary.decode(ids[1:])
+
+
 def test_loglikelihood_rolling(both):
     texts = requests(("",), ("a",), (WORDS[:60],), (WORDS[:1000],), (TEXTS[1],))
     ours, theirs = (lm.loglikelihood_rolling(texts, disable_tqdm=True) for lm in both)
