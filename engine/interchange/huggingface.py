@@ -27,8 +27,9 @@ from data.base_tokenizer import Tokenizer
 from data.errors import require
 from data.files import amount, open_regular, writing
 from data.tokenizer import from_spec
+from engine.checkpoint import contents
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.contents import completed
+from engine.checkpoint.contents import completed, own_part
 from engine.interchange.config import describe
 from engine.interchange.families import FAMILIES, Family, choose
 from engine.interchange.tokenizer import export_tokenizer
@@ -302,9 +303,6 @@ def write_hf(
 
 def write_weights(folder: Path, shapes: dict[str, torch.Size], theirs: Callable, dtype: torch.dtype):
     """Write the tensors theirs(name) -> {their name: tensor} of all our names into files of safetensors."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     files, room, total = [], 0, 0
     for name, shape in shapes.items():
         size = shape.numel() * dtype.itemsize
@@ -321,15 +319,11 @@ def write_weights(folder: Path, shapes: dict[str, torch.Size], theirs: Callable,
         file = f"model-{i:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
         tensors = {}
         for each, x in (item for name in names for item in theirs(name).items()):
-            tensors[each] = x.to(dtype, copy=True).contiguous()
+            tensors[each] = own_part(x.to(dtype))
             fact = f"{each} has numbers that are not finite in {str(dtype)[6:]}"
-            require(finite(tensors[each]), f"{fact}; export with --dtype=float32")
+            require(finite(tensors[each].tensor), f"{fact}; export with --dtype=float32")
         table |= dict.fromkeys(tensors, file)
-        try:
-            save_file(tensors, folder / file, {"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"cannot write {folder / file}: {error}; see to the room on its disk") from error
-        (folder / file).chmod((folder / "config.json").stat().st_mode)  # safetensors lets no other user read it
+        contents.write(folder / file, tensors, {"format": "pt"})
     if len(files) > 1:
         write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": table})
 

@@ -749,7 +749,7 @@ def test_nothing_is_left_after_a_failure(trained, tmp_path, monkeypatch, capsys)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr("safetensors.torch.save_file", full)
+        patch.setattr("engine.checkpoint.contents.write", full)
         export(trained, tmp_path / "out")
     assert f"{tmp_path}/out: No space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
     (tmp_path / "out").mkdir()
