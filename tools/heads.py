@@ -110,8 +110,8 @@ def hidden_units(pool: M.Pool, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     incoming = linear_part(pool.up, len(x), x)[0]  # (C, F), and of a gated kind (C, 2 F)
     if len(pool.rows) == 2:
         incoming = incoming.unflatten(1, (-1, 2, pool.rows[0]))[:, :, 0].flatten(1)
-    outgoing = linear_part(lambda h: (pool.out or nn.Identity())(pool.down(h)), len(hidden), x)[0]
-    return incoming.T, outgoing, hidden
+    down = lambda h: (pool.out or nn.Identity())(pool.down(h[None, None]))[0, 0]  # noqa: E731
+    return incoming.T, torch.func.jacrev(down)(hidden).T, hidden  # linear_part would make an F x F matrix
 
 
 def head_units(pool: M.Pool, x: Tensor, inputs: M.Inputs, head: int, position: int) -> tuple[Tensor, Tensor, Tensor]:

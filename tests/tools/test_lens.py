@@ -8,6 +8,8 @@ import torch
 from helpers import refused
 from test_contextual import ATTENTION, BLOCKS, sharp, text
 from test_model import build
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import model as M
 from data.tokenizer import ByteTokenizer, CharTokenizer
@@ -258,6 +260,25 @@ def test_the_units_of_the_largest_shares_are_shown_in_their_order(block):
         assert_same_promotes(same.promotes, unit.promotes)
         assert [*same[1:-1]] == pytest.approx([*unit[1:-1]], rel=1e-9)
     assert_same_promotes(few[2], total)
+
+
+@pytest.mark.parametrize("extra", [{}, {"mlp": "swiglu"}, {"block": "superblock", "n_group": 2}], ids=str)
+def test_the_units_of_an_mlp_need_memory_linear_in_their_number(extra):
+    net, largest = build(n_layer=1, n_head=2, n_embd=8, mlp_ratio=128.0, bias=True, **extra).eval(), 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            nonlocal largest
+            out = f(*args, **(kwargs or {}))
+            largest = max(largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)), 0)
+            return out
+
+    with Sizes():
+        _, outgoing, hidden = lens.contextual_mlp(net, text(net), 0, 0, 3, reader="mlp")
+    F = len(hidden)
+    assert F > 600 and largest < F * F / 8
+    if not extra:
+        torch.testing.assert_close(outgoing, net.blocks[0].sums[1].mlp.down.weight.T)
 
 
 def assert_same_promotes(found: list[tuple[str, float]], expected: list[tuple[str, float]]):
