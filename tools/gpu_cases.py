@@ -449,12 +449,12 @@ ROWS["1.5B"] = "--n_layer=48 --n_head=25 --n_embd=1600 --batch_size=4"
 LAYOUTS = {"one GPU": "", "ddp": "", "fsdp": "--parallel=fsdp", "tp": "--tp=2", "cp": "--cp=2", "pp": "--pp=2"}
 LAYOUTS |= {"hsdp": "--parallel=fsdp --dp_replicate=2"}  # from here on four GPUs
 LAYOUTS |= {f"fsdp+{name}": f"--parallel=fsdp --{name}=2" for name in ("tp", "cp", "pp")}
-PARTS = {  # in this order; the first call of 8 minutes ends behind checkpoints
+PARTS = {  # in this order; the first call of 8 minutes ends behind compiled, or behind checkpoints if there is time
     "numbers": Part("attention, models, losses and optimizers against float64", 120, NUMBERS),
     "124M": Part("GPT-2, T=1024, 60 sequences a step", 100, {"speed": partial(speed, "")}),
     "training": Part("20 steps of 48 runs, those of tests/golden.py, against the CPU", 90, RUNS),
     "compiled": Part("20 compiled steps of every block against the CPU, uncompiled", 90, COMPILED),
-    "checkpoints": Part("resume digit for digit; from GPU to CPU and back", 80, {"checkpoints": checkpoints}),
+    "checkpoints": Part("resume digit for digit; from GPU to CPU and back", 150, {"checkpoints": checkpoints}),
     "against": Part("124 M parameters by nanoGPT's train.py and by ours", 240, {"speed": compare}),
     **{name: Part(f"`{args}`", 100, {"speed": partial(speed, args)}) for name, args in ROWS.items()},
     "decoding and loading": Part(

@@ -401,8 +401,10 @@ def test_the_flags_of_every_row_go_together():
 
 
 def test_the_first_call_has_time_for_the_numbers_and_the_first_row():
-    first = ["numbers", "124M", "training", "compiled", "checkpoints"]
-    assert list(gpu.PARTS)[:5] == first and sum(gpu.PARTS[name].seconds for name in first) <= gpu.SECONDS
+    first = ["numbers", "124M", "training", "compiled"]
+    assert list(gpu.PARTS)[:5] == [*first, "checkpoints"]
+    assert sum(gpu.PARTS[name].seconds for name in first) <= gpu.SECONDS
+    assert gpu.PARTS["checkpoints"].seconds > 1.5 * 90  # it took 90 s on a busy machine: eight starts of train.py
 
 
 def test_layouts_are_compared_with_one_gpu(monkeypatch):
