@@ -454,7 +454,12 @@ def same_ids(path: Path, tokenizer) -> bool:
 
 
 EACH = [*OURS, *(f"hf:{kind}" for kind in KINDS)]
-CASES = [(kind, family, each[0]) for kind in EACH for family, each in (CHOICES | {"superblock": [{}]}).items()]
+CASES = [  # all with our own code and as a Qwen2; a third of the others, which all write a tokenizer in the same way
+    (kind, family, each[0])
+    for i, kind in enumerate(EACH)
+    for j, (family, each) in enumerate((CHOICES | {"superblock": [{}]}).items())
+    if family in ("superblock", "qwen2") or (i + j) % 3 == 0
+]
 CASES += [(kind, "qwen2", CHOICES["qwen2"][1]) for kind in [*EACH, *(f"hf:{kind}" for kind in NEARLY_QWEN2)]]
 
 

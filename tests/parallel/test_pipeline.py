@@ -51,7 +51,7 @@ def build(flags: dict, extra: str) -> Model:
         if extra == "recompute":
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if extra == "compile":
-            block.compile(backend="aot_eager")
+            block.compile(backend="eager")
     return model
 
 

@@ -454,8 +454,8 @@ def test_largest_batch():
     "flags, expected",
     [
         ({"parallel": "fsdp"}, 4),
-        ({"parallel": "fsdp", "optimizer": "muon"}, 6),
-        ({"parallel": "fsdp", "tp": 2}, 4),
+        pytest.param({"parallel": "fsdp", "optimizer": "muon"}, 6, marks=pytest.mark.slow),  # of no other number
+        pytest.param({"parallel": "fsdp", "tp": 2}, 4, marks=pytest.mark.slow),  # multiples of two, as with pp
         ({"parallel": "fsdp", "dp_replicate": 3}, 12),
         ({"parallel": "fsdp", "pp": 2}, 8),
         ({}, 0),

@@ -120,13 +120,13 @@ def test_a_mixture_resumes_exactly(run, tiny_data, more_data):
 
 def test_processes_do_not_change_the_losses(run, many):
     """1 and 2 DDP processes agree in float64; 2 resume exactly; what 2 saved goes on in 1 with the same data."""
-    one = losses(run(IN_FLOAT64, out="one"))
-    half = many(2, ("half", [IN_FLOAT64, "--max_iters=20", "--lr_decay_iters=40"])) / "half"
+    flags = [IN_FLOAT64, "--max_iters=12", "--eval_interval=6"]
+    one = losses(run(*flags, out="one"))
+    half = many(2, ("half", [*flags, "--max_iters=6", "--lr_decay_iters=12"])) / "half"
     shutil.copytree(half, half.parent / "moved")
-    runs = ("two", [IN_FLOAT64]), ("half", [IN_FLOAT64, "--init_from=resume", "--max_iters=40"])
-    two = many(2, *runs) / "two"
+    two = many(2, ("two", flags), ("half", [*flags, "--init_from=resume"])) / "two"
     assert figures(half) == figures(two)
-    moved = run(IN_FLOAT64, "--init_from=resume", "--lr_decay_iters=40", out="moved")
+    moved = run(*flags, "--init_from=resume", "--lr_decay_iters=12", out="moved")
     assert distance(losses(two), one) < 1e-9 and distance(losses(moved), one) < 1e-9
 
 
@@ -134,11 +134,11 @@ def test_processes_do_not_change_other_objectives(run, many, tiny_data, more_dat
     """Nor a mixture whose shares are no multiples of what a rank takes of a step."""
     mixture = [f"--dataset={tiny_data}:0.7,{more_data}:0.3", "--eval_iters=0"]
     runs = {"masked": MASKED, "seq2seq": SEQ2SEQ, "documents": ["--doc_mask=True"], "mixture": mixture}
-    runs = {name: [*flags, "--max_iters=20", IN_FLOAT64] for name, flags in runs.items()}
+    runs = {name: [*flags, "--max_iters=8", "--eval_interval=8", IN_FLOAT64] for name, flags in runs.items()}
     folder = many(2, *runs.items())
     for name, flags in runs.items():
         alone = run(*flags, out=f"{name}, alone")
-        assert len(losses(alone)) == 22 and distance(losses(folder / name), losses(alone)) < 1e-9, name
+        assert len(losses(alone)) == 10 and distance(losses(folder / name), losses(alone)) < 1e-9, name
         epochs = [[line.get("epochs") for line in metrics(each) if "loss" in line] for each in (alone, folder / name)]
         assert epochs[0] == epochs[1] and any(epochs[0]) == (name == "mixture"), name
 
@@ -782,6 +782,20 @@ def test_a_signal_in_the_first_step(tiny_data, tmp_path):
         assert process.stderr.read() == f"{STOPPED}\n"
     finally:
         process.kill()
+
+
+def test_a_run_that_ends_at_once_has_answered(monkeypatch, capfd):
+    """On a busy machine the thread that answers may begin only then."""
+    read, handlers = os.read, {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr(os, "read", lambda *args: (read(*args), time.sleep(0.1))[0])
+    try:
+        with StopSignal(parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)) as stop:
+            stop.unsaved_steps = True
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert capfd.readouterr().err == f"{STOPPING}\n"
 
 
 @pytest.mark.parametrize("size", [0, 1])
