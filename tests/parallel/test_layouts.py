@@ -127,15 +127,18 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     "ddp+pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
 }
 MET = {  # blocks that the models of a layout have, so that they need no run of their own
+    "tp": [*BLOCKS],
+    "cp": [*BLOCKS],
+    "fsdp": ["standard"],
     "hsdp": ["superblock"],
     "fsdp+tp": ["standard", "simplified"],
     "fsdp+pp": ["standard"],
     "ddp+pp": ["standard"],
 }
-RUNS = []  # all in float64; one block of each layout of two ranks in float32 too
-for number, (each, (processes, _)) in enumerate(LAYOUTS.items()):
+RUNS = []  # all in float64; one model of each layout of two ranks in float32 too
+for each, (processes, _) in LAYOUTS.items():
     models = {name: flags for name, flags in BLOCKS.items() if name not in MET.get(each, ())} | MODELS.get(each, {})
-    RUNS.append(pytest.param(each, models, [[*BLOCKS][number % 3]] if processes == 2 else [], id=each))
+    RUNS.append(pytest.param(each, models, [*models][: processes == 2], id=each))
     models = BLOCKS | MODELS.get(each, {})
     RUNS.append(pytest.param(each, models, [*models], id=f"{each}-float32", marks=pytest.mark.slow))
 

@@ -572,7 +572,6 @@ def test_muon_multiplies():
 @pytest.mark.parametrize(
     "name, flags, parameters, state",
     [
-        ("llama_7b", ["--world_size=64"], 6_738_415_616, 16 / 64),
         ("llama_70b", ["--world_size=1024", "--tp=8"], 70_553_706_496, 16 / 1024),
     ],
 )

@@ -656,9 +656,8 @@ def test_skip_nonfinite(run, monkeypatch):
     assert all(math.isfinite(line["loss"]) for line in lines[30:])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_exits(tiny_data, tmp_path, run, number):
-    """Ctrl-C also when it ends `| tee` too: the terminal sends it to both, and the next line finds nobody who reads."""
+def test_a_signal_saves_and_exits(tiny_data, tmp_path, run):
+    """Ctrl-C that ends `| tee` too: the terminal sends it to both, and the next line finds nobody who reads."""
     flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=100000", "--lr_decay_iters=40", "--log_interval=1"]
     process = subprocess.Popen(
         [sys.executable, "train.py", *flags, f"--out_dir={tmp_path / 'cut'}"],
@@ -666,12 +665,9 @@ def test_a_signal_saves_and_exits(tiny_data, tmp_path, run, number):
     )  # fmt: skip
     for line in process.stdout:
         if line.startswith("iter 25:"):
-            process.send_signal(number)
+            process.send_signal(signal.SIGINT)
             break
-    if number == signal.SIGINT:
-        process.stdout.close()
-    else:
-        assert "--init_from=resume" in process.stdout.read()
+    process.stdout.close()
     err = process.stderr.read()
     assert process.wait(timeout=60) == 0 and err == f"{STOPPING}\n", err
     step = checkpoint.read_state(checkpoint.find(tmp_path / "cut"))["step"]
