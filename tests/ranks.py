@@ -102,20 +102,15 @@ def _rank(rank: int, size: int, port: int, seed: str | None, folder: Path, work:
             dist.destroy_process_group()
 
 
-def command(
-    program: list[str], folder: Path, stdout: str = os.devnull, unbuffered: bool = False, largest: int | None = None
-) -> tuple[int | None, str]:
-    """The exit code of a program, such as ["-m", "tools.plot", "--help"], and what it says on stderr.
-
-    `stdout` is the file that it writes to, `unbuffered` python's -u, `largest` the most bytes of a file.
-    """
+def command(program: list[str], folder: Path, stdout=os.devnull, unbuffered=False, largest=0) -> tuple[int, str]:
+    """The exit code of a program, such as ["-m", "tools.plot", "--help"], and what it says on stderr. `stdout` is the
+    file that it writes to, `unbuffered` python's -u, `largest` the most bytes of a file."""
     [process] = start(_command, [(program, stdout, folder / "stderr", unbuffered, largest)])
     process.join(120)
-    process.kill()
     return process.exitcode, (folder / "stderr").read_text()
 
 
-def _command(program: list[str], stdout: str, stderr: Path, unbuffered: bool, largest: int | None):
+def _command(program: list[str], stdout: str, stderr: Path, unbuffered: bool, largest: int):
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     out = open(1, "wb", buffering=0 if unbuffered else -1, closefd=False)

@@ -81,14 +81,16 @@ def numbers(flags: dict) -> dict[str, list]:
 
 
 class Drawn:
-    """Flags that are not checked yet."""
-
-    SEVERAL: dict[tuple, bool] = {}  # of a block and a layer whether a sum has several readers: making one takes time
+    """Flags that are not checked yet. Whether a sum has several readers is asked once for each block and layer."""
 
     @property
     def several_readers(self) -> bool:
-        of = self.block, self.layer
-        return self.SEVERAL[of] if of in self.SEVERAL else self.SEVERAL.setdefault(of, super().several_readers)
+        if (of := (self.block, self.layer)) not in SEVERAL:
+            SEVERAL[of] = super().several_readers
+        return SEVERAL[of]
+
+
+SEVERAL = {}
 
 
 def draw(cls: type[ModelConfig], axes: dict[str, list], rng: random.Random) -> dict | None:
@@ -117,14 +119,12 @@ def combinations(cls: type[ModelConfig] = ModelConfig, drawn: int = 2000) -> lis
     for i, row in enumerate(pool):
         has[i, [columns[value] for value in row.items()]] = 1
     missing = (has.T @ has > 0).float()
-    rows, new = [], ((has @ missing) * has).sum(1)  # how many pairs of each row no row has yet
+    rows = []
 
     def take(some: list[int]):
-        best = some[new[some].argmax()]
+        best = some[((has[some] @ missing) * has[some]).sum(1).argmax()]
         rows.append(pool[best])
-        its = has[best].nonzero().flatten()
-        new.sub_(((has[:, its] @ missing[its][:, its]) * has[:, its]).sum(1))
-        missing[its[:, None], its] = 0
+        missing[torch.outer(has[best], has[best]) > 0] = 0
 
     inside = defaultdict(list)  # what meets inside attention
     for i, row in enumerate(pool):

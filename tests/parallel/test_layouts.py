@@ -42,13 +42,8 @@ from engine.parallel.ranks import check_layout, join
 from engine.parallel.sharded import ShardedModel, local
 from model import Model
 
-SIZES = [  # of the data's 257 ids, which tp=2 pads
-    "--max_iters=4",
-    "--eval_interval=4",
-    "--warmup_iters=1",
-    "--gradient_accumulation_steps=4",
-    "--learning_rate=3e-3",
-]
+# The vocabulary is the data's 257 ids, which tp=2 pads
+SIZES = "--max_iters=4 --eval_interval=4 --warmup_iters=1 --gradient_accumulation_steps=4 --learning_rate=3e-3".split()
 TWO = ["--gradient_accumulation_steps=2"]  # where all ranks read the same samples
 HALVES = ["--eval_interval=2"]  # which saves in the middle, too
 FSDP = ["--parallel=fsdp"]
@@ -522,19 +517,10 @@ def test_more_ranks_and_other_batches_repeat_no_data(run, tmp_path, monkeypatch)
         (4, 9, 1, 12, FSDP),
         (1, 10, 12, 1, ["--parallel=ddp"]),
     ]
-    launches, flags = (
-        [],
-        [
-            [
-                *common,
-                f"--batch_size={batch}",
-                f"--gradient_accumulation_steps={accumulation}",
-                f"--max_iters={last}",
-                *how,
-            ]
-            for _, last, batch, accumulation, how in stages
-        ],
-    )
+    launches, flags = [], []
+    for _, last, batch, accumulation, how in stages:
+        sizes = [f"--batch_size={batch}", f"--gradient_accumulation_steps={accumulation}", f"--max_iters={last}"]
+        flags.append([*common, *sizes, *how])
     forward = Model.forward
     for number, ((ranks, *_), each) in enumerate(zip(stages, flags, strict=True)):
         file, how = tmp_path / f"stage {number}", ["--init_from=resume"] * (number > 0)
@@ -571,7 +557,7 @@ KEPT = {"kept": (2, [*FSDP, "--fsdp_reshard=False"])}
 MESHES = pytest.param(4, ["fsdp+tp", "fsdp+pp"], marks=pytest.mark.slow)  # their parts are resumed on two ranks
 
 
-@pytest.mark.parametrize("processes,layouts", [(2, ["fsdp", "kept", "tp", "cp", "pp"]), MESHES])
+@pytest.mark.parametrize("processes,layouts", [(2, ["ddp", "fsdp", "kept", "tp", "cp", "pp"]), MESHES])
 def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
     runs = {}
     for name in layouts:
