@@ -26,10 +26,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import TINY, losses
-from ranks import exit_codes, launch, torchrun, train_main
+from ranks import exit_codes, train_main
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import sample
@@ -515,22 +514,6 @@ def test_two_ranks_end_together_when_the_disk_is_full(tiny_data, tmp_path, async
     said = "".join((tmp_path / f"rank {rank}").read_text() for rank in range(2))
     lines = [line for line in said.splitlines() if "error: " in line]
     assert len(lines) == 1 and f"step_{step:08d}: File too large (" in lines[0] and "Traceback" not in said, said
-
-
-def torchrun_on_full_disk(flags):
-    with pytest.raises(ChildFailedError) as failed:
-        torchrun(train_on_full_disk, flags, max_restarts=0)
-    print(failed.value)
-
-
-def test_torchrun_tells_of_a_full_disk_once(tiny_data, tmp_path):
-    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--max_iters=1"]
-    flags += ["--async_checkpoint=True", "--on_save_error=continue"]
-    launch(1, torchrun_on_full_disk, tmp_path, flags)
-    said = (tmp_path / "rank 0").read_text()
-    lines = [line for line in said.splitlines() if "error: " in line and "traceback : " not in line]
-    assert len(lines) == 1 and "step_00000001: File too large (" in lines[0], said
-    assert "Aborted" not in said and "exitcode  : 1" in said, said
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -159,9 +159,8 @@ def name(row: dict) -> str:
 
 GRID = combinations()
 T, S = TINY["block_size"], 11  # of a text and of a source
-DOCS = torch.tensor(
-    [[0] * 5 + [4] * 8, [0] * 8 + [1] * 2 + [2] * 3]
-)  # the second row ends in one that might be padding
+# The second row ends in one that might be padding
+DOCS = torch.tensor([[0] * 5 + [4] * 8, [0] * 8 + [1] * 2 + [2] * 3])
 SOURCE_DOCS = torch.tensor([[0] * 3 + [4] * 8, [0] * 6 + [1] * 4 + [2]])
 
 

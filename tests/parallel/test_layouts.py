@@ -225,7 +225,7 @@ def test_compiled_layouts_do_the_same(layout, alone, many):
     models = {"plain": ["--block=superblock"], "recomputed": recomputed}
     compiled = [*LAYOUTS[layout][1], "--compile=True"]
     folder = many(2, *in_both({name: [*SIZES, *flags, *compiled] for name, flags in models.items()}))
-    assert_same_but_for_rounding(folder, {name: partial(alone, *flags) for name, flags in models.items()})
+    assert_same_but_for_rounding(folder, {name: partial(alone, *flags) for name, flags in models.items()}, [*models])
 
 
 def masks_drawn(runs: dict[str, list[str]], folder: Path):
@@ -397,11 +397,9 @@ def test_units_and_gains_of_fsdp(tmp_path):
         for dtype in alone:
             assert torch.equal(*(run[dtype]["grads"][name] for run in (first, second))), name
         torch.testing.assert_close(first["float64"]["grads"][name], exact, rtol=1e-9, atol=1e-12, msg=name)
+    both = {kind: (first[kind]["grads"], alone[kind]) for kind in alone}
     flat = {
-        kind: [
-            torch.cat([x[name].double().flatten() for name in alone[kind]]) for x in (first[kind]["grads"], alone[kind])
-        ]
-        for kind in alone
+        kind: [torch.cat([x[name].double().flatten() for name in alone[kind]]) for x in both[kind]] for kind in both
     }
     error, usual = (torch.dist(x, flat["float64"][1]) for x in flat["float32"])
     assert error < 10 * usual

@@ -20,6 +20,7 @@ from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel, copy_local_shard_, local
 
 FSDP, STEPS = "--parallel=fsdp", 2
+GAINS = ["--block=simplified", "--n_embd=24"]
 GATED = ["--mlp=swiglu", "--attention=gqa", "--n_kv_head=2", "--n_head=4", "--n_embd=30", "--head_dim=6"]
 LAYOUTS = {  # name -> (ranks, flags)
     "ddp": (3, []),
@@ -62,9 +63,8 @@ def updated(cfg: Config, sharded: ShardedModel) -> tuple[dict[str, torch.Tensor]
         optimizer.step()
     parameters = {name: sharded.as_global(name, p.detach()) for name, p in sharded.model.named_parameters()}
     states = optimizer.state_tensors(sharded.model).items()
-    return parameters | {name: sharded.as_global(name.rpartition(".")[0], t) for name, t in states}, [*optimizer.parts][
-        1
-    ]
+    states = {name: sharded.as_global(name.rpartition(".")[0], t) for name, t in states}
+    return parameters | states, [*optimizer.parts][1]
 
 
 def update_on_ranks(layouts: dict[str, list[str]], dtype: str, largest: int, folder: Path):
@@ -173,12 +173,7 @@ def test_ranks_whose_copies_differ_are_named(tmp_path):
         (["--tp=2"], 2, "wte.weight", {(0, 2), (2, 0)}),
         (["--tp=4", "--n_kv_head=4"], 3, "wte.weight", set()),
         (["--tp=4", "--n_kv_head=4"], 1, "blocks.0.sums.0.before.weight", {(1, other) for other in (0, 2, 3)}),
-        (
-            [FSDP, "--block=simplified", "--n_embd=24"],
-            3,
-            "blocks.0.sums.0.attn.alpha",
-            {(3, other) for other in (0, 1, 2)},
-        ),
+        ([FSDP, *GAINS], 3, "blocks.0.sums.0.attn.alpha", {(3, other) for other in (0, 1, 2)}),
         (["--pp=2"], 2, "blocks.2.sums.0.attn.qkv.weight", {(2, 3), (3, 2)}),
     ]
     launch(4, plant, tmp_path, [case[:3] for case in cases], tmp_path)

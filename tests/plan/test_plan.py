@@ -570,10 +570,7 @@ def test_muon_multiplies():
 
 
 @pytest.mark.parametrize(
-    "name, flags, parameters, state",
-    [
-        ("llama_70b", ["--world_size=1024", "--tp=8"], 70_553_706_496, 16 / 1024),
-    ],
+    "name, flags, parameters, state", [("llama_70b", ["--world_size=1024", "--tp=8"], 70_553_706_496, 16 / 1024)]
 )
 def test_large_models_take_seconds_and_no_memory_largest_batch_included(name, flags, parameters, state):
     cfg = parse(Config, [f"config/{name}.py", "--plan=True", *flags])

@@ -768,37 +768,37 @@ def test_a_signal_in_the_first_step(tiny_data, tmp_path):
         process.kill()
 
 
-def test_a_run_that_ends_at_once_has_answered(monkeypatch, capfd):
+@pytest.fixture
+def handlers():
+    """Of signals: they are as before when the test has ended."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_run_that_ends_at_once_has_answered(monkeypatch, capfd, handlers):
     """On a busy machine the thread that answers may begin only then."""
-    read, handlers = os.read, {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    read = os.read
     monkeypatch.setattr(os, "read", lambda *args: (read(*args), time.sleep(0.1))[0])
-    try:
-        with StopSignal(parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)) as stop:
-            stop.unsaved_steps = True
-            os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+    with StopSignal(parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)) as stop:
+        stop.unsaved_steps = True
+        os.kill(os.getpid(), signal.SIGTERM)
     assert capfd.readouterr().err == f"{STOPPING}\n"
 
 
 @pytest.mark.parametrize("size", [0, 1])
-def test_a_signal_is_answered_at_once(monkeypatch, size):
+def test_a_signal_is_answered_at_once(monkeypatch, handlers, size):
     """By rank 0, although an operation goes on that no Python code interrupts, such as a long backward pass."""
     written, write = [], os.write
     monkeypatch.setattr(os, "write", lambda *args: written.append((time.monotonic(), args)) or write(1, args[1]))
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with StopSignal(parallel.Ranks(size, 2, torch.device("cpu"), torch.float32, False)) as stop:
-            stop.unsaved_steps = True
-            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 3 * 10**6)
-            end = time.monotonic()
-            assert stop.name == "SIGINT"
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+    with StopSignal(parallel.Ranks(size, 2, torch.device("cpu"), torch.float32, False)) as stop:
+        stop.unsaved_steps = True
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 3 * 10**6)
+        end = time.monotonic()
+        assert stop.name == "SIGINT"
     assert [text for _, (_, text) in written] == ([] if size else [f"{STOPPING}\n".encode()])
     assert all(when < end for when, _ in written)
 
