@@ -34,7 +34,8 @@ class StopSignal:
         reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
         signal.set_wakeup_fd(self.writer)
-        threading.Thread(target=self._answer, args=(reader,), daemon=True).start()
+        self.thread = threading.Thread(target=self._answer, args=(reader,), daemon=True)
+        self.thread.start()
 
     def _catch(self, number: int, frame):
         """Remember the signal, and give it back its default action, so that a second one ends the process."""
@@ -91,3 +92,4 @@ class StopSignal:
     def __exit__(self, *error):
         signal.set_wakeup_fd(-1)
         os.close(self.writer)
+        self.thread.join(10)  # on a busy machine a run can end before the thread has said what it is there for

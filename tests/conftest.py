@@ -1,10 +1,8 @@
-"""Fixtures that several tests share: a small data set, and train.py run in this process or under torchrun."""
+"""Fixtures that several tests share: a small data set, and train.py run in this process or in several ranks."""
 
 import gc
 import os
 import signal
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,22 +109,6 @@ def run(tiny_data, tmp_path, monkeypatch):
     torch.set_num_threads(threads)
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-@pytest.fixture
-def launch(tiny_data, tmp_path):
-    """launch(2, *flags) trains in new processes under torchrun; returns (folder, finished process)."""
-
-    def call(processes: int, *flags: str, out: str = "out") -> tuple[Path, subprocess.CompletedProcess]:
-        flags = ["train.py", *TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        done = subprocess.run(
-            [sys.executable, *torchrun, *flags],
-            cwd=ROOT, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        return tmp_path / out, done
-
-    return call
 
 
 @pytest.fixture

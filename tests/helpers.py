@@ -53,16 +53,13 @@ def in_both(runs: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
     return [pair for name, flags in runs.items() for pair in ((name, flags), (f"{name}, wide", [*flags, IN_FLOAT64]))]
 
 
-def assert_same_but_for_rounding(
-    folder: Path, alone: dict[str, Callable[..., list[tuple]]], in_float32: list[str] | None = None
-):
+def assert_same_but_for_rounding(folder: Path, alone: dict[str, Callable[..., list[tuple]]], in_float32: list[str]):
     """The `losses` of the runs in the folder, which `in_both` has named, are those that alone[name](*flags) has of one
     process.
 
     In float64 they agree to 1e-9. From these, float32 may differ ten times as much as the worst of these runs does in
-    one process: how much that is depends on the CPU. `in_float32`: which runs the folder has in it too, by default all.
+    one process: how much that is depends on the CPU. `in_float32`: which runs the folder has in it too.
     """
-    in_float32 = [*alone] if in_float32 is None else in_float32
     exact = {name: call(IN_FLOAT64) for name, call in alone.items()}
     for name in alone:
         assert (error := distance(losses(folder / f"{name}, wide"), exact[name])) < 1e-9, f"{name}: {error} in float64"

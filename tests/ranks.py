@@ -3,12 +3,16 @@
 launch(2, work, folder, *args)            # work(*args) on both ranks, which find in the environment what torchrun says
 exit_codes(2, work, folder, *args)        # the same where they may fail
 launch(1, torchrun, folder, work, *args)  # the same under torchrun, whose agent starts two workers
+command(["train.py", "--help"], folder)   # a program, as python train.py --help runs it
 """
 
 import gc
+import io
 import itertools
 import multiprocessing
 import os
+import resource
+import runpy
 import socket
 import sys
 import time
@@ -51,20 +55,23 @@ def launch(size: int, work: Callable, folder: Path, *args):
     assert codes == [0] * size, "\n".join(log.read_text()[-3000:] for log in logs if log.exists())
 
 
-def exit_codes(size: int, work: Callable, folder: Path, *args) -> list[int | None]:
-    """Of `size` new processes that call work(*args); None of one that is killed because it ends too late."""
+def start(target: Callable, all_args: list[tuple]) -> list[multiprocessing.Process]:
+    """For each args a new process that calls target(*args)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     paths = [str(ROOT), os.environ.get("PYTHONPATH")]
-    port = next(filter(is_free, PORTS))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))  # for the imports of the server
-        ranks = [
-            context.Process(target=_rank, args=(rank, size, port, os.environ.get(jitter.SEED), folder, work, args))
-            for rank in range(size)
-        ]
-        for each in ranks:
+        processes = [context.Process(target=target, args=args) for args in all_args]
+        for each in processes:
             each.start()
+    return processes
+
+
+def exit_codes(size: int, work: Callable, folder: Path, *args) -> list[int | None]:
+    """Of `size` new processes that call work(*args); None of one that is killed because it ends too late."""
+    port, seed = next(filter(is_free, PORTS)), os.environ.get(jitter.SEED)
+    ranks = start(_rank, [(rank, size, port, seed, folder, work, args) for rank in range(size)])
     end = time.monotonic() + 300
     while any(each.exitcode is None for each in ranks) and time.monotonic() < end:
         connection.wait([each.sentinel for each in ranks if each.exitcode is None], timeout=1)
@@ -93,6 +100,31 @@ def _rank(rank: int, size: int, port: int, seed: str | None, folder: Path, work:
         work(*args)
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def command(program: list[str], folder: Path, stdout=os.devnull, unbuffered=False, largest=0) -> tuple[int, str]:
+    """The exit code of a program, such as ["-m", "tools.plot", "--help"], and what it says on stderr. `stdout` is the
+    file that it writes to, `unbuffered` python's -u, `largest` the most bytes of a file."""
+    [process] = start(_command, [(program, stdout, folder / "stderr", unbuffered, largest)])
+    process.join(120)
+    return process.exitcode, (folder / "stderr").read_text()
+
+
+def _command(program: list[str], stdout: str, stderr: Path, unbuffered: bool, largest: int):
+    for number, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    out = open(1, "wb", buffering=0 if unbuffered else -1, closefd=False)
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(out, write_through=unbuffered)
+    sys.stderr = open(2, "w", closefd=False)
+    if largest:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+    torch.set_num_threads(1)
+    os.chdir(ROOT)
+    sys.argv = program[program[0] == "-m" :]
+    if program[0] == "-m":
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(program[0], run_name="__main__")
 
 
 def torchrun(work: Callable, *args, **config):

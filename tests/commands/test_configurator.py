@@ -6,8 +6,6 @@ The references are Python itself (exec of the same file, ast.literal_eval), the 
 import ast
 import os
 import re
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -16,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ranks import command
 
 from configurator import Config, Given, documented, dump, parse, read_flags, resolve, usage
 from data.errors import user_errors
@@ -643,10 +642,9 @@ def test_as_a_process(tmp_path):
         "with user_errors():\n    print(parse(Config).batch_size)\n",
     )
 
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script, "--batch_size=0"], capture_output=True, text=True, env=env)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: batch_size=0 (command line) must be at least 1 and below 2147483648\n"
+    code, err = command([str(script), "--batch_size=0"], tmp_path, stdout=tmp_path / "stdout")
+    assert (code, (tmp_path / "stdout").read_text()) == (2, "")
+    assert err == "error: batch_size=0 (command line) must be at least 1 and below 2147483648\n"
 
 
 def test_help_reads_comments_across_lines():

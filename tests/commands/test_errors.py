@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, TINY, refused
-from ranks import exit_codes
+from ranks import command, exit_codes
 from test_checkpoint import train_on_full_disk
 
 import sample
@@ -346,10 +346,10 @@ def test_wrong_sample_flags(flags, fragments, trained, capsys):
 
 
 @pytest.mark.parametrize("script", ["train.py", "sample.py", "evaluate.py"])
-def test_a_real_process_says_one_line(script):
-    done = subprocess.run([sys.executable, script, "--nope=1"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: --nope=1") and len(done.stderr.splitlines()) == 1
+def test_a_process_says_one_line(script, tmp_path):
+    code, err = command([script, "--nope=1"], tmp_path, stdout=tmp_path / "stdout")
+    assert code == 2 and (tmp_path / "stdout").read_text() == ""
+    assert err.startswith("error: --nope=1") and len(err.splitlines()) == 1
 
 
 def test_torchrun_says_it_once(tmp_path):
@@ -375,24 +375,20 @@ def test_a_rank_that_is_wrong_alone_speaks_too(monkeypatch, capsys):
         signal.signal(signal.SIGTERM, handler)
 
 
-def test_streams_that_are_closed_or_full(trained):
+def test_streams_that_are_closed_or_full(trained, tmp_path):
     """A closed one is /dev/null; what a full disk cannot hold is one line."""
-    sample = f"{sys.executable} sample.py --out_dir={trained} --max_new_tokens=5 --device=cpu"
-    commands = {
-        f"{sys.executable} train.py --nope=1 2>&-": (2, 0),
-        f"{sample} > /dev/full": (2, 2),  # after a line about the model
-        f"{sample} >&-": (0, 2),
-        f"{sample} --help > /dev/full": (2, 1),
-        f"{sys.executable} train.py --help > /dev/full": (2, 1),  # longer than the buffer
-    }
-    unbuffered = ("evaluate.py", "-m tools.plot", "-m tools.lens", "-m engine.interchange")
-    commands |= {f"{sys.executable} -u {name} --help > /dev/full": (2, 1) for name in unbuffered}
-    how = {"cwd": ROOT, "stdout": -1, "stderr": -1, "text": True, "env": os.environ | {"PYTHONUNBUFFERED": ""}}
-    started = [subprocess.Popen(["bash", "-c", command], **how) for command in commands]
-    for process, (command, (code, lines)) in zip(started, commands.items(), strict=True):
-        err = process.communicate()[1]
-        assert (process.returncode, len(err.splitlines())) == (code, lines), f"{command}: {err}"
-        assert "full" not in command or "\nerror: stdout: No space left on device; check" in f"\n{err}", err
+    sample = ["sample.py", f"--out_dir={trained}", "--max_new_tokens=5", "--device=cpu"]
+    closed = {"train.py --nope=1 2>&-": (2, 0), f"{' '.join(sample)} >&-": (0, 2)}  # after a line about the model
+    for line, expected in closed.items():
+        shell = ["bash", "-c", f"{sys.executable} {line}"]
+        done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, len(done.stderr.splitlines())) == expected, f"{line}: {done.stderr}"
+    full = [sample, [*sample, "--help"], ["train.py", "--help"]]  # whose help is longer than the buffer
+    unbuffered = [["evaluate.py"], ["-m", "tools.plot"], ["-m", "tools.lens"], ["-m", "engine.interchange"]]
+    for program in full + [[*name, "--help"] for name in unbuffered]:
+        code, err = command(program, tmp_path, stdout="/dev/full", unbuffered=program not in full)
+        assert (code, len(err.splitlines())) == (2, 2 if program == sample else 1), f"{program}: {err}"
+        assert "\nerror: stdout: No space left on device; check" in f"\n{err}", err
 
 
 @pytest.mark.parametrize(
@@ -409,10 +405,9 @@ def test_streams_that_are_closed_or_full(trained):
 def test_a_file_that_a_small_disk_cannot_hold_is_named(line, trained, tiny_data, tmp_path):
     """No file grows beyond 2 KB, and the system's error of a write names none."""
     line = line.format(data=tiny_data, run=trained, out=tmp_path / "out")
-    shell = f"ulimit -f 2; exec {sys.executable} {line}"
-    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 2 and last.startswith("error: ") and str(tmp_path) in last, done.stderr
+    code, err = command(line.split(), tmp_path, largest=2048)
+    last = err.splitlines()[-1]
+    assert code == 2 and last.startswith("error: ") and str(tmp_path) in last, err
     assert "File too large" in last, last
 
 

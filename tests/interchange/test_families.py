@@ -665,10 +665,8 @@ def test_training_starts_from_hugging_face(small, run, many, tiny_data, tmp_path
     for name in layouts:
         assert distance(losses(together / f"{name}, wide"), wide) < 1e-9, name
         export(together / name, tmp_path / f"{name} exported")
-        exported, trained = (
-            read_hf(tmp_path / f"{name} exported"),
-            consolidated(alone, tmp_path / f"{name}.safetensors"),
-        )
+        exported = read_hf(tmp_path / f"{name} exported")
+        trained = consolidated(alone, tmp_path / f"{name}.safetensors")
         assert all((exported[each] - x).abs().max() < 1e-4 for each, x in trained.items())
         assert exported["head.weight"].shape == (271, 16) and exported.keys() == trained.keys()
 

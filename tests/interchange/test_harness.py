@@ -10,7 +10,6 @@ import pytest
 import torch
 from test_hf_tokenizer import TEXTS, sentencepiece
 from test_references import LLAMA, OUR_LLAMA, SIZE, complete, jitter, llama_weights
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.hf_tokenizer import HFTokenizer
 from data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
@@ -31,6 +30,8 @@ def never_odd_bytes(rows, tokenizer):
 
 def llama(folder):
     """(our model, our tokenizer): a Llama with a tokenizer like Llama's, which puts <s> before every text."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     content = sentencepiece(True).to_str().encode()
     tokenizer = HFTokenizer(content, {"eos_token": "</s>", "bos_token": "<s>"}, "x")
     size = dict(vocab_size=tokenizer.vocab_size, max_position_embeddings=LENGTH)

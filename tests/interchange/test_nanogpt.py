@@ -273,7 +273,7 @@ PLACES = ["model", "model_args", "iter_num", "best_val_loss", "config", *ARGS, *
 
 @pytest.mark.filterwarnings("ignore")
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_any_file_is_read_or_refused_in_one_line(tmp_path_factory, data):
     """A checkpoint in which some values are others, have other names or are gone; or any value at all."""
     file = tmp_path_factory.getbasetemp() / "strange.pt"

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+import transformers  # whose classes are loaded when they are asked for
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.decode import generate
 from engine.interchange.huggingface import write_hf
@@ -36,12 +36,7 @@ KINDS = {
     ),
     "bloom": dict(pos="alibi", alibi_scale=0.3, embed_norm=True, norm_bias=True, head_bias=True, tie_weights=False),
     "gpt_neox": dict(
-        block="parallel",
-        norm_per_reader=True,
-        pos="rope",
-        rope_fraction=0.5,
-        rope_scaling="yarn:4",
-        pos_pattern="GN",
+        block="parallel", norm_per_reader=True, pos="rope", rope_fraction=0.5, rope_scaling="yarn:4", pos_pattern="GN"
     ),
     "capped": dict(block="parallel", pos="sinusoidal", attn_softcap=5.0, logit_softcap=3.0),
 }
@@ -68,7 +63,7 @@ def both(tmp_path_factory, modules_cache):
                     p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
             folder = tmp_path_factory.mktemp(kind)
             write(folder, model)
-            theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
             made[kind] = model.double(), theirs.double(), folder  # in which no CPU rounds by more than 1e-12
         return made[kind]
 
@@ -126,7 +121,7 @@ def test_padding_before_a_text_is_refused_where_its_place_counts(tmp_path):
     flags = dict(block="superblock", layer="c.joint_slots", pos="rope", n_slot=3)
     ours = Model(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=24, vocab_size=50, **flags), seed=1).eval()
     write(tmp_path, ours)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).double()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).double()
     ours, idx, mask = ours.double(), tokens(1, 9), torch.tensor([[1] * 6 + [0] * 3])
     with torch.no_grad():
         found = theirs(idx, attention_mask=mask).logits[:, :6]
@@ -139,7 +134,7 @@ def test_saved_again(both, tmp_path):
     ours, theirs, _ = both("superblock")
     theirs.save_pretrained(tmp_path)
     assert {"model.py", "modeling_superblock.py", "model.safetensors"} <= {p.name for p in tmp_path.iterdir()}
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     for (name, p), q in zip(ours.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(p, q), name
     with torch.no_grad():
@@ -148,7 +143,7 @@ def test_saved_again(both, tmp_path):
 
 def test_config(both):
     _, theirs, folder = both("llama")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     assert config.flags == json.loads((folder / "config.json").read_text())["flags"]
     assert (config.vocab_size, config.max_position_embeddings, config.tie_word_embeddings) == (50, 24, False)
     assert theirs.get_output_embeddings().weight is not theirs.get_input_embeddings().weight
@@ -156,8 +151,8 @@ def test_config(both):
 
 def test_new_weights_are_the_models_own(both):
     _, _, folder = both("gpt2")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
     assert 0.018 < model.model.blocks[0].sums[0].attn.qkv.weight.std() < 0.022
     assert model.model.head.weight is model.model.wte.weight and (model.model.norm.weight == 1).all()
 
@@ -167,13 +162,13 @@ def test_a_weight_that_is_missing_is_drawn(both, tmp_path):
     write(tmp_path, ours)
     weights = {f"model.{name}": p.detach() for name, p in ours.named_parameters() if name != "norm.weight"}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     assert (model.model.norm.weight == 1).all() and torch.equal(model.model.wte.weight, ours.wte.weight)
 
 
 def test_in_bfloat16(both, tmp_path):
     ours, theirs, folder = both("superblock")
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
     with torch.no_grad():
         found, want = model(tokens(2, 9)).logits, theirs(tokens(2, 9)).logits
     assert model.dtype == torch.bfloat16 and (found - want).abs().max() < 0.1 * want.abs().max()

@@ -136,6 +136,8 @@ from test_model import GRID
 assert all(any(row.get(flag) == value for row in GRID) for flag, value in json.loads(sys.argv[1]).items())
 for size, runs in json.loads(sys.argv[2]):
     launch(size, train_runs, Path("ranks"), runs)
+import train
+train.main(json.loads(sys.argv[3]))
 """
 
 
@@ -159,14 +161,11 @@ def runs(tiny_data, tmp_path_factory):
         each[size].append([*flags, *more, f"--out_dir={folder / name}"])
     each[1].append([*flags, "--init_from=resume", f"--out_dir={folder / 'half'}"])
     (folder / "ranks").mkdir()
-    given = json.dumps(model_flags | {"block": "macaron"}), json.dumps([*each.items()])
+    large = ["--plan=True", "--n_layer=24", "--n_head=16", "--n_embd=1024", f"--out_dir={folder / 'plan'}"]
+    given = map(json.dumps, (model_flags | {"block": "macaron"}, [*each.items()], [*flags, *large]))
     done = subprocess.run([sys.executable, "-c", SCRIPT, *given], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    large = ["--plan=True", "--n_layer=24", "--n_head=16", "--n_embd=1024"]
-    command = [sys.executable, "train.py", *flags, *large, f"--out_dir={folder / 'plan'}"]
-    plan = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert plan.returncode == 0, plan.stderr[-3000:]
-    return folder, plan.stdout
+    return folder, done.stdout
 
 
 def test_all_patches_together_train_on_every_layout(runs):

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from functools import partial
@@ -16,7 +15,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from helpers import ROOT, refused
-from ranks import train_main
+from ranks import start, train_main
 from test_bench import checkout
 
 import model as M
@@ -54,13 +53,7 @@ def mended(place) -> dict:
 
 PARTS = {  # of PROGRAM; tests choose some of them
     "hangs": Part("", 60, dict(a=small, b=kill, c=lambda _: {"float32": 0.0})),
-    "crashes": Part(
-        "",
-        60,
-        dict(
-            a=lambda _: {"float32": 3e-7}, b=kill, c=lambda _: {"failed": "CUDA error"}, d=lambda _: {"float32": 1e-7}
-        ),
-    ),
+    "crashes": Part("", 60, dict(a=small, b=kill, c=lambda _: {"failed": "CUDA error"}, d=lambda _: {"float32": 1e-7})),
     "raises": Part("", 60, dict(a=lambda _: 1 / 0)),
     "is refused": Part("", 60, dict(a=kill)),
     "works": Part("", 60, dict(a=lambda _: {"tokens/s": 1000.5, "losses": [1.0], "MFU": None, "attention": 0.25})),
@@ -235,20 +228,25 @@ def test_a_gpu_that_is_not_there(tmp_path, capfd):
     assert not (tmp_path / "new").exists()
 
 
+def call_that_waits(out: Path, theirs: Path):
+    signal.signal(signal.SIGTERM, gpu.stop)
+    gpu.MACHINE, gpu.WORKER, gpu.PARTS = MACHINE, ["-c", PROGRAM], {"waits": PARTS["waits"]}
+    sys.stdout = open(os.devnull, "w")
+    gpu.main([f"--out={out}", f"--against={theirs}"])
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
 def test_a_signal_leaves_a_file_that_the_next_call_reads(tmp_path, monkeypatch):
     """SIGTERM while a part runs: the part's process ends, and the case is tried again."""
     out, theirs = tmp_path / "new" / "gpu.jsonl", checkout(tmp_path / "a")
-    script = "import signal, sys; sys.path += ['tests', 'tests/tools']; from test_gpu import *\n"
-    script += f"signal.signal(signal.SIGTERM, gpu.stop); gpu.MACHINE = {MACHINE!r}; gpu.WORKER = ['-c', {PROGRAM!r}]\n"
-    script += f"gpu.PARTS = {{'waits': PARTS['waits']}}; gpu.main(['--out={out}', '--against={theirs}'])"
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.DEVNULL)
+    [process] = start(call_that_waits, [(out, theirs)])
     end = time.monotonic() + 60
     while not (theirs / "pid").exists() or not (theirs / "pid").read_text():
         assert time.monotonic() < end
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 128 + signal.SIGTERM
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 128 + signal.SIGTERM
     child = Path(f"/proc/{(theirs / 'pid').read_text()}/stat")
     assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
     log = gpu.Log(out)

@@ -140,7 +140,8 @@ def test_damaged_lines_are_left_out(make, picture):
 
 @pytest.mark.parametrize("name", ["step", "kind", "loss", "tokens", "tokens_per_s", "flops"])
 def test_a_damaged_row_does_not_stop_the_picture(name, make, picture, monkeypatch):
-    """A row whose figure is no number is left out, or its figure is; all other rows are drawn."""
+    """A row whose figure is no number is left out, or its figure is; all other rows are drawn. Every value meets every
+    second axis, and every axis every second value."""
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)  # four in five seconds here
     for number, value in enumerate(
         ["missing", None, "x", [1], {}, True, 2**80, 10**400, 1e400, float("nan"), -1, 0, 0.5]
@@ -151,7 +152,7 @@ def test_a_damaged_row_does_not_stop_the_picture(name, make, picture, monkeypatc
         assert row["step"] == 30 and row.pop(name) is not None
         text[6] = json.dumps(row if value == "missing" else row | {name: value})
         open(f"{a}/metrics.jsonl", "w").write("\n".join(text) + "\n")
-        for x in curves.AXES:
+        for x in [*curves.AXES][number % 2 :: 2]:
             ((xs, ys),) = lines(picture(a, f"--x={x}"))
             assert set(ys) >= {row["loss"] for row in rows(a, "loss") if row.get("step") in (10, 20, 40)}
             assert len(xs) == len(ys) and np.isfinite(xs).all() and np.isfinite(ys).all()

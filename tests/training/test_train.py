@@ -25,8 +25,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import IN_FLOAT64, ROOT, TINY, distance, figures, losses, metrics, read_all
+from ranks import command, torchrun
 from ranks import launch as launch_ranks
-from ranks import torchrun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoint import full_disk
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -118,27 +118,15 @@ def test_a_mixture_resumes_exactly(run, tiny_data, more_data):
     assert metrics(whole)[-1]["val_loss"] == pytest.approx(nats / count, rel=1e-6)
 
 
-def test_processes_do_not_change_the_losses(run, many):
-    """1 and 2 DDP processes agree in float64; 2 resume exactly; what 2 saved goes on in 1 with the same data."""
-    one = losses(run(IN_FLOAT64, out="one"))
-    half = many(2, ("half", [IN_FLOAT64, "--max_iters=20", "--lr_decay_iters=40"])) / "half"
-    shutil.copytree(half, half.parent / "moved")
-    runs = ("two", [IN_FLOAT64]), ("half", [IN_FLOAT64, "--init_from=resume", "--max_iters=40"])
-    two = many(2, *runs) / "two"
-    assert figures(half) == figures(two)
-    moved = run(IN_FLOAT64, "--init_from=resume", "--lr_decay_iters=40", out="moved")
-    assert distance(losses(two), one) < 1e-9 and distance(losses(moved), one) < 1e-9
-
-
 def test_processes_do_not_change_other_objectives(run, many, tiny_data, more_data):
     """Nor a mixture whose shares are no multiples of what a rank takes of a step."""
     mixture = [f"--dataset={tiny_data}:0.7,{more_data}:0.3", "--eval_iters=0"]
     runs = {"masked": MASKED, "seq2seq": SEQ2SEQ, "documents": ["--doc_mask=True"], "mixture": mixture}
-    runs = {name: [*flags, "--max_iters=20", IN_FLOAT64] for name, flags in runs.items()}
+    runs = {name: [*flags, "--max_iters=8", "--eval_interval=8", IN_FLOAT64] for name, flags in runs.items()}
     folder = many(2, *runs.items())
     for name, flags in runs.items():
         alone = run(*flags, out=f"{name}, alone")
-        assert len(losses(alone)) == 22 and distance(losses(folder / name), losses(alone)) < 1e-9, name
+        assert len(losses(alone)) == 10 and distance(losses(folder / name), losses(alone)) < 1e-9, name
         epochs = [[line.get("epochs") for line in metrics(each) if "loss" in line] for each in (alone, folder / name)]
         assert epochs[0] == epochs[1] and any(epochs[0]) == (name == "mixture"), name
 
@@ -483,17 +471,13 @@ def test_a_pipe_that_nobody_reads_any_more(tiny_data, tmp_path):
     process.stdout.close()
     assert process.stderr.read() == f"{STOPPING}\n" and process.wait(timeout=60) == 0
     assert checkpoint.read_state(checkpoint.find(tmp_path))["step"] >= 2
-    shell = f"{sys.executable} train.py --help | head -1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
-    assert done.stderr == "" and done.stdout.startswith("Train a model.\n")
 
 
 def test_lines_that_cannot_be_written_end_no_run(tiny_data, tmp_path):
     flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=5", f"--out_dir={tmp_path}"]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, stdout=full, stderr=subprocess.PIPE)
-    warning = b"warning: stdout: No space left on device; the run goes on, and metrics.jsonl has its figures\n"
-    assert (done.returncode, done.stderr) == (0, warning) and len(losses(tmp_path)) == 5 + 2
+    warning = "warning: stdout: No space left on device; the run goes on, and metrics.jsonl has its figures\n"
+    assert command(["train.py", *flags], tmp_path, stdout="/dev/full") == (0, warning)
+    assert len(losses(tmp_path)) == 5 + 2
 
 
 def test_figures_that_cannot_be_written(run, monkeypatch, capsys):
@@ -660,9 +644,8 @@ def test_skip_nonfinite(run, monkeypatch):
     assert all(math.isfinite(line["loss"]) for line in lines[30:])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_exits(tiny_data, tmp_path, run, number):
-    """Ctrl-C also when it ends `| tee` too: the terminal sends it to both, and the next line finds nobody who reads."""
+def test_a_signal_saves_and_exits(tiny_data, tmp_path, run):
+    """Ctrl-C that ends `| tee` too: the terminal sends it to both, and the next line finds nobody who reads."""
     flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=100000", "--lr_decay_iters=40", "--log_interval=1"]
     process = subprocess.Popen(
         [sys.executable, "train.py", *flags, f"--out_dir={tmp_path / 'cut'}"],
@@ -670,12 +653,9 @@ def test_a_signal_saves_and_exits(tiny_data, tmp_path, run, number):
     )  # fmt: skip
     for line in process.stdout:
         if line.startswith("iter 25:"):
-            process.send_signal(number)
+            process.send_signal(signal.SIGINT)
             break
-    if number == signal.SIGINT:
-        process.stdout.close()
-    else:
-        assert "--init_from=resume" in process.stdout.read()
+    process.stdout.close()
     err = process.stderr.read()
     assert process.wait(timeout=60) == 0 and err == f"{STOPPING}\n", err
     step = checkpoint.read_state(checkpoint.find(tmp_path / "cut"))["step"]
@@ -788,23 +768,37 @@ def test_a_signal_in_the_first_step(tiny_data, tmp_path):
         process.kill()
 
 
+@pytest.fixture
+def handlers():
+    """Of signals: they are as before when the test has ended."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_run_that_ends_at_once_has_answered(monkeypatch, capfd, handlers):
+    """On a busy machine the thread that answers may begin only then."""
+    read = os.read
+    monkeypatch.setattr(os, "read", lambda *args: (read(*args), time.sleep(0.1))[0])
+    with StopSignal(parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)) as stop:
+        stop.unsaved_steps = True
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err == f"{STOPPING}\n"
+
+
 @pytest.mark.parametrize("size", [0, 1])
-def test_a_signal_is_answered_at_once(monkeypatch, size):
+def test_a_signal_is_answered_at_once(monkeypatch, handlers, size):
     """By rank 0, although an operation goes on that no Python code interrupts, such as a long backward pass."""
     written, write = [], os.write
     monkeypatch.setattr(os, "write", lambda *args: written.append((time.monotonic(), args)) or write(1, args[1]))
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with StopSignal(parallel.Ranks(size, 2, torch.device("cpu"), torch.float32, False)) as stop:
-            stop.unsaved_steps = True
-            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 3 * 10**6)
-            end = time.monotonic()
-            assert stop.name == "SIGINT"
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+    with StopSignal(parallel.Ranks(size, 2, torch.device("cpu"), torch.float32, False)) as stop:
+        stop.unsaved_steps = True
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 3 * 10**6)
+        end = time.monotonic()
+        assert stop.name == "SIGINT"
     assert [text for _, (_, text) in written] == ([] if size else [f"{STOPPING}\n".encode()])
     assert all(when < end for when, _ in written)
 
