@@ -1,7 +1,7 @@
 """Whatever the layout of the ranks, training is the same: every run here is held against one process's run.
 
-Losses and gradient norms of four steps and the evaluations before and after them, the same global batch, in float64
-and some in float32. The processes are real (gloo); each launch makes several runs.
+Losses and gradient norms of four steps (a model of FSDP: 20) and the evaluations before and after them, the same global
+batch, in float64 and some in float32. The processes are real (gloo); each launch makes several runs.
 """
 
 import json
@@ -101,6 +101,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "few keys": ["--block=simplified", "--attention=mqa", "--n_embd=48", "--n_head=4"],
     },
     "fsdp": {
+        "20 steps": ["--pos=rope", "--max_iters=20"],
         "llama, kept": [*GATED, *MUON, "--fsdp_reshard=False"],
         "layers": LAYERS,
         "offloaded": ["--fsdp_offload=True", "--activation_checkpoint=full"],
