@@ -92,6 +92,7 @@ class Config(ModelConfig):
     grad_clip: float = 1.0  # largest norm of the gradient, 0 = off
     muon_lr: float = 0.02  # Muon's highest learning rate
     muon_momentum: float = 0.95  # Muon's decay of the mean gradient
+    balance_rate: float = 0.001  # step of the biases of experts that are read too rarely or too often
     skip_nonfinite: bool = False  # leave out a step whose gradient is not finite, instead of stopping
     # --- schedule
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd = constant, then linear to min_lr
@@ -130,6 +131,10 @@ class Config(ModelConfig):
         "lr_decay_iters": (lambda c: c.schedule != "constant", "schedule other than constant"),
         "min_lr": (lambda c: c.schedule != "constant", "schedule other than constant"),
         **dict.fromkeys(("muon_lr", "muon_momentum"), (lambda c: c.optimizer == "muon", "optimizer=muon")),
+        "balance_rate": (
+            lambda c: c.n_expert > 0 and c.router_balance == "bias",
+            "n_expert > 0 and router_balance=bias",
+        ),
         **dict.fromkeys(("world_size", "gpu"), (lambda c: c.plan, "plan=True")),
         **dict.fromkeys(OF_FSDP, (lambda c: c.parallel == "fsdp", "parallel=fsdp")),
     }
@@ -149,7 +154,7 @@ class Config(ModelConfig):
         check_range(self, "dp_replicate tp cp pp world_size", 1)
         check_range(self, "seed eval_interval eval_iters save_interval log_interval profile_steps", 0)
         check_range(self, "warmup_iters lr_decay_iters cooldown_iters", 0)
-        check_range(self, "learning_rate min_lr muon_lr weight_decay grad_clip", 0)
+        check_range(self, "learning_rate min_lr muon_lr weight_decay grad_clip balance_rate", 0)
         check_range(self, "beta1 beta2 muon_momentum", 0, 1)
         for name, pattern, form in (
             ("dataset", r".*\S.*", "a folder under data/, such as pycode, a path, or a mixture, such as a:0.7,b:0.3"),

@@ -87,6 +87,15 @@ class ModelConfig:
     layer: str = "c+p"  # the superblock's readers: c context, p MLP, s slots, m memory (docs/blocks.md)
     n_group: int = 1  # slices of the stream that the superblock's parameters are read with, each with units of its own
     n_slot: int = 0  # learned slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
+    # --- model: experts
+    n_expert: int = 0  # experts of an MLP, of which each token reads some (arXiv:1701.06538); 0 = dense
+    n_expert_active: int = 2  # experts that a token reads
+    n_expert_shared: int = 0  # experts that all tokens read besides (arXiv:2401.06066)
+    expert_ratio: float = 0.0  # hidden width of an expert over n_embd, as mlp_ratio; 0 = mlp_ratio / (active + shared)
+    router: Literal["softmax", "sigmoid"] = "softmax"  # scores of experts (Mixtral, arXiv:2401.04088; DeepSeek-V3)
+    router_balance: Literal["bias", "none"] = "bias"  # bias: less read experts are preferred more (arXiv:2408.15664)
+    moe_pattern: str = ""  # per layer, repeated: E = experts, D = dense, such as DE; empty = all E
+    n_dense_layer: int = 0  # first layers that have no experts
     # --- model: attention
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # gqa: arXiv:2305.13245, mqa: arXiv:1911.02150
     n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
@@ -122,6 +131,8 @@ class ModelConfig:
             ("n_head n_embd block_size", 1, 2**31),
             ("n_group", 1, 2**16),  # each layer holds a tuple of its groups
             ("vocab_size head_dim n_kv_head n_slot window loss_chunk attn_softcap logit_softcap norm_eps", 0, 2**31),
+            ("n_expert n_expert_shared expert_ratio n_dense_layer", 0, 2**16),
+            ("n_expert_active", 1, 2**16),
             ("simplified_beta_ff embed_scale alibi_scale", -(2**31), 2**31),
             ("n_layer", 1, 2**12),  # building a layer takes a hundredth of a second
             ("n_encoder_layer", 0, 2**12),
@@ -160,6 +171,11 @@ class ModelConfig:
         unused = f"doc_positions=True has no effect with pos={pos}, which encodes distances of tokens or nothing"
         absolute = pos in ("learned", "sinusoidal")
         require(not self.doc_positions or absolute, f"{unused}; leave it out, or set pos=learned")
+        active, experts = self.n_expert_active, self.n_expert
+        fact = f"n_expert_active={active} is more than n_expert={experts}"
+        require(active <= experts or not experts, f"{fact}; lower it, or set more experts")
+        flag, known = f"moe_pattern={self.moe_pattern!r}", "may hold only E (experts) and D (dense), such as DE"
+        require(set(self.moe_pattern) <= set("ED"), f"{flag} {known}")
         if self.block == "superblock":
             check_layer(self)
         pairs = all(r.share * self.kv_heads % 2 == 0 and not r.slots for r in self.readers if r.source == "context")
@@ -213,7 +229,18 @@ class ModelConfig:
     @property
     def layers(self) -> "tuple[tuple[list[Sources], int], ...]":
         """For each string of `layer`, c,p in other blocks: the readers of each sum, and how many layers have them."""
-        return layer_kinds(self.layer if self.block == "superblock" else "c,p", self.objective, self.n_layer)
+        if self.block == "superblock":
+            strings = self.layer
+        else:
+            strings = ";".join(
+                "c,e" if self.expert_layer(i) else "c,p" for i in range(self.n_layer if self.n_expert else 1)
+            )
+        return layer_kinds(strings, self.objective, self.n_layer)
+
+    def expert_layer(self, layer: int) -> bool:
+        """Whether the MLP of this layer has experts, in blocks other than superblock, whose `layer` says it."""
+        kinds = self.moe_pattern or "E"
+        return self.n_expert > 0 and layer >= self.n_dense_layer and kinds[layer % len(kinds)] == "E"
 
     @property
     def readers(self) -> "list[Reader]":
@@ -235,7 +262,11 @@ class ModelConfig:
     def part(self, reader: "Reader") -> "ModelConfig":
         """The flags of one reader: its share of heads and hidden units, its phi as mlp, its slots as n_slot."""
         part, phi = copy(self), {"mlp": self.mlp, "softmax": "gelu" if reader.units else self.mlp}
-        vars(part).update(mlp=phi.get(reader.phi, reader.phi), mlp_ratio=self.mlp_ratio * reader.share)
+        ratio = self.mlp_ratio
+        if reader.source == "experts":
+            ratio = self.expert_ratio or ratio / (self.n_expert_active + self.n_expert_shared)
+            part.n_group = 8  # hidden units in multiples of 8, as ops.grouped_linear is fast with
+        vars(part).update(mlp=phi.get(reader.phi, reader.phi), mlp_ratio=ratio * reader.share)
         if not reader.units:
             H, Hkv = (int(n * reader.share) for n in (self.n_head, self.kv_heads))
             vars(part).update(n_head=H, attention="gqa", n_kv_head=Hkv, head_dim=self.head_size)
@@ -267,7 +298,7 @@ class ModelConfig:
         small = copy(self)
         share = math.lcm(*(reader.share.denominator for reader in self.readers))
         vars(small).update(n_head=share, n_kv_head=share, n_embd=64 * share, head_dim=64, mlp_ratio=1.0)
-        vars(small).update(attention="gqa", n_group=1, n_slot=1)
+        vars(small).update(attention="gqa", n_group=1, n_slot=1, n_expert=1, n_expert_active=1)
         with torch.device("meta"):
             strings = range(self.layer.count(";") + 1)
             return any(len(each.names) > 1 for i in strings for each in BLOCK[self.block](small, i))
@@ -304,15 +335,24 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "simplified_value_proj": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "simplified_beta_ff": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "layer": (lambda c: c.block == "superblock", "block=superblock"),
-    "n_group": (lambda c: c.block == "superblock" and any(r.units for r in c.readers), "block=superblock with a p"),
+    "n_group": (lambda c: c.block == "superblock" and any(r.dense for r in c.readers), "block=superblock with a p"),
     "n_slot": (lambda c: any(r.slotted for r in c.readers), "block=superblock and a layer with s or c.own_slots"),
+    "n_expert": (lambda c: any(r.source == "experts" for r in c.readers), "a layer with experts, in superblocks an e"),
+    **dict.fromkeys(
+        ("n_expert_active", "n_expert_shared", "expert_ratio", "router", "router_balance"),
+        (lambda c: c.n_expert > 0, "n_expert > 0"),
+    ),
+    **dict.fromkeys(
+        ("moe_pattern", "n_dense_layer"),
+        (lambda c: c.n_expert > 0 and c.block != "superblock", "n_expert > 0 and block other than superblock"),
+    ),
     "n_encoder_layer": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
     "doc_positions": (lambda c: c.doc_mask, "doc_mask=True"),
     "mlp_ratio": (
-        lambda c: any(r.units or r.slotted and not c.n_slot for r in c.readers),
-        "layer with a p, or with slots and n_slot=0",
+        lambda c: any(r.dense or r.units and not c.expert_ratio or r.slotted and not c.n_slot for r in c.readers),
+        "layer with a p, with an e and expert_ratio=0, or with slots and n_slot=0",
     ),
-    "mlp": (lambda c: any(r.phi == "mlp" for r in c.readers), "layer with a p that has no other map"),
+    "mlp": (lambda c: any(r.phi == "mlp" for r in c.readers), "layer with a p or e that has no other map"),
     "norm": (lambda c: c.norm_placement != "none" or c.norm == "none", "norm_placement other than none"),
     "norm_placement": (lambda c: c.norm != "none" or c.norm_placement == "none", "norm other than none"),
 }
@@ -626,8 +666,10 @@ class Linear(UndrawnLinear):
 
     fused = (dim, groups, sizes): along dim (0 rows, 1 columns) the weight has `groups` groups of pieces of `sizes`, and
     the n-th pieces of all groups are logical matrix n; None = one matrix. Muon orthogonalizes each matrix alone; tensor
-    parallelism cuts between groups.
+    parallelism cuts between groups. `read` is the share of the weight that a token reads.
     """
+
+    read = Fraction(1)
 
     def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None, bias=False):
         super().__init__(n_in, n_out, cfg.bias or bias)
@@ -742,7 +784,7 @@ class Reader(NamedTuple):
     """The four choices of a Pool, and its share of the layer's heads, hidden units and slots."""
 
     name: str = "attn"  # of the module, on which its initial weights depend
-    source: str = "context"  # of keys and values: context, memory, parameters
+    source: str = "context"  # of keys and values: context, memory, parameters, experts (parameters that a router picks)
     query: str = "heads"  # heads: projections of the stream, stream: its slices
     phi: str = "softmax"  # of the scores: softmax or an entry of MLP_KIND
     out: str = "matrix"  # or none
@@ -752,7 +794,12 @@ class Reader(NamedTuple):
     @property
     def units(self) -> bool:
         """Whether the stream itself reads parameters, as in an MLP."""
-        return (self.source, self.query) == ("parameters", "stream")
+        return self.source in ("parameters", "experts") and self.query == "stream"
+
+    @property
+    def dense(self) -> bool:
+        """Whether it reads all of them."""
+        return self.units and self.source == "parameters"
 
     @property
     def slotted(self) -> bool:
@@ -765,6 +812,7 @@ READER = {  # letter of cfg.layer -> what it stands for without switches; the ph
     "m": Reader("cross", "memory"),
     "s": Reader("slots", "parameters"),
     "p": Reader("mlp", "parameters", "stream", "mlp", "none"),
+    "e": Reader("experts", "experts", "stream", "mlp", "none"),
 }
 SWITCH = {"heads": "query", "stream": "query", "matrix": "out", "none": "out", "own_slots": "slots"}
 SWITCH |= {"joint_slots": "slots"} | dict.fromkeys(["softmax", *MLP_KIND], "phi")
@@ -797,7 +845,7 @@ def parsed_layer(layer: str) -> tuple[tuple[Sources, ...], ...]:
     return tuple(strings)
 
 
-SYNTAX = "write c, p, s or m, such as c,p or c.relu/2+p/2 (docs/blocks.md)"
+SYNTAX = "write c, p, e, s or m, such as c,p or c.relu/2+p/2 (docs/blocks.md)"
 
 
 def layer_readers(layer: str, objective: str, i: int) -> list[Sources]:
@@ -831,7 +879,7 @@ def check_layer(cfg: ModelConfig):
     memory = cfg.objective == "seq2seq" or all(r.source != "memory" for r in readers)
     require(memory, f"{shown} has an m, which reads an encoder; set objective=seq2seq, or leave m out")
     for r in readers:
-        tokens, mapped, what = r.source != "parameters", r.phi not in ("softmax", "mlp"), f"{shown}: {r.name}"
+        tokens, mapped, what = r.source in ("context", "memory"), r.phi not in ("softmax", "mlp"), f"{shown}: {r.name}"
         require(r.share <= 1, f"{what} takes {r.share} of the heads or units; write a part, such as /2 or 3c/4")
         for name, n in (("n_head", H), ("its key/value heads", Hkv)):
             fits = (r.share * n).denominator == 1 or r.units
@@ -840,6 +888,11 @@ def check_layer(cfg: ModelConfig):
         cut = tokens and r.query == "stream" or r.out == "none" and r.query == "heads"
         wide = f"{H * r.share} heads of {D} are not n_embd={cfg.n_embd}"
         require(not cut or H * r.share * D == cfg.n_embd, f"{what} has no matrix between heads and stream, but {wide}")
+        plain = (r.query, r.out) == ("stream", "none") and r.phi != "softmax"
+        require(
+            r.source != "experts" or plain, f"{what} may have only another map, such as e.relu2; leave the rest out"
+        )
+        require(r.source != "experts" or cfg.n_expert, f"{what} needs experts, and n_expert=0; set n_expert")
         gated = mapped and MLP_KIND[r.phi].inputs == 2
         require(not (tokens and gated), f"{what}: .{r.phi} needs two keys for each value; only p and s have them")
         beside = not r.slots or r.source == "context" and not mapped
@@ -966,11 +1019,7 @@ class Pool(nn.Module):
 
     def hidden(self, x: Tensor) -> Tensor:
         """The activations of the hidden units, (B, T, F)."""
-        scores = self.up(x)
-        if not self.rows:
-            return self.phi(scores)
-        parts = scores.unflatten(-1, (-1, sum(self.rows))).split(self.rows, dim=-1)  # each (B, T, F / unit, unit)
-        return self.phi(*parts).flatten(2)
+        return activations(self.phi, self.rows, self.up(x))
 
     def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T, D), k and v (B, heads, T or S, D), before norms and positions."""
@@ -1022,6 +1071,98 @@ class Pool(nn.Module):
         n, D = sum(sizes), self.head_dim
         heads = x.view(B, T, x.size(2) // (n * D), n, D).permute(0, 2, 3, 1, 4)  # (B, groups, n, T, D)
         return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
+
+
+class ExpertLinear(Linear):
+    """Linear maps of E experts: the rows of x (N, i) of the first expert, of the second, ... -> (N, o). `ends` (E,) are
+    the ends of their rows; weight (E, o, i). `fused` is about one expert's matrix."""
+
+    def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None):
+        super().__init__(cfg, n_in, n_out, role, fused)
+        self.weight = nn.Parameter(torch.empty(cfg.n_expert, n_out, n_in))
+        self.read = Fraction(cfg.n_expert_active, cfg.n_expert)
+        if self.bias is not None:
+            self.bias, self.initial = nn.Parameter(torch.empty(cfg.n_expert, n_out)), {"bias": 0.0}
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return ops.grouped_linear(x, self.weight, self.bias, ends)
+
+
+class LoadBalance(nn.Module):
+    """A bias for each expert, by which experts are chosen, but not weighed (arXiv:2408.15664). Its gradient is the
+    expert's load over the mean load, minus 1. So the ranks and micro-steps of a step add it up as they add up
+    gradients, and the optimizer moves the bias against its sign."""
+
+    role = "whole"
+
+    def __init__(self, n: int):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(n))
+
+    def forward(self, weights: Tensor, load: Tensor) -> Tensor:
+        """weights (N, k) of the chosen experts, unchanged; load (E,) is the number of tokens that read each expert."""
+        return ops.with_gradient(weights, self.bias, load / load.mean() - 1)
+
+
+class Experts(nn.Module):
+    """sum_e w_e M_e(x) over the k experts that the router chooses for a token, plus those that all tokens read.
+
+    p is the softmax, or the sigmoid, of router(x) (E,). The experts with the largest p + bias are chosen; w is their p,
+    divided by its sum if k > 1. No token is left out, whatever the load of an expert.
+    """
+
+    def __init__(self, cfg: ModelConfig, layer: int, reader: Reader):
+        super().__init__()
+        self.reader, part, C = reader, cfg.part(reader), cfg.n_embd
+        self.active, self.score = (
+            cfg.n_expert_active,
+            {"softmax": partial(torch.softmax, dim=-1)}.get(cfg.router, torch.sigmoid),
+        )
+        hidden, unit = part.hidden_dim, part.hidden_unit
+        rows = (unit,) * (1 + part.gated)
+        self.phi, self.rows = MLP_KIND[part.mlp].f, rows if part.gated else ()
+        self.router = Linear(cfg, C, cfg.n_expert, "router")
+        self.up = ExpertLinear(part, C, hidden * len(rows), "into", (0, hidden // unit, rows))
+        self.down = ExpertLinear(part, hidden, C, "out")
+        self.balance = LoadBalance(cfg.n_expert) if cfg.router_balance == "bias" else None
+        self.shared = None
+        if cfg.n_expert_shared:
+            wide = copy(part)
+            wide.mlp_ratio, wide.n_group = part.mlp_ratio * cfg.n_expert_shared, 1
+            self.shared = Pool(wide, layer, READER["p"]._replace(phi=reader.phi))
+
+    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
+        tokens = x.flatten(0, 1)  # (N, C)
+        p = self.score(ops.wide_linear(tokens, self.router.weight, self.router.bias))  # (N, E)
+        k, preferred = self.active, p if self.balance is None else p.detach() + self.balance.bias
+        chosen = preferred.topk(k, sorted=False).indices  # (N, k)
+        weights = p.gather(1, chosen)
+        weights = weights / weights.sum(1, keepdim=True) if k > 1 else weights
+        order, ends = ops.by_expert(chosen.flatten(), p.size(1))
+        if self.balance is not None:
+            weights = self.balance(weights, ends.diff(prepend=ends.new_zeros(1)).to(p.dtype))
+        y = self.down(activations(self.phi, self.rows, self.up(tokens[order // k], ends)), ends)  # (N k, C)
+        y = y[order.argsort()].unflatten(0, (-1, k))  # (N, k, C)
+        y = (weights[:, None].to(y.dtype) @ y).view_as(x)
+        return y if self.shared is None else y + self.shared(x, inputs)
+
+
+def activations(phi: Callable, rows: Shape, scores: Tensor) -> Tensor:
+    """phi of the scores (..., units) of hidden units. A gated phi has pieces of gates and values of `rows` in turn."""
+    if not rows:
+        return phi(scores)
+    parts = scores.unflatten(-1, (-1, sum(rows))).split(rows, dim=-1)  # each (..., F / unit, unit)
+    return phi(*parts).flatten(-2)
+
+
+def reads(cfg: ModelConfig, layer: int, reader: Reader) -> nn.Module:
+    """The module of a reader."""
+    return (Experts if reader.source == "experts" else Pool)(cfg, layer, reader)
+
+
+def mlp_of(cfg: ModelConfig, layer: int) -> nn.Module:
+    """The MLP of a layer, which may have experts."""
+    return reads(cfg, layer, READER["e" if cfg.expert_layer(layer) else "p"])
 
 
 class ShapedPool(Pool):
@@ -1098,8 +1239,10 @@ class Sum(nn.Module):
 
 def readers_of(cfg: ModelConfig, layer: int, string: str) -> list[Sum]:
     """The sums of a layer whose readers stand in this string, as in cfg.layer."""
+    if cfg.block != "superblock" and cfg.expert_layer(layer):
+        string = string.replace("p", "e")
     sums = layer_readers(string, cfg.objective, layer)
-    return [Sum(cfg, **{reader.name: Pool(cfg, layer, reader) for reader in readers}) for readers in sums]
+    return [Sum(cfg, **{reader.name: reads(cfg, layer, reader) for reader in readers}) for readers in sums]
 
 
 def cross(cfg: ModelConfig, layer: int) -> dict[str, Pool]:
@@ -1110,14 +1253,14 @@ def cross(cfg: ModelConfig, layer: int) -> dict[str, Pool]:
 def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n1(s));  s = g_S s + b_FF M(n2(s)): no skip around attention (SAS, arXiv:2311.01906)."""
     attn = Sum(cfg, skip=0, gains={"attn": 1.0}, attn=ShapedPool(cfg, layer))
-    mlp = Sum(cfg, skip="learned", gains={"mlp": cfg.simplified_beta_ff}, mlp=Pool(cfg, layer, READER["p"]))
+    mlp = Sum(cfg, skip="learned", gains={"mlp": cfg.simplified_beta_ff}, mlp=mlp_of(cfg, layer))
     return [attn, Sum(cfg, **cross(cfg, layer)), mlp]
 
 
 def simplified_parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n(s)) + b_FF M(n(s)): no skip at all (SAS-P, arXiv:2311.01906)."""
     gains = {"attn": 1.0, "mlp": cfg.simplified_beta_ff}
-    both = Sum(cfg, skip=0, gains=gains, attn=ShapedPool(cfg, layer), mlp=Pool(cfg, layer, READER["p"]))
+    both = Sum(cfg, skip=0, gains=gains, attn=ShapedPool(cfg, layer), mlp=mlp_of(cfg, layer))
     return [Sum(cfg, **cross(cfg, layer)), both]
 
 

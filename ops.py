@@ -160,6 +160,59 @@ def capped(x: Tensor, cap: float) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Experts
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b in float32, also where autocast computes products in 16 bits: rounding would change choices."""
+    x, weight, bias = (None if t is None else at_least_float32(t) for t in (x, weight, bias))
+    if matmul_dtype(x) == x.dtype:
+        return F.linear(x, weight, bias)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x, weight, bias)
+
+
+def by_expert(expert: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """expert (N,), numbers below n -> the order (N,) of the rows by expert, and the end of each expert's rows (n,)."""
+    order = expert.argsort(stable=True)
+    return order, torch.searchsorted(expert[order], torch.arange(n, device=expert.device), right=True)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    """x_r W_e^T + b_e, where e is the expert of row r: the first one's rows are those before ends_0, the second one's
+    those before ends_1, and so on. x (N, i), weight (E, o, i), bias (E, o), ends (E,) -> (N, o)."""
+    dtype = matmul_dtype(x)
+    x, weight = x.to(dtype), weight.to(dtype)
+    if x.is_meta:
+        y = F.linear(x, weight[0])
+    elif dtype != torch.float64 and all(n * x.itemsize % 16 == 0 for n in weight.shape[1:]):
+        y = F.grouped_mm(x, weight.mT, offs=ends.to(torch.int32))
+    else:  # the kernel takes no such matrices
+        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        y = torch.cat([F.linear(rows, w) for rows, w in zip(x.split(sizes), weight.unbind(), strict=True)])
+    if bias is None:
+        return y
+    expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
+    return y + bias[expert].to(dtype)
+
+
+class WithGradient(torch.autograd.Function):
+    """x; the gradient of `parameter` is `grad`, whatever the gradient of x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, parameter: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx: Tensor):
+        return dx, *ctx.saved_tensors, None
+
+
+with_gradient = WithGradient.apply
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Attention
 
 

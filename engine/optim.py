@@ -19,12 +19,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from data.errors import require
 from engine.parallel.owners import Matrix, Owners, portions
 from engine.parallel.sharded import ShardedModel, local
-from model import Fused, Linear
+from model import Fused, Linear, LoadBalance
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Schedules
@@ -106,7 +107,7 @@ class Muon:
     ):
         shapes = {p: owners.matrices[p].shape if owners else p.shape for p in weights}
         self.owners, self.dtype, self.sizes = owners, dtype, {p: math.prod(shape) for p, shape in shapes.items()}
-        self.fused = {p: fused or (0, 1, (shapes[p][0],)) for p, fused in weights.items()}
+        self.fused = {p: fused or (0, 1, (shapes[p][-2],)) for p, fused in weights.items()}
         self.param_groups = [group | {"lr": lr, "momentum": momentum} for group in decay_groups(weights, weight_decay)]
         self.state = {p: self.new_state(p) for p in weights}
 
@@ -158,9 +159,10 @@ class Muon:
         same_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for p, update in updates.items():
             dim, groups, sizes = self.fused[p]
-            for piece in update.unflatten(dim, (groups, sum(sizes))).split(sizes, dim + 1):  # views, groups still apart
-                matrix = piece.flatten(dim, dim + 1)  # (rows, columns)
-                same_shape[matrix.shape].append((piece, matrix))
+            for each in update.reshape(-1, *update.shape[-2:]):  # a view; experts have a matrix each
+                for piece in each.unflatten(dim, (groups, sum(sizes))).split(sizes, dim + 1):  # views, groups apart
+                    matrix = piece.flatten(dim, dim + 1)  # (rows, columns)
+                    same_shape[matrix.shape].append((piece, matrix))
         for (rows, columns), group in same_shape.items():
             batch = orthogonalize(torch.stack([m for _, m in group]), self.dtype) * max(1, rows / columns) ** 0.5
             for (piece, _), matrix in zip(group, batch, strict=True):
@@ -230,6 +232,19 @@ class AdamW(Elementwise):
         )  # fmt: skip
 
 
+class Balance(Elementwise):
+    """Moves the bias of each expert by cfg.balance_rate against the sign of its gradient, see model.LoadBalance. Loads
+    that are equal but for rounding move nothing."""
+
+    @staticmethod
+    def new_state(p: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def update(self, group: dict, weights: list[Tensor], grads: list[Tensor]):
+        for bias, excess in zip(weights, grads, strict=True):
+            bias.sub_(F.hardshrink(excess, 1e-5).sign(), alpha=group["lr"])
+
+
 class Parts(NamedTuple):
     """The parts of a run's optimizer: what trains the weights, or with muon=True those that are no hidden matrices."""
 
@@ -250,8 +265,8 @@ def state_bytes(optimizer: type[Elementwise | Muon], numbers: int) -> int:
 class Optimizer:
     """The optimizer of a run. A gradient scaler that finds an overflow skips all of its parts or none.
 
-    parts maps each optimizer to its peak learning rate, relative to cfg.learning_rate. All state exists from the start,
-    so a checkpoint can be loaded into it in place.
+    parts maps each optimizer to its peak learning rate, relative to cfg.learning_rate; None leaves it as it is. All
+    state exists from the start, so a checkpoint can be loaded into it in place.
     """
 
     def __init__(self, parts: dict[Elementwise | Muon, float]):
@@ -260,7 +275,7 @@ class Optimizer:
 
     def set_lr(self, lr: float):
         for part, ratio in self.parts.items():
-            for group in part.param_groups:
+            for group in part.param_groups if ratio is not None else ():
                 group["lr"] = lr * ratio
 
     def step(self):
@@ -284,10 +299,13 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
         not hidden or cfg.learning_rate > 0,
         "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it; set learning_rate above 0",
     )
-    rest = [p for p in model.parameters() if p.requires_grad and p not in hidden]  # a tied weight occurs once
-    of_rest = kind.rest(decay_groups(rest, cfg.weight_decay), cfg.learning_rate, (cfg.beta1, cfg.beta2))
+    loads = load_biases(model)
+    others = [p for p in model.parameters() if p.requires_grad and p not in hidden and p not in loads]  # tied: once
+    rest = {kind.rest(decay_groups(others, cfg.weight_decay), cfg.learning_rate, (cfg.beta1, cfg.beta2)): 1.0}
+    if loads:
+        rest[Balance([{"params": list(loads)}], cfg.balance_rate, ())] = None
     if not hidden:
-        return Optimizer({of_rest: 1.0})
+        return Optimizer(rest)
     owners = None
     if sharded and sharded.ranks.size > cfg.pp:
         matrices = {
@@ -297,7 +315,7 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
         }
         owners = Owners(matrices, sharded.ranks.stage, iteration_dtype(dtype))
     muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, owners, dtype)
-    return Optimizer({of_rest: 1.0, muon: cfg.muon_lr / cfg.learning_rate})
+    return Optimizer(rest | {muon: cfg.muon_lr / cfg.learning_rate})
 
 
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
@@ -305,6 +323,11 @@ def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
     the stream or the memory and hidden units."""
     layers = [m for m in model.modules() if isinstance(m, Linear) and m.role in ("into", "memory", "out", "second")]
     return {m.weight: m.fused for m in layers if m.weight.requires_grad}
+
+
+def load_biases(model: nn.Module) -> set[nn.Parameter]:
+    """The biases that balance the loads of experts. Their gradients are loads."""
+    return {m.bias for m in model.modules() if isinstance(m, LoadBalance)}
 
 
 def decay_groups(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:

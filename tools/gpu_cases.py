@@ -159,7 +159,7 @@ def attend(case: dict, S: int, device: torch.device, dtype: torch.dtype) -> dict
 
 LAYERS = (  # every choice of a reader; the grid of the tests has them too
     "c,p", "c.own_slots", "c.joint_slots,p", "p/2,c,p/2", "c/2+p/2,c/2+p/2", "c,s", "c+s/2;p", "c.gelu,p.sigmoid",
-    "c.sigmoid+s.swiglu", "c.stream,p.softmax", "c.none,p.matrix", "s.gelu.none,c.gelu/2",
+    "c.sigmoid+s.swiglu", "c.stream,p.softmax", "c.none,p.matrix", "s.gelu.none,c.gelu/2", "c,e.relu2/2+p/2",
 )  # fmt: skip
 
 

@@ -28,15 +28,17 @@ class Matrix(NamedTuple):
     cuts    how a grid of ranks shares it: (number of ranks, the dimension that they cut, or None if they have copies)
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     fused: Fused | None
     cuts: tuple[tuple[int, int | None], ...] = ()
 
     @property
     def logical(self) -> list[tuple[int, int]]:
         """(rows, columns) of each logical matrix."""
-        dim, groups, sizes = self.fused or (0, 1, self.shape[:1])
-        return [(groups * n, self.shape[1]) if dim == 0 else (self.shape[0], groups * n) for n in sizes]
+        *experts, rows, columns = self.shape
+        dim, groups, sizes = self.fused or (0, 1, (rows,))
+        each = [(groups * n, columns) if dim == 0 else (rows, groups * n) for n in sizes]
+        return each * math.prod(experts)
 
     @property
     def flops(self) -> int:

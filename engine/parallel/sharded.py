@@ -28,7 +28,7 @@ from engine import compilation
 from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.ranks import Ranks, make_mesh
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
-from model import Gain, Model, ShapedPool, stream_dtype
+from model import Gain, LoadBalance, Model, ShapedPool, stream_dtype
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
@@ -83,8 +83,10 @@ def selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager
 
 
 def gains(part: nn.Module) -> list[nn.Parameter]:
-    """The scalars by which simplified blocks weight their branches, of a block or of each head."""
-    return [p for m in part.modules() if isinstance(m, Gain | ShapedPool) for p in m.parameters(recurse=False)]
+    """The scalars by which blocks weight their branches, of a block or of each head, and the biases of experts."""
+    return [
+        p for m in part.modules() if isinstance(m, Gain | ShapedPool | LoadBalance) for p in m.parameters(recurse=False)
+    ]
 
 
 def shard(model: Model, blocks: list[nn.Module], cfg, ranks: Ranks):
@@ -173,6 +175,7 @@ class ShardedModel:
         # weight of each parameter in the global norm, so that replicas count once
         self.norm_weight = {p: (name not in self.counted_elsewhere) / math.sqrt(copies.get(p, 1)) for name, p in named}
         sums = {"shard": self.fsdp, "tp": cfg.tp > 1, "pp": cfg.pp > 1}
+        self.loads = {m.bias for m in model.modules() if isinstance(m, LoadBalance)}  # their gradients are no gradients
         self.norm_groups = [mesh[dim].get_group() for dim, on in sums.items() if on]
 
     # ---- weights
@@ -245,7 +248,7 @@ class ShardedModel:
     @torch.no_grad()
     def clip(self, limit: float) -> Tensor:
         """Scale the gradient to a norm of at most `limit` (0 = no limit); returns the norm before, over all ranks."""
-        params = [p for p in self.model.parameters() if p.grad is not None]
+        params = [p for p in self.model.parameters() if p.grad is not None and p not in self.loads]
         grads = [local(p.grad) for p in params]
         norms = torch.stack(torch._foreach_norm(grads))
         self.grad_norms = params, norms

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from data.errors import require
 from data.objective import OBJECTIVE
-from model import GroupedLinear, Linear, NormOfHeads, stream_dtype
-from ops import ChunkedCrossEntropy, at_least_float32, capped, matmul_dtype, rows_at_once
+from model import ExpertLinear, GroupedLinear, Linear, NormOfHeads, stream_dtype
+from ops import ChunkedCrossEntropy, at_least_float32, capped, grouped_linear, matmul_dtype, rows_at_once
 
 SHARDED_DIM = {  # role -> dimension of the weight that is cut; 0 also cuts the bias
     "vocab": 0,
@@ -38,6 +38,7 @@ SHARDED_DIM = {  # role -> dimension of the weight that is cut; 0 also cuts the 
     "per_head": 0,
     "out": 1,
     "second": None,
+    "router": None,
     "before": None,
     "after": None,
     "last": None,
@@ -62,7 +63,9 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
             + remedy
         )
     dim = SHARDED_DIM[role]
-    return None if dim == 1 and kind == "bias" else dim
+    if dim is None or dim == 1 and kind == "bias":
+        return None
+    return dim + isinstance(module, ExpertLinear)  # whose first dimension is the expert
 
 
 def check(cfg, n: int):
@@ -77,7 +80,7 @@ def check(cfg, n: int):
             f"tp={n} does not divide the {text} tokens of the text or the {source} of its source; change block_size, "
             "corrupt_ratio or span_length, from which they follow",
         )
-    T, sliced = cfg.block_size, cfg.n_group > 1
+    T = cfg.block_size
     require(T % n == 0, f"tp={n} does not divide block_size={T}; set --block_size={-(-T // n) * n}")
     for reader in cfg.readers:
         part = cfg.part(reader)
@@ -86,6 +89,7 @@ def check(cfg, n: int):
         fits, what = reader.units or heads % (n * each) == 0, f"n_kv_head={heads}" + " in pairs" * (each > 1)
         require(fits, f"tp={n} does not divide {what}; choose a tp that divides it")
         if reader.units:
+            sliced = cfg.n_group > 1 and reader.dense
             whole = reader.phi == "softmax" and not sliced
             require(
                 not whole, f"layer={cfg.layer}: the softmax of p needs all units of a group; set n_group={n}, or tp=1"
@@ -203,9 +207,9 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
     model.loss = partial(parallel_loss, model, group)
 
 
-def row_parallel(layer: nn.Linear, n: int, x: Tensor) -> Tensor:
+def row_parallel(layer: nn.Linear, n: int, x: Tensor, *ends: Tensor) -> Tensor:
     """This rank's term of the layer's output: each of n ranks adds bias / n, so that the sum has the bias once."""
-    return F.linear(x, layer.weight, layer.bias / n)
+    return (grouped_linear if ends else F.linear)(x, layer.weight, layer.bias / n, *ends)
 
 
 def norm_over_ranks(norm: NormOfHeads, group: dist.ProcessGroup, x: Tensor) -> Tensor:

@@ -18,13 +18,13 @@ from ops import Mask, attention_kernel, takes_flash
 
 
 def flops(model: Model, T: int, source: int = 0) -> int:
-    """Matmul FLOPs of forward and backward for a sequence of T tokens and its source: 6 per token and weight (the head
-    counts, the embedding does not), plus 3 times attention's forward (PaLM, arXiv:2204.02311, appendix B)."""
+    """Matmul FLOPs of forward and backward for a sequence of T tokens and its source: 6 per token and weight that it
+    reads (the head counts, the embedding does not), plus 3 times attention's forward (arXiv:2204.02311, appendix B)."""
     total = 6 * model.head.weight.numel() * T
     for name, m in model.named_modules():
         tokens = source if name.startswith("encoder.") else T
         if isinstance(m, Linear):
-            total += 6 * m.weight.numel() * (source if m.role == "memory" else tokens)
+            total += 6 * int(m.weight.numel() * m.read) * (source if m.role == "memory" else tokens)
     for m, queries, keys, slots in pools(model, T, source):
         window = m.window if m.causal else 2 * m.window - 1
         calls = 1 if m.diff is None else 2  # differential attention computes the scores for each half of the values
@@ -74,8 +74,14 @@ def layer_in_words(cfg: ModelConfig) -> str:
 
     def words(reader: Reader) -> str:
         part, usual = cfg.part(reader), next(r for r in READER.values() if reader.name.startswith(r.name))
-        of = {"context": "the context", "memory": "the memory", "parameters": f"{part.n_slot:,} slots"}[reader.source]
+        of = {"context": "the context", "memory": "the memory", "parameters": f"{part.n_slot:,} slots"}.get(
+            reader.source
+        )
         size = f"{part.hidden_dim:,} hidden units" if reader.units else f"{part.n_head} heads on {of}"
+        if reader.source == "experts":
+            size += f" of {cfg.n_expert_active} of {cfg.n_expert} experts" + f", {cfg.n_expert_shared} shared" * bool(
+                cfg.n_expert_shared
+            )
         size += f" and {part.n_slot:,} slots" * bool(reader.slots)
         choices = [choice for choice, default in zip(reader[2:6], usual[2:6], strict=True) if choice != default]
         return size + f" ({', '.join(WORDS.get(x, x.replace('_', ' ')) for x in choices)})" * bool(choices)
@@ -83,7 +89,7 @@ def layer_in_words(cfg: ModelConfig) -> str:
     for sums, _ in cfg.layers:
         said.append(", then ".join(" + ".join(map(words, readers)) for readers in sums))
     for sums, n in (kind for stack in cfg.stacks for kind in stack.layers):
-        for reader in (reader for readers in sums for reader in readers if reader.units):
+        for reader in (reader for readers in sums for reader in readers if reader.dense):
             part, whole = cfg.part(reader), cfg.part(reader._replace(share=Fraction(1)))
             units = part.hidden_dim - whole.hidden_dim * reader.share
             added += n * (2 + part.gated) * cfg.n_embd // cfg.n_group * units

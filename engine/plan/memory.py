@@ -74,7 +74,7 @@ def parameters(cfg) -> tuple[int, int]:
         layer = int(rest.partition(".")[0]) if blocks else 0  # from the second on, each counts for those of its string
         n = p.numel() * (len(range(layer, depth[stack + "blocks"], period)) if layer else 1)
         total += n
-        matrices += n if blocks and p.dim() == 2 else 0
+        matrices += n if blocks and p.dim() > 1 else 0
     return total, matrices
 
 
@@ -86,9 +86,10 @@ def kept_by_readers(cfg) -> tuple[int, int]:
         part = cfg.part(reader)
         heads = part.n_head * part.head_size
         if reader.units:  # these maps keep their results alone, which are the inputs of the projection
-            hidden += n * (1 + part.gated) * part.hidden_dim
+            units = part.hidden_dim * (1 if reader.dense else cfg.n_expert_active + cfg.n_expert_shared)
+            hidden += n * (1 + part.gated) * units
             result = reader.phi == "softmax" or part.mlp in ("relu", "sigmoid")
-            projected += n * part.hidden_dim * (not result)
+            projected += n * units * (not result)
         elif reader.source == "context":
             hidden += n * (part.kv_heads * part.head_size + heads * (reader.query == "heads"))
             projected += n * heads * (reader.out == "matrix")

@@ -72,6 +72,8 @@ LAYERS = "--block=parallel --norm_per_reader=True --pos=rope --pos_pattern=LNG -
 LAYERS += "--head_bias=True --qkv_bias=True --norm_bias=True --embed_norm=True --embed_scale=3.0".split()
 PARTS = ["--block=superblock", "--layer=c/2+p/2,c.stream.relu+s.gelu/2,p.matrix", "--n_head=4"]
 GROUPS = ["--block=superblock", "--layer=c.none+p,p.softmax.matrix", "--n_head=4"]
+EXPERTS = "--n_expert=4 --n_expert_shared=1 --mlp_ratio=3 --mlp=swiglu --bias=True --balance_rate=0.1 --moe_pattern=ED".split()
+SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=superblock --layer=c+e,p/2".split()
 FLAGS = "--attn_gate=element --attn_sink=True --attn_diff=True --value_residual=True --n_head=4 --pos=rope".split()
 MODELS = {  # what is particular about a layout: layout -> {name: flags of the model}
     "tp": {
@@ -86,6 +88,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "wide": [*WIDE, "--head_dim=12", "--attention=gqa", "--n_kv_head=2", "--tie_weights=False", *MUON],
         "layers": [*LAYERS, "--loss_chunk=7"],
         "attention": [*FLAGS, *MUON],
+        "experts": [*EXPERTS, *MUON],
         "head gates": ["--attn_gate=head", "--block=simplified", "--attn_sink=True", "--value_residual=True"],
         "masked": ["--objective=masked", "--doc_mask=True", "--doc_positions=True", "--attn_softcap=3.0"],
         "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0", "--pos=alibi", *MUON],
@@ -98,6 +101,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "parts": [*PARTS, "--n_slot=4", "--pos=rope"],
         "layers": [*LAYERS, "--rope_scaling=llama3:8:1:4:8"],
         "attention": [*FLAGS, "--window=5"],
+        "experts": [*EXPERTS, "--activation_checkpoint=full"],
         "few keys": ["--block=simplified", "--attention=mqa", "--n_embd=48", "--n_head=4"],
     },
     "fsdp": {
@@ -108,17 +112,25 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "untied": ["--tie_weights=False", "--activation_checkpoint=selective", "--n_layer=3"],
         "seq2seq": ["--objective=seq2seq", "--grad_clip=0.0"],
         "attention": [*FLAGS, "--activation_checkpoint=full", *MUON],
+        "experts": [*EXPERTS, "--activation_checkpoint=selective", *MUON],
     },
-    "hsdp": {"muon": [*MUON, "--block=superblock"], "groups": [*GROUPS, "--n_group=2", *MUON]},
+    "ddp": {"experts": SIGMOID},
+    "hsdp": {
+        "experts": [*SIGMOID, *MUON],
+        "muon": [*MUON, "--block=superblock"],
+        "groups": [*GROUPS, "--n_group=2", *MUON],
+    },
     "fsdp+tp": {
         "llama": [*GATED, *MUON, "--activation_checkpoint=selective"],
         "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0"],
         "values": ["--block=simplified", "--simplified_value_proj=all", "--bias=True", *MUON],
+        "experts": [*EXPERTS, *MUON],
     },
     "fsdp+pp": {
         "untied": ["--tie_weights=False", "--n_layer=3", *MUON],
         "masked": ["--objective=masked"],
         "layers": LAYERS,
+        "experts": [*EXPERTS, *MUON],
     },
     "ddp+pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
 }

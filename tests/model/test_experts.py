@@ -1,0 +1,199 @@
+"""Experts against transformers' blocks by copied weights, a loop over tokens, and a dense MLP, in float64."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from test_references import EXACT, ROUNDED, C, H, L, T, V, assert_same, call, jitter, stream, trained
+
+import ops
+from engine.optim import Balance
+from model import MLP_KIND, READER, Experts, Inputs, Model, ModelConfig, Pool
+
+E, WIDTH = 6, 40  # experts, and hidden units of each
+SIZE = dict(n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V, n_expert=E)
+
+
+def experts(**flags) -> Experts:
+    """Experts with random numbers, in float64."""
+    cfg = ModelConfig(**SIZE | flags)
+    gated = MLP_KIND[cfg.mlp].inputs
+    cfg.expert_ratio = WIDTH / C * (1.5 if gated == 2 else 1)
+    return random(Experts(cfg, 0, READER["e"]))
+
+
+def random(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for p in module.parameters():
+            p.zero_()
+    return jitter(module)
+
+
+def units_in_pieces(gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Rows of gates and of values, each (E, F, C) -> our rows, in which a width of no multiple of 64 has one of each in
+    turn."""
+    return torch.stack((gates, values), dim=2).flatten(1, 2)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_are_those_of_transformers(family):
+    """Outputs and the gradients of all weights and of the stream. Theirs compute the router's softmax in float32."""
+    hf = pytest.importorskip("transformers", "5", reason="needs transformers >= 5; run pip install -e .[test]")
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    name, sizes, flags = {
+        "mixtral": ("MixtralSparseMoeBlock", {"intermediate_size": WIDTH, "num_local_experts": E}, {}),
+        "qwen3_moe": (
+            "Qwen3MoeSparseMoeBlock",
+            {"moe_intermediate_size": WIDTH, "num_experts": E, "norm_topk_prob": True},
+            {"n_expert_active": 3},
+        ),
+        "deepseek_v3": (
+            "DeepseekV3MoE",
+            {"moe_intermediate_size": WIDTH, "n_routed_experts": E, "num_local_experts": E, "n_group": 1,
+             "topk_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 1.0},
+            {"n_expert_active": 3, "router": "sigmoid", "n_expert_shared": 2},
+        ),
+    }[family]  # fmt: skip
+    active = flags.get("n_expert_active", 2)
+    config = getattr(
+        hf, {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3"}[family] + "Config"
+    )
+    theirs = random(
+        getattr(module, name)(config(hidden_size=C, num_experts_per_tok=active, hidden_act="silu", **sizes))
+    )
+    gates, values = theirs.experts.gate_up_proj.chunk(2, dim=1)
+    weights = {"router.weight": theirs.gate.weight, "down.weight": theirs.experts.down_proj}
+    weights["up.weight"] = units_in_pieces(gates, values)
+    if family == "deepseek_v3":
+        bias = torch.randn(E, dtype=torch.float64)
+        theirs.gate.e_score_correction_bias.copy_(bias)
+        shared = theirs.shared_experts
+        weights["shared.up.weight"] = units_in_pieces(shared.gate_proj.weight[None], shared.up_proj.weight[None])[0]
+        weights |= {"shared.down.weight": shared.down_proj.weight, "balance.bias": bias}
+    else:
+        flags["router_balance"] = "none"
+    x = stream()
+    got = call(experts(mlp="swiglu", **flags), weights, x, Inputs())
+    assert_same(got, theirs(x), trained(theirs) | {"x": x}, ROUNDED)
+
+
+def by_token(m: Experts, mlp: str, x: torch.Tensor) -> torch.Tensor:
+    """Every token by itself, with the experts' matrices one by one."""
+    out = []
+    for token in x.flatten(0, 1):
+        scores = m.router(token)
+        p = scores.softmax(0) if m.score is not torch.sigmoid else 1 / (1 + (-scores).exp())
+        best = sorted(range(E), key=lambda e: -(p[e] + m.balance.bias[e]).item())[: m.active]  # noqa: B023
+        total = sum(p[e] for e in best) if m.active > 1 else 1.0
+        y = 0
+        for e in best:
+            up = m.up.weight[e] @ token + (0 if m.up.bias is None else m.up.bias[e])
+            pieces = up.view(-1, MLP_KIND[mlp].inputs).unbind(1)  # of one unit
+            down = m.down.weight[e] @ MLP_KIND[mlp].f(*pieces)
+            y = y + p[e] / total * (down + (0 if m.down.bias is None else m.down.bias[e]))
+        out.append(y)
+    return torch.stack(out).view_as(x)
+
+
+@pytest.mark.parametrize("mlp", MLP_KIND)
+@pytest.mark.parametrize("active", [1, 2, E])
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_experts_are_a_loop_over_tokens(router, active, mlp):
+    m, x = experts(router=router, n_expert_active=active, mlp=mlp, bias=active == 2), stream()
+    leaves = {name: p for name, p in m.named_parameters() if name != "balance.bias"}
+    assert_same(m(x, Inputs()), by_token(m, mlp, x), leaves | {"x": x}, EXACT)
+
+
+def test_all_experts_with_equal_weights_are_a_dense_mlp():
+    """With the MLP's hidden units divided among them, and outputs times their number."""
+    m = experts(n_expert_active=E)
+    dense = Pool(ModelConfig(**SIZE, mlp_ratio=E * WIDTH / C), 0, READER["p"]).double()
+    with torch.no_grad():
+        m.router.weight.zero_()
+        dense.up.weight.copy_(m.up.weight.flatten(0, 1))
+        dense.down.weight.copy_(m.down.weight.transpose(0, 1).flatten(1) / E)
+    x = stream()
+    assert torch.allclose(m(x, Inputs()), dense(x, Inputs()), atol=1e-12)
+
+
+@pytest.mark.parametrize("ends", [[7, 7, 20, 24], [0, 0, 24, 24], [24] * 4])
+@pytest.mark.parametrize("dtype, width", [(torch.float32, 16), (torch.float32, 17), (torch.bfloat16, 16)])
+def test_grouped_products_are_those_of_each_group(ends, dtype, width):
+    """PyTorch's kernel and the loop, for experts without tokens too, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(s, generator=generator).to(dtype) for s in ((24, 16), (4, width, 16), (4, width)))
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    y = ops.grouped_linear(x, w, b, torch.tensor(ends))
+    starts = [0, *ends[:-1]]
+    expected = torch.cat([F.linear(x[s:e], w[i], b[i]) for i, (s, e) in enumerate(zip(starts, ends, strict=True))])
+    tolerance = dict(atol=1e-5) if dtype == torch.float32 else dict(atol=0.1, rtol=0.02)
+    assert torch.allclose(y, expected, **tolerance)
+    grad = torch.randn(y.shape, generator=generator).to(dtype)
+    for ours, theirs in zip(*(torch.autograd.grad(z, leaves, grad) for z in (y, expected)), strict=True):
+        assert torch.allclose(ours, theirs, **tolerance)
+
+
+def test_the_bias_of_an_expert_has_its_load_as_gradient():
+    m, x = experts(), stream()
+    p = m.router(x).softmax(-1) + m.balance.bias
+    load = p.topk(2).indices.flatten().bincount(minlength=E).double()
+    for _ in range(2):  # two micro-steps
+        (17.0 * m(x, Inputs())).sum().backward()  # whatever the loss
+    assert torch.allclose(m.balance.bias.grad, 2 * (load / load.mean() - 1))
+    before, excess = m.balance.bias.detach().clone(), m.balance.bias.grad.clone()
+    Balance([{"params": [m.balance.bias]}], 0.01, ()).step()
+    assert torch.equal(m.balance.bias, before - 0.01 * excess.sign())
+
+
+def test_a_router_that_has_collapsed_recovers_by_the_bias():
+    """All tokens prefer the same two experts; the biases spread them, without another gradient."""
+    m, x = experts(), stream()
+    with torch.no_grad():
+        m.balance.bias.zero_()
+        m.router.weight.mul_(0.02)
+    x = (x + 3.0 * m.router.weight[0].sign()).detach()  # so that all scores of expert 0 are large
+    optimizer = Balance([{"params": [m.balance.bias]}], 0.003, ())
+
+    def loads() -> torch.Tensor:
+        return (m.router(x).softmax(-1) + m.balance.bias).topk(2).indices.flatten().bincount(minlength=E)
+
+    assert loads()[0] == 2 * T and loads().min() <= T // 4
+    for _ in range(600):
+        m.balance.bias.grad = None
+        m(x, Inputs()).sum().backward()
+        optimizer.step()
+    mean = 2 * 2 * T / E
+    assert loads().max() < 1.7 * mean and loads().min() > 0.3 * mean
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({"n_expert_active": 7}, "n_expert_active=7 is more than n_expert=6; lower it"),
+        ({"moe_pattern": "DX"}, "moe_pattern='DX' may hold only E"),
+        ({"block": "superblock", "layer": "c,e", "n_expert": 0}, "needs experts, and n_expert=0; set n_expert"),
+        ({"block": "superblock", "layer": "c,e.heads"}, "experts may have only another map, such as e.relu2"),
+    ],
+)
+def test_experts_that_cannot_be_built(flags, words):
+    with pytest.raises(ValueError, match=words):
+        ModelConfig(**SIZE | flags)
+
+
+def test_layers_of_experts():
+    """A pattern, dense first layers, the encoder, and a superblock's string."""
+
+    def kinds(**flags) -> list[str]:
+        model = Model(ModelConfig(**SIZE | {"n_layer": 5} | flags), seed=0)
+        blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]
+        return ["".join("E" for m in block.modules() if isinstance(m, Experts)) or "D" for block in blocks]
+
+    assert kinds() == ["E"] * 5
+    assert kinds(moe_pattern="DE") == ["D", "E", "D", "E", "D"]
+    assert kinds(n_dense_layer=2) == ["D", "D", "E", "E", "E"]
+    assert kinds(objective="seq2seq", n_encoder_layer=2, n_dense_layer=1) == ["D", *"EEEE", "D", "E"]
+    assert kinds(block="superblock", layer="c,p;c,e/2+e/2") == ["D", "EE", "D", "EE", "D"]
+
+
+def test_a_layer_hands_experts_no_plain_linear():
+    assert not [m for m in Model(ModelConfig(**SIZE), seed=0).blocks.modules() if type(m) is nn.Linear]
