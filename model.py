@@ -1128,7 +1128,7 @@ class Experts(nn.Module):
         self.shared = None
         if cfg.n_expert_shared:
             wide = copy(part)
-            wide.mlp_ratio, wide.n_group = part.mlp_ratio * cfg.n_expert_shared, 1
+            wide.mlp_ratio, wide.n_group = cfg.n_expert_shared * hidden / C * (1.5 if part.gated else 1), 1
             self.shared = Pool(wide, layer, READER["p"]._replace(phi=reader.phi))
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:

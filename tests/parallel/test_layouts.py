@@ -72,7 +72,8 @@ LAYERS = "--block=parallel --norm_per_reader=True --pos=rope --pos_pattern=LNG -
 LAYERS += "--head_bias=True --qkv_bias=True --norm_bias=True --embed_norm=True --embed_scale=3.0".split()
 PARTS = ["--block=superblock", "--layer=c/2+p/2,c.stream.relu+s.gelu/2,p.matrix", "--n_head=4"]
 GROUPS = ["--block=superblock", "--layer=c.none+p,p.softmax.matrix", "--n_head=4"]
-EXPERTS = "--n_expert=4 --n_expert_shared=1 --mlp_ratio=3 --mlp=swiglu --bias=True --balance_rate=0.1 --moe_pattern=ED".split()
+EXPERTS = "--n_expert=4 --n_expert_shared=1 --moe_pattern=ED --balance_rate=0.1".split()
+EXPERTS += "--mlp_ratio=3 --mlp=swiglu --bias=True".split()
 SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=superblock --layer=c+e,p/2".split()
 FLAGS = "--attn_gate=element --attn_sink=True --attn_diff=True --value_residual=True --n_head=4 --pos=rope".split()
 MODELS = {  # what is particular about a layout: layout -> {name: flags of the model}
