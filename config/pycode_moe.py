@@ -1,0 +1,29 @@
+# `make train`'s model with experts: each MLP has 8, of half the hidden units, and a token reads two of them.
+dataset = "pycode"
+out_dir = "out/pycode_moe"
+
+n_layer = 4
+n_head = 4
+n_embd = 192
+block_size = 256
+batch_size = 8
+gradient_accumulation_steps = 1
+norm = "rmsnorm"
+qk_norm = True
+pos = "rope"
+mlp = "relu2"
+n_expert = 8
+n_expert_active = 2
+
+optimizer = "muon"
+max_iters = 450
+muon_lr = 0.005
+learning_rate = 0.006
+min_lr = 0.0
+schedule = "wsd"
+warmup_iters = 20
+cooldown_iters = 150
+
+eval_interval = 150
+eval_iters = 60
+log_interval = 10
