@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from data.errors import require
-from model import ModelConfig
+from model import READER, ModelConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The keys of a file
@@ -29,11 +29,13 @@ HARMLESS = {  # why keys say nothing about the logits, whatever their values -> 
     "they say how transformers computes, in which dtype, and what it returns beside the logits": """
         _attn_implementation _attn_implementation_autoset attention_softmax_in_fp32 attn_impl attn_implementation
         bias_dropout_fusion cache_implementation chunk_size_feed_forward dtype gradient_checkpointing init_device
-        masked_softmax_fusion output_attentions output_hidden_states pretraining_tp reorder_and_upcast_attn return_dict
+        masked_softmax_fusion output_attentions output_hidden_states output_router_logits pretraining_tp
+        reorder_and_upcast_attn return_dict
         tie_last_hidden_states torch_dtype torchscript use_bfloat16 use_cache verbose""",
-    "they are of training: dropout and initial weights": """
+    "they are of training: dropout, initial weights and losses of routers": """
         attention_dropout attention_probs_dropout_prob attn_pdrop embd_pdrop emb_pdrop embedding_fraction
-        hidden_dropout hidden_dropout_prob init_config initializer_range resid_pdrop""",
+        hidden_dropout hidden_dropout_prob init_config initializer_range resid_pdrop router_aux_loss_coef
+        router_jitter_noise""",
     "they are of other tasks: classification, summaries, encoders": """
         classifier_dropout finetuning_task id2label is_decoder label2id n_special num_labels predict_special_tokens
         problem_type summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
@@ -181,6 +183,29 @@ def mlp(activation: str, width: str, known: dict[str, str] = PLAIN) -> Part:
         return {activation: names.get(cfg.mlp, next(iter(known))), width: cfg.hidden_dim}
 
     return Part(read, write)
+
+
+def experts(width: str) -> Part:
+    """Gated experts of this width in every layer, whose weights are normalised if a token reads several."""
+
+    def read(keys: Keys, flags: dict) -> dict:
+        n, active = keys("num_local_experts", int), keys("num_experts_per_tok", int)
+        express(active > 1, f"num_experts_per_tok={active}, but only 2 or more")
+        own, unit = mlp("hidden_act", width, GATED).read(keys, flags), 8 if flags["n_embd"] % 64 else 64
+        F = keys(width, int, NoneType) or 4 * flags["n_embd"]
+        express(F % unit == 0, f"{width}={F}, but only a multiple of {unit}")
+        return {"n_expert": n, "n_expert_active": active, "mlp": own["mlp"], "expert_ratio": own["mlp_ratio"]}
+
+    def write(cfg: ModelConfig) -> dict:
+        keys = mlp("hidden_act", width, GATED).write(cfg.part(READER["e"]))
+        return keys | {"num_local_experts": cfg.n_expert, "num_experts_per_tok": cfg.n_expert_active}
+
+    return Part(read, write)
+
+
+def read_normalised(keys: Keys, flags: dict) -> dict:
+    express(keys("norm_topk_prob", bool), "norm_topk_prob=false, but only true")
+    return {}
 
 
 SCALING = {  # rope_type -> the keys of our flag's numbers in order, with the flag's defaults
@@ -359,6 +384,7 @@ def read_mpt_attention(keys: Keys, flags: dict) -> dict:
     return {}
 
 
+NORMALISED = Part(read_normalised, lambda cfg: {"norm_topk_prob": True})
 WINDOW = value("sliding_window", "window", int, NoneType)
 SOFTCAP = value("attn_logit_softcapping", "attn_softcap", float, NoneType)
 QWEN_LAYERS = Part(read_qwen_layers, write_qwen_layers)

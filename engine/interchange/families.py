@@ -26,7 +26,7 @@ from data.errors import require
 from engine.interchange import config as hf_config
 from engine.interchange.config import GATED, Keys, Part, describe, ignored, mlp, only, rope, sizes, value
 from engine.interchange.tokenizer import keeps_ids
-from model import USED_WHEN, ModelConfig
+from model import READER, USED_WHEN, ModelConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Layouts of weights
@@ -88,6 +88,10 @@ TRANSPOSE = Conversion(lambda x, *_: x.t(), lambda x, *_: x.t())  # Conv1D of GP
 GROUP, TURN = reordered(group), reordered(turn)
 # All gates, then all values -> pieces of gates and values in turn
 UNITS = reordered(lambda rows, cfg: rows.view(2, -1, cfg.hidden_unit).transpose(0, 1).flatten())
+EACH_UNITS = reordered(  # the same for each expert in turn
+    lambda rows, cfg: rows.view(cfg.n_expert, 2, -1, cfg.hidden_unit).transpose(1, 2).flatten()
+)
+STACK = Conversion(lambda x, cfg, _: x.unflatten(0, (cfg.n_expert, -1)), lambda x, *_: x.flatten(0, 1))  # of experts
 PLUS_ONE = Conversion(lambda x, *_: x + 1, lambda x, *_: x - 1)  # Gemma's norms multiply by 1 + w
 # A file that we write has query_pre_attn_scalar = D, so nothing is scaled back.
 SCALE_QUERIES = Conversion(scale_queries, lambda x, *_: x)
@@ -134,10 +138,12 @@ class Family:
             keys |= part.write(cfg)
         return keys
 
-    def source(self, name: str) -> tuple[list[str], list[Conversion]]:
-        """(names of their tensors, conversions to ours) for our parameter."""
+    def source(self, name: str, n_expert: int = 0) -> tuple[list[str], list[Conversion]]:
+        """(names of their tensors, conversions to ours) for our parameter. {} stands for the number of an expert."""
         layer, place, rest, kind = re.fullmatch(r"(?:blocks[.](\d+)[.])?(sums[.]\d+[.])?(.+)[.](\w+)", name).groups()
         names, *conversions = self.rows.get(f"{place}{rest}") or self.rows[rest]
+        if "{}" in names:
+            names = " ".join(names.format(*[e] * names.count("{}")) for e in range(n_expert))
         start = "" if layer is None else self.layers.format(layer)
         return [f"{start}{each}.{kind}" for each in names.split()], conversions
 
@@ -162,6 +168,16 @@ GEMMA2 = LLAMA | {
     "sums.1.before": ("pre_feedforward_layernorm", PLUS_ONE),
     "sums.1.after": ("post_feedforward_layernorm", PLUS_ONE),
     "norm": ("model.norm", PLUS_ONE),
+}
+MIXTRAL = LLAMA | {
+    "experts.router": ("block_sparse_moe.gate",),
+    "experts.up": ("block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3", EACH_UNITS, STACK),
+    "experts.down": ("block_sparse_moe.experts.{}.w2", STACK),
+}
+QWEN3_MOE = LLAMA | {
+    "experts.router": ("mlp.gate",),
+    "experts.up": ("mlp.experts.{}.gate_proj mlp.experts.{}.up_proj", EACH_UNITS, STACK),
+    "experts.down": ("mlp.experts.{}.down_proj", STACK),
 }
 NEOX_LAYER = {"mlp.up": ("mlp.dense_h_to_4h",), "mlp.down": ("mlp.dense_4h_to_h",), "head": ("lm_head",)}
 BLOOM_ROWS = NEOX_LAYER | {
@@ -198,10 +214,12 @@ GEMMA_DEFAULTS = dict(
 )  # fmt: skip
 
 
-def llama(name: str, ours: dict, parts: list[Part], defaults: dict, rows: dict = LLAMA) -> Family:
+def llama(
+    name: str, ours: dict, parts: list[Part], defaults: dict, rows: dict = LLAMA, aliases: dict | None = None
+) -> Family:
     """A family with Llama's names of layers; `ours` and `defaults` are those besides Llama's."""
     ours, defaults = dict(norm="rmsnorm", pos="rope") | ours, LLAMA_DEFAULTS | defaults
-    return Family(f"{name}ForCausalLM", "model.layers.{}.", ours, parts, defaults, rows)
+    return Family(f"{name}ForCausalLM", "model.layers.{}.", ours, parts, defaults, rows, aliases or {})
 
 
 FAMILIES = {
@@ -214,6 +232,29 @@ FAMILIES = {
     "qwen3": llama(
         "Qwen3", dict(qk_norm=True), [*LLAMA_PARTS, rope(), hf_config.QWEN_LAYERS, only(attention_bias=False)],
         QWEN_DEFAULTS | dict(head_dim=128),
+    ),
+    "mixtral": llama(
+        "Mixtral", dict(router_balance="none"),
+        [*LLAMA_SHAPE, hf_config.experts("intermediate_size"), rope(), hf_config.WINDOW],
+        dict(
+            intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5,
+            rope_theta=1e6, sliding_window=None, num_local_experts=8, num_experts_per_tok=2,
+        ),
+        MIXTRAL, dict(num_experts="num_local_experts"),
+    ),
+    "qwen3_moe": llama(
+        "Qwen3Moe", dict(router_balance="none", qk_norm=True),
+        [
+            *LLAMA_SHAPE, hf_config.experts("moe_intermediate_size"), rope(), hf_config.NORMALISED,
+            only(attention_bias=False, use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[]),
+            ignored("intermediate_size", "sliding_window", "max_window_layers"),
+        ],
+        dict(
+            vocab_size=151936, hidden_size=2048, num_hidden_layers=24, num_key_value_heads=4,
+            max_position_embeddings=32768, moe_intermediate_size=768, num_local_experts=128, num_experts_per_tok=8,
+            norm_topk_prob=False,
+        ),
+        QWEN3_MOE, dict(num_experts="num_local_experts"),
     ),
     "olmo2": llama(
         "Olmo2", dict(norm_placement="after", qk_norm=True, qk_norm_width="model"),
@@ -351,8 +392,9 @@ def network(cfg: ModelConfig) -> dict[str, Any]:
     layers, kinds = range(cfg.n_layer), cfg.pos_pattern or "G"
     out["pos_pattern"] = "".join(kinds[i % len(kinds)] for i in layers)
     out["window_pattern"] = [cfg.layer_window(i) for i in layers]
+    ratio = {"expert_ratio": cfg.part(READER["e"]).hidden_dim, "mlp_ratio": 0} if cfg.n_expert else {}
     out |= {"mlp_ratio": cfg.hidden_dim, "n_kv_head": cfg.kv_heads, "head_dim": cfg.head_size}
-    return out | {"rope_scaling": hf_config.write_scaling(cfg)}
+    return out | ratio | {"rope_scaling": hf_config.write_scaling(cfg)}
 
 
 def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family, str, ModelConfig]:

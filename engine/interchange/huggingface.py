@@ -60,7 +60,7 @@ class Own(Family):
         places = {auto: f"modeling_superblock.{name}" for auto, name in classes.items()}
         return {"architectures": [self.architecture], "auto_map": places, "flags": asdict(cfg)}
 
-    def source(self, name: str) -> tuple[list[str], list]:
+    def source(self, name: str, n_expert: int = 0) -> tuple[list[str], list]:
         return [f"model.{name}"], []
 
 
@@ -81,11 +81,11 @@ def shapes_of(cfg: ModelConfig) -> dict[str, torch.Size]:
 
 def to_theirs(family: Family, cfg: ModelConfig, config: dict, name: str, x: Tensor) -> dict[str, Tensor]:
     """Their tensors by name, for our parameter x."""
-    names, conversions = family.source(name)
+    names, conversions = family.source(name, cfg.n_expert)
     for conversion in reversed(conversions):
         x = conversion.write(x, cfg, config)
     heads = [cfg.n_head * cfg.head_size, *[cfg.kv_heads * cfg.head_size] * 2]
-    rows = {1: [len(x)], 2: [len(x) // 2] * 2, 3: heads}[len(names)]
+    rows = heads if "qkv" in name and len(names) > 1 else [len(x) // len(names)] * len(names)
     return dict(zip(names, x.split(rows), strict=True))
 
 
@@ -129,7 +129,7 @@ class Pretrained(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name == "head.weight" and self.cfg.tie_weights:
             name = "wte.weight"
-        names, conversions = self.family.source(name)
+        names, conversions = self.family.source(name, self.cfg.n_expert)
         x = torch.cat([self._tensor(each) for each in names]) if len(names) > 1 else self._tensor(names[0])
         if name == "wte.weight" and self.tied_head in self.stored:
             same = torch.equal(self._tensor(self.tied_head), x)

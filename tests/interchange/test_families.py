@@ -64,6 +64,18 @@ ARCHITECTURES = {  # name -> (class of its config, its keys)
     "mistral": ("MistralConfig", GATED | rope() | dict(sliding_window=WINDOW)),
     "qwen2": ("Qwen2Config", GATED | dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
     "qwen3": ("Qwen3Config", GATED | dict(head_dim=12, tie_word_embeddings=True)),
+    "mixtral": ("MixtralConfig", GATED | rope() | dict(num_local_experts=3, sliding_window=WINDOW)),
+    "mixtral, units": (
+        "MixtralConfig",
+        GATED | dict(hidden_size=64, num_attention_heads=4, intermediate_size=128, num_local_experts=4),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        GATED
+        | rope()
+        | dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
+        | dict(head_dim=12),
+    ),
     "gemma2": ("Gemma2Config", GEMMA | dict(final_logit_softcapping=3.0, attn_logit_softcapping=2.0)),
     "gemma3": (
         "Gemma3TextConfig",
@@ -171,6 +183,7 @@ def test_in_and_out(hf, tmp_path, name):
 LLAMA_LIKE = dict(norm="rmsnorm", mlp="swiglu", pos="rope")
 GEMMA3_LIKE = LLAMA_LIKE | dict(mlp="geglu_tanh", norm_placement="sandwich", qk_norm=True, embed_scale=32**0.5)
 FRACTIONAL = ["yarn:4:10.9", f"yarn:{T / 10.9}", "llama3:8:1:4:10.9"]  # an original context of 10 gives other logits
+EXPERTS = dict(n_expert=4, expert_ratio=3.0, router_balance="none")
 CHOICES = {
     "gpt2": [
         {},
@@ -192,6 +205,8 @@ CHOICES = {
     "mistral": [LLAMA_LIKE | dict(window=WINDOW, norm_eps=1e-6, attention="mqa")],
     "qwen2": [LLAMA_LIKE | dict(qkv_bias=True), LLAMA_LIKE | dict(window=WINDOW, window_pattern="LLS")],
     "qwen3": [LLAMA_LIKE | dict(qk_norm=True, window=WINDOW, window_pattern="LS")],
+    "mixtral": [LLAMA_LIKE | EXPERTS | dict(window=WINDOW)],
+    "qwen3_moe": [LLAMA_LIKE | EXPERTS | dict(qk_norm=True, n_expert_active=3)],
     "olmo2": [LLAMA_LIKE | dict(norm_placement="after", qk_norm=True, qk_norm_width="model")],
     "phi3": [LLAMA_LIKE | dict(rope_fraction=0.5)],
     "gemma3_text": [GEMMA3_LIKE | dict(logit_softcap=2.0)],
