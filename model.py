@@ -93,7 +93,11 @@ class ModelConfig:
     n_expert_shared: int = 0  # experts that all tokens read besides (arXiv:2401.06066)
     expert_ratio: float = 0.0  # hidden width of an expert over n_embd, as mlp_ratio; 0 = mlp_ratio / (active + shared)
     router: Literal["softmax", "sigmoid"] = "softmax"  # scores of experts (Mixtral, arXiv:2401.04088; DeepSeek-V3)
-    router_balance: Literal["bias", "none"] = "bias"  # bias: less read experts are preferred more (arXiv:2408.15664)
+    router_balance: Literal[  # bias: rarely read experts are preferred (arXiv:2408.15664), loss: of arXiv:2101.03961
+        "bias", "loss", "none"
+    ] = "bias"
+    balance_weight: float = 0.01  # factor of the balance loss of each layer
+    router_z_loss: float = 0.0  # factor of the mean squared log-sum-exp of the scores (arXiv:2202.08906); 0 = off
     moe_pattern: str = ""  # per layer, repeated: E = experts, D = dense, such as DE; empty = all E
     n_dense_layer: int = 0  # first layers that have no experts
     # --- model: attention
@@ -131,7 +135,7 @@ class ModelConfig:
             ("n_head n_embd block_size", 1, 2**31),
             ("n_group", 1, 2**16),  # each layer holds a tuple of its groups
             ("vocab_size head_dim n_kv_head n_slot window loss_chunk attn_softcap logit_softcap norm_eps", 0, 2**31),
-            ("n_expert n_expert_shared expert_ratio n_dense_layer", 0, 2**16),
+            ("n_expert n_expert_shared expert_ratio n_dense_layer balance_weight router_z_loss", 0, 2**16),
             ("n_expert_active", 1, 2**16),
             ("simplified_beta_ff embed_scale alibi_scale", -(2**31), 2**31),
             ("n_layer", 1, 2**12),  # building a layer takes a hundredth of a second
@@ -339,9 +343,10 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "n_slot": (lambda c: any(r.slotted for r in c.readers), "block=superblock and a layer with s or c.own_slots"),
     "n_expert": (lambda c: any(r.source == "experts" for r in c.readers), "a layer with experts, in superblocks an e"),
     **dict.fromkeys(
-        ("n_expert_active", "n_expert_shared", "expert_ratio", "router", "router_balance"),
+        ("n_expert_active", "n_expert_shared", "expert_ratio", "router", "router_balance", "router_z_loss"),
         (lambda c: c.n_expert > 0, "n_expert > 0"),
     ),
+    "balance_weight": (lambda c: c.n_expert > 0 and c.router_balance == "loss", "n_expert > 0 and router_balance=loss"),
     **dict.fromkeys(
         ("moe_pattern", "n_dense_layer"),
         (lambda c: c.n_expert > 0 and c.block != "superblock", "n_expert > 0 and block other than superblock"),
@@ -1109,7 +1114,13 @@ class Experts(nn.Module):
 
     p is the softmax, or the sigmoid, of router(x) (E,). The experts with the largest p + bias are chosen; w is their p,
     divided by its sum if k > 1. No token is left out, whatever the load of an expert.
+
+    The model adds the losses of its routers to its own loss, of which they change the gradient alone: balance_weight
+    E sum_e f_e P_e, the mean over sequences, where f_e is an expert's share of the choices and P_e the mean of its p
+    over their sum; and router_z_loss times the mean of (log sum_e exp router(x)_e)^2.
     """
+
+    share = 1.0  # of the losses that this rank adds
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader):
         super().__init__()
@@ -1124,6 +1135,7 @@ class Experts(nn.Module):
         self.router = Linear(cfg, C, cfg.n_expert, "router")
         self.up = ExpertLinear(part, C, hidden * len(rows), "into", (0, hidden // unit, rows))
         self.down = ExpertLinear(part, hidden, C, "out")
+        self.weights = cfg.balance_weight * (cfg.router_balance == "loss"), cfg.router_z_loss
         self.balance = LoadBalance(cfg.n_expert) if cfg.router_balance == "bias" else None
         self.shared = None
         if cfg.n_expert_shared:
@@ -1133,11 +1145,15 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         tokens = x.flatten(0, 1)  # (N, C)
-        p = self.score(ops.wide_linear(tokens, self.router.weight, self.router.bias))  # (N, E)
+        scores = ops.wide_linear(tokens, self.router.weight, self.router.bias)  # (N, E)
+        p = self.score(scores)
         k, preferred = self.active, p if self.balance is None else p.detach() + self.balance.bias
         chosen = preferred.topk(k, sorted=False).indices  # (N, k)
         weights = p.gather(1, chosen)
         weights = weights / weights.sum(1, keepdim=True) if k > 1 else weights
+        if any(self.weights) and torch.is_grad_enabled():
+            loss = self.router_loss(scores, p.view(*x.shape[:2], -1), chosen.view(len(x), -1))
+            inputs.shared.setdefault("router losses", []).append(self.share * loss)
         order, ends = ops.by_expert(chosen.flatten(), p.size(1))
         if self.balance is not None:
             weights = self.balance(weights, ends.diff(prepend=ends.new_zeros(1)).to(p.dtype))
@@ -1145,6 +1161,13 @@ class Experts(nn.Module):
         y = y[order.argsort()].unflatten(0, (-1, k))  # (N, k, C)
         y = (weights[:, None].to(y.dtype) @ y).view_as(x)
         return y if self.shared is None else y + self.shared(x, inputs)
+
+    def router_loss(self, scores: Tensor, p: Tensor, chosen: Tensor) -> Tensor:
+        """scores (N, E), p (B, T, E), chosen (B, T k)"""
+        P, f = (p / p.sum(2, keepdim=True)).mean(1), p.new_zeros(len(p), p.size(2))  # (B, E)
+        f = f.scatter_add(1, chosen, p.new_ones(1).expand_as(chosen)) / chosen.size(1)
+        balance, z = self.weights
+        return balance * p.size(2) * (f * P).sum(1).mean() + z * scores.logsumexp(1).square().mean()
 
 
 def activations(phi: Callable, rows: Shape, scores: Tensor) -> Tensor:
@@ -1355,6 +1378,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = norm(cfg, "last")
         self.position_table = POSITION[cfg.pos][1](cfg).table
+        self.router_losses: list[Tensor] = []  # of a forward, until they are added
 
     def stream(self, x: Tensor, t: Tensor, docs: Maybe, memory: Maybe = None, memory_docs: Maybe = None) -> Tensor:
         """The last norm's result (B, T, C) for x (B, T, C) at positions t (T,); docs (B, T), memory (B, S, C)."""
@@ -1368,6 +1392,7 @@ class Stack(nn.Module):
         x, inputs = self.first_norm(x).to(x.dtype), inputs._replace(shared=Shared())
         for block in self.blocks:
             x = block(x, inputs)
+        self.router_losses = inputs.shared.pop("router losses", [])
         return self.norm(x)
 
 
@@ -1428,7 +1453,14 @@ class Model(Stack):
         together = source is None or (docs is None) == (source_docs is None)
         require(together, "docs and source_docs go together; give zeros to the one that is a single document")
         x = self.hidden(idx, 0, docs, self.encode(source, source_docs), source_docs)
-        return self.logits(x) if targets is None else self.loss(x, targets)
+        if targets is None:
+            return self.logits(x)
+        loss = self.loss(x, targets)
+        for stack in filter(None, (self, self.encoder)):
+            for term in stack.router_losses:
+                loss = loss + (term - term.detach())
+            stack.router_losses = []
+        return loss
 
     def encode(self, source: Maybe, docs: Maybe = None) -> Maybe:
         """source (B, S) -> the encoder's output (B, S, C), called memory; None for a model without an encoder."""

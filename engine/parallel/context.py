@@ -29,6 +29,8 @@ def check(cfg, n: int):
     """ValueError if sequences cannot be cut for n ranks; it names the flag and the remedy."""
     require(cfg.objective == "causal", f"cp={n} needs objective=causal, and it is {cfg.objective}; set cp=1")
     require(not cfg.doc_mask, f"doc_mask=True does not go with cp={n}; set cp=1, or leave doc_mask out")
+    balance = cfg.n_expert == 0 or cfg.router_balance != "loss"
+    require(balance, f"router_balance=loss needs whole sequences, which cp={n} cuts; set router_balance=bias, or cp=1")
     unit = math.lcm(2 * n, n * cfg.tp)
     require(
         cfg.block_size % unit == 0,

@@ -34,6 +34,9 @@ def check(cfg: ModelConfig, n_stages: int, n_micro: int):
         not cfg.value_residual,
         f"pp={n_stages} hands on only the stream, and value_residual=True needs the first layer's values; set pp=1",
     )
+    plain = cfg.n_expert == 0 or cfg.router_balance != "loss" and cfg.router_z_loss == 0
+    fact = "losses of routers reach the last stage's loss from one stage alone"
+    require(plain, f"pp={n_stages}: {fact}; set router_balance=bias and router_z_loss=0, or pp=1")
     require(
         cfg.n_layer >= n_stages,
         f"pp={n_stages} stages need a block each, and n_layer={cfg.n_layer}; set pp to {cfg.n_layer} or less",

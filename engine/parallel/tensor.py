@@ -28,7 +28,7 @@ from torch import Tensor
 
 from data.errors import require
 from data.objective import OBJECTIVE
-from model import ExpertLinear, GroupedLinear, Linear, NormOfHeads, stream_dtype
+from model import ExpertLinear, Experts, GroupedLinear, Linear, NormOfHeads, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, grouped_linear, matmul_dtype, rows_at_once
 
 SHARDED_DIM = {  # role -> dimension of the weight that is cut; 0 also cuts the bias
@@ -195,6 +195,8 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
             module.groups //= n
         elif isinstance(module, Linear) and role in ("out", "second") and module.bias is not None:
             module.forward = partial(row_parallel, module, n)
+        elif isinstance(module, Experts):
+            module.share = 1 / n  # every rank has the same losses of a router, and their gradients are added
         elif isinstance(module, NormOfHeads):
             module.forward = partial(norm_over_ranks, module, group)
         elif isinstance(module, nn.Identity) and role in ("into", "out"):
