@@ -1155,8 +1155,12 @@ class Experts(nn.Module):
             loss = self.router_loss(scores, p.view(*x.shape[:2], -1), chosen.view(len(x), -1))
             inputs.shared.setdefault("router losses", []).append(self.share * loss)
         order, ends = ops.by_expert(chosen.flatten(), p.size(1))
+        load = ends.diff(prepend=ends.new_zeros(1)).to(p.dtype)
         if self.balance is not None:
-            weights = self.balance(weights, ends.diff(prepend=ends.new_zeros(1)).to(p.dtype))
+            weights = self.balance(weights, load)
+        if not (self.training or inputs.shared is None):
+            entropy = torch.special.entr(p / p.sum(1, keepdim=True)).sum()
+            inputs.shared.setdefault("routing", []).append(torch.cat((load, entropy[None])))
         y = self.down(activations(self.phi, self.rows, self.up(tokens[order // k], ends)), ends)  # (N k, C)
         y = y[order.argsort()].unflatten(0, (-1, k))  # (N, k, C)
         y = (weights[:, None].to(y.dtype) @ y).view_as(x)
@@ -1379,6 +1383,7 @@ class Stack(nn.Module):
         self.norm = norm(cfg, "last")
         self.position_table = POSITION[cfg.pos][1](cfg).table
         self.router_losses: list[Tensor] = []  # of a forward, until they are added
+        self.routing: list[Tensor] = []  # of an evaluation, of each layer: loads of the experts, sum of entropies of p
 
     def stream(self, x: Tensor, t: Tensor, docs: Maybe, memory: Maybe = None, memory_docs: Maybe = None) -> Tensor:
         """The last norm's result (B, T, C) for x (B, T, C) at positions t (T,); docs (B, T), memory (B, S, C)."""
@@ -1392,7 +1397,7 @@ class Stack(nn.Module):
         x, inputs = self.first_norm(x).to(x.dtype), inputs._replace(shared=Shared())
         for block in self.blocks:
             x = block(x, inputs)
-        self.router_losses = inputs.shared.pop("router losses", [])
+        self.router_losses, self.routing = (inputs.shared.pop(name, []) for name in ("router losses", "routing"))
         return self.norm(x)
 
 

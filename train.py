@@ -246,10 +246,11 @@ class Run:
             if of_val is None:
                 return None
             val_loss, figures = of_val[0], (self.step, of_train[0], *of_val)
+            routing = self.sharded.routing_figures()
             if cfg.eval_only and self.ranks.first:
                 print(evaluation_line(*figures))
             with self.checkpoints.handle_write_errors():
-                self.metrics.evaluation(*figures)
+                self.metrics.evaluation(*figures, routing)
                 if self.text_sample:
                     self.metrics.sample(self.step, self.text_sample)
             model.train()

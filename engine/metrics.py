@@ -245,10 +245,17 @@ class Metrics(Silent):
         self.console.advance(self.steps)  # first called after the first logged step, which may have compiled
         self.console.line(f"iter {step}: loss {loss:.4f}, {speed}, lr {lr:.2e}, grad norm {grad_norm:.3f}{skips}")
 
-    def evaluation(self, step: int, train_loss: float, val_loss: float, val_bpb: float | None):
-        """Logs an evaluation after `step` steps: losses in nats per token, val_bpb in bits per byte of text."""
-        self.write(step, "eval", {"train_loss": train_loss, "val_loss": val_loss, "val_bpb": val_bpb})
+    def evaluation(self, step: int, train_loss: float, val_loss: float, val_bpb: float | None, routing=None):
+        """Logs an evaluation after `step` steps: losses in nats per token, val_bpb in bits per byte of text, and the
+        figures of ShardedModel.routing_figures."""
+        figures = {"train_loss": train_loss, "val_loss": val_loss, "val_bpb": val_bpb}
+        self.write(step, "eval", figures | (routing or {}))
         self.console.line(evaluation_line(step, train_loss, val_loss, val_bpb))
+        if routing:
+            self.console.line(
+                "experts: the largest load is {expert_load:.2f} times the mean, {idle_experts:.0%} are idle; the routers' "
+                "entropy is {router_entropy:.2f} nats".format(**routing)
+            )
 
     def norms(self, step: int, norms: dict[str, float]):
         """Logs norms by tag, such as grad_norm/blocks.0, in TensorBoard only."""

@@ -175,6 +175,7 @@ class ShardedModel:
         # weight of each parameter in the global norm, so that replicas count once
         self.norm_weight = {p: (name not in self.counted_elsewhere) / math.sqrt(copies.get(p, 1)) for name, p in named}
         sums = {"shard": self.fsdp, "tp": cfg.tp > 1, "pp": cfg.pp > 1}
+        self.routing: Tensor | float = 0.0  # sums of Stack.routing, see `routing_figures`
         self.loads = {m.bias for m in model.modules() if isinstance(m, LoadBalance)}  # their gradients are no gradients
         self.norm_groups = [mesh[dim].get_group() for dim, on in sums.items() if on]
 
@@ -286,7 +287,21 @@ class ShardedModel:
         if self.pp > 1:
             return self.pipeline.loss(batch)
         with self.ranks.autocast():
-            return self.model(**batch)
+            loss = self.model(**batch)
+        found = [each for stack in (self.model, self.model.encoder) if stack for each in stack.routing]
+        self.routing = self.routing + torch.stack(found) if found else self.routing
+        return loss
+
+    def routing_figures(self) -> dict[str, float]:
+        """How tokens were divided among the experts in the calls of `loss` since the last call, over all ranks: a
+        layer's largest load over its mean load, the share of experts without tokens, the mean entropy of p in nats."""
+        if isinstance(self.routing, float):
+            return {}
+        load, entropy = self.ranks.sum(self.routing).split((self.model.cfg.n_expert, 1), dim=1)
+        self.routing, mean = 0.0, load.mean(1, keepdim=True)
+        tokens = load.sum(1, keepdim=True) / self.model.cfg.n_expert_active
+        figures = {"expert_load": (load / mean).max(), "idle_experts": (load == 0).float().mean()}
+        return {name: x.item() for name, x in (figures | {"router_entropy": (entropy / tokens).mean()}).items()}
 
     def reshard_after_eval(self):
         """Free the gathered parameters after forwards without a backward: the optimizer updates only the shards."""

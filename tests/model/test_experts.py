@@ -145,6 +145,20 @@ def test_the_bias_of_an_expert_has_its_load_as_gradient():
     assert torch.equal(m.balance.bias, before - 0.01 * excess.sign())
 
 
+def test_the_routing_of_an_evaluation():
+    """Loads and entropies of each layer, counted from the routers' scores."""
+    model, found = Model(ModelConfig(**SIZE), seed=3).eval(), []
+    for m in model.modules():
+        if isinstance(m, Experts):
+            m.register_forward_hook(lambda m, args, out: found.append(m.router(args[0]).softmax(-1).flatten(0, 1)))
+    with torch.no_grad():
+        model(torch.randint(V, (2, T)))
+    assert len(found) == len(model.routing) == L
+    for p, (*load, entropy) in zip(found, model.routing, strict=True):
+        assert load == p.topk(2).indices.flatten().bincount(minlength=E).tolist()
+        assert torch.allclose(entropy, -(p * p.log()).sum())
+
+
 def test_a_router_that_has_collapsed_recovers_by_the_bias():
     """All tokens prefer the same two experts; the biases spread them, without another gradient."""
     m, x = experts(), stream()
