@@ -253,8 +253,8 @@ class Metrics(Silent):
         self.console.line(evaluation_line(step, train_loss, val_loss, val_bpb))
         if routing:
             self.console.line(
-                "experts: the largest load is {expert_load:.2f} times the mean, {idle_experts:.0%} are idle; the routers' "
-                "entropy is {router_entropy:.2f} nats".format(**routing)
+                "experts: the largest load is {expert_load:.2f} times the mean, {idle_experts:.0%} are idle; the "
+                "routers' entropy is {router_entropy:.2f} nats".format(**routing)
             )
 
     def norms(self, step: int, norms: dict[str, float]):
