@@ -336,12 +336,19 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     ),
     "qk_norm_width": (lambda c: c.qk_norm, "qk_norm=True"),
     "window_pattern": (lambda c: c.window > 0, "window > 0"),
+    "value_residual": (
+        lambda c: sum(n for sums, n in c.layers if any(r.source == "context" for each in sums for r in each)) > 1,
+        "layer with a c twice or more often",
+    ),
     "simplified_value_proj": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "simplified_beta_ff": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "layer": (lambda c: c.block == "superblock", "block=superblock"),
     "n_group": (lambda c: c.block == "superblock" and any(r.dense for r in c.readers), "block=superblock with a p"),
     "n_slot": (lambda c: any(r.slotted for r in c.readers), "block=superblock and a layer with s or c.own_slots"),
-    "n_expert": (lambda c: any(r.source == "experts" for r in c.readers), "a layer with experts, in superblocks an e"),
+    "n_expert": (
+        lambda c: any(r.source == "experts" for r in c.readers),
+        "layer with an e, or block other than superblock",
+    ),
     **dict.fromkeys(
         ("n_expert_active", "n_expert_shared", "expert_ratio", "router", "router_balance", "router_z_loss"),
         (lambda c: c.n_expert > 0, "n_expert > 0"),

@@ -1,5 +1,5 @@
 # Qwen3-30B-A3B's sizes (arXiv:2505.09388): 128 experts, of which a token reads 8, so 3.3 of 30.5 billion parameters.
-# On 64 GPUs: python train.py config/moe_30b_a3b.py --plan=True
+# On 64 GPUs: python train.py config/moe_30b_a3b.py --plan=True --world_size=64
 dataset = "fineweb_edu"
 out_dir = "out/moe_30b_a3b"
 
@@ -23,7 +23,6 @@ n_expert_active = 8
 expert_ratio = 0.5625  # 768 hidden units
 
 parallel = "fsdp"
-world_size = 64
 activation_checkpoint = "selective"
 batch_size = 2
 gradient_accumulation_steps = 256

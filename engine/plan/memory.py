@@ -22,7 +22,7 @@ import torch
 
 from data.loader import Loader
 from engine.device import resolve_dtype
-from engine.optim import OPTIMIZER, Muon, state_bytes
+from engine.optim import OPTIMIZER, Muon, hidden_matrices, state_bytes
 from engine.parallel import ranks as parallel
 from model import Model
 from ops import rows_at_once
@@ -67,14 +67,15 @@ def parameters(cfg) -> tuple[int, int]:
     period = len(cfg.layers)
     small.n_layer, small.n_encoder_layer = (min(1 + period, n) for n in depth.values())
     with torch.device("meta"):
-        named = list(Model(small).named_parameters())
+        model = Model(small)
+    named, hidden = list(model.named_parameters()), hidden_matrices(model)
     total = matrices = 0
     for name, p in named:
         stack, blocks, rest = name.partition("blocks.")
         layer = int(rest.partition(".")[0]) if blocks else 0  # from the second on, each counts for those of its string
         n = p.numel() * (len(range(layer, depth[stack + "blocks"], period)) if layer else 1)
         total += n
-        matrices += n if blocks and p.dim() > 1 else 0
+        matrices += n if p in hidden else 0
     return total, matrices
 
 

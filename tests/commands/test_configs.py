@@ -39,6 +39,12 @@ PARAMETERS = {
     "train_pycode": quick(12 * C**2 + 2 * C + 2 * D),
     # biases: q, k, v 3 C, out C, up 4 C, down C, norms 2 C, and the last norm's C
     "pycode_gpt2": quick(12 * C**2 + 2 * C + 11 * C, first=C, positions=256),
+    # 8 experts of two squares each, their routers and biases
+    "pycode_moe": quick(4 * C**2 + 8 * 4 * C**2 + 8 * C + 8 + 2 * C + 2 * D),
+    # q and out of 32 heads of 128, keys and values of 4; three matrices of 768 for each of 128 experts; two tables
+    "moe_30b_a3b": 2 * 151936 * 2048
+    + 48 * (2 * 2048 * 36 * 128 + 128 * (3 * 768 * 2048 + 2048 + 1) + 2 * 2048 + 2 * 128)
+    + 2048,
     # 4 query heads and 2 keys and values; three matrices of 512 = 8/3 C
     "pycode_llama": quick(2 * C**2 + 2 * 2 * D * C + 3 * 512 * C + 2 * C, tables=2),
     "pycode_palm": quick(2 * C**2 + 2 * D * C + 3 * 512 * C + C),
@@ -123,7 +129,7 @@ def test_quick_files_are_the_tuned_runs():
         said = re.search(r"Validation loss (\d\.\d{3}) nats", FILES[name].read_text(encoding="utf-8"))[1]
         assert abs(float(said) - float(loss)) < 6e-4, name
         found.add(name)
-    assert found == {name for name in FILES if read(name).dataset == "pycode"} - {"pycode_palm"}
+    assert found == {name for name in FILES if read(name).dataset == "pycode"} - {"pycode_palm", "pycode_moe"}
 
 
 @pytest.mark.parametrize("name", ["train_superblock_124m", "pycode_superblock", "pycode_superblock_joint"])

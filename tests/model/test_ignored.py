@@ -12,7 +12,7 @@ from model import Model, ModelConfig
 
 S = 11  # tokens of a source
 KINDS = get_type_hints(ModelConfig)
-NO_RESULT = {"loss_chunk"}  # flags that change memory and time alone
+NO_RESULT = {"loss_chunk", "balance_weight", "router_z_loss"}  # flags that change memory, time or gradients alone
 PROBES = {"n_kv_head": [1, 2], "n_encoder_layer": [1, 3], "pos_pattern": ["N"]}  # values beside those of the grid
 
 
@@ -91,7 +91,7 @@ def test_ignored_flags_are_found(monkeypatch):
     def near(cfg, layer):
         attn = M.Pool(cfg, layer)
         attn.window = 2
-        mlp = M.Pool(cfg, layer, M.READER["p"])
+        mlp = M.mlp_of(cfg, layer)
         return [M.Sum(cfg, attn=attn), M.Sum(cfg, **M.cross(cfg, layer)), M.Sum(cfg, mlp=mlp)]
 
     monkeypatch.setitem(M.BLOCK, "near", near)

@@ -52,7 +52,7 @@ def test_the_memory_is_read_where_the_string_says_or_behind_the_context():
 
 
 @pytest.mark.parametrize("layer,flags,said", [
-    ("", {}, "layer='' has '', which is no reader; write c, p, s or m, such as c,p"),
+    ("", {}, "layer='' has '', which is no reader; write c, p, e, s or m, such as c,p"),
     ("c,x", {}, "layer='c,x' has 'x', which is no reader"),
     ("c p", {}, "layer='c p' has 'c p', which is no reader"),
     ("c/0", {}, "'c/0', which is no reader"),
