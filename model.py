@@ -233,13 +233,8 @@ class ModelConfig:
     @property
     def layers(self) -> "tuple[tuple[list[Sources], int], ...]":
         """For each string of `layer`, c,p in other blocks: the readers of each sum, and how many layers have them."""
-        if self.block == "superblock":
-            strings = self.layer
-        else:
-            strings = ";".join(
-                "c,e" if self.expert_layer(i) else "c,p" for i in range(self.n_layer if self.n_expert else 1)
-            )
-        return layer_kinds(strings, self.objective, self.n_layer)
+        each = ("c,e" if self.expert_layer(i) else "c,p" for i in range(self.n_layer if self.n_expert else 1))
+        return layer_kinds(self.layer if self.block == "superblock" else ";".join(each), self.objective, self.n_layer)
 
     def expert_layer(self, layer: int) -> bool:
         """Whether the MLP of this layer has experts, in blocks other than superblock, whose `layer` says it."""
@@ -901,10 +896,9 @@ def check_layer(cfg: ModelConfig):
         wide = f"{H * r.share} heads of {D} are not n_embd={cfg.n_embd}"
         require(not cut or H * r.share * D == cfg.n_embd, f"{what} has no matrix between heads and stream, but {wide}")
         plain = (r.query, r.out) == ("stream", "none") and r.phi != "softmax"
-        require(
-            r.source != "experts" or plain, f"{what} may have only another map, such as e.relu2; leave the rest out"
-        )
-        require(r.source != "experts" or cfg.n_expert, f"{what} needs experts, and n_expert=0; set n_expert")
+        routed = r.source == "experts"
+        require(not routed or plain, f"{what} may have only another map, such as e.relu2; leave the rest out")
+        require(not routed or cfg.n_expert, f"{what} needs experts, and n_expert=0; set n_expert")
         gated = mapped and MLP_KIND[r.phi].inputs == 2
         require(not (tokens and gated), f"{what}: .{r.phi} needs two keys for each value; only p and s have them")
         beside = not r.slots or r.source == "context" and not mapped
@@ -1132,10 +1126,8 @@ class Experts(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader):
         super().__init__()
         self.reader, part, C = reader, cfg.part(reader), cfg.n_embd
-        self.active, self.score = (
-            cfg.n_expert_active,
-            {"softmax": partial(torch.softmax, dim=-1)}.get(cfg.router, torch.sigmoid),
-        )
+        self.active = cfg.n_expert_active
+        self.score = torch.sigmoid if cfg.router == "sigmoid" else partial(torch.softmax, dim=-1)
         hidden, unit = part.hidden_dim, part.hidden_unit
         rows = (unit,) * (1 + part.gated)
         self.phi, self.rows = MLP_KIND[part.mlp].f, rows if part.gated else ()
@@ -1157,7 +1149,7 @@ class Experts(nn.Module):
         k, preferred = self.active, p if self.balance is None else p.detach() + self.balance.bias
         chosen = preferred.topk(k, sorted=False).indices  # (N, k)
         weights = p.gather(1, chosen)
-        weights = weights / weights.sum(1, keepdim=True) if k > 1 else weights
+        weights = weights / (weights.sum(1, keepdim=True) + 1e-20) if k > 1 else weights
         if any(self.weights) and torch.is_grad_enabled():
             loss = self.router_loss(scores, p.view(*x.shape[:2], -1), chosen.view(len(x), -1))
             inputs.shared.setdefault("router losses", []).append(self.share * loss)

@@ -329,6 +329,26 @@ PUBLISHED = {
         ),
         dict(head_dim=128, qk_norm=True), 596049920,
     ),
+    "Mixtral-8x7B": (
+        dict(
+            model_type="mixtral", attention_dropout=0.0, hidden_act="silu", hidden_size=4096, initializer_range=0.02,
+            intermediate_size=14336, max_position_embeddings=32768, num_attention_heads=32, num_experts_per_tok=2,
+            num_hidden_layers=32, num_key_value_heads=8, num_local_experts=8, output_router_logits=False,
+            rms_norm_eps=1e-5, rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None, vocab_size=32000,
+        ),
+        dict(n_expert=8, n_expert_active=2, mlp="swiglu", router_balance="none"), 46702792704,
+    ),
+    "Qwen3-30B-A3B": (
+        dict(
+            model_type="qwen3_moe", attention_bias=False, decoder_sparse_step=1, head_dim=128, hidden_act="silu",
+            hidden_size=2048, intermediate_size=6144, max_position_embeddings=40960, max_window_layers=48,
+            mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_attention_heads=32,
+            num_experts=128, num_experts_per_tok=8, num_hidden_layers=48, num_key_value_heads=4,
+            output_router_logits=False, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000.0,
+            router_aux_loss_coef=0.001, sliding_window=None, use_sliding_window=False, vocab_size=151936,
+        ),
+        dict(n_expert=128, n_expert_active=8, qk_norm=True, head_dim=128), 30532122624,
+    ),
     "gemma-2-2b": (
         dict(
             model_type="gemma2", attn_logit_softcapping=50.0, final_logit_softcapping=30.0, head_dim=256,

@@ -20,10 +20,12 @@ from engine.optim import (
     build,
     decay_groups,
     learning_rate,
+    load_biases,
     orthogonalize,
     portions,
     state_bytes,
 )
+from engine.parallel.sharded import ShardedModel
 from engine.parallel.tensor import sharded_dim
 from model import GroupedLinear, Linear, Model, ModelConfig
 
@@ -308,6 +310,33 @@ def test_a_matrix_with_a_row_per_head_is_no_hidden_matrix():
     rest, muon = build(model, config(optimizer="muon")).parts
     assert model.blocks[0].gate.weight in rest.state and len(muon.fused) == 4
     assert sharded_dim(model, "blocks.0.gate.weight") == 0
+
+
+def test_muon_orthogonalises_each_expert_alone():
+    """Three experts with gates and values, against a weight for each."""
+    torch.manual_seed(1)
+    fused, together = (0, 4, (2, 2)), nn.Parameter(torch.randn(3, 16, 24))
+    alone = [nn.Parameter(w.clone()) for w in together.detach()]
+    together.grad = torch.randn(3, 16, 24)
+    for w, grad in zip(alone, together.grad, strict=True):
+        w.grad = grad.clone()
+    for weights in ({together: fused}, dict.fromkeys(alone, fused)):
+        Muon(weights, lr=0.02, momentum=0.95, weight_decay=0.1).step()
+    torch.testing.assert_close(together.detach(), torch.stack(alone).detach(), atol=2e-5, rtol=1e-4)
+
+
+def test_loads_are_no_gradients():
+    """The norm of the gradient leaves out the biases of experts, and clipping leaves them as they are."""
+    cfg = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=29, n_expert=4)
+    sharded = object.__new__(ShardedModel)
+    sharded.model, sharded.norm_groups, biases = Model(cfg, seed=1), [], load_biases(Model(cfg, seed=1))
+    sharded.loads = load_biases(sharded.model)
+    for p in sharded.model.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    others = sharded.model.n_params() - sum(p.numel() for p in biases)
+    assert torch.allclose(sharded.clip(0.5), torch.tensor(2.0 * others**0.5))
+    assert len(biases) == 2 and all((p.grad == 2.0).all() for p in sharded.loads)
+    assert all(p in sharded.loads or (p.grad < 0.1).all() for p in sharded.model.parameters())
 
 
 class OneState(Elementwise):
