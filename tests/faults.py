@@ -870,9 +870,9 @@ FAULTS = [
     ),
     (
         "engine/optim.py",
-        "for each in update.reshape(-1, *update.shape[-2:]):",
-        "for each in [update.flatten(0, -2)]:",
-        "Muon orthogonalises the matrices of all experts as one.",
-        "tests/training/test_optim.py::test_muon_orthogonalises_each_expert_alone",
+        "cfg.balance_rate, ())] = None",
+        "cfg.balance_rate, ())] = 1.0",
+        "The biases of experts move by the learning rate instead of balance_rate.",
+        "tests/training/test_optim.py::test_the_biases_of_experts_move_by_a_rate_of_their_own",
     ),
 ]

@@ -325,6 +325,21 @@ def test_muon_orthogonalises_each_expert_alone():
     torch.testing.assert_close(together.detach(), torch.stack(alone).detach(), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZER)
+def test_the_biases_of_experts_move_by_a_rate_of_their_own(optimizer):
+    """Whatever the schedule says, and without weight decay or state."""
+    model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=29, n_expert=4), seed=1)
+    (bias,) = load_biases(model)
+    parts = build(model, config(optimizer=optimizer, balance_rate=0.25))
+    parts.set_lr(1e-3)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    bias.grad = torch.tensor([-0.5, 1.0, 0.0, 1e-7])
+    parts.step()
+    assert bias.tolist() == [0.25, -0.25, 0.0, 0.0]
+    assert not any("balance" in name for name in parts.state_tensors(model))
+
+
 def test_loads_are_no_gradients():
     """The norm of the gradient leaves out the biases of experts, and clipping leaves them as they are."""
     cfg = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=29, n_expert=4)
