@@ -99,8 +99,8 @@ FAULTS = [
     ),
     (
         "engine/plan/accounting.py",
-        'total += 6 * m.weight.numel() * (source if m.role == "memory" else tokens)',
-        "total += 6 * m.weight.numel() * tokens",
+        'total += 6 * int(m.weight.numel() * m.read) * (source if m.role == "memory" else tokens)',
+        "total += 6 * int(m.weight.numel() * m.read) * tokens",
         "The FLOPs of cross-attention's keys and values are counted per token of the text, not of the source.",
         "tests/model/test_model.py::test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand",
     ),
@@ -239,8 +239,8 @@ FAULTS = [
     ),
     (
         "engine/parallel/tensor.py",
-        "return F.linear(x, layer.weight, layer.bias / n)",
-        "return F.linear(x, layer.weight, layer.bias)",
+        "return (grouped_linear if ends else F.linear)(x, layer.weight, layer.bias / n, *ends)",
+        "return (grouped_linear if ends else F.linear)(x, layer.weight, layer.bias, *ends)",
         "The bias of a row-parallel layer is added once by every rank under tp.",
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp]",
     ),

@@ -360,7 +360,8 @@ def test_torchrun_says_it_once(tmp_path):
     assert done.returncode == 1 and done.stderr.count(f"\n{told}") + done.stderr.startswith(told) == 1
     assert done.stderr.splitlines()[-2].strip().startswith(f"traceback : {told}"), done.stderr  # where one looks
     assert f"time      : {time.strftime('%Y')}" in done.stderr
-    assert "<NO_OTHER_FAILURES>" in done.stderr
+    ended_early = "exitcode  : -15 (pid:" in done.stderr  # on a busy machine, while the second process still imports
+    assert "<NO_OTHER_FAILURES>" in done.stderr or ended_early, done.stderr
     assert 'train.py", line' not in done.stderr, done.stderr  # all but the first line are torchrun's own
 
 
