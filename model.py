@@ -1160,9 +1160,11 @@ class Experts(nn.Module):
         if not (self.training or inputs.shared is None):
             entropy = torch.special.entr(p / p.sum(1, keepdim=True)).sum()
             inputs.shared.setdefault("routing", []).append(torch.cat((load, entropy[None])))
-        y = self.down(activations(self.phi, self.rows, self.up(tokens[order // k], ends)), ends)  # (N k, C)
-        y = y[order.argsort()].unflatten(0, (-1, k))  # (N, k, C)
-        y = (weights[:, None].to(y.dtype) @ y).view_as(x)
+        token = order // k  # of each row
+        rows = tokens.index_select(0, token)  # (N k, C), sorted by expert
+        rows = self.down(activations(self.phi, self.rows, self.up(rows, ends)), ends)
+        rows = rows * weights.flatten().index_select(0, order)[:, None]
+        y = rows.new_zeros(tokens.shape).index_add(0, token, rows).view_as(x)
         return y if self.shared is None else y + self.shared(x, inputs)
 
     def router_loss(self, scores: Tensor, p: Tensor, chosen: Tensor) -> Tensor:
