@@ -1,4 +1,4 @@
-# `make train`'s model with experts: each MLP has 8, of half the hidden units, and a token reads two of them.
+# `make train`'s model with experts: each MLP has 4 of half its hidden units, and a token reads two of them.
 dataset = "pycode"
 out_dir = "out/pycode_moe"
 
@@ -12,8 +12,9 @@ norm = "rmsnorm"
 qk_norm = True
 pos = "rope"
 mlp = "relu2"
-n_expert = 8
+n_expert = 4
 n_expert_active = 2
+balance_rate = 0.01
 
 optimizer = "muon"
 max_iters = 450

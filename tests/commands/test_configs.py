@@ -39,8 +39,8 @@ PARAMETERS = {
     "train_pycode": quick(12 * C**2 + 2 * C + 2 * D),
     # biases: q, k, v 3 C, out C, up 4 C, down C, norms 2 C, and the last norm's C
     "pycode_gpt2": quick(12 * C**2 + 2 * C + 11 * C, first=C, positions=256),
-    # 8 experts of two squares each, their routers and biases
-    "pycode_moe": quick(4 * C**2 + 8 * 4 * C**2 + 8 * C + 8 + 2 * C + 2 * D),
+    # 4 experts of four squares each, their routers and biases
+    "pycode_moe": quick(4 * C**2 + 4 * 4 * C**2 + 4 * C + 4 + 2 * C + 2 * D),
     # q and out of 32 heads of 128, keys and values of 4; three matrices of 768 for each of 128 experts; two tables
     "moe_30b_a3b": 2 * 151936 * 2048
     + 48 * (2 * 2048 * 36 * 128 + 128 * (3 * 768 * 2048 + 2048 + 1) + 2 * 2048 + 2 * 128)
