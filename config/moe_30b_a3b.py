@@ -24,8 +24,8 @@ expert_ratio = 0.5625  # 768 hidden units
 
 parallel = "fsdp"
 activation_checkpoint = "selective"
-batch_size = 2
-gradient_accumulation_steps = 256
+batch_size = 8
+gradient_accumulation_steps = 64
 
 learning_rate = 3e-4
 min_lr = 3e-5

@@ -647,8 +647,8 @@ def shown_plans() -> list[tuple[str, str]]:
     return [tuple(block.split("\n\n", 1)) for block in blocks if re.match(r"python train\.py .*--plan=True\n\n", block)]
 
 
-def test_the_docs_show_three_plans():
-    assert len(shown_plans()) == 3
+def test_the_docs_show_four_plans():
+    assert len(shown_plans()) == 4
 
 
 @pytest.mark.parametrize("command,output", shown_plans(), ids=lambda text: text.split()[2])
