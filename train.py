@@ -125,7 +125,9 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
     kernels = accounting.attention_kernels(model, *lengths, ranks.device.type, ranks.dtype, pieces)
     peak = math.nan if cfg.eval_only else peak_flops(ranks.device, ranks.dtype) or math.nan
     samples, peak = cfg.batch_size * cfg.gradient_accumulation_steps, ranks.sum(torch.tensor(peak)).item()
-    work = accounting.Work(model.n_params(), accounting.flops(model, *lengths), kernels, samples, peak)
+    work = accounting.Work(
+        model.n_params(), accounting.n_read(model), accounting.flops(model, *lengths), kernels, samples, peak
+    )
     steps = cfg.max_iters - run_state.steps_done(cfg)
     return compilation.settle(cfg, ranks, steps * work.fastest_step), work
 
@@ -216,8 +218,9 @@ class Run:
         cfg, ranks, work, stream = self.cfg, self.ranks, self.work, self.streams["train"]
         machine = f"{ranks.size} x {ranks.device.type}, {precision(ranks.device, ranks.dtype)}"
         machine += ", deterministic" * cfg.deterministic + ", compiled" * ranks.compile
+        read = f", of which a token reads {work.n_read:,}" * (work.n_read < work.n_params)
         self.metrics.say(
-            f"{work.n_params:,} parameters; {work.samples_per_step * cfg.block_size:,} tokens per step from "
+            f"{work.n_params:,} parameters{read}; {work.samples_per_step * cfg.block_size:,} tokens per step from "
             f"{stream.name}, {self.loader.n_windows:,} windows; {machine}; attention: {work.attention_kernels}"
         )
         schedule_moved = optim.rescheduled(self.step, cfg, self.stored_flags)

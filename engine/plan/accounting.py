@@ -33,6 +33,12 @@ def flops(model: Model, T: int, source: int = 0) -> int:
     return total
 
 
+def n_read(model: Model) -> int:
+    """Number of parameters that a token reads: all but those of the experts that its routers do not choose."""
+    unread = sum(m.weight.numel() * (1 - m.read) for m in model.modules() if isinstance(m, Linear))
+    return model.n_params() - int(unread)
+
+
 def pools(model: Model, T: int, source: int) -> Iterator[tuple[Pool, int, int, int]]:
     """The readers with heads, each with its numbers of queries, of tokens that have keys for it, and of slots."""
     for name, m in model.named_modules():
@@ -101,6 +107,7 @@ class Work(NamedTuple):
     """What a training run computes, and on which machine."""
 
     n_params: int
+    n_read: int  # parameters that a token reads
     flops_per_sample: int
     attention_kernels: str
     samples_per_step: int

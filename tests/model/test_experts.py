@@ -8,6 +8,7 @@ from test_references import EXACT, ROUNDED, C, H, L, T, V, assert_same, call, ji
 
 import ops
 from engine.optim import Balance
+from engine.plan.accounting import flops, n_read
 from model import MLP_KIND, READER, Experts, Inputs, Model, ModelConfig, Pool
 
 E, WIDTH = 6, 40  # experts, and hidden units of each
@@ -223,6 +224,14 @@ def test_losses_of_routers_change_the_gradient_alone(router, objective):
 def test_experts_that_cannot_be_built(flags, words):
     with pytest.raises(ValueError, match=words):
         ModelConfig(**SIZE | flags)
+
+
+def test_a_token_reads_its_share_of_the_parameters():
+    """Two of six experts, in the matrix products too."""
+    sparse, dense = (Model(ModelConfig(**SIZE | flags), seed=0) for flags in ({}, {"n_expert": 0}))
+    router = L * E * C
+    assert n_read(sparse) == dense.n_params() + router + L * E and n_read(dense) == dense.n_params()
+    assert flops(sparse, T) == flops(dense, T) + 6 * T * router
 
 
 def test_layers_of_experts():
