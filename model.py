@@ -180,6 +180,9 @@ class ModelConfig:
         require(active <= experts or not experts, f"{fact}; lower it, or set more experts")
         flag, known = f"moe_pattern={self.moe_pattern!r}", "may hold only E (experts) and D (dense), such as DE"
         require(set(self.moe_pattern) <= set("ED"), f"{flag} {known}")
+        some = self.block == "superblock" or not experts or any(map(self.expert_layer, range(self.n_layer)))
+        fact = f"{flag} and n_dense_layer={self.n_dense_layer} leave none of n_layer={self.n_layer} layers with experts"
+        require(some, f"{fact}; set n_expert=0")
         if self.block == "superblock":
             check_layer(self)
         pairs = all(r.share * self.kv_heads % 2 == 0 and not r.slots for r in self.readers if r.source == "context")
@@ -341,7 +344,7 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "n_group": (lambda c: c.block == "superblock" and any(r.dense for r in c.readers), "block=superblock with a p"),
     "n_slot": (lambda c: any(r.slotted for r in c.readers), "block=superblock and a layer with s or c.own_slots"),
     "n_expert": (
-        lambda c: any(r.source == "experts" for r in c.readers),
+        lambda c: c.n_expert == 0 or any(r.source == "experts" for r in c.readers),
         "layer with an e, or block other than superblock",
     ),
     **dict.fromkeys(
@@ -673,10 +676,10 @@ class Linear(UndrawnLinear):
 
     fused = (dim, groups, sizes): along dim (0 rows, 1 columns) the weight has `groups` groups of pieces of `sizes`, and
     the n-th pieces of all groups are logical matrix n; None = one matrix. Muon orthogonalizes each matrix alone; tensor
-    parallelism cuts between groups. `read` is the share of the weight that a token reads.
+    parallelism cuts between groups. `read_share` is that of the weight that a token reads.
     """
 
-    read = Fraction(1)
+    read_share = Fraction(1)
 
     def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None, bias=False):
         super().__init__(n_in, n_out, cfg.bias or bias)
@@ -1086,7 +1089,7 @@ class ExpertLinear(Linear):
     def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None):
         super().__init__(cfg, n_in, n_out, role, fused)
         self.weight = nn.Parameter(torch.empty(cfg.n_expert, n_out, n_in))
-        self.read = Fraction(cfg.n_expert_active, cfg.n_expert)
+        self.read_share = Fraction(cfg.n_expert_active, cfg.n_expert)
         if self.bias is not None:
             self.bias, self.initial = nn.Parameter(torch.empty(cfg.n_expert, n_out)), {"bias": 0.0}
 
@@ -1134,7 +1137,9 @@ class Experts(nn.Module):
         self.router = Linear(cfg, C, cfg.n_expert, "router")
         self.up = ExpertLinear(part, C, hidden * len(rows), "into", (0, hidden // unit, rows))
         self.down = ExpertLinear(part, hidden, C, "out")
-        self.weights = cfg.balance_weight * (cfg.router_balance == "loss"), cfg.router_z_loss
+        self.loss_factors = cfg.balance_weight * (cfg.router_balance == "loss"), cfg.router_z_loss
+        self.loss: Maybe = None  # of the last forward, until the model adds it
+        self.routing: Maybe = None  # of the last evaluation: the loads (E,), and the sum of the entropies of p
         self.balance = LoadBalance(cfg.n_expert) if cfg.router_balance == "bias" else None
         self.shared = None
         if cfg.n_expert_shared:
@@ -1150,16 +1155,15 @@ class Experts(nn.Module):
         chosen = preferred.topk(k, sorted=False).indices  # (N, k)
         weights = p.gather(1, chosen)
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20) if k > 1 else weights
-        if any(self.weights) and torch.is_grad_enabled():
-            loss = self.router_loss(scores, p.view(*x.shape[:2], -1), chosen.view(len(x), -1))
-            inputs.shared.setdefault("router losses", []).append(self.share * loss)
+        if any(self.loss_factors) and torch.is_grad_enabled():
+            self.loss = self.share * self.router_loss(scores, p.view(*x.shape[:2], -1), chosen.view(len(x), -1))
         order, ends = ops.by_expert(chosen.flatten(), p.size(1))
         load = ends.diff(prepend=ends.new_zeros(1)).to(p.dtype)
         if self.balance is not None:
             weights = self.balance(weights, load)
-        if not (self.training or inputs.shared is None):
+        if not self.training:
             entropy = torch.special.entr(p / p.sum(1, keepdim=True)).sum()
-            inputs.shared.setdefault("routing", []).append(torch.cat((load, entropy[None])))
+            self.routing = torch.cat((load, entropy[None])).detach()
         token = order // k  # of each row
         rows = tokens.index_select(0, token)  # (N k, C), sorted by expert
         rows = self.down(activations(self.phi, self.rows, self.up(rows, ends)), ends)
@@ -1171,7 +1175,7 @@ class Experts(nn.Module):
         """scores (N, E), p (B, T, E), chosen (B, T k)"""
         P, f = (p / p.sum(2, keepdim=True)).mean(1), p.new_zeros(len(p), p.size(2))  # (B, E)
         f = f.scatter_add(1, chosen, p.new_ones(1).expand_as(chosen)) / chosen.size(1)
-        balance, z = self.weights
+        balance, z = self.loss_factors
         return balance * p.size(2) * (f * P).sum(1).mean() + z * scores.logsumexp(1).square().mean()
 
 
@@ -1383,8 +1387,6 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = norm(cfg, "last")
         self.position_table = POSITION[cfg.pos][1](cfg).table
-        self.router_losses: list[Tensor] = []  # of a forward, until they are added
-        self.routing: list[Tensor] = []  # of an evaluation, of each layer: loads of the experts, sum of entropies of p
 
     def stream(self, x: Tensor, t: Tensor, docs: Maybe, memory: Maybe = None, memory_docs: Maybe = None) -> Tensor:
         """The last norm's result (B, T, C) for x (B, T, C) at positions t (T,); docs (B, T), memory (B, S, C)."""
@@ -1398,7 +1400,6 @@ class Stack(nn.Module):
         x, inputs = self.first_norm(x).to(x.dtype), inputs._replace(shared=Shared())
         for block in self.blocks:
             x = block(x, inputs)
-        self.router_losses, self.routing = (inputs.shared.pop(name, []) for name in ("router losses", "routing"))
         return self.norm(x)
 
 
@@ -1462,11 +1463,14 @@ class Model(Stack):
         if targets is None:
             return self.logits(x)
         loss = self.loss(x, targets)
-        for stack in filter(None, (self, self.encoder)):
-            for term in stack.router_losses:
-                loss = loss + (term - term.detach())
-            stack.router_losses = []
+        for m in self.experts():
+            if m.loss is not None:
+                loss, m.loss = loss + (m.loss - m.loss.detach()), None
         return loss
+
+    def experts(self) -> list[Experts]:
+        """The experts of all layers, those of the encoder last."""
+        return [m for m in self.modules() if isinstance(m, Experts)] if self.cfg.n_expert else []
 
     def encode(self, source: Maybe, docs: Maybe = None) -> Maybe:
         """source (B, S) -> the encoder's output (B, S, C), called memory; None for a model without an encoder."""

@@ -44,7 +44,7 @@ from engine.checkpoint.folder import check_out_dir, locked, replace_flags
 from engine.checkpoint.saver import Checkpoints
 from engine.device import make_deterministic, peak_flops, precision, refuse_nondeterminism
 from engine.evaluation import byte_lengths, mean_loss, text_sample
-from engine.metrics import Metrics, Silent, evaluation_line, slow_step_warning
+from engine.metrics import Metrics, Silent, evaluation_line, routing_line, slow_step_warning
 from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory
@@ -252,6 +252,8 @@ class Run:
             routing = self.sharded.routing_figures()
             if cfg.eval_only and self.ranks.first:
                 print(evaluation_line(*figures))
+                if routing:
+                    print(routing_line(routing))
             with self.checkpoints.handle_write_errors():
                 self.metrics.evaluation(*figures, routing)
                 if self.text_sample:

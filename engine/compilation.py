@@ -99,6 +99,8 @@ def compile_model(model: nn.Module, blocks: list[nn.Module]):
     use_private_folder()
     config = torch._dynamo.config
     config.optimize_ddp = False  # in DDP's forward it would cut each block into pieces; our graphs are small already
+    if hasattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+        config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # what experts note down once is enough
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
     torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()  # no choices by timings
     logging.getLogger("torch._dynamo.convert_frame").addFilter(uncompiled)

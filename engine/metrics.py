@@ -176,6 +176,13 @@ def slow_step_warning(cfg, seconds: float) -> str:
     )
 
 
+def routing_line(routing: dict[str, float]) -> str:
+    return (
+        "experts: the largest load is {expert_load:.2f} times the mean, {idle_experts:.0%} are idle; the routers' "
+        "entropy is {router_entropy:.2f} nats".format(**routing)
+    )
+
+
 class Silent:
     """The metrics of every rank except 0: they write nothing."""
 
@@ -252,10 +259,7 @@ class Metrics(Silent):
         self.write(step, "eval", figures | (routing or {}))
         self.console.line(evaluation_line(step, train_loss, val_loss, val_bpb))
         if routing:
-            self.console.line(
-                "experts: the largest load is {expert_load:.2f} times the mean, {idle_experts:.0%} are idle; the "
-                "routers' entropy is {router_entropy:.2f} nats".format(**routing)
-            )
+            self.console.line(routing_line(routing))
 
     def norms(self, step: int, norms: dict[str, float]):
         """Logs norms by tag, such as grad_norm/blocks.0, in TensorBoard only."""

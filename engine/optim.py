@@ -11,7 +11,7 @@ Elementwise and an entry of OPTIMIZER; docs/hacking.md adds one.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from torch import Tensor
 from data.errors import require
 from engine.parallel.owners import Matrix, Owners, portions
 from engine.parallel.sharded import ShardedModel, local
-from model import Fused, Linear, LoadBalance
+from model import ExpertLinear, Fused, Linear, LoadBalance
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Schedules
@@ -271,7 +271,8 @@ class Optimizer:
 
     def __init__(self, parts: dict[Elementwise | Muon, float]):
         self.parts = parts
-        self.param_groups = [group for part in parts for group in part.param_groups]
+        # a gradient scaler divides the gradients in these groups; loads are not scaled
+        self.param_groups = [group for part, ratio in parts.items() if ratio is not None for group in part.param_groups]
 
     def set_lr(self, lr: float):
         for part, ratio in self.parts.items():
@@ -301,7 +302,8 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     )
     loads = load_biases(model)
     others = [p for p in model.parameters() if p.requires_grad and p not in hidden and p not in loads]  # tied: once
-    rest = {kind.rest(decay_groups(others, cfg.weight_decay), cfg.learning_rate, (cfg.beta1, cfg.beta2)): 1.0}
+    vectors = {m.bias for m in model.modules() if isinstance(m, ExpertLinear)}
+    rest = {kind.rest(decay_groups(others, cfg.weight_decay, vectors), cfg.learning_rate, (cfg.beta1, cfg.beta2)): 1.0}
     if loads:
         rest[Balance([{"params": list(loads)}], cfg.balance_rate, ())] = None
     if not hidden:
@@ -330,9 +332,10 @@ def load_biases(model: nn.Module) -> set[nn.Parameter]:
     return {m.bias for m in model.modules() if isinstance(m, LoadBalance)}
 
 
-def decay_groups(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
-    """Parameter groups with and without weight decay: matrices decay; vectors, gains and no_decay parameters do not."""
+def decay_groups(params: Iterable[nn.Parameter], weight_decay: float, vectors: Collection = ()) -> list[dict]:
+    """Parameter groups with and without weight decay: matrices decay; vectors, gains and no_decay parameters do not.
+    `vectors` has parameters of several rows that are vectors nevertheless."""
     groups = {True: [], False: []}
     for p in params:
-        groups[p.dim() >= 2 and not getattr(p, "no_decay", False)].append(p)
+        groups[p.dim() >= 2 and p not in vectors and not getattr(p, "no_decay", False)].append(p)
     return [{"params": ps, "weight_decay": weight_decay * decays} for decays, ps in groups.items() if ps]

@@ -99,8 +99,8 @@ FAULTS = [
     ),
     (
         "engine/plan/accounting.py",
-        'total += 6 * int(m.weight.numel() * m.read) * (source if m.role == "memory" else tokens)',
-        "total += 6 * int(m.weight.numel() * m.read) * tokens",
+        'total += 6 * int(m.weight.numel() * m.read_share) * (source if m.role == "memory" else tokens)',
+        "total += 6 * int(m.weight.numel() * m.read_share) * tokens",
         "The FLOPs of cross-attention's keys and values are counted per token of the text, not of the source.",
         "tests/model/test_model.py::test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand",
     ),
@@ -169,8 +169,8 @@ FAULTS = [
     ),
     (
         "engine/optim.py",
-        'groups[p.dim() >= 2 and not getattr(p, "no_decay", False)].append(p)',
-        'groups[p.dim() == 2 and not getattr(p, "no_decay", False)].append(p)',
+        'groups[p.dim() >= 2 and p not in vectors and not getattr(p, "no_decay", False)].append(p)',
+        'groups[p.dim() == 2 and p not in vectors and not getattr(p, "no_decay", False)].append(p)',
         "Learned slots, which have three dimensions, are left out of weight decay.",
         "tests/training/test_optim.py::test_slots_decay",
     ),

@@ -169,7 +169,10 @@ def model_cases() -> Iterator[dict]:
     values = {name: kind for name, kind in kinds.items() if isinstance(kind[0], str)}
     values |= {name: (True, False) for name, kind in kinds.items() if bool in kind}
     values |= {"layer": LAYERS, "block": (), "n_group": (2,), "window": (5,), "attn_softcap": (2.0,)}
+    values |= {"n_expert": (4,)}
     beside = {("attention", "gqa"): {"n_kv_head": 2}, ("doc_positions", True): {"doc_mask": True}}
+    beside |= {(flag, value): {"n_expert": 4} for flag in ("router", "router_balance") for value in values[flag]}
+    beside |= {("layer", layer): {"n_expert": 4} for layer in LAYERS if "e.relu2" in layer}
     settings = [{flag: value} | beside.get((flag, value), {}) for flag in values for value in values[flag]]
     for block, setting in itertools.product(BLOCK, [{}, *settings]):
         if block.startswith("simplified") and setting.get("attn_diff"):

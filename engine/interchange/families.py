@@ -379,7 +379,7 @@ FAMILIES = {
 
 # Flags that only matter in training, and two that others say
 FREE = {"dropout", "loss_chunk", "fp32_residual", "doc_mask", "doc_positions", "scaled_init", "simplified_beta_ff"}
-FREE |= {"attention", "window"}
+FREE |= {"attention", "window", "balance_weight", "router_z_loss"}
 SAME_AS = {"c+p": "parallel", "c,p": "standard"}  # the superblock's layer -> the block that computes the same
 
 
@@ -389,6 +389,8 @@ def network(cfg: ModelConfig) -> dict[str, Any]:
     out = {name: getattr(cfg, name) for name in flags if name not in USED_WHEN or USED_WHEN[name][0](cfg)}
     if out.get("last_norm") == cfg.norm:
         out["last_norm"] = "same"
+    if cfg.router_balance == "loss":  # which changes gradients alone
+        out["router_balance"] = "none"
     layers, kinds = range(cfg.n_layer), cfg.pos_pattern or "G"
     out["pos_pattern"] = "".join(kinds[i % len(kinds)] for i in layers)
     out["window_pattern"] = [cfg.layer_window(i) for i in layers]

@@ -31,7 +31,7 @@ from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
 from model import Gain, LoadBalance, Model, ShapedPool, stream_dtype
 
 aten = torch.ops.aten
-MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
 KEPT = {  # other operations whose results selective recomputation keeps, because they are slow
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -175,7 +175,7 @@ class ShardedModel:
         # weight of each parameter in the global norm, so that replicas count once
         self.norm_weight = {p: (name not in self.counted_elsewhere) / math.sqrt(copies.get(p, 1)) for name, p in named}
         sums = {"shard": self.fsdp, "tp": cfg.tp > 1, "pp": cfg.pp > 1}
-        self.routing: Tensor | float = 0.0  # sums of Stack.routing, see `routing_figures`
+        self.routing: Tensor | float = 0.0  # sums of Experts.routing, see `routing_figures`
         self.loads = {m.bias for m in model.modules() if isinstance(m, LoadBalance)}  # their gradients are no gradients
         self.norm_groups = [mesh[dim].get_group() for dim, on in sums.items() if on]
 
@@ -288,8 +288,8 @@ class ShardedModel:
             return self.pipeline.loss(batch)
         with self.ranks.autocast():
             loss = self.model(**batch)
-        found = [each for stack in (self.model, self.model.encoder) if stack for each in stack.routing]
-        self.routing = self.routing + torch.stack(found) if found else self.routing
+        if experts := self.model.experts():
+            self.routing = self.routing + torch.stack([m.routing for m in experts])
         return loss
 
     def routing_figures(self) -> dict[str, float]:

@@ -24,7 +24,7 @@ def flops(model: Model, T: int, source: int = 0) -> int:
     for name, m in model.named_modules():
         tokens = source if name.startswith("encoder.") else T
         if isinstance(m, Linear):
-            total += 6 * int(m.weight.numel() * m.read) * (source if m.role == "memory" else tokens)
+            total += 6 * int(m.weight.numel() * m.read_share) * (source if m.role == "memory" else tokens)
     for m, queries, keys, slots in pools(model, T, source):
         window = m.window if m.causal else 2 * m.window - 1
         calls = 1 if m.diff is None else 2  # differential attention computes the scores for each half of the values
@@ -35,7 +35,7 @@ def flops(model: Model, T: int, source: int = 0) -> int:
 
 def n_read(model: Model) -> int:
     """Number of parameters that a token reads: all but those of the experts that its routers do not choose."""
-    unread = sum(m.weight.numel() * (1 - m.read) for m in model.modules() if isinstance(m, Linear))
+    unread = sum(m.weight.numel() * (1 - m.read_share) for m in model.modules() if isinstance(m, Linear))
     return model.n_params() - int(unread)
 
 

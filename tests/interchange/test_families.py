@@ -69,7 +69,7 @@ ARCHITECTURES = {  # name -> (class of its config, its keys)
         "MixtralConfig",
         GATED | dict(hidden_size=64, num_attention_heads=4, intermediate_size=128, num_local_experts=4),
     ),
-    "qwen3_moe": (
+    "qwen with experts": (
         "Qwen3MoeConfig",
         GATED
         | rope()

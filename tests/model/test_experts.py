@@ -154,8 +154,8 @@ def test_the_routing_of_an_evaluation():
             m.register_forward_hook(lambda m, args, out: found.append(m.router(args[0]).softmax(-1).flatten(0, 1)))
     with torch.no_grad():
         model(torch.randint(V, (2, T)))
-    assert len(found) == len(model.routing) == L
-    for p, (*load, entropy) in zip(found, model.routing, strict=True):
+    assert len(found) == len(model.experts()) == L
+    for p, (*load, entropy) in zip(found, [m.routing for m in model.experts()], strict=True):
         assert load == p.topk(2).indices.flatten().bincount(minlength=E).tolist()
         assert torch.allclose(entropy, -(p * p.log()).sum())
 

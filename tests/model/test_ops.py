@@ -82,7 +82,21 @@ def normal(key, shape, start, size, device):
     return torch.from_numpy(numbers).float()
 
 
+def by_expert(expert, n):
+    rows = [(e, row) for row, e in enumerate(expert.tolist())]
+    ends = [sum(e <= last for e, _ in rows) for last in range(n)]
+    return torch.tensor([row for _, row in sorted(rows)]), torch.tensor(ends)
+
+
+def grouped_linear(x, weight, bias, ends):
+    expert = [sum(end <= row for end in ends.tolist()) for row in range(len(x))]
+    return torch.stack([weight[e] @ row + (0 if bias is None else bias[e]) for e, row in zip(expert, x, strict=True)])
+
+
 NAIVE = {
+    "by_expert": by_expert,
+    "grouped_linear": grouped_linear,
+    "wide_linear": lambda x, w, b: x @ w.T + (0 if b is None else b),
     "attention": attention,
     "uniform_attention": uniform_attention,
     "with_sink": with_sink,
