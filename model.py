@@ -1086,6 +1086,8 @@ class ExpertLinear(Linear):
     """Linear maps of E experts: the rows of x (N, i) of the first expert, of the second, ... -> (N, o). `ends` (E,) are
     the ends of their rows; weight (E, o, i). `fused` is about one expert's matrix."""
 
+    loop: Callable | None = None  # see ops.grouped_linear
+
     def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None):
         super().__init__(cfg, n_in, n_out, role, fused)
         self.weight = nn.Parameter(torch.empty(cfg.n_expert, n_out, n_in))
@@ -1094,7 +1096,7 @@ class ExpertLinear(Linear):
             self.bias, self.initial = nn.Parameter(torch.empty(cfg.n_expert, n_out)), {"bias": 0.0}
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        return ops.grouped_linear(x, self.weight, self.bias, ends)
+        return ops.grouped_linear(x, self.weight, self.bias, ends, self.loop)
 
 
 class LoadBalance(nn.Module):

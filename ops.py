@@ -178,9 +178,12 @@ def by_expert(expert: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(expert[order], torch.arange(n, device=expert.device), right=True)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, loop: Callable | None = None
+) -> Tensor:
     """x_r W_e^T + b_e, where e is the expert of row r: the first one's rows are those before ends_0, the second one's
-    those before ends_1, and so on. x (N, i), weight (E, o, i), bias (E, o), ends (E,) -> (N, o)."""
+    those before ends_1, and so on. x (N, i), weight (E, o, i), bias (E, o), ends (E,) -> (N, o). `loop` replaces
+    linear_by_linear, which computes what PyTorch's kernel does not take."""
     dtype = matmul_dtype(x)
     x, weight = x.to(dtype), weight.to(dtype)
     if x.is_meta or type(x).__name__ == "FakeTensor":  # which have no values, and so no groups
@@ -188,7 +191,7 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor)
     elif dtype == torch.bfloat16 and all(n % 8 == 0 for n in weight.shape[1:]):  # what PyTorch's kernel takes
         y = F.grouped_mm(x, weight.mT, offs=ends.to(torch.int32))
     else:
-        y = linear_by_linear(x, weight, ends)
+        y = (loop or linear_by_linear)(x, weight, ends)
     if bias is None:
         return y
     expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)

@@ -26,8 +26,8 @@ import torch
 import torch.nn as nn
 
 from engine.parallel.ranks import Ranks, is_first_rank, of_first_rank, together
-from model import Pool
-from ops import strip_attention
+from model import ExpertLinear, Pool
+from ops import linear_by_linear, strip_attention
 
 LONG = 180  # seconds of training without compilation from which compile=auto compiles on a CPU
 MOST_IN_STRIPS = 1024  # tokens; each strip of attention is compiled for itself, in seconds
@@ -109,6 +109,9 @@ def compile_model(model: nn.Module, blocks: list[nn.Module]):
         strips = torch.compiler.disable(strip_attention, reason=reason)
         for heads in (module for module in model.modules() if isinstance(module, Pool)):
             heads.strips = strips
+    loop = torch.compiler.disable(linear_by_linear, reason="a product for each expert, whose rows differ in number")
+    for experts in (module for module in model.modules() if isinstance(module, ExpertLinear)):
+        experts.loop = loop
     for block in blocks:
         block.compile()
     model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)

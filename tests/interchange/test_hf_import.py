@@ -53,7 +53,7 @@ HARMLESS = {key: 0.5 if "drop" in key else 7 for key in UNREAD - {"model_type"}}
     architectures=["Other"], auto_map={"AutoConfig": "code.Config"}, cache_implementation="hybrid", dtype="float32",
     embedding_fraction=0.5, id2label={"0": "a"}, init_device="cuda", initializer_range=0.5, is_decoder=True,
     label2id={"a": 0}, learned_pos_emb=False, norm_type="rmsnorm", output_attentions=False, output_hidden_states=True,
-    output_router_logits=False, router_jitter_noise=0.5,
+    output_router_logits=False, router_aux_loss_coef=0.5, router_jitter_noise=0.5,
     problem_type="regression", reorder_and_upcast_attn=True, return_dict=True, summary_activation="gelu",
     summary_proj_to_labels=False, summary_type="mean", summary_use_proj=False, tokenizer_class="Other",
     torch_dtype="bfloat16", transformers_version="1", use_cache=False,
