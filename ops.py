@@ -186,10 +186,10 @@ def grouped_linear(
     linear_by_linear, which computes what PyTorch's kernel does not take."""
     dtype = matmul_dtype(x)
     x, weight = x.to(dtype), weight.to(dtype)
-    if x.is_meta or type(x).__name__ == "FakeTensor":  # which have no values, and so no groups
-        y = F.linear(x, weight[0])
-    elif dtype == torch.bfloat16 and all(n % 8 == 0 for n in weight.shape[1:]):  # what PyTorch's kernel takes
+    if dtype == torch.bfloat16 and all(n % 8 == 0 for n in weight.shape[1:]):  # what PyTorch's kernel takes
         y = F.grouped_mm(x, weight.mT, offs=ends.to(torch.int32))
+    elif x.is_meta or type(x).__name__ == "FakeTensor":  # which have no values, and so no groups
+        y = F.linear(x, weight[0])
     else:
         y = (loop or linear_by_linear)(x, weight, ends)
     if bias is None:

@@ -31,7 +31,7 @@ from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
 from model import Gain, LoadBalance, Model, ShapedPool, stream_dtype
 
 aten = torch.ops.aten
-MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
+MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default}  # not those of experts, whose results are large
 KEPT = {  # other operations whose results selective recomputation keeps, because they are slow
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     aten._scaled_dot_product_flash_attention.default,
