@@ -1174,7 +1174,7 @@ class Experts(nn.Module):
         return y if self.shared is None else y + self.shared(x, inputs)
 
     def router_loss(self, scores: Tensor, p: Tensor, chosen: Tensor) -> Tensor:
-        """scores (N, E), p (B, T, E), chosen (B, T k)"""
+        """The router's losses times their factors, a scalar: scores (N, E), p (B, T, E), chosen (B, T k)."""
         P, f = (p / p.sum(2, keepdim=True)).mean(1), p.new_zeros(len(p), p.size(2))  # (B, E)
         f = f.scatter_add(1, chosen, p.new_ones(1).expand_as(chosen)) / chosen.size(1)
         balance, z = self.loss_factors

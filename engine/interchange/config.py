@@ -30,8 +30,8 @@ HARMLESS = {  # why keys say nothing about the logits, whatever their values -> 
         _attn_implementation _attn_implementation_autoset attention_softmax_in_fp32 attn_impl attn_implementation
         bias_dropout_fusion cache_implementation chunk_size_feed_forward dtype gradient_checkpointing init_device
         masked_softmax_fusion output_attentions output_hidden_states output_router_logits pretraining_tp
-        reorder_and_upcast_attn return_dict
-        tie_last_hidden_states torch_dtype torchscript use_bfloat16 use_cache verbose""",
+        reorder_and_upcast_attn return_dict tie_last_hidden_states torch_dtype torchscript use_bfloat16 use_cache
+        verbose""",
     "they are of training: dropout, initial weights and losses of routers": """
         attention_dropout attention_probs_dropout_prob attn_pdrop embd_pdrop emb_pdrop embedding_fraction
         hidden_dropout hidden_dropout_prob init_config initializer_range resid_pdrop router_aux_loss_coef

@@ -80,14 +80,11 @@ def layer_in_words(cfg: ModelConfig) -> str:
 
     def words(reader: Reader) -> str:
         part, usual = cfg.part(reader), next(r for r in READER.values() if reader.name.startswith(r.name))
-        of = {"context": "the context", "memory": "the memory", "parameters": f"{part.n_slot:,} slots"}.get(
-            reader.source
-        )
+        of = {"context": "the context", "memory": "the memory"}.get(reader.source, f"{part.n_slot:,} slots")
         size = f"{part.hidden_dim:,} hidden units" if reader.units else f"{part.n_head} heads on {of}"
         if reader.source == "experts":
-            size += f" of {cfg.n_expert_active} of {cfg.n_expert} experts" + f", {cfg.n_expert_shared} shared" * bool(
-                cfg.n_expert_shared
-            )
+            size += f" of {cfg.n_expert_active} of {cfg.n_expert} experts"
+            size += f", {cfg.n_expert_shared} shared" * bool(cfg.n_expert_shared)
         size += f" and {part.n_slot:,} slots" * bool(reader.slots)
         choices = [choice for choice, default in zip(reader[2:6], usual[2:6], strict=True) if choice != default]
         return size + f" ({', '.join(WORDS.get(x, x.replace('_', ' ')) for x in choices)})" * bool(choices)

@@ -355,13 +355,15 @@ def test_a_process_says_one_line(script, tmp_path):
 def test_torchrun_says_it_once(tmp_path):
     """Every rank finds the same mistake; the first one names it, and torchrun ends the others meanwhile."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*torchrun, "train.py", "--nope=1"], cwd=ROOT, capture_output=True, text=True)
+    for _ in range(3):  # again if a busy machine ends the second process while it still imports
+        done = subprocess.run([*torchrun, "train.py", "--nope=1"], cwd=ROOT, capture_output=True, text=True)
+        if "exitcode  : -15" not in done.stderr:
+            break
     told = "error: --nope=1 (command line): no such flag"
     assert done.returncode == 1 and done.stderr.count(f"\n{told}") + done.stderr.startswith(told) == 1
     assert done.stderr.splitlines()[-2].strip().startswith(f"traceback : {told}"), done.stderr  # where one looks
     assert f"time      : {time.strftime('%Y')}" in done.stderr
-    ended_early = "exitcode  : -15 (pid:" in done.stderr  # on a busy machine, while the second process still imports
-    assert "<NO_OTHER_FAILURES>" in done.stderr or ended_early, done.stderr
+    assert "<NO_OTHER_FAILURES>" in done.stderr, done.stderr
     assert 'train.py", line' not in done.stderr, done.stderr  # all but the first line are torchrun's own
 
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 
 import pytest
@@ -26,9 +26,9 @@ from engine.checkpoint import files as checkpoint
 from engine.compilation import kind_of_kernels, private_folder, settle, try_compiler, use_private_folder
 from engine.parallel import ranks as parallel
 from engine.parallel.ranks import Ranks
-from engine.parallel.sharded import ShardedModel
+from engine.parallel.sharded import ShardedModel, recompute
 from engine.plan import accounting
-from model import Model
+from model import Model, ModelConfig
 
 pytestmark = pytest.mark.no_jitter
 ALONE = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
@@ -226,6 +226,36 @@ def test_long_texts_in_strips_are_not_compiled(recompute, run, monkeypatch, caps
         "above 15"
     )
     assert said == ([warning] if recompute == "none" else [])
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("how", ["none", "selective"])
+def test_layers_of_experts_share_a_graph(how):
+    """Also where the grouped kernel, losses of routers and recomputation meet; loss and gradients are as uncompiled."""
+    graphs, found = [], []
+    sizes = dict(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=29, pos="rope", norm="rmsnorm")
+    cfg = ModelConfig(**sizes, n_expert=4, router_balance="loss", balance_weight=1.0, router_z_loss=0.1)
+    idx = torch.randint(29, (2, 16), generator=torch.Generator().manual_seed(0))
+    for compiled in (False, True):
+        model = Model(cfg, seed=1)
+        for block in model.blocks if how != "none" else ():
+            recompute(block, how)
+        if compiled:
+            torch._dynamo.reset()
+            with pytest.MonkeyPatch.context() as patch:
+                backend = lambda graph, inputs: graphs.append(graph) or graph  # noqa: E731
+                patch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=backend))
+                compilation.compile_model(model, [*model.blocks])
+            model.chunk_loss = ops.chunk_loss
+        for _ in range(2):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(idx, idx)
+            loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert len(graphs) == 1
+    for ours, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0.02)
     torch._dynamo.reset()
 
 

@@ -337,7 +337,21 @@ def test_the_biases_of_experts_move_by_a_rate_of_their_own(optimizer):
     bias.grad = torch.tensor([-0.5, 1.0, 0.0, 1e-7])
     parts.step()
     assert bias.tolist() == [0.25, -0.25, 0.0, 0.0]
+    scaled = [p for group in parts.param_groups for p in group["params"]]  # by a gradient scaler, which loads are not
+    assert len(scaled) == len([*model.parameters()]) - 1 and all(p is not bias for p in scaled)
     assert not any("balance" in name for name in parts.state_tensors(model))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZER)
+def test_biases_of_experts_do_not_decay(optimizer):
+    """They have two dimensions, but are a vector for each expert; so their weights decay alone."""
+    sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=29)
+    model = Model(ModelConfig(**sizes, n_expert=4, bias=True), seed=1)
+    groups = build(model, config(optimizer=optimizer, balance_rate=0.25)).param_groups
+    decays = {p: group["weight_decay"] > 0 for group in groups for p in group["params"]}
+    m = model.experts()[0]
+    assert decays[m.up.weight] and decays[m.down.weight]
+    assert not decays[m.up.bias] and not decays[m.down.bias]
 
 
 def test_loads_are_no_gradients():
