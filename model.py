@@ -1167,11 +1167,14 @@ class Experts(nn.Module):
             entropy = torch.special.entr(p / p.sum(1, keepdim=True)).sum()
             self.routing = torch.cat((load, entropy[None])).detach()
         token = order // k  # of each row
-        rows = tokens.index_select(0, token)  # (N k, C), sorted by expert
-        rows = self.down(activations(self.phi, self.rows, self.up(rows, ends)), ends)
+        rows = self.read(tokens.index_select(0, token), ends)  # (N k, C), sorted by expert
         rows = rows * weights.flatten().index_select(0, order)[:, None]
         y = rows.new_zeros(tokens.shape).index_add(0, token, rows).view_as(x)
         return y if self.shared is None else y + self.shared(x, inputs)
+
+    def read(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """What each expert makes of its rows, see ExpertLinear: rows (N, C) -> (N, C)."""
+        return self.down(activations(self.phi, self.rows, self.up(rows, ends)), ends)
 
     def router_loss(self, scores: Tensor, p: Tensor, chosen: Tensor) -> Tensor:
         """The router's losses times their factors, a scalar: scores (N, E), p (B, T, E), chosen (B, T k)."""

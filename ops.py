@@ -172,6 +172,11 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
 
+def has_values(x: Tensor) -> bool:
+    """False for tensors that have a shape and a dtype alone: those on the meta device, and the fake ones of a plan."""
+    return not x.is_meta and type(x).__name__ != "FakeTensor"
+
+
 def by_expert(expert: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """expert (N,), numbers below n -> the order (N,) of the rows by expert, and the end of each expert's rows (n,)."""
     order = expert.argsort(stable=True)
@@ -188,7 +193,7 @@ def grouped_linear(
     x, weight = x.to(dtype), weight.to(dtype)
     if dtype == torch.bfloat16 and all(n % 8 == 0 for n in weight.shape[1:]):  # what PyTorch's kernel takes
         y = F.grouped_mm(x, weight.mT, offs=ends.to(torch.int32))
-    elif x.is_meta or type(x).__name__ == "FakeTensor":  # which have no values, and so no groups
+    elif not has_values(x):  # and so no groups
         y = F.linear(x, weight[0])
     else:
         y = (loop or linear_by_linear)(x, weight, ends)

@@ -94,8 +94,8 @@ def try_compiler():
         raise ValueError(f"{cause:.200}") from error
 
 
-def compile_model(model: nn.Module, blocks: list[nn.Module]):
-    """Compile each block, in place, and the loss of a chunk."""
+def compile_model(model: nn.Module, blocks: list[nn.Module], inside: bool = False):
+    """Compile each block, in place, and the loss of a chunk. With `inside`, `recompute` may be applied afterwards."""
     use_private_folder()
     config = torch._dynamo.config
     config.optimize_ddp = False  # in DDP's forward it would cut each block into pieces; our graphs are small already
@@ -113,7 +113,10 @@ def compile_model(model: nn.Module, blocks: list[nn.Module]):
     for experts in (module for module in model.modules() if isinstance(module, ExpertLinear)):
         experts.loop = loop
     for block in blocks:
-        block.compile()
+        if inside:
+            block.forward = torch.compile(block.forward)
+        else:
+            block.compile()
     model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)
 
 

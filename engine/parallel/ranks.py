@@ -10,7 +10,8 @@ every collective here is the identity.
 
 The ranks form a grid. Its dimensions are, outermost first: pp (stages of a pipeline), dp_replicate (copies of the
 model), shard (shards of one copy; with cp also the pieces of each sequence) and tp (slices of a layer). Ranks that
-differ in copy or shard are data-parallel: they read different samples. All other ranks read the same samples.
+differ in copy or shard are data-parallel: they read different samples. All other ranks read the same samples. With ep,
+adjacent shards divide the experts.
 """
 
 import hashlib
@@ -60,6 +61,7 @@ class Ranks:
     mesh: DeviceMesh | None = None  # dimensions pp, replicate, shard (times cp) and tp; None if size is 1
     cp: dist.ProcessGroup | None = None  # the ranks that share this rank's sequences; None if cp is 1
     stage: dist.ProcessGroup | None = None  # the ranks of this rank's pipeline stage; None if size is 1
+    experts: DeviceMesh | None = None  # that of experts' weights: tp, ep, replicate and shard / ep; None if ep is 1
 
     @property
     def first(self) -> bool:
@@ -157,6 +159,10 @@ def check_layout(cfg, size: int):
         tensor.check(cfg, cfg.tp)
     if cfg.cp > 1:
         context.check(cfg, cfg.cp)
+    if cfg.ep > 1:
+        from engine.parallel import expert
+
+        expert.check(cfg, data // replicas(cfg))
     if cfg.pp > 1:
         from engine.parallel import pipeline
 
@@ -211,13 +217,16 @@ def join(cfg) -> Ranks:
     grid = torch.arange(size).view(cfg.pp, replicas(cfg), data // replicas(cfg) * cfg.cp, cfg.tp)
     mesh = make_mesh(cfg, device, grid, "pp replicate shard tp")
     data_rank = rank // (cfg.cp * cfg.tp) % data
-    cp_group, stage = None, dist.group.WORLD
+    cp_group, stage, experts = None, dist.group.WORLD, None
     if cfg.cp > 1:
         cp_group = make_mesh(cfg, device, grid.view(-1, cfg.cp, cfg.tp), "data cp tp")["cp"].get_group()
     if cfg.pp > 1:
         stage = make_mesh(cfg, device, grid.view(cfg.pp, -1), "pp stage")["stage"].get_group()
+    if cfg.ep > 1:  # adjacent ranks divide the experts, so the ranks with the same experts are ep apart
+        cut = grid.unflatten(2, (-1, cfg.ep)).permute(0, 4, 3, 1, 2)
+        experts = make_mesh(cfg, device, cut, "pp tp ep replicate shard")["tp", "ep", "replicate", "shard"]
     dtype = agreed_dtype(cfg.dtype, device)
-    return Ranks(rank, size, device, dtype, compiled, data_rank, data, mesh, cp_group, stage)
+    return Ranks(rank, size, device, dtype, compiled, data_rank, data, mesh, cp_group, stage, experts)
 
 
 def make_mesh(cfg, device: torch.device, grid: Tensor, names: str) -> DeviceMesh:

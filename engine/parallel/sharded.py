@@ -6,7 +6,7 @@
     loss = sharded.backward(batches, micro_steps, scaler)
     norm = sharded.clip(cfg.grad_clip)
 
-The constructor applies, in this order: a pipeline's stage, tensor parallelism, context parallelism, recomputation,
+The constructor applies, in this order: a pipeline's stage, tensor, context and expert parallelism, recomputation,
 compilation, and last DDP or FSDP2. model.py has no code for any of them, and a table of what they replace in it.
 """
 
@@ -14,7 +14,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -22,23 +21,14 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.distributed.device_mesh import DeviceMesh
 
 from engine import compilation
 from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.ranks import Ranks, make_mesh
+from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
-from model import Gain, LoadBalance, Model, ShapedPool, stream_dtype
-
-aten = torch.ops.aten
-MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default}  # not those of experts, whose results are large
-KEPT = {  # other operations whose results selective recomputation keeps, because they are slow
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
+from model import Experts, Gain, LoadBalance, Model, ShapedPool, stream_dtype
 
 
 def local(x: Tensor) -> Tensor:
@@ -55,33 +45,6 @@ def copy_local_shard_(x: Tensor, full: Tensor, like: Tensor):
     local(x).copy_(full)
 
 
-def recompute(block: nn.Module, kind: str):
-    """Make the block's backward recompute the forward's results instead of keeping them (arXiv:1604.06174).
-
-    kind    selective: all results except those of KEPT and of every second matrix product; full: all results
-    """
-    forward = block.forward
-    options = {"context_fn": selective_contexts} if kind == "selective" else {}
-
-    def recomputed(*args, **kwargs):  # not a partial of checkpoint, which torch.compile would skip
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
-
-    block.forward = recomputed
-
-
-def selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The contexts of a block's forward and of its recomputation, which keep what `recompute` says: of the products the
-    first, third, ..., because the results of the others are usually only added to the stream."""
-    products = {False: 0, True: 0}  # so far, in the forward and in the recomputation
-
-    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-        products[context.is_recompute] += op in MATMULS
-        kept = op in KEPT or op in MATMULS and products[context.is_recompute] % 2
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
 def gains(part: nn.Module) -> list[nn.Parameter]:
     """The scalars by which blocks weight their branches, of a block or of each head, and the biases of experts."""
     return [
@@ -93,13 +56,17 @@ def shard(model: Model, blocks: list[nn.Module], cfg, ranks: Ranks):
     """Apply FSDP2 (arXiv:2304.11277) to each block, to the ends of the model if they are not tied, and to the rest.
 
     In 16 bits, blocks and ends are gathered in the matmuls' dtype, and the rest in float32. Gains are not sharded:
-    in bfloat16 they would move in steps of 2^-8.
+    in bfloat16 they would move in steps of 2^-8. Experts that ranks divide are sharded over those with the same ones.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    mesh, dtype, pinned = ranks.mesh, ranks.dtype, ranks.device.type == "cuda"
+    dtype, pinned = ranks.dtype, ranks.device.type == "cuda"
+
+    def sharding(mesh: DeviceMesh) -> DeviceMesh:
+        return mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+
     options = {
-        "mesh": mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"],
+        "mesh": sharding(ranks.mesh),
         "reshard_after_forward": cfg.fsdp_reshard,
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if cfg.fsdp_offload else OffloadPolicy(),
     }
@@ -109,8 +76,11 @@ def shard(model: Model, blocks: list[nn.Module], cfg, ranks: Ranks):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in blocks:
         last = block is blocks[len(model.blocks) - 1] and cfg.pp == 1  # its backward follows at once
-        whole = () if cfg.fsdp_offload else gains(block)
-        fully_shard(block, mp_policy=policy, ignored_params={*whole}, **(kept if last else options))
+        whole, chosen = () if cfg.fsdp_offload else gains(block), kept if last else options
+        for m in block.modules() if ranks.experts else ():
+            if isinstance(m, Experts):
+                fully_shard([m.up, m.down], mp_policy=policy, **chosen | {"mesh": sharding(ranks.experts)})
+        fully_shard(block, mp_policy=policy, ignored_params={*whole}, **chosen)
     if not cfg.tie_weights:
         if isinstance(model.wte, nn.Embedding):
             with ranks.autocast():
@@ -129,7 +99,7 @@ class ShardedModel:
     def __init__(self, cfg, ranks: Ranks):
         with torch.device("meta"):
             self.model = self.forward_model = model = Model(cfg)
-        self.ranks, self.tp, self.pp, mesh = ranks, cfg.tp, cfg.pp, ranks.mesh
+        self.ranks, self.tp, self.ep, self.pp, mesh = ranks, cfg.tp, cfg.ep, cfg.pp, ranks.mesh
         self.fsdp, self.reshard = cfg.parallel == "fsdp" and ranks.size > 1, cfg.fsdp_reshard
         self.home = torch.device("cpu") if self.fsdp and cfg.fsdp_offload else ranks.device  # of the parameters
         self.counted_elsewhere: Collection[str] = ()  # names of parameters that another stage counts
@@ -143,11 +113,19 @@ class ShardedModel:
             self.outer = make_mesh(cfg, self.home, grid, "tp replicate shard")
         if cfg.cp > 1:
             apply_context_parallel(model, ranks.cp)
+        self.cut_by_ep: Collection[str] = ()  # names of parameters
+        if cfg.ep > 1:
+            from engine.parallel.expert import apply_expert_parallel
+
+            self.cut_by_ep = apply_expert_parallel(model, ranks.experts["ep"].get_group(), ranks.compile)
         blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]  # of this rank
+        broken = cfg.ep > 1  # graphs, by the exchange of tokens; a recomputation of them must be outside
+        if ranks.compile and broken:
+            compilation.compile_model(model, blocks, inside=True)
         if cfg.activation_checkpoint != "none":
             for block in blocks:
                 recompute(block, cfg.activation_checkpoint)
-        if ranks.compile:
+        if ranks.compile and not broken:
             compilation.compile_model(model, blocks)
         if self.fsdp:
             shard(model, blocks, cfg, ranks)
@@ -159,6 +137,7 @@ class ShardedModel:
             self.pipeline = pipeline.Pipeline(model, group, micro_steps, shape, ranks.device, ranks.autocast)
         elif not (self.fsdp or cfg.eval_only or mesh is None) and mesh["shard"].size() > 1:
             devices = [ranks.device] if ranks.device.type == "cuda" else None
+            model._ddp_params_and_buffers_to_ignore = [*self.cut_by_ep]  # which ranks divide
             self.forward_model = nn.parallel.DistributedDataParallel(
                 model, device_ids=devices, process_group=mesh["shard"].get_group(), gradient_as_bucket_view=True
             )
@@ -167,17 +146,25 @@ class ShardedModel:
         self.whole = gains(model) if self.fsdp and not cfg.fsdp_offload else []  # parameters that FSDP does not shard
         self.tp_dim = {name: sharded_dim(model, name) for name, _ in named} if cfg.tp > 1 else {}
         self.tp_replicated = [p for name, p in named if cfg.tp > 1 and self.tp_dim[name] is None]
+        self.experts = {p for name, p in named if name in self.cut_by_ep}  # the weights that ranks divide
+        others = [p for _, p in named if p not in self.experts]
         # parameters whose gradients neither DDP nor FSDP averages (DDP cannot wrap a pipeline's schedule)
-        averaged = self.whole if self.fsdp else list(model.parameters()) if cfg.pp > 1 else []
-        self.reduced = (averaged, "replicate", True), (averaged, "shard", True), (self.tp_replicated, "tp", False)
-        copies = dict.fromkeys(self.tp_replicated, cfg.tp)
-        copies |= {p: copies.get(p, 1) * mesh["shard"].size() for p in self.whole}
+        averaged = self.whole if self.fsdp else others if cfg.pp > 1 else []
+        self.reduced = (
+            (averaged, mesh, "replicate", True), (averaged, mesh, "shard", True),
+            (self.tp_replicated, mesh, "tp", False),
+            ([] if self.fsdp else [*self.experts], ranks.experts, "shard", True),
+        )  # fmt: skip
+        copies, shards = dict.fromkeys(self.tp_replicated, cfg.tp), mesh["shard"].size() if self.fsdp else cfg.ep
+        copies |= {p: copies.get(p, 1) * shards for p in (self.whole if self.fsdp else others)}
         # weight of each parameter in the global norm, so that replicas count once
         self.norm_weight = {p: (name not in self.counted_elsewhere) / math.sqrt(copies.get(p, 1)) for name, p in named}
         sums = {"shard": self.fsdp, "tp": cfg.tp > 1, "pp": cfg.pp > 1}
         self.routing: Tensor | float = 0.0  # sums of Experts.routing, see `routing_figures`
         self.loads = {m.bias for m in model.modules() if isinstance(m, LoadBalance)}  # their gradients are no gradients
         self.norm_groups = [mesh[dim].get_group() for dim, on in sums.items() if on]
+        if cfg.ep > 1 and not self.fsdp:
+            self.norm_groups.append(ranks.experts["ep"].get_group())
 
     # ---- weights
 
@@ -235,13 +222,16 @@ class ShardedModel:
         return loss
 
     def reduce_gradients(self):
-        """Average or sum the gradients of `reduced` along their dimensions of the mesh, each in one message."""
-        for params, dim, mean in self.reduced:
+        """Average or sum the gradients of `reduced` along their dimensions of a mesh, each in one message. Those of
+        experts become means over all data-parallel ranks."""
+        if divided := [local(p.grad) for p in self.experts if p.grad is not None]:
+            torch._foreach_mul_(divided, 1 / self.ep)
+        for params, mesh, dim, mean in self.reduced:
             grads = [local(p.grad) for p in params if p.grad is not None]
-            if not grads or (n := self.ranks.mesh[dim].size()) == 1:
+            if not grads or (n := mesh[dim].size()) == 1:
                 continue
             flat = torch.cat([grad.flatten() for grad in grads])
-            dist.all_reduce(flat, group=self.ranks.mesh[dim].get_group())
+            dist.all_reduce(flat, group=mesh[dim].get_group())
             flat *= 1 / n if mean else 1.0
             for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(total.view_as(grad))
@@ -316,12 +306,17 @@ class ShardedModel:
         if self.ranks.mesh is None:
             return ""
         mesh, pairs = self.ranks.mesh.mesh, {}  # (pp, replicate, shard, tp)
-        copied = (1 if self.fsdp else 2, list(self.model.parameters())), (2, self.whole), (3, self.tp_replicated)
+        experts = mesh.unflatten(2, (-1, self.ep))  # (pp, replicate, shard / ep, ep, tp)
+        copied = (
+            (mesh, 1 if self.fsdp else 2, [p for p in self.model.parameters() if self.fsdp or p not in self.experts]),
+            (mesh, 2, self.whole), (mesh, 3, self.tp_replicated), (experts, 2, [] if self.fsdp else [*self.experts]),
+        )  # fmt: skip
         sums = torch.zeros(len(copied), *mesh.shape, dtype=torch.int64)
-        for all_sums, (_, params) in zip(sums, copied, strict=True):
+        for all_sums, (_, _, params) in zip(sums, copied, strict=True):
             bits = sum(local(p).view(torch.int32).sum(dtype=torch.int64) for p in params)
             all_sums[mesh == self.ranks.rank] = int(bits)
-        for all_sums, (dim, _) in zip(self.ranks.sum(sums), copied, strict=True):
+        for all_sums, (mesh, dim, _) in zip(self.ranks.sum(sums), copied, strict=True):
+            all_sums = all_sums.view_as(mesh)
             usual, place = all_sums.mode(dim, keepdim=True)
             others, wrong = mesh.gather(dim, place).expand_as(mesh), all_sums != usual
             pairs |= dict(zip(mesh[wrong].tolist(), others[wrong].tolist(), strict=True))
@@ -338,21 +333,29 @@ class ShardedModel:
     # ---- shapes of the full model
 
     def cuts(self, name: str) -> tuple[tuple[int, int | None], ...]:
-        """How the mesh's dimensions replicate, shard and tp share a parameter, see owners.Matrix."""
+        """How the dimensions of a mesh share a parameter, see owners.Matrix: replicate, shard and tp, with ep before tp
+        if ranks divide it as experts."""
         sizes = self.ranks.mesh.mesh.shape[1:] if self.ranks.mesh else (1, 1, 1)
-        return tuple(zip(sizes, (None, 0 if self.fsdp else None, self.tp_dim.get(name)), strict=True))
+        replicate, *shards, tp = zip(sizes, (None, 0 if self.fsdp else None, self.tp_dim.get(name)), strict=True)
+        if name in self.cut_by_ep:
+            shards = [(sizes[1] // self.ep, shards[0][1]), (self.ep, 0)]
+        return replicate, *shards, tp
 
     def as_global(self, name: str, x: Tensor) -> Tensor:
         """x (the parameter `name`, or a tensor of its shape such as its momentum) with the shape of the full model's
         parameter: a tensor, or a DTensor that shares the storage of x."""
-        if self.tp == 1 or x.dim() == 0:
+        expert = name in self.cut_by_ep
+        if not expert and self.tp == 1 or x.dim() == 0:
             return x
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        dim, shape, part = self.tp_dim[name], list(x.shape), local(x)
+        dim, shape, part = self.tp_dim.get(name), list(x.shape), local(x)
         if dim is not None:
             shape[dim] *= self.tp
+        if expert:
+            shape[0] *= self.ep
         sharded = self.fsdp and not any(self.model.get_parameter(name) is p for p in self.whole)
-        placements = (Replicate() if dim is None else Shard(dim), Replicate(), Shard(0) if sharded else Replicate())
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(part, self.outer, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        placements = Replicate() if dim is None else Shard(dim), *[Shard(0)] * expert, Replicate()
+        placements += (Shard(0) if sharded else Replicate(),)
+        mesh, stride = self.ranks.experts if expert else self.outer, torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)

@@ -16,7 +16,7 @@ import math
 import warnings
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from operator import itemgetter
@@ -34,12 +34,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data.objective import OBJECTIVE
-from engine.optim import OPTIMIZER, Muon, hidden_matrices, iteration_dtype, state_bytes
+from engine.optim import OPTIMIZER, Balance, Muon, hidden_matrices, iteration_dtype, load_biases, state_bytes
 from engine.parallel import context as context_parallel
+from engine.parallel import expert as expert_parallel
 from engine.parallel import ranks as parallel
 from engine.parallel import sharded as sharded_model
 from engine.parallel import tensor as tensor_parallel
 from engine.parallel.owners import Matrix, Owners
+from engine.parallel.recomputation import recompute
 from engine.plan.accounting import flops
 from model import Block, Inputs, Model, NormOfHeads, Pool, Shared, Stack
 from ops import ChunkedCrossEntropy, chunk_loss, rows_at_once, wide_stream
@@ -54,6 +56,7 @@ GROUP = {  # first word of a kind of traffic -> the adjacent dimensions of the m
     "fsdp": DATA, "ddp": DATA, "hsdp": ("dp_replicate",), "tp": ("tp",), "cp": ("cp",), "pp": ("pp",),
     "muon": ("dp_replicate", *DATA, "tp"),
 }  # fmt: skip
+# Adjacent ranks among those of DATA are the group of kind "ep"; those with the same experts that of kind "experts".
 
 
 def layout_of(cfg) -> dict[str, int]:
@@ -68,27 +71,29 @@ class Stage:
     """The parameters of one pipeline stage; without a pipeline, of the model. FSDP gathers one unit of them at once: a
     block, the embedding, the head, or the root, which is the rest. It does not shard gains.
 
-    numbers and shard are those of each unit: all, and those of the first of `ranks` shards, which is the largest.
+    numbers, shard and experts are those of each unit: all, and those of the first of `ranks` shards, which is the
+    largest, without and only with the parameters `divided` by ep, which have fewer shards.
     """
 
-    def __init__(self, model: Model, index: int, blocks: range, ranks: int):
+    def __init__(self, model: Model, index: int, blocks: range, ranks: int, divided: Collection[str]):
         cfg = model.cfg
         self.index, self.blocks, self.first, self.last = index, blocks, index == 0, blocks.stop == cfg.n_layer
         mine = {"wte": self.first or cfg.tie_weights and self.last, "pos": self.first, "first_norm": self.first}
         ends = {} if cfg.tie_weights else {"wte": "wte", "norm": "head", "head": "head"}
         gains = () if cfg.fsdp_offload else {*sharded_model.gains(model)}
         self.shapes, self.unit, self.held = {}, {}, {}  # of each parameter; held: numbers in the first shard
-        self.numbers, self.shard = Counter(), Counter()
+        self.numbers, self.shard, self.experts = Counter(), Counter(), Counter()
         for name, p in model.named_parameters():
             stack, is_block, rest = name.partition("blocks.")
             part, layer = name.partition(".")[0], rest.partition(".")[0]
             if int(layer) in blocks if is_block and not stack else mine.get(part, self.last):
                 unit = f"{stack}blocks.{layer}" if is_block else ends.get(part, "root")
                 self.unit[name] = unit = "gains" if p in gains else unit
-                rows = p.size(0) if p in gains else -(-p.size(0) // ranks)  # FSDP2 cuts along the first dimension
+                shards = 1 if p in gains else max(1, ranks // cfg.ep) if name in divided else ranks
+                rows = -(-p.size(0) // shards)  # FSDP2 cuts along the first dimension
                 self.shapes[name], self.held[name] = tuple(p.shape), rows * (p.numel() // p.size(0))
                 self.numbers[unit] += p.numel()
-                self.shard[unit] += self.held[name]
+                (self.experts if name in divided else self.shard)[unit] += self.held[name]
 
 
 def ring_share(n: int) -> float:
@@ -115,7 +120,10 @@ class Trace(TorchDispatchMode):
     which autocast makes once per forward. The description of a process group is the name of its traffic.
     """
 
-    KINDS = {"_allgather_base_": "all-gather", "reduce_scatter_tensor": "reduce-scatter", "allreduce_": "all-reduce"}
+    KINDS = {
+        "_allgather_base_": "all-gather", "reduce_scatter_tensor": "reduce-scatter", "allreduce_": "all-reduce",
+        "alltoall_base_": "all-to-all",
+    }  # fmt: skip
 
     def __init__(self, weights: list[Tensor]):
         super().__init__()
@@ -169,8 +177,8 @@ class UninitializedModel(Model):
 
 @contextmanager
 def fake_rank(cfg) -> Iterator["FakeRank"]:
-    """Rank 0 of a run with these flags. Its groups for tp and cp have other ranks that do not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cfg.tp * cfg.cp)
+    """Rank 0 of a run with these flags. Its groups for tp, cp and ep have other ranks that do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cfg.tp * max(cfg.cp, cfg.ep))
     try:
         with warnings.catch_warnings(), FakeTensorMode():
             warnings.simplefilter("ignore")  # announcements of changes in PyTorch
@@ -202,31 +210,43 @@ class FakeRank:
         self.head_flops = 6 * model.head.weight.numel() * self.lengths[0]
         self.optimizer = OPTIMIZER[cfg.optimizer]
         hidden = hidden_matrices(model) if self.optimizer.muon else {}
+        loads = load_biases(model)
+        self.loads = {name for name, p in model.named_parameters() if p in loads}
         self.tp_dim: dict[str, int | None] = {}  # the dimension that tp cuts
         self.hidden: dict[str, Matrix] = {}  # the weights that Muon trains, before tp cuts them
         sizes = [self.group(kind)[0] for kind in ("hsdp", "fsdp", "tp")]
         for name, p in model.named_parameters():
             self.tp_dim[name] = dim = tensor_parallel.sharded_dim(model, name) if cfg.tp > 1 else None
             if p in hidden:
-                cuts = zip(sizes, (None, 0 if self.fsdp else None, dim), strict=True)
-                self.hidden[name] = Matrix(tuple(p.shape), hidden[p], tuple(cuts))
-        ranks = range(cfg.tp * cfg.cp)
+                replicate, *shards, tp = zip(sizes, (None, 0 if self.fsdp else None, dim), strict=True)
+                if cfg.ep > 1 and p.dim() == 3:  # as ShardedModel.cuts
+                    shards = [(sizes[1] // cfg.ep, shards[0][1]), (cfg.ep, 0)]
+                self.hidden[name] = Matrix(tuple(p.shape), hidden[p], (replicate, *shards, tp))
+        ranks = range(cfg.tp * max(cfg.cp, cfg.ep))
         if cfg.tp > 1:
             tensor_parallel.apply_tensor_parallel(model, dist.new_group([*ranks[: cfg.tp]], group_desc="tp"))
         if cfg.cp > 1:
-            context_parallel.apply_context_parallel(model, dist.new_group([*ranks[:: cfg.tp]], group_desc="cp"))
+            cp = dist.new_group([*ranks[: cfg.tp * cfg.cp : cfg.tp]], group_desc="cp")
+            context_parallel.apply_context_parallel(model, cp)
+        divided: Collection[str] = ()
+        if cfg.ep > 1:
+            ep = dist.new_group([*ranks[: cfg.tp * cfg.ep : cfg.tp]], group_desc="ep")
+            divided = expert_parallel.apply_expert_parallel(model, ep)
         ends = [-(-cfg.n_layer * i // cfg.pp) for i in range(cfg.pp + 1)]  # as engine/parallel/pipeline.py cuts
-        self.stages = [Stage(model, i, range(*ends[i : i + 2]), self.shards) for i in range(cfg.pp)]
+        self.stages = [Stage(model, i, range(*ends[i : i + 2]), self.shards, divided) for i in range(cfg.pp)]
         blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]
         self.imitate_gpu(nn.ModuleList([*blocks, model.norm]))
         for block in blocks:
             if cfg.activation_checkpoint != "none":
-                sharded_model.recompute(block, cfg.activation_checkpoint)
+                recompute(block, cfg.activation_checkpoint)
         self.part_costs = cache(self.part_costs)
 
     def group(self, kind: str) -> tuple[int, int]:
         """(number of ranks, distance between consecutive ranks) of the group with this kind of traffic."""
-        dims, order = GROUP[kind.partition(" ")[0]], list(self.layout)
+        word, ep, tp = kind.partition(" ")[0], self.cfg.ep, self.cfg.tp
+        if word in ("ep", "experts"):
+            return (ep, tp) if word == "ep" else (self.group("fsdp")[0] // ep, ep * tp)
+        dims, order = GROUP[word], list(self.layout)
         inner = order[order.index(dims[-1]) + 1 :]
         return tuple(math.prod(self.layout[dim] for dim in some) for some in (dims, inner))
 
@@ -328,7 +348,8 @@ class FakeRank:
         micro-step reduces them.
         """
         cfg, size, parameters = self.cfg, self.dtype.itemsize, 4 * sum(stage.held.values())
-        kinds = {name: Muon if name in self.hidden else self.optimizer.rest for name in stage.held}
+        kinds = dict.fromkeys(stage.held, self.optimizer.rest) | dict.fromkeys(self.hidden, Muon)
+        kinds |= dict.fromkeys(self.loads, Balance)
         optimizer = sum(state_bytes(kinds[name], n) for name, n in stage.held.items())
         out = dict(zip(STATES, (parameters, parameters, optimizer), strict=True))
         blocks = {unit: n for unit, n in stage.numbers.items() if "blocks." in unit}
@@ -391,15 +412,18 @@ class FakeRank:
 
     def traffic(self, stage: Stage) -> dict[str, float]:
         """kind -> bytes that a rank of the stage sends in a step to ranks of `group(kind)`."""
-        cfg, steps, shard, out = self.cfg, self.micro_steps, stage.shard, Counter()
-        others, size = self.shards - 1, self.dtype.itemsize
-        total, gains, root, ends = shard.total(), shard["gains"], shard["root"], shard["wte"] + shard["head"]
+        cfg, steps, size, out = self.cfg, self.micro_steps, self.dtype.itemsize, Counter()
 
         def all_reduce(kind: str, numbers: int):  # in float32
             out[kind] += 2 * ring_share(self.group(kind)[0]) * 4 * numbers
 
-        if self.fsdp:
+        for kind, shard in (("fsdp", stage.shard), ("experts", stage.experts)):
+            others, total, gains, root = self.group(kind)[0] - 1, shard.total(), shard["gains"], shard["root"]
+            if not self.fsdp:
+                all_reduce(kind.replace("fsdp", "ddp") + " all-reduce", total)
+                continue
             # the root and the ends stay gathered from forward to backward, and so does the last block
+            ends = shard["wte"] + shard["head"]
             forwards, backwards = (steps, steps) if cfg.fsdp_reshard else (steps, 0)
             whole, last, reductions = steps, shard[f"blocks.{cfg.n_layer - 1}"], steps if cfg.fsdp_reshard else 1
             if cfg.pp > 1:  # after the first backward, each forward uses the weights that a backward has gathered
@@ -407,11 +431,11 @@ class FakeRank:
                 forwards, backwards = (ahead, steps - ahead + 1) if cfg.fsdp_reshard else (1, 0)
                 whole, last, reductions = 1, 0, 1
             blocks, kept = total - gains - root - ends, others * (4 * root + size * ends)
-            out["fsdp all-gather, forward"] = others * size * blocks * forwards + kept * whole
-            out["fsdp all-gather, backward"] = others * size * (blocks - last) * backwards
-            out["fsdp reduce-scatter"] = others * 4 * (total - gains) * reductions
-            all_reduce("fsdp all-reduce of gains", gains)
-        all_reduce("hsdp all-reduce" if self.fsdp else "ddp all-reduce", total)
+            out[f"{kind} all-gather, forward"] = others * size * blocks * forwards + kept * whole
+            out[f"{kind} all-gather, backward"] = others * size * (blocks - last) * backwards
+            out[f"{kind} reduce-scatter"] = others * 4 * (total - gains) * reductions
+            all_reduce(f"{kind} all-reduce of gains", gains)
+            all_reduce("hsdp all-reduce", total)
         before, blocks, loss = self.part_costs(cfg.batch_size)
         for cost in [blocks[layer] for layer in stage.blocks] + before * stage.first + [loss] * stage.last:
             out.update({kind: n * steps for kind, n in cost.sent.items()})

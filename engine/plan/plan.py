@@ -90,7 +90,7 @@ def estimate(cfg) -> Plan:
     for fact, n, most in (
         (f"n_layer={cfg.n_layer}", cfg.n_layer + cfg.n_encoder_layer, 1024),
         (f"block_size={cfg.block_size}", cfg.block_size, 2**24),
-        (f"tp={cfg.tp} times cp={cfg.cp}", cfg.tp * cfg.cp, 2**12),
+        (f"tp={cfg.tp} times cp={cfg.cp} or ep={cfg.ep}", cfg.tp * max(cfg.cp, cfg.ep), 2**12),
     ):
         require(n <= most, f"{fact} takes too long to plan; lower it to at most {most}")
     if cfg.pp > 1:
@@ -156,12 +156,12 @@ def step_time(rank: FakeRank, stage: Stage, gpu: Gpu, peak: float) -> tuple[dict
         ranks, distance = rank.group(kind)
         rate = bandwidth(gpu, ranks, distance, ring=not kind.endswith("all-to-all"))
         traffic[kind] = Traffic(n, ranks, rate, n / rate)
-    data = sum(each.seconds for kind, each in traffic.items() if kind.startswith(("fsdp", "hsdp", "ddp")))
+    data = sum(each.seconds for kind, each in traffic.items() if kind.startswith(("fsdp", "hsdp", "ddp", "experts")))
     compute, rest = rank.matmul_flops(stage) / speed, sum(each.seconds for each in traffic.values()) - data
     hidden = OVERLAP * compute * (1 if rank.fsdp else 2 / 3 / rank.micro_steps)  # DDP sends in the last backward only
     seconds = {
         "computation": compute,
-        "traffic of tp, cp, pp and Muon": rest,
+        "traffic of tp, cp, ep, pp and Muon": rest,
         "bubble of the pipeline": (compute + rest) * (cfg.pp - 1) / rank.micro_steps,
         "traffic of data ranks, not hidden": max(0.0, data - hidden),
         "Muon's matmuls": rank.owners(stage).flops / speed if rank.optimizer.muon else 0.0,
@@ -200,7 +200,7 @@ def report(plan: Plan) -> str:
         worlds = [f"  {'smallest world_size that fits':<34} {plan.smallest_world or no:>10}"]
     lines = [
         f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e9:,.4g} GFLOP per token forward and backward",
-        f"{cfg.world_size:,} x {cfg.gpu}: {mesh}; parallel={cfg.parallel}, optimizer={cfg.optimizer}, "
+        f"{cfg.world_size:,} x {cfg.gpu}: {mesh}{f', ep={cfg.ep}' * (cfg.ep > 1)}; parallel={cfg.parallel}, optimizer={cfg.optimizer}, "
         f"activation_checkpoint={cfg.activation_checkpoint}",
         f"{plan.tokens_per_step:,} tokens a step: {data:,} data ranks x {micro_steps} micro-steps x "
         f"batch_size={cfg.batch_size} x {cfg.block_size:,} tokens",

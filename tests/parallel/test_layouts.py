@@ -36,9 +36,9 @@ from engine import optim
 from engine.checkpoint.files import VOCAB_WEIGHTS
 from engine.parallel import context as context_parallel
 from engine.parallel import ranks as parallel
-from engine.parallel import sharded as sharded_model
 from engine.parallel import tensor as tensor_parallel
 from engine.parallel.ranks import check_layout, join
+from engine.parallel.recomputation import MATMULS, recompute
 from engine.parallel.sharded import ShardedModel, local
 from model import Model
 
@@ -65,6 +65,13 @@ LAYOUTS = {  # name -> (processes, flags)
     "tp+cp": (4, ["--tp=2", "--cp=2"]),
     "fsdp+pp": (4, [*FSDP, "--pp=2"]),
     "ddp+pp": (4, ["--pp=2"]),
+    "ep": (2, ["--ep=2"]),
+    "fsdp+ep": (2, [*FSDP, "--ep=2"]),
+    "hsdp+ep": (4, [*FSDP, "--dp_replicate=2", "--ep=2"]),
+    "fsdp+half ep": (4, [*FSDP, "--ep=2"]),
+    "ep+tp": (4, ["--ep=2", "--tp=2"]),
+    "ep+cp": (4, ["--ep=2", "--cp=2"]),
+    "ep+pp": (4, ["--ep=2", "--pp=2"]),
 }
 GATED = "--mlp=swiglu --norm=rmsnorm --pos=rope --n_embd=48 --n_head=4 --attention=gqa --n_kv_head=2".split()
 WIDE = "--qk_norm=True --qk_norm_width=model --norm_placement=after --norm=rmsnorm --pos=rope --n_head=4".split()
@@ -136,6 +143,16 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "experts": [*EXPERTS, *MUON],
     },
     "ddp+pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
+    "ep": {"experts": [*EXPERTS, *MUON], "router losses": [*SIGMOID, "--n_expert=4"]},
+    "fsdp+ep": {
+        "experts": [*EXPERTS, *MUON, "--activation_checkpoint=full"],
+        "whole": [*EXPERTS, "--fsdp_reshard=False"],
+    },
+    "hsdp+ep": {"experts": [*EXPERTS, *MUON]},
+    "fsdp+half ep": {"experts": [*EXPERTS, *MUON, "--n_expert=6", "--activation_checkpoint=selective"]},
+    "ep+tp": {"experts": [*EXPERTS, *MUON]},
+    "ep+cp": {"experts": EXPERTS},
+    "ep+pp": {"experts": [*EXPERTS, *MUON]},
 }
 MET = {  # blocks that the models of a layout have, so that they need no run of their own
     "tp": [*BLOCKS],
@@ -147,10 +164,11 @@ MET = {  # blocks that the models of a layout have, so that they need no run of 
     "ddp+pp": ["standard"],
 }
 RUNS = []  # all in float64; one model of each layout of two ranks in float32 too
-for each, (processes, _) in LAYOUTS.items():
-    models = {name: flags for name, flags in BLOCKS.items() if name not in MET.get(each, ())} | MODELS.get(each, {})
+for each, (processes, how) in LAYOUTS.items():
+    blocks = {} if "--ep=2" in how else BLOCKS
+    models = {name: flags for name, flags in blocks.items() if name not in MET.get(each, ())} | MODELS.get(each, {})
     RUNS.append(pytest.param(each, models, [*models][: processes == 2], id=each))
-    models = BLOCKS | MODELS.get(each, {})
+    models = blocks | MODELS.get(each, {})
     RUNS.append(pytest.param(each, models, [*models], id=f"{each}-float32", marks=pytest.mark.slow))
 
 
@@ -173,7 +191,7 @@ def alone(run):
 @pytest.mark.parametrize("layout,models,in_float32", RUNS)
 def test_losses_do_not_depend_on_the_layout(layout, models, in_float32, alone, many):
     processes, how = LAYOUTS[layout]
-    steps = TWO if layout in ("tp", "cp", "tp+cp", "pp") else []
+    steps = TWO if layout in ("tp", "cp", "tp+cp", "pp", "ep+tp", "ep+cp") else []
     runs = in_both({name: [*SIZES, *flags, *steps, *how] for name, flags in models.items()})
     folder = many(processes, *((name, flags) for name, flags in runs if name in in_float32 or IN_FLOAT64 in flags))
     one = {name: partial(alone, *flags, *steps) for name, flags in models.items()}
@@ -432,14 +450,14 @@ def test_selective_recomputation_keeps_every_second_product(block):
 
     class Products(TorchDispatchMode):
         def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-            products.extend([f] * (f in sharded_model.MATMULS))
+            products.extend([f] * (f in MATMULS))
             return f(*args, **(kwargs or {}))
 
     found = {}
     for kind in ("none", "selective", "full"):
         lm, text = Model(cfg, 0), torch.zeros(2, 16, dtype=torch.int64)
         for each in lm.blocks if kind != "none" else ():
-            sharded_model.recompute(each, kind)
+            recompute(each, kind)
         loss = lm(text, text)
         products.clear()
         with Products():
@@ -492,6 +510,18 @@ def test_a_run_moves_from_layout_to_layout(run, alone, many):
         run(*SIZES, *flags, *end, "--init_from=resume", "--pp=1", out=name)
         assert len(losses(folder / name)) == 8 + 5
         assert distance(losses(folder / name), alone(*flags, *end)) < 1e-9, name
+
+
+def test_experts_move_from_layout_to_layout(run, alone, many):
+    """Two steps on 4 ranks, of which pairs hold the experts and share them as shards; two on 2 that divide them, two on
+    2 whose slices they are, two on one. All in float64."""
+    flags = [*SIZES, *EXPERTS, *MUON, "--max_iters=8", "--lr_decay_iters=8", "--eval_interval=2", IN_FLOAT64]
+    many(4, ("moved", [*flags, "--max_iters=2", *FSDP, "--ep=2"]))
+    many(2, ("moved", [*flags, "--init_from=resume", "--max_iters=4", "--parallel=ddp"]))
+    folder = many(2, ("moved", [*flags, "--init_from=resume", "--max_iters=6", "--ep=1", "--tp=2"]))
+    run(*flags, "--init_from=resume", "--tp=1", out="moved")
+    assert len(losses(folder / "moved")) == 8 + 5
+    assert distance(losses(folder / "moved"), alone(*flags[len(SIZES) :])) < 1e-9
 
 
 def recorded(forward, file: Path):
@@ -571,12 +601,20 @@ KEPT = {"kept": (2, [*FSDP, "--fsdp_reshard=False"])}
 MESHES = pytest.param(4, ["fsdp+tp", "fsdp+pp"], marks=pytest.mark.slow)  # their parts are resumed on two ranks
 
 
-@pytest.mark.parametrize("processes,layouts", [(2, ["ddp", "fsdp", "kept", "tp", "cp", "pp"]), MESHES])
+@pytest.mark.parametrize("processes,layouts", [(2, ["ddp", "fsdp", "kept", "tp", "cp", "pp", "ep"]), MESHES])
 def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
     runs = {}
     for name in layouts:
-        dropout = "--dropout=0.1" if name in ("fsdp", "cp", "pp") else "--bias=True"
-        runs[name] = [*SIZES, *HALVES, *(TWO if "fsdp" not in name else []), *(LAYOUTS | KEPT)[name][1], *MUON, dropout]
+        dropout = "--dropout=0.1" if name in ("fsdp", "cp", "pp", "ep") else "--bias=True"
+        runs[name] = [
+            *(EXPERTS if name == "ep" else []),
+            *SIZES,
+            *HALVES,
+            *(TWO if "fsdp" not in name else []),
+            *(LAYOUTS | KEPT)[name][1],
+            *MUON,
+            dropout,
+        ]
     folder = many(processes, *runs.items())
     for name in layouts:
         forget_the_end(folder / name, folder / f"{name}, again")

@@ -141,6 +141,9 @@ def test_updates_are_those_of_one_process(size, rounds, dtype, part, tmp_path):
 # Copies of parameters
 
 
+EXPERTS = ["--n_expert=4", "--ep=2"]
+
+
 def nudge(p: torch.nn.Parameter):
     """Change one number by as little as there is."""
     with torch.no_grad():
@@ -175,6 +178,9 @@ def test_ranks_whose_copies_differ_are_named(tmp_path):
         (["--tp=4", "--n_kv_head=4"], 1, "blocks.0.sums.0.before.weight", {(1, other) for other in (0, 2, 3)}),
         ([FSDP, *GAINS], 3, "blocks.0.sums.0.attn.alpha", {(3, other) for other in (0, 1, 2)}),
         (["--pp=2"], 2, "blocks.2.sums.0.attn.qkv.weight", {(2, 3), (3, 2)}),
+        (EXPERTS, 1, "blocks.0.sums.1.experts.up.weight", {(1, 3), (3, 1)}),
+        (EXPERTS, 3, "blocks.0.sums.1.experts.router.weight", {(3, other) for other in (0, 1, 2)}),
+        ([FSDP, *EXPERTS], 3, "blocks.0.sums.1.experts.up.weight", set()),
     ]
     launch(4, plant, tmp_path, [case[:3] for case in cases], tmp_path)
     said = [json.loads((tmp_path / f"said {rank}").read_text()) for rank in range(4)]

@@ -30,6 +30,7 @@ from engine import optim
 from engine.parallel import pipeline
 from engine.parallel import ranks as parallel
 from engine.parallel import sharded as sharded_model
+from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel
 from engine.plan import costs, plan
 from model import BLOCK, READER, Model, Pool, Sum
@@ -39,6 +40,10 @@ TINY = {
     "gradient_accumulation_steps": 16, "dtype": "float32", "device": "cpu", "compile": False, "plan": True,
 }  # fmt: skip
 LAYOUTS = [
+    {"world_size": 4, "n_expert": 4, "ep": 2, "bias": True, "parallel": "fsdp", "fsdp_reshard": False},
+    {"world_size": 8, "n_expert": 6, "ep": 2, "parallel": "fsdp", "dp_replicate": 2, "optimizer": "muon"},
+    {"world_size": 8, "n_expert": 4, "ep": 4, "tp": 2, "parallel": "fsdp", "activation_checkpoint": "full"},
+    {"world_size": 4, "n_expert": 4, "ep": 2, "cp": 2, "parallel": "fsdp", "pos": "rope"},
     {"world_size": 4, "parallel": "fsdp"},
     {"world_size": 4, "parallel": "fsdp", "fsdp_reshard": False, "tie_weights": False},
     {"world_size": 8, "parallel": "fsdp", "dp_replicate": 2},
@@ -59,6 +64,7 @@ MUON = [  # on a CPU, updates travel in this dtype; on a GPU, always
     {"world_size": 8, "parallel": "fsdp", "pp": 2, "n_layer": 4},
     {"world_size": 4},
     {"world_size": 4, "tp": 2},
+    {"world_size": 8, "parallel": "fsdp", "n_expert": 6, "ep": 2, "tp": 2},
 ]
 
 
@@ -76,7 +82,7 @@ def config(**flags) -> Config:
 @contextmanager
 def as_rank(cfg: Config, rank: int = 0):
     """A rank that training would make; the others are pretended, and their messages are garbage."""
-    init, scatter = dist.init_process_group, dist.reduce_scatter_tensor
+    init, scatter, exchange = dist.init_process_group, dist.reduce_scatter_tensor, dist.all_to_all_single
 
     def pretend(*args, rank, world_size, **kwargs):
         init("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -85,7 +91,14 @@ def as_rank(cfg: Config, rank: int = 0):
         out, x = (*args, *(kwargs.pop(name) for name in ("output", "input") if name in kwargs))
         return scatter(out[None], x, **kwargs)
 
+    def echoing(out, x, *args, **kwargs):  # the others send what this rank does
+        work = exchange(out, x, *args, **kwargs)
+        if out.shape == x.shape:
+            out.copy_(x)
+        return work
+
     with (
+        mock.patch.object(dist, "all_to_all_single", echoing),
         mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(cfg.world_size), LOCAL_RANK="0"),
         mock.patch.object(dist, "init_process_group", pretend),
         mock.patch.object(dist, "reduce_scatter_tensor", lenient),
@@ -97,11 +110,11 @@ def as_rank(cfg: Config, rank: int = 0):
 
 
 class Collectives(TorchDispatchMode):
-    """(kind, ranks of the group) -> bytes that a ring would send."""
+    """(kind, ranks of the group) -> bytes that a ring would send; in an all-to-all of tokens, those of the mean rank."""
 
-    def __init__(self):
+    def __init__(self, tokens: bool = False):
         super().__init__()
-        self.sent = defaultdict(float)
+        self.sent, self.tokens = defaultdict(float), tokens
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out, name = func(*args, **(kwargs or {})), func._schema.name.partition("::")[2]
@@ -110,6 +123,9 @@ class Collectives(TorchDispatchMode):
         elif func.namespace == "c10d":
             group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
             n, tensors = group.size(), [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+            if name == "alltoall_base_" and self.tokens:
+                self.sent["all-to-all", n] += tensors[1].nbytes * (n - 1) / n  # if all ranks get as many
+                return out
             if name == "alltoall_base_":
                 self.sent["all-to-all", n] += tensors[1].itemsize * (sum(args[4]) - args[4][group.rank()])
                 return out
@@ -123,7 +139,8 @@ def by_size(traffic: dict[str, plan.Traffic]) -> dict:
     sent = defaultdict(float)
     for kind, each in traffic.items():
         if not kind.startswith("muon"):
-            sent[next(k for k in ("all-gather", "reduce-scatter", "all-reduce") if k in kind), each.ranks] += each.bytes
+            known = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
+            sent[next(k for k in known if k in kind), each.ranks] += each.bytes
     return sent
 
 
@@ -153,7 +170,7 @@ def test_states_and_traffic_are_those_of_training(flags):
         rank = ShardedModel(cfg, ranks)
         optimizer = optim.build(rank.model, cfg, rank)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        with Collectives() as counted:
+        with Collectives(tokens=True) as counted:
             rank.backward(repeat(batch_of(cfg)), cfg.gradient_accumulation_steps // ranks.data_size, scaler)
             gradients = nbytes(p.grad for p in rank.model.parameters())
         state = optimizer.state_tensors(rank.model).values()
@@ -233,6 +250,13 @@ def test_traffic_by_hand():
     assert p.traffic["tp all-gather"].bytes == 1 / 2 * (3 * 2 * 2 + 2) * stream
     p = plan.estimate(config(world_size=2, cp=2, gradient_accumulation_steps=1))
     assert p.traffic["cp all-gather"].bytes == p.traffic["cp reduce-scatter"].bytes == 1 / 2 * 3 * keys
+    # experts of 8 C^2 / 4, of which ranks 0 and 2 have the same half; 64 rows travel there and back, forward and backward
+    p = plan.estimate(config(world_size=4, n_expert=4, n_expert_active=1, expert_ratio=1.0, ep=2))
+    experts = 4 * 3 * 4 * 2 * 64**2
+    assert p.traffic["experts all-reduce"].bytes == 2 * 1 / 2 * experts / 2
+    others = total - 4 * 3 * 8 * 64**2 + 4 * 3 * (4 * 64 + 4)  # the MLP goes, a router and its biases come
+    assert p.traffic["ddp all-reduce"].bytes == 2 * 3 / 4 * others
+    assert p.traffic["ep all-to-all"].bytes == 1 / 2 * 4 * 3 * (4 * stream + 4 * 8)
     # a pipeline of two on two shards, also counted on four processes under gloo: the first stage has two layers and the
     # tables, and gathers eight micro-batches' layers and one more, and the tables once; their gradient goes across
     p = plan.estimate(config(world_size=4, pp=2, parallel="fsdp"))
@@ -298,7 +322,7 @@ def test_activations_are_what_training_allocates(tolerance, flags):
     model, batch = Model(cfg), batch_of(cfg)
     for block in [*model.blocks, *(model.encoder.blocks if model.encoder else ())]:
         if cfg.activation_checkpoint != "none":
-            sharded_model.recompute(block, cfg.activation_checkpoint)
+            recompute(block, cfg.activation_checkpoint)
     if cfg.compile:
         model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)
 
@@ -546,7 +570,7 @@ def test_time_by_hand():
 def test_a_pipeline_waits(layers, of_blocks, of_head):
     """(stages - 1) / micro-batches of the slowest stage's time: the last has the head, the first one block more."""
     p = plan.estimate(config(n_layer=layers, world_size=2, pp=2, gradient_accumulation_steps=8))
-    busy = p.seconds["computation"] + p.seconds["traffic of tp, cp, pp and Muon"]
+    busy = p.seconds["computation"] + p.seconds["traffic of tp, cp, ep, pp and Muon"]
     assert p.seconds["bubble of the pipeline"] == pytest.approx(busy / 8)
     head = 6 * 512 * 64
     work = (p.flops_per_token - head) * of_blocks + head * of_head

@@ -26,7 +26,8 @@ from engine.checkpoint import files as checkpoint
 from engine.compilation import kind_of_kernels, private_folder, settle, try_compiler, use_private_folder
 from engine.parallel import ranks as parallel
 from engine.parallel.ranks import Ranks
-from engine.parallel.sharded import ShardedModel, recompute
+from engine.parallel.recomputation import recompute
+from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting
 from model import Model, ModelConfig
 

@@ -1,0 +1,90 @@
+"""Expert parallelism, applied from outside: every rank of the group holds a part of each layer's experts.
+
+    apply_expert_parallel(model, group)     in place: afterwards this rank has the weights of n_expert / n experts
+
+The ranks of the group are data-parallel: each routes its own tokens. A layer sends every token to the ranks of its
+experts and gets their results back, in one all-to-all each way (GShard, arXiv:2006.16668), and as much in the backward.
+No token is left out, so ranks send each other as many rows as the routers say. The host has to know these numbers and
+waits for them once per layer.
+
+A rank's experts see the tokens of the whole group. So their gradients are sums over its n ranks, of which the caller
+makes the mean over all data-parallel ranks.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from data.errors import require
+from model import ExpertLinear, Experts
+from ops import by_expert, has_values
+
+
+def check(cfg, ranks: int):
+    """ValueError if `ranks` data-parallel ranks of a copy cannot divide the experts; it names the flag and the
+    remedy."""
+    n = cfg.ep
+    require(cfg.n_expert % n == 0, f"ep={n} does not divide n_expert={cfg.n_expert}; set ep to a divisor")
+    require(ranks % n == 0, f"ep={n} does not divide the {ranks} data-parallel ranks of a copy; set ep to a divisor")
+    require(
+        cfg.activation_checkpoint != "selective" or cfg.compile is False,
+        f"activation_checkpoint=selective does not go with ep={n} and torch.compile; use full, or set compile=False",
+    )
+    require(not cfg.fsdp_offload, f"fsdp_offload=True does not go with ep={n}; set ep=1, or leave fsdp_offload out")
+
+
+class AllToAll(torch.autograd.Function):
+    """Send the first sent[0] rows of x to the first rank of the group, and so on; returns the rows that the ranks send
+    to this one, received[0] from the first rank."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.options = received, sent, group
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return AllToAll.apply(grad, *ctx.options), None, None, None
+
+
+def apply_expert_parallel(model: nn.Module, group: dist.ProcessGroup, compiled: bool = False) -> set[str]:
+    """Keep this rank's experts, and insert the exchange of tokens; returns the names of the parameters that are cut,
+    along their first dimension.
+
+    Call it before FSDP, DDP and torch.compile, on a whole model that has the same weights on all ranks, or on one that
+    tensor parallelism has cut.
+    """
+    n, rank, cut = dist.get_world_size(group), dist.get_rank(group), set()
+    for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            read = partial(exchanged, module.read, group)
+            module.read = torch.compiler.disable(read, reason="rows differ in number") if compiled else read
+        if isinstance(module, ExpertLinear):
+            for name, p in [*module.named_parameters()]:
+                setattr(module, name, nn.Parameter(p.detach().chunk(n)[rank].clone()))
+                cut.add(f"{path}.{name}")
+    return cut
+
+
+def exchanged(read: Callable, group: dist.ProcessGroup, rows: Tensor, ends: Tensor) -> Tensor:
+    """Experts.read of experts on all ranks of the group: rows (N, C) of the first expert, of the second, ..., with the
+    ends (E,) -> (N, C)."""
+    n = dist.get_world_size(group)
+    load = ends.diff(prepend=ends.new_zeros(1))  # rows of this rank for each expert (E,)
+    coming = torch.empty_like(load)  # rows of each rank for each expert of this rank (n, E/n), flat
+    dist.all_to_all_single(coming, load, group=group)
+    splits = [[len(rows) // n] * n] * 2  # of pretended tensors
+    if has_values(rows):
+        splits = torch.stack((load.view(n, -1).sum(1), coming.view(n, -1).sum(1))).tolist()  # the host waits
+    x = AllToAll.apply(rows, *splits, group)
+    mine = torch.arange(len(load) // n, device=load.device)
+    expert = mine.repeat(n).repeat_interleave(coming, output_size=len(x))  # of each row
+    order, ends = by_expert(expert, len(mine))
+    y = read(x.index_select(0, order), ends).index_select(0, order.argsort())
+    return AllToAll.apply(y, *reversed(splits), group)

@@ -1,0 +1,47 @@
+"""Recomputation of a block's results in its backward, which saves their memory (arXiv:1604.06174).
+
+recompute(block, "selective")       in place; before torch.compile and FSDP
+"""
+
+from contextlib import AbstractContextManager
+
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default}  # not those of experts, whose results are large
+KEPT = {  # other operations whose results selective recomputation keeps, because they are slow
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def recompute(block: nn.Module, kind: str):
+    """Make the block's backward recompute the forward's results instead of keeping them.
+
+    kind    selective: all results except those of KEPT and of every second matrix product; full: all results
+    """
+    forward = block.forward
+    options = {"context_fn": selective_contexts} if kind == "selective" else {}
+
+    def recomputed(*args, **kwargs):  # not a partial of checkpoint, which torch.compile would skip
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    block.forward = recomputed
+
+
+def selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The contexts of a block's forward and of its recomputation, which keep what `recompute` says: of the products the
+    first, third, ..., because the results of the others are usually only added to the stream."""
+    products = {False: 0, True: 0}  # so far, in the forward and in the recomputation
+
+    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+        products[context.is_recompute] += op in MATMULS
+        kept = op in KEPT or op in MATMULS and products[context.is_recompute] % 2
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
