@@ -875,4 +875,25 @@ FAULTS = [
         "The biases of experts move by the learning rate instead of balance_rate.",
         "tests/training/test_optim.py::test_the_biases_of_experts_move_by_a_rate_of_their_own",
     ),
+    (
+        "engine/parallel/sharded.py",
+        "torch._foreach_mul_(divided, 1 / self.ep)",
+        "torch._foreach_mul_(divided, 1.0)",
+        "Under --ep, the gradients of experts are sums over the ranks that divide them.",
+        "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[fsdp+ep+shards]",
+    ),
+    (
+        "engine/parallel/sharded.py",
+        "if cfg.ep > 1 and not self.fsdp:",
+        "if False:",
+        "The gradient norm under --ep has only this rank's experts, so ranks clip by different factors.",
+        "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[ep]",
+    ),
+    (
+        "engine/parallel/expert.py",
+        "coming.view(n, -1).sum(1)",
+        "coming.view(-1, n).sum(0)",
+        "Ranks that divide experts expect the tokens of one rank from another.",
+        "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[ep+cp]",
+    ),
 ]

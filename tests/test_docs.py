@@ -150,17 +150,19 @@ def test_the_flags_that_do_not_combine_are_those_of_the_table():
     rows = [re.findall(r"`(--\w+=[\w.]+)`", line) for line in page.partition("\n\n")[0].splitlines()[2:]]
     listed = {frozenset((flag, other)) for flag, *others in rows for other in others}
     layout = ["--parallel=fsdp", "--fsdp_offload=True", "--fsdp_reshard=False", "--dp_replicate=2", "--tp=2", "--cp=2"]
-    layout += ["--pp=2", "--activation_checkpoint=selective", "--activation_checkpoint=full"]
+    layout += ["--pp=2", "--ep=2", "--activation_checkpoint=selective", "--activation_checkpoint=full"]
     model = [f"--{name}={value}" for name in ("block", "objective", "optimizer", "attention", "pos", "norm", "mlp")
              for value in get_args(get_type_hints(Config)[name])]  # fmt: skip
     model += ["--dropout=0.1", "--doc_mask=True", "--n_group=2", "--bias=True", "--qk_norm=True", "--window=64"]
     model += ["--value_residual=True", "--n_expert=4", "--router_balance=loss", "--router_z_loss=0.1"]
     needs = {
-        "--n_group=2": ["--block=superblock"],
+        "--block=superblock": ["--layer=c+p+e", "--n_expert=4"],
+        "--n_group=2": ["--block=superblock", "--layer=c+p+e", "--n_expert=4"],
         "--attention=gqa": ["--n_kv_head=6"],
         "--objective=seq2seq": ["--span_length=4"],
     }
-    needs |= dict.fromkeys(layout[1:4], ["--parallel=fsdp"]) | dict.fromkeys(model[-2:], ["--n_expert=4"])
+    needs |= dict.fromkeys(layout[1:4], ["--parallel=fsdp"])
+    needs |= dict.fromkeys(["--ep=2", *model[-2:]], ["--n_expert=4"])
     refused = set()
     for pair in itertools.chain(itertools.combinations(layout, 2), itertools.product(layout, model)):
         given = [*pair, *(flag for one in pair for flag in needs.get(one, []))]

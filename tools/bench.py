@@ -21,9 +21,9 @@ appear, so start-up and the first steps do not count. Set eval_interval above ma
 alternate (A B C, then C B A), because the speed of a shared machine drifts. Quote the ratios, which compare runs of the
 same round.
 
---link_delay trains each --run, which has --tp, in as many processes on this CPU. In a training step, every collective
-waits for 0 milliseconds or for one of the delays, in turns. The table compares the slowdown with the plan's number of
-collectives times the delay (tools/speed.py).
+--link_delay trains each --run, which has --tp or --ep, in as many processes on this CPU. In a training step, every
+collective waits for 0 milliseconds or for one of the delays, in turns. The table compares the slowdown with the plan's
+number of collectives times the delay (tools/speed.py).
 
 --loader reads batches of 64 x 1024 tokens from a data set that fits in memory, then as many in nanoGPT's way: with a
 new memory map for each batch, and two copies of every sequence, as inputs and as targets.
@@ -80,7 +80,7 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
     parser.add_argument("--against", help="folder of another checkout with a train.py")
     parser.add_argument("--run", action="append", help="arguments of one run; repeat the option to compare runs")
     parser.add_argument("--rounds", type=int, help="how often all runs are measured (default 3)")
-    parser.add_argument("--link_delay", metavar="MS,MS,...", help="measure the cost of a slow link under --tp")
+    parser.add_argument("--link_delay", metavar="MS,MS,...", help="measure the cost of a slow link under --tp or --ep")
     parser.add_argument("--loader", metavar="DATASET", help="measure the loader instead of training")
     parser.add_argument("--json", action="store_true", help="print the table's figures as one JSON object")
     parser.add_argument("--profile", metavar="FILE.json", help="write a trace of some steps instead of the table")

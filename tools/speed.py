@@ -341,18 +341,18 @@ def link_table(runs: list[list[str]], names: list[str], delays: list[float]):
     """Print the speed of each run, arguments of train.py, at each delay. The first delay must be 0."""
     configs = [parse(Config, args) for args in runs]
     for cfg in configs:
-        alone = cfg.tp > 1 and cfg.cp == cfg.pp == 1 and cfg.parallel == "ddp"
-        given = f"tp={cfg.tp}, cp={cfg.cp}, pp={cfg.pp} and parallel={cfg.parallel}"
-        require(alone, f"--link_delay needs tensor parallelism alone, and a run has {given}; set only --tp=2 or more")
-        cfg.world_size, (_, _, cfg.vocab_size) = cfg.tp, open_with_objective(cfg)
+        alone = cfg.tp * cfg.ep > 1 and cfg.cp == cfg.pp == 1 and cfg.parallel == "ddp"
+        given = f"tp={cfg.tp}, ep={cfg.ep}, cp={cfg.cp}, pp={cfg.pp} and parallel={cfg.parallel}"
+        require(alone, f"--link_delay needs tp or ep alone, and a run has {given}; set only --tp=2 or --ep=2")
+        cfg.world_size, (_, _, cfg.vocab_size) = cfg.tp * cfg.ep, open_with_objective(cfg)
     planned = [plan.estimate(cfg).collectives for cfg in configs]
     print("ranks  collectives  planned  delay ms  ms/step  slowdown  predicted  run", flush=True)
     for args, name, cfg, count in zip(runs, names, configs, planned, strict=True):
-        steps = delayed_steps(args, cfg.tp, delays)
+        steps = delayed_steps(args, cfg.world_size, delays)
         times = [median(ms for _, ms, _ in steps[i :: len(delays)]) for i in range(len(delays))]
         for delay, ms in zip(delays, times, strict=True):
             figures = f"{delay:>10g}{ms:>9.1f}{ms / times[0]:>10.2f}{1 + count * delay / times[0]:>11.2f}"
-            print(f"{cfg.tp:>5}{steps[-1][0]:>13}{count:>9}{figures}  {name}", flush=True)
+            print(f"{cfg.world_size:>5}{steps[-1][0]:>13}{count:>9}{figures}  {name}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -451,14 +451,16 @@ class FakeRank:
         return {kind: n for kind, n in out.items() if n}
 
     def collectives(self) -> int:
-        """Number of collectives that tensor and context parallelism need in a step of a rank."""
+        """Number of collectives that tensor, context and expert parallelism need in a step of a rank."""
         before, blocks, loss = self.part_costs(self.cfg.batch_size)
         total = sum(cost.collectives for cost in [*before, *blocks, loss]) * self.micro_steps
         if self.cfg.tp > 1:
             total += (None in self.tp_dim.values()) + 1  # gradients of uncut parameters, and the norm
-            if self.optimizer.muon:  # updates travel to the owners and back
-                owners = self.owners(self.stages[0])
-                total += 2 * len(owners.rounds(owners.owner, Muon.LARGEST_ROUND))
+        if self.cfg.ep > 1 and not self.fsdp:
+            total += (self.group("experts")[0] > 1) + 1  # gradients of experts, and the norm
+        if self.optimizer.muon and self.cfg.tp * self.cfg.ep > 1:  # updates travel to the owners and back
+            owners = self.owners(self.stages[0])
+            total += 2 * len(owners.rounds(owners.owner, Muon.LARGEST_ROUND))
         return total
 
     def matmul_flops(self, stage: Stage) -> float:

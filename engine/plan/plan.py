@@ -77,7 +77,7 @@ class Plan:
     largest_batch: int  # largest batch_size that fits; 0 = none
     smallest_world: int  # if the run does not fit: smallest world_size with which it does; 0 = none
     traffic: dict[str, Traffic]  # by kind
-    collectives: int  # of tensor and context parallelism, in a step of a rank
+    collectives: int  # of tensor, context and expert parallelism, in a step of a rank
     seconds: dict[str, float]  # of a step, by cause
     step: float  # seconds of a step: the sum of `seconds`
     mfu: float
@@ -182,6 +182,7 @@ def report(plan: Plan) -> str:
     cfg, gpu, layout = plan.cfg, GPU[plan.cfg.gpu], layout_of(plan.cfg)
     words = {"dp_shard": "copies"} if cfg.parallel == "ddp" else {}
     mesh = " x ".join(f"{words.get(dim, dim)}={n}" for dim, n in layout.items() if n > 1) or "one rank"
+    mesh += f", ep={cfg.ep}" * (cfg.ep > 1)
     data = layout["dp_replicate"] * layout["dp_shard"]
     micro_steps = cfg.gradient_accumulation_steps // data
     tokens, days = plan.tokens_per_step * cfg.max_iters, plan.step * cfg.max_iters / 86400
@@ -200,7 +201,7 @@ def report(plan: Plan) -> str:
         worlds = [f"  {'smallest world_size that fits':<34} {plan.smallest_world or no:>10}"]
     lines = [
         f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e9:,.4g} GFLOP per token forward and backward",
-        f"{cfg.world_size:,} x {cfg.gpu}: {mesh}{f', ep={cfg.ep}' * (cfg.ep > 1)}; parallel={cfg.parallel}, optimizer={cfg.optimizer}, "
+        f"{cfg.world_size:,} x {cfg.gpu}: {mesh}; parallel={cfg.parallel}, optimizer={cfg.optimizer}, "
         f"activation_checkpoint={cfg.activation_checkpoint}",
         f"{plan.tokens_per_step:,} tokens a step: {data:,} data ranks x {micro_steps} micro-steps x "
         f"batch_size={cfg.batch_size} x {cfg.block_size:,} tokens",

@@ -110,7 +110,7 @@ def as_rank(cfg: Config, rank: int = 0):
 
 
 class Collectives(TorchDispatchMode):
-    """(kind, ranks of the group) -> bytes that a ring would send; in an all-to-all of tokens, those of the mean rank."""
+    """(kind, ranks of the group) -> bytes that a ring would send; in an all-to-all of tokens, those of a mean rank."""
 
     def __init__(self, tokens: bool = False):
         super().__init__()
@@ -250,7 +250,7 @@ def test_traffic_by_hand():
     assert p.traffic["tp all-gather"].bytes == 1 / 2 * (3 * 2 * 2 + 2) * stream
     p = plan.estimate(config(world_size=2, cp=2, gradient_accumulation_steps=1))
     assert p.traffic["cp all-gather"].bytes == p.traffic["cp reduce-scatter"].bytes == 1 / 2 * 3 * keys
-    # experts of 8 C^2 / 4, of which ranks 0 and 2 have the same half; 64 rows travel there and back, forward and backward
+    # experts of 2 C^2, of which ranks 0 and 2 have the same half; 64 rows travel there and back, forward and backward
     p = plan.estimate(config(world_size=4, n_expert=4, n_expert_active=1, expert_ratio=1.0, ep=2))
     experts = 4 * 3 * 4 * 2 * 64**2
     assert p.traffic["experts all-reduce"].bytes == 2 * 1 / 2 * experts / 2

@@ -27,6 +27,8 @@ MODELS = {  # name -> (flags, collectives of a step)
     "chunks": ("--block=superblock --loss_chunk=3", 2 * (2 * 4 + 4 + 22 * 2) + 2),  # 64 tokens
     "wide norm": ("--qk_norm=True --qk_norm_width=model", 2 * (2 * (2 * 4 + 2 * 2) + 6) + 2),  # of queries and keys
     "muon": ("--optimizer=muon", 2 * (2 * 2 * 4 + 6) + 2 + 2),  # updates travel to their owners and back
+    # a layer tells how many rows come, and sends them there and back, in the backward too; a rank has one micro-batch
+    "experts": ("--tp=1 --n_expert=4 --ep=2", 2 * (1 + 2 + 2) + 1),
     "no gains": ("--norm=none --pos=rope", 2 * (2 * 2 * 4 + 6) + 1),
 }
 
@@ -60,7 +62,7 @@ def test_every_collective_of_a_step_waits_and_is_planned(tiny_data, tmp_path, ma
     runs = {name: flags_of(name, tiny_data) for name in MODELS}
     launch(2, delayed_runs, tmp_path, [0.0, 2.0], list(runs.values()), tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
-    many(2, *((name, runs[name]) for name in ("chunks", "muon")))
+    many(2, *((name, runs[name]) for name in ("chunks", "muon", "experts")))
     for (name, flags), ((steps,), waits) in zip(runs.items(), found, strict=True):
         by_hand = MODELS[name][1]
         assert [calls for calls, *_ in steps] == [by_hand] * 4, name
