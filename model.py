@@ -1141,7 +1141,7 @@ class Experts(nn.Module):
         self.down = ExpertLinear(part, hidden, C, "out")
         self.loss_factors = cfg.balance_weight * (cfg.router_balance == "loss"), cfg.router_z_loss
         self.loss: Maybe = None  # of the last forward, until the model adds it
-        self.routing: Maybe = None  # of the last evaluation: the loads (E,), and the sum of the entropies of p
+        self.routing: Maybe = None  # of each sequence of the last evaluation: the loads, and the sum of p's entropies
         self.balance = LoadBalance(cfg.n_expert) if cfg.router_balance == "bias" else None
         self.shared = None
         if cfg.n_expert_shared:
@@ -1164,8 +1164,10 @@ class Experts(nn.Module):
         if self.balance is not None:
             weights = self.balance(weights, load)
         if not self.training:
-            entropy = torch.special.entr(p / p.sum(1, keepdim=True)).sum()
-            self.routing = torch.cat((load, entropy[None])).detach()
+            sizes, of_each = (len(x), p.size(1)), chosen.view(len(x), -1)  # (B, E), (B, T k)
+            reads = p.new_zeros(sizes).scatter_add(1, of_each, p.new_ones(1).expand_as(of_each))
+            entropy = torch.special.entr(p / p.sum(1, keepdim=True)).view(len(x), -1).sum(1, keepdim=True)
+            self.routing = torch.cat((reads, entropy), dim=1).detach()
         token = order // k  # of each row
         rows = self.read(tokens.index_select(0, token), ends)  # (N k, C), sorted by expert
         rows = rows * weights.flatten().index_select(0, order)[:, None]

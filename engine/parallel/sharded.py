@@ -102,6 +102,7 @@ class ShardedModel:
         self.ranks, self.tp, self.ep, self.pp, mesh = ranks, cfg.tp, cfg.ep, cfg.pp, ranks.mesh
         self.fsdp, self.reshard = cfg.parallel == "fsdp" and ranks.size > 1, cfg.fsdp_reshard
         self.home = torch.device("cpu") if self.fsdp and cfg.fsdp_offload else ranks.device  # of the parameters
+        self.routers = [name for name, m in model.named_modules() if isinstance(m, Experts)]
         self.counted_elsewhere: Collection[str] = ()  # names of parameters that another stage counts
         if cfg.pp > 1:
             from engine.parallel import pipeline
@@ -146,7 +147,8 @@ class ShardedModel:
         self.whole = gains(model) if self.fsdp and not cfg.fsdp_offload else []  # parameters that FSDP does not shard
         self.tp_dim = {name: sharded_dim(model, name) for name, _ in named} if cfg.tp > 1 else {}
         self.tp_replicated = [p for name, p in named if cfg.tp > 1 and self.tp_dim[name] is None]
-        self.experts = {p for name, p in named if name in self.cut_by_ep}  # the weights that ranks divide
+        # the weights that ranks divide: no set, whose order would differ from rank to rank
+        self.experts = dict.fromkeys(p for name, p in named if name in self.cut_by_ep)
         others = [p for _, p in named if p not in self.experts]
         # parameters whose gradients neither DDP nor FSDP averages (DDP cannot wrap a pipeline's schedule)
         averaged = self.whole if self.fsdp else others if cfg.pp > 1 else []
@@ -274,20 +276,22 @@ class ShardedModel:
     @torch.no_grad()
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """The mean loss over the targets of a batch from `self.batch`; 0 if has_loss is False."""
-        if self.pp > 1:
-            return self.pipeline.loss(batch)
         with self.ranks.autocast():
-            loss = self.model(**batch)
+            loss = self.pipeline.loss(batch) if self.pp > 1 else self.model(**batch)
         if experts := self.model.experts():
-            self.routing = self.routing + torch.stack([m.routing for m in experts])
+            real = (batch["targets"] >= 0).any(1)  # not the sequences that fill the last batch
+            self.routing = self.routing + torch.stack([m.routing[real].sum(0) for m in experts])
         return loss
 
     def routing_figures(self) -> dict[str, float]:
         """How tokens were divided among the experts in the calls of `loss` since the last call, over all ranks: a
         layer's largest load over its mean load, the share of experts without tokens, the mean entropy of p in nats."""
-        if isinstance(self.routing, float):
+        if not self.routers:
             return {}
-        load, entropy = self.ranks.sum(self.routing).split((self.model.cfg.n_expert, 1), dim=1)
+        here = dict(self.model.named_modules())  # without the layers of other stages
+        routing = torch.zeros(len(self.routers), self.model.cfg.n_expert + 1, device=self.ranks.device)
+        routing[[name in here for name in self.routers]] = self.routing
+        load, entropy = self.ranks.sum(routing).split((self.model.cfg.n_expert, 1), dim=1)
         self.routing, mean = 0.0, load.mean(1, keepdim=True)
         tokens = load.sum(1, keepdim=True) / self.model.cfg.n_expert_active
         figures = {"expert_load": (load / mean).max(), "idle_experts": (load == 0).float().mean()}
