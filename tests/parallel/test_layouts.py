@@ -4,6 +4,7 @@ Losses and gradient norms of four steps (a model of FSDP: 20) and the evaluation
 batch, in float64 and some in float32. The processes are real (gloo); each launch makes several runs.
 """
 
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -469,10 +470,12 @@ def test_selective_recomputation_keeps_every_second_product(block):
     assert torch.equal(found["selective"][1], found["none"][1])
 
 
-@pytest.mark.parametrize(
-    "layout", ["--parallel=fsdp", "--parallel=fsdp --dp_replicate=2", "--parallel=fsdp --tp=2", "--pp=2"]
-)
-@pytest.mark.parametrize("flags", [*BLOCKS.values(), *MODELS["tp"].values(), *MODELS["fsdp"].values()], ids=str)
+DRAWN = ["--parallel=fsdp", "--parallel=fsdp --dp_replicate=2", "--parallel=fsdp --tp=2", "--pp=2"]
+DRAWN = list(itertools.product([*BLOCKS.values(), *MODELS["tp"].values(), *MODELS["fsdp"].values()], DRAWN))
+DRAWN += [(EXPERTS, layout) for layout in ("--ep=2", "--parallel=fsdp --ep=2", "--ep=2 --tp=2", "--ep=2 --pp=2")]
+
+
+@pytest.mark.parametrize("flags,layout", DRAWN, ids=str)
 def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, pretended):
     """The third of four ranks draws what distributing the whole weights gives it."""
     plain = [flag for flag in flags if not flag.startswith(("--fsdp", "--activation_checkpoint"))]
