@@ -48,12 +48,13 @@ def check(cfg: ModelConfig, n_stages: int, n_micro: int):
     )
 
 
-def keep_stage(model: Model, stage: int, n_stages: int) -> set[str]:
+def keep_stage(model: Model, stage: int, n_stages: int, slices: int = 1) -> set[str]:
     """Remove from the model, in place, the parts that other stages own; the others keep their names. ValueError if
     layers exchange more than the stream. Returns the names of the parameters that another stage has too and counts.
 
     model(x, targets) is then the stage: x is idx on the first stage and the stream (B, T, C) on others, and the result
-    is the loss on the last stage and the stream on others. A tied weight stays on both ends.
+    is the loss on the last stage and the stream on others. A tied weight stays on both ends. Tensor parallelism, which
+    may be applied afterwards, cuts the stream along T into so many slices.
     """
     x = model.wte.weight.new_empty(1, 1, model.cfg.n_embd)
     inputs = Inputs(model.table(torch.arange(1, device=x.device), x), shared=Shared())
@@ -69,7 +70,8 @@ def keep_stage(model: Model, stage: int, n_stages: int) -> set[str]:
         delattr(model.blocks, str(layer))  # del model.blocks[layer] would renumber the other blocks
     if not first:
         model.pos, model.first_norm = nn.Identity(), nn.Identity()
-        model.embed = lambda x, start, docs=None: (x, torch.arange(start, start + x.size(1), device=x.device))
+        ends = lambda x, start: (start, start + x.size(1) * slices)  # noqa: E731
+        model.embed = lambda x, start, docs=None: (x, model.place(torch.arange(*ends(x, start), device=x.device)))
     if not last:
         model.norm = nn.Identity()
         model.head = nn.Identity()
@@ -86,7 +88,7 @@ class Pipeline:
 
     model      the stage that keep_stage leaves; it may be sharded by fully_shard
     group      the ranks of this pipeline, at least two, in the order of their stages
-    shape      (B, T) of a micro-batch on this rank
+    shape      (B, T) of a micro-batch on this rank, and slices into which tensor parallelism cuts its T
     autocast   returns the context manager for forwards
     """
 
@@ -95,13 +97,14 @@ class Pipeline:
         model: Model,
         group: dist.ProcessGroup,
         n_micro: int,
-        shape: tuple[int, int],
+        shape: tuple[int, int, int],
         device: torch.device,
         autocast: Callable[[], AbstractContextManager],
     ):
         self.model, self.group, self.device = model, group, device
         self.stage, n_stages = dist.get_rank(group), dist.get_world_size(group)
-        self.last, self.length = n_stages - 1, shape[1]
+        *tokens, slices = shape
+        self.last, self.length = n_stages - 1, tokens[1] // slices  # of the stream
         forward = model.forward
 
         def forward_in_autocast(*args, **kwargs) -> Tensor:  # the schedule also runs backwards, which need no autocast
@@ -112,8 +115,9 @@ class Pipeline:
         # Without these examples, the first step would run an extra forward and backward to find shapes and dtypes.
         with autocast():
             self.dtype = stream_dtype(model.cfg, torch.empty(0, device=device))
-        stream = torch.empty(*shape, model.cfg.n_embd, dtype=self.dtype, device="meta", requires_grad=True)
-        x = torch.empty(shape, dtype=torch.int64, device="meta") if self.stage == 0 else stream
+        sizes = tokens[0], self.length, model.cfg.n_embd
+        stream = torch.empty(sizes, dtype=self.dtype, device="meta", requires_grad=True)
+        x = torch.empty(tokens, dtype=torch.int64, device="meta") if self.stage == 0 else stream
         y = torch.empty((), device="meta", requires_grad=True) if self.stage == self.last else stream
         stage = PipelineStage(model, self.stage, n_stages, device, x, y, group=group)
         # scale_grads=True would divide the sum of all gradients at the end, instead of each loss.

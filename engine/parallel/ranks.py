@@ -167,8 +167,6 @@ def check_layout(cfg, size: int):
         from engine.parallel import pipeline
 
         pipeline.check(cfg, cfg.pp, micro_batches // data)
-        for flag, n in (("tp", cfg.tp), ("cp", cfg.cp)):
-            require(n == 1, f"{flag}={n} does not work with pp={cfg.pp} yet; set one of them to 1")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -107,11 +107,11 @@ class ShardedModel:
         if cfg.pp > 1:
             from engine.parallel import pipeline
 
-            self.counted_elsewhere = pipeline.keep_stage(model, mesh.get_local_rank("pp"), cfg.pp)
+            self.counted_elsewhere = pipeline.keep_stage(model, mesh.get_local_rank("pp"), cfg.pp, cfg.tp)
         if cfg.tp > 1:
             apply_tensor_parallel(model, mesh["tp"].get_group())
-            grid = mesh.mesh[0].permute(2, 0, 1)  # tp is the outer cut, FSDP the inner one
-            self.outer = make_mesh(cfg, self.home, grid, "tp replicate shard")
+            grid = mesh.mesh.permute(0, 3, 1, 2)  # tp is the outer cut, FSDP the inner one
+            self.outer = make_mesh(cfg, self.home, grid, "pp tp replicate shard")["tp", "replicate", "shard"]
         if cfg.cp > 1:
             apply_context_parallel(model, ranks.cp)
         self.cut_by_ep: Collection[str] = ()  # names of parameters
@@ -133,7 +133,8 @@ class ShardedModel:
         model.to_empty(device=self.home)
         model.tie()
         if cfg.pp > 1:
-            shape, micro_steps = (cfg.batch_size, cfg.block_size), cfg.gradient_accumulation_steps // ranks.data_size
+            micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
+            shape = cfg.batch_size, cfg.block_size // cfg.cp, cfg.tp
             group = mesh["pp"].get_group()
             self.pipeline = pipeline.Pipeline(model, group, micro_steps, shape, ranks.device, ranks.autocast)
         elif not (self.fsdp or cfg.eval_only or mesh is None) and mesh["shard"].size() > 1:
@@ -205,7 +206,7 @@ class ShardedModel:
         """Set p.grad to the gradient of the mean loss of a step, over the micro-batches of all ranks; returns this
         rank's mean loss, which is 0 before the last stage of a pipeline."""
         if self.pp > 1:
-            loss = self.pipeline.backward([next(batches) for _ in range(micro_steps)])
+            loss = self.pipeline.backward([self.batch(next(batches)) for _ in range(micro_steps)])
             self.reduce_gradients()
             return loss
         loss = torch.zeros((), device=self.ranks.device)

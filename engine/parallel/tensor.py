@@ -202,11 +202,13 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
         elif isinstance(module, nn.Identity) and role in ("into", "out"):
             module.forward = partial(pad_to_width, rank, n) if role == "out" else lambda x: x.chunk(n, -1)[rank]
 
-    model.wte.forward = partial(lookup, model, rank, group)
-    model.pos.register_forward_pre_hook(lambda module, args: (args[0], args[1].chunk(n, -1)[rank]))
+    if isinstance(model.wte, nn.Embedding):  # as on the first stage of a pipeline
+        model.wte.forward = partial(lookup, model, rank, group)
+        model.pos.register_forward_pre_hook(lambda module, args: (args[0], args[1].chunk(n, -1)[rank]))
     for stack in filter(None, (model, model.encoder)):
         stack.position_table = partial(local_heads, stack.position_table, rank, n)
-    model.loss = partial(parallel_loss, model, group)
+    if isinstance(model.head, nn.Linear):  # as on the last one
+        model.loss = partial(parallel_loss, model, group)
 
 
 def row_parallel(layer: nn.Linear, n: int, x: Tensor, *ends: Tensor) -> Tensor:

@@ -66,6 +66,8 @@ LAYOUTS = {  # name -> (processes, flags)
     "tp+cp": (4, ["--tp=2", "--cp=2"]),
     "fsdp+pp": (4, [*FSDP, "--pp=2"]),
     "ddp+pp": (4, ["--pp=2"]),
+    "pp+tp": (4, ["--pp=2", "--tp=2"]),
+    "pp+cp": (4, ["--pp=2", "--cp=2"]),
     "ep": (2, ["--ep=2"]),
     "fsdp+ep": (2, [*FSDP, "--ep=2"]),
     "hsdp+ep": (4, [*FSDP, "--dp_replicate=2", "--ep=2"]),
@@ -144,6 +146,13 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "experts": [*EXPERTS, *MUON],
     },
     "ddp+pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
+    "pp+tp": {
+        "untied": ["--tie_weights=False", "--n_layer=3", *MUON],
+        "masked": ["--objective=masked", "--logit_softcap=5.0"],
+        "layers": LAYERS,
+        "experts": [*EXPERTS, *MUON],
+    },
+    "pp+cp": {"layers": [*LAYERS, *MUON], "experts": EXPERTS},
     "ep": {"experts": [*EXPERTS, *MUON], "router losses": [*SIGMOID, "--n_expert=4"]},
     "fsdp+ep": {
         "experts": [*EXPERTS, *MUON, "--activation_checkpoint=full"],
@@ -194,7 +203,7 @@ def alone(run):
 @pytest.mark.parametrize("layout,models,in_float32", RUNS)
 def test_losses_do_not_depend_on_the_layout(layout, models, in_float32, alone, many):
     processes, how = LAYOUTS[layout]
-    steps = TWO if layout in ("tp", "cp", "tp+cp", "pp", "ep+tp", "ep+cp") else []
+    steps = TWO if layout in ("tp", "cp", "tp+cp", "pp", "pp+tp", "pp+cp", "ep+tp", "ep+cp") else []
     runs = in_both({name: [*SIZES, *flags, *steps, *how] for name, flags in models.items()})
     folder = many(processes, *((name, flags) for name, flags in runs if name in in_float32 or IN_FLOAT64 in flags))
     one = {name: partial(alone, *flags, *steps) for name, flags in models.items()}
