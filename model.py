@@ -1153,8 +1153,7 @@ class Experts(nn.Module):
         tokens = x.flatten(0, 1)  # (N, C)
         scores = ops.wide_linear(tokens, self.router.weight, self.router.bias)  # (N, E)
         p = self.score(scores)
-        k, preferred = self.active, p if self.balance is None else p.detach() + self.balance.bias
-        chosen = preferred.topk(k, sorted=False).indices  # (N, k)
+        k, chosen = self.active, self.choose(p)
         weights = p.gather(1, chosen)
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20) if k > 1 else weights
         if any(self.loss_factors) and torch.is_grad_enabled():
@@ -1172,6 +1171,11 @@ class Experts(nn.Module):
         rows = rows * weights.flatten().index_select(0, order)[:, None]
         y = rows.new_zeros(tokens.shape).index_add(0, token, rows).view_as(x)
         return y if self.shared is None else y + self.shared(x, inputs)
+
+    def choose(self, p: Tensor) -> Tensor:
+        """The experts (N, k) that each token reads, in no order, for its p (N, E)."""
+        preferred = p if self.balance is None else p.detach() + self.balance.bias
+        return preferred.topk(self.active, sorted=False).indices
 
     def router_loss(self, scores: Tensor, p: Tensor, chosen: Tensor) -> Tensor:
         """The router's losses times their factors, a scalar: scores (N, E), p (B, T, E), chosen (B, T k)."""
