@@ -1141,7 +1141,8 @@ class Experts(nn.Module):
         self.down = ExpertLinear(part, hidden, C, "out")
         self.loss_factors = cfg.balance_weight * (cfg.router_balance == "loss"), cfg.router_z_loss
         self.loss: Maybe = None  # of the last forward, until the model adds it
-        self.routing: Maybe = None  # of the last evaluation: the loads (E,), and the sum of the entropies of p
+        self.routing_of_rows: Maybe = None  # of the last forward in eval mode: (B, E + 1), loads and entropies of p
+        self.routing: Maybe = None  # of the last evaluation: their sum over the rows that have targets, (E + 1,)
         self.balance = LoadBalance(cfg.n_expert) if cfg.router_balance == "bias" else None
         self.shared = None
         if cfg.n_expert_shared:
@@ -1163,8 +1164,8 @@ class Experts(nn.Module):
         if self.balance is not None:
             weights = self.balance(weights, load)
         if not self.training:
-            entropy = torch.special.entr(p / p.sum(1, keepdim=True)).sum()
-            self.routing = torch.cat((load, entropy[None])).detach()
+            entropy = torch.special.entr(p / p.sum(1, keepdim=True)).view(len(x), -1).sum(1, keepdim=True)
+            self.routing_of_rows = torch.cat((loads(chosen.view(len(x), -1), p), entropy), dim=1).detach()
         token = order // k  # of each row
         rows = tokens.index_select(0, token)  # (N k, C), sorted by expert
         rows = self.down(activations(self.phi, self.rows, self.up(rows, ends)), ends)
@@ -1179,10 +1180,15 @@ class Experts(nn.Module):
 
     def router_loss(self, scores: Tensor, p: Tensor, chosen: Tensor) -> Tensor:
         """The router's losses times their factors, a scalar: scores (N, E), p (B, T, E), chosen (B, T k)."""
-        P, f = (p / p.sum(2, keepdim=True)).mean(1), p.new_zeros(len(p), p.size(2))  # (B, E)
-        f = f.scatter_add(1, chosen, p.new_ones(1).expand_as(chosen)) / chosen.size(1)
+        P, f = (p / p.sum(2, keepdim=True)).mean(1), loads(chosen, p) / chosen.size(1)  # (B, E)
         balance, z = self.loss_factors
         return balance * p.size(2) * (f * P).sum(1).mean() + z * scores.logsumexp(1).square().mean()
+
+
+def loads(chosen: Tensor, p: Tensor) -> Tensor:
+    """chosen (B, n), experts -> how often each of them is there, (B, E), where p is (..., E)."""
+    zeros = p.new_zeros(len(chosen), p.size(-1))
+    return zeros.scatter_add(1, chosen, p.new_ones(1).expand_as(chosen))
 
 
 def activations(phi: Callable, rows: Shape, scores: Tensor) -> Tensor:
@@ -1472,6 +1478,8 @@ class Model(Stack):
         for m in self.experts():
             if m.loss is not None:
                 loss, m.loss = loss + (m.loss - m.loss.detach()), None
+            if not self.training:  # rows without targets are padding
+                m.routing = (m.routing_of_rows * (targets >= 0).any(1)[:, None]).sum(0)
         return loss
 
     def experts(self) -> list[Experts]:

@@ -7,6 +7,9 @@ import torch.nn.functional as F
 from test_references import EXACT, ROUNDED, C, H, L, T, V, assert_same, call, jitter, stream, trained
 
 import ops
+from configurator import Config
+from data.loader import count_windows, eval_batches
+from data.objective import open_with_objective
 from engine.optim import Balance
 from engine.plan.accounting import flops, n_read
 from model import MLP_KIND, READER, Experts, Inputs, Model, ModelConfig, Pool
@@ -146,18 +149,47 @@ def test_the_bias_of_an_expert_has_its_load_as_gradient():
     assert torch.equal(m.balance.bias, before - 0.01 * excess.sign())
 
 
-def test_the_routing_of_an_evaluation():
-    """Loads and entropies of each layer, counted from the routers' scores."""
-    model, found = Model(ModelConfig(**SIZE), seed=3).eval(), []
+@pytest.mark.parametrize("objective", ["causal", "seq2seq"])
+@pytest.mark.parametrize("padding", [0, 2])
+def test_the_routing_of_an_evaluation(padding, objective):
+    """Loads and entropies of each layer, counted from the routers' scores of the rows that have targets."""
+    flags = dict(objective="seq2seq", n_encoder_layer=1) if objective == "seq2seq" else {}
+    model, found = Model(ModelConfig(**SIZE | flags), seed=3).eval(), {}
     for m in model.modules():
         if isinstance(m, Experts):
-            m.register_forward_hook(lambda m, args, out: found.append(m.router(args[0]).softmax(-1).flatten(0, 1)))
+            m.register_forward_hook(
+                lambda m, args, out: found.update({m: m.router(args[0][:2]).softmax(-1).flatten(0, 1)})
+            )
+    idx = torch.randint(V, (2 + padding, T), generator=torch.Generator().manual_seed(0))
+    targets = idx.clone()
+    targets[0, 1:], targets[2:] = -1, -1  # one target is enough
     with torch.no_grad():
-        model(torch.randint(V, (2, T)))
-    assert len(found) == len(model.experts()) == L
-    for p, (*load, entropy) in zip(found, [m.routing for m in model.experts()], strict=True):
+        model(idx, targets, **({"source": idx.flip(1)} if flags else {}))
+    assert len(found) == len(model.experts()) == L + len(flags) // 2
+    for m in model.experts():
+        p, (*load, entropy) = found[m], m.routing
         assert load == p.topk(2).indices.flatten().bincount(minlength=E).tolist()
         assert torch.allclose(entropy, -(p * p.log()).sum())
+
+
+def test_the_routing_of_a_whole_set_does_not_depend_on_the_batch_size(tiny_data):
+    """The last batch of 5 windows, and a whole batch of the second of two ranks, are filled up with padding."""
+    data, objective, _ = open_with_objective(Config(dataset=str(tiny_data), block_size=T))
+    model = Model(ModelConfig(**SIZE | {"vocab_size": 257}), seed=3).double().eval()
+
+    def total(batch_size: int, ranks: int) -> torch.Tensor:
+        sums = 0.0
+        for rank in range(ranks):
+            for batch in eval_batches(data.split("val"), objective, batch_size, data_rank=rank, data_size=ranks):
+                with torch.no_grad():
+                    model(**batch)
+                sums += torch.stack([m.routing for m in model.experts()])
+        return sums
+
+    exact, n = total(1, 1), count_windows(data.split("val"), T)
+    assert n % 5 and exact[:, :-1].sum(1).tolist() == [2 * n * T] * L
+    for layout in ((5, 1), (n, 2)):
+        assert torch.allclose(total(*layout), exact, rtol=1e-9, atol=0)
 
 
 def test_a_router_that_has_collapsed_recovers_by_the_bias():
@@ -202,7 +234,7 @@ def test_training_leaves_a_collapsed_router_only_with_the_bias(router):
         for step in range(101):
             loss = F.mse_loss(m.train(step % 100 != 0)(x, Inputs()), y)
             if step % 100 == 0:  # in eval mode, which notes the loads
-                load = m.routing[:-1]
+                load = m.routing_of_rows.sum(0)[:-1]
                 found[balance].append((loss.item(), (load.max() / load.mean()).item()))
             m.zero_grad()
             loss.backward()
