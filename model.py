@@ -1153,8 +1153,7 @@ class Experts(nn.Module):
         tokens = x.flatten(0, 1)  # (N, C)
         scores = ops.wide_linear(tokens, self.router.weight, self.router.bias)  # (N, E)
         p = self.score(scores)
-        k, preferred = self.active, p if self.balance is None else p.detach() + self.balance.bias
-        chosen = preferred.topk(k, sorted=False).indices  # (N, k)
+        k, chosen = self.active, self.choose(p)
         weights = p.gather(1, chosen)
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20) if k > 1 else weights
         if any(self.loss_factors) and torch.is_grad_enabled():
@@ -1164,15 +1163,18 @@ class Experts(nn.Module):
         if self.balance is not None:
             weights = self.balance(weights, load)
         if not self.training:
-            sizes, of_each = (len(x), p.size(1)), chosen.view(len(x), -1)  # (B, E), (B, T k)
-            reads = p.new_zeros(sizes).scatter_add(1, of_each, p.new_ones(1).expand_as(of_each))
             entropy = torch.special.entr(p / p.sum(1, keepdim=True)).view(len(x), -1).sum(1, keepdim=True)
-            self.routing = torch.cat((reads, entropy), dim=1).detach()
+            self.routing = torch.cat((loads(chosen.view(len(x), -1), p), entropy), dim=1).detach()
         token = order // k  # of each row
         rows = self.read(tokens.index_select(0, token), ends)  # (N k, C), sorted by expert
         rows = rows * weights.flatten().index_select(0, order)[:, None]
         y = rows.new_zeros(tokens.shape).index_add(0, token, rows).view_as(x)
         return y if self.shared is None else y + self.shared(x, inputs)
+
+    def choose(self, p: Tensor) -> Tensor:
+        """The experts (N, k) that each token reads, in no order, for its p (N, E)."""
+        preferred = p if self.balance is None else p.detach() + self.balance.bias
+        return preferred.topk(self.active, sorted=False).indices
 
     def read(self, rows: Tensor, ends: Tensor) -> Tensor:
         """What each expert makes of its rows, see ExpertLinear: rows (N, C) -> (N, C)."""
@@ -1180,10 +1182,15 @@ class Experts(nn.Module):
 
     def router_loss(self, scores: Tensor, p: Tensor, chosen: Tensor) -> Tensor:
         """The router's losses times their factors, a scalar: scores (N, E), p (B, T, E), chosen (B, T k)."""
-        P, f = (p / p.sum(2, keepdim=True)).mean(1), p.new_zeros(len(p), p.size(2))  # (B, E)
-        f = f.scatter_add(1, chosen, p.new_ones(1).expand_as(chosen)) / chosen.size(1)
+        P, f = (p / p.sum(2, keepdim=True)).mean(1), loads(chosen, p) / chosen.size(1)  # (B, E)
         balance, z = self.loss_factors
         return balance * p.size(2) * (f * P).sum(1).mean() + z * scores.logsumexp(1).square().mean()
+
+
+def loads(chosen: Tensor, p: Tensor) -> Tensor:
+    """chosen (B, n), experts -> how often each of them is there, (B, E), where p is (..., E)."""
+    zeros = p.new_zeros(len(chosen), p.size(-1))
+    return zeros.scatter_add(1, chosen, p.new_ones(1).expand_as(chosen))
 
 
 def activations(phi: Callable, rows: Shape, scores: Tensor) -> Tensor:

@@ -843,7 +843,7 @@ FAULTS = [
     (
         "model.py",
         "weights = p.gather(1, chosen)",
-        "weights = preferred.gather(1, chosen)",
+        "weights = (p if self.balance is None else p + self.balance.bias).gather(1, chosen)",
         "The bias that balances the loads of experts also weighs their results.",
         "tests/model/test_experts.py::test_experts_are_those_of_transformers",
     ),

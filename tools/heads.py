@@ -21,9 +21,19 @@ from data.errors import require
 from ops import Mask, capped
 
 
-def readers(block: M.Block) -> dict[str, M.Pool]:
+def readers(block: M.Block) -> dict[str, M.Pool | M.Experts]:
     """The readers of a block, by the names that they have in its sums."""
     return {name: getattr(each, name) for each in block.sums for name in each.names}
+
+
+def reader_of(model: M.Model, layer: int, reader: str) -> M.Pool | M.Experts:
+    """The reader of this name in a layer; empty = the first one of the context. ValueError if there is none."""
+    limit = model.cfg.n_layer
+    require(0 <= layer < limit, f"layer={layer} must be in 0 .. {limit - 1}")
+    found, usual = readers(model.blocks[layer]), next(iter(context_readers(model.blocks[layer])), "")
+    require(reader or usual, f"reader='' means attention to the context, and layer {layer} has {', '.join(found)}")
+    require((reader or usual) in found, f"reader={reader} is not in layer {layer}, which has {', '.join(found)}")
+    return found[reader or usual]
 
 
 def context_readers(block: M.Block) -> dict[str, M.Pool]:
@@ -67,12 +77,8 @@ def contextual_mlp(
     the reader or of its position is not in KNOWN, if a score overflows, or if the reader computes something else than
     its units.
     """
-    for name, value, limit in (("layer", layer, model.cfg.n_layer), ("position", position, len(idx))):
-        require(0 <= value < limit, f"{name}={value} must be in 0 .. {limit - 1}")
-    found, usual = readers(model.blocks[layer]), next(iter(context_readers(model.blocks[layer])), "")
-    require(reader or usual, f"contextual_mlp finds no attention to the context in layer {layer}")
-    pool = found.get(reader or usual)
-    require(pool is not None, f"reader={reader} is not in layer {layer}, which has {', '.join(found)}")
+    pool = reader_of(model, layer, reader)
+    require(0 <= position < len(idx), f"position={position} must be in 0 .. {len(idx) - 1}")
     for part in (pool, getattr(pool, "position", M.AttentionPosition(model.cfg))):
         require(type(part) in KNOWN, f"contextual_mlp does not know {type(part).__name__}; write its case there")
     for flag in ("attn_diff", "attn_gate", "attn_sink", "value_residual"):
@@ -222,6 +228,11 @@ def attention_to(keys: Tensor, attend: Callable, q: Tensor, k: Tensor, v: Tensor
     return found
 
 
+def without_padding(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of a batch that have targets; the others fill it up."""
+    return {name: x[(batch["targets"] >= 0).any(1)] for name, x in batch.items()}
+
+
 @torch.no_grad()
 def scores(model: M.Model, batches: Iterable[dict[str, Tensor]], patterns: list[str]) -> dict[str, list[Score]]:
     """The scores of all heads for each pattern, the best first. Rows of a batch without targets are padding."""
@@ -242,7 +253,7 @@ def scores(model: M.Model, batches: Iterable[dict[str, Tensor]], patterns: list[
             pool.attend = partial(watch, place, pool.attend)
             undo.callback(pool.__delattr__, "attend")
         for batch in batches:
-            batch = {name: x[(batch["targets"] >= 0).any(1)] for name, x in batch.items()}
+            batch = without_padding(batch)
             docs = batch.get("docs", torch.zeros_like(batch["idx"]))
             ids = batch["idx"] + docs * model.cfg.vocab_size  # equal tokens of two documents are not the same
             keys = torch.stack([PATTERN[name](ids) for name in patterns])  # (P, B, T)

@@ -1,11 +1,12 @@
-"""Shows the units of a head of attention, read as an MLP, or of an MLP, and finds heads of known patterns.
+"""Shows the units of a head of attention or of an MLP, the tokens that experts read, and heads of known patterns.
 
     python -m tools.lens --out_dir=out/x --start="class Reader:" --layer=1 --head=2            # at the last token
     python -m tools.lens --out_dir=out/x --start=FILE:text.py --layer=1 --head=2 --position=40 --out=head.png
     python -m tools.lens --out_dir=out/x --find=induction,previous                             # in the validation set
+    python -m tools.lens --out_dir=out/x --layer=1 --reader=experts                            # in the validation set
 
-A head's hidden units are its learned slots, then the tokens that the query sees. --reader=mlp shows the hidden units of
-the layer's MLP in the same way, and any other reader of the layer by its name. Each unit has one row:
+The units of a head, read as an MLP, are its learned slots, then the tokens that the query sees. --reader=mlp shows the
+hidden units of the layer's MLP in the same way, and any other reader of the layer by its name. Each unit has one row:
 
     activation   phi(b . x), for a softmax exp(b . x)
     share        the activation, divided by the sum of all absolute activations in the same softmax
@@ -23,11 +24,20 @@ queries that have such a token.
     previous     the token before the query
     induction    the token after the latest earlier occurrence of the query's token: prefix matching (arXiv:2209.11895).
                  Queries where it is the query itself or the token before do not count
+
+A reader with experts needs no text: the tokens are shown that each expert reads more often than others, and --expert
+shows one expert's alone. They are sorted by their excess, so a token comes first that is frequent and specific:
+
+    load         the number of tokens that the expert reads, divided by the mean of all experts
+    reads        the occurrences of the token that the expert reads
+    share        this number, divided by all occurrences of the token
+    excess       reads, minus the occurrences times the share of all tokens that the expert reads
 """
 
 import importlib.util
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -49,11 +59,13 @@ from engine.plan import memory
 from engine.text import prompt_ids, read_prompt
 from ops import capped
 from tools.curves import GREY, MATPLOTLIB, save
-from tools.heads import PATTERN, context_readers, contextual_mlp, readers, scores
+from tools.experts import preferred, reads_of_tokens
+from tools.heads import PATTERN, contextual_mlp, reader_of, scores
 
 PROMOTED = 3  # tokens of each unit
 QUALIFIES = 0.4  # the least score of a head that has a pattern
 LISTED = 5  # heads of each pattern that are printed
+IN_A_LINE = 8  # tokens of each expert, where all experts are shown
 BARS = {  # field of a unit -> label, colour and number of ticks; the colours are legible on white and on black
     "share": ("share of all activations", "#3b82c4", 4),
     "incoming": ("norm of incoming weights", "#d1782f", 4),
@@ -70,21 +82,26 @@ class LensConfig:
     start: str = ""  # the text that the model reads, or FILE:path
     source: str = ""  # the text that the encoder of a seq2seq model reads
     layer: int = 0  # the layer of the head, counted from 0
-    reader: str = ""  # attn, mlp, cross, slots, attn2 or another reader of the layer; empty = the first of the context
+    reader: str = ""  # attn, mlp, experts, slots, attn2 or another one of the layer; empty = the first of the context
     head: int = 0  # the head, counted from 0
+    expert: int = -1  # the expert, counted from 0; -1 = a line for each
     position: int = -1  # the token that is the query, counted from 0; -1 = the last one
-    units: int = 24  # the most units shown: those of the largest activations
+    units: int = 24  # the most units shown: those of the largest activations; or the most tokens of an expert
     out: str = ""  # picture to write, FILE.png or FILE.svg; empty = text only
-    # --- find
+    # --- validation set
     find: str = ""  # patterns of heads to find instead of reading one: induction, previous, or both with a comma
     dataset: str = ""  # data whose validation set is read; empty = the data that the model was trained on
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
-    OF_HEAD = ("start", "source", "layer", "reader", "head", "position", "units", "out")
-    USED_WHEN: ClassVar = dict.fromkeys(OF_HEAD, (lambda c: not c.find, "find=''")) | {
-        "dataset": (lambda c: c.find, "find"),
-    }
+    USED_WHEN: ClassVar = (
+        dict.fromkeys(("start", "layer", "reader", "units"), (lambda c: not c.find, "find=''"))
+        | dict.fromkeys(("source", "head", "position", "out"), (lambda c: c.start and not c.find, "start"))
+        | {
+            "expert": (lambda c: not c.start and not c.find, "reader=experts"),
+            "dataset": (lambda c: not c.start or c.find, "find or reader=experts"),
+        }
+    )
 
     def __post_init__(self):
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
@@ -92,7 +109,7 @@ class LensConfig:
         require(self.position >= -1, f"position={self.position} must be at least 0, or -1 for the last token")
         unknown = sorted(set(self.find.split(",")) - PATTERN.keys()) if self.find else []
         require(not unknown, f"find={self.find} has no pattern {unknown and unknown[0]!r}; known: {', '.join(PATTERN)}")
-        require(self.find or self.start, "start='' is empty; give a text, or set find")
+        require(self.find or self.start or self.reader, "start='' is empty; give a text, or set find or reader=experts")
         require(not self.out or Path(self.out).suffix in (".png", ".svg"), f"out={self.out} must end in .png or .svg")
         there = importlib.util.find_spec("matplotlib") is not None
         require(there or not self.out, f"out={self.out} needs matplotlib; pip install -e .[plots]")
@@ -122,8 +139,7 @@ def read_head(
     final = []
     with model.norm.register_forward_pre_hook(lambda _, args: final.append(args[0][0, position])):
         incoming, outgoing, hidden = contextual_mlp(model, idx, layer, head, position, source, reader)
-    block = model.blocks[layer]
-    pool = readers(block)[reader or next(iter(context_readers(block)))]
+    pool = reader_of(model, layer, reader)
     slots = pool.slot_v.size(1) if pool.reader.slotted else 0
     parts = hidden.tensor_split([slots if pool.reader.slots == "own_slots" else 0])  # of one softmax each
     share = torch.cat([part / part.abs().sum().clamp(min=torch.finfo(part.dtype).tiny) for part in parts])
@@ -209,9 +225,10 @@ def picture(units: list[Unit], title: str):
     return figure
 
 
-def find(cfg: LensConfig, model: M.Model, tokenizer: Tokenizer, device: torch.device):
-    """Print the heads with the highest scores on the validation set, and how many of all heads have each pattern."""
-    flags, patterns = model.cfg, list(dict.fromkeys(cfg.find.split(",")))
+def validation_set(
+    cfg: LensConfig, flags: M.ModelConfig, tokenizer: Tokenizer, device: torch.device
+) -> Iterable[dict[str, Tensor]]:
+    """All windows of the validation set in batches, with a progress bar, after a line that says how many there are."""
     known = cfg.dataset or cfg.out_dir.partition(":")[0] not in weights.FOREIGN
     require(known, f"out_dir={cfg.out_dir} does not say its data; set dataset")
     data, objective, _ = open_with_objective(replace(flags, dataset=cfg.dataset or flags.dataset))
@@ -220,9 +237,36 @@ def find(cfg: LensConfig, model: M.Model, tokenizer: Tokenizer, device: torch.de
     stream = data.split("val")
     B = max(1, 2**13 // max(objective.lengths))  # 8192 tokens at once
     n = count_windows(stream, objective.block_size)
-    batches = eval_batches(stream, objective, B, device=device)
-    found = scores(model, tqdm(batches, total=-(-n // B), unit=" batches", disable=None), patterns)
     print(f"{stream.name}: {n:,} windows of {objective.block_size} tokens")
+    return tqdm(eval_batches(stream, objective, B, device=device), total=-(-n // B), unit=" batches", disable=None)
+
+
+def show_experts(cfg: LensConfig, model: M.Model, tokenizer: Tokenizer, device: torch.device):
+    """Print the tokens that one expert, or each, reads more than others; see the docstring of the module."""
+    n, experts = model.cfg.n_expert, reader_of(model, cfg.layer, cfg.reader)
+    require(-1 <= cfg.expert < n, f"expert={cfg.expert} must be in 0 .. {n - 1}, or -1 for all")
+    reads = reads_of_tokens(model, experts, validation_set(cfg, model.cfg, tokenizer, device))
+    load = (reads.sum(0) / reads[:, :-1].sum() * n).tolist()
+    sys.stdout.reconfigure(errors="replace")  # for a terminal without Unicode
+    if cfg.expert == -1:
+        print("\nexpert   load  tokens, and the share of each that the expert reads")
+        for expert in range(n):
+            best = preferred(reads, expert, min(cfg.units, IN_A_LINE))
+            shares = "  ".join(f"{spelled(tokenizer, each.token)} {each.share:.2f}" for each in best)
+            print(f"{expert:6}  {load[expert]:5.3f}  {shares}")
+        return
+    rows = [(spelled(tokenizer, token), *row) for token, *row in preferred(reads, cfg.expert, cfg.units)]
+    width = max([5, *(len(name) for name, *_ in rows)])
+    print(f"\nexpert {cfg.expert}, whose load is {load[cfg.expert]:.3f} of the mean")
+    print(f"{'token':{width}}      reads   share     excess")
+    for name, count, share, excess in rows:
+        print(f"{name:{width}}  {count:9,}  {share:.4f}  {excess:9,.0f}")
+
+
+def find(cfg: LensConfig, model: M.Model, tokenizer: Tokenizer, device: torch.device):
+    """Print the heads with the highest scores on the validation set, and how many of all heads have each pattern."""
+    batches = validation_set(cfg, model.cfg, tokenizer, device)
+    found = scores(model, batches, list(dict.fromkeys(cfg.find.split(","))))
     for pattern, heads in found.items():
         meaning = PATTERN[pattern].__doc__
         print(f"\n{pattern}: attention to {meaning[0].lower()}{meaning[1:]}")
@@ -241,8 +285,11 @@ def main(argv: list[str] | None = None):
         path, model, tokenizer = weights.alone(
             cfg.out_dir, device, torch.float32, lambda flags: memory.check_weights(cfg, flags, device)
         )
-        if cfg.find:
-            return find(cfg, model, tokenizer, device)
+        reader = None if cfg.find else reader_of(model, cfg.layer, cfg.reader)
+        if cfg.find or isinstance(reader, M.Experts):
+            require(not cfg.start, f"start={cfg.start!r}: experts are read on the validation set; leave it out")
+            return (find if cfg.find else show_experts)(cfg, model, tokenizer, device)
+        require(cfg.start, f"start='' is empty, and reader={cfg.reader} reads a text; give one")
         objective, limit = model.cfg.objective, model.cfg.block_size
         remedy = "leave it out" if cfg.source else "give the text that the encoder reads"
         fits = bool(cfg.source) == (objective == "seq2seq")

@@ -88,8 +88,9 @@ class Pipeline:
 
     model      the stage that keep_stage leaves; it may be sharded by fully_shard
     group      the ranks of this pipeline, at least two, in the order of their stages
-    shape      (B, T) of a micro-batch on this rank, and slices into which tensor parallelism cuts its T
+    shape      (B, T) of a micro-batch on this rank
     autocast   returns the context manager for forwards
+    slices     into which tensor parallelism cuts the stream along T
     """
 
     def __init__(
@@ -97,14 +98,14 @@ class Pipeline:
         model: Model,
         group: dist.ProcessGroup,
         n_micro: int,
-        shape: tuple[int, int, int],
+        shape: tuple[int, int],
         device: torch.device,
         autocast: Callable[[], AbstractContextManager],
+        slices: int = 1,
     ):
         self.model, self.group, self.device = model, group, device
         self.stage, n_stages = dist.get_rank(group), dist.get_world_size(group)
-        *tokens, slices = shape
-        self.last, self.length = n_stages - 1, tokens[1] // slices  # of the stream
+        self.last, self.length = n_stages - 1, shape[1] // slices  # of the stream
         forward = model.forward
 
         def forward_in_autocast(*args, **kwargs) -> Tensor:  # the schedule also runs backwards, which need no autocast
@@ -115,9 +116,9 @@ class Pipeline:
         # Without these examples, the first step would run an extra forward and backward to find shapes and dtypes.
         with autocast():
             self.dtype = stream_dtype(model.cfg, torch.empty(0, device=device))
-        sizes = tokens[0], self.length, model.cfg.n_embd
+        sizes = shape[0], self.length, model.cfg.n_embd
         stream = torch.empty(sizes, dtype=self.dtype, device="meta", requires_grad=True)
-        x = torch.empty(tokens, dtype=torch.int64, device="meta") if self.stage == 0 else stream
+        x = torch.empty(shape, dtype=torch.int64, device="meta") if self.stage == 0 else stream
         y = torch.empty((), device="meta", requires_grad=True) if self.stage == self.last else stream
         stage = PipelineStage(model, self.stage, n_stages, device, x, y, group=group)
         # scale_grads=True would divide the sum of all gradients at the end, instead of each loss.

@@ -134,9 +134,9 @@ class ShardedModel:
         model.tie()
         if cfg.pp > 1:
             micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
-            shape = cfg.batch_size, cfg.block_size // cfg.cp, cfg.tp
+            shape = cfg.batch_size, cfg.block_size // cfg.cp
             group = mesh["pp"].get_group()
-            self.pipeline = pipeline.Pipeline(model, group, micro_steps, shape, ranks.device, ranks.autocast)
+            self.pipeline = pipeline.Pipeline(model, group, micro_steps, shape, ranks.device, ranks.autocast, cfg.tp)
         elif not (self.fsdp or cfg.eval_only or mesh is None) and mesh["shard"].size() > 1:
             devices = [ranks.device] if ranks.device.type == "cuda" else None
             model._ddp_params_and_buffers_to_ignore = [*self.cut_by_ep]  # which ranks divide

@@ -193,8 +193,8 @@ def report(plan: Plan) -> str:
             "a smaller batch_size": cfg.batch_size > 1,
             "activation_checkpoint=full": cfg.activation_checkpoint != "full",
             "parallel=fsdp": cfg.parallel != "fsdp",
-            "tp": cfg.tp == cfg.pp == 1,
-            "pp": cfg.tp == cfg.cp == cfg.pp == 1,  # it works with neither tp nor cp yet
+            "tp": cfg.tp == 1,
+            "pp": cfg.pp == 1,
             "or more ranks with larger gradient_accumulation_steps": True,
         }
         no = f"none; try {', '.join(remedy for remedy, is_unused in remedies.items() if is_unused)}"

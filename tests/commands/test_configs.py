@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from configurator import Config, parse
+from engine.plan.accounting import n_read
 from model import Model
 
 FILES = {path.stem: path for path in (Path(__file__).resolve().parents[2] / "config").glob("*.py")}
@@ -41,6 +42,8 @@ PARAMETERS = {
     "pycode_gpt2": quick(12 * C**2 + 2 * C + 11 * C, first=C, positions=256),
     # 4 experts of four squares each, their routers and biases
     "pycode_moe": quick(4 * C**2 + 4 * 4 * C**2 + 4 * C + 4 + 2 * C + 2 * D),
+    # two sums of a norm, half of the heads and 4 experts of two squares
+    "pycode_superblock_moe": quick(4 * C**2 + 2 * 4 * 2 * C**2 + 2 * (4 * C + 4) + 2 * C + 4 * D),
     # q and out of 32 heads of 128, keys and values of 4; three matrices of 768 for each of 128 experts; two tables
     "moe_30b_a3b": 2 * 151936 * 2048
     + 48 * (2 * 2048 * 36 * 128 + 128 * (3 * 768 * 2048 + 2048 + 1) + 2 * 2048 + 2 * 128)
@@ -103,6 +106,7 @@ def test_out_dirs_differ():
         ("train_superblock_124m", "train_gpt2", {"block"}),
         ("pycode_superblock", "train_pycode", {"block"}),
         ("pycode_superblock_joint", "train_pycode", {"block", "layer", "mlp", "muon_lr", "learning_rate"}),
+        ("pycode_superblock_moe", "pycode_superblock", {"layer", "n_expert", "balance_rate", "muon_lr"}),
         ("pycode_sas", "train_pycode", {"block", "simplified_beta_ff", "qk_norm", "muon_lr"}),
         ("pycode_sas_p", "pycode_sas", {"block"}),
     ],
@@ -129,10 +133,24 @@ def test_quick_files_are_the_tuned_runs():
         said = re.search(r"Validation loss (\d\.\d{3}) nats", FILES[name].read_text(encoding="utf-8"))[1]
         assert abs(float(said) - float(loss)) < 6e-4, name
         found.add(name)
-    assert found == {name for name in FILES if read(name).dataset == "pycode"} - {"pycode_palm", "pycode_moe"}
+    untuned = {"pycode_palm", "pycode_moe", "pycode_superblock_moe"}
+    assert found == {name for name in FILES if read(name).dataset == "pycode"} - untuned
 
 
 @pytest.mark.parametrize("name", ["train_superblock_124m", "pycode_superblock", "pycode_superblock_joint"])
 def test_superblocks_have_equal_parameters(name):
     like = "train_gpt2" if name == "train_superblock_124m" else "train_pycode"
     assert 0 <= 1 - PARAMETERS[name] / PARAMETERS[like] < 5e-4
+
+
+def test_a_token_reads_as_many_experts_as_the_dense_twin_has_units():
+    """config/pycode_superblock_moe.py and the twin that its comment names, but for the routers and the biases."""
+    comment = FILES["pycode_superblock_moe"].read_text(encoding="utf-8").replace("\n# ", " ")
+    file, *flags = re.search(r"config/\w+\.py( --\w+=\S+)+", comment)[0].rstrip(".").split()
+    twin, cfg = parse(Config, [str(FILES[Path(file).stem]), *flags]), read("pycode_superblock_moe")
+    changed = {flag for flag, value in vars(cfg).items() if vars(twin)[flag] != value} - {"sources"}
+    assert changed == {"layer", "n_expert", "balance_rate", "out_dir"}
+    twin.vocab_size = cfg.vocab_size = VOCABULARY["pycode"]
+    with torch.device("meta"):
+        routers = 4 * 2 * (4 * C + 4)
+        assert n_read(Model(cfg)) == Model(twin).n_params() + routers and routers < 0.0035 * Model(twin).n_params()

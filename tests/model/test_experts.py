@@ -7,6 +7,9 @@ import torch.nn.functional as F
 from test_references import EXACT, ROUNDED, C, H, L, T, V, assert_same, call, jitter, stream, trained
 
 import ops
+from configurator import Config
+from data.loader import count_windows, eval_batches
+from data.objective import open_with_objective
 from engine.optim import Balance
 from engine.plan.accounting import flops, n_read
 from model import MLP_KIND, READER, Experts, Inputs, Model, ModelConfig, Pool
@@ -146,19 +149,48 @@ def test_the_bias_of_an_expert_has_its_load_as_gradient():
     assert torch.equal(m.balance.bias, before - 0.01 * excess.sign())
 
 
-def test_the_routing_of_an_evaluation():
-    """Loads and entropies of each layer, counted from the routers' scores."""
-    model, found = Model(ModelConfig(**SIZE), seed=3).eval(), []
+@pytest.mark.parametrize("objective", ["causal", "seq2seq"])
+@pytest.mark.parametrize("padding", [0, 2])
+def test_the_routing_of_an_evaluation(padding, objective):
+    """Loads and entropies of each layer, counted from the routers' scores of the rows that have targets."""
+    flags = dict(objective="seq2seq", n_encoder_layer=1) if objective == "seq2seq" else {}
+    model, found = Model(ModelConfig(**SIZE | flags), seed=3).eval(), {}
     for m in model.modules():
         if isinstance(m, Experts):
-            m.register_forward_hook(lambda m, args, out: found.append(m.router(args[0]).softmax(-1).flatten(0, 1)))
+            m.register_forward_hook(
+                lambda m, args, out: found.update({m: m.router(args[0][:2]).softmax(-1).flatten(0, 1)})
+            )
+    idx = torch.randint(V, (2 + padding, T), generator=torch.Generator().manual_seed(0))
+    targets = idx.clone()
+    targets[0, 1:], targets[2:] = -1, -1  # one target is enough
     with torch.no_grad():
-        model(torch.randint(V, (2, T)))
-    assert len(found) == len(model.experts()) == L
-    for p, routing in zip(found, [m.routing for m in model.experts()], strict=True):
-        for of_one, (*load, entropy) in zip(p.split(T), routing, strict=True):
-            assert load == of_one.topk(2).indices.flatten().bincount(minlength=E).tolist()
-            assert torch.allclose(entropy, -(of_one * of_one.log()).sum())
+        model(idx, targets, **({"source": idx.flip(1)} if flags else {}))
+    assert len(found) == len(model.experts()) == L + len(flags) // 2
+    for m in model.experts():
+        p, (*load, entropy) = found[m], m.routing[:2].sum(0)
+        assert load == p.topk(2).indices.flatten().bincount(minlength=E).tolist()
+        assert torch.allclose(entropy, -(p * p.log()).sum())
+
+
+def test_the_routing_of_a_whole_set_does_not_depend_on_the_batch_size(tiny_data):
+    """The last batch of 5 windows, and a whole batch of the second of two ranks, are filled up with padding."""
+    data, objective, _ = open_with_objective(Config(dataset=str(tiny_data), block_size=T))
+    model = Model(ModelConfig(**SIZE | {"vocab_size": 257}), seed=3).double().eval()
+
+    def total(batch_size: int, ranks: int) -> torch.Tensor:
+        sums = 0.0
+        for rank in range(ranks):
+            for batch in eval_batches(data.split("val"), objective, batch_size, data_rank=rank, data_size=ranks):
+                with torch.no_grad():
+                    model(**batch)
+                real = (batch["targets"] >= 0).any(1)
+                sums += torch.stack([m.routing[real].sum(0) for m in model.experts()])
+        return sums
+
+    exact, n = total(1, 1), count_windows(data.split("val"), T)
+    assert n % 5 and exact[:, :-1].sum(1).tolist() == [2 * n * T] * L
+    for layout in ((5, 1), (n, 2)):
+        assert torch.allclose(total(*layout), exact, rtol=1e-9, atol=0)
 
 
 def test_a_router_that_has_collapsed_recovers_by_the_bias():
@@ -180,6 +212,38 @@ def test_a_router_that_has_collapsed_recovers_by_the_bias():
         optimizer.step()
     mean = 2 * 2 * T / E
     assert loads().max() < 1.7 * mean and loads().min() > 0.3 * mean
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_training_leaves_a_collapsed_router_only_with_the_bias(router):
+    """All tokens read expert 0 at first, so its load is 3 times the mean of six, the most that is possible. After 100
+    steps on the outputs of another network, it is below 2 with biases, and otherwise above 2.5."""
+    found = {}
+    for balance in ("bias", "none"):
+        m = experts(router=router, router_balance=balance, bias=True)
+        with torch.no_grad():
+            m.router.weight.mul_(0.1)
+            m.router.bias.zero_()[0] = 2.0
+            torch.manual_seed(0)
+            x = torch.randn(4, 64, C, dtype=torch.float64)
+            y = nn.Sequential(nn.Linear(C, 64), nn.ReLU(), nn.Linear(64, C)).double()(x)
+        optimizers = [torch.optim.Adam([p for name, p in m.named_parameters() if name != "balance.bias"], lr=1e-3)]
+        if m.balance:
+            m.balance.bias.data.zero_()
+            optimizers.append(Balance([{"params": [m.balance.bias]}], 0.01, ()))
+        found[balance] = []
+        for step in range(101):
+            loss = F.mse_loss(m.train(step % 100 != 0)(x, Inputs()), y)
+            if step % 100 == 0:  # in eval mode, which notes the loads
+                load = m.routing.sum(0)[:-1]
+                found[balance].append((loss.item(), (load.max() / load.mean()).item()))
+            m.zero_grad()
+            loss.backward()
+            for each in optimizers:
+                each.step()
+    for (before, collapsed), (after, _) in found.values():
+        assert collapsed == 3.0 and after < before / 3  # both learn
+    assert found["bias"][1][1] < 2.0 and found["none"][1][1] > 2.5
 
 
 @pytest.mark.parametrize("objective", ["causal", "seq2seq"])

@@ -482,6 +482,7 @@ def test_selective_recomputation_keeps_every_second_product(block):
 DRAWN = ["--parallel=fsdp", "--parallel=fsdp --dp_replicate=2", "--parallel=fsdp --tp=2", "--pp=2"]
 DRAWN = list(itertools.product([*BLOCKS.values(), *MODELS["tp"].values(), *MODELS["fsdp"].values()], DRAWN))
 DRAWN += [(EXPERTS, layout) for layout in ("--ep=2", "--parallel=fsdp --ep=2", "--ep=2 --tp=2", "--ep=2 --pp=2")]
+DRAWN += [(flags, "--pp=2 --tp=2") for flags in BLOCKS.values()]
 
 
 @pytest.mark.parametrize("flags,layout", DRAWN, ids=str)
@@ -754,8 +755,8 @@ def test_fsdp_holds_one_share_of_parameters_and_optimizer(facts):
         (2, ["--cp=2", "--objective=masked"], "cp=2 needs objective=causal, and it is masked"),
         (2, ["--cp=2", "--doc_mask=True"], "doc_mask=True does not go with cp=2"),
         (3, ["--cp=3"], "cp=3, two pieces .* tp=1 do not divide block_size=16; set --block_size=18"),
-        (4, ["--pp=2", "--tp=2"], "tp=2 does not work with pp=2"),
-        (4, ["--pp=2", "--cp=2"], "cp=2 does not work with pp=2"),
+        (2, ["--ep=2", "--n_expert=3"], "ep=2 does not divide n_expert=3"),
+        (4, [*FSDP, "--ep=4", "--dp_replicate=2", "--n_expert=4"], "ep=4 does not divide the 2 data-parallel ranks"),
         (3, ["--pp=3"], "pp=3 .* n_layer=2; set pp to 2"),
         (2, ["--pp=2", "--gradient_accumulation_steps=1"], "pp=2 needs as many micro-batches"),
         (2, ["--pp=2", "--objective=seq2seq"], "pp=2 .* objective=seq2seq"),

@@ -526,8 +526,8 @@ def test_the_smallest_world_that_fits(flags, expected, monkeypatch):
         ({}, "batch_size activation_checkpoint=full parallel=fsdp tp pp"),
         ({"batch_size": 1, "activation_checkpoint": "selective"}, "activation_checkpoint=full parallel=fsdp tp pp"),
         ({"parallel": "fsdp", "activation_checkpoint": "full"}, "batch_size tp pp"),
-        ({"tp": 4, "world_size": 4}, "batch_size activation_checkpoint=full parallel=fsdp"),
-        ({"pp": 4, "world_size": 4}, "batch_size activation_checkpoint=full parallel=fsdp"),
+        ({"tp": 4, "world_size": 4}, "batch_size activation_checkpoint=full parallel=fsdp pp"),
+        ({"pp": 4, "world_size": 4}, "batch_size activation_checkpoint=full parallel=fsdp tp"),
     ],
 )
 def test_a_plan_that_does_not_fit_advises_what_is_not_set(flags, remedies, monkeypatch):

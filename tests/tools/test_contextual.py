@@ -323,5 +323,5 @@ def test_a_new_block_of_known_heads_is_tested(toys):
 
 def test_refuses_a_layer_without_attention(toys):
     net = build(block="blind")
-    with pytest.raises(ValueError, match="^contextual_mlp finds no attention to the context in layer 1$"):
+    with pytest.raises(ValueError, match="^reader='' means attention to the context, and layer 1 has mlp$"):
         contextual_mlp(net, text(net), 1, 0, 0)

@@ -1,7 +1,10 @@
-"""lens.py: heads with weights set by hand, whose numbers are computed here, and the command on runs of two steps."""
+"""lens.py: heads with weights set by hand, whose numbers are computed here, choices of experts that a loop over tokens
+makes, and the command on runs of two steps."""
 
 import importlib.util
 import math
+import operator
+from collections import Counter
 
 import pytest
 import torch
@@ -14,7 +17,9 @@ from torch.utils._pytree import tree_leaves
 import model as M
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
+from engine.checkpoint import weights
 from tools import lens
+from tools.experts import Preferred, preferred, reads_of_tokens
 from tools.heads import attention_to, context_readers, induction, previous, scores
 from tools.lens import Unit, read_head
 
@@ -288,6 +293,84 @@ def assert_same_promotes(found: list[tuple[str, float]], expected: list[tuple[st
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Experts
+
+
+def choices_by_hand(net: M.Model, name: str, batches: list[dict]) -> Counter:
+    """(token, expert) -> the times that the expert of this name is among the best of a token, in a loop over tokens."""
+    experts, read, found = net.get_submodule(name), [], Counter()
+    weight, zeros = experts.router.weight.tolist(), [0.0] * 5
+    of_scores = zeros if experts.router.bias is None else experts.router.bias.tolist()
+    bias = experts.balance.bias.tolist() if experts.balance else zeros
+    with experts.register_forward_pre_hook(lambda _, args: read.append(args[0])), torch.no_grad():
+        for batch in batches:
+            net(**batch)
+    for batch, streams in zip(batches, read, strict=True):
+        for ids, targets, stream in zip(batch["idx"].tolist(), batch["targets"].tolist(), streams, strict=True):
+            for token, x in zip(ids if max(targets) >= 0 else [], stream.tolist(), strict=max(targets) >= 0):
+                scores = [b + sum(map(operator.mul, row, x)) for row, b in zip(weight, of_scores, strict=True)]
+                exps = [math.exp(s) for s in scores]
+                p = [e / (1 + e) if net.cfg.router == "sigmoid" else e / sum(exps) for e in exps]
+                best = sorted(range(5), key=lambda e: p[e] + bias[e], reverse=True)  # noqa: B023
+                found.update((token, expert) for expert in best[: net.cfg.n_expert_active])
+    return found
+
+
+@pytest.mark.parametrize(
+    "flags, name, reader",
+    [
+        ({}, "blocks.1.sums.1.experts", "experts"),
+        ({"router": "sigmoid", "n_expert_active": 3, "n_expert_shared": 1}, "blocks.1.sums.1.experts", "experts"),
+        ({"n_expert_active": 1, "router_balance": "none", "bias": True}, "blocks.1.sums.1.experts", "experts"),
+        ({"block": "simplified"}, "blocks.1.sums.1.mlp", "mlp"),
+        ({"block": "superblock", "layer": "c+e/2,c+e"}, "blocks.1.sums.1.experts2", "experts2"),
+        ({"objective": "seq2seq", "n_encoder_layer": 1}, "blocks.1.sums.2.experts", "experts"),
+    ],
+    ids=str,
+)
+def test_reads_of_tokens_are_those_of_a_loop(flags, name, reader):
+    """In float64, with padding in the last batch, and experts that have biases of both signs."""
+    net = build(**flags, n_expert=5).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, p in net.named_parameters():
+            if "router" in key or "balance" in key:
+                p.copy_(torch.randn(p.shape, generator=generator) * (0.1 if "balance" in key else 1.0))
+    batches = []
+    for _ in range(3):
+        idx = torch.randint(11, (3, 8), generator=generator)
+        batches.append({"idx": idx, "targets": idx.clone()} | ({"source": idx.flip(1)} if "objective" in flags else {}))
+    batches[-1]["targets"][1:] = -1
+    expected = choices_by_hand(net, name, batches)
+    experts = lens.reader_of(net, 1, reader)
+    reads = reads_of_tokens(net, experts, batches)
+    assert {(t, e): reads[t, e].item() for t, e in reads[:, :-1].nonzero().tolist()} == expected
+    rows = torch.cat([batch["idx"][batch["targets"][:, 0] >= 0] for batch in batches]).flatten().tolist()
+    assert {t: n for t, n in enumerate(reads[:, -1].tolist()) if n} == Counter(rows)
+    assert "choose" not in vars(experts)
+
+    tokens = 7 * 8
+    for e in range(5):  # the rule of the order, from the counts of the loop
+        own = sum(expected[t, e] for t in range(11))
+        excess = {t: expected[t, e] - rows.count(t) * own / tokens for t in set(rows)}
+        best = sorted((t for t in excess if excess[t] > 1e-9), key=lambda t: -excess[t])
+        found = preferred(reads, e, most=4)
+        assert [each.excess for each in found] == pytest.approx([excess[t] for t in best[:4]])
+        for t, n, share, more in found:
+            assert (n, share, more) == (expected[t, e], pytest.approx(n / rows.count(t)), pytest.approx(excess[t]))
+
+
+def test_frequent_and_specific_tokens_come_first():
+    """Of 100 tokens the expert reads 50: all of a rare one, and a bit more than half of a frequent one."""
+    reads = torch.tensor([[4, 0, 4], [33, 27, 60], [8, 2, 10], [5, 21, 26], [0, 0, 0]])
+    assert preferred(reads, 0, 9) == [
+        Preferred(1, 33, 0.55, 3.0), Preferred(2, 8, 0.8, 3.0), Preferred(0, 4, 1.0, 2.0)
+    ]  # fmt: skip
+    assert preferred(reads, 1, 1) == [Preferred(3, 21, 21 / 26, 8.0)]
+    assert preferred(torch.tensor([[0, 3, 3]]), 0, 9) == []  # nothing is read
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The command
 
 READ = ["--start=the cat sat", "--layer=1", "--head=1", "--device=cpu"]
@@ -388,6 +471,42 @@ def test_find_reads_the_whole_validation_set(trained, tiny_data, capsys):
         assert lines[i + 6] == said
 
 
+def test_the_tokens_of_experts(run, tiny_data, capsys):
+    """The figures that the functions return for the whole validation set, all experts and one of them."""
+    out = run("--max_iters=2", "--warmup_iters=0", "--n_expert=3", "--n_dense_layer=1")
+    capsys.readouterr()
+    flags = [f"--out_dir={out}", "--reader=experts", "--layer=1", "--device=cpu"]
+    first, empty, head, *lines = output(capsys, *flags)
+    _, net, tokenizer = weights.alone(str(out), torch.device("cpu"), torch.float32, lambda flags: None)
+    reads = reads_of_tokens(net, lens.reader_of(net, 1, "experts"), lens.eval_batches(*of_validation(tiny_data), 512))
+    assert first.startswith(f"{tiny_data} val: ") and not empty and "share of each" in head and len(lines) == 3
+    assert reads[:, -1].sum() == 16 * int(first.split()[2]) and reads[:, :-1].sum() == 2 * reads[:, -1].sum()
+    for e, line in enumerate(lines):
+        best = preferred(reads, e, 8)
+        load = reads[:, e].sum() / (reads[:, -1].sum() * 2 / 3)
+        shares = [f"{lens.spelled(tokenizer, each.token)} {each.share:.2f}" for each in best]
+        assert line == f"{e:6}  {load:5.3f}  {'  '.join(shares)}"
+
+        _, _, of_one, head, *rows = output(capsys, *flags, f"--expert={e}", "--units=3")
+        assert of_one == f"expert {e}, whose load is {load:.3f} of the mean"
+        assert head.split() == ["token", "reads", "share", "excess"] and len(rows) == len(best[:3])
+        for row, (token, n, share, excess) in zip(rows, best, strict=False):
+            name = lens.spelled(tokenizer, token)
+            assert row.startswith(name)
+            assert row.removeprefix(name).split() == [f"{n:,}", f"{share:.4f}", f"{excess:,.0f}"]
+
+    for more, fragments in (
+        (["--start=x"], ["start='x'", "validation set", "leave it out"]),
+        (["--expert=3"], ["expert=3", "0 .. 2"]),
+        (["--expert=-2"], ["expert=-2", "0 .. 2"]),
+        (["--layer=0"], ["reader=experts", "has attn, mlp"]),
+        (["--reader=attn"], ["start=''", "reader=attn", "give one"]),
+        (["--out=a.png"], ["out=a.png", "only with start"]),
+    ):
+        line = refused(lens.main, [*flags, *more], capsys)
+        assert all(fragment in line for fragment in fragments), line
+
+
 def of_validation(folder):
     from data.dataset import open_data
     from data.objective import OBJECTIVE
@@ -409,6 +528,8 @@ REFUSED = [
     (["--start=x", "--out=a.jpg"], ["out=a.jpg", ".png or .svg"]),
     (["--start=x", "--out=/dev/null/a.png"], ["/dev/null"]),
     (["--start=x", "--dataset=pycode"], ["dataset=pycode", "only with find"]),
+    (["--start=x", "--expert=1"], ["expert=1", "only with reader=experts"]),
+    (["--reader=experts"], ["reader=experts", "has attn, mlp"]),
     (["--start=FILE:/no/prompt.txt"], ["/no/prompt.txt"]),
     (["--find=copying"], ["find=copying", "'copying'", "induction, previous"]),
     (["--find=previous,"], ["find=previous,", "''"]),
