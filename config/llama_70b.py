@@ -19,11 +19,11 @@ mlp = "swiglu"
 mlp_ratio = 28672 / 8192 * 1.5  # 28,672 hidden units: a gated kind takes 2/3
 tie_weights = False
 
-batch_size = 8
-gradient_accumulation_steps = 128  # 1024 sequences, 8,388,608 tokens a step
+batch_size = 2
+gradient_accumulation_steps = 512  # 1024 sequences, 8,388,608 tokens a step
 parallel = "fsdp"
-tp = 8
-activation_checkpoint = "full"
+tp = 4
+activation_checkpoint = "selective"
 async_checkpoint = True
 
 max_iters = 1788000

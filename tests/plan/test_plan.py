@@ -65,6 +65,7 @@ MUON = [  # on a CPU, updates travel in this dtype; on a GPU, always
     {"world_size": 4},
     {"world_size": 4, "tp": 2},
     {"world_size": 8, "parallel": "fsdp", "n_expert": 6, "ep": 2, "tp": 2},
+    {"world_size": 8, "parallel": "fsdp", "pp": 2, "tp": 2, "n_layer": 4},
 ]
 
 
