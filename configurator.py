@@ -39,6 +39,7 @@ from model import ModelConfig, require
 
 T = TypeVar("T")
 OF_FSDP = ("fsdp_reshard", "fsdp_offload", "dp_replicate")
+GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
 CONSTANTS = {"true": True, "false": False}
 OPERATORS = {
@@ -82,6 +83,9 @@ class Config(ModelConfig):
     keep_last: int = 2  # how many of the newest checkpoints stay, besides the best one
     async_checkpoint: bool = False  # write checkpoints while training goes on
     on_save_error: Literal["stop", "continue"] = "stop"  # if a checkpoint (but not the last) cannot be written
+    wandb_log: bool = False  # log to Weights & Biases too, which pip install wandb adds
+    wandb_project: str = "superblock"  # its project
+    wandb_run_name: str = ""  # name of the run there; empty = that of out_dir
     profile_steps: int = 0  # trace so many steps after the first five, into out_dir/trace.json
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # adamw for everything; muon for hidden matrices, AdamW for the rest
@@ -140,13 +144,11 @@ class Config(ModelConfig):
         **dict.fromkeys(("world_size", "gpu"), (lambda c: c.plan, "plan=True")),
         **dict.fromkeys(OF_FSDP, (lambda c: c.parallel == "fsdp", "parallel=fsdp")),
     }
-    # A flag of nanoGPT and its value, or the type of any value -> our flags. nanoGPT's constant rate has no warmup.
+    # A flag of nanoGPT and its value -> our flags. nanoGPT's constant rate has no warmup.
     NANOGPT: ClassVar[dict[tuple[str, Any], dict[str, Any]]] = {
         ("decay_lr", True): {},
         ("decay_lr", False): {"schedule": "constant", "warmup_iters": 0},
-        ("wandb_log", False): {},
-        ("wandb_project", str): {},
-        ("wandb_run_name", str): {},
+        **{("init_from", name): {"init_from": f"hf:openai-community/{name}"} for name in GPT2},
     }
 
     def __post_init__(self):
@@ -231,7 +233,7 @@ def read_flags(cls: type, argv: list[str] | None = None, doc: str = "") -> Given
         last[name] = value, where
     given, theirs = Given(), getattr(cls, "NANOGPT", {})
     for spelling, (value, where) in last.items():
-        ours = theirs.get((spelling, value), theirs.get((spelling, type(value)), {spelling: value}))
+        ours = theirs.get((spelling, value), {spelling: value})
         for name, v in ours.items():
             given.values[name], given.sources[name] = convert(cls, name, v, where), where
     return given
@@ -262,9 +264,6 @@ def resolve(cls: type[T], given: Given, stored: dict[str, Any] | None = None, or
 def convert(cls: type, name: str, value: Any, where: str) -> Any:
     """The value of a flag in its type. ValueError if there is no such flag, or it cannot have this value."""
     here, kinds = f"{spell(name, value, where)} ({where})", hints(cls)
-    if name.startswith("wandb_"):
-        remedy = "set wandb_log=False" if name == "wandb_log" else "leave it out"
-        raise ValueError(f"{here}: there is no wandb here; {remedy}, and watch the run by tensorboard --logdir=OUT_DIR")
     if name not in kinds:
         near = difflib.get_close_matches(name, kinds, 1)
         remedy = f"the nearest is {near[0]}" if near else "--help lists them"

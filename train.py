@@ -44,7 +44,7 @@ from engine.checkpoint.folder import check_out_dir, locked, replace_flags
 from engine.checkpoint.saver import Checkpoints
 from engine.device import make_deterministic, peak_flops, precision, refuse_nondeterminism
 from engine.evaluation import byte_lengths, mean_loss, text_sample
-from engine.metrics import Metrics, Silent, evaluation_line, routing_line, slow_step_warning
+from engine.metrics import Metrics, Silent, check_logger, evaluation_line, routing_line, slow_step_warning
 from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory
@@ -65,6 +65,7 @@ def main(argv: list[str] | None = None):
             cfg = resolve(Config, given, stored, origin)
             if cfg.plan:
                 return show_plan(cfg)
+            check_logger(cfg)
             environment()  # if it is wrong, the run is refused before out_dir is made
             if not cfg.eval_only and cfg.init_from != "resume":
                 cleanup.enter_context(locked(cfg.out_dir))

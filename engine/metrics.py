@@ -1,4 +1,4 @@
-"""A run's figures: metrics.jsonl, TensorBoard events, lines on the console and a progress bar.
+"""A run's figures: metrics.jsonl, TensorBoard events, wandb, lines on the console and a progress bar.
 
     metrics = Metrics(...) if rank == 0 else Silent()
     with metrics.paused():
@@ -10,6 +10,7 @@
 The time inside paused() is not part of any step. Print through say(), so that the progress bar stays below the lines.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import socket
 import sys
 import textwrap
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -25,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from data.errors import say
+from data.errors import require, say
 from data.files import open_regular, writing
 from engine.device import peak_memory_bytes
 
@@ -86,8 +88,7 @@ class Events:
         self.write(step=step, session_log=start)
 
     def scalars(self, step: int, figures: dict):
-        numbers = {tag: x for tag, x in figures.items() if isinstance(x, (int, float))}
-        values = [self.Summary.Value(tag=tag, simple_value=x) for tag, x in numbers.items()]
+        values = [self.Summary.Value(tag=tag, simple_value=x) for tag, x in figures.items()]
         self.write(step=step, summary=self.Summary(value=values))
 
     def text(self, step: int, tag: str, text: str):
@@ -115,6 +116,39 @@ class Events:
     def write(self, **event):
         self.records.write(self.Event(wall_time=time.time(), **event).SerializeToString())
         self.records.flush()
+
+
+class Wandb:
+    """Sends figures to Weights & Biases (https://docs.wandb.ai); a resume continues the same run there."""
+
+    def __init__(self, folder: Path, flags: dict):
+        import wandb
+
+        identity = folder / "wandb_id"
+        if not identity.exists():
+            identity.write_text(uuid.uuid4().hex[:8])
+        name = flags["wandb_run_name"] or folder.name
+        try:
+            self.run = wandb.init(
+                project=flags["wandb_project"], name=name, id=identity.read_text(), resume="allow", dir=folder,
+                config=flags,
+            )  # fmt: skip
+        except Exception as error:  # of its own classes
+            reason = str(error).strip().partition("\n")[0][:200]
+            remedy = "log in by wandb login, set WANDB_MODE=offline, or leave wandb_log out"
+            raise ValueError(f"wandb_log=True: wandb cannot start: {reason}; {remedy}") from error
+
+    def scalars(self, step: int, figures: dict):
+        self.run.log(figures, step=step)
+
+
+def check_logger(cfg):
+    """ValueError if the run is to be logged by a package that is not installed."""
+    require(
+        not cfg.wandb_log or importlib.util.find_spec("wandb"),
+        "wandb_log=True: wandb is not installed; pip install wandb, or set wandb_log=False and watch the run by "
+        "tensorboard --logdir=OUT_DIR",
+    )
 
 
 class Console:
@@ -220,6 +254,7 @@ class Metrics(Silent):
         folder.mkdir(parents=True, exist_ok=True)
         truncate_metrics(folder / "metrics.jsonl", step)
         self.file, self.events = open(folder / "metrics.jsonl", "a"), Events(folder, step)
+        self.loggers = [self.events, *([Wandb(folder, flags)] if flags.get("wandb_log") else [])]
         self.console, self.steps, self.tokens = Console(max_iters), step, tokens
         self.flops_per_token, self.peak, self.device = flops_per_token, peak, device
         self.synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
@@ -262,9 +297,10 @@ class Metrics(Silent):
             self.console.line(routing_line(routing))
 
     def norms(self, step: int, norms: dict[str, float]):
-        """Logs norms by tag, such as grad_norm/blocks.0, in TensorBoard only."""
+        """Logs norms by tag, such as grad_norm/blocks.0, in TensorBoard and wandb only."""
         with writing(self.file.name):
-            self.events.scalars(step, norms)
+            for logger in self.loggers:
+                logger.scalars(step, norms)
 
     def sample(self, step: int, write_text: Callable[[float], str]):
         """Logs the text of write_text(seconds) in TensorBoard only. It ends its text after so many seconds, which are a
@@ -291,6 +327,8 @@ class Metrics(Silent):
     def close(self):
         """Removes the progress bar and closes the files. A second call does nothing."""
         self.console.close()
+        for logger in self.loggers[1:]:
+            logger.run.finish()
         for file in (self.file, self.events.records):
             with suppress(OSError):  # lines that could not be written, which has been reported
                 file.close()
@@ -301,4 +339,6 @@ class Metrics(Silent):
         with writing(self.file.name):
             self.file.write(json.dumps({"step": step, "kind": kind} | figures) + "\n")
             self.file.flush()
-            self.events.scalars(step, {f"{kind}/{key}": x for key, x in figures.items()})
+            for logger in self.loggers:
+                numbers = {key: x for key, x in figures.items() if isinstance(x, (int, float))}
+                logger.scalars(step, {f"{kind}/{key}": x for key, x in numbers.items()})

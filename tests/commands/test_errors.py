@@ -94,7 +94,7 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--objective=seq2seq", "--block_size=1"], ["block_size=1 ", "needs 2"]),
     (["--objective=masked", "--vocab_size=257"], ["vocab_size=257", "257 ids", "258 or more"]),
     (["--objective=seq2seq", "--vocab_size=258"], ["vocab_size=258", "257 ids", "259 or more"]),
-    (["--init_from=gpt2"], ["init_from", "gpt2"]),
+    (["--init_from=gpt3"], ["init_from", "gpt3"]),
     (["--init_from=resume"], ["no directory", "/new", "--out_dir"]),
     (["--init_from=nanogpt:/no/ckpt.pt"], ["/no/ckpt.pt"]),
     (["config/no_such_file.py"], ["config/no_such_file.py"]),
@@ -126,7 +126,7 @@ CONFIGS = [
     ("n_layer = 2\nif True:\n    n_layer = 3\n", [":2"]),
     ("n_layer = (2\n", [":1"]),
     ("n_layer = 9**9**9\n", [":1"]),
-    ("wandb_projekt = 'x'\n", [":1", "wandb_projekt", "tensorboard"]),
+    ("wandb_projekt = 'x'\n", [":1", "wandb_projekt", "wandb_project"]),
     ("pos = 'alibi'\nrope_theta = 10.0\n", [":2", "rope_theta", "pos=rope"]),
     ("n_embd = 30\nn_head = 4\n", [":1", "n_embd=30", "n_head=4"]),
 ]

@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 import time
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -366,3 +368,49 @@ def test_peak_memory_grows_with_what_is_held():
     grown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True).stdout
     del of_parent
     assert int(grown) == pytest.approx(2**29, rel=0.01)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# wandb
+
+
+def test_wandb_gets_the_figures_of_tensorboard(run, monkeypatch):
+    """A stand-in for the package takes them: one run, which a resume continues, with our flags and its name."""
+    started, logged = [], []
+    wandb = ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    ends = SimpleNamespace(
+        log=lambda figures, step: logged.append((step, figures)), finish=lambda: logged.append("end")
+    )
+    wandb.init = lambda **options: started.append(options) or ends
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    out = run("--wandb_log=True", "--wandb_project=letters", "--max_iters=2")
+    run("--wandb_log=True", "--wandb_project=letters", "--init_from=resume", "--max_iters=4", "--wandb_run_name=again")
+    assert [s["name"] for s in started] == ["out", "again"] and {s["project"] for s in started} == {"letters"}
+    assert started[0]["id"] == started[1]["id"] and started[1]["config"]["max_iters"] == 4
+    written = [
+        (row["step"], {f"{row['kind']}/{key}": x for key, x in row.items() if isinstance(x, float)})
+        for row in lines(out)
+    ]
+    assert logged.count("end") == 2
+    got = [(each[0], {k: x for k, x in each[1].items() if isinstance(x, float)}) for each in logged if each != "end"]
+    assert len(written) > 4 and all(each in got for each in written)
+
+
+@pytest.mark.interop
+def test_wandb_keeps_the_losses_of_a_run(run, monkeypatch):
+    """The package itself, offline: its file has every loss of metrics.jsonl."""
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    out = run("--wandb_log=True", "--max_iters=4")
+    (file,) = out.glob("wandb/offline-run-*/*.wandb")
+    content, found, start = file.read_bytes(), {}, 7
+    while start < len(content):  # of each record a checksum of 4 bytes, its size in 2, its kind, and itself
+        end = start + 7 + int.from_bytes(content[start + 4 : start + 6], "little")
+        record = wandb_internal_pb2.Record.FromString(content[start + 7 : end])
+        items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        start = end
+        if "train/loss" in items:
+            found[int(items["_step"])] = items["train/loss"]
+    assert found == {row["step"]: row["loss"] for row in lines(out) if row["kind"] == "train"} and len(found) == 4
