@@ -98,6 +98,9 @@ class Config(ModelConfig):
     muon_momentum: float = 0.95  # Muon's decay of the mean gradient
     balance_rate: float = 0.001  # step of the biases of experts that are read too rarely or too often
     skip_nonfinite: bool = False  # leave out a step whose gradient is not finite, instead of stopping
+    spike_factor: float = (
+        0.0  # leave out a step whose gradient norm is above so many times the last 100's median; 0 = none
+    )
     # --- schedule
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd = constant, then linear to min_lr
     warmup_iters: int = 2000  # steps over which the learning rate rises from 0
@@ -158,7 +161,7 @@ class Config(ModelConfig):
         check_range(self, "dp_replicate tp cp ep pp world_size", 1)
         check_range(self, "seed eval_interval eval_iters save_interval log_interval profile_steps", 0)
         check_range(self, "warmup_iters lr_decay_iters cooldown_iters", 0)
-        check_range(self, "learning_rate min_lr muon_lr weight_decay grad_clip balance_rate", 0)
+        check_range(self, "learning_rate min_lr muon_lr weight_decay grad_clip balance_rate spike_factor", 0)
         check_range(self, "beta1 beta2 muon_momentum", 0, 1)
         for name, pattern, form in (
             ("dataset", r".*\S.*", "a folder under data/, such as pycode, a path, or a mixture, such as a:0.7,b:0.3"),

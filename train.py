@@ -48,7 +48,7 @@ from engine.metrics import Metrics, Silent, check_logger, evaluation_line, routi
 from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory
-from engine.step import Profile, Step
+from engine.step import Profile, Spikes, Step
 from engine.stop_signal import StopSignal
 from model import Model
 from ops import wide_stream
@@ -172,7 +172,7 @@ class Run:
         self.parts, state = build(cfg, ranks, self.data)
         self.sharded = self.parts.sharded
         self.step, self.samples, self.skipped = state["step"], state["samples"], state["skipped"]
-        self.stored_flags = state["flags"]
+        self.stored_flags, self.spikes = state["flags"], Spikes(cfg.spike_factor, state.get("norms", []))
         self.first_bad_step = torch.full((), NEVER, device=ranks.device)  # whose gradient was not finite
         self.graphs_of_first_step = None
         self.log_interval = log_interval(cfg, ranks.device)
@@ -283,6 +283,13 @@ class Run:
             if self.step % self.log_interval == 0 or ranks.device.type == "cpu":
                 self.check_finite()
         skip = cfg.skip_nonfinite and not finite
+        if cfg.spike_factor and math.isfinite(norm := grad_norm.item()):  # the host waits for a GPU
+            if ratio := self.spikes.ratio(norm):
+                skip = True
+                self.metrics.say(
+                    f"step {self.step} is left out: the norm of its gradient, {norm:.3g}, is {ratio:.1f} times the "
+                    "median of the last ones"
+                )
         self.skipped += skip
         parts.update(skip)
         self.samples += self.work.samples_per_step
@@ -313,8 +320,8 @@ class Run:
             self.check_finite()
             tokenizer = self.data.tokenizer
             state = {
-                "samples": self.samples, "skipped": self.skipped, "scaler": self.parts.scaler.state_dict(),
-                "flags": asdict(self.cfg), "ranks": self.ranks.size,
+                "samples": self.samples, "skipped": self.skipped, "norms": self.spikes.norms,
+                "scaler": self.parts.scaler.state_dict(), "flags": asdict(self.cfg), "ranks": self.ranks.size,
                 "tokenizer": tokenizer and tokenizer.spec, "tokenizer_hash": tokenizer and tokenizer.hash,
             }  # fmt: skip
             tensors = run_state.run_tensors(self.sharded, self.parts.optimizer) | run_state.random_states(self.ranks)

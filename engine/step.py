@@ -6,6 +6,8 @@
 train.py calls the three parts itself, because it looks at the gradient before the update.
 """
 
+import math
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +52,27 @@ class Step:
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.sharded.model.zero_grad(set_to_none=True)
+
+
+class Spikes:
+    """Finds steps with a far larger gradient than usual: its norm is above `factor` times the median of the last 100
+    norms, of which there must be 20. The norms of such steps are not among them.
+
+    norms    the last ones, which a checkpoint keeps
+    """
+
+    LAST, LEAST = 100, 20
+
+    def __init__(self, factor: float, norms: list[float]):
+        self.factor, self.norms = factor, norms
+
+    def ratio(self, norm: float) -> float | None:
+        """norm over the median if the step is such a one, otherwise None."""
+        usual = statistics.median(self.norms) if len(self.norms) >= self.LEAST else math.inf
+        if norm > self.factor * usual:
+            return norm / usual
+        self.norms = [*self.norms, norm][-self.LAST :]
+        return None
 
 
 class Profile:

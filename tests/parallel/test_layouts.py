@@ -120,6 +120,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     "fsdp": {
         "20 steps": ["--pos=rope", "--max_iters=20"],
         "llama, kept": [*GATED, *MUON, "--fsdp_reshard=False"],
+        "spikes": ["--spike_factor=1.01", "--max_iters=30"],
         "layers": LAYERS,
         "offloaded": ["--fsdp_offload=True", "--activation_checkpoint=full"],
         "untied": ["--tie_weights=False", "--activation_checkpoint=selective", "--n_layer=3"],

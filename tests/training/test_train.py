@@ -42,7 +42,7 @@ from data.loader import corruption_keys  # the order itself has its own tests
 from data.objective import OBJECTIVE
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
-from engine import device, evaluation
+from engine import device, evaluation, optim
 from engine.checkpoint import files as checkpoint
 from engine.metrics import evaluation_line
 from engine.optim import Muon
@@ -642,6 +642,35 @@ def test_skip_nonfinite(run, monkeypatch):
     assert [line["step"] for line in lines if line["loss"] is None] == [25, 29]
     assert [line.get("skipped", 0) for line in lines[24:31]] == [0, 1, 1, 1, 1, 2, 2]
     assert all(math.isfinite(line["loss"]) for line in lines[30:])
+
+
+def test_a_spike_is_left_out(run, monkeypatch, capsys):
+    """Of the steps 25, 26 and 32, whose losses are far larger, the weights see nothing, as if their rate were 0. A run
+    that resumes after the first of them goes on digit for digit. Before there are 20 norms, no step is left out."""
+    plain, calls, rate, spikes = model.Model.loss, [], optim.learning_rate, {7, 25, 26, 32}
+
+    def loss(self, x, targets):
+        calls.append(self.training)
+        return plain(self, x, targets) * (1000.0 if (sum(calls) - 1) // 2 in spikes else 1.0)
+
+    monkeypatch.setattr(model.Model, "loss", loss)
+    flags = ["--beta1=0", "--beta2=0", "--weight_decay=0", "--grad_clip=0", "--save_interval=26"]
+    folder = run(*flags, "--spike_factor=10.0")
+    said = re.findall(r"step (\d+) is left out: the norm of its gradient, [\d.e+]+, is (\d+)", capsys.readouterr().out)
+    assert [int(step) for step, _ in said] == [25, 26, 32] and all(int(times) > 100 for _, times in said)
+    lines = [line for line in metrics(folder) if "lr" in line]
+    assert [line.get("skipped", 0) for line in lines[24:34]] == [0, 1, 2, 2, 2, 2, 2, 2, 3, 3]
+    calls.clear()
+    monkeypatch.setattr(optim, "learning_rate", lambda step, cfg: rate(step, cfg) * (step not in {25, 26, 32}))
+    assert [x[1] for x in losses(run(*flags, out="still"))] == [x[1] for x in losses(folder)]
+    monkeypatch.setattr(optim, "learning_rate", rate)
+    shutil.rmtree(folder / "step_00000040")
+    for pointer in ("latest", "best"):
+        (folder / pointer).write_text("step_00000026\n")
+    before = losses(folder)
+    calls[:] = [True] * 26 * 2
+    run(*flags, "--spike_factor=10.0", "--init_from=resume")
+    assert losses(folder) == before
 
 
 def test_a_signal_saves_and_exits(tiny_data, tmp_path, run):
