@@ -96,6 +96,7 @@ class Config(ModelConfig):
     grad_clip: float = 1.0  # largest norm of the gradient, 0 = off
     muon_lr: float = 0.02  # Muon's highest learning rate
     muon_momentum: float = 0.95  # Muon's decay of the mean gradient
+    ema_decay: float = 0.0  # keep an average A = d A + (1 - d) W of the weights, named ema:RUN afterwards; 0 = none
     balance_rate: float = 0.001  # step of the biases of experts that are read too rarely or too often
     skip_nonfinite: bool = False  # leave out a step whose gradient is not finite, instead of stopping
     spike_factor: float = (
@@ -162,14 +163,14 @@ class Config(ModelConfig):
         check_range(self, "seed eval_interval eval_iters save_interval log_interval profile_steps", 0)
         check_range(self, "warmup_iters lr_decay_iters cooldown_iters", 0)
         check_range(self, "learning_rate min_lr muon_lr weight_decay grad_clip balance_rate spike_factor", 0)
-        check_range(self, "beta1 beta2 muon_momentum", 0, 1)
+        check_range(self, "beta1 beta2 muon_momentum ema_decay", 0, 1)
         for name, pattern, form in (
             ("dataset", r".*\S.*", "a folder under data/, such as pycode, a path, or a mixture, such as a:0.7,b:0.3"),
             ("out_dir", r"(?!~).*\S.*", "a folder, such as out; ~ means your home"),
             (
                 "init_from",
-                "scratch|resume|(checkpoint|hf|nanogpt):.+",
-                "scratch, resume, checkpoint:RUN (the weights of a run), hf:DIR or nanogpt:FILE (a ckpt.pt)",
+                "scratch|resume|(checkpoint|ema|hf|nanogpt):.+",
+                "scratch, resume, checkpoint:RUN (a run's weights), ema:RUN (their average), hf:DIR or nanogpt:FILE",
             ),
             ("device", r"auto|cpu|cuda(:\d{1,3})?|mps", "auto, cpu, cuda, cuda:N or mps"),
         ):

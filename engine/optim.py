@@ -245,6 +245,18 @@ class Balance(Elementwise):
             bias.sub_(F.hardshrink(excess, 1e-5).sign(), alpha=group["lr"])
 
 
+class Average(Elementwise):
+    """Keeps an average of the weights, A = d A + (1 - d) W after each step, which begins as the initial weights. So it
+    is saved, divided and resumed as the state of an optimizer is."""
+
+    @staticmethod
+    def new_state(p: Tensor) -> dict[str, Tensor]:
+        return {"average": p.detach().clone()}
+
+    def update(self, group: dict, weights: list[Tensor], grads: list[Tensor], average: list[Tensor]):
+        torch._foreach_lerp_(average, weights, 1 - group["decay"])
+
+
 class Parts(NamedTuple):
     """The parts of a run's optimizer: what trains the weights, or with muon=True those that are no hidden matrices."""
 
@@ -285,8 +297,8 @@ class Optimizer:
 
     def state_tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """The state by parameter name and kind, such as "wte.weight.exp_avg": the tensors themselves, not copies."""
-        state = {p: tensors for part in self.parts for p, tensors in part.state.items()}
-        return {f"{name}.{kind}": t for name, p in model.named_parameters() for kind, t in state.get(p, {}).items()}
+        named = [(name, part.state.get(p, {})) for name, p in model.named_parameters() for part in self.parts]
+        return {f"{name}.{kind}": t for name, state in named for kind, t in state.items()}
 
 
 def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: torch.dtype = torch.float32) -> Optimizer:
@@ -306,8 +318,12 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     rest = {kind.rest(decay_groups(others, cfg.weight_decay, vectors), cfg.learning_rate, (cfg.beta1, cfg.beta2)): 1.0}
     if loads:
         rest[Balance([{"params": list(loads)}], cfg.balance_rate, ())] = None
+    average: dict = {}  # the last part, as it reads the new weights
+    if cfg.ema_decay:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        average[Average([{"params": trained, "decay": cfg.ema_decay}], 0.0, ())] = None
     if not hidden:
-        return Optimizer(rest)
+        return Optimizer(rest | average)
     owners = None
     if sharded and sharded.ranks.size > cfg.pp:
         matrices = {
@@ -317,7 +333,7 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
         }
         owners = Owners(matrices, sharded.ranks.stage, iteration_dtype(dtype))
     muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, owners, dtype)
-    return Optimizer(rest | {muon: cfg.muon_lr / cfg.learning_rate})
+    return Optimizer(rest | {muon: cfg.muon_lr / cfg.learning_rate} | average)
 
 
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:

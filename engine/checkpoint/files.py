@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from data.errors import require
 from data.files import amount
 from engine.checkpoint import contents
 from engine.checkpoint.contents import STEP, Damaged, Part, Saved, own_part, read_state, step_of, steps_in
@@ -141,12 +142,17 @@ def read(where: str | Path, kinds: dict[str, Any], action: Callable[[Path, dict]
             )
 
 
-def read_index(path: str | Path, state: dict | None = None) -> dict[str, Saved]:
+def read_index(path: str | Path, state: dict | None = None, average: bool = False) -> dict[str, Saved]:
     """name -> shape, dtype and pieces of every tensor in the checkpoint. Every rank calls it. Raises Damaged.
 
-    state   what read_state has read there
+    state     what read_state has read there
+    average   under the names of the weights is their average (the flag ema_decay); ValueError if there is none
     """
-    return together(lambda: contents.read_index(Path(path), state or read_state(path)))
+    index = together(lambda: contents.read_index(Path(path), state or read_state(path)))
+    kept = {name: saved for name, saved in index.items() if name.endswith(".average")}
+    require(kept or not average, f"{path} keeps no average of its weights; train with --ema_decay=0.999, for example")
+    names = (re.sub(r"optim\.(.*)\.average", r"model.\1", name) for name in kept if average)
+    return index | dict(zip(names, kept.values(), strict=False))
 
 
 def load(path: str | Path, tensors: dict[str, Tensor], index: dict | None = None, vocab_size: float = math.inf):

@@ -48,8 +48,8 @@ def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
         if not (flags["eval_only"] or flags["plan"]):
             cleanup.enter_context(locked(flags["out_dir"], make=False))
         stored, path = checkpoint.read(flags["out_dir"], STATE, lambda path, state: (state["flags"], path))
-    elif kind in ("checkpoint", *weights.FOREIGN):
-        there = kind != "checkpoint" or place and Path(place).expanduser().is_dir()
+    elif kind in ("checkpoint", "ema", *weights.FOREIGN):
+        there = kind in weights.FOREIGN or place and Path(place).expanduser().is_dir()
         require(there, f"init_from={where}: no such folder; give the folder of a run, or of one checkpoint")
         stored, path = weights.read(where.removeprefix("checkpoint:"), lambda found: (found.flags, found.path))
     else:

@@ -1,6 +1,7 @@
 """Finds the weights of a trained model: a checkpoint of ours, nanoGPT's file, or a folder of Hugging Face.
 
     read("out/pycode", action)              # the latest checkpoint of this run; or out/pycode/step_00000450
+    read("ema:out/pycode", action)          # the average of its weights, see the flag ema_decay
     read("nanogpt:ckpt.pt", action)         # the file that nanoGPT's train.py wrote
     read("hf:DIR", action)                  # config.json and safetensors
 
@@ -79,7 +80,7 @@ class Weights:
 
 
 def read(where: str, action: Callable[[Weights], T]) -> T:
-    """action(found), where `found` are the weights that `where` names: RUN, nanogpt:FILE or hf:DIR.
+    """action(found), where `found` are the weights that `where` names: RUN, ema:RUN, nanogpt:FILE or hf:DIR.
 
     For a run that saves meanwhile, `action` may be called again, see checkpoint.read. Every rank calls this function.
     Raises ValueError or OSError if the weights are absent or damaged.
@@ -87,8 +88,9 @@ def read(where: str, action: Callable[[Weights], T]) -> T:
     kind, colon, place = where.partition(":")
     if colon and kind in FOREIGN:
         return action(FOREIGN[kind](place))
-    kinds = {"flags": dict, "tokenizer": (dict, NoneType)}
-    return checkpoint.read(where, kinds, lambda path, state: action(of_checkpoint(path, state)))
+    kinds, average = {"flags": dict, "tokenizer": (dict, NoneType)}, where.startswith("ema:")
+    run = where.removeprefix("ema:")
+    return checkpoint.read(run, kinds, lambda path, state: action(of_checkpoint(path, state, average)))
 
 
 def alone(
@@ -107,14 +109,14 @@ def alone(
     return read(where, load)
 
 
-def of_checkpoint(path: Path, state: dict) -> Weights:
+def of_checkpoint(path: Path, state: dict, average: bool = False) -> Weights:
     def tokenizer() -> Tokenizer:
         remedy = "give its meta.json a tokenizer and resume for one step"
         require(state["tokenizer"] is not None, f"{path} was trained on data without a tokenizer; {remedy}")
         return from_spec(state["tokenizer"], path)
 
     def fill(sharded: ShardedModel):
-        load_tensors(path, parameters(sharded), sharded, checkpoint.read_index(path, state))
+        load_tensors(path, parameters(sharded), sharded, checkpoint.read_index(path, state, average))
 
     return Weights(path, state["flags"], tokenizer, fill)
 

@@ -336,6 +336,7 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
     """Write a training run's weights and tokenizer as a Hugging Face model; returns the checkpoint's path."""
     foreign = re.match("(hf|nanogpt):", run)
     require(not foreign, f"{run} is no run of train.py; train from it with --init_from={run} and export that run")
+    average, run = run.startswith("ema:"), run.removeprefix("ema:")
     single = which == "best" and (Path(run) / "state.json").is_file()
     require(not single, f"--which=best needs the folder of a run, and {run} is one checkpoint; leave --which out")
     require(where, "the folder to write has no name; give one, such as exported")
@@ -347,7 +348,7 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
     def build(path: Path, state: dict) -> Path:
         cfg = ModelConfig(**model_flags(state["flags"], str(path)))
         tokenizer = state["tokenizer"] and from_spec(state["tokenizer"], path)
-        shapes, index = shapes_of(cfg), checkpoint.read_index(path, state)
+        shapes, index = shapes_of(cfg), checkpoint.read_index(path, state, average)
 
         def weight(name: str) -> Tensor | None:
             if name not in shapes:

@@ -351,6 +351,7 @@ class FakeRank:
         kinds = dict.fromkeys(stage.held, self.optimizer.rest) | dict.fromkeys(self.hidden, Muon)
         kinds |= dict.fromkeys(self.loads, Balance)
         optimizer = sum(state_bytes(kinds[name], n) for name, n in stage.held.items())
+        optimizer += parameters * (cfg.ema_decay > 0)
         out = dict(zip(STATES, (parameters, parameters, optimizer), strict=True))
         blocks = {unit: n for unit, n in stage.numbers.items() if "blocks." in unit}
         if not self.fsdp:

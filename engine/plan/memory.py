@@ -107,7 +107,7 @@ def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
     (T, S), B, C, V = lengths, cfg.batch_size, cfg.n_embd, cfg.vocab_rows // cfg.tp
     total, matrices = parameters(cfg)
     fsdp = cfg.parallel == "fsdp" and ranks.size > 1
-    cut = ranks.size // cfg.dp_replicate if fsdp else cfg.tp * cfg.pp
+    cut = ranks.size // cfg.dp_replicate if fsdp else cfg.tp * cfg.pp * cfg.ep
     micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
     batches = Loader.AHEAD + (micro_steps if cfg.pp > 1 else 1)
     numbers = 0  # that the blocks keep of a sequence
@@ -118,6 +118,7 @@ def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
         numbers += length * (width + projected * eager)
     rest, muon = OPTIMIZER[cfg.optimizer]
     states = 8 * total + state_bytes(Muon if muon else rest, matrices) + state_bytes(rest, total - matrices)
+    states += 4 * total * (cfg.ema_decay > 0)
     late = 4 * total * (micro_steps == 1)  # gradients that do not exist yet at the time of the logits
     if cfg.eval_only:
         batches, numbers, states, late = 1, C * T, 4 * total, 0

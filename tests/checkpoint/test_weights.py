@@ -15,8 +15,10 @@ from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import run as run_state
+from engine.checkpoint import weights
 from engine.checkpoint.__main__ import consolidate
 from engine.interchange.huggingface import OWN, export
+from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from model import BLOCK, Model, ModelConfig
 
@@ -39,11 +41,11 @@ def test_it_is_a_new_run_with_these_weights(run, source, tmp_path, monkeypatch):
     new = run(*SHORT, "--init_from=checkpoint:" + str(source), "--dropout=0", out="new")
     assert before == {path: path.stat().st_mtime_ns for path in source.rglob("*")}
     consolidate(source, tmp_path / "weights.safetensors")
-    weights = load_file(tmp_path / "weights.safetensors")
+    tensors = load_file(tmp_path / "weights.safetensors")
 
     def replaced(self, seed, names=None):
         for name, p in self.model.named_parameters():
-            p.data.copy_(weights[name])
+            p.data.copy_(tensors[name])
 
     monkeypatch.setattr(ShardedModel, "init_weights", replaced)
     same = run(*SHORT, *ROPE, "--vocab_size=257", out="same")
@@ -53,6 +55,54 @@ def test_it_is_a_new_run_with_these_weights(run, source, tmp_path, monkeypatch):
     assert (state["step"], state["samples"]) == (3, 3 * 8) and state["flags"]["mlp"] == "swiglu"
     resumed = run("--init_from=resume", "--max_iters=4", "--lr_decay_iters=40", out="new")
     assert checkpoint.find(resumed).name == "step_00000004"
+
+
+def test_the_average_of_the_weights(run, many, tmp_path):
+    """It is 0.8 A + 0.2 W after each step, from the initial weights on: computed from the weights of each step, on one
+    rank, after a resume, and on two that have shards, one of them with Muon. It is loaded as the weights are."""
+    flags = ["--max_iters=4", "--lr_decay_iters=9", "--ema_decay=0.8", IN_FLOAT64, "--gradient_accumulation_steps=2"]
+    flags += ["--n_expert=4", "--optimizer=muon"]
+    one = run(*flags, "--save_interval=1", "--keep_last=9", out="one")
+    many(2, ("two", [*flags, "--parallel=fsdp"]))
+    run(*flags, "--max_iters=2", out="resumed")
+    run(*flags, "--init_from=resume", out="resumed")
+    cfg = resolve(Config, read_flags(Config, [*TINY, "--vocab_size=257", "--n_expert=4"]))
+    names = [name for name, _ in Model(cfg).named_parameters()]
+    torch.set_default_dtype(torch.float64)
+    average = dict(Model(cfg, cfg.seed).named_parameters())
+    for step in range(1, 5):
+        consolidate(one / f"step_{step:08d}", tmp_path / f"{step}.safetensors")
+        new = load_file(tmp_path / f"{step}.safetensors")
+        average = {name: 0.8 * average[name].detach() + 0.2 * new[name] for name in names}
+    for out in ("one", "two", "resumed"):
+        found = weights_of(f"ema:{tmp_path / out}", cfg)
+        for name in names:
+            torch.testing.assert_close(found[name], average[name], rtol=1e-9, atol=1e-12, msg=f"{out}: {name}")
+    torch.set_default_dtype(torch.float32)
+    run("--max_iters=1", "--ema_decay=0.8", out="narrow")
+    export(f"ema:{tmp_path / 'narrow'}", str(tmp_path / "exported"), remote_code=True)
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    plain = resolve(Config, read_flags(Config, [*TINY, "--vocab_size=257"]))
+    assert torch.equal(exported["model.norm.weight"], weights_of(f"ema:{tmp_path / 'narrow'}", plain)["norm.weight"])
+
+
+@pytest.fixture(autouse=True)
+def float32_again():
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def weights_of(where: str, cfg: Config) -> dict[str, torch.Tensor]:
+    def load(found):
+        return dict(found.load(cfg, Ranks(0, 1, torch.device("cpu"), torch.float32, False)).model.named_parameters())
+
+    return weights.read(where, load)
+
+
+def test_without_an_average_the_error_says_how_to_get_one(run, capsys):
+    folder = run("--max_iters=1")
+    with pytest.raises(ValueError, match="keeps no average of its weights; train with --ema_decay=0.999"):
+        weights_of(f"ema:{folder}", resolve(Config, read_flags(Config, [*TINY, "--vocab_size=257"])))
 
 
 def test_its_flags_are_the_defaults(run, source, tiny_data, tmp_path):
@@ -167,8 +217,8 @@ def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
     new = [f"--out_dir={tmp_path / 'new'}", "--max_iters=1", "--warmup_iters=1"]
     start = [*new, f"--init_from=checkpoint:{source}"]
     export(str(source), str(tmp_path / "exported"), remote_code=True)
-    for weights in (start[-1], f"--init_from=hf:{tmp_path / 'exported'}"):
-        line = refused(train.main, [*new, weights, f"--dataset={tmp_path / 'chars'}"], capsys)
+    for other in (start[-1], f"--init_from=hf:{tmp_path / 'exported'}"):
+        line = refused(train.main, [*new, other, f"--dataset={tmp_path / 'chars'}"], capsys)
         assert "another tokenizer" in line and not (tmp_path / "new" / "latest").exists()
     assert "already holds a run" in refused(train.main, [*start, f"--out_dir={source}"], capsys)
     for wrong in ("checkpoint:", f"checkpoint:{tmp_path / 'absent'}", f"checkpoint:{tiny_data / 'meta.json'}"):

@@ -45,6 +45,7 @@ def config(**flags):
         "lr_decay_iters": 0,
         "min_lr": 1e-4,
         "cooldown_iters": 0,
+        "ema_decay": 0.0,
     }
     return SimpleNamespace(**defaults | flags)
 
