@@ -339,7 +339,11 @@ def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
     """PyTorch's attention in a fused kernel. CUDA's kernels for masks and float32 have no grouped heads, for which
     PyTorch would silently make a (T, S) matrix; so keys and values are repeated there. For at most 256 keys on a CPU,
-    bfloat16 inputs become float32, whose backward is up to six times as fast."""
+    bfloat16 inputs become float32, whose backward is up to six times as fast.
+
+    PyTorch prefers cuDNN's kernel on some GPUs. cuDNN builds a plan for each combination of sizes, in 20 ms to 1 s, and
+    with a mask its gradient of q can be NaN (github.com/pytorch/pytorch/issues/196678). So it is allowed only for
+    self-attention without a mask that has a backward, whose sizes are the same in each step."""
     group = q.size(1) // k.size(1)
     if q.device.type == "cpu" and matmul_dtype(q) == torch.bfloat16 and k.size(2) <= 256:
         mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.float()
@@ -347,7 +351,13 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
             return fused_attention(q.float(), k.float(), v.float(), mask, **options).to(v.dtype)
     if group > 1 and q.device.type == "cuda" and (attn_mask is not None or matmul_dtype(q) == torch.float32):
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=q.size(1) != k.size(1), **options)
+    cudnn = torch._C._get_cudnn_sdp_enabled()  # torch.compile does not know the public function
+    same_sizes = attn_mask is None and q.size(2) == k.size(2) and torch.is_grad_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(cudnn and same_sizes)  # sdpa_kernel takes 20 times as long
+    try:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=q.size(1) != k.size(1), **options)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, W: int) -> Tensor:

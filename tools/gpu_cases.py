@@ -347,7 +347,8 @@ VOCABULARY = {"cuda": 50257, "cpu": 257}
 WARM, ROUNDS, LENGTH = 5, 3, 10  # steps before the timing; rounds of it, and steps of each round
 TIMED_LINES = 8  # lines "iter N:", one per 10 steps, after which a run of train.py is ended
 CLASSES = {  # of kernels, and on a CPU of operations: class -> pattern of their names, the first that matches
-    "compiled kernels": "^triton", "attention": "flash|fmha|attention|sdpa", "communication": "nccl|gloo|c10d",
+    "compiled kernels": "^triton", "attention by cuDNN": "cudnn.*(sdpa|fmha|flash)",
+    "attention by FlashAttention": "flash", "other attention": "fmha|attention|sdpa", "communication": "nccl|gloo|c10d",
     "products": r"gemm|nvjet|xmma|cutlass|cublas|mm\b", "optimizer": "multi_tensor|adam|foreach",
     "copies": "memcpy|memset|copy", "other kernels": "",
 }  # fmt: skip
@@ -358,9 +359,11 @@ def flags(args: str, device: str) -> list[str]:
     return f"{GPT2} {args} {TINY if device == 'cpu' else ''} --device={device}".split()
 
 
-def speed(args: str, place: Place) -> dict:
-    """Speed, memory and losses of training with these flags, and the share of each class of kernels in their time."""
+def speed(args: str, place: Place, cudnn: bool = True) -> dict:
+    """Speed, memory and losses of training with these flags, and the share of each class of kernels in their time.
+    cudnn: whether PyTorch may choose cuDNN's attention."""
     kind = place.device.type
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
     cfg = parse(Config, flags(args, kind))
     with training(cfg, VOCABULARY[kind]) as run:
         ranks = run.ranks
@@ -459,6 +462,7 @@ PARTS = {  # in this order; the first call of 8 minutes ends behind compiled, or
     "compiled": Part("20 compiled steps of every block against the CPU, uncompiled", 90, COMPILED),
     "checkpoints": Part("resume digit for digit; from GPU to CPU and back", 150, {"checkpoints": checkpoints}),
     "against": Part("124 M parameters by nanoGPT's train.py and by ours", 240, {"speed": compare}),
+    "124M, no cuDNN": Part("attention without cuDNN's kernel", 100, {"speed": partial(speed, "", cudnn=False)}),
     **{name: Part(f"`{args}`", 100, {"speed": partial(speed, args)}) for name, args in ROWS.items()},
     "decoding and loading": Part(
         "1024 tokens by 124 M parameters; batches of 64 x 1024 tokens", 90,

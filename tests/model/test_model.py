@@ -988,6 +988,41 @@ def test_groups_are_copied_where_no_kernel_of_a_gpu_knows_them(monkeypatch, dtyp
     assert calls == [(heads, heads, heads == 2)]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cudnn_computes_only_self_attention_with_a_backward(monkeypatch, compiled):
+    """cuDNN is allowed if the sizes repeat: not with a mask, for other queries than keys, or without a gradient. A user
+    who turns it off keeps it off; an error leaves it as it was; results are PyTorch's."""
+    seen, sdpa = [], F.scaled_dot_product_attention
+
+    def recorder(q, *args, **options):
+        if type(q).__name__ != "FakeTensor":  # torch.compile calls it with fake tensors first
+            seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa(q, *args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", torch._dynamo.allow_in_graph(recorder))
+    f = torch.compile(ops.fused_attention, fullgraph=True, backend="eager") if compiled else ops.fused_attention
+    q, k = torch.randn(2, 2, 3, 8, 16, requires_grad=True)
+    mask = torch.ones(8, 8, dtype=torch.bool).tril()
+    for user in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(user)
+        torch._dynamo.reset()  # a graph keeps the setting of the time when it was compiled
+        try:
+            for queries, m, grad in (
+                (8, None, True), (8, None, False), (8, mask, True), (1, None, True), (1, mask[-1:], False),
+            ):  # fmt: skip
+                with torch.set_grad_enabled(grad):
+                    y = f(q[:, :, -queries:], k, k, m, is_causal=queries == 8 and m is None)
+                whole = sdpa(q, k, k, is_causal=True)[:, :, -queries:]
+                assert torch.allclose(y, whole, atol=1e-6) and torch.backends.cuda.cudnn_sdp_enabled() == user
+            assert seen == [user, False, False, False, False]
+            seen.clear()
+            with pytest.raises(RuntimeError):
+                ops.fused_attention(q, k, k, mask[:, :5])
+            assert torch.backends.cuda.cudnn_sdp_enabled() == user and seen.pop() is False
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(True)
+
+
 def test_later_queries_on_a_gpu():
     """One fused kernel, and no strips, for pieces of a text under context parallelism and prompts after a cache."""
     called = []

@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -306,7 +307,7 @@ def rehearsal(monkeypatch):
     torch.set_num_threads(threads)
 
 
-SLOW = {*gpu_cases.ROWS, "layout one GPU"} - {"124M, Muon", "124M, T=4096, documents"}
+SLOW = {*gpu_cases.ROWS, "124M, no cuDNN", "layout one GPU"} - {"124M, Muon", "124M, T=4096, documents"}
 ALONE = {"checkpoints", "against"} | {name for name, part in gpu_cases.PARTS.items() if part.gpus > 1}
 CASES = [
     pytest.param(part, case, marks=[pytest.mark.no_jitter] * (part == "compiled") + [pytest.mark.slow] * (part in SLOW))
@@ -332,9 +333,27 @@ def test_a_case(part, case, rehearsal):
         assert 0 < found["MFU"] < 1 and found["GPUs"] == 1 and 0.1 < found["GiB"] < 50
         assert len(found["losses"]) == gpu_cases.WARM + gpu_cases.ROUNDS * gpu_cases.LENGTH == len(found["norms"])
         assert sum(found[kind] for kind in gpu_cases.CLASSES if kind in found) == pytest.approx(1)
-        assert found["products"] > 0 and found["attention"] > 0
+        assert found["products"] > 0 and found["attention by FlashAttention"] > 0  # a CPU's kernel, too
     else:
         assert all(0 <= x < (1e-2 if part == "training" else 1e12) for x in found.values())
+
+
+def test_the_shares_name_the_attention():
+    """Names as the profiler has them on an H100; only what runs on the GPU counts."""
+    names = {
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1": "attention by cuDNN",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<64>": "attention by FlashAttention",
+        "fmha_cutlassB_bf16_aligned_64x64_k64_sm80(PyTorchMemEffAttention::Params)": "other attention",
+        "triton_poi_fused__scaled_dot_product_cudnn_attention_add_3": "compiled kernels",
+        "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNT": "products",
+    }
+    kind = gpu_cases.DeviceType
+    events = [SimpleNamespace(key=name, device_type=kind.CUDA, self_device_time_total=1) for name in names]
+    events.append(SimpleNamespace(key="aten::mm", device_type=kind.CPU, self_cpu_time_total=100))
+    for event in events:
+        event.is_user_annotation = False
+    shares = gpu_cases.kernel_shares(SimpleNamespace(key_averages=lambda: events), True)
+    assert shares == dict.fromkeys(names.values(), 1 / len(names))
 
 
 def test_every_kind_of_comparison_is_rehearsed():
