@@ -45,7 +45,9 @@ class Place(NamedTuple):
 
     device: torch.device
     against: str = ""  # nanoGPT's folder
+    compile: bool = True  # whether train.py compiles its runs
     found: dict[str, dict] = {}  # part -> its figures so far
+    note: Callable[[dict], None] = lambda figures: None  # writes the figures of a case that goes on
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -366,16 +368,21 @@ def speed(args: str, place: Place, cudnn: bool = True) -> dict:
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     cfg = parse(Config, flags(args, kind))
     with training(cfg, VOCABULARY[kind]) as run:
-        ranks = run.ranks
-        times, losses, norms = zip(*(run.steps(n) for n in (WARM, *[LENGTH] * ROUNDS)), strict=True)
-        ms = median(times[1:])
-        tokens_per_s, mfu = run.rates(ms, peak_flops(ranks.device, ranks.dtype))
-        figures = {
-            "tokens/s": tokens_per_s, "ms per step": ms, "MFU": mfu, "GiB": peak_memory_bytes(ranks.device) / 2**30,
-            "GPUs": ranks.size, **run.graphs, "seconds of the first steps": WARM * times[0] / 1000, "dtype": cfg.dtype,
-            "losses": [run.sharded.mean(loss) for loss in itertools.chain(*losses)],
-            "norms": [norm.item() for norm in itertools.chain(*norms)],
-        }  # fmt: skip
+        ranks, rounds = run.ranks, [run.steps(WARM)]
+        first = {"seconds of the first steps": WARM * rounds[0][0] / 1000}
+        place.note(first)
+        while len(rounds) <= ROUNDS:
+            rounds.append(run.steps(LENGTH))
+            ms = median(ms for ms, *_ in rounds[1:])
+            tokens_per_s, mfu = run.rates(ms, peak_flops(ranks.device, ranks.dtype))
+            memory = peak_memory_bytes(ranks.device) / 2**30
+            figures = {"tokens/s": tokens_per_s, "ms per step": ms, "MFU": mfu, "GiB": memory, "GPUs": ranks.size}
+            figures |= {**run.graphs, **first, "dtype": cfg.dtype}
+            place.note(figures)
+        _, losses, norms = zip(*rounds, strict=True)
+        figures["losses"] = [run.sharded.mean(loss) for loss in itertools.chain(*losses)]
+        figures["norms"] = [norm.item() for norm in itertools.chain(*norms)]
+        place.note(figures)
         try:
             with profile() as profiler:
                 run.steps(1)
@@ -434,10 +441,11 @@ def compare(place: Place) -> dict:
     with tempfile.TemporaryDirectory() as data:
         random_data(data, 2**20, 50257)
         args = f"--dataset={data} --eval_iters=1 --eval_interval=100000 --max_iters=100000"
+        args = flags(args + " --compile=False" * (not place.compile), place.device.type)
         limits = PARTS["against"].seconds / 2, TIMED_LINES
-        ours, theirs = (
-            measure(folder, flags(args, place.device.type), *limits) for folder in (ROOT, Path(place.against))
-        )
+        ours = measure(ROOT, args, *limits)
+        place.note({"ms per step": ours})
+        theirs = measure(Path(place.against), args, *limits)
     return {"ms per step": ours, "nanoGPT's ms per step": theirs, "times nanoGPT's speed": theirs / ours}
 
 
