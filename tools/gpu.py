@@ -1,5 +1,6 @@
 """Compares a GPU with the CPU (attention, blocks, losses, optimizers, training, checkpoints) and measures its speed
-(training, decoding, loading, layouts of several GPUs; with --against, also nanoGPT's training). It needs torch alone.
+(training, decoding, loading, layouts of several GPUs; with --against, also nanoGPT's training). It needs torch and
+numpy; two parts also need tensorboard.
 
     python -m tools.gpu --out=out/gpu.jsonl --against=../nanoGPT    # 8 minutes; again, until no part is left
     python -m tools.gpu --out=out/gpu.jsonl --report=True           # writes docs/gpu.md

@@ -455,6 +455,7 @@ def compare(place: Place) -> dict:
 
 ROWS = {f"124M, {name}": f"--block={name}" for name in BLOCK if name != "standard"}  # name -> flags beside GPT-2's
 ROWS |= {"124M, joint pool": "--block=superblock --layer=c.own_slots", "124M, Muon": "--optimizer=muon"}
+ROWS |= {"124M, loss in one chunk": "--loss_chunk=12288"}
 for size, batch in ((4096, "--batch_size=3"), (16384, "--batch_size=1 --gradient_accumulation_steps=4")):
     for kind, more in (("", ""), (", window", " --window=1024"), (", documents", " --doc_mask=True")):
         ROWS[f"124M, T={size}{kind}"] = f"--block_size={size} {batch}{more}"
