@@ -128,7 +128,7 @@ class ModelConfig:
     doc_positions: bool = False  # positions count from the beginning of each document; needs doc_mask
     # --- model: loss
     logit_softcap: float = 0.0  # c tanh(logits / c), 0 = off
-    loss_chunk: int = 0  # tokens whose logits exist at once in the loss; 0 = 128 MiB of float32, on a GPU 1 GiB
+    loss_chunk: int = 0  # most tokens whose logits exist at once in the loss; 0 = 128 MiB of float32, on a GPU 1 GiB
 
     def __post_init__(self):
         for names, least, limit in (

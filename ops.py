@@ -344,7 +344,11 @@ def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
     """PyTorch's attention in a fused kernel. CUDA's kernels for masks and float32 have no grouped heads, for which
     PyTorch would silently make a (T, S) matrix; so keys and values are repeated there. For at most 256 keys on a CPU,
-    bfloat16 inputs become float32, whose backward is up to six times as fast."""
+    bfloat16 inputs become float32, whose backward is up to six times as fast.
+
+    PyTorch prefers cuDNN's kernel on some GPUs. cuDNN builds a plan for each combination of sizes, in 20 ms to 1 s, and
+    with a mask its gradient of q can be NaN (github.com/pytorch/pytorch/issues/196678). So it is allowed only for
+    self-attention without a mask that has a backward, whose sizes are the same in each step."""
     group = q.size(1) // k.size(1)
     if q.device.type == "cpu" and matmul_dtype(q) == torch.bfloat16 and k.size(2) <= 256:
         mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.float()
@@ -352,7 +356,13 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
             return fused_attention(q.float(), k.float(), v.float(), mask, **options).to(v.dtype)
     if group > 1 and q.device.type == "cuda" and (attn_mask is not None or matmul_dtype(q) == torch.float32):
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=q.size(1) != k.size(1), **options)
+    cudnn = torch._C._get_cudnn_sdp_enabled()  # torch.compile does not know the public function
+    same_sizes = attn_mask is None and q.size(2) == k.size(2) and torch.is_grad_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(cudnn and same_sizes)  # sdpa_kernel takes 20 times as long
+    try:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=q.size(1) != k.size(1), **options)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, W: int) -> Tensor:
@@ -482,9 +492,10 @@ def cross_entropy(
 ) -> Tensor:
     """Sum of -log softmax(cap(x W^T + b))[target] over targets >= 0, in nats: x (N, C), W (V, C), b (V,), targets (N,).
 
-    Logits of `chunk` tokens exist at once, see rows_at_once. of_chunk is chunk_loss, or the same function compiled.
+    Logits of at most `chunk` tokens exist at once, see rows_at_once. of_chunk is chunk_loss, or the same function
+    compiled.
     """
-    chunk = rows_at_once(chunk, len(weight), x.device)
+    chunk = equal_rows(len(x), rows_at_once(chunk, len(weight), x.device))
     if x.size(0) <= chunk and not x.is_cuda:  # on a GPU, the compiled loss of one chunk is faster
         logits = capped(at_least_float32(F.linear(x, weight, bias)), softcap)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
@@ -498,6 +509,26 @@ def rows_at_once(chunk: int, vocab_size: int, device: torch.device) -> int:
     together take as many bytes; a compiled chunk keeps nothing else."""
     fit = max(1, 2 ** (28 if device.type == "cuda" else 25) // vocab_size)
     return chunk or (fit if fit < 128 else fit // 128 * 128)  # matmuls are faster with multiples of 128
+
+
+def equal_rows(n: int, most: int) -> int:
+    """Rows of each chunk of n rows, at most `most`: of the fewest chunks of one size, which need one compiled graph. If
+    they would be twice as many as are needed, all chunks but the last one have `most` rows."""
+    fewest = -(-n // most)
+    return next((n // chunks for chunks in range(fewest, 2 * fewest) if n % chunks == 0), most)
+
+
+def product_(out: Tensor, a: Tensor, b: Tensor, add: bool):
+    """out = a b, or with `add` out += a b: a (n, k), b (k, m), and out (n, m) of their dtype, or of float32. CUDA sums
+    products of 16 bits in float32, and needs no copy in 16 bits."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b) if add else torch.mm(a, b, out=out)
+    elif out.is_cuda and add:
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+    elif out.is_cuda:
+        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+    else:
+        out.add_(a @ b) if add else out.copy_(a @ b)
 
 
 def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -519,15 +550,16 @@ def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of the cross entropies of logits x W^T + b, which never exist as (N, V): the forward computes loss and
     gradients chunk by chunk. b (V,) or None. options: the softcap, rows of a chunk, chunk_loss, perhaps compiled, and
-    whether there is a backward. The gradients are stored unscaled; the backward multiplies them by the incoming
-    gradient, which contains the loss scale of float16."""
+    whether there is a backward. The gradients are stored unscaled; the backward multiplies them in place by the
+    incoming gradient, which contains the loss scale of float16. So a second backward of the same graph raises
+    RuntimeError."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: tuple) -> Tensor:
         softcap, chunk, of_chunk, gradient = options
         dtype = matmul_dtype(x)
         wide = torch.promote_types(weight.dtype, torch.float32)  # for the sums over chunks, where FSDP gathers 16 bits
-        dx, dW = (torch.empty_like(x), torch.zeros_like(weight, dtype=wide)) if gradient else (None, None)
+        dx, dW = (torch.empty_like(x), torch.empty_like(weight, dtype=wide)) if gradient else (None, None)
         db = None if bias is None or not gradient else torch.zeros_like(bias, dtype=wide)
         with torch.autocast(x.device.type, enabled=False):
             W = weight.to(dtype)
@@ -539,8 +571,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 part, p = of_chunk(logits, targets[rows], softcap, gradient)
                 total += part
                 if gradient:
-                    dx[rows] = p @ W
-                    dW += p.mT @ h
+                    product_(dx[rows], p, W, add=False)
+                    product_(dW, p.mT, h, add=start > 0)
                     if db is not None:
                         db += p.sum(dim=0)
                 del logits, p  # before the logits of the next chunk are made
@@ -548,9 +580,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
-        dx, dW, db = ctx.saved_tensors
-        return dx * grad, dW * grad, None if db is None else db * grad, None, None
+        return *(None if x is None else x.mul_(grad) for x in ctx.saved_tensors), None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -271,8 +271,6 @@ def main(argv: list[str] | None = None):
         require(max(ids) < own, f"the text has token id {max(ids)}, and the model has {own}; see to its tokenizer")
     print(f"{path}: {model.n_params():,} parameters, on {device}", file=sys.stderr)
     idx = torch.tensor([ids], device=device).repeat(cfg.num_samples, 1)
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a new plan for every length of the text
     generator = torch.Generator(device).manual_seed(cfg.seed)
     sys.stdout.reconfigure(errors="replace")  # for a prompt that is not UTF-8, or a terminal without Unicode
     started = time.perf_counter()

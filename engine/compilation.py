@@ -4,9 +4,10 @@
     if ranks.compile:
         compile_model(model, blocks)            # before DDP or FSDP wraps it
 
-On GPUs, compile=auto compiles every run. On a CPU it pays only in a long run: compiling takes about 20 seconds, or 5 if
-the kernels of an earlier run are found again, and then a step takes 5 % (GPT-2) to 25 % (`make train`) less time. With
-dropout, compiled steps take 1.4 to 1.9 times as long as others on a CPU, so auto does not compile them.
+On GPUs, compile=auto compiles every run, if the compiler works there. On a CPU it pays only in a long run: compiling
+takes about 20 seconds, or 5 if the kernels of an earlier run are found again, and then a step takes 5 % (GPT-2) to 25 %
+(`make train`) less time. With dropout, compiled steps take 1.4 to 1.9 times as long as others on a CPU, so auto does
+not compile them.
 """
 
 import atexit
@@ -20,6 +21,7 @@ import stat
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,15 +44,14 @@ def settle(cfg, ranks: Ranks, seconds: float) -> Ranks:
 
     seconds    the time that the remaining steps would take at the peak of all ranks, nan if it is unknown
 
-    Every rank calls this function; the first one decides. On a CPU where torch.compile does not work, the run goes on
-    without it. A flag compile=True keeps its value then, so that a resume on another machine is compiled again.
+    Every rank calls this function; the first one decides. Where torch.compile does not work, the run goes on without
+    it. A flag compile=True keeps its value then, so that a resume on another machine is compiled again.
     """
-    if ranks.device.type != "cpu":
-        cfg.compile = ranks.compile
-        return ranks
-    auto = cfg.compile == "auto"
-    wanted = of_first_rank(lambda: cfg.dropout == 0 and seconds / UTILISATION >= LONG) if auto else cfg.compile
-    if cfg.eval_only and "compile" not in cfg.sources:
+    auto, cpu = cfg.compile == "auto", ranks.device.type == "cpu"
+    wanted = ranks.compile if auto else cfg.compile
+    if auto and cpu:
+        wanted = of_first_rank(lambda: cfg.dropout == 0 and seconds / UTILISATION >= LONG)
+    if cpu and cfg.eval_only and "compile" not in cfg.sources:
         wanted = False
     compiled = wanted and works(ranks)
     cfg.compile = compiled if auto else wanted
@@ -58,39 +59,47 @@ def settle(cfg, ranks: Ranks, seconds: float) -> Ranks:
 
 
 def works(ranks: Ranks) -> bool:
-    """Whether torch.compile works on the CPU of every rank. Prints what is done, and the cause if it does not work."""
+    """Whether torch.compile works on every rank's device. Prints what is done, and the cause if it does not work."""
+    cpu = ranks.device.type == "cpu"
     try:
         together(use_private_folder)
-        if ranks.first:
+        if ranks.first and cpu:
             print(
                 "compiling for this CPU before the first step: 15 to 60 seconds, or about 5 if the kernels are found "
                 f"in {chosen_folder}; --compile=False leaves it out",
                 flush=True,
             )
-        together(try_compiler)
+        together(partial(try_compiler, ranks.device))
     except (ValueError, OSError) as error:  # OSError: no folder can be made
         if ranks.first:
             print(
                 f"warning: torch.compile does not work here ({error}), so this run is not compiled and takes longer; "
-                "install g++ and Python's headers, or name a C++ compiler in the variable CXX",
+                f"{install(ranks.device)}, or leave it out with --compile=False",
                 flush=True,
             )
         return False
     return True
 
 
-def try_compiler():
-    """Compile a small kernel and call it. ValueError if that fails.
+def install(device: torch.device) -> str:
+    """What torch.compile may lack: the CPU's kernels are in C++, and CUDA's need a C compiler to be started."""
+    compiler, variable = ("g++", "CXX") if device.type == "cpu" else ("gcc", "CC")
+    return f"install {compiler} and Python's headers, or name a compiler in the variable {variable}"
+
+
+def try_compiler(device: torch.device):
+    """Compile a small kernel for the device and call it. ValueError if that fails.
 
     This finds also a compiler that lacks Python's headers or OpenMP. It costs about a second more than the compilation
     of the model alone, because most of the time goes into headers that all kernels share.
     """
-    graph, x = torch.fx.symbolic_trace(lambda x: x + 1), torch.ones(64)
+    graph, x = torch.fx.symbolic_trace(lambda x: x + 1), torch.ones(64, device=device)
     try:
         torch._inductor.compile(graph, [x])(x)
     except Exception as error:  # of many classes, and whichever it is, the run can do without
         lines = [line for line in str(error).splitlines() if line] or [type(error).__name__]
-        cause = next((line for line in lines if "error: " in line), lines[0])  # the compiler's own words
+        last = next((line for line in reversed(lines) if "Error: " in line), lines[0])  # of a process's traceback
+        cause = next((line for line in lines if "error: " in line), last)  # the compiler's own words
         raise ValueError(f"{cause:.200}") from error
 
 

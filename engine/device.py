@@ -154,15 +154,19 @@ def keep_freed_memory():
 def machine(device: torch.device) -> dict:
     """A description of the hardware and of torch; "device" is null if there is no GPU.
 
+    cuda, driver    the version of CUDA that torch is built for, and of NVIDIA's driver on Linux; null if there is none
     cpu_bfloat16    the CPU's instructions for bfloat16, as far as Linux names them
     limited_by      environment variables that keep torch's libraries from using all instructions
     """
-    file = Path("/proc/cpuinfo")
-    cpu = file.read_text() if file.exists() else ""
+    cpu, kernel_module = (
+        file.read_text() if file.exists() else ""
+        for file in map(Path, ("/proc/cpuinfo", "/proc/driver/nvidia/version"))
+    )
+    driver = re.search(r" (\d+\.[\d.]+) ", kernel_module)
     name = re.search(r"^model name\s*: (.+)", cpu, re.MULTILINE)
     facts = {
-        "device": None, "torch": torch.__version__, "cuda": torch.version.cuda, "system": platform.platform(),
-        "threads": torch.get_num_threads(),
+        "device": None, "torch": torch.__version__, "cuda": torch.version.cuda, "driver": driver and driver[1],
+        "system": platform.platform(), "threads": torch.get_num_threads(),
         "cpu_bfloat16": [word for word in ("amx_bf16", "avx512_bf16", "bf16") if re.search(rf"\b{word}\b", cpu)],
         "limited_by": [variable for variable in LIMITS if variable in os.environ],
     }  # fmt: skip
@@ -171,7 +175,7 @@ def machine(device: torch.device) -> dict:
     elif torch.cuda.is_available():
         card = torch.cuda.get_device_properties(device)
         facts |= {"device": card.name, "memory_bytes": card.total_memory, "capability": f"{card.major}.{card.minor}"}
-        facts["gpus"] = torch.cuda.device_count()
+        facts |= {"gpus": torch.cuda.device_count(), "cudnn": torch.backends.cudnn.version()}
     return facts
 
 

@@ -1,13 +1,15 @@
 """Compares a GPU with the CPU (attention, blocks, losses, optimizers, training, checkpoints) and measures its speed
-(training, decoding, loading, layouts of several GPUs; with --against, also nanoGPT's training). It needs torch alone.
+(training, decoding, loading, layouts of several GPUs; with --against, also nanoGPT's training). It needs torch and
+numpy; two parts also need tensorboard.
 
     python -m tools.gpu --out=out/gpu.jsonl --against=../nanoGPT    # 8 minutes; again, until no part is left
     python -m tools.gpu --out=out/gpu.jsonl --report=True           # writes docs/gpu.md
     python -m tools.gpu --out=out/gpu.jsonl --part=numbers          # one part, in this process
 
 The parts and their cases are in tools/gpu_cases.py. Each part is a process with a time limit. It adds a line to the
-file when a case begins and when it ends. So whatever ends a part or a call, the next one goes on: with cases that have
-not begun, then once more with those that have failed, or did not end. The exit code is 1 if a case has failed.
+file when a case begins, when it knows some figures, and when it ends. So whatever ends a part or a call, the next one
+goes on: with cases that have not begun, then once more with those that have failed, or did not end. The exit code is 1
+if a case has failed.
 """
 
 import itertools
@@ -17,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,13 +33,16 @@ import torch
 
 from configurator import parse
 from data.errors import command, require, user_errors
+from engine.compilation import install, try_compiler, use_private_folder
+from engine.device import machine
 from engine.parallel.ranks import environment
 from tools.child import ROOT, Child, kill_with_parent, stop
 from tools.gpu_cases import PARTS, Place
 
 SECONDS = 480  # of a call: a part begins only if its time limit ends before
 WORKER = ["-m", "tools.gpu"]
-MACHINE = "import json, sys, torch, engine.device as d; print(json.dumps(d.machine(torch.device(sys.argv[1]))))"
+MACHINE = "import sys; from tools.gpu import describe; describe(*sys.argv[1:])"
+VERSIONS = {"torch": "torch", "cuda": "CUDA", "cudnn": "cuDNN", "driver": "driver"}  # of a machine
 HEADING, EMPTY = "\n## Measured\n", "not measured yet"
 MARKS = {  # aimed at with 124 M parameters -> part, figure, least value
     "1.15 times nanoGPT's tokens/s": ("against", "times nanoGPT's speed", 1.15),
@@ -52,10 +58,11 @@ class GpuConfig:
     out: str = "out/gpu.jsonl"  # file of the results, to which each call adds
     device: Literal["cuda", "cpu"] = "cuda"  # cpu rehearses all parts with tiny shapes
     against: str = ""  # nanoGPT's folder, whose train.py is timed too
+    compile: bool = True  # False = no run is compiled, for a machine without a C compiler
     report: bool = False  # write the results into docs/gpu.md instead
     part: str = ""  # only this part, in this process
 
-    USED_WHEN: ClassVar[dict] = {name: (lambda c: not c.report, "report=False") for name in ("against", "part")}
+    USED_WHEN: ClassVar[dict] = dict.fromkeys(("against", "compile", "part"), (lambda c: not c.report, "report=False"))
 
     def __post_init__(self):
         require(self.out.endswith(".jsonl"), f"out={self.out} must be a .jsonl file, such as out/gpu.jsonl")
@@ -68,7 +75,8 @@ class Log:
     """The file of results, as far as it is written.
 
     calls    a line of each call: its machine, device, date and commit
-    results  (part, case) -> its last line; without "seconds", the case has begun and not ended
+    results  (part, case) -> its last line; without "seconds", the case has begun and not ended. Whatever has ended the
+             case, its "figures" are those that it has written since it began
     last     the last line
     """
 
@@ -80,7 +88,10 @@ class Log:
                 if "machine" in line:
                     self.calls.append(line)
                 else:
-                    self.results[line["part"], line["case"]] = line | {"commit": self.calls[-1]["commit"]}
+                    key = line["part"], line["case"]
+                    figures = self.results[key]["figures"] if "seconds" in line and key in self.results else {}
+                    commit = self.calls[-1]["commit"]
+                    self.results[key] = line | {"figures": figures | line.get("figures", {}), "commit": commit}
 
     def add(self, **line):
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,20 +130,23 @@ class Log:
 def run(cfg: GpuConfig) -> bool:
     """Compute the parts that fit into a call, and print a line for each. Returns whether no case has failed."""
     begin, log = time.monotonic(), Log(cfg.out)
-    with Child([sys.executable, "-c", MACHINE, cfg.device], ROOT, 60) as child:
+    with Child([sys.executable, "-c", MACHINE, cfg.device, "compile" * cfg.compile], ROOT, 120) as child:
         said, failure = child.lines.read(), child.failure()
     require(not failure, f"torch does not start on the GPU: {failure}; check the output of nvidia-smi")
-    machine = json.loads(said)
-    here = machine["device"]
-    require(here is not None, "torch finds no GPU; pass --device=cpu for a rehearsal without one")
+    facts = json.loads(said)
+    here, cause = facts["device"], facts.get("compiler")
+    why = f" ({versions(facts)}): {facts.get('warnings') or 'it says no more'}"
+    require(here is not None, f"torch finds no GPU{why}; pass --device=cpu for a rehearsal without one")
+    remedy = f"{install(torch.device(cfg.device))}, or pass --compile=False"
+    require(cause is None, f"compile=True: torch.compile does not work on this GPU: {cause}; {remedy}")
     there = log.calls[-1]["machine"]["device"] if log.calls else here
     require(there == here, f"out={cfg.out} has results of {there}, and here is {here}; give another file")
     git = subprocess.run("git describe --always --dirty", shell=True, cwd=ROOT, capture_output=True, text=True)
     commit, date = git.stdout.strip(), datetime.now(timezone.utc).isoformat(timespec="seconds")
-    log.add(machine=machine, device=cfg.device, date=date, commit=commit)
-    print(f"{here}, torch {machine['torch']}, commit {commit}", flush=True)
+    log.add(machine=facts, device=cfg.device, compile=cfg.compile, date=date, commit=commit)
+    print(f"{here}, {versions(facts)}, commit {commit}", flush=True)
     print(f"{'part':<27}{'status':<8}{'seconds':>8}  result", flush=True)
-    gpus = machine.get("gpus", 4)
+    gpus = facts.get("gpus", 4)
     names = [name for name, part in PARTS.items() if part.gpus <= gpus and (name != "against" or cfg.against)]
     for second, name in itertools.product((False, True), names):
         while True:
@@ -150,12 +164,34 @@ def run(cfg: GpuConfig) -> bool:
     return not states["failed"]
 
 
+def describe(device: str, compiled: str):
+    """Print the machine as JSON: with torch's "warnings" about CUDA, and if CUDA's runs are to be compiled and cannot
+    be, with the cause of this, "compiler". Called in a process of its own: torch gives its warning once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        facts = machine(torch.device(device))
+    facts["warnings"] = "; ".join(" ".join(str(each.message).split()) for each in caught)
+    if compiled and device == "cuda" and facts["device"]:
+        with suppress(OSError):  # no folder can be made; a part says more
+            use_private_folder()
+        try:
+            try_compiler(torch.device(device))
+        except ValueError as error:
+            facts["compiler"] = str(error)
+    print(json.dumps(facts))
+
+
+def versions(facts: dict) -> str:
+    """The versions of a machine's software, such as "torch 2.13.0, CUDA 13.0"."""
+    return ", ".join(f"{name} {facts[key]}" for key, name in VERSIONS.items() if facts.get(key))
+
+
 def start_process(cfg: GpuConfig, name: str, todo: list[str], gpus: int):
     """Compute cases of a part in a process. What ends it is the failure of the case that had begun, or of all cases if
     none has. A time limit is no failure of a case that came after others, because it had only the rest of the time."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={1 << gpus.bit_length() - 1}"]
     args = [f"--part={name}", f"--out={Path(cfg.out).resolve()}", f"--device={cfg.device}"]
-    args += [f"--against={Path(cfg.against).resolve()}"] * bool(cfg.against)
+    args += [f"--compile={cfg.compile}", *[f"--against={Path(cfg.against).resolve()}"] * bool(cfg.against)]
     program, before = [*torchrun * (PARTS[name].gpus > 1), *WORKER, *args], Log(cfg.out).last
     with Child([sys.executable, *program], ROOT, PARTS[name].seconds) as child:
         child.lines.read()
@@ -173,12 +209,14 @@ def work(cfg: GpuConfig):
     kill_with_parent()
     log, device, part = Log(cfg.out), torch.device(cfg.device), PARTS[cfg.part]
     require(log.calls, f"out={cfg.out} names no machine yet; leave --part={cfg.part} out")
-    if cfg.device == "cpu":  # a rehearsal is not about the compiler, which takes minutes
+    if cfg.device == "cpu" or not cfg.compile:  # a rehearsal is not about the compiler, which takes minutes
         torch.compile = partial(torch.compile, backend="eager")
-    place = Place(device, cfg.against, {part: line.get("figures", {}) for (part, _), line in log.results.items()})
+    found = {part: line["figures"] for (part, _), line in log.results.items()}
     add, cases = (log.add if environment().rank == 0 else lambda **_: None), part.cases(device)
     for case in log.todo(cfg.part)[0] if part.gpus == 1 else cases:  # the file changes before other ranks read it
         add(part=cfg.part, case=case)
+        note = partial(add, part=cfg.part, case=case)
+        place = Place(device, cfg.against, cfg.compile, found, lambda figures, note=note: note(figures=figures))
         start, figures = time.monotonic(), attempt(cases[case], place)
         failed = {"failed": figures.pop("failed")} if "failed" in figures else {}
         add(part=cfg.part, case=case, seconds=round(time.monotonic() - start, 1), figures=figures, **failed)
@@ -199,8 +237,9 @@ def page(log: Log, text: str) -> str:
     lines = ["Nothing was run on a GPU yet."]
     if log.calls:
         commits, call = sorted({line["commit"] for line in log.results.values()}), log.calls[-1]
-        machine = f"{call['machine']['device']}, torch {call['machine']['torch']}"
-        lines = [f"{machine}, {call['date'][:10]}, commit {', '.join(commits)}."]
+        here = f"{call['machine']['device']}, {versions(call['machine'])}"
+        here += ", nothing compiled" * (not call.get("compile", True))
+        lines = [f"{here}, {call['date'][:10]}, commit {', '.join(commits)}."]
     lines += ["", "| aimed at, on an H100 or H200 | reached |", "|---|---|"]
     for title, (name, key, least) in MARKS.items():
         x = summaries[name][2].get(key) if name in summaries else None

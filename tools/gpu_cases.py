@@ -45,7 +45,9 @@ class Place(NamedTuple):
 
     device: torch.device
     against: str = ""  # nanoGPT's folder
+    compile: bool = True  # whether train.py compiles its runs
     found: dict[str, dict] = {}  # part -> its figures so far
+    note: Callable[[dict], None] = lambda figures: None  # writes the figures of a case that goes on
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -347,7 +349,8 @@ VOCABULARY = {"cuda": 50257, "cpu": 257}
 WARM, ROUNDS, LENGTH = 5, 3, 10  # steps before the timing; rounds of it, and steps of each round
 TIMED_LINES = 8  # lines "iter N:", one per 10 steps, after which a run of train.py is ended
 CLASSES = {  # of kernels, and on a CPU of operations: class -> pattern of their names, the first that matches
-    "compiled kernels": "^triton", "attention": "flash|fmha|attention|sdpa", "communication": "nccl|gloo|c10d",
+    "compiled kernels": "^triton", "attention by cuDNN": "cudnn.*(sdpa|fmha|flash)",
+    "attention by FlashAttention": "flash", "other attention": "fmha|attention|sdpa", "communication": "nccl|gloo|c10d",
     "products": r"gemm|nvjet|xmma|cutlass|cublas|mm\b", "optimizer": "multi_tensor|adam|foreach",
     "copies": "memcpy|memset|copy", "other kernels": "",
 }  # fmt: skip
@@ -358,21 +361,28 @@ def flags(args: str, device: str) -> list[str]:
     return f"{GPT2} {args} {TINY if device == 'cpu' else ''} --device={device}".split()
 
 
-def speed(args: str, place: Place) -> dict:
-    """Speed, memory and losses of training with these flags, and the share of each class of kernels in their time."""
+def speed(args: str, place: Place, cudnn: bool = True) -> dict:
+    """Speed, memory and losses of training with these flags, and the share of each class of kernels in their time.
+    cudnn: whether PyTorch may choose cuDNN's attention."""
     kind = place.device.type
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
     cfg = parse(Config, flags(args, kind))
     with training(cfg, VOCABULARY[kind]) as run:
-        ranks = run.ranks
-        times, losses, norms = zip(*(run.steps(n) for n in (WARM, *[LENGTH] * ROUNDS)), strict=True)
-        ms = median(times[1:])
-        tokens_per_s, mfu = run.rates(ms, peak_flops(ranks.device, ranks.dtype))
-        figures = {
-            "tokens/s": tokens_per_s, "ms per step": ms, "MFU": mfu, "GiB": peak_memory_bytes(ranks.device) / 2**30,
-            "GPUs": ranks.size, **run.graphs, "seconds of the first steps": WARM * times[0] / 1000, "dtype": cfg.dtype,
-            "losses": [run.sharded.mean(loss) for loss in itertools.chain(*losses)],
-            "norms": [norm.item() for norm in itertools.chain(*norms)],
-        }  # fmt: skip
+        ranks, rounds = run.ranks, [run.steps(WARM)]
+        first = {"seconds of the first steps": WARM * rounds[0][0] / 1000}
+        place.note(first)
+        while len(rounds) <= ROUNDS:
+            rounds.append(run.steps(LENGTH))
+            ms = median(ms for ms, *_ in rounds[1:])
+            tokens_per_s, mfu = run.rates(ms, peak_flops(ranks.device, ranks.dtype))
+            memory = peak_memory_bytes(ranks.device) / 2**30
+            figures = {"tokens/s": tokens_per_s, "ms per step": ms, "MFU": mfu, "GiB": memory, "GPUs": ranks.size}
+            figures |= {**run.graphs, **first, "dtype": cfg.dtype}
+            place.note(figures)
+        _, losses, norms = zip(*rounds, strict=True)
+        figures["losses"] = [run.sharded.mean(loss) for loss in itertools.chain(*losses)]
+        figures["norms"] = [norm.item() for norm in itertools.chain(*norms)]
+        place.note(figures)
         try:
             with profile() as profiler:
                 run.steps(1)
@@ -431,10 +441,11 @@ def compare(place: Place) -> dict:
     with tempfile.TemporaryDirectory() as data:
         random_data(data, 2**20, 50257)
         args = f"--dataset={data} --eval_iters=1 --eval_interval=100000 --max_iters=100000"
+        args = flags(args + " --compile=False" * (not place.compile), place.device.type)
         limits = PARTS["against"].seconds / 2, TIMED_LINES
-        ours, theirs = (
-            measure(folder, flags(args, place.device.type), *limits) for folder in (ROOT, Path(place.against))
-        )
+        ours = measure(ROOT, args, *limits)
+        place.note({"ms per step": ours})
+        theirs = measure(Path(place.against), args, *limits)
     return {"ms per step": ours, "nanoGPT's ms per step": theirs, "times nanoGPT's speed": theirs / ours}
 
 
@@ -444,6 +455,7 @@ def compare(place: Place) -> dict:
 
 ROWS = {f"124M, {name}": f"--block={name}" for name in BLOCK if name != "standard"}  # name -> flags beside GPT-2's
 ROWS |= {"124M, joint pool": "--block=superblock --layer=c.own_slots", "124M, Muon": "--optimizer=muon"}
+ROWS |= {"124M, loss in one chunk": "--loss_chunk=12288"}
 for size, batch in ((4096, "--batch_size=3"), (16384, "--batch_size=1 --gradient_accumulation_steps=4")):
     for kind, more in (("", ""), (", window", " --window=1024"), (", documents", " --doc_mask=True")):
         ROWS[f"124M, T={size}{kind}"] = f"--block_size={size} {batch}{more}"
@@ -459,6 +471,7 @@ PARTS = {  # in this order; the first call of 8 minutes ends behind compiled, or
     "compiled": Part("20 compiled steps of every block against the CPU, uncompiled", 90, COMPILED),
     "checkpoints": Part("resume digit for digit; from GPU to CPU and back", 150, {"checkpoints": checkpoints}),
     "against": Part("124 M parameters by nanoGPT's train.py and by ours", 240, {"speed": compare}),
+    "124M, no cuDNN": Part("attention without cuDNN's kernel", 100, {"speed": partial(speed, "", cudnn=False)}),
     **{name: Part(f"`{args}`", 100, {"speed": partial(speed, args)}) for name, args in ROWS.items()},
     "decoding and loading": Part(
         "1024 tokens by 124 M parameters; batches of 64 x 1024 tokens", 90,

@@ -29,7 +29,7 @@ from torch import Tensor
 from data.errors import require
 from data.objective import OBJECTIVE
 from model import ExpertLinear, Experts, GroupedLinear, Linear, NormOfHeads, stream_dtype
-from ops import ChunkedCrossEntropy, at_least_float32, capped, grouped_linear, matmul_dtype, rows_at_once
+from ops import ChunkedCrossEntropy, at_least_float32, capped, equal_rows, grouped_linear, matmul_dtype, rows_at_once
 
 SHARDED_DIM = {  # role -> dimension of the weight that is cut; 0 also cuts the bias
     "vocab": 0,
@@ -254,7 +254,7 @@ def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets
     """Model.loss for a head of V/n rows, padding included: x (B, T, C), targets (B, T) -> the mean in nats over targets
     >= 0. Its gradient for x is this rank's term of a sum over the ranks."""
     head, cfg = model.head, model.cfg
-    chunk = rows_at_once(cfg.loss_chunk, len(head.weight), x.device)
+    chunk = equal_rows(targets.numel(), rows_at_once(cfg.loss_chunk, len(head.weight), x.device))
     options = cfg.logit_softcap, chunk, partial(parallel_chunk_loss, group, cfg.vocab_size), torch.is_grad_enabled()
     total = ChunkedCrossEntropy.apply(x.flatten(0, 1), head.weight, head.bias, targets.flatten(), options)
     return total / (targets >= 0).sum().clamp(min=1)

@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ from engine.parallel.owners import Matrix, Owners
 from engine.parallel.recomputation import recompute
 from engine.plan.accounting import flops
 from model import Block, Inputs, Model, NormOfHeads, Pool, Shared, Stack
-from ops import ChunkedCrossEntropy, chunk_loss, rows_at_once, wide_stream
+from ops import ChunkedCrossEntropy, chunk_loss, equal_rows, rows_at_once, wide_stream
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
 
@@ -313,21 +314,30 @@ class FakeRank:
         return [embedding, *of_encoder], blocks, self.loss_cost(batch)
 
     def loss_cost(self, batch: int) -> Cost:
-        """The cost of the last norm and the loss, whose chunks are compiled unless tp cuts the vocabulary."""
-        cfg, model, T = self.cfg, self.model, self.lengths[0] // self.cfg.cp
-        least = -(-4 * cfg.loss_chunk // T)  # sequences; above this number the cost is linear in the batch
-        if batch > 2 * least:
-            a, b = (self.loss_cost(n) for n in (least, 2 * least))
-            x = batch / least - 1
-            kept, peak = (round(m + x * (n - m)) for m, n in ((a.kept, b.kept), (a.peak, b.peak)))
-            sent = {kind: n + x * (b.sent[kind] - n) for kind, n in a.sent.items()}
-            chunks = [-(-n * T // cfg.loss_chunk) for n in (least, batch)]
-            collectives = a.collectives + 2 * (chunks[1] - chunks[0]) * (cfg.tp > 1)  # two all-reduces in each chunk
-            return Cost(kept, peak, sent, collectives)
+        """The cost of the last norm and the loss. That of many chunks is linear in their number: it follows from two
+        smaller numbers of chunks of the same size."""
+        cfg, n = self.cfg, batch * self.lengths[0] // self.cfg.cp  # tokens of this rank
+        rows = equal_rows(n, cfg.loss_chunk)
+        sizes = (k * rows for k in range(4, n // rows))
+        alike = (size for size in sizes if size % cfg.tp == 0 and equal_rows(size, cfg.loss_chunk) == rows)
+        small = [*islice(alike, 2)]
+        if len(small) < 2:
+            return self.loss_of_tokens(n)
+        a, b = map(self.loss_of_tokens, small)
+        x = (n - small[0]) / (small[1] - small[0])
+        kept, peak = (round(m + x * (n - m)) for m, n in ((a.kept, b.kept), (a.peak, b.peak)))
+        sent = {kind: n + x * (b.sent[kind] - n) for kind, n in a.sent.items()}
+        added = -(-n // rows) - small[0] // rows
+        return Cost(kept, peak, sent, a.collectives + 2 * added * (cfg.tp > 1))  # two all-reduces in each chunk
+
+    def loss_of_tokens(self, n: int) -> Cost:
+        """The cost of the last norm and the loss of n tokens, whose chunks are compiled unless tp cuts the
+        vocabulary."""
+        cfg, model = self.cfg, self.model
         compiled = cfg.compile is not False  # and then keeps nothing but its results
         of_chunk = (lambda z, *_: (torch.zeros(()), torch.empty_like(z))) if compiled else chunk_loss
-        options = cfg.logit_softcap, cfg.loss_chunk, of_chunk, True
-        targets, x = torch.zeros(batch, T, dtype=torch.int64), self.stream(batch, self.lengths[0])
+        options = cfg.logit_softcap, equal_rows(n, cfg.loss_chunk), of_chunk, True
+        targets, x = torch.zeros(1, n, dtype=torch.int64), self.stream(1, n * cfg.cp)
 
         def loss() -> Tensor:
             y = model.norm(x)

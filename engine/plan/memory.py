@@ -25,7 +25,7 @@ from engine.device import resolve_dtype
 from engine.optim import OPTIMIZER, Muon, hidden_matrices, state_bytes
 from engine.parallel import ranks as parallel
 from model import Model
-from ops import rows_at_once
+from ops import equal_rows, rows_at_once
 
 Need = dict[str, tuple[int, bool]]  # kind -> (bytes, whether they are in host memory even on a GPU)
 STATES, CHECKPOINT = "parameters", "the checkpoint's weights"
@@ -123,7 +123,7 @@ def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
     if cfg.eval_only:
         batches, numbers, states, late = 1, C * T, 4 * total, 0
     held = ranks.dtype.itemsize * (1 if cfg.eval_only else 2)  # by a compiled loss: the logits, in training a gradient
-    logits = held * V * min(B * T // cfg.cp, rows_at_once(cfg.loss_chunk, V, ranks.device)) // cfg.pp
+    logits = held * V * equal_rows(B * T // cfg.cp, rows_at_once(cfg.loss_chunk, V, ranks.device)) // cfg.pp
     kept = ranks.dtype.itemsize * B * numbers // (cfg.cp * cfg.tp * cfg.pp) + logits
     return {
         STATES: (states // cut, fsdp and cfg.fsdp_offload),

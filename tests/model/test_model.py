@@ -988,6 +988,41 @@ def test_groups_are_copied_where_no_kernel_of_a_gpu_knows_them(monkeypatch, dtyp
     assert calls == [(heads, heads, heads == 2)]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cudnn_computes_only_self_attention_with_a_backward(monkeypatch, compiled):
+    """cuDNN is allowed if the sizes repeat: not with a mask, for other queries than keys, or without a gradient. A user
+    who turns it off keeps it off; an error leaves it as it was; results are PyTorch's."""
+    seen, sdpa = [], F.scaled_dot_product_attention
+
+    def recorder(q, *args, **options):
+        if type(q).__name__ != "FakeTensor":  # torch.compile calls it with fake tensors first
+            seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa(q, *args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", torch._dynamo.allow_in_graph(recorder))
+    f = torch.compile(ops.fused_attention, fullgraph=True, backend="eager") if compiled else ops.fused_attention
+    q, k = torch.randn(2, 2, 3, 8, 16, requires_grad=True)
+    mask = torch.ones(8, 8, dtype=torch.bool).tril()
+    for user in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(user)
+        torch._dynamo.reset()  # a graph keeps the setting of the time when it was compiled
+        try:
+            for queries, m, grad in (
+                (8, None, True), (8, None, False), (8, mask, True), (1, None, True), (1, mask[-1:], False),
+            ):  # fmt: skip
+                with torch.set_grad_enabled(grad):
+                    y = f(q[:, :, -queries:], k, k, m, is_causal=queries == 8 and m is None)
+                whole = sdpa(q, k, k, is_causal=True)[:, :, -queries:]
+                assert torch.allclose(y, whole, atol=1e-6) and torch.backends.cuda.cudnn_sdp_enabled() == user
+            assert seen == [user, False, False, False, False]
+            seen.clear()
+            with pytest.raises(RuntimeError):
+                ops.fused_attention(q, k, k, mask[:, :5])
+            assert torch.backends.cuda.cudnn_sdp_enabled() == user and seen.pop() is False
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(True)
+
+
 def test_later_queries_on_a_gpu():
     """One fused kernel, and no strips, for pieces of a text under context parallelism and prompts after a cache."""
     called = []
@@ -1260,7 +1295,66 @@ def test_the_chunks_of_a_gpu_hold_a_gib(monkeypatch):
         for tokens_of_a_text in (100, 6000):
             x, targets = torch.empty(2, tokens_of_a_text, 8), torch.empty(2, tokens_of_a_text, dtype=torch.int64)
             Model.loss(model, x, targets)
-    assert calls == [(n, (0.0, 5248, of_chunk, True)) for n in (200, 12000)]
+    assert calls == [(n, (0.0, rows, of_chunk, True)) for n, rows in ((200, 200), (12000, 4000))]
+
+
+def test_chunks_have_one_size():
+    """The fewest that divide the rows, below twice as many as are needed, so that one graph is compiled for all."""
+    for n, most, rows in ((12288, 5248, 4096), (65536, 5248, 4096), (100, 640, 100), (26, 5, 5), (24, 5, 4), (7, 1, 1)):
+        assert ops.equal_rows(n, most) == rows
+    for n, most in itertools.product(range(1, 60), repeat=2):
+        rows = ops.equal_rows(n, most)
+        assert rows <= most and (n % rows == 0 or rows == most) and -(-n // rows) < 2 * -(-n // most)
+    torch._dynamo.reset()
+    graphs, of_chunk = [], lambda *args: ops.chunk_loss(*args)  # noqa: E731
+    of_chunk = torch.compile(of_chunk, backend=lambda graph, inputs: graphs.append(graph) or graph, dynamic=False)
+    x, W = torch.randn(24, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    targets = torch.randint(9, (24,))
+    ops.cross_entropy(x, W, None, targets, chunk=10, of_chunk=of_chunk).backward()
+    expected = torch.autograd.grad(F.cross_entropy(x @ W.T, targets, reduction="sum"), (x, W))
+    assert len(graphs) == 1
+    assert torch.allclose(x.grad, expected[0], atol=1e-6) and torch.allclose(W.grad, expected[1], atol=1e-6)
+
+
+def test_the_gradients_of_the_head_are_scaled_in_place():
+    """So a second backward is refused, and a derivative of the gradient too; both would be wrong."""
+    x, W, targets = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True), torch.arange(6)
+    loss = ops.cross_entropy(x, W, None, targets, chunk=3)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    slope = torch.autograd.grad(ops.cross_entropy(x, W, None, targets, chunk=3), x, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        slope.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_16_bits_are_summed_in_float32(dtype):
+    """A CPU converts each product; CUDA's own overload, seen on fake tensors, needs no copy. The first product is
+    written, and the second one added."""
+    a, b = torch.randn(3, 5).to(dtype), torch.randn(5, 4).to(dtype)
+    out, called = torch.full((3, 4), math.nan), []
+    ops.product_(out, a, b, add=False)
+    ops.product_(out, a, b, add=True)
+    assert out.dtype == torch.float32 and torch.allclose(out, 2 * (a.float() @ b.float()), rtol=0.02, atol=0.02)
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            if "mm" in f.name():
+                called.append((f.name(), [x.dtype for x in args if isinstance(x, torch.Tensor)], kwargs["out"] is out))
+                return out
+            return f(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), torch.device("cuda"):
+        out, a, b = torch.empty(3, 4), torch.empty(3, 5, dtype=torch.bfloat16), torch.empty(5, 4, dtype=torch.bfloat16)
+        with Recorder():
+            ops.product_(out, a, b, add=False)
+            ops.product_(out, a, b, add=True)
+    wide, narrow = torch.float32, torch.bfloat16
+    assert called == [
+        ("aten::mm.dtype_out", [narrow, narrow], True),
+        ("aten::addmm.dtype_out", [wide, narrow, narrow], True),
+    ]
 
 
 # ---- accounting, initialisation, configuration

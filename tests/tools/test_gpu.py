@@ -8,8 +8,11 @@ import os
 import signal
 import sys
 import time
+import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -30,7 +33,8 @@ from tools.gpu_cases import Part
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU, PLACE = torch.device("cpu"), gpu_cases.Place(DEVICE)
-MACHINE = """print('{"device": "a card", "torch": "2", "gpus": 3}')"""
+CARD = '{"device": "a card", "torch": "2", "driver": "5.1", "cudnn": 9, "gpus": 3}'
+MACHINE = f"print('{CARD}')"
 PROGRAM = "import sys; sys.path += ['tests', 'tests/tools']; import test_gpu; test_gpu.program(sys.argv[1:])"
 
 
@@ -51,7 +55,14 @@ def mended(place) -> dict:
     return {} if Path(f"{place.against}/mended").exists() else {"failed": "broken"}
 
 
+def measure_and(die, place) -> dict:
+    for n in (1, 2):
+        place.note({"MFU": 0.1 * n})
+    return die(place)
+
+
 PARTS = {  # of PROGRAM; tests choose some of them
+    "dies": Part("", 60, dict(a=partial(measure_and, kill), b=partial(measure_and, lambda place: 1 / 0))),
     "hangs": Part("", 60, dict(a=small, b=kill, c=lambda _: {"float32": 0.0})),
     "crashes": Part("", 60, dict(a=small, b=kill, c=lambda _: {"failed": "CUDA error"}, d=lambda _: {"float32": 1e-7})),
     "raises": Part("", 60, dict(a=lambda _: 1 / 0)),
@@ -74,12 +85,12 @@ def program(argv: list[str]):
 class Forked:
     """A Child that is forked, because torch is slow to start. Signals count as time limits if they should."""
 
-    late = False
+    late, said = False, CARD
 
     def __init__(self, command: list[str], cwd: Path, seconds: int):
         self.argv, self.lines, self.timed_out = (
             command[3:],
-            io.StringIO('{"device": "a card", "torch": "2", "gpus": 3}'),
+            io.StringIO(self.said),
             False,
         )
 
@@ -90,7 +101,7 @@ class Forked:
         pass
 
     def failure(self) -> str:
-        if self.argv == ["cuda"]:  # the question which machine it is
+        if self.argv[0] == "cuda":  # the question which machine it is
             return ""
         process = multiprocessing.get_context("fork").Process(target=program, args=(self.argv,))
         process.start()
@@ -105,10 +116,10 @@ def call(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "Child", Forked)
     against = checkout(tmp_path / "theirs", milliseconds=3)
 
-    def run(*names: str) -> tuple[int, gpu.Log]:
+    def run(*names: str, flags: Sequence[str] = ()) -> tuple[int, gpu.Log]:
         monkeypatch.setattr(gpu, "PARTS", {name: PARTS[name] for name in names})
         with pytest.raises(SystemExit) as stop:
-            gpu.main([f"--out={tmp_path / 'new' / 'gpu.jsonl'}", f"--against={against}"])
+            gpu.main([f"--out={tmp_path / 'new' / 'gpu.jsonl'}", f"--against={against}", *flags])
         return int(stop.value.code), gpu.Log(tmp_path / "new" / "gpu.jsonl")
 
     return run
@@ -117,7 +128,7 @@ def call(tmp_path, monkeypatch):
 def begun(log: gpu.Log) -> list[str]:
     """The cases in the order in which they began."""
     lines = [json.loads(line) for line in log.file.read_text().splitlines() if line.endswith("}")]
-    return [f"{line['part']} {line['case']}" for line in lines if not {"machine", "seconds"} & line.keys()]
+    return [f"{line['part']} {line['case']}" for line in lines if not {"machine", "seconds", "figures"} & line.keys()]
 
 
 # ---- parts and calls
@@ -141,6 +152,36 @@ def test_parts_fail_alone(call, tmp_path, capfd):
     for part in gpu.PARTS:
         status, text, _ = log.summary(part)
         assert f"\n{part:<27}{status:<8}" in said and text in said
+
+
+def test_figures_stay_if_a_case_ends_early(call, monkeypatch, capfd):
+    """Those that it has noted, with a crash or a time limit; a new attempt begins without them."""
+    code, log = call("dies")
+    assert code == 1 and log.summary("dies")[0] == "failed" and begun(log) == ["dies a", "dies b", "dies a"]
+    assert [log.results["dies", case]["figures"] for case in "ab"] == [{"MFU": 0.2}] * 2
+    assert log.summary("dies")[1].startswith("MFU 0.2; 2 failed; a: exit code -9; b: ZeroDivisionError")
+    log.add(part="dies", case="a")
+    assert gpu.Log(log.file).results["dies", "a"]["figures"] == {}
+    log.add(part="dies", case="a", figures={"MFU": 0.3})
+    assert gpu.Log(log.file).cases("dies")["a"] == "left"
+    assert gpu.Log(log.file).results["dies", "a"]["figures"] == {"MFU": 0.3}
+
+
+def test_speed_is_known_after_each_round(rehearsal, monkeypatch):
+    """Also if the next round breaks."""
+    notes, steps = [], speed.Training.steps
+
+    def until_the_third(run, n):
+        if len(notes) > 2:
+            raise RuntimeError("out of memory")
+        return steps(run, n)
+
+    monkeypatch.setattr(speed.Training, "steps", until_the_third)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        gpu_cases.speed("", PLACE._replace(note=notes.append))
+    first, *rounds = notes
+    assert len(rounds) == 2 and first.keys() == {"seconds of the first steps"}
+    assert all({"tokens/s", "ms per step", "MFU", "GiB", *first} <= found.keys() for found in rounds)
 
 
 def test_a_case_without_enough_time_goes_on(call, monkeypatch, capfd):
@@ -224,8 +265,65 @@ def test_what_is_refused(call, tmp_path, monkeypatch, capfd):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_gpu_that_is_not_there(tmp_path, capfd):
-    assert "--device=cpu" in refused(gpu.main, [f"--out={tmp_path / 'new' / 'x.jsonl'}"], capfd)
+    said = refused(gpu.main, [f"--out={tmp_path / 'new' / 'x.jsonl'}"], capfd)
+    assert "--device=cpu" in said and f"(torch {torch.__version__}" in said
     assert not (tmp_path / "new").exists()
+
+
+def test_torch_says_what_is_wrong(tmp_path, monkeypatch, capfd):
+    """Of an old driver its version and torch's warning; of a compiler that fails its cause, unless none is wanted."""
+
+    class Cuda:
+        def is_available():
+            warnings.warn(
+                "CUDA initialization: The NVIDIA driver on your system is too old\n(found 12020)", stacklevel=1
+            )
+            return False
+
+    file = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.104.05  Release Build"
+    monkeypatch.setattr(torch, "cuda", Cuda)
+    exists, read = Path.exists, Path.read_text
+    monkeypatch.setattr(Path, "exists", lambda path: "nvidia" in str(path) or exists(path))
+    monkeypatch.setattr(Path, "read_text", lambda path: file if "nvidia" in str(path) else read(path))
+    gpu.describe("cuda", "compile")
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu, "Child", Forked)
+    monkeypatch.setattr(Forked, "said", capfd.readouterr().out)
+    said = refused(gpu.main, [f"--out={tmp_path / 'x.jsonl'}"], capfd)
+    assert "driver 535.104.05): CUDA initialization: The NVIDIA driver on your system is too old (found 12020);" in said
+    broken = json.loads(CARD) | {"compiler": "no gcc"}
+    monkeypatch.setattr(Forked, "said", json.dumps(broken))
+    said = refused(gpu.main, [f"--out={tmp_path / 'x.jsonl'}"], capfd)
+    assert "does not work on this GPU: no gcc; install gcc" in said and "pass --compile=False" in said
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_the_compiler_is_tried_once(monkeypatch, capfd):
+    """On a GPU, and not if nothing is to be compiled."""
+    tried = []
+
+    def try_compiler(device):
+        tried.append(device)
+        raise ValueError("no gcc")
+
+    monkeypatch.setattr(gpu, "machine", lambda device: {"device": "a card"})
+    monkeypatch.setattr(gpu, "use_private_folder", lambda: None)
+    monkeypatch.setattr(gpu, "try_compiler", try_compiler)
+    for args in (("cuda", "compile"), ("cuda", ""), ("cpu", "compile")):
+        gpu.describe(*args)
+    first, *others = (json.loads(line) for line in capfd.readouterr().out.splitlines())
+    assert first["compiler"] == "no gcc" and tried == [torch.device("cuda")]
+    assert others == [{"device": "a card", "warnings": ""}] * 2
+
+
+def test_nothing_is_compiled_without_a_compiler(call, tmp_path, monkeypatch):
+    """--compile=False reaches the parts' processes, and train.py here and there."""
+    monkeypatch.setattr(gpu_cases, "ROOT", checkout(tmp_path / "here", milliseconds=9))
+    code, log = call("works", "against", flags=["--compile=False"])
+    assert code == 0 and "driver 5.1, nothing compiled, " in gpu.page(log, "")
+    for folder in ("here", "theirs"):
+        seen = (tmp_path / folder / "seen").read_text().split()
+        assert seen.index("--compile=False") > seen.index("--compile=True")  # the last one counts
 
 
 def call_that_waits(out: Path, theirs: Path):
@@ -306,7 +404,7 @@ def rehearsal(monkeypatch):
     torch.set_num_threads(threads)
 
 
-SLOW = {*gpu_cases.ROWS, "layout one GPU"} - {"124M, Muon", "124M, T=4096, documents"}
+SLOW = {*gpu_cases.ROWS, "124M, no cuDNN", "layout one GPU"} - {"124M, Muon", "124M, T=4096, documents"}
 ALONE = {"checkpoints", "against"} | {name for name, part in gpu_cases.PARTS.items() if part.gpus > 1}
 CASES = [
     pytest.param(part, case, marks=[pytest.mark.no_jitter] * (part == "compiled") + [pytest.mark.slow] * (part in SLOW))
@@ -332,9 +430,27 @@ def test_a_case(part, case, rehearsal):
         assert 0 < found["MFU"] < 1 and found["GPUs"] == 1 and 0.1 < found["GiB"] < 50
         assert len(found["losses"]) == gpu_cases.WARM + gpu_cases.ROUNDS * gpu_cases.LENGTH == len(found["norms"])
         assert sum(found[kind] for kind in gpu_cases.CLASSES if kind in found) == pytest.approx(1)
-        assert found["products"] > 0 and found["attention"] > 0
+        assert found["products"] > 0 and found["attention by FlashAttention"] > 0  # a CPU's kernel, too
     else:
         assert all(0 <= x < (1e-2 if part == "training" else 1e12) for x in found.values())
+
+
+def test_the_shares_name_the_attention():
+    """Names as the profiler has them on an H100; only what runs on the GPU counts."""
+    names = {
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1": "attention by cuDNN",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<64>": "attention by FlashAttention",
+        "fmha_cutlassB_bf16_aligned_64x64_k64_sm80(PyTorchMemEffAttention::Params)": "other attention",
+        "triton_poi_fused__scaled_dot_product_cudnn_attention_add_3": "compiled kernels",
+        "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNT": "products",
+    }
+    kind = gpu_cases.DeviceType
+    events = [SimpleNamespace(key=name, device_type=kind.CUDA, self_device_time_total=1) for name in names]
+    events.append(SimpleNamespace(key="aten::mm", device_type=kind.CPU, self_cpu_time_total=100))
+    for event in events:
+        event.is_user_annotation = False
+    shares = gpu_cases.kernel_shares(SimpleNamespace(key_averages=lambda: events), True)
+    assert shares == dict.fromkeys(names.values(), 1 / len(names))
 
 
 def test_every_kind_of_comparison_is_rehearsed():

@@ -59,17 +59,16 @@ def raising(error: Exception) -> Callable:
 @pytest.mark.parametrize("seconds, expected", [(71, False), (73, True), (float("nan"), False), (-1, False)])
 def test_auto_compiles_long_runs(monkeypatch, seconds, expected):
     """180 s at 40 % of the peak are 72 s at the peak; not with dropout, which compiled code computes slowly. Explicit
-    flags do not depend on it, nor do other devices."""
+    flags do not depend on it, nor do other devices. Nothing is compiled where torch.compile does not work."""
     for works, dropout, flag in itertools.product((True, False), (0.0, 0.1), ("auto", True, False)):
         monkeypatch.setattr(compilation, "works", lambda ranks, works=works: works)
         cfg = Config(compile=flag, dropout=dropout)
         compiled = settle(cfg, ALONE, seconds).compile
         assert compiled is (works and (expected and not dropout if flag == "auto" else flag))
         assert cfg.compile is (compiled if flag == "auto" else flag)
-    monkeypatch.setattr(compilation, "works", lambda ranks: pytest.fail("tried"))
-    for device, compiled in (("cuda", True), ("cuda", False), ("mps", False)):
-        cfg, ranks = Config(), replace(ALONE, device=torch.device(device), compile=compiled)
-        assert settle(cfg, ranks, seconds) is ranks and cfg.compile is compiled
+        for device, wanted in (("cuda", True), ("cuda", False), ("mps", False)):
+            cfg, ranks = Config(compile="auto"), replace(ALONE, device=torch.device(device), compile=wanted)
+            assert settle(cfg, ranks, seconds).compile is (works and wanted) is cfg.compile
 
 
 def test_the_time_is_that_of_the_remaining_steps(run, monkeypatch):
@@ -117,7 +116,7 @@ def settle_on_two_ranks():
     ranks = parallel.join(cfg)
     for long, works in (("10", "11"), ("01", "11"), ("11", "10"), ("11", "01")):
 
-        def attempt(works=works):
+        def attempt(device, works=works):
             if works[ranks.rank] == "0":
                 raise ValueError(f"no compiler on rank {ranks.rank}")
 
@@ -178,8 +177,26 @@ def test_the_cause_is_the_compiler_s_own_line(monkeypatch):
     ):
         monkeypatch.setattr(torch._inductor, "compile", raising(error))
         with pytest.raises(ValueError) as caught:
-            try_compiler()
+            try_compiler(ALONE.device)
         assert str(caught.value) == cause
+
+
+def test_a_gpu_without_a_compiler_is_not_compiled(monkeypatch, capsys, tmp_path):
+    """The kernel is compiled for the run's device; a line says what is missing, and how to do without."""
+    devices, where = [], torch.device("cuda", 0)
+
+    def ones(n, device):
+        devices.append(device)
+
+    monkeypatch.setattr(compilation, "chosen_folder", str(tmp_path))
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(torch._inductor, "compile", raising(RuntimeError("in a subprocess:\n\nValueError: No gcc\nx")))
+    cfg = Config(compile="auto")
+    assert not settle(cfg, replace(ALONE, device=where, compile=True), 1.0).compile
+    assert cfg.compile is False and devices == [where]
+    out = capsys.readouterr().out
+    assert out.startswith(f"{FAILS} (ValueError: No gcc)") and out.count("\n") == 1
+    assert "install gcc" in out and "variable CC," in out and "--compile=False" in out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -358,7 +375,7 @@ def test_a_run_without_any_folder_is_not_compiled(cache, monkeypatch, capsys):
     cache.parent.mkdir(parents=True)
     cache.parent.chmod(0o777)
     monkeypatch.setattr(tempfile, "mkdtemp", raising(FileNotFoundError(2, "No usable temporary directory found")))
-    monkeypatch.setattr(compilation, "try_compiler", lambda: pytest.fail("tried"))
+    monkeypatch.setattr(compilation, "try_compiler", lambda device: pytest.fail("tried"))
     assert not settle(Config(compile=True), ALONE, 1e3).compile
     assert capsys.readouterr().out.startswith(FAILS) and os.environ[compilation.FOLDER] == "default"
 
