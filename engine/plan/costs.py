@@ -43,7 +43,7 @@ from engine.parallel import sharded as sharded_model
 from engine.parallel import tensor as tensor_parallel
 from engine.parallel.owners import Matrix, Owners
 from engine.parallel.recomputation import recompute
-from engine.plan.accounting import flops
+from engine.plan.accounting import attention_kernels, flops
 from model import Block, Inputs, Model, NormOfHeads, Pool, Shared, Stack
 from ops import ChunkedCrossEntropy, chunk_loss, equal_rows, rows_at_once, wide_stream
 
@@ -208,6 +208,8 @@ class FakeRank:
         self.model = model = UninitializedModel(cfg, seed=0)  # a fake seed cannot be drawn
         cfg.loss_chunk = rows_at_once(cfg.loss_chunk, cfg.vocab_rows // cfg.tp, torch.device("cuda"))
         self.n_params, self.flops = model.n_params(), flops(model, *self.lengths)
+        pieces = 2 * cfg.cp if cfg.cp > 1 else 1  # of each text
+        self.attention = attention_kernels(model, *self.lengths, "cuda", self.dtype, pieces)
         self.head_flops = 6 * model.head.weight.numel() * self.lengths[0]
         self.optimizer = OPTIMIZER[cfg.optimizer]
         hidden = hidden_matrices(model) if self.optimizer.muon else {}

@@ -68,6 +68,7 @@ class Plan:
     dtype: str
     peak: float  # FLOP/s of a GPU
     parameters: int
+    attention: str  # the kernels of ops.attention_kernel, with their numbers of layers
     flops_per_token: float  # forward and backward, without recomputation
     tokens_per_step: int
     memory: dict[str, int]  # bytes of a rank, by kind
@@ -107,7 +108,7 @@ def estimate(cfg) -> Plan:
     step, tokens = sum(seconds.values()), cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     flops = rank.flops / cfg.block_size
     return Plan(
-        cfg, str(rank.dtype)[6:], peak, rank.n_params, flops, tokens, memory, total, host,
+        cfg, str(rank.dtype)[6:], peak, rank.n_params, rank.attention, flops, tokens, memory, total, host,
         usable, most, least, traffic, collectives, seconds, step, flops * tokens / (cfg.world_size * peak * step),
     )  # fmt: skip
 
@@ -200,7 +201,8 @@ def report(plan: Plan) -> str:
         no = f"none; try {', '.join(remedy for remedy, is_unused in remedies.items() if is_unused)}"
         worlds = [f"  {'smallest world_size that fits':<34} {plan.smallest_world or no:>10}"]
     lines = [
-        f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e9:,.4g} GFLOP per token forward and backward",
+        f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e9:,.4g} GFLOP per token forward and backward; "
+        f"attention: {plan.attention}",
         f"{cfg.world_size:,} x {cfg.gpu}: {mesh}; parallel={cfg.parallel}, optimizer={cfg.optimizer}, "
         f"activation_checkpoint={cfg.activation_checkpoint}",
         f"{plan.tokens_per_step:,} tokens a step: {data:,} data ranks x {micro_steps} micro-steps x "

@@ -650,6 +650,18 @@ def test_report():
     assert not dist.is_initialized()
 
 
+def test_the_first_line_names_the_attention():
+    """The kernels of a GPU, of all layers, also where ranks hold parts of the heads, of the text or of the layers."""
+    for flags, said in (
+        ({"tp": 2, "world_size": 2}, "full (2 layers)"), ({"pp": 2, "world_size": 2}, "full (2 layers)"),
+        ({"cp": 2, "world_size": 2, "dtype": "bfloat16"}, "flash (2 layers)"),
+        ({"doc_mask": True}, "strips (2 layers)"),
+        ({"window": 4, "window_pattern": "SL"}, "window (1 layer), full (1 layer)"),
+    ):  # fmt: skip
+        first = plan.report(plan.estimate(config(**flags, n_layer=2))).splitlines()[0]
+        assert first.endswith(f"; attention: {said}")
+
+
 def test_what_is_printed_is_in_the_units_that_it_names():
     """Memory in GiB, traffic in GB, times in seconds, the rest in words."""
     shape = {"n_layer": 4, "n_head": 16, "n_embd": 2048, "block_size": 1024, "vocab_size": 50304, "dtype": "bfloat16"}
