@@ -1431,7 +1431,7 @@ class Model(Stack):
             self.encoder = None
             if cfg.objective == "seq2seq":
                 self.encoder = Stack(cfg.stacks[1])
-            self.chunk_loss = ops.chunk_loss
+            self.chunk_loss, self.n_targets = ops.chunk_loss, None
             self.tie()
         own.declare(self)
         if not self.wte.weight.is_meta:
@@ -1528,7 +1528,11 @@ class Model(Stack):
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
         options = self.cfg.logit_softcap, self.cfg.loss_chunk, self.chunk_loss
         total = ops.cross_entropy(x, *self.head_parameters(), targets, *options)
-        return total / (targets >= 0).sum().clamp(min=1)
+        return self.mean(total, targets)
+
+    def mean(self, total: Tensor, targets: Tensor) -> Tensor:
+        """A sum over targets >= 0, divided by their number; if `n_targets` is not None, by this number instead."""
+        return total / ((targets >= 0).sum().clamp(min=1) if self.n_targets is None else self.n_targets)
 
     def n_params(self) -> int:
         """Number of trainable parameters; a tied head counts once."""

@@ -257,7 +257,7 @@ def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets
     chunk = rows_at_once(cfg.loss_chunk, len(head.weight), x.device)
     options = cfg.logit_softcap, chunk, partial(parallel_chunk_loss, group, cfg.vocab_size), torch.is_grad_enabled()
     total = ChunkedCrossEntropy.apply(x.flatten(0, 1), head.weight, head.bias, targets.flatten(), options)
-    return total / (targets >= 0).sum().clamp(min=1)
+    return model.mean(total, targets)
 
 
 def parallel_chunk_loss(
