@@ -1007,15 +1007,17 @@ def test_later_queries_on_a_gpu():
 
 
 @pytest.mark.no_jitter
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_the_compiled_loss_of_a_chunk(softcap):
+@pytest.mark.parametrize("softcap,z_loss", [(0.0, 0.0), (3.0, 0.0), (3.0, 0.2)])
+def test_the_compiled_loss_of_a_chunk(softcap, z_loss):
     torch.manual_seed(0)
     logits, targets = 3 * torch.randn(8, 100), torch.randint(-1, 100, (8,))
     exact = logits.double().requires_grad_()
-    total = F.cross_entropy(ops.capped(exact, softcap), targets, ignore_index=-1, reduction="sum")
-    total.backward()
+    z = ops.capped(exact, softcap)
+    total = F.cross_entropy(z, targets, ignore_index=-1, reduction="sum")
+    (total + z_loss * (z.logsumexp(-1).square() * (targets >= 0)).sum()).backward()
     for f in (ops.chunk_loss, torch.compile(ops.chunk_loss, dynamic=False, fullgraph=True)):
-        found, slope = f(logits.clone(), targets, softcap, True)
+        options = {"z_loss": z_loss} if z_loss else {}
+        found, slope = f(logits.clone(), targets, softcap, True, **options)
         assert found.item() == pytest.approx(total.item(), rel=1e-6) and f(logits, targets, softcap, False)[1] is None
         assert torch.allclose(slope.double(), exact.grad, atol=1e-6)
 
@@ -1221,6 +1223,24 @@ def test_chunked_loss_equals_the_whole(softcap, chunk):
         assert torch.allclose(p.grad, r.grad, atol=1e-9), n
     with torch.no_grad():
         assert torch.allclose(model(idx, targets), b)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_z_loss_is_in_the_gradient_alone(softcap, chunk):
+    """The mean over targets of z_loss log^2 Z, by torch.logsumexp of all logits; the loss is that without it."""
+    plain, model = (build(logit_softcap=softcap, loss_chunk=chunk, head_bias=True, z_loss=z) for z in (0.0, 0.3))
+    for p in model.parameters():
+        torch.nn.init.normal_(p)
+    plain.load_state_dict(model.state_dict())
+    idx, targets = torch.randint(29, (2, 2, 13))
+    targets[0, 3:6] = -1
+    loss, logits = model(idx, targets), plain(idx)[targets >= 0]
+    assert loss.item() == plain(idx, targets).item()
+    expected = F.cross_entropy(logits, targets[targets >= 0]) + 0.3 * logits.logsumexp(-1).square().mean()
+    expected.backward(), loss.backward()
+    for (n, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-10), n
 
 
 @pytest.mark.parametrize("trained", ["head", "all but the head", "nothing"])
