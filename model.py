@@ -128,6 +128,7 @@ class ModelConfig:
     doc_positions: bool = False  # positions count from the beginning of each document; needs doc_mask
     # --- model: loss
     logit_softcap: float = 0.0  # c tanh(logits / c), 0 = off
+    z_loss: float = 0.0  # factor of the mean squared log-sum-exp of the logits (arXiv:2204.02311); 0 = off
     loss_chunk: int = 0  # most tokens whose logits exist at once in the loss; 0 = 128 MiB of float32, on a GPU 1 GiB
 
     def __post_init__(self):
@@ -135,7 +136,7 @@ class ModelConfig:
             ("n_head n_embd block_size", 1, 2**31),
             ("n_group", 1, 2**16),  # each layer holds a tuple of its groups
             ("vocab_size head_dim n_kv_head n_slot window loss_chunk attn_softcap logit_softcap norm_eps", 0, 2**31),
-            ("n_expert n_expert_shared expert_ratio n_dense_layer balance_weight router_z_loss", 0, 2**16),
+            ("n_expert n_expert_shared expert_ratio n_dense_layer balance_weight router_z_loss z_loss", 0, 2**16),
             ("n_expert_active", 1, 2**16),
             ("simplified_beta_ff embed_scale alibi_scale", -(2**31), 2**31),
             ("n_layer", 1, 2**12),  # building a layer takes a hundredth of a second
@@ -1431,7 +1432,7 @@ class Model(Stack):
             self.encoder = None
             if cfg.objective == "seq2seq":
                 self.encoder = Stack(cfg.stacks[1])
-            self.chunk_loss = ops.chunk_loss
+            self.chunk_loss, self.n_targets = ops.chunk_loss, None
             self.tie()
         own.declare(self)
         if not self.wte.weight.is_meta:
@@ -1526,9 +1527,13 @@ class Model(Stack):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
-        options = self.cfg.logit_softcap, self.cfg.loss_chunk, self.chunk_loss
+        options = self.cfg.logit_softcap, self.cfg.loss_chunk, self.chunk_loss, self.cfg.z_loss
         total = ops.cross_entropy(x, *self.head_parameters(), targets, *options)
-        return total / (targets >= 0).sum().clamp(min=1)
+        return self.mean(total, targets)
+
+    def mean(self, total: Tensor, targets: Tensor) -> Tensor:
+        """A sum over targets >= 0, divided by their number; if `n_targets` is not None, by this number instead."""
+        return total / ((targets >= 0).sum().clamp(min=1) if self.n_targets is None else self.n_targets)
 
     def n_params(self) -> int:
         """Number of trainable parameters; a tied head counts once."""

@@ -488,18 +488,22 @@ def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strip
 
 
 def cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap=0.0, chunk=0, of_chunk=None
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap=0.0, chunk=0, of_chunk=None, z_loss=0.0
 ) -> Tensor:
     """Sum of -log softmax(cap(x W^T + b))[target] over targets >= 0, in nats: x (N, C), W (V, C), b (V,), targets (N,).
 
     Logits of at most `chunk` tokens exist at once, see rows_at_once. of_chunk is chunk_loss, or the same function
-    compiled.
+    compiled. The gradient alone has z_loss times the sum of (log of the softmax's normaliser)^2 (arXiv:2204.02311,
+    section 5).
     """
     chunk = equal_rows(len(x), rows_at_once(chunk, len(weight), x.device))
     if x.size(0) <= chunk and not x.is_cuda:  # on a GPU, the compiled loss of one chunk is faster
         logits = capped(at_least_float32(F.linear(x, weight, bias)), softcap)
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
-    options = softcap, chunk, of_chunk or chunk_loss, torch.is_grad_enabled()
+        total = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+        z = z_loss * (logits.logsumexp(-1).square() * (targets >= 0)).sum() if z_loss else None
+        return total if z is None else total + (z - z.detach())
+    of_chunk = of_chunk or chunk_loss
+    options = softcap, chunk, partial(of_chunk, z_loss=z_loss) if z_loss else of_chunk, torch.is_grad_enabled()
     return ChunkedCrossEntropy.apply(x, weight, bias, targets, options)
 
 
@@ -531,7 +535,9 @@ def product_(out: Tensor, a: Tensor, b: Tensor, add: bool):
         out.add_(a @ b) if add else out.copy_(a @ b)
 
 
-def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) -> tuple[Tensor, Tensor | None]:
+def chunk_loss(
+    logits: Tensor, targets: Tensor, softcap: float, gradient: bool, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor | None]:
     """(sum of cross entropies over targets >= 0, its gradient for the logits or None); logits (N, V), targets (N,)."""
     valid, index = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
     z = capped(at_least_float32(logits), softcap)
@@ -539,7 +545,10 @@ def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) 
     total = -(log_p.gather(1, index) * valid).sum()
     if not gradient:
         return total, None
+    log_normaliser = z.amax(-1, keepdim=True) - log_p.amax(-1, keepdim=True) if z_loss else 0.0
     p, slope = log_p.exp_(), 1 - (z / softcap).square() if softcap > 0 else 1.0
+    if z_loss:
+        p = p.mul_(1 + 2 * z_loss * log_normaliser)
     if torch.compiler.is_compiling():  # this form fuses; a scatter would write p to memory first
         p = p - (torch.arange(z.size(1), device=z.device) == index).to(p.dtype)
     else:

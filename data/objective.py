@@ -59,6 +59,7 @@ class Objective:
     corrupt_ratio: float = 0.15  # m / T
     span_length: float = 3.0  # m / k
     extra_ids = 0  # ids from V on that the objective needs
+    even = False  # whether all windows have equally many targets, so that a step need not count them
 
     def __post_init__(self):
         ratio = self.corrupt_ratio
@@ -88,6 +89,8 @@ class Objective:
 
 class Causal(Objective):
     """Predicts every token from the tokens before it."""
+
+    even = True
 
     def __call__(self, window: Tensor, keys: np.ndarray) -> dict[str, Tensor]:
         batch = {"text": window}
@@ -134,6 +137,8 @@ class Seq2Seq(Objective):
     shapes are the same for every window. A span and its sentinel have the number of the document in which the span
     begins, in source and in idx, so that every document of idx occurs in source.
     """
+
+    even = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from data.objective import OBJECTIVE
 from engine import compilation
 from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.ranks import Ranks, make_mesh
@@ -102,6 +103,7 @@ class ShardedModel:
         self.ranks, self.tp, self.ep, self.pp, mesh = ranks, cfg.tp, cfg.ep, cfg.pp, ranks.mesh
         self.fsdp, self.reshard = cfg.parallel == "fsdp" and ranks.size > 1, cfg.fsdp_reshard
         self.home = torch.device("cpu") if self.fsdp and cfg.fsdp_offload else ranks.device  # of the parameters
+        self.even = OBJECTIVE[cfg.objective].even
         self.routers = [name for name, m in model.named_modules() if isinstance(m, Experts)]
         self.counted_elsewhere: Collection[str] = ()  # names of parameters that another stage counts
         if cfg.pp > 1:
@@ -203,15 +205,17 @@ class ShardedModel:
         return {name: local_pieces(x, cp) for name, x in batch.items()} if cp else batch
 
     def backward(self, batches: Iterator, micro_steps: int, scaler: torch.amp.GradScaler) -> Tensor:
-        """Set p.grad to the gradient of the mean loss of a step, over the micro-batches of all ranks; returns this
-        rank's mean loss, which is 0 before the last stage of a pipeline."""
-        if self.pp > 1:
-            loss = self.pipeline.backward([self.batch(next(batches)) for _ in range(micro_steps)])
-            self.reduce_gradients()
-            return loss
+        """Set p.grad to the gradient of a step's loss, the mean over the targets of all micro-batches of all ranks.
+        Returns this rank's term, whose mean over the ranks is the loss; it is 0 before the last stage of a pipeline."""
+        parts = (self.batch(next(batches)) for _ in range(micro_steps))
+        if not self.even:
+            parts = [*parts]
+            self.model.n_targets = self.mean_targets(parts)
         loss = torch.zeros((), device=self.ranks.device)
-        for micro_step in range(micro_steps):
-            batch, last = self.batch(next(batches)), micro_step == micro_steps - 1
+        if self.pp > 1:
+            loss, parts = self.pipeline.backward([*parts]), []
+        for micro_step, batch in enumerate(parts):
+            last = micro_step == micro_steps - 1
             if self.fsdp:  # reduce-scatter after every micro-step if resharding, otherwise only after the last
                 self.model.set_requires_gradient_sync(last or self.reshard)
                 self.model.set_requires_all_reduce(last)  # HSDP's, over the copies
@@ -221,8 +225,15 @@ class ShardedModel:
                 part = self.forward_model(**batch) / micro_steps
             scaler.scale(part).backward()
             loss += part.detach()
+        self.model.n_targets = None
         self.reduce_gradients()
         return loss
+
+    def mean_targets(self, batches: list[dict[str, Tensor]]) -> Tensor:
+        """The mean number of targets of a micro-batch, over these of all ranks. If each micro-batch divides its sum of
+        losses by it, the mean over micro-batches and ranks is the mean over targets."""
+        total = self.ranks.sum(sum((batch["targets"] >= 0).sum() for batch in batches))
+        return total.clamp(min=1) / (self.ranks.size * len(batches))
 
     def reduce_gradients(self):
         """Average or sum the gradients of `reduced` along their dimensions of a mesh, each in one message. Those of
@@ -332,7 +343,7 @@ class ShardedModel:
         )
 
     def mean(self, loss: Tensor) -> float:
-        """The mean over all ranks of the loss that `backward` returned."""
+        """The step's loss, from what `backward` has returned on each rank."""
         return self.ranks.sum(loss.clone()).item() * self.pp / self.ranks.size
 
     # ---- shapes of the full model

@@ -255,13 +255,20 @@ def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets
     >= 0. Its gradient for x is this rank's term of a sum over the ranks."""
     head, cfg = model.head, model.cfg
     chunk = equal_rows(targets.numel(), rows_at_once(cfg.loss_chunk, len(head.weight), x.device))
-    options = cfg.logit_softcap, chunk, partial(parallel_chunk_loss, group, cfg.vocab_size), torch.is_grad_enabled()
+    of_chunk = partial(parallel_chunk_loss, group, cfg.vocab_size, cfg.z_loss)
+    options = cfg.logit_softcap, chunk, of_chunk, torch.is_grad_enabled()
     total = ChunkedCrossEntropy.apply(x.flatten(0, 1), head.weight, head.bias, targets.flatten(), options)
-    return total / (targets >= 0).sum().clamp(min=1)
+    return model.mean(total, targets)
 
 
 def parallel_chunk_loss(
-    group: dist.ProcessGroup, vocab_size: int, logits: Tensor, targets: Tensor, softcap: float, gradient: bool
+    group: dist.ProcessGroup,
+    vocab_size: int,
+    z_loss: float,
+    logits: Tensor,
+    targets: Tensor,
+    softcap: float,
+    gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """ops.chunk_loss for logits (N, V/n) whose columns are cut over the ranks; those from vocab_size on are padding.
     Ranks exchange three numbers per token."""
@@ -277,8 +284,12 @@ def parallel_chunk_loss(
     sums = torch.cat((p.sum(-1, keepdim=True), of_target), dim=1)
     dist.all_reduce(sums, group=group)
     normaliser, of_target = sums.split(1, dim=1)
-    total = ((largest + normaliser.log() - of_target) * valid).sum()
+    log_normaliser = largest + normaliser.log()
+    total = ((log_normaliser - of_target) * valid).sum()
     if not gradient:
         return total, None
-    p.div_(normaliser).scatter_add_(1, index, -here.to(p.dtype))
+    p.div_(normaliser)
+    if z_loss:
+        p.mul_(1 + 2 * z_loss * log_normaliser)
+    p.scatter_add_(1, index, -here.to(p.dtype))
     return total, p.mul_(valid * slope).to(logits.dtype)

@@ -1042,15 +1042,17 @@ def test_later_queries_on_a_gpu():
 
 
 @pytest.mark.no_jitter
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_the_compiled_loss_of_a_chunk(softcap):
+@pytest.mark.parametrize("softcap,z_loss", [(0.0, 0.0), (3.0, 0.0), (3.0, 0.2)])
+def test_the_compiled_loss_of_a_chunk(softcap, z_loss):
     torch.manual_seed(0)
     logits, targets = 3 * torch.randn(8, 100), torch.randint(-1, 100, (8,))
     exact = logits.double().requires_grad_()
-    total = F.cross_entropy(ops.capped(exact, softcap), targets, ignore_index=-1, reduction="sum")
-    total.backward()
+    z = ops.capped(exact, softcap)
+    total = F.cross_entropy(z, targets, ignore_index=-1, reduction="sum")
+    (total + z_loss * (z.logsumexp(-1).square() * (targets >= 0)).sum()).backward()
     for f in (ops.chunk_loss, torch.compile(ops.chunk_loss, dynamic=False, fullgraph=True)):
-        found, slope = f(logits.clone(), targets, softcap, True)
+        options = {"z_loss": z_loss} if z_loss else {}
+        found, slope = f(logits.clone(), targets, softcap, True, **options)
         assert found.item() == pytest.approx(total.item(), rel=1e-6) and f(logits, targets, softcap, False)[1] is None
         assert torch.allclose(slope.double(), exact.grad, atol=1e-6)
 
@@ -1258,6 +1260,24 @@ def test_chunked_loss_equals_the_whole(softcap, chunk):
         assert torch.allclose(model(idx, targets), b)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_z_loss_is_in_the_gradient_alone(softcap, chunk):
+    """The mean over targets of z_loss log^2 Z, by torch.logsumexp of all logits; the loss is that without it."""
+    plain, model = (build(logit_softcap=softcap, loss_chunk=chunk, head_bias=True, z_loss=z) for z in (0.0, 0.3))
+    for p in model.parameters():
+        torch.nn.init.normal_(p)
+    plain.load_state_dict(model.state_dict())
+    idx, targets = torch.randint(29, (2, 2, 13))
+    targets[0, 3:6] = -1
+    loss, logits = model(idx, targets), plain(idx)[targets >= 0]
+    assert loss.item() == plain(idx, targets).item()
+    expected = F.cross_entropy(logits, targets[targets >= 0]) + 0.3 * logits.logsumexp(-1).square().mean()
+    expected.backward(), loss.backward()
+    for (n, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-10), n
+
+
 @pytest.mark.parametrize("trained", ["head", "all but the head", "nothing"])
 def test_chunked_loss_of_frozen_parameters(trained):
     """Trained parameters have the gradients that they have together; without autograd, no chunk computes a gradient."""
@@ -1292,6 +1312,7 @@ def test_the_chunks_of_a_gpu_hold_a_gib(monkeypatch):
     with FakeTensorMode(), torch.device(gpu):
         of_chunk, head = object(), lambda: (torch.empty(50304, 8), None)
         model = SimpleNamespace(cfg=ModelConfig(vocab_size=50304), chunk_loss=of_chunk, head_parameters=head)
+        model.mean = lambda total, targets: total
         for tokens_of_a_text in (100, 6000):
             x, targets = torch.empty(2, tokens_of_a_text, 8), torch.empty(2, tokens_of_a_text, dtype=torch.int64)
             Model.loss(model, x, targets)

@@ -63,10 +63,11 @@ def capped(x, cap):
     return cap * torch.tanh(x / cap) if cap else x
 
 
-def cross_entropy(x, weight, bias, targets, softcap=0.0, chunk=0, of_chunk=None):
+def cross_entropy(x, weight, bias, targets, softcap=0.0, chunk=0, of_chunk=None, z_loss=0.0):
     logits = capped(x @ weight.T + (0 if bias is None else bias), softcap)
     of_target = logits.log_softmax(-1)[torch.arange(len(x)), targets]
-    return -(of_target * (targets >= 0)).sum()
+    z = z_loss * (logits.exp().sum(-1).log() ** 2 * (targets >= 0)).sum()
+    return -(of_target * (targets >= 0)).sum() + z - z.detach()
 
 
 def normal(key, shape, start, size, device):

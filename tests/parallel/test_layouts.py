@@ -99,6 +99,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "groups": [*GROUPS, "--n_group=4", "--bias=True", "--mlp=swiglu", *MUON],
         "wide": [*WIDE, "--head_dim=12", "--attention=gqa", "--n_kv_head=2", "--tie_weights=False", *MUON],
         "layers": [*LAYERS, "--loss_chunk=7"],
+        "z loss": ["--z_loss=0.1", "--logit_softcap=5.0", "--loss_chunk=7"],
         "attention": [*FLAGS, *MUON],
         "experts": [*EXPERTS, *MUON],
         "router losses": SIGMOID,
@@ -149,7 +150,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     "ddp+pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
     "pp+tp": {
         "untied": ["--tie_weights=False", "--n_layer=3", *MUON],
-        "masked": ["--objective=masked", "--logit_softcap=5.0"],
+        "masked": ["--objective=masked", "--logit_softcap=5.0", "--z_loss=0.1"],
         "layers": LAYERS,
         "experts": [*EXPERTS, *MUON],
     },

@@ -1,0 +1,148 @@
+"""The loss of a step is the mean over its targets, however unevenly they are spread over micro-batches and ranks.
+
+The reference computes the logits of all sequences at once: the sum of cross entropies over the number of targets, and
+the norm of its gradient. All in float64, to 1e-9.
+"""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import IN_FLOAT64, TINY, distance, losses
+from ranks import launch
+
+from configurator import Config, parse
+from data.tokenizer import ByteTokenizer
+from data.writer import ShardWriter
+from engine.evaluation import total_loss
+from engine.parallel import ranks as parallel
+from engine.parallel.sharded import ShardedModel
+from model import Model
+
+N, T, V = 8, 16, 40  # sequences of a step
+COUNTS = {  # name -> targets at the beginning of each sequence, so that the pieces of cp have unequally many
+    "uneven": [16, 0, 1, 3, 0, 9, 2, 0],
+    "one": [0, 0, 0, 0, 0, 1, 0, 0],
+    "none": [0] * N,
+}
+LAYOUTS = {  # name -> (flags, numbers of micro-batches of all ranks)
+    "ddp": ([], (2, 4, 8)),
+    "fsdp": (["--parallel=fsdp"], (2, 4, 8)),
+    "fsdp, kept": (["--parallel=fsdp", "--fsdp_reshard=False", "--tie_weights=False"], (8,)),
+    "tp": (["--tp=2"], (1, 2, 8)),
+    "cp": (["--cp=2"], (1, 2, 8)),
+    "pp": (["--pp=2"], (2, 4, 8)),
+}
+MASKED, ROUTED = ["--objective=masked"], ["--n_expert=4", "--router_balance=loss", "--router_z_loss=0.1"]
+
+
+def sequences(counts: list[int]) -> dict[str, torch.Tensor]:
+    text = torch.randint(V, (N, T + 1), generator=torch.Generator().manual_seed(0))
+    return {"idx": text[:, :-1], "targets": text[:, 1:].where(torch.arange(T) < torch.tensor(counts)[:, None], -1)}
+
+
+def config(*flags: str):
+    return parse(Config, [*TINY, f"--vocab_size={V}", *flags])
+
+
+def by_hand(counts: list[int], *flags: str) -> list[float]:
+    """[loss, norm of its gradient] of one process and one micro-batch."""
+    cfg, batch = config(*flags), sequences(counts)
+    model = Model(cfg, cfg.seed)
+    log_p, targets = model(batch["idx"]).log_softmax(-1), batch["targets"]
+    loss = -(log_p.gather(2, targets.clamp(min=0)[..., None])[..., 0] * (targets >= 0)).sum() / max(1, sum(counts))
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return [loss.item(), torch.stack([g.norm() for g in grads]).norm().item()]
+
+
+def steps(n: int, *flags: str) -> list[list[float]]:
+    """[loss, norm, loss of an evaluation] of a step of n micro-batches, for each of COUNTS, on these ranks."""
+    cfg = config(*flags, f"--batch_size={N // n}", f"--gradient_accumulation_steps={n}")
+    ranks = parallel.join(cfg)
+    sharded, found = ShardedModel(cfg, ranks), []
+    sharded.init_weights(cfg.seed)
+    sharded.even = sharded.even and cfg.objective != "causal"  # the targets here are not those of the objective
+    scaler, share = torch.amp.GradScaler("cpu", enabled=False), n // ranks.data_size
+    for counts in COUNTS.values():
+        texts = {name: x.split(N // n) for name, x in sequences(counts).items()}
+        mine = range(ranks.data_rank * share, (ranks.data_rank + 1) * share)
+        parts = [{name: pieces[i] for name, pieces in texts.items()} for i in mine]
+        loss = sharded.mean(sharded.backward(iter(parts), share, scaler))
+        norm = sharded.clip(0.0).item()
+        sharded.model.zero_grad(set_to_none=True)
+        nats, n_targets, _ = total_loss(ranks, sharded, None, parts)
+        sharded.reshard_after_eval()
+        found.append([loss, norm, nats / max(1, n_targets)])
+    return found
+
+
+def many_steps(file: Path):
+    """`steps` of all LAYOUTS, by name and number of micro-batches."""
+    torch.set_default_dtype(torch.float64)
+    join = dist.init_process_group
+    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else join(*args, **kwargs)
+    found = {}
+    for name, (flags, numbers) in LAYOUTS.items():
+        for n in numbers:
+            found[f"{name}; {n}"] = steps(n, *flags, *(MASKED if name != "cp" else []))
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(found))
+
+
+@pytest.fixture
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def expected(*flags: str) -> list[list[float]]:
+    return [[*each, each[0]] for each in (by_hand(counts, *flags) for counts in COUNTS.values())]
+
+
+@pytest.mark.parametrize("flags", [[], MASKED, ["--loss_chunk=3"]], ids=str)
+def test_accumulation_is_the_mean_over_targets(flags, in_float64):
+    for n in (1, 2, 4, 8):
+        torch.testing.assert_close(steps(n, *flags), expected(*flags), rtol=1e-9, atol=1e-12)
+
+
+def test_layouts_compute_the_mean_over_targets(tmp_path, in_float64):
+    launch(2, many_steps, tmp_path, tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found.keys() == {f"{name}; {n}" for name, (_, numbers) in LAYOUTS.items() for n in numbers}
+    for each, got in found.items():
+        flags, _ = LAYOUTS[each.partition(";")[0]]
+        untied = [flag for flag in flags if flag.startswith("--tie")]
+        wanted = expected(*untied, *(MASKED if not each.startswith("cp") else []))
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12, msg=lambda said, each=each: f"{each}: {said}")
+
+
+@pytest.fixture
+def sparse_data(tmp_path) -> Path:
+    """Windows of 16 tokens in which 0 to 16 are text and the others end-of-text, which is never masked."""
+    tokenizer, draw = ByteTokenizer(), np.random.default_rng(0)
+    with ShardWriter(tmp_path / "sparse", tokenizer) as out:
+        for split, n in (("train", 64), ("val", 24)):
+            windows = draw.integers(97, 123, (n, T))
+            windows[np.arange(T) >= draw.integers(0, T + 1, (n, 1))] = tokenizer.eot
+            out.add(split, np.append(windows.ravel(), tokenizer.eot))
+    return tmp_path / "sparse"
+
+
+def test_masked_runs_do_not_depend_on_the_division(run, many, sparse_data):
+    """Losses, gradient norms and evaluations of real runs, whose windows have 0 to 8 targets. The losses of routers are
+    means over sequences, whatever their number of targets."""
+    common = [*MASKED, f"--dataset={sparse_data}", "--corrupt_ratio=0.5", "--max_iters=4", "--eval_interval=2"]
+    common += ["--eval_iters=0", "--warmup_iters=1", IN_FLOAT64]
+    size = lambda n: [f"--batch_size={N // n}", f"--gradient_accumulation_steps={n}"]  # noqa: E731
+    models = {"plain": [], "routed": ROUTED}
+    one = {name: losses(run(*common, *flags, *size(1), out=f"{name} 1")) for name, flags in models.items()}
+    for (name, flags), n in itertools.product(models.items(), (2, 8)):
+        assert distance(losses(run(*common, *flags, *size(n), out=f"{name} {n}")), one[name]) < 1e-9, (name, n)
+    folder = many(2, *((f"{name} on two", [*common, *flags, *size(4)]) for name, flags in models.items()))
+    for name in models:
+        assert distance(losses(folder / f"{name} on two"), one[name]) < 1e-9, name
