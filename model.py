@@ -64,7 +64,8 @@ class ModelConfig:
     norm_bias: bool = False  # bias of layer norms where bias=False (Falcon, StableLM)
     head_bias: bool = False  # bias of the head (GPT-J, Phi)
     tie_weights: bool = True  # the head shares the token embedding
-    scaled_init: bool = True  # output layers start at 0.02 / sqrt(their number), as in GPT-2; False = 0.02 like others
+    init_std: float = 0.02  # standard deviation of the initial weights
+    scaled_init: bool = True  # that of output layers is divided by sqrt(their number), as in GPT-2
     embed_scale: float = 1.0  # factor of the token embeddings; Gemma's is sqrt(n_embd)
     embed_norm: bool = False  # a norm after the embeddings (BLOOM)
     # --- model: block
@@ -137,6 +138,7 @@ class ModelConfig:
             ("n_group", 1, 2**16),  # each layer holds a tuple of its groups
             ("vocab_size head_dim n_kv_head n_slot window loss_chunk attn_softcap logit_softcap norm_eps", 0, 2**31),
             ("n_expert n_expert_shared expert_ratio n_dense_layer balance_weight router_z_loss z_loss", 0, 2**16),
+            ("init_std", 0, 2**16),
             ("n_expert_active", 1, 2**16),
             ("simplified_beta_ff embed_scale alibi_scale", -(2**31), 2**31),
             ("n_layer", 1, 2**12),  # building a layer takes a hundredth of a second
@@ -151,7 +153,7 @@ class ModelConfig:
         require(self.head_dim or C % H == 0, f"{fact}; set n_embd to a multiple such as {near}, or set head_dim")
         require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
         require(0 < ratio * C < 2**31, f"mlp_ratio={ratio} must be positive, and times n_embd={C} below {2**31}")
-        for name in ("rope_theta", "rope_theta_local", "rope_fraction"):
+        for name in ("rope_theta", "rope_theta_local", "rope_fraction", "init_std"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
         fraction = f"rope_fraction={self.rope_fraction}"
         require(self.rope_fraction <= 1, f"{fraction} must be at most 1, which turns all of a head")
@@ -685,9 +687,9 @@ class Linear(UndrawnLinear):
     def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None, bias=False):
         super().__init__(n_in, n_out, cfg.bias or bias)
         self.role, self.fused = role, fused
-        # The stream is a sum; 0.02 / sqrt(number of terms) keeps its variance from growing. Simplified blocks use 0.02.
+        # The stream is a sum; 1 / sqrt(number of terms) keeps its variance from growing, but in simplified blocks.
         scaled = role in ("out", "second") and cfg.scaled_init and not cfg.block.startswith("simplified")
-        self.std = 0.02 / math.sqrt(cfg.outputs) if scaled else 0.02
+        self.std = cfg.init_std / math.sqrt(cfg.outputs) if scaled else cfg.init_std
         assert fused is None or self.weight.size(fused[0]) == fused[1] * sum(fused[2])
 
 
@@ -978,7 +980,8 @@ class Pool(nn.Module):
             self.per_head = (*self.per_head, "slot_k", "slot_v")
             keys = 1 if self.phi is None else 1 + cfg.gated
             self.slot_k, self.slot_v = (nn.Parameter(torch.empty(Hkv, n * cfg.n_slot, D)) for n in (keys, 1))
-            self.initial = dict.fromkeys(("slot_k", "slot_v"), Normal(0.02 * math.sqrt(C)))  # as a normed stream's keys
+            std = cfg.init_std * math.sqrt(C)  # as a normed stream's keys
+            self.initial = dict.fromkeys(("slot_k", "slot_v"), Normal(std))
 
     def make_projections(self, cfg: ModelConfig, layer: int):
         """The layers that make q, k and v from x, and the one that maps the heads' results to the stream."""
@@ -1010,7 +1013,7 @@ class Pool(nn.Module):
             self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
             self.q, self.out = with_role(nn.Identity(), "into"), with_role(nn.Identity(), "out")
         if self.reader.out == "matrix":
-            self.down.std, self.out = 0.02, Linear(cfg, C, C, "second" if groups == 1 else "out")
+            self.down.std, self.out = cfg.init_std, Linear(cfg, C, C, "second" if groups == 1 else "out")
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         if self.units:
@@ -1224,7 +1227,7 @@ class ShapedPool(Pool):
     def make_projections(self, cfg: ModelConfig, layer: int):
         G, Hkv, D = self.group, cfg.kv_heads, cfg.head_size
         self.qk = Linear(cfg, cfg.n_embd, (G + 1) * Hkv * D, "into", (0, Hkv, (G * D, D)), cfg.qkv_bias)
-        self.qk.initial = {"weight": Normal(0.02, zero=G * D, period=(G + 1) * D)}  # W_Q = 0
+        self.qk.initial = {"weight": Normal(cfg.init_std, zero=G * D, period=(G + 1) * D)}  # W_Q = 0
         trained = {"first": (layer == 0, False), "all": (True, True), "none": (False, False)}[cfg.simplified_value_proj]
         roles = zip(trained, ("into", "out"), strict=True)
         self.value, self.out = (NearIdentity(cfg, role) if on else with_role(nn.Identity(), role) for on, role in roles)
@@ -1454,7 +1457,8 @@ class Model(Stack):
         so a reader starts with the same weights in every block. docs/hacking.md has the table of initial weights."""
         layer, _, kind = name.rpartition(".")
         module = self.get_submodule(layer)
-        default = Normal(getattr(module, "std", 0.02)) if len(shape) > 1 else 0.0 if kind == "bias" else 1.0
+        std = getattr(module, "std", self.cfg.init_std)
+        default = Normal(std) if len(shape) > 1 else 0.0 if kind == "bias" else 1.0
         value = getattr(module, "initial", {}).get(kind, default)
         if not isinstance(value, Normal):  # a number, or a tensor of this shape
             part = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))

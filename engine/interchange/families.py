@@ -379,7 +379,7 @@ FAMILIES = {
 
 # Flags that only matter in training, and two that others say
 FREE = {"dropout", "loss_chunk", "fp32_residual", "doc_mask", "doc_positions", "scaled_init", "simplified_beta_ff"}
-FREE |= {"attention", "window", "balance_weight", "router_z_loss", "z_loss"}
+FREE |= {"attention", "window", "balance_weight", "router_z_loss", "z_loss", "init_std"}
 SAME_AS = {"c+p": "parallel", "c,p": "standard"}  # the superblock's layer -> the block that computes the same
 
 

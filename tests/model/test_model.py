@@ -1457,6 +1457,26 @@ def test_initial_standard_deviations(flags, summands):
             assert (p == (0 if n.endswith("bias") else 1)).all(), n
 
 
+def drawn_at(std: float, **flags) -> list[torch.Tensor]:
+    sizes = dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
+    return list(Model(ModelConfig(**sizes, **flags, init_std=std), 1).parameters())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"scaled_init": False}, {"block": "simplified"}, {"objective": "seq2seq"}, {"n_expert": 2}]
+    + [{"block": "superblock", "layer": layer} for layer in ("c.own_slots", "c,p.matrix")],
+    ids=str,
+)
+def test_init_std_scales_all_that_is_drawn(flags):
+    """Also output layers and slots. Values that are not drawn stay; the embedding has the flag's standard deviation."""
+    usual, other = drawn_at(0.02, **flags), drawn_at(0.006, **flags)
+    for p, q in zip(usual, other, strict=True):
+        constant = p.std() == 0 if p.numel() > 1 else True
+        torch.testing.assert_close(q, p if constant else 0.3 * p, rtol=1e-5, atol=0)
+    assert max(q.std().item() for q in other if q.shape == (512, 64)) == pytest.approx(0.006, rel=0.05)
+
+
 @pytest.mark.parametrize("values,resid", [("first", 1.0), ("all", 0.2)])
 @pytest.mark.parametrize("block", ["simplified", "simplified_parallel"])
 def test_initial_values_of_simplified_blocks(block, values, resid):
