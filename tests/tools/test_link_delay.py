@@ -24,7 +24,7 @@ MODELS = {  # name -> (flags, collectives of a step)
     "standard": ("", 2 * (2 * 2 * 4 + 6) + 2),
     "parallel": ("--block=parallel", 2 * (2 * 4 + 6) + 2),
     "superblock": ("--block=superblock", 2 * (2 * 4 + 6) + 2),
-    "chunks": ("--block=superblock --loss_chunk=3", 2 * (2 * 4 + 4 + 22 * 2) + 2),  # 64 tokens
+    "chunks": ("--block=superblock --loss_chunk=3", 2 * (2 * 4 + 4 + 32 * 2) + 2),  # of 64 tokens, 2 each
     "wide norm": ("--qk_norm=True --qk_norm_width=model", 2 * (2 * (2 * 4 + 2 * 2) + 6) + 2),  # of queries and keys
     "muon": ("--optimizer=muon", 2 * (2 * 2 * 4 + 6) + 2 + 2),  # updates travel to their owners and back
     # a layer tells how many rows come, and sends them there and back, in the backward too; a rank has one micro-batch
@@ -73,7 +73,7 @@ def test_every_collective_of_a_step_waits_and_is_planned(tiny_data, tmp_path, ma
             assert [loss for *_, loss in steps] == trained, name
 
 
-@pytest.mark.parametrize("tp,by_hand", [(1, 0), (4, 2 * (2 * 4 + 4 + 22 * 2) + 2)])
+@pytest.mark.parametrize("tp,by_hand", [(1, 0), (4, 2 * (2 * 4 + 4 + 32 * 2) + 2)])
 def test_the_plan_counts_only_collectives_of_several_ranks(tp, by_hand):
     """One rank computes a loss in chunks with the function of several."""
     cfg = parse(Config, [*TINY, "--n_head=4", "--block=superblock", "--vocab_size=257", "--loss_chunk=3", f"--tp={tp}"])
