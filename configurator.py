@@ -99,9 +99,7 @@ class Config(ModelConfig):
     ema_decay: float = 0.0  # keep an average A = d A + (1 - d) W of the weights, named ema:RUN afterwards; 0 = none
     balance_rate: float = 0.001  # step of the biases of experts that are read too rarely or too often
     skip_nonfinite: bool = False  # leave out a step whose gradient is not finite, instead of stopping
-    spike_factor: float = (
-        0.0  # leave out a step whose gradient norm is above so many times the last 100's median; 0 = none
-    )
+    spike_factor: float = 0.0  # leave out a step whose gradient norm is above so many times the recent median, 0 = off
     # --- schedule
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd = constant, then linear to min_lr
     warmup_iters: int = 2000  # steps over which the learning rate rises from 0

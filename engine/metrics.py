@@ -143,9 +143,9 @@ class Wandb:
 
 
 def check_logger(cfg):
-    """ValueError if the run is to be logged by a package that is not installed."""
+    """ValueError if the training is to be logged by a package that is not installed."""
     require(
-        not cfg.wandb_log or importlib.util.find_spec("wandb"),
+        not cfg.wandb_log or cfg.eval_only or importlib.util.find_spec("wandb"),
         "wandb_log=True: wandb is not installed; pip install wandb, or set wandb_log=False and watch the run by "
         "tensorboard --logdir=OUT_DIR",
     )

@@ -149,10 +149,12 @@ def read_index(path: str | Path, state: dict | None = None, average: bool = Fals
     average   under the names of the weights is their average (the flag ema_decay); ValueError if there is none
     """
     index = together(lambda: contents.read_index(Path(path), state or read_state(path)))
-    kept = {name: saved for name, saved in index.items() if name.endswith(".average")}
-    require(kept or not average, f"{path} keeps no average of its weights; train with --ema_decay=0.999, for example")
-    names = (re.sub(r"optim\.(.*)\.average", r"model.\1", name) for name in kept if average)
-    return index | dict(zip(names, kept.values(), strict=False))
+    if not average:
+        return index
+    found = {name: re.fullmatch(r"optim\.(.*)\.average", name) for name in index}
+    averages = {f"model.{match[1]}": index[name] for name, match in found.items() if match}
+    require(averages, f"{path} keeps no average of its weights; train with --ema_decay=0.999, for example")
+    return index | averages
 
 
 def load(path: str | Path, tensors: dict[str, Tensor], index: dict | None = None, vocab_size: float = math.inf):

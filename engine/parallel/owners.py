@@ -9,7 +9,7 @@ for some in owners.rounds(updates, largest):
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import product, zip_longest
 from typing import NamedTuple
@@ -44,6 +44,13 @@ class Matrix(NamedTuple):
     def flops(self) -> int:
         """FLOPs of the matrix products of `orthogonalize`."""
         return sum(5 * (4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3) for m in self.logical)
+
+
+def cuts(sizes: Sequence[int], sharded: bool, tp_dim: int | None, ep: int = 1) -> tuple[tuple[int, int | None], ...]:
+    """Matrix.cuts for the sizes of a mesh's dimensions replicate, shard and tp. `sharded`: FSDP cuts the parameter; tp
+    cuts its dimension tp_dim. With ep > 1, so many adjacent ranks of shard have different experts."""
+    (replicate, shard, tp), dim = sizes, 0 if sharded else None
+    return (replicate, None), (shard // ep, dim), *([(ep, 0)] if ep > 1 else []), (tp, tp_dim)
 
 
 @cache

@@ -70,8 +70,11 @@ def keep_stage(model: Model, stage: int, n_stages: int, slices: int = 1) -> set[
         delattr(model.blocks, str(layer))  # del model.blocks[layer] would renumber the other blocks
     if not first:
         model.pos, model.first_norm = nn.Identity(), nn.Identity()
-        ends = lambda x, start: (start, start + x.size(1) * slices)  # noqa: E731
-        model.embed = lambda x, start, docs=None: (x, model.place(torch.arange(*ends(x, start), device=x.device)))
+
+        def embed(x: Tensor, start: int, docs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            return x, model.place(torch.arange(start, start + x.size(1) * slices, device=x.device))
+
+        model.embed = embed
     if not last:
         model.norm = nn.Identity()
         model.head = nn.Identity()

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from data.objective import OBJECTIVE
 from engine import compilation
 from engine.parallel.context import apply_context_parallel, local_pieces
+from engine.parallel.owners import cuts
 from engine.parallel.ranks import Ranks, make_mesh
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
@@ -291,8 +292,8 @@ class ShardedModel:
         with self.ranks.autocast():
             loss = self.pipeline.loss(batch) if self.pp > 1 else self.model(**batch)
         if experts := self.model.experts():
-            real = (batch["targets"] >= 0).any(1)  # not the sequences that fill the last batch
-            self.routing = self.routing + torch.stack([m.routing[real].sum(0) for m in experts])
+            real = (batch["targets"] >= 0).any(1, keepdim=True)  # not the sequences that fill the last batch
+            self.routing = self.routing + torch.stack([(m.routing * real).sum(0) for m in experts])
         return loss
 
     def routing_figures(self) -> dict[str, float]:
@@ -349,13 +350,9 @@ class ShardedModel:
     # ---- shapes of the full model
 
     def cuts(self, name: str) -> tuple[tuple[int, int | None], ...]:
-        """How the dimensions of a mesh share a parameter, see owners.Matrix: replicate, shard and tp, with ep before tp
-        if ranks divide it as experts."""
+        """How the ranks of a pipeline's stage share a parameter, see owners.cuts."""
         sizes = self.ranks.mesh.mesh.shape[1:] if self.ranks.mesh else (1, 1, 1)
-        replicate, *shards, tp = zip(sizes, (None, 0 if self.fsdp else None, self.tp_dim.get(name)), strict=True)
-        if name in self.cut_by_ep:
-            shards = [(sizes[1] // self.ep, shards[0][1]), (self.ep, 0)]
-        return replicate, *shards, tp
+        return cuts(sizes, self.fsdp, self.tp_dim.get(name), self.ep if name in self.cut_by_ep else 1)
 
     def as_global(self, name: str, x: Tensor) -> Tensor:
         """x (the parameter `name`, or a tensor of its shape such as its momentum) with the shape of the full model's

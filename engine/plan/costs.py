@@ -41,7 +41,7 @@ from engine.parallel import expert as expert_parallel
 from engine.parallel import ranks as parallel
 from engine.parallel import sharded as sharded_model
 from engine.parallel import tensor as tensor_parallel
-from engine.parallel.owners import Matrix, Owners
+from engine.parallel.owners import Matrix, Owners, cuts
 from engine.parallel.recomputation import recompute
 from engine.plan.accounting import attention_kernels, flops
 from model import Block, Inputs, Model, NormOfHeads, Pool, Shared, Stack
@@ -221,10 +221,8 @@ class FakeRank:
         for name, p in model.named_parameters():
             self.tp_dim[name] = dim = tensor_parallel.sharded_dim(model, name) if cfg.tp > 1 else None
             if p in hidden:
-                replicate, *shards, tp = zip(sizes, (None, 0 if self.fsdp else None, dim), strict=True)
-                if cfg.ep > 1 and p.dim() == 3:  # as ShardedModel.cuts
-                    shards = [(sizes[1] // cfg.ep, shards[0][1]), (cfg.ep, 0)]
-                self.hidden[name] = Matrix(tuple(p.shape), hidden[p], (replicate, *shards, tp))
+                ep = cfg.ep if p.dim() == 3 else 1  # weights of experts have three dimensions
+                self.hidden[name] = Matrix(tuple(p.shape), hidden[p], cuts(sizes, self.fsdp, dim, ep))
         ranks = range(cfg.tp * max(cfg.cp, cfg.ep))
         if cfg.tp > 1:
             tensor_parallel.apply_tensor_parallel(model, dist.new_group([*ranks[: cfg.tp]], group_desc="tp"))

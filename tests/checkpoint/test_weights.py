@@ -84,6 +84,9 @@ def test_the_average_of_the_weights(run, many, tmp_path):
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     plain = resolve(Config, read_flags(Config, [*TINY, "--vocab_size=257"]))
     assert torch.equal(exported["model.norm.weight"], weights_of(f"ema:{tmp_path / 'narrow'}", plain)["norm.weight"])
+    starts = (f"ema:{tmp_path / 'narrow'}", f"hf:{tmp_path / 'exported'}")
+    first, second = (losses(run(*SHORT, f"--init_from={x}", out=f"from {x[:3]}")) for x in starts)
+    assert first == second
 
 
 @pytest.fixture(autouse=True)

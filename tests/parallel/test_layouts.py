@@ -175,14 +175,15 @@ MET = {  # blocks that the models of a layout have, so that they need no run of 
     "fsdp+pp": ["standard"],
     "ddp+pp": ["standard"],
 }
+CHOICES = ("--n_expert", "--spike_factor")  # flags with which a step depends on which of two numbers is larger
 RUNS = []  # all in float64; one model of each layout of two ranks in float32 too, where no rounding changes a choice
 for each, (processes, how) in LAYOUTS.items():
     blocks = {} if "--ep=2" in how else BLOCKS
     models = {name: flags for name, flags in blocks.items() if name not in MET.get(each, ())} | MODELS.get(each, {})
-    rounded = [name for name, flags in models.items() if not any("--n_expert" in flag for flag in flags)]
+    rounded = [name for name, flags in models.items() if not any(flag.startswith(CHOICES) for flag in flags)]
     RUNS.append(pytest.param(each, models, rounded[: processes == 2], id=each))
     models = blocks | MODELS.get(each, {})
-    rounded = [name for name, flags in models.items() if not any("--n_expert" in flag for flag in flags)]
+    rounded = [name for name, flags in models.items() if not any(flag.startswith(CHOICES) for flag in flags)]
     RUNS.append(pytest.param(each, models, rounded, id=f"{each}-float32", marks=pytest.mark.slow))
 
 
