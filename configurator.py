@@ -66,6 +66,7 @@ class Config(ModelConfig):
     dataset: str = "pycode"  # folder under data/, or a path; or a mixture by weight, as a:0.7,b:0.3
     batch_size: int = 12  # sequences per micro-batch
     gradient_accumulation_steps: int = 40  # micro-batches of one step, over all ranks
+    batch_ramp: str = ""  # other numbers of them at first; 8:1000,16:2000 = 8 before step 1000, then 16 before 2000
     corrupt_ratio: float = 0.15  # share of the tokens that the objectives masked and seq2seq restore
     span_length: float = 3.0  # mean length of the spans that seq2seq restores
     verify_data: bool = False  # check every shard's SHA-256 before the first step
@@ -100,6 +101,7 @@ class Config(ModelConfig):
     balance_rate: float = 0.001  # step of the biases of experts that are read too rarely or too often
     skip_nonfinite: bool = False  # leave out a step whose gradient is not finite, instead of stopping
     spike_factor: float = 0.0  # leave out a step whose gradient norm is above so many times the recent median, 0 = off
+    spike_action: Literal["skip", "rollback"] = "skip"  # rollback: also the steps since the last checkpoint, see docs
     # --- schedule
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd = constant, then linear to min_lr
     warmup_iters: int = 2000  # steps over which the learning rate rises from 0
@@ -134,6 +136,7 @@ class Config(ModelConfig):
         "span_length": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
         "fp32_residual": (lambda c: c.dtype != "float32", "dtype other than float32"),
         "profile_steps": (lambda c: not c.eval_only, "eval_only=False"),
+        "spike_action": (lambda c: c.spike_factor > 0, "spike_factor > 0"),
         "cooldown_iters": (lambda c: c.schedule == "wsd", "schedule=wsd"),
         "lr_decay_iters": (lambda c: c.schedule != "constant", "schedule other than constant"),
         "min_lr": (lambda c: c.schedule != "constant", "schedule other than constant"),
@@ -174,6 +177,13 @@ class Config(ModelConfig):
         ):
             value = getattr(self, name)
             require(re.fullmatch(pattern, value, re.DOTALL) is not None, f"{name}={value!r} must be {form}")
+        form = re.fullmatch(r"([1-9]\d{0,8}:[1-9]\d{0,8},)*", self.batch_ramp + "," * bool(self.batch_ramp))
+        ends = [end for _, end in self.ramp]
+        require(
+            form is not None and ends == sorted(set(ends)),
+            f"batch_ramp={self.batch_ramp!r} must be micro-batches and the step before which they hold, in ascending "
+            "steps, such as 8:1000,16:2000",
+        )
         last = "lr_decay_iters" if self.lr_decay_iters else "max_iters"
         end = getattr(self, last)
         cooldown = self.cooldown_iters or end // 5
@@ -186,6 +196,19 @@ class Config(ModelConfig):
             self.schedule == "constant" or self.min_lr <= self.learning_rate,
             f"min_lr={self.min_lr} must be at most learning_rate={self.learning_rate}; a tenth of it is usual",
         )
+
+    @property
+    def ramp(self) -> list[tuple[int, int]]:
+        """The flag batch_ramp as (micro-batches, the step that has other ones)."""
+        return [(int(n), int(end)) for n, end in re.findall(r"(\d+):(\d+)", self.batch_ramp)]
+
+    def micro_batches(self, step: int) -> int:
+        """The number of micro-batches of this step, over all ranks."""
+        return next((n for n, end in self.ramp if step < end), self.gradient_accumulation_steps)
+
+    def samples(self, step: int) -> int:
+        """The number of sequences that all ranks read in this step."""
+        return self.batch_size * self.micro_batches(step)
 
     @property
     def vocab_rows(self) -> int:

@@ -22,7 +22,9 @@ if __name__ == "__main__":
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # fewer gaps in the memory of a GPU
 
 import gc
+import itertools
 import math
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -54,6 +56,7 @@ from model import Model
 from ops import wide_stream
 
 COLLECT = 100  # steps between collections of Python's garbage, in the same steps on all ranks
+ROLLBACKS = 10  # to one checkpoint, before the run ends
 NEVER = torch.iinfo(torch.int64).max  # larger than the number of any step
 
 
@@ -99,7 +102,10 @@ def train(run: "Run"):
 
         lr = optim.learning_rate(run.step, cfg)
         run.profile.next()
-        loss, grad_norm = run.train_step(lr)
+        made = run.train_step(lr)
+        if made is None:  # the run went back to its last checkpoint
+            continue
+        loss, grad_norm = made
         if run.step % run.log_interval == 0:
             run.log(loss, lr, grad_norm)
         run.step += 1
@@ -173,18 +179,16 @@ class Run:
         self.sharded = self.parts.sharded
         self.step, self.samples, self.skipped = state["step"], state["samples"], state["skipped"]
         self.stored_flags, self.spikes = state["flags"], Spikes(cfg.spike_factor, state.get("norms", []))
+        self.rollbacks: Counter[int] = Counter()  # how often the run went back to the checkpoint of each step
         self.first_bad_step = torch.full((), NEVER, device=ranks.device)  # whose gradient was not finite
         self.graphs_of_first_step = None
         self.log_interval = log_interval(cfg, ranks.device)
 
         cleanup.callback(gc.enable)
         cleanup.callback(gc.unfreeze)
-        self.loader = Loader(
-            self.streams["train"], objective, cfg.batch_size, self.parts.micro_steps, ranks.data_rank, ranks.data_size,
-            cfg.seed, ranks.device, start=self.samples,
-        )  # fmt: skip
-        cleanup.callback(self.loader.close)  # otherwise Python's exit waits for ever for the loader's thread
-        self.batches = data_errors_end_the_run(self.loader)
+        self.objective = objective
+        self.open_loader()
+        cleanup.callback(lambda: self.loader.close())  # otherwise Python's exit waits for ever for its thread
         with writing(cfg.out_dir):
             self.metrics = self.open_metrics(cleanup)
         self.profile = Profile(cfg, ranks, self.metrics.say)
@@ -196,6 +200,15 @@ class Run:
         self.text_sample = writes and partial(text_sample, ranks, self.sharded.model, tokenizer, self.streams["val"])
         step = self.step if cfg.init_from == "resume" else None
         self.checkpoints = Checkpoints(cfg, ranks, self.stop, self.metrics, step, state["best_val_loss"])
+
+    def open_loader(self):
+        """Let `batches` begin with those of the next step."""
+        micro_steps, ranks = map(self.parts.micro_steps, itertools.count(self.step)), self.ranks
+        self.loader = Loader(
+            self.streams["train"], self.objective, self.cfg.batch_size, micro_steps, ranks.data_rank, ranks.data_size,
+            self.cfg.seed, ranks.device, start=self.samples,
+        )  # fmt: skip
+        self.batches = data_errors_end_the_run(self.loader)
 
     def open_metrics(self, cleanup: ExitStack) -> Silent:
         """The metrics of the first rank, which also writes the flags and the tokenizer; nothing on other ranks."""
@@ -268,11 +281,12 @@ class Run:
             self.checkpoints.best_loss = val_loss
         return val_loss if is_best else None, worth_saving
 
-    def train_step(self, lr: float) -> tuple[Tensor, Tensor]:
-        """One optimizer step at this learning rate; returns (this rank's mean loss, gradient norm)."""
+    def train_step(self, lr: float) -> tuple[Tensor, Tensor] | None:
+        """One optimizer step at this learning rate; returns (this rank's mean loss, gradient norm), or None if the run
+        went back to its last checkpoint instead."""
         cfg, ranks, parts = self.cfg, self.ranks, self.parts
         parts.optimizer.set_lr(lr)
-        loss, grad_norm = parts.backward(self.batches), parts.clip()
+        loss, grad_norm = parts.backward(self.batches, self.step), parts.clip()
         self.stop.unsaved_steps = True  # on all ranks: the norm needs them all, so no rank has ended in its first step
         # With a scaler, an infinite gradient may only mean that its scale was too large, so there the loss decides.
         figure = ranks.sum(loss.clone()) if parts.scaler.is_enabled() else grad_norm  # the same on all ranks
@@ -282,22 +296,50 @@ class Run:
             # Reading the value makes the host wait for a GPU, so it is read only in steps that are logged.
             if self.step % self.log_interval == 0 or ranks.device.type == "cpu":
                 self.check_finite()
-        skip = cfg.skip_nonfinite and not finite
+        skip, spike = cfg.skip_nonfinite and not finite, None
         if cfg.spike_factor and math.isfinite(norm := grad_norm.item()):  # the host waits for a GPU
-            if ratio := self.spikes.ratio(norm):
+            if spike := self.spikes.ratio(norm):
                 skip = True
                 self.metrics.say(
-                    f"step {self.step} is left out: the norm of its gradient, {norm:.3g}, is {ratio:.1f} times the "
+                    f"step {self.step} is left out: the norm of its gradient, {norm:.3g}, is {spike:.1f} times the "
                     "median of the last ones"
                 )
         self.skipped += skip
         parts.update(skip)
-        self.samples += self.work.samples_per_step
+        self.samples += cfg.samples(self.step)
+        if spike and cfg.spike_action == "rollback" and self.roll_back():
+            return None
         if ranks.compile and self.graphs_of_first_step is None:
             self.graphs_of_first_step = compilation.graphs()
             for cause in compilation.graph_breaks():
                 self.metrics.say(f"warning: torch.compile leaves a part of each step uncompiled: {cause}")
         return loss, grad_norm
+
+    def roll_back(self) -> bool:
+        """Go back to the last checkpoint, and on with the samples after those that were read; returns whether there is
+        a checkpoint."""
+        self.checkpoints.wait()
+        saved = self.checkpoints.last_written_step
+        if saved is None:
+            self.metrics.say("there is no checkpoint yet to go back to")
+            return False
+        self.rollbacks[saved] += 1
+        if self.rollbacks[saved] > ROLLBACKS:
+            self.checkpoints.fail(
+                f"after {ROLLBACKS} rollbacks to step {saved} there is a spike again; lower --learning_rate, or leave "
+                "out single steps with --spike_action=skip"
+            )
+        with self.metrics.paused():
+            state = run_state.restore(self.cfg, self.ranks, self.sharded, self.parts.optimizer)
+            run_state.restore_scaler(self.parts.scaler, state["scaler"], self.cfg.out_dir)
+            left_out, came_from = self.samples - state["samples"], self.step
+            self.step, self.spikes.norms = saved, state.get("norms", [])
+            self.loader.close()
+            self.open_loader()
+            with self.checkpoints.handle_write_errors():
+                self.metrics.roll_back(saved, {"from_step": came_from, "samples_left_out": left_out})
+        self.metrics.say(f"back to step {saved}; the {left_out:,} samples read since then are left out")
+        return True
 
     def check_finite(self):
         """End the run if a gradient was not finite, so that the weights after it are never saved."""
@@ -305,12 +347,11 @@ class Run:
             return
         self.checkpoints.wait()
         bad, saved = int(self.first_bad_step), self.checkpoints.last_written_step
-        size = self.work.samples_per_step
-        first = self.samples - (self.step - bad) * size  # self.samples is the first one of self.step
+        first = self.samples - sum(map(self.cfg.samples, range(bad, self.step)))  # self.samples begins self.step
         kept = "nothing is saved yet" if saved is None else f"the checkpoint of step {saved} is good"
         self.checkpoints.fail(
             f"the loss or its gradient is not finite at step {bad} (samples {first} to "
-            f"{first + size - 1}); {kept}; lower --learning_rate, or leave such steps out with "
+            f"{first + self.cfg.samples(bad) - 1}); {kept}; lower --learning_rate, or leave such steps out with "
             "--skip_nonfinite=True"
         )
 

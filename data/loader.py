@@ -13,7 +13,8 @@ Evaluation reads the windows of all sources, one source after another, and ignor
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice, repeat
 from queue import SimpleQueue
 
 import numpy as np
@@ -138,8 +139,9 @@ class Loader:
     """Yields training batches without end, from sample `start` on: dicts of Model.forward's arguments, by name.
 
     All tensors are int64 on `device`. A step is `micro_steps` micro-batches on each of `data_size` data-parallel
-    ranks, of which this is `data_rank`. A thread prepares the next two batches; next() raises the thread's exceptions.
-    Call close() at the end. ValueError if a source is shorter than one window.
+    ranks, of which this is `data_rank`; one number holds for all steps, several are those of the steps from `start` on.
+    A thread prepares the next two batches; next() raises the thread's exceptions. Call close() at the end. ValueError
+    if a source is shorter than one window.
     """
 
     AHEAD = 2  # batches prepared before they are asked for
@@ -150,7 +152,7 @@ class Loader:
         stream: TokenStream,
         objective: Objective,
         batch_size: int,
-        micro_steps: int = 1,
+        micro_steps: int | Iterable[int] = 1,
         data_rank: int = 0,
         data_size: int = 1,
         seed: int = 0,
@@ -158,7 +160,8 @@ class Loader:
         start: int = 0,
     ):
         self.stream, self.objective, self.seed = stream, objective, seed
-        self.batch_size, self.micro_steps = batch_size, micro_steps
+        self.batch_size = batch_size
+        self.micro_steps = repeat(micro_steps) if isinstance(micro_steps, int) else micro_steps
         self.data_rank, self.data_size, self.device = data_rank, data_size, torch.device(device)
         self.counts = windows_per_source(stream, objective.block_size)
         self.n_windows = sum(self.counts)
@@ -187,21 +190,25 @@ class Loader:
         drawn = whole * rounds + part
         return {name: int(d) / n for (name, *_), d, n in zip(self.stream.sources, drawn, self.counts, strict=True)}
 
+    def _starts(self, start: int) -> Iterator[int]:
+        """Yields the first sample of each of this rank's batches; `start` is that of all ranks' next step."""
+        for micro_steps in self.micro_steps:
+            share = self.batch_size * micro_steps  # the samples of this step that this rank reads
+            first = start + self.data_rank * share
+            yield from range(first, first + share, self.batch_size)
+            start += self.data_size * share
+
     def _work(self, start: int) -> None:
-        share = self.batch_size * self.micro_steps  # the samples of a step that this rank reads
-        # Many batches are planned at once, because a call of `permute` costs more than its samples.
-        batches = np.arange(-(-self.PLANNED // self.batch_size))
+        starts = self._starts(start)
         try:
-            while True:
-                step, micro_step = batches // self.micro_steps, batches % self.micro_steps
-                starts = start + (step * self.data_size + self.data_rank) * share + micro_step * self.batch_size
-                samples = starts[:, None] + np.arange(self.batch_size)
+            # Many batches are planned at once, because a call of `permute` costs more than its samples.
+            while planned := list(islice(starts, -(-self.PLANNED // self.batch_size))):
+                samples = np.array(planned)[:, None] + np.arange(self.batch_size)
                 for windows, keys in zip(self.windows(samples), corruption_keys(samples, self.seed), strict=True):
                     self._wanted.acquire()
                     if self.closed:
                         return
                     self._ready.put(_batch(self.stream, self.objective, windows, keys, self.device))
-                batches += len(batches)
         except BaseException as e:  # of any kind, since next() would otherwise wait forever
             self._ready.put(e)
 

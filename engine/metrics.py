@@ -74,7 +74,7 @@ def truncate_metrics(path: Path, step: int):
 class Events:
     """Writes TensorBoard events. These imports take 0.2 s; torch.utils.tensorboard would take 3 s."""
 
-    def __init__(self, folder: Path, step: int):
+    def __init__(self, folder: Path):
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.record_writer import RecordWriter
@@ -83,9 +83,12 @@ class Events:
         self.Event, self.Summary = event_pb2.Event, summary_pb2.Summary
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self.records = RecordWriter(open(folder / name, "wb"))
+        self.start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self.write(file_version="brain.Event:2")
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # readers then drop older events from `step` on
-        self.write(step=step, session_log=start)
+
+    def begin(self, step: int):
+        """Lets readers drop the events of `step` and later that are there."""
+        self.write(step=step, session_log=self.start)
 
     def scalars(self, step: int, figures: dict):
         values = [self.Summary.Value(tag=tag, simple_value=x) for tag, x in figures.items()]
@@ -223,7 +226,7 @@ class Silent:
     def log(self, *args, **figures):
         """Does nothing."""
 
-    norms = evaluation = sample = say = close = log
+    norms = evaluation = sample = say = close = roll_back = log
 
     def paused(self) -> AbstractContextManager:
         return nullcontext()
@@ -252,14 +255,27 @@ class Metrics(Silent):
     ):
         folder = Path(out_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        truncate_metrics(folder / "metrics.jsonl", step)
-        self.file, self.events = open(folder / "metrics.jsonl", "a"), Events(folder, step)
+        self.path, self.events = folder / "metrics.jsonl", Events(folder)
+        self.begin(step)
         self.loggers = [self.events, *([Wandb(folder, flags)] if flags.get("wandb_log") else [])]
-        self.console, self.steps, self.tokens = Console(max_iters), step, tokens
+        self.console, self.tokens = Console(max_iters), tokens
         self.flops_per_token, self.peak, self.device = flops_per_token, peak, device
         self.synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
         self.events.hparams(flags)
         self.since = self.sampled = time.perf_counter()  # start of the interval to the next log, end of the last sample
+
+    def begin(self, step: int):
+        """Removes the lines of `step` and later; the next ones follow."""
+        truncate_metrics(self.path, step)
+        self.file, self.steps = open(self.path, "a"), step
+        self.events.begin(step)
+
+    def roll_back(self, step: int, figures: dict[str, float]):
+        """Begins again at `step`, with a line of kind rollback."""
+        self.file.close()
+        with writing(self.path):
+            self.begin(step)
+        self.write(step, "rollback", figures)
 
     def log(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int, epoch=None, skipped: int = 0):
         """Logs step `step`: loss in nats; tokens, skipped steps and epoch (or epoch per source) since the start."""
@@ -298,7 +314,7 @@ class Metrics(Silent):
 
     def norms(self, step: int, norms: dict[str, float]):
         """Logs norms by tag, such as grad_norm/blocks.0, in TensorBoard and wandb only."""
-        with writing(self.file.name):
+        with writing(self.path):
             for logger in self.loggers:
                 logger.scalars(step, norms)
 
@@ -306,7 +322,7 @@ class Metrics(Silent):
         """Logs the text of write_text(seconds) in TensorBoard only. It ends its text after so many seconds, which are a
         hundredth of the time since the last sample, or since the start."""
         text = write_text((time.perf_counter() - self.sampled) / 100)
-        with writing(self.file.name):
+        with writing(self.path):
             self.events.text(step, "eval/sample", text)
         self.sampled = time.perf_counter()
 
@@ -336,7 +352,7 @@ class Metrics(Silent):
     def write(self, step: int, kind: str, figures: dict):
         # A float's repr has all its digits. JSON has no nan and inf; they become null.
         figures = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in figures.items()}
-        with writing(self.file.name):
+        with writing(self.path):
             self.file.write(json.dumps({"step": step, "kind": kind} | figures) + "\n")
             self.file.flush()
             for logger in self.loggers:

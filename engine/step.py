@@ -1,7 +1,7 @@
 """One optimizer step, and a trace of some steps. tools/speed.py, which measures steps, calls a step as a whole.
 
     step = Step(cfg, sharded)               # makes the optimizer too
-    loss, grad_norm = step(batches, lr)
+    loss, grad_norm = step(batches, number)
 
 train.py calls the three parts itself, because it looks at the gradient before the update.
 """
@@ -25,26 +25,29 @@ class Step:
 
     def __init__(self, cfg, sharded: ShardedModel):
         ranks = sharded.ranks
-        self.sharded, self.grad_clip = sharded, cfg.grad_clip
-        self.micro_steps = cfg.gradient_accumulation_steps // ranks.data_size  # of this rank
+        self.cfg, self.sharded = cfg, sharded
         self.optimizer = optim.build(sharded.model, cfg, sharded, ranks.dtype)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
 
-    def __call__(self, batches: Iterator, lr: float) -> tuple[Tensor, Tensor]:
-        """Make a step with this learning rate; returns (this rank's mean loss, gradient norm)."""
-        self.optimizer.set_lr(lr)
-        loss, grad_norm = self.backward(batches), self.clip()
+    def __call__(self, batches: Iterator, step: int) -> tuple[Tensor, Tensor]:
+        """Make the step of this number; returns (this rank's mean loss, gradient norm)."""
+        self.optimizer.set_lr(optim.learning_rate(step, self.cfg))
+        loss, grad_norm = self.backward(batches, step), self.clip()
         self.update()
         return loss, grad_norm
 
-    def backward(self, batches: Iterator) -> Tensor:
-        """Set the gradient, times the scaler's factor; returns this rank's mean loss."""
-        return self.sharded.backward(batches, self.micro_steps, self.scaler)
+    def micro_steps(self, step: int) -> int:
+        """The number of micro-batches of this step on this rank."""
+        return self.cfg.micro_batches(step) // self.sharded.ranks.data_size
+
+    def backward(self, batches: Iterator, step: int) -> Tensor:
+        """Set the gradient of this step, times the scaler's factor; returns this rank's mean loss."""
+        return self.sharded.backward(batches, self.micro_steps(step), self.scaler)
 
     def clip(self) -> Tensor:
         """Divide the gradient by the scaler's factor and clip it; returns its norm before the clipping."""
         self.scaler.unscale_(self.optimizer)
-        return self.sharded.clip(self.grad_clip)
+        return self.sharded.clip(self.cfg.grad_clip)
 
     def update(self, skip: bool = False):
         """Update the weights, unless the step is to be skipped, and free the gradient."""

@@ -434,8 +434,8 @@ FAULTS = [
     ),
     (
         "train.py",
-        "self.samples += self.work.samples_per_step",
-        "self.samples += self.work.samples_per_step * bool(finite)",
+        "self.samples += cfg.samples(self.step)",
+        "self.samples += cfg.samples(self.step) * bool(finite)",
         "A step that is left out does not count its samples, so a resume reads some of the data again.",
         "tests/training/test_train.py::test_skip_nonfinite",
     ),
@@ -895,5 +895,19 @@ FAULTS = [
         "coming.view(-1, n).sum(0)",
         "Ranks that divide experts expect the tokens of one rank from another.",
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[ep+cp]",
+    ),
+    (
+        "train.py",
+        'self.step, self.spikes.norms = saved, state.get("norms", [])',
+        "self.step = saved",
+        "After a rollback the norms of the steps that were undone still count, so a resume finds other spikes.",
+        "tests/training/test_train.py::test_a_spike_rolls_back",
+    ),
+    (
+        "configurator.py",
+        "for n, end in self.ramp if step < end",
+        "for n, end in self.ramp if step <= end",
+        "Each part of batch_ramp lasts one step too long.",
+        "tests/training/test_train.py::test_the_batch_grows",
     ),
 ]

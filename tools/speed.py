@@ -95,7 +95,7 @@ class Training:
         self.sharded = ShardedModel(cfg, ranks)
         self.sharded.init_weights(cfg.seed)
         self.parts_of_step = Step(cfg, self.sharded)
-        part = self.parts_of_step.micro_steps, ranks.data_rank, ranks.data_size
+        part = map(self.parts_of_step.micro_steps, itertools.count()), ranks.data_rank, ranks.data_size
         self.loader = Loader(data.split("train"), objective, cfg.batch_size, *part, cfg.seed, ranks.device)
         self.close = self.loader.close
 
@@ -103,7 +103,7 @@ class Training:
         """Make n steps. Returns the milliseconds of one, all losses (this rank's means) and all gradient norms."""
         start, losses, norms = time.perf_counter(), [], []
         for _ in range(n):
-            loss, norm = self.parts_of_step(self.loader, optim.learning_rate(self.done, self.cfg))
+            loss, norm = self.parts_of_step(self.loader, self.done)
             losses.append(loss)
             norms.append(norm)
             self.done += 1
@@ -120,7 +120,7 @@ class Training:
             model.register_forward_hook(lambda *_: begin("backward")),
         ]
         begin("data")
-        parts.backward(self.loader)
+        parts.backward(self.loader, self.done)
         begin("optimizer")
         parts.clip()
         parts.update()

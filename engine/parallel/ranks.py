@@ -140,6 +140,7 @@ def check_layout(cfg, size: int):
         f"{remedy}, or set them to 1",
     )
     data, micro_batches = data_ranks(cfg, size), cfg.gradient_accumulation_steps
+    ranks = f"the {data} {'ranks' if data == size else 'data-parallel ranks'}"
     require(
         data % replicas(cfg) == 0,
         f"dp_replicate={cfg.dp_replicate} does not divide the {data} data-parallel ranks; set a divisor",
@@ -147,9 +148,11 @@ def check_layout(cfg, size: int):
     require(
         micro_batches % data == 0,
         f"gradient_accumulation_steps={micro_batches} counts the micro-batches of all ranks together and is not "
-        f"divisible by the {data} {'ranks' if data == size else 'data-parallel ranks'}; set it to "
-        f"{-(-micro_batches // data) * data}",
+        f"divisible by {ranks}; set it to {-(-micro_batches // data) * data}",
     )
+    good = cfg.pp == 1 and all(n % data == 0 for n, _ in cfg.ramp) or not cfg.ramp
+    remedy = f"multiples of {data}" if cfg.pp == 1 else "pp to 1, as a pipeline's schedule has one number"
+    require(good, f"batch_ramp={cfg.batch_ramp} has to be divided among {ranks}; set {remedy}")
     require(
         cfg.optimizer != "muon" or not cfg.fsdp_offload,
         "optimizer=muon does not work with fsdp_offload=True: it would multiply whole matrices on the CPU; use "

@@ -146,6 +146,17 @@ def test_order_does_not_depend_on_the_ranks(batch_size, micro_steps, seed, steps
             assert torch.equal(together, torch.cat(alone[step * size : (step + 1) * size]))
 
 
+def test_steps_of_different_sizes():
+    """Each step's samples follow those of the step before, and each rank reads its slice of them."""
+    whole = torch.cat(take(Loader(stream_of(300), causal(8), 1, seed=4), 200)).reshape(200, -1)
+    ranks = [take(Loader(stream_of(300), causal(8), 2, iter([1, 3, 2, 9]), r, 2, 4, start=5), 6) for r in range(2)]
+    at, done = 5, 0
+    for n in (1, 3, 2):
+        step = torch.cat([torch.cat(batches[done : done + n]) for batches in ranks])
+        assert torch.equal(step, whole[at : at + 4 * n])
+        at, done = at + 4 * n, done + n
+
+
 @given(st.integers(0, 40), st.integers(1, 3), st.integers(1, 4))
 @FEW
 def test_resume_is_one_integer(step, micro_steps, batch_size):

@@ -70,6 +70,7 @@ class Run:
     def costs_of(self, setting: str = "") -> Costs:
         """The costs of a training with this setting."""
         cfg, eval_iters = self.read(setting), self.options.eval_iters
+        require(not cfg.batch_ramp, f"batch_ramp={cfg.batch_ramp}: the steps of a comparison are equal; leave it out")
         data, objective, cfg.vocab_size = open_with_objective(cfg)
         with torch.device("meta"):
             whole_model = Model(cfg)
