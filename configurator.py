@@ -66,6 +66,7 @@ class Config(ModelConfig):
     dataset: str = "pycode"  # folder under data/, or a path; or a mixture by weight, as a:0.7,b:0.3
     batch_size: int = 12  # sequences per micro-batch
     gradient_accumulation_steps: int = 40  # micro-batches of one step, over all ranks
+    pairs: bool | Literal["auto"] = "auto"  # learn the targets of pairs alone (docs/data.md); auto = if data have any
     corrupt_ratio: float = 0.15  # share of the tokens that the objectives masked and seq2seq restore
     span_length: float = 3.0  # mean length of the spans that seq2seq restores
     verify_data: bool = False  # check every shard's SHA-256 before the first step
