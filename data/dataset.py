@@ -218,12 +218,9 @@ def _open_mixture(name: str, root: str | Path, vocab_size: int, verify: bool) ->
     opened = {source: open_data(source, root, vocab_size, verify) for source in weights}
     (name_of_first, first), *_ = opened.items()
     for source, data in opened.items():
-        kinds = [
-            (d.tokenizer and d.tokenizer.hash, d.meta and d.meta["vocab_size"], d.eot, d.pairs) for d in (first, data)
-        ]
-        for what, one, other in zip(
-            ("tokenizer", "vocabulary size", "end-of-text id", "mask of targets"), *kinds, strict=True
-        ):
+        two, names = (first, data), ("tokenizer", "vocabulary size", "end-of-text id", "mask of targets")
+        kinds = [(d.tokenizer and d.tokenizer.hash, d.meta and d.meta["vocab_size"], d.eot, d.pairs) for d in two]
+        for what, one, other in zip(names, *kinds, strict=True):
             require(
                 one == other,
                 f"dataset={name!r}: {name_of_first} and {source} cannot be mixed, because their meta.json differ in "
