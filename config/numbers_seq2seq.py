@@ -16,13 +16,13 @@ mlp = "relu"
 label_smoothing = 0.1
 
 optimizer = "muon"
-max_iters = 500
+max_iters = 400
 muon_lr = 0.01
 learning_rate = 0.003
 min_lr = 0.0
 schedule = "wsd"
 warmup_iters = 30
-cooldown_iters = 200
+cooldown_iters = 150
 
 eval_interval = 100
 eval_iters = 20

@@ -1,20 +1,26 @@
 """Pairs: preparation, packing and batches compared with naive loops over the documents; what is refused."""
 
 import gzip
+import importlib.util
 import json
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import TINY, metrics, read_all, refused
+from helpers import ROOT, TINY, metrics, read_all, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_corpus import args, error, files_of, small, validates  # noqa: F401
 
+import evaluate
+import sample
 import train
 from configurator import Config
 from data import corpus
@@ -25,6 +31,7 @@ from data.pairs import documents
 from data.sources import find_files
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
+from engine.checkpoint import weights
 
 EOT = 256
 ROWS = [(f"{i} " * (i % 5), "é" * (i % 3) + str(i)) for i in range(60)]  # some sources and no target are empty
@@ -312,3 +319,117 @@ def test_pairs_false_trains_on_all_tokens(tmp_path):
     batch = next(eval_batches(stream, objective, 2))
     assert batch.keys() == {"idx", "targets"} and not cfg.doc_mask
     assert torch.equal(batch["idx"][0], torch.tensor(read_all(stream)[:16])) and (batch["targets"] >= 0).all()
+
+
+# ----------------------------------------------------------------------------------------------- answers and samples
+
+
+@pytest.fixture(scope="module")
+def translators(tmp_path_factory) -> Path:
+    """Runs of both objectives that have learned to copy one of three words, and of a few steps of a text."""
+    folder = tmp_path_factory.mktemp("translators")
+    words = ["ab", "cde", "f"]
+    prepared(folder, [(words[i % 3], words[i % 3].upper()) for i in range(60)])
+    for name in PAIRS:
+        flags = [*TINY, f"--dataset={folder / 'out'}", "--block_size=24", "--max_iters=150", "--eval_interval=0"]
+        train.main([*flags, f"--objective={name}", f"--out_dir={folder / name}", "--pos=rope"])
+    return folder
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("beams", [[], ["--num_beams=3", "--length_penalty=0.5"]])
+def test_answers_are_those_of_a_loop(translators, name, beams, capsys, tmp_path, monkeypatch):
+    """Exact matches and the answers themselves, without batches and caches; BLEU by a stand-in for sacrebleu."""
+    said = []
+    package = SimpleNamespace(corpus_bleu=lambda *given: said.append(given) or SimpleNamespace(score=12.5))
+    package.__spec__ = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "sacrebleu", package)
+    file = tmp_path / "answers.jsonl"
+    flags = [f"--out_dir={translators / name}", "--device=cpu", f"--answers={file}", *beams]
+    evaluate.main([*flags, "--json", "--batch_size=2"])
+    figures = json.loads(capsys.readouterr().out)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    stream = open_data(translators / "out").split("val")
+    rows, ids = documents(stream).tolist(), read_all(stream)
+    assert [line["source"] for line in lines] == [bytes(ids[a:b]).decode() for a, b, _ in rows]
+    assert [line["target"] for line in lines] == [bytes(ids[b : c - 1]).decode() for _, b, c in rows]
+    assert [line["target"] for line in lines] == [line["source"].upper() for line in lines]
+    right = [line["answer"] == line["target"] for line in lines]
+    assert figures["exact_match"] == sum(right) / len(right) > 0.5 and figures["bleu"] == 12.5
+    assert said == [(tuple(line["answer"] for line in lines), [tuple(line["target"] for line in lines)])]
+    path, model, tokenizer = weights.alone(str(translators / name), torch.device("cpu"), torch.float32, lambda flags: 0)
+    for line in () if beams else lines:
+        source, out = torch.tensor([list(line["source"].encode())]), []
+        while len(out) < 24 and out[-1:] != [EOT]:
+            if name == "causal":
+                logits = model(torch.cat((source, torch.tensor([out], dtype=torch.int64)), dim=1))
+            else:
+                logits = model(torch.tensor([[EOT, *out]]), source=torch.cat((source, torch.tensor([[EOT]])), dim=1))
+            out.append(logits[0, -1, :257].argmax().item())
+        assert tokenizer.decode(out[:-1]) == line["answer"]
+    evaluate.main(flags)
+    assert f"; {figures['exact_match']:.2%} exact matches, BLEU 12.50" in capsys.readouterr().out
+
+
+def test_without_sacrebleu_a_note_says_how_to_get_it(translators, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    evaluate.main([f"--out_dir={translators / 'seq2seq'}", "--device=cpu", f"--answers={tmp_path / 'x'}"])
+    out, err = capsys.readouterr()
+    assert "exact matches" in out and "BLEU" not in out and "no BLEU: pip install -e .[bleu]" in err
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_samples_of_pairs(translators, name, capsys):
+    """A translation is greedy by default and has no blanks; beams give the likeliest texts, the first one first."""
+
+    def sampled(*flags: str) -> str:
+        capsys.readouterr()
+        sample.main([f"--out_dir={translators / name}", "--device=cpu", "--start=cde", *flags])
+        return capsys.readouterr().out
+
+    prompt = "cde" * (name == "causal")
+    greedy = sampled("--temperature=0")
+    assert greedy == f"{prompt}CDE\n" and (name == "causal" or sampled() == greedy)
+    several = sampled("--num_beams=4", "--num_samples=3").split(sample.SEPARATOR)
+    assert len({*several}) == 3 and several[0] == f"{prompt}CDE" and all(text.startswith(prompt) for text in several)
+    for flags, words in (
+        (["--num_beams=2", "--num_samples=3"], "num_beams=2 (command line) find no num_samples=3"),
+        (["--num_beams=2", "--temperature=0.5"], "--temperature=0.5 (command line) is used only with"),
+        (["--length_penalty=2.0"], "is used only with num_beams > 1"),
+        (["--blank=x"], "blank=x has no effect"),
+        (["--start=" + "x" * 24], "has 25 tokens with its end, more than block_size=24; shorten it"),
+    )[: 4 + (name == "seq2seq")]:
+        assert words in refused(sample.main, [f"--out_dir={translators / name}", *flags], capsys)
+
+
+def test_answers_need_pairs(trained, translators, capsys, tmp_path):
+    flags = [f"--out_dir={trained}", "--device=cpu", f"--answers={tmp_path / 'x'}"]
+    assert "needs pairs, and dataset=" in refused(evaluate.main, flags, capsys)
+    for flags, words in ((["--num_beams=2"], "used only with answers"), (["--answers=x", "--file=y"], "file is y")):
+        assert words in refused(evaluate.main, [f"--out_dir={translators / 'causal'}", *flags], capsys)
+
+
+def test_numbers_in_words(tmp_path):
+    """Known numbers, and pairs of different numbers in the splits."""
+    spec = importlib.util.spec_from_file_location("numbers_prepare", ROOT / "data" / "numbers" / "prepare.py")
+    spec.loader.exec_module(numbers := importlib.util.module_from_spec(spec))
+    known = {
+        0: ("zero", "null"), 1: ("one", "eins"), 17: ("seventeen", "siebzehn"), 30: ("thirty", "dreißig"),
+        21: ("twenty-one", "einundzwanzig"), 101: ("one hundred one", "einhunderteins"),
+        16_000: ("sixteen thousand", "sechzehntausend"), 1001: ("one thousand one", "eintausendeins"),
+        701_206: ("seven hundred one thousand two hundred six", "siebenhunderteintausendzweihundertsechs"),
+        76_000: ("seventy-six thousand", "sechsundsiebzigtausend"),
+    }  # fmt: skip
+    assert {n: (numbers.english(n), numbers.german(n)) for n in known} == known
+    assert len({numbers.english(n) for n in range(10**4)}) == len({numbers.german(n) for n in range(10**4)}) == 10**4
+    command = [sys.executable, str(ROOT / "data" / "numbers" / "prepare.py"), f"--out={tmp_path / 'out'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("29,000 + 1,000 pairs, ")
+    texts = []
+    for split in ("train", "val"):
+        stream = open_data(tmp_path / "out", verify=True).split(split)
+        ids, of_split = read_all(stream), documents(stream).tolist()
+        texts += [bytes(ids[a:b]).decode() for a, b, _ in of_split]
+        for _, b, c in of_split[:300]:
+            assert ids[c - 1] == EOT and bytes(ids[b : c - 1]).decode().isalpha() and c - b <= 128
+    assert len({*texts}) == 30_000
