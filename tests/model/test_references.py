@@ -1076,7 +1076,7 @@ def test_beam_search_equals_hugging_faces(hf, architecture, n_beams, length_pena
     given, source, new = (tokens(S) if whole else idx), tokens(S) if whole else None, T - idx.size(1)
     usual = torch.stack(list(generate(ours, idx, new, lambda z: z.argmax(-1), source)), dim=1)
     ends = set()
-    for eot in {*usual.flatten().tolist(), *range(0, V, 7)}:
+    for eot in {*usual[:, ::5].flatten().tolist(), *range(0, V, 7)}:
         theirs = reference.generate(
             given, attention_mask=torch.ones_like(given), max_new_tokens=new, do_sample=False, num_beams=n_beams,
             num_return_sequences=n_beams, early_stopping=False, length_penalty=length_penalty, eos_token_id=eot,
