@@ -17,28 +17,22 @@ from engine.decode import beam_search
 from model import Model
 
 
-def read_pairs(stream: TokenStream, eot: int, n: int) -> list[tuple[list[int], list[int]]]:
-    """(source, first target), ids without end-of-text, of the first n documents; of all if n is 0."""
-    pairs = []
-    for first, target, end in documents(stream)[: n or None].tolist():
-        ids = np.empty((1, end - first), dtype=np.int64)
-        stream.read(np.array([first]), ids)
-        rest = ids[0, target - first :].tolist()
-        pairs.append((ids[0, : target - first].tolist(), rest[: rest.index(eot)]))
-    return pairs
-
-
 @torch.inference_mode()
 def answer(
     model: Model, tokenizer: Tokenizer, stream: TokenStream, device: torch.device, batch_size: int, n: int,
     num_beams: int, length_penalty: float, file: str,
 ) -> dict:  # fmt: skip
-    """Writes the source, the target and the answer of the stream's first n pairs into a file, a JSON object in each
-    line. Returns the share of answers that are the target, and with sacrebleu the corpus BLEU.
+    """Writes the source, the first target and the answer of the stream's first n pairs, all if n is 0, into a file, a
+    JSON object in each line. Returns the share of answers that are the target, and with sacrebleu the corpus BLEU.
 
     A batch has sources of one length, so it needs no padding, and an answer depends on its own source alone.
     """
-    pairs, eot, limit = read_pairs(stream, tokenizer.eot, n), tokenizer.eot, model.cfg.block_size
+    pairs, eot, limit = [], tokenizer.eot, model.cfg.block_size
+    for first, target, end in documents(stream)[: n or None].tolist():
+        ids = np.empty((1, end - first), dtype=np.int64)
+        stream.read(np.array([first]), ids)
+        rest = ids[0, target - first :].tolist()
+        pairs.append((ids[0, : target - first].tolist(), rest[: rest.index(eot)]))
     batches, answers = defaultdict(list), {}
     for i, (source, _) in enumerate(pairs):
         batches[len(source)].append(i)
@@ -51,9 +45,8 @@ def answer(
             found = beam_search(model, idx, room, num_beams, eot, tokenizer.vocab_size, source, length_penalty)
             answers |= {i: best for i, (best, *_) in zip(rows, found, strict=True)}
     texts = [[tokenizer.decode(ids) for ids in (*pair, answers[i])] for i, pair in enumerate(pairs)]
-    names = "source", "target", "answer"
-    lines = [json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) for row in texts]
-    write_file(Path(file), "".join(f"{line}\n" for line in lines).encode())
+    records = [dict(zip(("source", "target", "answer"), row, strict=True)) for row in texts]
+    write_file(Path(file), "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records).encode())
     figures = {"exact_match": sum(answers[i] == target for i, (_, target) in enumerate(pairs)) / len(pairs)}
     if importlib.util.find_spec("sacrebleu") is None:
         return figures | {"bleu": None, "note": "no BLEU: pip install -e .[bleu]"}

@@ -14,9 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import ROOT, TINY, metrics, read_all, refused
+from helpers import IN_FLOAT64, ROOT, TINY, distance, losses, metrics, read_all, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import launch, train_runs
 from test_corpus import args, error, files_of, small, validates  # noqa: F401
 
 import evaluate
@@ -433,3 +434,19 @@ def test_numbers_in_words(tmp_path):
         for _, b, c in of_split[:300]:
             assert ids[c - 1] == EOT and bytes(ids[b : c - 1]).decode().isalpha() and c - b <= 128
     assert len({*texts}) == 30_000
+
+
+def test_losses_of_pairs_do_not_depend_on_the_layout(tmp_path):
+    """Micro-batches and ranks have unequal numbers of targets; in float64."""
+    flags = [*TINY, f"--dataset={prepared(tmp_path)}", "--block_size=24", "--max_iters=4", "--eval_interval=2"]
+    flags += ["--label_smoothing=0.1", "--grad_clip=0.1", IN_FLOAT64]
+    layouts = {"ddp": [], "tp": ["--tp=2"], "fsdp": ["--parallel=fsdp"]}
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    named = {name: [*flags, f"--objective={name}", "--gradient_accumulation_steps=2"] for name in PAIRS}
+    launch(1, train_runs, tmp_path / "one", [[*run, f"--out_dir={tmp_path / 'one' / n}"] for n, run in named.items()])
+    many = [[*run, *how, f"--out_dir={tmp_path / 'two' / n}_{layout}"]
+            for n, run in named.items() for layout, how in layouts.items()]  # fmt: skip
+    launch(2, train_runs, tmp_path / "two", many)
+    for name in PAIRS:
+        exact = losses(tmp_path / "one" / name)
+        assert all(distance(losses(tmp_path / "two" / f"{name}_{layout}"), exact) < 1e-9 for layout in layouts)
