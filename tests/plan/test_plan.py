@@ -151,7 +151,7 @@ def nbytes(tensors) -> int:
 
 
 def batch_of(cfg: Config) -> dict:
-    task = costs.OBJECTIVE[cfg.objective](cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask)
+    task = costs.objective_class(cfg)(cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask)
     T, S = task.lengths
     idx = torch.zeros(cfg.batch_size, T, dtype=torch.int64)
     source = {"source": torch.zeros(cfg.batch_size, S, dtype=torch.int64)} if S else {}
