@@ -67,6 +67,7 @@ class Config(ModelConfig):
     batch_size: int = 12  # sequences per micro-batch
     gradient_accumulation_steps: int = 40  # micro-batches of one step, over all ranks
     batch_ramp: str = ""  # other numbers of them at first; 8:1000,16:2000 = 8 before step 1000, then 16 before 2000
+    pairs: bool | Literal["auto"] = "auto"  # learn the targets of pairs alone (docs/data.md); auto = if data have any
     corrupt_ratio: float = 0.15  # share of the tokens that the objectives masked and seq2seq restore
     span_length: float = 3.0  # mean length of the spans that seq2seq restores
     verify_data: bool = False  # check every shard's SHA-256 before the first step

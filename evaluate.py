@@ -2,6 +2,7 @@
 
     python evaluate.py --out_dir=out/x                                # on the validation set that it was trained with
     python evaluate.py --out_dir=out/x --dataset=pycode --split=train --eval_iters=100
+    python evaluate.py --out_dir=out/numbers_seq2seq --answers=answers.jsonl --num_beams=4    # of pairs: exact matches
     python evaluate.py --out_dir=out/x/step_00001000 --file=text.txt --json
     python evaluate.py --out_dir=nanogpt:ckpt.pt --dataset=shakespeare_char       # nanoGPT's weights; also hf:DIR
     torchrun --standalone --nproc_per_node=2 evaluate.py --out_dir=out/x
@@ -9,7 +10,7 @@
 
 The loss is the mean of -log p over the tokens, in nats, and the perplexity is its exponential. Bits per byte are the
 sum of -log2 p over the tokens, divided by the bytes of their text, so they compare models with different tokenizers.
-Nothing is written to a file.
+Nothing is written to a file but --answers.
 
 A data set is read in windows of block_size tokens, as `train.py --eval_only=True` reads it; a model of the objectives
 masked or seq2seq restores the same tokens in each. A text is encoded with the model's own tokenizer and may have any
@@ -40,9 +41,11 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from configurator import Config, check_range, parse
+from data.dataset import TokenStream
 from data.errors import command, require, user_errors
 from data.loader import eval_batches
 from data.objective import open_with_objective
+from engine.answers import answer
 from engine.checkpoint import weights
 from engine.checkpoint.weights import Weights
 from engine.device import resolve_device, resolve_dtype
@@ -66,6 +69,10 @@ class EvaluateConfig:
     eval_iters: int = 0  # batches of the data set, drawn at random; 0 = all of it
     file: str = ""  # text file (UTF-8) to evaluate instead of a data set
     block_size: int = 0  # tokens of context, at most the model's; 0 = the model's
+    # --- pairs
+    answers: str = ""  # file for the model's answers to the sources of pairs; adds their exact matches, and BLEU
+    num_beams: int = 1  # above 1, beam search of the answers; 1 = always the most likely token
+    length_penalty: float = 1.0  # beam search divides log p by length^length_penalty, so above 0 prefers long texts
     # --- tasks
     tasks: str = ""  # tasks of lm-eval to evaluate instead of a text, such as hellaswag,piqa, or folders of task files
     limit: int = 0  # examples of each task, 0 = all
@@ -79,12 +86,17 @@ class EvaluateConfig:
 
     USED_WHEN: ClassVar = {
         **dict.fromkeys(("file", "block_size", "parallel"), (lambda c: not c.tasks, "tasks=''")),
-        **dict.fromkeys(("dataset", "split", "eval_iters"), (lambda c: not c.tasks + c.file, "tasks='' and file=''")),
+        **dict.fromkeys(
+            ("dataset", "split", "eval_iters", "answers"), (lambda c: not c.tasks + c.file, "tasks='' and file=''")
+        ),
         "limit": (lambda c: c.tasks, "tasks"),
+        "num_beams": (lambda c: c.answers, "answers"),
+        "length_penalty": (lambda c: c.num_beams > 1, "num_beams > 1"),
     }
 
     def __post_init__(self):
-        check_range(self, "batch_size", 1)
+        check_range(self, "batch_size num_beams", 1)
+        check_range(self, "length_penalty", -100, 100)
         check_range(self, "eval_iters block_size limit", 0)
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
 
@@ -98,6 +110,7 @@ class Evaluated(NamedTuple):
     byte_lengths: Tensor | None
     why_no_bytes: str
     lengths: tuple[int, int]
+    pairs: TokenStream | None = None
 
 
 def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights, text: str) -> Evaluated:
@@ -123,7 +136,10 @@ def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) ->
     batches = eval_batches(
         stream, objective, cfg.batch_size, cfg.eval_iters, ranks.data_rank, ranks.data_size, flags.seed, ranks.device
     )
-    return Evaluated(stream.name, batches, *byte_lengths(flags, data, ranks), objective.lengths)
+    fact = f"answers={cfg.answers} needs pairs, and dataset={flags.dataset} is trained on as text"
+    require(flags.pairs or not cfg.answers, f"{fact}; leave answers out, or prepare pairs (docs/data.md)")
+    pairs = stream if cfg.answers else None
+    return Evaluated(stream.name, batches, *byte_lengths(flags, data, ranks), objective.lengths, pairs)
 
 
 def evaluate_text(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], text: str, found: Weights) -> dict:
@@ -134,14 +150,20 @@ def evaluate_text(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], te
     shorter = replace(flags, block_size=cfg.block_size or limit)
     part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)
     memory.check_evaluation(cfg, flags, ranks, part.lengths)
-    nats, tokens, n_bytes = total_loss(ranks, found.load(flags, ranks), part.byte_lengths, part.batches)
+    sharded = found.load(flags, ranks)
+    nats, tokens, n_bytes = total_loss(ranks, sharded, part.byte_lengths, part.batches)
     loss = nats / tokens
-    return {
+    figures = {
         "model": str(found.path), "data": part.name, "loss": loss,
         "perplexity": math.exp(loss) if loss < 709 else math.inf,
         "bits_per_byte": nats / math.log(2) / n_bytes if n_bytes else None,
         "tokens": int(tokens), "bytes": int(n_bytes) if n_bytes else None, "note": part.why_no_bytes,
     }  # fmt: skip
+    if part.pairs is None:
+        return figures
+    how = ranks.device, cfg.batch_size, cfg.eval_iters * cfg.batch_size, cfg.num_beams, cfg.length_penalty, cfg.answers
+    with ranks.autocast():
+        return figures | answer(sharded.model, found.tokenizer(), part.pairs, *how)
 
 
 def evaluate_tasks(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], found: Weights) -> dict:
@@ -185,6 +207,8 @@ def line(figures: dict) -> str:
     return (
         f"{figures['model']} on {figures['data']}: loss {figures['loss']:.4f} nats per token{of_bytes}, "
         f"perplexity {figures['perplexity']:.4g}, over {figures['tokens']:,} tokens"
+        + (f"; {figures['exact_match']:.2%} exact matches" if "exact_match" in figures else "")
+        + (f", BLEU {figures['bleu']:.2f}" if figures.get("bleu") is not None else "")
     )
 
 
@@ -209,7 +233,8 @@ def main(argv: list[str] | None = None):
         if cfg.tasks:
             figures = weights.read(cfg.out_dir, lambda found: evaluate_tasks(cfg, ranks, machine, found))
         else:
-            machine |= {"dataset": cfg.dataset} if cfg.dataset else {}
+            machine |= {"dataset": cfg.dataset, "pairs": "auto"} if cfg.dataset else {}
+            require(size == 1 or not cfg.answers, "answers are written by one process; start it without torchrun")
             figures = weights.read(cfg.out_dir, lambda found: evaluate_text(cfg, ranks, machine, text, found))
     if ranks.first:
         show(cfg, figures)

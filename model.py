@@ -129,6 +129,7 @@ class ModelConfig:
     doc_positions: bool = False  # positions count from the beginning of each document; needs doc_mask
     # --- model: loss
     logit_softcap: float = 0.0  # c tanh(logits / c), 0 = off
+    label_smoothing: float = 0.0  # share of a target's probability that all ids share in training (arXiv:1706.03762)
     z_loss: float = 0.0  # factor of the mean squared log-sum-exp of the logits (arXiv:2204.02311); 0 = off
     loss_chunk: int = 0  # most tokens whose logits exist at once in the loss; 0 = 128 MiB of float32, on a GPU 1 GiB
 
@@ -151,7 +152,8 @@ class ModelConfig:
         near = -(-C // H) * H
         fact = f"n_embd={C} is not divisible by n_head={H}"
         require(self.head_dim or C % H == 0, f"{fact}; set n_embd to a multiple such as {near}, or set head_dim")
-        require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
+        for name in ("dropout", "label_smoothing"):
+            require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must be in [0, 1)")
         require(0 < ratio * C < 2**31, f"mlp_ratio={ratio} must be positive, and times n_embd={C} below {2**31}")
         for name in ("rope_theta", "rope_theta_local", "rope_fraction", "init_std"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
@@ -1532,8 +1534,12 @@ class Model(Stack):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
         options = self.cfg.logit_softcap, self.cfg.loss_chunk, self.chunk_loss, self.cfg.z_loss
-        total = ops.cross_entropy(x, *self.head_parameters(), targets, *options)
+        total = ops.cross_entropy(x, *self.head_parameters(), targets, *options, self.smoothing)
         return self.mean(total, targets)
+
+    @property
+    def smoothing(self) -> float:
+        return self.cfg.label_smoothing * self.training
 
     def mean(self, total: Tensor, targets: Tensor) -> Tensor:
         """A sum over targets >= 0, divided by their number; if `n_targets` is not None, by this number instead."""

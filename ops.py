@@ -488,9 +488,11 @@ def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strip
 
 
 def cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap=0.0, chunk=0, of_chunk=None, z_loss=0.0
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap=0.0, chunk=0, of_chunk=None, z_loss=0.0,
+    smoothing=0.0,
+) -> Tensor:  # fmt: skip
     """Sum of -log softmax(cap(x W^T + b))[target] over targets >= 0, in nats: x (N, C), W (V, C), b (V,), targets (N,).
+    With `smoothing` e, log p[target] becomes (1 - e) log p[target] + e mean(log p) (arXiv:1512.00567, section 7).
 
     Logits of at most `chunk` tokens exist at once, see rows_at_once. of_chunk is chunk_loss, or the same function
     compiled. The gradient alone has z_loss times the sum of (log of the softmax's normaliser)^2 (arXiv:2204.02311,
@@ -499,11 +501,12 @@ def cross_entropy(
     chunk = equal_rows(len(x), rows_at_once(chunk, len(weight), x.device))
     if x.size(0) <= chunk and not x.is_cuda:  # on a GPU, the compiled loss of one chunk is faster
         logits = capped(at_least_float32(F.linear(x, weight, bias)), softcap)
-        total = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+        total = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
         z = z_loss * (logits.logsumexp(-1).square() * (targets >= 0)).sum() if z_loss else None
         return total if z is None else total + (z - z.detach())
     of_chunk = of_chunk or chunk_loss
-    options = softcap, chunk, partial(of_chunk, z_loss=z_loss) if z_loss else of_chunk, torch.is_grad_enabled()
+    terms = {name: x for name, x in (("z_loss", z_loss), ("smoothing", smoothing)) if x}
+    options = softcap, chunk, partial(of_chunk, **terms) if terms else of_chunk, torch.is_grad_enabled()
     return ChunkedCrossEntropy.apply(x, weight, bias, targets, options)
 
 
@@ -536,13 +539,16 @@ def product_(out: Tensor, a: Tensor, b: Tensor, add: bool):
 
 
 def chunk_loss(
-    logits: Tensor, targets: Tensor, softcap: float, gradient: bool, z_loss: float = 0.0
+    logits: Tensor, targets: Tensor, softcap: float, gradient: bool, z_loss: float = 0.0, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor | None]:
     """(sum of cross entropies over targets >= 0, its gradient for the logits or None); logits (N, V), targets (N,)."""
     valid, index = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
     z = capped(at_least_float32(logits), softcap)
     log_p = z.log_softmax(-1)
-    total = -(log_p.gather(1, index) * valid).sum()
+    of_target = log_p.gather(1, index)
+    if smoothing:
+        of_target = torch.lerp(of_target, log_p.mean(-1, keepdim=True), smoothing)
+    total = -(of_target * valid).sum()
     if not gradient:
         return total, None
     log_normaliser = z.amax(-1, keepdim=True) - log_p.amax(-1, keepdim=True) if z_loss else 0.0
@@ -550,9 +556,10 @@ def chunk_loss(
     if z_loss:
         p = p.mul_(1 + 2 * z_loss * log_normaliser)
     if torch.compiler.is_compiling():  # this form fuses; a scatter would write p to memory first
-        p = p - (torch.arange(z.size(1), device=z.device) == index).to(p.dtype)
+        p = p - (1 - smoothing) * (torch.arange(z.size(1), device=z.device) == index).to(p.dtype)
     else:
-        p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
+        p.scatter_add_(1, index, torch.full_like(index, smoothing - 1, dtype=p.dtype))
+    p = p.sub_(smoothing / z.size(1)) if smoothing else p
     return total, p.mul_(valid * slope).to(logits.dtype)
 
 

@@ -8,12 +8,14 @@
     python sample.py --out_dir=out/x --score=text.txt                # the log-probability of each token of a text
     python sample.py --out_dir=out/bert --start="def f_____(self):" --blank=_            # masked: a token each
     python sample.py --out_dir=out/t5 --start="for <mask> in range(<mask>):"             # seq2seq: a span each
+    python sample.py --out_dir=out/numbers_seq2seq --start="forty-two" --num_beams=4     # seq2seq of pairs: the target
 
 The next token has the same distribution as in Hugging Face's generate with these flags: the logits are divided by the
 temperature, then top_k, top_p and min_p in this order each remove tokens.
 
 Samples go to stdout, everything else to stderr. A causal model continues the prompt; on a terminal the first sample
-appears while it is generated. Models of the other objectives fill the blanks of the prompt.
+appears while it is generated. A seq2seq model that was trained on pairs writes the target of the prompt, the likeliest
+token by token unless --temperature is given. Other models fill the blanks of the prompt.
 
 --score prints a JSON object for each token of a text: its id, its text, its log-probability in nats given the tokens
 before it (null for the first token), and the number of bytes before it. The context is the whole text before the token;
@@ -45,15 +47,16 @@ from data.errors import command, require, user_errors
 from data.objective import OBJECTIVE
 from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
-from engine.decode import generate
+from engine.decode import beam_search, generate
 from engine.device import resolve_device, resolve_dtype
 from engine.plan import memory
 from engine.text import LARGEST_PROMPT, Sample, prompt_ids, read_prompt, read_text, token_logprobs
 from model import POSITION, Model, NoEmbedding
 
 Chooser = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
-UNUSED = {  # objective -> flags that have no effect
-    "causal": ["blank"], "masked": ["stop", "max_new_tokens", "overflow"], "seq2seq": ["stop"],
+UNUSED = {  # objective, or target of a seq2seq model of pairs -> flags that have no effect
+    "causal": ["blank"], "masked": ["stop", "max_new_tokens", "overflow", "num_beams"],
+    "seq2seq": ["stop", "num_beams"], "target": ["blank"],
 }  # fmt: skip
 SEPARATOR = "\n---------------\n"
 
@@ -70,10 +73,12 @@ class SampleConfig:
     max_new_tokens: int = 500  # largest length of a sample; end-of-text or `stop` ends it earlier
     stop: str = ""  # text before which a sample ends; empty = only end-of-text ends it
     overflow: Literal["recompute", "roll"] = "recompute"  # beyond block_size: recompute the context, or drop its oldest
+    num_beams: int = 1  # above 1, beam search: the samples are the likeliest texts that so many beams find
+    length_penalty: float = 1.0  # beam search divides log p by length^length_penalty, so above 0 prefers long texts
     seed: int = 1337  # the same seed gives the same samples
     score: str = ""  # text file: print the log-probability of each of its tokens as JSON lines, and generate nothing
     # --- distribution
-    temperature: float = 0.8  # below 1 sharper, above 1 flatter, 0 = always the most likely token
+    temperature: float = 0.8  # below 1 sharper, above 1 flatter, 0 = always the most likely token; of targets 0
     top_k: int = 200  # keeps the k most likely tokens, 0 = all
     top_p: float = 1.0  # keeps the fewest most likely tokens of this total probability (arXiv:1904.09751)
     min_p: float = 0.0  # keeps tokens of at least this fraction of the largest probability (arXiv:2407.01082)
@@ -81,11 +86,19 @@ class SampleConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto on a CPU = float32
 
-    OF_SAMPLES = "start blank num_samples max_new_tokens stop overflow seed temperature top_k top_p min_p".split()
-    USED_WHEN: ClassVar = dict.fromkeys(OF_SAMPLES, (lambda c: not c.score, "score=''"))
+    OF_SAMPLES = "start blank num_samples max_new_tokens num_beams".split()
+    OF_CHANCE = "stop overflow seed temperature top_k top_p min_p".split()
+    USED_WHEN: ClassVar = {
+        **dict.fromkeys(OF_SAMPLES, (lambda c: not c.score, "score=''")),
+        **dict.fromkeys(OF_CHANCE, (lambda c: not c.score and c.num_beams == 1, "score='' and num_beams=1")),
+        "length_penalty": (lambda c: c.num_beams > 1, "num_beams > 1"),
+    }
 
     def __post_init__(self):
-        check_range(self, "num_samples max_new_tokens", 1)
+        check_range(self, "num_samples max_new_tokens num_beams", 1)
+        check_range(self, "length_penalty", -100, 100)
+        enough, fact = self.num_beams in (1, max(self.num_beams, self.num_samples)), f"num_beams={self.num_beams}"
+        require(enough, f"{fact} find no num_samples={self.num_samples} texts; set num_beams to that or more")
         check_range(self, "top_k seed", 0)
         require(self.blank != "", "blank='' must not be empty; set it to a text such as <mask>")
         require(
@@ -128,12 +141,13 @@ def load(cfg: SampleConfig, device: torch.device) -> tuple[str | Path, Model, To
     return weights.alone(cfg.out_dir, device, dtype, lambda flags: memory.check_sampling(cfg, flags, device))
 
 
-def check_flags(cfg: SampleConfig, objective: str, pos: str):
+def check_flags(cfg: SampleConfig, kind: str, flags: Config):
     """ValueError if the user has set a flag that has no effect with the model's objective, or that its positions do not
-    allow."""
+    allow. `kind` is the objective, or target."""
+    objective, pos = flags.objective, flags.pos
     known = not cfg.score or objective == "causal"
     require(known, f"score={cfg.score} needs a model of objective=causal, and this is {objective}")
-    for name in cfg.sources.keys() & UNUSED[objective]:
+    for name in cfg.sources.keys() & UNUSED[kind]:
         raise ValueError(f"{name}={getattr(cfg, name)} has no effect on a model of objective={objective}; omit it")
     endless = [name for name, (embedding, _) in POSITION.items() if embedding is NoEmbedding]
     require(
@@ -143,12 +157,17 @@ def check_flags(cfg: SampleConfig, objective: str, pos: str):
     )
 
 
-def read_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
+def read_ids(cfg: SampleConfig, kind: str, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of the prompt, with the mask, id V, or the next sentinel in place of each blank of a model that fills
-    blanks. ValueError if this is impossible."""
-    if flags.objective == "causal":
+    blanks. ValueError if this is impossible. `kind` is as in check_flags."""
+    if kind == "causal":
         return prompt_ids(tokenizer, prompt)
     V, limit = tokenizer.vocab_size, flags.block_size
+    if kind == "target":
+        tokens = [*prompt_ids(tokenizer, prompt), tokenizer.eot]
+        fact = f"start={prompt[:40]!r} has {len(tokens)} tokens with its end"
+        require(len(tokens) <= limit, f"{fact}, more than block_size={limit}; shorten it")
+        return tokens
     blanks = [V] * limit
     if flags.objective == "seq2seq":
         corruption = {"corrupt_ratio": flags.corrupt_ratio, "span_length": flags.span_length}
@@ -169,15 +188,21 @@ def read_ids(cfg: SampleConfig, flags: Config, tokenizer: Tokenizer, prompt: str
 
 
 def continue_text(
-    cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Chooser
-) -> int:
+    cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Chooser,
+    source: Tensor | None = None,
+) -> int:  # fmt: skip
     """Prints samples that continue the prompt. Returns the number of tokens generated, of all samples together."""
+    if cfg.num_beams > 1:
+        rest = tokenizer.vocab_size, source if source is None else source[:1], cfg.length_penalty
+        (found,) = beam_search(model, idx[:1], cfg.max_new_tokens, cfg.num_beams, tokenizer.eot, *rest)
+        print(SEPARATOR.join(prompt + tokenizer.decode(ids) for ids in found[: cfg.num_samples]))
+        return len(found[0]) * cfg.num_beams
     samples = [Sample(cfg.stop) for _ in range(cfg.num_samples)]
     live = sys.stdout.isatty()
     if live:
         print(prompt, end="", flush=True)
     n, V = 0, tokenizer.vocab_size  # the embedding may be padded to more rows
-    tokens = generate(model, idx, cfg.max_new_tokens, lambda x: choose(x[:, :V]), roll=cfg.overflow == "roll")
+    tokens = generate(model, idx, cfg.max_new_tokens, lambda x: choose(x[:, :V]), source, cfg.overflow == "roll")
     for n, token in enumerate(tokens, start=1):  # noqa: B007
         for i, (sample, t) in enumerate(zip(samples, token.tolist(), strict=True)):
             if not sample.ended:
@@ -190,6 +215,13 @@ def continue_text(
     texts = ["" if live and sample is samples[0] else prompt + sample.text for sample in samples]
     print(SEPARATOR.join(texts))
     return n * cfg.num_samples
+
+
+def write_target(
+    cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, source: Tensor, choose: Chooser
+) -> int:
+    """Prints the targets of the prompt, which end-of-text begins and ends."""
+    return continue_text(cfg, model, tokenizer, "", torch.full_like(source[:, :1], tokenizer.eot), choose, source)
 
 
 @torch.no_grad()
@@ -256,6 +288,7 @@ def score_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, text: str,
 
 
 SAMPLER = {"causal": continue_text, "masked": fill_masks, "seq2seq": fill_spans, "score": score_text}
+SAMPLER["target"] = write_target
 
 
 def main(argv: list[str] | None = None):
@@ -266,15 +299,18 @@ def main(argv: list[str] | None = None):
         device = resolve_device(cfg.device)
         dtype = resolve_dtype(cfg.dtype, device)
         path, model, tokenizer = load(cfg, device)
-        check_flags(cfg, model.cfg.objective, model.cfg.pos)
-        ids, own = read_ids(cfg, model.cfg, tokenizer, text), model.cfg.vocab_size
+        kind = "target" if model.cfg.objective == "seq2seq" and model.cfg.pairs is True else model.cfg.objective
+        check_flags(cfg, kind, model.cfg)
+        if kind == "target" and "temperature" not in cfg.sources:
+            cfg.temperature = 0.0
+        ids, own = read_ids(cfg, kind, model.cfg, tokenizer, text), model.cfg.vocab_size
         require(max(ids) < own, f"the text has token id {max(ids)}, and the model has {own}; see to its tokenizer")
     print(f"{path}: {model.n_params():,} parameters, on {device}", file=sys.stderr)
     idx = torch.tensor([ids], device=device).repeat(cfg.num_samples, 1)
     generator = torch.Generator(device).manual_seed(cfg.seed)
     sys.stdout.reconfigure(errors="replace")  # for a prompt that is not UTF-8, or a terminal without Unicode
     started = time.perf_counter()
-    sampler = SAMPLER["score" if cfg.score else model.cfg.objective]
+    sampler = SAMPLER["score" if cfg.score else kind]
     with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
         n_tokens = sampler(cfg, model, tokenizer, text, idx, partial(choose, cfg=cfg, generator=generator))
     sys.stdout.flush()  # if it fails, the error is the only output

@@ -32,9 +32,11 @@ import numpy as np
 from tqdm import tqdm
 
 from data.command import Parser, out_folder, ready_tokenizer, say
+from data.dataset import MASK
 from data.errors import require
 from data.files import SPLITS
 from data.hashing import hash64
+from data.pairs import Parts, encode
 from data.sources import ADDRESS, Source, find_files, hub_files, reason
 from data.tokenizer import TOKENIZERS, build
 from data.writer import ShardWriter
@@ -68,19 +70,19 @@ def pieces(text: str, length: int) -> Iterator[str]:
 
 @dataclass
 class Job:
-    """The pieces that a thread encodes in one call. A piece is a document, or a part of a long one:
+    """The pieces that a thread encodes in one call. A piece is a document, such as a pair, or a part of a long one:
 
     (text, begins a document: bool, ends it: bool, number of the document over all files, file, row in the file)
     """
 
-    pieces: list[tuple[str, bool, bool, int, int, int]] = field(default_factory=list)
+    pieces: list[tuple[str | Parts, bool, bool, int, int, int]] = field(default_factory=list)
     size: int = 0  # characters
     position: int = 0  # bytes of the input read so far
     place: tuple[int, int, int] | None = None  # (file, row, number) to continue from; None inside a document
     uniform: np.ndarray | None = None  # the random number of each piece's document
 
 
-def make_jobs(documents: Iterable[tuple[str, int, int, int]], number: int) -> Iterator[Job]:
+def make_jobs(documents: Iterable[tuple[str | Parts, int, int, int]], number: int) -> Iterator[Job]:
     """Groups (text, file, row, position) of documents into jobs. `number` is the number of the first document.
 
     Empty documents are counted, but are in no job.
@@ -88,10 +90,11 @@ def make_jobs(documents: Iterable[tuple[str, int, int, int]], number: int) -> It
     job = Job()
     for text, file, row, position in documents:
         done, job.position = 0, position
-        for piece in pieces(text, JOB_CHARACTERS) if text else ():
+        one = not isinstance(text, str)  # a pair is never cut
+        for piece in [text] if one else pieces(text, JOB_CHARACTERS) if text else ():
             done += len(piece)
             job.pieces.append((piece, done == len(piece), done == len(text), number, file, row))
-            job.size += len(piece)
+            job.size += len(together(piece)) if one else len(piece)
             job.place = (file, row, number + 1) if done == len(text) else None
             if job.size >= JOB_CHARACTERS or len(job.pieces) == JOB_PIECES:
                 yield job
@@ -99,6 +102,11 @@ def make_jobs(documents: Iterable[tuple[str, int, int, int]], number: int) -> It
         number += 1
     if job.pieces:
         yield job
+
+
+def together(text: str | Parts) -> str:
+    """The text of a document, or those of a pair's parts joined."""
+    return text if isinstance(text, str) else "".join(part for part, _ in text)
 
 
 def map_in_order(function: Callable, jobs: Iterable[Job], threads: int) -> Iterator[tuple]:
@@ -149,7 +157,7 @@ def read_texts(source: Source) -> Iterator[str]:
     with Progress(0, source.total) as progress:
         for n, (text, _, _, position) in enumerate(source.read(), 1):
             progress.show(position, source.total, f"{n:,} documents")
-            yield text
+            yield together(text)
 
 
 @dataclass
@@ -175,13 +183,18 @@ class Corpus:
         for (text, begins, ends, _, file, row), val in zip(job.pieces, which, strict=True):
             split = "val" if val else "train"
             try:
-                tokens = (tokenizer.encode if begins else tokenizer.encode_rest)(text)
+                if not isinstance(text, str):
+                    tokens, marks = encode(tokenizer, text)
+                    parts.setdefault(split + MASK, []).append(marks)
+                    ends = False  # its end-of-text is in the tokens
+                else:
+                    tokens = (tokenizer.encode if begins else tokenizer.encode_rest)(text)
             except ValueError as e:  # for example a million blanks in a row with gpt2
                 where = f"{self.source.files[file]}, document {row}"
                 raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or remove it") from e
             parts[split] += [tokens, tokenizer.end] if ends else [tokens]
             begun[split] += begins
-        return {split: (np.concatenate(p), begun[split]) for split, p in parts.items() if p}
+        return {split: (np.concatenate(p), begun.get(split, 0)) for split, p in parts.items() if p}
 
     def count(self, unit: str, *splits: str) -> int:
         return sum(self.out.splits[split][unit] for split in splits or SPLITS if split in self.out.splits)
@@ -230,7 +243,7 @@ class Corpus:
         n, fraction = self.count("documents"), self.val_fraction
         fact = "is one document, which cannot be split" if n else "has no text"
         require(n > 1, f"the input {fact}; add text, or cut it with --documents=paragraph or --documents=line")
-        if len(self.out.splits) < 2:
+        if not self.out.splits.keys() >= {*SPLITS}:
             least, most = math.ceil(low * 1e4) / 1e4, math.floor(high * 1e4) / 1e4
             which, bound = ("all", f"{most} or less") if "val" in self.out.splits else ("none", f"{least} or more")
             raise ValueError(f"val_fraction={fraction} takes {which} of {n:,} documents; pass --val_fraction={bound}")
@@ -254,9 +267,19 @@ def parser(doc: str, here: str) -> Parser:
     return flags
 
 
-def prepare(args: argparse.Namespace, files: list[str], documents: str = "file", shards: int = 0) -> None:
-    """Prepares the data set that the flags describe, with at most `shards` full shards to train on (0 = all)."""
-    single = documents == "file" and len(files) == 1 and not re.search(r"\.(jsonl(\.gz|\.zst)?|parquet)$", files[0])
+def prepare(
+    args: argparse.Namespace, files: list[str], documents: str = "file", shards: int = 0, pairs: tuple[str, ...] = ()
+) -> None:
+    """Prepares the data set that the flags describe, with at most `shards` full shards to train on (0 = all).
+
+    pairs   the fields of a source and its target, or the field of a chat
+    """
+    plain = [f for f in files if not re.search(r"\.(jsonl(\.gz|\.zst)?|parquet)$", f)]
+    single, shown = documents == "file" and len(files) == len(plain) == 1, f"pairs={','.join(pairs)}"
+    known = len(pairs) < 3 and all(pairs)
+    require(known, f"{shown} is not possible; pass SOURCE,TARGET, two fields, or the one field of a chat")
+    require(not (pairs and plain), f"{shown} are fields, and {plain[:1]} has none; pass .jsonl or .parquet alone")
+    endless = f"{shown} needs an end-of-text behind each target, and tokenizer={args.tokenizer} has none; pass byte"
     val_fraction = (0.1 if single else 0.005) if args.val_fraction is None else args.val_fraction
     require(0 < val_fraction < 1, f"val_fraction={val_fraction} is not possible; pass a number between 0 and 1")
     for name, value, most in (("threads", args.threads, 1024), ("shard_tokens", args.shard_tokens, 2**31 - 1)):
@@ -265,8 +288,10 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
     require(shards >= 0, fact)
     folder = out_folder(args.out)
     separated = not single and getattr(TOKENIZERS.get(args.tokenizer), "eot", 0) is None
-    source = Source(files, documents, args.field, separated, val_fraction if single else 0)
+    require(not (pairs and separated), endless)
+    source = Source(files, documents, args.field, separated, val_fraction if single else 0, pairs)
     tokenizer = build(args.tokenizer, partial(read_texts, source))
+    require(not pairs or tokenizer.eot is not None, endless)
     tokenizer.encode("")  # loads gpt2's table, and fails before anything is written
     names = json.dumps([[f if f.startswith("hf://") else os.path.abspath(f) for f in files], source.sizes])
     settings = {
@@ -278,7 +303,7 @@ def prepare(args: argparse.Namespace, files: list[str], documents: str = "file",
         "separated": separated,
         "shard_tokens": args.shard_tokens,
         "shards": shards,
-    }
+    } | ({"pairs": [*pairs]} if pairs else {})
     with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
         Corpus(out, source, val_fraction, args.threads, shards * args.shard_tokens).write()
     summary = f"{out.documents()} documents"

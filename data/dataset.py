@@ -19,8 +19,9 @@ import math
 import os
 import re
 import resource
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import repeat
 from pathlib import Path
@@ -31,6 +32,8 @@ from data.errors import require
 from data.files import SPLITS, Shard, check, display_path, open_file, problem, read_json, sha256, unreadable
 from data.tokenizer import Tokenizer, from_spec
 
+MASK = "_mask"  # ends the name of the split that holds the marks of another's tokens, see pairs.py
+TARGET, FIRST, N_MARKS = 1, 2, 4  # bits of a mark, and the number of marks
 MIXTURE_STEPS = 10_000  # weights of a mixture are rounded to multiples of 1 / MIXTURE_STEPS
 TOKENS_CHECKED = 2**24  # tokens read to find the largest id, in files without a recorded max_token
 MAX_VOCAB_SIZE = 2**31 - 1
@@ -43,7 +46,11 @@ class TokenStream:
     """Reads one split, all shards of it, as a single array of ids below `vocab_size`. Errors call it `name`.
 
     `sources` lists (name, tokens, weight) of each data set in the stream. There is more than one only in a mixture.
+    Of pairs, `mask` is the stream of the tokens' marks, and `packs` are the windows that pairs.pack has found.
     """
+
+    mask: "TokenStream | None" = None
+    packs: list[np.ndarray] | None = None
 
     def __init__(self, name: str, shards: list[Shard], vocab_size: int, sources: list[tuple] | None = None):
         self.name, self.shards, self.vocab_size = name, shards, vocab_size
@@ -87,7 +94,8 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A prepared folder. `vocab_size` is the model's: the larger of the data's own size and the flag."""
+    """A prepared folder. `vocab_size` is the model's: the larger of the data's own size and the flag. pack(stream)
+    finds the windows of pairs, see pairs.pack."""
 
     folder: Path
     meta: dict | None
@@ -95,6 +103,12 @@ class DataSet:
     vocab_size: int
     eot: int | None
     verify: bool
+    pack: Callable[[TokenStream], None] | None = None
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a mask says which tokens are targets."""
+        return any(split.endswith(MASK) for split in (self.meta or {}).get("splits", {}))
 
     def split(self, name: str) -> TokenStream:
         """Opens the tokens of "train" or "val" after checks of all sizes and largest ids; of checksums with `verify`.
@@ -103,9 +117,19 @@ class DataSet:
         checked, TOKENS_CHECKED in all shards together. `verify`, or the batch that reads it, finds a wrong id in the
         rest or in a shard that was changed later. Under torchrun each rank verifies a part of the shards.
         """
+        stream = self.open(name, self.meta["vocab_size"] if self.meta else self.vocab_size)
+        if self.pairs:
+            stream.mask = mask = self.open(name + MASK, N_MARKS)
+            fact = f"has {len(mask)} marks in {name}{MASK} for {len(stream)} tokens in {name}"
+            check(len(mask) == len(stream), self.folder, fact)
+        if self.pack:
+            self.pack(stream)
+        return stream
+
+    def open(self, name: str, limit: int) -> TokenStream:
+        """Opens one split or mask, whose ids are below `limit`."""
         records = find_shards(self.folder, self.meta, name)
         check(records, self.folder, f"has no split {name} (no {name}_000000.bin, no {name}.bin)")
-        limit = self.meta["vocab_size"] if self.meta else self.vocab_size
         shards, check_first = [], -(-TOKENS_CHECKED // len(records))  # tokens of each shard, rounded up
         rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
         _raise_open_file_limit()
@@ -126,17 +150,23 @@ class DataSet:
 class Mixture(DataSet):
     """Several data sets of one tokenizer, vocabulary and end-of-text id. The inherited fields are the first one's."""
 
-    sources: dict[str, tuple[DataSet, int]]  # name on the command line: (data set, weight)
+    sources: dict[str, tuple[DataSet, int]] = field(default_factory=dict)  # name on the command line: (data, weight)
 
     def split(self, name: str) -> TokenStream:
         """Opens the tokens of all sources as one stream, one source after the other."""
         streams = {source: data.split(name) for source, (data, _) in self.sources.items()}
-        return TokenStream(
+        joint = TokenStream(
             " + ".join(stream.name for stream in streams.values()),
             [shard for stream in streams.values() for shard in stream.shards],
             min(stream.vocab_size for stream in streams.values()),
             [(source, len(stream), self.sources[source][1]) for source, stream in streams.items()],
         )
+        if self.pairs:
+            shards = [shard for stream in streams.values() for shard in stream.mask.shards]
+            joint.mask = TokenStream(joint.name + MASK, shards, N_MARKS)
+        if self.pack:
+            self.pack(joint)
+        return joint
 
 
 def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, verify: bool = False) -> DataSet:
@@ -188,8 +218,9 @@ def _open_mixture(name: str, root: str | Path, vocab_size: int, verify: bool) ->
     opened = {source: open_data(source, root, vocab_size, verify) for source in weights}
     (name_of_first, first), *_ = opened.items()
     for source, data in opened.items():
-        kinds = [(d.tokenizer and d.tokenizer.hash, d.meta and d.meta["vocab_size"], d.eot) for d in (first, data)]
-        for what, one, other in zip(("tokenizer", "vocabulary size", "end-of-text id"), *kinds, strict=True):
+        two, names = (first, data), ("tokenizer", "vocabulary size", "end-of-text id", "mask of targets")
+        kinds = [(d.tokenizer and d.tokenizer.hash, d.meta and d.meta["vocab_size"], d.eot, d.pairs) for d in two]
+        for what, one, other in zip(names, *kinds, strict=True):
             require(
                 one == other,
                 f"dataset={name!r}: {name_of_first} and {source} cannot be mixed, because their meta.json differ in "

@@ -10,6 +10,8 @@ In a mixture each source is cut into windows separately and has its own epochs a
 n-th sample of a run on this source alone. The source of sample i repeats with a short period, so a resume replays
 nothing. Among the first i samples, for any i, a source's count differs by less than one from its weight's share of i.
 Evaluation reads the windows of all sources, one source after another, and ignores the weights.
+
+A window of pairs has whole pairs instead, and a length of its own (pairs.pack). All else is the same.
 """
 
 import threading
@@ -24,6 +26,7 @@ from data.dataset import TokenStream
 from data.errors import require
 from data.hashing import hash64
 from data.objective import Objective
+from data.pairs import PADDING
 
 
 def permute(index: np.ndarray, n: int, key: np.ndarray | int) -> np.ndarray:
@@ -57,6 +60,8 @@ def count_windows(stream: TokenStream, block_size: int) -> int:
 
 def windows_per_source(stream: TokenStream, block_size: int) -> list[int]:
     """The number of windows in each source. ValueError if a source has none."""
+    if stream.packs is not None:
+        return [len(windows) for windows in stream.packs]
     for name, tokens, _ in stream.sources:
         where = name if name == stream.name else f"{name} in {stream.name}"
         require(
@@ -115,8 +120,14 @@ def _batch(
     with an error that does not mention the data.
     """
     pinned = device.type == "cuda"
-    buffer = torch.empty(len(windows), objective.block_size + 1, dtype=torch.int64, pin_memory=pinned)
-    stream.read(window_starts(stream, objective.block_size, windows), buffer.numpy())
+    buffer = torch.empty(len(windows), objective.window, dtype=torch.int64, pin_memory=pinned)
+    if stream.packs is None:
+        stream.read(window_starts(stream, objective.block_size, windows), buffer.numpy())
+    else:
+        ends = np.concatenate(stream.packs)[windows]
+        read_whole(stream, ends, buffer.zero_().numpy())
+        keys = np.full(buffer.shape, PADDING)
+        read_whole(stream.mask, ends, keys)
     if (largest := int(buffer.numpy().view(np.uint64).max())) >= stream.vocab_size:  # negative ids become large ones
         raise ValueError(
             f"{stream.name} has token id {largest} where its vocabulary is {stream.vocab_size}, so a file was changed "
@@ -124,6 +135,12 @@ def _batch(
         )
     batch = objective(buffer, keys)
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if pinned else batch
+
+
+def read_whole(stream: TokenStream, windows: np.ndarray, out: np.ndarray) -> None:
+    """Fills the beginning of row i of `out`, int64 (B, N), with the tokens from windows[i, 0] up to windows[i, 1]."""
+    for (start, end), row in zip(windows, out, strict=True):
+        stream.read(np.array([start]), row[None, : end - start])
 
 
 def _send(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

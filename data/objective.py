@@ -3,6 +3,7 @@
     objective = OBJECTIVE["masked"](vocab_size=257, eot=256, block_size=1024)
     batch = objective(window, keys)          # window (B, T+1) int64, keys (B,) uint64 -> {name: tensor}
     data, objective, vocab_size = open_with_objective(cfg)       # of a run
+    batch = PAIRS["causal"](...)(window, marks)                  # of pairs: both (B, n) int64, see pairs.py
 
 A batch holds arguments of Model.forward, by name: idx and targets; docs with doc_mask; source and source_docs for
 seq2seq. If the targets are idx shifted by one token, the batch has a single tensor `text` (B, n+1) in their place. The
@@ -14,16 +15,17 @@ token is the count of end-of-text tokens up to and including it: end-of-text beg
     B windows of a batch   T block_size   V the data's own vocabulary   m tokens to restore   k spans of them
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data import DATA
-from data.dataset import DataSet, open_data
+from data.dataset import FIRST, TARGET, DataSet, TokenStream, open_data
 from data.errors import require
 from data.hashing import hash64
+from data.pairs import PADDING, pack
 
 # ---------------------------------------------------------------------------------------------------- random numbers
 
@@ -77,6 +79,11 @@ class Objective:
     def lengths(self) -> tuple[int, int]:
         """The number of tokens of idx and of source per sequence."""
         return self.block_size, 0
+
+    @property
+    def window(self) -> int:
+        """The number of tokens of a window."""
+        return self.block_size + 1
 
     def __call__(self, window: Tensor, keys: np.ndarray) -> dict[str, Tensor]:
         """Makes a batch: window (B, T+1) int64 and keys (B,) uint64 -> {name: int64 tensor}, all in host memory."""
@@ -183,21 +190,87 @@ class Seq2Seq(Objective):
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
+class CausalPairs(Causal):
+    """Predicts the targets of pairs from the tokens before them in the same pair. A window has whole pairs."""
+
+    even = False
+
+    def __call__(self, window: Tensor, marks: np.ndarray) -> dict[str, Tensor]:
+        targets = np.where(marks == TARGET, window.numpy(), -1)[:, 1:]
+        docs = np.cumsum(marks >= FIRST, axis=1)[:, :-1]
+        return {"idx": window[:, :-1], "targets": torch.from_numpy(targets), "docs": torch.from_numpy(docs)}
+
+    def pack(self, stream: TokenStream) -> None:
+        pack(stream, lambda found: found[:, 2:] - found[:, :1], self.block_size + 1, self.block_size)
+
+
+class Seq2SeqPairs(Objective):
+    """Predicts the targets of pairs from their sources, whose tokens before the first target the encoder reads.
+
+        pair   a b C D .       source  a b .       idx  . C D       targets  C D .       with . for end-of-text
+
+    Whole pairs stand one after another, in source and in idx, each of the length T, and see themselves alone. Where a
+    pair has several targets, as a chat has, idx and targets go on with what is between them.
+    """
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.block_size, self.block_size
+
+    @property
+    def window(self) -> int:
+        return 2 * self.block_size
+
+    def __call__(self, window: Tensor, marks: np.ndarray) -> dict[str, Tensor]:
+        text, T, is_target = window.numpy(), self.block_size, marks == TARGET
+        count, first = np.cumsum(is_target, axis=1), marks >= FIRST
+        number = np.cumsum(first, axis=1) - 1
+        answer = count > np.maximum.accumulate(np.where(first, count, 0), axis=1)  # from a pair's first target on
+        begins = answer & ~np.pad(answer, ((0, 0), (1, 0)))[:, :-1]
+        before = np.where(begins, self.eot, np.pad(text, ((0, 0), (1, 0)))[:, :-1])
+        last = np.where(answer, number, 0).max(axis=1, keepdims=True)  # padding of idx belongs to the last pair
+        read = (marks < PADDING) & ~answer | begins
+        parts = {
+            "source": (read, np.where(begins, self.eot, text), self.eot), "source_docs": (read, number, T),
+            "idx": (answer, before, self.eot), "targets": (answer, np.where(is_target, text, -1), -1),
+            "docs": (answer, number, last),
+        }  # fmt: skip
+        batch = {name: np.broadcast_to(fill, (len(text), T)).astype(np.int64) for name, (_, _, fill) in parts.items()}
+        for name, (chosen, values, _) in parts.items():
+            rows = np.nonzero(chosen)[0]
+            batch[name][rows, (np.cumsum(chosen, axis=1) - 1)[chosen]] = values[chosen]
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def pack(self, stream: TokenStream) -> None:
+        pack(stream, lambda found: np.diff(found, axis=1) + (1, 0), self.block_size, self.block_size)
+
+
 OBJECTIVE = {"causal": Causal, "masked": Masked, "seq2seq": Seq2Seq}  # flag -> class
+PAIRS = {"causal": CausalPairs, "seq2seq": Seq2SeqPairs}  # the same of pairs
+
+
+def objective_class(cfg) -> type[Objective]:
+    """The class of a run's objective. As long as cfg.pairs is auto, the data are no pairs."""
+    return (PAIRS if cfg.pairs is True else OBJECTIVE)[cfg.objective]
 
 
 def open_with_objective(cfg) -> tuple[DataSet, Objective, int]:
-    """(the data, the objective, vocab_size). The ids of the objective's own tokens follow those of the data."""
+    """(the data, the objective, vocab_size). The ids of the objective's own tokens follow those of the data.
+
+    Settles cfg.pairs, and with pairs doc_mask and doc_positions, so that a pair is computed as if it were alone.
+    """
     data = open_data(cfg.dataset, DATA, cfg.vocab_size, cfg.verify_data)
+    settle_pairs(cfg, data)
     require(
         data.meta is not None or cfg.objective == "causal",
         f"objective={cfg.objective} adds ids to the data's vocabulary, and dataset={cfg.dataset} has no meta.json with "
         'its size; write {"vocab_size": N} into one beside the shards',
     )
     data_ids = data.meta["vocab_size"] if data.meta else cfg.vocab_size
-    objective = OBJECTIVE[cfg.objective](
+    objective = objective_class(cfg)(
         data_ids, data.eot, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
     )
+    data = replace(data, pack=objective.pack) if cfg.pairs else data
     needed = data_ids + objective.extra_ids
     unit = 64 if needed > 1024 else 1  # large matrix products are faster if the sizes are multiples of 64
     vocab_size = cfg.vocab_size or -(-needed // unit) * unit
@@ -210,3 +283,18 @@ def open_with_objective(cfg) -> tuple[DataSet, Objective, int]:
         f"objective={cfg.objective} adds; {remedy}",
     )
     return data, objective, vocab_size
+
+
+def settle_pairs(cfg, data: DataSet) -> None:
+    """Replaces cfg.pairs=auto by what the data are. ValueError if they, or other flags, do not go with cfg.pairs."""
+    fact = f"pairs=True, but dataset={cfg.dataset} has no mask of targets"
+    require(data.pairs or cfg.pairs is not True, f"{fact}; prepare it with --pairs (docs/data.md), or leave pairs out")
+    cfg.pairs = data.pairs if cfg.pairs == "auto" else cfg.pairs
+    if cfg.pairs:
+        fact = f"objective={cfg.objective} has no pairs, as dataset={cfg.dataset} has"
+        require(cfg.objective in PAIRS, f"{fact}; set objective to causal or seq2seq, or pairs=False")
+        for name in ("corrupt_ratio", "span_length"):
+            fact = f"{name}={getattr(cfg, name)} has no effect on dataset={cfg.dataset}, which holds pairs"
+            require(name not in getattr(cfg, "sources", {}), f"{fact}; leave {name} out")
+        cfg.doc_mask, cfg.doc_positions = True, cfg.pos in ("learned", "sinusoidal")
+        cfg.__post_init__()  # refuses what does not go with them

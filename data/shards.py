@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from data.command import Parser, run
-from data.dataset import CHANGED, NOT_PREPARED, TOKENS_CHECKED, find_shards, open_shard, read_meta
+from data.dataset import CHANGED, MASK, N_MARKS, NOT_PREPARED, TOKENS_CHECKED, find_shards, open_shard, read_meta
 from data.errors import one_line, say
 from data.files import SPLITS, check, display_path, sha256
 from data.tokenizer import from_spec
@@ -52,11 +52,13 @@ def inspect(path: Path) -> list[tuple[Path, dict, dict | None]]:
             f"{display_path(path)} does not exist; give a file, a data set's folder, or the prefix of a .bin and .idx"
         )
     meta = read_meta(folder)
-    records = [record for split in SPLITS for record in find_shards(folder, meta, split)]
+    splits = [split + kind for kind in ("", MASK) for split in SPLITS]
+    records = [record for split in splits for record in find_shards(folder, meta, split)]
     if name:
         records = [record for record in records if record["name"] == name] or [{"name": name}]
     check(records, folder, NOT_PREPARED)
-    return [(folder / record["name"], record, meta) for record in records]
+    of_mask = {"vocab_size": N_MARKS}
+    return [(folder / record["name"], record, of_mask if MASK in record["name"] else meta) for record in records]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,7 +3,7 @@
     source = Source(find_files(["books/*.txt", "web"]))
     for text, file, row, position in source.read(): ...
 
-.jsonl, .parquet     a document is the text in one field of a line or row
+.jsonl, .parquet     a document is the text in one field of a line or row, or a pair, see pairs.py
 every other name     UTF-8 text; a document is the file, a line or a paragraph
 .gz, .zst added      the file is decompressed while it is read
 """
@@ -27,6 +27,7 @@ from urllib.request import getproxies
 
 from data.errors import require
 from data.files import open_regular
+from data.pairs import Parts, of_chat
 
 ENDINGS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 LARGEST = 32_000_000  # bytes of one document
@@ -65,8 +66,10 @@ class Source:
     column: str = "text"  # field of .jsonl and .parquet with the text
     separated: bool = False  # ends each document with a line end, a paragraph with a blank line
     val_fraction: float = 0  # above 0: cuts a single text into two documents, the last part first (`cut_in_two`)
+    pairs: tuple[str, ...] = ()  # instead of column: the fields of a source and its target, or the one of a chat
 
     def __post_init__(self):
+        self.columns = self.pairs or (self.column,)
         self.sizes = [_hub().size(name) if name.startswith("hf://") else os.path.getsize(name) for name in self.files]
         self.total = max(sum(self.sizes), 1)
         if packed := {name: kind for name in self.files if (kind := _packed(name))}:
@@ -75,7 +78,7 @@ class Source:
             remedy = "add .gz to the names of gzip files and .zst to those of zstd, unpack others, or leave them out"
             raise ValueError(f"compressed, which their names do not say: {listed}; {remedy}")
 
-    def read(self, file: int = 0, row: int = 0) -> Iterator[tuple[str, int, int, int]]:
+    def read(self, file: int = 0, row: int = 0) -> Iterator[tuple[str | Parts, int, int, int]]:
         """Yields (text, i, r, bytes read so far) of each document. read(i, r) continues after this document.
 
         ValueError names the file, the line or byte, and the remedy.
@@ -90,7 +93,7 @@ class Source:
                 yield text, i, r, before + position
             before += self.sizes[i]
 
-    def _read_file(self, name: str, skip: int) -> Iterator[tuple[str, int]]:
+    def _read_file(self, name: str, skip: int) -> Iterator[tuple[str | Parts, int]]:
         """Yields (text, bytes of the file read so far) of each document after the first `skip`."""
         unreadable: tuple = (OSError, EOFError, zlib.error)
         try:
@@ -130,7 +133,7 @@ class Source:
             if n >= skip:
                 yield _decode(name, offset, content).removesuffix("\n").removesuffix("\r")
 
-    def _json_texts(self, name: str, f, skip: int) -> Iterator[str]:
+    def _json_texts(self, name: str, f, skip: int) -> Iterator[str | Parts]:
         n = 0
         for number, (offset, line) in enumerate(_lines(f), 1):
             where = f"{name}:{number}"
@@ -142,38 +145,44 @@ class Source:
                 except (ValueError, RecursionError) as e:
                     raise ValueError(f"{where} is not JSON ({reason(e)}); correct it, or remove it") from None
                 if not isinstance(record, dict):
-                    raise ValueError(f"{where} is not a JSON object such as {{{self.column!r}: ...}}; correct it")
-                self._check_column(where, record)
-                yield self._checked(where, record[self.column])
+                    raise ValueError(f"{where} is not a JSON object such as {{{self.columns[0]!r}: ...}}; correct it")
+                self._check_columns(where, record)
+                yield self._document(where, record)
 
-    def _rows(self, name: str, raw, skip: int) -> Iterator[tuple[str, int]]:
+    def _rows(self, name: str, raw, skip: int) -> Iterator[tuple[str | Parts, int]]:
         from pyarrow.parquet import ParquetFile
 
         size = raw.seek(0, os.SEEK_END)
         table = ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
-        self._check_column(name, table.schema_arrow.names)
+        self._check_columns(name, table.schema_arrow.names)
         first = 0  # number of the row group's first row
         for i in range(table.num_row_groups):
             group = table.metadata.row_group(i)
             if skip < first + group.num_rows:
                 rows = int(1e6 * group.num_rows / (group.total_byte_size + 1))  # batches of about 1 MB
-                batches = table.iter_batches(min(max(rows, 1), 4096), [i], [self.column], use_threads=False)
-                texts = (text for batch in batches for text in batch.column(0).to_pylist())
-                for row, text in enumerate(texts, first + 1):
+                batches = table.iter_batches(min(max(rows, 1), 4096), [i], [*self.columns], use_threads=False)
+                records = (record for batch in batches for record in batch.to_pylist())
+                for row, record in enumerate(records, first + 1):
                     if row > skip:
-                        yield self._checked(f"{name}, row {row}", text), size * row // table.metadata.num_rows
+                        yield self._document(f"{name}, row {row}", record), size * row // table.metadata.num_rows
             first += group.num_rows
 
-    def _check_column(self, where: str, names: Iterable[str]) -> None:
-        if self.column not in names:
+    def _check_columns(self, where: str, names: Iterable[str]) -> None:
+        if missing := [column for column in self.columns if column not in names]:
             names = ", ".join(names) or "none, it is empty"
-            raise ValueError(f"{where} has no field {self.column!r}; pass --field= one of {names}")
+            flag = "--pairs= some" if self.pairs else "--field= one"
+            raise ValueError(f"{where} has no field {missing[0]!r}; pass {flag} of {names}")
 
-    def _checked(self, where: str, text) -> str:
-        if not isinstance(text, str):
-            fact = f"{where}: {self.column} is {ascii(text):.40}, not text"
-            raise ValueError(f"{fact}; remove it, or pass another --field")
-        return text
+    def _document(self, where: str, record: dict) -> str | Parts:
+        """The document of a line or row. ValueError if a field holds no text, or no chat."""
+        texts = [record[column] for column in self.columns]
+        if len(self.pairs) == 1:
+            return of_chat(f"{where}: {self.pairs[0]}", texts[0])
+        for column, text in zip(self.columns, texts, strict=True):
+            fact = f"{where}: {column} is {ascii(text):.40}, not text"
+            flag = "--pairs" if self.pairs else "--field"
+            require(isinstance(text, str), f"{fact}; remove it, or pass another {flag}")
+        return [(texts[0], False), (texts[1], True)] if self.pairs else texts[0]
 
 
 def cut_in_two(text: str, val_fraction: float) -> list[str]:

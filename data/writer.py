@@ -19,7 +19,7 @@ import numpy as np
 
 from data import files
 from data.command import next_command
-from data.dataset import MOVING
+from data.dataset import MASK, MOVING
 from data.errors import require
 from data.files import HEADER_BYTES, SPLITS, check, display_path, write_file
 from data.tokenizer import Tokenizer
@@ -111,9 +111,10 @@ class ShardWriter:
     def add(self, split: str, tokens: np.ndarray, documents: int = 1) -> None:
         """Appends the ids (N,) of one or more documents to `split` ("train" or "val"), in as many shards as needed.
 
-        The caller adds end-of-text ids. ValueError for an id outside the vocabulary.
+        The caller adds end-of-text ids, and of pairs also the marks, to the splits train_mask and val_mask. ValueError
+        for an id outside the vocabulary.
         """
-        assert split in SPLITS, split
+        assert split.removesuffix(MASK) in SPLITS, split
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.tokenizer.vocab_size:
             worst = tokens.min() if tokens.min() < 0 else tokens.max()
             raise ValueError(
@@ -186,7 +187,7 @@ class ShardWriter:
         os.replace(self.temporary / "moving.json", self.folder / "meta.json")
         _sync_folder(self.folder)
         for old in self.folder.iterdir():
-            if re.fullmatch(rf"({'|'.join(SPLITS)})_\d{{6}}\.bin", old.name):
+            if re.fullmatch(rf"({'|'.join(SPLITS)})({MASK})?_\d{{6}}\.bin", old.name):
                 old.unlink()
         for file in sorted(self.temporary.iterdir()):
             if file.name not in ("meta.json", PROGRESS):

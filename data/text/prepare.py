@@ -2,11 +2,16 @@
 
     python data/text/prepare.py --input='books/*.txt' --tokenizer=bpe:8192 --documents=paragraph --out=books
     python data/text/prepare.py --input=web.jsonl.zst --input=more --field=content     # into this folder
+    python data/text/prepare.py --input=sft.jsonl --pairs=prompt,completion --tokenizer=byte --out=sft
 
 --input takes files, folders and patterns. A file named .jsonl or .parquet is read as such, any other as UTF-8 text;
 texts and .jsonl may be compressed as .gz or .zst. A document of a text is the whole file, a line, or a paragraph, which
 ends at a blank line. A document has at most 32 MB, and end-of-text follows it. The tokenizer char has no end-of-text:
 there each line keeps its line end, and each paragraph its blank line.
+
+--pairs prepares pairs, of whose texts a model learns the targets alone: translations, prompts with completions, chats.
+Its value names the fields of the source and of the target, or the one field of a chat, a list of messages with role and
+content. Such a data set is trained on as any other, by the objectives causal and seq2seq (docs/data.md).
 
 A hash of a document's number decides whether it validates, 0.005 of all documents unless --val_fraction is given. So
 the split is the same for every tokenizer. A single text, one file that is one document, is cut in two instead, as in
@@ -30,8 +35,11 @@ def main() -> None:
     flags.add_argument("--tokenizer", default="gpt2", help="char, byte, gpt2, bpe:N or hf:DIR (default gpt2)")
     kinds = ("file", "line", "paragraph")
     flags.add_argument("--documents", choices=kinds, default="file", help="what a document of a text is (default file)")
+    names = "SOURCE,TARGET, or the field of a chat: fields of pairs (without a value source,target)"
+    flags.add_argument("--pairs", nargs="?", const="source,target", help=names)
     args = flags.parse_args()
-    corpus.prepare(args, find_files(args.input), args.documents)
+    pairs = () if args.pairs is None else tuple(args.pairs.split(","))
+    corpus.prepare(args, find_files(args.input), args.documents, pairs=pairs)
 
 
 if __name__ == "__main__":

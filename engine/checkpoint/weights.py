@@ -35,7 +35,7 @@ from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from model import Model, ModelConfig
 
-OF_THE_DATA = ("dataset", "seed", "corrupt_ratio", "span_length")  # flags of a run that an evaluation needs
+OF_THE_DATA = ("dataset", "seed", "pairs", "corrupt_ratio", "span_length")  # flags of a run that an evaluation needs
 GPT2_SIZES = (50257, 50304)  # vocabulary sizes of nanoGPT's models that read GPT-2's tokens; 50304 is padded
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from data.objective import OBJECTIVE
+from data.objective import objective_class
 from engine import compilation
 from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.owners import cuts
@@ -104,7 +104,7 @@ class ShardedModel:
         self.ranks, self.tp, self.ep, self.pp, mesh = ranks, cfg.tp, cfg.ep, cfg.pp, ranks.mesh
         self.fsdp, self.reshard = cfg.parallel == "fsdp" and ranks.size > 1, cfg.fsdp_reshard
         self.home = torch.device("cpu") if self.fsdp and cfg.fsdp_offload else ranks.device  # of the parameters
-        self.even = OBJECTIVE[cfg.objective].even
+        self.even = objective_class(cfg).even
         self.routers = [name for name, m in model.named_modules() if isinstance(m, Experts)]
         self.counted_elsewhere: Collection[str] = ()  # names of parameters that another stage counts
         if cfg.pp > 1:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.errors import require
-from data.objective import OBJECTIVE
+from data.objective import objective_class
 from model import ExpertLinear, Experts, GroupedLinear, Linear, NormOfHeads, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, equal_rows, grouped_linear, matmul_dtype, rows_at_once
 
@@ -71,7 +71,7 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
 def check(cfg, n: int):
     """ValueError if the model cannot be cut for n ranks; it names the flag and the remedy."""
     if cfg.objective == "seq2seq":
-        objective = OBJECTIVE["seq2seq"](
+        objective = objective_class(cfg)(
             cfg.vocab_size, None, cfg.block_size, False, cfg.corrupt_ratio, cfg.span_length
         )
         text, source = objective.lengths
@@ -255,7 +255,7 @@ def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets
     >= 0. Its gradient for x is this rank's term of a sum over the ranks."""
     head, cfg = model.head, model.cfg
     chunk = equal_rows(targets.numel(), rows_at_once(cfg.loss_chunk, len(head.weight), x.device))
-    of_chunk = partial(parallel_chunk_loss, group, cfg.vocab_size, cfg.z_loss)
+    of_chunk = partial(parallel_chunk_loss, group, cfg.vocab_size, cfg.z_loss, model.smoothing)
     options = cfg.logit_softcap, chunk, of_chunk, torch.is_grad_enabled()
     total = ChunkedCrossEntropy.apply(x.flatten(0, 1), head.weight, head.bias, targets.flatten(), options)
     return model.mean(total, targets)
@@ -265,25 +265,31 @@ def parallel_chunk_loss(
     group: dist.ProcessGroup,
     vocab_size: int,
     z_loss: float,
+    smoothing: float,
     logits: Tensor,
     targets: Tensor,
     softcap: float,
     gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """ops.chunk_loss for logits (N, V/n) whose columns are cut over the ranks; those from vocab_size on are padding.
-    Ranks exchange three numbers per token."""
+    Ranks exchange three numbers per token, or four with `smoothing`."""
     first = dist.get_rank(group) * logits.size(1)
     valid, here = (targets >= 0)[:, None], ((targets >= first) & (targets < first + logits.size(1)))[:, None]
     index = (targets[:, None] - first).where(here, 0)
     z = capped(at_least_float32(logits), softcap)
     slope = 1 - (z / softcap).square() if softcap > 0 and gradient else 1.0
-    z[:, max(0, vocab_size - first) :] = torch.finfo(z.dtype).min
+    own = max(0, vocab_size - first)  # columns that are no padding
+    z[:, own:] = torch.finfo(z.dtype).min
     largest, of_target = z.amax(-1, keepdim=True), z.gather(1, index) * here
+    if smoothing:
+        of_target = torch.cat((of_target, z[:, :own].sum(-1, keepdim=True)), dim=1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     p = z.sub_(largest).exp_()
     sums = torch.cat((p.sum(-1, keepdim=True), of_target), dim=1)
     dist.all_reduce(sums, group=group)
-    normaliser, of_target = sums.split(1, dim=1)
+    normaliser, of_target, *of_all = sums.split(1, dim=1)
+    if smoothing:
+        of_target = torch.lerp(of_target, of_all[0] / vocab_size, smoothing)
     log_normaliser = largest + normaliser.log()
     total = ((log_normaliser - of_target) * valid).sum()
     if not gradient:
@@ -291,5 +297,7 @@ def parallel_chunk_loss(
     p.div_(normaliser)
     if z_loss:
         p.mul_(1 + 2 * z_loss * log_normaliser)
-    p.scatter_add_(1, index, -here.to(p.dtype))
+    p.scatter_add_(1, index, (smoothing - 1) * here.to(p.dtype))
+    if smoothing:
+        p[:, :own] -= smoothing / vocab_size
     return total, p.mul_(valid * slope).to(logits.dtype)

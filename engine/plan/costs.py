@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from data.objective import OBJECTIVE
+from data.objective import objective_class
 from engine.optim import OPTIMIZER, Balance, Muon, hidden_matrices, iteration_dtype, load_biases, state_bytes
 from engine.parallel import context as context_parallel
 from engine.parallel import expert as expert_parallel
@@ -204,7 +204,7 @@ class FakeRank:
         self.offload = self.fsdp and cfg.fsdp_offload
         self.shards = self.group("fsdp")[0] if self.fsdp else 1
         objective = cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
-        self.lengths = OBJECTIVE[cfg.objective](*objective).lengths
+        self.lengths = objective_class(cfg)(*objective).lengths
         self.model = model = UninitializedModel(cfg, seed=0)  # a fake seed cannot be drawn
         cfg.loss_chunk = rows_at_once(cfg.loss_chunk, cfg.vocab_rows // cfg.tp, torch.device("cuda"))
         self.n_params, self.flops = model.n_params(), flops(model, *self.lengths)

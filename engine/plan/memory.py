@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from data.loader import Loader
-from data.objective import OBJECTIVE
+from data.objective import objective_class
 from engine.device import resolve_dtype
 from engine.optim import OPTIMIZER, Muon, hidden_matrices, state_bytes
 from engine.parallel import ranks as parallel
@@ -110,7 +110,7 @@ def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
     fsdp = cfg.parallel == "fsdp" and ranks.size > 1
     cut = ranks.size // cfg.dp_replicate if fsdp else cfg.tp * cfg.pp * cfg.ep
     micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
-    batches = Loader.AHEAD + (1 if cfg.pp == 1 and OBJECTIVE[cfg.objective].even else micro_steps)
+    batches = Loader.AHEAD + (1 if cfg.pp == 1 and objective_class(cfg).even else micro_steps)
     numbers = 0  # that the blocks keep of a sequence
     for stack, length in zip(cfg.stacks, (T, S), strict=False):
         hidden, projected = kept_by_readers(stack)

@@ -13,6 +13,7 @@ from model import Model
 
 FILES = {path.stem: path for path in (Path(__file__).resolve().parents[2] / "config").glob("*.py")}
 VOCABULARY = {"pycode": 257, "shakespeare_char": 65, "pycode_gpt2": 50304, "openwebtext": 50304}
+VOCABULARY["numbers"] = 257 - 4  # pairs have no sentinels
 OWN_IDS = {"causal": 0, "masked": 1, "seq2seq": 4}  # 19 of 64 tokens in 3 spans; the last sentinel ends them
 C, D = 192, 48  # width and head size of the quick files
 
@@ -58,6 +59,8 @@ PARAMETERS = {
     + 2 * (8 * C**2 + 3 * 512 * C + 3 * C)
     + (4 + 2 + 2) * 2 * D
     + C,
+    # 2 layers of 12 squares and 2 norms in the encoder, of 16 and 3 in the decoder, and each's last norm
+    "numbers_seq2seq": 257 * 128 + 2 * (12 * 128**2 + 2 * 128 + 16 * 128**2 + 3 * 128) + 2 * 128,
     "pycode_sas": quick(10 * C**2 + 3 * 4 + 3 + 2 * C, first=C**2 + 2),
     "pycode_sas_p": quick(10 * C**2 + 3 * 4 + 2 + C, first=C**2 + 2),
     "pycode_superblock": quick(12 * C**2 + C + 2 * D),

@@ -1042,16 +1042,18 @@ def test_later_queries_on_a_gpu():
 
 
 @pytest.mark.no_jitter
-@pytest.mark.parametrize("softcap,z_loss", [(0.0, 0.0), (3.0, 0.0), (3.0, 0.2)])
-def test_the_compiled_loss_of_a_chunk(softcap, z_loss):
+@pytest.mark.parametrize(
+    "softcap,z_loss,smoothing", [(0.0, 0.0, 0.0), (3.0, 0.0, 0.0), (3.0, 0.2, 0.0), (3.0, 0.2, 0.3)]
+)
+def test_the_compiled_loss_of_a_chunk(softcap, z_loss, smoothing):
     torch.manual_seed(0)
     logits, targets = 3 * torch.randn(8, 100), torch.randint(-1, 100, (8,))
     exact = logits.double().requires_grad_()
     z = ops.capped(exact, softcap)
-    total = F.cross_entropy(z, targets, ignore_index=-1, reduction="sum")
+    total = F.cross_entropy(z, targets, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
     (total + z_loss * (z.logsumexp(-1).square() * (targets >= 0)).sum()).backward()
     for f in (ops.chunk_loss, torch.compile(ops.chunk_loss, dynamic=False, fullgraph=True)):
-        options = {"z_loss": z_loss} if z_loss else {}
+        options = {name: x for name, x in (("z_loss", z_loss), ("smoothing", smoothing)) if x}
         found, slope = f(logits.clone(), targets, softcap, True, **options)
         assert found.item() == pytest.approx(total.item(), rel=1e-6) and f(logits, targets, softcap, False)[1] is None
         assert torch.allclose(slope.double(), exact.grad, atol=1e-6)
@@ -1276,6 +1278,30 @@ def test_z_loss_is_in_the_gradient_alone(softcap, chunk):
     expected.backward(), loss.backward()
     for (n, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-10), n
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_label_smoothing_is_pytorchs(softcap, chunk):
+    """Loss and gradients in training; in evaluation, the plain loss."""
+    model = build(logit_softcap=softcap, loss_chunk=chunk, head_bias=True, label_smoothing=0.2, z_loss=0.3)
+    for p in model.parameters():
+        torch.nn.init.normal_(p)
+    idx, targets = torch.randint(29, (2, 2, 13))
+    targets[0, 3:6] = -1
+    loss, logits = model.train()(idx, targets), model(idx)
+    valid = logits[targets >= 0]
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, label_smoothing=0.2)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    names = [name for name, _ in model.named_parameters()]
+    found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    exact = torch.autograd.grad(expected + 0.3 * valid.logsumexp(-1).square().mean(), list(model.parameters()))
+    for name, p, q in zip(names, found, exact, strict=True):
+        assert torch.allclose(p, q, rtol=1e-10, atol=1e-10), name
+    plain = F.cross_entropy(valid, targets[targets >= 0]).item()
+    assert model.eval()(idx, targets).item() == pytest.approx(plain, rel=1e-12)
+    with torch.no_grad():
+        assert model(idx, targets).item() == pytest.approx(plain, rel=1e-12)
 
 
 @pytest.mark.parametrize("trained", ["head", "all but the head", "nothing"])

@@ -7,13 +7,17 @@ functions of the same numbers, and must agree in their outputs and in their grad
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.func import functional_call
 
-from engine.decode import generate
+from data.dataset import FIRST, TARGET
+from data.objective import PAIRS
+from data.pairs import PADDING
+from engine.decode import beam_search, generate
 from model import Block, Inputs, Model, ModelConfig, Pool
 
 L, H, HKV, C, T, V = 3, 6, 2, 48, 24, 29  # names as in model.py; six heads are no power of two
@@ -994,3 +998,95 @@ def test_encoder_decoder_generation_equals_hugging_face(hf, architecture):
     reference, flags, weights, _ = architecture(hf)
     start = torch.zeros(2, 1, dtype=torch.int64)
     assert_same_text(reference, encoder_decoder(flags), weights, start, source=tokens(S))
+
+
+# ---- Hugging Face: pairs, packed by us, and padded with labels of -100 there
+
+END = 1  # end-of-text
+
+
+def pairs_of(*sizes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
+    """Random sources and targets of these lengths; a target has end-of-text besides."""
+    drawn = torch.Generator().manual_seed(5)
+    pairs = [[torch.randint(2, V, (n,), generator=drawn) for n in size] for size in sizes]
+    return [(source, torch.cat((target, torch.tensor([END])))) for source, target in pairs]
+
+
+def packed(pairs: list[tuple[Tensor, Tensor]], name: str) -> dict[str, Tensor]:
+    """The batch of one window with these pairs."""
+    objective = PAIRS[name](V, END, T)
+    window, marks = np.zeros((1, objective.window), dtype=np.int64), np.full((1, objective.window), PADDING)
+    text = np.concatenate([part for pair in pairs for part in pair])
+    window[0, : len(text)] = text
+    parts = [[FIRST, *[0] * (len(a) - 1), *[TARGET] * len(b)] for a, b in pairs]
+    marks[0, : len(text)] = np.concatenate(parts)
+    return objective(torch.from_numpy(window), marks)
+
+
+def padded(rows: list[Tensor], value: int) -> Tensor:
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+
+@pytest.mark.parametrize("architecture", [gpt2, llama, qwen2, falcon_rw])
+def test_packed_pairs_equal_padded_ones_of_a_causal_model(hf, architecture):
+    """The loss of the targets alone and all its gradients; positions count in each pair."""
+    reference, flags, weights, tolerance = architecture(hf)
+    pairs, placed = pairs_of((5, 3), (2, 4), (1, 1)), flags.get("pos", "learned") == "learned"
+    ours = Model(ModelConfig(**SIZE | flags, doc_mask=True, doc_positions=placed)).double()
+    batch = packed(pairs, "causal")
+    assert (batch["targets"] >= 0).sum() == 4 + 5 + 2
+    rows, labels = ([torch.cat((a.where(torch.tensor(keep), -100), b)) for a, b in pairs] for keep in (True, False))
+    mask = padded([torch.ones_like(row) for row in rows], 0)
+    labels = padded(labels, -100)
+    theirs = reference(padded(rows, 0), attention_mask=mask, labels=labels, use_cache=False)
+    loss = nn.functional.cross_entropy(theirs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert_close(loss, theirs.loss.double(), ROUNDED)  # theirs is in float32
+    assert_same(call(ours, weights, **batch), loss, trained(reference), tolerance)
+
+
+@encoder_decoders
+def test_packed_pairs_equal_padded_ones_of_an_encoder_decoder(hf, architecture):
+    reference, flags, weights, tolerance = architecture(hf)
+    pairs, placed = pairs_of((5, 3), (2, 7), (9, 1)), flags["pos"] == "sinusoidal"
+    flags = flags | dict(doc_mask=True, doc_positions=placed)
+    batch = packed(pairs, "seq2seq")
+    assert (batch["targets"] >= 0).sum() == 4 + 8 + 2
+    end = torch.tensor([END])
+    sources = [torch.cat((a, end)) for a, _ in pairs]
+    theirs = reference(
+        padded(sources, 0), attention_mask=padded([torch.ones_like(a) for a in sources], 0),
+        decoder_input_ids=padded([torch.cat((end, b[:-1])) for _, b in pairs], 0),
+        labels=padded([b for _, b in pairs], -100),
+    )  # fmt: skip
+    assert_same(call(encoder_decoder(flags), weights, **batch), theirs.loss, trained(reference), tolerance)
+
+
+@pytest.mark.parametrize("n_beams", [1, 2, 5])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, -1.5])
+@pytest.mark.parametrize("architecture", [marian_whole, pegasus, gpt2, llama])
+def test_beam_search_equals_hugging_faces(hf, architecture, n_beams, length_penalty):
+    """All beams of texts that end early, late or never."""
+    reference, flags, weights, _ = architecture(hf)
+    whole = architecture in (marian_whole, pegasus)
+    ours = encoder_decoder(flags) if whole else Model(ModelConfig(**SIZE | flags)).double()
+    with torch.no_grad():
+        for name, p in complete(ours, weights).items():
+            ours.get_parameter(name).copy_(p)
+    idx = torch.zeros(2, 1, dtype=torch.int64) if whole else tokens(8)
+    given, source, new = (tokens(S) if whole else idx), tokens(S) if whole else None, T - idx.size(1)
+    usual = torch.stack(list(generate(ours, idx, new, lambda z: z.argmax(-1), source)), dim=1)
+    ends = set()
+    for eot in {*usual[:, ::5].flatten().tolist(), *range(0, V, 7)}:
+        theirs = reference.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=new, do_sample=False, num_beams=n_beams,
+            num_return_sequences=n_beams, early_stopping=False, length_penalty=length_penalty, eos_token_id=eot,
+            pad_token_id=0,
+        )[:, idx.size(1) :].tolist()  # fmt: skip
+        expected = [row[: row.index(eot)] if eot in row else row for row in theirs]
+        each = beam_search(ours, idx, new, n_beams, eot, V, source, length_penalty)
+        found = [text for texts in each for text in texts]
+        assert len(found) == len(expected) == 2 * n_beams
+        for got, row in zip(found, expected, strict=True):
+            assert got == row, eot
+        ends |= {len(text) for text in found}
+    assert len(ends) > min(n_beams, 2) and new in ends

@@ -100,6 +100,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "wide": [*WIDE, "--head_dim=12", "--attention=gqa", "--n_kv_head=2", "--tie_weights=False", *MUON],
         "layers": [*LAYERS, "--loss_chunk=7"],
         "z loss": ["--z_loss=0.1", "--logit_softcap=5.0", "--loss_chunk=7"],
+        "smoothing": ["--label_smoothing=0.2", "--z_loss=0.1", "--logit_softcap=5.0", "--vocab_size=259"],
         "attention": [*FLAGS, *MUON],
         "experts": [*EXPERTS, *MUON],
         "router losses": SIGMOID,

@@ -151,7 +151,7 @@ def nbytes(tensors) -> int:
 
 
 def batch_of(cfg: Config) -> dict:
-    task = costs.OBJECTIVE[cfg.objective](cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask)
+    task = costs.objective_class(cfg)(cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask)
     T, S = task.lengths
     idx = torch.zeros(cfg.batch_size, T, dtype=torch.int64)
     source = {"source": torch.zeros(cfg.batch_size, S, dtype=torch.int64)} if S else {}
@@ -288,7 +288,7 @@ def most_allocated(f) -> int:
 def gpu_loss(monkeypatch):
     """The loss as a GPU computes it, and so the plan counts it: also that of few tokens in a chunk."""
 
-    def cross_entropy(x, weight, bias, targets, softcap, chunk, of_chunk, z_loss):
+    def cross_entropy(x, weight, bias, targets, softcap, chunk, of_chunk, z_loss, smoothing):
         rows = ops.equal_rows(len(x), ops.rows_at_once(chunk, len(weight), torch.device("cuda")))
         return ops.ChunkedCrossEntropy.apply(x, weight, bias, targets, (softcap, rows, of_chunk, True))
 

@@ -1,0 +1,31 @@
+# Translates English words for numbers into German ones, with the original Transformer (arXiv:1706.03762) on pairs: an
+# encoder and a decoder with one vocabulary, of bytes, sinusoidal positions, ReLU and label smoothing. As in
+# train_pycode.py, the norms stand before attention and MLP, nothing has a bias, and the optimizer is Muon. About 3
+# minutes on 2 cores that nothing else uses. 99.5 % of the numbers that it was not trained on are translated exactly
+# (docs/results.md); the validation loss of 0.106 nats per byte is what label smoothing leaves.
+dataset = "numbers"
+out_dir = "out/numbers_seq2seq"
+
+n_layer = 2
+n_head = 4
+n_embd = 128
+block_size = 128
+batch_size = 16
+gradient_accumulation_steps = 1
+objective = "seq2seq"
+pos = "sinusoidal"
+mlp = "relu"
+label_smoothing = 0.1
+
+optimizer = "muon"
+max_iters = 400
+muon_lr = 0.01
+learning_rate = 0.003
+min_lr = 0.0
+schedule = "wsd"
+warmup_iters = 30
+cooldown_iters = 150
+
+eval_interval = 100
+eval_iters = 20
+log_interval = 10

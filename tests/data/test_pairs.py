@@ -1,0 +1,452 @@
+"""Pairs: preparation, packing and batches compared with naive loops over the documents; what is refused."""
+
+import gzip
+import importlib.util
+import json
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers import IN_FLOAT64, ROOT, TINY, distance, losses, metrics, read_all, refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import launch, train_runs
+from test_corpus import args, error, files_of, small, validates  # noqa: F401
+
+import evaluate
+import sample
+import train
+from configurator import Config
+from data import corpus
+from data.dataset import open_data
+from data.loader import Loader, count_windows, eval_batches
+from data.objective import PAIRS, open_with_objective
+from data.pairs import documents
+from data.sources import find_files
+from data.tokenizer import ByteTokenizer
+from data.writer import ShardWriter
+from engine.checkpoint import weights
+
+EOT = 256
+ROWS = [(f"{i} " * (i % 5), "é" * (i % 3) + str(i)) for i in range(60)]  # some sources and no target are empty
+CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+CHAT += [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "?"}]
+CHAT += [{"role": "assistant", "content": "!"}, {"role": "user", "content": "never answered"}]
+
+
+def write(path: Path, records: list[dict]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=7)
+    else:
+        text = "".join(json.dumps(record) + "\n" for record in records).encode()
+        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+def prepare(path: Path, out: Path, pairs: str = "source,target", **flags) -> Path:
+    corpus.prepare(args(out, **flags), find_files([str(path)]), pairs=tuple(pairs.split(",")))
+    return out
+
+
+def prepared(folder: Path, rows=ROWS, **flags) -> Path:
+    """A data set of these pairs."""
+    path = write(folder / "rows.jsonl", [{"source": a, "target": b} for a, b in rows])
+    return prepare(path, folder / "out", **flags)
+
+
+def naive_document(source: str, target: str) -> tuple[list[int], list[int]]:
+    """Ids and marks of a pair of bytes."""
+    a, b = list(source.encode()) or [EOT], [*target.encode(), EOT]
+    return a + b, [2, *[0] * (len(a) - 1), *[1] * len(b)]
+
+
+# ------------------------------------------------------------------------------------------------------- preparation
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.parquet"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_shards_and_masks_equal_a_naive_loop(tmp_path, small, name, threads):  # noqa: F811
+    path = write(tmp_path / name, [{"question": a, "other": i, "answer": b} for i, (a, b) in enumerate(ROWS)])
+    prepare(path, tmp_path / "out", "question,answer", threads=threads, shard_tokens=50)
+    expected = {"train": ([], []), "val": ([], [])}
+    for number, row in enumerate(ROWS):
+        for found, more in zip(
+            expected["val" if validates(number, 0.2) else "train"], naive_document(*row), strict=True
+        ):
+            found += more
+    data = open_data(tmp_path / "out", verify=True)
+    assert data.pairs
+    for split, (ids, marks) in expected.items():
+        stream = data.split(split)
+        assert len(stream.shards) == len(stream.mask.shards) > 1
+        assert read_all(stream) == ids and read_all(stream.mask) == marks
+
+
+def test_a_chat_has_the_assistants_contents_as_targets(tmp_path):
+    path = write(tmp_path / "chats.parquet", [{"messages": CHAT}] * 9)
+    stream = open_data(prepare(path, tmp_path / "out", "messages", val_fraction=0.5)).split("train")
+    n = len(stream) // len(documents(stream))
+    ids, marks = read_all(stream)[:n], read_all(stream.mask)[:n]
+    text = "<|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\nHello.<|user|>\n?\n<|assistant|>\n!."
+    assert bytes(46 if i == EOT else i for i in ids).decode() == text
+    assert "".join(c if m & 1 else " " for c, m in zip(text, marks, strict=True)).split() == ["Hello.", "!."]
+    assert [m & 2 for m in marks] == [2, *[0] * (n - 1)]
+
+
+def test_an_interrupted_preparation_goes_on(tmp_path, small, monkeypatch):  # noqa: F811
+    whole = files_of(prepared(tmp_path, shard_tokens=40))
+    (tmp_path / "b").mkdir()
+    real, calls = corpus.encode, iter(range(40))
+    monkeypatch.setattr(corpus, "encode", lambda *a: real(*a) if next(calls, None) is not None else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepared(tmp_path / "b", shard_tokens=40, threads=1)
+    saved = json.loads((tmp_path / "b" / "out" / ".preparing" / "progress.json").read_text())
+    assert saved["place"] and len(saved["splits"]["train_mask"]["shards"]) > 1
+    monkeypatch.setattr(corpus, "encode", real)
+    assert files_of(prepared(tmp_path / "b", shard_tokens=40)) == whole
+    prepared(tmp_path / "b", [("a", "b")] * 30)  # and the old masks are gone
+    assert len(list((tmp_path / "b" / "out").glob("train_mask_*"))) == 1
+
+
+@pytest.mark.parametrize("record,pairs,words", [
+    ({"source": "a"}, "source,target", "has no field 'target'; pass --pairs= some of source"),
+    ({"source": "a", "target": 3}, "source,target", "target is 3, not text; remove it, or pass another --pairs"),
+    ({"chat": "Hi"}, "chat", "chat is no chat; write a list of"),
+    ({"chat": [{"role": "user"}]}, "chat", "chat is no chat; write a list of"),
+    ({"chat": [3]}, "chat", "chat is no chat; write a list of"),
+    ({"chat": CHAT[:2]}, "chat", "has no message of the role assistant, so there is nothing to learn; remove it"),
+])  # fmt: skip
+def test_wrong_records_are_refused(tmp_path, record, pairs, words):
+    path = write(tmp_path / "x.jsonl", [record])
+    message = error(prepare, path, tmp_path / "out", pairs)
+    assert f"{path}:1" in message and words in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("pairs,flags,words", [
+    ("a,b,c", {}, "pairs=a,b,c is not possible; pass SOURCE,TARGET"), ("a,", {}, "pairs=a, is not possible"),
+    ("a,b", {"tokenizer": "char"}, "pairs=a,b needs an end-of-text behind each target, and tokenizer=char has none"),
+])  # fmt: skip
+def test_wrong_flags_are_refused(tmp_path, pairs, flags, words):
+    path = write(tmp_path / "x.jsonl", [{"a": "b", "b": "c"}] * 5)
+    assert words in error(prepare, path, tmp_path / "out", pairs, **flags)
+    (tmp_path / "x.txt").write_text("text")
+    assert f"['{tmp_path}/x.txt'] has none; pass .jsonl" in error(prepare, tmp_path / "x.txt", tmp_path / "out", "a,b")
+
+
+# ---------------------------------------------------------------------------------------------------------- batches
+
+
+def opened(folder: Path, split: str = "train", **flags):
+    """(stream, objective, cfg) of a run."""
+    cfg = Config(dataset=str(folder), **flags)
+    data, objective, _ = open_with_objective(cfg)
+    return data.split(split), objective, cfg
+
+
+def written(folder: Path, docs: list[tuple[int, list[tuple[int, int]]]], shard: int) -> Path:
+    """A data set of documents (tokens of the source, [(tokens of a target, tokens behind it that are none), ...]), the
+    ids of which count up; validation is one pair. Returns the folder."""
+    with ShardWriter(folder, ByteTokenizer(), shard_tokens=shard) as out:
+        out.add("val", np.array([1, 2, EOT]))
+        out.add("val_mask", np.array([2, 1, 1]), 0)
+        for i, (source, targets) in enumerate(docs):
+            marks = [0] * source
+            for n, rest in targets:
+                marks += [1] * n + [0] * rest
+            marks[0] |= 2
+            out.add("train", np.arange(i, i + len(marks)) % 250)
+            out.add("train_mask", np.array(marks), 0)
+    return folder
+
+
+doc = st.tuples(st.integers(1, 9), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=3))
+FEW = settings(max_examples=25)
+
+
+@given(st.lists(doc, min_size=3, max_size=30), st.integers(0, 9), st.integers(5, 50), st.sampled_from([*PAIRS]))
+@FEW
+def test_an_epoch_has_every_pair_once_and_whole(tmp_path_factory, docs, more, shard, name):
+    """Windows compared with a greedy loop, batches with what a loop makes of each pair."""
+    folder, sizes = tmp_path_factory.mktemp("drawn"), []
+    for source, targets in docs:
+        total = source + sum(a + b for a, b in targets)
+        sizes.append([total] if name == "causal" else [source + 1, total - source])
+    limit = max(map(max, sizes)) + more
+    T = limit - (name == "causal")
+    stream, objective, cfg = opened(written(folder, docs, shard), block_size=T, objective=name)
+    assert cfg.pairs is True and cfg.doc_mask and cfg.doc_positions
+    groups, room = [], None
+    for i, size in enumerate(sizes):
+        room = room and [a - b for a, b in zip(room, size, strict=True)]
+        if room is None or min(room) < 0:
+            groups.append([])
+            room = [limit - a for a in size]
+        groups[-1].append(i)
+    assert count_windows(stream, T) == len(groups)
+    ids, marks, found = read_all(stream), read_all(stream.mask), documents(stream).tolist()
+    batches = list(eval_batches(stream, objective, 1))
+    assert len(batches) == len(groups)
+    for group, batch in zip(groups, batches, strict=True):
+        row = {key: value[0].tolist() for key, value in batch.items()}
+        if name == "causal":
+            start, end = found[group[0]][0], found[group[-1]][2]
+            assert row["idx"] == (ids[start:end] + [0] * T)[:T]
+            expected = [ids[t] if marks[t] & 1 else -1 for t in range(start + 1, end)]
+            assert row["targets"] == (expected + [-1] * T)[:T]
+            numbers = [k for k, i in enumerate(group) for _ in range(sizes[i][0])]
+            docs_found = row["docs"][: len(numbers)]
+            assert [d - docs_found[0] for d in docs_found] == numbers[:T]
+            assert sorted(row["docs"]) == row["docs"] and row["docs"][len(numbers) :].count(row["docs"][0]) == 0
+            continue
+        source, source_docs, idx, targets, numbers = [], [], [], [], []
+        for k, i in enumerate(group):
+            first, target, end = found[i]
+            source += [*ids[first:target], EOT]
+            source_docs += [k] * (target - first + 1)
+            idx += [EOT, *ids[target : end - 1]]
+            targets += [ids[t] if marks[t] & 1 else -1 for t in range(target, end)]
+            numbers += [k] * (end - target)
+        assert row["source"][: len(source)] == source and row["source_docs"][: len(source)] == source_docs
+        assert {*row["source_docs"][len(source) :]} <= {T} and T > len(group) - 1
+        assert row["idx"][: len(idx)] == idx and row["targets"] == targets + [-1] * (T - len(targets))
+        assert row["docs"] == numbers + [numbers[-1]] * (T - len(numbers))
+        assert [len(row[key]) for key in ("source", "source_docs", "idx", "docs")] == [T] * 4
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_order_is_that_of_the_samples_for_all_ranks_and_resumes(tmp_path, name):
+    """Also of a mixture, whose sources have epochs of their own."""
+    a = prepared(tmp_path)
+    (tmp_path / "b").mkdir()
+    b = prepared(tmp_path / "b", [(f"s{i}", "x" * (i % 9)) for i in range(40)])
+    for dataset in (str(a), f"{a}:0.7,{b}:0.3"):
+        stream, objective, _ = opened(dataset, block_size=24, objective=name)
+
+        def rows(n, batch_size, *rest, start=0, stream=stream, objective=objective):
+            with closing(Loader(stream, objective, batch_size, *rest, seed=5, start=start)) as loader:
+                found = [next(loader) for _ in range(n)]
+            return [[batch[key][i].tolist() for key in batch] for batch in found for i in range(batch_size)]
+
+        whole = rows(60, 1)
+        assert rows(10, 3, 2) == whole[:30] and rows(5, 4, start=17) == whole[17:37]
+        ranks = [rows(6, 2, 1, rank, 2) for rank in range(2)]
+        assert [ranks[r][2 * k + i] for k in range(6) for r in range(2) for i in range(2)] == whole[:24]
+        n = count_windows(stream, 24)
+        if dataset == str(a):
+            epochs = rows(2 * n, 1)
+            assert epochs[:n] != epochs[n:] and sorted(epochs[:n]) == sorted(epochs[n:])
+            assert len({str(row) for row in epochs[:n]}) == n
+
+
+def test_runs_resume_digit_for_digit(tmp_path):
+    data = prepared(tmp_path)
+    flags = [
+        *TINY,
+        f"--dataset={data}",
+        "--block_size=24",
+        "--label_smoothing=0.1",
+        "--max_iters=8",
+        "--eval_interval=4",
+    ]
+    for name in PAIRS:
+        a, b = tmp_path / f"{name}_a", tmp_path / f"{name}_b"
+        train.main([*flags, f"--objective={name}", f"--out_dir={a}"])
+        train.main([*flags, f"--objective={name}", f"--out_dir={b}", "--max_iters=4", "--lr_decay_iters=8"])
+        train.main([f"--out_dir={b}", "--init_from=resume", "--max_iters=8"])
+        whole, parts = ([line["loss"] for line in metrics(run) if "loss" in line] for run in (a, b))
+        assert len(whole) == 8 and whole == parts
+        assert "\npairs = True " in (a / "config.py").read_text() and whole[-1] < whole[0]
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_wrong_masks_are_refused(tmp_path):
+    out = prepared(tmp_path)
+    meta, mask = json.loads((out / "meta.json").read_text()), out / "train_mask_000000.bin"
+
+    def changed(split: str, **splits) -> str:
+        (out / "meta.json").write_text(json.dumps(meta | {"splits": meta["splits"] | splits}))
+        return error(opened, out, split)
+
+    assert "has no split val_mask" in changed("val", val_mask={"shards": []})
+    shards = meta["splits"]["val_mask"]["shards"]
+    n, m = (meta["splits"][split]["tokens"] for split in ("train", "val"))
+    assert f"has {m} marks in train_mask for {n} tokens in train" in changed("train", train_mask={"shards": shards})
+    (out / "meta.json").write_text(json.dumps(meta))
+    content = mask.read_bytes()
+    tokens = np.frombuffer(content[1024:], "<u2").copy()
+    for wrong, words in (
+        (np.where(tokens == 2, 0, tokens), "without a source or a target"),
+        (tokens | 4, "the mark 6"),
+    ):
+        mask.write_bytes(content[:1024] + wrong.astype("<u2").tobytes())
+        assert words in error(opened, out)
+        assert "was changed: its SHA-256" in error(lambda: open_data(out, verify=True).split("train"))
+    mask.unlink()
+    assert "train_mask_000000.bin cannot be read" in error(opened, out)
+
+
+def test_flags_that_do_not_fit_are_refused(tmp_path, tiny_data, capsys):
+    out = prepared(tmp_path)
+    flags = [*TINY, f"--out_dir={tmp_path}/run", f"--dataset={out}"]
+    for name, size in (("causal", 19), ("seq2seq", 13)):  # at most 12 bytes of a source, 6 of a target, and ends
+        message = error(opened, out, block_size=11, objective=name)
+        enough = int(message.partition("; set block_size to ")[2].split()[0])
+        assert f"has a pair of {size} tokens, too long for block_size=11" in message
+        opened(out, block_size=enough, objective=name)
+        assert "too long" in error(opened, out, block_size=enough - 1, objective=name)
+    for more, words in {
+        "--objective=masked": "objective=masked has no pairs",
+        "--corrupt_ratio=0.2 --objective=seq2seq": "corrupt_ratio=0.2 has no effect on dataset=",
+        f"--dataset={out}:0.5,{tiny_data}:0.5": "differ in the mask of targets",
+        f"--dataset={tiny_data} --pairs=True": "has no mask of targets; prepare it with --pairs",
+        "--block=superblock --layer=c.joint_slots,p --pos=rope": "doc_mask=True with pos=rope",
+    }.items():
+        assert words in refused(train.main, [*flags, *more.split()], capsys)
+
+
+def test_pairs_false_trains_on_all_tokens(tmp_path):
+    out = prepared(tmp_path)
+    stream, objective, cfg = opened(out, block_size=16, pairs=False)
+    batch = next(eval_batches(stream, objective, 2))
+    assert batch.keys() == {"idx", "targets"} and not cfg.doc_mask
+    assert torch.equal(batch["idx"][0], torch.tensor(read_all(stream)[:16])) and (batch["targets"] >= 0).all()
+
+
+# ----------------------------------------------------------------------------------------------- answers and samples
+
+
+@pytest.fixture(scope="module")
+def translators(tmp_path_factory) -> Path:
+    """Runs of both objectives that have learned to copy one of three words, and of a few steps of a text."""
+    folder = tmp_path_factory.mktemp("translators")
+    words = ["ab", "cde", "f"]
+    prepared(folder, [(words[i % 3], words[i % 3].upper()) for i in range(60)])
+    for name in PAIRS:
+        flags = [*TINY, f"--dataset={folder / 'out'}", "--block_size=24", "--max_iters=150", "--eval_interval=0"]
+        train.main([*flags, f"--objective={name}", f"--out_dir={folder / name}", "--pos=rope"])
+    return folder
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("beams", [[], ["--num_beams=3", "--length_penalty=0.5"]])
+def test_answers_are_those_of_a_loop(translators, name, beams, capsys, tmp_path, monkeypatch):
+    """Exact matches and the answers themselves, without batches and caches; BLEU by a stand-in for sacrebleu."""
+    said = []
+    package = SimpleNamespace(corpus_bleu=lambda *given: said.append(given) or SimpleNamespace(score=12.5))
+    package.__spec__ = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "sacrebleu", package)
+    file = tmp_path / "answers.jsonl"
+    flags = [f"--out_dir={translators / name}", "--device=cpu", f"--answers={file}", *beams]
+    evaluate.main([*flags, "--json", "--batch_size=2"])
+    figures = json.loads(capsys.readouterr().out)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    stream = open_data(translators / "out").split("val")
+    rows, ids = documents(stream).tolist(), read_all(stream)
+    assert [line["source"] for line in lines] == [bytes(ids[a:b]).decode() for a, b, _ in rows]
+    assert [line["target"] for line in lines] == [bytes(ids[b : c - 1]).decode() for _, b, c in rows]
+    assert [line["target"] for line in lines] == [line["source"].upper() for line in lines]
+    right = [line["answer"] == line["target"] for line in lines]
+    assert figures["exact_match"] == sum(right) / len(right) > 0.5 and figures["bleu"] == 12.5
+    assert said == [(tuple(line["answer"] for line in lines), [tuple(line["target"] for line in lines)])]
+    path, model, tokenizer = weights.alone(str(translators / name), torch.device("cpu"), torch.float32, lambda flags: 0)
+    for line in () if beams else lines:
+        source, out = torch.tensor([list(line["source"].encode())]), []
+        while len(out) < 24 and out[-1:] != [EOT]:
+            if name == "causal":
+                logits = model(torch.cat((source, torch.tensor([out], dtype=torch.int64)), dim=1))
+            else:
+                logits = model(torch.tensor([[EOT, *out]]), source=torch.cat((source, torch.tensor([[EOT]])), dim=1))
+            out.append(logits[0, -1, :257].argmax().item())
+        assert tokenizer.decode(out[:-1]) == line["answer"]
+    evaluate.main(flags)
+    assert f"; {figures['exact_match']:.2%} exact matches, BLEU 12.50" in capsys.readouterr().out
+
+
+def test_without_sacrebleu_a_note_says_how_to_get_it(translators, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    evaluate.main([f"--out_dir={translators / 'seq2seq'}", "--device=cpu", f"--answers={tmp_path / 'x'}"])
+    out, err = capsys.readouterr()
+    assert "exact matches" in out and "BLEU" not in out and "no BLEU: pip install -e .[bleu]" in err
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_samples_of_pairs(translators, name, capsys):
+    """A translation is greedy by default and has no blanks; beams give the likeliest texts, the first one first."""
+
+    def sampled(*flags: str) -> str:
+        capsys.readouterr()
+        sample.main([f"--out_dir={translators / name}", "--device=cpu", "--start=cde", *flags])
+        return capsys.readouterr().out
+
+    prompt = "cde" * (name == "causal")
+    greedy = sampled("--temperature=0")
+    assert greedy == f"{prompt}CDE\n" and (name == "causal" or sampled() == greedy)
+    several = sampled("--num_beams=4", "--num_samples=3").split(sample.SEPARATOR)
+    assert len({*several}) == 3 and several[0] == f"{prompt}CDE" and all(text.startswith(prompt) for text in several)
+    for flags, words in (
+        (["--num_beams=2", "--num_samples=3"], "num_beams=2 (command line) find no num_samples=3"),
+        (["--num_beams=2", "--temperature=0.5"], "--temperature=0.5 (command line) is used only with"),
+        (["--length_penalty=2.0"], "is used only with num_beams > 1"),
+        (["--blank=x"], "blank=x has no effect"),
+        (["--start=" + "x" * 24], "has 25 tokens with its end, more than block_size=24; shorten it"),
+    )[: 4 + (name == "seq2seq")]:
+        assert words in refused(sample.main, [f"--out_dir={translators / name}", *flags], capsys)
+
+
+def test_answers_need_pairs(trained, translators, capsys, tmp_path):
+    flags = [f"--out_dir={trained}", "--device=cpu", f"--answers={tmp_path / 'x'}"]
+    assert "needs pairs, and dataset=" in refused(evaluate.main, flags, capsys)
+    for flags, words in ((["--num_beams=2"], "used only with answers"), (["--answers=x", "--file=y"], "file is y")):
+        assert words in refused(evaluate.main, [f"--out_dir={translators / 'causal'}", *flags], capsys)
+
+
+def test_numbers_in_words(tmp_path):
+    """Known numbers, and pairs of different numbers in the splits."""
+    spec = importlib.util.spec_from_file_location("numbers_prepare", ROOT / "data" / "numbers" / "prepare.py")
+    spec.loader.exec_module(numbers := importlib.util.module_from_spec(spec))
+    known = {
+        0: ("zero", "null"), 1: ("one", "eins"), 17: ("seventeen", "siebzehn"), 30: ("thirty", "dreißig"),
+        21: ("twenty-one", "einundzwanzig"), 101: ("one hundred one", "einhunderteins"),
+        16_000: ("sixteen thousand", "sechzehntausend"), 1001: ("one thousand one", "eintausendeins"),
+        701_206: ("seven hundred one thousand two hundred six", "siebenhunderteintausendzweihundertsechs"),
+        76_000: ("seventy-six thousand", "sechsundsiebzigtausend"),
+    }  # fmt: skip
+    assert {n: (numbers.english(n), numbers.german(n)) for n in known} == known
+    assert len({numbers.english(n) for n in range(10**4)}) == len({numbers.german(n) for n in range(10**4)}) == 10**4
+    command = [sys.executable, str(ROOT / "data" / "numbers" / "prepare.py"), f"--out={tmp_path / 'out'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("29,000 + 1,000 pairs, ")
+    texts = []
+    for split in ("train", "val"):
+        stream = open_data(tmp_path / "out", verify=True).split(split)
+        ids, of_split = read_all(stream), documents(stream).tolist()
+        texts += [bytes(ids[a:b]).decode() for a, b, _ in of_split]
+        for _, b, c in of_split[:300]:
+            assert ids[c - 1] == EOT and bytes(ids[b : c - 1]).decode().isalpha() and c - b <= 128
+    assert len({*texts}) == 30_000
+
+
+def test_losses_of_pairs_do_not_depend_on_the_layout(tmp_path):
+    """Micro-batches and ranks have unequal numbers of targets; in float64."""
+    flags = [*TINY, f"--dataset={prepared(tmp_path)}", "--block_size=24", "--max_iters=4", "--eval_interval=2"]
+    flags += ["--label_smoothing=0.1", "--grad_clip=0.1", IN_FLOAT64]
+    layouts = {"ddp": [], "tp": ["--tp=2"], "fsdp": ["--parallel=fsdp"]}
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    named = {name: [*flags, f"--objective={name}", "--gradient_accumulation_steps=2"] for name in PAIRS}
+    launch(1, train_runs, tmp_path / "one", [[*run, f"--out_dir={tmp_path / 'one' / n}"] for n, run in named.items()])
+    many = [[*run, *how, f"--out_dir={tmp_path / 'two' / n}_{layout}"]
+            for n, run in named.items() for layout, how in layouts.items()]  # fmt: skip
+    launch(2, train_runs, tmp_path / "two", many)
+    for name in PAIRS:
+        exact = losses(tmp_path / "one" / name)
+        assert all(distance(losses(tmp_path / "two" / f"{name}_{layout}"), exact) < 1e-9 for layout in layouts)
