@@ -85,6 +85,7 @@ class Config(ModelConfig):
     keep_last: int = 2  # how many of the newest checkpoints stay, besides the best one
     async_checkpoint: bool = False  # write checkpoints while training goes on
     on_save_error: Literal["stop", "continue"] = "stop"  # if a checkpoint (but not the last) cannot be written
+    log_ranks: bool = False  # once a minute, name the slowest rank, and the one that waits longest for data
     wandb_log: bool = False  # log to Weights & Biases too, which pip install wandb adds
     wandb_project: str = "superblock"  # its project
     wandb_run_name: str = ""  # name of the run there; empty = that of out_dir

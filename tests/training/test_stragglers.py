@@ -1,0 +1,37 @@
+"""The slowest rank is named, and the one that waits for data: both are made slow here."""
+
+import re
+import time
+
+from helpers import TINY, metrics
+from ranks import launch
+
+import train
+from data import loader
+from engine.stragglers import PRODUCTS, Stragglers
+
+
+def train_slowly(flags: list[str]):
+    from engine.parallel.ranks import environment
+
+    rank, batch, seconds = environment().rank, loader._batch, Stragglers.seconds
+    Stragglers.EVERY = 0.0
+    if rank == 1:
+        Stragglers.seconds = lambda self: seconds(self) + 0.1
+    else:
+        loader._batch = lambda *args: time.sleep(0.3) or batch(*args)
+    train.main(flags)
+
+
+def test_slow_ranks_are_named(tiny_data, tmp_path):
+    flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=6", "--log_interval=2", "--log_ranks=True"]
+    launch(2, train_slowly, tmp_path, [*flags, f"--out_dir={tmp_path / 'out'}"])
+    said = (tmp_path / "rank 0").read_text()
+    named = re.findall(r"slowest, rank (\d) on \S+; rank (\d) on \S+ has waited", said)
+    assert len(named) == 3 and named[-1] == ("1", "0"), said  # the first batches were ready
+    rows = [row for row in metrics(tmp_path / "out") if row["kind"] == "ranks"]
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    for row in rows:
+        fast, slow = row["product_ms"]
+        assert 0 < fast and slow > 100 / PRODUCTS
+    assert rows[-1]["data_wait_s"][0] > 0.05
