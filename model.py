@@ -66,6 +66,7 @@ class ModelConfig:
     tie_weights: bool = True  # the head shares the token embedding
     init_std: float = 0.02  # standard deviation of the initial weights
     scaled_init: bool = True  # that of output layers is divided by sqrt(their number), as in GPT-2
+    mup_base_width: int = 0  # rates are those of a model of this n_embd, scaled by muP (arXiv:2203.03466); 0 = off
     embed_scale: float = 1.0  # factor of the token embeddings; Gemma's is sqrt(n_embd)
     embed_norm: bool = False  # a norm after the embeddings (BLOOM)
     # --- model: block
@@ -140,6 +141,7 @@ class ModelConfig:
             ("vocab_size head_dim n_kv_head n_slot window loss_chunk attn_softcap logit_softcap norm_eps", 0, 2**31),
             ("n_expert n_expert_shared expert_ratio n_dense_layer balance_weight router_z_loss z_loss", 0, 2**16),
             ("init_std", 0, 2**16),
+            ("mup_base_width", 0, 2**31),
             ("n_expert_active", 1, 2**16),
             ("simplified_beta_ff embed_scale alibi_scale", -(2**31), 2**31),
             ("n_layer", 1, 2**12),  # building a layer takes a hundredth of a second
@@ -199,6 +201,16 @@ class ModelConfig:
         kinds, flag = {"rope": "GLN", "alibi": "GN"}.get(pos, ""), f"pos_pattern={self.pos_pattern!r} with pos={pos}"
         known = "may hold only the letters " + kinds if kinds else "has no effect, only rope and alibi differ by layer"
         require(set(self.pos_pattern) <= set(kinds), f"{flag} {known}; leave it empty for the same in all layers")
+        unknown = {  # what has no rule in muP here
+            "pos=sinusoidal": pos == "sinusoidal",
+            f"layer={self.layer} (its slots, or softmax of units)": any(
+                r.slotted or r.units and r.phi == "softmax" for r in self.readers
+            ),
+            "attn_diff=True and heads that grow with n_embd (head_dim=0)": self.attn_diff and not self.head_dim,
+        }
+        for fact, here in unknown.items():
+            flag = f"mup_base_width={self.mup_base_width} has no rule for"
+            require(not (here and self.mup_base_width), f"{flag} {fact}; change it, or set mup_base_width=0")
         pattern, flag = self.window_pattern, f"window_pattern={self.window_pattern!r}"
         require(set(pattern) <= set("SL"), f"{flag} may hold only S (sliding) and L (full), such as SSSL")
         require(self.window or not pattern, f"{flag} needs a window, and window=0; set window to a number of tokens")
@@ -207,6 +219,11 @@ class ModelConfig:
     def head_size(self) -> int:
         """D: head_dim, or n_embd / n_head."""
         return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def width_ratio(self) -> float:
+        """n_embd over mup_base_width, or 1 without it."""
+        return self.n_embd / (self.mup_base_width or self.n_embd)
 
     @property
     def rope_pairs(self) -> int:
@@ -692,6 +709,8 @@ class Linear(UndrawnLinear):
         # The stream is a sum; 1 / sqrt(number of terms) keeps its variance from growing, but in simplified blocks.
         scaled = role in ("out", "second") and cfg.scaled_init and not cfg.block.startswith("simplified")
         self.std = cfg.init_std / math.sqrt(cfg.outputs) if scaled else cfg.init_std
+        few = role in ("router", "per_head")  # outputs, which do not grow with the width
+        self.std /= cfg.width_ratio if few else math.sqrt(cfg.width_ratio)
         assert fused is None or self.weight.size(fused[0]) == fused[1] * sum(fused[2])
 
 
@@ -941,7 +960,7 @@ class Pool(nn.Module):
                  values are the columns of the second
 
     The queries of H heads are projections of x, or x itself, cut into H heads; parameters see it in n_group slices.
-    G = H / Hkv query heads share keys and values. Scores are divided by sqrt(D), but not before an MLP's phi. A softmax
+    G = H / Hkv query heads share keys and values. Scores are divided by sqrt(D), but not before an MLP's phi, and times q_scale. A softmax
     normalises its sum. Another phi over n tokens is divided by n, and the sigmoid is that of the score minus log n
     (arXiv:2309.08586, 2409.04431). W_O is a matrix, or left out.
     """
@@ -951,6 +970,8 @@ class Pool(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["c"]):
         super().__init__()
+        # Heads that grow with the width have scores / D (muP), as in the base model: sqrt(base D) q . k / D.
+        self.q_scale = 1.0 if cfg.head_dim else cfg.width_ratio**-0.5
         cfg, context = cfg.part(reader), reader.source == "context"
         H, Hkv, D, C = cfg.n_head, cfg.kv_heads, cfg.head_size, cfg.n_embd
         self.reader, self.head_dim, self.n_head, self.group = reader, D, H, H // Hkv
@@ -1015,7 +1036,7 @@ class Pool(nn.Module):
             self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
             self.q, self.out = with_role(nn.Identity(), "into"), with_role(nn.Identity(), "out")
         if self.reader.out == "matrix":
-            self.down.std, self.out = cfg.init_std, Linear(cfg, C, C, "second" if groups == 1 else "out")
+            self.down.std, self.out = self.up.std, Linear(cfg, C, C, "second" if groups == 1 else "out")
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         if self.units:
@@ -1049,7 +1070,7 @@ class Pool(nn.Module):
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
-        unplaced = q
+        unplaced = q = q if self.q_scale == 1 else q * self.q_scale
         if self.reader.source == "parameters":
             return Pool.attend(self, q, k, v, Mask(causal=False))  # not self.attend, which is the tokens' seam
         q, k, v = self.position(q, k, v, inputs.table)
@@ -1229,7 +1250,7 @@ class ShapedPool(Pool):
     def make_projections(self, cfg: ModelConfig, layer: int):
         G, Hkv, D = self.group, cfg.kv_heads, cfg.head_size
         self.qk = Linear(cfg, cfg.n_embd, (G + 1) * Hkv * D, "into", (0, Hkv, (G * D, D)), cfg.qkv_bias)
-        self.qk.initial = {"weight": Normal(cfg.init_std, zero=G * D, period=(G + 1) * D)}  # W_Q = 0
+        self.qk.initial = {"weight": Normal(self.qk.std, zero=G * D, period=(G + 1) * D)}  # W_Q = 0
         trained = {"first": (layer == 0, False), "all": (True, True), "none": (False, False)}[cfg.simplified_value_proj]
         roles = zip(trained, ("into", "out"), strict=True)
         self.value, self.out = (NearIdentity(cfg, role) if on else with_role(nn.Identity(), role) for on, role in roles)
@@ -1522,9 +1543,13 @@ class Model(Stack):
         """idx (B, T), whose first token has position `start` -> the stream that the head reads, (B, T, C)."""
         return self.stream(*self.embed(idx, start, docs), docs, memory, memory_docs)
 
+    def head_weight(self) -> Tensor:
+        """The head's weight (V, C), times muP's factor 1 / width_ratio."""
+        return self.head.weight if self.cfg.width_ratio == 1 else self.head.weight / self.cfg.width_ratio
+
     def head_parameters(self) -> tuple[Tensor, Maybe]:
         """Weight (V, C) and bias (V,) or None of the head, without its padding rows."""
-        W, b, V = self.head.weight, self.head.bias, self.cfg.vocab_size
+        W, b, V = self.head_weight(), self.head.bias, self.cfg.vocab_size
         return (W, b) if len(W) == V else (W[:V], None if b is None else b[:V])
 
     def logits(self, x: Tensor) -> Tensor:

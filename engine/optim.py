@@ -315,7 +315,12 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     loads = load_biases(model)
     others = [p for p in model.parameters() if p.requires_grad and p not in hidden and p not in loads]  # tied: once
     vectors = {m.bias for m in model.modules() if isinstance(m, ExpertLinear)}
-    rest = {kind.rest(decay_groups(others, cfg.weight_decay, vectors), cfg.learning_rate, (cfg.beta1, cfg.beta2)): 1.0}
+    ratio, betas = cfg.width_ratio, (cfg.beta1, cfg.beta2)
+    wide = {m.weight for m in model.modules() if isinstance(m, Linear) and ratio != 1}  # muP divides their rate
+    rest: dict = {}
+    for params, factor in ([p for p in others if p not in wide], 1.0), ([p for p in others if p in wide], ratio):
+        if groups := decay_groups(params, cfg.weight_decay * factor, vectors):  # lr times decay stays as it is
+            rest[kind.rest(groups, cfg.learning_rate / factor, betas)] = 1.0 / factor
     if loads:
         rest[Balance([{"params": list(loads)}], cfg.balance_rate, ())] = None
     average: dict = {}  # the last part, as it reads the new weights

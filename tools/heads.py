@@ -132,7 +132,7 @@ def head_units(pool: M.Pool, x: Tensor, inputs: M.Inputs, head: int, position: i
         gain = pool.q_norm.weight.view(-1, D).expand(H, D)[head]
         queries = queries * gain * (normed.square().mean() + pool.q_norm.eps).rsqrt()
     q = pool.q_norm(q)
-    queries = torch.cat((queries, q[:, :, [position]]), dim=2)
+    queries = torch.cat((queries, q[:, :, [position]]), dim=2) * pool.q_scale
     placed, lo, hi = queries, 0, k.size(2)
     _, k, v = pool.position(q, pool.k_norm(k), v, inputs.table if context else ())
     if context:

@@ -70,6 +70,7 @@ def numbers(flags: dict) -> dict[str, list]:
         "norm_eps": [1e-5, 1e-3],
         "n_group": [1, 2, 4],
         "n_slot": [0, 5],
+        "mup_base_width": [0, 8] if mup_goes(flags) else [0],
         "n_expert": [0, 4],
         "n_expert_shared": [0, 1],
         "moe_pattern": ["", "DE"],
