@@ -959,10 +959,10 @@ class Pool(nn.Module):
                  keys are the rows of the MLP's first matrix, and whose
                  values are the columns of the second
 
-    The queries of H heads are projections of x, or x itself, cut into H heads; parameters see it in n_group slices.
-    G = H / Hkv query heads share keys and values. Scores are divided by sqrt(D), but not before an MLP's phi, and times q_scale. A softmax
-    normalises its sum. Another phi over n tokens is divided by n, and the sigmoid is that of the score minus log n
-    (arXiv:2309.08586, 2409.04431). W_O is a matrix, or left out.
+    The queries of H heads are projections of x, or x itself, cut into H heads; parameters see it in n_group slices. G =
+    H / Hkv query heads share keys and values. Queries of heads are multiplied by q_scale. Scores are divided by
+    sqrt(D), but not before an MLP's phi. A softmax normalises its sum. Another phi over n tokens is divided by n, and
+    the sigmoid is that of the score minus log n (arXiv:2309.08586, 2409.04431). W_O is a matrix, or left out.
     """
 
     per_head: tuple[str, ...] = ()  # names of the parameters that have a row for each head

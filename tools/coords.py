@@ -63,7 +63,7 @@ def moved(cfg: Config) -> dict[str, float]:
     return {kind: (x - before[kind]).abs().mean().item() for kind, x in results(model, idx).items()}
 
 
-def check(cfg: Config, base: int, widths: Iterable[int] = WIDTHS) -> dict[str, tuple[list[float], float]]:
+def check(cfg: Config, base: int, widths: Iterable[int]) -> dict[str, tuple[list[float], float]]:
     """Kind of layer -> its mean |x - x_0| at each width, and the slope of their logarithms."""
     rows = [moved(of_width(cfg, width, base)) for width in widths]
     sizes = {kind: [row[kind] for row in rows] for kind in rows[0]}
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(Config, argv, __doc__)
         require(importlib.util.find_spec("matplotlib"), "matplotlib is not installed; pip install -e .[plots]")
-        found = {name: check(cfg, base) for name, base in (("without muP", 0), ("with muP", WIDTHS[0]))}
+        found = {name: check(cfg, base, WIDTHS) for name, base in (("without muP", 0), ("with muP", WIDTHS[0]))}
         print("".join(f"{title:>11}" for title in ("", *map(str, WIDTHS), "slope")))
         panels, x = {}, np.array(WIDTHS, dtype=float)
         for name, kinds in found.items():

@@ -70,7 +70,7 @@ def numbers(flags: dict) -> dict[str, list]:
         "norm_eps": [1e-5, 1e-3],
         "n_group": [1, 2, 4],
         "n_slot": [0, 5],
-        "mup_base_width": [0, 8] if mup_goes(flags) else [0],
+        "mup_base_width": [0] if flags["pos"] == "sinusoidal" or flags["attn_diff"] else [0, 0, 8],
         "n_expert": [0, 4],
         "n_expert_shared": [0, 1],
         "moe_pattern": ["", "DE"],
@@ -1338,7 +1338,9 @@ def test_the_chunks_of_a_gpu_hold_a_gib(monkeypatch):
     assert (ops.rows_at_once(0, 50304, cpu), ops.rows_at_once(0, 50304, gpu)) == (640, 5248)
     with FakeTensorMode(), torch.device(gpu):
         of_chunk, head = object(), lambda: (torch.empty(50304, 8), None)
-        model = SimpleNamespace(cfg=ModelConfig(vocab_size=50304), chunk_loss=of_chunk, head_parameters=head)
+        model = SimpleNamespace(
+            cfg=ModelConfig(vocab_size=50304), chunk_loss=of_chunk, head_parameters=head, smoothing=0.0
+        )
         model.mean = lambda total, targets: total
         for tokens_of_a_text in (100, 6000):
             x, targets = torch.empty(2, tokens_of_a_text, 8), torch.empty(2, tokens_of_a_text, dtype=torch.int64)

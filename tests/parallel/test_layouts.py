@@ -87,9 +87,11 @@ EXPERTS += "--mlp_ratio=3 --mlp=swiglu --bias=True".split()
 SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=superblock --layer=c+e,p/2".split()
 SIGMOID += "--router_balance=loss --balance_weight=0.5 --router_z_loss=0.1".split()
 FLAGS = "--attn_gate=element --attn_sink=True --attn_diff=True --value_residual=True --n_head=4 --pos=rope".split()
+MUP = ["--mup_base_width=8", "--attn_gate=head", "--pos=rope"]
 MODELS = {  # what is particular about a layout: layout -> {name: flags of the model}
     "tp": {
         "llama": [*GATED, *MUON],
+        "muP": [*MUP, "--n_expert=4", "--head_bias=True"],
         "biases, sandwich": ["--bias=True", "--norm_placement=sandwich", "--pos=sinusoidal", "--tie_weights=False"],
         "parallel, post": ["--block=parallel", "--norm_placement=post", "--logit_softcap=5.0", "--loss_chunk=7"],
         "values": ["--block=simplified_parallel", "--simplified_value_proj=all", *MUON],
@@ -121,6 +123,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     },
     "fsdp": {
         "20 steps": ["--pos=rope", "--max_iters=20"],
+        "muP": [*MUP, "--tie_weights=False"],
         "llama, kept": [*GATED, *MUON, "--fsdp_reshard=False"],
         "spikes": ["--spike_factor=1.01", "--max_iters=30"],
         "rollback": ["--spike_factor=1.04", "--spike_action=rollback", "--save_interval=20", "--max_iters=30"],

@@ -190,10 +190,10 @@ def test_activations_keep_their_size(name):
     widths = (64, 128, 256)
     slopes = {kind: slope for kind, (_, slope) in coords.check(cfg, 64, widths).items()}
     assert slopes.keys() >= {"embedding", "attn", "last norm", "logits"}
-    assert max(slopes.values()) < 0.25 and abs(slopes["logits"]) < 0.4 and min(slopes.values()) > -0.7, slopes
+    assert max(slopes.values()) < 0.7 and abs(slopes["logits"]) < 0.25 and min(slopes.values()) > -0.7, slopes
     if name != "muon":
         without = {kind: slope for kind, (_, slope) in coords.check(cfg, 0, widths).items()}
-        assert without["logits"] > 0.3 and max(without.values()) > 0.7, without
+        assert without["logits"] > 0.3 and max(without.values()) > 1.2, without
 
 
 def test_picture_and_table(tmp_path, capsys, monkeypatch):
