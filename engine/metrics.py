@@ -256,7 +256,7 @@ class Metrics(Silent):
         folder = Path(out_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.events = folder / "metrics.jsonl", Events(folder)
-        self.begin(step)
+        self._begin(step)
         self.loggers = [self.events, *([Wandb(folder, flags)] if flags.get("wandb_log") else [])]
         self.console, self.tokens = Console(max_iters), tokens
         self.flops_per_token, self.peak, self.device = flops_per_token, peak, device
@@ -264,7 +264,7 @@ class Metrics(Silent):
         self.events.hparams(flags)
         self.since = self.sampled = time.perf_counter()  # start of the interval to the next log, end of the last sample
 
-    def begin(self, step: int):
+    def _begin(self, step: int):
         """Removes the lines of `step` and later; the next ones follow."""
         truncate_metrics(self.path, step)
         self.file, self.steps = open(self.path, "a"), step
@@ -274,7 +274,7 @@ class Metrics(Silent):
         """Begins again at `step`, with a line of kind rollback."""
         self.file.close()
         with writing(self.path):
-            self.begin(step)
+            self._begin(step)
         self.write(step, "rollback", figures)
 
     def log(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int, epoch=None, skipped: int = 0):

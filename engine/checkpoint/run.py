@@ -27,7 +27,7 @@ from engine.parallel.sharded import ShardedModel
 from model import Model, ModelConfig
 
 OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for the runs that continue it
-SETTLED_BY_AUTO = {"dtype", "compile", "fp32_residual"}  # whose `auto` becomes the machine's choice, which is stored
+SETTLED_BY_AUTO = {"dtype", "compile", "fp32_residual", "pairs"}  # whose `auto` becomes a choice that is stored
 FREE_ON_RESUME = {"dropout", "loss_chunk", "fp32_residual"}  # flags of the model that may differ from the checkpoint's
 STATE = {  # keys of a checkpoint's state that a resume needs, and their types
     "flags": dict, "samples": int, "skipped": int, "best_val_loss": (float, NoneType), "scaler": dict,

@@ -212,7 +212,7 @@ def test_import_waits_until_something_is_written(monkeypatch):
 def test_tensorboard_that_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     with pytest.raises(ValueError, match="tensorboard.* is not installed; pip install tensorboard"):
-        engine.metrics.Events(tmp_path, 0)
+        engine.metrics.Events(tmp_path)
 
 
 class Terminal(io.StringIO):
