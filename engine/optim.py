@@ -84,8 +84,8 @@ class Muon:
         W = (1 - lr decay) W - lr sqrt(max(1, rows / columns)) U V^T
 
     With this scale a step moves the outputs of all layers equally far. The best rate still depends on the model: at
-    width 192 it is 0.005 for the standard block and up to 0.04 for other models (docs/baselines.md). With the scale of
-    arXiv:2502.16982, 0.2 sqrt(max(rows, columns)), Muon would have AdamW's rate.
+    width 192 it is 0.005 for the standard block and up to 0.04 for other models. It falls by a factor of 2 from width
+    96 to 384, as with the scale of arXiv:2502.16982, 0.2 sqrt(max(rows, columns)) (docs/baselines.md).
 
     A weight may store several logical matrices. Each is orthogonalised alone: as one matrix they would share their
     singular directions, and the loss is higher. weights maps a weight to None (one matrix) or to the (dim, groups,
