@@ -945,4 +945,18 @@ FAULTS = [
         "Beams go on with the keys and values of other beams.",
         "tests/model/test_references.py::test_beam_search_equals_hugging_faces",
     ),
+    (
+        "engine/optim.py",
+        "cfg.weight_decay * factor, vectors)",
+        "cfg.weight_decay, vectors)",
+        "Under muP the weights of wide models decay more slowly, as their learning rate is lower.",
+        "tests/training/test_mup.py::test_weights_after_three_steps_are_those_of_the_reference",
+    ),
+    (
+        "model.py",
+        "self.head.weight / self.cfg.width_ratio",
+        "self.head.weight / self.cfg.width_ratio**0.5",
+        "Under muP the logits of wide models are too large.",
+        "tests/training/test_mup.py::test_weights_after_three_steps_are_those_of_the_reference",
+    ),
 ]
