@@ -103,7 +103,9 @@ class Config(ModelConfig):
     balance_rate: float = 0.001  # step of the biases of experts that are read too rarely or too often
     skip_nonfinite: bool = False  # leave out a step whose gradient is not finite, instead of stopping
     spike_factor: float = 0.0  # leave out a step whose gradient norm is above so many times the recent median, 0 = off
-    spike_action: Literal["skip", "rollback"] = "skip"  # rollback: also the steps since the last checkpoint, see docs
+    spike_action: Literal["skip", "rollback"] = (
+        "skip"  # rollback: go back to the last checkpoint, and leave out all since
+    )
     # --- schedule
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd = constant, then linear to min_lr
     warmup_iters: int = 2000  # steps over which the learning rate rises from 0
@@ -137,7 +139,7 @@ class Config(ModelConfig):
         "corrupt_ratio": (lambda c: c.objective != "causal", "objective=masked"),
         "span_length": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
         "fp32_residual": (lambda c: c.dtype != "float32", "dtype other than float32"),
-        "profile_steps": (lambda c: not c.eval_only, "eval_only=False"),
+        **dict.fromkeys(("profile_steps", "log_ranks"), (lambda c: not c.eval_only, "eval_only=False")),
         "spike_action": (lambda c: c.spike_factor > 0, "spike_factor > 0"),
         "cooldown_iters": (lambda c: c.schedule == "wsd", "schedule=wsd"),
         "lr_decay_iters": (lambda c: c.schedule != "constant", "schedule other than constant"),

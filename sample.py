@@ -97,8 +97,10 @@ class SampleConfig:
     def __post_init__(self):
         check_range(self, "num_samples max_new_tokens num_beams", 1)
         check_range(self, "length_penalty", -100, 100)
-        enough, fact = self.num_beams in (1, max(self.num_beams, self.num_samples)), f"num_beams={self.num_beams}"
-        require(enough, f"{fact} find no num_samples={self.num_samples} texts; set num_beams to that or more")
+        require(
+            self.num_beams == 1 or self.num_beams >= self.num_samples,
+            f"num_beams={self.num_beams} find no num_samples={self.num_samples} texts; set num_beams to that or more",
+        )
         check_range(self, "top_k seed", 0)
         require(self.blank != "", "blank='' must not be empty; set it to a text such as <mask>")
         require(
@@ -287,8 +289,9 @@ def score_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, text: str,
     return idx.size(1)
 
 
-SAMPLER = {"causal": continue_text, "masked": fill_masks, "seq2seq": fill_spans, "score": score_text}
-SAMPLER["target"] = write_target
+SAMPLER = {
+    "causal": continue_text, "masked": fill_masks, "seq2seq": fill_spans, "target": write_target, "score": score_text
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None):

@@ -331,16 +331,17 @@ class Run:
                 f"after {ROLLBACKS} rollbacks to step {saved} there is a spike again; lower --learning_rate, or leave "
                 "out single steps with --spike_action=skip"
             )
-        with self.metrics.paused():
+        with self.metrics.paused(), user_errors():
             state = run_state.restore(self.cfg, self.ranks, self.sharded, self.parts.optimizer)
             run_state.restore_scaler(self.parts.scaler, state["scaler"], self.cfg.out_dir)
             left_out, came_from = self.samples - state["samples"], self.step
-            self.step, self.spikes.norms = saved, state.get("norms", [])
+            self.step, self.spikes.norms = state["step"], state.get("norms", [])
+            self.checkpoints.last_queued_step = self.step  # a later one that failed is due again
             self.loader.close()
             self.open_loader()
             with self.checkpoints.handle_write_errors():
-                self.metrics.roll_back(saved, {"from_step": came_from, "samples_left_out": left_out})
-        self.metrics.say(f"back to step {saved}; the {left_out:,} samples read since then are left out")
+                self.metrics.roll_back(self.step, {"from_step": came_from, "samples_left_out": left_out})
+        self.metrics.say(f"back to step {self.step}; the {left_out:,} samples read since then are left out")
         return True
 
     def check_finite(self):

@@ -47,10 +47,11 @@ def out_folder(out: str) -> Path:
     return DATA / out if re.fullmatch(r"\w[\w.-]*", out) else Path(path)
 
 
-def next_command(folder: Path, vocab_size: int, tokens: list[int]) -> str:
+def next_command(folder: Path, vocab_size: int, tokens: list[int], pairs: bool = False) -> str:
     """The command that trains on a data set in minutes on this machine, to be typed in the repository's folder.
 
-    `tokens` are the numbers of tokens of the splits. With a GPU and LARGE tokens it is GPT-2's run, which takes days.
+    `tokens` are the numbers of tokens of the splits; windows of pairs may be longer. With a GPU and LARGE tokens it is
+    GPT-2's run, which takes days.
     """
     folder, gpu = folder.resolve(), os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi")
     name = folder.name if folder.parent == DATA else str(folder)
@@ -59,12 +60,14 @@ def next_command(folder: Path, vocab_size: int, tokens: list[int]) -> str:
         config, own, block_size = "train_gpt2", "openwebtext", 1024
     elif name == "shakespeare_char" and tokens[0] < 2_000_000:  # a larger text takes long to evaluate
         config, own, block_size = "train_shakespeare_char" if gpu else "train_shakespeare_cpu", name, 256 if gpu else 64
+    elif name == "numbers":
+        config, own = "numbers_seq2seq", name
     flags = [f"config/{config}.py"]
     if name != own:
         flags += [f"--dataset={name}", f"--out_dir=out/{folder.name}"]
     if config == "train_pycode" and vocab_size > 2**14:  # so that the logits cost no more than the blocks
         flags.append(f"--batch_size={max(8 * 2**14 // vocab_size, 1)}")
-    if min(tokens) <= block_size:
+    if min(tokens) <= block_size and not pairs:
         flags.append(f"--block_size={2 ** ((min(tokens) - 1).bit_length() - 1)}")
     return shlex.join(["python", "train.py", *flags])
 

@@ -206,7 +206,7 @@ class ShardWriter:
         tokens = [self.splits[split]["tokens"] for split in SPLITS]
         print(
             f"{what}{tokens[0]:,} train + {tokens[1]:,} val tokens in {display_path(self.folder)}; "
-            f"next: {next_command(self.folder, self.tokenizer.vocab_size, tokens)}"
+            f"next: {next_command(self.folder, self.tokenizer.vocab_size, tokens, len(self.splits) > len(SPLITS))}"
         )
 
 

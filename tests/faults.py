@@ -898,8 +898,8 @@ FAULTS = [
     ),
     (
         "train.py",
-        'self.step, self.spikes.norms = saved, state.get("norms", [])',
-        "self.step = saved",
+        'self.step, self.spikes.norms = state["step"], state.get("norms", [])',
+        'self.step = state["step"]',
         "After a rollback the norms of the steps that were undone still count, so a resume finds other spikes.",
         "tests/training/test_train.py::test_a_spike_rolls_back",
     ),

@@ -27,6 +27,7 @@ from engine.parallel.sharded import ShardedModel
 from model import Model, ModelConfig
 
 OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for the runs that continue it
+OF_DATA = ("pairs",)  # what the data have settled, which a new run has settled by its own data
 SETTLED_BY_AUTO = {"dtype", "compile", "fp32_residual", "pairs"}  # whose `auto` becomes a choice that is stored
 FREE_ON_RESUME = {"dropout", "loss_chunk", "fp32_residual"}  # flags of the model that may differ from the checkpoint's
 STATE = {  # keys of a checkpoint's state that a resume needs, and their types
@@ -54,7 +55,8 @@ def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
         stored, path = weights.read(where.removeprefix("checkpoint:"), lambda found: (found.flags, found.path))
     else:
         return {}, ""
-    return {name: value for name, value in stored.items() if name not in OWN}, str(path)
+    left_out = OWN if kind == "resume" else OWN + OF_DATA
+    return {name: value for name, value in stored.items() if name not in left_out}, str(path)
 
 
 def resume_after_restart(cfg):

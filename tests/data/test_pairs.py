@@ -266,6 +266,28 @@ def test_runs_resume_digit_for_digit(tmp_path):
         assert "\npairs = True " in (a / "config.py").read_text() and whole[-1] < whole[0]
 
 
+def test_a_new_run_asks_its_own_data(tmp_path, tiny_data):
+    """A model of text goes on with pairs, and that of pairs with text: the new data say which tokens are targets."""
+    flags, data = [*TINY, "--block_size=24", "--max_iters=2", "--eval_interval=0"], prepared(tmp_path)
+    start = ["--init_from=scratch"]
+    for name, dataset, settled in (
+        ("text", tiny_data, "False"),
+        ("pairs", data, "True"),
+        ("again", tiny_data, "False"),
+    ):
+        train.main([*flags, f"--dataset={dataset}", f"--out_dir={tmp_path / name}", *start])
+        assert f"\npairs = {settled} " in (tmp_path / name / "config.py").read_text()
+        start = [f"--init_from=checkpoint:{tmp_path / name}"]
+
+
+def test_the_next_command_can_be_typed(tmp_path):
+    """Few pairs need no shorter windows, which would be too short for a long one."""
+    from data.command import next_command
+
+    assert "--block_size" not in next_command(tmp_path, 257, [9000, 40], pairs=True)
+    assert "--block_size=32" in next_command(tmp_path, 257, [9000, 40])
+
+
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 

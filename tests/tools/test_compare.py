@@ -298,6 +298,11 @@ def test_evaluations_of_some_batches(fake, capfd):
     assert fake() == 2 and "another --eval_iters" in capfd.readouterr().err
 
 
+def test_steps_of_different_sizes_are_refused():
+    with pytest.raises(ValueError, match="batch_ramp=8:9: the steps of a comparison are equal; leave it out"):
+        compare.Run(1, "config/train_pycode.py --batch_ramp=8:9", compare.CompareConfig())
+
+
 def test_other_tasks_have_no_difference(fake, capfd):
     assert fake(runs=("", "--n_layer=1", "--objective=masked")) == 0
     assert [row["difference"] is None for row in fake.table()["runs"]] == [False, False, True]
