@@ -112,6 +112,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     },
     "cp": {
         "llama": [*GATED, "--window=5"],
+        "muP": MUP,
         "biases, alibi": ["--bias=True", "--pos=alibi", "--attn_softcap=3.0", "--activation_checkpoint=full"],
         "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=rope", *MUON],
         "values": ["--block=simplified_parallel", "--simplified_value_proj=all", "--pos=rope", "--window=9"],
@@ -161,13 +162,14 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     },
     "ddp+pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
     "pp+tp": {
-        "untied": ["--tie_weights=False", "--n_layer=3", *MUON],
+        "untied": ["--tie_weights=False", "--n_layer=3", *MUP, *MUON],
         "masked": ["--objective=masked", "--logit_softcap=5.0", "--z_loss=0.1"],
         "layers": LAYERS,
         "experts": [*EXPERTS, *MUON],
     },
     "pp+cp": {"layers": [*LAYERS, *MUON], "experts": EXPERTS},
-    "ep": {"experts": [*EXPERTS, *MUON], "router losses": [*SIGMOID, "--n_expert=4"]},
+    "pp": {"muP": MUP},
+    "ep": {"experts": [*EXPERTS, *MUON], "muP": [*MUP, *EXPERTS], "router losses": [*SIGMOID, "--n_expert=4"]},
     "fsdp+ep": {
         "experts": [*EXPERTS, *MUON, "--activation_checkpoint=full"],
         "whole": [*EXPERTS, "--fsdp_reshard=False"],
