@@ -1543,21 +1543,22 @@ class Model(Stack):
         """idx (B, T), whose first token has position `start` -> the stream that the head reads, (B, T, C)."""
         return self.stream(*self.embed(idx, start, docs), docs, memory, memory_docs)
 
-    def head_weight(self) -> Tensor:
-        """The head's weight (V, C), times muP's factor 1 / width_ratio."""
-        return self.head.weight if self.cfg.width_ratio == 1 else self.head.weight / self.cfg.width_ratio
+    def for_head(self, x: Tensor) -> Tensor:
+        """The last norm's result, times muP's factor 1 / width_ratio."""
+        return x if self.cfg.width_ratio == 1 else x / self.cfg.width_ratio
 
     def head_parameters(self) -> tuple[Tensor, Maybe]:
         """Weight (V, C) and bias (V,) or None of the head, without its padding rows."""
-        W, b, V = self.head_weight(), self.head.bias, self.cfg.vocab_size
+        W, b, V = self.head.weight, self.head.bias, self.cfg.vocab_size
         return (W, b) if len(W) == V else (W[:V], None if b is None else b[:V])
 
     def logits(self, x: Tensor) -> Tensor:
         """The last norm's result x (..., C) -> logits (..., V) in float32."""
-        return ops.capped(ops.at_least_float32(F.linear(x, *self.head_parameters())), self.cfg.logit_softcap)
+        logits = F.linear(self.for_head(x), *self.head_parameters())
+        return ops.capped(ops.at_least_float32(logits), self.cfg.logit_softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
+        x, targets = self.for_head(x).flatten(0, 1), targets.flatten()  # (N, C), (N,)
         options = self.cfg.logit_softcap, self.cfg.loss_chunk, self.chunk_loss, self.cfg.z_loss
         total = ops.cross_entropy(x, *self.head_parameters(), targets, *options, self.smoothing)
         return self.mean(total, targets)

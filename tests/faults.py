@@ -954,8 +954,8 @@ FAULTS = [
     ),
     (
         "model.py",
-        "self.head.weight / self.cfg.width_ratio",
-        "self.head.weight / self.cfg.width_ratio**0.5",
+        "x / self.cfg.width_ratio",
+        "x / self.cfg.width_ratio**0.5",
         "Under muP the logits of wide models are too large.",
         "tests/training/test_mup.py::test_weights_after_three_steps_are_those_of_the_reference",
     ),

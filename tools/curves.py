@@ -1,6 +1,5 @@
 """Curves of training runs, from their metrics.jsonl, and how they are drawn. plot.py is the command."""
 
-import itertools
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,8 +257,9 @@ def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotCon
     with matplotlib.rc_context(MATPLOTLIB):
         figure = Figure(figsize=(width, height), layout="constrained")
         every = figure.subplots(rows, columns, squeeze=False).flat
-        for axes, (title, lines) in itertools.zip_longest(every, panels.items(), fillvalue=("", [])):
-            axes.set_visible(bool(lines))
+        for axes in every[len(panels) :]:
+            axes.set_visible(False)
+        for axes, (title, lines) in zip(every, panels.items(), strict=False):
             for line in lines:
                 of_line = {"color": line.colour, "label": line.label, "markersize": 4, "linewidth": 1.6}
                 (legend[line.label],) = axes.plot(line.x, line.y, line.style, **of_line)

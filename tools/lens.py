@@ -145,7 +145,7 @@ def read_head(
     share = torch.cat([part / part.abs().sum().clamp(min=torch.finfo(part.dtype).tiny) for part in parts])
     rows = share.abs().argsort(descending=True, stable=True)[:most].sort().values
     added = torch.cat((hidden[rows, None] * outgoing[rows], (hidden @ outgoing)[None]))  # and all units together
-    logits = F.linear(model.norm(final[-1]), *model.head_parameters()).cpu().double()
+    logits = F.linear(model.for_head(model.norm(final[-1])), *model.head_parameters()).cpu().double()
     both = logits, logits - added_logits(model, added, final[-1]).cpu().double()
     now, then = (capped(x, model.cfg.logit_softcap)[..., : tokenizer.vocab_size].log_softmax(-1) for x in both)
     gain, tokens = now - then, (now.exp() - then.exp()).topk(min(PROMOTED, then.size(1))).indices
@@ -170,7 +170,7 @@ def added_logits(model: M.Model, x: Tensor, stream: Tensor) -> Tensor:
         both = [each - each.mean(-1, keepdim=True) for each in both]
     added, whole = (gain * each for each in both)
     scale = (norm(stream) - (0.0 if bias is None else bias)).norm() / whole.norm()
-    return F.linear(scale * added, model.head_parameters()[0])
+    return F.linear(model.for_head(scale * added), model.head_parameters()[0])
 
 
 def spelled(tokenizer: Tokenizer, token: int) -> str:

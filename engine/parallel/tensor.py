@@ -257,7 +257,8 @@ def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets
     chunk = equal_rows(targets.numel(), rows_at_once(cfg.loss_chunk, len(head.weight), x.device))
     of_chunk = partial(parallel_chunk_loss, group, cfg.vocab_size, cfg.z_loss, model.smoothing)
     options = cfg.logit_softcap, chunk, of_chunk, torch.is_grad_enabled()
-    total = ChunkedCrossEntropy.apply(x.flatten(0, 1), model.head_weight(), head.bias, targets.flatten(), options)
+    x = model.for_head(x).flatten(0, 1)
+    total = ChunkedCrossEntropy.apply(x, head.weight, head.bias, targets.flatten(), options)
     return model.mean(total, targets)
 
 

@@ -3,8 +3,10 @@
 import gzip
 import importlib.util
 import json
+import math
 import subprocess
 import sys
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +34,7 @@ from data.pairs import documents
 from data.sources import find_files
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
+from engine import answers
 from engine.checkpoint import weights
 
 EOT = 256
@@ -392,6 +395,31 @@ def test_answers_are_those_of_a_loop(translators, name, beams, capsys, tmp_path,
         assert tokenizer.decode(out[:-1]) == line["answer"]
     evaluate.main(flags)
     assert f"; {figures['exact_match']:.2%} exact matches, BLEU 12.50" in capsys.readouterr().out
+
+
+def test_bleu_is_that_of_the_whole_corpus(tmp_path, monkeypatch):
+    """exp(mean of log p_n, n = 1 to 4), times exp(1 - targets' words / answers' words) if the answers have fewer; p_n
+    is the share of all answers' runs of n words that the targets have, each as often as in its target."""
+    pytest.importorskip("sacrebleu", reason="pip install -e .[bleu]")
+    text = "the cat sat on the mat and the dog lay on the floor of the hall".split()
+    stream = open_data(prepared(tmp_path, [(str(i), " ".join(text[: 5 + i % 9])) for i in range(60)])).split("val")
+
+    def wrong(model, idx, *_) -> list[list[list[int]]]:
+        return [[list(" ".join(text[: 6 + row.sum() % 3]).replace("dog", "cow").encode())] for row in idx]
+
+    monkeypatch.setattr("engine.answers.beam_search", wrong)
+    model = SimpleNamespace(encoder=None, cfg=SimpleNamespace(block_size=200))
+    given = model, ByteTokenizer(), stream, torch.device("cpu"), 4, 0, 1, 1.0, str(tmp_path / "answers.jsonl")
+    figures = answers.answer(*given)
+    lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    pairs = [(line["answer"].split(), line["target"].split()) for line in lines]
+    shares = []
+    for n in (1, 2, 3, 4):
+        runs = [[Counter(zip(*(words[i:] for i in range(n)), strict=False)) for words in pair] for pair in pairs]
+        shares.append(sum((a & b).total() for a, b in runs) / sum(a.total() for a, _ in runs))
+    short = sum(len(b) for _, b in pairs) / sum(len(a) for a, _ in pairs)
+    bleu = 100 * math.exp(sum(map(math.log, shares)) / 4 + min(0, 1 - short))
+    assert len(pairs) > 1 and short > 1 and 0.1 < min(shares) and figures["bleu"] == pytest.approx(bleu, rel=1e-9)
 
 
 def test_without_sacrebleu_a_note_says_how_to_get_it(translators, capsys, tmp_path, monkeypatch):

@@ -214,7 +214,7 @@ def test_shares_are_weights_of_attention(kind, softmaxes):
 @pytest.mark.parametrize("norm", M.NORM)
 def test_the_last_norm_keeps_its_statistics(norm, bias):
     """The logits are linear in the stream, so its parts add up to them; a mean is subtracted only by a layer norm."""
-    net = build(norm=norm, bias=bias)
+    net = build(norm=norm, bias=bias, mup_base_width=8)
     with torch.no_grad():
         for p in net.norm.parameters():
             p += torch.rand_like(p)
@@ -231,7 +231,7 @@ def test_the_last_norm_keeps_its_statistics(norm, bias):
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_a_unit_promotes_what_the_stream_loses_without_it(softcap):
     """With norm=none nothing is frozen: log p of the final stream, minus log p without the unit's vector in it."""
-    net = sharp(norm="none", norm_placement="none", logit_softcap=softcap)
+    net = sharp(norm="none", norm_placement="none", logit_softcap=softcap, mup_base_width=8)
     letters, final = "abcdefghijklmnopqrstuvwxyz", []
     idx = text(net) % 26
     with net.norm.register_forward_pre_hook(lambda _, args: final.append(args[0][0, 5])), torch.no_grad():

@@ -1,4 +1,4 @@
-"""muP (arXiv:2203.03466) against the package `mup` where it is installed (pip install --no-deps mup), against its rules
+"""muP (arXiv:2203.03466) against the package `mup` (pip install --no-deps mup), against its rules
 written here, and by a coordinate check."""
 
 import math
