@@ -6,7 +6,8 @@
     logits = model(idx)               # (B, T, V)
 
 With objective="seq2seq", the encoder reads source (B, S). docs (B, T) and source_docs (B, S) hold document numbers that
-never decrease along a row: a token sees only its own document. Padding is a document of its own.
+never decrease along a row: a token sees only its own document. Padding is a document of its own. doc_starts (B, n) and
+source_doc_starts (B, n), the first tokens of documents 0 ... n - 1, let CUDA compute them in one kernel.
 
 A block is a list of sums. A sum adds the results of readers to the residual stream: attention reads the context,
 cross-attention reads the encoder's memory, and an MLP reads its own parameters. To try an idea, add an entry to a table
@@ -762,9 +763,9 @@ class Inputs(NamedTuple):
     """Inputs of a block besides the stream: positions, document numbers and the encoder's memory."""
 
     table: tuple[Tensor, ...] = ()  # of AttentionPosition.table
-    docs: tuple[Tensor, Tensor] | None = None  # document numbers of the queries and of the keys
+    docs: tuple[Tensor, ...] | None = None  # of the queries and of the keys, as in a Mask
     memory: Tensor | None = None  # (B, S, C), the encoder's output
-    memory_docs: tuple[Tensor, Tensor] | None = None  # document numbers of the queries and of the memory
+    memory_docs: tuple[Tensor, ...] | None = None  # of the queries and of the memory
     shared: "Shared | None" = None  # made anew for each forward
 
 
@@ -1429,9 +1430,17 @@ class Stack(nn.Module):
         self.norm = norm(cfg, "last")
         self.position_table = POSITION[cfg.pos][1](cfg).table
 
-    def stream(self, x: Tensor, t: Tensor, docs: Maybe, memory: Maybe = None, memory_docs: Maybe = None) -> Tensor:
+    def stream(
+        self, x: Tensor, t: Tensor, docs: Maybe, memory: Maybe = None, memory_docs: Maybe = None, starts: Maybe = None,
+        memory_starts: Maybe = None,
+    ) -> Tensor:  # fmt: skip
         """The last norm's result (B, T, C) for x (B, T, C) at positions t (T,); docs (B, T), memory (B, S, C)."""
         own, of_memory = (None, None) if docs is None else ((docs, docs), (docs, memory_docs))
+        if docs is not None and starts is not None:
+            ends = ops.boundaries(starts, docs.size(1))
+            own = *own, ends, ends
+            if memory is not None:
+                of_memory = *of_memory, ends, ops.boundaries(memory_starts, memory.size(1))
         return self.through_blocks(x, Inputs(self.table(t, x), own, memory, of_memory))
 
     def table(self, t: Tensor, x: Tensor) -> tuple[Tensor, ...]:
@@ -1492,16 +1501,19 @@ class Model(Stack):
         return drawn
 
     def forward(
-        self, idx: Tensor, targets: Maybe = None, docs: Maybe = None, source: Maybe = None, source_docs: Maybe = None
-    ) -> Tensor:
+        self, idx: Tensor, targets: Maybe = None, docs: Maybe = None, source: Maybe = None, source_docs: Maybe = None,
+        doc_starts: Maybe = None, source_doc_starts: Maybe = None,
+    ) -> Tensor:  # fmt: skip
         """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0.
 
         source (B, S) is the text for a seq2seq model's encoder. docs (B, T) and source_docs (B, S) are document numbers
-        that never decrease along a row; each number in docs must also be in source_docs.
+        that never decrease along a row; each number in docs must also be in source_docs. doc_starts (B, n) and
+        source_doc_starts (B, n) are those of data.loader.document_starts, and are given together.
         """
         together = source is None or (docs is None) == (source_docs is None)
         require(together, "docs and source_docs go together; give zeros to the one that is a single document")
-        x = self.hidden(idx, 0, docs, self.encode(source, source_docs), source_docs)
+        memory = self.encode(source, source_docs, source_doc_starts)
+        x = self.hidden(idx, 0, docs, memory, source_docs, doc_starts, source_doc_starts)
         if targets is None:
             return self.logits(x)
         loss = self.loss(x, targets)
@@ -1514,11 +1526,11 @@ class Model(Stack):
         """The experts of all layers, those of the encoder last."""
         return [m for m in self.modules() if isinstance(m, Experts)] if self.cfg.n_expert else []
 
-    def encode(self, source: Maybe, docs: Maybe = None) -> Maybe:
+    def encode(self, source: Maybe, docs: Maybe = None, starts: Maybe = None) -> Maybe:
         """source (B, S) -> the encoder's output (B, S, C), called memory; None for a model without an encoder."""
         given, wanted = source is not None, self.encoder is not None
         require(given == wanted, f"objective={self.cfg.objective} {'needs a' if wanted else 'reads no'} source")
-        return self.encoder.stream(*self.embed(source, 0, docs), docs) if given else None
+        return self.encoder.stream(*self.embed(source, 0, docs), docs, starts=starts) if given else None
 
     def embed(self, idx: Tensor, start: int, docs: Maybe = None) -> tuple[Tensor, Tensor]:
         """idx (B, T), whose first token has position `start`, docs (B, T) -> the stream (B, T, C), positions (T,)."""
@@ -1538,10 +1550,11 @@ class Model(Stack):
         return t
 
     def hidden(
-        self, idx: Tensor, start: int = 0, docs: Maybe = None, memory: Maybe = None, memory_docs: Maybe = None
-    ) -> Tensor:
+        self, idx: Tensor, start: int = 0, docs: Maybe = None, memory: Maybe = None, memory_docs: Maybe = None,
+        *starts: Maybe,
+    ) -> Tensor:  # fmt: skip
         """idx (B, T), whose first token has position `start` -> the stream that the head reads, (B, T, C)."""
-        return self.stream(*self.embed(idx, start, docs), docs, memory, memory_docs)
+        return self.stream(*self.embed(idx, start, docs), docs, memory, memory_docs, *starts)
 
     def for_head(self, x: Tensor) -> Tensor:
         """The last norm's result, times muP's factor 1 / width_ratio."""

@@ -234,7 +234,8 @@ class Mask(NamedTuple):
 
     causal: bool = True
     window: int = 0  # positions before (and, if not causal, after) the query's, its own included; 0 = all
-    docs: tuple[Tensor, Tensor] | None = None  # document numbers of queries (B, T) and keys (B, S), never decreasing
+    # Document numbers of queries (B, T) and keys (B, S), never decreasing; then, if known, `boundaries` of both.
+    docs: tuple[Tensor, ...] | None = None
     slopes: Tensor | None = None  # (H,): slope |i - j| is subtracted from the scores
 
     def reach(self, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -246,10 +247,17 @@ class Mask(NamedTuple):
         if self.window:
             lo, hi = (i - self.window + 1).clamp(min=0), hi.minimum(i + self.window)
         if self.docs is not None:
-            of_queries, of_keys = (docs.contiguous() for docs in self.docs)
+            of_queries, of_keys = (docs.contiguous() for docs in self.docs[:2])
             lo = lo.maximum(torch.searchsorted(of_keys, of_queries))
             hi = hi.minimum(torch.searchsorted(of_keys, of_queries, right=True))
         return lo, hi
+
+
+def boundaries(starts: Tensor, T: int) -> Tensor:
+    """starts (B, n), the first token of documents 0 ... n - 1 in rows of T tokens, or T if there is none -> the same
+    in all rows one after another, and the end B T: int32 (B n + 1,). Documents that a row does not have are empty."""
+    first = T * torch.arange(len(starts), device=starts.device).view(-1, 1)
+    return F.pad((starts + first).flatten(), (0, 1), value=len(starts) * T).to(torch.int32)
 
 
 def attention_kernel(
@@ -259,9 +267,11 @@ def attention_kernel(
 
     kernel    when                                                              memory of scores and masks
     full      all queries see all keys, or causal with T = S                    none: one fused call
+    flash     `flash`, see takes_flash: a window, or causal with T < S          none: one fused call
+    varlen    `flash`: documents whose boundaries are known                     none: one fused call
     window    causal, each query sees the last W keys                           a (W, 2W) mask; two fused calls
-    flash     causal, T < S, and `flash`: see takes_flash                       none: one fused call
-    joined    slots, or causal with T < S, on a CPU, without a window           none: two fused calls
+    joined    slots, and `flash` without dropout; on a CPU without a window     none: two fused calls
+              also slots, or causal with T < S
     strips    documents or slopes, or none of the others                        a (128, S) mask; a fused call per strip
     naive     `mapped`: a softcap, or another map than softmax; or dropout on   (256, S) scores per strip
               a CPU: no fused kernel has them
@@ -270,11 +280,14 @@ def attention_kernel(
     biased = mask.docs is not None or mask.slopes is not None
     if mapped or (dropout and device == "cpu"):
         return "naive"
-    if not (biased or slots or past or (mask.window and not mask.causal)):
-        return "window" if mask.window else "full"
-    if biased or mask.window:
-        return "strips"
-    return "flash" if flash and not slots else "joined" if device == "cpu" else "strips"
+    if not (biased or slots or past or mask.window):
+        return "full"
+    known = mask.docs is None or len(mask.docs) > 2
+    if flash and known and mask.slopes is None and not (slots and dropout):
+        return "joined" if slots else "flash" if mask.docs is None else "varlen"
+    if mask.window and mask.causal and not (biased or slots or past):
+        return "window"
+    return "joined" if device == "cpu" and not (biased or mask.window) else "strips"
 
 
 def attention(
@@ -304,18 +317,22 @@ def attention(
         return sdpa(q, k, v, is_causal=mask.causal)
     if kernel == "window":
         return window_attention(sdpa, q, k, v, mask.window)
-    if kernel == "flash":  # for T < S, this operator takes the queries as the last positions
-        q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal=True, scale=scale)[0]
+    ends = mask.docs[2:] if mask.docs else ()
+    if kernel in ("flash", "varlen"):
+        given = [x.to(matmul_dtype(q)) for x in (q, k, v)]
+        return flash_attention(*given, scale, mask.causal, mask.window, *ends, dropout=dropout)[0]
     if kernel == "joined":
-        past = S - T if mask.causal else 0
+        past = 0 if flash or not mask.causal else S - T
         always = [x[:, :, :past] for x in (k, v)]  # (B, Hkv, M + past, E)
         if slots is not None:
             both = zip(slots, always, strict=True)
             always = [torch.cat((x.expand(len(q), -1, -1, -1), y), dim=2) if past else x[None] for x, y in both]
-        k, v = (x[:, :, past:].repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        k, v = (x[:, :, past:] for x in (k, v))
+        if not flash:
+            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         given = q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always)
-        return JoinedAttention.apply(*(x.to(matmul_dtype(q)) for x in given), scale, mask.causal).to(v.dtype)
+        of_gpu = (mask.window, (flash_attention, flash_backward), *ends) if flash else ()
+        return JoinedAttention.apply(*(x.to(matmul_dtype(q)) for x in given), scale, mask.causal, *of_gpu).to(v.dtype)
     if kernel == "strips":
         return strips(sdpa, q, k, v, tuple(mask), slots, 128)
     return strips(partial(naive_attention, D, softcap, dropout, phi), q, k, v, tuple(mask), slots, 256)
@@ -337,8 +354,10 @@ def with_sink(
 
 
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
-    """Whether CUDA's flash operator accepts queries of this dtype and width."""
-    return device == "cuda" and dtype == torch.bfloat16 and width in range(8, 257, 8)
+    """Whether CUDA's flash operators accept queries of this dtype and width, and the user has not switched them off by
+    torch.backends.cuda.enable_flash_sdp(False). Who computes in float16 mostly has a GPU that does not have them."""
+    fits = device == "cuda" and dtype == torch.bfloat16 and width in range(8, 257, 8)
+    return fits and torch._C._get_flash_sdp_enabled()  # torch.compile does not know the public function
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
@@ -382,34 +401,82 @@ def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tenso
     return torch.cat((sdpa(q[:, :, :W], k[:, :, :W], v[:, :, :W], is_causal=True), rest), dim=2)[:, :, :T]
 
 
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window=0) -> tuple[Tensor, Tensor]:
+    """The CPU's fused kernel: the result (B, H, T, E), and the logs of the normalisers (B, H, T). No window."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal, scale=scale)
+
+
+def cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, z: Tensor, scale: float, causal: bool, *_):
+    """Gradients of q, k and v, given the result y and the logs z of the normalisers."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return kernel(grad, q, k, v, y, z, dropout_p=0.0, is_causal=causal, scale=scale)
+
+
+def flash_layout(x: Tensor, ends: Tensor | None) -> Tensor:
+    """x (B, H, T, E) as the flash operators take it: (B, T, H, E), or with documents (B T, H, E)."""
+    return x.transpose(1, 2) if ends is None else x.transpose(1, 2).flatten(0, 1)
+
+
+def flash_window(causal: bool, window: int) -> dict[str, int]:
+    return dict(window_size_left=window - 1, window_size_right=0 if causal else window - 1)  # -1 has no limit
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window=0, ends_q=None, ends_k=None, dropout=0.0
+) -> tuple[Tensor, Tensor]:
+    """CUDA's FlashAttention: the result (B, H, T, E), and the logs of the normalisers (B, H, T). The queries of a text,
+    or of each document, are the last of its keys. ends_q and ends_k are `boundaries` of documents, or None; their
+    number is the same in most batches, and the host never learns where they are."""
+    (B, H, T, E), S = q.shape, k.size(2)
+    given = *(flash_layout(x, ends_q) for x in (q, k, v)), ends_q, ends_k, T, S, dropout, causal, False
+    y, z, *_ = torch.ops.aten._flash_attention_forward(*given, scale=scale, **flash_window(causal, window))
+    return y.view(B, T, H, E).transpose(1, 2), z if ends_q is None else z.view(H, B, T).transpose(0, 1)
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, z: Tensor, scale: float, causal: bool, window=0,
+    ends_q=None, ends_k=None,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k and v, given the result y and the logs z of the normalisers, without dropout."""
+    T, S, z = q.size(2), k.size(2), z.contiguous() if ends_q is None else z.transpose(0, 1).flatten(1)
+    given, unused = [flash_layout(x, ends_q) for x in (grad, q, k, v, y)], z.new_empty(2, dtype=torch.uint64)
+    given += [z, ends_q, ends_k, T, S, 0.0, causal, unused, unused]
+    grads = torch.ops.aten._flash_attention_backward(*given, scale=scale, **flash_window(causal, window))
+    return [dx.view(len(x), x.size(2), x.size(1), -1).transpose(1, 2) for dx, x in zip(grads, (q, k, v), strict=True)]
+
+
 class JoinedAttention(torch.autograd.Function):
-    """One softmax over slots and context: two calls of the CPU's fused kernel, joined by their normalisers. Given the
-    joint result and normaliser, the kernel's backward computes the right gradients of each part. q (B, H, T, E), k and
-    v (B, H, S, E), slot_k and slot_v (B, Hkv, M, E)."""
+    """One softmax over slots and context: two calls of a fused kernel, joined by their normalisers. Given the joint
+    result and normaliser, the kernel's backward computes the right gradients of each part. q (B, H, T, E), k and v (B,
+    H, S, E), or of Hkv heads for flash_attention, slot_k and slot_v (B, Hkv, M, E). The first of `ends` and the second
+    are boundaries of documents of queries and keys."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, slot_k: Tensor, slot_v: Tensor, scale: float, causal: bool):
-        kernel = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, slot_k: Tensor, slot_v: Tensor, scale: float, causal: bool, window=0,
+        kernels=(cpu_attention, cpu_backward), *ends: Tensor,
+    ):  # fmt: skip
+        kernel, _ = kernels
         q_slots = q.reshape(len(q), slot_k.size(1), -1, q.size(3))  # (B, Hkv, G T, E)
-        y_slots, z_slots = kernel(q_slots, slot_k, slot_v)
-        y, z = kernel(q, k, v, is_causal=causal)  # (B, H, T, E) and log of the normaliser (B, H, T)
+        y_slots, z_slots = kernel(q_slots, slot_k, slot_v, scale, False)
+        y, z = kernel(q, k, v, scale, causal, window, *ends)  # (B, H, T, E) and log of the normaliser (B, H, T)
         z_slots = z_slots.reshape(z.shape)
         total = torch.logaddexp(z, z_slots)
         y = (z - total).exp()[..., None] * y + (z_slots - total).exp()[..., None] * y_slots.reshape(y.shape)
         if y.dtype != q.dtype:  # a conversion without effect, compiled by torch 2.11, has a backward that returns zeros
             y = y.to(q.dtype)
-        ctx.save_for_backward(q, k, v, slot_k, slot_v, y, total)
-        ctx.scale, ctx.causal = scale, causal
+        ctx.save_for_backward(q, k, v, slot_k, slot_v, y, total, *ends)
+        ctx.kernels, ctx.options = kernels, (scale, causal, window)
         return y
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        q, k, v, slot_k, slot_v, y, total = ctx.saved_tensors
-        kernel = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, scale=ctx.scale)
-        dq, dk, dv = kernel(grad, q, k, v, y, total, dropout_p=0.0, is_causal=ctx.causal)
+        q, k, v, slot_k, slot_v, y, total, *ends = ctx.saved_tensors
+        _, backward = ctx.kernels
+        dq, dk, dv = backward(grad, q, k, v, y, total, *ctx.options, *ends)
         grad, q_slots, y, total = (x.reshape(len(x), slot_k.size(1), -1, *x.shape[3:]) for x in (grad, q, y, total))
-        dq_slots, *d_slots = kernel(grad, q_slots, slot_k, slot_v, y, total, dropout_p=0.0, is_causal=False)
-        return dq + dq_slots.reshape(dq.shape), dk, dv, *d_slots, None, None
+        dq_slots, *d_slots = backward(grad, q_slots, slot_k, slot_v, y, total, ctx.options[0], False)
+        return dq + dq_slots.reshape(dq.shape), dk, dv, *d_slots, *[None] * (len(ctx.needs_input_grad) - 5)
 
 
 def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tuple, slots: Slots, rows: int) -> Tensor:

@@ -135,7 +135,18 @@ def _batch(
             "after it was prepared; pass --verify_data=True to find the file"
         )
     batch = objective(buffer, keys)
+    batch |= document_starts(batch) if pinned else {}
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if pinned else batch
+
+
+def document_starts(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """doc_starts (B, n), and source_doc_starts, of the batch's docs: the first token of documents 0 ... n - 1 of a row,
+    or the row's length for those that it does not have. CUDA's attention reads them. n, which the host must know, is a
+    power of two, so that few shapes occur, each of which costs a compilation."""
+    docs = {name: x.contiguous() for name, x in batch.items() if name in ("docs", "source_docs")}
+    n = 1 << max((int(x.max()).bit_length() for x in docs.values()), default=0)
+    first = {name: torch.arange(n).expand(len(x), n).contiguous() for name, x in docs.items()}
+    return {name.replace("docs", "doc_starts"): torch.searchsorted(x, first[name]) for name, x in docs.items()}
 
 
 def read_whole(stream: TokenStream, windows: np.ndarray, out: np.ndarray) -> None:

@@ -197,7 +197,8 @@ class CausalPairs(Causal):
 
     def __call__(self, window: Tensor, marks: np.ndarray) -> dict[str, Tensor]:
         targets = np.where(marks == TARGET, window.numpy(), -1)[:, 1:]
-        docs = np.cumsum(marks >= FIRST, axis=1)[:, :-1]
+        begins = (marks >= FIRST) & np.pad(marks < PADDING, ((0, 0), (1, 0)), constant_values=True)[:, :-1]
+        docs = np.cumsum(begins, axis=1)[:, :-1]
         return {"idx": window[:, :-1], "targets": torch.from_numpy(targets), "docs": torch.from_numpy(docs)}
 
     def pack(self, stream: TokenStream) -> None:
@@ -231,7 +232,7 @@ class Seq2SeqPairs(Objective):
         last = np.where(answer, number, 0).max(axis=1, keepdims=True)  # padding of idx belongs to the last pair
         read = (marks < PADDING) & ~answer | begins
         parts = {
-            "source": (read, np.where(begins, self.eot, text), self.eot), "source_docs": (read, number, T),
+            "source": (read, np.where(begins, self.eot, text), self.eot), "source_docs": (read, number, last + 1),
             "idx": (answer, before, self.eot), "targets": (answer, np.where(is_target, text, -1), -1),
             "docs": (answer, number, last),
         }  # fmt: skip

@@ -106,8 +106,8 @@ FAULTS = [
     ),
     (
         "model.py",
-        "return self.encoder.stream(*self.embed(source, 0, docs), docs) if given else None",
-        "return self.encoder.stream(*self.embed(source, 0), docs) if given else None",
+        "return self.encoder.stream(*self.embed(source, 0, docs), docs, starts=starts) if given else None",
+        "return self.encoder.stream(*self.embed(source, 0), docs, starts=starts) if given else None",
         "The encoder's positions do not begin anew with each document under doc_positions.",
         "tests/data/test_objective.py::test_a_packed_document_is_as_if_alone",
     ),

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
@@ -135,7 +136,11 @@ class Pipeline:
         are added once.
         """
         assert all(p.grad is None for p in self.model.parameters())
-        batch = {name: torch.cat([each[name] for each in batches]) for name in batches[0]}  # the schedule splits it
+        batch = {name: [each[name] for each in batches] for name in batches[0]}
+        if "doc_starts" in batch:  # whose widths differ
+            n, T = max(x.size(1) for x in batch["doc_starts"]), batch["docs"][0].size(1)
+            batch["doc_starts"] = [F.pad(x, (0, n - x.size(1)), value=T) for x in batch["doc_starts"]]
+        batch = {name: torch.cat(parts) for name, parts in batch.items()}  # the schedule splits it
         idx, losses = batch.pop("idx"), []
         args = (idx,) if self.stage == 0 else ()
         self.schedule.step(*args, target=batch["targets"], losses=losses, return_outputs=False, **batch)

@@ -14,6 +14,7 @@ MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default}  # not those o
 KEPT = {  # other operations whose results selective recomputation keeps, because they are slow
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     aten._scaled_dot_product_flash_attention.default,
+    aten._flash_attention_forward.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
