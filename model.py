@@ -1438,7 +1438,7 @@ class Stack(nn.Module):
         own, of_memory = (None, None) if docs is None else ((docs, docs), (docs, memory_docs))
         if docs is not None and starts is not None:
             ends = ops.boundaries(starts, docs.size(1))
-            own = *own, ends, ends
+            own = *own, ends
             if memory is not None:
                 of_memory = *of_memory, ends, ops.boundaries(memory_starts, memory.size(1))
         return self.through_blocks(x, Inputs(self.table(t, x), own, memory, of_memory))

@@ -234,7 +234,8 @@ class Mask(NamedTuple):
 
     causal: bool = True
     window: int = 0  # positions before (and, if not causal, after) the query's, its own included; 0 = all
-    # Document numbers of queries (B, T) and keys (B, S), never decreasing; then, if known, `boundaries` of both.
+    # Document numbers of queries (B, T) and keys (B, S), never decreasing; then, if known, the `boundaries` of both, or
+    # those of self-attention once.
     docs: tuple[Tensor, ...] | None = None
     slopes: Tensor | None = None  # (H,): slope |i - j| is subtracted from the scores
 
@@ -267,11 +268,10 @@ def attention_kernel(
 
     kernel    when                                                              memory of scores and masks
     full      all queries see all keys, or causal with T = S                    none: one fused call
+    window    causal, each query sees the last W keys                           a (W, 2W) mask; two fused calls
     flash     `flash`, see takes_flash: a window, or causal with T < S          none: one fused call
     varlen    `flash`: documents whose boundaries are known                     none: one fused call
-    window    causal, each query sees the last W keys                           a (W, 2W) mask; two fused calls
-    joined    slots, and `flash` without dropout; on a CPU without a window     none: two fused calls
-              also slots, or causal with T < S
+    joined    slots, and `flash`; on a CPU slots, or T < S, without a window    none: two fused calls
     strips    documents or slopes, or none of the others                        a (128, S) mask; a fused call per strip
     naive     `mapped`: a softcap, or another map than softmax; or dropout on   (256, S) scores per strip
               a CPU: no fused kernel has them
@@ -317,22 +317,23 @@ def attention(
         return sdpa(q, k, v, is_causal=mask.causal)
     if kernel == "window":
         return window_attention(sdpa, q, k, v, mask.window)
-    ends = mask.docs[2:] if mask.docs else ()
-    if kernel in ("flash", "varlen"):
-        given = [x.to(matmul_dtype(q)) for x in (q, k, v)]
-        return flash_attention(*given, scale, mask.causal, mask.window, *ends, dropout=dropout)[0]
+    if flash and kernel in ("flash", "varlen", "joined"):
+        of_slots = [x.expand(len(q), -1, -1, -1) for x in slots or ()]  # each (B, Hkv, M, E)
+        given = [x.to(matmul_dtype(q)) for x in (q, k, v, *of_slots)]
+        options = scale, mask.causal, mask.window
+        ends = mask.docs[2:] if mask.docs else ()
+        if slots is None:
+            return flash_attention(*given, *options, *ends, dropout=dropout)[0]
+        return JoinedAttention.apply(*given, *options, (flash_attention, flash_backward), *ends).to(v.dtype)
     if kernel == "joined":
-        past = 0 if flash or not mask.causal else S - T
+        past = S - T if mask.causal else 0
         always = [x[:, :, :past] for x in (k, v)]  # (B, Hkv, M + past, E)
         if slots is not None:
             both = zip(slots, always, strict=True)
             always = [torch.cat((x.expand(len(q), -1, -1, -1), y), dim=2) if past else x[None] for x, y in both]
-        k, v = (x[:, :, past:] for x in (k, v))
-        if not flash:
-            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        k, v = (x[:, :, past:].repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         given = q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always)
-        of_gpu = (mask.window, (flash_attention, flash_backward), *ends) if flash else ()
-        return JoinedAttention.apply(*(x.to(matmul_dtype(q)) for x in given), scale, mask.causal, *of_gpu).to(v.dtype)
+        return JoinedAttention.apply(*(x.to(matmul_dtype(q)) for x in given), scale, mask.causal).to(v.dtype)
     if kernel == "strips":
         return strips(sdpa, q, k, v, tuple(mask), slots, 128)
     return strips(partial(naive_attention, D, softcap, dropout, phi), q, k, v, tuple(mask), slots, 256)
@@ -425,9 +426,9 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window=0, ends_q=None, ends_k=None, dropout=0.0
 ) -> tuple[Tensor, Tensor]:
     """CUDA's FlashAttention: the result (B, H, T, E), and the logs of the normalisers (B, H, T). The queries of a text,
-    or of each document, are the last of its keys. ends_q and ends_k are `boundaries` of documents, or None; their
-    number is the same in most batches, and the host never learns where they are."""
-    (B, H, T, E), S = q.shape, k.size(2)
+    or of each document, are the last of its keys. ends_q and ends_k are `boundaries` of documents, or None; the second
+    may be left out if it is the same."""
+    (B, H, T, E), S, ends_k = q.shape, k.size(2), ends_q if ends_k is None else ends_k
     given = *(flash_layout(x, ends_q) for x in (q, k, v)), ends_q, ends_k, T, S, dropout, causal, False
     y, z, *_ = torch.ops.aten._flash_attention_forward(*given, scale=scale, **flash_window(causal, window))
     return y.view(B, T, H, E).transpose(1, 2), z if ends_q is None else z.view(H, B, T).transpose(0, 1)
@@ -438,7 +439,8 @@ def flash_backward(
     ends_q=None, ends_k=None,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k and v, given the result y and the logs z of the normalisers, without dropout."""
-    T, S, z = q.size(2), k.size(2), z.contiguous() if ends_q is None else z.transpose(0, 1).flatten(1)
+    T, S, ends_k = q.size(2), k.size(2), ends_q if ends_k is None else ends_k
+    z = z.contiguous() if ends_q is None else z.transpose(0, 1).flatten(1)
     given, unused = [flash_layout(x, ends_q) for x in (grad, q, k, v, y)], z.new_empty(2, dtype=torch.uint64)
     given += [z, ends_q, ends_k, T, S, 0.0, causal, unused, unused]
     grads = torch.ops.aten._flash_attention_backward(*given, scale=scale, **flash_window(causal, window))
@@ -448,8 +450,7 @@ def flash_backward(
 class JoinedAttention(torch.autograd.Function):
     """One softmax over slots and context: two calls of a fused kernel, joined by their normalisers. Given the joint
     result and normaliser, the kernel's backward computes the right gradients of each part. q (B, H, T, E), k and v (B,
-    H, S, E), or of Hkv heads for flash_attention, slot_k and slot_v (B, Hkv, M, E). The first of `ends` and the second
-    are boundaries of documents of queries and keys."""
+    H, S, E), or of Hkv heads for flash_attention, slot_k and slot_v (B, Hkv, M, E). `ends` as in flash_attention."""
 
     @staticmethod
     def forward(

@@ -56,7 +56,7 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
         table, q = m.position.table(torch.arange(1), torch.float32), torch.empty(1, m.n_head, 1, m.head_dim)
         flash = takes_flash(device, dtype, m.position(q, q, q, table)[0].size(-1))
         rest = m.softcap > 0 or m.phi is not None, m.dropout, device, flash
-        docs = (q,) * 4 if model.cfg.doc_mask and keys else None
+        docs = (q,) * 3 if model.cfg.doc_mask and keys else None
         mask = Mask(m.causal, m.window if m.window < keys else 0, docs, m.position.slopes(table))
         beside = m.reader.slots == "joint_slots" or m.sink is not None
         counts[attention_kernel(mask, queries // pieces, keys or slots, beside, *rest)] += 1

@@ -1,5 +1,5 @@
-"""FlashAttention's kernel of CUDA, without a GPU: PyTorch's operators get a naive implementation for CPUs, which follows
-the operators' description and nothing of ops.py. Their schemas, shapes and gradients' formulas are PyTorch's own."""
+"""FlashAttention of CUDA, without a GPU: PyTorch's operators get a naive implementation for CPUs, which follows
+their description and nothing of ops.py. Their schemas, shapes and formulas of gradients are PyTorch's own."""
 
 import itertools
 import math
@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from test_model import T as LENGTH
-from test_model import assert_same, between, beside, build, documents, leaves, naive_attention, tokens
+from test_model import assert_same, beside, build, documents, leaves, naive_attention, tokens
 
 import ops
 from data.loader import document_starts
@@ -83,8 +82,8 @@ def backward(
         keys, values = (x[of_k].double().repeat_interleave(G, dim=1) for x in (k, v))
         ds = p * (torch.einsum("the,she->hts", dy, values) - (dy * y).sum(-1).T[..., None]) * scale
         dq[of_q] = torch.einsum("hts,she->the", ds, keys).to(q.dtype)
-        for dx, of_each in ((dk, torch.einsum("hts,the->she", ds, q[of_q].double())), (dv, torch.einsum("hts,the->she", p, dy))):
-            dx[of_k] = of_each.unflatten(1, (-1, G)).sum(2).to(q.dtype)
+        for dx, weights, x in ((dk, ds, q[of_q].double()), (dv, p, dy)):
+            dx[of_k] = torch.einsum("hts,the->she", weights, x).unflatten(1, (-1, G)).sum(2).to(q.dtype)
     return dq, dk, dv
 
 
@@ -109,7 +108,11 @@ def with_boundaries(of_queries: torch.Tensor, of_keys: torch.Tensor) -> tuple[to
     """As a model makes them of what the loader gives."""
     found = document_starts({"docs": of_queries, "source_docs": of_keys})
     starts = found["doc_starts"], found["source_doc_starts"]
-    return of_queries, of_keys, *(ops.boundaries(x, y.size(1)) for x, y in zip(starts, (of_queries, of_keys), strict=True))
+    return (
+        of_queries,
+        of_keys,
+        *(ops.boundaries(x, y.size(1)) for x, y in zip(starts, (of_queries, of_keys), strict=True)),
+    )
 
 
 def test_starts_of_documents():
@@ -168,32 +171,79 @@ FLAGS = [
     {"attn_sink": True, "window": 3},
     {"objective": "masked", "window": 3},
     {"objective": "seq2seq", "window": 3},
-    {"block": "superblock", "layer": "c.joint_slots,p", "pos": "rope"},
+    {"block": "superblock", "layer": "c.joint_slots,p", "pos": "alibi"},
     {"block": "simplified"},
     {"attn_diff": True, "n_head": 4, "n_embd": 32},
 ]
 
 
+def step(flags: dict, change=lambda model: None) -> list[torch.Tensor]:
+    """Loss and gradients of a model of float64 that gets documents, and the beginnings of them."""
+    model = build(**{"n_head": 2, "n_embd": 16, "doc_mask": True} | flags)
+    change(model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    given = beside(model)
+    loss = model(tokens(2, LENGTH), tokens(2, LENGTH), **given, **document_starts(given))
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def same(ours: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-9, atol=1e-11) for a, b in zip(ours, others, strict=True))
+
+
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
-@pytest.mark.parametrize("how", ["none", "selective"])
-def test_models_compute_the_same(flash, monkeypatch, flags, how):
-    """Loss and gradients of a model that gets the beginnings of its documents, with and without recomputation, and of
-    one whose attention is in strips. Every attention takes the kernel, but attention to a whole memory."""
-    found = []
-    for kernel in (False, True):
-        monkeypatch.setattr(ops, "takes_flash", lambda *_, kernel=kernel: kernel)
-        model = build(**{"n_head": 2, "n_embd": 16, "doc_mask": True} | flags)
-        for block in model.blocks if how != "none" else ():
-            recompute(block, how)
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for p in model.parameters():
-                p += 0.1 * torch.randn_like(p)
-        given = beside(model)
-        loss = model(tokens(2, LENGTH), tokens(2, LENGTH), **given, **document_starts(given))
-        assert len(flash.calls) == (0 if not kernel else len(flash.calls)) and all(call[0] for call in flash.calls[::1] if not call[2:] == (-1, -1))
-        loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert len(flash.calls) >= 2
-    for ours, strips in zip(*reversed(found), strict=True):
-        assert torch.allclose(ours, strips, rtol=1e-9, atol=1e-11)
+def test_models_compute_the_same(flash, monkeypatch, flags):
+    """As in strips, with and without recomputation, which keeps what the kernel computes."""
+    answers, kernel = [], ops.attention_kernel
+    monkeypatch.setattr(ops, "attention_kernel", lambda *args: answers.append(kernel(*args)) or answers[-1])
+    ours = step(flags)
+    assert set(answers) == ({"joined"} if "layer" in flags or "attn_sink" in flags else {"varlen"})
+    calls = len(flash.calls)
+    recomputed = step(flags, lambda model: [recompute(block, "selective") for block in model.blocks])
+    assert len(flash.calls) == 2 * calls and same(recomputed, ours)
+    monkeypatch.setattr(ops, "takes_flash", lambda *_: False)
+    assert same(ours, step(flags)) and len(flash.calls) == 2 * calls
+
+
+@pytest.mark.no_jitter
+@pytest.mark.parametrize("flags", [{"window": 3}, {"attn_sink": True}], ids=str)
+def test_compiled_models_compute_the_same(flash, flags):
+    """Whole graphs: one for the first number of documents, and one for all others."""
+    torch._dynamo.reset()
+    options = dict(backend="aot_eager", fullgraph=True)
+    assert same(step(flags, lambda model: [block.compile(**options) for block in model.blocks]), step(flags))
+    blocks = build(**{"n_head": 2, "n_embd": 16, "doc_mask": True, "n_layer": 1} | flags).blocks
+    compiled, before = torch.compile(blocks[0], **options), graphs()
+    x = torch.randn(2, LENGTH, 16, dtype=torch.float64, requires_grad=True)
+    table = build(n_head=2, n_embd=16, **flags).table(torch.arange(LENGTH), x)
+    for n in (2, 4, 8, 16):
+        numbers = torch.arange(LENGTH).expand(2, -1) * n // LENGTH
+        inputs = Inputs(table, with_boundaries(numbers, numbers)[:3])
+        assert same([compiled(x, inputs)], [blocks[0](x, inputs)])
+    assert graphs() - before <= 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("docs", [False, True])
+def test_the_operators_take_the_arguments(docs):
+    """Of tensors without values: those that PyTorch knows of CUDA, with PyTorch's own formula of the gradient."""
+    q, k = (torch.empty(2, n, 24, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for n in (4, 2))
+    ends = ops.boundaries(torch.zeros(2, 8, device="meta", dtype=torch.int64), 24) if docs else None
+    options = 0.25, True, 5, ends, ends
+    y, z = ops.flash_attention(q, k, k, *options)
+    assert y.shape == q.shape and y.dtype == q.dtype and z.shape == q.shape[:3] and z.dtype == torch.float32
+    for grads in (torch.autograd.grad(y, (q, k), y), ops.flash_backward(y, q, k, k, y, z, *options)):
+        assert [grad.shape for grad in grads][:2] == [q.shape, k.shape]
+
+
+def test_a_user_switches_it_off():
+    assert ops.takes_flash("cuda", torch.bfloat16, 64)
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        assert not ops.takes_flash("cuda", torch.bfloat16, 64)
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)

@@ -758,7 +758,18 @@ KERNEL = [  # kernel; queries and keys: of a text, or of its end; device, dtype,
     ("full", (1, 270), CPU, {"window": 5}),
     ("full", PLAIN, CUDA, {"dropout": 0.1}),
     ("window", PLAIN, CPU, {"window": 100}),
-    ("window", PLAIN, CUDA, {"window": 100, "dropout": 0.1}),
+    ("window", PLAIN, ("cuda", "float32", 8), {"window": 100, "dropout": 0.1}),
+    ("flash", PLAIN, CUDA, {"window": 100, "dropout": 0.1}),
+    ("flash", PLAIN, CUDA, {"window": 100, "causal": False}),
+    ("flash", PAST, CUDA, {"window": 100}),
+    ("varlen", PLAIN, CUDA, {"docs": 4, "dropout": 0.1}),
+    ("varlen", PAST, CUDA, {"docs": 4, "window": 100, "causal": False}),
+    ("joined", PAST, CUDA, {"docs": 4, "window": 100, "slots": True}),
+    ("joined", PLAIN, CUDA, {"slots": True, "causal": False}),
+    ("joined", PAST, CUDA, {"slots": True}),
+    ("strips", PLAIN, CUDA, {"slots": True, "dropout": 0.1}),
+    ("strips", PLAIN, CUDA, {"docs": 4, "slopes": True}),
+    ("strips", PLAIN, ("cuda", "float32", 8), {"docs": 4}),
     ("flash", PAST, CUDA, {}),
     ("flash", PAST, CUDA, {"dropout": 0.1}),
     ("joined", PAST, CPU, {}),
@@ -770,10 +781,8 @@ KERNEL = [  # kernel; queries and keys: of a text, or of its end; device, dtype,
     ("strips", PLAIN, CPU, {"causal": False, "slopes": True, "slots": True}),
     ("strips", PLAIN, CPU, {"causal": False, "window": 100}),
     ("strips", PAST, CPU, {"window": 100}),
-    ("strips", PAST, CUDA, {"window": 100}),
+    ("strips", PAST, ("cuda", "float32", 8), {"window": 100}),
     ("strips", PLAIN, CPU, {"window": 100, "slots": True}),
-    ("strips", PLAIN, CUDA, {"slots": True}),
-    ("strips", PAST, CUDA, {"slots": True}),
     ("strips", PAST, ("cuda", "float32", 8), {}),
     ("strips", PAST, ("cuda", "bfloat16", 12), {}),
     ("naive", PLAIN, CPU, {"softcap": 2.0}),
@@ -785,6 +794,7 @@ CALLS = {  # kernel -> the functions that compute it, from the outside to the in
     "full": ["fused_attention"],
     "window": ["window_attention", "fused_attention"],
     "flash": ["flash"],
+    "varlen": ["flash"],
     "joined": ["JoinedAttention"],
     "strips": ["strip_attention", "fused_attention"],
     "naive": ["strip_attention", "naive_attention"],
@@ -806,7 +816,7 @@ class Noting(TorchDispatchMode):
         self.called = called
 
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-        if f is torch.ops.aten._scaled_dot_product_flash_attention.default:
+        if f is torch.ops.aten._flash_attention_forward.default:
             self.called.append("flash")
         return f(*args, **(kwargs or {}))
 
@@ -816,11 +826,11 @@ def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, length
     """On fake tensors, which may be on a GPU that is not there; the functions that compute only note their call."""
     (T, S), (device, dtype, D) = lengths, where
     softcap, dropout = (options.get(x, 0.0) for x in ("softcap", "dropout"))
-    docs, slopes, slots = (options.get(x, False) for x in ("docs", "slopes", "slots"))
+    docs, slopes, slots = (options.get(x, False) for x in ("docs", "slopes", "slots"))  # 4: with their boundaries
     mask = Mask(options.get("causal", True), options.get("window", 0))
     if T > 1 and mask.window < S:  # others attention makes simpler before it asks
         flash = device == "cuda" and dtype == "bfloat16" and D % 8 == 0
-        biased = mask._replace(docs=(0, 0) if docs else None, slopes=0 if slopes else None)
+        biased = mask._replace(docs=(0,) * max(2, docs) if docs else None, slopes=0 if slopes else None)
         assert attention_kernel(biased, T, S, slots, softcap, dropout, device, flash) == kernel
     called, answers = [], spy_on_kernels(monkeypatch)
 
@@ -836,13 +846,16 @@ def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, length
     with FakeTensorMode(), torch.no_grad(), Noting(called):
         q, k = (torch.empty(1, 2, n, D, device=device, dtype=getattr(torch, dtype)) for n in lengths)
         numbers = tuple(torch.zeros(1, n, device=device, dtype=torch.int64) for n in lengths) if docs else None
+        if docs == 4:
+            starts = torch.zeros(1, 3, device=device, dtype=torch.int64)
+            numbers = *numbers, *(ops.boundaries(starts, n) for n in lengths)
         mask = mask._replace(docs=numbers, slopes=torch.ones(2, device=device) if slopes else None)
         y = attention(q, k, k, D, mask, softcap, dropout, (k.new_empty(2, 5, D),) * 2 if slots else None)
     assert y.shape == q.shape and answers == [kernel] and called == CALLS[kernel]
 
 
 def test_the_examples_have_every_kernel_of_the_table():
-    rows = [line.split()[0] for line in attention_kernel.__doc__.split("kernel    when")[1].splitlines()[1:7]]
+    rows = [line.split()[0] for line in attention_kernel.__doc__.split("kernel    when")[1].splitlines()[1:8]]
     assert rows == list(CALLS) and {kernel for kernel, *_ in KERNEL} == set(rows)
 
 
@@ -880,7 +893,8 @@ def test_the_kernels_of_pieces_of_a_text():
     for flags, device, said in (
         ({}, "cpu", "joined"),
         ({}, "cuda", "flash"),
-        ({"window": 3}, "cuda", "strips"),
+        ({"window": 3}, "cuda", "flash"),
+        ({"window": 3}, "cpu", "strips"),
         ({"doc_mask": True}, "cpu", "strips"),
     ):
         assert attention_kernels(build(**flags), 12, 0, device, torch.bfloat16, pieces=4) == f"{said} (2 layers)"
@@ -914,10 +928,12 @@ def test_every_reader_has_a_dropout_of_its_own(block):
 def test_the_kernels_of_a_model_on_a_gpu():
     for flags, said in (
         ({"dropout": 0.1}, "full (2 layers)"),
-        ({"window": 3, "dropout": 0.1}, "window (2 layers)"),
+        ({"window": 3, "dropout": 0.1}, "flash (2 layers)"),
+        ({"window": 3, "doc_mask": True}, "varlen (2 layers)"),
         (SLOTS, "full (4 layers)"),
-        (JOINT, "strips (2 layers)"),
+        (JOINT, "joined (2 layers)"),
         ({"attn_softcap": 5.0}, "naive (2 layers)"),
+        ({"objective": "masked", "doc_mask": True, "pos": "alibi"}, "strips (2 layers)"),
     ):
         assert attention_kernels(build(**flags), TINY["block_size"], 0, "cuda", torch.bfloat16) == said
 
@@ -1039,7 +1055,8 @@ def test_later_queries_on_a_gpu():
             y = attention(q, k, k, 16, Mask())
     assert y.shape == q.shape
     of_attention = [each for each in called if "attention" in str(each[0])]
-    assert of_attention == [(torch.ops.aten._scaled_dot_product_flash_attention.default, (0.0, True), {"scale": 0.25})]
+    given = (None, None, 8, 32, 0.0, True, False), {"scale": 0.25, "window_size_left": -1, "window_size_right": 0}
+    assert of_attention == [(torch.ops.aten._flash_attention_forward.default, *given)]
 
 
 @pytest.mark.no_jitter
