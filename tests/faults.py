@@ -22,6 +22,27 @@ FAULTS = [
     ),
     (
         "ops.py",
+        "return dict(window_size_left=window - 1, ",
+        "return dict(window_size_left=window, ",
+        "Sliding windows by FlashAttention hold W + 1 keys, and without a window a query sees one key before it.",
+        "tests/model/test_flash.py",
+    ),
+    (
+        "ops.py",
+        "z = z.contiguous() if ends_q is None else z.transpose(0, 1).flatten(1)",
+        "z = z.contiguous() if ends_q is None else z.reshape(z.size(1), -1)",
+        "The backward of documents beside slots, by FlashAttention, mixes up the normalisers of rows and heads.",
+        "tests/model/test_flash.py",
+    ),
+    (
+        "data/loader.py",
+        "torch.searchsorted(x, first[name])",
+        "torch.searchsorted(x, first[name], right=True)",
+        "Each document begins, for FlashAttention, where the next one does.",
+        "tests/model/test_flash.py",
+    ),
+    (
+        "ops.py",
         "return v[:, :, -mask.window :].mean(dim=2, keepdim=True)",
         "return v.mean(dim=2, keepdim=True)",
         "Simplified blocks' content-free attention ignores the window in cached decoding, and there only.",
@@ -29,8 +50,8 @@ FAULTS = [
     ),
     (
         "ops.py",
-        "dq, dk, dv = kernel(grad, q, k, v, y, total, dropout_p=0.0, is_causal=ctx.causal)",
-        "dq, dk, dv = kernel(grad, q, k, v, y, total, dropout_p=0.0, is_causal=True)",
+        "return kernel(grad, q, k, v, y, z, dropout_p=0.0, is_causal=causal, scale=scale)",
+        "return kernel(grad, q, k, v, y, z, dropout_p=0.0, is_causal=True, scale=scale)",
         "Gradients of two-sided attention beside slots (joint pool, masked or encoder) are those of a causal mask.",
         "tests/model/test_model.py::test_attention_equals_naive_attention_under_every_mask",
     ),

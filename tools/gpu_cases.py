@@ -28,6 +28,7 @@ from torch.profiler import profile
 
 from configurator import Config, alternatives, hints, parse
 from data.errors import require
+from data.loader import document_starts
 from engine import optim
 from engine.decode import generate
 from engine.device import peak_flops, peak_memory_bytes
@@ -35,7 +36,7 @@ from engine.metrics import read_metrics
 from engine.parallel import ranks as parallel
 from engine.plan import plan
 from model import BLOCK, USED_WHEN, Model, ModelConfig, alibi_slopes
-from ops import Mask, attention
+from ops import Mask, attention, boundaries
 from tools.child import ROOT, Child, measure
 from tools.speed import measure_decoding, measure_loader, random_data, training
 
@@ -151,7 +152,8 @@ def attend(case: dict, S: int, device: torch.device, dtype: torch.dtype) -> dict
     shapes = [(B, H, T, E), (B, Hkv, S, E), (B, Hkv, S, E), *[(Hkv, M, E)] * (2 if M else 0)]
     leaves = [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
     weight, of_keys = torch.randn(B, H, T, E).to(device, dtype), documents(B, S).to(device)
-    docs = (of_keys[:, -T:], of_keys) if case["docs"] else None
+    docs, starts = (of_keys[:, -T:], of_keys), document_starts({"docs": of_keys[:, -T:], "source_docs": of_keys})
+    docs = (*docs, *map(boundaries, starts.values(), (T, S))) if case["docs"] else None
     slopes = alibi_slopes(H, device).to(dtype) if case["bias"] == "slopes" else None
     mask = Mask(case["causal"], S // 3 if case["window"] else 0, docs, slopes)
     y = attention(*leaves[:3], D, mask, case["softcap"], slots=leaves[3:] or None)
@@ -199,6 +201,7 @@ def run_model(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> d
     given = {"source": torch.randint(V, (B, S))} if model.encoder else {}
     if model.cfg.doc_mask:
         given |= {"docs": documents(B, T)} | ({"source_docs": documents(B, S)} if model.encoder else {})
+        given |= document_starts(given)
     given = {name: x.to(device) for name, x in given.items()}
     model.to(device, torch.float64 if exact else torch.float32)
     results, logits, text = {}, [], iter(idx.T[4:12])
@@ -361,11 +364,12 @@ def flags(args: str, device: str) -> list[str]:
     return f"{GPT2} {args} {TINY if device == 'cpu' else ''} --device={device}".split()
 
 
-def speed(args: str, place: Place, cudnn: bool = True) -> dict:
+def speed(args: str, place: Place, cudnn: bool = True, flash: bool = True) -> dict:
     """Speed, memory and losses of training with these flags, and the share of each class of kernels in their time.
-    cudnn: whether PyTorch may choose cuDNN's attention."""
+    cudnn and flash: whether cuDNN's attention and FlashAttention may be chosen."""
     kind = place.device.type
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.backends.cuda.enable_flash_sdp(flash)
     cfg = parse(Config, flags(args, kind))
     with training(cfg, VOCABULARY[kind]) as run:
         ranks, rounds = run.ranks, [run.steps(WARM)]
@@ -473,6 +477,10 @@ PARTS = {  # in this order; the first call of 8 minutes ends behind compiled, or
     "against": Part("124 M parameters by nanoGPT's train.py and by ours", 240, {"speed": compare}),
     "124M, no cuDNN": Part("attention without cuDNN's kernel", 100, {"speed": partial(speed, "", cudnn=False)}),
     **{name: Part(f"`{args}`", 100, {"speed": partial(speed, args)}) for name, args in ROWS.items()},
+    **{
+        f"{name}, no flash": Part("without FlashAttention", 100, {"speed": partial(speed, ROWS[name], flash=False)})
+        for name in ("124M, T=4096, window", "124M, T=4096, documents")
+    },
     "decoding and loading": Part(
         "1024 tokens by 124 M parameters; batches of 64 x 1024 tokens", 90,
         {"one": partial(decode, 1), "eight": partial(decode, 8), "many": partial(decode, 64), "loader": load},

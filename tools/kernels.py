@@ -58,7 +58,10 @@ def parts(cfg: Config) -> dict:
     for p in model.parameters():
         p.grad = torch.empty_like(p)  # of an earlier micro-step
     x = torch.empty(B, T, cfg.n_embd, dtype=torch.bfloat16, requires_grad=True)
-    inputs = Inputs(model.position_table(torch.arange(T), torch.float32), None, None, None, Shared())
+    docs = (idx, idx, ops.boundaries(torch.zeros(B, 8, dtype=torch.int64), T)) if cfg.doc_mask else None
+    inputs = Inputs(model.position_table(torch.arange(T), torch.float32), docs, None, None, Shared())
+    takes_flash = ops.takes_flash
+    ops.takes_flash = lambda _, *given: takes_flash("cuda", *given)
 
     def loss(kernels: Kernels) -> Tensor:
         of_chunk = lambda z, *_: kernels.add([z], [z]) or (torch.empty(()), torch.empty_like(z))  # noqa: E731

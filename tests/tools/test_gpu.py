@@ -404,7 +404,8 @@ def rehearsal(monkeypatch):
     torch.set_num_threads(threads)
 
 
-SLOW = {*gpu_cases.ROWS, "124M, no cuDNN", "layout one GPU"} - {"124M, Muon", "124M, T=4096, documents"}
+SLOW = {name for name in gpu_cases.PARTS if name in gpu_cases.ROWS or ", no " in name or name == "layout one GPU"}
+SLOW -= {"124M, Muon", "124M, T=4096, documents"}
 ALONE = {"checkpoints", "against"} | {name for name, part in gpu_cases.PARTS.items() if part.gpus > 1}
 CASES = [
     pytest.param(part, case, marks=[pytest.mark.no_jitter] * (part == "compiled") + [pytest.mark.slow] * (part in SLOW))

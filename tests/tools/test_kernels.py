@@ -28,7 +28,8 @@ def test_kernels_of_operations():
 def test_parts_of_a_model(capsys, monkeypatch):
     """The optimizer reads weight, gradient and two moments, and writes all but the gradient. The head's bytes
     follow from its products."""
-    monkeypatch.setattr(ops, "product_", ops.product_)  # restored afterwards
+    for name in ("product_", "takes_flash"):
+        monkeypatch.setattr(ops, name, getattr(ops, name))  # restored afterwards
     flags = "--n_layer=1 --n_embd=512 --n_head=8 --block_size=768 --batch_size=1 --vocab_size=40000 --pos=rope"
     kernels.main([*flags.split(), "--loss_chunk=256", "--gradient_accumulation_steps=1"])
     rows = {line[:16].strip(): line[16:].split() for line in capsys.readouterr().out.splitlines()[1:]}
