@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,3 +240,17 @@ def test_what_cannot_be_cut_is_refused():
         check(cfg(), 3, 2)
     with pytest.raises(ValueError, match="pp=2 .* objective=seq2seq"):
         check(cfg(objective="seq2seq"), 2, 2)
+
+
+def test_micro_batches_of_unequal_numbers_of_documents():
+    """What the schedule gets has one width, and a row's missing documents begin at its end."""
+    given = {}
+    schedule = SimpleNamespace(step=lambda idx, **more: given.update(more))
+    model = SimpleNamespace(parameters=list)
+    stage = SimpleNamespace(
+        model=model, stage=0, last=1, schedule=schedule, device=torch.device("cpu"), _sum_tied=lambda: None
+    )
+    idx = torch.zeros(1, 5, dtype=torch.int64)
+    batches = [{"idx": idx, "targets": idx, "docs": idx, "doc_starts": torch.tensor([x])} for x in ([0], [0, 2, 4, 5])]
+    Pipeline.backward(stage, batches)
+    assert given["doc_starts"].tolist() == [[0, 5, 5, 5], [0, 2, 4, 5]] and given["docs"].shape == (2, 5)
