@@ -40,7 +40,7 @@ from data.errors import command, data_errors_end_the_run, require, user_errors
 from data.files import writing
 from data.loader import Loader, count_windows
 from data.objective import open_with_objective
-from engine import compilation, optim
+from engine import compilation, fp8, optim
 from engine.checkpoint import run as run_state
 from engine.checkpoint.folder import check_out_dir, locked, replace_flags
 from engine.checkpoint.saver import Checkpoints
@@ -129,6 +129,7 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
     run_state.check_same_start(cfg, ranks)
     with torch.device("meta"):
         model = Model(cfg)
+    fp8.check(cfg, model, lengths)
     pieces = 2 * cfg.cp if cfg.cp > 1 else 1  # of each text
     kernels = accounting.attention_kernels(model, *lengths, ranks.device.type, ranks.dtype, pieces)
     peak = math.nan if cfg.eval_only else peak_flops(ranks.device, ranks.dtype) or math.nan

@@ -6,8 +6,8 @@
     loss = sharded.backward(batches, micro_steps, scaler)
     norm = sharded.clip(cfg.grad_clip)
 
-The constructor applies, in this order: a pipeline's stage, tensor, context and expert parallelism, recomputation,
-compilation, and last DDP or FSDP2. model.py has no code for any of them, and a table of what they replace in it.
+The constructor applies, in this order: a pipeline's stage, tensor, context and expert parallelism, products in
+float8, recomputation, compilation, and last DDP or FSDP2. model.py has no code for any of them, and a table of what they replace in it.
 """
 
 import math
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from data.objective import objective_class
-from engine import compilation
+from engine import compilation, fp8
 from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.owners import cuts
 from engine.parallel.ranks import Ranks, make_mesh
@@ -123,6 +123,8 @@ class ShardedModel:
 
             self.cut_by_ep = apply_expert_parallel(model, ranks.experts["ep"].get_group(), ranks.compile)
         blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]  # of this rank
+        if cfg.fp8:
+            fp8.apply(model)
         broken = cfg.ep > 1  # graphs, by the exchange of tokens; a recomputation of them must be outside
         if ranks.compile and broken:
             compilation.compile_model(model, blocks, inside=True)

@@ -20,17 +20,20 @@ from ops import Mask, attention_kernel, takes_flash
 def flops(model: Model, T: int, source: int = 0) -> int:
     """Matmul FLOPs of forward and backward for a sequence of T tokens and its source: 6 per token and weight that it
     reads (the head counts, the embedding does not), plus 3 times attention's forward (arXiv:2204.02311, appendix B)."""
-    total = 6 * model.head.weight.numel() * T
-    for name, m in model.named_modules():
-        tokens = source if name.startswith("encoder.") else T
-        if isinstance(m, Linear):
-            total += 6 * int(m.weight.numel() * m.read_share) * (source if m.role == "memory" else tokens)
+    total = 6 * model.head.weight.numel() * T + sum(linear_flops(model, T, source).values())
     for m, queries, keys, slots in pools(model, T, source):
         window = m.window if m.causal else 2 * m.window - 1
         calls = 1 if m.diff is None else 2  # differential attention computes the scores for each half of the values
         products = 2 * calls * (min(keys, window) if m.window else keys)  # with keys and with values
         total += 6 * queries * m.n_head * m.head_dim * (products + (slots and m.slot_k.size(1) + slots))
     return total
+
+
+def linear_flops(model: Model, T: int, source: int) -> dict[Linear, int]:
+    """Those of the products with the weights of each linear layer of the blocks."""
+    found = {m: source if n.startswith("encoder.") else T for n, m in model.named_modules() if isinstance(m, Linear)}
+    tokens = {m: source if m.role == "memory" else n for m, n in found.items()}
+    return {m: 6 * int(m.weight.numel() * m.read_share) * n for m, n in tokens.items()}
 
 
 def n_read(model: Model) -> int:

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data.objective import objective_class
+from engine import fp8
 from engine.optim import OPTIMIZER, Balance, Muon, hidden_matrices, iteration_dtype, load_biases, state_bytes
 from engine.parallel import context as context_parallel
 from engine.parallel import expert as expert_parallel
@@ -43,7 +44,7 @@ from engine.parallel import sharded as sharded_model
 from engine.parallel import tensor as tensor_parallel
 from engine.parallel.owners import Matrix, Owners, cuts
 from engine.parallel.recomputation import recompute
-from engine.plan.accounting import attention_kernels, flops
+from engine.plan.accounting import attention_kernels, flops, linear_flops
 from model import Block, Inputs, Model, NormOfHeads, Pool, Shared, Stack
 from ops import ChunkedCrossEntropy, chunk_loss, equal_rows, rows_at_once, wide_stream
 
@@ -210,6 +211,9 @@ class FakeRank:
         self.n_params, self.flops = model.n_params(), flops(model, *self.lengths)
         pieces = 2 * cfg.cp if cfg.cp > 1 else 1  # of each text
         self.attention = attention_kernels(model, *self.lengths, "cuda", self.dtype, pieces)
+        fp8.check(cfg, model, self.lengths)
+        of_layers = linear_flops(model, *self.lengths)
+        self.fp8_flops = sum(of_layers[m] for m in fp8.layers(model).values()) if cfg.fp8 else 0
         self.head_flops = 6 * model.head.weight.numel() * self.lengths[0]
         self.optimizer = OPTIMIZER[cfg.optimizer]
         hidden = hidden_matrices(model) if self.optimizer.muon else {}
@@ -235,6 +239,8 @@ class FakeRank:
             divided = expert_parallel.apply_expert_parallel(model, ep)
         ends = [-(-cfg.n_layer * i // cfg.pp) for i in range(cfg.pp + 1)]  # as engine/parallel/pipeline.py cuts
         self.stages = [Stage(model, i, range(*ends[i : i + 2]), self.shards, divided) for i in range(cfg.pp)]
+        if cfg.fp8:
+            fp8.apply(model)
         blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]
         self.imitate_gpu(nn.ModuleList([*blocks, model.norm]))
         for block in blocks:
@@ -475,9 +481,10 @@ class FakeRank:
         return total
 
     def matmul_flops(self, stage: Stage) -> float:
-        """Matmul FLOPs of a rank in a step: forward, backward and recomputation."""
+        """Matmul FLOPs of a rank in a step: forward, backward and recomputation. Those in float8 have twice the rate of
+        others, and count half."""
         cfg = self.cfg
-        blocks = (self.flops - self.head_flops) * len(stage.blocks) / cfg.n_layer
+        blocks = (self.flops - self.head_flops - self.fp8_flops / 2) * len(stage.blocks) / cfg.n_layer
         sequence = blocks * RECOMPUTE[cfg.activation_checkpoint] + self.head_flops * stage.last
         return sequence * cfg.batch_size * self.micro_steps / (cfg.cp * cfg.tp)
 

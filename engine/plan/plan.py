@@ -88,6 +88,7 @@ def estimate(cfg) -> Plan:
     """The plan of a run; ValueError if its flags contradict each other. cfg.vocab_size must be known."""
     gpu = GPU[cfg.gpu]
     layout_of(cfg)  # ValueError if flags do not fit together
+    require(not cfg.fp8 or cfg.gpu != "a100", "fp8=True does not go with gpu=a100, which has no float8; set gpu=h100")
     for fact, n, most in (
         (f"n_layer={cfg.n_layer}", cfg.n_layer + cfg.n_encoder_layer, 1024),
         (f"block_size={cfg.block_size}", cfg.block_size, 2**24),

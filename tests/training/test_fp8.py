@@ -1,0 +1,142 @@
+"""Products in float8 against float64, within the rounding of the format; and runs with them against others."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import TINY, refused
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from configurator import Config, parse
+from engine import fp8
+from model import Linear, Model, ModelConfig
+
+HALF_STEP, SMALLEST = 2.0**-4, 2.0**-10  # e4m3: half a step relative to a number, and below 2^-6 absolute
+
+
+def bound(x: torch.Tensor) -> torch.Tensor:
+    """The largest error of each number of x (M, K) that is rounded to e4m3 when its row's largest becomes 448."""
+    scale = x.abs().amax(1, keepdim=True) / 448
+    return torch.maximum(HALF_STEP * x.abs(), SMALLEST * scale) * (1 + 1e-6)
+
+
+def product_bound(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """That of each number of a b^T, by the triangle inequality, and the rounding of a sum in float32."""
+    wide = (a.abs() + bound(a)) @ (b.abs() + bound(b)).T
+    return wide - a.abs() @ b.abs().T + a.size(1) * 2.0**-23 * wide
+
+
+def rows(*shape: int) -> torch.Tensor:
+    """Normal numbers, with rows and columns of far different sizes, and some zeros."""
+    x = torch.randn(shape, dtype=torch.float64) * 10 ** (3 * torch.randn(shape[0], 1).double())
+    x[:, ::7] *= 1e-3
+    x[:, ::11] = 0
+    return x.float().double()
+
+
+def test_numbers_are_rounded_as_the_format_says():
+    x = torch.cat((rows(64, 96), torch.zeros(1, 96, dtype=torch.float64)))
+    y, scale = fp8.rounded(x.float())
+    back = y.double() * scale.double()
+    assert y.dtype == torch.float8_e4m3fn and y.is_contiguous() and (back - x).abs().le(bound(x)).all()
+    assert back[:-1].abs().amax(1).sub(x[:-1].abs().amax(1)).abs().div(x[:-1].abs().amax(1)).max() < 1e-6
+    turned, scale = fp8.rounded(x.float().t())
+    assert turned.is_contiguous() and (turned.double() * scale - x.t()).abs().le(bound(x.t())).all()
+    for bad in (float("inf"), float("nan")):  # which the run must see
+        broken = x.float().clone()
+        broken[3, 5] = bad
+        y, scale = fp8.rounded(broken)
+        assert (y.float() * scale).isfinite().all(1).tolist() == [i != 3 for i in range(len(x))]
+
+
+def test_products_and_gradients_are_those_of_float64_but_for_the_rounding_of_their_factors():
+    torch.manual_seed(0)
+    x, weight, grad = rows(32, 48), rows(64, 48), rows(32, 64)
+    leaves = [t.float().requires_grad_() for t in (x, weight)]
+    y = fp8.Product.apply(*leaves)
+    dx, dw = torch.autograd.grad(y, leaves, grad.float())
+    for got, a, b in ((y, x, weight), (dx, grad, weight.T), (dw, grad.T, x.T)):
+        exact, limit = a @ b.T, product_bound(a, b)
+        error = (got.double() - exact).abs()
+        assert error.le(limit).all(), (error / limit).max()
+        assert error.max() > 1e-3 * limit.max()  # it was rounded at all
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer(bias, dtype):
+    """Its results and gradients have the shapes and dtypes of those in `dtype`, and are near them."""
+    torch.manual_seed(0)
+    layer = Linear(ModelConfig(bias=bias), 48, 32, "into")
+    torch.nn.init.normal_(layer.weight)
+    x, grad = torch.randn(2, 16, 48), torch.randn(2, 16, 32)
+    found = []
+    for function in (layer, lambda x: fp8.linear(layer, x)):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            y = function(leaf)
+        found.append([y, *torch.autograd.grad(y, [leaf, *layer.parameters()], grad.to(y.dtype))])
+    for got, usual in zip(*found[::-1], strict=True):
+        assert got.dtype == usual.dtype and got.shape == usual.shape
+        assert (got - usual).float().norm() < 0.06 * usual.float().norm()
+
+
+class Calls(TorchDispatchMode):
+    """Notes the arguments of torch._scaled_mm."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._scaled_mm.default:
+            self.found.append((args, kwargs))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_gpu_takes_the_layouts_of_all_three_products():
+    """torch checks them on tensors without memory as on a GPU: the first by rows, the second by columns."""
+    x, weight = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((32, 48), (64, 48)))
+    with Calls() as calls:
+        fp8.Product.apply(x, weight).sum().backward()
+    assert len(calls.found) == 3
+    with FakeTensorMode():
+        for args, kwargs in calls.found:
+            there = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in args[:4]]
+            y = torch._scaled_mm(*there, *args[4:], **kwargs)
+            assert y.dtype == torch.bfloat16 and y.shape == (args[0].size(0), args[1].size(1))
+
+
+def small(**flags) -> Model:
+    return Model(ModelConfig(n_layer=2, n_head=2, n_embd=64, block_size=16, vocab_size=32, **flags), seed=0)
+
+
+def test_the_layers_of_the_blocks_are_changed_and_no_others():
+    model = small(n_expert=4, n_expert_shared=1, moe_pattern="DE", attn_gate="head", objective="seq2seq", bias=True)
+    names = fp8.layers(model)
+    left_out = {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)} - names.keys()
+    words = ("router", "gate", "experts.up", "experts.down")
+    assert all(name == "head" or name.endswith(words) for name in left_out) and len(left_out) == 11
+    assert {name.rpartition(".")[2] for name in names} == {"qkv", "q", "kv", "out", "up", "down"}
+
+
+@pytest.mark.parametrize("flags", [{}, {"block": "simplified"}, {"mlp": "swiglu", "attention": "mqa", "pos": "rope"}])
+def test_a_model_trains_as_in_float32(flags):
+    """50 steps on the same text: the losses fall from 3.5 to 0.1 or less, and differ by less than 0.05 nats."""
+    ids = torch.randint(32, (8, 17), generator=torch.Generator().manual_seed(0))
+
+    def losses(change) -> torch.Tensor:
+        model, found = small(**flags), []
+        change(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(50):
+            loss = model(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+            optimizer.step(), optimizer.zero_grad()
+            found.append(loss.detach())
+        return torch.stack(found)
+
+    usual, got = losses(lambda model: None), losses(fp8.apply)
+    assert usual[0] > 3 and usual[-1] < 0.15 and not torch.equal(got, usual)
+    assert (got - usual).abs().max() < 0.05
