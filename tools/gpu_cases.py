@@ -29,7 +29,7 @@ from torch.profiler import profile
 from configurator import Config, alternatives, hints, parse
 from data.errors import require
 from data.loader import document_starts
-from engine import optim
+from engine import fp8, optim
 from engine.decode import generate
 from engine.device import peak_flops, peak_memory_bytes
 from engine.metrics import read_metrics
@@ -229,6 +229,16 @@ def run_optimizer(case: dict, T: int, device: torch.device, dtype: torch.dtype) 
     return {name: p.detach() - before[name] for name, p in model.named_parameters()}
 
 
+def multiply(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The result of a linear layer in float8, and its gradients; float64 asks for those of float64."""
+    torch.manual_seed(3)
+    n_in, n_out = case["sizes"]
+    x, weight, grad = (torch.randn(shape).to(device, dtype) for shape in ((32 * T, n_in), (n_out, n_in), (32 * T, n_out)))
+    leaves = [t.requires_grad_() for t in (x, weight)]
+    y = x @ weight.T if dtype == torch.float64 else fp8.Product.apply(*leaves)
+    return dict(zip(("y", "dx", "dw"), (y, *torch.autograd.grad(y, leaves, grad)), strict=True))
+
+
 MASKS = {
     "causal": (True, False), "window": (False, True), "docs": (False, True), "bias": ("none", "columns", "slopes"),
     "slots": (0, 6), "softcap": (0.0, 2.0), "kv_heads": (4, 2), "queries": ("all", "third", "one"),
@@ -247,6 +257,8 @@ NUMBERS = {
     "adamw": Cases(partial(grid, optimizer=["adamw"], mlp=MLPS, bias=[True]), run_optimizer, FLOAT32),
     "others": Cases(partial(grid, optimizer=OTHERS, mlp=MLPS, bias=[True]), run_optimizer, FLOAT32 | OF_BFLOAT16),
 }
+# Two factors with three bits of mantissa each; on CPUs the error is 3.7 %.
+FLOAT8 = {"float8": Cases(partial(grid, sizes=[(64, 192), (768, 3072), (3072, 768)]), multiply, {"bfloat16": 0.06})}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Training and checkpoints
@@ -347,7 +359,7 @@ def checkpoints(place: Place) -> dict:
 
 GPT2 = "--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024 --batch_size=12 --gradient_accumulation_steps=5 "
 GPT2 += "--dtype=bfloat16 --compile=True"  # flags that nanoGPT has too
-TINY = "--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=2 --dtype=float32 --compile=False"
+TINY = "--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=2 --dtype=float32 --compile=False --fp8=False"
 VOCABULARY = {"cuda": 50257, "cpu": 257}
 WARM, ROUNDS, LENGTH = 5, 3, 10  # steps before the timing; rounds of it, and steps of each round
 TIMED_LINES = 8  # lines "iter N:", one per 10 steps, after which a run of train.py is ended
@@ -459,12 +471,13 @@ def compare(place: Place) -> dict:
 
 ROWS = {f"124M, {name}": f"--block={name}" for name in BLOCK if name != "standard"}  # name -> flags beside GPT-2's
 ROWS |= {"124M, joint pool": "--block=superblock --layer=c.own_slots", "124M, Muon": "--optimizer=muon"}
-ROWS |= {"124M, loss in one chunk": "--loss_chunk=12288"}
+ROWS |= {"124M, loss in one chunk": "--loss_chunk=12288", "124M, float8": "--fp8=True"}
 for size, batch in ((4096, "--batch_size=3"), (16384, "--batch_size=1 --gradient_accumulation_steps=4")):
     for kind, more in (("", ""), (", window", " --window=1024"), (", documents", " --doc_mask=True")):
         ROWS[f"124M, T={size}{kind}"] = f"--block_size={size} {batch}{more}"
 ROWS["350M"] = "--n_layer=24 --n_head=16 --n_embd=1024 --batch_size=8"
 ROWS["1.5B"] = "--n_layer=48 --n_head=25 --n_embd=1600 --batch_size=4"
+ROWS["1.5B, float8"] = ROWS["1.5B"] + " --fp8=True"
 LAYOUTS = {"one GPU": "", "ddp": "", "fsdp": "--parallel=fsdp", "tp": "--tp=2", "cp": "--cp=2", "pp": "--pp=2"}
 LAYOUTS |= {"hsdp": "--parallel=fsdp --dp_replicate=2"}  # from here on four GPUs
 LAYOUTS |= {f"fsdp+{name}": f"--parallel=fsdp --{name}=2" for name in ("tp", "cp", "pp")}
@@ -475,6 +488,7 @@ PARTS = {  # in this order; the first call of 8 minutes ends behind compiled, or
     "compiled": Part("20 compiled steps of every block against the CPU, uncompiled", 90, COMPILED),
     "checkpoints": Part("resume digit for digit; from GPU to CPU and back", 150, {"checkpoints": checkpoints}),
     "against": Part("124 M parameters by nanoGPT's train.py and by ours", 240, {"speed": compare}),
+    "float8": Part("products in float8, forward and backward, against float64", 60, FLOAT8),
     "124M, no cuDNN": Part("attention without cuDNN's kernel", 100, {"speed": partial(speed, "", cudnn=False)}),
     **{name: Part(f"`{args}`", 100, {"speed": partial(speed, args)}) for name, args in ROWS.items()},
     **{

@@ -2,15 +2,20 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import TINY, refused
+import torch.distributed as dist
+from helpers import TINY
+from ranks import launch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import train
 from configurator import Config, parse
 from engine import fp8
-from model import Linear, Model, ModelConfig
+from engine.device import gpu_peak
+from engine.parallel import ranks as parallel
+from engine.parallel.recomputation import recompute
+from engine.parallel.sharded import ShardedModel
+from engine.plan import plan
+from model import Inputs, Linear, Model, ModelConfig
 
 HALF_STEP, SMALLEST = 2.0**-4, 2.0**-10  # e4m3: half a step relative to a number, and below 2^-6 absolute
 
@@ -140,3 +145,115 @@ def test_a_model_trains_as_in_float32(flags):
     usual, got = losses(lambda model: None), losses(fp8.apply)
     assert usual[0] > 3 and usual[-1] < 0.15 and not torch.equal(got, usual)
     assert (got - usual).abs().max() < 0.05
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The flag
+
+
+def config(*flags: str) -> Config:
+    return parse(Config, [*TINY, "--n_embd=64", "--vocab_size=32", "--fp8=True", *flags])
+
+
+def figures(*flags: str) -> list[float]:
+    """The loss and the norm of the gradient of one step of two micro-batches, and how many products were in float8."""
+    cfg = config(*flags)
+    ranks = parallel.join(cfg)
+    sharded, share = ShardedModel(cfg, ranks), 2 // ranks.data_size
+    sharded.init_weights(cfg.seed)
+    text = torch.randint(32, (2, 4, 17), generator=torch.Generator().manual_seed(0))
+    mine = text[ranks.data_rank * share : (ranks.data_rank + 1) * share]
+    parts = iter([{"idx": ids[:, :-1], "targets": ids[:, 1:]} for ids in mine])
+    with Calls() as calls:
+        loss = sharded.mean(sharded.backward(parts, share, torch.amp.GradScaler("cpu", enabled=False)))
+    return [loss, sharded.clip(0.0).item(), len(calls.found)]
+
+
+LAYOUTS = {"ddp": [], "fsdp": ["--parallel=fsdp"], "tp": ["--tp=2"], "cp": ["--cp=2"], "pp": ["--pp=2"]}
+LAYOUTS["selective"] = ["--activation_checkpoint=selective"]
+
+
+def on_two_ranks(folder):
+    join = dist.init_process_group
+    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else join(*args, **kwargs)
+    torch.save({name: figures(*flags) for name, flags in LAYOUTS.items()}, folder / f"{parallel.environment().rank}.pt")
+
+
+def test_layouts(tmp_path):
+    """Two ranks find the loss and the gradient of one process, which are not those of float32. With tp, a row of the
+    gradient is cut before it is rounded. A block has four layers with three products each."""
+    launch(2, on_two_ranks, tmp_path, tmp_path)
+    one, exact = figures(), figures("--fp8=False")
+    assert one[2] == 2 * 2 * 4 * 3 and exact[2] == 0 and abs(one[1] / exact[1] - 1) > 1e-5
+    for rank in range(2):
+        for name, (loss, norm, products) in torch.load(tmp_path / f"{rank}.pt").items():
+            assert products >= 24 and loss == pytest.approx(one[0], abs=1e-3), name
+            assert norm == pytest.approx(one[1], rel=0.01), name
+
+
+def test_compiled_and_recomputed_blocks():
+    """A block is one graph with the products in it, and gives the same as uncompiled. Selective recomputation makes
+    again every second product, and full all of them."""
+    model, x = small(), torch.randn(4, 16, 64)
+    fp8.apply(model)
+    block = model.blocks[0]
+
+    def results(forward) -> list[torch.Tensor]:
+        y = forward(x, Inputs())
+        return [y, *torch.autograd.grad(y.square().sum(), [*block.parameters()])]
+
+    plain, forward = results(block.forward), block.forward
+    compiled = results(torch.compile(forward, backend="aot_eager", fullgraph=True))
+    torch.testing.assert_close(compiled, plain)
+    for kind, products in (("none", 12), ("selective", 14), ("full", 16)):
+        block.forward = forward
+        if kind != "none":
+            recompute(block, kind)
+        with Calls() as calls:
+            torch.testing.assert_close(results(block.forward), plain)
+        assert len(calls.found) == products
+
+
+def test_what_is_refused(monkeypatch):
+    """Without a GPU that has float8, in another dtype, and for sizes that are no multiples of 16."""
+    for device, name in (((8, 0), "A100"), ((8, 6), "A40")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=device: found)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, found=name: found)
+        with pytest.raises(ValueError, match=f"fp8=True needs a GPU .* 8.9 or later, and the device is {name}"):
+            fp8.check_device(config(), torch.device("cuda"))
+    for capability in ((8, 9), (9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        fp8.check_device(config(), torch.device("cuda"))
+    with pytest.raises(ValueError, match="fp8=True needs .*and the device is cpu; leave fp8 out"):
+        parallel.check_flags(config())
+    parallel.check_flags(config("--fp8=False"))
+    good = ["--dtype=bfloat16", "--n_embd=64"]
+    for flags, words in (
+        (["--dtype=float32"], "fp8=True needs dtype=bfloat16, not float32"),
+        (["--n_embd=40"], "multiples of 16, and a rank's blocks.0.sums.0.attn.out has 40 inputs and 40 outputs"),
+        (["--mlp_ratio=0.6"], ""),
+        (["--batch_size=1", "--block_size=24"], "a multiple of 16 tokens .* makes 24 on a rank"),
+        (["--batch_size=1", "--cp=2"], "batch_size=1 with 16 tokens each makes 8 on a rank"),
+        (["--tp=2", "--bias=True"], "does not go with tp=2 and bias=True"),
+        (["--tp=2", "--n_embd=48"], "a rank's blocks.0.sums.0.attn.out has 24 inputs and 48 outputs"),
+        ([], ""),
+    ):
+        cfg = config(*good, *flags)
+        with torch.device("meta"):
+            model = Model(cfg)
+        if words:
+            with pytest.raises(ValueError, match=words):
+                fp8.check(cfg, model, (cfg.block_size, 0))
+        else:
+            fp8.check(cfg, model, (cfg.block_size, 0))
+
+
+def test_the_plan_counts_products_in_float8_at_twice_the_rate():
+    """Of GPT-2 with 124 M parameters: 6 FLOPs per token for each of 12 x 12 x 768^2 weights take half the time."""
+    flags = ["--plan=True", "--vocab_size=50304", "--dtype=bfloat16"]
+    usual, fast = (plan.estimate(parse(Config, [*flags, *more])) for more in ([], ["--fp8=True"]))
+    rate = plan.GPU["h100"].achieved * gpu_peak("h100", torch.bfloat16)
+    saved = usual.tokens_per_step * 6 * 12 * 12 * 768**2 / 2 / rate
+    assert usual.seconds["computation"] - fast.seconds["computation"] == pytest.approx(saved)
+    with pytest.raises(ValueError, match="fp8=True does not go with gpu=a100"):
+        plan.estimate(parse(Config, [*flags, "--fp8=True", "--gpu=a100"]))
