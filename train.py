@@ -125,11 +125,12 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
     ranks = join(cfg)
     cfg.dtype = str(ranks.dtype)[6:]  # without "torch."
     cfg.fp32_residual = wide_stream(cfg.fp32_residual, ranks.device, ranks.dtype)
+    if cfg.fp8:
+        fp8.check(cfg, lengths, ranks.device)
     memory.check_training(cfg, ranks, lengths)
     run_state.check_same_start(cfg, ranks)
     with torch.device("meta"):
         model = Model(cfg)
-    fp8.check(cfg, model, lengths)
     pieces = 2 * cfg.cp if cfg.cp > 1 else 1  # of each text
     kernels = accounting.attention_kernels(model, *lengths, ranks.device.type, ranks.dtype, pieces)
     peak = math.nan if cfg.eval_only else peak_flops(ranks.device, ranks.dtype) or math.nan

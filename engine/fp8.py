@@ -1,11 +1,11 @@
 """Products of linear layers in float8, with a scale for each row (arXiv:2209.05433; torchao's row-wise recipe).
 
-    check(cfg, model, lengths)      # ValueError if sizes do not fit; check_device(cfg, device) asks the hardware
-    apply(model)                    # before recomputation, torch.compile and FSDP
+    check(cfg, lengths, device)     # ValueError says what does not go together
+    apply(model)                    # after tensor parallelism, before recomputation, torch.compile and FSDP
 
-An H100 multiplies in float8 at twice its rate in bfloat16. The layers are those of the blocks between the stream and
-heads or hidden units; the head, experts, grouped and per-head layers and routers keep their dtype. Forward and backward
-are three products, of which each rounds its two factors anew, along the dimension that it sums over.
+The layers are those of the blocks between the stream and heads or hidden units; the head, experts, grouped and per-head
+layers and routers keep their dtype. Forward and backward are three products, of which each rounds both of its factors
+along the dimension that it sums over.
 """
 
 from functools import partial
@@ -16,58 +16,40 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from data.errors import require
-from model import Linear, Model
+from model import Linear
 from ops import matmul_dtype
 
 DTYPE, UNIT = torch.float8_e4m3fn, 16  # three bits of mantissa; a GPU's products take sizes that are multiples of UNIT
 LARGEST = torch.finfo(DTYPE).max
 
 
-def layers(model: Model) -> dict[str, Linear]:
+def layers(model: nn.Module) -> dict[str, Linear]:
     """The layers that `apply` changes, by name."""
     return {n: m for n, m in model.named_modules() if type(m) is Linear and m.role not in ("router", "per_head")}
 
 
-def check_device(cfg, device: torch.device):
-    """ValueError if the device has no products in float8, or the run's dtype is not bfloat16."""
-    cuda = device.type == "cuda" and torch.version.hip is None
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    require(
-        not cfg.fp8 or cuda and torch.cuda.get_device_capability(device) >= (8, 9),
-        f"fp8=True needs a GPU of NVIDIA with compute capability 8.9 or later, and the device is {name}; leave fp8 out",
-    )
-
-
-def check(cfg, model: Model, lengths: tuple[int, int]):
-    """ValueError if a size of the products is no multiple of 16, or a flag does not go with fp8. `lengths` are those of
-    the text and of the encoder's source; the model is whole."""
-    if not cfg.fp8:
-        return
-    require(cfg.dtype in ("auto", "bfloat16"), f"fp8=True needs dtype=bfloat16, not {cfg.dtype}; set it, or drop fp8")
-    require(
-        cfg.tp == 1 or not cfg.bias,
-        f"fp8=True does not go with tp={cfg.tp} and bias=True, whose layers add a share of the bias; set --bias=False",
-    )
-    for name, m in layers(model).items():
-        cut = {"into": (cfg.tp, 1), "memory": (cfg.tp, 1), "out": (1, cfg.tp)}.get(m.role, (1, 1))
-        rows, columns = (size // n for size, n in zip(m.weight.shape, cut, strict=True))
-        require(
-            rows % UNIT == columns % UNIT == 0,
-            f"fp8=True needs sizes that are multiples of {UNIT}, and a rank's {name} has {columns} inputs and {rows} "
-            "outputs; change n_embd, n_head or mlp_ratio, or leave fp8 out",
-        )
-    for length in filter(None, lengths):
-        tokens = cfg.batch_size * length // cfg.cp
-        require(
-            tokens % UNIT == 0,
-            f"fp8=True needs a multiple of {UNIT} tokens in a micro-batch, and batch_size={cfg.batch_size} with "
-            f"{length} tokens each makes {tokens} on a rank; change batch_size",
-        )
+def check(cfg, lengths: tuple[int, int], device: torch.device | None = None):
+    """ValueError if fp8 does not go with other flags, with the lengths of text and source, or with the device."""
+    flags = f"fp8=True does not go with dtype={cfg.dtype}, tp={cfg.tp} and bias={cfg.bias}"
+    require(cfg.dtype in ("auto", "bfloat16"), f"{flags}; set dtype=bfloat16, or leave fp8 out")
+    require(cfg.tp == 1 or not cfg.bias, f"{flags}, of which each rank adds a share; set bias=False or tp=1")
+    for tokens in (cfg.batch_size * length // cfg.cp for length in lengths):
+        fact = f"fp8=True needs a multiple of {UNIT} tokens in a micro-batch of a rank, and batch_size={cfg.batch_size}"
+        require(tokens % UNIT == 0, f"{fact} makes {tokens}; change batch_size")
+    if device:
+        cuda = device.type == "cuda" and torch.version.hip is None
+        able = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        fact = f"fp8=True needs an NVIDIA GPU of compute capability 8.9 or later, and the device is {name}"
+        require(able, f"{fact}; leave fp8 out")
 
 
 def apply(model: nn.Module):
-    """Make the layers multiply in float8, in place."""
-    for layer in layers(model).values():
+    """Make the layers multiply in float8, in place. ValueError names one whose sizes are no multiples of 16."""
+    for name, layer in layers(model).items():
+        outputs, inputs = layer.weight.shape
+        fact = f"fp8=True needs multiples of {UNIT}, and {name} has {inputs} inputs and {outputs} outputs on a rank"
+        require(outputs % UNIT == inputs % UNIT == 0, f"{fact}; change n_embd, n_head or mlp_ratio, or leave fp8 out")
         layer.forward = partial(linear, layer)
 
 

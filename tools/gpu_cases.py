@@ -232,8 +232,8 @@ def run_optimizer(case: dict, T: int, device: torch.device, dtype: torch.dtype) 
 def multiply(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """The result of a linear layer in float8, and its gradients; float64 asks for those of float64."""
     torch.manual_seed(3)
-    n_in, n_out = case["sizes"]
-    x, weight, grad = (torch.randn(shape).to(device, dtype) for shape in ((32 * T, n_in), (n_out, n_in), (32 * T, n_out)))
+    N, (n_in, n_out) = 32 * T, case["sizes"]
+    x, weight, grad = (torch.randn(shape).to(device, dtype) for shape in ((N, n_in), (n_out, n_in), (N, n_out)))
     leaves = [t.requires_grad_() for t in (x, weight)]
     y = x @ weight.T if dtype == torch.float64 else fp8.Product.apply(*leaves)
     return dict(zip(("y", "dx", "dw"), (y, *torch.autograd.grad(y, leaves, grad)), strict=True))
@@ -359,7 +359,7 @@ def checkpoints(place: Place) -> dict:
 
 GPT2 = "--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024 --batch_size=12 --gradient_accumulation_steps=5 "
 GPT2 += "--dtype=bfloat16 --compile=True"  # flags that nanoGPT has too
-TINY = "--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=2 --dtype=float32 --compile=False --fp8=False"
+TINY = "--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=2 --dtype=float32 --compile=False"
 VOCABULARY = {"cuda": 50257, "cpu": 257}
 WARM, ROUNDS, LENGTH = 5, 3, 10  # steps before the timing; rounds of it, and steps of each round
 TIMED_LINES = 8  # lines "iter N:", one per 10 steps, after which a run of train.py is ended

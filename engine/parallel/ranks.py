@@ -32,7 +32,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from data.errors import require
-from engine import fp8
 from engine.device import fast_bfloat16, keep_freed_memory, resolve_device, resolve_dtype
 from engine.parallel import context, tensor
 
@@ -128,7 +127,6 @@ def check_flags(cfg):
         resolve_dtype(cfg.dtype, device) != torch.float16 or not cut or size == 1,
         "dtype=float16 needs a gradient scaler, which does not work with parallel=fsdp, tp or pp; use bfloat16",
     )
-    fp8.check_device(cfg, device)
 
 
 def check_layout(cfg, size: int):

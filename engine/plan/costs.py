@@ -211,9 +211,8 @@ class FakeRank:
         self.n_params, self.flops = model.n_params(), flops(model, *self.lengths)
         pieces = 2 * cfg.cp if cfg.cp > 1 else 1  # of each text
         self.attention = attention_kernels(model, *self.lengths, "cuda", self.dtype, pieces)
-        fp8.check(cfg, model, self.lengths)
         of_layers = linear_flops(model, *self.lengths)
-        self.fp8_flops = sum(of_layers[m] for m in fp8.layers(model).values()) if cfg.fp8 else 0
+        self.fp8_flops = cfg.fp8 and sum(of_layers[m] for m in fp8.layers(model).values())
         self.head_flops = 6 * model.head.weight.numel() * self.lengths[0]
         self.optimizer = OPTIMIZER[cfg.optimizer]
         hidden = hidden_matrices(model) if self.optimizer.muon else {}
@@ -240,6 +239,7 @@ class FakeRank:
         ends = [-(-cfg.n_layer * i // cfg.pp) for i in range(cfg.pp + 1)]  # as engine/parallel/pipeline.py cuts
         self.stages = [Stage(model, i, range(*ends[i : i + 2]), self.shards, divided) for i in range(cfg.pp)]
         if cfg.fp8:
+            fp8.check(cfg, self.lengths)
             fp8.apply(model)
         blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]
         self.imitate_gpu(nn.ModuleList([*blocks, model.norm]))

@@ -1,13 +1,16 @@
 """Products in float8 against float64, within the rounding of the format; and runs with them against others."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import TINY
+from helpers import TINY, refused
 from ranks import launch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import train
 from configurator import Config, parse
 from engine import fp8
 from engine.device import gpu_peak
@@ -16,6 +19,16 @@ from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel
 from engine.plan import plan
 from model import Inputs, Linear, Model, ModelConfig
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors are so small that two threads mostly wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
 
 HALF_STEP, SMALLEST = 2.0**-4, 2.0**-10  # e4m3: half a step relative to a number, and below 2^-6 absolute
 
@@ -114,7 +127,8 @@ def test_a_gpu_takes_the_layouts_of_all_three_products():
 
 
 def small(**flags) -> Model:
-    return Model(ModelConfig(n_layer=2, n_head=2, n_embd=64, block_size=16, vocab_size=32, **flags), seed=0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 16, "vocab_size": 32}
+    return Model(ModelConfig(**sizes | flags), seed=0)
 
 
 def test_the_layers_of_the_blocks_are_changed_and_no_others():
@@ -216,36 +230,35 @@ def test_compiled_and_recomputed_blocks():
 
 def test_what_is_refused(monkeypatch):
     """Without a GPU that has float8, in another dtype, and for sizes that are no multiples of 16."""
-    for device, name in (((8, 0), "A100"), ((8, 6), "A40")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=device: found)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, found=name: found)
-        with pytest.raises(ValueError, match=f"fp8=True needs a GPU .* 8.9 or later, and the device is {name}"):
-            fp8.check_device(config(), torch.device("cuda"))
-    for capability in ((8, 9), (9, 0), (10, 0)):
+    cuda, lengths, good = torch.device("cuda"), (16, 0), config("--dtype=bfloat16")
+    for capability, name in (((8, 0), "A100"), ((8, 6), "A40"), ((8, 9), ""), ((9, 0), ""), ((10, 0), "")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        fp8.check_device(config(), torch.device("cuda"))
-    with pytest.raises(ValueError, match="fp8=True needs .*and the device is cpu; leave fp8 out"):
-        parallel.check_flags(config())
-    parallel.check_flags(config("--fp8=False"))
-    good = ["--dtype=bfloat16", "--n_embd=64"]
-    for flags, words in (
-        (["--dtype=float32"], "fp8=True needs dtype=bfloat16, not float32"),
-        (["--n_embd=40"], "multiples of 16, and a rank's blocks.0.sums.0.attn.out has 40 inputs and 40 outputs"),
-        (["--mlp_ratio=0.6"], ""),
-        (["--batch_size=1", "--block_size=24"], "a multiple of 16 tokens .* makes 24 on a rank"),
-        (["--batch_size=1", "--cp=2"], "batch_size=1 with 16 tokens each makes 8 on a rank"),
-        (["--tp=2", "--bias=True"], "does not go with tp=2 and bias=True"),
-        (["--tp=2", "--n_embd=48"], "a rank's blocks.0.sums.0.attn.out has 24 inputs and 48 outputs"),
-        ([], ""),
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, found=name: found)
+        with pytest.raises(ValueError, match=f"8.9 or later, and the device is {name};") if name else nullcontext():
+            fp8.check(good, lengths, cuda)
+    with pytest.raises(ValueError, match="and the device is cpu; leave fp8 out"):
+        fp8.check(good, lengths, torch.device("cpu"))
+    fp8.check(good, lengths)
+    for flags, lengths, words in (
+        (["--dtype=float32"], (16, 0), "fp8=True does not go with dtype=float32"),
+        (["--tp=2", "--bias=True"], (16, 0), "fp8=True does not go with .*, tp=2 and bias=True"),
+        (["--batch_size=1"], (24, 0), "a multiple of 16 tokens .* batch_size=1 makes 24"),
+        (["--batch_size=1"], (16, 24), "a multiple of 16 tokens .* batch_size=1 makes 24"),
+        (["--batch_size=1", "--cp=2"], (16, 0), "a multiple of 16 tokens .* batch_size=1 makes 8"),
     ):
-        cfg = config(*good, *flags)
-        with torch.device("meta"):
-            model = Model(cfg)
-        if words:
-            with pytest.raises(ValueError, match=words):
-                fp8.check(cfg, model, (cfg.block_size, 0))
-        else:
-            fp8.check(cfg, model, (cfg.block_size, 0))
+        with pytest.raises(ValueError, match=words):
+            fp8.check(config("--dtype=bfloat16", *flags), lengths)
+    for flags, words in (
+        ({"n_embd": 40}, "attn.out has 40 inputs and 40 outputs"),
+        ({"n_embd": 48, "mlp_ratio": 0.5}, "mlp.up has 48 inputs and 24 outputs"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fp8.apply(small(**flags))
+
+
+def test_train_py_refuses_it_on_a_cpu(tiny_data, tmp_path, capsys):
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--dtype=bfloat16", "--fp8=True"]
+    assert "fp8=True needs an NVIDIA GPU" in refused(train.main, flags, capsys)
 
 
 def test_the_plan_counts_products_in_float8_at_twice_the_rate():
