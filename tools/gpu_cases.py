@@ -30,12 +30,12 @@ from configurator import Config, alternatives, hints, parse
 from data.errors import require
 from data.loader import document_starts
 from engine import fp8, optim
-from engine.decode import generate
+from engine.decode import KVCache, generate, set_caches
 from engine.device import peak_flops, peak_memory_bytes
 from engine.metrics import read_metrics
 from engine.parallel import ranks as parallel
 from engine.plan import plan
-from model import BLOCK, USED_WHEN, Model, ModelConfig, alibi_slopes
+from model import BLOCK, USED_WHEN, Inputs, Model, ModelConfig, Pool, alibi_slopes
 from ops import Mask, attention, boundaries
 from tools.child import ROOT, Child, measure
 from tools.speed import measure_decoding, measure_loader, random_data, training
@@ -204,12 +204,15 @@ def run_model(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> d
         given |= document_starts(given)
     given = {name: x.to(device) for name, x in given.items()}
     model.to(device, torch.float64 if exact else torch.float32)
-    results, logits, text = {}, [], iter(idx.T[4:12])
+    results = {}
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         results["loss"], results["logits"] = model(idx, targets, **given), model(idx, **given)
         if model.cfg.objective != "masked":  # the text is fixed: with rounding, argmax could choose other tokens
-            list(generate(model, idx[:, :4], 8, lambda x: logits.append(x) or next(text), given.get("source")))
-            results["cached decoding"] = torch.stack(logits)
+            for name, way in {"cached decoding": generate, "captured decoding": captured}.items():
+                logits, text = [], iter(idx.T[4:12])
+                choose = lambda x, found=logits, text=text: found.append(x.clone()) or next(text)  # noqa: E731
+                list(way(model, idx[:, :4], 8, choose, given.get("source")))
+                results[name] = torch.stack(logits)
     results["loss"].backward()
     return results | {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
 
@@ -376,10 +379,12 @@ def flags(args: str, device: str) -> list[str]:
     return f"{GPT2} {args} {TINY if device == 'cpu' else ''} --device={device}".split()
 
 
-def speed(args: str, place: Place, cudnn: bool = True, flash: bool = True) -> dict:
+def speed(args: str, place: Place, cudnn: bool = True, flash: bool = True, mode: str | None = None) -> dict:
     """Speed, memory and losses of training with these flags, and the share of each class of kernels in their time.
-    cudnn and flash: whether cuDNN's attention and FlashAttention may be chosen."""
+    cudnn and flash: whether cuDNN's attention and FlashAttention may be chosen. mode: that of torch.compile."""
     kind = place.device.type
+    if mode and kind == "cuda":
+        torch.compile = partial(torch.compile, mode=mode)  # in this process, which computes this part alone
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     torch.backends.cuda.enable_flash_sdp(flash)
     cfg = parse(Config, flags(args, kind))
@@ -439,9 +444,62 @@ def layout(args: str, place: Place) -> dict:
 
 
 def decode(batch: int, place: Place) -> dict:
-    """The speed of greedy decoding."""
+    """The speed of greedy decoding, and of the same by a captured step."""
     cfg = parse(Config, flags(f"--vocab_size={VOCABULARY[place.device.type]}", place.device.type))
-    return {f"decoding B={batch}, tokens/s": measure_decoding("124M", cfg, batch)["tokens_per_s"]}
+    ways = {f"decoding B={batch}, tokens/s": generate, f"captured, B={batch}, tokens/s": captured}
+    return {name: measure_decoding("124M", cfg, batch, way)["tokens_per_s"] for name, way in ways.items()}
+
+
+class LastCache(KVCache):
+    """A cache of constant shape, whose last entry is the newest."""
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.k is None:
+            self.k, self.v = (x.new_zeros(*x.shape[:2], self.length, x.size(3)) for x in (k, v))
+        for old, new in ((self.k, k), (self.v, v)):
+            old.copy_(torch.cat((old[:, :, 1:], new), dim=2))
+        return self.k, self.v
+
+
+@torch.no_grad()
+def captured(
+    model: Model, idx: Tensor, n: int, choose: Callable, source: Tensor | None = None, capture: Callable | None = None
+) -> Iterator[Tensor]:
+    """generate within block_size, a token of the text at a time, by a step whose kernels, shapes and places are the
+    same for all tokens. From the third token on, capture(step) is called instead: on a GPU, a CUDA graph of it, unless
+    the host waits for experts."""
+    capture = capture or (cuda_graph if idx.is_cuda and not model.cfg.n_expert else lambda step: step)
+    memory, at, token = model.encode(source), torch.zeros_like(idx[0, :1]), idx[:, :1].clone()
+    set_caches(model, length := min(idx.size(1) + n - 1, model.cfg.block_size))
+    for m in (m for m in model.modules() if isinstance(m, Pool) and m.causal):
+        m.cache = LastCache(length)
+    places = torch.arange(length, device=idx.device)
+    table, model.place = model.table(places, model.embed(token, 0)[0]), lambda t: at
+
+    def step() -> Tensor:
+        empty = (places < length - 1 - at).expand(len(idx), -1)  # keys at the front, as a document before the text's
+        inputs = Inputs(tuple(x.index_select(-2, at) for x in table), (0 * token, -empty.long()), memory)
+        return model.logits(model.through_blocks(model.embed(token, 0)[0], inputs)[:, -1])
+
+    try:
+        for i in range(length):
+            if i == 2:
+                step = capture(step)
+            logits = step()
+            at += 1
+            token.copy_(idx[:, i + 1, None] if i + 1 < idx.size(1) else choose(logits)[:, None])
+            if i + 1 >= idx.size(1):
+                yield token[:, 0].clone()
+    finally:
+        set_caches(model, 0)
+        del model.place
+
+
+def cuda_graph(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A call that replays the kernels of a step, whose result is always at the same place."""
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        result = step()
+    return lambda: graph.replay() or result
 
 
 def load(place: Place) -> dict:
@@ -475,6 +533,9 @@ ROWS |= {"124M, loss in one chunk": "--loss_chunk=12288", "124M, float8": "--fp8
 for size, batch in ((4096, "--batch_size=3"), (16384, "--batch_size=1 --gradient_accumulation_steps=4")):
     for kind, more in (("", ""), (", window", " --window=1024"), (", documents", " --doc_mask=True")):
         ROWS[f"124M, T={size}{kind}"] = f"--block_size={size} {batch}{more}"
+SMALLER = "--n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --batch_size=64 --gradient_accumulation_steps=1"
+ROWS |= {"small": SMALLER, "small, CUDA graphs": SMALLER}
+MODES = {"small, CUDA graphs": "reduce-overhead"}  # of torch.compile
 ROWS["350M"] = "--n_layer=24 --n_head=16 --n_embd=1024 --batch_size=8"
 ROWS["1.5B"] = "--n_layer=48 --n_head=25 --n_embd=1600 --batch_size=4"
 ROWS["1.5B, float8"] = ROWS["1.5B"] + " --fp8=True"
@@ -490,7 +551,7 @@ PARTS = {  # in this order; the first call of 8 minutes ends behind compiled, or
     "against": Part("124 M parameters by nanoGPT's train.py and by ours", 240, {"speed": compare}),
     "float8": Part("products in float8, forward and backward, against float64", 60, FLOAT8),
     "124M, no cuDNN": Part("attention without cuDNN's kernel", 100, {"speed": partial(speed, "", cudnn=False)}),
-    **{name: Part(f"`{args}`", 100, {"speed": partial(speed, args)}) for name, args in ROWS.items()},
+    **{n: Part(f"`{args}`", 100, {"speed": partial(speed, args, mode=MODES.get(n))}) for n, args in ROWS.items()},
     **{
         f"{name}, no flash": Part("without FlashAttention", 100, {"speed": partial(speed, ROWS[name], flash=False)})
         for name in ("124M, T=4096, window", "124M, T=4096, documents")

@@ -243,7 +243,7 @@ def write_trace(name: str, path: Path) -> str:
 # Decoding and loading
 
 
-def measure_decoding(name: str, cfg: Config, batch: int) -> dict:
+def measure_decoding(name: str, cfg: Config, batch: int, generate: Callable = generate) -> dict:
     """The speed of greedy decoding with random weights, of block_size tokens for each of `batch` samples."""
     device = resolve_device(cfg.device)
     dtype = resolve_dtype("auto", device)  # as in sample.py
