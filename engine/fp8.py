@@ -3,9 +3,7 @@
     check(cfg, lengths, device)     # ValueError says what does not go together
     apply(model)                    # after tensor parallelism, before recomputation, torch.compile and FSDP
 
-The layers are those of the blocks between the stream and heads or hidden units; the head, experts, grouped and per-head
-layers and routers keep their dtype. Forward and backward are three products, of which each rounds both of its factors
-along the dimension that it sums over.
+Forward and backward of a layer are three products. Each rounds both factors along the dimension that it sums over.
 """
 
 from functools import partial
@@ -24,24 +22,23 @@ LARGEST = torch.finfo(DTYPE).max
 
 
 def layers(model: nn.Module) -> dict[str, Linear]:
-    """The layers that `apply` changes, by name."""
+    """The layers that `apply` changes, by name: those of the blocks, but not experts, grouped layers and routers."""
     return {n: m for n, m in model.named_modules() if type(m) is Linear and m.role not in ("router", "per_head")}
 
 
 def check(cfg, lengths: tuple[int, int], device: torch.device | None = None):
     """ValueError if fp8 does not go with other flags, with the lengths of text and source, or with the device."""
-    flags = f"fp8=True does not go with dtype={cfg.dtype}, tp={cfg.tp} and bias={cfg.bias}"
-    require(cfg.dtype in ("auto", "bfloat16"), f"{flags}; set dtype=bfloat16, or leave fp8 out")
-    require(cfg.tp == 1 or not cfg.bias, f"{flags}, of which each rank adds a share; set bias=False or tp=1")
+    fits = cfg.dtype in ("auto", "bfloat16") and not (cfg.tp > 1 and cfg.bias)  # of which each rank adds a share
+    fact = f"fp8=True does not go with dtype={cfg.dtype}, tp={cfg.tp} and bias={cfg.bias}"
+    require(fits, f"{fact}; set dtype=bfloat16, and tp=1 or bias=False")
     for tokens in (cfg.batch_size * length // cfg.cp for length in lengths):
         fact = f"fp8=True needs a multiple of {UNIT} tokens in a micro-batch of a rank, and batch_size={cfg.batch_size}"
         require(tokens % UNIT == 0, f"{fact} makes {tokens}; change batch_size")
     if device:
-        cuda = device.type == "cuda" and torch.version.hip is None
-        able = cuda and torch.cuda.get_device_capability(device) >= (8, 9)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        cuda, able = device.type == "cuda", torch.version.hip is None
+        name = torch.cuda.get_device_name(device) if cuda else device.type
         fact = f"fp8=True needs an NVIDIA GPU of compute capability 8.9 or later, and the device is {name}"
-        require(able, f"{fact}; leave fp8 out")
+        require(cuda and able and torch.cuda.get_device_capability(device) >= (8, 9), f"{fact}; leave fp8 out")
 
 
 def apply(model: nn.Module):

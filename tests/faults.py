@@ -980,4 +980,25 @@ FAULTS = [
         "Under muP the logits of wide models are too large.",
         "tests/training/test_mup.py::test_weights_after_three_steps_are_those_of_the_reference",
     ),
+    (
+        "engine/fp8.py",
+        "torch.float8_e4m3fn, 16",
+        "torch.float8_e5m2, 16",
+        "Products in float8 round to two bits of mantissa instead of three.",
+        "tests/training/test_fp8.py::test_numbers_are_rounded_as_the_format_says",
+    ),
+    (
+        "engine/fp8.py",
+        "scale = (x.abs().amax(1, keepdim=True)",
+        "scale = (x.abs().amax().expand(len(x), 1)",
+        "A row with small numbers has the scale of the largest, so its numbers become 0 in float8.",
+        "tests/training/test_fp8.py::test_numbers_are_rounded_as_the_format_says",
+    ),
+    (
+        "engine/plan/costs.py",
+        "self.head_flops - self.fp8_flops / 2)",
+        "self.head_flops - self.fp8_flops)",
+        "A plan counts products in float8 as free.",
+        "tests/training/test_fp8.py::test_the_plan_counts_products_in_float8_at_twice_the_rate",
+    ),
 ]

@@ -210,7 +210,7 @@ def run_model(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> d
         if model.cfg.objective != "masked":  # the text is fixed: with rounding, argmax could choose other tokens
             for name, way in {"cached decoding": generate, "captured decoding": captured}.items():
                 logits, text = [], iter(idx.T[4:12])
-                choose = lambda x, found=logits, text=text: found.append(x.clone()) or next(text)  # noqa: E731
+                choose = partial(lambda found, text, x: found.append(x.clone()) or next(text), logits, text)
                 list(way(model, idx[:, :4], 8, choose, given.get("source")))
                 results[name] = torch.stack(logits)
     results["loss"].backward()
@@ -481,18 +481,15 @@ def captured(
         inputs = Inputs(tuple(x.index_select(-2, at) for x in table), (0 * token, -empty.long()), memory)
         return model.logits(model.through_blocks(model.embed(token, 0)[0], inputs)[:, -1])
 
-    try:
-        for i in range(length):
-            if i == 2:
-                step = capture(step)
-            logits = step()
-            at += 1
-            token.copy_(idx[:, i + 1, None] if i + 1 < idx.size(1) else choose(logits)[:, None])
-            if i + 1 >= idx.size(1):
-                yield token[:, 0].clone()
-    finally:
-        set_caches(model, 0)
-        del model.place
+    for i in range(1, length + 1):
+        step = capture(step) if i == 3 else step
+        logits = step()
+        at += 1
+        token.copy_((idx[:, i] if i < idx.size(1) else choose(logits))[:, None])
+        if i >= idx.size(1):
+            yield token[:, 0].clone()
+    set_caches(model, 0)
+    del model.place
 
 
 def cuda_graph(step: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -6,9 +6,8 @@
     loss = sharded.backward(batches, micro_steps, scaler)
     norm = sharded.clip(cfg.grad_clip)
 
-The constructor applies, in this order: a pipeline's stage, tensor, context and expert parallelism, products in float8,
-recomputation, compilation, and last DDP or FSDP2. model.py has no code for any of them, and a table of what they
-replace in it.
+The constructor applies, in order: a pipeline's stage, tensor, context and expert parallelism, float8, recomputation,
+compilation, and last DDP or FSDP2. model.py has no code for any of them, and a table of what they replace in it.
 """
 
 import math

@@ -31,8 +31,8 @@ def flops(model: Model, T: int, source: int = 0) -> int:
 
 def linear_flops(model: Model, T: int, source: int) -> dict[Linear, int]:
     """Those of the products with the weights of each linear layer of the blocks."""
-    layers = {m: name.startswith("encoder.") for name, m in model.named_modules() if isinstance(m, Linear)}
-    tokens = {m: source if in_encoder or m.role == "memory" else T for m, in_encoder in layers.items()}
+    layers = [(name.startswith("encoder."), m) for name, m in model.named_modules() if isinstance(m, Linear)]
+    tokens = {m: source if in_encoder or m.role == "memory" else T for in_encoder, m in layers}
     return {m: 6 * int(m.weight.numel() * m.read_share) * n for m, n in tokens.items()}
 
 

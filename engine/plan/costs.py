@@ -481,8 +481,7 @@ class FakeRank:
         return total
 
     def matmul_flops(self, stage: Stage) -> float:
-        """Matmul FLOPs of a rank in a step: forward, backward and recomputation. Those in float8 have twice the rate of
-        others, and count half."""
+        """Matmul FLOPs of a rank in a step: forward, backward and recomputation. Those in float8 count half."""
         cfg = self.cfg
         blocks = (self.flops - self.head_flops - self.fp8_flops / 2) * len(stage.blocks) / cfg.n_layer
         sequence = blocks * RECOMPUTE[cfg.activation_checkpoint] + self.head_flops * stage.last
