@@ -120,8 +120,8 @@ FAULTS = [
     ),
     (
         "engine/plan/accounting.py",
-        'total += 6 * int(m.weight.numel() * m.read_share) * (source if m.role == "memory" else tokens)',
-        "total += 6 * int(m.weight.numel() * m.read_share) * tokens",
+        'source if in_encoder or m.role == "memory" else T',
+        "source if in_encoder else T",
         "The FLOPs of cross-attention's keys and values are counted per token of the text, not of the source.",
         "tests/model/test_model.py::test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand",
     ),
