@@ -128,6 +128,7 @@ class Config(ModelConfig):
     cp: int = 1  # context parallel degree: each rank has two of 2 * cp pieces of every sequence
     ep: int = 1  # expert parallel degree: so many data-parallel ranks divide the experts; must divide n_expert
     pp: int = 1  # pipeline parallel degree: number of stages that the blocks are cut into (1F1B schedule)
+    pp_chunks: int = 1  # stages of each of the pp ranks, interleaved: the bubble is so many times shorter
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on GPUs
     collective_timeout: int = 600  # seconds after which a rank gives up waiting for another
     # --- plan
@@ -147,6 +148,7 @@ class Config(ModelConfig):
         "min_lr": (lambda c: c.schedule != "constant", "schedule other than constant"),
         **dict.fromkeys(("muon_lr", "muon_momentum"), (lambda c: c.optimizer == "muon", "optimizer=muon")),
         "ep": (lambda c: c.n_expert > 0, "n_expert > 0"),
+        "pp_chunks": (lambda c: c.pp > 1, "pp > 1"),
         "balance_rate": (
             lambda c: c.n_expert > 0 and c.router_balance == "bias",
             "n_expert > 0 and router_balance=bias",
@@ -165,7 +167,7 @@ class Config(ModelConfig):
         super().__post_init__()
         self.out_dir = os.path.expanduser(self.out_dir)
         check_range(self, "batch_size gradient_accumulation_steps max_iters keep_last collective_timeout", 1)
-        check_range(self, "dp_replicate tp cp ep pp world_size", 1)
+        check_range(self, "dp_replicate tp cp ep pp pp_chunks world_size", 1)
         check_range(self, "seed eval_interval eval_iters save_interval log_interval profile_steps", 0)
         check_range(self, "warmup_iters lr_decay_iters cooldown_iters", 0)
         check_range(self, "learning_rate min_lr muon_lr weight_decay grad_clip balance_rate spike_factor", 0)

@@ -1,17 +1,19 @@
-"""Pipeline parallelism: each rank has one stage of the blocks, and micro-batches pass through the stages (1F1B).
+"""Pipeline parallelism: ranks have stages of the blocks, and micro-batches pass through the stages (1F1B).
 
-    check(cfg, n_stages, n_micro)                                # before the process group exists
-    keep_stage(model, stage, n_stages)                           # before compilation, sharding and moves to a device
-    pipeline = Pipeline(model, group, n_micro, (B, T), device, ranks.autocast)
+    check(cfg, n_ranks, n_micro)                                 # before the process group exists
+    keep_stages(model, rank, n_ranks, chunks)                    # before compilation, sharding and moves to a device
+    pipeline = Pipeline(model, group, n_micro, (B, T), device, ranks.autocast, chunks=chunks)
     loss = pipeline.backward(batches)                            # once per step: p.grad of the mean loss
     loss = pipeline.loss(batch)                                  # evaluation
 
-Every rank of a pipeline reads the same batches, and is idle for (stages - 1) / (n_micro + stages - 1) of a step. Stages
-have equally many blocks, or some have one block more; the first stage also has the embedding, and the last stage the
-head. PyTorch allocates a buffer for each input of the n_micro micro-batches.
+Every rank of a pipeline reads the same batches, and is idle for (n_ranks - 1) / (chunks n_micro + n_ranks - 1) of a
+step. With chunks > 1, a rank has so many stages, each n_ranks behind the one before (arXiv:2104.04473, section 2.2).
+Stages have equally many blocks, or some have one block more; the first stage also has the embedding, and the last stage
+the head. PyTorch allocates a buffer for each input of the n_micro micro-batches.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -19,15 +21,16 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
 from data.errors import require
 from model import Inputs, Model, ModelConfig, Shared, stream_dtype
 
 
-def check(cfg: ModelConfig, n_stages: int, n_micro: int):
-    """ValueError unless stages exchange the stream alone, have a block each, and at least as many micro-batches."""
+def check(cfg: ModelConfig, n_stages: int, n_micro: int, chunks: int = 1):
+    """ValueError unless stages exchange the stream alone and have a block each, and there are as many micro-batches as
+    ranks, or with chunks > 1 a multiple."""
     require(
         cfg.objective != "seq2seq", f"pp={n_stages} cuts one stack of blocks, and objective=seq2seq has two; use tp"
     )
@@ -38,24 +41,48 @@ def check(cfg: ModelConfig, n_stages: int, n_micro: int):
     plain = cfg.n_expert == 0 or cfg.router_balance != "loss" and cfg.router_z_loss == 0
     fact = "losses of routers reach the last stage's loss from one stage alone"
     require(plain, f"pp={n_stages}: {fact}; set router_balance=bias and router_z_loss=0, or pp=1")
+    most, stages = cfg.n_layer // n_stages, f"pp={n_stages}" + f" times pp_chunks={chunks}" * (chunks > 1)
     require(
-        cfg.n_layer >= n_stages,
-        f"pp={n_stages} stages need a block each, and n_layer={cfg.n_layer}; set pp to {cfg.n_layer} or less",
+        most >= chunks,
+        f"{stages} stages need a block each, and n_layer={cfg.n_layer}; set "
+        + (f"pp_chunks to {most} or less" if most else f"pp to {cfg.n_layer} or less"),
     )
+    left = f"gradient_accumulation_steps leaves {n_micro} to each pipeline; set gradient_accumulation_steps to"
     require(
         n_micro >= n_stages,
-        f"pp={n_stages} needs as many micro-batches per step, and gradient_accumulation_steps leaves {n_micro} to each "
-        f"pipeline; set gradient_accumulation_steps to at least {-(-n_stages // n_micro)} times as many",
+        f"pp={n_stages} needs as many micro-batches per step, and {left} at least {-(-n_stages // n_micro)} times as "
+        "many",
+    )
+    multiple = math.lcm(n_micro, n_stages) // n_micro
+    require(
+        chunks == 1 or multiple == 1,
+        f"pp_chunks={chunks} needs a multiple of pp={n_stages} micro-batches per step, and {left} {multiple} times as "
+        "many, or pp_chunks to 1",
     )
 
 
-def keep_stage(model: Model, stage: int, n_stages: int, slices: int = 1) -> set[str]:
-    """Remove from the model, in place, the parts that other stages own; the others keep their names. ValueError if
-    layers exchange more than the stream. Returns the names of the parameters that another stage has too and counts.
+def layers(n_layer: int, rank: int, n_ranks: int, chunks: int = 1) -> list[range]:
+    """The layers of each stage of a rank, the first stage first."""
+    n = n_ranks * chunks
+    ends = [-(-n_layer * i // n) for i in range(n + 1)]
+    return [range(ends[i], ends[i + 1]) for i in range(rank, n, n_ranks)]
 
-    model(x, targets) is then the stage: x is idx on the first stage and the stream (B, T, C) on others, and the result
-    is the loss on the last stage and the stream on others. A tied weight stays on both ends. Tensor parallelism, which
-    may be applied afterwards, cuts the stream along T into so many slices.
+
+def passes(rank: int, n_ranks: int, chunks: int, n_micro: int) -> Iterator[tuple[int, bool]]:
+    """The passes of a rank in a step in the schedules' order: (number of the stage among its own, whether forward)."""
+    n = chunks * n_micro
+    ahead = min(n, (chunks - 1) * n_ranks + (n_ranks - 1 - rank) * (2 if chunks > 1 else 1))
+    for i in range(n + ahead):
+        if i < n:
+            yield i // n_ranks % chunks, True
+        if i >= ahead:
+            yield chunks - 1 - (i - ahead) // n_ranks % chunks, False
+
+
+def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[str]:
+    """Remove from the model, in place, the parts that other ranks' stages own; the others keep their names. ValueError
+    if layers exchange more than the stream. Returns the names of the parameters that another rank has too and counts:
+    a tied weight stays on both ends.
     """
     x = model.wte.weight.new_empty(1, 1, model.cfg.n_embd)
     inputs = Inputs(model.table(torch.arange(1, device=x.device), x), shared=Shared())
@@ -63,23 +90,14 @@ def keep_stage(model: Model, stage: int, n_stages: int, slices: int = 1) -> set[
         for block in model.blocks:
             x = block(x, inputs)
     names = ", ".join(inputs.shared)
-    require(not names, f"pp={n_stages} hands on only the stream, and a layer hands {names} to later layers; set pp=1")
-    n_layer, first, last = model.cfg.n_layer, stage == 0, stage == n_stages - 1
-    tied = model.cfg.tie_weights
-    begin, end = (-(-n_layer * i // n_stages) for i in (stage, stage + 1))
-    for layer in set(range(n_layer)) - set(range(begin, end)):
+    require(not names, f"pp={n_ranks} hands on only the stream, and a layer hands {names} to later layers; set pp=1")
+    n_layer, first, last, tied = model.cfg.n_layer, rank == 0, rank == n_ranks - 1, model.cfg.tie_weights
+    for layer in set(range(n_layer)).difference(*layers(n_layer, rank, n_ranks, chunks)):
         delattr(model.blocks, str(layer))  # del model.blocks[layer] would renumber the other blocks
     if not first:
         model.pos, model.first_norm = nn.Identity(), nn.Identity()
-
-        def embed(x: Tensor, start: int, docs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            return x, model.place(torch.arange(start, start + x.size(1) * slices, device=x.device))
-
-        model.embed = embed
     if not last:
-        model.norm = nn.Identity()
-        model.head = nn.Identity()
-        model.loss = lambda x, targets: x  # stages exchange the stream
+        model.norm, model.head = nn.Identity(), nn.Identity()
     if not first and not (last and tied):
         model.wte = nn.Identity()
     if not (last and tied):
@@ -87,14 +105,63 @@ def keep_stage(model: Model, stage: int, n_stages: int, slices: int = 1) -> set[
     return {"wte.weight"} if last and tied else set()
 
 
-class Pipeline:
-    """One stage of a pipeline, with the schedule of its micro-batches.
+class Chunk(nn.Module):
+    """The part of a rank's model that is one of its stages, computed under autocast.
 
-    model      the stage that keep_stage leaves; it may be sharded by fully_shard
+    x is idx in the first stage of the pipeline and the stream (B, T, C) in others. The result is the loss in the last
+    stage and the stream in others. Tensor parallelism cuts the stream along T into `slices`.
+    """
+
+    def __init__(self, model: Model, blocks: range, slices: int, autocast: Callable[[], AbstractContextManager]):
+        super().__init__()
+        self.model, self.slices, self.autocast = model, slices, autocast
+        self.blocks = nn.ModuleList(model.blocks.get_submodule(str(layer)) for layer in blocks)
+        self.first, self.last = blocks.start == 0, blocks.stop == model.cfg.n_layer
+
+    def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
+        part = object.__new__(type(self.model))  # the model with its hooks, but fewer modules
+        part.__dict__ = vars(self.model) | {"_modules": dict(self.model._modules)}
+        part.blocks = self.blocks
+        if not self.first:
+            part.embed, part.first_norm = self.embed, nn.Identity()
+        if not self.last:
+            part.loss, part.norm = lambda x, targets: x, nn.Identity()
+        with self.autocast():
+            return part(x, **batch)
+
+    def embed(self, x: Tensor, start: int, docs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return x, self.model.place(torch.arange(start, start + x.size(1) * self.slices, device=x.device))
+
+
+class Stage(PipelineStage):
+    """A stage that lets FSDP reduce gradients from its last backward on. The schedule sees no FSDP in a Chunk."""
+
+    def backward_one_chunk(self, *args, last_backward: bool = False, **kwargs):
+        if last_backward:
+            ends_step = self.stage_index < self.group_size  # the rank's first stage is the last one to go backwards
+            reduce_in_backward(True, self.submod.model, [] if ends_step else self.submod.blocks)
+        super().backward_one_chunk(*args, last_backward=last_backward, **kwargs)
+
+
+def reduce_in_backward(on: bool, model: nn.Module, blocks: Iterable[nn.Module] = ()):
+    """Whether FSDP, if it wraps the model, reduces gradients and frees weights in the next backward: those of these
+    blocks, or all. Otherwise both stay whole."""
+    if hasattr(model, "set_is_last_backward"):
+        model.set_is_last_backward(on and not blocks)
+        for module in blocks or [model]:
+            module.set_requires_gradient_sync(on)
+            module.set_reshard_after_backward(on)
+
+
+class Pipeline:
+    """This rank's stages of a pipeline, with the schedule of its micro-batches.
+
+    model      what keep_stages leaves; it may be sharded by fully_shard
     group      the ranks of this pipeline, at least two, in the order of their stages
     shape      (B, T) of a micro-batch on this rank
     autocast   returns the context manager for forwards
     slices     into which tensor parallelism cuts the stream along T
+    chunks     number of stages of a rank
     """
 
     def __init__(
@@ -106,27 +173,24 @@ class Pipeline:
         device: torch.device,
         autocast: Callable[[], AbstractContextManager],
         slices: int = 1,
+        chunks: int = 1,
     ):
         self.model, self.group, self.device = model, group, device
-        self.stage, n_stages = dist.get_rank(group), dist.get_world_size(group)
-        self.last, self.length = n_stages - 1, shape[1] // slices  # of the stream
-        forward = model.forward
-
-        def forward_in_autocast(*args, **kwargs) -> Tensor:  # the schedule also runs backwards, which need no autocast
-            with autocast():
-                return forward(*args, **kwargs)
-
-        model.forward = forward_in_autocast
+        self.rank, self.n_ranks, self.length = dist.get_rank(group), dist.get_world_size(group), shape[1] // slices
         # Without these examples, the first step would run an extra forward and backward to find shapes and dtypes.
         with autocast():
             self.dtype = stream_dtype(model.cfg, torch.empty(0, device=device))
         sizes = shape[0], self.length, model.cfg.n_embd
         stream = torch.empty(sizes, dtype=self.dtype, device="meta", requires_grad=True)
-        x = torch.empty(shape, dtype=torch.int64, device="meta") if self.stage == 0 else stream
-        y = torch.empty((), device="meta", requires_grad=True) if self.stage == self.last else stream
-        stage = PipelineStage(model, self.stage, n_stages, device, x, y, group=group)
+        idx, loss = torch.empty(shape, dtype=torch.int64, device="meta"), stream.new_empty((), requires_grad=True)
+        mine = layers(model.cfg.n_layer, self.rank, self.n_ranks, chunks)
+        self.chunks, stages = [Chunk(model, blocks, slices, autocast) for blocks in mine], []
+        for i, chunk in enumerate(self.chunks):
+            x, y = idx if chunk.first else stream, loss if chunk.last else stream
+            stages.append(Stage(chunk, i * self.n_ranks + self.rank, chunks * self.n_ranks, device, x, y, group=group))
+        kind, stages = (Schedule1F1B, stages[0]) if chunks == 1 else (ScheduleInterleaved1F1B, stages)
         # scale_grads=True would divide the sum of all gradients at the end, instead of each loss.
-        self.schedule = Schedule1F1B(stage, n_micro, lambda loss, targets: loss / n_micro, scale_grads=False)
+        self.schedule = kind(stages, n_micro, lambda loss, targets: loss / n_micro, scale_grads=False)
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL connects a group in its first collective
 
     def backward(self, batches: list[dict[str, Tensor]]) -> Tensor:
@@ -142,7 +206,8 @@ class Pipeline:
             batch["doc_starts"] = [F.pad(x, (0, n - x.size(1)), value=T) for x in batch["doc_starts"]]
         batch = {name: torch.cat(parts) for name, parts in batch.items()}  # the schedule splits it
         idx, losses = batch.pop("idx"), []
-        args = (idx,) if self.stage == 0 else ()
+        args = (idx,) if self.rank == 0 else ()
+        reduce_in_backward(False, self.model)
         self.schedule.step(*args, target=batch["targets"], losses=losses, return_outputs=False, **batch)
         self._sum_tied()
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
@@ -150,11 +215,11 @@ class Pipeline:
     @torch.no_grad()
     def _sum_tied(self):
         """Add the gradients of embedding and head for a tied weight. Both ends get the same bits."""
-        if not self.model.cfg.tie_weights or self.stage not in (0, self.last):
+        if not self.model.cfg.tie_weights or self.rank not in (0, self.n_ranks - 1):
             return
         grad = self.model.wte.weight.grad
         mine = grad.to_local() if isinstance(grad, DTensor) else grad  # both ends are sharded alike
-        other, peer = torch.empty_like(mine), self.last - self.stage
+        other, peer = torch.empty_like(mine), self.n_ranks - 1 - self.rank
         ops = [
             dist.P2POp(op, x, group=self.group, group_peer=peer) for op, x in ((dist.isend, mine), (dist.irecv, other))
         ]
@@ -165,13 +230,13 @@ class Pipeline:
     @torch.no_grad()
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """The mean loss of a batch of any size B; 0 before the last stage."""
-        batch = dict(batch)
+        batch, size = dict(batch), len(batch["idx"])
         x = batch.pop("idx")
-        if self.stage > 0:
-            x = torch.empty(len(x), self.length, self.model.cfg.n_embd, dtype=self.dtype, device=self.device)
-            dist.recv(x, group=self.group, group_src=self.stage - 1)
-        y = self.model(x, **batch)
-        if self.stage == self.last:
-            return y
-        dist.send(y, group=self.group, group_dst=self.stage + 1)
-        return torch.zeros((), device=self.device)
+        for chunk in self.chunks:
+            if not chunk.first:
+                x = torch.empty(size, self.length, self.model.cfg.n_embd, dtype=self.dtype, device=self.device)
+                dist.recv(x, group=self.group, group_src=(self.rank - 1) % self.n_ranks)
+            x = chunk(x, **batch)
+            if not chunk.last:
+                dist.send(x, group=self.group, group_dst=(self.rank + 1) % self.n_ranks)
+        return x if chunk.last else torch.zeros((), device=self.device)

@@ -169,7 +169,7 @@ def check_layout(cfg, size: int):
     if cfg.pp > 1:
         from engine.parallel import pipeline
 
-        pipeline.check(cfg, cfg.pp, micro_batches // data)
+        pipeline.check(cfg, cfg.pp, micro_batches // data, cfg.pp_chunks)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

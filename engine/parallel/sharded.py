@@ -110,7 +110,7 @@ class ShardedModel:
         if cfg.pp > 1:
             from engine.parallel import pipeline
 
-            self.counted_elsewhere = pipeline.keep_stage(model, mesh.get_local_rank("pp"), cfg.pp, cfg.tp)
+            self.counted_elsewhere = pipeline.keep_stages(model, mesh.get_local_rank("pp"), cfg.pp, cfg.pp_chunks)
         if cfg.tp > 1:
             apply_tensor_parallel(model, mesh["tp"].get_group())
             grid = mesh.mesh.permute(0, 3, 1, 2)  # tp is the outer cut, FSDP the inner one
@@ -139,9 +139,9 @@ class ShardedModel:
         model.tie()
         if cfg.pp > 1:
             micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
-            shape = cfg.batch_size, cfg.block_size // cfg.cp
-            group = mesh["pp"].get_group()
-            self.pipeline = pipeline.Pipeline(model, group, micro_steps, shape, ranks.device, ranks.autocast, cfg.tp)
+            shape, group = (cfg.batch_size, cfg.block_size // cfg.cp), mesh["pp"].get_group()
+            options = ranks.device, ranks.autocast, cfg.tp, cfg.pp_chunks
+            self.pipeline = pipeline.Pipeline(model, group, micro_steps, shape, *options)
         elif not (self.fsdp or cfg.eval_only or mesh is None) and mesh["shard"].size() > 1:
             devices = [ranks.device] if ranks.device.type == "cuda" else None
             model._ddp_params_and_buffers_to_ignore = [*self.cut_by_ep]  # which ranks divide

@@ -97,7 +97,7 @@ def estimate(cfg) -> Plan:
         require(n <= most, f"{fact} takes too long to plan; lower it to at most {most}")
     if cfg.pp > 1:
         with torch.device("meta"):
-            pipeline.keep_stage(Model(cfg), 0, cfg.pp)  # refuses layers that exchange more than the stream
+            pipeline.keep_stages(Model(cfg), 0, cfg.pp)  # refuses layers that exchange more than the stream
     usable = int(USABLE * gpu.memory)
     with fake_rank(cfg) as rank:
         peak = gpu_peak(cfg.gpu, rank.dtype)
@@ -164,7 +164,7 @@ def step_time(rank: FakeRank, stage: Stage, gpu: Gpu, peak: float) -> tuple[dict
     seconds = {
         "computation": compute,
         "traffic of tp, cp, ep, pp and Muon": rest,
-        "bubble of the pipeline": (compute + rest) * (cfg.pp - 1) / rank.micro_steps,
+        "bubble of the pipeline": (compute + rest) * (cfg.pp - 1) / (cfg.pp_chunks * rank.micro_steps),
         "traffic of data ranks, not hidden": max(0.0, data - hidden),
         "Muon's matmuls": rank.owners(stage).flops / speed if rank.optimizer.muon else 0.0,
     }

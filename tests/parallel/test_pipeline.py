@@ -15,15 +15,17 @@ import torch.distributed as dist
 from helpers import assert_rounds_alike
 from ranks import launch
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from engine.parallel.pipeline import Pipeline, check, keep_stage
+from engine.parallel.pipeline import Chunk, Pipeline, check, keep_stages, layers, passes
 from model import Model, ModelConfig
 
 B, T, V, STEPS = 2, 12, 31, 2
 SMALL = {"n_layer": 3, "n_head": 4, "n_embd": 16, "block_size": T, "vocab_size": V}
 MODERN = {"pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "attention": "gqa", "n_kv_head": 2, "qk_norm": True}
-CASES = {  # name -> (stages, pipelines, micro-batches of each, model flags, what is done to the model besides)
+CASES = {  # name -> (ranks of a pipeline, pipelines, micro-batches of each, model flags, what is done to the model)
     "standard": (2, 1, 2, {"loss_chunk": 5, "bias": True}, ""),
     "superblock": (2, 1, 3, MODERN | {"block": "superblock", "tie_weights": False}, ""),
     "joint pool": (2, 1, 2, MODERN | {"block": "superblock", "layer": "c.own_slots", "mlp": "gelu"}, ""),
@@ -39,7 +41,15 @@ CASES = {  # name -> (stages, pipelines, micro-batches of each, model flags, wha
     "four stages of shards": (4, 1, 5, {"n_layer": 4}, "shard"),
     "pipelines of shards": (2, 2, 2, {"n_layer": 3, "bias": True}, "shard"),
     "shards of superblocks": (2, 2, 3, MODERN | {"block": "superblock", "tie_weights": False}, "shard"),
+    "chunks": (2, 1, 2, {"n_layer": 5, "bias": True, "embed_norm": True, "n_embd": 24}, ""),
+    "chunks in turns": (2, 1, 4, MODERN | {"n_layer": 6, "tie_weights": False, "doc_mask": True}, "recompute"),
+    "compiled chunks": (2, 1, 2, MODERN | {"n_layer": 4}, "compile"),
+    "chunks in bfloat16": (2, 1, 2, {"n_layer": 4, "fp32_residual": False, "tie_weights": False}, "bfloat16"),
+    "chunks of four": (4, 1, 4, MODERN | {"n_layer": 9}, ""),
+    "chunks of shards": (2, 2, 4, {"n_layer": 7, "bias": True}, "shard"),
+    "chunks of untied shards": (2, 2, 2, MODERN | {"n_layer": 6, "tie_weights": False}, "shard"),
 }
+CHUNKS = {name: 3 if name.endswith("turns") else 2 for name in CASES if "chunks" in name}  # -> stages of a rank
 
 
 def build(flags: dict, extra: str) -> Model:
@@ -130,19 +140,20 @@ def pipelined(name: str) -> dict:
     mesh = dist.init_device_mesh("cpu", (stages, pipelines), mesh_dim_names=("pp", "dp"))
     group, replica, stage = mesh.get_group("pp"), mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     model = build(flags, extra)
-    elsewhere = keep_stage(model, stage, stages)
+    chunks = CHUNKS.get(name, 1)
+    elsewhere = keep_stages(model, stage, stages, chunks)
     if extra == "shard":
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-    pipeline = Pipeline(model, group, n_micro, (B, T), torch.device("cpu"), partial(autocast, extra))
-    send, sent = dist.batch_isend_irecv, set()
+    pipeline = Pipeline(model, group, n_micro, (B, T), torch.device("cpu"), partial(autocast, extra), chunks=chunks)
+    of_tensor, sent = dist.P2POp, set()
 
-    def recorded(ops):
-        sent.update(op.tensor.dtype for op in ops)
-        return send(ops)
+    def recorded(op, tensor, *args, **kwargs):
+        sent.add(tensor.dtype)
+        return of_tensor(op, tensor, *args, **kwargs)
 
-    dist.batch_isend_irecv = recorded
+    dist.P2POp = recorded
     optimizer, losses, evaluations, grads = adamw(model), [], [], {}
     for step in range(STEPS):
         evaluations += evaluate(pipeline.loss, model, name) if step in (0, STEPS - 1) else []
@@ -159,7 +170,7 @@ def pipelined(name: str) -> dict:
             p.grad *= min(1.0, 1.0 / (squares.sqrt().item() + 1e-6))
         optimizer.step()
         model.zero_grad(set_to_none=True)
-    named, dist.batch_isend_irecv = dict(model.named_parameters()), send
+    named, dist.P2POp = dict(model.named_parameters()), of_tensor
     return {
         "stage": stage, "sent": sent, "losses": losses, "evaluations": evaluations, "grads": grads,
         "wte": whole(named["wte.weight"].detach()) if "wte.weight" in named else None,
@@ -216,17 +227,37 @@ def assert_same_in_bfloat16(rank: dict, alone: dict, exact: dict, stages: int):
 
 
 def test_blocks_are_spread_evenly_and_a_later_stage_begins_with_the_stream():
-    for n_layer, stages, sizes in ((5, 4, [2, 1, 1, 1]), (6, 4, [2, 1, 2, 1]), (4, 2, [2, 2]), (3, 3, [1, 1, 1])):
+    for n_layer, ranks, chunks, sizes in (
+        (5, 4, 1, [2, 1, 1, 1]), (6, 4, 1, [2, 1, 2, 1]), (4, 2, 1, [2, 2]), (3, 3, 1, [1, 1, 1]), (7, 2, 2, [4, 3]),
+    ):  # fmt: skip
         found = []
-        for stage in range(stages):
+        for rank in range(ranks):
             model = build({"n_layer": n_layer, "dropout": 0.5}, "")
-            keep_stage(model, stage, stages)
+            keep_stages(model, rank, ranks, chunks)
             found.append(len(model.blocks))
             x = torch.randn(B, T, 16)
-            if stage:
-                again, t = model.embed(x, 3)
+            for blocks in layers(n_layer, rank, ranks, chunks)[rank == 0 :]:
+                again, t = Chunk(model, blocks, 1, nullcontext).embed(x, 3)
                 assert again is x and t.tolist() == list(range(3, 3 + T))  # no second dropout
         assert found == sizes
+    assert layers(7, 0, 2, 2) == [range(2), range(4, 6)] and layers(7, 1, 2, 2) == [range(2, 4), range(6, 7)]
+
+
+@pytest.mark.parametrize("ranks, chunks, n_micro", [(2, 1, 2), (4, 1, 5), (2, 2, 2), (2, 3, 4), (4, 2, 4), (3, 2, 9)])
+def test_passes_are_those_of_the_schedule(ranks, chunks, n_micro):
+    """In PyTorch's own list of each rank's actions, which it writes for a tiny model."""
+    for rank in range(ranks):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        mine = [i * ranks + rank for i in range(chunks)]
+        stages = [PipelineStage(torch.nn.Identity(), i, ranks * chunks, torch.device("cpu")) for i in mine]
+        if chunks == 1:
+            order = Schedule1F1B(stages[0], n_micro)._get_pipeline_order()[rank]
+        else:
+            order = ScheduleInterleaved1F1B(stages, n_micro).pipeline_order[rank]
+        dist.destroy_process_group()
+        order = [a for a in order if a and a.microbatch_index is not None]  # without waits and reductions
+        actions = [(mine.index(a.stage_index), a.computation_type.name == "FORWARD") for a in order]
+        assert [*passes(rank, ranks, chunks, n_micro)] == actions
 
 
 def test_what_cannot_be_cut_is_refused():
@@ -238,6 +269,11 @@ def test_what_cannot_be_cut_is_refused():
         check(cfg(), 4, 4)
     with pytest.raises(ValueError, match="pp=3 .* gradient_accumulation_steps leaves 2 .* at least 2 times as many"):
         check(cfg(), 3, 2)
+    check(cfg(n_layer=4), 2, 4, 2)
+    with pytest.raises(ValueError, match="pp=2 times pp_chunks=2 .* n_layer=3; set pp_chunks to 1"):
+        check(cfg(), 2, 2, 2)
+    with pytest.raises(ValueError, match="pp_chunks=2 needs a multiple of pp=2 .* leaves 3 .* to 2 times as many"):
+        check(cfg(n_layer=4), 2, 3, 2)
     with pytest.raises(ValueError, match="pp=2 .* objective=seq2seq"):
         check(cfg(objective="seq2seq"), 2, 2)
 
