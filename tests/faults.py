@@ -302,7 +302,7 @@ FAULTS = [
     ),
     (
         "engine/plan/plan.py",
-        "(compute + rest) * (cfg.pp - 1) / rank.micro_steps",
+        "(compute + rest) * (cfg.pp - 1) / (cfg.pp_chunks * rank.micro_steps)",
         "(compute + rest) * (cfg.pp - 1) / (rank.micro_steps + cfg.pp - 1)",
         "The pipeline's bubble is planned as a share of the whole step but taken of its busy part, so it is too short.",
         "tests/plan/test_plan.py::test_a_pipeline_waits",

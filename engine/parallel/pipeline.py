@@ -182,7 +182,8 @@ class Pipeline:
             self.dtype = stream_dtype(model.cfg, torch.empty(0, device=device))
         sizes = shape[0], self.length, model.cfg.n_embd
         stream = torch.empty(sizes, dtype=self.dtype, device="meta", requires_grad=True)
-        idx, loss = torch.empty(shape, dtype=torch.int64, device="meta"), stream.new_empty((), requires_grad=True)
+        idx = torch.empty(shape, dtype=torch.int64, device="meta")
+        loss = torch.empty((), device="meta", requires_grad=True)
         mine = layers(model.cfg.n_layer, self.rank, self.n_ranks, chunks)
         self.chunks, stages = [Chunk(model, blocks, slices, autocast) for blocks in mine], []
         for i, chunk in enumerate(self.chunks):

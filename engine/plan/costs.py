@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import islice
+from itertools import accumulate, chain, islice
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ from engine import fp8
 from engine.optim import OPTIMIZER, Balance, Muon, hidden_matrices, iteration_dtype, load_biases, state_bytes
 from engine.parallel import context as context_parallel
 from engine.parallel import expert as expert_parallel
+from engine.parallel import pipeline
 from engine.parallel import ranks as parallel
 from engine.parallel import sharded as sharded_model
 from engine.parallel import tensor as tensor_parallel
@@ -70,16 +71,19 @@ def layout_of(cfg) -> dict[str, int]:
 
 
 class Stage:
-    """The parameters of one pipeline stage; without a pipeline, of the model. FSDP gathers one unit of them at once: a
-    block, the embedding, the head, or the root, which is the rest. It does not shard gains.
+    """The parameters of a pipeline's rank, in one or several stages; without one, of the model. FSDP gathers one unit
+    of them at once: a block, the embedding, the head, or the root, which is the rest. It does not shard gains.
 
     numbers, shard and experts are those of each unit: all, and those of the first of `ranks` shards, which is the
     largest, without and only with the parameters `divided` by ep, which have fewer shards.
     """
 
-    def __init__(self, model: Model, index: int, blocks: range, ranks: int, divided: Collection[str]):
+    def __init__(self, model: Model, index: int, ranks: int, divided: Collection[str]):
         cfg = model.cfg
-        self.index, self.blocks, self.first, self.last = index, blocks, index == 0, blocks.stop == cfg.n_layer
+        self.chunks = pipeline.layers(cfg.n_layer, index, cfg.pp, cfg.pp_chunks)
+        self.index, self.blocks, self.first, self.last = index, {*chain(*self.chunks)}, index == 0, index == cfg.pp - 1
+        # streams that it sends for a micro-batch, and as many that it receives: both ways, but not at the ends
+        self.streams = 2 * cfg.pp_chunks - self.first - self.last
         mine = {"wte": self.first or cfg.tie_weights and self.last, "pos": self.first, "first_norm": self.first}
         ends = {} if cfg.tie_weights else {"wte": "wte", "norm": "head", "head": "head"}
         gains = () if cfg.fsdp_offload else {*sharded_model.gains(model)}
@@ -88,7 +92,7 @@ class Stage:
         for name, p in model.named_parameters():
             stack, is_block, rest = name.partition("blocks.")
             part, layer = name.partition(".")[0], rest.partition(".")[0]
-            if int(layer) in blocks if is_block and not stack else mine.get(part, self.last):
+            if int(layer) in self.blocks if is_block and not stack else mine.get(part, self.last):
                 unit = f"{stack}blocks.{layer}" if is_block else ends.get(part, "root")
                 self.unit[name] = unit = "gains" if p in gains else unit
                 shards = 1 if p in gains else max(1, ranks // cfg.ep) if name in divided else ranks
@@ -236,8 +240,7 @@ class FakeRank:
         if cfg.ep > 1:
             ep = dist.new_group([*ranks[: cfg.tp * cfg.ep : cfg.tp]], group_desc="ep")
             divided = expert_parallel.apply_expert_parallel(model, ep)
-        ends = [-(-cfg.n_layer * i // cfg.pp) for i in range(cfg.pp + 1)]  # as engine/parallel/pipeline.py cuts
-        self.stages = [Stage(model, i, range(*ends[i : i + 2]), self.shards, divided) for i in range(cfg.pp)]
+        self.stages = [Stage(model, i, self.shards, divided) for i in range(cfg.pp)]
         if cfg.fp8:
             fp8.check(cfg, self.lengths)
             fp8.apply(model)
@@ -409,14 +412,17 @@ class FakeRank:
         loss, in a block's backward, or in the update, and bytes on the host."""
         of_stages, (before, blocks, loss) = [], self.part_costs(batch)
         for stage in self.stages:
-            mine, in_flight = [blocks[layer] for layer in stage.blocks], self.cfg.pp - stage.index
+            mine = [blocks[layer] for layer in stage.blocks]
+            kept = [sum(blocks[layer].kept for layer in chunk) for chunk in stage.chunks]
+            kept[0] += sum(cost.kept for cost in before) * stage.first
+            in_flight = accumulate(kept[chunk] * (1 if forward else -1) for chunk, forward in self.passes(stage))
             parts = self.static_memory(stage) | {
-                "activations": in_flight * sum(cost.kept for cost in mine + before * stage.first),
+                "activations": max(in_flight),
                 "logits and loss": loss.peak * stage.last,
                 "backward of a block": max(cost.peak - cost.kept for cost in mine),
             }
             if self.cfg.pp > 1:  # PyTorch allocates a buffer for each stream that a stage receives in a step
-                parts["streams received"] = self.micro_steps * before[0].kept * (2 - stage.first - stage.last)
+                parts["streams received"] = self.micro_steps * before[0].kept * stage.streams
             states = sum(parts[kind] for kind in STATES)
             most = sum(parts.values()) - min(parts["logits and loss"], parts["backward of a block"])
             if self.optimizer.muon:
@@ -443,13 +449,14 @@ class FakeRank:
             ends = shard["wte"] + shard["head"]
             forwards, backwards = (steps, steps) if cfg.fsdp_reshard else (steps, 0)
             whole, last, reductions = steps, shard[f"blocks.{cfg.n_layer - 1}"], steps if cfg.fsdp_reshard else 1
-            if cfg.pp > 1:  # after the first backward, each forward uses the weights that a backward has gathered
-                ahead = cfg.pp - stage.index
-                forwards, backwards = (ahead, steps - ahead + 1) if cfg.fsdp_reshard else (1, 0)
-                whole, last, reductions = 1, 0, 1
             blocks, kept = total - gains - root - ends, others * (4 * root + size * ends)
-            out[f"{kind} all-gather, forward"] = others * size * blocks * forwards + kept * whole
-            out[f"{kind} all-gather, backward"] = others * size * (blocks - last) * backwards
+            gathered = {True: blocks * forwards, False: (blocks - last) * backwards}  # in forwards, in backwards
+            if cfg.pp > 1:
+                whole, reductions, gathered = 1, 1, {True: blocks, False: 0}
+                if cfg.fsdp_reshard:
+                    gathered = self.gathered(stage, shard)
+            out[f"{kind} all-gather, forward"] = others * size * gathered[True] + kept * whole
+            out[f"{kind} all-gather, backward"] = others * size * gathered[False]
             out[f"{kind} reduce-scatter"] = others * 4 * (total - gains) * reductions
             all_reduce(f"{kind} all-reduce of gains", gains)
             all_reduce("hsdp all-reduce", total)
@@ -459,13 +466,26 @@ class FakeRank:
         if cfg.tp > 1:  # gradients of uncut parameters
             all_reduce("tp all-reduce", sum(n for name, n in stage.held.items() if self.tp_dim[name] is None))
         if cfg.pp > 1:
-            streams = steps * (2 - stage.first - stage.last)  # forward to the next stage, backward to the previous one
             tied = 4 * stage.held["wte.weight"] if cfg.tie_weights and (stage.first or stage.last) else 0
-            out["pp point to point"] = streams * self.stream(cfg.batch_size, self.lengths[0]).nbytes + tied
+            stream = self.stream(cfg.batch_size, self.lengths[0]).nbytes
+            out["pp point to point"] = steps * stage.streams * stream + tied
         if self.optimizer.muon:
             owners = self.owners(stage)
             out["muon all-to-all"] = owners.dtype.itemsize * max(owners.sent())
         return {kind: n for kind, n in out.items() if n}
+
+    def passes(self, stage: Stage) -> Iterator[tuple[int, bool]]:
+        return pipeline.passes(stage.index, self.cfg.pp, self.cfg.pp_chunks, self.micro_steps)
+
+    def gathered(self, stage: Stage, shard: Counter) -> Counter:
+        """Numbers of blocks that FSDP gathers on a rank of a pipeline in a step, in forwards (True) and in backwards. A
+        forward uses what a backward of the same chunk has gathered before it, and frees it."""
+        out, there = Counter(), set()
+        for chunk, forward in self.passes(stage):
+            if chunk not in there:
+                out[forward] += sum(shard[f"blocks.{layer}"] for layer in stage.chunks[chunk])
+            (there.discard if forward else there.add)(chunk)
+        return out
 
     def collectives(self) -> int:
         """Number of collectives that tensor, context and expert parallelism need in a step of a rank."""

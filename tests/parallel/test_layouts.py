@@ -49,6 +49,7 @@ TWO = ["--gradient_accumulation_steps=2"]  # where all ranks read the same sampl
 HALVES = ["--eval_interval=2"]  # which saves in the middle, too
 FSDP = ["--parallel=fsdp"]
 MUON = ["--optimizer=muon"]
+CHUNKS = ["--pp=2", "--pp_chunks=2"]
 BLOCKS = {
     "standard": ["--pos=rope"],
     "superblock": ["--block=superblock"],
@@ -75,6 +76,12 @@ LAYOUTS = {  # name -> (processes, flags)
     "ep+tp": (4, ["--ep=2", "--tp=2"]),
     "ep+cp": (4, ["--ep=2", "--cp=2"]),
     "ep+pp": (4, ["--ep=2", "--pp=2"]),
+    "chunks": (2, [*CHUNKS]),
+    "fsdp+chunks": (4, [*FSDP, *CHUNKS]),
+    "ddp+chunks": (4, [*CHUNKS]),
+    "chunks+tp": (4, [*CHUNKS, "--tp=2"]),
+    "chunks+cp": (4, [*CHUNKS, "--cp=2"]),
+    "fsdp+chunks+tp": (8, [*FSDP, *CHUNKS, "--tp=2"]),
 }
 GATED = "--mlp=swiglu --norm=rmsnorm --pos=rope --n_embd=48 --n_head=4 --attention=gqa --n_kv_head=2".split()
 WIDE = "--qk_norm=True --qk_norm_width=model --norm_placement=after --norm=rmsnorm --pos=rope --n_head=4".split()
@@ -179,6 +186,24 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     "ep+tp": {"experts": [*EXPERTS, *MUON]},
     "ep+cp": {"experts": EXPERTS},
     "ep+pp": {"experts": [*EXPERTS, *MUON]},
+    "chunks": {
+        "llama": [*GATED, *MUON, "--n_layer=4"],
+        "layers": [*LAYERS, "--n_layer=5", "--activation_checkpoint=selective", "--ema_decay=0.9"],
+        "muP": [*MUP, "--tie_weights=False", "--n_layer=4", "--dropout=0.0"],
+        "experts": [*EXPERTS, *MUON, "--n_layer=6"],
+    },
+    "fsdp+chunks": {
+        "llama": [*GATED, *MUON, "--n_layer=5", "--activation_checkpoint=full"],
+        "untied, kept": ["--tie_weights=False", "--n_layer=4", "--fsdp_reshard=False", "--block=simplified"],
+        "masked": ["--objective=masked", "--n_layer=4"],
+    },
+    "ddp+chunks": {"superblock": ["--block=superblock", "--n_layer=6", *MUON]},
+    "chunks+tp": {
+        "llama": [*GATED, *MUON, "--n_layer=5"],
+        "untied": ["--tie_weights=False", "--n_layer=4", "--z_loss=0.1"],
+    },
+    "chunks+cp": {"layers": [*LAYERS, *MUON, "--n_layer=4"]},
+    "fsdp+chunks+tp": {"llama": [*GATED, *MUON, "--n_layer=4"]},
 }
 MET = {  # blocks that the models of a layout have, so that they need no run of their own
     "tp": [*BLOCKS],
@@ -192,7 +217,7 @@ MET = {  # blocks that the models of a layout have, so that they need no run of 
 CHOICES = ("--n_expert", "--spike_factor")  # flags with which a step depends on which of two numbers is larger
 RUNS = []  # all in float64; one model of each layout of two ranks in float32 too, where no rounding changes a choice
 for each, (processes, how) in LAYOUTS.items():
-    blocks = {} if "--ep=2" in how else BLOCKS
+    blocks = {} if {"--ep=2", "--pp_chunks=2"} & {*how} else BLOCKS  # of two layers
     models = {name: flags for name, flags in blocks.items() if name not in MET.get(each, ())} | MODELS.get(each, {})
     rounded = [name for name, flags in models.items() if not any(flag.startswith(CHOICES) for flag in flags)]
     RUNS.append(pytest.param(each, models, rounded[: processes == 2], id=each))
@@ -220,7 +245,11 @@ def alone(run):
 @pytest.mark.parametrize("layout,models,in_float32", RUNS)
 def test_losses_do_not_depend_on_the_layout(layout, models, in_float32, alone, many):
     processes, how = LAYOUTS[layout]
-    steps = TWO if layout in ("tp", "cp", "tp+cp", "pp", "pp+tp", "pp+cp", "ep+tp", "ep+cp") else []
+    steps = (
+        TWO
+        if layout in ("tp", "cp", "tp+cp", "pp", "pp+tp", "pp+cp", "ep+tp", "ep+cp", "chunks", "chunks+tp", "chunks+cp")
+        else []
+    )
     runs = in_both({name: [*SIZES, *flags, *steps, *how] for name, flags in models.items()})
     folder = many(processes, *((name, flags) for name, flags in runs if name in in_float32 or IN_FLOAT64 in flags))
     one = {name: partial(alone, *flags, *steps) for name, flags in models.items()}
@@ -528,19 +557,21 @@ def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, pretended)
 
 
 def test_a_run_moves_from_layout_to_layout(run, alone, many):
-    """Two steps on 4 ranks as shards, two on 2 as slices, two on 2 as stages, two on one: all as on one, in float64."""
+    """Two steps on 4 ranks as shards, two on 2 as slices, two on 2 as two stages each, two on 2 as one stage each, two
+    on one: all as on one, in float64."""
     models = {"standard": [*GATED], "superblock": ["--block=superblock", *MUON, "--bias=True"]}
-    end = ["--max_iters=8", "--lr_decay_iters=8", "--eval_interval=2", IN_FLOAT64]
+    end = ["--max_iters=10", "--lr_decay_iters=10", "--eval_interval=2", "--n_layer=4", IN_FLOAT64]
     stages = [
         (4, ["--max_iters=2", *FSDP]),
         (2, ["--init_from=resume", "--max_iters=4", "--parallel=ddp", "--tp=2"]),
-        (2, ["--init_from=resume", "--max_iters=6", "--tp=1", "--pp=2"]),
+        (2, ["--init_from=resume", "--max_iters=6", "--tp=1", *CHUNKS]),
+        (2, ["--init_from=resume", "--max_iters=8", "--pp_chunks=1"]),
     ]
     for processes, how in stages:
         folder = many(processes, *((name, [*SIZES, *flags, *end, *how]) for name, flags in models.items()))
     for name, flags in models.items():
         run(*SIZES, *flags, *end, "--init_from=resume", "--pp=1", out=name)
-        assert len(losses(folder / name)) == 8 + 5
+        assert len(losses(folder / name)) == 10 + 6
         assert distance(losses(folder / name), alone(*flags, *end)) < 1e-9, name
 
 
@@ -633,13 +664,13 @@ KEPT = {"kept": (2, [*FSDP, "--fsdp_reshard=False"])}
 MESHES = pytest.param(4, ["fsdp+tp", "fsdp+pp"], marks=pytest.mark.slow)  # their parts are resumed on two ranks
 
 
-@pytest.mark.parametrize("processes,layouts", [(2, ["ddp", "fsdp", "kept", "tp", "cp", "pp", "ep"]), MESHES])
+@pytest.mark.parametrize("processes,layouts", [(2, ["ddp", "fsdp", "kept", "tp", "cp", "pp", "ep", "chunks"]), MESHES])
 def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
     runs = {}
     for name in layouts:
-        dropout = "--dropout=0.1" if name in ("fsdp", "cp", "pp", "ep") else "--bias=True"
+        dropout = "--dropout=0.1" if name in ("fsdp", "cp", "pp", "ep", "chunks") else "--bias=True"
         runs[name] = [
-            *(EXPERTS if name == "ep" else []),
+            *(EXPERTS if name == "ep" else ["--n_layer=4"] if name == "chunks" else []),
             *SIZES,
             *HALVES,
             *(TWO if "fsdp" not in name else []),
@@ -779,6 +810,8 @@ def test_fsdp_holds_one_share_of_parameters_and_optimizer(facts):
         (2, ["--pp=2", "--batch_ramp=4:9"], "batch_ramp=4:9 has to be divided .* set pp to 1"),
         (2, ["--pp=2", "--gradient_accumulation_steps=1"], "pp=2 needs as many micro-batches"),
         (2, ["--pp=2", "--objective=seq2seq"], "pp=2 .* objective=seq2seq"),
+        (2, CHUNKS, "pp=2 times pp_chunks=2 stages need a block each, and n_layer=2; set pp_chunks to 1"),
+        (2, [*CHUNKS, "--n_layer=4", "--gradient_accumulation_steps=3"], "multiple of pp=2 .* 3 .* to 2 times as many"),
         (2, [*FSDP, *MUON, "--fsdp_offload=True"], "optimizer=muon does not work with fsdp_offload=True"),
     ],
 )  # fmt: skip

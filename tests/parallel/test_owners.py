@@ -37,6 +37,7 @@ LAYOUTS = {  # name -> (ranks, flags)
     "pp x fsdp": (4, [FSDP, "--pp=2"]),
     "pp x ddp": (4, ["--pp=2"]),
     "superblock, tp x fsdp": (4, [FSDP, "--tp=2", "--block=superblock", "--pos=rope"]),
+    "chunks x fsdp": (4, [FSDP, "--pp=2", "--pp_chunks=2", "--n_layer=5"]),
     "tp x hsdp": (8, [FSDP, "--tp=2", "--dp_replicate=2"]),
     "pp x hsdp": (8, [FSDP, "--pp=2", "--dp_replicate=2"]),
 }

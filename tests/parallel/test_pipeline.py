@@ -150,7 +150,7 @@ def pipelined(name: str) -> dict:
     of_tensor, sent = dist.P2POp, set()
 
     def recorded(op, tensor, *args, **kwargs):
-        sent.add(tensor.dtype)
+        sent.update([tensor.dtype] * (tensor.dim() > 1))  # some versions connect the ranks with a number
         return of_tensor(op, tensor, *args, **kwargs)
 
     dist.P2POp = recorded

@@ -36,6 +36,7 @@ LAYOUTS = {  # name -> (flags, numbers of micro-batches of all ranks)
     "tp": (["--tp=2"], (1, 2, 8)),
     "cp": (["--cp=2"], (1, 2, 8)),
     "pp": (["--pp=2"], (2, 4, 8)),
+    "chunks": (["--pp=2", "--pp_chunks=2", "--n_layer=4"], (2, 8)),
 }
 MASKED, ROUTED = ["--objective=masked"], ["--n_expert=4", "--router_balance=loss", "--router_z_loss=0.1"]
 
@@ -116,8 +117,8 @@ def test_layouts_compute_the_mean_over_targets(tmp_path, in_float64):
     assert found.keys() == {f"{name}; {n}" for name, (_, numbers) in LAYOUTS.items() for n in numbers}
     for each, got in found.items():
         flags, _ = LAYOUTS[each.partition(";")[0]]
-        untied = [flag for flag in flags if flag.startswith("--tie")]
-        wanted = expected(*untied, *(MASKED if not each.startswith("cp") else []))
+        model = [flag for flag in flags if flag.startswith(("--tie", "--n_layer"))]
+        wanted = expected(*model, *(MASKED if not each.startswith("cp") else []))
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12, msg=lambda said, each=each: f"{each}: {said}")
 
 

@@ -216,15 +216,15 @@ def test_states_of_one_rank(flags, optimizer):
     assert p.traffic == {} and p.parameters == model.n_params()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_stages_have_what_the_pipeline_leaves_them(tied):
-    cfg = config(n_layer=7, pp=3, world_size=3, tie_weights=tied)
+@pytest.mark.parametrize("tied, chunks", [(True, 1), (False, 1), (True, 2), (False, 2)])
+def test_stages_have_what_the_pipeline_leaves_them(tied, chunks):
+    cfg = config(n_layer=7, pp=3, pp_chunks=chunks, world_size=3, tie_weights=tied, gradient_accumulation_steps=6)
     model = Model(cfg)
     with costs.fake_rank(cfg) as rank:
         stages = rank.stages
     for i, stage in enumerate(stages):
         part = copy.deepcopy(model)
-        pipeline.keep_stages(part, i, 3)
+        pipeline.keep_stages(part, i, 3, chunks)
         assert stage.shapes == {name: tuple(p.shape) for name, p in part.named_parameters()}
 
 
@@ -266,6 +266,13 @@ def test_traffic_by_hand():
     assert gathers == ((8 + 1) * 4 * 2 * layer + 4 * tables) / 2 == 1843712
     assert p.traffic["fsdp reduce-scatter"].bytes == 4 * (2 * layer + tables) / 2
     assert p.traffic["pp point to point"].bytes == 8 * stream + 4 * 512 * 64 / 2 == 196608
+    # two stages of each rank, counted in the same way: each of rank 0's sends a stream, and one of them a gradient
+    with costs.fake_rank(config(world_size=4, pp=2, pp_chunks=2, n_layer=6, parallel="fsdp")) as rank:
+        for stage, sent in zip(rank.stages, ((3617792, 927744 / 2), (1839744, 525568 / 2)), strict=True):
+            found = rank.traffic(stage)
+            assert found["fsdp all-gather, forward"] + found["fsdp all-gather, backward"] == sent[0]
+            assert found["fsdp reduce-scatter"] == sent[1]
+            assert found["pp point to point"] == 8 * 3 * stream + 4 * 512 * 64 / 2 == 458752
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -383,6 +390,19 @@ def test_a_pipeline_holds_micro_batches():
     p = plan.estimate(config(n_layer=6, pp=3, world_size=3, vocab_size=8192))  # the last stage with its logits
     assert p.memory["activations"] == pytest.approx(two.memory["activations"], rel=0.05)
     assert p.memory["logits and loss"] > 4 * 64 * 8192
+
+
+@pytest.mark.parametrize("ranks, chunks", [(2, 2), (2, 3), (4, 2)])
+def test_a_rank_of_several_stages_holds_more_micro_batches(ranks, chunks):
+    """The first rank holds (1 + (p - 1) / (p v)) times the blocks of v p passes (arXiv:2104.04473, section 2.2, and
+    2205.05198, section 4.2.3): more than without chunks, by p - 1 passes of its first stage."""
+    one, two = (plan.estimate(config(n_layer=n)).memory["activations"] for n in (1, 2))
+    block, embedding, flags = two - one, 2 * one - two, {"n_layer": ranks * chunks, "pp": ranks, "world_size": ranks}
+    p = plan.estimate(config(**flags, pp_chunks=chunks))
+    passes = ranks * chunks * (1 + (ranks - 1) / (ranks * chunks))
+    assert p.memory["activations"] == round(passes) * block + (2 * ranks - 1) * embedding
+    plain, streams = plan.estimate(config(**flags)), 2 * chunks - 1
+    assert p.memory["streams received"] == streams * plain.memory["streams received"]
 
 
 def test_the_loss_of_many_tokens():
@@ -579,12 +599,13 @@ def test_time_by_hand():
     assert p.mfu == pytest.approx(p.flops_per_token * tokens / (2 * 989.4e12 * p.step))
 
 
-@pytest.mark.parametrize("layers, of_blocks, of_head", [(4, 2 / 4, 1), (5, 3 / 5, 0)])
-def test_a_pipeline_waits(layers, of_blocks, of_head):
-    """(stages - 1) / micro-batches of the slowest stage's time: the last has the head, the first one block more."""
-    p = plan.estimate(config(n_layer=layers, world_size=2, pp=2, gradient_accumulation_steps=8))
+@pytest.mark.parametrize("layers, chunks, of_blocks, of_head", [(4, 1, 2 / 4, 1), (5, 1, 3 / 5, 0), (4, 2, 2 / 4, 1)])
+def test_a_pipeline_waits(layers, chunks, of_blocks, of_head):
+    """(ranks - 1) / (chunks micro-batches) of the slowest rank's time: the last has the head, the first one block
+    more."""
+    p = plan.estimate(config(n_layer=layers, world_size=2, pp=2, pp_chunks=chunks, gradient_accumulation_steps=8))
     busy = p.seconds["computation"] + p.seconds["traffic of tp, cp, ep, pp and Muon"]
-    assert p.seconds["bubble of the pipeline"] == pytest.approx(busy / 8)
+    assert p.seconds["bubble of the pipeline"] == pytest.approx(busy / 8 / chunks)
     head = 6 * 512 * 64
     work = (p.flops_per_token - head) * of_blocks + head * of_head
     assert p.seconds["computation"] == pytest.approx(work * p.tokens_per_step / (0.5 * 494.7e12))
