@@ -394,13 +394,13 @@ def test_a_pipeline_holds_micro_batches():
 
 @pytest.mark.parametrize("ranks, chunks", [(2, 2), (2, 3), (4, 2)])
 def test_a_rank_of_several_stages_holds_more_micro_batches(ranks, chunks):
-    """The first rank holds (1 + (p - 1) / (p v)) times the blocks of v p passes (arXiv:2104.04473, section 2.2, and
-    2205.05198, section 4.2.3): more than without chunks, by p - 1 passes of its first stage."""
+    """The first rank of p with v stages holds 1 + (p - 1) / (p v) times as many passes of its blocks as one that has
+    them in one stage (arXiv:2205.05198, section 4.2.3), and its first stage those of two rounds of p micro-batches."""
     one, two = (plan.estimate(config(n_layer=n)).memory["activations"] for n in (1, 2))
     block, embedding, flags = two - one, 2 * one - two, {"n_layer": ranks * chunks, "pp": ranks, "world_size": ranks}
     p = plan.estimate(config(**flags, pp_chunks=chunks))
     passes = ranks * chunks * (1 + (ranks - 1) / (ranks * chunks))
-    assert p.memory["activations"] == round(passes) * block + (2 * ranks - 1) * embedding
+    assert p.memory["activations"] == round(passes) * block + 2 * ranks * embedding
     plain, streams = plan.estimate(config(**flags)), 2 * chunks - 1
     assert p.memory["streams received"] == streams * plain.memory["streams received"]
 
