@@ -266,6 +266,20 @@ FAULTS = [
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp]",
     ),
     (
+        "engine/parallel/pipeline.py",
+        "yield chunks - 1 - (i - ahead) // n_ranks % chunks, False",
+        "yield (i - ahead) // n_ranks % chunks, False",
+        "The plan lets the stages of a rank go backwards in the order in which they go forward.",
+        "tests/parallel/test_pipeline.py::test_passes_are_those_of_the_schedule",
+    ),
+    (
+        "engine/parallel/tensor.py",
+        "normaliser * (largest - most).exp()",
+        "normaliser",
+        "Under tp, ranks add the normalisers of their slices of the vocabulary, each relative to another maximum.",
+        "tests/parallel/test_layouts.py::test_the_loss_of_slices_is_that_of_whole_rows",
+    ),
+    (
         "engine/checkpoint/files.py",
         'steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]',
         "steps = steps_in(out_dir)",

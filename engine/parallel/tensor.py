@@ -208,7 +208,8 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
     for stack in filter(None, (model, model.encoder)):
         stack.position_table = partial(local_heads, stack.position_table, rank, n)
     if isinstance(model.head, nn.Linear):  # as on the last one
-        model.loss = partial(parallel_loss, model, group)
+        model.chunk_loss = parallel_chunk_loss(group, model.cfg.vocab_size)
+        model.loss = partial(parallel_loss, model)
 
 
 def row_parallel(layer: nn.Linear, n: int, x: Tensor, *ends: Tensor) -> Tensor:
@@ -250,55 +251,55 @@ def local_heads(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtyp
 # The loss
 
 
-def parallel_loss(model: nn.Module, group: dist.ProcessGroup, x: Tensor, targets: Tensor) -> Tensor:
+def parallel_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     """Model.loss for a head of V/n rows, padding included: x (B, T, C), targets (B, T) -> the mean in nats over targets
     >= 0. Its gradient for x is this rank's term of a sum over the ranks."""
     head, cfg = model.head, model.cfg
     chunk = equal_rows(targets.numel(), rows_at_once(cfg.loss_chunk, len(head.weight), x.device))
-    of_chunk = partial(parallel_chunk_loss, group, cfg.vocab_size, cfg.z_loss, model.smoothing)
+    of_chunk = partial(model.chunk_loss, z_loss=cfg.z_loss, smoothing=model.smoothing)
     options = cfg.logit_softcap, chunk, of_chunk, torch.is_grad_enabled()
     x = model.for_head(x).flatten(0, 1)
     total = ChunkedCrossEntropy.apply(x, head.weight, head.bias, targets.flatten(), options)
     return model.mean(total, targets)
 
 
-def parallel_chunk_loss(
-    group: dist.ProcessGroup,
-    vocab_size: int,
-    z_loss: float,
-    smoothing: float,
-    logits: Tensor,
-    targets: Tensor,
-    softcap: float,
-    gradient: bool,
-) -> tuple[Tensor, Tensor | None]:
+def parallel_chunk_loss(group: dist.ProcessGroup, vocab_size: int) -> Callable:
     """ops.chunk_loss for logits (N, V/n) whose columns are cut over the ranks; those from vocab_size on are padding.
-    Ranks exchange three numbers per token, or four with `smoothing`."""
-    first = dist.get_rank(group) * logits.size(1)
-    valid, here = (targets >= 0)[:, None], ((targets >= first) & (targets < first + logits.size(1)))[:, None]
-    index = (targets[:, None] - first).where(here, 0)
-    z = capped(at_least_float32(logits), softcap)
-    slope = 1 - (z / softcap).square() if softcap > 0 and gradient else 1.0
-    own = max(0, vocab_size - first)  # columns that are no padding
-    z[:, own:] = torch.finfo(z.dtype).min
-    largest, of_target = z.amax(-1, keepdim=True), z.gather(1, index) * here
-    if smoothing:
-        of_target = torch.cat((of_target, z[:, :own].sum(-1, keepdim=True)), dim=1)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    p = z.sub_(largest).exp_()
-    sums = torch.cat((p.sum(-1, keepdim=True), of_target), dim=1)
-    dist.all_reduce(sums, group=group)
-    normaliser, of_target, *of_all = sums.split(1, dim=1)
-    if smoothing:
-        of_target = torch.lerp(of_target, of_all[0] / vocab_size, smoothing)
-    log_normaliser = largest + normaliser.log()
-    total = ((log_normaliser - of_target) * valid).sum()
-    if not gradient:
-        return total, None
-    p.div_(normaliser)
-    if z_loss:
-        p.mul_(1 + 2 * z_loss * log_normaliser)
-    p.scatter_add_(1, index, (smoothing - 1) * here.to(p.dtype))
-    if smoothing:
-        p[:, :own] -= smoothing / vocab_size
-    return total, p.mul_(valid * slope).to(logits.dtype)
+    Ranks exchange three numbers per token, or four with `smoothing`. Compiled, it takes two large kernels."""
+
+    def chunk_loss(
+        logits: Tensor, targets: Tensor, softcap: float, gradient: bool, z_loss: float = 0.0, smoothing: float = 0.0
+    ) -> tuple[Tensor, Tensor | None]:
+        first = dist.get_rank(group) * logits.size(1)
+        valid, here = (targets >= 0)[:, None], ((targets >= first) & (targets < first + logits.size(1)))[:, None]
+        index = (targets[:, None] - first).where(here, 0)
+        z = capped(at_least_float32(logits), softcap)
+        slope = 1 - (z / softcap).square() if softcap > 0 and gradient else 1.0
+        own = max(0, vocab_size - first)  # columns that are no padding
+        z[:, own:] = torch.finfo(z.dtype).min
+        largest, of_target = z.amax(-1, keepdim=True), z.gather(1, index) * here
+        if smoothing:
+            of_target = torch.cat((of_target, z[:, :own].sum(-1, keepdim=True)), dim=1)
+        normaliser, most = (z - largest).exp_().sum(-1, keepdim=True), largest.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        sums = torch.cat((normaliser * (largest - most).exp(), of_target), dim=1)
+        dist.all_reduce(sums, group=group)
+        normaliser, of_target, *of_all = sums.split(1, dim=1)
+        if smoothing:
+            of_target = torch.lerp(of_target, of_all[0] / vocab_size, smoothing)
+        log_normaliser = most + normaliser.log()
+        total = ((log_normaliser - of_target) * valid).sum()
+        if not gradient:
+            return total, None
+        p = z.sub(log_normaliser).exp_()
+        if z_loss:
+            p = p.mul_(1 + 2 * z_loss * log_normaliser)
+        if torch.compiler.is_compiling():  # see ops.chunk_loss
+            p = p - (1 - smoothing) * ((torch.arange(z.size(1), device=z.device) == index) & here).to(p.dtype)
+        else:
+            p.scatter_add_(1, index, (smoothing - 1) * here.to(p.dtype))
+        if smoothing:
+            p[:, :own] -= smoothing / vocab_size
+        return total, p.mul_(valid * slope).to(logits.dtype)
+
+    return chunk_loss

@@ -47,7 +47,7 @@ from engine.parallel.owners import Matrix, Owners, cuts
 from engine.parallel.recomputation import recompute
 from engine.plan.accounting import attention_kernels, flops, linear_flops
 from model import Block, Inputs, Model, NormOfHeads, Pool, Shared, Stack
-from ops import ChunkedCrossEntropy, chunk_loss, equal_rows, rows_at_once, wide_stream
+from ops import ChunkedCrossEntropy, equal_rows, rows_at_once, wide_stream
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
 
@@ -232,7 +232,8 @@ class FakeRank:
                 self.hidden[name] = Matrix(tuple(p.shape), hidden[p], cuts(sizes, self.fsdp, dim, ep))
         ranks = range(cfg.tp * max(cfg.cp, cfg.ep))
         if cfg.tp > 1:
-            tensor_parallel.apply_tensor_parallel(model, dist.new_group([*ranks[: cfg.tp]], group_desc="tp"))
+            self.tp_group = dist.new_group([*ranks[: cfg.tp]], group_desc="tp")
+            tensor_parallel.apply_tensor_parallel(model, self.tp_group)
         if cfg.cp > 1:
             cp = dist.new_group([*ranks[: cfg.tp * cfg.cp : cfg.tp]], group_desc="cp")
             context_parallel.apply_context_parallel(model, cp)
@@ -340,19 +341,21 @@ class FakeRank:
         return Cost(kept, peak, sent, a.collectives + 2 * added * (cfg.tp > 1))  # two all-reduces in each chunk
 
     def loss_of_tokens(self, n: int) -> Cost:
-        """The cost of the last norm and the loss of n tokens, whose chunks are compiled unless tp cuts the
-        vocabulary."""
+        """The cost of the last norm and the loss of n tokens, whose chunks are compiled."""
         cfg, model = self.cfg, self.model
-        compiled = cfg.compile is not False  # and then keeps nothing but its results
-        of_chunk = (lambda z, *_: (torch.zeros(()), torch.empty_like(z))) if compiled else chunk_loss
-        options = cfg.logit_softcap, equal_rows(n, cfg.loss_chunk), of_chunk, True
         targets, x = torch.zeros(1, n, dtype=torch.int64), self.stream(1, n * cfg.cp)
+        head = model.head_parameters() if cfg.tp == 1 else (model.head_weight(), model.head.bias)  # padded
+
+        def of_chunk(z: Tensor, targets: Tensor, *options, **terms) -> tuple[Tensor, Tensor]:
+            if cfg.compile is False:
+                return model.chunk_loss(z, targets, *options, z_loss=cfg.z_loss, smoothing=cfg.label_smoothing)
+            for each in (1, 2 + (cfg.label_smoothing > 0)) if cfg.tp > 1 else ():  # numbers of a token
+                dist.all_reduce(torch.empty(len(z), each), group=self.tp_group)
+            return torch.zeros(()), torch.empty_like(z)  # it keeps nothing but its results
 
         def loss() -> Tensor:
-            y = model.norm(x)
-            if cfg.tp > 1:
-                return model.loss(y, targets)
-            return ChunkedCrossEntropy.apply(y.flatten(0, 1), *model.head_parameters(), targets.flatten(), options)
+            options = cfg.logit_softcap, equal_rows(n, cfg.loss_chunk), of_chunk, True
+            return ChunkedCrossEntropy.apply(model.norm(x).flatten(0, 1), *head, targets.flatten(), options)
 
         return self.measure(loss, model.norm, model.head)
 

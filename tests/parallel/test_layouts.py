@@ -432,6 +432,45 @@ def test_tensor_parallel_ranks_send_the_stream_in_its_dtype(pretended, block, wi
     assert dtypes[torch.float32] == in_float32 and dtypes.total() == 1 + 2 * (4 if block == "standard" else 2) + 1
 
 
+CHUNK_LOSSES = [*itertools.product((0.0, 5.0), (0.0, 0.1), (0.0, 0.2), (True, False))]  # softcap, z loss, smoothing
+
+
+def slices_of_the_loss(file: Path):
+    """For each of CHUNK_LOSSES the sum and this rank's gradient, as they are, and as one compiled graph."""
+    dist.init_process_group("gloo")
+    torch._dynamo.config.recompile_limit = len(CHUNK_LOSSES)
+    logits, targets = loss_inputs()
+    mine = torch.nn.functional.pad(logits, (0, 1), value=100.0).chunk(2, 1)[dist.get_rank()]  # padded
+    of_chunk, found = tensor_parallel.parallel_chunk_loss(dist.group.WORLD, logits.size(1)), []
+    compiled = torch.compile(of_chunk, backend="aot_eager", fullgraph=True, dynamic=False)
+    for softcap, z_loss, smoothing, gradient in CHUNK_LOSSES:
+        given = targets, softcap, gradient, z_loss, smoothing
+        found.append([f(mine.clone(), *given) for f in (of_chunk, compiled)])
+    torch.save(found, f"{file}.{dist.get_rank()}")
+
+
+def loss_inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(12, 37, generator=generator, dtype=torch.float64)
+    return logits, torch.randint(-1, 37, (12,), generator=generator)
+
+
+def test_the_loss_of_slices_is_that_of_whole_rows(tmp_path):
+    """Also compiled, where no part of it is left out of the graph: it has two kernels that read all logits."""
+    launch(2, slices_of_the_loss, tmp_path, tmp_path / "found")
+    ranks, (logits, targets) = [torch.load(tmp_path / f"found.{rank}") for rank in range(2)], loss_inputs()
+    for options, *of_ranks in zip(CHUNK_LOSSES, *ranks, strict=True):
+        softcap, z_loss, smoothing, gradient = options
+        total, p = ops.chunk_loss(logits.clone(), targets, softcap, gradient, z_loss, smoothing)
+        for each in zip(*of_ranks, strict=True):  # uncompiled on both ranks, compiled on both
+            for found, _ in each:
+                torch.testing.assert_close(found, total, rtol=1e-12, atol=0)
+            if gradient:
+                both = torch.cat([part for _, part in each], dim=1)
+                torch.testing.assert_close(both[:, :-1], p, rtol=0, atol=1e-12)
+                assert not both[:, -1].any()
+
+
 UNTIED = ["--block=simplified", "--tie_weights=False", "--vocab_size=257", "--learning_rate=1e-4", "--min_lr=0"]
 
 

@@ -409,10 +409,18 @@ def test_the_loss_of_many_tokens():
     """Measured on few tokens and continued, it is what all of them give."""
     cfg = config(vocab_size=4096, loss_chunk=8, tp=2, world_size=2)
     with costs.fake_rank(cfg) as rank:
-        continued, model, targets = rank.loss_cost(5), rank.model, torch.zeros(5, 32, dtype=torch.int64)
-        x = rank.stream(5, 32)
-        whole = rank.measure(lambda: model.loss(model.norm(x), targets), model.norm, model.head)
+        continued, whole = rank.loss_cost(5), rank.loss_of_tokens(5 * 32)
     assert (continued.kept, continued.peak, continued.sent) == (whole.kept, whole.peak, whole.sent)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_compiled_loss_under_tp_sends_what_an_uncompiled_one_does(smoothing):
+    """And its chunks keep less."""
+    flags = {"vocab_size": 20000, "tp": 2, "world_size": 2, "label_smoothing": smoothing}
+    plain, compiled = (plan.estimate(config(**flags, compile=each)) for each in (False, True))
+    assert {kind: t.bytes for kind, t in plain.traffic.items()} == {k: t.bytes for k, t in compiled.traffic.items()}
+    assert plain.collectives == compiled.collectives
+    assert compiled.memory["logits and loss"] < plain.memory["logits and loss"]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
