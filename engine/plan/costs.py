@@ -344,7 +344,7 @@ class FakeRank:
         """The cost of the last norm and the loss of n tokens, whose chunks are compiled."""
         cfg, model = self.cfg, self.model
         targets, x = torch.zeros(1, n, dtype=torch.int64), self.stream(1, n * cfg.cp)
-        head = model.head_parameters() if cfg.tp == 1 else (model.head_weight(), model.head.bias)  # padded
+        head = model.head_parameters() if cfg.tp == 1 else (model.head.weight, model.head.bias)  # padded
 
         def of_chunk(z: Tensor, targets: Tensor, *options, **terms) -> tuple[Tensor, Tensor]:
             if cfg.compile is False:
@@ -354,8 +354,11 @@ class FakeRank:
             return torch.zeros(()), torch.empty_like(z)  # it keeps nothing but its results
 
         def loss() -> Tensor:
-            options = cfg.logit_softcap, equal_rows(n, cfg.loss_chunk), of_chunk, True
-            return ChunkedCrossEntropy.apply(model.norm(x).flatten(0, 1), *head, targets.flatten(), options)
+            y, options = (
+                model.for_head(model.norm(x)),
+                (cfg.logit_softcap, equal_rows(n, cfg.loss_chunk), of_chunk, True),
+            )
+            return ChunkedCrossEntropy.apply(y.flatten(0, 1), *head, targets.flatten(), options)
 
         return self.measure(loss, model.norm, model.head)
 
