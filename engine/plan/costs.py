@@ -354,11 +354,9 @@ class FakeRank:
             return torch.zeros(()), torch.empty_like(z)  # it keeps nothing but its results
 
         def loss() -> Tensor:
-            y, options = (
-                model.for_head(model.norm(x)),
-                (cfg.logit_softcap, equal_rows(n, cfg.loss_chunk), of_chunk, True),
-            )
-            return ChunkedCrossEntropy.apply(y.flatten(0, 1), *head, targets.flatten(), options)
+            options = cfg.logit_softcap, equal_rows(n, cfg.loss_chunk), of_chunk, True
+            y = model.for_head(model.norm(x)).flatten(0, 1)
+            return ChunkedCrossEntropy.apply(y, *head, targets.flatten(), options)
 
         return self.measure(loss, model.norm, model.head)
 
