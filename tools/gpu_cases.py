@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -30,15 +31,16 @@ from configurator import Config, alternatives, hints, parse
 from data.errors import require
 from data.loader import document_starts
 from engine import fp8, optim
-from engine.decode import KVCache, generate, set_caches
+from engine.decode import generate
 from engine.device import peak_flops, peak_memory_bytes
 from engine.metrics import read_metrics
 from engine.parallel import ranks as parallel
 from engine.plan import plan
-from model import BLOCK, USED_WHEN, Inputs, Model, ModelConfig, Pool, alibi_slopes
+from model import BLOCK, USED_WHEN, Model, ModelConfig, alibi_slopes
 from ops import Mask, attention, boundaries
 from tools.child import ROOT, Child, measure
 from tools.speed import measure_decoding, measure_loader, random_data, training
+from tools.trials import captured, flex_attention
 
 
 class Place(NamedTuple):
@@ -143,7 +145,9 @@ def documents(B: int, T: int) -> Tensor:
     return torch.cat((torch.arange(4).expand(B, -1), torch.randint(4, (B, T - 4))), dim=1).sort(dim=1).values
 
 
-def attend(case: dict, S: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def attend(
+    case: dict, S: int, device: torch.device, dtype: torch.dtype, attention: Callable = attention
+) -> dict[str, Tensor]:
     """The result of attention for S keys, and all its gradients. There are as many queries, a third, or one as in
     decoding."""
     torch.manual_seed(0)
@@ -242,6 +246,12 @@ def multiply(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> di
     return dict(zip(("y", "dx", "dw"), (y, *torch.autograd.grad(y, leaves, grad)), strict=True))
 
 
+def attend_by_flex(case: dict, S: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """`attend` by FlexAttention; float64 asks for ops.attention."""
+    torch._dynamo.reset()  # on CPUs, its graphs take no other sizes than the first
+    return attend(case, S, device, dtype, attention if dtype == torch.float64 else flex_attention)
+
+
 MASKS = {
     "causal": (True, False), "window": (False, True), "docs": (False, True), "bias": ("none", "columns", "slopes"),
     "slots": (0, 6), "softcap": (0.0, 2.0), "kv_heads": (4, 2), "queries": ("all", "third", "one"),
@@ -262,6 +272,9 @@ NUMBERS = {
 }
 # Two factors with three bits of mantissa each; on CPUs the error is 3.7 %.
 FLOAT8 = {"float8": Cases(partial(grid, sizes=[(64, 192), (768, 3072), (3072, 768)]), multiply, {"bfloat16": 0.06})}
+
+ONE = {"window": (False,), "docs": (False,), "slots": (0,), "queries": ("all",), "bias": ("none", "slopes")}
+FLEX = {"flex": Cases(partial(grid, **MASKS | ONE), attend_by_flex, OF_BFLOAT16, 160, every=5)}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Training and checkpoints
@@ -450,53 +463,21 @@ def decode(batch: int, place: Place) -> dict:
     return {name: measure_decoding("124M", cfg, batch, way)["tokens_per_s"] for name, way in ways.items()}
 
 
-class LastCache(KVCache):
-    """A cache of constant shape, whose last entry is the newest."""
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self.k is None:
-            self.k, self.v = (x.new_zeros(*x.shape[:2], self.length, x.size(3)) for x in (k, v))
-        for old, new in ((self.k, k), (self.v, v)):
-            old.copy_(torch.cat((old[:, :, 1:], new), dim=2))
-        return self.k, self.v
-
-
-@torch.no_grad()
-def captured(
-    model: Model, idx: Tensor, n: int, choose: Callable, source: Tensor | None = None, capture: Callable | None = None
-) -> Iterator[Tensor]:
-    """generate within block_size, a token of the text at a time, by a step whose kernels, shapes and places are the
-    same for all tokens. From the third token on, capture(step) is called instead: on a GPU, a CUDA graph of it, unless
-    the host waits for experts."""
-    capture = capture or (cuda_graph if idx.is_cuda and not model.cfg.n_expert else lambda step: step)
-    memory, at, token = model.encode(source), torch.zeros_like(idx[0, :1]), idx[:, :1].clone()
-    set_caches(model, length := min(idx.size(1) + n - 1, model.cfg.block_size))
-    for m in (m for m in model.modules() if isinstance(m, Pool) and m.causal):
-        m.cache = LastCache(length)
-    places = torch.arange(length, device=idx.device)
-    table, model.place = model.table(places, model.embed(token, 0)[0]), lambda t: at
-
-    def step() -> Tensor:
-        empty = (places < length - 1 - at).expand(len(idx), -1)  # keys at the front, as a document before the text's
-        inputs = Inputs(tuple(x.index_select(-2, at) for x in table), (0 * token, -empty.long()), memory)
-        return model.logits(model.through_blocks(model.embed(token, 0)[0], inputs)[:, -1])
-
-    for i in range(1, length + 1):
-        step = capture(step) if i == 3 else step
-        logits = step()
-        at += 1
-        token.copy_((idx[:, i] if i < idx.size(1) else choose(logits))[:, None])
-        if i >= idx.size(1):
-            yield token[:, 0].clone()
-    set_caches(model, 0)
-    del model.place
-
-
-def cuda_graph(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A call that replays the kernels of a step, whose result is always at the same place."""
-    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-        result = step()
-    return lambda: graph.replay() or result
+def time_attention(softcap: float, place: Place) -> dict:
+    """Forward and backward of attention with a softcap, or with slopes in both directions, in both ways."""
+    cuda = place.device.type == "cuda"
+    shape, figures = (3, 12, 4096, 64) if cuda else (1, 2, 64, 16), {}
+    q, k, v = (torch.randn(shape, device=place.device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    mask = Mask(softcap > 0, slopes=None if softcap else alibi_slopes(shape[1], place.device))
+    for name, compute in {"ms": attention, "ms by FlexAttention": flex_attention}.items():
+        torch._dynamo.reset()
+        for n in (WARM, LENGTH):
+            start = time.perf_counter()
+            for _ in range(n):
+                compute(q, k, v, shape[-1], mask, softcap).sum().backward()
+            getattr(torch, place.device.type).synchronize()
+        figures[name] = 1000 * (time.perf_counter() - start) / LENGTH
+    return figures
 
 
 def load(place: Place) -> dict:
@@ -553,6 +534,10 @@ PARTS = {  # in this order; the first call of 8 minutes ends behind compiled, or
         f"{name}, no flash": Part("without FlashAttention", 100, {"speed": partial(speed, ROWS[name], flash=False)})
         for name in ("124M, T=4096, window", "124M, T=4096, documents")
     },
+    "FlexAttention": Part(
+        "softcaps, and slopes in both directions, by FlexAttention: against float64, and the speed at T=4096", 120,
+        FLEX | {"softcap": partial(time_attention, 2.0), "slopes": partial(time_attention, 0.0)},
+    ),
     "decoding and loading": Part(
         "1024 tokens by 124 M parameters; batches of 64 x 1024 tokens", 90,
         {"one": partial(decode, 1), "eight": partial(decode, 8), "many": partial(decode, 64), "loader": load},

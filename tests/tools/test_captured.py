@@ -6,7 +6,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from model import Model, ModelConfig
-from tools.gpu_cases import captured
+from tools.trials import captured
 
 T = 12
 
