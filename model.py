@@ -1510,8 +1510,10 @@ class Model(Stack):
         that never decrease along a row; each number in docs must also be in source_docs. doc_starts (B, n) and
         source_doc_starts (B, n) are those of data.loader.document_starts, and are given together.
         """
-        together = source is None or (docs is None) == (source_docs is None)
-        require(together, "docs and source_docs go together; give zeros to the one that is a single document")
+        pairs = (docs, source_docs), (doc_starts, source_doc_starts)
+        together = source is None or all((a is None) == (b is None) for a, b in pairs)
+        fact = "docs and source_docs go together, and so do doc_starts and source_doc_starts"
+        require(together, f"{fact}; give zeros to the one that is a single document")
         memory = self.encode(source, source_docs, source_doc_starts)
         x = self.hidden(idx, 0, docs, memory, source_docs, doc_starts, source_doc_starts)
         if targets is None:

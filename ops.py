@@ -270,7 +270,7 @@ def attention_kernel(
     full      all queries see all keys, or causal with T = S                    none: one fused call
     window    causal, each query sees the last W keys                           a (W, 2W) mask; two fused calls
     flash     `flash`, see takes_flash: a window, or causal with T < S          none: one fused call
-    varlen    `flash`: documents whose boundaries are known                     none: one fused call
+    varlen    `flash`: at most 65535 documents, of known boundaries             none: one fused call
     joined    slots, and `flash`; on a CPU slots, or T < S, without a window    none: two fused calls
     strips    documents or slopes, or none of the others                        a (128, S) mask; a fused call per strip
     naive     `mapped`: a softcap, or another map than softmax; or dropout on   (256, S) scores per strip
@@ -282,7 +282,7 @@ def attention_kernel(
         return "naive"
     if not (biased or slots or past or mask.window):
         return "full"
-    known = mask.docs is None or len(mask.docs) > 2
+    known = mask.docs is None or len(mask.docs) > 2 and len(mask.docs[2]) <= 2**16  # the second size of CUDA's grids
     if flash and known and mask.slopes is None and not (slots and dropout):
         return "joined" if slots else "flash" if mask.docs is None else "varlen"
     if mask.window and mask.causal and not (biased or slots or past):
@@ -356,8 +356,8 @@ def with_sink(
 
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
     """Whether CUDA's flash operators accept queries of this dtype and width, and the user has not switched them off by
-    torch.backends.cuda.enable_flash_sdp(False). Who computes in float16 mostly has a GPU that does not have them."""
-    fits = device == "cuda" and dtype == torch.bfloat16 and width in range(8, 257, 8)
+    torch.backends.cuda.enable_flash_sdp(False). float16 is mostly used on GPUs older than those that they support."""
+    fits = device == "cuda" and dtype == torch.bfloat16 and width in range(8, 257, 8) and torch.version.hip is None
     return fits and torch._C._get_flash_sdp_enabled()  # torch.compile does not know the public function
 
 

@@ -1,6 +1,8 @@
 # GPT-2 small on OpenWebText with nanoGPT's settings: 124 M parameters, 295 B tokens. nanoGPT reports a loss of
 # about 2.85 after 4 days on 8 A100s; not yet measured here.
 # torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
+# By --plan=True, a GPU of 80 GB has room for --batch_size=60 --gradient_accumulation_steps=8: the same 480 sequences in
+# fewer, larger micro-batches.
 out_dir = "out/gpt2"
 dataset = "openwebtext"
 

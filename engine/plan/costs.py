@@ -34,6 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import ops
 from data.objective import objective_class
 from engine import fp8
 from engine.optim import OPTIMIZER, Balance, Muon, hidden_matrices, iteration_dtype, load_biases, state_bytes
@@ -47,7 +48,7 @@ from engine.parallel.owners import Matrix, Owners, cuts
 from engine.parallel.recomputation import recompute
 from engine.plan.accounting import attention_kernels, flops, linear_flops
 from model import Block, Inputs, Model, NormOfHeads, Pool, Shared, Stack
-from ops import ChunkedCrossEntropy, equal_rows, rows_at_once, wide_stream
+from ops import ChunkedCrossEntropy, boundaries, equal_rows, rows_at_once, wide_stream
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
 
@@ -185,11 +186,14 @@ class UninitializedModel(Model):
 def fake_rank(cfg) -> Iterator["FakeRank"]:
     """Rank 0 of a run with these flags. Its groups for tp, cp and ep have other ranks that do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cfg.tp * max(cfg.cp, cfg.ep))
+    takes_flash = ops.takes_flash
+    ops.takes_flash = lambda _, *given: takes_flash("cuda", *given)
     try:
         with warnings.catch_warnings(), FakeTensorMode():
             warnings.simplefilter("ignore")  # announcements of changes in PyTorch
             yield FakeRank(cfg)
     finally:
+        ops.takes_flash = takes_flash
         dist.destroy_process_group()
 
 
@@ -205,6 +209,7 @@ class FakeRank:
         cfg.fp32_residual = wide_stream(cfg.fp32_residual, torch.device("cuda"), self.dtype)
         self.layout = layout_of(cfg)
         self.micro_steps = cfg.gradient_accumulation_steps // parallel.data_ranks(cfg, cfg.world_size)
+        self.schedule = cfg.pp, cfg.pp_chunks, self.micro_steps
         self.fsdp = cfg.parallel == "fsdp" and cfg.world_size > 1
         self.offload = self.fsdp and cfg.fsdp_offload
         self.shards = self.group("fsdp")[0] if self.fsdp else 1
@@ -300,7 +305,8 @@ class FakeRank:
             """Of the embedding, then of each block."""
             own, of_memory = (torch.zeros(batch, n, dtype=torch.int64) for n in (length, S))
             yield self.measure(lambda: model.embed(own[:, : length // cfg.cp], 0)[0], model.wte, model.pos)
-            docs = ((own, own), (own, of_memory)) if cfg.doc_mask else (None, None)
+            ends = [boundaries(torch.zeros(batch, 8, dtype=torch.int64), n) for n in (length, S)]
+            docs = ((own, own, ends[0]), (own, of_memory, *ends)) if cfg.doc_mask else (None, None)
             table = stack.position_table(torch.arange(length // cfg.cp), torch.float32)
             inputs, known = Inputs(table, docs[0], memory, docs[1], Shared()), {}
             for block in stack.blocks:
@@ -419,7 +425,9 @@ class FakeRank:
             mine = [blocks[layer] for layer in stage.blocks]
             kept = [sum(blocks[layer].kept for layer in chunk) for chunk in stage.chunks]
             kept[0] += sum(cost.kept for cost in before) * stage.first
-            in_flight = accumulate(kept[chunk] * (1 if forward else -1) for chunk, forward in self.passes(stage))
+            in_flight = accumulate(
+                kept[chunk] * (1 if forward else -1) for chunk, forward in pipeline.passes(stage.index, *self.schedule)
+            )
             parts = self.static_memory(stage) | {
                 "activations": max(in_flight),
                 "logits and loss": loss.peak * stage.last,
@@ -478,14 +486,11 @@ class FakeRank:
             out["muon all-to-all"] = owners.dtype.itemsize * max(owners.sent())
         return {kind: n for kind, n in out.items() if n}
 
-    def passes(self, stage: Stage) -> Iterator[tuple[int, bool]]:
-        return pipeline.passes(stage.index, self.cfg.pp, self.cfg.pp_chunks, self.micro_steps)
-
     def gathered(self, stage: Stage, shard: Counter) -> Counter:
         """Numbers of blocks that FSDP gathers on a rank of a pipeline in a step, in forwards (True) and in backwards. A
         forward uses what a backward of the same chunk has gathered before it, and frees it."""
         out, there = Counter(), set()
-        for chunk, forward in self.passes(stage):
+        for chunk, forward in pipeline.passes(stage.index, *self.schedule):
             if chunk not in there:
                 out[forward] += sum(shard[f"blocks.{layer}"] for layer in stage.chunks[chunk])
             (there.discard if forward else there.add)(chunk)

@@ -284,7 +284,7 @@ def test_micro_batches_of_unequal_numbers_of_documents():
     schedule = SimpleNamespace(step=lambda idx, **more: given.update(more))
     model = SimpleNamespace(parameters=list)
     stage = SimpleNamespace(
-        model=model, stage=0, last=1, schedule=schedule, device=torch.device("cpu"), _sum_tied=lambda: None
+        model=model, rank=0, n_ranks=2, schedule=schedule, device=torch.device("cpu"), _sum_tied=lambda: None
     )
     idx = torch.zeros(1, 5, dtype=torch.int64)
     batches = [{"idx": idx, "targets": idx, "docs": idx, "doc_starts": torch.tensor([x])} for x in ([0], [0, 2, 4, 5])]

@@ -691,6 +691,14 @@ def test_the_first_line_names_the_attention():
         assert first.endswith(f"; attention: {said}")
 
 
+@pytest.mark.parametrize("flags", [{"window": 64}, {"doc_mask": True}, {"window": 64, "doc_mask": True}], ids=str)
+def test_flash_attention_keeps_the_same_with_windows_and_documents(flags):
+    """Its kernel keeps q, k, v, the result and a normaliser for each query, whatever a query sees."""
+    shape = dict(n_head=2, n_embd=128, block_size=512, dtype="bfloat16", compile=False)
+    whole, part = (plan.estimate(config(**shape, **more)).memory["activations"] for more in ({}, flags))
+    assert part == pytest.approx(whole, rel=0.01)
+
+
 def test_what_is_printed_is_in_the_units_that_it_names():
     """Memory in GiB, traffic in GB, times in seconds, the rest in words."""
     shape = {"n_layer": 4, "n_head": 16, "n_embd": 2048, "block_size": 1024, "vocab_size": 50304, "dtype": "bfloat16"}
