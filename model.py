@@ -1542,7 +1542,7 @@ class Model(Stack):
         place = t
         if docs is not None and self.cfg.doc_positions:
             docs = docs.contiguous()
-            place = t - torch.searchsorted(docs, docs)  # (B, T), counted from the first token of the document
+            place = t - torch.searchsorted(docs, docs[:, t])  # (B, T), counted from the first token of the document
         x = self.wte(idx) if self.cfg.embed_scale == 1 else self.wte(idx) * self.cfg.embed_scale
         x = ops.dropped(self.pos(x, place), self.cfg.dropout * self.training)
         return x.to(stream_dtype(self.cfg, x)), t

@@ -246,6 +246,13 @@ FAULTS = [
     ),
     (
         "engine/parallel/context.py",
+        "parts = docs[:, begin:end], docs[:, :end]",
+        "parts = docs[:, : end - begin], docs[:, :end]",
+        "Under cp, the queries of every piece have the documents of a text's beginning.",
+        "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[cp]",
+    ),
+    (
+        "engine/parallel/context.py",
         "torch.where(t < size, front, back - 1)",
         "torch.where(t <= size, front, back - 1)",
         "The first token of a rank's second piece has a wrong position under cp.",

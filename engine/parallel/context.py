@@ -1,7 +1,7 @@
 """Context parallelism, applied from outside: every rank of the group computes two pieces of each sequence.
 
     apply_context_parallel(model, group)    in place: afterwards the model takes this rank's pieces of a text
-    local_pieces(x, group)                  this rank's pieces of x (B, T): (B, T/n)
+    local_pieces(x, group)                  this rank's pieces of x (B, T): (B, T/n); document numbers stay whole
 
 A text is cut into 2n pieces. Rank r of n joins the r-th piece from the front and the r-th from the back.
 So the queries of every rank see equally many keys, and attention takes equally long everywhere.
@@ -23,12 +23,12 @@ from torch import Tensor
 from data.errors import require
 from engine.parallel.tensor import Exchange
 from model import Pool
+from ops import Mask, boundaries
 
 
 def check(cfg, n: int):
     """ValueError if sequences cannot be cut for n ranks; it names the flag and the remedy."""
     require(cfg.objective == "causal", f"cp={n} needs objective=causal, and it is {cfg.objective}; set cp=1")
-    require(not cfg.doc_mask, f"doc_mask=True does not go with cp={n}; set cp=1, or leave doc_mask out")
     balance = cfg.n_expert == 0 or cfg.router_balance != "loss"
     require(balance, f"router_balance=loss needs whole sequences, which cp={n} cuts; set router_balance=bias, or cp=1")
     unit = math.lcm(2 * n, n * cfg.tp)
@@ -77,10 +77,27 @@ def gathered_pieces(group: dist.ProcessGroup, k: Tensor, v: Tensor) -> tuple[Ten
     return torch.cat(in_order[: back + 1], dim=2).split(heads, dim=1)
 
 
-def attend_pieces(attend: Callable, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, *args) -> Tensor:
+def mask_of_piece(mask: Mask, begin: int, end: int) -> Mask:
+    """The mask of queries begin ... end - 1 of a text and of the keys before `end`, from that of the whole text."""
+    if mask.docs is None:
+        return mask
+    docs, _, *ends = mask.docs
+    parts = docs[:, begin:end], docs[:, :end]
+    for first, last in ((begin, end), (0, end)) if ends else ():
+        starts = ends[0][:-1].view(len(docs), -1) - docs.size(1) * torch.arange(len(docs), device=docs.device)[:, None]
+        parts += (boundaries(starts.clamp(first, last) - first, last - first),)
+    return mask._replace(docs=parts)
+
+
+def attend_pieces(
+    attend: Callable, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *args
+) -> Tensor:
     """Attention of the queries of each piece, (B, H, T/n, E), to the keys up to the end of the piece."""
-    _, front, _ = piece_indices(group)
+    _, front, back = piece_indices(group)
     k, v = gathered_pieces(group, k, v)
-    a, b = q.chunk(2, dim=2)
-    end = (front + 1) * a.size(2)
-    return torch.cat((attend(a, k[:, :, :end], v[:, :, :end], *args), attend(b, k, v, *args)), dim=2)
+    results, size = [], q.size(2) // 2
+    for piece, queries in zip((front, back), q.split(size, dim=2), strict=True):
+        end = (piece + 1) * size
+        part = mask_of_piece(mask, end - size, end)
+        results.append(attend(queries, k[:, :, :end], v[:, :, :end], part, *args))
+    return torch.cat(results, dim=2)

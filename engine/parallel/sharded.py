@@ -203,9 +203,10 @@ class ShardedModel:
     # ---- one step
 
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The part of a batch that this rank computes: all of it, or with cp two pieces of each sequence."""
+        """The part of a batch that this rank computes: all of it, or with cp two pieces of each sequence, whose
+        document numbers stay whole."""
         cp = self.ranks.cp
-        return {name: local_pieces(x, cp) for name, x in batch.items()} if cp else batch
+        return {name: x if "doc" in name else local_pieces(x, cp) for name, x in batch.items()} if cp else batch
 
     def backward(self, batches: Iterator, micro_steps: int, scaler: torch.amp.GradScaler) -> Tensor:
         """Set p.grad to the gradient of a step's loss, the mean over the targets of all micro-batches of all ranks.

@@ -13,6 +13,7 @@ from test_model import assert_same, beside, build, documents, leaves, naive_atte
 import ops
 from data.loader import document_starts
 from engine.compilation import graphs
+from engine.parallel.context import mask_of_piece
 from engine.parallel.recomputation import recompute
 from model import Inputs
 from ops import Mask, attention
@@ -247,3 +248,17 @@ def test_a_user_switches_it_off():
         assert not ops.takes_flash("cuda", torch.bfloat16, 64)
     finally:
         torch.backends.cuda.enable_flash_sdp(True)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_pieces_of_a_text_with_documents(flash, window):
+    """Under --cp, the queries of a piece see the keys before its end: as rows of the whole text's attention."""
+    docs = documents(24)
+    q, k, v = (torch.randn(len(docs), 2, 24, 8, dtype=torch.float64) for _ in range(3))
+    whole = Mask(True, window, with_boundaries(docs, docs)[:3])
+    expected = ops.attention(q, k, v, 8, Mask(True, window, (docs, docs)))
+    for begin in range(0, 24, 4):
+        piece = mask_of_piece(whole, begin, end := begin + 4)
+        y = ops.attention(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], 8, piece)
+        torch.testing.assert_close(y, expected[:, :, begin:end])
+    assert len(flash.calls) == 6

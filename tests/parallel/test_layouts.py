@@ -120,6 +120,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     "cp": {
         "llama": [*GATED, "--window=5"],
         "muP": MUP,
+        "documents": ["--doc_mask=True", "--doc_positions=True", "--pos=learned", "--window=9", *MUON],
         "biases, alibi": ["--bias=True", "--pos=alibi", "--attn_softcap=3.0", "--activation_checkpoint=full"],
         "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=rope", *MUON],
         "values": ["--block=simplified_parallel", "--simplified_value_proj=all", "--pos=rope", "--window=9"],
@@ -174,7 +175,11 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "layers": LAYERS,
         "experts": [*EXPERTS, *MUON],
     },
-    "pp+cp": {"layers": [*LAYERS, *MUON], "experts": EXPERTS},
+    "pp+cp": {
+        "documents": ["--doc_mask=True", "--pos=alibi", "--attn_sink=True"],
+        "layers": [*LAYERS, *MUON],
+        "experts": EXPERTS,
+    },
     "pp": {"muP": MUP},
     "ep": {"experts": [*EXPERTS, *MUON], "muP": [*MUP, *EXPERTS], "router losses": [*SIGMOID, "--n_expert=4"]},
     "fsdp+ep": {
@@ -840,7 +845,6 @@ def test_fsdp_holds_one_share_of_parameters_and_optimizer(facts):
         (2, ["--tp=2", *GROUPS], "the softmax of p needs all units of a group; set n_group=2"),
         (2, ["--tp=2", "--objective=seq2seq"], "tp=2 does not divide the 3 tokens of the text or the 15 of its source"),
         (2, ["--cp=2", "--objective=masked"], "cp=2 needs objective=causal, and it is masked"),
-        (2, ["--cp=2", "--doc_mask=True"], "doc_mask=True does not go with cp=2"),
         (3, ["--cp=3"], "cp=3, two pieces .* tp=1 do not divide block_size=16; set --block_size=18"),
         (2, ["--ep=2", "--n_expert=3"], "ep=2 does not divide n_expert=3"),
         (4, [*FSDP, "--ep=4", "--dp_replicate=2", "--n_expert=4"], "ep=4 does not divide the 2 data-parallel ranks"),
