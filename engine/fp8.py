@@ -28,9 +28,10 @@ def layers(model: nn.Module) -> dict[str, Linear]:
 
 def check(cfg, lengths: tuple[int, int], device: torch.device | None = None):
     """ValueError if fp8 does not go with other flags, with the lengths of text and source, or with the device."""
-    fits = cfg.dtype in ("auto", "bfloat16") and not (cfg.tp > 1 and cfg.bias)  # of which each rank adds a share
-    fact = f"fp8=True does not go with dtype={cfg.dtype}, tp={cfg.tp} and bias={cfg.bias}"
-    require(fits, f"{fact}; set dtype=bfloat16, and tp=1 or bias=False")
+    wrong = f"fp8=True does not go with dtype={cfg.dtype}; set dtype=bfloat16, or leave fp8 out"
+    require(cfg.dtype in ("auto", "bfloat16"), wrong)
+    wrong = f"fp8=True does not go with tp={cfg.tp} and bias=True, of which ranks add shares; set tp=1 or bias=False"
+    require(cfg.tp == 1 or not cfg.bias, wrong)
     for tokens in (cfg.batch_size * length // cfg.cp for length in lengths):
         fact = f"fp8=True needs a multiple of {UNIT} tokens in a micro-batch of a rank, and batch_size={cfg.batch_size}"
         require(tokens % UNIT == 0, f"{fact} makes {tokens}; change batch_size")
