@@ -146,7 +146,7 @@ def documents(B: int, T: int) -> Tensor:
 
 
 def attend(
-    case: dict, S: int, device: torch.device, dtype: torch.dtype, attention: Callable = attention
+    case: dict, S: int, device: torch.device, dtype: torch.dtype, compute: Callable | None = None
 ) -> dict[str, Tensor]:
     """The result of attention for S keys, and all its gradients. There are as many queries, a third, or one as in
     decoding."""
@@ -160,7 +160,7 @@ def attend(
     docs = (*docs, *map(boundaries, starts.values(), (T, S))) if case["docs"] else None
     slopes = alibi_slopes(H, device).to(dtype) if case["bias"] == "slopes" else None
     mask = Mask(case["causal"], S // 3 if case["window"] else 0, docs, slopes)
-    y = attention(*leaves[:3], D, mask, case["softcap"], slots=leaves[3:] or None)
+    y = (compute or attention)(*leaves[:3], D, mask, case["softcap"], slots=leaves[3:] or None)
     grads = torch.autograd.grad(y, leaves, weight.to(y), materialize_grads=True)
     return dict(zip(("y", "dq", "dk", "dv", "dslot_k", "dslot_v"), (y, *grads), strict=False))
 
@@ -249,7 +249,7 @@ def multiply(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> di
 def attend_by_flex(case: dict, S: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """`attend` by FlexAttention; float64 asks for ops.attention."""
     torch._dynamo.reset()  # on CPUs, its graphs take no other sizes than the first
-    return attend(case, S, device, dtype, attention if dtype == torch.float64 else flex_attention)
+    return attend(case, S, device, dtype, None if dtype == torch.float64 else flex_attention)
 
 
 MASKS = {

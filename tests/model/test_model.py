@@ -830,7 +830,7 @@ def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, length
     mask = Mask(options.get("causal", True), options.get("window", 0))
     if T > 1 and mask.window < S:  # others attention makes simpler before it asks
         flash = device == "cuda" and dtype == "bfloat16" and D % 8 == 0
-        biased = mask._replace(docs=(0,) * max(2, docs) if docs else None, slopes=0 if slopes else None)
+        biased = mask._replace(docs=(torch.zeros(1),) * max(2, docs) if docs else None, slopes=0 if slopes else None)
         assert attention_kernel(biased, T, S, slots, softcap, dropout, device, flash) == kernel
     called, answers = [], spy_on_kernels(monkeypatch)
 
@@ -852,6 +852,12 @@ def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, length
         mask = mask._replace(docs=numbers, slopes=torch.ones(2, device=device) if slopes else None)
         y = attention(q, k, k, D, mask, softcap, dropout, (k.new_empty(2, 5, D),) * 2 if slots else None)
     assert y.shape == q.shape and answers == [kernel] and called == CALLS[kernel]
+
+
+def test_more_documents_than_a_grid_of_cuda_has_places():
+    for n, kernel in ((2**16, "varlen"), (2**16 + 1, "strips")):  # one more than the documents
+        mask = Mask(docs=(torch.zeros(1), torch.zeros(1), torch.zeros(n)))
+        assert attention_kernel(mask, 9, 9, False, False, 0.0, "cuda", True) == kernel
 
 
 def test_the_examples_have_every_kernel_of_the_table():
