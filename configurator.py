@@ -103,9 +103,7 @@ class Config(ModelConfig):
     balance_rate: float = 0.001  # step of the biases of experts that are read too rarely or too often
     skip_nonfinite: bool = False  # leave out a step whose gradient is not finite, instead of stopping
     spike_factor: float = 0.0  # leave out a step whose gradient norm is above so many times the recent median, 0 = off
-    spike_action: Literal["skip", "rollback"] = (
-        "skip"  # rollback: go back to the last checkpoint, and leave out all since
-    )
+    spike_action: Literal["skip", "rollback"] = "skip"  # leave out that step, or all steps since the last checkpoint
     # --- schedule
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd = constant, then linear to min_lr
     warmup_iters: int = 2000  # steps over which the learning rate rises from 0

@@ -145,7 +145,7 @@ def run(cfg: GpuConfig) -> bool:
     commit, date = git.stdout.strip(), datetime.now(timezone.utc).isoformat(timespec="seconds")
     log.add(machine=facts, device=cfg.device, compile=cfg.compile, date=date, commit=commit)
     print(f"{here}, {versions(facts)}, commit {commit}", flush=True)
-    print(f"{'part':<27}{'status':<8}{'seconds':>8}  result", flush=True)
+    print(f"{'part':<34}{'status':<8}{'seconds':>8}  result", flush=True)
     gpus = facts.get("gpus", 4)
     names = [name for name, part in PARTS.items() if part.gpus <= gpus and (name != "against" or cfg.against)]
     for second, name in itertools.product((False, True), names):
@@ -155,7 +155,7 @@ def run(cfg: GpuConfig) -> bool:
                 break
             start_process(cfg, name, todo, gpus)
             status, text, _ = Log(cfg.out).summary(name)
-            print(f"{name:<27}{status:<8}{time.monotonic() - start:>8.1f}  {text}", flush=True)
+            print(f"{name:<34}{status:<8}{time.monotonic() - start:>8.1f}  {text}", flush=True)
             if again:
                 break  # until the next call
     states = Counter(Log(cfg.out).summary(name)[0] for name in names)

@@ -367,7 +367,8 @@ def translators(tmp_path_factory) -> Path:
 def test_answers_are_those_of_a_loop(translators, name, beams, capsys, tmp_path, monkeypatch):
     """Exact matches and the answers themselves, without batches and caches; BLEU by a stand-in for sacrebleu."""
     said = []
-    package = SimpleNamespace(corpus_bleu=lambda *given: said.append(given) or SimpleNamespace(score=12.5))
+    found = SimpleNamespace(score=12.5, totals=[1] * 4)
+    package = SimpleNamespace(corpus_bleu=lambda *given: said.append(given) or found)
     package.__spec__ = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "sacrebleu", package)
     file = tmp_path / "answers.jsonl"
@@ -420,6 +421,14 @@ def test_bleu_is_that_of_the_whole_corpus(tmp_path, monkeypatch):
     short = sum(len(b) for _, b in pairs) / sum(len(a) for a, _ in pairs)
     bleu = 100 * math.exp(sum(map(math.log, shares)) / 4 + min(0, 1 - short))
     assert len(pairs) > 1 and short > 1 and 0.1 < min(shares) and figures["bleu"] == pytest.approx(bleu, rel=1e-9)
+
+
+def test_answers_of_few_words_have_no_bleu(translators, capsys, tmp_path):
+    """It would be 0, though most of these answers are right."""
+    pytest.importorskip("sacrebleu", reason="pip install -e .[bleu]")
+    evaluate.main([f"--out_dir={translators / 'seq2seq'}", "--device=cpu", f"--answers={tmp_path / 'x'}"])
+    out, err = capsys.readouterr()
+    assert "exact matches" in out and "BLEU" not in out and "no BLEU: no answer has four words" in err
 
 
 def test_without_sacrebleu_a_note_says_how_to_get_it(translators, capsys, tmp_path, monkeypatch):

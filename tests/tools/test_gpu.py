@@ -151,7 +151,7 @@ def test_parts_fail_alone(call, tmp_path, capfd):
     assert log.summary("works")[:2] == ("ok", "tokens/s 1,000, attention 0.25")
     for part in gpu.PARTS:
         status, text, _ = log.summary(part)
-        assert f"\n{part:<27}{status:<8}" in said and text in said
+        assert f"\n{part:<34}{status:<8}" in said and text in said
 
 
 def test_figures_stay_if_a_case_ends_early(call, monkeypatch, capfd):
@@ -214,7 +214,7 @@ def test_the_next_call_goes_on(call, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(gpu, "SECONDS", 100)
     code, log = call(*names)
     assert code == 1 and begun(log) == ["works a", "is mended a", "is mended a"]
-    assert "is mended                  failed" in capfd.readouterr().out
+    assert "is mended                         failed" in capfd.readouterr().out
     (tmp_path / "theirs" / "mended").touch()
     code, log = call("works", "is mended")
     assert code == 0 and begun(log)[3:] == ["is mended a"] and "left" not in capfd.readouterr().out
