@@ -68,6 +68,17 @@ def test_numbers_are_rounded_as_the_format_says():
         assert (y.float() * scale).isfinite().all(1).tolist() == [i != 3 for i in range(len(x))]
 
 
+def test_only_the_forward_sums_fast(monkeypatch):
+    """CPUs do not tell: their sums are in float32 in any case."""
+    fast, multiply = [], torch._scaled_mm
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda *args, **kw: fast.append(kw["use_fast_accum"]) or multiply(*args, **kw)
+    )
+    x, weight = (torch.randn(shape, requires_grad=True) for shape in ((32, 48), (64, 48)))
+    fp8.Product.apply(x, weight).sum().backward()
+    assert fast == [True, False, False]
+
+
 def test_products_and_gradients_are_those_of_float64_but_for_the_rounding_of_their_factors():
     torch.manual_seed(0)
     x, weight, grad = rows(32, 48), rows(64, 48), rows(32, 64)
