@@ -35,6 +35,7 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_orig
 
 import model
 from data.errors import printable
+from data.files import write_file
 from model import ModelConfig, require
 
 T = TypeVar("T")
@@ -43,16 +44,10 @@ GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
 CONSTANTS = {"true": True, "false": False}
 OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+    ast.UAdd: operator.pos, ast.USub: operator.neg,
+}  # fmt: skip
 LARGEST_FILE = 2**20  # bytes
 LARGEST = 4096  # bits of a computed integer, or characters of a joined string; so 9**9**9 is refused, not computed
 ALLOWED = "a config file holds only name = value; a value is a literal or arithmetic over literals and earlier names"
@@ -463,18 +458,14 @@ def documented(cls: type) -> list[tuple[str, list[tuple[str, str]]]]:
     """The flags in order as (section, [(name, doc), ...]), read from the comments of the source code."""
     notes = {}
     for owner in reversed([c for c in cls.__mro__ if "__dataclass_fields__" in vars(c)]):
-        section, source = "", io.StringIO(textwrap.dedent(inspect.getsource(owner)))
-        words = []  # the tokens of one statement, which may have several lines, or of a comment on its own line
-        for token in tokenize.generate_tokens(source.readline):
-            if token.string.strip():
-                words.append(token)
-            elif token.type == tokenize.NEWLINE or token.type == tokenize.NL and len(words) < 2:  # not within brackets
-                if words and words[0].string.startswith("# ---"):
-                    section = words[0].string.strip("# -")
-                elif len(words) > 1 and words[1].string == ":":
-                    comments = [word.string.strip("# ") for word in words if word.type == tokenize.COMMENT]
-                    notes[words[0].string] = section, " ".join(comments)
-                words = []
+        source = textwrap.dedent(inspect.getsource(owner))
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}  # by line
+        for node in ast.parse(source).body[0].body:
+            if isinstance(node, ast.AnnAssign):  # a flag, which may have several lines
+                titles = [text for line, text in comments.items() if line < node.lineno and text.startswith("# ---")]
+                own = [comments[line] for line in range(node.lineno, node.end_lineno + 1) if line in comments]
+                notes[node.target.id] = " ".join(titles[-1:]).strip("# -"), " ".join(text.strip("# ") for text in own)
     flags = [(field.name, *notes.get(field.name, ("", ""))) for field in fields(cls)]
     sections = groupby(flags, key=lambda flag: flag[1])
     return [(section, [(name, note) for name, _, note in group]) for section, group in sections]
@@ -501,10 +492,4 @@ def dump(cfg: Any, path: str | Path):
             used, when = rules.get(name, (lambda cfg: True, ""))
             line = f"{name} = {getattr(cfg, name)!r}  # {note}"
             lines.append(line if used(cfg) else f"# {line} (only with {when})")
-    temporary = Path(f"{path}.tmp")
-    try:
-        temporary.write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_file(Path(path), ("\n".join(lines).strip() + "\n").encode())
