@@ -245,12 +245,10 @@ class Run:
         slow = slow_step_warning(cfg, work.fastest_step)
         unused = "fp32_residual=False has no effect in float32" * (cfg.dtype == "float32" and not cfg.fp32_residual)
         layer = accounting.layer_in_words(cfg) if cfg.block == "superblock" else None
-        for note in filter(None, (layer, schedule_moved, slow, self.why_no_bytes, unused)):
+        done = f"{cfg.out_dir} is at step {self.step} of max_iters={cfg.max_iters}; raise --max_iters to train on"
+        done *= self.step >= cfg.max_iters
+        for note in filter(None, (layer, schedule_moved, slow, self.why_no_bytes, unused, done)):
             self.metrics.say(note)
-        if self.step >= cfg.max_iters:
-            self.metrics.say(
-                f"{cfg.out_dir} is at step {self.step} of max_iters={cfg.max_iters}; raise --max_iters to train on"
-            )
 
     def evaluate(self) -> tuple[float | None, bool] | None:
         """Show the losses. Returns (the validation loss if it is the lowest so far, else None; whether to save a

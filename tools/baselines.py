@@ -48,8 +48,7 @@ LAYERS = {  # other tables -> values of --layer
     "way": ["c,p", "c.stream,p", "c,p;s,p", "c.relu2,p", "c.none,p"]
     + ["c,p.heads", "c,c.stream.relu2.none", "c,p.softmax", "c,p.matrix", "c,c"],
 }
-ATTENTION = ["attn_gate=none", "attn_gate=head", "attn_gate=element", "attn_sink=True", "attn_diff=True"]
-ATTENTION += ["value_residual=True"]
+ATTENTION = "attn_gate=none attn_gate=head attn_gate=element attn_sink=True attn_diff=True value_residual=True".split()
 SUPERBLOCK = "config/train_pycode.py --block=superblock"
 for name, layers in LAYERS.items():
     TABLES[name] = {each: (f"{SUPERBLOCK} --layer={each}", 0.005, 0.006) for each in layers}
@@ -123,12 +122,6 @@ class Search:
         return [point for point in near if point not in losses] or [p for p in self.starts if p not in losses]
 
 
-def table(variants: list[str], losses: dict[tuple, float]) -> str:
-    """Losses of a search, as Markdown."""
-    ordered = sorted(losses.items(), key=lambda item: (variants.index(item[0][0]), item[0][1:]))
-    return aligned([["variant", *GRID, "loss"]] + [[*map(str, point), f"{loss:.4f}"] for point, loss in ordered])
-
-
 def arguments(options: BaselinesConfig, variant: str, rates: list[float], steps: int) -> str:
     """The arguments of train.py for a variant with these learning rates."""
     schedule = f"--max_iters={steps} --warmup_iters={max(1, 20 * steps // 450)} --cooldown_iters={steps // 3}"
@@ -166,7 +159,10 @@ def page(text: str, options: BaselinesConfig, search: Search, rows: list[dict], 
         "commands": "\n".join(["```", *(f"python train.py {row['run']} {end}{row['number']}" for row in rows), "```"]),
         "grids": "\n".join(f"* Grid of {name}: {', '.join(map(str, values))}." for name, values in GRID.items()),
     }
-    parts |= {name: table(list(search.best), losses) for name, losses in search.losses.items()}
+    order = list(search.best)
+    for name, losses in search.losses.items():
+        points = sorted(losses, key=lambda point: (order.index(point[0]), point[1:]))
+        parts[name] = aligned([["variant", *GRID, "loss"], *([*map(str, p), f"{losses[p]:.4f}"] for p in points)])
     for name, part in parts.items():
         head, _, rest = text.partition(f"<!-- {name} -->\n")
         text = f"{head}<!-- {name} -->\n\n{part.strip()}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"

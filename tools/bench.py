@@ -50,10 +50,6 @@ COMPANIONS = {  # option -> the only options that go with it
 }  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Measurements
-
-
 def compare(checkouts: list[Path], runs: list[list[str]], names: list[str], rounds: int):
     """Prints the speed of each run in each checkout, and their speed relative to the first."""
     entries = [(checkout, name, run) for checkout in checkouts for name, run in zip(names, runs, strict=True)]
@@ -68,10 +64,6 @@ def compare(checkouts: list[Path], runs: list[list[str]], names: list[str], roun
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
         than = f"{entries[0][0]} {entries[0][1]}"
         print(f"{checkout} {name}: {median(ratios):.3f} times as fast as {than} ({spread})", flush=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
 
 
 def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:

@@ -57,9 +57,7 @@ class PlotConfig:
     log: Literal["none", "x", "y", "xy"] = "none"  # axes that are logarithmic
     out: str = "out/plot.png"  # file to write, .png, .svg or .pdf
 
-    USED_WHEN: ClassVar[dict] = {
-        name: (lambda c: not c.gains, "gains=False") for name in ("y", "x", "smooth", "ymin", "ymax", "log")
-    }
+    USED_WHEN: ClassVar = dict.fromkeys("y x smooth ymin ymax log".split(), (lambda c: not c.gains, "gains=False"))
 
     def __post_init__(self):
         names = ["val_bpb" if name == "bpb" else name for name in self.y.split(",")]
@@ -119,7 +117,10 @@ def seed_groups(runs: list[Run]) -> list[list[Run]]:
 
 
 def names_of(runs: list[Run]) -> list[str]:
-    """The flags in which each run differs from those that use the same flag; the folders if that does not tell."""
+    """The flags in which each run differs from those that use the same flag; the folders if that does not tell. A run
+    alone needs no name."""
+    if len(runs) == 1:
+        return [""]
     values = {name: {run.flags[name] for run in runs if name in run.flags} for run in runs for name in run.flags}
     differ = [name for name, found in values.items() if len(found) > 1 and name not in OF_ONE_RUN]
     names = [", ".join(f"{name}={run.flags[name]}" for name in differ if name in run.flags) for run in runs]
@@ -169,7 +170,7 @@ def curves(cfg: PlotConfig, runs: list[Run]) -> list[Line]:
             folders = ", ".join(run.folder for run in group)
             require(steps, f"y={y}: {folders} differ only in the seed, but share no step; draw them one by one")
             xs, ys = np.array([[each[step] for step in steps] for each in found]).transpose(2, 0, 1)  # (runs, steps)
-            parts = [name if len(groups) > 1 else ""]
+            parts = [name]
             parts += [FIGURES[y][0], smoothing(y, cfg)] if len(figures) > 1 else []
             seeds = {run.flags.get("seed") for run in group}
             kind = "seeds" if len(seeds) == len(group) else "runs"
@@ -202,8 +203,7 @@ def gain_panels(folders: list[str]) -> dict[str, list[Line]]:
     panels: dict[str, list[Line]] = {}
     flags, gains = zip(*(weights.read(folder, read_gains) for folder in folders), strict=True)
     runs = [Run(folder, own | {"init_from": None}, []) for folder, own in zip(folders, flags, strict=True)]
-    names = names_of(runs) if len(runs) > 1 else [""]
-    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+    for i, (run, name) in enumerate(zip(runs, names_of(runs), strict=True)):
         fact = f"gains=True: {run.folder} has block={run.flags.get('block', 'standard')}, without learned gains"
         require(gains[i], f"{fact}; name runs of block=simplified or simplified_parallel")
         for title, each in gains[i].items():

@@ -1,7 +1,8 @@
-"""Heads of attention: one that is read as an MLP, and those that follow a known pattern.
+"""Heads of attention: one that is read as an MLP, and those that follow a known pattern. Also what experts read.
 
 incoming, outgoing, hidden = contextual_mlp(model, idx, layer=2, head=0, position=17)
 found = scores(model, batches, ["induction", "previous"])      # pattern -> scores of all heads, the best first
+best = preferred(reads_of_tokens(model, experts, batches), expert=2, most=24)   # the tokens that it prefers
 
 A pattern is a function of idx (B, T) that returns, for each query, the position of the token that the head would attend
 to, or -1: (B, T). Its score is how much a head attends to that token.
@@ -14,6 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import model as M
@@ -266,3 +268,48 @@ def scores(model: M.Model, batches: Iterable[dict[str, Tensor]], patterns: list[
         for name, (*heads, even) in zip(patterns, (sums / count.clamp(min=1)[:, None]).tolist(), strict=True):
             found[name] += (Score(score, even, layer, head, reader) for head, score in enumerate(heads))
     return {name: sorted(each, reverse=True) for name, each in found.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts
+
+
+class Preferred(NamedTuple):
+    """A token that an expert reads more often than it reads the mean token."""
+
+    token: int
+    reads: int  # occurrences of the token that the expert reads
+    share: float  # of all occurrences of the token
+    excess: float  # see `preferred`
+
+
+@torch.no_grad()
+def reads_of_tokens(model: M.Model, experts: M.Experts, batches: Iterable[dict[str, Tensor]]) -> Tensor:
+    """How many occurrences of each token each expert reads, and in the last column how many there are: (V, E + 1).
+    `experts` is a reader of the model's blocks. Rows of a batch without targets are padding."""
+    E, own, chosen = model.cfg.n_expert, experts.choose, []
+    reads = torch.zeros(model.cfg.vocab_size, E + 1, dtype=torch.int64)
+    experts.choose = lambda p: chosen.append(own(p)) or chosen[-1]
+    try:
+        for batch in map(without_padding, batches):
+            model(**batch)
+            columns = F.pad(chosen.pop(), (0, 1), value=E)  # (N, k + 1)
+            places = batch["idx"].flatten()[:, None] * (E + 1) + columns
+            reads += places.flatten().bincount(minlength=reads.numel()).view_as(reads).cpu()
+    finally:
+        del experts.choose
+    return reads
+
+
+def preferred(reads: Tensor, expert: int, most: int) -> list[Preferred]:
+    """The `most` tokens with the largest excess over 0, the largest first, for the result of reads_of_tokens.
+
+    The excess of a token is the number of its occurrences that the expert reads, minus the number that it would read of
+    any tokens: occurrences times the share of all tokens that the expert reads. So a token comes first that is frequent
+    and that the expert reads more than others.
+    """
+    own, all_of = reads[:, expert].double(), reads[:, -1].double()
+    excess = own - all_of * (own.sum() / all_of.sum())
+    best = excess.argsort(descending=True, stable=True)[:most]
+    numbers = best, reads[best, expert], own[best] / all_of[best], excess[best]
+    return [Preferred(*row) for row in zip(*(x.tolist() for x in numbers), strict=True) if row[-1] > 0]

@@ -6,32 +6,12 @@
     python -m tools.lens --out_dir=out/x --layer=1 --reader=experts                            # in the validation set
 
 The units of a head, read as an MLP, are its learned slots, then the tokens that the query sees. --reader=mlp shows the
-hidden units of the layer's MLP in the same way, and any other reader of the layer by its name. Each unit has one row:
+hidden units of the layer's MLP in the same way, and any other reader of the layer by its name. The last column has the
+tokens whose probability the unit raises most. --out draws the same rows, and needs matplotlib.
 
-    activation   phi(b . x), for a softmax exp(b . x)
-    share        the activation, divided by the sum of all absolute activations in the same softmax
-    |in|, |out|  the norms of its incoming weights b and of its outgoing weights a
-    promotes     the tokens whose probability p at the query the unit raises most, and the change of log p in nats
-
-The change is log p with the unit minus log p without it. The unit adds activation * W n(a) to the logits. W is the
-model's head, and n its last norm, without its bias and with the statistics of the final stream at the query. This is a
-logit lens: norms and gains that follow in the block, and later layers, are left out. --out draws the same rows, and
-needs matplotlib. From Python, tools/heads.py gives the weights of all units.
-
---find prints the heads with the highest scores: the attention that a query gives to one token, as the mean over all
-queries that have such a token.
-
-    previous     the token before the query
-    induction    the token after the latest earlier occurrence of the query's token: prefix matching (arXiv:2209.11895).
-                 Queries where it is the query itself or the token before do not count
-
-A reader with experts needs no text: the tokens are shown that each expert reads more often than others, and --expert
-shows one expert's alone. They are sorted by their excess, so a token comes first that is frequent and specific:
-
-    load         the number of tokens that the expert reads, divided by the mean of all experts
-    reads        the occurrences of the token that the expert reads
-    share        this number, divided by all occurrences of the token
-    excess       reads, minus the occurrences times the share of all tokens that the expert reads
+--find prints the heads with the highest scores: the attention that a query gives to the token of the pattern. A reader
+with experts needs no text: the tokens are shown that each expert reads more often than others, and --expert shows one
+expert's alone. docs/lens.md defines all columns. From Python, tools/heads.py gives the weights of all units.
 """
 
 import importlib.util
@@ -59,8 +39,7 @@ from engine.plan import memory
 from engine.text import prompt_ids, read_prompt
 from ops import capped
 from tools.curves import GREY, MATPLOTLIB, save
-from tools.experts import preferred, reads_of_tokens
-from tools.heads import PATTERN, contextual_mlp, reader_of, scores
+from tools.heads import PATTERN, contextual_mlp, preferred, reader_of, reads_of_tokens, scores
 
 PROMOTED = 3  # tokens of each unit
 QUALIFIES = 0.4  # the least score of a head that has a pattern
@@ -94,14 +73,12 @@ class LensConfig:
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
-    USED_WHEN: ClassVar = (
-        dict.fromkeys(("start", "layer", "reader", "units"), (lambda c: not c.find, "find=''"))
-        | dict.fromkeys(("source", "head", "position", "out"), (lambda c: c.start and not c.find, "start"))
-        | {
-            "expert": (lambda c: not c.start and not c.find, "reader=experts"),
-            "dataset": (lambda c: not c.start or c.find, "find or reader=experts"),
-        }
-    )
+    USED_WHEN: ClassVar = {
+        **dict.fromkeys(("start", "layer", "reader", "units"), (lambda c: not c.find, "find=''")),
+        **dict.fromkeys(("source", "head", "position", "out"), (lambda c: c.start and not c.find, "start")),
+        "expert": (lambda c: not c.start and not c.find, "reader=experts"),
+        "dataset": (lambda c: not c.start or c.find, "find or reader=experts"),
+    }
 
     def __post_init__(self):
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
@@ -119,7 +96,7 @@ Promoted = list[tuple[str, float]]  # tokens and what a unit adds to their log p
 
 
 class Unit(NamedTuple):
-    """A hidden unit of a head; see the docstring of the module."""
+    """A hidden unit of a head; docs/lens.md defines its fields."""
 
     name: str  # its token and the token's position, or its slot
     activation: float
@@ -242,7 +219,7 @@ def validation_set(
 
 
 def show_experts(cfg: LensConfig, model: M.Model, tokenizer: Tokenizer, device: torch.device):
-    """Print the tokens that one expert, or each, reads more than others; see the docstring of the module."""
+    """Print the tokens that one expert, or each, reads more than others; docs/lens.md defines the columns."""
     n, experts = model.cfg.n_expert, reader_of(model, cfg.layer, cfg.reader)
     require(-1 <= cfg.expert < n, f"expert={cfg.expert} must be in 0 .. {n - 1}, or -1 for all")
     reads = reads_of_tokens(model, experts, validation_set(cfg, model.cfg, tokenizer, device))

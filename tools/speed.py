@@ -39,7 +39,7 @@ from torch.profiler import profile, record_function
 from configurator import Config, parse
 from data import DATA
 from data.dataset import open_data
-from data.errors import require
+from data.errors import require, user_errors
 from data.loader import Loader
 from data.objective import Causal, open_with_objective
 from engine import compilation, optim
@@ -115,18 +115,14 @@ class Training:
     def phases(self, begin: Callable[[str], None]):
         """Make a step of one batch. Calls begin(name) where a phase begins: data, forward, backward, optimizer, end."""
         model, parts = self.sharded.model, self.parts_of_step
-        hooks = [
-            model.register_forward_pre_hook(lambda *_: begin("forward")),
-            model.register_forward_hook(lambda *_: begin("backward")),
-        ]
-        begin("data")
-        parts.backward(self.loader, self.done)
+        forward = model.register_forward_pre_hook(lambda *_: begin("forward"))
+        with forward, model.register_forward_hook(lambda *_: begin("backward")):
+            begin("data")
+            parts.backward(self.loader, self.done)
         begin("optimizer")
         parts.clip()
         parts.update()
         begin("end")
-        for hook in hooks:
-            hook.remove()
 
     def timed_step(self) -> dict[str, float]:
         """Make a step. Returns the milliseconds of each phase."""
@@ -297,6 +293,8 @@ def loader_text(ours: float, theirs: float) -> str:
 # Slow links
 
 COLLECTIVES = {tensor_parallel: ["all_gather", "reduce_scatter"], dist: ["all_reduce", "all_to_all_single"]}
+RANK = "import json, sys; from tools.child import kill_with_parent; kill_with_parent(); "  # before the slow import
+RANK += "from tools.speed import train_rank; train_rank(json.loads(sys.argv[1]), sys.argv[2:])"
 
 
 def train_rank(delays: list[float], args: list[str]):
@@ -314,7 +312,7 @@ def train_rank(delays: list[float], args: list[str]):
     for module, names in COLLECTIVES.items():
         for name in names:
             setattr(module, name, partial(delayed, getattr(module, name)))
-    with closing(Training(parse(Config, args))) as run:
+    with user_errors(Exception), closing(Training(parse(Config, args))) as run:  # one line among those of torchrun
         for number in range(run.cfg.max_iters):
             calls, delay = 0, delays[number % len(delays)]
             ms, losses, _ = run.steps(1)
@@ -328,9 +326,9 @@ def train_rank(delays: list[float], args: list[str]):
 
 def delayed_steps(args: list[str], ranks: int, delays: list[float]) -> list[list[float]]:
     """[collectives, milliseconds, loss] of each step of a run, whose ranks are processes on this CPU."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "tools.link_delay"]
-    fixed = ["--device=cpu", "--compile=False"]
-    with Child([sys.executable, *torchrun, ",".join(map(str, delays)), *args, *fixed], ROOT) as run:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "--no-python"]
+    program = [sys.executable, "-c", RANK, json.dumps(delays), *args, "--device=cpu", "--compile=False"]
+    with Child([sys.executable, *torchrun, *program], ROOT) as run:
         steps = next((json.loads(line) for line in run.lines if line.startswith("[")), [])
         failure = run.failure() or len(steps) < 5 * len(delays) and "too few steps; raise --max_iters"
     require(not failure, f"--link_delay: {' '.join(args)}: {failure}")

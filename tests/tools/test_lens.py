@@ -19,8 +19,16 @@ from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
 from engine.checkpoint import weights
 from tools import lens
-from tools.experts import Preferred, preferred, reads_of_tokens
-from tools.heads import attention_to, context_readers, induction, previous, scores
+from tools.heads import (
+    Preferred,
+    attention_to,
+    context_readers,
+    induction,
+    preferred,
+    previous,
+    reads_of_tokens,
+    scores,
+)  # fmt: skip
 from tools.lens import Unit, read_head
 
 V, T = 6, 12  # of the model set by hand

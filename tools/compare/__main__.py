@@ -10,16 +10,8 @@ The table is printed, and written to compare.md and compare.json in --out. The e
 
 Seed 1 of all runs is trained first, then seed 2, and so on, because the speed of a shared machine drifts. A sweep is
 trained with seed 1; the best value of each run is then trained with the other seeds. --match says which cost all runs
-have in common. The first run keeps its flags, and the others follow:
-
-    tokens        max_iters follows, so that all runs read as many tokens
-    flops         max_iters follows, so that all runs compute as many FLOPs (engine/plan/accounting.py)
-    seconds       max_iters follows from a short timing of each run, so that all runs train as long
-    parameters    n_embd follows, the nearest width that the heads divide; then max_iters, as for tokens
-
-With parameters,flops or parameters,seconds, first n_embd follows and then max_iters. When max_iters changes,
-warmup_iters, cooldown_iters and lr_decay_iters change in proportion, rounded down, to at least 1. docs/compare.md
-describes the table.
+have in common: the first run keeps its flags, and n_embd (for parameters) and then max_iters of the others follow, with
+the schedule in proportion. docs/compare.md has the details, and describes the table.
 """
 
 import signal

@@ -21,10 +21,6 @@ LEGEND = """
 """
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Figures
-
-
 def spread(values: list[float]) -> dict | None:
     """The mean, median and range of values; None if there are none, or if one is None."""
     if not values or None in values:
@@ -111,10 +107,6 @@ def row_notes(rows: list[dict]) -> list[str]:
             which = " ".join(filter(None, (error["setting"], f"seed {error['seed']}")))
             notes.append(f"Run {row['number']}, {which} failed: {error['error']}")
     return notes
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Markdown
 
 
 def markdown(rows: list[dict], swept: str) -> str:

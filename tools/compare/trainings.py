@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from data.errors import require
-from data.files import writing
+from data.files import write_file, writing
 from engine.checkpoint.folder import locked
 from engine.device import machine, resolve_device
 from tools.child import Child, measure
@@ -134,11 +134,8 @@ class Comparison:
 
     def store(self, content: dict):
         """Write compare.json atomically, and make its folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / "compare.tmp"
-        with writing(self.folder / "compare.json"):
-            temporary.write_text(json.dumps(content, indent=1) + "\n")
-        temporary.replace(self.folder / "compare.json")
+        with writing(path := self.folder / "compare.json"):
+            write_file(path, (json.dumps(content, indent=1) + "\n").encode())
 
     def match(self):
         """Adapt the other runs to the first."""
