@@ -5,11 +5,9 @@
     python -m tools.baselines --steps=30 --seeds=1       # a rehearsal, which writes OUT/baselines.md only
 
 Each variant has two learning rates: muon_lr for the hidden matrices, and learning_rate for all else. They are found by
-coordinate search with seed 1: first learning_rate with short trainings, then muon_lr with full ones, because short
-trainings favour a muon_lr that is too large for full ones. A coordinate starts with three values of its grid, around
-the one that was best when the search was made last. It goes on to the next value while the best one is the last that
-was tried. The best rates of the last search get a full training too, because short trainings can also favour a
-learning_rate that is too large. tools/compare makes the trainings, in folders below --out.
+coordinate search with seed 1 (docs/baselines.md): first learning_rate with short trainings, then muon_lr with full
+ones, because short trainings favour a muon_lr that is too large for full ones. They can also favour a learning_rate
+that is too large, so the best rates of the last search get a full training too. tools/compare makes the trainings.
 """
 
 import importlib.util

@@ -10,9 +10,8 @@
     python -m tools.bench --loader=openwebtext
 
 Without arguments of train.py, the table has a row per configuration (CONFIGS in tools/speed.py) in the dtype of
---dtype=auto, and in float32 if that differs: milliseconds per step by phase (data, forward, backward, optimizer),
-tokens/s, MFU, peak memory; then the speed of decoding, and of the loader on random tokens. --json prints the same
-figures as one JSON object. --profile writes a trace of three steps for Chrome or Perfetto.
+--dtype=auto, and in float32 if that differs; then the speed of decoding, and of the loader on random tokens.
+docs/running.md describes its columns. --profile writes a trace of three steps for Chrome or Perfetto.
 
 With arguments of train.py, whole runs are timed. `python train.py` gets the arguments of each --run, followed by the
 arguments behind the options. With --against, another checkout runs too, which must know these flags: one of superblock

@@ -6,10 +6,9 @@ numpy; two parts also need tensorboard.
     python -m tools.gpu --out=out/gpu.jsonl --report=True           # writes docs/gpu.md
     python -m tools.gpu --out=out/gpu.jsonl --part=numbers          # one part, in this process
 
-The parts and their cases are in tools/gpu_cases.py. Each part is a process with a time limit. It adds a line to the
-file when a case begins, when it knows some figures, and when it ends. So whatever ends a part or a call, the next one
-goes on: with cases that have not begun, then once more with those that have failed, or did not end. The exit code is 1
-if a case has failed.
+The parts and their cases are in tools/gpu_cases.py. Each part is a process with a time limit. Whatever ends it or a
+call, the next one goes on: with cases that have not begun, then once more with those that have failed, or did not end
+(docs/gpu.md). The exit code is 1 if a case has failed.
 """
 
 import itertools

@@ -3,8 +3,8 @@
     for name, compute in PARTS["training"].cases(device).items():
         figures = compute(Place(device))           # with "failed" if the device does not do what it should
 
-tests/tools/test_gpu.py walks the same cases. On the device `cpu`, all shapes are tiny, and only some of the comparisons
-are left. Runs train on random tokens with the parts of train.py; `checkpoints` and `compare` start train.py itself.
+On the device `cpu`, all shapes are tiny, and only some of the comparisons are left. Runs train on random tokens with
+the parts of train.py; `checkpoints` and `compare` start train.py itself.
 """
 
 import itertools
@@ -95,15 +95,9 @@ def judge(figures: dict, name: str, e: float, limit: float, what: str):
         figures["failed"] = f"{earlier}{what} off by {e:.1e}; {limit:.1e} is allowed"
 
 
-def without_tf32():
-    """Let matrix products in float32 use all bits of float32."""
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-
-
 def check(kind: Cases, case: dict, place: Place) -> dict:
     """The errors of a case by dtype, and what else was counted."""
-    without_tf32()
+    torch.set_float32_matmul_precision("highest")  # no TF32
     figures, size = {}, 24 if place.device.type == "cpu" else kind.size
     expected = kind.compute(case, size, torch.device("cpu"), torch.float64)
     for dtype, limit in kind.limits.items():
@@ -314,7 +308,7 @@ def train(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> dict[
     family = FAMILIES[chosen.pop("family", "standard; causal; adamw")]
     cfg = parse(Config, [*family, *(f"--{name}={value}" for name, value in chosen.items())])
     with training(cfg, 257, 8) as run:
-        without_tf32()
+        torch.set_float32_matmul_precision("highest")  # no TF32, which `training` has allowed
         parts = run.parts_of_step  # with the usual first scale, 2^16, some first steps would be left out
         parts.scaler = torch.amp.GradScaler(device.type, 2.0**10, enabled=parts.scaler.is_enabled())
         _, losses, norms = run.steps(20)

@@ -5,14 +5,9 @@
     with training(cfg, vocab_size) as run:          # a run on random tokens, without files
         ms_per_step, losses, grad_norms = run.steps(10)
 
-Everything runs in this process, on random tokens, with the parts that train.py uses. The phases of a training step:
-
-    data        waiting for the loader, which prepares batches in its own thread
-    forward     the model and its loss
-    backward    the gradients
-    optimizer   the gradient's norm, clipping, the update, and the release of the gradients
-
-docs/running.md says what these are where the loss is computed in chunks, where blocks are compiled, and on GPUs.
+Everything runs in this process, on random tokens, with the parts that train.py uses. The phases of a training step are
+data (waiting for the loader's thread), forward (with the loss), backward, and optimizer (the gradient's norm, clipping,
+the update, and the release of the gradients). docs/running.md says what they are in chunks, compiled blocks, and GPUs.
 """
 
 import ctypes

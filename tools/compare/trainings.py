@@ -56,24 +56,16 @@ class CompareConfig:
     dry_run: bool = False  # print the commands that are left to do, and start nothing
 
     def __post_init__(self):
+        """Set `swept`, the flag of the sweep or "", and `settings`, such as learning_rate=1e-3; "" without it."""
         for name, least, most in (("seeds", 1, MOST_SEEDS), ("jobs", 1, 1000), ("eval_iters", 0, 2**31 - 1)):
             value = getattr(self, name)
             require(least <= value <= most, f"{name}={value} must be at least {least} and at most {most}")
         require(self.out.strip(), f"out={self.out!r} must be a folder, such as out/compare")
-        name, _, values = self.sweep.partition("=")
+        self.swept, _, values = self.sweep.partition("=")
         values = values.split(",")
-        good = not self.sweep or name and all(values) and len(set(values)) == len(values) > 1
+        good = not self.sweep or self.swept and all(values) and len(set(values)) == len(values) > 1
         require(good, f"sweep={self.sweep} must be a flag and two or more values, such as learning_rate=1e-3,2e-3")
-
-    @property
-    def swept(self) -> str:
-        """The flag that is swept, "" if none is."""
-        return self.sweep.partition("=")[0]
-
-    @property
-    def settings(self) -> list[str]:
-        """The settings of the sweep, such as learning_rate=1e-3; one empty setting without a sweep."""
-        return [f"{self.swept}={value}" for value in self.sweep.partition("=")[2].split(",")] if self.sweep else [""]
+        self.settings = [f"{self.swept}={value}" for value in values] if self.sweep else [""]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
