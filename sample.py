@@ -164,28 +164,22 @@ def read_ids(cfg: SampleConfig, kind: str, flags: Config, tokenizer: Tokenizer, 
     blanks. ValueError if this is impossible. `kind` is as in check_flags."""
     if kind == "causal":
         return prompt_ids(tokenizer, prompt)
-    V, limit = tokenizer.vocab_size, flags.block_size
+    V, limit, flag, count = tokenizer.vocab_size, flags.block_size, f"start={prompt[:40]!r}", "tokens"
     if kind == "target":
-        tokens = [*prompt_ids(tokenizer, prompt), tokenizer.eot]
-        fact = f"start={prompt[:40]!r} has {len(tokens)} tokens with its end"
-        require(len(tokens) <= limit, f"{fact}, more than block_size={limit}; shorten it")
-        return tokens
-    blanks = [V] * limit
-    if flags.objective == "seq2seq":
-        corruption = {"corrupt_ratio": flags.corrupt_ratio, "span_length": flags.span_length}
-        objective = OBJECTIVE["seq2seq"](V, tokenizer.eot, limit, **corruption)
-        blanks = list(range(V, V + objective.extra_ids - 1))
-    pieces = prompt.split(cfg.blank)
-    flag = f"start={prompt[:40]!r}"
-    require(len(pieces) > 1, f"{flag} has no blank to fill; write {cfg.blank} for missing text, or set --blank")
-    require(
-        len(pieces) <= len(blanks) + 1,
-        f"{flag} has {len(pieces) - 1} blanks, and the model knows only {len(blanks)} at once; fill some of them first",
-    )
-    tokens = tokenizer.encode(pieces[0]).tolist()
-    for i, piece in zip(blanks, pieces[1:], strict=False):
-        tokens += [i, *tokenizer.encode(piece).tolist()]
-    require(len(tokens) <= limit, f"{flag} has {len(tokens)} tokens, more than block_size={limit}; shorten it")
+        tokens, count = [*prompt_ids(tokenizer, prompt), tokenizer.eot], "tokens with its end"
+    else:
+        blanks, pieces = [V] * limit, prompt.split(cfg.blank)
+        if kind == "seq2seq":
+            corruption = {"corrupt_ratio": flags.corrupt_ratio, "span_length": flags.span_length}
+            objective = OBJECTIVE["seq2seq"](V, tokenizer.eot, limit, **corruption)
+            blanks = list(range(V, V + objective.extra_ids - 1))
+        require(len(pieces) > 1, f"{flag} has no blank to fill; write {cfg.blank} for missing text, or set --blank")
+        fact = f"{flag} has {len(pieces) - 1} blanks, and the model knows only {len(blanks)} at once"
+        require(len(pieces) <= len(blanks) + 1, f"{fact}; fill some of them first")
+        tokens = tokenizer.encode(pieces[0]).tolist()
+        for i, piece in zip(blanks, pieces[1:], strict=False):
+            tokens += [i, *tokenizer.encode(piece).tolist()]
+    require(len(tokens) <= limit, f"{flag} has {len(tokens)} {count}, more than block_size={limit}; shorten it")
     return tokens
 
 
