@@ -25,6 +25,7 @@ from engine import compilation
 settings.register_profile("fixed", derandomize=True, deadline=None)  # nothing is timed
 settings.register_profile("random", deadline=None)
 settings.load_profile("fixed")
+train.peak_flops = lambda *_: 1e9  # measuring takes half a second each
 compilation.use_private_folder()  # also for child processes, which read the variable that it sets
 
 
@@ -96,7 +97,6 @@ def more_data(tmp_path) -> Path:
 def run(tiny_data, tmp_path, monkeypatch):
     """run(*flags) trains in this process, with --dtype=float64 too; returns the folder, which metrics() and the
     checkpoints are in."""
-    monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)  # half a second each
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def call(*flags: str, out: str = "out") -> Path:

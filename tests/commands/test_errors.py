@@ -217,7 +217,6 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoints(damage, main, trained, tiny_data, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)
     shutil.copytree(trained, tmp_path / "out")
     step = tmp_path / "out" / "step_00000002"
     DAMAGES[damage](tmp_path / "out", step)
@@ -256,7 +255,6 @@ def test_a_folder_that_cannot_be_written(trained, tiny_data, tmp_path, capsys):
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_ids_that_were_changed_after_the_preparation(split, tiny_data, tmp_path, capsys, monkeypatch):
     """Found when a batch reads them, in training and in evaluation."""
-    monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)
     shutil.copytree(tiny_data, tmp_path / "data")
     for shard in (tmp_path / "data").glob(f"{split}_*.bin"):
         shard.write_bytes(shard.read_bytes()[:1024] + b"\xff\x7f" * ((shard.stat().st_size - 1024) // 2))
@@ -295,7 +293,6 @@ def test_a_resume_that_changes_the_model(flags, fragments, trained, tiny_data, c
 @pytest.mark.parametrize("flag", ["--pos=rope", "--n_embd=32", "--block_size=8", "--mlp=relu"])
 def test_an_import_that_changes_the_model(flag, tmp_path, tiny_data, capsys, monkeypatch):
     """Weights of nanoGPT's model fit its flags only; none of them is dropped or left at its random start."""
-    monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)
     sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=257)
     C, names = 16, {"ln_1": (16,), "attn.c_attn": (48, 16), "attn.c_proj": (16, 16), "ln_2": (16,)}
     names |= {"mlp.c_fc": (64, 16), "mlp.c_proj": (16, 64)}

@@ -1,7 +1,7 @@
 """Whatever the layout of the ranks, training is the same: every run here is held against one process's run.
 
-Losses and gradient norms of four steps (a model of FSDP: 20) and the evaluations before and after them, the same global
-batch, in float64 and some in float32. The processes are real (gloo); each launch makes several runs.
+Losses and gradient norms of some steps (a model of FSDP: 20) and the evaluation after them, the same global batch, in
+float64 and some in float32. The processes are real (gloo); each launch makes several runs.
 """
 
 import itertools
@@ -45,6 +45,8 @@ from model import Model
 
 # The vocabulary is the data's 257 ids, which tp=2 pads
 SIZES = "--max_iters=4 --eval_interval=4 --warmup_iters=1 --gradient_accumulation_steps=4 --learning_rate=3e-3".split()
+SIZES += ["--eval_iters=1"]
+SHORT = ["--max_iters=3", "--eval_interval=0"]  # an evaluation at the end
 TWO = ["--gradient_accumulation_steps=2"]  # where all ranks read the same samples
 HALVES = ["--eval_interval=2"]  # which saves in the middle, too
 FSDP = ["--parallel=fsdp"]
@@ -210,14 +212,18 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     "chunks+cp": {"layers": [*LAYERS, *MUON, "--n_layer=4"]},
     "fsdp+chunks+tp": {"llama": [*GATED, *MUON, "--n_layer=4"]},
 }
-MET = {  # blocks that the models of a layout have, so that they need no run of their own
+MET = {  # blocks that the models of a layout have, or the layouts that it is made of, so that they need no run
     "tp": [*BLOCKS],
     "cp": [*BLOCKS],
     "fsdp": ["standard"],
-    "hsdp": ["superblock"],
+    "hsdp": ["superblock", "standard"],
     "fsdp+tp": ["standard", "simplified"],
-    "fsdp+pp": ["standard"],
-    "ddp+pp": ["standard"],
+    "fsdp+cp": ["standard", "superblock"],
+    "tp+cp": ["standard", "simplified"],
+    "fsdp+pp": ["standard", "superblock"],
+    "ddp+pp": ["standard", "simplified"],
+    "pp+tp": [*BLOCKS],
+    "pp+cp": [*BLOCKS],
 }
 CHOICES = ("--n_expert", "--spike_factor")  # flags with which a step depends on which of two numbers is larger
 RUNS = []  # all in float64; one model of each layout of two ranks in float32 too, where no rounding changes a choice
@@ -255,9 +261,9 @@ def test_losses_do_not_depend_on_the_layout(layout, models, in_float32, alone, m
         if layout in ("tp", "cp", "tp+cp", "pp", "pp+tp", "pp+cp", "ep+tp", "ep+cp", "chunks", "chunks+tp", "chunks+cp")
         else []
     )
-    runs = in_both({name: [*SIZES, *flags, *steps, *how] for name, flags in models.items()})
+    runs = in_both({name: [*SIZES, *SHORT, *flags, *steps, *how] for name, flags in models.items()})
     folder = many(processes, *((name, flags) for name, flags in runs if name in in_float32 or IN_FLOAT64 in flags))
-    one = {name: partial(alone, *flags, *steps) for name, flags in models.items()}
+    one = {name: partial(alone, *SHORT, *flags, *steps) for name, flags in models.items()}
     assert_same_but_for_rounding(folder, one, in_float32)
 
 

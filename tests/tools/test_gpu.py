@@ -23,7 +23,6 @@ from test_bench import checkout
 
 import model as M
 import ops
-import train
 from configurator import Config, parse
 from engine import optim
 from engine.parallel.ranks import check_layout
@@ -490,7 +489,6 @@ def test_checkpoints(rehearsal, monkeypatch):
             seed = ["--seed=5", "--learning_rate=1e-3"] if wrong and "resume" in args else []
             train_main([*args.split(), f"--out_dir={folder}/{name}", *seed])
 
-    monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)
     monkeypatch.setattr(gpu_cases, "train_py", train_py)
     assert gpu_cases.checkpoints(PLACE) == dict.fromkeys(("resume", "from CPU to GPU", "from GPU to CPU"), 0.0)
     wrong.append(True)
