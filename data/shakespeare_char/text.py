@@ -1,12 +1,16 @@
-"""The text of Shakespeare, which this data set and `shakespeare` divide in their own ways."""
+"""The text of Shakespeare, and the command that prepares it by characters and, in `shakespeare`, in GPT-2's tokens."""
 
 import hashlib
+from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
 from urllib.request import urlopen
 
+from data.command import Parser, out_folder
 from data.errors import require, say
 from data.files import display_path, open_regular, write_file, writing
+from data.tokenizer import Tokenizer
+from data.writer import ShardWriter
 
 HERE = Path(__file__).resolve().parent
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -43,16 +47,20 @@ def read(path: Path | str) -> bytes:
         return f.read()
 
 
-def read_text(source: str | None) -> str:
-    """Reads the text at `source`, a file or a URL; None means shakespeare().
+def prepare(doc: str, here: str, tokenizer_of: Callable[[str], Tokenizer]) -> ShardWriter:
+    """Prepares the text of --input, a file or a URL, in the tokens of tokenizer_of(text); returns what was written.
 
-    ValueError if it has fewer than 11 characters: the last tenth must have two.
+    The first 0.9 of the characters train. ValueError if the rest has less than two characters or tokens.
     """
-    name = source or "input.txt"
-    if source is None:
+    parser = Parser(doc)
+    parser.add_argument("--input", help="text file or its URL (default: input.txt of shakespeare_char)")
+    parser.add_argument("--out", default=here, help="NAME (data/NAME) or a path with a / (default: this folder)")
+    args = parser.parse_args()
+    folder, name = out_folder(args.out), args.input or "input.txt"
+    if args.input is None:
         content = shakespeare()
     else:
-        content = download(source) if "://" in source else read(source)
+        content = download(args.input) if "://" in args.input else read(args.input)
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as e:
@@ -60,4 +68,10 @@ def read_text(source: str | None) -> str:
     require(len(text) > 10, f"{name} has {len(text)} characters, too few to split; pass a longer text")
     if hashlib.sha256(content).hexdigest() != SHA256:
         say(f"note: {name} is not nanoGPT's Shakespeare; losses do not compare with published ones")
-    return text
+    tokenizer, cut = tokenizer_of(text), int(len(text) * 0.9)
+    train, val = tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:])
+    require(len(val) > 1, "the last tenth of the text is one token, and a prediction needs two; pass a longer text")
+    with ShardWriter(folder, tokenizer) as out:
+        out.add("train", train)
+        out.add("val", val)
+    return out
