@@ -84,10 +84,8 @@ class Tokenizer:
 
 
 def read_file(folder: Path | None, name: str, file: str, sha256: str) -> tuple[Path, bytes]:
-    """The path and the content of the file `name` in `folder` or its parent (out_dir of a checkpoint).
-
-    `file` and `sha256` are those of a spec. ValueError if they do not fit, or the file is missing.
-    """
+    """The path and the content of the file `name` in `folder` or its parent (out_dir of a checkpoint). `file` and
+    `sha256` are those of a spec; ValueError if they do not fit, or the file is missing."""
     require(file == name, f"the tokenizer has file {ascii(file):.80}, but only {name} is read; prepare again")
     folder = Path(folder or ".")
     path = next((p for p in (folder / name, folder.absolute().parent / name) if p.is_file()), None)

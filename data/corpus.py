@@ -4,13 +4,12 @@
     flags.add_argument("--tokenizer", default="gpt2")
     prepare(flags.parse_args(), find_files(["books/*.txt", "web"]))
 
-Documents are numbered over the sorted files. A hash of the number decides whether a document validates. A single text
-is cut in two instead. If the tokenizer has no end-of-text, a line end or a blank line separates documents. Threads only
-encode, and their results are written in the order of the documents. So neither the number of threads nor a restart
-changes a shard. After an interruption the same command continues behind the last full shard.
+Documents are numbered over the sorted files, and a hash of the number decides whether a document validates. Threads
+only encode, and their results are written in the order of the documents. So neither the number of threads nor a restart
+changes a shard.
 
-Memory holds one document and some pieces of about 1 MB, whatever the size of the input. Longer documents are encoded in
-pieces. Only a document without spaces and lines cannot be cut: it is encoded at once, in up to 20 times its size.
+Memory holds one document and some pieces of about 1 MB, whatever the size of the input. Only a document without spaces
+and lines cannot be cut into pieces: it is encoded at once, in up to 20 times its size.
 """
 
 import argparse
@@ -70,11 +69,9 @@ def pieces(text: str, length: int) -> Iterator[str]:
 
 @dataclass
 class Job:
-    """The pieces that a thread encodes in one call. A piece is a document, such as a pair, or a part of a long one:
+    """The pieces that a thread encodes in one call. A piece is a document, such as a pair, or a part of a long one."""
 
-    (text, begins a document: bool, ends it: bool, number of the document over all files, file, row in the file)
-    """
-
+    # (text, begins a document, ends it, number of the document over all files, file, row in the file)
     pieces: list[tuple[str | Parts, bool, bool, int, int, int]] = field(default_factory=list)
     size: int = 0  # characters
     position: int = 0  # bytes of the input read so far
@@ -83,10 +80,8 @@ class Job:
 
 
 def make_jobs(documents: Iterable[tuple[str | Parts, int, int, int]], number: int) -> Iterator[Job]:
-    """Groups (text, file, row, position) of documents into jobs. `number` is the number of the first document.
-
-    Empty documents are counted, but are in no job.
-    """
+    """Groups (text, file, row, position) of documents, of which `number` is the first one's, into jobs. Empty documents
+    are counted, but are in no job."""
     job = Job()
     for text, file, row, position in documents:
         done, job.position = 0, position
@@ -94,7 +89,7 @@ def make_jobs(documents: Iterable[tuple[str | Parts, int, int, int]], number: in
         for piece in [text] if one else pieces(text, JOB_CHARACTERS) if text else ():
             done += len(piece)
             job.pieces.append((piece, done == len(piece), done == len(text), number, file, row))
-            job.size += len(together(piece)) if one else len(piece)
+            job.size += len(together(piece))
             job.place = (file, row, number + 1) if done == len(text) else None
             if job.size >= JOB_CHARACTERS or len(job.pieces) == JOB_PIECES:
                 yield job
@@ -130,9 +125,7 @@ def map_in_order(function: Callable, jobs: Iterable[Job], threads: int) -> Itera
 
 class Progress(tqdm):
     """Shows on stderr how much of the input was read: a progress bar on a terminal, else a line every half minute.
-
-    `position` bytes of `total` were read before.
-    """
+    `position` bytes of `total` were read before."""
 
     BYTES = {"unit": "B", "unit_scale": True}
 
@@ -162,8 +155,7 @@ def read_texts(source: Source) -> Iterator[str]:
 
 @dataclass
 class Corpus:
-    """Writes the documents of `source`, from `out.place` on, into `out`. A `limit` stops at this number of training
-    tokens."""
+    """Writes the documents of `source`, from `out.place` on, into `out`; a `limit` is the most training tokens."""
 
     out: ShardWriter
     source: Source
@@ -284,8 +276,7 @@ def prepare(
     require(0 < val_fraction < 1, f"val_fraction={val_fraction} is not possible; pass a number between 0 and 1")
     for name, value, most in (("threads", args.threads, 1024), ("shard_tokens", args.shard_tokens, 2**31 - 1)):
         require(1 <= value <= most, f"{name}={value} is not possible; pass a number from 1 to {most}")
-    fact = f"shards={shards} is not possible; pass 0 for all, or the number of shards to train on"
-    require(shards >= 0, fact)
+    require(shards >= 0, f"shards={shards} is not possible; pass 0 for all, or the number of shards to train on")
     folder = out_folder(args.out)
     separated = not single and getattr(TOKENIZERS.get(args.tokenizer), "eot", 0) is None
     require(not (pairs and separated), endless)
@@ -295,15 +286,10 @@ def prepare(
     tokenizer.encode("")  # loads gpt2's table, and fails before anything is written
     names = json.dumps([[f if f.startswith("hf://") else os.path.abspath(f) for f in files], source.sizes])
     settings = {
-        "tokenizer": tokenizer.hash,
-        "input": hashlib.sha256(names.encode()).hexdigest(),
-        "documents": documents,
-        "field": args.field,
-        "val_fraction": val_fraction,
-        "separated": separated,
-        "shard_tokens": args.shard_tokens,
-        "shards": shards,
-    } | ({"pairs": [*pairs]} if pairs else {})
+        "tokenizer": tokenizer.hash, "input": hashlib.sha256(names.encode()).hexdigest(), "documents": documents,
+        "field": args.field, "val_fraction": val_fraction, "separated": separated,
+        "shard_tokens": args.shard_tokens, "shards": shards,
+    } | ({"pairs": [*pairs]} if pairs else {})  # fmt: skip
     with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
         Corpus(out, source, val_fraction, args.threads, shards * args.shard_tokens).write()
     summary = f"{out.documents()} documents"

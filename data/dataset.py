@@ -173,16 +173,13 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
     """Opens the data set `name`: a folder under `root`, a path, or several of them as `a:0.7,b:0.3` with weights.
 
     With `vocab_size` 0 the size is meta.json's. Another number is for data without a meta.json, or for an embedding
-    that is padded beyond the data's vocabulary; a smaller number is refused. With `verify`, `split` checks every
-    checksum. ValueError if the data set is missing (the message names the nearest name) or not prepared (the message
-    names the command), if its meta.json is damaged or its vocabulary unknown.
+    that is padded beyond the data's vocabulary. With `verify`, `split` checks every checksum. ValueError if the data
+    set is missing or not prepared, its meta.json damaged, or its vocabulary unknown or larger than `vocab_size`.
     """
-    folder = Path(root) / name
-    if not folder.is_dir():
-        folder = Path(os.path.expanduser(name))
-    if not folder.is_dir() and re.search("[,:]", str(name)):
+    folder = next(filter(Path.is_dir, (Path(root) / name, Path(os.path.expanduser(name)))), None)
+    if not folder and re.search("[,:]", str(name)):
         return _open_mixture(str(name), root, vocab_size, verify)
-    if not folder.is_dir():
+    if not folder:
         marks = ("prepare.py", "meta.json", "train.bin")  # a script, or files that a user has prepared
         scripts, *found = ({p.parent.name for p in Path(root).glob(f"*/{mark}")} for mark in marks)
         ready, others = (", ".join(sorted(s)) or "none" for s in (set().union(*found), scripts.difference(*found)))

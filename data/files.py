@@ -1,4 +1,4 @@
-"""Token files: the formats, and how a file is recognised, checked and mapped. Also helpers of data/ for paths.
+"""Token files: their formats, and how a file is recognised, checked and mapped. Also helpers for files and paths.
 
 A shard is the file that llm.c and modded-nanogpt read: 256 little-endian int32 (magic 20240520 and version 1 for
 uint16, magic 20240801 and version 7 for uint32; the number of tokens; zeros), then the tokens.
@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+
+from data.errors import require
 
 HEADER_BYTES = 256 * 4
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic: (version, dtype)
@@ -60,6 +62,14 @@ def amount(n: float) -> str:
     return f"{n / unit:,.4g} {name}"
 
 
+def read_file(path: Path, most: int) -> bytes:
+    """The content of a regular file. ValueError if it has more than `most` bytes."""
+    with open(path, "rb", opener=open_regular) as f:
+        content = f.read(most + 1)
+    require(len(content) <= most, f"it has more than {most:,} bytes")
+    return content
+
+
 def read_json(path: Path):
     """Reads a JSON file. ValueError if it is malformed or repeats a key; OSError or RecursionError as they come."""
 
@@ -71,21 +81,16 @@ def read_json(path: Path):
     def finite(word: str):
         raise ValueError(f"{word} is not JSON")
 
-    with open(path, "rb", opener=open_regular) as f:
-        content = f.read(LARGEST_JSON + 1)
-    if len(content) > LARGEST_JSON:
-        raise ValueError(f"it has more than {LARGEST_JSON} bytes")
-    return json.loads(content.decode("utf-8"), object_pairs_hook=unique, parse_constant=finite)
+    content = read_file(path, LARGEST_JSON).decode("utf-8")
+    return json.loads(content, object_pairs_hook=unique, parse_constant=finite)
 
 
 class Shard:
-    """The tokens of one file by position: shard[a:b] is (b - a,), in the file's own integer type.
+    """The tokens of one file by position: shard[a:b] is (b - a,), in the file's own integer type. `kind` describes the
+    format, which may record the number of `documents`.
 
-    `kind` describes the format. `documents` is their number, if the format records it.
-
-    Tokens are read by pread and not through a memory map. For a window of 2 KB the map would read up to megabytes
-    ahead and keep them in the process's resident memory. It would also kill the process if the file was truncated
-    after it was opened; here that is a ValueError.
+    Tokens are read by pread. For a window of 2 KB a memory map would read up to megabytes ahead and keep them in the
+    process's resident memory; and it would kill the process if the file was truncated after it was opened.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, offset: int, length: int, kind: str, documents: int | None = None):
@@ -110,9 +115,7 @@ class Shard:
 
 def open_file(path: Path) -> Shard:
     """Opens and checks the tokens of one file. Its format is found by an .idx beside it, the magic and the exact size.
-
-    ValueError for a file that is not complete or of another format, OSError for too many open files.
-    """
+    ValueError for a file that is not complete or of another format, OSError for too many open files."""
     start, size = _read_start(path, HEADER_BYTES)
     check(start, path, "is empty")
     magic, version, count = np.frombuffer(start[:12].ljust(12, b"\0"), dtype="<i4").tolist()
@@ -142,9 +145,7 @@ def open_file(path: Path) -> Shard:
 
 def read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
     """Reads Megatron's .idx: the tokens' type, the sizes of the n sequences, the document bounds as sequence numbers.
-
-    ValueError unless the sequences follow one another without gaps and the bounds increase from 0 to n.
-    """
+    ValueError unless the sequences follow one another without gaps and the bounds increase from 0 to n."""
     start, size = _read_start(path, 34)
     known = start.startswith(MEGATRON)
     check(known, path, f"is not an index of Megatron: it does not begin with {MEGATRON}")
@@ -188,11 +189,18 @@ def write_file(path: Path, content: bytes) -> None:
     """Writes a file atomically, and makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp-{path.name}")
-    with open(temporary, "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
+    temporary.write_bytes(content)
+    fsync(temporary)
     os.replace(temporary, path)
+
+
+def fsync(path: Path) -> None:
+    """Makes the bytes of a file, or the names in a folder, survive a power failure."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def sha256(path: Path) -> str:

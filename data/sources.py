@@ -37,9 +37,7 @@ ADDRESS = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
 
 def find_files(paths: Iterable[str]) -> list[str]:
     """Lists the files of paths, patterns and folders, sorted. A folder gives all files below it with a name in ENDINGS.
-
-    ValueError names a path without files.
-    """
+    ValueError names a path without files."""
     found: set[str] = set()
     for path in map(os.path.expanduser, paths):
         if os.path.isdir(path):
@@ -79,10 +77,8 @@ class Source:
             raise ValueError(f"compressed, which their names do not say: {listed}; {remedy}")
 
     def read(self, file: int = 0, row: int = 0) -> Iterator[tuple[str | Parts, int, int, int]]:
-        """Yields (text, i, r, bytes read so far) of each document. read(i, r) continues after this document.
-
-        ValueError names the file, the line or byte, and the remedy.
-        """
+        """Yields (text, i, r, bytes read so far) of each document; read(i, r) continues after it. ValueError names the
+        file and the line or byte."""
         end = "\n\n" if self.documents == "paragraph" else "\n"
         before = sum(self.sizes[:file])
         for i in range(file, len(self.files)):
@@ -186,10 +182,8 @@ class Source:
 
 
 def cut_in_two(text: str, val_fraction: float) -> list[str]:
-    """Cuts `text` into [last part, first part]. The last part has `val_fraction` of the characters.
-
-    It is up to half longer if it can then begin with a line. A text of one character has an empty last part.
-    """
+    """Cuts `text` into [last part, first part]. The last part has `val_fraction` of the characters, or up to half more
+    if it can then begin with a line. A text of one character has an empty last part."""
     at = min(max(int(len(text) * (1 - val_fraction)), 1), max(len(text) - 1, 1))
     at = text.rfind("\n", max(at - (len(text) - at) // 2, 0), at) + 1 or at
     return [text[at:], text[:at]]
@@ -247,10 +241,8 @@ def _decode(name: str, offset: int, content: bytes, line: str = "") -> str:
 
 
 def hub_files(address: str) -> list[str]:
-    """The hf:// addresses of the training files of OWNER/NAME[@REVISION][:CONFIG], pinned to a commit.
-
-    ValueError within 2 seconds if the hub cannot be reached; `datasets` alone would retry for most of a minute.
-    """
+    """The hf:// addresses of the training files of OWNER/NAME[@REVISION][:CONFIG], pinned to a commit. ValueError
+    within 2 seconds if the hub cannot be reached; `datasets` alone would retry for most of a minute."""
     name, revision, config = ADDRESS.fullmatch(address).groups()
     remedy = "pass --path= a folder with its .parquet or .jsonl files"
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")

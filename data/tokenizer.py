@@ -6,10 +6,9 @@
     ids = tok.encode("def main(")              # (N,) int64
     tok.decode(ids)                            # "def main("
 
-`spec`, a JSON object, describes a tokenizer in a data set's meta.json and in every checkpoint. Equal tokenizers have
-equal `hash`. Only `bpe` and `hf` also need a file, beside the shards and in a run's out_dir. A character may consist of
-several tokens: to print ids while they are sampled, pass the bytes of `decode_bytes` to an incremental UTF-8 decoder,
-as codecs.getincrementaldecoder("utf-8")("replace").
+`spec`, a JSON object, describes a tokenizer in a data set's meta.json and in every checkpoint. Only `bpe` and `hf` also
+need a file, beside the shards and in a run's out_dir. A character may consist of several tokens: to print ids while
+they are sampled, pass the bytes of `decode_bytes` to an incremental UTF-8 decoder.
 """
 
 import base64
@@ -18,6 +17,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -70,10 +70,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's 50,257 ids, by tiktoken.
-
-    tiktoken downloads its table once, at the first use: training on prepared data needs no network.
-    """
+    """GPT-2's 50,257 ids, by tiktoken, which downloads its table at the first use: training needs no network."""
 
     spec = {"kind": "gpt2"}
     vocab_size = 50257
@@ -165,11 +162,8 @@ def _tiktoken(tokenizer: Tokenizer, ranks: Callable):
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-    """Trains BPE: merges the most frequent pair until there are `vocab_size` ids. Equal texts give equal ids.
-
-    Memory grows with the number of different words. ValueError if `vocab_size` is not in [257, 1000000], or if no pair
-    occurs twice before `vocab_size` is reached.
-    """
+    """Trains BPE: merges the most frequent pair until there are `vocab_size` ids, 257 to 1000000. Equal texts give
+    equal ids. Memory grows with the number of different words. ValueError if no pair occurs twice before the end."""
     fact = f"tokenizer bpe:{vocab_size} is not possible"
     require(257 <= vocab_size <= 1_000_000, f"{fact}; pass 257 (256 bytes, end-of-text) to 1000000 ids")
     try:
@@ -205,17 +199,11 @@ TOKENIZERS = {
 
 
 def build(kind: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-    """Builds the tokenizer "char", "byte", "gpt2", "bpe:N", for example bpe:4096, or "hf:DIR".
-
-    texts() starts a pass over all documents. Only char and bpe call it, once. ValueError for an unknown `kind`, or for
-    texts that do not suffice.
-    """
+    """Builds the tokenizer "char", "byte", "gpt2", "bpe:N", for example bpe:4096, or "hf:DIR". Only char and bpe call
+    texts(), once: a pass over all documents. ValueError for an unknown `kind`, or for texts that do not suffice."""
     name, _, size = kind.partition(":")
     if kind == "char":
-        chars = set()
-        for text in texts():
-            chars.update(text)
-        return CharTokenizer("".join(chars))
+        return CharTokenizer("".join(set(chain.from_iterable(texts()))))
     if kind in ("byte", "gpt2"):
         return TOKENIZERS[kind]()
     if name == "bpe" and re.fullmatch("[0-9]{1,9}", size):
@@ -229,10 +217,8 @@ def build(kind: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
 
 
 def from_spec(spec: dict, folder: Path | None = None) -> Tokenizer:
-    """Makes the tokenizer that `spec` describes. The file of a bpe or hf is in `folder` or in its parent.
-
-    ValueError for an unknown kind, for a spec that does not fit its kind, or for a missing or damaged file.
-    """
+    """Makes the tokenizer that `spec` describes. The file of a bpe or hf is in `folder` or its parent. ValueError for
+    an unknown kind, for a spec that does not fit its kind, or for a missing or damaged file."""
     kind = spec.get("kind") if isinstance(spec, dict) else spec
     if not isinstance(kind, str) or kind not in TOKENIZERS:
         raise ValueError(f"unknown tokenizer {ascii(kind):.80}; choose one of {', '.join(TOKENIZERS)}")

@@ -21,7 +21,7 @@ from data import files
 from data.command import next_command
 from data.dataset import MASK, MOVING
 from data.errors import require
-from data.files import HEADER_BYTES, SPLITS, check, display_path, write_file
+from data.files import HEADER_BYTES, SPLITS, check, display_path, fsync, write_file
 from data.tokenizer import Tokenizer
 
 PREPARING = ".preparing"  # the folder in a data set's folder for a preparation that is not complete
@@ -30,9 +30,8 @@ PROGRESS = "progress.json"  # the file in that folder with the state of a resuma
 
 class ShardWriter:
     """A context that writes documents as shards `{split}_{i:06d}.bin` of at most `shard_tokens` tokens, and meta.json.
-
     All files are written and fsynced in the folder PREPARING, and moved into place when the block ends. So an exception
-    or a power cut leaves the old data unchanged. Memory does not grow with the data.
+    or a power cut leaves the old data unchanged.
 
     With `settings`, a JSON object of everything that determines the data, an interrupted preparation continues: the
     documents added before the last `save(place)` are there, and `place` has its value (None at a fresh start).
@@ -105,15 +104,12 @@ class ShardWriter:
             os.fsync(f.fileno())
         saved = {"settings": self.settings, "place": place, "splits": self.splits}
         write_file(self.temporary / PROGRESS, _json(saved | {"sha256": hashlib.sha256(_json(saved)).hexdigest()}))
-        _sync_folder(self.temporary)
+        fsync(self.temporary)
         self.unsaved = False
 
     def add(self, split: str, tokens: np.ndarray, documents: int = 1) -> None:
-        """Appends the ids (N,) of one or more documents to `split` ("train" or "val"), in as many shards as needed.
-
-        The caller adds end-of-text ids, and of pairs also the marks, to the splits train_mask and val_mask. ValueError
-        for an id outside the vocabulary.
-        """
+        """Appends the ids (N,) of one or more documents to `split` ("train" or "val"). The caller adds end-of-text ids,
+        and of pairs also the marks, to train_mask and val_mask. ValueError for an id outside the vocabulary."""
         assert split.removesuffix(MASK) in SPLITS, split
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.tokenizer.vocab_size:
             worst = tokens.min() if tokens.min() < 0 else tokens.max()
@@ -173,29 +169,24 @@ class ShardWriter:
         for split, entry in self.splits.items():
             where = display_path(self.folder)
             require(entry["tokens"], f"{where}: no tokens for the split {split}; add text to the input")
-        meta = {
-            "tokenizer": self.tokenizer.spec,
-            "tokenizer_hash": self.tokenizer.hash,
-            "vocab_size": self.tokenizer.vocab_size,
-            "eot": self.tokenizer.eot,
-            "splits": self.splits,
-        }
+        meta = {"tokenizer": self.tokenizer.spec, "tokenizer_hash": self.tokenizer.hash}
+        meta |= {"vocab_size": self.tokenizer.vocab_size, "eot": self.tokenizer.eot, "splits": self.splits}
         self.tokenizer.save(self.temporary)
         write_file(self.temporary / "meta.json", _json(meta))
         write_file(self.temporary / "moving.json", _json(MOVING))
         # Several renames are not atomic. Until the last one, meta.json warns that old and new shards may be mixed.
         os.replace(self.temporary / "moving.json", self.folder / "meta.json")
-        _sync_folder(self.folder)
+        fsync(self.folder)
         for old in self.folder.iterdir():
             if re.fullmatch(rf"({'|'.join(SPLITS)})({MASK})?_\d{{6}}\.bin", old.name):
                 old.unlink()
         for file in sorted(self.temporary.iterdir()):
             if file.name not in ("meta.json", PROGRESS):
                 os.replace(file, self.folder / file.name)
-        _sync_folder(self.folder)
+        fsync(self.folder)
         (self.temporary / PROGRESS).unlink(missing_ok=True)
         os.replace(self.temporary / "meta.json", self.folder / "meta.json")
-        _sync_folder(self.folder)
+        fsync(self.folder)
 
     def documents(self) -> str:
         """The numbers of documents for people: "95 + 5"."""
@@ -212,9 +203,3 @@ class ShardWriter:
 
 def _json(content: dict) -> bytes:
     return (json.dumps(content, indent=1) + "\n").encode()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from data.command import Parser
 from data.errors import command, printable, require, user_errors
-from data.files import amount, open_regular
+from data.files import amount, fsync, open_regular, read_file
 from engine.checkpoint import contents
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.contents import Damaged, Part, damage_in, damaged, first_line, own_part, read_file
+from engine.checkpoint.contents import Damaged, Part, damage_in, damaged, first_line, own_part
 from engine.checkpoint.folder import locked
 
 
@@ -82,7 +82,7 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
         raise OSError(f"cannot write {file}: {error}; see to its folder and the room on its disk") from error
     finally:
         partial.unlink(missing_ok=True)
-    checkpoint.fsync(file.parent)
+    fsync(file.parent)
     return path
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from data.errors import require
-from data.files import open_regular
+from data.files import open_regular, read_file
 
 FORMAT = 4  # 1 had no SHA-256 of each piece; 2 had other names of parameters; 3 had the files of DCP
 STEP = re.compile(r"step_(\d{8,})")
@@ -160,15 +160,6 @@ def completed(flags: dict) -> dict:
     c = "c" if pool != "joint" else "c.own_slots" if softmax == "own" else "c.joint_slots"
     readers = [c, *["m"] * (flags.get("objective") == "seq2seq"), *["p"] * (pool != "joint")]
     return flags | {"layer": ("," if wiring == "series" else "+").join(readers)}
-
-
-def read_file(path: Path, most: int) -> bytes:
-    """The content of a file. ValueError if it has more than `most` bytes; OSError if it is not a regular file, because
-    reading a device or a pipe might never end."""
-    with open(path, "rb", opener=open_regular) as f:
-        content = f.read(most + 1)
-    require(len(content) <= most, f"it has more than {most:,} bytes")
-    return content
 
 
 # ---------------------------------------------------------------------------------------------------------------------

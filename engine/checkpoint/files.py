@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.errors import require
-from data.files import amount
+from data.files import amount, fsync, write_file
 from engine.checkpoint import contents
 from engine.checkpoint.contents import STEP, Damaged, Part, Saved, own_part, read_state, step_of, steps_in
 from engine.parallel.ranks import is_first_rank, of_first_rank, together
@@ -238,8 +238,7 @@ def _commit(final: Path, written: list[dict], state: dict, keep_last: int, best:
     out_dir = final.parent
     complete(final, written, state)
     for pointer in ["latest", "best"] if best else ["latest"]:
-        write(out_dir / f".tmp-{pointer}", f"{final.name}\n".encode())
-        os.replace(out_dir / f".tmp-{pointer}", out_dir / pointer)
+        write_file(out_dir / pointer, f"{final.name}\n".encode())
     fsync(out_dir)
     # If the user has gone back to an earlier checkpoint, there are later steps. They stay.
     steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]
@@ -262,8 +261,8 @@ def complete(final: Path, written: list[dict], state: dict):
             index.setdefault(name, entry | {"pieces": []})["pieces"] += entry["pieces"]
     text = json.dumps(index).encode()
     state = state | {"format": contents.FORMAT, "index_sha256": hashlib.sha256(text).hexdigest()}
-    write(partial / "index.json", text)
-    write(partial / "state.json", json.dumps(state, indent=1).encode())
+    write_file(partial / "index.json", text)
+    write_file(partial / "state.json", json.dumps(state, indent=1).encode())
     contents.read_index(partial, state)  # raises Damaged if a file of another rank is missing or not complete
     fsync(partial)
     if final.exists():
@@ -278,21 +277,6 @@ def _remove(directory: Path):
     """Delete a directory after renaming it, so that a process that is killed meanwhile leaves no half checkpoint. Files
     that cannot be deleted now, for example because another process reads them over NFS, are left to the next save."""
     shutil.rmtree(directory.rename(directory.with_name(f".tmp-{directory.name}")), ignore_errors=True)
-
-
-def write(path: Path, content: bytes):
-    """Write a file so that it survives a power failure."""
-    path.write_bytes(content)
-    fsync(path)
-
-
-def fsync(path: Path):
-    """Make the bytes of a file, or the names in a directory, survive a power failure."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from configurator import Config, Given, resolve
 from data.base_tokenizer import Tokenizer
 from data.errors import require
-from data.files import amount, open_regular, writing
+from data.files import amount, fsync, open_regular, writing
 from data.tokenizer import from_spec
 from engine.checkpoint import contents
 from engine.checkpoint import files as checkpoint
@@ -366,7 +366,7 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
                 if tokenizer:
                     export_tokenizer(tokenizer, unfinished)
                 for written in (*unfinished.iterdir(), unfinished):
-                    checkpoint.fsync(written)
+                    fsync(written)
                 unfinished.rename(folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
