@@ -50,9 +50,8 @@ def main(argv: list[str] | None = None):
 def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") -> Path:
     """Write the model's weights to one safetensors file, from any number of ranks; returns the checkpoint's path.
 
-    One process calls it, and its memory must hold the weights. The names are those of the model's parameters. Tied
-    weights are written once, as wte.weight and not as head.weight. The file's metadata has `format` (pt), `step`, and
-    `flags` (the run's flags as JSON). Raises OSError or ValueError, and leaves no incomplete file then.
+    Memory must hold the weights. Tied weights are written once, as wte.weight. The file's metadata has `format` (pt),
+    `step`, and `flags` (the run's flags as JSON). After an OSError or ValueError there is no incomplete file.
     """
     file = Path(file)
     if file.exists():
@@ -93,10 +92,8 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
 
 
 def convert(where: str) -> list[Path]:
-    """Replace every checkpoint of format 3 in the folder of a run, or the one that `where` is; returns their paths.
-
-    A kill at any instant leaves the old or the new checkpoint. Raises OSError or ValueError.
-    """
+    """Replace every checkpoint of format 3 in the folder of a run, or the one that `where` is; returns their paths. A
+    kill at any instant leaves the old or the new checkpoint. Raises OSError or ValueError."""
     folder, found = Path(where).expanduser().absolute(), {}
     alone = (folder / "state.json").is_file()
     with locked(str(folder.parent if alone else folder), make=False):
@@ -132,10 +129,8 @@ def convert_step(path: Path, state: dict):
 
 
 def read_metadata(path: Path, sha256: Any) -> dict[str, dict[str, tuple]]:
-    """file -> name of a tensor -> (shape, offsets of the piece, its first byte, length and SHA-256). Raises Damaged.
-
-    sha256  SHA-256 of .metadata, in hexadecimal
-    """
+    """file -> name of a tensor -> (shape, offsets of the piece, its first byte, length and SHA-256). Raises Damaged
+    unless `sha256`, in hexadecimal, is that of .metadata."""
     with damage_in(path, ".metadata"):
         content = read_file(path / ".metadata", contents.LARGEST_INDEX)
         require(sha256 == hashlib.sha256(content).hexdigest(), "it is not the one that was saved with state.json")

@@ -43,7 +43,7 @@ class Damaged(ValueError):
 
 
 class Part(NamedTuple):
-    """One rank's part of a tensor, which lies at these offsets in the whole tensor of this shape."""
+    """One rank's part of a tensor: it lies at these offsets in the whole tensor, which has this shape."""
 
     tensor: Tensor
     offsets: tuple[int, ...]
@@ -116,10 +116,10 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
     """The state that was given to `save`, with "step", "format" and "index_sha256", the SHA-256 of index.json.
 
     kinds    the keys that the caller needs, and the type or types of each. An int must lie in 0 .. 2**62 - 1, so that
-             counting can go on, and a bool is not an int. A float must be finite.
+             counting can go on, and a float must be finite.
 
     Raises ValueError for another format. Raises Damaged if state.json is missing or is not JSON, if such a key is
-    missing or impossible, or if the directory has the name of another step. (A copy may be named `good`, for example.)
+    missing or impossible, or if the directory has the name of another step.
     """
     path, kinds = Path(path), {"format": int, "step": int} | (kinds or {})
     with damage_in(path, "state.json"):
@@ -208,11 +208,8 @@ def raw(x: Tensor) -> np.ndarray:
 
 
 def read_index(path: Path, state: dict) -> dict[str, Saved]:
-    """What the directory of a checkpoint with this state holds, by name, checked against the files there.
-
-    Raises Damaged unless every piece lies inside its tensor and in a file of this directory that is long enough, and
-    the sizes of a tensor's pieces add up to its size.
-    """
+    """What the directory of a checkpoint with this state holds, by name. Raises Damaged unless every piece lies inside
+    its tensor and in a file there that is long enough, and the sizes of a tensor's pieces add up to its size."""
     with damage_in(path, "index.json"):
         content = read_file(path / "index.json", LARGEST_INDEX)
         digest = hashlib.sha256(content).hexdigest()
@@ -237,10 +234,8 @@ def read_index(path: Path, state: dict) -> dict[str, Saved]:
 
 
 def fill(path: Path, name: str, saved: Saved, part: Part):
-    """Copy into a part what the pieces of the saved tensor `name` have of it, in place.
-
-    Raises Damaged if a piece that is read is not the one that was saved.
-    """
+    """Copy into a part, in place, what the pieces of the saved tensor `name` have of it. Raises Damaged if a piece that
+    is read is not the one that was saved."""
     for piece in saved.pieces:
         places = zip(part.offsets, part.tensor.shape, piece.offsets, piece.sizes, strict=True)
         spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in places]  # of the tensor, which both have

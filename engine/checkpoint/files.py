@@ -84,12 +84,9 @@ def save(
 
 
 def find(where: str | Path, which: str = "latest") -> Path:
-    """The step directory that the file `which` ("latest" or "best") in `where` names. If `where` is a step directory
-    itself, the result is `where`.
-
+    """The step directory that the file `which` ("latest" or "best") in `where` names, or `where` if it is one itself.
     If `latest` names a step that does not exist, for example because it was damaged and the user has deleted it, the
-    result is the newest step that exists. Raises FileNotFoundError.
-    """
+    result is the newest step that exists. Raises FileNotFoundError."""
     where = Path(os.path.expanduser(where))
     if not where.is_dir():
         raise FileNotFoundError(f"no directory {where}; train with --out_dir={where} first, or name another --out_dir")
@@ -116,9 +113,8 @@ def read(where: str | Path, kinds: dict[str, Any], action: Callable[[Path, dict]
     """action(path, state), where path = find(where, which) and state = read_state(path, kinds). Every rank calls it,
     and all ranks read the path that the first rank finds. `action` may call `read_index` and `load`.
 
-    Another process may delete or replace the step during the reading. Then `find` and `action` are called again, so a
-    checkpoint counts as damaged only if it has stayed in its place. Also raises OSError if for a minute no step has
-    stayed until it was read.
+    If another process deletes or replaces the step meanwhile, `find` and `action` are called again, so a checkpoint
+    counts as damaged only if it has stayed in its place. Also raises OSError if no step has stayed for a minute.
     """
     end = time.monotonic() + PATIENCE
 
@@ -143,11 +139,9 @@ def read(where: str | Path, kinds: dict[str, Any], action: Callable[[Path, dict]
 
 
 def read_index(path: str | Path, state: dict | None = None, average: bool = False) -> dict[str, Saved]:
-    """name -> shape, dtype and pieces of every tensor in the checkpoint. Every rank calls it. Raises Damaged.
-
-    state     what read_state has read there
-    average   under the names of the weights is their average (the flag ema_decay); ValueError if there is none
-    """
+    """name -> shape, dtype and pieces of every tensor in the checkpoint, of which read_state has read `state`. Every
+    rank calls it. With `average`, the average of the weights (the flag ema_decay) is under their names. Raises Damaged,
+    or ValueError if there is no average."""
     index = together(lambda: contents.read_index(Path(path), state or read_state(path)))
     if not average:
         return index
@@ -164,8 +158,8 @@ def load(path: str | Path, tensors: dict[str, Tensor], index: dict | None = None
     vocab_size   rows of the vocabulary's weights without padding; rows of padding may be more or fewer than the saved
                  ones, see `unpadded`, and those that were not saved keep their values
 
-    Other tensors of the checkpoint are ignored. Raises ValueError on every rank if the checkpoint lacks one of the
-    names, or if its shape or dtype differs; raises Damaged if files are damaged.
+    Raises ValueError on every rank if the checkpoint lacks one of the names, or if its shape or dtype differs; raises
+    Damaged if files are damaged.
     """
     path = Path(path)
     index = read_index(path) if index is None else index

@@ -22,10 +22,8 @@ from engine.parallel.ranks import may_restart
 
 @contextmanager
 def locked(folder: str, make: bool = True) -> Iterator[None]:
-    """Hold the lock of a folder; rank 0 does so for all ranks. At the end the file .lock is removed, and also the
-    folders that were made, if they are empty.
-
-    make    what to do if the folder does not exist: make it, or else lock nothing
+    """Hold the lock of a folder; rank 0 does so for all ranks. A folder that does not exist is made or, without `make`,
+    not locked. At the end the file .lock is removed, and also the folders that were made, if they are empty.
 
     ValueError names the process that holds the lock already. If torchrun restarts lost workers, that process may be
     the worker that this one replaces, so it has ten seconds to end.

@@ -60,10 +60,8 @@ def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
 
 
 def resume_after_restart(cfg):
-    """Make cfg a resume if torchrun may have started this command again (its flag --max-restarts).
-
-    This is assumed if out_dir holds a checkpoint with the same flags; one with other flags belongs to an older run.
-    """
+    """Make cfg a resume if torchrun may have started this command again (its flag --max-restarts), and out_dir holds a
+    checkpoint with the same flags. One with other flags belongs to an older run."""
     if not parallel.may_restart() or not (Path(cfg.out_dir) / "latest").exists():
         return
     stored = checkpoint.read(cfg.out_dir, STATE, lambda _, state: state["flags"])
@@ -118,9 +116,7 @@ def layout(cfg) -> dict[str, tuple]:
 
 def check_same_weights(cfg, found: Weights):
     """ValueError if the model of cfg needs other weights than those found. It names the flag that makes the difference.
-
-    All other flags are free: they change what is computed with the weights, or how they are trained.
-    """
+    All other flags are free: they change what is computed with the weights, or how they are trained."""
     before = found.config()
     weights_before = layout(before)
     if layout(cfg) == weights_before:
@@ -141,10 +137,7 @@ def check_same_weights(cfg, found: Weights):
 
 
 def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):
-    """Give the model the initial weights of a new run: random weights, or those that init_from names.
-
-    tokenizer   of the run's data
-    """
+    """Give the model of a new run, on data with this tokenizer, random weights or those that init_from names."""
     kind = cfg.init_from.partition(":")[0]
     if kind == "scratch":
         return sharded.init_weights(cfg.seed)

@@ -1,10 +1,6 @@
 """Saves the checkpoints of a training run, and handles the errors of checkpoints that cannot be written.
 
-    checkpoints = Checkpoints(cfg, ranks, stop, metrics, step, best_loss)
-    checkpoints.save(step, tensors, state, best_loss)       # with --async_checkpoint=True, training continues meanwhile
-    checkpoints.wait()
-
-Every rank makes these objects and calls the same methods in the same order.
+Every rank makes a Checkpoints and calls the same methods in the same order.
 """
 
 import math
@@ -57,11 +53,8 @@ class Checkpoints:
         return math.isfinite(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict, best_loss: float | None, last: bool = False):
-        """Save a checkpoint, after the previous checkpoint is written.
-
-        best_loss   the checkpoint's validation loss if it is the lowest so far, else None
-        last        whether this is the last checkpoint of the run
-        """
+        """Save a checkpoint, after the previous checkpoint is written. `best_loss` is its validation loss if it is the
+        lowest so far, else None; `last` says that it is the last one of the run."""
         self.wait()
         is_best = best_loss is not None
         state = state | {"best_val_loss": best_loss if is_best else self.best_loss}
@@ -72,10 +65,8 @@ class Checkpoints:
 
     def wait(self, last: bool = False):
         """Wait until the checkpoint under way is written. If it has failed, which all ranks notice together, the run
-        ends. With on_save_error=continue there is only a warning, unless this is the `last` checkpoint of the run.
-
-        The first rank reports the error, and the other ranks wait for the report before they end.
-        """
+        ends after the first rank's report. With on_save_error=continue there is only a warning, unless it is the
+        `last` checkpoint of the run."""
         try:
             self.saver.wait()
             if self.unwritten_best is not None:
@@ -117,8 +108,6 @@ class Checkpoints:
 
 class Saver:
     """Calls checkpoint.save at once or, asynchronously, in a thread while training continues.
-
-    last_written_step   step of the last checkpoint that is known to be on the disk
 
     An asynchronous `save` returns when this rank's part of every tensor is copied to host memory; the next save uses
     the same buffers. The thread is a daemon, so a process that fails does not wait for it. Its collectives use a

@@ -5,12 +5,9 @@
     read("nanogpt:ckpt.pt", action)         # the file that nanoGPT's train.py wrote
     read("hf:DIR", action)                  # config.json and safetensors
 
-read calls action(found) with a Weights, and returns its result:
+read calls action(found) with a Weights, and returns its result. In a program of one process:
 
-    sharded = found.load(found.config(device="cpu"), ranks)     # a ShardedModel in evaluation mode
-    tokenizer = found.tokenizer()
-
-path, model, tokenizer = alone("out/pycode", device, dtype, check)      # in a program of one process
+    path, model, tokenizer = alone("out/pycode", device, dtype, check)
 """
 
 import re
@@ -69,8 +66,7 @@ class Weights:
         return sharded
 
     def check_tokenizer(self, tokenizer: Tokenizer | None, dataset: str):
-        """ValueError if these weights are known to have other tokens than the data. Exported tokenizers have the same
-        as the run's."""
+        """ValueError if these weights are known to have other tokens than the data."""
         try:
             same = tokenizer is None or self.tokenizer().same_tokens(tokenizer)
         except ValueError:  # it cannot be opened, so it is not known
@@ -80,11 +76,9 @@ class Weights:
 
 
 def read(where: str, action: Callable[[Weights], T]) -> T:
-    """action(found), where `found` are the weights that `where` names: RUN, ema:RUN, nanogpt:FILE or hf:DIR.
-
-    For a run that saves meanwhile, `action` may be called again, see checkpoint.read. Every rank calls this function.
-    Raises ValueError or OSError if the weights are absent or damaged.
-    """
+    """action(found), where `found` are the weights that `where` names: RUN, ema:RUN, nanogpt:FILE or hf:DIR. Every rank
+    calls it. For a run that saves meanwhile, `action` may be called again, see checkpoint.read. Raises ValueError or
+    OSError if the weights are absent or damaged."""
     kind, colon, place = where.partition(":")
     if colon and kind in FOREIGN:
         return action(FOREIGN[kind](place))
@@ -97,9 +91,7 @@ def alone(
     where: str, device: torch.device, dtype: torch.dtype, check: Callable[[Config], Any]
 ) -> tuple[str | Path, Model, Tokenizer]:
     """The path of these weights, their model in evaluation mode, and its tokenizer, in a program of one process.
-
-    check(flags) may raise ValueError before any memory is allocated.
-    """
+    check(flags) may raise ValueError before any memory is allocated."""
 
     def load(found: Weights) -> tuple[str | Path, Model, Tokenizer]:
         tokenizer, flags = found.tokenizer(), found.config()
@@ -158,10 +150,8 @@ def parameters(sharded: ShardedModel) -> dict[str, Tensor]:
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor], sharded: ShardedModel, index: dict[str, Saved]):
-    """Read these tensors of the model, and perhaps of its optimizer, from the checkpoint, in place.
-
-    The layout that saved them may have padded the weights of the vocabulary otherwise. Every rank calls this function.
-    """
+    """Read these tensors of the model, and perhaps of its optimizer, from the checkpoint, in place, whose layout may
+    have padded the weights of the vocabulary otherwise. Every rank calls it."""
     cfg = sharded.model.cfg
     if any(index[name].shape < tuple(t.shape) for name, t in tensors.items() if name in index):
         sharded.init_weights(cfg.seed, checkpoint.VOCAB_WEIGHTS)  # for padding that the saved layout did not have

@@ -73,19 +73,14 @@ def express(condition: object, fact: str):
 
 
 class Keys:
-    """Reads keys of a config.json in their types. A key that the file leaves out has the family's default.
-
-    keys = Keys(config, {"rope_theta": 10000.0})    # the values of keys that the file may leave out
-    theta = keys("rope_theta", float)               # ValueError names a value of another type
-    keys.finish()                                   # ValueError names the keys that no one has asked for
-    """
+    """Reads keys of a config.json in their types. A key that the file leaves out has the family's default."""
 
     def __init__(self, config: dict, defaults: dict):
         self.config, self.defaults = config, defaults
         self.seen: set[str] = set()
 
     def __call__(self, name: str, *kinds: type, least: int = 1) -> Any:
-        """The value of the key. Whole numbers are from `least` on."""
+        """The value of the key. ValueError if it is of another type, or a whole number below `least`."""
         self.seen.add(name)
         value = self.config.get(name, self.defaults.get(name))
         if type(value) is int and float in kinds and abs(value) < 2**53:
@@ -113,8 +108,6 @@ class Keys:
 
 
 class Part(NamedTuple):
-    """Translates some keys of config.json: read(keys, flags so far) -> flags; write(cfg) -> keys."""
-
     read: Callable[[Keys, dict], dict]
     write: Callable[[ModelConfig], dict]
 
@@ -132,7 +125,7 @@ def only(**values: Any) -> Part:
     def read(keys: Keys, flags: dict) -> dict:
         keys.seen.update(values)
         for name, wanted in values.items():
-            found = keys.config.get(name, wanted)
+            found = keys.config.get(name, keys.defaults.get(name, wanted))
             express((found or None) == (wanted or None), f"{name}={describe(found)}, but only {wanted}")
         return {}
 
@@ -168,14 +161,14 @@ PLAIN |= {"gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}  # the same functio
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu", "gelu_new": "geglu_tanh"}
 
 
-def mlp(activation: str, width: str, known: dict[str, str] = PLAIN) -> Part:
-    """The MLP's activation function and width; a width of null is 4 C."""
+def mlp(activation: str, width: str, known: dict[str, str] = PLAIN, unit: int = 1) -> Part:
+    """The MLP's activation function and width, a multiple of `unit`; a width of null is 4 C."""
 
     def read(keys: Keys, flags: dict) -> dict:
         name, C = keys(activation, str), flags["n_embd"]
         express(name in known, f"{activation}={describe(name)}, but only {', '.join(known)}")
-        F = keys(width, int, NoneType) or 4 * C
-        express(C % 64 or F % 64 == 0, f"{width}={F}, but with a width of {C} only a multiple of 64")
+        F, step = keys(width, int, NoneType) or 4 * C, unit if C % 64 else 64
+        express(F % step == 0, f"{width}={F}, but with a width of {C} only a multiple of {step}")
         return {"mlp": known[name], "mlp_ratio": F / C * (1.5 if known is GATED else 1)}
 
     def write(cfg: ModelConfig) -> dict:
@@ -187,25 +180,19 @@ def mlp(activation: str, width: str, known: dict[str, str] = PLAIN) -> Part:
 
 def experts(width: str) -> Part:
     """Gated experts of this width in every layer, whose weights are normalised if a token reads several."""
+    units = mlp("hidden_act", width, GATED, unit=8)
 
     def read(keys: Keys, flags: dict) -> dict:
         n, active = keys("num_local_experts", int), keys("num_experts_per_tok", int)
         express(active > 1, f"num_experts_per_tok={active}, but only 2 or more")
-        own, unit = mlp("hidden_act", width, GATED).read(keys, flags), 8 if flags["n_embd"] % 64 else 64
-        F = keys(width, int, NoneType) or 4 * flags["n_embd"]
-        express(F % unit == 0, f"{width}={F}, but only a multiple of {unit}")
+        own = units.read(keys, flags)
         return {"n_expert": n, "n_expert_active": active, "mlp": own["mlp"], "expert_ratio": own["mlp_ratio"]}
 
     def write(cfg: ModelConfig) -> dict:
-        keys = mlp("hidden_act", width, GATED).write(cfg.part(READER["e"]))
+        keys = units.write(cfg.part(READER["e"]))
         return keys | {"num_local_experts": cfg.n_expert, "num_experts_per_tok": cfg.n_expert_active}
 
     return Part(read, write)
-
-
-def read_normalised(keys: Keys, flags: dict) -> dict:
-    express(keys("norm_topk_prob", bool), "norm_topk_prob=false, but only true")
-    return {}
 
 
 SCALING = {  # rope_type -> the keys of our flag's numbers in order, with the flag's defaults
@@ -384,7 +371,6 @@ def read_mpt_attention(keys: Keys, flags: dict) -> dict:
     return {}
 
 
-NORMALISED = Part(read_normalised, lambda cfg: {"norm_topk_prob": True})
 WINDOW = value("sliding_window", "window", int, NoneType)
 SOFTCAP = value("attn_logit_softcapping", "attn_softcap", float, NoneType)
 QWEN_LAYERS = Part(read_qwen_layers, write_qwen_layers)

@@ -6,8 +6,7 @@
     names, conversions = family.source("blocks.0.sums.0.attn.qkv.weight")   # their layers, and how ours is made of them
     family, name, cfg = choose(cfg, tokenizer)     # the first family that expresses the flags
 
-A family has a list of parts, each of which translates a few keys of config.json (config.py), and a table of rows: our
-layer, their layers, and the conversions to ours. docs/interchange.md lists the families and says what a new one needs.
+docs/interchange.md lists the families and says what a new one needs.
 
     H query heads   Hkv key/value heads   G = H / Hkv   D head size
 """
@@ -245,9 +244,9 @@ FAMILIES = {
     "qwen3_moe": llama(
         "Qwen3Moe", dict(router_balance="none", qk_norm=True),
         [
-            *LLAMA_SHAPE, hf_config.experts("moe_intermediate_size"), rope(), hf_config.NORMALISED,
-            only(attention_bias=False, use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[]),
-            ignored("intermediate_size", "sliding_window", "max_window_layers"),
+            *LLAMA_SHAPE, hf_config.experts("moe_intermediate_size"), rope(),
+            only(norm_topk_prob=True, attention_bias=False, use_sliding_window=False, decoder_sparse_step=1),
+            only(mlp_only_layers=[]), ignored("intermediate_size", "sliding_window", "max_window_layers"),
         ],
         dict(
             vocab_size=151936, hidden_size=2048, num_hidden_layers=24, num_key_value_heads=4,
@@ -279,7 +278,7 @@ FAMILIES = {
         [*GEMMA_PARTS, hf_config.GEMMA3_LAYERS, only(attn_logit_softcapping=None), hf_config.GEMMA3_ROPE],
         GEMMA_DEFAULTS | dict(
             vocab_size=262208, max_position_embeddings=131072, rope_theta=1e6, rope_local_base_freq=10000.0,
-            sliding_window_pattern=6, final_logit_softcapping=None,
+            sliding_window_pattern=6, final_logit_softcapping=None, attn_logit_softcapping=None,
         ),
         GEMMA2 | {
             "attn.qkv": LLAMA["attn.qkv"], "attn.q_norm": ("self_attn.q_norm", PLUS_ONE, SCALE),

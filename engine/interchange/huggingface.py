@@ -4,8 +4,6 @@ weights = read_hf("DIR")                        # config.json and safetensors; o
 cfg = ModelConfig(**weights.flags)
 weights["blocks.0.sums.0.attn.qkv.weight"]      # ours, in float32; its file is read only now
 export("out/mine", "DIR")                       # a training run -> a folder for AutoModelForCausalLM
-
-Raises ValueError or OSError in one line for what is absent or damaged. Pickles are refused.
 """
 
 import json
@@ -167,10 +165,9 @@ class Pretrained(Mapping[str, Tensor]):
                 check(theirs, part.shape)
         if self.tied_head in self.stored:
             check(self.tied_head, size)
-        surplus = sorted(name for name in self.stored.keys() - known if not BUFFERS.fullmatch(name))
-        if surplus:
-            fact = f"{self.place}: {describe(surplus[0])} is no weight of a model with this {self.source}"
-            raise ValueError(f"{fact}; {self.remedy}")
+        surplus = min((name for name in self.stored.keys() - known if not BUFFERS.fullmatch(name)), default=None)
+        fact = f"{self.place}: {describe(surplus)} is no weight of a model with this {self.source}"
+        require(surplus is None, f"{fact}; {self.remedy}")
 
 
 def finite(x: Tensor) -> bool:
@@ -179,11 +176,8 @@ def finite(x: Tensor) -> bool:
 
 
 def read_hf(where: str | Path) -> Pretrained:
-    """The model in the folder, or of this name on the hub. `flags` holds our flags for it.
-
-    Raises ValueError or OSError in one line if there is no such model, if our flags cannot express it, or if its files
-    are damaged.
-    """
+    """The model in the folder, or of this name on the hub. Raises ValueError or OSError in one line if there is none,
+    if our flags cannot express it, or if its files are damaged. Pickles are refused."""
     folder = locate(str(where))
     file = folder / "config.json"
     require(file.is_file(), f"{folder} has no config.json; give the folder of a Hugging Face model")
@@ -278,8 +272,8 @@ def write_hf(
     """Write config.json, generation_config.json and the weights of a model with these flags into the folder.
 
     weight(name) is our parameter, or None for a bias that only the family has, which is then 0. ValueError if no family
-    has the flags and keeps the tokenizer's ids. With remote_code, our model.py is the architecture; transformers loads
-    it with trust_remote_code=True. The memory holds one file of weights at a time.
+    has the flags and keeps the tokenizer's ids. With remote_code, our model.py is the architecture. The memory holds
+    one file of weights at a time.
     """
     family, kind, cfg = (OWN, "superblock", cfg) if remote_code else choose(cfg, tokenizer)
     eot = tokenizer.eot if tokenizer else None
@@ -303,10 +297,9 @@ def write_hf(
 
 def write_weights(folder: Path, shapes: dict[str, torch.Size], theirs: Callable, dtype: torch.dtype):
     """Write the tensors theirs(name) -> {their name: tensor} of all our names into files of safetensors."""
-    files, room, total = [], 0, 0
-    for name, shape in shapes.items():
-        size = shape.numel() * dtype.itemsize
-        total += size
+    sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
+    files, room, total = [], 0, sum(sizes.values())
+    for name, size in sizes.items():
         if size > room:
             files, room = [*files, []], SHARD_BYTES
         files[-1].append(name)

@@ -26,11 +26,8 @@ NANOGPT = replace(FAMILIES["gpt2"], rows={ours: tuple(x for x in row if x is not
 
 
 def read_nanogpt(file: str | Path) -> tuple[dict, dict[str, Tensor], dict]:
-    """(model_args, tensors, info) of nanoGPT's ckpt.pt; info has iter_num, best_val_loss and config.
-
-    Raises FileNotFoundError, or ValueError if the file is no checkpoint of nanoGPT or holds anything besides tensors
-    and plain values.
-    """
+    """(model_args, tensors, info) of nanoGPT's ckpt.pt; info has iter_num, best_val_loss and config. Raises
+    FileNotFoundError, or ValueError if the file holds anything else, or more than tensors and plain values."""
     file = Path(os.path.expanduser(file))
     if not file.is_file():
         raise FileNotFoundError(f"no file {file}; {REMEDY}")
@@ -64,11 +61,8 @@ def read_nanogpt(file: str | Path) -> tuple[dict, dict[str, Tensor], dict]:
 
 
 def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
-    """Our flags and our parameters in float32, without head.weight, which is tied to wte.weight.
-
-    ValueError names a tensor that is absent, has another shape, or is not a dense floating-point tensor of finite
-    numbers.
-    """
+    """Our flags and our parameters in float32, without head.weight, which is tied to wte.weight. ValueError names a
+    tensor that is absent, has another shape, or is not a dense floating-point tensor of finite numbers."""
     place, keys = "nanoGPT checkpoint", Keys(model_args, dict(bias=True, dropout=0.0))  # which older checkpoints lack
     try:
         flags = {name: keys(name, int) for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}

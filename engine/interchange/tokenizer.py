@@ -68,11 +68,9 @@ def byte_level(tokenizer: Tokenizer) -> bytes:
 
 
 def merged_pairs(tokens: list[bytes]) -> Iterable[tuple[bytes, bytes]]:
-    """The two tokens of which the merges make each longer token.
-
-    tiktoken merges any two neighbours whose union is a token, the earliest token first; Hugging Face merges the listed
-    pairs. Both are the same, if the earlier tokens make exactly two parts of each token.
-    """
+    """The two tokens of which the merges make each longer token. tiktoken merges any two neighbours whose union is a
+    token, the earliest token first; Hugging Face merges the listed pairs. Both are the same, if the earlier tokens make
+    exactly two parts of each token."""
     rank = {token: i for i, token in enumerate(tokens)}
     for token in tokens:
         parts = [bytes([byte]) for byte in token]
