@@ -53,10 +53,8 @@ class Tokenizer:
         ids = np.asarray(ids, dtype=np.int64).ravel()
         bad = ids[(ids < 0) | (ids >= self.vocab_size)]
         if bad.size:
-            raise ValueError(
-                f"token id {bad[0]} is outside the {self.spec['kind']} vocabulary of {self.vocab_size}; "
-                "sample only from the first vocab_size logits"
-            )
+            fact = f"token id {bad[0]} is outside the {self.spec['kind']} vocabulary of {self.vocab_size}"
+            raise ValueError(f"{fact}; sample only from the first vocab_size logits")
         return b"".join([self.token_bytes[i] for i in ids.tolist()])
 
     def decode(self, ids) -> str:

@@ -48,11 +48,8 @@ def out_folder(out: str) -> Path:
 
 
 def next_command(folder: Path, vocab_size: int, tokens: list[int], pairs: bool = False) -> str:
-    """The command that trains on a data set in minutes on this machine, to be typed in the repository's folder.
-
-    `tokens` are the numbers of tokens of the splits; windows of pairs may be longer. With a GPU and LARGE tokens it is
-    GPT-2's run, which takes days.
-    """
+    """The command that trains on a data set in minutes on this machine, or with a GPU and LARGE tokens GPT-2's run,
+    which takes days. `tokens` are the numbers of tokens of the splits; windows of pairs may be longer."""
     folder, gpu = folder.resolve(), os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi")
     name = folder.name if folder.parent == DATA else str(folder)
     config, own, block_size = "train_pycode", "pycode", 256

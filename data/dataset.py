@@ -111,11 +111,11 @@ class DataSet:
         return any(split.endswith(MASK) for split in (self.meta or {}).get("splits", {}))
 
     def split(self, name: str) -> TokenStream:
-        """Opens the tokens of "train" or "val" after checks of all sizes and largest ids; of checksums with `verify`.
+        """Opens the tokens of "train" or "val" after checks of all sizes and largest ids, with `verify` also of this
+        rank's part of the checksums.
 
         The largest id of a shard is recorded in meta.json. In files without this record only the first tokens are
-        checked, TOKENS_CHECKED in all shards together. `verify`, or the batch that reads it, finds a wrong id in the
-        rest or in a shard that was changed later. Under torchrun each rank verifies a part of the shards.
+        checked, TOKENS_CHECKED in all shards together; the batch that reads it finds a wrong id in the rest.
         """
         stream = self.open(name, self.meta["vocab_size"] if self.meta else self.vocab_size)
         if self.pairs:
@@ -228,10 +228,8 @@ def _open_mixture(name: str, root: str | Path, vocab_size: int, verify: bool) ->
 
 
 def _integers(weights: list[Fraction]) -> list[int]:
-    """The smallest integers in the ratio of the weights, whose sum is about MIXTURE_STEPS at most.
-
-    Weights that would need a larger sum are first rounded to multiples of 1 / MIXTURE_STEPS, but never to 0.
-    """
+    """The smallest integers in the ratio of the weights, whose sum is about MIXTURE_STEPS at most. Weights that would
+    need a larger sum are first rounded to multiples of 1 / MIXTURE_STEPS, but never to 0."""
     shares = [weight / sum(weights) for weight in weights]
     steps = min(math.lcm(*(share.denominator for share in shares)), MIXTURE_STEPS)
     integers = [max(1, round(steps * share)) for share in shares]
@@ -272,11 +270,8 @@ def _is_name(name) -> bool:
 
 
 def find_shards(folder: Path, meta: dict | None, split: str) -> list[dict]:
-    """The records of a split's shards: those in meta.json, else one for each file whose name fits.
-
-    Names are tried in this order: shards (with any prefix, as in fineweb_train_000001.bin), then train.bin of nanoGPT
-    or Megatron, then Megatron's longer names.
-    """
+    """The records of a split's shards: those in meta.json, else one for each file whose name fits, in this order:
+    shards (any prefix, as in fineweb_train_000001.bin), train.bin of nanoGPT or Megatron, Megatron's longer names."""
     if meta and "splits" in meta:
         return meta["splits"].get(split, {"shards": []})["shards"]
     files = sorted(p.name for p in folder.iterdir())
@@ -287,10 +282,8 @@ def find_shards(folder: Path, meta: dict | None, split: str) -> list[dict]:
 
 
 def open_shard(path: Path, record: dict, limit: int, check_first: int | None = None) -> Shard:
-    """Opens one file after checks: its size is meta.json's, and its ids are in [0, limit).
-
-    Checked is the recorded max_token, or without a record the first `check_first` ids (None = all).
-    """
+    """Opens one file after checks: its size is meta.json's, and its ids are in [0, limit). Checked is the recorded
+    max_token, or without a record the first `check_first` ids (None = all)."""
     shard, tokens, largest = open_file(path), record.get("tokens"), record.get("max_token")
     check(tokens in (None, len(shard)), path, f"holds {len(shard)} tokens, but meta.json says {tokens}")
     first = shard.mapped()[:check_first]

@@ -1,10 +1,4 @@
-"""How commands report the errors of their users: in one line, without a traceback.
-
-with user_errors():             # ValueError and OSError become `error: ...` and exit code 2
-    cfg = parse(Config)
-
-command(main)                   # the whole program
-"""
+"""How commands report the errors of their users: in one line, without a traceback."""
 
 import io
 import json
@@ -47,8 +41,8 @@ def fail(text: str, code: int = 2) -> NoReturn:
     """End the program with a line `error: ...` on stderr and this exit code."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         # Mostly all ranks have the same error. Then the first rank reports it, and torchrun ends the others while
-        # they wait here; their exit code 0 keeps them out of torchrun's table of failures. A rank that is the only
-        # one with an error reports it after the wait.
+        # they wait here; exit code 0 keeps them out of its table of failures. A rank that is the only one with an
+        # error reports it after the wait.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(FIRST_RANK_SPEAKS)
     erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar

@@ -97,7 +97,6 @@ class HFTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, folder: Path | None, file: str, vocab_size: int, sha256: str, special: dict) -> "HFTokenizer":
-        """Reads `file` in `folder` or its parent (out_dir of a checkpoint). ValueError if it is missing or changed."""
         path, content = read_file(folder, cls.FILE, file, sha256)
         tokenizer = cls(content, special, str(path))
         same = (tokenizer.vocab_size, tokenizer.special) == (vocab_size, special)
@@ -126,7 +125,7 @@ class HFTokenizer(Tokenizer):
         return _from_parts(self.parts | changed)
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, (N,) int64. Lone surrogates become U+FFFD."""
+        """Lone surrogates become U+FFFD."""
         return self._ids(self._encoding, text)
 
     def encode_rest(self, text: str) -> np.ndarray:

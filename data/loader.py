@@ -1,10 +1,10 @@
 """Batches in an order that is a pure function of (seed, epoch, global sample index).
 
-A split of N tokens is cut into n = (N - 1) // T windows of T inputs and one more target. Training samples are counted
-0, 1, 2, ... without end. Sample i reads window i % n of the permutation that belongs to epoch i // n. Step k takes the
-samples [kG, (k+1)G), and each data-parallel rank a contiguous slice of them. So the order does not depend on the number
-of ranks, and the loader's whole state is one sample index. The corruption by an objective depends on the sample index
-in the same way. B is the number of sequences per micro-batch, T is block_size, G the number of sequences per step.
+A split of N tokens is cut into n = (N - 1) // T windows of T = block_size inputs and one more target. Training samples
+are counted 0, 1, 2, ... without end. Sample i reads window i % n of the permutation that belongs to epoch i // n. Step
+k takes the samples [kG, (k+1)G), with G sequences per step, and each data-parallel rank a contiguous slice of them. So
+the order does not depend on the number of ranks, and the loader's whole state is one sample index. The corruption by an
+objective depends on the sample index in the same way.
 
 In a mixture each source is cut into windows separately and has its own epochs and permutations: its n-th sample is the
 n-th sample of a run on this source alone. The source of sample i repeats with a short period, so a resume replays
@@ -114,12 +114,9 @@ def corruption_keys(samples: np.ndarray, seed: int) -> np.ndarray:
 def _batch(
     stream: TokenStream, objective: Objective, windows: np.ndarray, keys: np.ndarray, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Reads the windows and applies the objective with the keys. The batch is in host memory, pinned for a GPU.
-
-    Every batch has new buffers, because autograd may still use the last one. PyTorch's pinned allocator reuses a block
-    only after all copies from it have ended. ValueError for an id outside the vocabulary: on a GPU it would end the run
-    with an error that does not mention the data.
-    """
+    """Reads the windows and applies the objective with the keys. The batch is in host memory, pinned for a GPU, in new
+    buffers, because autograd may still use the last one. (PyTorch's pinned allocator reuses a block only after all
+    copies from it have ended.) ValueError for an id outside the vocabulary."""
     pinned = device.type == "cuda"
     buffer = torch.empty(len(windows), objective.window, dtype=torch.int64, pin_memory=pinned)
     if stream.packs is None:
@@ -129,11 +126,10 @@ def _batch(
         read_whole(stream, ends, buffer.zero_().numpy())
         keys = np.full(buffer.shape, PADDING)
         read_whole(stream.mask, ends, keys)
-    if (largest := int(buffer.numpy().view(np.uint64).max())) >= stream.vocab_size:  # negative ids become large ones
-        raise ValueError(
-            f"{stream.name} has token id {largest} where its vocabulary is {stream.vocab_size}, so a file was changed "
-            "after it was prepared; pass --verify_data=True to find the file"
-        )
+    largest = int(buffer.numpy().view(np.uint64).max())  # negative ids become large ones
+    fact = f"{stream.name} has token id {largest} where its vocabulary is {stream.vocab_size}"
+    remedy = "so a file was changed after it was prepared; pass --verify_data=True to find the file"
+    require(largest < stream.vocab_size, f"{fact}, {remedy}")
     batch = objective(buffer, keys)
     batch |= document_starts(batch) if pinned else {}
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if pinned else batch
@@ -164,7 +160,7 @@ def _send(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, tor
     return batch
 
 
-class Loader:
+class Loader(Iterator):
     """Yields training batches without end, from sample `start` on: dicts of Model.forward's arguments, by name.
 
     All tensors are int64 on `device`. A step is `micro_steps` micro-batches on each of `data_size` data-parallel
@@ -177,17 +173,9 @@ class Loader:
     PLANNED = 1024  # samples whose order is computed at once, or one batch if that is larger
 
     def __init__(
-        self,
-        stream: TokenStream,
-        objective: Objective,
-        batch_size: int,
-        micro_steps: int | Iterable[int] = 1,
-        data_rank: int = 0,
-        data_size: int = 1,
-        seed: int = 0,
-        device: str | torch.device = "cpu",
-        start: int = 0,
-    ):
+        self, stream: TokenStream, objective: Objective, batch_size: int, micro_steps: int | Iterable[int] = 1,
+        data_rank: int = 0, data_size: int = 1, seed: int = 0, device: str | torch.device = "cpu", start: int = 0,
+    ):  # fmt: skip
         self.stream, self.objective, self.seed = stream, objective, seed
         self.batch_size = batch_size
         self.micro_steps = repeat(micro_steps) if isinstance(micro_steps, int) else micro_steps
@@ -241,9 +229,6 @@ class Loader:
         except BaseException as e:  # of any kind, since next() would otherwise wait forever
             self._ready.put(e)
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return self
-
     def __next__(self) -> dict[str, torch.Tensor]:
         if self.closed:
             raise StopIteration
@@ -264,15 +249,9 @@ class Loader:
 
 
 def eval_batches(
-    stream: TokenStream,
-    objective: Objective,
-    batch_size: int,
-    n_batches: int = 0,
-    data_rank: int = 0,
-    data_size: int = 1,
-    seed: int = 0,
-    device: str | torch.device = "cpu",
-) -> Iterator[dict[str, torch.Tensor]]:
+    stream: TokenStream, objective: Objective, batch_size: int, n_batches: int = 0, data_rank: int = 0,
+    data_size: int = 1, seed: int = 0, device: str | torch.device = "cpu",
+) -> Iterator[dict[str, torch.Tensor]]:  # fmt: skip
     """Yields this rank's part of a fixed evaluation set, in batches like the Loader's.
 
     If n_batches is 0, the set holds every window once. Otherwise it holds n_batches * batch_size different windows,

@@ -52,7 +52,7 @@ def random_segmentation(x: np.ndarray, k: int) -> np.ndarray:
 
 @dataclass
 class Objective:
-    """Base of all objectives. ValueError names a flag that does not fit, and the remedy."""
+    """Base of all objectives. ValueError names a flag that does not fit."""
 
     vocab_size: int  # V
     eot: int | None  # id of end-of-text; None becomes -1, which is no token
@@ -74,16 +74,8 @@ class Objective:
         )
         self.eot = -1 if self.eot is None else self.eot
         self.m = max(1, round(ratio * self.block_size))
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """The number of tokens of idx and of source per sequence."""
-        return self.block_size, 0
-
-    @property
-    def window(self) -> int:
-        """The number of tokens of a window."""
-        return self.block_size + 1
+        self.window = self.block_size + 1  # the number of tokens of a window
+        self.lengths = self.block_size, 0  # the numbers of tokens of idx and of source per sequence
 
     def __call__(self, window: Tensor, keys: np.ndarray) -> dict[str, Tensor]:
         """Makes a batch: window (B, T+1) int64 and keys (B,) uint64 -> {name: int64 tensor}, all in host memory."""
@@ -154,10 +146,7 @@ class Seq2Seq(Objective):
         self.m = min(self.m, T - 1)
         self.k = max(1, min(round(self.m / self.span_length), self.m, T - self.m))
         self.extra_ids = self.k + 1
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        return self.m + self.k, self.block_size - self.m + self.k
+        self.lengths = self.m + self.k, T - self.m + self.k
 
     def __call__(self, window: Tensor, keys: np.ndarray) -> dict[str, Tensor]:
         text, B, T, V, m, k = window.numpy()[:, :-1], len(keys), self.block_size, self.vocab_size, self.m, self.k
@@ -214,13 +203,9 @@ class Seq2SeqPairs(Objective):
     pair has several targets, as a chat has, idx and targets go on with what is between them.
     """
 
-    @property
-    def lengths(self) -> tuple[int, int]:
-        return self.block_size, self.block_size
-
-    @property
-    def window(self) -> int:
-        return 2 * self.block_size
+    def __post_init__(self):
+        super().__post_init__()
+        self.window, self.lengths = 2 * self.block_size, (self.block_size, self.block_size)
 
     def __call__(self, window: Tensor, marks: np.ndarray) -> dict[str, Tensor]:
         text, T, is_target = window.numpy(), self.block_size, marks == TARGET
@@ -268,9 +253,8 @@ def open_with_objective(cfg) -> tuple[DataSet, Objective, int]:
         'its size; write {"vocab_size": N} into one beside the shards',
     )
     data_ids = data.meta["vocab_size"] if data.meta else cfg.vocab_size
-    objective = objective_class(cfg)(
-        data_ids, data.eot, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
-    )
+    shape = cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
+    objective = objective_class(cfg)(data_ids, data.eot, *shape)
     data = replace(data, pack=objective.pack) if cfg.pairs else data
     needed = data_ids + objective.extra_ids
     unit = 64 if needed > 1024 else 1  # large matrix products are faster if the sizes are multiples of 64

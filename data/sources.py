@@ -140,8 +140,8 @@ class Source:
                     record = json.loads(text)
                 except (ValueError, RecursionError) as e:
                     raise ValueError(f"{where} is not JSON ({reason(e)}); correct it, or remove it") from None
-                if not isinstance(record, dict):
-                    raise ValueError(f"{where} is not a JSON object such as {{{self.columns[0]!r}: ...}}; correct it")
+                shape = f"{{{self.columns[0]!r}: ...}}"
+                require(isinstance(record, dict), f"{where} is not a JSON object such as {shape}; correct it")
                 self._check_columns(where, record)
                 yield self._document(where, record)
 

@@ -43,16 +43,15 @@ class CharTokenizer(Tokenizer):
         self.token_bytes = [_utf8(c) for c in self.chars]
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, (N,) int64. ValueError names characters that are not in the vocabulary."""
+        """ValueError names characters that are not in the vocabulary."""
         points = _code_points(text)
         ids = np.searchsorted(self.codes, points)
         unknown = np.unique(points[np.append(self.codes, np.uint32(2**32 - 1))[ids] != points])
         if unknown.size:
             listed = ", ".join(ascii(chr(c)) for c in unknown[:5].tolist()) + (", ..." if unknown.size > 5 else "")
-            raise ValueError(
-                f"the char vocabulary of {self.vocab_size} lacks {unknown.size} of the text's characters: {listed}; "
-                "remove them, or prepare the data with a text that has them or with the byte tokenizer"
-            )
+            fact = f"the char vocabulary of {self.vocab_size} lacks {unknown.size} of the text's characters: {listed}"
+            remedy = "prepare the data with a text that has them or with the byte tokenizer"
+            raise ValueError(f"{fact}; remove them, or {remedy}")
         return ids.astype(np.int64)
 
 
@@ -65,7 +64,7 @@ class ByteTokenizer(Tokenizer):
     token_bytes = [bytes([i]) for i in range(256)] + [END_OF_TEXT]
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of `text`, (N,) int64. A file read with errors="surrogateescape" gives exactly its own bytes."""
+        """The bytes of `text`. A file read with errors="surrogateescape" gives exactly its own bytes."""
         return _ids(_utf8(text))
 
 
@@ -124,7 +123,6 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def load(cls, folder: Path | None, file: str, vocab_size: int, sha256: str) -> "BPETokenizer":
-        """Reads `file` in `folder` or its parent (out_dir of a checkpoint). ValueError if it is missing or changed."""
         path, content = read_file(folder, cls.FILE, file, sha256)
         try:
             tokens = [base64.b64decode(line.split(b" ")[0], validate=True) for line in content.splitlines()]

@@ -44,14 +44,9 @@ T = TypeVar("T")
 
 
 def save(
-    out_dir: str | Path,
-    step: int,
-    tensors: dict[str, Tensor | Part],
-    state: dict,
-    keep_last: int = 2,
-    best: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> Path:
+    out_dir: str | Path, step: int, tensors: dict[str, Tensor | Part], state: dict, keep_last: int = 2,
+    best: bool = False, group: dist.ProcessGroup | None = None,
+) -> Path:  # fmt: skip
     """Write out_dir/step_<step>, and its name into `latest` and, with `best`, into `best`; returns its path.
 
     Ranks may give different names, such as those of their random states. If several ranks give the same name with a

@@ -123,14 +123,9 @@ class Saver:
         self.running: Future | None = None
 
     def save(
-        self,
-        out_dir: str | Path,
-        step: int,
-        tensors: dict[str, Tensor],
-        state: dict,
-        keep_last: int = 2,
+        self, out_dir: str | Path, step: int, tensors: dict[str, Tensor], state: dict, keep_last: int = 2,
         best: bool = False,
-    ):
+    ):  # fmt: skip
         """Call checkpoint.save with these arguments. The next `wait` or `save` raises its error; that `save` saves
         nothing."""
         self.wait()
