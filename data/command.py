@@ -18,11 +18,14 @@ LARGE = 10**8  # tokens of training data, from which GPT-2's own settings make s
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that describes itself by `doc`. It raises ValueError for wrong arguments, of one line."""
+    """An argparse parser that describes itself by `doc`. It raises ValueError for wrong arguments, of one line. The
+    scripts in a folder `here` have --out, by default this folder."""
 
-    def __init__(self, doc: str):
+    def __init__(self, doc: str, here: str = ""):
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(usage=argparse.SUPPRESS, description=doc, formatter_class=raw, allow_abbrev=False)
+        if here:
+            self.add_argument("--out", default=here, help="NAME (data/NAME) or a path with a / (default: this folder)")
 
     def print_help(self, file=None):
         print(self.format_help(), end="", flush=True)  # argparse would keep silent about a full disk

@@ -249,11 +249,10 @@ class Corpus:
 
 def parser(doc: str, here: str) -> Parser:
     """A parser with the flags that all preparations of documents share."""
-    flags = Parser(doc)
+    flags = Parser(doc, here)
     fraction = "fraction of the documents for validation (default 0.005; of a single text the last 0.1)"
     flags.add_argument("--val_fraction", type=float, help=fraction)
     flags.add_argument("--field", default="text", help="field of jsonl and parquet with the text (default text)")
-    flags.add_argument("--out", default=here, help="NAME (data/NAME) or a path with a / (default: this folder)")
     flags.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100_000_000)")
     flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="encoding threads (default: all cores)")
     return flags

@@ -218,11 +218,8 @@ def _open_mixture(name: str, root: str | Path, vocab_size: int, verify: bool) ->
         two, names = (first, data), ("tokenizer", "vocabulary size", "end-of-text id", "mask of targets")
         kinds = [(d.tokenizer and d.tokenizer.hash, d.meta and d.meta["vocab_size"], d.eot, d.pairs) for d in two]
         for what, one, other in zip(names, *kinds, strict=True):
-            require(
-                one == other,
-                f"dataset={name!r}: {name_of_first} and {source} cannot be mixed, because their meta.json differ in "
-                f"the {what} ({one} and {other}); prepare both with one tokenizer",
-            )
+            fact = f"{name_of_first} and {source} cannot be mixed, because their meta.json differ in the {what}"
+            require(one == other, f"dataset={name!r}: {fact} ({one} and {other}); prepare both with one tokenizer")
     weighted = zip(opened.items(), _integers(list(weights.values())), strict=True)
     return Mixture(**vars(first), sources={source: (data, weight) for (source, data), weight in weighted})
 

@@ -65,11 +65,9 @@ def windows_per_source(stream: TokenStream, block_size: int) -> list[int]:
         return [len(windows) for windows in stream.packs]
     for name, tokens, _ in stream.sources:
         where = name if name == stream.name else f"{name} in {stream.name}"
-        require(
-            tokens > block_size,
-            f"{where} has {tokens} tokens, but block_size={block_size} needs at least {block_size + 1}; "
-            f"pass --block_size={max(tokens - 1, 1)} or less, or prepare more data",
-        )
+        fact = f"{where} has {tokens} tokens, but block_size={block_size} needs at least {block_size + 1}"
+        remedy = f"pass --block_size={max(tokens - 1, 1)} or less, or prepare more data"
+        require(tokens > block_size, f"{fact}; {remedy}")
     return [(tokens - 1) // block_size for _, tokens, _ in stream.sources]
 
 

@@ -67,11 +67,9 @@ class Objective:
         ratio = self.corrupt_ratio
         require(0 < ratio < 1, f"corrupt_ratio={ratio} must be above 0 and below 1, such as 0.15")
         require(self.span_length >= 1, f"span_length={self.span_length} must be at least 1 token")
-        require(
-            self.eot is not None or not self.doc_mask,
-            "doc_mask=True needs data with an end-of-text id in its meta.json, to find where documents begin; "
-            "set doc_mask to False, or prepare the data with a tokenizer that has one, such as byte",
-        )
+        fact = "doc_mask=True needs data with an end-of-text id in its meta.json, to find where documents begin"
+        remedy = "set doc_mask to False, or prepare the data with a tokenizer that has one, such as byte"
+        require(self.eot is not None or not self.doc_mask, f"{fact}; {remedy}")
         self.eot = -1 if self.eot is None else self.eot
         self.m = max(1, round(ratio * self.block_size))
         self.window = self.block_size + 1  # the number of tokens of a window
@@ -247,11 +245,9 @@ def open_with_objective(cfg) -> tuple[DataSet, Objective, int]:
     """
     data = open_data(cfg.dataset, DATA, cfg.vocab_size, cfg.verify_data)
     settle_pairs(cfg, data)
-    require(
-        data.meta is not None or cfg.objective == "causal",
-        f"objective={cfg.objective} adds ids to the data's vocabulary, and dataset={cfg.dataset} has no meta.json with "
-        'its size; write {"vocab_size": N} into one beside the shards',
-    )
+    fact = f"objective={cfg.objective} adds ids to the data's vocabulary, and dataset={cfg.dataset} has no meta.json"
+    remedy = 'write {"vocab_size": N} into one beside the shards'
+    require(data.meta is not None or cfg.objective == "causal", f"{fact} with its size; {remedy}")
     data_ids = data.meta["vocab_size"] if data.meta else cfg.vocab_size
     shape = cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
     objective = objective_class(cfg)(data_ids, data.eot, *shape)
@@ -262,11 +258,9 @@ def open_with_objective(cfg) -> tuple[DataSet, Objective, int]:
     remedy = f"set it to {needed} or more"
     if cfg.init_from != "scratch":
         remedy = f"init_from={cfg.init_from} settles it, so leave objective, corrupt_ratio and span_length out"
-    require(
-        vocab_size >= needed,
-        f"vocab_size={vocab_size} has no room for the data's {data_ids} ids and the {objective.extra_ids} that "
-        f"objective={cfg.objective} adds; {remedy}",
-    )
+    fact = f"vocab_size={vocab_size} has no room for the data's {data_ids} ids"
+    added = f"the {objective.extra_ids} that objective={cfg.objective} adds"
+    require(vocab_size >= needed, f"{fact} and {added}; {remedy}")
     return data, objective, vocab_size
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from data.command import Parser, run
 from data.dataset import CHANGED, MASK, N_MARKS, NOT_PREPARED, TOKENS_CHECKED, find_shards, open_shard, read_meta
-from data.errors import one_line, say
+from data.errors import one_line, require, say
 from data.files import SPLITS, check, display_path, sha256
 from data.tokenizer import from_spec
 
@@ -47,10 +47,8 @@ def inspect(path: Path) -> list[tuple[Path, dict, dict | None]]:
     folder, name = (path, "") if path.is_dir() else (path.parent, path.name)
     if name and not path.exists() or path.suffix == ".idx":
         name = f"{path.stem if path.suffix == '.idx' else name}.bin"
-    if not (folder / name).exists():
-        raise ValueError(
-            f"{display_path(path)} does not exist; give a file, a data set's folder, or the prefix of a .bin and .idx"
-        )
+    remedy = "give a file, a data set's folder, or the prefix of a .bin and .idx"
+    require((folder / name).exists(), f"{display_path(path)} does not exist; {remedy}")
     meta = read_meta(folder)
     splits = [split + kind for kind in ("", MASK) for split in SPLITS]
     records = [record for split in splits for record in find_shards(folder, meta, split)]

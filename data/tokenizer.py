@@ -83,10 +83,8 @@ class GPT2Tokenizer(Tokenizer):
         try:
             return _tiktoken(self, lambda tiktoken: tiktoken.get_encoding("gpt2")._mergeable_ranks)
         except OSError as e:
-            raise ValueError(
-                f"tokenizer gpt2 cannot fetch its table ({type(e).__name__}); set TIKTOKEN_CACHE_DIR to a folder that "
-                "has it, go online once, or use tokenizer byte or char"
-            ) from e
+            remedy = "set TIKTOKEN_CACHE_DIR to a folder that has it, go online once, or use tokenizer byte or char"
+            raise ValueError(f"tokenizer gpt2 cannot fetch its table ({type(e).__name__}); {remedy}") from e
 
     @cached_property
     def token_bytes(self) -> list[bytes]:

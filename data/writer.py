@@ -113,9 +113,8 @@ class ShardWriter:
         assert split.removesuffix(MASK) in SPLITS, split
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.tokenizer.vocab_size:
             worst = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise ValueError(
-                f"token id {worst} is outside the vocabulary of {self.tokenizer.vocab_size}; encode with that tokenizer"
-            )
+            fact = f"token id {worst} is outside the vocabulary of {self.tokenizer.vocab_size}"
+            raise ValueError(f"{fact}; encode with that tokenizer")
         entry = self.splits.setdefault(split, {"tokens": 0, "documents": 0, "shards": []})
         entry["documents"] += documents
         entry["tokens"] += len(tokens)

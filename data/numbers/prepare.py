@@ -52,11 +52,9 @@ def german(n: int, end: str = "s") -> str:
 
 
 def main() -> None:
-    parser = Parser(__doc__)
-    parser.add_argument("--out", default=HERE, help="NAME (data/NAME) or a path with a / (default: this folder)")
     tokenizer = ByteTokenizer()
     drawn = dict.fromkeys((hash64(np.arange(40_000, dtype=np.uint64)) % np.uint64(10**6)).tolist())
-    with ShardWriter(out_folder(parser.parse_args().out), tokenizer) as out:
+    with ShardWriter(out_folder(Parser(__doc__, HERE).parse_args().out), tokenizer) as out:
         for i, n in enumerate([*drawn][:30_000]):
             split = "val" if i < 1000 else "train"
             ids, marks = encode(tokenizer, [(english(n), False), (german(n), True)])

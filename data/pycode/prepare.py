@@ -8,19 +8,15 @@ document: files are tried in the order of a hash of their paths, and validate if
 bytes.
 """
 
+import hashlib
 import os
+import platform
 import sys
+import sysconfig
+from pathlib import Path
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
-
-import data  # first, because it lets Ctrl-C end the imports without a traceback  # noqa: F401
-
-# isort: split
-import hashlib
-import platform
-import sysconfig
-from pathlib import Path
 
 from data.command import Parser, out_folder, ready_tokenizer, run
 from data.errors import require
@@ -51,11 +47,10 @@ def validation_set(paths: list[Path], folder: Path, fraction: float) -> set[Path
 
 
 def main() -> None:
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, HERE)
     fraction = "fraction of the bytes for validation (default 0.05)"
     parser.add_argument("--val_fraction", type=float, default=0.05, help=fraction)
     parser.add_argument("--tokenizer", type=ready_tokenizer, default="byte", help="byte, gpt2 or hf:DIR (default byte)")
-    parser.add_argument("--out", default=HERE, help="NAME (data/NAME) or a path with a / (default: this folder)")
     args = parser.parse_args()
     given = f"val_fraction={args.val_fraction}"
     require(0 < args.val_fraction < 1, f"{given} is not possible; pass a number between 0 and 1")

@@ -52,9 +52,8 @@ def prepare(doc: str, here: str, tokenizer_of: Callable[[str], Tokenizer]) -> Sh
 
     The first 0.9 of the characters train. ValueError if the rest has less than two characters or tokens.
     """
-    parser = Parser(doc)
+    parser = Parser(doc, here)
     parser.add_argument("--input", help="text file or its URL (default: input.txt of shakespeare_char)")
-    parser.add_argument("--out", default=here, help="NAME (data/NAME) or a path with a / (default: this folder)")
     args = parser.parse_args()
     folder, name = out_folder(args.out), args.input or "input.txt"
     if args.input is None:

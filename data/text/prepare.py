@@ -11,11 +11,10 @@ there each line keeps its line end, and each paragraph its blank line.
 
 --pairs prepares pairs, of whose texts a model learns the targets alone: translations, prompts with completions, chats.
 Its value names the fields of the source and of the target, or the one field of a chat, a list of messages with role and
-content. Such a data set is trained on as any other, by the objectives causal and seq2seq (docs/data.md).
+content (docs/data.md).
 
-A hash of a document's number decides whether it validates, 0.005 of all documents unless --val_fraction is given. So
-the split is the same for every tokenizer. A single text, one file that is one document, is cut in two instead, as in
-nanoGPT: the first 0.9 trains and the rest validates, from the line that begins there or a little earlier.
+A hash of a document's number decides whether it validates, so the split is the same for every tokenizer. A single text,
+one file that is one document, is cut in two instead, where a line begins near the start of its last tenth.
 """
 
 import os

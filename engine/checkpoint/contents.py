@@ -3,11 +3,6 @@
 state.json has everything except tensors, and the SHA-256 of index.json. index.json has for each tensor its dtype and
 shape and a list of pieces. A piece is one rank's part of one tensor, a box in it: the file and the byte where the piece
 starts, the offsets and sizes of the box, and the SHA-256 of its bytes.
-
-    entries = write(step_dir / "rank_0.safetensors", {"model.w": Part(tensor, offsets=(4, 0), shape=(8, 3))})
-    state = read_state(step_dir, {"flags": dict})
-    index = read_index(step_dir, state)
-    fill(step_dir, "model.w", index["model.w"], part)
 """
 
 import hashlib

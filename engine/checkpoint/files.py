@@ -1,11 +1,5 @@
 """Writes checkpoints that survive a crash at any instant, and reads them without running code that they may hold.
 
-    path = save(out_dir, step, tensors, state)      every rank calls it; `tensors` maps names to tensors or DTensors
-    path = find(out_dir)                            the step directory that `latest` (or `best`) names
-    state = read_state(path)                        the state that was given to save, with "step"
-    load(path, tensors)                             reads into the given tensors, in place
-    read(out_dir, kinds, action)                    action(path, state), while another process may be saving
-
 out_dir must be on a file system that all ranks share. It has a directory step_00001000 for each checkpoint, see
 contents.py, and the text files `latest` and `best` with the name of such a directory.
 
@@ -49,9 +43,10 @@ def save(
 ) -> Path:  # fmt: skip
     """Write out_dir/step_<step>, and its name into `latest` and, with `best`, into `best`; returns its path.
 
-    Ranks may give different names, such as those of their random states. If several ranks give the same name with a
-    plain tensor, the tensors must be equal. `state` holds JSON values; rank 0's state is written. Of the steps up to
-    this one, the newest `keep_last` stay, and those that `latest` or `best` names; the others are deleted.
+    Every rank calls it with tensors or DTensors by name. Ranks may give different names, such as those of their random
+    states. If several ranks give the same name with a plain tensor, the tensors must be equal. `state` holds JSON
+    values; rank 0's state is written. Of the steps up to this one, the newest `keep_last` stay, and those that `latest`
+    or `best` names; the others are deleted.
 
     Raises OSError on every rank if any rank cannot write; older checkpoints then stay. If a rank has died, the others
     raise RuntimeError, as in every collective. The collectives use `group`, by default all ranks.
@@ -71,10 +66,9 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
         free = f"{amount(shutil.disk_usage(out_dir).free)} free" if out_dir.is_dir() else "no directory"
         reason = getattr(error, "strerror", None) or contents.first_line(error)  # such as: No space left on device
-        raise OSError(
-            f"cannot save checkpoint {final}: {reason} ({free} without it); earlier checkpoints are untouched: make "
-            "room or give another --out_dir, on a file system that all ranks share, and resume"
-        ) from error
+        fact = f"cannot save checkpoint {final}: {reason} ({free} without it); earlier checkpoints are untouched"
+        remedy = "make room or give another --out_dir, on a file system that all ranks share, and resume"
+        raise OSError(f"{fact}: {remedy}") from error
     return final
 
 
@@ -127,10 +121,9 @@ def read(where: str | Path, kinds: dict[str, Any], action: Callable[[Path, dict]
             if identity and of_first_rank(look) == (path, identity):  # it has stayed in its place
                 raise
         if of_first_rank(lambda: time.monotonic() >= end):
-            raise OSError(
-                f"{where} is saved to faster than it can be read: for {PATIENCE} s, each checkpoint was deleted before "
-                "it was read; give the run that saves a larger --keep_last or --save_interval"
-            )
+            fact = f"{where} is saved to faster than it can be read: for {PATIENCE} s, each checkpoint was deleted"
+            remedy = "give the run that saves a larger --keep_last or --save_interval"
+            raise OSError(f"{fact} before it was read; {remedy}")
 
 
 def read_index(path: str | Path, state: dict | None = None, average: bool = False) -> dict[str, Saved]:

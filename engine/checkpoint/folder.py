@@ -69,10 +69,8 @@ def _try_lock(path: Path) -> int:
     except BlockingIOError:
         holder = os.pread(file, 100, 0).decode(errors="replace").strip()
         os.close(file)
-        raise ValueError(
-            f"out_dir={path.parent} belongs to process {holder}, which still runs; wait for it, end it with kill, or "
-            "choose another --out_dir"
-        ) from None
+        fact = f"out_dir={path.parent} belongs to process {holder}, which still runs"
+        raise ValueError(f"{fact}; wait for it, end it with kill, or choose another --out_dir") from None
     except OSError:
         return file  # a file system without locks
     if _is_at(file, path):
@@ -90,17 +88,13 @@ def _is_at(file: int, path: Path) -> bool:
 
 def check_out_dir(cfg):
     """ValueError if out_dir holds the checkpoints of another run, or is a checkpoint itself."""
-    holds_run = (Path(cfg.out_dir) / "latest").exists()
-    require(
-        cfg.eval_only or cfg.init_from == "resume" or not holds_run,
-        f"out_dir={cfg.out_dir} already holds a run; go on with --init_from=resume, or choose another --out_dir",
-    )
-    is_checkpoint = (Path(cfg.out_dir) / "state.json").exists()
-    require(
-        cfg.eval_only or not is_checkpoint,
-        f"out_dir={cfg.out_dir} is one checkpoint, not the folder of a run; to go on from it, write its name into the "
-        "file latest beside it and give the folder of both",
-    )
+    holds_run, is_checkpoint = ((Path(cfg.out_dir) / name).exists() for name in ("latest", "state.json"))
+    remedy = "go on with --init_from=resume, or choose another --out_dir"
+    new = cfg.eval_only or cfg.init_from == "resume" or not holds_run
+    require(new, f"out_dir={cfg.out_dir} already holds a run; {remedy}")
+    fact = f"out_dir={cfg.out_dir} is one checkpoint, not the folder of a run"
+    remedy = "to go on from it, write its name into the file latest beside it and give the folder of both"
+    require(cfg.eval_only or not is_checkpoint, f"{fact}; {remedy}")
 
 
 def replace_flags(out_dir: Path, step: int):

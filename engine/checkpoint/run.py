@@ -84,11 +84,9 @@ def check_same_start(cfg, ranks: Ranks):
     """ValueError if the ranks do not see the same checkpoint in out_dir."""
     resumes = cfg.init_from == "resume" and not cfg.eval_only  # under eval_only, another run may be saving there
     found = checkpoint.find(cfg.out_dir).name if resumes else cfg.init_from
-    require(
-        ranks.same(found),
-        f"out_dir={cfg.out_dir} does not look the same to all ranks, and one of them finds {found}; wait until its "
-        "file system shows the same files to all nodes, and start again",
-    )
+    fact = f"out_dir={cfg.out_dir} does not look the same to all ranks, and one of them finds {found}"
+    remedy = "wait until its file system shows the same files to all nodes, and start again"
+    require(ranks.same(found), f"{fact}; {remedy}")
 
 
 def check_same_model(cfg, flags: dict, path: str | Path):
@@ -130,10 +128,8 @@ def check_same_weights(cfg, found: Weights):
             return True
 
     name = next(filter(matters, changed), changed[0])
-    raise ValueError(
-        f"the weights in {found.path}, of a model with {name}={getattr(before, name)}, do not fit "
-        f"{name}={getattr(cfg, name)}; leave it out, or start with --init_from=scratch"
-    )
+    fact = f"the weights in {found.path}, of a model with {name}={getattr(before, name)}, do not fit"
+    raise ValueError(f"{fact} {name}={getattr(cfg, name)}; leave it out, or start with --init_from=scratch")
 
 
 def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):

@@ -33,8 +33,6 @@ class Checkpoints:
     last_written_step   step of the last checkpoint that is known to be on the disk
     best_loss           lowest validation loss so far; the loss of a checkpoint counts when it is on the disk
     unwritten_best      lower loss of a checkpoint that is not known to be on the disk, or None
-
-    All four are None at the beginning of a run.
     """
 
     def __init__(self, cfg, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss):

@@ -39,18 +39,12 @@ T = TypeVar("T")
 
 @dataclass
 class Weights:
-    """Trained weights that were found.
+    """Trained weights that were found."""
 
-    path       of the checkpoint, file or folder
-    flags      our flags: those of the model, and for a checkpoint all flags of its run
-    tokenizer  opens the tokenizer; ValueError if there is none
-    fill       fills the parameters of a ShardedModel with the weights
-    """
-
-    path: str | Path
-    flags: dict[str, Any]
-    tokenizer: Callable[[], Tokenizer]
-    fill: Callable[[ShardedModel], None]
+    path: str | Path  # of the checkpoint, file or folder
+    flags: dict[str, Any]  # our flags: those of the model, and for a checkpoint all flags of its run
+    tokenizer: Callable[[], Tokenizer]  # opens the tokenizer; ValueError if there is none
+    fill: Callable[[ShardedModel], None]  # fills the parameters with the weights
 
     def config(self, **changes: Any) -> Config:
         """The flags to compute with this model on any machine: those that do not shape it have their defaults."""

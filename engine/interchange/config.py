@@ -206,12 +206,9 @@ SCALING = {  # rope_type -> the keys of our flag's numbers in order, with the fl
 def read_rope(
     given: dict, theta: float, flags: dict, fraction: float | None = None, original: float | None = None
 ) -> dict:
-    """rope_theta, rope_fraction and rope_scaling, from transformers' dictionary of RoPE's parameters.
-
-    theta     if the dictionary has none
-    fraction  the part of each head that is turned, if the dictionary has none; without it, only whole heads
-    original  the context before scaling, where it stands beside the dictionary; it counts, not the one in there
-    """
+    """rope_theta, rope_fraction and rope_scaling, from transformers' dictionary of RoPE's parameters. If it lacks them,
+    `theta` and `fraction`, the part of each head that is turned (None: only whole heads), count. `original`, the
+    context before scaling that stands beside the dictionary, counts before the one in there."""
     given = {name: x for name, x in given.items() if x is not None and (name, x) != ("truncate", True)}
     kind = given.get("rope_type", given.get("type", "default"))
     express(type(kind) is str and kind in SCALING, f"rope_type={describe(kind)}, but only {', '.join(SCALING)}")

@@ -32,11 +32,8 @@ from model import READER, USED_WHEN, ModelConfig
 
 
 class Conversion(NamedTuple):
-    """Changes the layout of a tensor: read(x, our flags, their config.json) -> ours, write(...) -> theirs.
-
-    A layer of ours that is made of several of theirs starts with their rows, one below the other. x has rows first; a
-    bias has only rows.
-    """
+    """Changes the layout of a tensor: read(x, our flags, their config.json) -> ours, write(...) -> theirs. A layer of
+    ours that is made of several of theirs starts with their rows, one below the other. A bias has only rows."""
 
     read: Callable[[Tensor, ModelConfig, dict], Tensor]
     write: Callable[[Tensor, ModelConfig, dict], Tensor]
@@ -399,11 +396,9 @@ def network(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family, str, ModelConfig]:
-    """(the first family that expresses the flags and keeps the tokenizer's ids, its name, the flags as it has them).
-
-    A family with more biases than the model has expresses it with biases of 0; the flags then have these biases too.
-    ValueError names the flags that the nearest family lacks.
-    """
+    """(the first family that expresses the flags and keeps the tokenizer's ids, its name, the flags as it has them). A
+    family with more biases expresses the model with biases of 0; the flags then have these biases too. ValueError names
+    the flags that the nearest family lacks."""
     same = cfg.block == "superblock" and cfg.layer in SAME_AS and cfg.n_group == 1
     plain = replace(cfg, block=SAME_AS[cfg.layer]) if same else cfg  # the parameters have the same names
     misses, also = [], ""
@@ -424,7 +419,5 @@ def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family
                 also = f"; {name} would fit, but AutoTokenizer gives it other ids than the run's tokenizer"
     _, name, wrong = min(misses, default=(0, "any", ["block"]))
     values = " and ".join(f"{flag}={getattr(cfg, flag)}" for flag in wrong)
-    raise ValueError(
-        f"no family of Hugging Face has {values} (the nearest is {name}{also}); export with --remote-code, which "
-        "writes model.py beside the weights"
-    )
+    fact = f"no family of Hugging Face has {values} (the nearest is {name}{also})"
+    raise ValueError(f"{fact}; export with --remote-code, which writes model.py beside the weights")

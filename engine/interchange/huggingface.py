@@ -100,12 +100,9 @@ class Stored(NamedTuple):
 
 
 class Pretrained(Mapping[str, Tensor]):
-    """Weights by our names, in float32. A tensor is read when it is asked for.
-
-    place   of the weights, for errors, like `source`, which says their shapes, and `remedy`
-    config  their keys of the family's config.json, and `flags` our flags for them
-    stored  their name -> the tensor in the file
-    """
+    """Weights by our names, in float32; a tensor is read when it is asked for. `flags` are our flags for the family's
+    keys in `config`, and `stored` are their tensors by name. Errors name the `place`, the `source` of the shapes, and
+    the `remedy`."""
 
     def __init__(
         self, place: str | Path, family: Family, config: dict, flags: dict, stored: dict[str, Stored],
@@ -296,7 +293,7 @@ def write_hf(
 
 
 def write_weights(folder: Path, shapes: dict[str, torch.Size], theirs: Callable, dtype: torch.dtype):
-    """Write the tensors theirs(name) -> {their name: tensor} of all our names into files of safetensors."""
+    """Write theirs(name) -> {their name: tensor} of all our names into files of safetensors."""
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
     files, room, total = [], 0, sum(sizes.values())
     for name, size in sizes.items():

@@ -1,8 +1,4 @@
-"""Reads checkpoints of nanoGPT without running code that they may hold.
-
-model_args, tensors, info = read_nanogpt("out/ckpt.pt")
-flags, tensors = from_nanogpt(model_args, tensors)       our flags and our parameter names
-"""
+"""Reads checkpoints of nanoGPT without running code that they may hold."""
 
 import os
 import pickle
