@@ -82,11 +82,8 @@ def scale_queries(x: Tensor, cfg: ModelConfig, config: dict) -> Tensor:
 
 TRANSPOSE = Conversion(lambda x, *_: x.t(), lambda x, *_: x.t())  # Conv1D of GPT-2; a bias stays as it is
 GROUP, TURN = reordered(group), reordered(turn)
-# All gates, then all values -> pieces of gates and values in turn
-UNITS = reordered(lambda rows, cfg: rows.view(2, -1, cfg.hidden_unit).transpose(0, 1).flatten())
-EACH_UNITS = reordered(  # the same for each expert in turn
-    lambda rows, cfg: rows.view(cfg.n_expert, 2, -1, cfg.hidden_unit).transpose(1, 2).flatten()
-)
+# All gates, then all values, of each expert in turn -> pieces of gates and values in turn
+UNITS = reordered(lambda rows, cfg: rows.view(cfg.n_expert or 1, 2, -1, cfg.hidden_unit).transpose(1, 2).flatten())
 STACK = Conversion(lambda x, cfg, _: x.unflatten(0, (cfg.n_expert, -1)), lambda x, *_: x.flatten(0, 1))  # of experts
 PLUS_ONE = Conversion(lambda x, *_: x + 1, lambda x, *_: x - 1)  # Gemma's norms multiply by 1 + w
 # A file that we write has query_pre_attn_scalar = D, so nothing is scaled back.
@@ -167,12 +164,12 @@ GEMMA2 = LLAMA | {
 }
 MIXTRAL = LLAMA | {
     "experts.router": ("block_sparse_moe.gate",),
-    "experts.up": ("block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3", EACH_UNITS, STACK),
+    "experts.up": ("block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3", UNITS, STACK),
     "experts.down": ("block_sparse_moe.experts.{}.w2", STACK),
 }
 QWEN3_MOE = LLAMA | {
     "experts.router": ("mlp.gate",),
-    "experts.up": ("mlp.experts.{}.gate_proj mlp.experts.{}.up_proj", EACH_UNITS, STACK),
+    "experts.up": ("mlp.experts.{}.gate_proj mlp.experts.{}.up_proj", UNITS, STACK),
     "experts.down": ("mlp.experts.{}.down_proj", STACK),
 }
 NEOX_LAYER = {"mlp.up": ("mlp.dense_h_to_4h",), "mlp.down": ("mlp.dense_4h_to_h",), "head": ("lm_head",)}
@@ -232,10 +229,8 @@ FAMILIES = {
     "mixtral": llama(
         "Mixtral", dict(router_balance="none"),
         [*LLAMA_SHAPE, hf_config.experts("intermediate_size"), rope(), hf_config.WINDOW],
-        dict(
-            intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5,
-            rope_theta=1e6, sliding_window=None, num_local_experts=8, num_experts_per_tok=2,
-        ),
+        dict(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5,
+             rope_theta=1e6, sliding_window=None, num_local_experts=8, num_experts_per_tok=2),
         MIXTRAL, dict(num_experts="num_local_experts"),
     ),
     "qwen3_moe": llama(
@@ -245,11 +240,9 @@ FAMILIES = {
             only(norm_topk_prob=True, attention_bias=False, use_sliding_window=False, decoder_sparse_step=1),
             only(mlp_only_layers=[]), ignored("intermediate_size", "sliding_window", "max_window_layers"),
         ],
-        dict(
-            vocab_size=151936, hidden_size=2048, num_hidden_layers=24, num_key_value_heads=4,
-            max_position_embeddings=32768, moe_intermediate_size=768, num_local_experts=128, num_experts_per_tok=8,
-            norm_topk_prob=False,
-        ),
+        dict(vocab_size=151936, hidden_size=2048, num_hidden_layers=24, num_key_value_heads=4,
+             max_position_embeddings=32768, moe_intermediate_size=768, num_local_experts=128, num_experts_per_tok=8,
+             norm_topk_prob=False),
         QWEN3_MOE, dict(num_experts="num_local_experts"),
     ),
     "olmo2": llama(
@@ -259,10 +252,8 @@ FAMILIES = {
     ),
     "phi3": llama(
         "Phi3", {}, [*LLAMA_PARTS, rope(fraction="partial_rotary_factor", scaled=False), hf_config.WINDOW],
-        dict(
-            vocab_size=32064, hidden_size=3072, intermediate_size=8192, max_position_embeddings=4096,
-            rms_norm_eps=1e-5, partial_rotary_factor=1.0,
-        ),
+        dict(vocab_size=32064, hidden_size=3072, intermediate_size=8192, max_position_embeddings=4096,
+             rms_norm_eps=1e-5, partial_rotary_factor=1.0),
         LLAMA | {"attn.qkv": ("self_attn.qkv_proj", GROUP, TURN), "mlp.up": ("mlp.gate_up_proj", UNITS)},
     ),
     "gemma2": llama(
@@ -289,20 +280,16 @@ FAMILIES = {
             mlp("activation_function", "n_inner"),
             only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
         ],
-        dict(
-            vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12, activation_function="gelu_new",
-            layer_norm_epsilon=1e-5, tie_word_embeddings=True,
-        ),
+        dict(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12, activation_function="gelu_new",
+             layer_norm_epsilon=1e-5, tie_word_embeddings=True),
         {
             "wte": ("transformer.wte",), "pos.wpe": ("transformer.wpe",), "sums.0.before": ("ln_1",),
             "attn.qkv": ("attn.c_attn", TRANSPOSE, GROUP), "attn.out": ("attn.c_proj", TRANSPOSE),
             "sums.1.before": ("ln_2",), "mlp.up": ("mlp.c_fc", TRANSPOSE), "mlp.down": ("mlp.c_proj", TRANSPOSE),
             "norm": ("transformer.ln_f",), "head": ("lm_head",),
         },
-        dict(
-            num_hidden_layers="n_layer", num_attention_heads="n_head", hidden_size="n_embd",
-            max_position_embeddings="n_positions",
-        ),
+        dict(num_hidden_layers="n_layer", num_attention_heads="n_head", hidden_size="n_embd",
+             max_position_embeddings="n_positions"),
     ),
     "gpt_neox": Family(
         "GPTNeoXForCausalLM", "gpt_neox.layers.{}.", dict(bias=True, pos="rope"),
@@ -310,11 +297,9 @@ FAMILIES = {
             *LLAMA_SIZES, value("layer_norm_eps", "norm_eps", float), mlp("hidden_act", "intermediate_size"),
             hf_config.NEOX_BLOCK, rope("rotary_emb_base", "rotary_pct"), only(attention_bias=True),
         ],
-        dict(
-            vocab_size=50432, hidden_size=6144, num_hidden_layers=44, num_attention_heads=64, intermediate_size=24576,
-            hidden_act="gelu", max_position_embeddings=2048, layer_norm_eps=1e-5, tie_word_embeddings=False,
-            use_parallel_residual=True, rotary_pct=0.25, rotary_emb_base=10000.0,
-        ),
+        dict(vocab_size=50432, hidden_size=6144, num_hidden_layers=44, num_attention_heads=64,
+             intermediate_size=24576, hidden_act="gelu", max_position_embeddings=2048, layer_norm_eps=1e-5,
+             tie_word_embeddings=False, use_parallel_residual=True, rotary_pct=0.25, rotary_emb_base=10000.0),
         NEOX_LAYER | {
             "wte": ("gpt_neox.embed_in",), "norm": ("gpt_neox.final_layer_norm",),
             "head": ("embed_out",),  # transformers 5 renames it
@@ -329,11 +314,10 @@ FAMILIES = {
             *LLAMA_SIZES, value("layer_norm_epsilon", "norm_eps", float), mlp("activation", "ffn_hidden_size"),
             value("bias", "bias", bool), hf_config.FALCON,
         ],
-        dict(
-            vocab_size=65024, hidden_size=4544, num_hidden_layers=32, num_attention_heads=71, layer_norm_epsilon=1e-5,
-            max_position_embeddings=2048, activation="gelu", tie_word_embeddings=True, alibi=False, bias=False,
-            new_decoder_architecture=False, multi_query=True, parallel_attn=True, rope_theta=10000.0,
-        ),
+        dict(vocab_size=65024, hidden_size=4544, num_hidden_layers=32, num_attention_heads=71,
+             layer_norm_epsilon=1e-5, max_position_embeddings=2048, activation="gelu", tie_word_embeddings=True,
+             alibi=False, bias=False, new_decoder_architecture=False, multi_query=True, parallel_attn=True,
+             rope_theta=10000.0),
         BLOOM_ROWS | {"befores.attn": ("ln_attn",), "befores.mlp": ("ln_mlp",)},
         dict(n_embed="hidden_size"),
     ),
@@ -344,10 +328,8 @@ FAMILIES = {
             *sizes("n_layer", "n_head", "hidden_size", "seq_length"),
             value("layer_norm_epsilon", "norm_eps", float), only(apply_residual_connection_post_layernorm=False),
         ],
-        dict(
-            vocab_size=250880, hidden_size=64, n_layer=2, n_head=8, layer_norm_epsilon=1e-5, seq_length=2048,
-            tie_word_embeddings=True,
-        ),
+        dict(vocab_size=250880, hidden_size=64, n_layer=2, n_head=8, layer_norm_epsilon=1e-5, seq_length=2048,
+             tie_word_embeddings=True),
         BLOOM_ROWS,
         dict(num_hidden_layers="n_layer", num_attention_heads="n_head", n_embed="hidden_size"),
     ),
@@ -357,10 +339,8 @@ FAMILIES = {
             *sizes("n_layers", "n_heads", "d_model", "max_seq_len"), value("layer_norm_epsilon", "norm_eps", float),
             only(expansion_ratio=4, no_bias=True, logit_scale=None), hf_config.MPT_ATTENTION,
         ],
-        dict(
-            vocab_size=50368, d_model=2048, n_heads=16, n_layers=24, max_seq_len=2048, layer_norm_epsilon=1e-5,
-            tie_word_embeddings=True,
-        ),
+        dict(vocab_size=50368, d_model=2048, n_heads=16, n_layers=24, max_seq_len=2048, layer_norm_epsilon=1e-5,
+             tie_word_embeddings=True),
         {
             "wte": ("transformer.wte",), "sums.0.before": ("norm_1",), "attn.qkv": ("attn.Wqkv", GROUP),
             "attn.out": ("attn.out_proj",), "sums.1.before": ("norm_2",), "mlp.up": ("ffn.up_proj",),
