@@ -43,11 +43,9 @@ CHANGED = "was changed: its SHA-256 is not the one in meta.json"
 
 
 class TokenStream:
-    """Reads one split, all shards of it, as a single array of ids below `vocab_size`. Errors call it `name`.
-
-    `sources` lists (name, tokens, weight) of each data set in the stream. There is more than one only in a mixture.
-    Of pairs, `mask` is the stream of the tokens' marks, and `packs` are the windows that pairs.pack has found.
-    """
+    """Reads one split, all shards of it, as a single array of ids below `vocab_size`. Errors call it `name`. `sources`
+    lists (name, tokens, weight) of each data set in the stream. There is more than one only in a mixture. Of pairs,
+    `mask` is the stream of the tokens' marks, and `packs` are the windows that pairs.pack has found."""
 
     mask: "TokenStream | None" = None
     packs: list[np.ndarray] | None = None

@@ -97,11 +97,9 @@ class Causal(Objective):
 
 
 class Masked(Objective):
-    """Predicts m random tokens of a window from all its tokens (BERT, arXiv:1810.04805).
-
-    In idx 80 % of the chosen tokens become the mask V, 10 % a random id, and 10 % stay. End-of-text is never chosen. A
-    window with fewer than m other tokens has all of these as targets.
-    """
+    """Predicts m random tokens of a window from all its tokens (BERT, arXiv:1810.04805). In idx 80 % of the chosen
+    tokens become the mask V, 10 % a random id, and 10 % stay. End-of-text is never chosen. A window with fewer than m
+    other tokens has all of these as targets."""
 
     extra_ids = 1
 
@@ -239,10 +237,8 @@ def objective_class(cfg) -> type[Objective]:
 
 
 def open_with_objective(cfg) -> tuple[DataSet, Objective, int]:
-    """(the data, the objective, vocab_size). The ids of the objective's own tokens follow those of the data.
-
-    Settles cfg.pairs, and with pairs doc_mask and doc_positions, so that a pair is computed as if it were alone.
-    """
+    """(the data, the objective, vocab_size). The ids of the objective's own tokens follow those of the data. Settles
+    cfg.pairs, and with pairs doc_mask and doc_positions, so that a pair is computed as if it were alone."""
     data = open_data(cfg.dataset, DATA, cfg.vocab_size, cfg.verify_data)
     settle_pairs(cfg, data)
     fact = f"objective={cfg.objective} adds ids to the data's vocabulary, and dataset={cfg.dataset} has no meta.json"

@@ -66,8 +66,8 @@ def documents(stream: TokenStream) -> np.ndarray:
         firsts.append(place + np.flatnonzero(marks & FIRST))
         targets.append(place + np.flatnonzero(target & ~np.append(False, target[:-1])))  # the first of each run
         place += len(marks)
-    firsts, targets, ends = np.concatenate(firsts), np.concatenate(targets), [len(stream)]
-    ends = np.append(firsts[1:], ends)
+    firsts, targets = np.concatenate(firsts), np.concatenate(targets)
+    ends = np.append(firsts[1:], len(stream))
     found = np.append(targets, len(stream))[np.searchsorted(targets, firsts)]
     whole = len(firsts) and firsts[0] == 0 and (firsts < found).all() and (found < ends).all()
     require(whole, f"the mask of {stream.name} has documents without a source or a target; prepare the data again")

@@ -125,25 +125,21 @@ class Source:
         parts = _paragraphs(_lines(f))
         if self.documents == "line":
             parts = ((offset, line) for offset, line in _lines(f) if line.strip())
-        for n, (offset, content) in enumerate(parts):
-            if n >= skip:
-                yield _decode(name, offset, content).removesuffix("\n").removesuffix("\r")
+        for offset, content in islice(parts, skip, None):
+            yield _decode(name, offset, content).removesuffix("\n").removesuffix("\r")
 
     def _json_texts(self, name: str, f, skip: int) -> Iterator[str | Parts]:
-        n = 0
-        for number, (offset, line) in enumerate(_lines(f), 1):
-            where = f"{name}:{number}"
-            n += bool(line.strip())
-            if n > skip and line.strip():
-                text = _decode(name, offset, line, f":{number}")
-                try:
-                    record = json.loads(text)
-                except (ValueError, RecursionError) as e:
-                    raise ValueError(f"{where} is not JSON ({reason(e)}); correct it, or remove it") from None
-                shape = f"{{{self.columns[0]!r}: ...}}"
-                require(isinstance(record, dict), f"{where} is not a JSON object such as {shape}; correct it")
-                self._check_columns(where, record)
-                yield self._document(where, record)
+        numbered = ((number, *each) for number, each in enumerate(_lines(f), 1) if each[1].strip())
+        for number, offset, line in islice(numbered, skip, None):
+            where, text = f"{name}:{number}", _decode(name, offset, line, f":{number}")
+            try:
+                record = json.loads(text)
+            except (ValueError, RecursionError) as e:
+                raise ValueError(f"{where} is not JSON ({reason(e)}); correct it, or remove it") from None
+            shape = f"{{{self.columns[0]!r}: ...}}"
+            require(isinstance(record, dict), f"{where} is not a JSON object such as {shape}; correct it")
+            self._check_columns(where, record)
+            yield self._document(where, record)
 
     def _rows(self, name: str, raw, skip: int) -> Iterator[tuple[str | Parts, int]]:
         from pyarrow.parquet import ParquetFile

@@ -99,11 +99,9 @@ class GPT2Tokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """Byte-level BPE: bytes 0..255, the merges in the order of training, end-of-text. Encodes every str.
-
-    The file has tiktoken's format, a line "base64(bytes) id" for each id except end-of-text. PATTERN is a part of the
-    definition: another pattern would give other ids with the same file.
-    """
+    """Byte-level BPE: bytes 0..255, the merges in the order of training, end-of-text. Encodes every str. The file has
+    tiktoken's format, a line "base64(bytes) id" for each id except end-of-text. PATTERN is a part of the definition:
+    another pattern would give other ids with the same file."""
 
     FILE = "tokenizer.tiktoken"
     # GPT-2's split into words; merges stay inside a word. GPT-4's split makes 3 % more tokens of Python at bpe:1024 and

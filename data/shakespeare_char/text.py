@@ -48,10 +48,8 @@ def read(path: Path | str) -> bytes:
 
 
 def prepare(doc: str, here: str, tokenizer_of: Callable[[str], Tokenizer]) -> ShardWriter:
-    """Prepares the text of --input, a file or a URL, in the tokens of tokenizer_of(text); returns what was written.
-
-    The first 0.9 of the characters train. ValueError if the rest has less than two characters or tokens.
-    """
+    """Prepares the text of --input, a file or a URL, in the tokens of tokenizer_of(text); returns what was written. The
+    first 0.9 of the characters train. ValueError if the rest has less than two characters or tokens."""
     parser = Parser(doc, here)
     parser.add_argument("--input", help="text file or its URL (default: input.txt of shakespeare_char)")
     args = parser.parse_args()

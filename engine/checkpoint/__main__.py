@@ -49,10 +49,8 @@ def main(argv: list[str] | None = None):
 
 def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") -> Path:
     """Write the model's weights to one safetensors file, from any number of ranks; returns the checkpoint's path.
-
     Memory must hold the weights. Tied weights are written once, as wte.weight. The file's metadata has `format` (pt),
-    `step`, and `flags` (the run's flags as JSON). After an OSError or ValueError there is no incomplete file.
-    """
+    `step`, and `flags` (the run's flags as JSON). After an OSError or ValueError there is no incomplete file."""
     file = Path(file)
     if file.exists():
         raise FileExistsError(f"{file} is there already; delete it, or name another file")

@@ -226,21 +226,20 @@ def open_files(folder: Path) -> dict[str, Stored]:
     from safetensors import SafetensorError, safe_open
 
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        names = {single.name: None}
-    elif index.is_file():
+    table, files = {}, [single.name]
+    if not single.is_file() and index.is_file():
         table = read_json(index).get("weight_map")
         require(type(table) is dict and table, f"{index} has no weight_map; {AGAIN}")
         for file in table.values():
             plain = type(file) is str and re.fullmatch(r"[\w-][\w.-]*[.]safetensors", file)
             require(plain, f"{index} names {describe(file)}, which is no safetensors file of its folder; {AGAIN}")
-        names = {file: {name for name, where in table.items() if where == file} for file in sorted(set(table.values()))}
-    else:
+        files = sorted(set(table.values()))
+    elif not single.is_file():
         found = "only pytorch_model.bin, a pickle" if list(folder.glob("*.bin")) else "no model.safetensors"
         remedy = "load it with transformers and call save_pretrained(DIR, safe_serialization=True)"
         raise ValueError(f"{folder} has {found}; {remedy}")
     out = {}
-    for file, listed in names.items():
+    for file in files:
         require((folder / file).is_file(), f"{index} names {file}, which is absent; {AGAIN}")
         try:
             with open(folder / file, "rb", opener=open_regular):
@@ -248,7 +247,7 @@ def open_files(folder: Path) -> dict[str, Stored]:
         except (SafetensorError, ValueError) as error:
             text = str(error).splitlines()[0][:100]
             raise ValueError(f"{folder / file} is damaged ({text}); {AGAIN}") from None
-        lacking = min((listed or set()) - set(opened.keys()), default=None)
+        lacking = min({name for name, where in table.items() if where == file} - set(opened.keys()), default=None)
         require(lacking is None, f"{folder / file} lacks {describe(lacking)}, which {index.name} places there; {AGAIN}")
         for name in opened.keys():
             entry = opened.get_slice(name)
