@@ -153,8 +153,10 @@ class Pretrained(Mapping[str, Tensor]):
             same = found and found.shape == tuple(shape)
             require(same, f"{fact}, but {self.source} means {tuple(shape)}; {self.remedy}")
 
-        size = self.cfg.vocab_size, self.cfg.n_embd
+        size, n = (self.cfg.vocab_size, self.cfg.n_embd), len(self.stored)
         check(self.family.source("wte.weight")[0][0], size)  # so a model of these sizes can be made
+        fact = f"{self.place}: {self.source} means n_layer={self.cfg.n_layer}, but there are {n} tensors"
+        require(self.cfg.n_layer <= n, f"{fact}; {self.remedy}")
         self.shapes = shapes_of(self.cfg)
         for name, shape in self.shapes.items():
             x = torch.empty(shape, device="meta")

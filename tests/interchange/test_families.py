@@ -600,6 +600,7 @@ DAMAGE = {
     ),
     "type": (config(hidden_size="48"), "hidden_size='48' must be of type int"),
     "size": (config(num_attention_heads=5, head_dim=None), "n_embd=48 is not divisible by n_head=5"),
+    "layers": (config(num_hidden_layers=4000), r"config.json means n_layer=4000, but there are \d+ tensors"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
     "a pickle": (only_a_pickle, r"has only pytorch_model.bin, a pickle; .*safe_serialization=True"),
     "cut off": (
