@@ -24,14 +24,10 @@ from data.pairs import encode
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
 
-ENGLISH = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
-)
-ENGLISH += "seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety".split()
-GERMAN = (
-    "null ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn".split()
-)
-GERMAN += "siebzehn achtzehn neunzehn zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig".split()
+ENGLISH = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen".split()
+ENGLISH += "sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety".split()
+GERMAN = "null ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn".split()
+GERMAN += "sechzehn siebzehn achtzehn neunzehn zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig".split()
 
 
 def english(n: int) -> str:

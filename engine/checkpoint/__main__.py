@@ -113,10 +113,10 @@ def convert_step(path: Path, state: dict):
     partial.mkdir()
     try:
         files = read_metadata(path, state.pop("metadata_sha256", None))
-        written = [
-            contents.write(partial / f"rank_{rank}.safetensors", read_parts(path, name, files[name]))
-            for rank, name in enumerate(sorted(files))
-        ]
+        written = []
+        for rank, (file, pieces) in enumerate(sorted(files.items())):
+            new = partial / f"rank_{rank}.safetensors"
+            written += [contents.write(new, {name: read_part(path, file, name, *at) for name, at in pieces.items()})]
         checkpoint.complete(path, written, state)
     except (OSError, Damaged):
         raise
@@ -143,17 +143,13 @@ def read_metadata(path: Path, sha256: Any) -> dict[str, dict[str, tuple]]:
     return files
 
 
-def read_parts(path: Path, file: str, found: dict[str, tuple]) -> dict[str, Part]:
-    """The parts of tensors in one file. Raises Damaged."""
-    parts = {}
-    for name, (shape, offsets, start, length, sha256) in found.items():
-        with damage_in(path, f"{file}: {name}"), open(path / file, "rb", opener=open_regular) as f:
-            f.seek(start)
-            data = f.read(length)
-            require(hashlib.sha256(data).digest() == sha256, "its bytes are not those that were saved")
-            tensor = torch.load(BytesIO(data), map_location="cpu", weights_only=True).detach()
-            parts[name] = Part(tensor, offsets, shape)
-    return parts
+def read_part(path: Path, file: str, name: str, shape: Any, offsets: Any, start: int, length: int, sha256: Any) -> Part:
+    """One piece of the tensor `name`. Raises Damaged."""
+    with damage_in(path, f"{file}: {name}"), open(path / file, "rb", opener=open_regular) as f:
+        f.seek(start)
+        data = f.read(length)
+        require(hashlib.sha256(data).digest() == sha256, "its bytes are not those that were saved")
+        return Part(torch.load(BytesIO(data), map_location="cpu", weights_only=True).detach(), offsets, shape)
 
 
 class _Record:
