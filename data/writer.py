@@ -30,6 +30,7 @@ PROGRESS = "progress.json"  # the file in that folder with the state of a resuma
 
 class ShardWriter:
     """A context that writes documents as shards `{split}_{i:06d}.bin` of at most `shard_tokens` tokens, and meta.json.
+
     All files are written and fsynced in the folder PREPARING, and moved into place when the block ends. So an exception
     or a power cut leaves the old data unchanged.
 
