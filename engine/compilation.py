@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
+from data.errors import require
 from engine.parallel.ranks import Ranks, is_first_rank, of_first_rank, together
 from model import ExpertLinear, Pool
 from ops import linear_by_linear, strip_attention
@@ -72,19 +73,16 @@ def works(ranks: Ranks) -> bool:
         together(partial(try_compiler, ranks.device))
     except (ValueError, OSError) as error:  # OSError: no folder can be made
         if ranks.first:
+            # the CPU's kernels are in C++, and CUDA's need a C compiler to be started
+            compiler, variable = ("g++", "CXX") if cpu else ("gcc", "CC")
             print(
                 f"warning: torch.compile does not work here ({error}), so this run is not compiled and takes longer; "
-                f"{install(ranks.device)}, or leave it out with --compile=False",
+                f"install {compiler} and Python's headers, or name a compiler in the variable {variable}, or leave it "
+                "out with --compile=False",
                 flush=True,
             )
         return False
     return True
-
-
-def install(device: torch.device) -> str:
-    """What torch.compile may lack: the CPU's kernels are in C++, and CUDA's need a C compiler to be started."""
-    compiler, variable = ("g++", "CXX") if device.type == "cpu" else ("gcc", "CC")
-    return f"install {compiler} and Python's headers, or name a compiler in the variable {variable}"
 
 
 def try_compiler(device: torch.device):
@@ -161,10 +159,6 @@ def graph_breaks() -> list[str]:
     return [" ".join(reason[0].split())[:300] for reason in reasons]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The folder of the kernels
-
-
 def use_private_folder():
     """Make torch.compile keep its kernels in `private_folder`, or without one in a folder of this process alone.
 
@@ -203,12 +197,9 @@ def private_folder() -> Path:
         missing.mkdir(0o700, exist_ok=True)
     for each in (folder, *list(folder.parents)[:2]):
         found = each.stat()
-        if found.st_uid != os.getuid():
-            raise ValueError(f"{each} belongs to another user")
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ValueError(f"{each} can be written by other users")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{folder} cannot be written")
+        require(found.st_uid == os.getuid(), f"{each} belongs to another user")
+        require(not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH), f"{each} can be written by other users")
+    require(os.access(folder, os.W_OK | os.X_OK), f"{folder} cannot be written")
     return folder
 
 
@@ -218,10 +209,8 @@ def kind_of_kernels() -> str:
 
     torch.compile does not look at the last two when it searches for a kernel, although it compiles with -march=native.
     """
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    file = Path("/proc/cpuinfo")  # on Linux
+    lines = file.read_text().splitlines() if file.exists() else []
     instructions = {line for line in lines if line.startswith(("flags", "Features"))}  # the same line for each core
     python = sys.implementation.cache_tag
     kind = hashlib.sha256(repr((python, platform.machine(), sorted(instructions))).encode()).hexdigest()[:8]

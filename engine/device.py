@@ -28,19 +28,17 @@ LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY"
 def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
     """The device that the flag names: auto takes cuda, mps or cpu, the first that exists, and cuda without a number is
     the GPU of this rank. ValueError if this is no device, or if the machine does not have it."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?|mps", flag):
-        raise ValueError(f"device={flag!r} must be auto, cpu, cuda, cuda:N or mps")
+    known = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?|mps", flag)
+    require(known, f"device={flag!r} must be auto, cpu, cuda, cuda:N or mps")
     have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if flag == "auto":
         flag = next(kind for kind, there in have.items() if there)
     kind, _, index = flag.partition(":")
-    if not have.get(kind, False):
-        raise ValueError(f"device={flag} is not on this machine; use --device=cpu or --device=auto")
-    index = int(index or local_rank)
+    require(have[kind], f"device={flag} is not on this machine; use --device=cpu or --device=auto")
     if kind != "cuda":
         return torch.device(kind)
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device=cuda:{index} is not on this machine, which has {torch.cuda.device_count()} GPUs")
+    index, gpus = int(index or local_rank), torch.cuda.device_count()
+    require(index < gpus, f"device=cuda:{index} is not on this machine, which has {gpus} GPUs")
     return torch.device("cuda", index)
 
 
@@ -49,14 +47,13 @@ def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
 
     Nothing is measured here. A training run on a CPU resolves auto with `agreed_dtype`.
     """
-    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    cuda = device.type == "cuda"
+    bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     if flag == "auto":
-        flag = ("bfloat16" if bf16 else "float16") if device.type == "cuda" else "float32"
-    if flag == "float16" and device.type != "cuda":
-        raise ValueError(
-            f"dtype=float16 needs a gradient scaler on a GPU, and the device is {device.type}; use float32"
-        )
-    if flag == "bfloat16" and device.type == "cuda" and not bf16:
+        flag = ("bfloat16" if bf16 else "float16") if cuda else "float32"
+    wrong = f"dtype=float16 needs a gradient scaler on a GPU, and the device is {device.type}; use float32"
+    require(flag != "float16" or cuda, wrong)
+    if flag == "bfloat16" and cuda and not bf16:
         raise ValueError(f"dtype=bfloat16 is not supported by {torch.cuda.get_device_name(device)}; use float16")
     return getattr(torch, flag)
 
@@ -129,8 +126,8 @@ def one_thread() -> Iterator[int]:
 def speed_of_bfloat16(n: int, seconds: float) -> float:
     """How many times as fast as in float32 two (n, n) matrices are multiplied in bfloat16.
 
-    The best times are compared. The dtypes alternate for so many seconds, and at least three times. All of these are
-    seconds of this thread on a processor, so other programs hardly disturb them; torch must have one thread.
+    The best times of this thread on a processor are compared. The dtypes alternate for so many seconds, and at least
+    three times. torch must have one thread.
     """
     dtypes = torch.float32, torch.bfloat16
     matrices = {dtype: (torch.ones(n, n, dtype=dtype), torch.empty(n, n, dtype=dtype)) for dtype in dtypes}
@@ -178,9 +175,6 @@ def machine(device: torch.device) -> dict:
         facts |= {"gpus": torch.cuda.device_count(), "cudnn": torch.backends.cudnn.version()}
     return facts
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Peaks
 
 # Dense peaks in FLOP/s: (bfloat16 with float32 accumulation, or float16 on chips without bfloat16; TF32). Sources are
 # NVIDIA's data sheets (halved where they count sparsity), its GA102, AD102 and GB202 white papers, and AMD's data sheet
@@ -233,9 +227,9 @@ def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
 def cpu_peak(dtype: torch.dtype, seconds: float = 0.5) -> float:
     """The best rate of square matmuls in this dtype in FLOP/s: that of one thread, times torch's number of threads.
 
-    All seconds are those of this thread on a processor, so other programs hardly disturb them: threads that wait for
-    each other on a busy CPU can take a hundred times as long. The matrices grow from 192 rows to 1536, unless the next
-    product would take longer than the rest of the time: emulated in bfloat16, a product of 1536 rows can take 20 s.
+    All seconds are those of this thread on a processor: threads that wait for each other on a busy CPU can take a
+    hundred times as long. The matrices grow from 192 rows to 1536, unless the next product would take longer than the
+    rest of the time: emulated in bfloat16, a product of 1536 rows can take 20 s.
     """
     best, n, last, end = 0.0, 96, 0.0, time.thread_time() + seconds
     with one_thread() as threads:

@@ -26,15 +26,9 @@ from model import Model
 
 
 def mean_loss(
-    cfg,
-    ranks: Ranks,
-    sharded: ShardedModel,
-    objective: Objective,
-    token_bytes: Tensor | None,
-    stop: StopSignal,
-    stream: TokenStream,
-    n_batches: int,
-) -> tuple[float, float | None] | None:
+    cfg, ranks: Ranks, sharded: ShardedModel, objective: Objective, token_bytes: Tensor | None, stop: StopSignal,
+    stream: TokenStream, n_batches: int,
+) -> tuple[float, float | None] | None:  # fmt: skip
     """(nats per target, bits per byte or None) over a fixed set of windows, which does not depend on the ranks.
 
     n_batches    of cfg.batch_size windows each, counted over all ranks; 0 means all windows of the stream
@@ -54,12 +48,9 @@ def mean_loss(
 
 @torch.no_grad()
 def total_loss(
-    ranks: Ranks,
-    sharded: ShardedModel,
-    token_bytes: Tensor | None,
-    batches: Iterable[dict[str, Tensor]],
+    ranks: Ranks, sharded: ShardedModel, token_bytes: Tensor | None, batches: Iterable[dict[str, Tensor]],
     stop: StopSignal | None = None,
-) -> list[float] | None:
+) -> list[float] | None:  # fmt: skip
     """[nats, number of targets, bytes of text of the targets] of the batches of all ranks together. The bytes are 0
     without `token_bytes`. Returns None if the ranks agree to stop meanwhile."""
     # MPS does not support float64.

@@ -96,25 +96,15 @@ class Events:
 
     def text(self, step: int, tag: str, text: str):
         """Writes a text for the page TEXT, indented because this page reads Markdown."""
-        from tensorboard.plugins.text.metadata import create_summary_metadata
-        from tensorboard.util.tensor_util import make_tensor_proto
+        from tensorboard.plugins.text.summary_v2 import text_pb
 
-        tensor = make_tensor_proto(textwrap.indent(text, "    ", lambda line: True))
-        value = self.Summary.Value(tag=tag, metadata=create_summary_metadata("", ""), tensor=tensor)
-        self.write(step=step, summary=self.Summary(value=[value]))
+        self.write(step=step, summary=text_pb(tag, textwrap.indent(text, "    ", lambda line: True)))
 
     def hparams(self, flags: dict):
         """Writes the flags for the page HPARAMS, which shows them with the last value of each scalar."""
-        from tensorboard.plugins.hparams import metadata
-        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
-        start = SessionStartInfo(start_time_secs=time.time())
-        for name, value in flags.items():
-            kind = "bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"
-            setattr(start.hparams[name], f"{kind}_value", value)
-        content = metadata.create_summary_metadata(HParamsPluginData(session_start_info=start))
-        tag, nothing = metadata.SESSION_START_INFO_TAG, metadata.NULL_TENSOR
-        self.write(summary=self.Summary(value=[self.Summary.Value(tag=tag, metadata=content, tensor=nothing)]))
+        self.write(summary=hparams_pb(flags, trial_id=""))  # which would group runs of equal flags
 
     def write(self, **event):
         self.records.write(self.Event(wall_time=time.time(), **event).SerializeToString())
@@ -198,10 +188,6 @@ def evaluation_line(step: int, train_loss: float, val_loss: float, val_bpb: floa
     return f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bpb}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The interface of train.py
-
-
 def slow_step_warning(cfg, seconds: float) -> str:
     """A warning if a step takes over a minute, else "". `seconds` is its time at the machine's peak, nan if unknown."""
     if not seconds > 60:
@@ -243,16 +229,9 @@ class Metrics(Silent):
     """
 
     def __init__(
-        self,
-        out_dir: str,
-        step: int,
-        tokens: int,
-        max_iters: int,
-        flops_per_token: float,
-        peak: float | None,
-        device: torch.device,
-        flags: dict,
-    ):
+        self, out_dir: str, step: int, tokens: int, max_iters: int, flops_per_token: float, peak: float | None,
+        device: torch.device, flags: dict,
+    ):  # fmt: skip
         folder = Path(out_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.events = folder / "metrics.jsonl", Events(folder)

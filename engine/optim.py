@@ -72,9 +72,6 @@ def wsd(step: int, end: int, cfg) -> float:
 
 SCHEDULE = {"cosine": cosine, "wsd": wsd, "constant": constant}
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Muon
-
 
 class Muon:
     """Trains hidden matrices with orthogonalised momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
@@ -97,14 +94,9 @@ class Muon:
     LARGEST_ROUND = 2**26  # the same of each owner, so that large models have rounds that overlap
 
     def __init__(
-        self,
-        weights: dict[nn.Parameter, Fused | None],
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        owners: Owners | None = None,
-        dtype: torch.dtype = torch.float32,
-    ):
+        self, weights: dict[nn.Parameter, Fused | None], lr: float, momentum: float, weight_decay: float,
+        owners: Owners | None = None, dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
         shapes = {p: owners.matrices[p].shape if owners else p.shape for p in weights}
         self.owners, self.dtype, self.sizes = owners, dtype, {p: math.prod(shape) for p, shape in shapes.items()}
         self.fused = {p: fused or (0, 1, (shapes[p][-2],)) for p, fused in weights.items()}
@@ -312,33 +304,29 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
         not hidden or cfg.learning_rate > 0,
         "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it; set learning_rate above 0",
     )
-    loads = load_biases(model)
-    others = [p for p in model.parameters() if p.requires_grad and p not in hidden and p not in loads]  # tied: once
+    loads, trained = load_biases(model), [p for p in model.parameters() if p.requires_grad]  # tied: once
+    others = [p for p in trained if p not in hidden and p not in loads]
     vectors = {m.bias for m in model.modules() if isinstance(m, ExpertLinear)}
     ratio, betas = cfg.width_ratio, (cfg.beta1, cfg.beta2)
     wide = {m.weight for m in model.modules() if isinstance(m, Linear) and ratio != 1}  # muP divides their rate
-    rest: dict = {}
+    parts: dict = {}
     for params, factor in ([p for p in others if p not in wide], 1.0), ([p for p in others if p in wide], ratio):
         if groups := decay_groups(params, cfg.weight_decay * factor, vectors):  # lr times decay stays as it is
-            rest[kind.rest(groups, cfg.learning_rate / factor, betas)] = 1.0 / factor
+            parts[kind.rest(groups, cfg.learning_rate / factor, betas)] = 1.0 / factor
     if loads:
-        rest[Balance([{"params": list(loads)}], cfg.balance_rate, ())] = None
-    average: dict = {}  # the last part, as it reads the new weights
-    if cfg.ema_decay:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        average[Average([{"params": trained, "decay": cfg.ema_decay}], 0.0, ())] = None
-    if not hidden:
-        return Optimizer(rest | average)
-    owners = None
-    if sharded and sharded.ranks.size > cfg.pp:
-        matrices = {
-            p: Matrix(tuple(sharded.as_global(name, p).shape), hidden[p], sharded.cuts(name))
-            for name, p in model.named_parameters()
-            if p in hidden
-        }
-        owners = Owners(matrices, sharded.ranks.stage, iteration_dtype(dtype))
-    muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, owners, dtype)
-    return Optimizer(rest | {muon: cfg.muon_lr / cfg.learning_rate} | average)
+        parts[Balance([{"params": list(loads)}], cfg.balance_rate, ())] = None
+    if hidden:
+        owners = None
+        if sharded and sharded.ranks.size > cfg.pp:
+            named = [(name, p) for name, p in model.named_parameters() if p in hidden]
+            shapes = {p: tuple(sharded.as_global(name, p).shape) for name, p in named}
+            matrices = {p: Matrix(shapes[p], hidden[p], sharded.cuts(name)) for name, p in named}
+            owners = Owners(matrices, sharded.ranks.stage, iteration_dtype(dtype))
+        muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, owners, dtype)
+        parts[muon] = cfg.muon_lr / cfg.learning_rate
+    if cfg.ema_decay:  # the last part, as it reads the new weights
+        parts[Average([{"params": trained, "decay": cfg.ema_decay}], 0.0, ())] = None
+    return Optimizer(parts)
 
 
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
