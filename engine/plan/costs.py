@@ -48,19 +48,12 @@ from engine.parallel.owners import Matrix, Owners, cuts
 from engine.parallel.recomputation import recompute
 from engine.plan.accounting import attention_kernels, flops, linear_flops
 from model import Block, Inputs, Model, NormOfHeads, Pool, Shared, Stack
-from ops import ChunkedCrossEntropy, boundaries, equal_rows, rows_at_once, wide_stream
+from ops import boundaries, equal_rows, rows_at_once, wide_stream
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The mesh, and the parameters of each stage
-
-DATA = ("dp_shard", "cp")
-GROUP = {  # first word of a kind of traffic -> the adjacent dimensions of the mesh along which its ranks lie
-    "fsdp": DATA, "ddp": DATA, "hsdp": ("dp_replicate",), "tp": ("tp",), "cp": ("cp",), "pp": ("pp",),
-    "muon": ("dp_replicate", *DATA, "tp"),
-}  # fmt: skip
-# Adjacent ranks among those of DATA are the group of kind "ep"; those with the same experts that of kind "experts".
 
 
 def layout_of(cfg) -> dict[str, int]:
@@ -101,10 +94,6 @@ class Stage:
                 self.shapes[name], self.held[name] = tuple(p.shape), rows * (p.numel() // p.size(0))
                 self.numbers[unit] += p.numel()
                 (self.experts if name in divided else self.shard)[unit] += self.held[name]
-
-
-def ring_share(n: int) -> float:
-    return (n - 1) / n
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -148,8 +137,9 @@ class Trace(TorchDispatchMode):
             kind = self.KINDS[name]
             full = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
             passes = 2 if kind == "all-reduce" else 1
-            self.collectives += group.size() > 1
-            self.sent[f"{group.group_desc} {kind}"] += passes * ring_share(group.size()) * full
+            n = group.size()
+            self.collectives += n > 1
+            self.sent[f"{group.group_desc} {kind}"] += passes * (n - 1) / n * full
         cast = func is torch.ops.aten._to_copy.default and args[0].untyped_storage() in self.weights
         for storage in storages(out) - storages((args, kwargs)):
             if cast:
@@ -168,9 +158,6 @@ def storages(tree) -> set[torch.UntypedStorage]:
     """Those of all tensors in nested lists, tuples and dictionaries."""
     return {t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)}
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A rank
 
 STATES = ("parameters", "gradients", "optimizer state")  # in float32; they stay from step to step
 
@@ -235,17 +222,14 @@ class FakeRank:
             if p in hidden:
                 ep = cfg.ep if p.dim() == 3 else 1  # weights of experts have three dimensions
                 self.hidden[name] = Matrix(tuple(p.shape), hidden[p], cuts(sizes, self.fsdp, dim, ep))
-        ranks = range(cfg.tp * max(cfg.cp, cfg.ep))
+        divided: Collection[str] = ()
         if cfg.tp > 1:
-            self.tp_group = dist.new_group([*ranks[: cfg.tp]], group_desc="tp")
+            self.tp_group = self.new_group("tp")
             tensor_parallel.apply_tensor_parallel(model, self.tp_group)
         if cfg.cp > 1:
-            cp = dist.new_group([*ranks[: cfg.tp * cfg.cp : cfg.tp]], group_desc="cp")
-            context_parallel.apply_context_parallel(model, cp)
-        divided: Collection[str] = ()
+            context_parallel.apply_context_parallel(model, self.new_group("cp"))
         if cfg.ep > 1:
-            ep = dist.new_group([*ranks[: cfg.tp * cfg.ep : cfg.tp]], group_desc="ep")
-            divided = expert_parallel.apply_expert_parallel(model, ep)
+            divided = expert_parallel.apply_expert_parallel(model, self.new_group("ep"))
         self.stages = [Stage(model, i, self.shards, divided) for i in range(cfg.pp)]
         if cfg.fp8:
             fp8.check(cfg, self.lengths)
@@ -255,16 +239,22 @@ class FakeRank:
         for block in blocks:
             if cfg.activation_checkpoint != "none":
                 recompute(block, cfg.activation_checkpoint)
+        if cfg.compile is not False:
+            model.chunk_loss = self.compiled_chunk_loss
         self.part_costs = cache(self.part_costs)
 
     def group(self, kind: str) -> tuple[int, int]:
         """(number of ranks, distance between consecutive ranks) of the group with this kind of traffic."""
-        word, ep, tp = kind.partition(" ")[0], self.cfg.ep, self.cfg.tp
-        if word in ("ep", "experts"):
-            return (ep, tp) if word == "ep" else (self.group("fsdp")[0] // ep, ep * tp)
-        dims, order = GROUP[word], list(self.layout)
-        inner = order[order.index(dims[-1]) + 1 :]
-        return tuple(math.prod(self.layout[dim] for dim in some) for some in (dims, inner))
+        pp, copies, shards, cp, tp = self.layout.values()
+        data, ep = shards * cp, self.cfg.ep
+        groups = {"tp": (tp, 1), "cp": (cp, tp), "ep": (ep, tp), "experts": (data // ep, ep * tp), "fsdp": (data, tp)}
+        groups |= {"ddp": (data, tp), "hsdp": (copies, data * tp), "pp": (pp, copies * data * tp)}
+        return (groups | {"muon": (copies * data * tp, 1)})[kind.partition(" ")[0]]
+
+    def new_group(self, kind: str) -> dist.ProcessGroup:
+        """The group of rank 0 with this kind of traffic."""
+        ranks, distance = self.group(kind)
+        return dist.new_group([*range(0, ranks * distance, distance)], group_desc=kind)
 
     def imitate_gpu(self, parts: nn.ModuleList):
         """Make the parts take the memory of a GPU, with what FSDP gathers in the matmuls' dtype in this dtype."""
@@ -320,11 +310,8 @@ class FakeRank:
 
         of_encoder, memory = [], None
         if model.encoder is not None:
-            norm = model.encoder.norm
-            of_encoder = [
-                *stack_costs(model.encoder, S, None),
-                self.measure(partial(norm, self.stream(batch, S)), norm),
-            ]
+            norm, x = model.encoder.norm, self.stream(batch, S)
+            of_encoder = [*stack_costs(model.encoder, S, None), self.measure(partial(norm, x), norm)]
             memory = self.stream(batch, S * cfg.cp * cfg.tp)  # gathered
         embedding, *blocks = stack_costs(model, T, memory)
         return [embedding, *of_encoder], blocks, self.loss_cost(batch)
@@ -347,24 +334,17 @@ class FakeRank:
         return Cost(kept, peak, sent, a.collectives + 2 * added * (cfg.tp > 1))  # two all-reduces in each chunk
 
     def loss_of_tokens(self, n: int) -> Cost:
-        """The cost of the last norm and the loss of n tokens, whose chunks are compiled."""
-        cfg, model = self.cfg, self.model
-        targets, x = torch.zeros(1, n, dtype=torch.int64), self.stream(1, n * cfg.cp)
-        head = model.head_parameters() if cfg.tp == 1 else (model.head.weight, model.head.bias)  # padded
+        """The cost of the last norm and the loss of n tokens."""
+        model, targets, x = self.model, torch.zeros(1, n, dtype=torch.int64), self.stream(1, n * self.cfg.cp)
+        return self.measure(
+            lambda: tensor_parallel.parallel_loss(model, model.norm(x), targets), model.norm, model.head
+        )
 
-        def of_chunk(z: Tensor, targets: Tensor, *options, **terms) -> tuple[Tensor, Tensor]:
-            if cfg.compile is False:
-                return model.chunk_loss(z, targets, *options, z_loss=cfg.z_loss, smoothing=cfg.label_smoothing)
-            for each in (1, 2 + (cfg.label_smoothing > 0)) if cfg.tp > 1 else ():  # numbers of a token
-                dist.all_reduce(torch.empty(len(z), each), group=self.tp_group)
-            return torch.zeros(()), torch.empty_like(z)  # it keeps nothing but its results
-
-        def loss() -> Tensor:
-            options = cfg.logit_softcap, equal_rows(n, cfg.loss_chunk), of_chunk, True
-            y = model.for_head(model.norm(x)).flatten(0, 1)
-            return ChunkedCrossEntropy.apply(y, *head, targets.flatten(), options)
-
-        return self.measure(loss, model.norm, model.head)
+    def compiled_chunk_loss(self, z: Tensor, *args, **terms) -> tuple[Tensor, Tensor]:
+        """What a compiled Model.chunk_loss sends and keeps: its results alone."""
+        for numbers in (1, 2 + (self.cfg.label_smoothing > 0)) if self.cfg.tp > 1 else ():  # of a token
+            dist.all_reduce(torch.empty(len(z), numbers), group=self.tp_group)
+        return torch.zeros(()), torch.empty_like(z)
 
     # ---- memory
 
@@ -450,7 +430,8 @@ class FakeRank:
         cfg, steps, size, out = self.cfg, self.micro_steps, self.dtype.itemsize, Counter()
 
         def all_reduce(kind: str, numbers: int):  # in float32
-            out[kind] += 2 * ring_share(self.group(kind)[0]) * 4 * numbers
+            n = self.group(kind)[0]
+            out[kind] += 2 * (n - 1) / n * 4 * numbers
 
         for kind, shard in (("fsdp", stage.shard), ("experts", stage.experts)):
             others, total, gains, root = self.group(kind)[0] - 1, shard.total(), shard["gains"], shard["root"]

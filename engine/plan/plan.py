@@ -48,10 +48,6 @@ OVERLAP = 0.8  # share of the computation during which the traffic of FSDP and D
 HOST = 20e9  # bytes per second of a rank between GPU and host, and of the optimizer on the host
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The plan
-
-
 @dataclass
 class Traffic:
     bytes: float  # sent by a rank in a step
@@ -173,10 +169,6 @@ def step_time(rank: FakeRank, stage: Stage, gpu: Gpu, peak: float) -> tuple[dict
         passes = (1 + cfg.fsdp_reshard) * rank.micro_steps + 1 + 3 + 2 * round(state / parameters)
         seconds["offload to the host"] = passes * parameters / HOST
     return traffic, {kind: time for kind, time in seconds.items() if time}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
 
 
 def report(plan: Plan) -> str:
