@@ -31,12 +31,9 @@ def check(cfg, n: int):
     require(cfg.objective == "causal", f"cp={n} needs objective=causal, and it is {cfg.objective}; set cp=1")
     balance = cfg.n_expert == 0 or cfg.router_balance != "loss"
     require(balance, f"router_balance=loss needs whole sequences, which cp={n} cuts; set router_balance=bias, or cp=1")
-    unit = math.lcm(2 * n, n * cfg.tp)
-    require(
-        cfg.block_size % unit == 0,
-        f"cp={n}, two pieces per rank, and tp={cfg.tp} do not divide block_size={cfg.block_size}; "
-        f"set --block_size={-(-cfg.block_size // unit) * unit}",
-    )
+    T, unit = cfg.block_size, math.lcm(2 * n, n * cfg.tp)
+    fact = f"cp={n}, two pieces per rank, and tp={cfg.tp} do not divide block_size={T}"
+    require(T % unit == 0, f"{fact}; set --block_size={-(-T // unit) * unit}")
 
 
 def piece_indices(group: dist.ProcessGroup) -> tuple[int, int, int]:

@@ -30,10 +30,8 @@ def check(cfg, ranks: int):
     n = cfg.ep
     require(cfg.n_expert % n == 0, f"ep={n} does not divide n_expert={cfg.n_expert}; set ep to a divisor")
     require(ranks % n == 0, f"ep={n} does not divide the {ranks} data-parallel ranks of a copy; set ep to a divisor")
-    require(
-        cfg.activation_checkpoint != "selective" or cfg.compile is False,
-        f"activation_checkpoint=selective does not go with ep={n} and torch.compile; use full, or set compile=False",
-    )
+    wrong = f"activation_checkpoint=selective does not go with ep={n} and torch.compile; use full, or set compile=False"
+    require(cfg.activation_checkpoint != "selective" or cfg.compile is False, wrong)
     require(not cfg.fsdp_offload, f"fsdp_offload=True does not go with ep={n}; set ep=1, or leave fsdp_offload out")
 
 

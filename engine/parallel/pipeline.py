@@ -31,34 +31,22 @@ from model import Inputs, Model, ModelConfig, Shared, stream_dtype
 def check(cfg: ModelConfig, n_stages: int, n_micro: int, chunks: int = 1):
     """ValueError unless stages exchange the stream alone and have a block each, and there are as many micro-batches as
     ranks, or with chunks > 1 a multiple."""
-    require(
-        cfg.objective != "seq2seq", f"pp={n_stages} cuts one stack of blocks, and objective=seq2seq has two; use tp"
-    )
-    require(
-        not cfg.value_residual,
-        f"pp={n_stages} hands on only the stream, and value_residual=True needs the first layer's values; set pp=1",
-    )
+    wrong = f"pp={n_stages} cuts one stack of blocks, and objective=seq2seq has two; use tp"
+    require(cfg.objective != "seq2seq", wrong)
+    wrong = f"pp={n_stages} hands on only the stream, and value_residual=True needs the first layer's values; set pp=1"
+    require(not cfg.value_residual, wrong)
     plain = cfg.n_expert == 0 or cfg.router_balance != "loss" and cfg.router_z_loss == 0
     fact = "losses of routers reach the last stage's loss from one stage alone"
     require(plain, f"pp={n_stages}: {fact}; set router_balance=bias and router_z_loss=0, or pp=1")
     most, stages = cfg.n_layer // n_stages, f"pp={n_stages}" + f" times pp_chunks={chunks}" * (chunks > 1)
-    require(
-        most >= chunks,
-        f"{stages} stages need a block each, and n_layer={cfg.n_layer}; set "
-        + (f"pp_chunks to {most} or less" if most else f"pp to {cfg.n_layer} or less"),
-    )
+    remedy = f"set pp_chunks to {most} or less" if most else f"set pp to {cfg.n_layer} or less"
+    require(most >= chunks, f"{stages} stages need a block each, and n_layer={cfg.n_layer}; {remedy}")
     left = f"gradient_accumulation_steps leaves {n_micro} to each pipeline; set gradient_accumulation_steps to"
-    require(
-        n_micro >= n_stages,
-        f"pp={n_stages} needs as many micro-batches per step, and {left} at least {-(-n_stages // n_micro)} times as "
-        "many",
-    )
+    fact, least = f"pp={n_stages} needs as many micro-batches per step", -(-n_stages // n_micro)
+    require(n_micro >= n_stages, f"{fact}, and {left} at least {least} times as many")
+    fact = f"pp_chunks={chunks} needs a multiple of pp={n_stages} micro-batches per step"
     multiple = math.lcm(n_micro, n_stages) // n_micro
-    require(
-        chunks == 1 or multiple == 1,
-        f"pp_chunks={chunks} needs a multiple of pp={n_stages} micro-batches per step, and {left} {multiple} times as "
-        "many, or pp_chunks to 1",
-    )
+    require(chunks == 1 or multiple == 1, f"{fact}, and {left} {multiple} times as many, or pp_chunks to 1")
 
 
 def layers(n_layer: int, rank: int, n_ranks: int, chunks: int = 1) -> list[range]:
@@ -165,16 +153,9 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        model: Model,
-        group: dist.ProcessGroup,
-        n_micro: int,
-        shape: tuple[int, int],
-        device: torch.device,
-        autocast: Callable[[], AbstractContextManager],
-        slices: int = 1,
-        chunks: int = 1,
-    ):
+        self, model: Model, group: dist.ProcessGroup, n_micro: int, shape: tuple[int, int], device: torch.device,
+        autocast: Callable[[], AbstractContextManager], slices: int = 1, chunks: int = 1,
+    ):  # fmt: skip
         self.model, self.group, self.device = model, group, device
         self.rank, self.n_ranks, self.length = dist.get_rank(group), dist.get_world_size(group), shape[1] // slices
         # Without these examples, the first step would run an extra forward and backward to find shapes and dtypes.
@@ -221,9 +202,8 @@ class Pipeline:
         grad = self.model.wte.weight.grad
         mine = grad.to_local() if isinstance(grad, DTensor) else grad  # both ends are sharded alike
         other, peer = torch.empty_like(mine), self.n_ranks - 1 - self.rank
-        ops = [
-            dist.P2POp(op, x, group=self.group, group_peer=peer) for op, x in ((dist.isend, mine), (dist.irecv, other))
-        ]
+        pairs = (dist.isend, mine), (dist.irecv, other)
+        ops = [dist.P2POp(op, x, group=self.group, group_peer=peer) for op, x in pairs]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         mine += other

@@ -33,7 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from data.errors import require
 from engine.device import fast_bfloat16, keep_freed_memory, resolve_device, resolve_dtype
-from engine.parallel import context, tensor
+from engine.parallel import context, expert, tensor
 
 T = TypeVar("T")
 
@@ -97,17 +97,13 @@ def environment() -> Environment:
     found["LOCAL_WORLD_SIZE"] = found["LOCAL_WORLD_SIZE"] or ("1" if one_rank_here else found["WORLD_SIZE"])
     for size, rank in (("WORLD_SIZE", "RANK"), ("LOCAL_WORLD_SIZE", "LOCAL_RANK")):
         for name, least in ((size, 1), (rank, 0)):
-            require(
-                re.fullmatch("[0-9]{1,9}", found[name]) is not None and int(found[name]) >= least,
-                f"{name}={found[name]!r} in the environment must be a whole number from {least}; unset it, or start "
-                "with torchrun, which sets it",
-            )
-        require(
-            int(found[rank]) < int(found[size]),
-            f"{rank}={found[rank]} in the environment must be below {size}={found[size]}; unset both, or start with "
-            "torchrun, which sets them",
-        )
-    return Environment(*(int(found[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")))
+            fact = f"{name}={found[name]!r} in the environment must be a whole number from {least}"
+            good = re.fullmatch("[0-9]{1,9}", found[name]) and int(found[name]) >= least
+            require(good, f"{fact}; unset it, or start with torchrun, which sets it")
+        fact = f"{rank}={found[rank]} in the environment must be below {size}={found[size]}"
+        good = int(found[rank]) < int(found[size])
+        require(good, f"{fact}; unset both, or start with torchrun, which sets them")
+    return Environment(*map(int, found.values()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -118,15 +114,11 @@ def check_flags(cfg):
     """ValueError if flags do not fit this machine or the number of ranks that torchrun has started."""
     size, device = environment().size, resolve_device(cfg.device, environment().local_rank)
     check_layout(cfg, size)
-    require(
-        cfg.backend != "nccl" or device.type == "cuda",
-        f"backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo",
-    )
-    cut = cfg.parallel == "fsdp" or cfg.tp * cfg.pp > 1
-    require(
-        resolve_dtype(cfg.dtype, device) != torch.float16 or not cut or size == 1,
-        "dtype=float16 needs a gradient scaler, which does not work with parallel=fsdp, tp or pp; use bfloat16",
-    )
+    wrong = f"backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo"
+    require(cfg.backend != "nccl" or device.type == "cuda", wrong)
+    cut = size > 1 and (cfg.parallel == "fsdp" or cfg.tp * cfg.pp > 1)
+    wrong = "dtype=float16 needs a gradient scaler, which does not work with parallel=fsdp, tp or pp; use bfloat16"
+    require(resolve_dtype(cfg.dtype, device) != torch.float16 or not cut, wrong)
 
 
 def check_layout(cfg, size: int):
@@ -134,46 +126,30 @@ def check_layout(cfg, size: int):
     model_ranks = cfg.tp * cfg.cp * cfg.pp
     planned = f"plan for as many with --world_size={-(-size // model_ranks) * model_ranks}"
     remedy = planned if cfg.plan else "start as many with torchrun --nproc_per_node"
-    require(
-        size % model_ranks == 0,
-        f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {model_ranks} ranks or a multiple, and there are {size}; "
-        f"{remedy}, or set them to 1",
-    )
+    fact = f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {model_ranks} ranks or a multiple, and there are {size}"
+    require(size % model_ranks == 0, f"{fact}; {remedy}, or set them to 1")
     data, micro_batches = data_ranks(cfg, size), cfg.gradient_accumulation_steps
     ranks = f"the {data} {'ranks' if data == size else 'data-parallel ranks'}"
-    require(
-        data % replicas(cfg) == 0,
-        f"dp_replicate={cfg.dp_replicate} does not divide the {data} data-parallel ranks; set a divisor",
-    )
-    require(
-        micro_batches % data == 0,
-        f"gradient_accumulation_steps={micro_batches} counts the micro-batches of all ranks together and is not "
-        f"divisible by {ranks}; set it to {-(-micro_batches // data) * data}",
-    )
+    wrong = f"dp_replicate={cfg.dp_replicate} does not divide the {data} data-parallel ranks; set a divisor"
+    require(data % replicas(cfg) == 0, wrong)
+    fact = f"gradient_accumulation_steps={micro_batches} counts the micro-batches of all ranks together"
+    remedy = f"set it to {-(-micro_batches // data) * data}"
+    require(micro_batches % data == 0, f"{fact} and is not divisible by {ranks}; {remedy}")
     good = cfg.pp == 1 and all(n % data == 0 for n, _ in cfg.ramp) or not cfg.ramp
     remedy = f"multiples of {data}" if cfg.pp == 1 else "pp to 1, as a pipeline's schedule has one number"
     require(good, f"batch_ramp={cfg.batch_ramp} has to be divided among {ranks}; set {remedy}")
-    require(
-        cfg.optimizer != "muon" or not cfg.fsdp_offload,
-        "optimizer=muon does not work with fsdp_offload=True: it would multiply whole matrices on the CPU; use "
-        "optimizer=adamw",
-    )
+    fact = "optimizer=muon does not work with fsdp_offload=True: it would multiply whole matrices on the CPU"
+    require(cfg.optimizer != "muon" or not cfg.fsdp_offload, f"{fact}; use optimizer=adamw")
     if cfg.tp > 1:
         tensor.check(cfg, cfg.tp)
     if cfg.cp > 1:
         context.check(cfg, cfg.cp)
     if cfg.ep > 1:
-        from engine.parallel import expert
-
         expert.check(cfg, data // replicas(cfg))
     if cfg.pp > 1:
         from engine.parallel import pipeline
 
         pipeline.check(cfg, cfg.pp, micro_batches // data, cfg.pp_chunks)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The process group
 
 
 def data_ranks(cfg, size: int) -> int:
@@ -211,9 +187,8 @@ def join(cfg) -> Ranks:
     except (ValueError, RuntimeError) as error:  # there is no address, or no rank answers there
         address = ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
         reason = str(error).strip().partition("\n")[0][:200]
-        raise ValueError(
-            f"rank {rank} cannot join the {size} ranks at {address}: {reason}; start all of them with torchrun"
-        ) from error
+        where = f"rank {rank} cannot join the {size} ranks at {address}"
+        raise ValueError(f"{where}: {reason}; start all of them with torchrun") from error
     data = data_ranks(cfg, size)
     grid = torch.arange(size).view(cfg.pp, replicas(cfg), data // replicas(cfg) * cfg.cp, cfg.tp)
     mesh = make_mesh(cfg, device, grid, "pp replicate shard tp")
@@ -252,7 +227,7 @@ def fresh_store(rank: int, size: int) -> dist.Store:
     died, and wait for ever. (The variable TORCHELASTIC_RESTART_COUNT does not help, because each node counts its own
     restarts.) So each rank chooses a random name, and the hash of all names is the prefix of this start's keys. A rank
     may have read an old name of another rank. But every rank reads its own new name, so if all ranks have read the same
-    list, the list has only new names. Ranks compare the hashes of their lists, which are shorter than the lists.
+    list, the list has only new names.
     """
     store, _, _ = next(rendezvous("env://", rank, size))
     store.set(f"name_{rank}", uuid.uuid4().hex)
@@ -295,10 +270,8 @@ def of_first_rank(action: Callable[[], T]) -> T:
 
 
 def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:
-    """The dtype of a training run, which is the same on all ranks; every rank calls this function.
-
-    It is that of `resolve_dtype`, except that auto on a CPU is bfloat16 if the first rank finds bfloat16 fast.
-    """
+    """The dtype of a training run, the same on all ranks, which all call this function: that of `resolve_dtype`, but
+    auto on a CPU is bfloat16 if the first rank finds bfloat16 fast."""
     fast = of_first_rank(lambda: flag == "auto" and device.type == "cpu" and fast_bfloat16())
     return torch.bfloat16 if fast else resolve_dtype(flag, device)
 

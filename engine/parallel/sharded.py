@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from data.objective import objective_class
 from engine import compilation, fp8
 from engine.parallel.context import apply_context_parallel, local_pieces
+from engine.parallel.expert import apply_expert_parallel
 from engine.parallel.owners import cuts
 from engine.parallel.ranks import Ranks, make_mesh
 from engine.parallel.recomputation import recompute
@@ -119,8 +120,6 @@ class ShardedModel:
             apply_context_parallel(model, ranks.cp)
         self.cut_by_ep: Collection[str] = ()  # names of parameters
         if cfg.ep > 1:
-            from engine.parallel.expert import apply_expert_parallel
-
             self.cut_by_ep = apply_expert_parallel(model, ranks.experts["ep"].get_group(), ranks.compile)
         blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]  # of this rank
         if cfg.fp8:
@@ -214,7 +213,9 @@ class ShardedModel:
         parts = (self.batch(next(batches)) for _ in range(micro_steps))
         if not self.even:
             parts = [*parts]
-            self.model.n_targets = self.mean_targets(parts)
+            # Each divides its sum of losses by the mean number of targets of all micro-batches of all ranks.
+            total = self.ranks.sum(sum((batch["targets"] >= 0).sum() for batch in parts))
+            self.model.n_targets = total.clamp(min=1) / (self.ranks.size * micro_steps)
         loss = torch.zeros((), device=self.ranks.device)
         if self.pp > 1:
             loss, parts = self.pipeline.backward([*parts]), []
@@ -232,12 +233,6 @@ class ShardedModel:
         self.model.n_targets = None
         self.reduce_gradients()
         return loss
-
-    def mean_targets(self, batches: list[dict[str, Tensor]]) -> Tensor:
-        """The mean number of targets of a micro-batch, over these of all ranks. If each micro-batch divides its sum of
-        losses by it, the mean over micro-batches and ranks is the mean over targets."""
-        total = self.ranks.sum(sum((batch["targets"] >= 0).sum() for batch in batches))
-        return total.clamp(min=1) / (self.ranks.size * len(batches))
 
     def reduce_gradients(self):
         """Average or sum the gradients of `reduced` along their dimensions of a mesh, each in one message. Those of
@@ -331,14 +326,13 @@ class ShardedModel:
             (mesh, 1 if self.fsdp else 2, [p for p in self.model.parameters() if self.fsdp or p not in self.experts]),
             (mesh, 2, self.whole), (mesh, 3, self.tp_replicated), (experts, 2, [] if self.fsdp else [*self.experts]),
         )  # fmt: skip
-        sums = torch.zeros(len(copied), *mesh.shape, dtype=torch.int64)
-        for all_sums, (_, _, params) in zip(sums, copied, strict=True):
+        sums = torch.zeros(len(copied), self.ranks.size, dtype=torch.int64)
+        for of_ranks, (_, _, params) in zip(sums, copied, strict=True):
             bits = sum(local(p).view(torch.int32).sum(dtype=torch.int64) for p in params)
-            all_sums[mesh == self.ranks.rank] = int(bits)
-        for all_sums, (mesh, dim, _) in zip(self.ranks.sum(sums), copied, strict=True):
-            all_sums = all_sums.view_as(mesh)
-            usual, place = all_sums.mode(dim, keepdim=True)
-            others, wrong = mesh.gather(dim, place).expand_as(mesh), all_sums != usual
+            of_ranks[self.ranks.rank] = int(bits)
+        for of_ranks, (mesh, dim, _) in zip(self.ranks.sum(sums), copied, strict=True):
+            usual, place = of_ranks[mesh].mode(dim, keepdim=True)
+            others, wrong = mesh.gather(dim, place).expand_as(mesh), of_ranks[mesh] != usual
             pairs |= dict(zip(mesh[wrong].tolist(), others[wrong].tolist(), strict=True))
         unequal = ", ".join(f"those of rank {rank} from those of rank {other}" for rank, other in pairs.items())
         return unequal and (

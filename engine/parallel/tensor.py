@@ -31,19 +31,9 @@ from data.objective import objective_class
 from model import ExpertLinear, Experts, GroupedLinear, Linear, NormOfHeads, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, equal_rows, grouped_linear, matmul_dtype, rows_at_once
 
-SHARDED_DIM = {  # role -> dimension of the weight that is cut; 0 also cuts the bias
-    "vocab": 0,
-    "into": 0,
-    "memory": 0,
-    "per_head": 0,
-    "out": 1,
-    "second": None,
-    "router": None,
-    "before": None,
-    "after": None,
-    "last": None,
-    "whole": None,
-}
+# role -> dimension of the weight that is cut, or None; 0 also cuts the bias
+SHARDED_DIM = dict.fromkeys(("vocab", "into", "memory", "per_head"), 0) | {"out": 1}
+SHARDED_DIM |= dict.fromkeys(("second", "router", "before", "after", "last", "whole"))
 
 
 def sharded_dim(model: nn.Module, name: str) -> int | None:
@@ -55,13 +45,11 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
         return 0
     role = getattr(module, "role", None)
     if role not in SHARDED_DIM:
+        fact = f"how to cut {name}: its module {type(module).__name__} has role={role}"
         remedy = f"declare one of the roles {', '.join(SHARDED_DIM)}, or name the parameter in per_head (see model.py)"
         if getattr(module, kind).numel() == 1:
             remedy = "write a learned scalar as Gain(0.5), which has a role"
-        raise ValueError(
-            f"tensor parallelism does not know how to cut {name}: its module {type(module).__name__} has role={role}; "
-            + remedy
-        )
+        raise ValueError(f"tensor parallelism does not know {fact}; {remedy}")
     dim = SHARDED_DIM[role]
     if dim is None or dim == 1 and kind == "bias":
         return None
@@ -71,15 +59,11 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
 def check(cfg, n: int):
     """ValueError if the model cannot be cut for n ranks; it names the flag and the remedy."""
     if cfg.objective == "seq2seq":
-        objective = objective_class(cfg)(
-            cfg.vocab_size, None, cfg.block_size, False, cfg.corrupt_ratio, cfg.span_length
-        )
-        text, source = objective.lengths
-        require(
-            text % n == source % n == 0,
-            f"tp={n} does not divide the {text} tokens of the text or the {source} of its source; change block_size, "
-            "corrupt_ratio or span_length, from which they follow",
-        )
+        options = cfg.vocab_size, None, cfg.block_size, False, cfg.corrupt_ratio, cfg.span_length
+        text, source = objective_class(cfg)(*options).lengths
+        fact = f"tp={n} does not divide the {text} tokens of the text or the {source} of its source"
+        remedy = "change block_size, corrupt_ratio or span_length, from which they follow"
+        require(text % n == source % n == 0, f"{fact}; {remedy}")
     T = cfg.block_size
     require(T % n == 0, f"tp={n} does not divide block_size={T}; set --block_size={-(-T // n) * n}")
     for reader in cfg.readers:
@@ -90,10 +74,8 @@ def check(cfg, n: int):
         require(fits, f"tp={n} does not divide {what}; choose a tp that divides it")
         if reader.units:
             sliced = cfg.n_group > 1 and reader.dense
-            whole = reader.phi == "softmax" and not sliced
-            require(
-                not whole, f"layer={cfg.layer}: the softmax of p needs all units of a group; set n_group={n}, or tp=1"
-            )
+            wrong = f"layer={cfg.layer}: the softmax of p needs all units of a group; set n_group={n}, or tp=1"
+            require(reader.phi != "softmax" or sliced, wrong)
             fits = cfg.n_group % n == 0 if sliced else F % (unit * n) == 0
             units = f"n_group={cfg.n_group}" if sliced else f"the MLP's {F} hidden units in groups of {unit}"
             remedy = f"set n_group to a multiple of {n}" if sliced else "set another tp, n_embd or mlp_ratio"
@@ -139,20 +121,6 @@ class Exchange(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         dim, group, gather = ctx.options
         return (scattered if gather else gathered)(grad, dim, group), None, None, None
-
-
-class SumOverRanks(torch.autograd.Function):
-    """The sum of x over the ranks, of which each rank computes another term of the loss with it."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, total = group, x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return SumOverRanks.apply(grad.contiguous(), ctx.group), None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -218,10 +186,11 @@ def row_parallel(layer: nn.Linear, n: int, x: Tensor, *ends: Tensor) -> Tensor:
 
 
 def norm_over_ranks(norm: NormOfHeads, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    """The norm of x (..., heads / n, T, D) over the heads of all n ranks."""
+    """The norm of x (B, heads / n, T, D) over the heads of all n ranks."""
     wide = at_least_float32(x)
-    mean = wide.square().mean((-3, -1), keepdim=True) / dist.get_world_size(group)
-    rms = (SumOverRanks.apply(mean, group) + norm.eps).rsqrt()
+    own = wide.square().mean((1, 3), keepdim=True)  # (B, 1, T, 1)
+    mean = Exchange.apply(own, 1, group, True).mean(1, keepdim=True)
+    rms = (mean + norm.eps).rsqrt()
     return (wide * rms * norm.weight.view(x.size(-3), 1, -1)).to(x.dtype)
 
 
@@ -245,10 +214,6 @@ def local_heads(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtyp
     """The table of positions, with only the rows of this rank's heads."""
     entries, count = table(t, dtype), table.__self__.head_entries
     return tuple(x.chunk(n)[rank] if i < count else x for i, x in enumerate(entries))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The loss
 
 
 def parallel_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
