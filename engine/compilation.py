@@ -4,10 +4,7 @@
     if ranks.compile:
         compile_model(model, blocks)            # before DDP or FSDP wraps it
 
-On GPUs, compile=auto compiles every run, if the compiler works there. On a CPU it pays only in a long run: compiling
-takes about 20 seconds, or 5 if the kernels of an earlier run are found again, and then a step takes 5 % (GPT-2) to 25 %
-(`make train`) less time. With dropout, compiled steps take 1.4 to 1.9 times as long as others on a CPU, so auto does
-not compile them.
+docs/running.md says what compile=auto compiles, and why: on a CPU only long runs without dropout.
 """
 
 import atexit

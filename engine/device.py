@@ -68,10 +68,8 @@ def make_deterministic(on: bool):
     """Let torch use only deterministic kernels, or all of them again. To be called before CUDA starts."""
     if on:
         workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        require(
-            workspace in (":4096:8", ":16:8"),
-            f"deterministic=True: CUBLAS_WORKSPACE_CONFIG={workspace} in the environment must be :4096:8; unset it",
-        )
+        fact = f"CUBLAS_WORKSPACE_CONFIG={workspace} in the environment must be :4096:8"
+        require(workspace in (":4096:8", ":16:8"), f"deterministic=True: {fact}; unset it")
         os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # sums in the switch have no fixed order
         torch.utils.deterministic.fill_uninitialized_memory = False  # which finds mistakes, and costs time
     if on != torch.are_deterministic_algorithms_enabled():
@@ -88,11 +86,10 @@ def refuse_nondeterminism() -> Iterator[None]:
         found = re.search(r"(\S+) does not have a deterministic implementation", text)
         if not found:
             raise
+        fact = f"deterministic=True: {found[1]} has no deterministic kernel on this device"
+        remedy = "set --deterministic=False, or change the flags of the model that need this operation"
         with user_errors():
-            raise ValueError(
-                f"deterministic=True: {found[1]} has no deterministic kernel on this device; set "
-                "--deterministic=False, or change the flags of the model that need this operation"
-            ) from error
+            raise ValueError(f"{fact}; {remedy}") from error
 
 
 def fast_bfloat16() -> bool:

@@ -137,11 +137,9 @@ class Wandb:
 
 def check_logger(cfg):
     """ValueError if the training is to be logged by a package that is not installed."""
-    require(
-        not cfg.wandb_log or cfg.eval_only or importlib.util.find_spec("wandb"),
-        "wandb_log=True: wandb is not installed; pip install wandb, or set wandb_log=False and watch the run by "
-        "tensorboard --logdir=OUT_DIR",
-    )
+    there = not cfg.wandb_log or cfg.eval_only or importlib.util.find_spec("wandb")
+    remedy = "pip install wandb, or set wandb_log=False and watch the run by tensorboard --logdir=OUT_DIR"
+    require(there, f"wandb_log=True: wandb is not installed; {remedy}")
 
 
 class Console:
@@ -339,6 +337,6 @@ class Metrics(Silent):
         with writing(self.path):
             self.file.write(json.dumps({"step": step, "kind": kind} | figures) + "\n")
             self.file.flush()
+            numbers = {f"{kind}/{key}": x for key, x in figures.items() if isinstance(x, (int, float))}
             for logger in self.loggers:
-                numbers = {key: x for key, x in figures.items() if isinstance(x, (int, float))}
-                logger.scalars(step, {f"{kind}/{key}": x for key, x in numbers.items()})
+                logger.scalars(step, numbers)

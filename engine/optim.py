@@ -80,9 +80,8 @@ class Muon:
         U S V^T = (1 - mu) g + mu b
         W = (1 - lr decay) W - lr sqrt(max(1, rows / columns)) U V^T
 
-    With this scale a step moves the outputs of all layers equally far. The best rate still depends on the model: at
-    width 192 it is 0.005 for the standard block and up to 0.04 for other models. It falls by a factor of 2 from width
-    96 to 384, as with the scale of arXiv:2502.16982, 0.2 sqrt(max(rows, columns)) (docs/baselines.md).
+    With this scale a step moves the outputs of all layers equally far. The best rate still depends on the model and its
+    width, as with the scale of arXiv:2502.16982, 0.2 sqrt(max(rows, columns)) (docs/baselines.md).
 
     A weight may store several logical matrices. Each is orthogonalised alone: as one matrix they would share their
     singular directions, and the loss is higher. weights maps a weight to None (one matrix) or to the (dim, groups,
@@ -300,10 +299,8 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     """
     kind = OPTIMIZER[cfg.optimizer]
     hidden = hidden_matrices(model) if kind.muon else {}
-    require(
-        not hidden or cfg.learning_rate > 0,
-        "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it; set learning_rate above 0",
-    )
+    wrong = "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it; set learning_rate above 0"
+    require(not hidden or cfg.learning_rate > 0, wrong)
     loads, trained = load_biases(model), [p for p in model.parameters() if p.requires_grad]  # tied: once
     others = [p for p in trained if p not in hidden and p not in loads]
     vectors = {m.bias for m in model.modules() if isinstance(m, ExpertLinear)}

@@ -213,11 +213,12 @@ class FakeRank:
         self.optimizer = OPTIMIZER[cfg.optimizer]
         hidden = hidden_matrices(model) if self.optimizer.muon else {}
         loads = load_biases(model)
-        self.loads = {name for name, p in model.named_parameters() if p in loads}
+        self.trained_by: dict[str, type] = {}
         self.tp_dim: dict[str, int | None] = {}  # the dimension that tp cuts
         self.hidden: dict[str, Matrix] = {}  # the weights that Muon trains, before tp cuts them
         sizes = [self.group(kind)[0] for kind in ("hsdp", "fsdp", "tp")]
         for name, p in model.named_parameters():
+            self.trained_by[name] = Muon if p in hidden else Balance if p in loads else self.optimizer.rest
             self.tp_dim[name] = dim = tensor_parallel.sharded_dim(model, name) if cfg.tp > 1 else None
             if p in hidden:
                 ep = cfg.ep if p.dim() == 3 else 1  # weights of experts have three dimensions
@@ -357,9 +358,7 @@ class FakeRank:
         micro-step reduces them.
         """
         cfg, size, parameters = self.cfg, self.dtype.itemsize, 4 * sum(stage.held.values())
-        kinds = dict.fromkeys(stage.held, self.optimizer.rest) | dict.fromkeys(self.hidden, Muon)
-        kinds |= dict.fromkeys(self.loads, Balance)
-        optimizer = sum(state_bytes(kinds[name], n) for name, n in stage.held.items())
+        optimizer = sum(state_bytes(self.trained_by[name], n) for name, n in stage.held.items())
         optimizer += parameters * (cfg.ema_decay > 0)
         out = dict(zip(STATES, (parameters, parameters, optimizer), strict=True))
         blocks = {unit: n for unit, n in stage.numbers.items() if "blocks." in unit}
@@ -440,16 +439,14 @@ class FakeRank:
                 continue
             # the root and the ends stay gathered from forward to backward, and so does the last block
             ends = shard["wte"] + shard["head"]
-            forwards, backwards = (steps, steps) if cfg.fsdp_reshard else (steps, 0)
-            whole, last, reductions = steps, shard[f"blocks.{cfg.n_layer - 1}"], steps if cfg.fsdp_reshard else 1
-            blocks, kept = total - gains - root - ends, others * (4 * root + size * ends)
-            gathered = {True: blocks * forwards, False: (blocks - last) * backwards}  # in forwards, in backwards
+            passes = 1 if cfg.pp > 1 else steps  # in which the root and the ends are gathered
+            reductions = passes if cfg.fsdp_reshard else 1
+            blocks, last = total - gains - root - ends, shard[f"blocks.{cfg.n_layer - 1}"]
+            forwards, backwards = blocks * passes, (blocks - last) * passes * cfg.fsdp_reshard
             if cfg.pp > 1:
-                whole, reductions, gathered = 1, 1, {True: blocks, False: 0}
-                if cfg.fsdp_reshard:
-                    gathered = self.gathered(stage, shard)
-            out[f"{kind} all-gather, forward"] = others * size * gathered[True] + kept * whole
-            out[f"{kind} all-gather, backward"] = others * size * gathered[False]
+                forwards, backwards = self.gathered(stage, shard) if cfg.fsdp_reshard else (blocks, 0)
+            out[f"{kind} all-gather, forward"] = others * (size * (forwards + ends * passes) + 4 * root * passes)
+            out[f"{kind} all-gather, backward"] = others * size * backwards
             out[f"{kind} reduce-scatter"] = others * 4 * (total - gains) * reductions
             all_reduce(f"{kind} all-reduce of gains", gains)
             all_reduce("hsdp all-reduce", total)
@@ -467,15 +464,15 @@ class FakeRank:
             out["muon all-to-all"] = owners.dtype.itemsize * max(owners.sent())
         return {kind: n for kind, n in out.items() if n}
 
-    def gathered(self, stage: Stage, shard: Counter) -> Counter:
-        """Numbers of blocks that FSDP gathers on a rank of a pipeline in a step, in forwards (True) and in backwards. A
+    def gathered(self, stage: Stage, shard: Counter) -> tuple[int, int]:
+        """Numbers of blocks that FSDP gathers on a rank of a pipeline in a step, in forwards and in backwards. A
         forward uses what a backward of the same chunk has gathered before it, and frees it."""
         out, there = Counter(), set()
         for chunk, forward in pipeline.passes(stage.index, *self.schedule):
             if chunk not in there:
                 out[forward] += sum(shard[f"blocks.{layer}"] for layer in stage.chunks[chunk])
             (there.discard if forward else there.add)(chunk)
-        return out
+        return out[True], out[False]
 
     def collectives(self) -> int:
         """Number of collectives that tensor, context and expert parallelism need in a step of a rank."""
