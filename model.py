@@ -138,25 +138,22 @@ class ModelConfig:
     def __post_init__(self):
         for names, least, limit in (
             ("n_head n_embd block_size", 1, 2**31),
-            ("n_group", 1, 2**16),  # each layer holds a tuple of its groups
-            ("vocab_size head_dim n_kv_head n_slot window loss_chunk attn_softcap logit_softcap norm_eps", 0, 2**31),
-            ("n_expert n_expert_shared expert_ratio n_dense_layer balance_weight router_z_loss z_loss", 0, 2**16),
-            ("init_std", 0, 2**16),
-            ("mup_base_width", 0, 2**31),
-            ("n_expert_active", 1, 2**16),
-            ("simplified_beta_ff embed_scale alibi_scale", -(2**31), 2**31),
+            ("n_group n_expert_active", 1, 2**16),  # each layer holds a tuple of its groups
             ("n_layer", 1, 2**12),  # building a layer takes a hundredth of a second
             ("n_encoder_layer", 0, 2**12),
+            ("vocab_size head_dim n_kv_head n_slot window loss_chunk mup_base_width", 0, 2**31),
+            ("attn_softcap logit_softcap norm_eps", 0, 2**31),
+            ("n_expert n_expert_shared expert_ratio n_dense_layer init_std", 0, 2**16),
+            ("balance_weight router_z_loss z_loss", 0, 2**16),
+            ("simplified_beta_ff embed_scale alibi_scale", -(2**31), 2**31),
+            ("dropout label_smoothing", 0, 1),
         ):
             for name in names.split():
                 value = getattr(self, name)
                 require(least <= value < limit, f"{name}={value} must be at least {least} and below {limit}")
         H, C, Hkv, pos, ratio = self.n_head, self.n_embd, self.n_kv_head, self.pos, self.mlp_ratio
-        near = -(-C // H) * H
-        fact = f"n_embd={C} is not divisible by n_head={H}"
-        require(self.head_dim or C % H == 0, f"{fact}; set n_embd to a multiple such as {near}, or set head_dim")
-        for name in ("dropout", "label_smoothing"):
-            require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must be in [0, 1)")
+        fact = f"n_embd={C} is not divisible by n_head={H}; set n_embd to a multiple such as {-(-C // H) * H}"
+        require(self.head_dim or C % H == 0, f"{fact}, or set head_dim")
         require(0 < ratio * C < 2**31, f"mlp_ratio={ratio} must be positive, and times n_embd={C} below {2**31}")
         for name in ("rope_theta", "rope_theta_local", "rope_fraction", "init_std"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
@@ -168,10 +165,8 @@ class ModelConfig:
         for name, cap in (("attn_softcap", self.attn_softcap), ("logit_softcap", self.logit_softcap)):
             require(cap == 0 or cap >= 1e-6, f"{name}={cap} must be 0 (off) or at least 1e-06")
         require(C % self.n_group == 0, f"n_group={self.n_group} does not divide n_embd={C}; set n_group to a divisor")
-        low = [n for n in range(1, math.isqrt(H) + 1) if H % n == 0]
-        divisors = sorted({*low, *(H // n for n in low)})
-        remedy = f"set n_kv_head to a divisor of n_head={H}: {divisors}"
-        require(self.attention != "gqa" or Hkv in divisors, f"attention=gqa with n_kv_head={Hkv}: {remedy}")
+        remedy, divides = f"set n_kv_head to a divisor of n_head={H}: {divisors(H)}", Hkv > 0 and H % Hkv == 0
+        require(self.attention != "gqa" or divides, f"attention=gqa with n_kv_head={Hkv}: {remedy}")
         fixed = {"mha": H, "mqa": 1}.get(self.attention, Hkv)
         clash = f"contradicts attention={self.attention} (n_kv_head={fixed}); set attention=gqa"
         require(Hkv in (0, fixed), f"n_kv_head={Hkv} {clash}")
@@ -202,16 +197,14 @@ class ModelConfig:
         kinds, flag = {"rope": "GLN", "alibi": "GN"}.get(pos, ""), f"pos_pattern={self.pos_pattern!r} with pos={pos}"
         known = "may hold only the letters " + kinds if kinds else "has no effect, only rope and alibi differ by layer"
         require(set(self.pos_pattern) <= set(kinds), f"{flag} {known}; leave it empty for the same in all layers")
-        unknown = {  # what has no rule in muP here
-            "pos=sinusoidal": pos == "sinusoidal",
-            f"layer={self.layer} (its slots, or softmax of units)": any(
-                r.slotted or r.units and r.phi == "softmax" for r in self.readers
-            ),
-            "attn_diff=True and heads that grow with n_embd (head_dim=0)": self.attn_diff and not self.head_dim,
-        }
-        for fact, here in unknown.items():
-            flag = f"mup_base_width={self.mup_base_width} has no rule for"
-            require(not (here and self.mup_base_width), f"{flag} {fact}; change it, or set mup_base_width=0")
+        slots = any(r.slotted or r.units and r.phi == "softmax" for r in self.readers)
+        for fact, here in (  # what has no rule in muP here
+            ("pos=sinusoidal", pos == "sinusoidal"),
+            (f"layer={self.layer} (its slots, or softmax of units)", slots),
+            ("attn_diff=True and heads that grow with n_embd (head_dim=0)", self.attn_diff and not self.head_dim),
+        ):
+            unknown = f"mup_base_width={self.mup_base_width} has no rule for {fact}"
+            require(not (here and self.mup_base_width), f"{unknown}; change it, or set mup_base_width=0")
         pattern, flag = self.window_pattern, f"window_pattern={self.window_pattern!r}"
         require(set(pattern) <= set("SL"), f"{flag} may hold only S (sliding) and L (full), such as SSSL")
         require(self.window or not pattern, f"{flag} needs a window, and window=0; set window to a number of tokens")
@@ -257,10 +250,12 @@ class ModelConfig:
         return 64 if self.n_embd % 64 == 0 else 1
 
     @property
-    def layers(self) -> "tuple[tuple[list[Sources], int], ...]":
+    def layers(self) -> "list[tuple[list[Sources], int]]":
         """For each string of `layer`, c,p in other blocks: the readers of each sum, and how many layers have them."""
         each = ("c,e" if self.expert_layer(i) else "c,p" for i in range(self.n_layer if self.n_expert else 1))
-        return layer_kinds(self.layer if self.block == "superblock" else ";".join(each), self.objective, self.n_layer)
+        layer = self.layer if self.block == "superblock" else ";".join(each)
+        n = len(parsed_layer(layer))
+        return [(layer_readers(layer, self.objective, i), len(range(i, self.n_layer, n))) for i in range(n)]
 
     def expert_layer(self, layer: int) -> bool:
         """Whether the MLP of this layer has experts, in blocks other than superblock, whose `layer` says it."""
@@ -394,6 +389,11 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
 def require(condition: bool, message: str):
     if not condition:
         raise ValueError(message)
+
+
+def divisors(n: int) -> list[int]:
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -545,8 +545,7 @@ def yarn_scaling(f: Tensor, cfg: ModelConfig, factor: float, original=0.0, fast=
     times with their wavelength times the factor; q and k grow too (YaRN, arXiv:2309.00071)."""
     n, original = len(f), original or cfg.block_size / factor  # the present context is the longer one
     ends = (n * math.log(original / (turns * math.tau)) / math.log(cfg.rope_theta) for turns in (fast, slow))
-    first, last = (edge(end) for edge, end in zip((math.floor, math.ceil), ends, strict=True))
-    first, last = max(first, 0), min(last, 2 * n - 1)
+    first, last = max(math.floor(next(ends)), 0), min(math.ceil(next(ends)), 2 * n - 1)
     scaled = ((torch.arange(n, device=f.device) - first) / (last - first or 1e-3)).clamp(0, 1)
     return f * (1 - scaled) + f / factor * scaled, 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
@@ -603,17 +602,14 @@ class LocalRope(Rope):
 
 
 class Alibi(AttentionPosition):
-    """Adds -m_h (i - j) to the scores (arXiv:2108.12409) without a bias matrix.
-
-    Softmax ignores a constant per row, so adding m_h j is enough. Extra columns of q and k give this dot product:
+    """Adds -m_h (i - j) to the scores (arXiv:2108.12409) without a bias matrix. Softmax ignores a constant per row, so
+    adding m_h j is enough. Extra columns of q and k, each exact in bfloat16, give this dot product:
 
         q   256 m_h, m_h, 256 m_h (i // 256), m_h (i % 256)   times sqrt(D)
         k   j // 256, j % 256, 0, 0
 
     A slot has the columns 0, 0, 1, 1. Its score then contains m_h i, as all scores of query i do; softmax cancels it.
-
-    Each is exact in bfloat16. v is padded with zeros to the same width E, a multiple of 8 as the fused kernels need;
-    Heads drops these columns of the result.
+    v is padded with zeros to the same width E, a multiple of 8 as the fused kernels need; Pool drops these columns.
     """
 
     head_entries = 1
@@ -860,13 +856,14 @@ Sources = tuple[Reader, ...]  # the readers of a sum
 def parsed_layer(layer: str) -> tuple[tuple[Sources, ...], ...]:
     """For each string of cfg.layer its sums, and for each sum its readers. ValueError quotes what is no reader."""
     strings, shown = [], f"layer={layer!r}"
+    remedy = "write c, p, e, s or m, such as c,p or c.relu/2+p/2 (docs/blocks.md)"
     for string in layer.split(";"):
         names, sums = Counter(), []
         for words in string.split(","):
             sums.append([])
             for word in words.split("+"):
                 match = re.fullmatch(r"([1-9]\d?)?([a-z])((?:\.\w+)*)(?:/([1-9]\d?))?", word)
-                require(match and match[2] in READER, f"{shown} has {word!r}, which is no reader; {SYNTAX}")
+                require(match and match[2] in READER, f"{shown} has {word!r}, which is no reader; {remedy}")
                 switches = match[3].split(".")[1:]
                 for switch in switches:
                     require(switch in SWITCH, f"{shown} has the switch .{switch}; known are {', '.join(SWITCH)}")
@@ -880,9 +877,6 @@ def parsed_layer(layer: str) -> tuple[tuple[Sources, ...], ...]:
     return tuple(strings)
 
 
-SYNTAX = "write c, p, e, s or m, such as c,p or c.relu/2+p/2 (docs/blocks.md)"
-
-
 def layer_readers(layer: str, objective: str, i: int) -> list[Sources]:
     """The readers of each sum of layer i. A decoder whose string has no m reads the memory in a sum of its own after
     the first sum with a c, or first of all; a model without an encoder has no m."""
@@ -894,13 +888,6 @@ def layer_readers(layer: str, objective: str, i: int) -> list[Sources]:
     if not any("memory" in each for each in sources):
         sums.insert(next((n for n, each in enumerate(sources, 1) if "context" in each), 0), (READER["m"],))
     return sums
-
-
-@cache
-def layer_kinds(layer: str, objective: str, n_layer: int) -> tuple[tuple[list[Sources], int], ...]:
-    """ModelConfig.layers."""
-    n = layer.count(";") + 1
-    return tuple((layer_readers(layer, objective, i), len(range(i, n_layer, n))) for i in range(n))
 
 
 def check_layer(cfg: ModelConfig):
@@ -918,8 +905,7 @@ def check_layer(cfg: ModelConfig):
         require(r.share <= 1, f"{what} takes {r.share} of the heads or units; write a part, such as /2 or 3c/4")
         for name, n in (("n_head", H), ("its key/value heads", Hkv)):
             fits = (r.share * n).denominator == 1 or r.units
-            divisors = ", ".join(str(d) for d in range(1, min(n, 64) + 1) if n % d == 0)
-            require(fits, f"{what} takes {r.share} of {name}={n}; /n goes with n = {divisors}")
+            require(fits, f"{what} takes {r.share} of {name}={n}; /n goes with n = {str(divisors(n))[1:-1]}")
         cut = tokens and r.query == "stream" or r.out == "none" and r.query == "heads"
         wide = f"{H * r.share} heads of {D} are not n_embd={cfg.n_embd}"
         require(not cut or H * r.share * D == cfg.n_embd, f"{what} has no matrix between heads and stream, but {wide}")
@@ -952,18 +938,16 @@ def over_keys(phi: Callable, inputs: int, scores: Tensor, n: Tensor) -> Tensor:
 class Pool(nn.Module):
     """sum_j phi(q . k_j) v_j W_O over a pool of keys k_j and values v_j. Attention and the MLP are settings of it.
 
-    source       keys and values                                        attributes
-    context      two projections of each token that the query sees      qkv
-    memory       two projections of each token of the encoder           q, kv
-    parameters   learned. For queries from heads: M slots for each       q, slot_k, slot_v
-                 key/value head; for the stream: hidden units, whose     up (keys), down (values)
-                 keys are the rows of the MLP's first matrix, and whose
-                 values are the columns of the second
+    source       keys and values                                                 attributes
+    context      two projections of each token that the query sees               qkv
+    memory       two projections of each token of the encoder                    q, kv
+    parameters   for queries from heads: M slots of each key/value head          q, slot_k, slot_v
+                 for the stream: hidden units, rows of `up`, columns of `down`   up, down
 
-    The queries of H heads are projections of x, or x itself, cut into H heads; parameters see it in n_group slices. G =
-    H / Hkv query heads share keys and values. Queries of heads are multiplied by q_scale. Scores are divided by
-    sqrt(D), but not before an MLP's phi. A softmax normalises its sum. Another phi over n tokens is divided by n, and
-    the sigmoid is that of the score minus log n (arXiv:2309.08586, 2409.04431). W_O is a matrix, or left out.
+    Queries of H heads are projections of x, or x itself, cut into H heads; hidden units see it in n_group slices. G =
+    H / Hkv query heads share keys and values. Scores are divided by sqrt(D), but not before an MLP's phi. A softmax
+    normalises its sum. Another phi over n tokens is divided by n, and the sigmoid is that of the score minus log n
+    (arXiv:2309.08586, 2409.04431). W_O is a matrix, or left out.
     """
 
     per_head: tuple[str, ...] = ()  # names of the parameters that have a row for each head
@@ -980,7 +964,7 @@ class Pool(nn.Module):
         self.causal = context and cfg.objective != "masked"
         self.cache = None  # decoding sets a KVCache
         self.phi = None if reader.phi == "softmax" else MLP_KIND[cfg.mlp].f
-        self.qkv = None
+        self.qkv = self.gate = self.sink = self.mix = None
         self.units = reader.units
         if self.units:
             return self.make_units(cfg)
@@ -991,7 +975,6 @@ class Pool(nn.Module):
         self.q_norm, self.k_norm = (with_role(each, "whole") for each in norms)
         self.position = layer_position(cfg, layer) if context else AttentionPosition(cfg)
         self.make_projections(cfg, layer)
-        self.gate = self.sink = self.mix = None
         self.diff = Difference(D, layer) if cfg.attn_diff and context else None
         if cfg.attn_gate != "none" and context:
             width, role = {"head": (1, "per_head"), "element": (D, "into")}[cfg.attn_gate]
@@ -1028,7 +1011,7 @@ class Pool(nn.Module):
         rows = (unit,) * (1 + cfg.gated)
         self.rows = rows if self.phi is None or cfg.gated else ()
         self.phi = self.phi or (lambda scores: (scores * (C // groups) ** -0.5).softmax(-1))
-        self.q = self.out = None
+        self.q, self.out = nn.Identity(), nn.Identity()
         if groups == 1:
             self.up = Linear(cfg, C, hidden * len(rows), "into", (0, hidden // unit, rows))
             self.down = Linear(cfg, hidden, C, "out")
@@ -1041,8 +1024,7 @@ class Pool(nn.Module):
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         if self.units:
-            y = self.down(self.hidden(x if self.q is None else self.q(x)))
-            return y if self.out is None else self.out(y)
+            return self.out(self.down(activations(self.phi, self.rows, self.up(self.q(x)))))
         q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
         if self.mix is not None:
             first = inputs.shared.setdefault(f"v of {v.size(1)} heads of {self.reader.name}", v)
@@ -1053,10 +1035,6 @@ class Pool(nn.Module):
         if self.gate is not None:
             y = y * torch.sigmoid(self.gate(x)).unflatten(-1, (y.size(2), -1))
         return self.out(y.flatten(2))  # (B, T, C)
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """The activations of the hidden units, (B, T, F)."""
-        return activations(self.phi, self.rows, self.up(x))
 
     def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T, D), k and v (B, heads, T or S, D), before norms and positions."""
@@ -1464,9 +1442,7 @@ class Model(Stack):
             self.wte = with_role(embedding(cfg.vocab_rows, cfg.n_embd), "vocab")
             self.pos = POSITION[cfg.pos][0](cfg)
             self.head = with_role(UndrawnLinear(cfg.n_embd, cfg.vocab_rows, bias=cfg.head_bias), "vocab")
-            self.encoder = None
-            if cfg.objective == "seq2seq":
-                self.encoder = Stack(cfg.stacks[1])
+            self.encoder = Stack(cfg.stacks[1]) if cfg.objective == "seq2seq" else None
             self.chunk_loss, self.n_targets = ops.chunk_loss, None
             self.tie()
         own.declare(self)
@@ -1504,12 +1480,8 @@ class Model(Stack):
         self, idx: Tensor, targets: Maybe = None, docs: Maybe = None, source: Maybe = None, source_docs: Maybe = None,
         doc_starts: Maybe = None, source_doc_starts: Maybe = None,
     ) -> Tensor:  # fmt: skip
-        """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0.
-
-        source (B, S) is the text for a seq2seq model's encoder. docs (B, T) and source_docs (B, S) are document numbers
-        that never decrease along a row; each number in docs must also be in source_docs. doc_starts (B, n) and
-        source_doc_starts (B, n) are those of data.loader.document_starts, and are given together.
-        """
+        """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0. The
+        module's docstring says what the others are; each number in docs must also be in source_docs."""
         pairs = (docs, source_docs), (doc_starts, source_doc_starts)
         together = source is None or all((a is None) == (b is None) for a, b in pairs)
         fact = "docs and source_docs go together, and so do doc_starts and source_doc_starts"

@@ -317,8 +317,8 @@ def attention(
         return sdpa(q, k, v, is_causal=mask.causal)
     if kernel == "window":
         return window_attention(sdpa, q, k, v, mask.window)
+    of_slots = [x.expand(len(q), -1, -1, -1) for x in slots or ()]  # each (B, Hkv, M, E)
     if flash and kernel in ("flash", "varlen", "joined"):
-        of_slots = [x.expand(len(q), -1, -1, -1) for x in slots or ()]  # each (B, Hkv, M, E)
         given = [x.to(matmul_dtype(q)) for x in (q, k, v, *of_slots)]
         options = scale, mask.causal, mask.window
         ends = mask.docs[2:] if mask.docs else ()
@@ -329,11 +329,10 @@ def attention(
         past = S - T if mask.causal else 0
         always = [x[:, :, :past] for x in (k, v)]  # (B, Hkv, M + past, E)
         if slots is not None:
-            both = zip(slots, always, strict=True)
-            always = [torch.cat((x.expand(len(q), -1, -1, -1), y), dim=2) if past else x[None] for x, y in both]
+            always = [torch.cat(pair, dim=2) for pair in zip(of_slots, always, strict=True)] if past else of_slots
         k, v = (x[:, :, past:].repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-        given = q, k, v, *(x.expand(len(q), -1, -1, -1) for x in always)
-        return JoinedAttention.apply(*(x.to(matmul_dtype(q)) for x in given), scale, mask.causal).to(v.dtype)
+        given = (x.to(matmul_dtype(q)) for x in (q, k, v, *always))
+        return JoinedAttention.apply(*given, scale, mask.causal).to(v.dtype)
     if kernel == "strips":
         return strips(sdpa, q, k, v, tuple(mask), slots, 128)
     return strips(partial(naive_attention, D, softcap, dropout, phi), q, k, v, tuple(mask), slots, 256)
@@ -516,11 +515,8 @@ def naive_attention(
     D: int, cap: float, dropout: float, phi: Callable | None, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor
 ) -> Tensor:
     """Attention with a softcap or another phi than the softmax, or with dropout on a CPU. Shapes as in attention;
-    attn_mask broadcasts to (B, H, T, S), and with a phi it is boolean.
-
-    Dropout is that of the field: each weight is dropped after the softmax has normalised all weights, independently for
-    each head, query and key; the others are divided by 1 - p.
-    """
+    attn_mask broadcasts to (B, H, T, S), and with a phi it is boolean. Each weight of each head is dropped by itself,
+    after the softmax has normalised them all."""
     q = (q * D**-0.5).unflatten(1, (k.size(1), -1))  # (B, Hkv, G, t, E)
     k, v = k[:, :, None], v[:, :, None]  # (B, Hkv, 1, s, E)
     scores = capped(q[..., :D] @ k[..., :D].mT, cap) + q[..., D:] @ k[..., D:].mT if cap else q @ k.mT

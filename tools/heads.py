@@ -114,7 +114,7 @@ def linear_part(f: Callable[[Tensor], Tensor], n: int, like: Tensor) -> Tensor:
 
 def hidden_units(pool: M.Pool, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """contextual_mlp of the hidden units of a p, for x (C,)."""
-    hidden = pool.hidden(x[None, None])[0, 0]
+    hidden = M.activations(pool.phi, pool.rows, pool.up(x[None, None]))[0, 0]
     incoming = linear_part(pool.up, len(x), x)[0]  # (C, F), and of a gated kind (C, 2 F)
     if len(pool.rows) == 2:
         incoming = incoming.unflatten(1, (-1, 2, pool.rows[0]))[:, :, 0].flatten(1)
