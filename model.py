@@ -1408,19 +1408,6 @@ class Stack(nn.Module):
         self.norm = norm(cfg, "last")
         self.position_table = POSITION[cfg.pos][1](cfg).table
 
-    def stream(
-        self, x: Tensor, t: Tensor, docs: Maybe, memory: Maybe = None, memory_docs: Maybe = None, starts: Maybe = None,
-        memory_starts: Maybe = None,
-    ) -> Tensor:  # fmt: skip
-        """The last norm's result (B, T, C) for x (B, T, C) at positions t (T,); docs (B, T), memory (B, S, C)."""
-        own, of_memory = (None, None) if docs is None else ((docs, docs), (docs, memory_docs))
-        if docs is not None and starts is not None:
-            ends = ops.boundaries(starts, docs.size(1))
-            own = *own, ends
-            if memory is not None:
-                of_memory = *of_memory, ends, ops.boundaries(memory_starts, memory.size(1))
-        return self.through_blocks(x, Inputs(self.table(t, x), own, memory, of_memory))
-
     def table(self, t: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         return self.position_table(t, torch.promote_types(x.dtype, torch.float32))
 
@@ -1504,7 +1491,7 @@ class Model(Stack):
         """source (B, S) -> the encoder's output (B, S, C), called memory; None for a model without an encoder."""
         given, wanted = source is not None, self.encoder is not None
         require(given == wanted, f"objective={self.cfg.objective} {'needs a' if wanted else 'reads no'} source")
-        return self.encoder.stream(*self.embed(source, 0, docs), docs, starts=starts) if given else None
+        return self.hidden(source, docs=docs, starts=starts, stack=self.encoder) if given else None
 
     def embed(self, idx: Tensor, start: int, docs: Maybe = None) -> tuple[Tensor, Tensor]:
         """idx (B, T), whose first token has position `start`, docs (B, T) -> the stream (B, T, C), positions (T,)."""
@@ -1525,10 +1512,18 @@ class Model(Stack):
 
     def hidden(
         self, idx: Tensor, start: int = 0, docs: Maybe = None, memory: Maybe = None, memory_docs: Maybe = None,
-        *starts: Maybe,
+        starts: Maybe = None, memory_starts: Maybe = None, stack: Stack | None = None,
     ) -> Tensor:  # fmt: skip
-        """idx (B, T), whose first token has position `start` -> the stream that the head reads, (B, T, C)."""
-        return self.stream(*self.embed(idx, start, docs), docs, memory, memory_docs, *starts)
+        """idx (B, T), whose first token has position `start` -> the stream that the head reads, or with stack=encoder
+        the cross-attention, (B, T, C)."""
+        (x, t), stack = self.embed(idx, start, docs), stack or self
+        own, of_memory = (None, None) if docs is None else ((docs, docs), (docs, memory_docs))
+        if docs is not None and starts is not None:
+            ends = ops.boundaries(starts, docs.size(1))
+            own = *own, ends
+            if memory is not None:
+                of_memory = *of_memory, ends, ops.boundaries(memory_starts, memory.size(1))
+        return stack.through_blocks(x, Inputs(stack.table(t, x), own, memory, of_memory))
 
     def for_head(self, x: Tensor) -> Tensor:
         """The last norm's result, times muP's factor 1 / width_ratio."""

@@ -127,8 +127,8 @@ FAULTS = [
     ),
     (
         "model.py",
-        "return self.encoder.stream(*self.embed(source, 0, docs), docs, starts=starts) if given else None",
-        "return self.encoder.stream(*self.embed(source, 0), docs, starts=starts) if given else None",
+        "(x, t), stack = self.embed(idx, start, docs), stack or self",
+        "(x, t), stack = self.embed(idx, start, None if stack else docs), stack or self",
         "The encoder's positions do not begin anew with each document under doc_positions.",
         "tests/data/test_objective.py::test_a_packed_document_is_as_if_alone",
     ),
