@@ -36,7 +36,7 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_orig
 import model
 from data.errors import printable
 from data.files import write_file
-from model import ModelConfig, require
+from model import ModelConfig, check_range, require
 
 T = TypeVar("T")
 OF_FSDP = ("fsdp_reshard", "fsdp_offload", "dp_replicate")
@@ -214,13 +214,6 @@ class Config(ModelConfig):
     def vocab_rows(self) -> int:
         """Rows of the vocabulary's weights, padded so that tp can cut them into equal slices."""
         return -(-self.vocab_size // self.tp) * self.tp
-
-
-def check_range(cfg: Any, names: str, least: int, limit: int = 2**31):
-    """ValueError unless each of these flags is at least `least` and below `limit`."""
-    for name in names.split():
-        value = getattr(cfg, name)
-        require(least <= value < limit, f"{name}={value} must be at least {least} and below {limit}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -136,21 +136,16 @@ class ModelConfig:
     loss_chunk: int = 0  # most tokens whose logits exist at once in the loss; 0 = 128 MiB of float32, on a GPU 1 GiB
 
     def __post_init__(self):
-        for names, least, limit in (
-            ("n_head n_embd block_size", 1, 2**31),
-            ("n_group n_expert_active", 1, 2**16),  # each layer holds a tuple of its groups
-            ("n_layer", 1, 2**12),  # building a layer takes a hundredth of a second
-            ("n_encoder_layer", 0, 2**12),
-            ("vocab_size head_dim n_kv_head n_slot window loss_chunk mup_base_width", 0, 2**31),
-            ("attn_softcap logit_softcap norm_eps", 0, 2**31),
-            ("n_expert n_expert_shared expert_ratio n_dense_layer init_std", 0, 2**16),
-            ("balance_weight router_z_loss z_loss", 0, 2**16),
-            ("simplified_beta_ff embed_scale alibi_scale", -(2**31), 2**31),
-            ("dropout label_smoothing", 0, 1),
-        ):
-            for name in names.split():
-                value = getattr(self, name)
-                require(least <= value < limit, f"{name}={value} must be at least {least} and below {limit}")
+        check_range(self, "n_head n_embd block_size", 1)
+        check_range(self, "n_group n_expert_active", 1, 2**16)  # each layer holds a tuple of its groups
+        check_range(self, "n_layer", 1, 2**12)  # building a layer takes a hundredth of a second
+        check_range(self, "n_encoder_layer", 0, 2**12)
+        check_range(self, "vocab_size head_dim n_kv_head n_slot window loss_chunk mup_base_width", 0)
+        check_range(self, "attn_softcap logit_softcap norm_eps", 0)
+        check_range(self, "n_expert n_expert_shared expert_ratio n_dense_layer init_std", 0, 2**16)
+        check_range(self, "balance_weight router_z_loss z_loss", 0, 2**16)
+        check_range(self, "simplified_beta_ff embed_scale alibi_scale", -(2**31))
+        check_range(self, "dropout label_smoothing", 0, 1)
         H, C, Hkv, pos, ratio = self.n_head, self.n_embd, self.n_kv_head, self.pos, self.mlp_ratio
         fact = f"n_embd={C} is not divisible by n_head={H}; set n_embd to a multiple such as {-(-C // H) * H}"
         require(self.head_dim or C % H == 0, f"{fact}, or set head_dim")
@@ -391,6 +386,13 @@ def require(condition: bool, message: str):
         raise ValueError(message)
 
 
+def check_range(cfg, names: str, least: int, limit: int = 2**31):
+    """ValueError unless each of these flags is at least `least` and below `limit`."""
+    for name in names.split():
+        value = getattr(cfg, name)
+        require(least <= value < limit, f"{name}={value} must be at least {least} and below {limit}")
+
+
 def divisors(n: int) -> list[int]:
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*low, *(n // d for d in low)})
@@ -575,7 +577,9 @@ class Rope(AttentionPosition):
     """Rotates pairs (x_j, x_{j+D/2}), j < n, by angles t * theta^(-j/n) (arXiv:2104.09864; pairs as in GPT-NeoX and
     Llama). n is rope_fraction of D/2. The table holds cos and sin of layers G, then those of layers L."""
 
-    first = 0  # entry of the table where this layer's begin
+    def __init__(self, cfg: ModelConfig, first: int = 0):
+        super().__init__(cfg)
+        self.first = first  # entry of the table where this layer's begin
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         cfg, n = self.cfg, self.cfg.rope_pairs
@@ -593,12 +597,6 @@ class Rope(AttentionPosition):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = (x.to(q.dtype) for x in table[self.first : self.first + 2])
         return ops.rotate(q, cos, sin), ops.rotate(k, cos, sin), v
-
-
-class LocalRope(Rope):
-    """RoPE with rope_theta_local, for layers L."""
-
-    first = 2
 
 
 class Alibi(AttentionPosition):
@@ -668,7 +666,8 @@ POSITION = {  # flag -> (acts on the embedding, acts on q, k and v)
 def layer_position(cfg: ModelConfig, layer: int) -> AttentionPosition:
     """What acts on q, k and v in this layer, by cfg.pos and cfg.pos_pattern."""
     kinds = cfg.pos_pattern or "G"
-    return {"G": POSITION[cfg.pos][1], "L": LocalRope, "N": AttentionPosition}[kinds[layer % len(kinds)]](cfg)
+    position = {"G": POSITION[cfg.pos][1], "L": partial(Rope, first=2), "N": AttentionPosition}
+    return position[kinds[layer % len(kinds)]](cfg)
 
 
 def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:

@@ -47,7 +47,7 @@ def context_readers(block: M.Block) -> dict[str, M.Pool]:
 # A reader as an MLP
 
 # Readers and positions that contextual_mlp computes; others are refused.
-KNOWN = {M.Pool, M.ShapedPool, M.AttentionPosition, M.Rope, M.LocalRope, M.Alibi, M.TwoSidedAlibi}
+KNOWN = {M.Pool, M.ShapedPool, M.AttentionPosition, M.Rope, M.Alibi, M.TwoSidedAlibi}
 
 
 @torch.no_grad()
