@@ -35,12 +35,23 @@ def refused(row: dict) -> bool:
 
 
 @cache
-def traits(row: tuple) -> list[torch.Tensor]:
-    """What a model with these flags is and does: initial weights, then logits of texts as long as it takes, losses with
-    dropout and in bfloat16, with other weights."""
-    cfg = ModelConfig(**TINY | dict(row))
-    model, T = Model(cfg, seed=1).double(), cfg.block_size
-    found = [p.detach().clone() for p in model.parameters()]
+def model_of(row: tuple) -> Model:
+    return Model(ModelConfig(**TINY | dict(row)), seed=1).double()
+
+
+@cache
+def weights(row: tuple) -> list[torch.Tensor]:
+    """The initial weights of a model with these flags."""
+    return [p.detach().clone() for p in model_of(row).parameters()]
+
+
+@cache
+def results(row: tuple) -> list[torch.Tensor]:
+    """What it does with other weights: logits of texts as long as it takes, losses with dropout and in bfloat16."""
+    weights(row)  # before they change
+    model, found = model_of(row), []
+    cfg = model.cfg
+    T = cfg.block_size
     torch.manual_seed(2)
     idx, source = torch.randint(cfg.vocab_size, (2, T)), torch.randint(cfg.vocab_size, (2, S))
     inputs = {"source": source} if model.encoder else {}
@@ -58,8 +69,11 @@ def traits(row: tuple) -> list[torch.Tensor]:
 
 
 def has_effect(row: dict, name: str, value) -> bool:
-    one, other = traits(tuple(row.items())), traits(tuple((row | {name: value}).items()))
-    return len(one) != len(other) or not all(map(torch.equal, one, other))
+    rows = tuple(row.items()), tuple((row | {name: value}).items())
+    return any(
+        len(one) != len(other) or not all(map(torch.equal, one, other))
+        for one, other in (map(kind, rows) for kind in (weights, results))
+    )
 
 
 def ignored(rows: list[dict]) -> dict[str, str]:
