@@ -40,8 +40,9 @@ TABLES = {  # --table -> name of a variant -> arguments of train.py; muon_lr and
         "seq2seq (T5-like)": ("config/pycode_t5.py", 0.005, 0.012),
     },
 }
-LAYERS = {  # other tables -> values of --layer
-    "kinds": ["c,p", "c/2+p/2,c/2+p/2", "c/2+p/4,c/2+3p/4", "c/2,c/2+p", "c/2,c/2,p/2,p/2"],
+LAYERS = {  # other tables -> values of --layer, and further flags
+    "kinds": ["c,p", "c/2+p/2,c/2+p/2", "c/2+p/4,c/2+3p/4", "c/2,c/2+p", "c/2,c/2,p/2,p/2"]
+    + ["c.none+p --n_layer=6 --mlp_ratio=2.34", "c.none+p --n_layer=8 --mlp_ratio=1.5"],
     "depth": ["c,p", "c+p"],
     "way": ["c,p", "c.stream,p", "c,p;s,p", "c.relu2,p", "c.none,p"]
     + ["c,p.heads", "c,c.stream.relu2.none", "c,p.softmax", "c,p.matrix", "c,c"],
