@@ -246,7 +246,7 @@ class Run:
         unused = "fp32_residual=False has no effect in float32" * (cfg.dtype == "float32" and not cfg.fp32_residual)
         layer = accounting.layer_in_words(cfg) if cfg.block == "superblock" else None
         done = f"{cfg.out_dir} is at step {self.step} of max_iters={cfg.max_iters}; raise --max_iters to train on"
-        done *= self.step >= cfg.max_iters
+        done = done if self.step >= cfg.max_iters else None
         for note in filter(None, (layer, schedule_moved, slow, self.why_no_bytes, unused, done)):
             self.metrics.say(note)
 

@@ -209,8 +209,10 @@ def kind_of_kernels() -> str:
 
     torch.compile does not look at the last two when it searches for a kernel, although it compiles with -march=native.
     """
-    file = Path("/proc/cpuinfo")  # on Linux
-    lines = file.read_text().splitlines() if file.exists() else []
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
     instructions = {line for line in lines if line.startswith(("flags", "Features"))}  # the same line for each core
     python = sys.implementation.cache_tag
     kind = hashlib.sha256(repr((python, platform.machine(), sorted(instructions))).encode()).hexdigest()[:8]

@@ -144,7 +144,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
             "--max_iters=30",
             "--batch_ramp=2:23",
         ],
-        "ramp": ["--batch_ramp=2:1,6:3", *MUON],
+        "ramp": ["--batch_ramp=2:1,6:3", "--max_iters=4", *MUON],
         "layers": LAYERS,
         "offloaded": ["--fsdp_offload=True", "--activation_checkpoint=full"],
         "untied": ["--tie_weights=False", "--activation_checkpoint=selective", "--n_layer=3"],
