@@ -96,6 +96,7 @@ EXPERTS += "--mlp_ratio=3 --mlp=swiglu --bias=True".split()
 SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=superblock --layer=c+e,p/2".split()
 SIGMOID += "--router_balance=loss --balance_weight=0.5 --router_z_loss=0.1".split()
 FLAGS = "--attn_gate=element --attn_sink=True --attn_diff=True --value_residual=True --n_head=4 --pos=rope".split()
+DOCUMENTS = ["--doc_mask=True", "--eval_iters=8"]  # few windows have a boundary that a wrong rank would see
 MUP = ["--mup_base_width=8", "--attn_gate=head", "--pos=rope"]
 MODELS = {  # what is particular about a layout: layout -> {name: flags of the model}
     "tp": {
@@ -122,7 +123,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     "cp": {
         "llama": [*GATED, "--window=5"],
         "muP": MUP,
-        "documents": ["--doc_mask=True", "--doc_positions=True", "--pos=learned", "--window=9", *MUON],
+        "documents": [*DOCUMENTS, "--doc_positions=True", "--pos=learned", "--window=9", *MUON],
         "biases, alibi": ["--bias=True", "--pos=alibi", "--attn_softcap=3.0", "--activation_checkpoint=full"],
         "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=rope", *MUON],
         "values": ["--block=simplified_parallel", "--simplified_value_proj=all", "--pos=rope", "--window=9"],
@@ -178,7 +179,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "experts": [*EXPERTS, *MUON],
     },
     "pp+cp": {
-        "documents": ["--doc_mask=True", "--pos=alibi", "--attn_sink=True"],
+        "documents": [*DOCUMENTS, "--pos=alibi", "--attn_sink=True"],
         "layers": [*LAYERS, *MUON],
         "experts": EXPERTS,
     },
