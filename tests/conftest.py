@@ -42,6 +42,8 @@ def pytest_collection():
     finally:
         gc.enable()
         gc.freeze()
+        gc.unfreeze = lambda: None  # which a run in this process calls: else each collection walks all modules again
+        gc.set_threshold(20_000, 50, 100)
 
 
 def pytest_addoption(parser):
@@ -116,9 +118,9 @@ def many(tiny_data, tmp_path):
     """many(2, ("a", flags), ("b", flags)) trains each on two ranks, one after the other in the same processes, in
     folders of these names; returns the folder around them."""
 
-    def call(processes: int, *runs: tuple[str, list[str]]) -> Path:
+    def call(processes: int, *runs: tuple[str, list[str]], saved: bool = True) -> Path:
         flags = [[*TINY, f"--dataset={tiny_data}", *each, f"--out_dir={tmp_path / name}"] for name, each in runs]
-        ranks.launch(processes, ranks.train_runs, tmp_path, flags)
+        ranks.launch(processes, ranks.train_runs, tmp_path, flags, saved)
         return tmp_path
 
     return call

@@ -151,9 +151,14 @@ def train_main(flags: list[str]):
             torch.set_default_dtype(torch.float32)
 
 
-def train_runs(all_flags: list[list[str]]):
-    """train.py with each of these flags, one after the other in the same processes."""
+def train_runs(all_flags: list[list[str]], saved: bool = True):
+    """train.py with each of these flags, one after the other in the same processes. Without `saved`, which is enough
+    where only figures are compared, checkpoints are written at a save_interval alone."""
     import train
+
+    save = train.Run.save
+    if not saved:
+        train.Run.save = lambda run, *args, **kwargs: run.cfg.save_interval and save(run, *args, **kwargs)
 
     train.peak_flops = lambda *_: 1e9  # measuring takes half a second each
     join = dist.init_process_group
