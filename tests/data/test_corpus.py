@@ -804,7 +804,7 @@ def test_offline_is_said_at_once(tmp_path, name, hub):
             result = command(name, f"--out={tmp_path}/out", env=env)
             seconds = time.monotonic() - start
     failed(result, f"{hub} cannot be reached (", "; go online, or pass --path=")
-    assert seconds < 5 and not (tmp_path / "out").exists()  # less than 2 on an idle machine
+    assert seconds < 20 and not (tmp_path / "out").exists()  # less than 2 on an idle machine; retries take 24 to 47
 
 
 @pytest.mark.no_jitter

@@ -405,9 +405,10 @@ def rehearsal(monkeypatch):
 
 SLOW = {name for name in gpu_cases.PARTS if name in gpu_cases.ROWS or ", no " in name or name == "layout one GPU"}
 SLOW -= {"124M, Muon", "124M, T=4096, documents"}
+COMPILED = {"compiled", "FlexAttention"}
 ALONE = {"checkpoints", "against"} | {name for name, part in gpu_cases.PARTS.items() if part.gpus > 1}
 CASES = [
-    pytest.param(part, case, marks=[pytest.mark.no_jitter] * (part == "compiled") + [pytest.mark.slow] * (part in SLOW))
+    pytest.param(part, case, marks=[pytest.mark.no_jitter] * (part in COMPILED) + [pytest.mark.slow] * (part in SLOW))
     for part in gpu_cases.PARTS
     if part not in ALONE
     for case in gpu_cases.PARTS[part].cases(DEVICE)
