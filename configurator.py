@@ -61,7 +61,7 @@ class Config(ModelConfig):
     dataset: str = "pycode"  # folder under data/, or a path; or a mixture by weight, as a:0.7,b:0.3
     batch_size: int = 12  # sequences per micro-batch
     gradient_accumulation_steps: int = 40  # micro-batches of one step, over all ranks
-    batch_ramp: str = ""  # other numbers of them at first; 8:1000,16:2000 = 8 before step 1000, then 16 before 2000
+    batch_ramp: str = ""  # micro-batches of the first steps: 8:1000,16:2000 = 8 before step 1000, then 16 before 2000
     pairs: bool | Literal["auto"] = "auto"  # learn the targets of pairs alone (docs/data.md); auto = if data have any
     corrupt_ratio: float = 0.15  # share of the tokens that the objectives masked and seq2seq restore
     span_length: float = 3.0  # mean length of the spans that seq2seq restores
@@ -82,8 +82,8 @@ class Config(ModelConfig):
     on_save_error: Literal["stop", "continue"] = "stop"  # if a checkpoint (but not the last) cannot be written
     log_ranks: bool = False  # once a minute, name the slowest rank, and the one that waits longest for data
     wandb_log: bool = False  # log to Weights & Biases too, which pip install wandb adds
-    wandb_project: str = "superblock"  # its project
-    wandb_run_name: str = ""  # name of the run there; empty = that of out_dir
+    wandb_project: str = "superblock"  # project at Weights & Biases
+    wandb_run_name: str = ""  # name of the run at Weights & Biases; empty = that of out_dir
     profile_steps: int = 0  # trace so many steps after the first five, into out_dir/trace.json
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # adamw for everything; muon for hidden matrices, AdamW for the rest
@@ -98,7 +98,7 @@ class Config(ModelConfig):
     balance_rate: float = 0.001  # step of the biases of experts that are read too rarely or too often
     skip_nonfinite: bool = False  # leave out a step whose gradient is not finite, instead of stopping
     spike_factor: float = 0.0  # leave out a step whose gradient norm is above so many times the recent median, 0 = off
-    spike_action: Literal["skip", "rollback"] = "skip"  # leave out that step, or all steps since the last checkpoint
+    spike_action: Literal["skip", "rollback"] = "skip"  # leave out the spike's step, or all since the last checkpoint
     # --- schedule
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd = constant, then linear to min_lr
     warmup_iters: int = 2000  # steps over which the learning rate rises from 0
@@ -131,7 +131,7 @@ class Config(ModelConfig):
 
     # As in model.py: flag -> (a function that says whether the flag has an effect, and the same as text).
     USED_WHEN: ClassVar[dict[str, tuple[Callable[["Config"], bool], str]]] = model.USED_WHEN | {
-        "corrupt_ratio": (lambda c: c.objective != "causal", "objective=masked"),
+        "corrupt_ratio": (lambda c: c.objective != "causal", "objective other than causal"),
         "span_length": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
         "fp32_residual": (lambda c: c.dtype != "float32", "dtype other than float32"),
         **dict.fromkeys(("profile_steps", "log_ranks"), (lambda c: not c.eval_only, "eval_only=False")),
@@ -177,10 +177,9 @@ class Config(ModelConfig):
         ):
             value = getattr(self, name)
             require(re.fullmatch(pattern, value, re.DOTALL) is not None, f"{name}={value!r} must be {form}")
-        form = re.fullmatch(r"([1-9]\d{0,8}:[1-9]\d{0,8},)*", self.batch_ramp + "," * bool(self.batch_ramp))
-        ends = [end for _, end in self.ramp]
+        part, ends = r"[1-9]\d{0,8}:[1-9]\d{0,8}", [end for _, end in self.ramp]
         require(
-            form is not None and ends == sorted(set(ends)),
+            re.fullmatch(f"({part}(,{part})*)?", self.batch_ramp) and ends == sorted(set(ends)),
             f"batch_ramp={self.batch_ramp!r} must be micro-batches and the step before which they hold, in ascending "
             "steps, such as 8:1000,16:2000",
         )
@@ -300,7 +299,8 @@ def convert(cls: type, name: str, value: Any, where: str) -> Any:
 def check_used(cfg: Any, given: Given) -> set[str]:
     """The flags that have no effect with the other flags. ValueError if one of them is given.
 
-    A flag of a file is no error if the command line sets the flag that it depends on.
+    A flag of a file is no error if the command line sets one that `when` names: its first word, or a word before "=" or
+    before " other than".
     """
     sources = given.sources
     unused = {name: when for name, (used, when) in getattr(cfg, "USED_WHEN", {}).items() if not used(cfg)}

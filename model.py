@@ -66,7 +66,7 @@ class ModelConfig:
     head_bias: bool = False  # bias of the head (GPT-J, Phi)
     tie_weights: bool = True  # the head shares the token embedding
     init_std: float = 0.02  # standard deviation of the initial weights
-    scaled_init: bool = True  # that of output layers is divided by sqrt(their number), as in GPT-2
+    scaled_init: bool = True  # output layers begin smaller: init_std / sqrt(their number), as in GPT-2
     mup_base_width: int = 0  # rates are those of a model of this n_embd, scaled by muP (arXiv:2203.03466); 0 = off
     embed_scale: float = 1.0  # factor of the token embeddings; Gemma's is sqrt(n_embd)
     embed_norm: bool = False  # a norm after the embeddings (BLOOM)
@@ -108,7 +108,7 @@ class ModelConfig:
     n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
     qk_norm: bool = False  # RMS norm of q and k (arXiv:2302.05442)
     qk_norm_width: Literal["head", "model"] = "head"  # head: over each head, model: over all together (OLMo-2)
-    window: int = 0  # tokens that each token attends to, its own included; 0 = all before it
+    window: int = 0  # tokens that each token sees, its own included; encoders: as many on both sides; 0 = all
     window_pattern: str = ""  # per layer, repeated: S = sliding window, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
     attn_gate: Literal["none", "head", "element"] = "none"  # a sigmoid of x for each head's result (arXiv:2505.06708)
@@ -125,7 +125,7 @@ class ModelConfig:
     rope_theta_local: float = 10000.0  # RoPE's base in layers L, whose wavelengths are not scaled (Gemma 3)
     alibi_scale: float = 1.0  # factor of ALiBi's slopes (Falcon-RW: 1 / sqrt(head size))
     # --- model: objective
-    objective: Literal["causal", "masked", "seq2seq"] = "causal"  # masked: encoder (BERT), seq2seq: and decoder (T5)
+    objective: Literal["causal", "masked", "seq2seq"] = "causal"  # masked: encoder (BERT), seq2seq: both (T5)
     n_encoder_layer: int = 0  # blocks of the encoder, 0 = n_layer
     doc_mask: bool = False  # tokens attend only within their own document, which end-of-text begins
     doc_positions: bool = False  # positions count from the beginning of each document; needs doc_mask
@@ -202,7 +202,6 @@ class ModelConfig:
             require(not (here and self.mup_base_width), f"{unknown}; change it, or set mup_base_width=0")
         pattern, flag = self.window_pattern, f"window_pattern={self.window_pattern!r}"
         require(set(pattern) <= set("SL"), f"{flag} may hold only S (sliding) and L (full), such as SSSL")
-        require(self.window or not pattern, f"{flag} needs a window, and window=0; set window to a number of tokens")
 
     @property
     def head_size(self) -> int:
@@ -225,7 +224,7 @@ class ModelConfig:
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of embedding and head. Rows from vocab_size on are padding: no token and no loss uses them."""
+        """Rows of embedding and head: vocab_size, to which Config adds padding that no token and no loss uses."""
         return self.vocab_size
 
     @property
@@ -276,11 +275,12 @@ class ModelConfig:
 
     def part(self, reader: "Reader") -> "ModelConfig":
         """The flags of one reader: its share of heads and hidden units, its phi as mlp, its slots as n_slot."""
-        part, phi = copy(self), {"mlp": self.mlp, "softmax": "gelu" if reader.units else self.mlp}
+        part = copy(self)
+        phi = {"mlp": self.mlp, "softmax": "gelu" if reader.units else self.mlp}  # gelu: a kind without gates
         ratio = self.mlp_ratio
         if reader.source == "experts":
             ratio = self.expert_ratio or ratio / (self.n_expert_active + self.n_expert_shared)
-            part.n_group = 8  # hidden units in multiples of 8, as ops.grouped_linear is fast with
+            part.n_group = 8  # no groups: it makes hidden_dim a multiple of 8, as ops.grouped_linear is fast with
         vars(part).update(mlp=phi.get(reader.phi, reader.phi), mlp_ratio=ratio * reader.share)
         if not reader.units:
             H, Hkv = (int(n * reader.share) for n in (self.n_head, self.kv_heads))
@@ -324,7 +324,7 @@ class ModelConfig:
         return self.window if kinds[layer % len(kinds)] == "S" else 0
 
 
-# A flag that is set explicitly but not used is refused. flag -> (whether cfg uses it, the condition in words)
+# A flag that is set but has no effect is refused. flag -> (whether cfg uses it; when, in words that check_used reads)
 USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     **dict.fromkeys(("rope_theta", "rope_fraction", "rope_scaling"), (lambda c: c.pos == "rope", "pos=rope")),
     "rope_theta_local": (lambda c: "L" in c.pos_pattern, "pos_pattern with an L"),
@@ -355,7 +355,7 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "simplified_beta_ff": (lambda c: c.block.startswith("simplified"), "block=simplified"),
     "layer": (lambda c: c.block == "superblock", "block=superblock"),
     "n_group": (lambda c: c.block == "superblock" and any(r.dense for r in c.readers), "block=superblock with a p"),
-    "n_slot": (lambda c: any(r.slotted for r in c.readers), "block=superblock and a layer with s or c.own_slots"),
+    "n_slot": (lambda c: any(r.slotted for r in c.readers), "layer with an s or c.own_slots, and block=superblock"),
     "n_expert": (
         lambda c: c.n_expert == 0 or any(r.source == "experts" for r in c.readers),
         "layer with an e, or block other than superblock",
@@ -381,7 +381,7 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
 }
 
 
-def require(condition: bool, message: str):
+def require(condition: object, message: str):
     if not condition:
         raise ValueError(message)
 
@@ -511,8 +511,8 @@ def frequencies(n: int, theta: float, device: torch.device) -> Tensor:
 
 class AttentionPosition(nn.Module):
     """Returns q (B, H, T, D), k and v (B, Hkv, T, D) unchanged; the base class of encodings that act on them. Every
-    layer has its own instance, which may have parameters. table(t) must not depend on them: the first layer's instance
-    computes it once per forward, for all layers."""
+    layer has its own instance, which may have parameters. table(t) must not depend on them: one more instance, of the
+    Stack, computes it once per forward, for all layers."""
 
     head_entries = 0  # number of entries, at the front of the table, that have a row for each head
 
@@ -694,7 +694,7 @@ class Linear(UndrawnLinear):
 
     fused = (dim, groups, sizes): along dim (0 rows, 1 columns) the weight has `groups` groups of pieces of `sizes`, and
     the n-th pieces of all groups are logical matrix n; None = one matrix. Muon orthogonalizes each matrix alone; tensor
-    parallelism cuts between groups. `read_share` is that of the weight that a token reads.
+    parallelism cuts between groups. `read_share` is the share of the weight that a token reads.
     """
 
     read_share = Fraction(1)
@@ -811,7 +811,7 @@ MLP_KIND = {
 
 
 class Reader(NamedTuple):
-    """The four choices of a Pool, and its share of the layer's heads, hidden units and slots."""
+    """What a Pool is made from: four choices (source to out), slots, and its share of the layer."""
 
     name: str = "attn"  # of the module, on which its initial weights depend
     source: str = "context"  # of keys and values: context, memory, parameters, experts (parameters that a router picks)
@@ -959,8 +959,8 @@ class Pool(nn.Module):
         cfg, context = cfg.part(reader), reader.source == "context"
         H, Hkv, D, C = cfg.n_head, cfg.kv_heads, cfg.head_size, cfg.n_embd
         self.reader, self.head_dim, self.n_head, self.group = reader, D, H, H // Hkv
-        self.window, self.softcap, self.dropout = cfg.layer_window(layer) * context, cfg.attn_softcap, cfg.dropout
-        self.causal = context and cfg.objective != "masked"
+        self.window, self.causal = cfg.layer_window(layer) if context else 0, context and cfg.objective != "masked"
+        self.softcap, self.dropout = cfg.attn_softcap, cfg.dropout
         self.cache = None  # decoding sets a KVCache
         self.phi = None if reader.phi == "softmax" else MLP_KIND[cfg.mlp].f
         self.qkv = self.gate = self.sink = self.mix = None
@@ -1050,7 +1050,7 @@ class Pool(nn.Module):
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
         unplaced = q = q if self.q_scale == 1 else q * self.q_scale
         if self.reader.source == "parameters":
-            return Pool.attend(self, q, k, v, Mask(causal=False))  # not self.attend, which is the tokens' seam
+            return Pool.attend(self, q, k, v, Mask(causal=False))  # not self.attend, which cp and lens replace
         q, k, v = self.position(q, k, v, inputs.table)
         k, v = self.cache.extend(k, v) if self.cache and self.causal else (k, v)  # (B, heads, S, E)
         docs = inputs.memory_docs if self.reader.source == "memory" else inputs.docs
@@ -1151,7 +1151,8 @@ class Experts(nn.Module):
         self.shared = None
         if cfg.n_expert_shared:
             wide = copy(part)
-            wide.mlp_ratio, wide.n_group = cfg.n_expert_shared * hidden / C * (1.5 if part.gated else 1), 1
+            wide.mlp_ratio = cfg.n_expert_shared * hidden / C * (1.5 if part.gated else 1)  # see hidden_dim
+            wide.n_group = 1
             self.shared = Pool(wide, layer, READER["p"]._replace(phi=reader.phi))
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
@@ -1206,14 +1207,14 @@ def activations(phi: Callable, rows: Shape, scores: Tensor) -> Tensor:
     return phi(*parts).flatten(-2)
 
 
-def reads(cfg: ModelConfig, layer: int, reader: Reader) -> nn.Module:
+def module_of(cfg: ModelConfig, layer: int, reader: Reader) -> nn.Module:
     """The module of a reader."""
     return (Experts if reader.source == "experts" else Pool)(cfg, layer, reader)
 
 
 def mlp_of(cfg: ModelConfig, layer: int) -> nn.Module:
     """The MLP of a layer, which may have experts."""
-    return reads(cfg, layer, READER["e" if cfg.expert_layer(layer) else "p"])
+    return module_of(cfg, layer, READER["e" if cfg.expert_layer(layer) else "p"])
 
 
 class ShapedPool(Pool):
@@ -1269,7 +1270,7 @@ class Sum(nn.Module):
         each = [Gain(gains[name]) if name in gains else nn.Identity() for name in readers] if gains else []
         self.gain = each[0] if len(each) == 1 else nn.Identity()
         self.gains = nn.ModuleList(each) if len(each) > 1 else None
-        self.skip = Gain(1.0) if skip == "learned" else bool(skip)
+        self.skip = Gain(1.0) if skip == "learned" else nn.Identity() if skip else None
         self.dropout, self.names = cfg.dropout, tuple(readers)
         for name, reader in readers.items():
             require(not hasattr(self, name), f"a reader cannot have the name {name!r}, which a sum has for itself")
@@ -1283,8 +1284,8 @@ class Sum(nn.Module):
         if self.gains is not None:
             y = [gain(part) for gain, part in zip(self.gains, y, strict=True)]
         y = self.gain(self.after(reduce(add, y)))
-        if self.skip:
-            y = y + (s if self.skip is True else self.skip(s))
+        if self.skip is not None:
+            y = y + self.skip(s)
         return self.total(y).to(s.dtype)  # some norms return float32
 
 
@@ -1293,7 +1294,7 @@ def readers_of(cfg: ModelConfig, layer: int, string: str) -> list[Sum]:
     if cfg.block != "superblock" and cfg.expert_layer(layer):
         string = string.replace("p", "e")
     sums = layer_readers(string, cfg.objective, layer)
-    return [Sum(cfg, **{reader.name: reads(cfg, layer, reader) for reader in readers}) for readers in sums]
+    return [Sum(cfg, **{reader.name: module_of(cfg, layer, reader) for reader in readers}) for readers in sums]
 
 
 def cross(cfg: ModelConfig, layer: int) -> dict[str, Pool]:
@@ -1453,7 +1454,7 @@ class Model(Stack):
         module = self.get_submodule(layer)
         std = getattr(module, "std", self.cfg.init_std)
         default = Normal(std) if len(shape) > 1 else 0.0 if kind == "bias" else 1.0
-        value = getattr(module, "initial", {}).get(kind, default)
+        value = module.initial.get(kind, default)
         if not isinstance(value, Normal):  # a number, or a tensor of this shape
             part = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
             return torch.as_tensor(value, dtype=torch.float32, device=device).expand(shape)[part].clone()

@@ -264,7 +264,7 @@ def boundaries(starts: Tensor, T: int) -> Tensor:
 def attention_kernel(
     mask: Mask, T: int, S: int, slots: bool, mapped: bool, dropout: float, device: str, flash: bool
 ) -> str:
-    """Name of the kernel for the attention of T queries to S keys. Longer texts have no (T, S) matrix.
+    """Name of the kernel for the attention of T queries to S keys. No kernel makes a (T, S) matrix.
 
     kernel    when                                                              memory of scores and masks
     full      all queries see all keys, or causal with T = S                    none: one fused call
@@ -297,7 +297,7 @@ def attention(
     """softmax(cap(q k^T / sqrt(D))) v over the keys that the mask admits, and over slots: (B, H, T, E), where E >= D.
 
     q (B, H, T, E), k and v (B, Hkv, S, E). The columns from D on hold a position bias, which is not capped. strips is
-    strip_attention, or the same function, which torch.compile leaves out. phi(scores (..., T, S), n (..., T, 1)), where
+    strip_attention, perhaps wrapped so that torch.compile leaves it out. phi(scores (..., T, S), n (..., T, 1)), where
     n is the number of keys that a query sees, replaces the softmax. It is 0 for large negative scores.
     """
     strips = strip_attention if strips is None else strips
@@ -305,7 +305,7 @@ def attention(
     if T == 1 and mask.causal:
         if 0 < mask.window < S:
             k, v = (x[:, :, -mask.window :] for x in (k, v))
-        docs = mask.docs and (mask.docs[0], mask.docs[1][:, -mask.window :])
+        docs = mask.docs and (mask.docs[0], mask.docs[1][:, -mask.window :])  # without a window, -0: is all of them
         mask, S = Mask(False, 0, docs, mask.slopes), k.size(2)
     mask = mask._replace(window=mask.window if mask.window < S else 0)
     device, scale = q.device.type, D**-0.5
@@ -505,9 +505,9 @@ def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tup
         end = min(i + rows, T)
         first = max(0, S - T + i - W + 1) if W else 0
         last = S - T + end if mask.causal else min(S, S - T + end + W - 1) if W else S
-        strips = q[:, :, i:end], k[:, :, first:last], v[:, :, first:last], i, first
+        given = q[:, :, i:end], k[:, :, first:last], v[:, :, first:last], i, first
         recompute = torch.is_grad_enabled() and T > rows
-        out.append(checkpoint(strip, *strips, use_reentrant=False) if recompute else strip(*strips))
+        out.append(checkpoint(strip, *given, use_reentrant=False) if recompute else strip(*given))
     return torch.cat(out, dim=2)
 
 
@@ -569,7 +569,7 @@ def cross_entropy(
         z = z_loss * (logits.logsumexp(-1).square() * (targets >= 0)).sum() if z_loss else None
         return total if z is None else total + (z - z.detach())
     of_chunk = of_chunk or chunk_loss
-    terms = {name: x for name, x in (("z_loss", z_loss), ("smoothing", smoothing)) if x}
+    terms = {name: factor for name, factor in (("z_loss", z_loss), ("smoothing", smoothing)) if factor}
     options = softcap, chunk, partial(of_chunk, **terms) if terms else of_chunk, torch.is_grad_enabled()
     return ChunkedCrossEntropy.apply(x, weight, bias, targets, options)
 
@@ -583,8 +583,8 @@ def rows_at_once(chunk: int, vocab_size: int, device: torch.device) -> int:
 
 
 def equal_rows(n: int, most: int) -> int:
-    """Rows of each chunk of n rows, at most `most`: of the fewest chunks of one size, which need one compiled graph. If
-    they would be twice as many as are needed, all chunks but the last one have `most` rows."""
+    """The size of the chunks of n rows, at most `most`: the largest of which all chunks are equal, for one compiled
+    graph. If that takes twice the fewest chunks, it is `most`, and the last chunk is shorter."""
     fewest = -(-n // most)
     return next((n // chunks for chunks in range(fewest, 2 * fewest) if n % chunks == 0), most)
 

@@ -66,7 +66,7 @@ class SampleConfig:
     """The flags of sample.py. ValueError names the flag, its value and the remedy."""
 
     # --- sample
-    out_dir: str = "out"  # the model: a training run, one of its checkpoints, nanogpt:FILE or hf:DIR
+    out_dir: str = "out"  # the model: a training run, one of its checkpoints, ema:RUN, nanogpt:FILE or hf:DIR
     start: str = ""  # the prompt, or FILE:path; empty = end-of-text, or a newline where there is none
     blank: str = "<mask>"  # text in the prompt that marks a missing token (masked) or span (seq2seq)
     num_samples: int = 1  # samples of the same prompt, generated in one batch
@@ -78,7 +78,7 @@ class SampleConfig:
     seed: int = 1337  # the same seed gives the same samples
     score: str = ""  # text file: print the log-probability of each of its tokens as JSON lines, and generate nothing
     # --- distribution
-    temperature: float = 0.8  # below 1 sharper, above 1 flatter, 0 = always the most likely token; of targets 0
+    temperature: float = 0.8  # below 1 sharper, above 1 flatter, 0 = the most likely token; 0 for targets unless set
     top_k: int = 200  # keeps the k most likely tokens, 0 = all
     top_p: float = 1.0  # keeps the fewest most likely tokens of this total probability (arXiv:1904.09751)
     min_p: float = 0.0  # keeps tokens of at least this fraction of the largest probability (arXiv:2407.01082)

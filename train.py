@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None):
             check_logger(cfg)
             environment()  # if it is wrong, the run is refused before out_dir is made
             if not cfg.eval_only and cfg.init_from != "resume":
-                cleanup.enter_context(locked(cfg.out_dir))
+                cleanup.enter_context(locked(cfg.out_dir))  # of a resume, stored_flags has locked it
             run_state.resume_after_restart(cfg)
             check_out_dir(cfg)
             run = Run(cfg, cleanup)
@@ -115,8 +115,8 @@ def train(run: "Run"):
 
 
 def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting.Work]:
-    """Join the other ranks, check that the run fits this machine, and count its work; returns both. `lengths` are
-    those of the objective's sequences, (T, S).
+    """Join the other ranks, check that the run fits this machine, and count its work; returns (ranks, work). `lengths`
+    are those of the objective's sequences, (T, S).
 
     Settles the flags dtype, fp32_residual and compile: their auto becomes this machine's choice, which a resume keeps.
     """
@@ -149,16 +149,16 @@ def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[Step, dict]:
     if cfg.init_from != "resume":
         run_state.initialize(cfg, sharded, data.tokenizer)
     torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on every rank draws its own random numbers
-    parts = Step(cfg, sharded)
+    stepper = Step(cfg, sharded)
     if cfg.init_from != "resume":
-        return parts, {"step": 0, "samples": 0, "skipped": 0, "best_val_loss": None, "flags": {}}
-    state = run_state.restore(cfg, ranks, sharded, parts.optimizer)
+        return stepper, {"step": 0, "samples": 0, "skipped": 0, "best_val_loss": None, "flags": {}}
+    state = run_state.restore(cfg, ranks, sharded, stepper.optimizer)
     require(
         state["tokenizer_hash"] == (data.tokenizer and data.tokenizer.hash),
         f"dataset={cfg.dataset} has another tokenizer than the checkpoint in {cfg.out_dir}; use the same data",
     )
-    run_state.restore_scaler(parts.scaler, state["scaler"], cfg.out_dir)
-    return parts, state
+    run_state.restore_scaler(stepper.scaler, state["scaler"], cfg.out_dir)
+    return stepper, state
 
 
 class Run:
@@ -166,7 +166,7 @@ class Run:
 
     step       optimizer steps that are done
     samples    sequences that all ranks have read
-    skipped    steps that were left out because their gradient was not finite
+    skipped    steps that were left out: their gradient was not finite, or a spike
     """
 
     def __init__(self, cfg: Config, cleanup: ExitStack):
@@ -178,8 +178,8 @@ class Run:
         self.val_batches = math.ceil(count_windows(self.streams["val"], cfg.block_size) / cfg.batch_size)
         self.ranks, self.work = join_ranks(cfg, objective.lengths)
         ranks, tokenizer = self.ranks, self.data.tokenizer
-        self.parts, state = build(cfg, ranks, self.data)
-        self.sharded = self.parts.sharded
+        self.stepper, state = build(cfg, ranks, self.data)
+        self.sharded = self.stepper.sharded
         self.step, self.samples, self.skipped = state["step"], state["samples"], state["skipped"]
         self.stored_flags, self.spikes = state["flags"], Spikes(cfg.spike_factor, state.get("norms", []))
         self.rollbacks: Counter[int] = Counter()  # how often the run went back to the checkpoint of each step
@@ -206,8 +206,8 @@ class Run:
         self.checkpoints = Checkpoints(cfg, ranks, self.stop, self.metrics, step, state["best_val_loss"])
 
     def open_loader(self):
-        """Let `batches` begin with those of the next step."""
-        micro_steps, ranks = map(self.parts.micro_steps, itertools.count(self.step)), self.ranks
+        """Make the loader; `batches` begins with those of the next step."""
+        micro_steps, ranks = map(self.stepper.micro_steps, itertools.count(self.step)), self.ranks
         self.loader = Loader(
             self.streams["train"], self.objective, self.cfg.batch_size, micro_steps, ranks.data_rank, ranks.data_size,
             self.cfg.seed, ranks.device, start=self.samples,
@@ -286,12 +286,12 @@ class Run:
     def train_step(self, lr: float) -> tuple[Tensor, Tensor] | None:
         """One optimizer step at this learning rate; returns (this rank's mean loss, gradient norm), or None if the run
         went back to its last checkpoint instead."""
-        cfg, ranks, parts = self.cfg, self.ranks, self.parts
-        parts.optimizer.set_lr(lr)
-        loss, grad_norm = parts.backward(self.batches, self.step), parts.clip()
+        cfg, ranks, stepper = self.cfg, self.ranks, self.stepper
+        stepper.optimizer.set_lr(lr)
+        loss, grad_norm = stepper.backward(self.batches, self.step), stepper.clip()
         self.stop.unsaved_steps = True  # on all ranks: the norm needs them all, so no rank has ended in its first step
         # With a scaler, an infinite gradient may only mean that its scale was too large, so there the loss decides.
-        figure = ranks.sum(loss.clone()) if parts.scaler.is_enabled() else grad_norm  # the same on all ranks
+        figure = ranks.sum(loss.clone()) if stepper.scaler.is_enabled() else grad_norm  # the same on all ranks
         finite = torch.isfinite(figure)
         if not cfg.skip_nonfinite:
             self.first_bad_step = torch.where(finite, self.first_bad_step, self.first_bad_step.clamp(max=self.step))
@@ -307,7 +307,7 @@ class Run:
                     "median of the last ones"
                 )
         self.skipped += skip
-        parts.update(skip)
+        stepper.update(skip)
         self.samples += cfg.samples(self.step)
         if spike and cfg.spike_action == "rollback" and self.roll_back():
             return None
@@ -332,8 +332,8 @@ class Run:
                 "out single steps with --spike_action=skip"
             )
         with self.metrics.paused(), user_errors():
-            state = run_state.restore(self.cfg, self.ranks, self.sharded, self.parts.optimizer)
-            run_state.restore_scaler(self.parts.scaler, state["scaler"], self.cfg.out_dir)
+            state = run_state.restore(self.cfg, self.ranks, self.sharded, self.stepper.optimizer)
+            run_state.restore_scaler(self.stepper.scaler, state["scaler"], self.cfg.out_dir)
             left_out, came_from = self.samples - state["samples"], self.step
             self.step, self.spikes.norms = state["step"], state.get("norms", [])
             self.checkpoints.last_queued_step = self.step  # a later one that failed is due again
@@ -365,10 +365,10 @@ class Run:
             tokenizer = self.data.tokenizer
             state = {
                 "samples": self.samples, "skipped": self.skipped, "norms": self.spikes.norms,
-                "scaler": self.parts.scaler.state_dict(), "flags": asdict(self.cfg), "ranks": self.ranks.size,
+                "scaler": self.stepper.scaler.state_dict(), "flags": asdict(self.cfg), "ranks": self.ranks.size,
                 "tokenizer": tokenizer and tokenizer.spec, "tokenizer_hash": tokenizer and tokenizer.hash,
             }  # fmt: skip
-            tensors = run_state.run_tensors(self.sharded, self.parts.optimizer) | run_state.random_states(self.ranks)
+            tensors = run_state.run_tensors(self.sharded, self.stepper.optimizer) | run_state.random_states(self.ranks)
             self.checkpoints.save(self.step, tensors, state, best_loss, last)
 
     def log(self, loss: Tensor, lr: float, grad_norm: Tensor):
@@ -394,7 +394,7 @@ class Run:
                 f"{self.checkpoints.last_written_step} saved; go on with python train.py --out_dir={self.cfg.out_dir} "
                 "--init_from=resume"
             )
-        if self.ranks.compile:
+        if self.graphs_of_first_step is not None:  # None: no step was made, or the run is not compiled
             first, later = self.graphs_of_first_step, compilation.graphs() - self.graphs_of_first_step
             self.metrics.say(f"torch.compile: {first} graphs, and {later} after the first step")
 

@@ -1,4 +1,4 @@
-"""Batches in an order that is a pure function of (seed, epoch, global sample index).
+"""Batches in an order that is a pure function of (seed, global sample index).
 
 A split of N tokens is cut into n = (N - 1) // T windows of T = block_size inputs and one more target. Training samples
 are counted 0, 1, 2, ... without end. Sample i reads window i % n of the permutation that belongs to epoch i // n. Step
@@ -122,8 +122,8 @@ def _batch(
     else:
         ends = np.concatenate(stream.packs)[windows]
         read_whole(stream, ends, buffer.zero_().numpy())
-        keys = np.full(buffer.shape, PADDING)
-        read_whole(stream.mask, ends, keys)
+        keys = marks = np.full(buffer.shape, PADDING)  # of pairs, the objective reads these
+        read_whole(stream.mask, ends, marks)
     largest = int(buffer.numpy().view(np.uint64).max())  # negative ids become large ones
     fact = f"{stream.name} has token id {largest} where its vocabulary is {stream.vocab_size}"
     remedy = "so a file was changed after it was prepared; pass --verify_data=True to find the file"
@@ -206,7 +206,7 @@ class Loader(Iterator):
         return {name: int(d) / n for (name, *_), d, n in zip(self.stream.sources, drawn, self.counts, strict=True)}
 
     def _starts(self, start: int) -> Iterator[int]:
-        """Yields the first sample of each of this rank's batches; `start` is that of all ranks' next step."""
+        """Yields the first sample of each of this rank's batches; `start` is all ranks' first of the next step."""
         for micro_steps in self.micro_steps:
             share = self.batch_size * micro_steps  # the samples of this step that this rank reads
             first = start + self.data_rank * share

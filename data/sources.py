@@ -256,21 +256,21 @@ def hub_files(address: str) -> list[str]:
     return sorted(found)
 
 
-def unreachable(address: str, seconds: float = 1.0) -> str:
+def unreachable(address: str) -> str:
     """The reason why no connection to `address` is possible, or "" if one is."""
-    parts, answer = urlsplit(address if "//" in address else f"//{address}"), [f"no answer within {seconds:.0f} s"]
+    parts, answer = urlsplit(address if "//" in address else f"//{address}"), ["no answer within 1 s"]
 
     def connect() -> None:
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
-            socket.create_connection((parts.hostname, port), timeout=seconds).close()
+            socket.create_connection((parts.hostname, port), timeout=1).close()
             answer[0] = ""
         except (OSError, ValueError) as e:
             answer[0] = reason(e)
 
     thread = Thread(target=connect, daemon=True)  # a thread, because a name look-up has no time limit
     thread.start()
-    thread.join(seconds + 0.2)
+    thread.join(1.2)
     return answer[0]
 
 

@@ -89,8 +89,8 @@ def generate(
                         start, table = start + moved, None
                 x, t = model.embed(piece, start + end)
                 table = model.table(start + torch.arange(length, device=t.device), x) if table is None else table
-                rows = tuple(each[..., end : end + T, :] for each in table)
-                x, end = model.through_blocks(x, Inputs(rows, None, memory)), end + T
+                here = tuple(each[..., end : end + T, :] for each in table)
+                x, end = model.through_blocks(x, Inputs(here, None, memory)), end + T
             new = choose(model.logits(x[:, -1]))
             if isinstance(new, tuple):
                 new, rows = new

@@ -221,14 +221,14 @@ def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
     return None
 
 
-def cpu_peak(dtype: torch.dtype, seconds: float = 0.5) -> float:
+def cpu_peak(dtype: torch.dtype) -> float:
     """The best rate of square matmuls in this dtype in FLOP/s: that of one thread, times torch's number of threads.
 
-    All seconds are those of this thread on a processor: threads that wait for each other on a busy CPU can take a
+    The half second is that of this thread on a processor: threads that wait for each other on a busy CPU can take a
     hundred times as long. The matrices grow from 192 rows to 1536, unless the next product would take longer than the
     rest of the time: emulated in bfloat16, a product of 1536 rows can take 20 s.
     """
-    best, n, last, end = 0.0, 96, 0.0, time.thread_time() + seconds
+    best, n, last, end = 0.0, 96, 0.0, time.thread_time() + 0.5
     with one_thread() as threads:
         while (start := time.thread_time()) < end:
             if n < 1536 and start + 8 * last < end:

@@ -205,7 +205,7 @@ def routing_line(routing: dict[str, float]) -> str:
 
 
 class Silent:
-    """The metrics of every rank except 0: they write nothing."""
+    """The metrics of a rank that writes nothing: of all but the first, and under eval_only of every rank."""
 
     def log(self, *args, **figures):
         """Does nothing."""

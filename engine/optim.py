@@ -3,7 +3,7 @@
     optimizer = build(model, cfg)
     optimizer.set_lr(learning_rate(step, cfg))
     optimizer.step()
-    optimizer.state_tensors(model)  # {"blocks.0.mlp.up.weight.momentum": tensor, ...}, for checkpoints
+    optimizer.state_tensors(model)  # {"blocks.0.sums.1.mlp.up.weight.momentum": tensor, ...}, for checkpoints
 
 Call `build` after sharding and tensor parallelism, which replace parameters. A new optimizer is a subclass of
 Elementwise and an entry of OPTIMIZER; docs/hacking.md adds one.
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from data.errors import require
 from engine.parallel.owners import Matrix, Owners, portions
-from engine.parallel.sharded import ShardedModel, local
-from model import ExpertLinear, Fused, Linear, LoadBalance
+from engine.parallel.sharded import ShardedModel, load_biases, local
+from model import ExpertLinear, Fused, Linear
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Schedules
@@ -333,15 +333,10 @@ def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
     return {m.weight: m.fused for m in layers if m.weight.requires_grad}
 
 
-def load_biases(model: nn.Module) -> set[nn.Parameter]:
-    """The biases that balance the loads of experts. Their gradients are loads."""
-    return {m.bias for m in model.modules() if isinstance(m, LoadBalance)}
-
-
 def decay_groups(params: Iterable[nn.Parameter], weight_decay: float, vectors: Collection = ()) -> list[dict]:
-    """Parameter groups with and without weight decay: matrices decay; vectors, gains and no_decay parameters do not.
+    """Parameter groups with and without weight decay: matrices decay, vectors and gains do not.
     `vectors` has parameters of several rows that are vectors nevertheless."""
     groups = {True: [], False: []}
     for p in params:
-        groups[p.dim() >= 2 and p not in vectors and not getattr(p, "no_decay", False)].append(p)
+        groups[p.dim() >= 2 and p not in vectors].append(p)
     return [{"params": ps, "weight_decay": weight_decay * decays} for decays, ps in groups.items() if ps]

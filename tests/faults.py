@@ -190,8 +190,8 @@ FAULTS = [
     ),
     (
         "engine/optim.py",
-        'groups[p.dim() >= 2 and p not in vectors and not getattr(p, "no_decay", False)].append(p)',
-        'groups[p.dim() == 2 and p not in vectors and not getattr(p, "no_decay", False)].append(p)',
+        "groups[p.dim() >= 2 and p not in vectors].append(p)",
+        "groups[p.dim() == 2 and p not in vectors].append(p)",
         "Learned slots, which have three dimensions, are left out of weight decay.",
         "tests/training/test_optim.py::test_slots_decay",
     ),
@@ -919,8 +919,8 @@ FAULTS = [
     ),
     (
         "engine/parallel/sharded.py",
-        "torch._foreach_mul_(divided, 1 / self.ep)",
-        "torch._foreach_mul_(divided, 1.0)",
+        "torch._foreach_mul_(grads, 1 / self.ep)",
+        "torch._foreach_mul_(grads, 1.0)",
         "Under --ep, the gradients of experts are sums over the ranks that divide them.",
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[fsdp+ep+shards]",
     ),

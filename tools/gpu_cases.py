@@ -309,8 +309,8 @@ def train(case: dict, T: int, device: torch.device, dtype: torch.dtype) -> dict[
     cfg = parse(Config, [*family, *(f"--{name}={value}" for name, value in chosen.items())])
     with training(cfg, 257, 8) as run:
         torch.set_float32_matmul_precision("highest")  # no TF32, which `training` has allowed
-        parts = run.parts_of_step  # with the usual first scale, 2^16, some first steps would be left out
-        parts.scaler = torch.amp.GradScaler(device.type, 2.0**10, enabled=parts.scaler.is_enabled())
+        stepper = run.stepper  # with the usual first scale, 2^16, some first steps would be left out
+        stepper.scaler = torch.amp.GradScaler(device.type, 2.0**10, enabled=stepper.scaler.is_enabled())
         _, losses, norms = run.steps(20)
     counts = run.graphs if cfg.compile else {}
     return {"losses": torch.stack(losses), "gradient norms": torch.stack(norms)} | counts

@@ -89,8 +89,8 @@ class Training:
         torch.manual_seed(cfg.seed)
         self.sharded = ShardedModel(cfg, ranks)
         self.sharded.init_weights(cfg.seed)
-        self.parts_of_step = Step(cfg, self.sharded)
-        part = map(self.parts_of_step.micro_steps, itertools.count()), ranks.data_rank, ranks.data_size
+        self.stepper = Step(cfg, self.sharded)
+        part = map(self.stepper.micro_steps, itertools.count()), ranks.data_rank, ranks.data_size
         self.loader = Loader(data.split("train"), objective, cfg.batch_size, *part, cfg.seed, ranks.device)
         self.close = self.loader.close
 
@@ -98,7 +98,7 @@ class Training:
         """Make n steps. Returns the milliseconds of one, all losses (this rank's means) and all gradient norms."""
         start, losses, norms = time.perf_counter(), [], []
         for _ in range(n):
-            loss, norm = self.parts_of_step(self.loader, self.done)
+            loss, norm = self.stepper(self.loader, self.done)
             losses.append(loss)
             norms.append(norm)
             self.done += 1
@@ -109,14 +109,14 @@ class Training:
 
     def phases(self, begin: Callable[[str], None]):
         """Make a step of one batch. Calls begin(name) where a phase begins: data, forward, backward, optimizer, end."""
-        model, parts = self.sharded.model, self.parts_of_step
+        model, stepper = self.sharded.model, self.stepper
         forward = model.register_forward_pre_hook(lambda *_: begin("forward"))
         with forward, model.register_forward_hook(lambda *_: begin("backward")):
             begin("data")
-            parts.backward(self.loader, self.done)
+            stepper.backward(self.loader, self.done)
         begin("optimizer")
-        parts.clip()
-        parts.update()
+        stepper.clip()
+        stepper.update()
         begin("end")
 
     def timed_step(self) -> dict[str, float]:
@@ -198,7 +198,7 @@ def measure_training(name: str, dtype: str, peak: float | None) -> dict:
         "configuration": name, "dtype": dtype, "compiled": run.ranks.compile, "steps": len(times),
         "ms_per_step": ms, **phases, "optimizer_share": phases["optimizer_ms"] / sum(phases.values()),
         "tokens_per_s": tokens_per_s, "mfu": mfu, "peak_memory_bytes": memory,
-        "newton_schulz_flops": newton_schulz_flops(run.parts_of_step.optimizer),
+        "newton_schulz_flops": newton_schulz_flops(run.stepper.optimizer),
     }  # fmt: skip
 
 

@@ -153,8 +153,8 @@ def completed(flags: dict) -> dict:
     if flags.get("block") != "superblock" or "layer" in flags:
         return flags
     c = "c" if pool != "joint" else "c.own_slots" if softmax == "own" else "c.joint_slots"
-    readers = [c, *["m"] * (flags.get("objective") == "seq2seq"), *["p"] * (pool != "joint")]
-    return flags | {"layer": ("," if wiring == "series" else "+").join(readers)}
+    m, p = ["m"] if flags.get("objective") == "seq2seq" else [], [] if pool == "joint" else ["p"]
+    return flags | {"layer": ("," if wiring == "series" else "+").join([c, *m, *p])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from engine.parallel.sharded import ShardedModel
 from model import Model, ModelConfig
 
 OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for the runs that continue it
-OF_DATA = ("pairs",)  # what the data have settled, which a new run has settled by its own data
+SETTLED_BY_DATA = ("pairs",)  # flags that a new run has settled by its own data
 SETTLED_BY_AUTO = {"dtype", "compile", "fp32_residual", "pairs"}  # whose `auto` becomes a choice that is stored
 FREE_ON_RESUME = {"dropout", "loss_chunk", "fp32_residual"}  # flags of the model that may differ from the checkpoint's
 STATE = {  # keys of a checkpoint's state that a resume needs, and their types
@@ -55,7 +55,7 @@ def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
         stored, path = weights.read(where.removeprefix("checkpoint:"), lambda found: (found.flags, found.path))
     else:
         return {}, ""
-    left_out = OWN if kind == "resume" else OWN + OF_DATA
+    left_out = OWN if kind == "resume" else OWN + SETTLED_BY_DATA
     return {name: value for name, value in stored.items() if name not in left_out}, str(path)
 
 
@@ -74,7 +74,7 @@ def resume_after_restart(cfg):
 
 
 def steps_done(cfg) -> int:
-    """The number of steps behind the checkpoint that a resume starts from; 0 for a new run."""
+    """The step of the checkpoint that a resume starts from; 0 for a new run."""
     if cfg.init_from != "resume":
         return 0
     return checkpoint.step_of(parallel.of_first_rank(lambda: checkpoint.find(cfg.out_dir))) or 0
@@ -139,7 +139,10 @@ def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):
         return sharded.init_weights(cfg.seed)
 
     def fill(found: Weights):
-        check_same_model(cfg, found.flags, found.path) if kind == "nanogpt" else check_same_weights(cfg, found)
+        if kind == "nanogpt":  # whose file has every flag of its model
+            check_same_model(cfg, found.flags, found.path)
+        else:
+            check_same_weights(cfg, found)
         found.check_tokenizer(tokenizer, cfg.dataset)
         found.fill(sharded)
 

@@ -74,7 +74,7 @@ class Checkpoints:
                 self.warn(error)
             else:
                 try:
-                    code = 1 if self.goes_on else 2
+                    code = 1 if self.goes_on else 2  # 1: all steps were made, and the last one is not saved
                     if self.ranks.first:
                         self.fail(str(error), code)
                     raise SystemExit(code) from None

@@ -144,9 +144,9 @@ def parameters(sharded: ShardedModel) -> dict[str, Tensor]:
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor], sharded: ShardedModel, index: dict[str, Saved]):
-    """Read these tensors of the model, and perhaps of its optimizer, from the checkpoint, in place, whose layout may
-    have padded the weights of the vocabulary otherwise. Every rank calls it."""
+    """Read these tensors of the model, and perhaps of its optimizer, in place, from a checkpoint whose layout may have
+    padded the weights of the vocabulary otherwise. Every rank calls it."""
     cfg = sharded.model.cfg
-    if any(index[name].shape < tuple(t.shape) for name, t in tensors.items() if name in index):
+    if any(index[name].shape != tuple(t.shape) for name, t in tensors.items() if name in index):
         sharded.init_weights(cfg.seed, checkpoint.VOCAB_WEIGHTS)  # for padding that the saved layout did not have
     checkpoint.load(path, tensors, index, cfg.vocab_size)

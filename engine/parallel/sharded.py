@@ -7,7 +7,7 @@
     norm = sharded.clip(cfg.grad_clip)
 
 The constructor applies, in order: a pipeline's stage, tensor, context and expert parallelism, float8, recomputation,
-compilation, and last DDP or FSDP2. model.py has no code for any of them, and a table of what they replace in it.
+compilation, and last DDP or FSDP2. model.py has no code for them; docs/hacking.md has a table of what they replace.
 """
 
 import math
@@ -48,18 +48,24 @@ def copy_local_shard_(x: Tensor, full: Tensor, like: Tensor):
     local(x).copy_(full)
 
 
-def gains(part: nn.Module) -> list[nn.Parameter]:
-    """The scalars by which blocks weight their branches, of a block or of each head, and the biases of experts."""
+def kept_whole(part: nn.Module) -> list[nn.Parameter]:
+    """The parameters that FSDP does not shard: gains of a block or of each head, and the biases of experts."""
     return [
         p for m in part.modules() if isinstance(m, Gain | ShapedPool | LoadBalance) for p in m.parameters(recurse=False)
     ]
 
 
+def load_biases(model: nn.Module) -> set[nn.Parameter]:
+    """The biases that balance the loads of experts. Their gradients are loads."""
+    return {m.bias for m in model.modules() if isinstance(m, LoadBalance)}
+
+
 def shard(model: Model, blocks: list[nn.Module], cfg, ranks: Ranks):
     """Apply FSDP2 (arXiv:2304.11277) to each block, to the ends of the model if they are not tied, and to the rest.
 
-    In 16 bits, blocks and ends are gathered in the matmuls' dtype, and the rest in float32. Gains are not sharded:
-    in bfloat16 they would move in steps of 2^-8. Experts that ranks divide are sharded over those with the same ones.
+    In 16 bits, blocks and ends are gathered in the matmuls' dtype, and the rest in float32. Gains are not sharded
+    (`kept_whole`): in bfloat16 they would move in steps of 2^-8. Experts that ranks divide are sharded over those with
+    the same ones.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -78,8 +84,8 @@ def shard(model: Model, blocks: list[nn.Module], cfg, ranks: Ranks):
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in blocks:
-        last = block is blocks[len(model.blocks) - 1] and cfg.pp == 1  # its backward follows at once
-        whole, chosen = () if cfg.fsdp_offload else gains(block), kept if last else options
+        last = cfg.pp == 1 and block is model.blocks[-1]  # its backward follows at once
+        whole, chosen = () if cfg.fsdp_offload else kept_whole(block), kept if last else options
         for m in block.modules() if ranks.experts else ():
             if isinstance(m, Experts):
                 fully_shard([m.up, m.down], mp_policy=policy, **chosen | {"mesh": sharding(ranks.experts)})
@@ -124,13 +130,13 @@ class ShardedModel:
         blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]  # of this rank
         if cfg.fp8:
             fp8.apply(model)
-        broken = cfg.ep > 1  # graphs, by the exchange of tokens; a recomputation of them must be outside
-        if ranks.compile and broken:
+        inside = cfg.ep > 1  # the exchange of tokens breaks graphs, and recomputation has to enclose the breaks
+        if ranks.compile and inside:
             compilation.compile_model(model, blocks, inside=True)
         if cfg.activation_checkpoint != "none":
             for block in blocks:
                 recompute(block, cfg.activation_checkpoint)
-        if ranks.compile and not broken:
+        if ranks.compile and not inside:
             compilation.compile_model(model, blocks)
         if self.fsdp:
             shard(model, blocks, cfg, ranks)
@@ -149,18 +155,18 @@ class ShardedModel:
             )
         self.has_loss = cfg.pp == 1 or mesh.get_local_rank("pp") == cfg.pp - 1
         named = list(model.named_parameters())
-        self.whole = gains(model) if self.fsdp and not cfg.fsdp_offload else []  # parameters that FSDP does not shard
+        self.whole = kept_whole(model) if self.fsdp and not cfg.fsdp_offload else []
         self.tp_dim = {name: sharded_dim(model, name) for name, _ in named} if cfg.tp > 1 else {}
         self.tp_replicated = [p for name, p in named if cfg.tp > 1 and self.tp_dim[name] is None]
         # the weights that ranks divide: no set, whose order would differ from rank to rank
-        self.experts = dict.fromkeys(p for name, p in named if name in self.cut_by_ep)
-        others = [p for _, p in named if p not in self.experts]
+        self.divided = dict.fromkeys(p for name, p in named if name in self.cut_by_ep)
+        others = [p for _, p in named if p not in self.divided]
         # parameters whose gradients neither DDP nor FSDP averages (DDP cannot wrap a pipeline's schedule)
-        averaged = self.whole if self.fsdp else others if cfg.pp > 1 else []
+        unaveraged = self.whole if self.fsdp else others if cfg.pp > 1 else []
         self.reduced = (
-            (averaged, mesh, "replicate", True), (averaged, mesh, "shard", True),
+            (unaveraged, mesh, "replicate", True), (unaveraged, mesh, "shard", True),
             (self.tp_replicated, mesh, "tp", False),
-            ([] if self.fsdp else [*self.experts], ranks.experts, "shard", True),
+            ([] if self.fsdp else [*self.divided], ranks.experts, "shard", True),
         )  # fmt: skip
         copies, shards = dict.fromkeys(self.tp_replicated, cfg.tp), mesh["shard"].size() if self.fsdp else cfg.ep
         copies |= {p: copies.get(p, 1) * shards for p in (self.whole if self.fsdp else others)}
@@ -168,7 +174,7 @@ class ShardedModel:
         self.norm_weight = {p: (name not in self.counted_elsewhere) / math.sqrt(copies.get(p, 1)) for name, p in named}
         sums = {"shard": self.fsdp, "tp": cfg.tp > 1, "pp": cfg.pp > 1}
         self.routing: Tensor | float = 0.0  # sums of Experts.routing, see `routing_figures`
-        self.loads = {m.bias for m in model.modules() if isinstance(m, LoadBalance)}  # their gradients are no gradients
+        self.loads = load_biases(model)
         self.norm_groups = [mesh[dim].get_group() for dim, on in sums.items() if on]
         if cfg.ep > 1 and not self.fsdp:
             self.norm_groups.append(ranks.experts["ep"].get_group())
@@ -209,16 +215,16 @@ class ShardedModel:
 
     def backward(self, batches: Iterator, micro_steps: int, scaler: torch.amp.GradScaler) -> Tensor:
         """Set p.grad to the gradient of a step's loss, the mean over the targets of all micro-batches of all ranks.
-        Returns this rank's term, whose mean over the ranks is the loss; it is 0 before the last stage of a pipeline."""
+        Returns this rank's term: its mean over the ranks of the last stage is the loss; in earlier stages it is 0."""
         parts = (self.batch(next(batches)) for _ in range(micro_steps))
         if not self.even:
             parts = [*parts]
-            # Each divides its sum of losses by the mean number of targets of all micro-batches of all ranks.
+            # Each micro-batch's sum of losses is divided by the mean number of targets of all micro-batches.
             total = self.ranks.sum(sum((batch["targets"] >= 0).sum() for batch in parts))
             self.model.n_targets = total.clamp(min=1) / (self.ranks.size * micro_steps)
         loss = torch.zeros((), device=self.ranks.device)
         if self.pp > 1:
-            loss, parts = self.pipeline.backward([*parts]), []
+            loss, parts = self.pipeline.backward([*parts]), []  # which leaves the loop nothing
         for micro_step, batch in enumerate(parts):
             last = micro_step == micro_steps - 1
             if self.fsdp:  # reduce-scatter after every micro-step if resharding, otherwise only after the last
@@ -237,8 +243,8 @@ class ShardedModel:
     def reduce_gradients(self):
         """Average or sum the gradients of `reduced` along their dimensions of a mesh, each in one message. Those of
         experts become means over all data-parallel ranks."""
-        if divided := [local(p.grad) for p in self.experts if p.grad is not None]:
-            torch._foreach_mul_(divided, 1 / self.ep)
+        if grads := [local(p.grad) for p in self.divided if p.grad is not None]:
+            torch._foreach_mul_(grads, 1 / self.ep)
         for params, mesh, dim, mean in self.reduced:
             grads = [local(p.grad) for p in params if p.grad is not None]
             if not grads or (n := mesh[dim].size()) == 1:
@@ -323,8 +329,8 @@ class ShardedModel:
         mesh, pairs = self.ranks.mesh.mesh, {}  # (pp, replicate, shard, tp)
         experts = mesh.unflatten(2, (-1, self.ep))  # (pp, replicate, shard / ep, ep, tp)
         copied = (
-            (mesh, 1 if self.fsdp else 2, [p for p in self.model.parameters() if self.fsdp or p not in self.experts]),
-            (mesh, 2, self.whole), (mesh, 3, self.tp_replicated), (experts, 2, [] if self.fsdp else [*self.experts]),
+            (mesh, 1 if self.fsdp else 2, [p for p in self.model.parameters() if self.fsdp or p not in self.divided]),
+            (mesh, 2, self.whole), (mesh, 3, self.tp_replicated), (experts, 2, [] if self.fsdp else [*self.divided]),
         )  # fmt: skip
         sums = torch.zeros(len(copied), self.ranks.size, dtype=torch.int64)
         for of_ranks, (_, _, params) in zip(sums, copied, strict=True):

@@ -3,8 +3,8 @@
     apply_tensor_parallel(model, group)     in place: afterwards every rank of the group holds its slices as parameters
     sharded_dim(model, name)                the dimension along which the parameter is cut, or None if it is not cut
 
-The roles that modules declare decide what is cut; model.py has the table. The stream is cut along T. Within a sum,
-heads and hidden units are cut instead:
+The roles that modules declare decide what is cut; docs/hacking.md has the table. The stream is cut along T.
+Within a sum, heads and hidden units are cut instead:
 
     s (T/n) --+-- before -- all-gather -- into -- heads, hidden units -- out -- reduce-scatter -- after -- + --> s
               +--------------------------------------------------------------------------------------------+
@@ -46,7 +46,7 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
     role = getattr(module, "role", None)
     if role not in SHARDED_DIM:
         fact = f"how to cut {name}: its module {type(module).__name__} has role={role}"
-        remedy = f"declare one of the roles {', '.join(SHARDED_DIM)}, or name the parameter in per_head (see model.py)"
+        remedy = f"declare one of the roles {', '.join(SHARDED_DIM)}, or name it in per_head (docs/hacking.md)"
         if getattr(module, kind).numel() == 1:
             remedy = "write a learned scalar as Gain(0.5), which has a role"
         raise ValueError(f"tensor parallelism does not know {fact}; {remedy}")

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 import ops
 from data.objective import objective_class
 from engine import fp8
-from engine.optim import OPTIMIZER, Balance, Muon, hidden_matrices, iteration_dtype, load_biases, state_bytes
+from engine.optim import OPTIMIZER, Balance, Muon, hidden_matrices, iteration_dtype, state_bytes
 from engine.parallel import context as context_parallel
 from engine.parallel import expert as expert_parallel
 from engine.parallel import pipeline
@@ -80,7 +80,7 @@ class Stage:
         self.streams = 2 * cfg.pp_chunks - self.first - self.last
         mine = {"wte": self.first or cfg.tie_weights and self.last, "pos": self.first, "first_norm": self.first}
         ends = {} if cfg.tie_weights else {"wte": "wte", "norm": "head", "head": "head"}
-        gains = () if cfg.fsdp_offload else {*sharded_model.gains(model)}
+        gains = () if cfg.fsdp_offload else {*sharded_model.kept_whole(model)}
         self.shapes, self.unit, self.held = {}, {}, {}  # of each parameter; held: numbers in the first shard
         self.numbers, self.shard, self.experts = Counter(), Counter(), Counter()
         for name, p in model.named_parameters():
@@ -208,11 +208,13 @@ class FakeRank:
         pieces = 2 * cfg.cp if cfg.cp > 1 else 1  # of each text
         self.attention = attention_kernels(model, *self.lengths, "cuda", self.dtype, pieces)
         of_layers = linear_flops(model, *self.lengths)
-        self.fp8_flops = cfg.fp8 and sum(of_layers[m] for m in fp8.layers(model).values())
+        in_float8 = fp8.layers(model) if cfg.fp8 else {}
+        self.fp8_flops = sum(of_layers[m] for m in in_float8.values())
+        self.not_cast = {f"{name}.weight" for name in in_float8}  # to 16 bits
         self.head_flops = 6 * model.head.weight.numel() * self.lengths[0]
         self.optimizer = OPTIMIZER[cfg.optimizer]
         hidden = hidden_matrices(model) if self.optimizer.muon else {}
-        loads = load_biases(model)
+        loads = sharded_model.load_biases(model)
         self.trained_by: dict[str, type] = {}
         self.tp_dim: dict[str, int | None] = {}  # the dimension that tp cuts
         self.hidden: dict[str, Matrix] = {}  # the weights that Muon trains, before tp cuts them
@@ -363,8 +365,9 @@ class FakeRank:
         out = dict(zip(STATES, (parameters, parameters, optimizer), strict=True))
         blocks = {unit: n for unit, n in stage.numbers.items() if "blocks." in unit}
         if not self.fsdp:
-            matrices = (shape for name, shape in stage.shapes.items() if "blocks." in name and len(shape) == 2)
-            return out | {"weights cast by autocast": sum(map(math.prod, matrices)) * size if size < 4 else 0}
+            of_blocks = [(name, shape) for name, shape in stage.shapes.items() if "blocks." in name]
+            cast = sum(math.prod(x) for name, x in of_blocks if len(x) == 2 and name not in self.not_cast)
+            return out | {"weights cast by autocast": cast * size if size < 4 else 0}
         root, *ends = (stage.numbers[unit] for unit in ("root", "wte", "head"))
         block, total = max(blocks.values()), sum(blocks.values())
         gathered = cfg.pp > 1 or not cfg.fsdp_reshard  # between passes

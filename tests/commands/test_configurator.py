@@ -66,7 +66,15 @@ def test_command_line_beats_files_and_later_beats_earlier(tmp_path):
 
 
 def test_the_command_line_drops_what_a_file_sets_for_another_choice(tmp_path):
-    """A file's muon_lr goes with its optimizer; a file or a command line that contradicts itself is refused."""
+    """A file's muon_lr goes with its optimizer, a pattern with its window and slots with their layer; a file or a
+    command line that contradicts itself is refused."""
+    for flags, other in (
+        ("window = 8\nwindow_pattern = 'SL'\n", "--window=0"),
+        ("block = 'superblock'\nlayer = 'c,s'\nn_slot = 3\n", "--layer=c,p"),
+    ):
+        file = write(tmp_path / "a.py", flags)
+        defaults, cfg = Config(), parse(Config, [file, other])
+        assert (cfg.window_pattern, cfg.n_slot) == (defaults.window_pattern, defaults.n_slot)
     file = write(tmp_path / "a.py", "optimizer = 'muon'\nmuon_lr = 0.5\n")
     cfg = parse(Config, [file, "--optimizer=adamw"])
     assert cfg == parse(Config, ["--optimizer=adamw"]) and parse(Config, [file]).muon_lr == 0.5

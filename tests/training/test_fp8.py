@@ -216,6 +216,7 @@ def test_layouts(tmp_path):
             assert norm == pytest.approx(one[1], rel=0.01), name
 
 
+@pytest.mark.no_jitter
 def test_compiled_and_recomputed_blocks():
     """A block is one graph with the products in it, and gives the same as uncompiled. Selective recomputation makes
     again every second product, and full all of them."""
@@ -281,3 +282,28 @@ def test_the_plan_counts_products_in_float8_at_twice_the_rate():
     assert usual.seconds["computation"] - fast.seconds["computation"] == pytest.approx(saved)
     with pytest.raises(ValueError, match="fp8=True does not go with gpu=a100"):
         plan.estimate(parse(Config, [*flags, "--fp8=True", "--gpu=a100"]))
+
+
+def test_the_plan_counts_the_weights_that_autocast_casts():
+    """Those of grouped layers, which are not in float8, as a forward under autocast casts them."""
+    flags = "--plan=True --vocab_size=64 --dtype=bfloat16 --n_layer=2 --n_embd=64 --n_head=4 --block_size=16".split()
+    flags += ["--batch_size=2", "--block=superblock", "--n_group=2", "--world_size=2"]
+    for more in ([], ["--fp8=True"]):
+        cfg = parse(Config, [*flags, *more])
+        model, cast = Model(cfg, 0), {}
+        if cfg.fp8:
+            fp8.apply(model)
+        weights = {p.data_ptr(): p for p in model.blocks.parameters()}
+
+        class Casts(TorchDispatchMode):
+            def __torch_dispatch__(self, f, types, args=(), kwargs=None, cast=cast, weights=weights):
+                y = f(*args, **(kwargs or {}))
+                if f is torch.ops.aten._to_copy.default and y.dtype == torch.bfloat16 and args[0].data_ptr() in weights:
+                    cast[args[0].data_ptr()] = y.nbytes
+                return y
+
+        idx = torch.randint(64, (2, 16))
+        with Casts(), torch.autocast("cpu", torch.bfloat16):
+            model(idx, idx)
+        assert len(cast) == (4 if cfg.fp8 else 8)
+        assert sum(cast.values()) == plan.estimate(cfg).memory["weights cast by autocast"]

@@ -20,12 +20,11 @@ from engine.optim import (
     build,
     decay_groups,
     learning_rate,
-    load_biases,
     orthogonalize,
     portions,
     state_bytes,
 )
-from engine.parallel.sharded import ShardedModel
+from engine.parallel.sharded import ShardedModel, load_biases
 from engine.parallel.tensor import sharded_dim
 from model import GroupedLinear, Linear, Model, ModelConfig
 
@@ -61,12 +60,11 @@ class Block(nn.Module):
         self.out = Linear(cfg, 8, 8, "out")
         for layer in (self.qkv, self.out):  # whose weights a Model would draw
             nn.Linear.reset_parameters(layer)
-        self.gain = nn.Parameter(torch.ones(2, 1))
-        self.gain.no_decay = True
+        self.gain = nn.Parameter(torch.ones(2))
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (2, 8)).split((4, 2, 2), dim=-1)
-        return x + self.out((q * torch.cat((k, v), -1).tanh() * self.gain).flatten(-2))
+        return x + self.out((q * torch.cat((k, v), -1).tanh() * self.gain[:, None]).flatten(-2))
 
 
 class Tiny(nn.Module):
