@@ -68,7 +68,7 @@ class Config(ModelConfig):
     verify_data: bool = False  # check every shard's SHA-256 before the first step
     # --- run
     out_dir: str = "out"  # checkpoints, metrics, the resolved flags (config.py) and earlier ones (config_STEP.py)
-    init_from: str = "scratch"  # scratch, resume (out_dir's latest), checkpoint:RUN, hf:DIR or nanogpt:FILE
+    init_from: str = "scratch"  # scratch, resume (out_dir's latest), checkpoint:RUN, ema:RUN, hf:DIR or nanogpt:FILE
     seed: int = 1337  # for initial weights, the order of the data and dropout
     max_iters: int = 600000  # optimizer steps
     eval_interval: int = 2000  # steps between evaluations, 0 = only at the end
@@ -79,7 +79,7 @@ class Config(ModelConfig):
     save_interval: int = 0  # also save after this many steps, 0 = only at evaluations
     keep_last: int = 2  # how many of the newest checkpoints stay, besides the best one
     async_checkpoint: bool = False  # write checkpoints while training goes on
-    on_save_error: Literal["stop", "continue"] = "stop"  # if a checkpoint (but not the last) cannot be written
+    on_save_error: Literal["stop", "continue"] = "stop"  # if metrics or a checkpoint (not the last) cannot be written
     log_ranks: bool = False  # once a minute, name the slowest rank, and the one that waits longest for data
     wandb_log: bool = False  # log to Weights & Biases too, which pip install wandb adds
     wandb_project: str = "superblock"  # project at Weights & Biases
@@ -183,6 +183,8 @@ class Config(ModelConfig):
             f"batch_ramp={self.batch_ramp!r} must be micro-batches and the step before which they hold, in ascending "
             "steps, such as 8:1000,16:2000",
         )
+        wrong = f"spike_factor={self.spike_factor} must be above 1, such as 10, or 0 = off"
+        require(self.spike_factor == 0 or self.spike_factor > 1, wrong)
         last = "lr_decay_iters" if self.lr_decay_iters else "max_iters"
         end = getattr(self, last)
         cooldown = self.cooldown_iters or end // 5

@@ -62,11 +62,11 @@ class EvaluateConfig:
     """The flags of evaluate.py. ValueError names the flag, its value and the remedy."""
 
     # --- model
-    out_dir: str = "out"  # the model: a training run, one of its checkpoints, nanogpt:FILE or hf:DIR
+    out_dir: str = "out"  # the model: a training run, one of its checkpoints, ema:RUN, nanogpt:FILE or hf:DIR
     # --- text
     dataset: str = ""  # folder under data/, a path or a mixture; empty = the data that the model was trained on
     split: Literal["val", "train"] = "val"  # part of the data set
-    eval_iters: int = 0  # batches of the data set, drawn at random; 0 = all of it
+    eval_iters: int = 0  # batches of the data set, drawn at random, and the first answers; 0 = all
     file: str = ""  # text file (UTF-8) to evaluate instead of a data set
     block_size: int = 0  # tokens of context, at most the model's; 0 = the model's
     # --- pairs
@@ -174,7 +174,7 @@ def evaluate_tasks(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], f
 
     from engine.interchange.harness import Harness
 
-    names = [name.strip() for name in cfg.tasks.split(",")]
+    names = [name for each in cfg.tasks.split(",") if (name := each.strip())]
     folders = [name for name in names if Path(name).is_dir()]
     manager = TaskManager(include_path=folders or None)
     for name in set(names) - set(folders):
@@ -221,6 +221,8 @@ def main(argv: list[str] | None = None):
             require(size == 1, f"tasks={cfg.tasks} is evaluated by one process; start it without torchrun")
             there = importlib.util.find_spec("lm_eval")
             require(there is not None, f"tasks={cfg.tasks} needs lm-eval; pip install -e .[eval]")
+        folder = cfg.answers and Path(cfg.answers).expanduser().is_dir()
+        require(not folder, f"answers={cfg.answers} is a folder; name a file, such as {cfg.answers}/answers.jsonl")
         text = read_text("file", cfg.file, LARGEST_TEXT) if cfg.file else ""
         dtype = str(resolve_dtype(cfg.dtype, resolve_device(cfg.device, local_rank)))[6:]
         machine = {

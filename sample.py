@@ -178,7 +178,7 @@ def read_ids(cfg: SampleConfig, kind: str, flags: Config, tokenizer: Tokenizer, 
         require(len(pieces) <= len(blanks) + 1, f"{fact}; fill some of them first")
         tokens = tokenizer.encode(pieces[0]).tolist()
         for i, piece in zip(blanks, pieces[1:], strict=False):
-            tokens += [i, *tokenizer.encode(piece).tolist()]
+            tokens += [i, *tokenizer.encode_rest(piece).tolist()]
     require(len(tokens) <= limit, f"{flag} has {len(tokens)} {count}, more than block_size={limit}; shorten it")
     return tokens
 
@@ -191,7 +191,7 @@ def continue_text(
     if cfg.num_beams > 1:
         rest = tokenizer.vocab_size, source if source is None else source[:1], cfg.length_penalty
         (found,) = beam_search(model, idx[:1], cfg.max_new_tokens, cfg.num_beams, tokenizer.eot, *rest)
-        print(SEPARATOR.join(prompt + tokenizer.decode(ids) for ids in found[: cfg.num_samples]))
+        print(SEPARATOR.join(prompt + tokenizer.decode_rest(ids) for ids in found[: cfg.num_samples]))
         return len(found[0]) * cfg.num_beams
     samples = [Sample(cfg.stop) for _ in range(cfg.num_samples)]
     live = sys.stdout.isatty()
@@ -266,7 +266,7 @@ def fill_spans(
                 fill = fills[token - V]
             else:
                 fill.append(token)
-        filled = [tokenizer.decode(fill) + piece for fill, piece in zip(fills, pieces[1:], strict=False)]
+        filled = [tokenizer.decode_rest(fill) + piece for fill, piece in zip(fills, pieces[1:], strict=False)]
         texts.append(pieces[0] + "".join(filled))
     print(SEPARATOR.join(texts))
     return (len(written) - 1) * len(source)
@@ -274,12 +274,13 @@ def fill_spans(
 
 def score_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, text: str, idx: Tensor, choose: Chooser) -> int:
     """Prints the log-probability of each token of the text, idx (1, N), as a JSON object on a line of its own."""
-    place, first = 0, len(tokenizer.prefix)
+    place, first, decode = 0, len(tokenizer.prefix), tokenizer.decode
     scores = islice(chain([math.nan], token_logprobs(model, idx[0])), first, None)
     for token, logprob in zip(idx[0, first:].tolist(), scores, strict=True):
         known = logprob if math.isfinite(logprob) else None  # JSON has no nan and inf
-        print(json.dumps({"token": token, "text": tokenizer.decode([token]), "logprob": known, "byte": place}))
-        place += len(tokenizer.token_bytes[token])
+        print(json.dumps({"token": token, "text": decode([token]), "logprob": known, "byte": place}))
+        stripped = len(tokenizer.decode_rest([token])) - len(decode([token]))  # SentencePiece's blank before a text
+        place, decode = place + len(tokenizer.token_bytes[token]) - stripped, tokenizer.decode_rest
     return idx.size(1)
 
 

@@ -380,7 +380,8 @@ class Run:
             self.metrics.log(self.step, mean, lr, grad_norm.item(), tokens, epoch, self.skipped)
             if self.ranks.first:
                 self.metrics.norms(self.step, self.sharded.norms())
-            if self.stragglers and (found := self.stragglers.look(self.loader)):
+        if self.stragglers and (found := self.stragglers.look(self.loader)):  # all ranks, whatever the first can write
+            with self.checkpoints.handle_write_errors():
                 self.metrics.ranks(self.step, *found)
 
     def end(self, stopped: bool, best_loss: float | None):

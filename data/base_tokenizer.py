@@ -59,6 +59,10 @@ class Tokenizer:
 
     def decode(self, ids) -> str:
         """The text of `ids`, in which bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_rest(ids)
+
+    def decode_rest(self, ids) -> str:
+        """The text of `ids` that continue a text, as `decode`."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     @cached_property
@@ -81,13 +85,14 @@ class Tokenizer:
         return lengths
 
 
-def read_file(folder: Path | None, name: str, file: str, sha256: str) -> tuple[Path, bytes]:
+def read_recorded(folder: Path | None, name: str, file: str, sha256: str) -> tuple[Path, bytes]:
     """The path and the content of the file `name` in `folder` or its parent (out_dir of a checkpoint). `file` and
     `sha256` are those of a spec; ValueError if they do not fit, or the file is missing."""
     require(file == name, f"the tokenizer has file {ascii(file):.80}, but only {name} is read; prepare again")
     folder = Path(folder or ".")
     path = next((p for p in (folder / name, folder.absolute().parent / name) if p.is_file()), None)
     require(path, f"{folder} lacks the tokenizer's {name}; copy it there from the data, or prepare it again")
-    same = files.sha256(path) == sha256
+    content = path.read_bytes()
+    same = hashlib.sha256(content).hexdigest() == sha256
     require(same, f"{path} was changed: its SHA-256 is not the recorded one; restore it, or prepare again")
-    return path, path.read_bytes()
+    return path, content

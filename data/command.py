@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -47,7 +46,8 @@ def out_folder(out: str) -> Path:
     path = os.path.expanduser(out)
     at_home = path.startswith("~")
     require(not at_home, f"out={out!r} does not begin with a user's home; pass the full path, or ./ in front of it")
-    return DATA / out if re.fullmatch(r"\w[\w.-]*", out) else Path(path)
+    require(out not in (".", ".."), f"out={out!r} is not a name; write a path with a /, such as ./data_of_mine")
+    return Path(path) if "/" in path else DATA / out
 
 
 def next_command(folder: Path, vocab_size: int, tokens: list[int], pairs: bool = False) -> str:

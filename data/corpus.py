@@ -37,9 +37,11 @@ from data.files import SPLITS
 from data.hashing import hash64
 from data.pairs import Parts, encode
 from data.sources import ADDRESS, Source, find_files, hub_files, reason
-from data.tokenizer import TOKENIZERS, build
+from data.tokenizer import build
 from data.writer import ShardWriter
 
+RECORDS = re.compile(r"\.(jsonl(\.gz|\.zst)?|parquet)$")  # names of files whose documents are records
+CUT = ", or cut it with data/text/prepare.py --documents=paragraph or --documents=line"
 JOB_CHARACTERS = 1_000_000  # most characters of a job; a longer document is cut into pieces
 JOB_PIECES = 4096  # most pieces of a job
 SAFE_CUT = re.compile(r"\S(?= )|(?<=\S)\n(?=\S)")
@@ -105,7 +107,8 @@ def together(text: str | Parts) -> str:
 
 
 def map_in_order(function: Callable, jobs: Iterable[Job], threads: int) -> Iterator[tuple]:
-    """Yields (job, function(job)) in the order of the jobs. At most `threads` + 2 jobs, of 16 MB, are pending."""
+    """Yields (job, function(job)) in the order of the jobs. At most `threads` + 2 jobs are pending, and 16 million
+    characters."""
     waiting: deque = deque()
     pool = ThreadPoolExecutor(threads)
     try:
@@ -233,8 +236,9 @@ class Corpus:
     def check_splits(self, low: float, high: float) -> None:
         """ValueError for a split that cannot be used; the documents' random numbers went from `low` to `high`."""
         n, fraction = self.count("documents"), self.val_fraction
-        fact = "is one document, which cannot be split" if n else "has no text"
-        require(n > 1, f"the input {fact}; add text, or cut it with --documents=paragraph or --documents=line")
+        fact, plain = "is one document, which cannot be split", not all(map(RECORDS.search, self.source.files))
+        require(n, "the input has no text; add text")
+        require(n > 1, f"the input {fact}; add text{CUT * plain}")
         if not self.out.splits.keys() >= {*SPLITS}:
             least, most = math.ceil(low * 1e4) / 1e4, math.floor(high * 1e4) / 1e4
             which, bound = ("all", f"{most} or less") if "val" in self.out.splits else ("none", f"{least} or more")
@@ -265,11 +269,13 @@ def prepare(
 
     pairs   the fields of a source and its target, or the field of a chat
     """
-    plain = [f for f in files if not re.search(r"\.(jsonl(\.gz|\.zst)?|parquet)$", f)]
+    plain = [f for f in files if not RECORDS.search(f)]
     single, shown = documents == "file" and len(files) == len(plain) == 1, f"pairs={','.join(pairs)}"
     known = len(pairs) < 3 and all(pairs)
     require(known, f"{shown} is not possible; pass SOURCE,TARGET, two fields, or the one field of a chat")
     require(not (pairs and plain), f"{shown} are fields, and {plain[:1]} has none; pass .jsonl or .parquet alone")
+    fact = f"field={args.field} has no effect on {'pairs' if pairs else 'texts'}; leave it out"
+    require(args.field == "text" or not pairs and len(plain) < len(files), fact)
     endless = f"{shown} needs an end-of-text behind each target, and tokenizer={args.tokenizer} has none; pass byte"
     val_fraction = (0.1 if single else 0.005) if args.val_fraction is None else args.val_fraction
     require(0 < val_fraction < 1, f"val_fraction={val_fraction} is not possible; pass a number between 0 and 1")
@@ -277,11 +283,11 @@ def prepare(
         require(1 <= value <= most, f"{name}={value} is not possible; pass a number from 1 to {most}")
     require(shards >= 0, f"shards={shards} is not possible; pass 0 for all, or the number of shards to train on")
     folder = out_folder(args.out)
-    separated = not single and getattr(TOKENIZERS.get(args.tokenizer), "eot", 0) is None
-    require(not (pairs and separated), endless)
+    separated = not single and not pairs and args.tokenizer == "char"  # which is built from the separated texts
     source = Source(files, documents, args.field, separated, val_fraction if single else 0, pairs)
     tokenizer = build(args.tokenizer, partial(read_texts, source))
     require(not pairs or tokenizer.eot is not None, endless)
+    source.separated = separated = not single and tokenizer.eot is None
     tokenizer.encode("")  # loads gpt2's table, and fails before anything is written
     names = json.dumps([[f if f.startswith("hf://") else os.path.abspath(f) for f in files], source.sizes])
     settings = {
@@ -297,7 +303,7 @@ def prepare(
     if single:
         summary = f"one text, of which the last {val_fraction:.3g} validates (cut at a line end if one is near)"
     if out.splits["val"]["documents"] == 1 and not single:
-        remedy = "pass a larger --val_fraction, or cut the texts with --documents=paragraph or --documents=line"
+        remedy = f"pass a larger --val_fraction{CUT * bool(plain)}"
         say(f"warning: one document validates, so every validation loss will be that of one text; {remedy}")
     out.report(f"{summary}, ")
 

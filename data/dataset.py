@@ -45,10 +45,12 @@ CHANGED = "was changed: its SHA-256 is not the one in meta.json"
 class TokenStream:
     """Reads one split, all shards of it, as a single array of ids below `vocab_size`. Errors call it `name`. `sources`
     lists (name, tokens, weight) of each data set in the stream. There is more than one only in a mixture. Of pairs,
-    `mask` is the stream of the tokens' marks, and `packs` are the windows that pairs.pack has found."""
+    `mask` is the stream of the tokens' marks, `packs` are the windows of each source that pairs.pack has found, and
+    `ends` those of all, int64 (n, 2)."""
 
     mask: "TokenStream | None" = None
     packs: list[np.ndarray] | None = None
+    ends: np.ndarray | None = None
 
     def __init__(self, name: str, shards: list[Shard], vocab_size: int, sources: list[tuple] | None = None):
         self.name, self.shards, self.vocab_size = name, shards, vocab_size

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from data import files
-from data.base_tokenizer import Tokenizer, read_file
+from data.base_tokenizer import Tokenizer, read_recorded
 from data.errors import require
 
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
@@ -97,7 +97,7 @@ class HFTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, folder: Path | None, file: str, vocab_size: int, sha256: str, special: dict) -> "HFTokenizer":
-        path, content = read_file(folder, cls.FILE, file, sha256)
+        path, content = read_recorded(folder, cls.FILE, file, sha256)
         tokenizer = cls(content, special, str(path))
         same = (tokenizer.vocab_size, tokenizer.special) == (vocab_size, special)
         require(same, f"{path} has other ids or special tokens than its spec; prepare the data again")

@@ -120,7 +120,7 @@ def _batch(
     if stream.packs is None:
         stream.read(window_starts(stream, objective.block_size, windows), buffer.numpy())
     else:
-        ends = np.concatenate(stream.packs)[windows]
+        ends = stream.ends[windows]
         read_whole(stream, ends, buffer.zero_().numpy())
         keys = marks = np.full(buffer.shape, PADDING)  # of pairs, the objective reads these
         read_whole(stream.mask, ends, marks)
@@ -252,10 +252,10 @@ def eval_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:  # fmt: skip
     """Yields this rank's part of a fixed evaluation set, in batches like the Loader's.
 
-    If n_batches is 0, the set holds every window once. Otherwise it holds n_batches * batch_size different windows,
-    which `seed` draws; they do not depend on data_size. A window is always corrupted in the same way. All ranks get
-    the same number of batches, all of one shape and stride, so the last batches may hold rows of padding, or nothing
-    else. Padding has the targets -1: add up losses and numbers of targets over all batches, and divide at the end.
+    If n_batches is 0, the set holds every window once. Otherwise it holds n_batches * batch_size different windows, or
+    all if there are fewer; `seed` draws them, whatever data_size is. A window is always corrupted in the same way. All
+    ranks get the same number of batches, all of one shape and stride, so the last batches may hold rows of padding, or
+    nothing else. Padding has the targets -1: add up losses and numbers of targets over all batches, then divide.
     """
     n = count_windows(stream, objective.block_size)
     windows = np.arange(min(n, n_batches * batch_size) if n_batches else n)

@@ -75,9 +75,9 @@ def documents(stream: TokenStream) -> np.ndarray:
 
 
 def pack(stream: TokenStream, sizes: Callable[[np.ndarray], np.ndarray], limit: int, block_size: int) -> None:
-    """Sets stream.packs: for each of its sources the first token and the end of every window, int64 (n, 2). A window
-    has as many consecutive documents as fit: the sums of their `sizes`, (n, 3) -> (n, k), are `limit` at most.
-    ValueError for a document that is larger; it names a block_size that is enough."""
+    """Sets stream.packs: for each of its sources the first token and the end of every window, int64 (n, 2); and
+    stream.ends, those of all. A window has as many consecutive documents as fit: the sums of their `sizes`, (n, 3) ->
+    (n, k), are `limit` at most. ValueError for a document that is larger; it names a block_size that is enough."""
     found, stream.packs, place = documents(stream), [], 0
     each = sizes(found)
     most = int(each.max())
@@ -93,3 +93,4 @@ def pack(stream: TokenStream, sizes: Callable[[np.ndarray], np.ndarray], limit: 
         starts = np.append(found[:, 0], len(stream))[bounds]
         stream.packs.append(np.stack((starts[:-1], starts[1:]), axis=1))
         place += tokens
+    stream.ends = np.concatenate(stream.packs)

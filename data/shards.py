@@ -55,8 +55,8 @@ def inspect(path: Path) -> list[tuple[Path, dict, dict | None]]:
     if name:
         records = [record for record in records if record["name"] == name] or [{"name": name}]
     check(records, folder, NOT_PREPARED)
-    of_mask = {"vocab_size": N_MARKS}
-    return [(folder / record["name"], record, of_mask if MASK in record["name"] else meta) for record in records]
+    masks, of_mask = tuple(split + MASK for split in SPLITS), {"vocab_size": N_MARKS}
+    return [(folder / r["name"], r, of_mask if r["name"].startswith(masks) else meta) for r in records]
 
 
 def main(arguments: list[str] | None = None) -> int:

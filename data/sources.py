@@ -32,7 +32,7 @@ from data.pairs import Parts, of_chat
 ENDINGS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 LARGEST = 32_000_000  # bytes of one document
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
-ADDRESS = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
+ADDRESS = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
 
 
 def find_files(paths: Iterable[str]) -> list[str]:
@@ -171,9 +171,9 @@ class Source:
         if len(self.pairs) == 1:
             return of_chat(f"{where}: {self.pairs[0]}", texts[0])
         for column, text in zip(self.columns, texts, strict=True):
-            fact = f"{where}: {column} is {ascii(text):.40}, not text"
-            flag = "--pairs" if self.pairs else "--field"
-            require(isinstance(text, str), f"{fact}; remove it, or pass another {flag}")
+            if not isinstance(text, str):
+                flag = "--pairs" if self.pairs else "--field"
+                raise ValueError(f"{where}: {column} is {ascii(text):.40}, not text; remove it, or pass another {flag}")
         return [(texts[0], False), (texts[1], True)] if self.pairs else texts[0]
 
 
@@ -228,7 +228,8 @@ def _decode(name: str, offset: int, content: bytes, line: str = "") -> str:
     """The text of a document. ValueError if it is longer than LARGEST, or names the first byte that is no text."""
     if len(content) > LARGEST:
         fact = f"{name}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
-        raise ValueError(f"{fact}; cut the text, for example with --documents=paragraph or --documents=line")
+        example = "" if line else ", for example with --documents=paragraph or --documents=line"
+        raise ValueError(f"{fact}; cut the text{example}")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as e:

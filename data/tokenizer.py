@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.base_tokenizer import END_OF_TEXT, Tokenizer, read_file
+from data.base_tokenizer import END_OF_TEXT, Tokenizer, read_recorded
 from data.errors import require
 from data.hf_tokenizer import LETTERS, HFTokenizer
 
@@ -119,7 +119,7 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def load(cls, folder: Path | None, file: str, vocab_size: int, sha256: str) -> "BPETokenizer":
-        path, content = read_file(folder, cls.FILE, file, sha256)
+        path, content = read_recorded(folder, cls.FILE, file, sha256)
         try:
             tokens = [base64.b64decode(line.split(b" ")[0], validate=True) for line in content.splitlines()]
         except ValueError as e:

@@ -44,9 +44,12 @@ def answer(
                 source, idx, room = F.pad(idx, (0, 1), value=eot), idx.new_full((len(rows), 1), eot), limit
             found = beam_search(model, idx, room, num_beams, eot, tokenizer.vocab_size, source, length_penalty)
             answers |= {i: best for i, (best, *_) in zip(rows, found, strict=True)}
-    texts = [[tokenizer.decode(ids) for ids in (*pair, answers[i])] for i, pair in enumerate(pairs)]
+    decodes = tokenizer.decode, tokenizer.decode_rest, tokenizer.decode_rest  # targets continue their sources
+    texts = [[f(ids) for f, ids in zip(decodes, (*pair, answers[i]), strict=True)] for i, pair in enumerate(pairs)]
     records = [dict(zip(("source", "target", "answer"), row, strict=True)) for row in texts]
-    write_file(Path(file), "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records).encode())
+    write_file(
+        Path(file).expanduser(), "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records).encode()
+    )
     figures = {"exact_match": sum(answers[i] == target for i, (_, target) in enumerate(pairs)) / len(pairs)}
     if importlib.util.find_spec("sacrebleu") is None:
         return figures | {"bleu": None, "note": "no BLEU: pip install -e .[bleu]"}

@@ -146,7 +146,7 @@ def keep_freed_memory():
 
 
 def machine(device: torch.device) -> dict:
-    """A description of the hardware and of torch; "device" is null if there is no GPU.
+    """A description of the hardware and of torch; "device" is null if torch does not find the GPU.
 
     cuda, driver    the version of CUDA that torch is built for, and of NVIDIA's driver on Linux; null if there is none
     cpu_bfloat16    the CPU's instructions for bfloat16, as far as Linux names them
@@ -166,6 +166,8 @@ def machine(device: torch.device) -> dict:
     }  # fmt: skip
     if device.type == "cpu":
         facts["device"] = f"CPU ({name[1] if name else platform.machine()})"
+    elif device.type == "mps":
+        facts["device"] = f"MPS ({platform.machine()})"
     elif torch.cuda.is_available():
         card = torch.cuda.get_device_properties(device)
         facts |= {"device": card.name, "memory_bytes": card.total_memory, "capability": f"{card.major}.{card.minor}"}

@@ -28,6 +28,11 @@ def layers(model: nn.Module) -> dict[str, Linear]:
 
 def check(cfg, lengths: tuple[int, int], device: torch.device | None = None):
     """ValueError if fp8 does not go with other flags, with the lengths of text and source, or with the device."""
+    if device:
+        cuda, able = device.type == "cuda", torch.version.hip is None
+        name = torch.cuda.get_device_name(device) if cuda else device.type
+        fact = f"fp8=True needs an NVIDIA GPU of compute capability 8.9 or later, and the device is {name}"
+        require(cuda and able and torch.cuda.get_device_capability(device) >= (8, 9), f"{fact}; leave fp8 out")
     wrong = f"fp8=True does not go with dtype={cfg.dtype}; set dtype=bfloat16, or leave fp8 out"
     require(cfg.dtype in ("auto", "bfloat16"), wrong)
     wrong = f"fp8=True does not go with tp={cfg.tp} and bias=True, of which ranks add shares; set tp=1 or bias=False"
@@ -35,11 +40,6 @@ def check(cfg, lengths: tuple[int, int], device: torch.device | None = None):
     for tokens in (cfg.batch_size * length // cfg.cp for length in lengths):
         fact = f"fp8=True needs a multiple of {UNIT} tokens in a micro-batch of a rank, and batch_size={cfg.batch_size}"
         require(tokens % UNIT == 0, f"{fact} makes {tokens}; change batch_size")
-    if device:
-        cuda, able = device.type == "cuda", torch.version.hip is None
-        name = torch.cuda.get_device_name(device) if cuda else device.type
-        fact = f"fp8=True needs an NVIDIA GPU of compute capability 8.9 or later, and the device is {name}"
-        require(cuda and able and torch.cuda.get_device_capability(device) >= (8, 9), f"{fact}; leave fp8 out")
 
 
 def apply(model: nn.Module):

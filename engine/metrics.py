@@ -249,9 +249,13 @@ class Metrics(Silent):
 
     def roll_back(self, step: int, figures: dict[str, float]):
         """Begins again at `step`, with a line of kind rollback."""
-        self.file.close()
-        with writing(self.path):
-            self._begin(step)
+        old, made = self.file, figures["from_step"] + 1 - self.steps  # steps since the last logged one
+        try:
+            with writing(self.path):
+                self._begin(step)
+            old.close()
+        finally:
+            self.steps = step - made  # so that the next line's time is divided by all steps since the last one
         self.write(step, "rollback", figures)
 
     def log(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int, epoch=None, skipped: int = 0):

@@ -72,7 +72,7 @@ class Spikes:
     def ratio(self, norm: float) -> float | None:
         """norm over the median if the step is such a one, otherwise None."""
         usual = statistics.median(self.norms) if len(self.norms) >= self.LEAST else math.inf
-        if norm > self.factor * usual:
+        if norm > self.factor * usual > 0:
             return norm / usual
         self.norms = [*self.norms, norm][-self.LAST :]
         return None

@@ -55,7 +55,11 @@ def token_ids(tokenizer: Tokenizer, text: str) -> Tensor:
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of the prompt. An empty prompt becomes end-of-text, or a newline if there is no end-of-text."""
     text = prompt or ("\n" if tokenizer.eot is None else "")
-    return token_ids(tokenizer, text).tolist() or [tokenizer.eot]
+    try:
+        return token_ids(tokenizer, text).tolist() or [tokenizer.eot]
+    except ValueError:
+        require(prompt, "start='' means a newline here, which the tokenizer lacks; pass --start=TEXT")
+        raise
 
 
 def text_batches(

@@ -2,7 +2,7 @@
 
     python -m tools.baselines                            # two hours on 2 cores; a stopped call continues
     python -m tools.baselines --table=kinds --out=out/kinds --seeds=5    # other variants, see TABLES
-    python -m tools.baselines --steps=30 --seeds=1       # a rehearsal, which writes OUT/baselines.md only
+    python -m tools.baselines --steps=30 --seeds=1 --out=out/rehearsal   # writes OUT/baselines.md only
 
 Each variant has two learning rates: muon_lr for the hidden matrices, and learning_rate for all else. They are found by
 coordinate search with seed 1 (docs/baselines.md): first learning_rate with short trainings, then muon_lr with full
@@ -10,7 +10,6 @@ ones, because short trainings favour a muon_lr that is too large for full ones. 
 that is too large, so the best rates of the last search get a full training too. tools/compare makes the trainings.
 """
 
-import importlib.util
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,7 +186,7 @@ def picture(rows: list[dict]):
 def main(argv: list[str] | None = None):
     with user_errors():
         options = parse(BaselinesConfig, argv, __doc__)
-        require(importlib.util.find_spec("matplotlib"), "matplotlib is not installed; pip install -e .[plots]")
+        curves.require_matplotlib()
     search = Search(options)
     folder = Path(options.out).expanduser()
     (folder / "final").mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ of its logarithm against that of the width: near 0 with muP. The picture goes to
 n_head and n_kv_head are those of width 64 and grow with it; otherwise heads grow.
 """
 
-import importlib.util
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from configurator import Config, parse
+from configurator import COMMAND_LINE, Config, parse
 from data.errors import command, require, user_errors
 from engine import optim
 from model import Model, Sum
@@ -73,7 +72,10 @@ def check(cfg: Config, base: int, widths: Iterable[int]) -> dict[str, tuple[list
 def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(Config, argv, __doc__)
-        require(importlib.util.find_spec("matplotlib"), "matplotlib is not installed; pip install -e .[plots]")
+        unread = "n_embd mup_base_width vocab_size device dtype".split()
+        own = [name for name in unread if cfg.sources.get(name) == COMMAND_LINE]
+        require(not own, f"tools.coords sets {', '.join(own)} itself, in float32 on the CPU; leave it out")
+        curves.require_matplotlib()
         found = {name: check(cfg, base, WIDTHS) for name, base in (("without muP", 0), ("with muP", WIDTHS[0]))}
         print("".join(f"{title:>11}" for title in ("", *map(str, WIDTHS), "slope")))
         panels, x = {}, np.array(WIDTHS, dtype=float)

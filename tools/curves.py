@@ -1,5 +1,6 @@
 """Curves of training runs, from their metrics.jsonl, and how they are drawn. plot.py is the command."""
 
+import importlib.util
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,6 +240,10 @@ def gains_of(m: torch.nn.Module, path: str) -> dict[str, torch.nn.Parameter]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The picture
+
+
+def require_matplotlib():
+    require(importlib.util.find_spec("matplotlib"), "matplotlib is not installed; pip install -e .[plots]")
 
 
 def draw(panels: dict[str, list[Line]], x_label: str, y_label: str, cfg: PlotConfig):

@@ -14,13 +14,12 @@ The picture is transparent, and its colours can be read on white and on black. m
 .[plots]
 """
 
-import importlib.util
 import sys
 from pathlib import Path
 
 from configurator import parse
 from data.errors import command, require, user_errors
-from tools.curves import AXES, PlotConfig, curves, draw, gain_panels, read_run, save, y_label
+from tools.curves import AXES, PlotConfig, curves, draw, gain_panels, read_run, require_matplotlib, save, y_label
 
 
 def main(argv: list[str] | None = None):
@@ -30,7 +29,7 @@ def main(argv: list[str] | None = None):
         folders = list(dict.fromkeys(each for each in argv if not each.startswith("-")))
         advice = "name the out_dir of one or more runs, such as python -m tools.plot out/pycode"
         require(folders, f"no run is given; {advice}")
-        require(importlib.util.find_spec("matplotlib"), "matplotlib is not installed; pip install -e .[plots]")
+        require_matplotlib()
         if cfg.gains:
             panels, labels = gain_panels(folders), ("layer", "learned gain")
         else:

@@ -384,7 +384,8 @@ def line(columns: dict, row: dict | None = None, title: str = "") -> str:
 
 
 def measure(names: list[str], say: Callable[[str], None]) -> dict:
-    """Measure these configurations and the loader. Hands each line of the table to `say`, and returns all figures."""
+    """Measure training, decoding and the loader for these configurations. Hands each line of the table to `say`, and
+    returns all figures."""
     check(names)
     device = resolve_device("auto")
     date, here = datetime.now().astimezone().isoformat(timespec="minutes"), machine(device)

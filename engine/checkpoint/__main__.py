@@ -51,7 +51,8 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
     """Write the model's weights to one safetensors file, from any number of ranks; returns the checkpoint's path.
     Memory must hold the weights. Tied weights are written once, as wte.weight. The file's metadata has `format` (pt),
     `step`, and `flags` (the run's flags as JSON). After an OSError or ValueError there is no incomplete file."""
-    file = Path(file)
+    file, single = Path(file), which == "best" and (Path(out_dir).expanduser() / "state.json").is_file()
+    require(not single, f"--which=best needs the folder of a run, and {out_dir} is one checkpoint; leave --which out")
     if file.exists():
         raise FileExistsError(f"{file} is there already; delete it, or name another file")
 

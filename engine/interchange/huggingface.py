@@ -328,7 +328,7 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
     foreign = re.match("(hf|nanogpt):", run)
     require(not foreign, f"{run} is no run of train.py; train from it with --init_from={run} and export that run")
     average, run = run.startswith("ema:"), run.removeprefix("ema:")
-    single = which == "best" and (Path(run) / "state.json").is_file()
+    single = which == "best" and (Path(run).expanduser() / "state.json").is_file()
     require(not single, f"--which=best needs the folder of a run, and {run} is one checkpoint; leave --which out")
     require(where, "the folder to write has no name; give one, such as exported")
     folder = Path(os.path.expanduser(where)).absolute()
@@ -348,19 +348,20 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
             checkpoint.load(path, {f"model.{name}": x}, index, cfg.vocab_size)  # without the padding that tp needed
             return x
 
-        unfinished = folder.with_name(f".tmp-{folder.name}")  # gets its name when all is written
         shutil.rmtree(unfinished, ignore_errors=True)
-        try:
-            with writing(folder):
-                unfinished.mkdir()
-                write_hf(unfinished, cfg, weight, getattr(torch, dtype), tokenizer, remote_code)
-                if tokenizer:
-                    export_tokenizer(tokenizer, unfinished)
-                for written in (*unfinished.iterdir(), unfinished):
-                    fsync(written)
-                unfinished.rename(folder)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        write_hf(unfinished, cfg, weight, getattr(torch, dtype), tokenizer, remote_code)
+        if tokenizer:
+            export_tokenizer(tokenizer, unfinished)
+        for written in (*unfinished.iterdir(), unfinished):
+            fsync(written)
         return path
 
-    return checkpoint.read(run, {"flags": dict, "tokenizer": (dict, NoneType)}, build, which)
+    unfinished = folder.with_name(f".tmp-{folder.name}")  # gets its name when all is written
+    try:
+        with writing(folder):
+            path = checkpoint.read(run, {"flags": dict, "tokenizer": (dict, NoneType)}, build, which)
+            unfinished.rename(folder)
+        return path
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

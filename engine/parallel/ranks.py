@@ -116,9 +116,14 @@ def check_flags(cfg):
     check_layout(cfg, size)
     wrong = f"backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo"
     require(cfg.backend != "nccl" or device.type == "cuda", wrong)
+    check_scaler(cfg, size, resolve_dtype(cfg.dtype, device))
+
+
+def check_scaler(cfg, size: int, dtype: torch.dtype):
+    """ValueError if this dtype needs a gradient scaler, with which the layout does not work."""
     cut = size > 1 and (cfg.parallel == "fsdp" or cfg.tp * cfg.pp > 1)
     wrong = "dtype=float16 needs a gradient scaler, which does not work with parallel=fsdp, tp or pp; use bfloat16"
-    require(resolve_dtype(cfg.dtype, device) != torch.float16 or not cut, wrong)
+    require(dtype != torch.float16 or not cut, wrong)
 
 
 def check_layout(cfg, size: int):

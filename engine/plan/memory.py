@@ -29,12 +29,12 @@ from model import Model
 from ops import equal_rows, rows_at_once
 
 Need = dict[str, tuple[int, bool]]  # kind -> (bytes, whether they are in host memory even on a GPU)
-STATES, CHECKPOINT = "parameters", "the checkpoint's weights"
+OF_PARAMETERS, CHECKPOINT = "parameters", "the checkpoint's weights"
 SIZES = ["batch_size", "block_size", "n_layer", "n_embd", "vocab_size", "mlp_ratio", "n_slot", "n_encoder_layer"]
 SIZES += ["loss_chunk", "gradient_accumulation_steps"]
 USUAL = {"vocab_size": 50304}  # usual values of flags whose default is not a size
 REMEDY = {
-    STATES: "lower {flag}, or divide them among more ranks with --parallel=fsdp; --plan=True tells how many",
+    OF_PARAMETERS: "lower {flag}, or divide them among more ranks with --parallel=fsdp; --plan=True tells how many",
     CHECKPOINT: "use a machine with more memory",
 }
 
@@ -127,7 +127,7 @@ def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
     logits = held * V * equal_rows(B * T // cfg.cp, rows_at_once(cfg.loss_chunk, V, ranks.device)) // cfg.pp
     kept = ranks.dtype.itemsize * B * numbers // (cfg.cp * cfg.tp * cfg.pp) + logits
     return {
-        STATES: (states // cut, fsdp and cfg.fsdp_offload),
+        OF_PARAMETERS: (states // cut, fsdp and cfg.fsdp_offload),
         "activations": (max(0, kept - late // cut), False),
         "token ids": (8 * batches * B * (cfg.block_size + 1), True),
     }
@@ -153,10 +153,11 @@ def check_sampling(cfg, flags, device: torch.device):
     def need(c) -> Need:
         most = flags.block_size * (2 if c.overflow == "roll" else 1)
         length = min(most, 1 + c.max_new_tokens)  # the prompt has at least one token
-        keep, logits = c.num_samples * length * cached, 4 * c.num_samples * flags.vocab_size
+        rows = c.num_beams if c.num_beams > 1 else c.num_samples
+        keep, logits = rows * length * cached, 4 * rows * flags.vocab_size
         return {CHECKPOINT: (4 * total, False), "keys and values": (keep, False), "logits": (logits, False)}
 
-    check_memory(cfg, device, need, ["num_samples", "max_new_tokens"])
+    check_memory(cfg, device, need, ["num_samples", "num_beams", "max_new_tokens"])
 
 
 def check_weights(cfg, flags, device: torch.device):
@@ -171,7 +172,7 @@ def check_evaluation(cfg, flags, ranks, lengths: tuple[int, int]):
         changed = copy.copy(flags)
         changed.batch_size = c.batch_size
         parts = training_need(changed, ranks, lengths)
-        return {CHECKPOINT: parts.pop(STATES)} | parts
+        return {CHECKPOINT: parts.pop(OF_PARAMETERS)} | parts
 
     check_memory(cfg, ranks.device, need, ["batch_size"])
 

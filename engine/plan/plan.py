@@ -19,11 +19,12 @@ import torch
 from data.errors import require
 from engine.device import gpu_peak
 from engine.parallel import pipeline
+from engine.parallel.ranks import check_scaler
 from engine.plan.costs import RECOMPUTE, STATES, FakeRank, Stage, fake_rank, layout_of
 from model import Model
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Assumptions, none of them measured here. The peaks in FLOP/s are in engine/metrics.py.
+# Assumptions, none of them measured here. The peaks in FLOP/s are in engine/device.py.
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def estimate(cfg) -> Plan:
     """The plan of a run; ValueError if its flags contradict each other. cfg.vocab_size must be known."""
     gpu = GPU[cfg.gpu]
     layout_of(cfg)  # ValueError if flags do not fit together
+    check_scaler(cfg, cfg.world_size, torch.float16 if cfg.dtype == "float16" else torch.bfloat16)
     require(not cfg.fp8 or cfg.gpu != "a100", "fp8=True does not go with gpu=a100, which has no float8; set gpu=h100")
     for fact, n, most in (
         (f"n_layer={cfg.n_layer}", cfg.n_layer + cfg.n_encoder_layer, 1024),

@@ -1109,6 +1109,7 @@ def test_consolidating_what_cannot_be(tmp_path, capsys, monkeypatch):
     refused("no weights", given=(tmp_path / "other", file))
     (run / "best").unlink()
     refused("names no checkpoint", given=("--which=best", run, file))
+    refused("is one checkpoint; leave --which out", given=("--which=best", run / step_name(5), file))
     shard = run / step_name(5) / "rank_0.safetensors"
     shard.write_bytes(shard.read_bytes()[:-2000])
     refused(shard.parent, "damaged")

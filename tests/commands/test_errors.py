@@ -85,6 +85,7 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--block_size=100000"], ["block_size=100000"]),
     (["--vocab_size=100"], ["vocab_size=100", "257"]),
     (["--objective=bert"], ["--objective=bert", "masked", "seq2seq"]),
+    (["--spike_factor=1"], ["spike_factor=1", "must be above 1"]),
     (["--corrupt_ratio=0.3"], ["corrupt_ratio", "objective other than causal"]),
     (["--objective=masked", "--span_length=2"], ["span_length", "objective=seq2seq"]),
     (["--objective=masked", "--n_encoder_layer=2"], ["n_encoder_layer", "objective=seq2seq"]),

@@ -22,6 +22,7 @@ from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
 from engine.checkpoint import weights
 from engine.parallel.ranks import Ranks
+from engine.text import prompt_ids
 from model import Model
 from sample import SampleConfig, choose
 
@@ -350,6 +351,14 @@ def test_scores_of_tokens_of_several_bytes(run, say, tmp_path):
 )
 def test_scores_that_cannot_be(refused_beside_files, objective, flags, fragments):
     refused_beside_files(objective, flags, fragments)
+
+
+def test_a_tokenizer_without_a_newline_needs_a_prompt():
+    assert prompt_ids(CharTokenizer("a\n"), "") == CharTokenizer("a\n").encode("\n").tolist()
+    with pytest.raises(ValueError, match="start='' means a newline"):
+        prompt_ids(CharTokenizer("ab"), "")
+    with pytest.raises(ValueError, match="lacks 1 of the text's characters"):
+        prompt_ids(CharTokenizer("ab"), "c")
 
 
 # ---- blanks

@@ -391,3 +391,13 @@ def test_sizes_of_the_next_command(monkeypatch):
     assert command.next_command(mine, 257, [10**6, 10**5]) == f"{start}pycode{flags}"
     monkeypatch.chdir("/")
     assert "--dataset=/x/y " in command.next_command(Path("x/y"), 257, [10**6, 10**5])
+
+
+def test_out_is_a_name_or_a_path(monkeypatch, tmp_path):
+    monkeypatch.setattr("data.command.DATA", tmp_path)
+    for name in ("mine", "my books", "-x", "a.b"):
+        assert command.out_folder(name) == tmp_path / name
+    assert command.out_folder("./mine") == Path("mine") and command.out_folder(f"{tmp_path}/x") == tmp_path / "x"
+    for name in ("", " ", ".", ".."):
+        with pytest.raises(ValueError, match="with a /"):
+            command.out_folder(name)

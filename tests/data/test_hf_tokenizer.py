@@ -516,3 +516,36 @@ def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, mo
     capfd.readouterr()
     sample.main([f"--out_dir={out}", "--start=the été", "--max_new_tokens=5", "--device=cpu"])
     assert capfd.readouterr().out.startswith("the été")
+
+
+def test_an_exported_char_keeps_line_ends(tmp_path):
+    """It has no end-of-text either, so its documents end as those of char do."""
+    text = "".join(f"{'ab cd'[: 1 + i % 5]}\n" for i in range(40))
+    (tmp_path / "a.txt").write_text(text)
+    common = {"val_fraction": 0.2, "field": "text", "shard_tokens": 1000, "threads": 1}
+    export_tokenizer(CharTokenizer(text), tmp_path / "exported")
+    found = {}
+    for kind in ("char", f"hf:{tmp_path / 'exported'}"):
+        flags = argparse.Namespace(out=str(tmp_path / kind[:2]), tokenizer=kind, **common)
+        corpus.prepare(flags, [str(tmp_path / "a.txt")], "line")
+        data = open_data(tmp_path / kind[:2])
+        found[kind] = [data.tokenizer.decode(read_all(data.split(split))) for split in ("train", "val")]
+    one, other = found.values()
+    assert one == other and sorted("".join(one).splitlines()) == sorted(text.splitlines())
+
+
+@pytest.mark.parametrize("kind", ["llama2", "gemma"])
+def test_a_continuation_keeps_its_blank(folder, kind, capsys, monkeypatch):
+    """Of `a b` the rest is ` b`, also where SentencePiece puts a blank before a text. --score counts the same bytes."""
+    ours = HFTokenizer.from_folder(folder(kind))
+    text = "the café on a hill"
+    for cut in range(1, len(text)):
+        ids = ours.encode(text[:cut]).tolist(), ours.encode_rest(text[cut:]).tolist()
+        assert ours.decode(ids[0]) + ours.decode_rest(ids[1]) == text
+    ids = torch.tensor([[*ours.prefix, *ours.encode(text).tolist()]])
+    monkeypatch.setattr(sample, "token_logprobs", lambda model, ids: iter([0.0] * (len(ids) - 1)))
+    sample.score_text(None, None, ours, text, ids, None)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    rest = ids[0, len(ours.prefix) :].tolist()
+    before = [len(ours.decode_bytes(rest[:n])) - (kind == "llama2") for n in range(1, len(rest))]
+    assert [line["byte"] for line in lines] == [0, *before] and "".join(line["text"] for line in lines)[:3] == text[:3]

@@ -465,6 +465,7 @@ def test_samples_of_pairs(translators, name, capsys):
 def test_answers_need_pairs(trained, translators, capsys, tmp_path):
     flags = [f"--out_dir={trained}", "--device=cpu", f"--answers={tmp_path / 'x'}"]
     assert "needs pairs, and dataset=" in refused(evaluate.main, flags, capsys)
+    assert "is a folder; name a file" in refused(evaluate.main, [*flags[:-1], f"--answers={tmp_path}"], capsys)
     for flags, words in ((["--num_beams=2"], "used only with answers"), (["--answers=x", "--file=y"], "file is y")):
         assert words in refused(evaluate.main, [f"--out_dir={translators / 'causal'}", *flags], capsys)
 

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from data.tokenizer import ByteTokenizer
+from engine.checkpoint import files as checkpoint
 from engine.checkpoint.__main__ import consolidate
 from engine.decode import generate
 from engine.interchange import __main__ as commands
@@ -776,6 +777,17 @@ def test_numbers_beyond_a_dtype(tmp_path):
         model.wte.weight[3, 2] = 1e5
     with pytest.raises(ValueError, match="wte.weight has numbers that are not finite in float16; export with"):
         write(tmp_path / "out", model, torch.float16)
+
+
+def test_a_step_that_is_replaced_meanwhile_is_exported_again(trained, tmp_path, monkeypatch):
+    read = checkpoint.read
+
+    def twice(where, kinds, action, which):
+        return read(where, kinds, lambda *given: [action(*given), action(*given)][1], which)
+
+    monkeypatch.setattr(checkpoint, "read", twice)
+    export(trained, tmp_path / "out")
+    assert read_hf(tmp_path / "out") and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_nothing_is_left_after_a_failure(trained, tmp_path, monkeypatch, capsys):

@@ -139,9 +139,9 @@ def test_a_plan_has_more(size, data_size, flags, monkeypatch):
 def test_copies_of_the_shards_do_not_share_them():
     """Of 8 ranks that hold 2 copies, each has a quarter of the states."""
     flags = ["--n_layer=2", "--n_head=4", "--n_embd=128", "--vocab_size=512", "--gradient_accumulation_steps=8"]
-    alone = need(config(*flags))[memory.STATES]
-    assert need(config(*flags, "--parallel=fsdp"), 8, 8)[memory.STATES] == alone // 8
-    assert need(config(*flags, "--parallel=fsdp", "--dp_replicate=2"), 8, 8)[memory.STATES] == alone // 4
+    alone = need(config(*flags))[memory.OF_PARAMETERS]
+    assert need(config(*flags, "--parallel=fsdp"), 8, 8)[memory.OF_PARAMETERS] == alone // 8
+    assert need(config(*flags, "--parallel=fsdp", "--dp_replicate=2"), 8, 8)[memory.OF_PARAMETERS] == alone // 4
 
 
 def test_the_machine_is_what_the_least_limit_leaves(tmp_path, monkeypatch):
@@ -251,6 +251,8 @@ def test_samples_that_do_not_fit_are_refused(flags, words, monkeypatch):
 def test_sampling_asks(trained, capsys):
     line = refused(sample.main, [f"--out_dir={trained}", "--device=cpu", "--num_samples=2e9"], capsys)
     assert line.startswith("error: num_samples=2000000000 (command line) needs at least "), line
+    line = refused(sample.main, [f"--out_dir={trained}", "--device=cpu", "--num_beams=2000000000"], capsys)
+    assert line.startswith("error: num_beams=2000000000 (command line) needs at least "), line
 
 
 def test_the_estimate_takes_no_time():

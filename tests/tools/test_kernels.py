@@ -1,10 +1,11 @@
 """tools.kernels: counts that are known from the shapes."""
 
 import torch
+from helpers import refused
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ops
-from tools import kernels
+from tools import coords, kernels
 
 
 def counted(f) -> tuple[int, int, int]:
@@ -43,3 +44,9 @@ def test_parts_of_a_model(capsys, monkeypatch):
     # Its gradient is read by two sums, by the scaling, and by the sum with the gradient of an earlier micro-step.
     assert abs(read - (2 * 3 * logits + W * (4 + 3 * 2 * 2 + 4 * (2 + 1 + 2))) / 1e9) < 0.01
     assert abs(written - (2 * 2 * logits + W * (2 + 4 * (3 + 1 + 1))) / 1e9) < 0.01
+
+
+def test_what_is_not_counted_is_refused(capsys):
+    for flags in (["--objective=seq2seq"], ["--fp8=True"], ["--tp=2"], ["--activation_checkpoint=full"]):
+        assert "tools.kernels counts one stack" in refused(kernels.main, flags, capsys)
+    assert "tools.coords sets n_embd, dtype itself" in refused(coords.main, ["--n_embd=96", "--dtype=float32"], capsys)

@@ -250,6 +250,8 @@ def test_what_is_refused(monkeypatch):
             fp8.check(good, lengths, cuda)
     with pytest.raises(ValueError, match="and the device is cpu; leave fp8 out"):
         fp8.check(good, lengths, torch.device("cpu"))
+    with pytest.raises(ValueError, match="and the device is cpu; leave fp8 out"):  # whose auto is float32
+        fp8.check(config("--dtype=float32"), lengths, torch.device("cpu"))
     fp8.check(good, lengths)
     for flags, lengths, words in (
         (["--dtype=float32"], (16, 0), "fp8=True does not go with dtype=float32"),

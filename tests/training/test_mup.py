@@ -198,7 +198,8 @@ def test_activations_keep_their_size(name):
 
 def test_picture_and_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(coords, "WIDTHS", (16, 32))
-    coords.main([*(f"--{k}={v}" for k, v in SIZES.items()), "--batch_size=2", f"--out_dir={tmp_path}"])
+    flags = [f"--{name}={value}" for name, value in SIZES.items() if name != "vocab_size"]
+    coords.main([*flags, "--batch_size=2", f"--out_dir={tmp_path}"])
     rows = capsys.readouterr().out.splitlines()
     assert rows[0].split() == ["16", "32", "slope"] and rows[1] == "without muP"
     assert sum(row.split()[0] == "logits" for row in rows) == 2

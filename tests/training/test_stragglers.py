@@ -1,5 +1,6 @@
 """The slowest rank is named, and the one that waits for data: both are made slow here."""
 
+import errno
 import re
 import threading
 import time
@@ -9,6 +10,8 @@ from ranks import launch
 
 import train
 from data import loader
+from engine.metrics import Metrics
+from engine.step import Spikes
 from engine.stragglers import PRODUCTS, Stragglers
 
 
@@ -44,3 +47,29 @@ def test_slow_ranks_are_named(tiny_data, tmp_path):
         fast, slow = row["product_ms"]
         assert 0 < fast < 1e5 / PRODUCTS < slow
         assert row["data_wait_s"][0] > 0.2
+
+
+def train_on_a_full_disk(flags: list[str]):
+    """The first rank cannot write the line of step 2."""
+    log = Metrics.log
+
+    def full(self, step, *args, **kwargs):
+        if step == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return log(self, step, *args, **kwargs)
+
+    Stragglers.EVERY, Metrics.log = 0.0, full
+    train.main(flags)
+
+
+def test_a_rank_that_cannot_write_looks_with_the_others(tiny_data, tmp_path):
+    flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=4", "--log_ranks=True", "--on_save_error=continue"]
+    launch(2, train_on_a_full_disk, tmp_path, [*flags, f"--out_dir={tmp_path / 'out'}"])
+    assert "training goes on because of --on_save_error=continue" in (tmp_path / "rank 0").read_text()
+    rows = [row["step"] for row in metrics(tmp_path / "out") if row["kind"] == "ranks"]
+    assert rows == [0, 1, 2, 3]
+
+
+def test_norms_of_zero_have_no_spike():
+    spikes = Spikes(10.0, [0.0] * 20)
+    assert spikes.ratio(1.0) is None and spikes.norms[-1] == 1.0
