@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,3 +114,19 @@ def refused(main: Callable, argv: list, capture) -> str:
     assert stop.value.code == 2, (out, err)
     assert err.startswith("error: ") and len(err.strip().splitlines()) == 1 and "Traceback" not in err, err
     return err
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended. Nobody may have asked for its exit code yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):  # it may end between the two calls of reading a file
+        return True
+
+
+def until(what: Callable[[], bool]):
+    """Waits until what() is true."""
+    end = time.monotonic() + 600
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -72,11 +72,11 @@ def exit_codes(size: int, work: Callable, folder: Path, *args) -> list[int | Non
     """Of `size` new processes that call work(*args); None of one that is killed because it ends too late."""
     port, seed = next(filter(is_free, PORTS)), os.environ.get(jitter.SEED)
     ranks = start(_rank, [(rank, size, port, seed, folder, work, args) for rank in range(size)])
-    end = time.monotonic() + 300
+    end = time.monotonic() + 1800
     while any(each.exitcode is None for each in ranks) and time.monotonic() < end:
         connection.wait([each.sentinel for each in ranks if each.exitcode is None], timeout=1)
         if any(each.exitcode for each in ranks):
-            end = min(end, time.monotonic() + 10)  # the others end soon, or wait for this one
+            end = min(end, time.monotonic() + 60)  # the others end soon, or wait for this one
     codes = [each.exitcode for each in ranks]
     for each in ranks:
         each.kill()
@@ -106,7 +106,7 @@ def command(program: list[str], folder: Path, stdout=os.devnull, unbuffered=Fals
     """The exit code of a program, such as ["-m", "tools.plot", "--help"], and what it says on stderr. `stdout` is the
     file that it writes to, `unbuffered` python's -u, `largest` the most bytes of a file."""
     [process] = start(_command, [(program, stdout, folder / "stderr", unbuffered, largest)])
-    process.join(120)
+    process.join(600)
     return process.exitcode, (folder / "stderr").read_text()
 
 

@@ -825,8 +825,8 @@ def test_reading_while_a_run_saves_and_prunes(tmp_path, caplog):
             put(tmp_path, step if step % 5 else step - 1, keep_last=1)  # some are replaced
             time.sleep(0.002)
     try:
-        steps, end = [], time.monotonic() + 4
-        while time.monotonic() < end or len(steps) < 20:
+        steps, end = [0], time.monotonic() + 4
+        while (time.monotonic() < end or len(steps) < 20 or steps[-1] <= 20) and time.monotonic() < end + 600:
             steps.append(checkpoint.read(tmp_path, {"of": int}, value_of))
     finally:
         os.kill(writer, signal.SIGKILL)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(name, *flags, cwd=ROOT):
     command = [sys.executable, os.path.relpath(ROOT / "data" / name / "prepare.py", cwd), *flags]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
 def load(name):

@@ -260,9 +260,12 @@ def test_the_estimate_takes_no_time():
     cfg.vocab_size = 50304
     ranks = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
     memory.training_need(cfg, ranks, (1024, 0))
-    started = time.process_time()
-    memory.training_need(cfg, ranks, (1024, 0))
-    assert time.process_time() - started < 0.05
+    times = []
+    for _ in range(5):  # of which some may collect garbage
+        started = time.process_time()
+        memory.training_need(cfg, ranks, (1024, 0))
+        times.append(time.process_time() - started)
+    assert min(times) < 0.05
 
 
 def test_divisors_of_any_number_of_heads():

@@ -3,7 +3,6 @@ that only writes metrics, and once with the real one."""
 
 import json
 import math
-import os
 import shlex
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, TINY, losses, metrics
+from helpers import ROOT, TINY, gone, losses, metrics, until
 
 from configurator import parse
 from data.dataset import open_data
@@ -37,7 +36,7 @@ if (here / "slow").exists() and out.name == (here / "slow").read_text():
     signal.signal(signal.SIGTERM, lambda *_: ((out / "saved").touch(), sys.exit(0)))
     if (here / "signal").exists():
         os.kill(os.getppid(), signal.SIGTERM)
-    for _ in range(600):
+    for _ in range(6000):
         time.sleep(0.1)
 if rate > 1 and not (here / "mended").exists():
     sys.exit("error: the loss is not finite; lower --learning_rate")
@@ -217,7 +216,7 @@ def test_a_killed_comparison_goes_on(fake):
     flags = ["--run=", "--run=--block=parallel", fake.common, f"--out={fake.out}"]
     calls = fake.folder / "calls"
     process = subprocess.Popen([sys.executable, "-c", start, *flags], cwd=ROOT, stdout=subprocess.DEVNULL)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not (calls.exists() and calls.read_text().count("\n") == 2):
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.05)
@@ -225,14 +224,7 @@ def test_a_killed_comparison_goes_on(fake):
     process.kill()
     process.wait()
     pid = json.loads(calls.read_text().splitlines()[1])[2]
-    while time.monotonic() < end:
-        try:
-            os.kill(pid, 0)
-            time.sleep(0.05)
-        except ProcessLookupError:
-            break
-    else:
-        pytest.fail("the training outlived tools.compare")
+    until(lambda: gone(pid))  # the training does not outlive tools.compare
     (fake.folder / "slow").unlink()
     assert fake() == 0
     assert fake.calls() == ["run1-seed1", "run2-seed1", "run2-seed1*"]

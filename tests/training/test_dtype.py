@@ -90,7 +90,7 @@ def test_this_cpu_is_measured(monkeypatch):
         if sys.platform == "linux":
             patch.setattr(torch, "set_num_threads", lambda n: pytest.fail("called"))
         fast = fast_bfloat16()
-    assert time.thread_time() - start < 0.1
+    assert time.thread_time() - start < 1
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     speed = device.speed_of_bfloat16(512, 0.3)

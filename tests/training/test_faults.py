@@ -34,7 +34,7 @@ def start(tiny_data, tmp_path):
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
-        started.append((process, threading.Timer(120, end, [process])))
+        started.append((process, threading.Timer(600, end, [process])))
         started[-1][1].start()
         return process
 
@@ -174,9 +174,8 @@ def test_a_rank_that_raises_takes_the_others_down_and_its_error_is_told_first_an
     (tmp_path / "failing.py").write_text(FAILING.replace("ROOT", str(ROOT)))
     process = start(tmp_path / "failing.py", "--async_checkpoint=True", "--save_interval=1")
     said = read_until(process, "RuntimeError: planted failure")
-    since = time.monotonic()
-    rest = process.communicate(timeout=120)[0]
-    assert time.monotonic() - since < 20  # not collective_timeout's ten minutes, nor torchrun's 30 s before SIGKILL
+    rest = process.communicate(timeout=300)[0]  # not collective_timeout's ten minutes
+    assert "SIGKILL" not in rest and "forcefully" not in rest  # which torchrun sends after 30 s
     assert process.returncode == 1
     tracebacks = [line for line in said if "Traceback" in line]
     assert len(tracebacks) == 1 and "rank1" in tracebacks[0]

@@ -75,7 +75,7 @@ def test_the_signal_saves_and_queues_again(job, tmp_path, again):
     process = job("config/train_gpt2.py", "--seed=3")
     wait_for(job, "ready")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=600) == 0
     torchruns = sorted(line for line in job.log() if line.startswith("torchrun"))
     assert [line for line in job.log() if line not in torchruns] == ["ready", "saved", "scontrol requeue 4242"]
     flags = f"train.py --out_dir={tmp_path}/out config/train_gpt2.py --seed=3" + " --init_from=resume" * again
@@ -88,10 +88,10 @@ def test_the_signal_saves_and_queues_again(job, tmp_path, again):
 
 
 def test_a_failure_is_not_queued_again(job):
-    assert job(code=7).wait(timeout=60) == 7
+    assert job(code=7).wait(timeout=600) == 7
     assert not any("requeue" in line for line in job.log())
 
 
 def test_a_mistake_ends_the_job(job):
-    assert job("--n_laier=3").wait(timeout=60) != 0
+    assert job("--n_laier=3").wait(timeout=600) != 0
     assert job.log() == []

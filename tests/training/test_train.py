@@ -891,7 +891,7 @@ def test_a_signal_is_answered_at_once(monkeypatch, handlers, size):
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
     with StopSignal(parallel.Ranks(size, 2, torch.device("cpu"), torch.float32, False)) as stop:
         stop.unsaved_steps = True
-        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+        threading.Timer(0.02, os.kill, [os.getpid(), signal.SIGINT]).start()
         hashlib.pbkdf2_hmac("sha256", b"", b"", 3 * 10**6)
         end = time.monotonic()
         assert stop.name == "SIGINT"
