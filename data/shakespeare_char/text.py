@@ -1,6 +1,7 @@
 """The text of Shakespeare, and the command that prepares it by characters and, in `shakespeare`, in GPT-2's tokens."""
 
 import hashlib
+import os
 from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
@@ -57,7 +58,7 @@ def prepare(doc: str, here: str, tokenizer_of: Callable[[str], Tokenizer]) -> Sh
     if args.input is None:
         content = shakespeare()
     else:
-        content = download(args.input) if "://" in args.input else read(args.input)
+        content = download(args.input) if "://" in args.input else read(os.path.expanduser(args.input))
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as e:

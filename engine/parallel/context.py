@@ -26,8 +26,9 @@ from model import Pool
 from ops import Mask, boundaries
 
 
-def check(cfg, n: int):
-    """ValueError if sequences cannot be cut for n ranks; it names the flag and the remedy."""
+def check(cfg):
+    """ValueError if sequences cannot be cut for cp ranks; it names the flag and the remedy."""
+    n = cfg.cp
     require(cfg.objective == "causal", f"cp={n} needs objective=causal, and it is {cfg.objective}; set cp=1")
     balance = cfg.n_expert == 0 or cfg.router_balance != "loss"
     require(balance, f"router_balance=loss needs whole sequences, which cp={n} cuts; set router_balance=bias, or cp=1")

@@ -25,27 +25,28 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.tensor import DTensor
 
 from data.errors import require
-from model import Inputs, Model, ModelConfig, Shared, stream_dtype
+from model import Inputs, Model, Shared, stream_dtype
 
 
-def check(cfg: ModelConfig, n_stages: int, n_micro: int, chunks: int = 1):
+def check(cfg, n_micro: int):
     """ValueError unless stages exchange the stream alone and have a block each, and there are as many micro-batches as
     ranks, or with chunks > 1 a multiple."""
-    wrong = f"pp={n_stages} cuts one stack of blocks, and objective=seq2seq has two; use tp"
+    n_ranks, chunks = cfg.pp, cfg.pp_chunks
+    wrong = f"pp={n_ranks} cuts one stack of blocks, and objective=seq2seq has two; use tp"
     require(cfg.objective != "seq2seq", wrong)
-    wrong = f"pp={n_stages} hands on only the stream, and value_residual=True needs the first layer's values; set pp=1"
+    wrong = f"pp={n_ranks} hands on only the stream, and value_residual=True needs the first layer's values; set pp=1"
     require(not cfg.value_residual, wrong)
     plain = cfg.n_expert == 0 or cfg.router_balance != "loss" and cfg.router_z_loss == 0
     fact = "losses of routers reach the last stage's loss from one stage alone"
-    require(plain, f"pp={n_stages}: {fact}; set router_balance=bias and router_z_loss=0, or pp=1")
-    most, stages = cfg.n_layer // n_stages, f"pp={n_stages}" + f" times pp_chunks={chunks}" * (chunks > 1)
+    require(plain, f"pp={n_ranks}: {fact}; set router_balance=bias and router_z_loss=0, or pp=1")
+    most, stages = cfg.n_layer // n_ranks, f"pp={n_ranks}" + f" times pp_chunks={chunks}" * (chunks > 1)
     remedy = f"set pp_chunks to {most} or less" if most else f"set pp to {cfg.n_layer} or less"
     require(most >= chunks, f"{stages} stages need a block each, and n_layer={cfg.n_layer}; {remedy}")
     left = f"gradient_accumulation_steps leaves {n_micro} to each pipeline; set gradient_accumulation_steps to"
-    fact, least = f"pp={n_stages} needs as many micro-batches per step", -(-n_stages // n_micro)
-    require(n_micro >= n_stages, f"{fact}, and {left} at least {least} times as many")
-    fact = f"pp_chunks={chunks} needs a multiple of pp={n_stages} micro-batches per step"
-    multiple = math.lcm(n_micro, n_stages) // n_micro
+    fact, least = f"pp={n_ranks} needs as many micro-batches per step", -(-n_ranks // n_micro)
+    require(n_micro >= n_ranks, f"{fact}, and {left} at least {least} times as many")
+    fact = f"pp_chunks={chunks} needs a multiple of pp={n_ranks} micro-batches per step"
+    multiple = math.lcm(n_micro, n_ranks) // n_micro
     require(chunks == 1 or multiple == 1, f"{fact}, and {left} {multiple} times as many, or pp_chunks to 1")
 
 

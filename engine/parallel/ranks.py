@@ -146,15 +146,15 @@ def check_layout(cfg, size: int):
     fact = "optimizer=muon does not work with fsdp_offload=True: it would multiply whole matrices on the CPU"
     require(cfg.optimizer != "muon" or not cfg.fsdp_offload, f"{fact}; use optimizer=adamw")
     if cfg.tp > 1:
-        tensor.check(cfg, cfg.tp)
+        tensor.check(cfg)
     if cfg.cp > 1:
-        context.check(cfg, cfg.cp)
+        context.check(cfg)
     if cfg.ep > 1:
         expert.check(cfg, data // replicas(cfg))
     if cfg.pp > 1:
         from engine.parallel import pipeline
 
-        pipeline.check(cfg, cfg.pp, micro_batches // data, cfg.pp_chunks)
+        pipeline.check(cfg, micro_batches // data)
 
 
 def data_ranks(cfg, size: int) -> int:

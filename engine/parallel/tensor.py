@@ -56,8 +56,9 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
     return dim + isinstance(module, ExpertLinear)  # whose first dimension is the expert
 
 
-def check(cfg, n: int):
-    """ValueError if the model cannot be cut for n ranks; it names the flag and the remedy."""
+def check(cfg):
+    """ValueError if the model cannot be cut for tp ranks; it names the flag and the remedy."""
+    n = cfg.tp
     if cfg.objective == "seq2seq":
         options = cfg.vocab_size, None, cfg.block_size, False, cfg.corrupt_ratio, cfg.span_length
         text, source = objective_class(cfg)(*options).lengths
