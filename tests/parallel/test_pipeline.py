@@ -261,21 +261,21 @@ def test_passes_are_those_of_the_schedule(ranks, chunks, n_micro):
 
 
 def test_what_cannot_be_cut_is_refused():
-    def cfg(**flags):
-        return ModelConfig(**SMALL | flags)
+    def cut(pp: int, n_micro: int, chunks: int = 1, **flags):
+        check(SimpleNamespace(**vars(ModelConfig(**SMALL | flags)), pp=pp, pp_chunks=chunks), n_micro)
 
-    check(cfg(), 3, 3)
+    cut(3, 3)
     with pytest.raises(ValueError, match="pp=4 .* n_layer=3; set pp to 3"):
-        check(cfg(), 4, 4)
+        cut(4, 4)
     with pytest.raises(ValueError, match="pp=3 .* gradient_accumulation_steps leaves 2 .* at least 2 times as many"):
-        check(cfg(), 3, 2)
-    check(cfg(n_layer=4), 2, 4, 2)
+        cut(3, 2)
+    cut(2, 4, 2, n_layer=4)
     with pytest.raises(ValueError, match="pp=2 times pp_chunks=2 .* n_layer=3; set pp_chunks to 1"):
-        check(cfg(), 2, 2, 2)
+        cut(2, 2, 2)
     with pytest.raises(ValueError, match="pp_chunks=2 needs a multiple of pp=2 .* leaves 3 .* to 2 times as many"):
-        check(cfg(n_layer=4), 2, 3, 2)
+        cut(2, 3, 2, n_layer=4)
     with pytest.raises(ValueError, match="pp=2 .* objective=seq2seq"):
-        check(cfg(objective="seq2seq"), 2, 2)
+        cut(2, 2, objective="seq2seq")
 
 
 def test_micro_batches_of_unequal_numbers_of_documents():
