@@ -266,8 +266,9 @@ def fill_spans(
                 fill = fills[token - V]
             else:
                 fill.append(token)
-        filled = [tokenizer.decode_rest(fill) + piece for fill, piece in zip(fills, pieces[1:], strict=False)]
-        texts.append(pieces[0] + "".join(filled))
+        begin = tokenizer.decode_rest if pieces[0] else tokenizer.decode  # the first text may begin the whole
+        filled = [begin(fills[0]), *map(tokenizer.decode_rest, fills[1:n_blanks])]
+        texts.append(pieces[0] + "".join(fill + piece for fill, piece in zip(filled, pieces[1:], strict=True)))
     print(SEPARATOR.join(texts))
     return (len(written) - 1) * len(source)
 

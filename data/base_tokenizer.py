@@ -62,7 +62,7 @@ class Tokenizer:
         return self.decode_rest(ids)
 
     def decode_rest(self, ids) -> str:
-        """The text of `ids` that continue a text, as `decode`."""
+        """The text of `ids` that continue another text: a blank at its beginning stays."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     @cached_property

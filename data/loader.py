@@ -206,7 +206,7 @@ class Loader(Iterator):
         return {name: int(d) / n for (name, *_), d, n in zip(self.stream.sources, drawn, self.counts, strict=True)}
 
     def _starts(self, start: int) -> Iterator[int]:
-        """Yields the first sample of each of this rank's batches; `start` is all ranks' first of the next step."""
+        """Yields the first sample of each of this rank's batches; `start` is the next step's first, of all ranks."""
         for micro_steps in self.micro_steps:
             share = self.batch_size * micro_steps  # the samples of this step that this rank reads
             first = start + self.data_rank * share

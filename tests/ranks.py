@@ -72,7 +72,7 @@ def exit_codes(size: int, work: Callable, folder: Path, *args) -> list[int | Non
     """Of `size` new processes that call work(*args); None of one that is killed because it ends too late."""
     port, seed = next(filter(is_free, PORTS)), os.environ.get(jitter.SEED)
     ranks = start(_rank, [(rank, size, port, seed, folder, work, args) for rank in range(size)])
-    end = time.monotonic() + 1800
+    end = time.monotonic() + 600
     while any(each.exitcode is None for each in ranks) and time.monotonic() < end:
         connection.wait([each.sentinel for each in ranks if each.exitcode is None], timeout=1)
         if any(each.exitcode for each in ranks):

@@ -79,8 +79,8 @@ def main(argv: list[str] | None = None):
     usual = f"{GPT2} --vocab_size=50304 --fp32_residual=False".split()
     with user_errors():
         cfg = parse(Config, usual + (sys.argv[1:] if argv is None else argv), __doc__)
-        plain = cfg.tp == cfg.cp == cfg.pp == 1 and cfg.activation_checkpoint == "none" and not cfg.fp8
-        plain = plain and cfg.objective != "seq2seq" and cfg.dtype == "bfloat16"
+        whole = cfg.tp == cfg.cp == cfg.ep == cfg.pp == 1 and cfg.objective != "seq2seq"
+        plain = whole and cfg.activation_checkpoint == "none" and cfg.dtype == "bfloat16" and not cfg.fp8
         fact = "tools.kernels counts one stack of one rank in bfloat16, without fp8 and activation_checkpoint"
         require(plain, f"{fact}; leave out what asks for more")
     print(f"{'part':<16}{'kernels':>8}{'GB read':>9}{'written':>9}")

@@ -336,6 +336,8 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
         raise FileExistsError(f"{where} is there already; delete it, or name another folder")
     require(folder.parent.is_dir(), f"there is no folder {folder.parent}; make it first")
 
+    unfinished = folder.with_name(f".tmp-{folder.name}")  # gets its name when all is written
+
     def build(path: Path, state: dict) -> Path:
         cfg = ModelConfig(**model_flags(state["flags"], str(path)))
         tokenizer = state["tokenizer"] and from_spec(state["tokenizer"], path)
@@ -357,7 +359,6 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
             fsync(written)
         return path
 
-    unfinished = folder.with_name(f".tmp-{folder.name}")  # gets its name when all is written
     try:
         with writing(folder):
             path = checkpoint.read(run, {"flags": dict, "tokenizer": (dict, NoneType)}, build, which)

@@ -335,6 +335,7 @@ def stand_in_for_lm_eval(monkeypatch, called: dict):
 
     class TaskManager:
         def __init__(self, include_path=None, include_defaults=True):
+            assert "" not in (include_path or ())  # which is the current folder
             own = [path.stem for folder in include_path or () for path in Path(folder).glob("*.yaml")]
             self.all_subtasks = own + ["piqa", "hellaswag"] * include_defaults
 
@@ -373,7 +374,7 @@ def test_tasks_go_to_lm_eval(runs, monkeypatch, figures, capsys, tmp_path):
     model, tokenizer, batch_size, device = called["model"]
     assert isinstance(model, Model) and not model.training and tokenizer.vocab_size == 257 and batch_size == 3
     assert torch.equal(model.wte.weight.double(), model_of(runs / "causal")[0].wte.weight)
-    evaluate.main([f"--out_dir={runs / 'causal'}", "--tasks=piqa,hellaswag", "--device=cpu"])
+    evaluate.main([f"--out_dir={runs / 'causal'}", "--tasks=piqa,hellaswag,", "--device=cpu"])
     assert capsys.readouterr().out == "piqa|hellaswag\n" and called["limit"] is None
     assert "no task 'pika'" in refused(
         evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", "--tasks=piqa,pika"], capsys

@@ -907,3 +907,8 @@ def test_shakespeare_sizes(tmp_path, gpt2):
         pytest.skip("put the text there with python data/shakespeare_char/prepare.py")
     result = command("shakespeare", f"--out={tmp_path}")
     assert "301,966 train + 36,059 val tokens" in result.stdout and "note" not in result.stdout
+
+
+@pytest.mark.parametrize("path", ["./fineweb", "../data/fineweb", ".cache/x"])
+def test_a_missing_path_is_no_name_on_the_hub(path):
+    assert not sources.ADDRESS.fullmatch(path) and sources.ADDRESS.fullmatch("owner/name@main:config")

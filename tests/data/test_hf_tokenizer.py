@@ -29,6 +29,7 @@ from engine.interchange.families import choose
 from engine.interchange.huggingface import write_hf, write_json
 from engine.interchange.tokenizer import export_tokenizer
 from model import ModelConfig
+from sample import SampleConfig
 
 TEXTS = [(ROOT / "README.md").read_text()[:20000], "naïve «été» 中文字 \U0001f600\r\n\t\t x  y\n\n\n" * 4]
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
@@ -549,3 +550,21 @@ def test_a_continuation_keeps_its_blank(folder, kind, capsys, monkeypatch):
     rest = ids[0, len(ours.prefix) :].tolist()
     before = [len(ours.decode_bytes(rest[:n])) - (kind == "llama2") for n in range(1, len(rest))]
     assert [line["byte"] for line in lines] == [0, *before] and "".join(line["text"] for line in lines)[:3] == text[:3]
+
+
+def test_beams_and_spans_keep_blanks(folder, capsys, monkeypatch):
+    """Texts that continue others, and a text that begins the whole."""
+    ours = HFTokenizer.from_folder(folder("llama2"))
+    V, rest = ours.vocab_size, ours.encode_rest(" café").tolist()
+    monkeypatch.setattr(sample, "beam_search", lambda *_: [[rest, rest]])
+    sample.continue_text(SampleConfig(num_beams=2), None, ours, "the", torch.zeros(1, 1).long(), None)
+    assert capsys.readouterr().out == "the café\n"
+    for prompt, fills, expected in (
+        ("the<mask> on<mask>", [rest, ours.encode_rest(" a hill").tolist()], "the café on a hill\n"),
+        ("<mask> on", [ours.encode("the café").tolist()], "the café on\n"),
+    ):
+        written = [x for i, fill in enumerate(fills) for x in (*fill, V + i + 1)]
+        monkeypatch.setattr(sample, "generate", lambda *_, ids=written: (torch.tensor([x]) for x in ids))
+        blanks = torch.tensor([[V + i for i in range(len(fills))]])
+        sample.fill_spans(SampleConfig(), None, ours, prompt, blanks, None)
+        assert capsys.readouterr().out == expected

@@ -721,3 +721,13 @@ def test_opening_does_not_read_a_prepared_shard(tmp_path):
     folder = prepare(tmp_path)
     (folder / "train_000000.bin").write_bytes(shard_bytes([60_000] * 200))
     assert len(open_data(folder).split("train")) == 200  # `verify` or a batch finds the wrong id
+
+
+def test_a_name_with_a_mask_in_it_is_no_mask(tmp_path, capsys):
+    """Files whose ids are those of the vocabulary, not the few marks of pairs."""
+    folder = prepare(tmp_path / "set")
+    for split in ("train", "val"):
+        (folder / f"{split}_000000.bin").rename(folder / f"no_masking_{split}_000001.bin")
+    (folder / "meta.json").write_text('{"vocab_size": 257}')
+    code, out, err = inspected(capsys, folder)
+    assert code == 0 and not err and any("no_masking_train_000001.bin: " in line for line in out)

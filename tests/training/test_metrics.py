@@ -417,8 +417,8 @@ def test_wandb_keeps_the_losses_of_a_run(run, monkeypatch):
 
 
 def test_the_time_of_a_step_after_a_rollback(tmp_path, monkeypatch):
-    """That of all steps since the last logged one: 6 to go back from step 5 to 0, and step 0 again. A file that cannot
-    be cut leaves the metrics as they are."""
+    """That of all steps since the last logged one: 1 to 5, and step 0 again. A file that cannot be cut leaves the
+    metrics as they are."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     out = open_metrics(tmp_path)
