@@ -41,6 +41,14 @@ from model import ModelConfig, check_range, require
 T = TypeVar("T")
 OF_FSDP = ("fsdp_reshard", "fsdp_offload", "dp_replicate")
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+# What was retired: a flag -> the value that may be dropped, because it is what the program does now; ... means none.
+# "flag=value" is a retired choice of a flag that stays -> what to write instead.
+RETIRED_OF_THE_MODEL: dict[str, Any] = {
+    "pool": ...,
+    "wiring": ...,
+    "slot_softmax": ...,
+}
+RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {}
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
 CONSTANTS = {"true": True, "false": False}
 OPERATORS = {
@@ -254,7 +262,8 @@ def read_flags(cls: type, argv: list[str] | None = None, doc: str = "") -> Given
     for spelling, (value, where) in last.items():
         ours = theirs.get((spelling, value), {spelling: value})
         for name, v in ours.items():
-            given.values[name], given.sources[name] = convert(cls, name, v, where), where
+            if not is_retired(cls, name, v, where):
+                given.values[name], given.sources[name] = convert(cls, name, v, where), where
     return given
 
 
@@ -264,7 +273,8 @@ def resolve(cls: type[T], given: Given, stored: dict[str, Any] | None = None, or
     `stored` are defaults instead of those of `cls`, such as the flags of a checkpoint, and `origin` is their place. If
     the other flags do not use one of them, it has the default of `cls` again.
     """
-    values = {name: convert(cls, name, value, origin) for name, value in (stored or {}).items()} | given.values
+    current = {name: v for name, v in (stored or {}).items() if not is_retired(cls, name, v, origin)}
+    values = {name: convert(cls, name, value, origin) for name, value in current.items()} | given.values
     try:
         cfg = cls(**values)
     except ValueError as error:  # add the places where the flags in the message were set
@@ -280,14 +290,26 @@ def resolve(cls: type[T], given: Given, stored: dict[str, Any] | None = None, or
     return cfg
 
 
+def is_retired(cls: type, name: str, value: Any, where: str) -> bool:
+    """Whether this setting is of a retired flag and may be dropped. ValueError if it is not what the program does now,
+    or if it is a retired choice."""
+    here = f"{spell(name, value, where)} ({where})"
+    instead = RETIRED.get(f"{name}={value}")
+    if instead is not None:
+        raise ValueError(f"{here}: this choice was retired; use {instead}, or an older version of this program")
+    if name in hints(cls) or name not in RETIRED:
+        return False
+    if value == RETIRED[name]:
+        return True
+    raise ValueError(f"{here}: this flag was retired; leave it out, or use an older version of this program")
+
+
 def convert(cls: type, name: str, value: Any, where: str) -> Any:
     """The value of a flag in its type. ValueError if there is no such flag, or it cannot have this value."""
     here, kinds = f"{spell(name, value, where)} ({where})", hints(cls)
     if name not in kinds:
         near = difflib.get_close_matches(name, kinds, 1)
         remedy = f"the nearest is {near[0]}" if near else "--help lists them"
-        if name in ("pool", "wiring", "slot_softmax"):
-            remedy = "write --layer=c+p, or c,p for series, or c.own_slots or c.joint_slots for a joint pool"
         raise ValueError(f"{here}: no such flag; {remedy}")
     try:
         return coerce(value, kinds[name])

@@ -18,12 +18,12 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from families import FAMILIES  # noqa: E402
 from ranks import train_main  # noqa: E402
 
 import train  # noqa: E402
 from data.tokenizer import ByteTokenizer  # noqa: E402
 from data.writer import ShardWriter  # noqa: E402
-from tools.gpu_cases import FAMILIES  # noqa: E402
 
 SHAPE = [
     "--n_layer=2", "--n_head=4", "--n_embd=32", "--block_size=16", "--batch_size=4", "--gradient_accumulation_steps=2",

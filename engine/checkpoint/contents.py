@@ -134,8 +134,6 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
     for key, least, most in (("skipped", 0, step), ("samples", step, step * MOST_SAMPLES)):
         if key in kinds and not least <= state[key] <= most:
             raise damaged(path, f"state.json: {key} is {state[key]}, of {step} steps")
-    if type(state.get("flags")) is dict:
-        state["flags"] = completed(state["flags"])
     return state
 
 
@@ -144,17 +142,6 @@ def _fits(value: Any, kind: Any) -> bool:
     if type(value) not in (kind if isinstance(kind, tuple) else (kind,)):
         return False
     return 0 <= value < 2**62 if type(value) is int else type(value) is not float or math.isfinite(value)
-
-
-def completed(flags: dict) -> dict:
-    """Stored flags of a model. Those of older versions get `layer`, which replaces pool, wiring and slot_softmax."""
-    flags = dict(flags)
-    pool, wiring, softmax = (flags.pop(name, None) for name in ("pool", "wiring", "slot_softmax"))
-    if flags.get("block") != "superblock" or "layer" in flags:
-        return flags
-    c = "c" if pool != "joint" else "c.own_slots" if softmax == "own" else "c.joint_slots"
-    m, p = ["m"] if flags.get("objective") == "seq2seq" else [], [] if pool == "joint" else ["p"]
-    return flags | {"layer": ("," if wiring == "series" else "+").join([c, *m, *p])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from data.files import amount, fsync, open_regular, writing
 from data.tokenizer import from_spec
 from engine.checkpoint import contents
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.contents import completed, own_part
+from engine.checkpoint.contents import own_part
 from engine.interchange.config import describe
 from engine.interchange.families import FAMILIES, Family, choose
 from engine.interchange.tokenizer import export_tokenizer
@@ -49,7 +49,7 @@ class Own(Family):
 
     def flags(self, config: dict) -> dict:
         require(type(config.get("flags")) is dict, f"there are no flags of a superblock; {AGAIN}")
-        return model_flags(completed(config["flags"]), "config.json")
+        return model_flags(config["flags"], "config.json")
 
     def config(self, cfg: ModelConfig) -> dict:
         fact = f"objective={cfg.objective} cannot be exported"

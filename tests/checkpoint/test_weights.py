@@ -1,6 +1,7 @@
 """init_from=checkpoint:RUN: a new run from the weights of another one, in every layout; flags that are free or not."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from helpers import IN_FLOAT64, TINY, distance, losses, metrics, refused
 from ranks import launch, train_runs
 from safetensors.torch import load_file
 
+import configurator
+import sample
 import train
 from configurator import Config, read_flags, resolve
 from data.tokenizer import CharTokenizer
@@ -17,7 +20,7 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint import run as run_state
 from engine.checkpoint import weights
 from engine.checkpoint.__main__ import consolidate
-from engine.interchange.huggingface import OWN, export
+from engine.interchange.huggingface import export
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from model import BLOCK, Model, ModelConfig
@@ -233,32 +236,30 @@ def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
-OLDER = {  # layer -> the flags that it replaced; the first version had no slot_softmax, and then joint slots
-    "c+p": {"pool": "separate", "wiring": "parallel", "slot_softmax": "own"},
-    "c,p": {"pool": "separate", "wiring": "series", "slot_softmax": "own"},
-    "c.own_slots": {"pool": "joint", "wiring": "parallel", "slot_softmax": "own"},
-    "c.joint_slots": {"pool": "joint", "wiring": "parallel"},
-}
-
-
-@pytest.mark.parametrize("layer", OLDER)
-def test_flags_that_layer_replaces_are_converted(run, layer):
-    """With another layer, the weights would have other names, or the losses be others."""
-    out = run("--block=superblock", f"--layer={layer}", "--max_iters=10", "--lr_decay_iters=40")
+def stored(out: Path, **flags):
+    """Write other flags into the latest checkpoint of a run."""
     file = checkpoint.find(out) / "state.json"
     state = json.loads(file.read_text())
-    assert state["flags"].pop("layer") == layer
-    file.write_text(json.dumps(state | {"flags": state["flags"] | OLDER[layer]}))
-    before = metrics(out)[-1]["val_loss"]
-    again = run(*SHORT, f"--init_from=checkpoint:{out}", out="again")
-    assert metrics(again)[0]["val_loss"] == before
+    file.write_text(json.dumps(state | {"flags": state["flags"] | flags}))
 
 
-@pytest.mark.parametrize("layer", OLDER)
-def test_older_exports_are_converted(layer):
-    """The config.json of an export with --remote-code. An encoder's memory was one more pool."""
-    flags = dict.fromkeys(["n_layer", "n_head"], 2) | {"n_embd": 16, "block": "superblock"} | OLDER[layer]
-    assert OWN.flags({"flags": flags})["layer"] == layer
-    both = OWN.flags({"flags": flags | {"objective": "seq2seq"}})["layer"]
-    assert both == {"c+p": "c+m+p", "c,p": "c,m,p"}.get(layer, f"{layer}+m")
-    assert OWN.flags({"flags": flags | {"block": "parallel"}})["layer"] == "c+p"  # the default, unused
+@pytest.mark.parametrize("way", ["resume", "checkpoint", "sample"])
+def test_a_retired_flag_loads_at_its_old_value_and_is_refused_at_another(way, run, monkeypatch, capsys):
+    monkeypatch.setitem(configurator.RETIRED, "old_idea", 0.5)
+    monkeypatch.setitem(configurator.RETIRED, "norm=rmsnorm", "layernorm")
+    monkeypatch.setitem(weights.RETIRED_OF_THE_MODEL, "old_idea", 0.5)
+    out = run("--max_iters=2", "--warmup_iters=1")
+    commands = {
+        "resume": (train.main, [f"--out_dir={out}", "--init_from=resume", "--max_iters=3"]),
+        "checkpoint": (train.main, [f"--init_from=checkpoint:{out}", "--max_iters=1", f"--out_dir={out.parent / 'b'}"]),
+        "sample": (sample.main, [f"--out_dir={out}", "--start=the", "--max_new_tokens=2", "--device=cpu"]),
+    }
+    main, flags = commands[way]
+    for wrong, value in (("old_idea", 0.75), ("norm", "rmsnorm"), ("pool", "joint")):
+        before = (checkpoint.find(out) / "state.json").read_bytes()
+        stored(out, **{wrong: value})
+        line = refused(main, flags, capsys)
+        assert f"{wrong} = {value!r}" in line and "was retired" in line and str(out) in line
+        (checkpoint.find(out) / "state.json").write_bytes(before)
+    stored(out, old_idea=0.5)
+    main(flags)

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import command
 
+import configurator
 from configurator import Config, Given, documented, dump, parse, read_flags, resolve, usage
 from data.errors import user_errors
 from model import PLACEMENT, Model
@@ -575,6 +576,35 @@ def test_checkpoint_flags_stand_in_for_defaults(tmp_path):
     assert (switched.pos, switched.rope_theta, switched.n_layer) == ("alibi", Config.rope_theta, 3)
     with pytest.raises(ValueError, match=r"gone = 1 \(out/step_00000001\): no such flag"):
         resolve(Config, Given(), {"gone": 1}, "out/step_00000001")
+
+
+def test_retired_flags(tmp_path, monkeypatch):
+    """At the value that the program has now they are dropped; the others are refused wherever they are set."""
+    monkeypatch.setitem(configurator.RETIRED, "old_idea", "skip")
+    monkeypatch.setitem(configurator.RETIRED, "norm=rmsnorm", "layernorm")
+    path = tmp_path / "x.py"
+    path.write_text("old_idea = 'skip'\nn_layer = 3\n")
+    assert parse(Config, [str(path)]).n_layer == 3 and parse(Config, ["--old_idea=skip"]).n_layer == Config.n_layer
+    assert resolve(Config, Given(), {"old_idea": "skip"}, "out").n_layer == Config.n_layer
+    path.write_text("old_idea = 'roll'\n")
+    for argv, shown in (
+        ([str(path)], f"old_idea = 'roll' ({path}:1): this flag was retired"),
+        (["--old_idea=roll"], "--old_idea=roll (command line): this flag was retired"),
+        (["--norm=rmsnorm"], "--norm=rmsnorm (command line): this choice was retired; use layernorm"),
+        (["--wiring=series"], "--wiring=series (command line): this flag was retired"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(shown)):
+            parse(Config, argv)
+
+
+def test_nothing_that_is_retired_is_a_flag():
+    kinds = configurator.hints(Config)
+    for entry in configurator.RETIRED:
+        name, chosen, value = entry.partition("=")
+        if chosen:
+            assert value not in configurator.choices(kinds[name])
+        else:
+            assert name not in kinds
 
 
 # ---------------------------------------------------------------------------------------------------------------------

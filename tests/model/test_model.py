@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from families import LAYERS
 from helpers import ROOT, assert_rounds_alike
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,6 @@ from engine.parallel.tensor import sharded_dim
 from engine.plan.accounting import attention_kernels, flops
 from model import Inputs, Model, ModelConfig
 from ops import Mask, attention, attention_kernel
-from tools.gpu_cases import LAYERS
 
 TABLES = {  # every axis of the model: flag -> its values, read from the tables themselves
     "block": list(M.BLOCK),

@@ -9,8 +9,7 @@ import json
 import golden
 import pytest
 import torch
-
-from tools.gpu_cases import BLOCKS, OBJECTIVES, OPTIMIZERS
+from families import BLOCKS, OBJECTIVES, OPTIMIZERS
 
 EXPECTED = json.loads(golden.FILE.read_text())
 ALL = list(itertools.product(range(len(BLOCKS)), range(len(OBJECTIVES)), range(len(OPTIMIZERS))))  # as in FAMILIES
