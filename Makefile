@@ -4,14 +4,13 @@
 # make mutants: do the tests see faults that are planted in the code? Some minutes.
 # make interop: our models in lm-eval's tasks, compared with transformers' there. lm-eval has an environment of its own.
 # make baselines: the table of docs/baselines.md: blocks with tuned learning rates, two hours; a stopped call goes on.
-# make gpu: on a machine with a GPU: is all computed as on the CPU, and how fast? 8 minutes; again until nothing is left.
 # All need only a Python >= 3.10 with pip, write nothing outside this folder but caches, and skip what is already done.
 
 PYTHON ?= python3
 BIN := .venv/bin
 RUN := out/pycode
 
-.PHONY: train test quick jitter slow mutants baselines gpu interop clean
+.PHONY: train test quick jitter slow mutants baselines interop clean
 
 train: .venv/ready data/pycode/meta.json
 	$(BIN)/python train.py config/train_pycode.py --out_dir=$(RUN) --init_from=$(if $(wildcard $(RUN)/latest),resume,scratch)
@@ -32,9 +31,6 @@ quick: .venv/ready-test
 
 baselines: .venv/ready-test data/pycode/meta.json
 	$(BIN)/python -m tools.baselines
-
-gpu: .venv/ready
-	$(BIN)/python -m tools.gpu --out=out/gpu.jsonl
 
 jitter: .venv/ready-test
 	for seed in 1 2 3; do OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal --jitter=$$seed || exit 1; done
