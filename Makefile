@@ -1,6 +1,5 @@
 # make train: environment, data, a trained model and a sample.   make test: environment and all tests but the slow.
 # make quick: for whoever edits model.py, half a minute: the grid of flags, the blocks, the references and golden losses.
-# make jitter: do the tests pass whatever the last digit of a product? The suite three times, an hour on 2 cores.
 # make mutants: do the tests see faults that are planted in the code? Some minutes.
 # make interop: our models in lm-eval's tasks, compared with transformers' there. lm-eval has an environment of its own.
 # make baselines: the table of docs/baselines.md: blocks with tuned learning rates, two hours; a stopped call goes on.
@@ -10,7 +9,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := out/pycode
 
-.PHONY: train test quick jitter slow mutants baselines interop clean
+.PHONY: train test quick slow mutants baselines interop clean
 
 train: .venv/ready data/pycode/meta.json
 	$(BIN)/python train.py config/train_pycode.py --out_dir=$(RUN) --init_from=$(if $(wildcard $(RUN)/latest),resume,scratch)
@@ -31,9 +30,6 @@ quick: .venv/ready-test
 
 baselines: .venv/ready-test data/pycode/meta.json
 	$(BIN)/python -m tools.baselines
-
-jitter: .venv/ready-test
-	for seed in 1 2 3; do OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal --jitter=$$seed || exit 1; done
 
 slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow

@@ -3,16 +3,14 @@
 import gc
 import os
 import signal
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import jitter
 import numpy as np
 import pytest
 import ranks
 import torch
-from helpers import ROOT, TINY
+from helpers import TINY
 from hypothesis import settings
 
 import train
@@ -46,23 +44,8 @@ def pytest_collection():
         gc.set_threshold(20_000, 50, 100)
 
 
-def pytest_addoption(parser):
-    parser.addoption("--jitter", metavar="SEED", type=int, help="round products in another way, see jitter.py")
-
-
 def pytest_configure(config):
     os.fsync = os.fstat  # fails too if the handle is closed, and does not wait: no test takes the power away
-    if config.option.jitter is not None:
-        os.environ[jitter.SEED] = str(config.option.jitter)
-        paths = [str(ROOT / "tests" / "every_process"), os.environ.get("PYTHONPATH")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        jitter.start()
-
-
-@pytest.fixture(autouse=True)
-def without_jitter(request):
-    with jitter.paused() if request.node.get_closest_marker("no_jitter") else nullcontext():
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -17,11 +17,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from multiprocessing import connection
 from pathlib import Path
 
-import jitter
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,8 +68,8 @@ def start(target: Callable, all_args: list[tuple]) -> list[multiprocessing.Proce
 
 def exit_codes(size: int, work: Callable, folder: Path, *args) -> list[int | None]:
     """Of `size` new processes that call work(*args); None of one that is killed because it ends too late."""
-    port, seed = next(filter(is_free, PORTS)), os.environ.get(jitter.SEED)
-    ranks = start(_rank, [(rank, size, port, seed, folder, work, args) for rank in range(size)])
+    port = next(filter(is_free, PORTS))
+    ranks = start(_rank, [(rank, size, port, folder, work, args) for rank in range(size)])
     end = time.monotonic() + 600
     while any(each.exitcode is None for each in ranks) and time.monotonic() < end:
         connection.wait([each.sentinel for each in ranks if each.exitcode is None], timeout=1)
@@ -83,7 +81,7 @@ def exit_codes(size: int, work: Callable, folder: Path, *args) -> list[int | Non
     return codes
 
 
-def _rank(rank: int, size: int, port: int, seed: str | None, folder: Path, work: Callable, args: tuple):
+def _rank(rank: int, size: int, port: int, folder: Path, work: Callable, args: tuple):
     with open(folder / f"rank {rank}", "a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -93,13 +91,9 @@ def _rank(rank: int, size: int, port: int, seed: str | None, folder: Path, work:
     os.environ |= {name: str(value) for name, value in (place | where).items()}
     torch.set_num_threads(1)
     os.fsync = os.fstat
-    if seed:  # else the server that forked this process may have been started under jitter
-        os.environ[jitter.SEED] = seed
-        jitter.start()
-    with nullcontext() if seed else jitter.paused():
-        work(*args)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    work(*args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def command(program: list[str], folder: Path, stdout=os.devnull, unbuffered=False, largest=0) -> tuple[int, str]:

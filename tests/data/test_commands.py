@@ -182,7 +182,6 @@ def test_names_that_are_no_text(tmp_path):
     assert os.path.exists(out + b"/meta.json")
 
 
-@pytest.mark.no_jitter
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads what is caught from /proc, which Linux has")
 @pytest.mark.parametrize("arguments", [[f"data/{name}/prepare.py"] for name in NAMES] + [["-m", "data.shards", "data"]])
 def test_ctrl_c_while_it_starts(tmp_path, arguments):

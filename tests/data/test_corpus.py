@@ -310,7 +310,6 @@ def test_results_come_in_order_and_few_are_under_way():
         assert len(read) <= i + 2  # more than 16 MB are not encoded at a time
 
 
-@pytest.mark.no_jitter
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc, which Linux has")
 def test_memory_is_bounded(tmp_path):
     """A separate process prepares 150 MB, with a document of 30 MB that Python stores in four bytes per character."""
@@ -782,7 +781,6 @@ def test_a_name_is_a_folder_of_data(tmp_path, web, monkeypatch, capsys):
     assert files_of(tmp_path / "mine") == files_of(tmp_path / "data" / "mine")
 
 
-@pytest.mark.no_jitter
 @pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu"])
 @pytest.mark.parametrize("hub", ["http://127.0.0.1:9", "http://silent"])
 def test_offline_is_said_at_once(tmp_path, name, hub):
@@ -806,7 +804,6 @@ def test_offline_is_said_at_once(tmp_path, name, hub):
     assert seconds < 20 and not (tmp_path / "out").exists()  # less than 2 on an idle machine; retries take 24 to 47
 
 
-@pytest.mark.no_jitter
 def test_a_name_that_is_not_found_in_time():
     code = (
         "import socket, time; socket.create_connection = lambda *_, **__: time.sleep(3600); "

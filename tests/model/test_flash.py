@@ -210,7 +210,6 @@ def test_models_compute_the_same(flash, monkeypatch, flags):
     assert same(ours, step(flags)) and len(flash.calls) == 2 * calls
 
 
-@pytest.mark.no_jitter
 @pytest.mark.parametrize("flags", [{"window": 3}, {"attn_sink": True}], ids=str)
 def test_compiled_models_compute_the_same(flash, flags):
     """Whole graphs: one for the first number of documents, and one for all others."""

@@ -79,7 +79,6 @@ def new_definitions(source: str) -> list[ast.ClassDef | ast.FunctionDef]:
     return [each for each in found if not hasattr(model, each.name)]
 
 
-@pytest.mark.no_jitter
 @pytest.mark.parametrize(("index", "flag"), list(enumerate(FLAGS))[:-1])
 def test_a_patch_makes_a_variant_that_works(index, flag, tmp_path, monkeypatch):
     source = patched(tmp_path, index)

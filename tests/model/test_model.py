@@ -454,7 +454,6 @@ COMPILED = [  # what a few rows of the grid might miss
 ]
 
 
-@pytest.mark.no_jitter
 @pytest.mark.parametrize("flags", [*COMPILED, GRID[5]], ids=changes)
 def test_compiles_as_one_graph(flags):
     """One layer for each string, for the time that more would take; same outputs and gradients as eager."""
@@ -466,7 +465,6 @@ def test_compiles_as_one_graph(flags):
     assert_same(compiled(idx, **given), model(idx, **given), list(model.parameters()), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.no_jitter
 @pytest.mark.parametrize("flags", [{}, {"block": "parallel", "pos": "rope", "window": 5, "mlp": "swiglu"}], ids=name)
 def test_compiled_block_trains_alike(flags):
     """torch.compile per block with the real backend: same loss and gradients as eager."""
@@ -1011,7 +1009,7 @@ def test_groups_are_copied_where_no_kernel_of_a_gpu_knows_them(monkeypatch, dtyp
     assert calls == [(heads, heads, heads == 2)]
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.no_jitter)])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_cudnn_computes_only_self_attention_with_a_backward(monkeypatch, compiled):
     """cuDNN is allowed if the sizes repeat: not with a mask, for other queries than keys, or without a gradient. A user
     who turns it off keeps it off; an error leaves it as it was; results are PyTorch's."""
@@ -1065,7 +1063,6 @@ def test_later_queries_on_a_gpu():
     assert of_attention == [(torch.ops.aten._flash_attention_forward.default, *given)]
 
 
-@pytest.mark.no_jitter
 @pytest.mark.parametrize(
     "softcap,z_loss,smoothing", [(0.0, 0.0, 0.0), (3.0, 0.0, 0.0), (3.0, 0.2, 0.0), (3.0, 0.2, 0.3)]
 )
@@ -1371,7 +1368,6 @@ def test_the_chunks_of_a_gpu_hold_a_gib(monkeypatch):
     assert calls == [(n, (0.0, rows, of_chunk, True)) for n, rows in ((200, 200), (12000, 4000))]
 
 
-@pytest.mark.no_jitter
 def test_chunks_have_one_size():
     """The fewest that divide the rows, below twice as many as are needed, so that one graph is compiled for all."""
     for n, most, rows in ((12288, 5248, 4096), (65536, 5248, 4096), (100, 640, 100), (26, 5, 5), (24, 5, 4), (7, 1, 1)):

@@ -167,7 +167,6 @@ def test_shards_have_the_same_values(tmp_path):
     launch(2, of_shards, tmp_path)
 
 
-@pytest.mark.no_jitter
 def test_no_model_needs_the_compiler():
     """Importing torch._dynamo takes seconds, and PyTorch's dispatch modes do it by default."""
     program = f"""

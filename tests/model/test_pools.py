@@ -218,7 +218,6 @@ def test_a_map_over_slots(phi):
     assert_same(slots(x, Inputs()), y @ slots.out.weight.T, [x, *slots.parameters()])
 
 
-@pytest.mark.no_jitter
 def test_an_mlp_is_two_matrix_products():
     net, mlp = pool("p,c")
     x = torch.randn(2, T, C, dtype=torch.float64)

@@ -470,7 +470,6 @@ def loss_inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, torch.randint(-1, 37, (12,), generator=generator)
 
 
-@pytest.mark.no_jitter
 def test_the_loss_of_slices_is_that_of_whole_rows(tmp_path):
     """Also compiled, where no part of it is left out of the graph: it has two kernels that read all logits."""
     launch(2, slices_of_the_loss, tmp_path, tmp_path / "found")

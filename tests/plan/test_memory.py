@@ -85,7 +85,6 @@ def measure(flags: list[str], file: Path):
     file.write_text(Path("/proc/self/status").read_text())
 
 
-@pytest.mark.no_jitter
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures as Linux does")
 def test_a_run_takes_more_and_not_much_more(tiny_data, tmp_path):
     def peak(name: str, flags: list[str]) -> int:

@@ -310,7 +310,6 @@ def activations(p: plan.Plan) -> int:
 WIDE = {"n_layer": 5, "n_embd": 128, "block_size": 128, "batch_size": 4, "gradient_accumulation_steps": 1}
 
 
-@pytest.mark.no_jitter
 @pytest.mark.parametrize(
     "tolerance, flags",
     [(0.02, {"block": block, "mlp": mlp}) for block in ("standard", "superblock") for mlp in ("gelu", "swiglu")]
@@ -442,7 +441,6 @@ def test_an_evaluation_computes_no_gradient_of_the_loss(tp):
             assert len(products) == expected
 
 
-@pytest.mark.no_jitter
 @pytest.mark.parametrize(
     "flags",
     [
@@ -473,7 +471,6 @@ def moment_of_a_rank(cfg: Config) -> tuple[int, int]:
     return p.total + p.host - p.memory["parameters"] - p.memory["optimizer state"], most
 
 
-@pytest.mark.no_jitter
 @pytest.mark.parametrize("block", ["simplified", "simplified_parallel"])
 def test_offload_gathers_gains_in_16_bits(block):
     """So their products, and the gradients of these, are half as large as with gains that every rank has whole."""
@@ -486,7 +483,6 @@ def test_offload_gathers_gains_in_16_bits(block):
     assert planned == pytest.approx(real, rel=0.01) and real > 100_000
 
 
-@pytest.mark.no_jitter
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_update_by_muon(dtype):
     cfg = config(optimizer="muon", n_layer=8, n_embd=256, vocab_size=64, dtype=dtype)
@@ -500,7 +496,6 @@ def test_update_by_muon(dtype):
     assert p.total == sum(p.memory[kind] for kind in costs.STATES) + p.memory["update by Muon"]
 
 
-@pytest.mark.no_jitter
 @pytest.mark.parametrize("largest, most", [(2**26, 1.06), (2**20, 1.5)], ids=["one round", "several rounds"])
 @pytest.mark.parametrize("flags", [{"parallel": "fsdp"}, {"parallel": "fsdp", "dp_replicate": 2}, {}], ids=str)
 def test_update_by_muon_of_a_rank_that_owns_matrices(flags, largest, most, monkeypatch):

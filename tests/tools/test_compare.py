@@ -330,7 +330,6 @@ def test_changed_code_is_told(fake, tmp_path, monkeypatch, capfd):
     assert len(fake.calls()) == 2
 
 
-@pytest.mark.no_jitter
 def test_the_code_is_all_that_train_py_can_import():
     """The hash covers what `import train` loads, and all of engine/ and its packages, which it may load later."""
     loaded = "import sys, train; print(*(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)))"

@@ -31,7 +31,6 @@ from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting
 from model import Model, ModelConfig
 
-pytestmark = pytest.mark.no_jitter
 ALONE = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
 FLAGS = [flag for flag in TINY if not flag.startswith("--compile=")]  # with compile=auto
 SHORT = ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1", "--lr_decay_iters=8"]
@@ -295,7 +294,6 @@ def graphs_under_ddp():
     print("graphs:", len(sizes))
 
 
-@pytest.mark.no_jitter
 def test_ddp_does_not_cut_a_block(tmp_path):
     launch(2, graphs_under_ddp, tmp_path)
     assert "graphs: 1\n" in (tmp_path / "rank 0").read_text()

@@ -216,7 +216,6 @@ def test_layouts(tmp_path):
             assert norm == pytest.approx(one[1], rel=0.01), name
 
 
-@pytest.mark.no_jitter
 def test_compiled_and_recomputed_blocks():
     """A block is one graph with the products in it, and gives the same as uncompiled. Selective recomputation makes
     again every second product, and full all of them."""

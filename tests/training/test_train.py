@@ -588,7 +588,7 @@ def test_a_best_checkpoint_that_cannot_be_written_is_not_the_best(run, monkeypat
     assert checkpoint.read_state(folder / "step_00000006")["best_val_loss"] == 1.5
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.no_jitter)])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_a_finished_run_is_left_alone(run, capsys, monkeypatch, compiled):
     monkeypatch.setattr(model.Block, "compile", lambda *_, **__: None)  # which takes seconds
     folder = run("--max_iters=6")
@@ -1056,7 +1056,6 @@ def test_ranks_agree_on_the_step_at_which_they_stop(tiny_data, tmp_path):
     assert {f"rng.{rank}.cpu" for rank in (0, 1)} <= checkpoint.read_index(checkpoint.find(tmp_path / "cut")).keys()
 
 
-@pytest.mark.no_jitter
 @pytest.mark.parametrize("flags", [["--block=superblock"], MASKED, SEQ2SEQ], ids=["causal", "masked", "seq2seq"])
 def test_every_block_runs_as_compiled_code(run, monkeypatch, capsys, flags):
     """Each block of each forward, and each chunk of the loss, is one call of a graph; nine layers, more than a function
@@ -1087,14 +1086,12 @@ def test_every_block_runs_as_compiled_code(run, monkeypatch, capsys, flags):
     torch._dynamo.reset()
 
 
-@pytest.mark.no_jitter
 def test_compiled_training_gives_the_same_losses(run):
     a, b = (losses(run(f"--compile={c}", "--max_iters=5", "--eval_interval=5", out=str(c))) for c in (False, True))
     for x, y in zip(a, b, strict=True):
         assert x == pytest.approx(y, abs=1e-4)
 
 
-@pytest.mark.no_jitter
 def test_a_run_imports_nothing_that_it_does_not_need(tiny_data, tmp_path):
     """With either optimizer. The parts of a compiler, and tiktoken, cost a second or two each."""
     heavy = "tiktoken torch._dynamo torch._inductor datasets"
@@ -1155,7 +1152,6 @@ def test_a_gpu_logs_every_tenth_step(kind, flag, expected):
     assert train.log_interval(Config(log_interval=flag), torch.device(kind)) == expected
 
 
-@pytest.mark.no_jitter
 def test_steps_are_traced(run, capsys):
     """Three steps after the first five, with the same losses. A run that is too short says that it has no trace."""
     short = ["--max_iters=10", "--eval_interval=0"]
