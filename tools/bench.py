@@ -6,7 +6,6 @@
     python -m tools.bench config/train_shakespeare_cpu.py --max_iters=300
     python -m tools.bench --against=../nanoGPT --rounds=3 config/train_shakespeare_char.py --device=cpu ...
     python -m tools.bench --run=config/pycode_gpt2.py --run=config/pycode_llama.py --max_iters=60 --cooldown_iters=5
-    python -m tools.bench --run="config/pycode_superblock.py --tp=2" --link_delay=2,5 --max_iters=60   # a slow link
     python -m tools.bench --loader=openwebtext
 
 Without arguments of train.py, the table has a row per configuration (CONFIGS in tools/speed.py) in the dtype of
@@ -20,17 +19,12 @@ appear, so start-up and the first steps do not count. Set eval_interval above ma
 alternate (A B C, then C B A), because the speed of a shared machine drifts. Quote the ratios, which compare runs of the
 same round.
 
---link_delay trains each --run, which has --tp or --ep, in as many processes on this CPU. In a training step, every
-collective waits for 0 milliseconds or for one of the delays, in turns. The table compares the slowdown with the plan's
-number of collectives times the delay (tools/speed.py).
-
 --loader reads batches of 64 x 1024 tokens from a data set that fits in memory, then as many in nanoGPT's way: with a
 new memory map for each batch, and two copies of every sequence, as inputs and as targets.
 """
 
 import argparse
 import json
-import re
 import shlex
 import signal
 import sys
@@ -44,9 +38,11 @@ from tools.child import ROOT, measure, stop
 
 RESERVED = ("--out_dir=", "--log_interval=")  # arguments of train.py that bench.py sets
 COMPANIONS = {  # option -> the only options that go with it
-    "link_delay": {"run"}, "loader": {"rounds"}, "json": {"config"}, "profile": {"config"},
+    "loader": {"rounds"},
+    "json": {"config"},
+    "profile": {"config"},
     "config": {"json", "profile"},
-}  # fmt: skip
+}
 
 
 def compare(checkouts: list[Path], runs: list[list[str]], names: list[str], rounds: int):
@@ -71,7 +67,6 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
     parser.add_argument("--against", help="folder of another checkout with a train.py")
     parser.add_argument("--run", action="append", help="arguments of one run; repeat the option to compare runs")
     parser.add_argument("--rounds", type=int, help="how often all runs are measured (default 3)")
-    parser.add_argument("--link_delay", metavar="MS,MS,...", help="measure the cost of a slow link under --tp or --ep")
     parser.add_argument("--loader", metavar="DATASET", help="measure the loader instead of training")
     parser.add_argument("--json", action="store_true", help="print the table's figures as one JSON object")
     parser.add_argument("--profile", metavar="FILE.json", help="write a trace of some steps instead of the table")
@@ -79,7 +74,7 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
     options, args = parser.parse_known_args(argv)
     given = {name for name, value in vars(options).items() if value not in (None, False)}
     for name, allowed in COMPANIONS.items():
-        others = [f"--{other}" for other in sorted(given - allowed - {name})] + args * (name != "link_delay")
+        others = [f"--{other}" for other in sorted(given - allowed - {name})] + args
         require(name not in given or not others, f"--{name} does not go with {' '.join(others)}; leave one of them out")
     profile = options.profile is None or options.profile.endswith(".json")
     require(profile, f"--profile={options.profile} must be a .json file, such as out/trace.json")
@@ -90,10 +85,6 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
         there = options.against and (Path(options.against) / "train.py").is_file()
         require(there, f"--against={options.against} holds no train.py; give the folder of a checkout")
         options.against = Path(options.against).resolve()
-    if options.link_delay is not None:
-        known = re.fullmatch(r"(,[0-9]{1,3}(\.[0-9]+)?)+", f",{options.link_delay}")
-        require(known, f"--link_delay={options.link_delay} must be milliseconds below 1000, such as 2,5")
-        options.link_delay = sorted({0.0, *map(float, options.link_delay.split(","))})
     if options.loader or given <= {"json", "profile", "config"} and not args:
         return options, []
     runs, options.run = [], options.run or [""]
@@ -112,13 +103,11 @@ def read(argv: list[str] | None) -> tuple[argparse.Namespace, list[list[str]]]:
 def main(argv: list[str] | None = None):
     with user_errors():
         options, runs = read(argv)
-        if runs and not options.link_delay:
+        if runs:
             checkouts = [options.against] * bool(options.against) + [ROOT]
             return compare(checkouts, runs, options.run, options.rounds)
         from tools import speed  # here, because torch is slow to import
 
-        if options.link_delay:
-            return speed.link_table(runs, options.run, options.link_delay)
         if options.loader:
             for number in range(options.rounds):
                 text = speed.loader_text(*speed.measure_loader(options.loader))

@@ -1,4 +1,4 @@
-"""Measures training by phase, decoding, the loader and slow links on this machine. tools.bench prints the tables.
+"""Measures training by phase, decoding and the loader on this machine. tools.bench prints the tables.
 
     report = measure(list(CONFIGS), print)          # prints each row when it is measured; the report has all digits
     write_trace("make-train", Path("trace.json"))   # torch.profiler's trace of three steps
@@ -15,38 +15,34 @@ import gc
 import itertools
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import profile, record_function
 
 from configurator import Config, parse
 from data import DATA
 from data.dataset import open_data
-from data.errors import require, user_errors
+from data.errors import require
 from data.loader import Loader
 from data.objective import Causal, open_with_objective
 from engine import compilation, optim
 from engine.decode import generate
 from engine.device import machine, peak_flops, peak_memory_bytes, resolve_device, resolve_dtype
 from engine.parallel import ranks as parallel
-from engine.parallel import tensor as tensor_parallel
 from engine.parallel.sharded import ShardedModel
-from engine.plan import accounting, plan
+from engine.plan import accounting
 from engine.step import Step
 from model import Model
-from tools.child import ROOT, Child
+from tools.child import ROOT
 
 CONFIGS = {  # name -> arguments of train.py; on random tokens, so each names the vocabulary's size of its own data
     "4L/128/T64/B12": "config/train_shakespeare_cpu.py --vocab_size=65",
@@ -282,70 +278,6 @@ def measure_loader(name: str | Path, device: str = "cpu") -> tuple[float, float]
 
 def loader_text(ours: float, theirs: float) -> str:
     return f"{ours / 1e6:.0f} Mtok/s, {theirs / 1e6:.0f} in nanoGPT's way: {ours / theirs:.1f} times"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Slow links
-
-COLLECTIVES = {tensor_parallel: ["all_gather", "reduce_scatter"], dist: ["all_reduce", "all_to_all_single"]}
-RANK = "import json, sys; from tools.child import kill_with_parent; kill_with_parent(); "  # before the slow import
-RANK += "from tools.speed import train_rank; train_rank(json.loads(sys.argv[1]), sys.argv[2:])"
-
-
-def train_rank(delays: list[float], args: list[str]):
-    """Train as one of several ranks whose links are slow; args are train.py's. Each collective of a step waits first,
-    in forward, backward and optimizer. The delays (milliseconds) take turns from step to step, so a change of the
-    machine's speed affects all alike. The first rank prints (collectives, milliseconds, loss) of each step as JSON."""
-    calls, delay, steps = 0, 0.0, []
-
-    def delayed(collective: Callable, *args, **kwargs):
-        nonlocal calls
-        calls += 1
-        time.sleep(delay / 1000)
-        return collective(*args, **kwargs)
-
-    for module, names in COLLECTIVES.items():
-        for name in names:
-            setattr(module, name, partial(delayed, getattr(module, name)))
-    with user_errors(Exception), closing(Training(parse(Config, args))) as run:  # one line among those of torchrun
-        for number in range(run.cfg.max_iters):
-            calls, delay = 0, delays[number % len(delays)]
-            ms, losses, _ = run.steps(1)
-            steps.append((calls, ms, *losses))
-        delay = 0.0
-        steps = [(calls, ms, run.sharded.mean(loss)) for calls, ms, loss in steps]
-    if run.ranks.first:
-        print(json.dumps(steps), flush=True)
-    parallel.leave()
-
-
-def delayed_steps(args: list[str], ranks: int, delays: list[float]) -> list[list[float]]:
-    """[collectives, milliseconds, loss] of each step of a run, whose ranks are processes on this CPU."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "--no-python"]
-    program = [sys.executable, "-c", RANK, json.dumps(delays), *args, "--device=cpu", "--compile=False"]
-    with Child([sys.executable, *torchrun, *program], ROOT) as run:
-        steps = next((json.loads(line) for line in run.lines if line.startswith("[")), [])
-        failure = run.failure() or len(steps) < 5 * len(delays) and "too few steps; raise --max_iters"
-    require(not failure, f"--link_delay: {' '.join(args)}: {failure}")
-    return steps
-
-
-def link_table(runs: list[list[str]], names: list[str], delays: list[float]):
-    """Print the speed of each run, arguments of train.py, at each delay. The first delay must be 0."""
-    configs = [parse(Config, args) for args in runs]
-    for cfg in configs:
-        alone = cfg.tp * cfg.ep > 1 and cfg.cp == cfg.pp == 1 and cfg.parallel == "ddp"
-        given = f"tp={cfg.tp}, ep={cfg.ep}, cp={cfg.cp}, pp={cfg.pp} and parallel={cfg.parallel}"
-        require(alone, f"--link_delay needs tp or ep alone, and a run has {given}; set only --tp=2 or --ep=2")
-        cfg.world_size, (_, _, cfg.vocab_size) = cfg.tp * cfg.ep, open_with_objective(cfg)
-    planned = [plan.estimate(cfg).collectives for cfg in configs]
-    print("ranks  collectives  planned  delay ms  ms/step  slowdown  predicted  run", flush=True)
-    for args, name, cfg, count in zip(runs, names, configs, planned, strict=True):
-        steps = delayed_steps(args, cfg.world_size, delays)
-        times = [median(ms for _, ms, _ in steps[i :: len(delays)]) for i in range(len(delays))]
-        for delay, ms in zip(delays, times, strict=True):
-            figures = f"{delay:>10g}{ms:>9.1f}{ms / times[0]:>10.2f}{1 + count * delay / times[0]:>11.2f}"
-            print(f"{cfg.world_size:>5}{steps[-1][0]:>13}{count:>9}{figures}  {name}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -106,11 +106,10 @@ class Cost(NamedTuple):
     kept: int  # memory from the forward to the backward, the result included
     peak: int  # largest memory during both, kept included
     sent: dict[str, float]  # traffic of both, by kind
-    collectives: int  # number of collectives in both
 
 
 class Trace(TorchDispatchMode):
-    """Counts in the code inside: `live` and `peak` bytes of new tensors, `sent` bytes by kind, and `collectives`.
+    """Counts in the code inside: `live` and `peak` bytes of new tensors, and `sent` bytes by kind.
 
     A tensor is new if no argument of the operation that returns it has its storage. Casts of `weights` do not count,
     which autocast makes once per forward. The description of a process group is the name of its traffic.
@@ -123,7 +122,7 @@ class Trace(TorchDispatchMode):
 
     def __init__(self, weights: list[Tensor]):
         super().__init__()
-        self.live, self.peak, self.collectives, self.sent = 0, 0, 0, defaultdict(float)
+        self.live, self.peak, self.sent = 0, 0, defaultdict(float)
         self.weights = weakref.WeakSet(t.untyped_storage() for t in weights)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -138,7 +137,6 @@ class Trace(TorchDispatchMode):
             full = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
             passes = 2 if kind == "all-reduce" else 1
             n = group.size()
-            self.collectives += n > 1
             self.sent[f"{group.group_desc} {kind}"] += passes * (n - 1) / n * full
         cast = func is torch.ops.aten._to_copy.default and args[0].untyped_storage() in self.weights
         for storage in storages(out) - storages((args, kwargs)):
@@ -283,7 +281,7 @@ class FakeRank:
                 y = f()
             kept = trace.live
             y.backward(torch.ones_like(y))
-        return Cost(kept, trace.peak, trace.sent, trace.collectives)
+        return Cost(kept, trace.peak, trace.sent)
 
     def stream(self, batch: int, length: int) -> Tensor:
         """This rank's part of the residual stream, (batch, length / cp / tp, C)."""
@@ -333,8 +331,7 @@ class FakeRank:
         x = (n - small[0]) / (small[1] - small[0])
         kept, peak = (round(m + x * (n - m)) for m, n in ((a.kept, b.kept), (a.peak, b.peak)))
         sent = {kind: n + x * (b.sent[kind] - n) for kind, n in a.sent.items()}
-        added = -(-n // rows) - small[0] // rows
-        return Cost(kept, peak, sent, a.collectives + 2 * added * (cfg.tp > 1))  # two all-reduces in each chunk
+        return Cost(kept, peak, sent)
 
     def loss_of_tokens(self, n: int) -> Cost:
         """The cost of the last norm and the loss of n tokens."""
@@ -476,19 +473,6 @@ class FakeRank:
                 out[forward] += sum(shard[f"blocks.{layer}"] for layer in stage.chunks[chunk])
             (there.discard if forward else there.add)(chunk)
         return out[True], out[False]
-
-    def collectives(self) -> int:
-        """Number of collectives that tensor, context and expert parallelism need in a step of a rank."""
-        before, blocks, loss = self.part_costs(self.cfg.batch_size)
-        total = sum(cost.collectives for cost in [*before, *blocks, loss]) * self.micro_steps
-        if self.cfg.tp > 1:
-            total += (None in self.tp_dim.values()) + 1  # gradients of uncut parameters, and the norm
-        if self.cfg.ep > 1 and not self.fsdp:
-            total += (self.group("experts")[0] > 1) + 1  # gradients of experts, and the norm
-        if self.optimizer.muon and self.cfg.tp * self.cfg.ep > 1:  # updates travel to the owners and back
-            owners = self.owners(self.stages[0])
-            total += 2 * len(owners.rounds(owners.owner, Muon.LARGEST_ROUND))
-        return total
 
     def matmul_flops(self, stage: Stage) -> float:
         """Matmul FLOPs of a rank in a step: forward, backward and recomputation. Those in float8 count half."""

@@ -75,7 +75,6 @@ class Plan:
     largest_batch: int  # largest batch_size that fits; 0 = none
     smallest_world: int  # if the run does not fit: smallest world_size with which it does; 0 = none
     traffic: dict[str, Traffic]  # by kind
-    collectives: int  # of tensor, context and expert parallelism, in a step of a rank
     seconds: dict[str, float]  # of a step, by cause
     step: float  # seconds of a step: the sum of `seconds`
     mfu: float
@@ -100,7 +99,7 @@ def estimate(cfg) -> Plan:
     with fake_rank(cfg) as rank:
         peak = gpu_peak(cfg.gpu, rank.dtype)
         memory, total, host = rank.memory(cfg.batch_size)
-        times, collectives = [step_time(rank, stage, gpu, peak) for stage in rank.stages], rank.collectives()
+        times = [step_time(rank, stage, gpu, peak) for stage in rank.stages]
         most = largest(lambda batch: rank.memory(batch)[1], usable)
     least = smallest_world(cfg, usable) if total > usable else 0
     traffic, seconds = max(times, key=lambda each: sum(each[1].values()))
@@ -108,7 +107,7 @@ def estimate(cfg) -> Plan:
     flops = rank.flops / cfg.block_size
     return Plan(
         cfg, str(rank.dtype)[6:], peak, rank.n_params, rank.attention, flops, tokens, memory, total, host,
-        usable, most, least, traffic, collectives, seconds, step, flops * tokens / (cfg.world_size * peak * step),
+        usable, most, least, traffic, seconds, step, flops * tokens / (cfg.world_size * peak * step),
     )  # fmt: skip
 
 

@@ -418,7 +418,6 @@ def test_a_compiled_loss_under_tp_sends_what_an_uncompiled_one_does(smoothing):
     flags = {"vocab_size": 20000, "tp": 2, "world_size": 2, "label_smoothing": smoothing}
     plain, compiled = (plan.estimate(config(**flags, compile=each)) for each in (False, True))
     assert {kind: t.bytes for kind, t in plain.traffic.items()} == {k: t.bytes for k, t in compiled.traffic.items()}
-    assert plain.collectives == compiled.collectives
     assert compiled.memory["logits and loss"] < plain.memory["logits and loss"]
 
 

@@ -89,20 +89,6 @@ def refused(capfd):
         (["--loader=pycode", "--against=."], ["--loader", "--against"]),
         (["--run=--out_dir=x", "y"], ["--out_dir=x", "bench.py sets"]),
         (["x", "--log_interval=5"], ["--log_interval=5", "bench.py sets"]),
-        (["--link_delay=2", "config/train_pycode.py"], ["--link_delay", "tp=1", "--tp"]),
-        (["--link_delay=2", "config/train_pycode.py", "--tp=2", "--cp=2"], ["cp=2", "--tp"]),
-        (["--link_delay=2", "config/train_pycode.py", "--tp=2", "--parallel=fsdp"], ["parallel=fsdp"]),
-        (["--link_delay=2", "config/train_pycode.py", "--tp=2", "--dataset=/nope"], ["/nope"]),
-        (["--link_delay=2,-1", "x"], ["--link_delay=2,-1", "milliseconds"]),
-        (["--link_delay=two", "x"], ["--link_delay=two", "milliseconds"]),
-        (["--link_delay=nan", "x"], ["--link_delay=nan", "milliseconds"]),
-        (["--link_delay=1000", "x"], ["--link_delay=1000", "below 1000"]),
-        (["--link_delay=", "x"], ["--link_delay= ", "milliseconds"]),
-        (["--link_delay"], ["--link_delay", "--help"]),
-        (["--link_delay=2"], ["nothing to train"]),
-        (["--link_delay=2", "--rounds=2", "x"], ["--link_delay", "--rounds"]),
-        (["--link_delay=2", "--against=.", "x"], ["--link_delay", "--against"]),
-        (["--json", "--link_delay=2"], ["--json", "--link_delay"]),
         (["--json", "config/train_pycode.py"], ["--json", "config/train_pycode.py"]),
         (["--json", "--rounds=2"], ["--json", "--rounds"]),
         (["--json", "--loader=pycode"], ["--json", "--loader"]),
@@ -119,7 +105,7 @@ def refused(capfd):
     ids=lambda argv: " ".join(argv)[:40],
 )
 def test_wrong_options(argv, fragments, refused, monkeypatch):
-    started = (child, "Child"), (speed, "Child"), (speed, "machine"), (speed, "random_data")
+    started = (child, "Child"), (speed, "machine"), (speed, "random_data")
     for where, name in started:
         monkeypatch.setattr(where, name, lambda *_: pytest.fail("something was started"))
     line = refused(*argv)
