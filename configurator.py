@@ -48,7 +48,10 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
     "wiring": ...,
     "slot_softmax": ...,
 }
-RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {}
+RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
+    "num_beams": 1,
+    "length_penalty": 1.0,
+}
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
 CONSTANTS = {"true": True, "false": False}
 OPERATORS = {

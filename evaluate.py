@@ -2,7 +2,7 @@
 
     python evaluate.py --out_dir=out/x                                # on the validation set that it was trained with
     python evaluate.py --out_dir=out/x --dataset=pycode --split=train --eval_iters=100
-    python evaluate.py --out_dir=out/numbers_seq2seq --answers=answers.jsonl --num_beams=4    # of pairs: exact matches
+    python evaluate.py --out_dir=out/numbers_seq2seq --answers=answers.jsonl   # of pairs: exact matches
     python evaluate.py --out_dir=out/x/step_00001000 --file=text.txt --json
     python evaluate.py --out_dir=nanogpt:ckpt.pt --dataset=shakespeare_char       # nanoGPT's weights; also hf:DIR
     torchrun --standalone --nproc_per_node=2 evaluate.py --out_dir=out/x
@@ -70,9 +70,7 @@ class EvaluateConfig:
     file: str = ""  # text file (UTF-8) to evaluate instead of a data set
     block_size: int = 0  # tokens of context, at most the model's; 0 = the model's
     # --- pairs
-    answers: str = ""  # file for the model's answers to the sources of pairs; adds their exact matches, and BLEU
-    num_beams: int = 1  # above 1, beam search of the answers; 1 = always the most likely token
-    length_penalty: float = 1.0  # beam search divides log p by length^length_penalty, so above 0 prefers long texts
+    answers: str = ""  # file for the model's answers to the sources of pairs; adds their exact matches
     # --- tasks
     tasks: str = ""  # tasks of lm-eval to evaluate instead of a text, such as hellaswag,piqa, or folders of task files
     limit: int = 0  # examples of each task, 0 = all
@@ -90,13 +88,10 @@ class EvaluateConfig:
             ("dataset", "split", "eval_iters", "answers"), (lambda c: not c.tasks + c.file, "tasks='' and file=''")
         ),
         "limit": (lambda c: c.tasks, "tasks"),
-        "num_beams": (lambda c: c.answers, "answers"),
-        "length_penalty": (lambda c: c.num_beams > 1, "num_beams > 1"),
     }
 
     def __post_init__(self):
-        check_range(self, "batch_size num_beams", 1)
-        check_range(self, "length_penalty", -100, 100)
+        check_range(self, "batch_size", 1)
         check_range(self, "eval_iters block_size limit", 0)
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
 
@@ -159,11 +154,13 @@ def evaluate_text(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], te
         "bits_per_byte": nats / math.log(2) / n_bytes if n_bytes else None,
         "tokens": int(tokens), "bytes": int(n_bytes) if n_bytes else None, "note": part.why_no_bytes,
     }  # fmt: skip
-    if part.pairs is None:
-        return figures
-    how = ranks.device, cfg.batch_size, cfg.eval_iters * cfg.batch_size, cfg.num_beams, cfg.length_penalty, cfg.answers
-    with ranks.autocast():
-        return figures | answer(sharded.model, found.tokenizer(), part.pairs, *how)
+    if part.pairs is not None:
+        n = cfg.eval_iters * cfg.batch_size
+        with ranks.autocast():
+            figures["exact_match"] = answer(
+                sharded.model, found.tokenizer(), part.pairs, ranks.device, cfg.batch_size, n, cfg.answers
+            )
+    return figures
 
 
 def evaluate_tasks(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], found: Weights) -> dict:
@@ -208,7 +205,6 @@ def line(figures: dict) -> str:
         f"{figures['model']} on {figures['data']}: loss {figures['loss']:.4f} nats per token{of_bytes}, "
         f"perplexity {figures['perplexity']:.4g}, over {figures['tokens']:,} tokens"
         + (f"; {figures['exact_match']:.2%} exact matches" if "exact_match" in figures else "")
-        + (f", BLEU {figures['bleu']:.2f}" if figures.get("bleu") is not None else "")
     )
 
 

@@ -8,7 +8,7 @@
     python sample.py --out_dir=out/x --score=text.txt                # the log-probability of each token of a text
     python sample.py --out_dir=out/bert --start="def f_____(self):" --blank=_            # masked: a token each
     python sample.py --out_dir=out/t5 --start="for <mask> in range(<mask>):"             # seq2seq: a span each
-    python sample.py --out_dir=out/numbers_seq2seq --start="forty-two" --num_beams=4     # seq2seq of pairs: the target
+    python sample.py --out_dir=out/numbers_seq2seq --start="forty-two"                   # seq2seq of pairs: the target
 
 The next token has the same distribution as in Hugging Face's generate with these flags: the logits are divided by the
 temperature, then top_k, top_p and min_p in this order each remove tokens.
@@ -47,7 +47,7 @@ from data.errors import command, require, user_errors
 from data.objective import OBJECTIVE
 from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
-from engine.decode import beam_search, generate
+from engine.decode import generate
 from engine.device import resolve_device, resolve_dtype
 from engine.plan import memory
 from engine.text import LARGEST_PROMPT, Sample, prompt_ids, read_prompt, read_text, token_logprobs
@@ -55,9 +55,11 @@ from model import POSITION, Model, NoEmbedding
 
 Chooser = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
 UNUSED = {  # objective, or target of a seq2seq model of pairs -> flags that have no effect
-    "causal": ["blank"], "masked": ["stop", "max_new_tokens", "overflow", "num_beams"],
-    "seq2seq": ["stop", "num_beams"], "target": ["blank"],
-}  # fmt: skip
+    "causal": ["blank"],
+    "masked": ["stop", "max_new_tokens", "overflow"],
+    "seq2seq": ["stop"],
+    "target": ["blank"],
+}
 SEPARATOR = "\n---------------\n"
 
 
@@ -73,8 +75,6 @@ class SampleConfig:
     max_new_tokens: int = 500  # largest length of a sample; end-of-text or `stop` ends it earlier
     stop: str = ""  # text before which a sample ends; empty = only end-of-text ends it
     overflow: Literal["recompute", "roll"] = "recompute"  # beyond block_size: recompute the context, or drop its oldest
-    num_beams: int = 1  # above 1, beam search: the samples are the likeliest texts that so many beams find
-    length_penalty: float = 1.0  # beam search divides log p by length^length_penalty, so above 0 prefers long texts
     seed: int = 1337  # the same seed gives the same samples
     score: str = ""  # text file: print the log-probability of each of its tokens as JSON lines, and generate nothing
     # --- distribution
@@ -86,21 +86,11 @@ class SampleConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto on a CPU = float32
 
-    OF_SAMPLES = "start blank num_samples max_new_tokens num_beams".split()
-    OF_CHANCE = "stop overflow seed temperature top_k top_p min_p".split()
-    USED_WHEN: ClassVar = {
-        **dict.fromkeys(OF_SAMPLES, (lambda c: not c.score, "score=''")),
-        **dict.fromkeys(OF_CHANCE, (lambda c: not c.score and c.num_beams == 1, "score='' and num_beams=1")),
-        "length_penalty": (lambda c: c.num_beams > 1, "num_beams > 1"),
-    }
+    OF_SAMPLES = "start blank num_samples max_new_tokens stop overflow seed temperature top_k top_p min_p".split()
+    USED_WHEN: ClassVar = dict.fromkeys(OF_SAMPLES, (lambda c: not c.score, "score=''"))
 
     def __post_init__(self):
-        check_range(self, "num_samples max_new_tokens num_beams", 1)
-        check_range(self, "length_penalty", -100, 100)
-        require(
-            self.num_beams == 1 or self.num_beams >= self.num_samples,
-            f"num_beams={self.num_beams} find no num_samples={self.num_samples} texts; set num_beams to that or more",
-        )
+        check_range(self, "num_samples max_new_tokens", 1)
         check_range(self, "top_k seed", 0)
         require(self.blank != "", "blank='' must not be empty; set it to a text such as <mask>")
         require(
@@ -188,11 +178,6 @@ def continue_text(
     source: Tensor | None = None,
 ) -> int:  # fmt: skip
     """Prints samples that continue the prompt. Returns the number of tokens generated, of all samples together."""
-    if cfg.num_beams > 1:
-        rest = tokenizer.vocab_size, source if source is None else source[:1], cfg.length_penalty
-        (found,) = beam_search(model, idx[:1], cfg.max_new_tokens, cfg.num_beams, tokenizer.eot, *rest)
-        print(SEPARATOR.join(prompt + tokenizer.decode_rest(ids) for ids in found[: cfg.num_samples]))
-        return len(found[0]) * cfg.num_beams
     samples = [Sample(cfg.stop) for _ in range(cfg.num_samples)]
     live = sys.stdout.isatty()
     if live:

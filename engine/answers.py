@@ -1,6 +1,5 @@
 """What a model answers to the sources of pairs, compared with their targets."""
 
-import importlib.util
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -8,55 +7,75 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from data.dataset import TokenStream
 from data.files import write_file
 from data.pairs import documents
 from data.tokenizer import Tokenizer
-from engine.decode import beam_search
+from engine.decode import generate
 from model import Model
 
 
-@torch.inference_mode()
-def answer(
-    model: Model, tokenizer: Tokenizer, stream: TokenStream, device: torch.device, batch_size: int, n: int,
-    num_beams: int, length_penalty: float, file: str,
-) -> dict:  # fmt: skip
-    """Writes the source, the first target and the answer of the stream's first n pairs, all if n is 0, into a file, a
-    JSON object in each line. Returns the share of answers that are the target, and with sacrebleu the corpus BLEU.
-
-    A batch has sources of one length, so it needs no padding, and an answer depends on its own source alone.
-    """
-    pairs, eot, limit = [], tokenizer.eot, model.cfg.block_size
+def read_pairs(stream: TokenStream, eot: int, n: int) -> list[tuple[list[int], list[int]]]:
+    """The ids of the source and of the first target, without end-of-text, of the stream's first n pairs; 0 = all."""
+    pairs = []
     for first, target, end in documents(stream)[: n or None].tolist():
         ids = np.empty((1, end - first), dtype=np.int64)
         stream.read(np.array([first]), ids)
-        rest = ids[0, target - first :].tolist()
-        pairs.append((ids[0, : target - first].tolist(), rest[: rest.index(eot)]))
-    batches, answers = defaultdict(list), {}
+        source, rest = ids[0, : target - first].tolist(), ids[0, target - first :].tolist()
+        pairs.append((source, rest[: rest.index(eot)]))
+    return pairs
+
+
+@torch.inference_mode()
+def greedy(model: Model, tokenizer: Tokenizer, sources: Tensor) -> list[list[int]]:
+    """The answers to sources (B, S): the most likely token at each step, until end-of-text or the end of the window."""
+    eot, limit, rows = tokenizer.eot, model.cfg.block_size, len(sources)
+    if model.encoder:
+        begin = sources.new_full((rows, 1), eot)
+        encoded = F.pad(sources, (0, 1), value=eot)
+        room = limit
+    else:
+        begin, encoded = sources, None
+        room = limit + 1 - sources.size(1)
+    written = []
+    ended = torch.zeros(rows, dtype=torch.bool, device=sources.device)
+    for tokens in generate(model, begin, room, lambda logits: logits[:, : tokenizer.vocab_size].argmax(-1), encoded):
+        written.append(tokens)
+        ended |= tokens == eot
+        if ended.all():
+            break
+    answers = torch.stack(written, dim=1).tolist()
+    return [answer[: answer.index(eot)] if eot in answer else answer for answer in answers]
+
+
+def answer(
+    model: Model, tokenizer: Tokenizer, stream: TokenStream, device: torch.device, batch_size: int, n: int, file: str
+) -> float:
+    """Writes the source, the first target and the answer of the stream's first n pairs, all if n is 0, into a file, a
+    JSON object in each line. Returns the share of answers that are the target.
+
+    A batch has sources of one length, so it needs no padding, and an answer depends on its own source alone.
+    """
+    pairs = read_pairs(stream, tokenizer.eot, n)
+    of_length = defaultdict(list)
     for i, (source, _) in enumerate(pairs):
-        batches[len(source)].append(i)
-    for length, places in batches.items():
+        of_length[len(source)].append(i)
+    answers: dict[int, list[int]] = {}
+    for places in of_length.values():
         for start in range(0, len(places), batch_size):
             rows = places[start : start + batch_size]
-            idx, source, room = torch.tensor([pairs[i][0] for i in rows], device=device), None, limit + 1 - length
-            if model.encoder:
-                source, idx, room = F.pad(idx, (0, 1), value=eot), idx.new_full((len(rows), 1), eot), limit
-            found = beam_search(model, idx, room, num_beams, eot, tokenizer.vocab_size, source, length_penalty)
-            answers |= {i: best for i, (best, *_) in zip(rows, found, strict=True)}
-    decodes = tokenizer.decode, tokenizer.decode_rest, tokenizer.decode_rest  # targets continue their sources
-    texts = [[f(ids) for f, ids in zip(decodes, (*pair, answers[i]), strict=True)] for i, pair in enumerate(pairs)]
-    records = [dict(zip(("source", "target", "answer"), row, strict=True)) for row in texts]
-    write_file(
-        Path(file).expanduser(), "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records).encode()
-    )
-    figures = {"exact_match": sum(answers[i] == target for i, (_, target) in enumerate(pairs)) / len(pairs)}
-    if importlib.util.find_spec("sacrebleu") is None:
-        return figures | {"bleu": None, "note": "no BLEU: pip install -e .[bleu]"}
-    import sacrebleu
-
-    _, targets, hypotheses = zip(*texts, strict=True)
-    found = sacrebleu.corpus_bleu(hypotheses, [targets])
-    if found.totals[-1] == 0:  # then it is 0 by its definition, however good the answers are
-        return figures | {"bleu": None, "note": "no BLEU: no answer has four words, whose sequences it counts"}
-    return figures | {"bleu": found.score}
+            sources = torch.tensor([pairs[i][0] for i in rows], device=device)
+            answers |= dict(zip(rows, greedy(model, tokenizer, sources), strict=True))
+    lines, right = [], 0
+    for i, (source, target) in enumerate(pairs):
+        right += answers[i] == target
+        record = {
+            "source": tokenizer.decode(source),
+            "target": tokenizer.decode_rest(target),  # which continues the source
+            "answer": tokenizer.decode_rest(answers[i]),
+        }
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    write_file(Path(file).expanduser(), "".join(lines).encode())
+    return right / len(pairs)

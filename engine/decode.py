@@ -1,10 +1,8 @@
 """Continues texts, token by token, with a cache of keys and values.
 
 for tokens in generate(model, idx, 100, lambda logits: logits.argmax(-1)):      # idx (B, T), tokens (B,)
-best = beam_search(model, idx, 100, 4, eot)[0][0]                               # the ids of the first row's answer
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -34,11 +32,6 @@ class KVCache:
             x[:, :, :length] = x[:, :, self.end - length : self.end].clone()
         self.end = length
 
-    def select(self, rows: Tensor):
-        """Row i becomes what row rows[i] is."""
-        for x in (self.k, self.v):
-            x[:, :, : self.end] = x[rows, :, : self.end]
-
     def once(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """The result of compute(), which only the first call computes."""
         if self.k is None:
@@ -57,8 +50,7 @@ def set_caches(model: Model, length: int):
 def generate(
     model: Model, idx: Tensor, max_new_tokens: int, choose: Callable, source: Tensor | None = None, roll: bool = False
 ) -> Iterator[Tensor]:
-    """Continues idx (B, T): yields max_new_tokens times the next tokens (B,), which choose(logits (B, V)) returns. It
-    may also return a tuple of them and of rows (B,): then row i goes on with the text of row rows[i].
+    """Continues idx (B, T): yields max_new_tokens times the next tokens (B,), which choose(logits (B, V)) returns.
 
     While the text fits in block_size, a token costs one cached step. After that, the context is the last block_size
     tokens, as in nanoGPT: all positions change with each token, so it costs a forward of the full context. With
@@ -91,70 +83,10 @@ def generate(
                 table = model.table(start + torch.arange(length, device=t.device), x) if table is None else table
                 here = tuple(each[..., end : end + T, :] for each in table)
                 x, end = model.through_blocks(x, Inputs(here, None, memory)), end + T
-            new = choose(model.logits(x[:, -1]))
-            if isinstance(new, tuple):
-                new, rows = new
-                text = deque([torch.cat(tuple(text), dim=1)[rows, -limit:]], maxlen=limit)
-                for m in heads:
-                    m.cache.select(rows)
-            new = new[:, None]
+            new = choose(model.logits(x[:, -1]))[:, None]
             text.append(new)
             yield new[:, 0]
     finally:
         set_caches(model, 0)
         for m, window in zip(heads, windows, strict=True):
             m.window = window
-
-
-class Beams:
-    """Chooses the next tokens of n beams for each text of a batch, for `generate`. A step makes n of the 2 n likeliest
-    continuations of a text's beams to its next beams, those that do not end. Of the n likeliest, those that end are
-    found, with the score log p / length^length_penalty, and the n best of a text stay. A text is done when its n found
-    ones score at least as its best beam. These are the rules of transformers' generate with early_stopping=False.
-
-    found   of each text (score, ids without end-of-text), the best first
-    """
-
-    def __init__(self, texts: int, n: int, last: int, eot: int | None, length_penalty: float):
-        self.n, self.last, self.eot, self.penalty, self.length = n, last, eot, length_penalty, 0
-        self.scores = torch.tensor([[0.0] + [-math.inf] * (n - 1)] * texts)  # at first, all beams are the same
-        self.texts, self.found, self.done = [[[]] * n] * texts, [[] for _ in range(texts)], [False] * texts
-
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits (texts n, V) -> the next tokens (texts n,), and the rows that they continue."""
-        n, V = self.n, logits.size(1)
-        total = logits.log_softmax(-1).unflatten(0, (-1, n)) + self.scores.to(logits.device)[..., None]
-        best, places = total.flatten(1).topk(2 * n)
-        self.length += 1
-        factor, beams, rows = self.length**-self.penalty, [], []
-        for i, (scores, where) in enumerate(zip(best.tolist(), places.tolist(), strict=True)):
-            going = []
-            for rank, (score, place) in enumerate(zip(scores, where, strict=True)):
-                ends, text = place % V == self.eot, [*self.texts[i][place // V], place % V]
-                if not ends and self.length < self.last:
-                    going.append((score, i * n + place // V, text))
-                elif rank < n and not self.done[i]:
-                    self.found[i].append((score * factor, text[: len(text) - ends]))
-            self.found[i] = sorted(self.found[i], key=lambda each: -each[0])[:n]
-            going = (going or [(-math.inf, i * n, [0])] * n)[:n]  # the last step has none
-            full = len(self.found[i]) == n and (n == 1 or going[0][0] * factor <= self.found[i][-1][0])
-            self.done[i], self.texts[i] = self.done[i] or full, [text for *_, text in going]
-            rows += [row for _, row, _ in going]
-            beams.append([score for score, *_ in going])
-        self.scores = torch.tensor(beams, dtype=total.dtype)
-        tokens = [text[-1] for texts in self.texts for text in texts]
-        return torch.tensor(tokens, device=logits.device), torch.tensor(rows, device=logits.device)
-
-
-def beam_search(
-    model: Model, idx: Tensor, max_new_tokens: int, n: int, eot: int | None, vocab_size: int | None = None,
-    source: Tensor | None = None, length_penalty: float = 1.0,
-) -> list[list[list[int]]]:  # fmt: skip
-    """The likeliest continuations that a search with n beams finds for each row of idx (B, T), best first: lists of ids
-    below vocab_size, without end-of-text. One beam takes the likeliest token at each step."""
-    beams = Beams(len(idx), n, max_new_tokens, eot, length_penalty)
-    idx, source = (x if x is None else x.repeat_interleave(n, dim=0) for x in (idx, source))
-    for _ in generate(model, idx, max_new_tokens, lambda logits: beams(logits[:, :vocab_size]), source):
-        if all(beams.done):
-            break
-    return [[ids for _, ids in found] for found in beams.found]

@@ -153,11 +153,11 @@ def check_sampling(cfg, flags, device: torch.device):
     def need(c) -> Need:
         most = flags.block_size * (2 if c.overflow == "roll" else 1)
         length = min(most, 1 + c.max_new_tokens)  # the prompt has at least one token
-        rows = c.num_beams if c.num_beams > 1 else c.num_samples
+        rows = c.num_samples
         keep, logits = rows * length * cached, 4 * rows * flags.vocab_size
         return {CHECKPOINT: (4 * total, False), "keys and values": (keep, False), "logits": (logits, False)}
 
-    check_memory(cfg, device, need, ["num_samples", "num_beams", "max_new_tokens"])
+    check_memory(cfg, device, need, ["num_samples", "max_new_tokens"])
 
 
 def check_weights(cfg, flags, device: torch.device):

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from data.dataset import FIRST, TARGET
 from data.objective import PAIRS
 from data.pairs import PADDING
-from engine.decode import beam_search, generate
+from engine.decode import generate
 from model import Block, Inputs, Model, ModelConfig, Pool
 
 L, H, HKV, C, T, V = 3, 6, 2, 48, 24, 29  # names as in model.py; six heads are no power of two
@@ -1059,33 +1059,3 @@ def test_packed_pairs_equal_padded_ones_of_an_encoder_decoder(hf, architecture):
         labels=padded([b for _, b in pairs], -100),
     )  # fmt: skip
     assert_same(call(encoder_decoder(flags), weights, **batch), theirs.loss, trained(reference), tolerance)
-
-
-@pytest.mark.parametrize("n_beams,length_penalty", [(1, 1.0), (2, -1.5), (2, 1.0), (5, 0.0)])
-@pytest.mark.parametrize("architecture", [marian_whole, pegasus, gpt2, llama])
-def test_beam_search_equals_hugging_faces(hf, architecture, n_beams, length_penalty):
-    """All beams of texts that end early, late or never."""
-    reference, flags, weights, _ = architecture(hf)
-    whole = architecture in (marian_whole, pegasus)
-    ours = encoder_decoder(flags) if whole else Model(ModelConfig(**SIZE | flags)).double()
-    with torch.no_grad():
-        for name, p in complete(ours, weights).items():
-            ours.get_parameter(name).copy_(p)
-    idx = torch.zeros(2, 1, dtype=torch.int64) if whole else tokens(8)
-    given, source, new = (tokens(S) if whole else idx), tokens(S) if whole else None, T - idx.size(1)
-    usual = torch.stack(list(generate(ours, idx, new, lambda z: z.argmax(-1), source)), dim=1)
-    ends = set()
-    for eot in {*usual[:, ::5].flatten().tolist(), *range(0, V, 7)}:
-        theirs = reference.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=new, do_sample=False, num_beams=n_beams,
-            num_return_sequences=n_beams, early_stopping=False, length_penalty=length_penalty, eos_token_id=eot,
-            pad_token_id=0,
-        )[:, idx.size(1) :].tolist()  # fmt: skip
-        expected = [row[: row.index(eot)] if eot in row else row for row in theirs]
-        each = beam_search(ours, idx, new, n_beams, eot, V, source, length_penalty)
-        found = [text for texts in each for text in texts]
-        assert len(found) == len(expected) == 2 * n_beams
-        for got, row in zip(found, expected, strict=True):
-            assert got == row, eot
-        ends |= {len(text) for text in found}
-    assert len(ends) > min(n_beams, 2) and new in ends
