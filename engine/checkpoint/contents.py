@@ -22,7 +22,7 @@ from torch import Tensor
 from data.errors import require
 from data.files import open_regular, read_file
 
-FORMAT = 4  # 1 had no SHA-256 of each piece; 2 had other names of parameters; 3 had the files of DCP
+FORMAT = 4  # of state.json, index.json and the names of parameters
 STEP = re.compile(r"step_(\d{8,})")
 MOST_SAMPLES = 2**40  # of one step, far above any real batch
 LARGEST_STATE, LARGEST_INDEX = 2**26, 2**34  # bytes; the index of ten thousand ranks has fewer
@@ -121,9 +121,9 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
         state = json.loads(read_file(path / "state.json", LARGEST_STATE))
         found = state["format"]
     if type(found) is int and found != FORMAT:
-        older = "use it with the version of this program that wrote it, or train anew in another --out_dir"
-        older = f"python -m engine.checkpoint convert {path}" if found == 3 else older
-        remedy = "update this program" if found > FORMAT else older
+        remedy = "train again in another --out_dir, or use the version of this program that wrote it"
+        if found > FORMAT:
+            remedy = "update this program"
         raise ValueError(f"checkpoint {path} has format {found}, and this program reads format {FORMAT}; {remedy}")
     for key, kind in kinds.items():
         if not _fits(state.get(key, ...), kind):

@@ -216,9 +216,18 @@ def _begin(partial: Path):
 
 
 def _commit(final: Path, written: list[dict], state: dict, keep_last: int, best: bool):
-    """Complete a step, then update `latest` and `best`, then delete old steps; each by one rename."""
+    """Complete a step, then update `latest` and `best`, then delete old steps; each by one rename. `written` is what
+    contents.write has returned on each rank."""
     out_dir = final.parent
-    complete(final, written, state)
+    partial = final.with_name(f".tmp-{final.name}")
+    _write_index(partial, written, state)
+    old = final.with_name(f"{final.name}.old")
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    fsync(out_dir)
+    if old.exists():
+        _remove(old)
     for pointer in ["latest", "best"] if best else ["latest"]:
         write_file(out_dir / pointer, f"{final.name}\n".encode())
     fsync(out_dir)
@@ -230,13 +239,8 @@ def _commit(final: Path, written: list[dict], state: dict, keep_last: int, best:
             _remove(path)
 
 
-def complete(final: Path, written: list[dict], state: dict):
-    """Write index.json and state.json beside the files of the ranks in .tmp-NAME, and then give this directory its
-    final name. A directory that has this name already is deleted.
-
-    written   what contents.write has returned on each rank
-    """
-    partial, old = final.with_name(f".tmp-{final.name}"), final.with_name(f"{final.name}.old")
+def _write_index(partial: Path, written: list[dict], state: dict):
+    """Write index.json and state.json beside the files of the ranks, and check that these are complete."""
     index = {}
     for entries in written:
         for name, entry in entries.items():
@@ -245,14 +249,8 @@ def complete(final: Path, written: list[dict], state: dict):
     state = state | {"format": contents.FORMAT, "index_sha256": hashlib.sha256(text).hexdigest()}
     write_file(partial / "index.json", text)
     write_file(partial / "state.json", json.dumps(state, indent=1).encode())
-    contents.read_index(partial, state)  # raises Damaged if a file of another rank is missing or not complete
+    contents.read_index(partial, state)
     fsync(partial)
-    if final.exists():
-        final.rename(old)
-    partial.rename(final)
-    fsync(final.parent)
-    if old.exists():
-        _remove(old)
 
 
 def _remove(directory: Path):
