@@ -6,13 +6,12 @@
 dataset.py describes the folder, files.py the format of a shard.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from data.command import next_command
 from data.dataset import MASK, MOVING
 from data.errors import require
 from data.files import HEADER_BYTES, SPLITS, check, display_path, fsync, write_file
+from data.lock import locked
 from data.tokenizer import Tokenizer
 
 PREPARING = ".preparing"  # the folder in a data set's folder for a preparation that is not complete
@@ -49,18 +49,12 @@ class ShardWriter:
         self.splits: dict[str, dict] = {}
         self.open: dict = {}  # split: the open file of its last shard
         self.unsaved = False  # whether a shard became full after the last `save`
+        self.cleanup = ExitStack()  # holds the lock of the folder
 
     def __enter__(self) -> "ShardWriter":
-        self.new = not self.folder.exists()
-        self.temporary.mkdir(parents=True, exist_ok=True)
-        self.lock = os.open(self.temporary, os.O_RDONLY)
-        try:  # the kernel releases this lock however the process ends
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self.lock)
-            where = display_path(self.folder)
-            raise ValueError(f"{where} is being prepared by another process; wait for it or end it") from None
+        self.cleanup.enter_context(locked(self.folder, "out"))
         try:
+            self.temporary.mkdir(exist_ok=True)
             self._resume()
         except BaseException:
             self._close()
@@ -158,10 +152,7 @@ class ShardWriter:
                 f.close()
         if not (self.temporary / PROGRESS).exists():
             shutil.rmtree(self.temporary, ignore_errors=True)
-            with suppress(OSError):  # the folder is not empty
-                if self.new:
-                    self.folder.rmdir()
-        os.close(self.lock)
+        self.cleanup.close()
 
     def _commit(self) -> None:
         for split in list(self.open):

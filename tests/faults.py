@@ -301,8 +301,8 @@ FAULTS = [
         "tests/checkpoint/test_checkpoint.py::test_shards_that_lie_are_refused",
     ),
     (
-        "engine/checkpoint/folder.py",
-        "if _is_at(file, path):  # otherwise it is the file of a run that began after the folder was deleted",
+        "data/lock.py",
+        "if _is_at(file, path):  # otherwise it is the file of a process that has made the folder again",
         "if path.exists():",
         "A run that ends removes the lock of another one, which made the folder again after it was deleted.",
         "tests/checkpoint/test_folder.py::test_the_end_of_a_run_leaves_the_lock_of_the_next",

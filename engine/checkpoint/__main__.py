@@ -1,6 +1,6 @@
 """Writes the weights of a checkpoint to one file.
 
-    python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]
+Usage: python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]
 """
 
 import json

@@ -6,6 +6,7 @@ resumed run continues as if it had never stopped.
 """
 
 import math
+import os
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -46,8 +47,9 @@ def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
     where = flags["init_from"]
     kind, _, place = where.partition(":")
     if kind == "resume":
-        if not (flags["eval_only"] or flags["plan"]):
-            cleanup.enter_context(locked(flags["out_dir"], make=False))
+        writes = not (flags["eval_only"] or flags["plan"])
+        if writes and os.path.isdir(os.path.expanduser(flags["out_dir"])):
+            cleanup.enter_context(locked(flags["out_dir"]))
         stored, path = checkpoint.read(flags["out_dir"], STATE, lambda path, state: (state["flags"], path))
     elif kind in ("checkpoint", "ema", *weights.FOREIGN):
         there = kind in weights.FOREIGN or place and Path(place).expanduser().is_dir()

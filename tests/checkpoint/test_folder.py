@@ -1,9 +1,11 @@
 """Two runs in one folder: the second one is refused before it looks, names the first, and changes nothing."""
 
+import errno
 import fcntl
 import os
 import random
 import shutil
+import stat
 import sys
 import threading
 import time
@@ -16,6 +18,8 @@ from ranks import launch
 
 import train
 from configurator import Config, parse
+from data.tokenizer import ByteTokenizer
+from data.writer import ShardWriter
 from engine.checkpoint import __main__ as checkpoint_commands
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.folder import locked
@@ -115,6 +119,22 @@ def test_a_file_that_its_holder_removes_is_no_lock(tmp_path, monkeypatch):
         pass
     third.__exit__(None, None, None)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOSYS, errno.ENOTSUP])
+def test_network_file_systems(number, tmp_path, monkeypatch, capsys):
+    """They lock regular files that are open for writing, or none; then one line says so, and nobody is refused."""
+
+    def flock(file, how):
+        assert stat.S_ISREG(os.fstat(file).st_mode) and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_RDWR
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for take in (lambda: locked(str(tmp_path)), lambda: ShardWriter(tmp_path, ByteTokenizer())):
+        with take(), suppress(RuntimeError):
+            raise RuntimeError
+        warning = f"warning: {tmp_path} cannot be locked ({os.strerror(number)}); let no other process write there\n"
+        assert capsys.readouterr().err == warning
 
 
 def test_the_end_of_a_run_leaves_the_lock_of_the_next(tmp_path):
