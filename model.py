@@ -1050,7 +1050,7 @@ class Pool(nn.Module):
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
         unplaced = q = q if self.q_scale == 1 else q * self.q_scale
         if self.reader.source == "parameters":
-            return Pool.attend(self, q, k, v, Mask(causal=False))  # not self.attend, which cp and lens replace
+            return Pool.attend(self, q, k, v, Mask(causal=False))  # not self.attend, which cp replaces
         q, k, v = self.position(q, k, v, inputs.table)
         k, v = self.cache.extend(k, v) if self.cache and self.causal else (k, v)  # (B, heads, S, E)
         docs = inputs.memory_docs if self.reader.source == "memory" else inputs.docs

@@ -538,13 +538,6 @@ FAULTS = [
         "tests/commands/test_evaluate.py::test_a_data_set_has_the_loss_of_eval_only",
     ),
     (
-        "tools/lens.py",
-        "scale = (norm(stream) - (0.0 if bias is None else bias)).norm()",
-        "scale = norm(stream).norm()",
-        "What a unit promotes is scaled by the last LayerNorm's output with its bias.",
-        "tests/tools/test_lens.py::test_the_last_norm_keeps_its_statistics",
-    ),
-    (
         "engine/checkpoint/weights.py",
         "require(known is not None and known.vocab_size == size,",
         "require(known is not None,",
