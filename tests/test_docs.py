@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-from faults import FAULTS
 from helpers import ROOT
 
 from configurator import Config, parse
@@ -110,12 +109,6 @@ def test_the_readmes_figures_are_those_of_the_pages_and_files():
     assert len(counts) == 7 and abs(sum(counts) - int(lines.replace(",", ""))) <= 100, sum(counts)
     speeds = r"(\d\.\d\d) times as fast as nanoGPT(?:'s, and)?,? (\d\.\d\d)\s+times with"
     assert re.search(speeds, readme).groups() == re.search(speeds, nanogpt).groups()
-
-
-def test_the_number_of_planted_faults():
-    for page in (README, ROOT / "docs" / "results.md", ROOT / "docs" / "tests.md"):
-        said = re.findall(r"(\d+) (?:planted )?faults", page.read_text(encoding="utf-8"))
-        assert said and {*map(int, said)} == {len(FAULTS)}, page
 
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
