@@ -1,7 +1,7 @@
 # make train: environment, data, a trained model and a sample.   make test: environment and all tests but the slow.
 # make quick: for whoever edits model.py, half a minute: the grid of flags, the blocks, the references and golden losses.
 # make mutants: do the tests see faults that are planted in the code? Some minutes.
-# make interop: our models in lm-eval's tasks, compared with transformers' there. lm-eval has an environment of its own.
+# make interop: an export in a task of lm-eval, and a run in wandb. Both packages have an environment of their own.
 # make baselines: the table of docs/baselines.md: blocks with tuned learning rates, two hours; a stopped call goes on.
 # All need only a Python >= 3.10 with pip, write nothing outside this folder but caches, and skip what is already done.
 

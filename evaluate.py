@@ -1,4 +1,4 @@
-"""Evaluate a trained model on data, on a text, or on the tasks of lm-eval.
+"""Evaluate a trained model on data or on a text.
 
     python evaluate.py --out_dir=out/x                                # on the validation set that it was trained with
     python evaluate.py --out_dir=out/x --dataset=pycode --split=train --eval_iters=100
@@ -6,7 +6,6 @@
     python evaluate.py --out_dir=out/x/step_00001000 --file=text.txt --json
     python evaluate.py --out_dir=nanogpt:ckpt.pt --dataset=shakespeare_char       # nanoGPT's weights; also hf:DIR
     torchrun --standalone --nproc_per_node=2 evaluate.py --out_dir=out/x
-    python evaluate.py --out_dir=out/x --tasks=hellaswag,lambada_openai,piqa,arc_easy --limit=100
 
 The loss is the mean of -log p over the tokens, in nats, and the perplexity is its exponential. Bits per byte are the
 sum of -log2 p over the tokens, divided by the bytes of their text, so they compare models with different tokenizers.
@@ -18,8 +17,7 @@ length: its windows of block_size tokens follow one another without overlap, the
 but the first is predicted once. (If the tokenizer of an imported model puts a token such as <s> before a text, it is
 the first one.)
 
---tasks needs lm-eval. A name in --tasks may also be a folder with task files (YAML) of your own. lm-eval executes code
-that a task file names, so give only files that you trust.
+Tasks such as hellaswag are lm-eval's: docs/interchange.md has the two commands.
 """
 
 import signal
@@ -27,7 +25,6 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the program without a traceback
 
-import importlib.util
 import json
 import math
 import sys
@@ -71,9 +68,6 @@ class EvaluateConfig:
     block_size: int = 0  # tokens of context, at most the model's; 0 = the model's
     # --- pairs
     answers: str = ""  # file for the model's answers to the sources of pairs; adds their exact matches
-    # --- tasks
-    tasks: str = ""  # tasks of lm-eval to evaluate instead of a text, such as hellaswag,piqa, or folders of task files
-    limit: int = 0  # examples of each task, 0 = all
     # --- output
     json: bool = False  # print one JSON object instead of a line or a table
     # --- machine
@@ -83,16 +77,12 @@ class EvaluateConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto on a CPU = float32
 
     USED_WHEN: ClassVar = {
-        **dict.fromkeys(("file", "block_size", "parallel"), (lambda c: not c.tasks, "tasks=''")),
-        **dict.fromkeys(
-            ("dataset", "split", "eval_iters", "answers"), (lambda c: not c.tasks + c.file, "tasks='' and file=''")
-        ),
-        "limit": (lambda c: c.tasks, "tasks"),
+        **dict.fromkeys(("dataset", "split", "eval_iters", "answers"), (lambda c: not c.file, "file=''")),
     }
 
     def __post_init__(self):
         check_range(self, "batch_size", 1)
-        check_range(self, "eval_iters block_size limit", 0)
+        check_range(self, "eval_iters block_size", 0)
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
 
 
@@ -163,40 +153,6 @@ def evaluate_text(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], te
     return figures
 
 
-def evaluate_tasks(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], found: Weights) -> dict:
-    """The results of lm-eval: {"model", "tasks": {name: figures}, "table": text}."""
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import make_table
-
-    from engine.interchange.harness import Harness
-
-    names = [name for each in cfg.tasks.split(",") if (name := each.strip())]
-    folders = [name for name in names if Path(name).is_dir()]
-    manager = TaskManager(include_path=folders or None)
-    for name in set(names) - set(folders):
-        remedy = "see lm-eval ls tasks, or give a folder with task files"
-        require(manager.match_tasks([name]), f"tasks={cfg.tasks}: lm-eval has no task {name!r}; {remedy}")
-    wanted = [name for name in names if name not in folders]
-    if folders:
-        wanted += TaskManager(include_path=folders, include_defaults=False).all_subtasks
-    require(wanted, f"tasks={cfg.tasks} holds no task; give task names or folders with task files")
-    try:
-        manager.load(wanted)
-    except Exception as error:  # a task file can make lm-eval raise anything
-        fact = f"lm-eval cannot load tasks={cfg.tasks} ({type(error).__name__}: {str(error).strip()[:200]})"
-        raise ValueError(f"{fact}; see to the task files, and to the network, from which data may come") from error
-    flags, tokenizer = found.config(**machine), found.tokenizer()
-    require(flags.objective == "causal", f"tasks={cfg.tasks} needs a model of objective=causal, not {flags.objective}")
-    memory.check_evaluation(cfg, flags, ranks, (flags.block_size, 0))
-    with ranks.autocast():
-        model = Harness(found.load(flags, ranks).model, tokenizer, cfg.batch_size, ranks.device)
-        results = lm_eval.simple_evaluate(
-            model=model, tasks=wanted, limit=cfg.limit or None, task_manager=manager, log_samples=False
-        )
-    return {"model": str(found.path), "tasks": results["results"], "table": make_table(results)}
-
-
 def line(figures: dict) -> str:
     """The figures in one line for people."""
     bits = figures["bits_per_byte"]
@@ -213,10 +169,6 @@ def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(EvaluateConfig, argv, doc=__doc__)
         _, local_rank, size, _ = environment()
-        if cfg.tasks:
-            require(size == 1, f"tasks={cfg.tasks} is evaluated by one process; start it without torchrun")
-            there = importlib.util.find_spec("lm_eval")
-            require(there is not None, f"tasks={cfg.tasks} needs lm-eval; pip install -e .[eval]")
         folder = cfg.answers and Path(cfg.answers).expanduser().is_dir()
         require(not folder, f"answers={cfg.answers} is a folder; name a file, such as {cfg.answers}/answers.jsonl")
         text = read_text("file", cfg.file, LARGEST_TEXT) if cfg.file else ""
@@ -228,12 +180,10 @@ def main(argv: list[str] | None = None):
         }  # fmt: skip
         check_flags(Config(**machine))
         ranks = join(Config(**machine))
-        if cfg.tasks:
-            figures = weights.read(cfg.out_dir, lambda found: evaluate_tasks(cfg, ranks, machine, found))
-        else:
-            machine |= {"dataset": cfg.dataset, "pairs": "auto"} if cfg.dataset else {}
-            require(size == 1 or not cfg.answers, "answers are written by one process; start it without torchrun")
-            figures = weights.read(cfg.out_dir, lambda found: evaluate_text(cfg, ranks, machine, text, found))
+        if cfg.dataset:
+            machine |= {"dataset": cfg.dataset, "pairs": "auto"}
+        require(size == 1 or not cfg.answers, "answers are written by one process; start it without torchrun")
+        figures = weights.read(cfg.out_dir, lambda found: evaluate_text(cfg, ranks, machine, text, found))
     if ranks.first:
         show(cfg, figures)
     leave()
@@ -241,11 +191,11 @@ def main(argv: list[str] | None = None):
 
 def show(cfg: EvaluateConfig, figures: dict):
     """Print the figures, for programs as one JSON object, or for people."""
-    note, table = figures.pop("note", ""), figures.pop("table", "")
+    note = figures.pop("note", "")
     if note:
         print(note, file=sys.stderr)
     plain = json.loads(json.dumps(figures), parse_constant=lambda word: None)  # JSON has no nan and inf
-    print(json.dumps(plain) if cfg.json else table or line(figures))
+    print(json.dumps(plain) if cfg.json else line(figures))
 
 
 if __name__ == "__main__":

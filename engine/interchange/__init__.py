@@ -1,1 +1,1 @@
-"""Reads and writes models of others: Hugging Face's, nanoGPT's and lm-eval's."""
+"""Reads and writes models of others: Hugging Face's and nanoGPT's."""

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -321,115 +319,10 @@ def test_a_line_for_people_and_nothing_written(runs, capsys, tmp_path):
 
 
 def test_json_has_no_infinity(capsys):
-    figures = {"loss": math.nan, "perplexity": math.inf, "tasks": {"a": {"acc": 0.5, "stderr": math.nan}}}
+    figures = {"loss": math.nan, "perplexity": math.inf}
     evaluate.show(evaluate.EvaluateConfig(json=True), figures)
-    expected = {"loss": None, "perplexity": None, "tasks": {"a": {"acc": 0.5, "stderr": None}}}
+    expected = {"loss": None, "perplexity": None}
     assert json.loads(capsys.readouterr().out) == expected
-
-
-# ---- tasks
-
-
-def stand_in_for_lm_eval(monkeypatch, called: dict):
-    """Modules of lm-eval with the functions that evaluate.py calls. test_harness.py uses the real ones."""
-
-    class TaskManager:
-        def __init__(self, include_path=None, include_defaults=True):
-            assert "" not in (include_path or ())  # which is the current folder
-            own = [path.stem for folder in include_path or () for path in Path(folder).glob("*.yaml")]
-            self.all_subtasks = own + ["piqa", "hellaswag"] * include_defaults
-
-        def match_tasks(self, names):
-            return [name for name in names if name in self.all_subtasks]
-
-        def load(self, names):
-            if "bad" in names:
-                raise TypeError("no data\nin it")
-
-    def simple_evaluate(model, tasks, **options):
-        called.update(model=model, tasks=tasks, **options)
-        return {"results": {name: {"acc,none": 0.5} for name in tasks}}
-
-    made = {
-        "lm_eval": {"simple_evaluate": simple_evaluate},
-        "lm_eval.tasks": {"TaskManager": TaskManager},
-        "lm_eval.utils": {"make_table": lambda results: "|".join(results["results"])},
-        "engine.interchange.harness": {"Harness": lambda *args: args},
-    }
-    for name, attributes in made.items():
-        module = types.ModuleType(name)
-        module.__spec__ = types.SimpleNamespace(name=name)
-        vars(module).update(attributes)
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-def test_tasks_go_to_lm_eval(runs, monkeypatch, figures, capsys, tmp_path):
-    called, own = {}, tmp_path / "own"
-    stand_in_for_lm_eval(monkeypatch, called)
-    own.mkdir()
-    (own / "mine.yaml").write_text("task: mine")
-    found = figures(f"--out_dir={runs / 'causal'}", f"--tasks=piqa, {own}", "--limit=7", "--batch_size=3")
-    assert found["tasks"] == {"piqa": {"acc,none": 0.5}, "mine": {"acc,none": 0.5}}
-    assert called["limit"] == 7 and called["tasks"] == ["piqa", "mine"]
-    model, tokenizer, batch_size, device = called["model"]
-    assert isinstance(model, Model) and not model.training and tokenizer.vocab_size == 257 and batch_size == 3
-    assert torch.equal(model.wte.weight.double(), model_of(runs / "causal")[0].wte.weight)
-    evaluate.main([f"--out_dir={runs / 'causal'}", "--tasks=piqa,hellaswag,", "--device=cpu"])
-    assert capsys.readouterr().out == "piqa|hellaswag\n" and called["limit"] is None
-    assert "no task 'pika'" in refused(
-        evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", "--tasks=piqa,pika"], capsys
-    )
-    assert "objective=causal" in refused(
-        evaluate.main, ["--device=cpu", f"--out_dir={runs / 'masked'}", "--tasks=piqa"], capsys
-    )
-    (own / "mine.yaml").rename(own / "bad.yaml")
-    line = refused(evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", f"--tasks={own}"], capsys)
-    assert f"lm-eval cannot load tasks={own} (TypeError: no data in it); see to the task files" in line
-    (own / "bad.yaml").unlink()
-    assert "holds no task" in refused(
-        evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", f"--tasks={own}"], capsys
-    )
-
-
-@pytest.mark.interop
-def test_a_task_of_ones_own(runs, figures, tmp_path, capsys, monkeypatch):
-    """The accuracy is that of the choices with the largest probability in float64."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    docs = [("the cat ", ["sat on ", "a mat. "]), ("dogs ", ["bark; ", "the cat ", "a"]), ("sat ", ["on ", "été "])]
-    lines = [json.dumps({"question": q, "choices": choices, "answer": 0}) for q, choices in docs]
-    (tmp_path / "docs.jsonl").write_text("\n".join(lines))
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "mine.yaml").write_text(f"""
-task: mine
-dataset_path: json
-dataset_kwargs: {{data_files: {{validation: {tmp_path / "docs.jsonl"}}}}}
-validation_split: validation
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-target_delimiter: ""
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
-""")
-    model, tokenizer = model_of(runs / "causal")
-    right = []
-    for question, choices in docs:
-        scores = []
-        for choice in choices:
-            ids, n = tokenizer.encode(question + choice).tolist(), len(choice.encode())
-            log_p = model(torch.tensor([ids[-17:-1]]))[0].log_softmax(-1)
-            scores.append(sum(log_p[i - n, ids[i - n]].item() for i in range(n)))
-        right.append(scores[0] == max(scores))
-    found = figures(f"--out_dir={runs / 'causal'}", f"--tasks={tmp_path / 'own'}")
-    assert found["tasks"]["mine"]["acc,none"] == pytest.approx(sum(right) / 3)
-    found = figures(f"--out_dir={runs / 'causal'}", f"--tasks={tmp_path / 'own'}", "--limit=1")
-    assert found["tasks"]["mine"]["acc,none"] == right[0]
-    evaluate.main([f"--out_dir={runs / 'causal'}", f"--tasks={tmp_path / 'own'}", "--device=cpu"])
-    assert "|mine" in capsys.readouterr().out
-    (tmp_path / "docs.jsonl").unlink()
-    assert "lm-eval cannot load tasks=" in refused(
-        evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", f"--tasks={tmp_path / 'own'}"], capsys
-    )
 
 
 # ---- what cannot be
@@ -441,7 +334,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
         (["--dataset=nowhere"], ["no data set 'nowhere'"]),
         (
             ["--dataset=nowhere", "--file=x"],
-            ["--dataset=nowhere (command line) is used only with tasks='' and file='', and tasks is '', file is x"],
+            ["--dataset=nowhere (command line) is used only with file='', and file is x"],
         ),
         (["--file=x", "--eval_iters=3"], ["eval_iters=3", "file is x"]),
         (["--file=x", "--split=train"], ["split=train", "file is x"]),
@@ -460,9 +353,6 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
         (["--out_dir=hf"], ["no directory hf"]),
         (["--out_dir="], ["out_dir='' (command line) is empty"]),
         (["--out_dir=nanogpt:absent.pt"], ["no file absent.pt"]),
-        (["--limit=3"], ["limit=3", "tasks"]),
-        (["--tasks=piqa", "--file=x"], ["file=x", "only with tasks=''", "tasks is piqa"]),
-        (["--tasks=piqa"], ["tasks=piqa needs lm-eval; pip install -e .[eval]"]),
         (["--max_new_tokens=3"], ["max_new_tokens", "no such flag"]),
         (["--dataset=chars", "--out_dir=MASKED"], ["chars has another tokenizer than the model", "prepare the data"]),
         (["--dataset=large"], ["300", "vocab_size=257", "the tokenizer of the model"]),
@@ -471,7 +361,6 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 )
 def test_what_cannot_be_evaluated(runs, capsys, tmp_path, monkeypatch, flags, fragments):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, content in {"one": b"a", "empty": b"", "latin1": b"\xe9t\xe9"}.items():
         Path(f"{name}.txt").write_bytes(content)
     for name, chars in {"chars": 20, "large": 300}.items():
@@ -498,14 +387,6 @@ def test_a_text_needs_a_causal_model_and_a_tokenizer(runs, capsys, tmp_path, run
     evaluate.main([f"--out_dir={out}", "--device=cpu"])
     out, err = capsys.readouterr()
     assert "nats per token, perplexity" in out and err.startswith("no bits per byte: ")
-
-
-def test_tasks_take_one_process(runs, capsys, monkeypatch):
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
-        monkeypatch.setenv(name, str(value))
-    assert "without torchrun" in refused(
-        evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", "--tasks=piqa"], capsys
-    )
 
 
 def test_a_model_that_does_not_fit_into_the_memory(runs, capsys, monkeypatch):
