@@ -51,7 +51,6 @@ data/pycode/meta.json: data/pycode/prepare.py | .venv/ready
 
 .venv/ready-test: .venv/ready
 	$(BIN)/python -m pip install --quiet torch==2.13.0 --editable ".[test]"
-	$(BIN)/python -m pip install --quiet --no-deps mup  # muP's authors' package; what it asks for, we do not need
 	touch $@
 
 .venv-interop/ready: pyproject.toml

@@ -67,7 +67,6 @@ class ModelConfig:
     tie_weights: bool = True  # the head shares the token embedding
     init_std: float = 0.02  # standard deviation of the initial weights
     scaled_init: bool = True  # output layers begin smaller: init_std / sqrt(their number), as in GPT-2
-    mup_base_width: int = 0  # rates are those of a model of this n_embd, scaled by muP (arXiv:2203.03466); 0 = off
     embed_scale: float = 1.0  # factor of the token embeddings; Gemma's is sqrt(n_embd)
     embed_norm: bool = False  # a norm after the embeddings (BLOOM)
     # --- model: block
@@ -140,7 +139,7 @@ class ModelConfig:
         check_range(self, "n_group n_expert_active", 1, 2**16)  # each layer holds a tuple of its groups
         check_range(self, "n_layer", 1, 2**12)  # building a layer takes a hundredth of a second
         check_range(self, "n_encoder_layer", 0, 2**12)
-        check_range(self, "vocab_size head_dim n_kv_head n_slot window loss_chunk mup_base_width", 0)
+        check_range(self, "vocab_size head_dim n_kv_head n_slot window loss_chunk", 0)
         check_range(self, "attn_softcap logit_softcap norm_eps", 0)
         check_range(self, "n_expert n_expert_shared expert_ratio n_dense_layer init_std", 0, 2**16)
         check_range(self, "balance_weight router_z_loss z_loss", 0, 2**16)
@@ -192,14 +191,6 @@ class ModelConfig:
         kinds, flag = {"rope": "GLN", "alibi": "GN"}.get(pos, ""), f"pos_pattern={self.pos_pattern!r} with pos={pos}"
         known = "may hold only the letters " + kinds if kinds else "has no effect, only rope and alibi differ by layer"
         require(set(self.pos_pattern) <= set(kinds), f"{flag} {known}; leave it empty for the same in all layers")
-        slots = any(r.slotted or r.units and r.phi == "softmax" for r in self.readers)
-        for fact, here in (  # what has no rule in muP here
-            ("pos=sinusoidal", pos == "sinusoidal"),
-            (f"layer={self.layer} (its slots, or softmax of units)", slots),
-            ("attn_diff=True and heads that grow with n_embd (head_dim=0)", self.attn_diff and not self.head_dim),
-        ):
-            unknown = f"mup_base_width={self.mup_base_width} has no rule for {fact}"
-            require(not (here and self.mup_base_width), f"{unknown}; change it, or set mup_base_width=0")
         pattern, flag = self.window_pattern, f"window_pattern={self.window_pattern!r}"
         require(set(pattern) <= set("SL"), f"{flag} may hold only S (sliding) and L (full), such as SSSL")
 
@@ -207,11 +198,6 @@ class ModelConfig:
     def head_size(self) -> int:
         """D: head_dim, or n_embd / n_head."""
         return self.head_dim or self.n_embd // self.n_head
-
-    @property
-    def width_ratio(self) -> float:
-        """n_embd over mup_base_width, or 1 without it."""
-        return self.n_embd / (self.mup_base_width or self.n_embd)
 
     @property
     def rope_pairs(self) -> int:
@@ -705,8 +691,6 @@ class Linear(UndrawnLinear):
         # The stream is a sum; 1 / sqrt(number of terms) keeps its variance from growing, but in simplified blocks.
         scaled = role in ("out", "second") and cfg.scaled_init and not cfg.block.startswith("simplified")
         self.std = cfg.init_std / math.sqrt(cfg.outputs) if scaled else cfg.init_std
-        few = role in ("router", "per_head")  # outputs, which do not grow with the width
-        self.std /= cfg.width_ratio if few else math.sqrt(cfg.width_ratio)
         assert fused is None or self.weight.size(fused[0]) == fused[1] * sum(fused[2])
 
 
@@ -954,8 +938,6 @@ class Pool(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["c"]):
         super().__init__()
-        # Heads that grow with the width have scores / D (muP), as in the base model: sqrt(base D) q . k / D.
-        self.q_scale = 1.0 if cfg.head_dim else cfg.width_ratio**-0.5
         cfg, context = cfg.part(reader), reader.source == "context"
         H, Hkv, D, C = cfg.n_head, cfg.kv_heads, cfg.head_size, cfg.n_embd
         self.reader, self.head_dim, self.n_head, self.group = reader, D, H, H // Hkv
@@ -1048,9 +1030,9 @@ class Pool(nn.Module):
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
-        unplaced = q = q if self.q_scale == 1 else q * self.q_scale
         if self.reader.source == "parameters":
             return Pool.attend(self, q, k, v, Mask(causal=False))  # not self.attend, which cp replaces
+        unplaced = q
         q, k, v = self.position(q, k, v, inputs.table)
         k, v = self.cache.extend(k, v) if self.cache and self.causal else (k, v)  # (B, heads, S, E)
         docs = inputs.memory_docs if self.reader.source == "memory" else inputs.docs
@@ -1525,10 +1507,6 @@ class Model(Stack):
                 of_memory = *of_memory, ends, ops.boundaries(memory_starts, memory.size(1))
         return stack.through_blocks(x, Inputs(stack.table(t, x), own, memory, of_memory))
 
-    def for_head(self, x: Tensor) -> Tensor:
-        """The last norm's result, times muP's factor 1 / width_ratio."""
-        return x if self.cfg.width_ratio == 1 else x / self.cfg.width_ratio
-
     def head_parameters(self) -> tuple[Tensor, Maybe]:
         """Weight (V, C) and bias (V,) or None of the head, without its padding rows."""
         W, b, V = self.head.weight, self.head.bias, self.cfg.vocab_size
@@ -1536,11 +1514,11 @@ class Model(Stack):
 
     def logits(self, x: Tensor) -> Tensor:
         """The last norm's result x (..., C) -> logits (..., V) in float32."""
-        logits = F.linear(self.for_head(x), *self.head_parameters())
+        logits = F.linear(x, *self.head_parameters())
         return ops.capped(ops.at_least_float32(logits), self.cfg.logit_softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        x, targets = self.for_head(x).flatten(0, 1), targets.flatten()  # (N, C), (N,)
+        x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
         options = self.cfg.logit_softcap, self.cfg.loss_chunk, self.chunk_loss, self.cfg.z_loss
         total = ops.cross_entropy(x, *self.head_parameters(), targets, *options, self.smoothing)
         return self.mean(total, targets)

@@ -304,12 +304,10 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     loads, trained = load_biases(model), [p for p in model.parameters() if p.requires_grad]  # tied: once
     others = [p for p in trained if p not in hidden and p not in loads]
     vectors = {m.bias for m in model.modules() if isinstance(m, ExpertLinear)}
-    ratio, betas = cfg.width_ratio, (cfg.beta1, cfg.beta2)
-    wide = {m.weight for m in model.modules() if isinstance(m, Linear) and ratio != 1}  # muP divides their rate
     parts: dict = {}
-    for params, factor in ([p for p in others if p not in wide], 1.0), ([p for p in others if p in wide], ratio):
-        if groups := decay_groups(params, cfg.weight_decay * factor, vectors):  # lr times decay stays as it is
-            parts[kind.rest(groups, cfg.learning_rate / factor, betas)] = 1.0 / factor
+    if others:
+        groups = decay_groups(others, cfg.weight_decay, vectors)
+        parts[kind.rest(groups, cfg.learning_rate, (cfg.beta1, cfg.beta2))] = 1.0
     if loads:
         parts[Balance([{"params": list(loads)}], cfg.balance_rate, ())] = None
     if hidden:

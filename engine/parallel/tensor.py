@@ -224,7 +224,7 @@ def parallel_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     chunk = equal_rows(targets.numel(), rows_at_once(cfg.loss_chunk, len(head.weight), x.device))
     of_chunk = partial(model.chunk_loss, z_loss=cfg.z_loss, smoothing=model.smoothing)
     options = cfg.logit_softcap, chunk, of_chunk, torch.is_grad_enabled()
-    x = model.for_head(x).flatten(0, 1)
+    x = x.flatten(0, 1)
     total = ChunkedCrossEntropy.apply(x, head.weight, head.bias, targets.flatten(), options)
     return model.mean(total, targets)
 

@@ -97,11 +97,9 @@ SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=superblock 
 SIGMOID += "--router_balance=loss --balance_weight=0.5 --router_z_loss=0.1".split()
 FLAGS = "--attn_gate=element --attn_sink=True --attn_diff=True --value_residual=True --n_head=4 --pos=rope".split()
 DOCUMENTS = ["--doc_mask=True", "--eval_iters=8"]  # few windows have a boundary that a wrong rank would see
-MUP = ["--mup_base_width=8", "--attn_gate=head", "--pos=rope"]
 MODELS = {  # what is particular about a layout: layout -> {name: flags of the model}
     "tp": {
         "llama": [*GATED, *MUON],
-        "muP": [*MUP, "--n_expert=4", "--head_bias=True"],
         "biases, sandwich": ["--bias=True", "--norm_placement=sandwich", "--pos=sinusoidal", "--tie_weights=False"],
         "parallel, post": ["--block=parallel", "--norm_placement=post", "--logit_softcap=5.0", "--loss_chunk=7"],
         "values": ["--block=simplified_parallel", "--simplified_value_proj=all", *MUON],
@@ -122,7 +120,6 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     },
     "cp": {
         "llama": [*GATED, "--window=5"],
-        "muP": MUP,
         "documents": [*DOCUMENTS, "--doc_positions=True", "--pos=learned", "--window=9", *MUON],
         "biases, alibi": ["--bias=True", "--pos=alibi", "--attn_softcap=3.0", "--activation_checkpoint=full"],
         "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=rope", *MUON],
@@ -135,7 +132,6 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     },
     "fsdp": {
         "20 steps": ["--pos=rope", "--max_iters=20"],
-        "muP": [*MUP, "--tie_weights=False"],
         "llama, kept": [*GATED, *MUON, "--fsdp_reshard=False"],
         "spikes": ["--spike_factor=1.01", "--max_iters=30"],
         "rollback": [
@@ -173,7 +169,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     },
     "ddp+pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
     "pp+tp": {
-        "untied": ["--tie_weights=False", "--n_layer=3", *MUP, *MUON],
+        "untied": ["--tie_weights=False", "--n_layer=3", *MUON],
         "masked": ["--objective=masked", "--logit_softcap=5.0", "--z_loss=0.1"],
         "layers": LAYERS,
         "experts": [*EXPERTS, *MUON],
@@ -183,8 +179,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "layers": [*LAYERS, *MUON],
         "experts": EXPERTS,
     },
-    "pp": {"muP": MUP},
-    "ep": {"experts": [*EXPERTS, *MUON], "muP": [*MUP, *EXPERTS], "router losses": [*SIGMOID, "--n_expert=4"]},
+    "ep": {"experts": [*EXPERTS, *MUON], "router losses": [*SIGMOID, "--n_expert=4"]},
     "fsdp+ep": {
         "experts": [*EXPERTS, *MUON, "--activation_checkpoint=full"],
         "whole": [*EXPERTS, "--fsdp_reshard=False"],
@@ -197,7 +192,6 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     "chunks": {
         "llama": [*GATED, *MUON, "--n_layer=4"],
         "layers": [*LAYERS, "--n_layer=5", "--activation_checkpoint=selective", "--ema_decay=0.9"],
-        "muP": [*MUP, "--tie_weights=False", "--n_layer=4", "--dropout=0.0"],
         "experts": [*EXPERTS, *MUON, "--n_layer=6"],
     },
     "fsdp+chunks": {

@@ -45,7 +45,6 @@ def config(**flags):
         "min_lr": 1e-4,
         "cooldown_iters": 0,
         "ema_decay": 0.0,
-        "width_ratio": 1.0,
     }
     return SimpleNamespace(**defaults | flags)
 
