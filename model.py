@@ -35,7 +35,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import ops
 from ops import Mask
@@ -385,17 +384,65 @@ def divisors(n: int) -> list[int]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Initial weights: a module says in `initial` what each of its own parameters begins with, a number, a tensor or Normal.
+
+# Numbers from N(0, std), except that the first `zero` of every `period` rows are 0.
+Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
+
+
+def check_initial(model: nn.Module):
+    """ValueError names a parameter whose module does not say what it begins with, or into which __init__ has written,
+    or a buffer: a model that is built in parts, without memory, would lose these values."""
+    for path, module in model.named_modules():
+        declared = getattr(module, "initial", {})
+        for name, p in module.named_parameters(recurse=False):
+            if p.dim() == 0:
+                raise ValueError(f"{path}.{name} has no dimensions, one of which FSDP cuts; give it the shape (1,)")
+            if name not in declared:
+                raise ValueError(f"{path}.{name} begins with no declared values; {declare(module, name, p)}")
+            if p._version > 0 and not draws(module):
+                raise ValueError(f"{path}.{name} is written in __init__; instead, {declare(module, name, p)}")
+        for name, value in declared.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ValueError(f"initial[{name!r}] of {path} has no values; make this tensor with device='cpu'")
+    for name, _ in model.named_buffers():
+        raise ValueError(f"{name} is a buffer, whose values a model built in parts loses; compute it in forward")
+
+
+def declare(module: nn.Module, name: str, p: Tensor) -> str:
+    """The remedy: the line that declares what this parameter begins with."""
+    value = "Normal(0.02)" if p.dim() > 1 else "0.0"
+    return f'give its {type(module).__name__} an initial = {{"{name}": {value}}}, or other values'
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether this layer is one of PyTorch, which writes into its parameters when it is made; ours do not."""
+    reset = getattr(type(module), "reset_parameters", None)
+    return reset is not None and reset.__module__ != __name__
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Norms
 
 
-class LayerNorm(nn.LayerNorm):
+class Ones:
+    """A norm of PyTorch that begins with weights of 1 and biases of 0."""
+
+    initial = {"weight": 1.0, "bias": 0.0}
+
+    def reset_parameters(self):
+        for name, p in self.named_parameters():
+            p.data.fill_(self.initial[name])  # check_initial does not see what goes through .data
+
+
+class LayerNorm(Ones, nn.LayerNorm):
     """LayerNorm whose result has the dtype of x, whichever dtype the weight has. The kernel's sums are in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(Ones, nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) times a weight."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -411,7 +458,7 @@ class NormOfHeads(RMSNorm):
         return super().forward(x.transpose(-3, -2).flatten(-2)).unflatten(-1, (x.size(-3), -1)).transpose(-3, -2)
 
 
-class RMSNormEpsOutside(nn.RMSNorm):
+class RMSNormEpsOutside(Ones, nn.RMSNorm):
     """x / (rms + eps) times a weight: the RMSNorm of arXiv:1910.07467's authors, and of He and Hofmann."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -464,9 +511,11 @@ class NoEmbedding(nn.Module):
         return x
 
 
-def embedding(rows: int, width: int) -> nn.Embedding:
+def embedding(cfg: ModelConfig, rows: int) -> nn.Embedding:
     """nn.Embedding with an uninitialised weight. Drawing it on the meta device would import torch._dynamo: a second."""
-    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+    table = nn.Embedding(rows, cfg.n_embd, _weight=torch.empty(rows, cfg.n_embd))
+    table.initial = {"weight": Normal(cfg.init_std)}
+    return table
 
 
 class LearnedEmbedding(NoEmbedding):
@@ -474,7 +523,7 @@ class LearnedEmbedding(NoEmbedding):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
-        self.wpe = with_role(embedding(cfg.block_size, cfg.n_embd), "whole")
+        self.wpe = with_role(embedding(cfg, cfg.block_size), "whole")
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return x + self.wpe(t)
@@ -664,9 +713,6 @@ def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers
 
-# Initial weights from N(0, std), except that the first `zero` of every `period` rows are 0.
-Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
-
 
 class UndrawnLinear(nn.Linear):
     """nn.Linear with an uninitialised weight, as Model.init_weights draws all weights."""
@@ -690,7 +736,8 @@ class Linear(UndrawnLinear):
         self.role, self.fused = role, fused
         # The stream is a sum; 1 / sqrt(number of terms) keeps its variance from growing, but in simplified blocks.
         scaled = role in ("out", "second") and cfg.scaled_init and not cfg.block.startswith("simplified")
-        self.std = cfg.init_std / math.sqrt(cfg.outputs) if scaled else cfg.init_std
+        std = cfg.init_std / math.sqrt(cfg.outputs) if scaled else cfg.init_std
+        self.initial = {"weight": Normal(std), "bias": 0.0}
         assert fused is None or self.weight.size(fused[0]) == fused[1] * sum(fused[2])
 
 
@@ -717,9 +764,9 @@ class NearIdentity(Linear):
     def __init__(self, cfg: ModelConfig, role: str):
         super().__init__(cfg, cfg.n_embd, cfg.n_embd, role)
         self.bias = None
+        self.initial = {"weight": 0.0}
         self.skip, self.resid = Gain(1.0), Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
         self.same = with_role(nn.Identity(), role)
-        nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.skip(self.same(x)) + self.resid(super().forward(x))
@@ -733,6 +780,7 @@ class Gain(nn.Module):
     def __init__(self, initial: float):
         super().__init__()
         self.weight = nn.Parameter(torch.full((1,), float(initial)))
+        self.initial = {"weight": float(initial)}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x
@@ -935,6 +983,7 @@ class Pool(nn.Module):
 
     per_head: tuple[str, ...] = ()  # names of the parameters that have a row for each head
     strips: Callable | None = None  # see ops.attention
+    initial: dict[str, Normal | float | Tensor] = {}
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["c"]):
         super().__init__()
@@ -962,6 +1011,7 @@ class Pool(nn.Module):
             self.gate = Linear(cfg, C, H * width, role)
         if cfg.attn_sink and context:
             self.sink, self.per_head = nn.Parameter(torch.zeros(H)), (*self.per_head, "sink")
+            self.initial = {**self.initial, "sink": 0.0}
         if cfg.value_residual and context:
             self.mix = nn.ModuleList(Gain(0.5) for _ in range(2 if layer else 0))
         if reader.slotted:
@@ -969,7 +1019,7 @@ class Pool(nn.Module):
             keys = 1 if self.phi is None else 1 + cfg.gated
             self.slot_k, self.slot_v = (nn.Parameter(torch.empty(Hkv, n * cfg.n_slot, D)) for n in (keys, 1))
             std = cfg.init_std * math.sqrt(C)  # as a normed stream's keys
-            self.initial = dict.fromkeys(("slot_k", "slot_v"), Normal(std))
+            self.initial = {**self.initial, "slot_k": Normal(std), "slot_v": Normal(std)}
 
     def make_projections(self, cfg: ModelConfig, layer: int):
         """The layers that make q, k and v from x, and the one that maps the heads' results to the stream."""
@@ -1001,7 +1051,8 @@ class Pool(nn.Module):
             self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
             self.q, self.out = with_role(nn.Identity(), "into"), with_role(nn.Identity(), "out")
         if self.reader.out == "matrix":
-            self.down.std, self.out = self.up.std, Linear(cfg, C, C, "second" if groups == 1 else "out")
+            self.out = Linear(cfg, C, C, "second" if groups == 1 else "out")
+            self.down.initial = self.up.initial
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         if self.units:
@@ -1080,7 +1131,7 @@ class ExpertLinear(Linear):
         self.weight = nn.Parameter(torch.empty(cfg.n_expert, n_out, n_in))
         self.read_share = Fraction(cfg.n_expert_active, cfg.n_expert)
         if self.bias is not None:
-            self.bias, self.initial = nn.Parameter(torch.empty(cfg.n_expert, n_out)), {"bias": 0.0}
+            self.bias = nn.Parameter(torch.empty(cfg.n_expert, n_out))
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         return ops.grouped_linear(x, self.weight, self.bias, ends, self.loop)
@@ -1096,6 +1147,7 @@ class LoadBalance(nn.Module):
     def __init__(self, n: int):
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(n))
+        self.initial = {"bias": 0.0}
 
     def forward(self, weights: Tensor, load: Tensor) -> Tensor:
         """weights (N, k) of the chosen experts, unchanged; load (E,) is the number of tokens that read each expert."""
@@ -1211,11 +1263,15 @@ class ShapedPool(Pool):
     def make_projections(self, cfg: ModelConfig, layer: int):
         G, Hkv, D = self.group, cfg.kv_heads, cfg.head_size
         self.qk = Linear(cfg, cfg.n_embd, (G + 1) * Hkv * D, "into", (0, Hkv, (G * D, D)), cfg.qkv_bias)
-        self.qk.initial = {"weight": Normal(self.qk.std, zero=G * D, period=(G + 1) * D)}  # W_Q = 0
+        self.qk.initial = {
+            "weight": self.qk.initial["weight"]._replace(zero=G * D, period=(G + 1) * D),
+            "bias": 0.0,
+        }  # W_Q = 0
         trained = {"first": (layer == 0, False), "all": (True, True), "none": (False, False)}[cfg.simplified_value_proj]
         roles = zip(trained, ("into", "out"), strict=True)
         self.value, self.out = (NearIdentity(cfg, role) if on else with_role(nn.Identity(), role) for on, role in roles)
         self.alpha, self.beta, self.gamma = (nn.Parameter(torch.empty(cfg.n_head)) for _ in range(3))
+        self.initial = {"alpha": 1.0, "beta": 1.0, "gamma": 1.0}
 
     def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         return *self.split(self.qk(x), self.group, 1), *self.split(self.value(x), 1)
@@ -1325,56 +1381,6 @@ class Block(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Initial weights
-
-
-class OwnValues(TorchFunctionMode):
-    """Notes what modules write into their parameters in __init__, also on the meta device, which keeps no values.
-    `filled` maps a storage to the number that fills it, or to None if nothing was written; of others, it knows nothing.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.filled: dict[torch.UntypedStorage, float | None] = {}
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        given = [*args, *(kwargs or {}).values()]
-        before = [(x, x._version) for x in given if isinstance(x, Tensor)]
-        out = function(*args, **(kwargs or {}))
-        for x, version in before:
-            if x._version > version or function == Tensor.is_meta.__get__:  # trunc_normal_ asks, and then draws nothing
-                self.filled.pop(x.untyped_storage(), None)
-        name = function.__name__.removeprefix("new_").removesuffix("_like").rstrip("_s")
-        numbers = [x for x in given if isinstance(x, int | float) and not isinstance(x, bool)]
-        filled = {"empty": [None], "zero": [0.0], "one": [1.0]} | dict.fromkeys(("full", "fill", "constant"), numbers)
-        if name in filled and filled[name] and out.nbytes == out.untyped_storage().nbytes():
-            self.filled[out.untyped_storage()] = filled[name][-1]
-        return out
-
-    def declare(self, model: nn.Module):
-        """Enter the numbers into the modules' `initial`. ValueError names a parameter of other values, or a buffer."""
-        for path, module in model.named_modules():
-            module.initial = initial = dict(getattr(module, "initial", {}))
-            for kind, p in module.named_parameters(recurse=False):
-                remedy = f"write torch.full({tuple(p.shape) or (1,)}, 0.5) or another number"
-                require(p.dim() > 0, f"{path}.{kind} has no dimensions, one of which FSDP cuts; {remedy}, or use Gain")
-                require(p.nbytes <= p.untyped_storage().nbytes(), f"{path}.{kind} is an expanded view; {remedy}")
-                number = self.filled.get(p.untyped_storage(), ...)
-                require(
-                    kind in initial or number is not ...,
-                    f"{path}.{kind} is set in __init__ to values that a model built in parts cannot keep; "
-                    f'give its module {type(module).__name__} an `initial` = {{"{kind}": Normal(0.02)}}, or a number',
-                )
-                if number is not None:
-                    initial.setdefault(kind, number)
-            for kind, value in initial.items():
-                lost = isinstance(value, Tensor) and value.is_meta
-                require(not lost, f"initial[{kind!r}] of {path} has no values; make this tensor with device='cpu'")
-        for name, _ in model.named_buffers():
-            raise ValueError(f"{name} is a buffer, whose values a model built in parts loses; compute it in forward")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Model
 
 
@@ -1406,15 +1412,15 @@ class Model(Stack):
 
     def __init__(self, cfg: ModelConfig, seed: int | None = None):
         require(cfg.vocab_size > 0, "vocab_size=0 means the data's, and here there is no data; set vocab_size")
-        with OwnValues() as own:
-            super().__init__(cfg)
-            self.wte = with_role(embedding(cfg.vocab_rows, cfg.n_embd), "vocab")
-            self.pos = POSITION[cfg.pos][0](cfg)
-            self.head = with_role(UndrawnLinear(cfg.n_embd, cfg.vocab_rows, bias=cfg.head_bias), "vocab")
-            self.encoder = Stack(cfg.stacks[1]) if cfg.objective == "seq2seq" else None
-            self.chunk_loss, self.n_targets = ops.chunk_loss, None
-            self.tie()
-        own.declare(self)
+        super().__init__(cfg)
+        self.wte = with_role(embedding(cfg, cfg.vocab_rows), "vocab")
+        self.pos = POSITION[cfg.pos][0](cfg)
+        self.head = with_role(UndrawnLinear(cfg.n_embd, cfg.vocab_rows, bias=cfg.head_bias), "vocab")
+        self.head.initial = {"weight": Normal(cfg.init_std), "bias": 0.0}
+        self.encoder = Stack(cfg.stacks[1]) if cfg.objective == "seq2seq" else None
+        self.chunk_loss, self.n_targets = ops.chunk_loss, None
+        self.tie()
+        check_initial(self)
         if not self.wte.weight.is_meta:
             self.init_weights(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
 
@@ -1433,10 +1439,7 @@ class Model(Stack):
         depend only on the seed, the name and the place in the parameter. The number of a sum is left out of the name,
         so a reader starts with the same weights in every block. docs/hacking.md has the table of initial weights."""
         layer, _, kind = name.rpartition(".")
-        module = self.get_submodule(layer)
-        std = getattr(module, "std", self.cfg.init_std)
-        default = Normal(std) if len(shape) > 1 else 0.0 if kind == "bias" else 1.0
-        value = module.initial.get(kind, default)
+        value = self.get_submodule(layer).initial[kind]
         if not isinstance(value, Normal):  # a number, or a tensor of this shape
             part = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
             return torch.as_tensor(value, dtype=torch.float32, device=device).expand(shape)[part].clone()

@@ -261,7 +261,8 @@ def test_a_parameter_without_a_role_is_refused_by_name(role):
 def test_a_scalar_without_a_role_is_refused_with_the_module_for_it():
     net = model.Model(model.ModelConfig(**SIZES))
     attn = net.blocks[1].sums[0].attn
-    attn.scale, attn.gain = torch.nn.Parameter(torch.full((1,), 0.5)), model.Gain(0.5)
+    attn.scale, attn.gain = torch.nn.Parameter(torch.empty(1)), model.Gain(0.5)
+    attn.initial = {"scale": 0.5}
     assert tensor_parallel.sharded_dim(net, "blocks.1.sums.0.attn.gain.weight") is None
     with pytest.raises(
         ValueError, match=r"cut blocks\.1\.sums\.0\.attn\.scale: .* scalar as Gain\(0\.5\), which has a role$"
@@ -354,7 +355,8 @@ def test_values_wider_than_queries_are_refused(monkeypatch):
 
     def mine(cfg, layer):
         heads = Mine(cfg, layer)
-        heads.gain = torch.nn.Parameter(torch.full((1,), 0.5))
+        heads.gain = torch.nn.Parameter(torch.empty(1))
+        heads.initial = {"gain": 0.5}
         return [model.Sum(cfg, attn=heads)]
 
     monkeypatch.setitem(model.BLOCK, "mine", mine)

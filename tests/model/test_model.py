@@ -1568,7 +1568,8 @@ def test_a_module_declares_its_initial_values():
     model = Model(ModelConfig(**TINY, bias=True), seed=1)
     first, second = model.blocks[0].sums
     others = {n: p.clone() for n, p in model.named_parameters() if "blocks.0." not in n}
-    first.before.initial, second.mlp.up.initial = {"weight": 0.5}, {"weight": M.Normal(3.0, zero=2, period=8)}
+    first.before.initial = {"weight": 0.5, "bias": 0.0}
+    second.mlp.up.initial = {"weight": M.Normal(3.0, zero=2, period=8), "bias": 0.0}
     model.init_weights(1)
     assert (first.before.weight == 0.5).all() and (first.before.bias == 0).all()
     up = second.mlp.up.weight.view(16, 8, 32)

@@ -1,0 +1,159 @@
+"""A module says what its parameters begin with. Whoever forgets it, or writes values instead, is refused by name."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import ROOT, refused
+from ranks import launch
+from torch import nn
+
+import model as M
+from configurator import Config
+from engine.parallel import ranks as parallel
+from engine.parallel.sharded import ShardedModel
+from model import Model, ModelConfig
+
+SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 16, "block_size": 8, "vocab_size": 32}
+KEPT = {  # what a module does in its __init__ -> the parameter that it gets, and the number that fills it
+    "m.own = nn.Parameter(torch.empty(4)); m.initial = {'own': 0.5}": ("own", 0.5),
+    "m.own = nn.Parameter(torch.rand(4, 4)); m.initial = {'own': 2.0}": ("own", 2.0),
+    "m.own = nn.Parameter(torch.empty(2, 4)); m.initial = {'own': M.Normal(0.0)}": ("own", 0.0),
+    "m.gate = M.Linear(m.cfg, 16, 4, 'into'); m.gate.initial = {'weight': 0.0}": ("gate.weight", 0.0),
+    "m.ln = M.RMSNorm(16)": ("ln.weight", 1.0),
+    "m.ln = nn.LayerNorm(16); m.ln.initial = {'weight': 0.5, 'bias': 0.0}": ("ln.weight", 0.5),
+    "m.act = nn.PReLU(); m.act.initial = {'weight': 0.25}": ("act.weight", 0.25),
+    "m.emb = nn.Embedding(4, 16); m.emb.initial = {'weight': M.Normal(0.0)}": ("emb.weight", 0.0),
+    "m.conv = nn.Conv1d(16, 16, 3); m.conv.initial = {'weight': M.Normal(0.02), 'bias': 0.5}": ("conv.bias", 0.5),
+}
+UNDECLARED = {  # -> the parameter that the error names, and its module
+    "m.own = nn.Parameter(torch.full((4,), 0.5))": ("own", "Mine"),
+    "m.own = nn.Parameter(0.1 * torch.randn(4, 4))": ("own", "Mine"),
+    "m.ln = nn.LayerNorm(16)": ("ln.weight", "LayerNorm"),
+    "m.emb = nn.Embedding(4, 16)": ("emb.weight", "Embedding"),
+    "m.conv = nn.Conv1d(16, 16, 3)": ("conv.weight", "Conv1d"),
+}
+WRITTEN = {
+    "nn.init.normal_(m.out.weight, std=0.01)": ("out.weight", "Linear"),
+    "m.gate = M.Linear(m.cfg, 16, 4, 'into'); nn.init.zeros_(m.gate.weight)": ("gate.weight", "Linear"),
+    "m.gate = M.Linear(m.cfg, 16, 4, 'into'); nn.init.zeros_(m.gate.weight[:2])": ("gate.weight", "Linear"),
+    "m.gate = copy.deepcopy(m.out); nn.init.eye_(m.gate.weight)": ("gate.weight", "Linear"),
+    "m.ln = M.LayerNorm(16); nn.init.zeros_(m.ln.weight)": ("ln.weight", "LayerNorm"),
+    "m.own = nn.Parameter(torch.zeros(4)); m.initial = {'own': 0.0}; m.own += 1": ("own", "Mine"),
+}
+
+
+def use(line: str):
+    """The heads of the standard block do what the line says, as the last step of their __init__."""
+
+    class Mine(M.Pool):
+        def __init__(self, cfg, layer):
+            super().__init__(cfg, layer)
+            self.cfg = cfg
+            with torch.no_grad():
+                exec(line, {"m": self, "M": M, "nn": nn, "torch": torch, "copy": copy})
+
+    M.BLOCK["standard"] = lambda cfg, layer: [
+        M.Sum(cfg, attn=Mine(cfg, layer)),
+        M.Sum(cfg, mlp=M.Pool(cfg, layer, M.READER["p"])),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def blocks(monkeypatch):
+    monkeypatch.setattr(M, "BLOCK", dict(M.BLOCK))
+
+
+def in_parts(cfg: ModelConfig) -> Model:
+    """The model as engine/ builds it: without memory, and then filled."""
+    with torch.device("meta"):
+        net = Model(cfg)
+    net.to_empty(device="cpu").tie()
+    for p in net.parameters():
+        p.data.fill_(torch.nan)
+    net.init_weights(5)
+    return net
+
+
+@pytest.mark.parametrize("line", KEPT)
+def test_declared_values_are_kept(line):
+    name, value = KEPT[line]
+    without = Model(ModelConfig(**SIZES), 5).state_dict()
+    use(line)
+    whole, parts = Model(ModelConfig(**SIZES), 5).state_dict(), in_parts(ModelConfig(**SIZES)).state_dict()
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
+    assert (whole[f"blocks.0.sums.0.attn.{name}"] == value).all()
+    assert all(torch.equal(whole[key], without[key]) for key in without)
+
+
+@pytest.mark.parametrize("build", [Model, in_parts], ids=["whole", "parts"])
+@pytest.mark.parametrize("line", [*UNDECLARED, *WRITTEN])
+def test_other_values_are_refused_by_name(line, build):
+    name, kind = (UNDECLARED | WRITTEN)[line]
+    use(line)
+    with pytest.raises(ValueError) as error:
+        build(ModelConfig(**SIZES))
+    said, last = str(error.value), name.rpartition(".")[2]
+    assert said.startswith(f"blocks.0.sums.0.attn.{name} ") and kind in said
+    assert f'initial = {{"{last}": ' in said and ("is written in __init__" in said) == (line in WRITTEN)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("m.own = nn.Parameter(torch.tensor(0.5)); m.initial = {'own': 0.5}", r"own has no dimensions, .* \(1,\)$"),
+        ("m.register_buffer('seen', torch.ones(8, 8).tril())", "seen is a buffer, .* compute it in forward$"),
+    ],
+)
+def test_what_cannot_be_a_parameter_is_refused_by_name(line, said):
+    use(line)
+    for build in (Model, in_parts):
+        with pytest.raises(ValueError, match=r"^blocks\.0\.sums\.0\.attn\." + said):
+            build(ModelConfig(**SIZES))
+
+
+def test_a_declared_tensor_needs_values():
+    use("m.own = nn.Parameter(torch.empty(4)); m.initial = {'own': torch.linspace(0, 1, 4)}")
+    whole = Model(ModelConfig(**SIZES), 5)
+    assert whole.blocks[0].sums[0].attn.own.tolist() == torch.linspace(0, 1, 4).tolist()
+    with pytest.raises(
+        ValueError, match=r"^initial\['own'\] of blocks\.0\.sums\.0\.attn has no values; .*device='cpu'"
+    ):
+        in_parts(ModelConfig(**SIZES))
+    use("m.own = nn.Parameter(torch.empty(4)); m.initial = {'own': torch.linspace(0, 1, 4, device='cpu')}")
+    assert torch.equal(in_parts(ModelConfig(**SIZES)).blocks[0].sums[0].attn.own, whole.blocks[0].sums[0].attn.own)
+
+
+def test_train_py_refuses_in_one_line(run, capsys):
+    use("m.own = nn.Parameter(torch.rand(4))")
+    line = refused(lambda flags: run(*flags), ["--max_iters=1", "--warmup_iters=0"], capsys)
+    assert "blocks.0.sums.0.attn.own" in line
+
+
+def of_shards():
+    """On each rank: the shards that FSDP makes are parts of the whole model, own values too."""
+    use("m.own = nn.Parameter(torch.empty(4, 16)); m.initial = {'own': 0.5}; m.out.initial = {'weight': 0.0}")
+    cfg = Config(**SIZES, parallel="fsdp", device="cpu", dtype="float32", gradient_accumulation_steps=2)
+    whole = Model(cfg, cfg.seed).state_dict()
+    sharded = ShardedModel(cfg, parallel.join(cfg))
+    sharded.init_weights(cfg.seed)
+    for name, p in sharded.model.named_parameters():
+        assert torch.equal(p.full_tensor(), whole[name]), name
+    assert (whole["blocks.0.sums.0.attn.own"] == 0.5).all() and (whole["blocks.0.sums.0.attn.out.weight"] == 0).all()
+
+
+def test_shards_have_the_same_values(tmp_path):
+    launch(2, of_shards, tmp_path)
+
+
+def test_no_model_needs_the_compiler():
+    """Importing torch._dynamo takes seconds, and drawing on the meta device does it."""
+    program = f"""
+import sys, torch, model
+for device in ("cpu", "meta"):
+    with torch.device(device):
+        model.Model(model.ModelConfig(**{SIZES}))
+sys.exit("torch._dynamo" in sys.modules)"""
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
