@@ -251,6 +251,25 @@ def parse(cls: type[T], argv: list[str] | None = None, doc: str = "") -> T:
     return resolve(cls, read_flags(cls, argv, doc))
 
 
+def parse_positional(cls: type[T], names: str, argv: list[str] | None = None, doc: str = "") -> tuple[list[str], T]:
+    """As parse, for a command that reads no config files: (its positional arguments, its flags).
+
+    `names` describes the positional arguments, such as "export RUN DIR". A word of small letters stands for itself, and
+    three dots after the last name mean one or more.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    given = [arg for arg in argv if not arg.startswith("-")]
+    cfg = parse(cls, [arg for arg in argv if arg.startswith("-")], doc)
+    wanted = names.split()
+    if names.endswith("..."):
+        wanted += wanted[-1:] * (len(given) - len(wanted))
+    fits = len(given) == len(wanted)
+    for name, arg in zip(wanted, given, strict=False):
+        fits = fits and (name.isupper() or name == arg)
+    require(fits, f"expected {names}, not {printable(' '.join(given)) or 'nothing'}; --help says what they are")
+    return given, cfg
+
+
 def read_flags(cls: type, argv: list[str] | None = None, doc: str = "") -> Given:
     """The first half of parse: reads what files and arguments set, each flag for itself."""
     argv = sys.argv[1:] if argv is None else argv

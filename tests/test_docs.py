@@ -75,7 +75,7 @@ def test_modules_that_are_started_with_m_are_programs():
     files = [*PAGES, ROOT / "Makefile", *ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]
     started = re.compile(r"-m[\s\\\"',]+((?:data|engine|tools)[.]\w+(?:[.]\w+)*)")
     named = {name for file in files for name in started.findall(file.read_text(encoding="utf-8"))}
-    assert len(named) > 8
+    assert len(named) > 4
     for name in named:
         path = ROOT / name.replace(".", "/")
         program = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")

@@ -1,18 +1,20 @@
-"""Writes the weights of a checkpoint to one file.
+"""Writes the weights of a training run, or of one of its checkpoints, to one safetensors file.
 
-Usage: python -m engine.checkpoint consolidate OUT_DIR FILE.safetensors [--which=best]
+python -m engine.checkpoint consolidate OUT_DIR FILE [--which=best]         # FILE is such as model.safetensors
 """
 
 import json
 import math
 import shutil
 import signal
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from data.command import Parser
+from configurator import parse_positional
 from data.errors import command, printable, require, user_errors
 from data.files import amount, fsync
 from engine.checkpoint import contents
@@ -20,16 +22,19 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint.contents import own_part
 
 
+@dataclass
+class ConsolidateConfig:
+    """The flags of consolidate."""
+
+    # --- checkpoint
+    which: Literal["latest", "best"] = "latest"  # which checkpoint of the run
+
+
 def main(argv: list[str] | None = None):
     with user_errors():
-        parser = Parser(__doc__)
-        parser.add_argument("command", choices=["consolidate"])
-        parser.add_argument("out_dir", help="a training run, or one of its checkpoints")
-        parser.add_argument("file", help="the file to write, such as model.safetensors")
-        parser.add_argument("--which", choices=("latest", "best"), default="latest", help="checkpoint to read")
-        args = parser.parse_args(argv)
-        path = consolidate(args.out_dir, args.file, args.which)
-        print(f"{printable(args.file)}: the weights of {printable(path)}")
+        (_, out_dir, file), options = parse_positional(ConsolidateConfig, "consolidate OUT_DIR FILE", argv, __doc__)
+        path = consolidate(out_dir, file, options.which)
+        print(f"{printable(file)}: the weights of {printable(path)}")
 
 
 def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") -> Path:

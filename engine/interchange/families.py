@@ -400,4 +400,4 @@ def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family
     _, name, wrong = min(misses, default=(0, "any", ["block"]))
     values = " and ".join(f"{flag}={getattr(cfg, flag)}" for flag in wrong)
     fact = f"no family of Hugging Face has {values} (the nearest is {name}{also})"
-    raise ValueError(f"{fact}; export with --remote-code, which writes model.py beside the weights")
+    raise ValueError(f"{fact}; export with --remote_code=True, which writes model.py beside the weights")

@@ -45,7 +45,7 @@ CODE = (ROOT / "model.py", ROOT / "ops.py", Path(__file__).with_name("modeling_s
 
 
 class Own(Family):
-    """Exports with --remote-code: model.py itself is the architecture, with our flags and our names."""
+    """Exports with --remote_code=True: model.py itself is the architecture, with our flags and our names."""
 
     def flags(self, config: dict) -> dict:
         require(type(config.get("flags")) is dict, f"there are no flags of a superblock; {AGAIN}")

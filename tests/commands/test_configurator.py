@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ranks import command
 
 import configurator
-from configurator import Config, Given, documented, dump, parse, read_flags, resolve, usage
+from configurator import Config, Given, documented, dump, parse, parse_positional, read_flags, resolve, usage
 from data.errors import user_errors
 from model import PLACEMENT, Model
 
@@ -202,6 +202,28 @@ def test_strings_on_the_command_line(text, form):
 def test_values_on_the_command_line(argument, name, value):
     got = getattr(parse(Sampling, [argument]), name)
     assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    "names, given, fits",
+    [
+        ("show DIR", "show a=b", True),
+        ("show DIR", "show", False),
+        ("show DIR", "show a b", False),
+        ("show DIR", "hide a", False),
+        ("DIR...", "a", True),
+        ("DIR...", "a b c", True),
+        ("DIR...", "", False),
+    ],
+)
+def test_positional_arguments(names, given, fits):
+    argv = ["--num_samples=3", *given.split()]
+    if fits:
+        words, flags = parse_positional(Sampling, names, argv)
+        assert words == given.split() and flags.num_samples == 3
+    else:
+        with pytest.raises(ValueError, match=f"expected {names}, not {given or 'nothing'}; --help"):
+            parse_positional(Sampling, names, argv)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -475,7 +475,7 @@ def test_exports_of_every_family_keep_the_ids(folder, tmp_path, family, flags, k
         write_json(tmp_path / "config.json", {"model_type": family})
         assert not same_ids(tmp_path, tokenizer)
         if flags.get("window_pattern"):
-            words = r"no family of Hugging Face has window_pattern=LLS .*qwen2 would fit, but .*ids.*--remote-code"
+            words = r"no family of Hugging Face has window_pattern=LLS .*qwen2 would fit, but .*ids.*--remote_code=True"
             with pytest.raises(ValueError, match=words):
                 choose(cfg, tokenizer)
             return

@@ -249,7 +249,7 @@ def test_the_first_family_that_expresses_the_flags(hf, tmp_path, family, tokeniz
     ],
 )
 def test_no_family(flags, words):
-    with pytest.raises(ValueError, match=f"no family of Hugging Face has .*{words}.*--remote-code"):
+    with pytest.raises(ValueError, match=f"no family of Hugging Face has .*{words}.*--remote_code=True"):
         choose(ModelConfig(n_layer=4, n_head=4, n_embd=32, block_size=T, vocab_size=V, **flags))
 
 
@@ -750,7 +750,7 @@ def test_export_of_a_run(hf, trained, tmp_path, capsys):
 
 
 def test_remote_code(hf, trained, tmp_path, modules_cache):
-    export(trained, tmp_path / "out", "--remote-code", "--dtype=float16")
+    export(trained, tmp_path / "out", "--remote_code=True", "--dtype=float16")
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["eos_token_id"] == 256 and config["flags"]["n_embd"] == 16
     reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
