@@ -52,6 +52,7 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
 RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "num_beams": 1,
     "length_penalty": 1.0,
+    "spike_action": "skip",
 }
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
 CONSTANTS = {"true": True, "false": False}
@@ -110,7 +111,6 @@ class Config(ModelConfig):
     balance_rate: float = 0.001  # step of the biases of experts that are read too rarely or too often
     skip_nonfinite: bool = False  # leave out a step whose gradient is not finite, instead of stopping
     spike_factor: float = 0.0  # leave out a step whose gradient norm is above so many times the recent median, 0 = off
-    spike_action: Literal["skip", "rollback"] = "skip"  # leave out the spike's step, or all since the last checkpoint
     # --- schedule
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd = constant, then linear to min_lr
     warmup_iters: int = 2000  # steps over which the learning rate rises from 0
@@ -147,7 +147,6 @@ class Config(ModelConfig):
         "span_length": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
         "fp32_residual": (lambda c: c.dtype != "float32", "dtype other than float32"),
         **dict.fromkeys(("profile_steps", "log_ranks"), (lambda c: not c.eval_only, "eval_only=False")),
-        "spike_action": (lambda c: c.spike_factor > 0, "spike_factor > 0"),
         "cooldown_iters": (lambda c: c.schedule == "wsd", "schedule=wsd"),
         "lr_decay_iters": (lambda c: c.schedule != "constant", "schedule other than constant"),
         "min_lr": (lambda c: c.schedule != "constant", "schedule other than constant"),

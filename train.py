@@ -24,7 +24,6 @@ if __name__ == "__main__":
 import gc
 import itertools
 import math
-from collections import Counter
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -57,7 +56,6 @@ from model import Model
 from ops import wide_stream
 
 COLLECT = 100  # steps between collections of Python's garbage, in the same steps on all ranks
-ROLLBACKS = 10  # to one checkpoint, before the run ends
 NEVER = torch.iinfo(torch.int64).max  # larger than the number of any step
 
 
@@ -103,10 +101,7 @@ def train(run: "Run"):
 
         lr = optim.learning_rate(run.step, cfg)
         run.profile.next()
-        made = run.train_step(lr)
-        if made is None:  # the run went back to its last checkpoint
-            continue
-        loss, grad_norm = made
+        loss, grad_norm = run.train_step(lr)
         if run.step % run.log_interval == 0:
             run.log(loss, lr, grad_norm)
         run.step += 1
@@ -182,16 +177,19 @@ class Run:
         self.sharded = self.stepper.sharded
         self.step, self.samples, self.skipped = state["step"], state["samples"], state["skipped"]
         self.stored_flags, self.spikes = state["flags"], Spikes(cfg.spike_factor, state.get("norms", []))
-        self.rollbacks: Counter[int] = Counter()  # how often the run went back to the checkpoint of each step
         self.first_bad_step = torch.full((), NEVER, device=ranks.device)  # whose gradient was not finite
         self.graphs_of_first_step = None
         self.log_interval = log_interval(cfg, ranks.device)
 
         cleanup.callback(gc.enable)
         cleanup.callback(gc.unfreeze)
-        self.objective = objective
-        self.open_loader()
-        cleanup.callback(lambda: self.loader.close())  # otherwise Python's exit waits for ever for its thread
+        micro_steps = map(self.stepper.micro_steps, itertools.count(self.step))
+        self.loader = Loader(
+            self.streams["train"], objective, cfg.batch_size, micro_steps, ranks.data_rank, ranks.data_size,
+            cfg.seed, ranks.device, start=self.samples,
+        )  # fmt: skip
+        cleanup.callback(self.loader.close)  # otherwise Python's exit waits for ever for its thread
+        self.batches = data_errors_end_the_run(self.loader)
         with writing(cfg.out_dir):
             self.metrics = self.open_metrics(cleanup)
         self.stragglers = Stragglers(ranks) if cfg.log_ranks else None
@@ -204,15 +202,6 @@ class Run:
         self.text_sample = writes and partial(text_sample, ranks, self.sharded.model, tokenizer, self.streams["val"])
         step = self.step if cfg.init_from == "resume" else None
         self.checkpoints = Checkpoints(cfg, ranks, self.stop, self.metrics, step, state["best_val_loss"])
-
-    def open_loader(self):
-        """Make the loader; `batches` begins with those of the next step."""
-        micro_steps, ranks = map(self.stepper.micro_steps, itertools.count(self.step)), self.ranks
-        self.loader = Loader(
-            self.streams["train"], self.objective, self.cfg.batch_size, micro_steps, ranks.data_rank, ranks.data_size,
-            self.cfg.seed, ranks.device, start=self.samples,
-        )  # fmt: skip
-        self.batches = data_errors_end_the_run(self.loader)
 
     def open_metrics(self, cleanup: ExitStack) -> Silent:
         """The metrics of the first rank, which also writes the flags and the tokenizer; nothing on other ranks."""
@@ -283,9 +272,8 @@ class Run:
             self.checkpoints.best_loss = val_loss
         return val_loss if is_best else None, worth_saving
 
-    def train_step(self, lr: float) -> tuple[Tensor, Tensor] | None:
-        """One optimizer step at this learning rate; returns (this rank's mean loss, gradient norm), or None if the run
-        went back to its last checkpoint instead."""
+    def train_step(self, lr: float) -> tuple[Tensor, Tensor]:
+        """One optimizer step at this learning rate; returns (this rank's mean loss, gradient norm)."""
         cfg, ranks, stepper = self.cfg, self.ranks, self.stepper
         stepper.optimizer.set_lr(lr)
         loss, grad_norm = stepper.backward(self.batches, self.step), stepper.clip()
@@ -298,50 +286,29 @@ class Run:
             # Reading the value makes the host wait for a GPU, so it is read only in steps that are logged.
             if self.step % self.log_interval == 0 or ranks.device.type == "cpu":
                 self.check_finite()
-        skip, spike = cfg.skip_nonfinite and not finite, None
-        if cfg.spike_factor and math.isfinite(norm := grad_norm.item()):  # the host waits for a GPU
-            if spike := self.spikes.ratio(norm):
-                skip = True
-                self.metrics.say(
-                    f"step {self.step} is left out: the norm of its gradient, {norm:.3g}, is {spike:.1f} times the "
-                    "median of the last ones"
-                )
+        skip = cfg.skip_nonfinite and not finite
+        if cfg.spike_factor and self.is_spike(grad_norm.item()):  # the host waits for a GPU
+            skip = True
         self.skipped += skip
         stepper.update(skip)
         self.samples += cfg.samples(self.step)
-        if spike and cfg.spike_action == "rollback" and self.roll_back():
-            return None
         if ranks.compile and self.graphs_of_first_step is None:
             self.graphs_of_first_step = compilation.graphs()
             for cause in compilation.graph_breaks():
                 self.metrics.say(f"warning: torch.compile leaves a part of each step uncompiled: {cause}")
         return loss, grad_norm
 
-    def roll_back(self) -> bool:
-        """Go back to the last checkpoint, and on with the samples after those that were read; returns whether there is
-        a checkpoint."""
-        self.checkpoints.wait()
-        saved = self.checkpoints.last_written_step
-        if saved is None:
-            self.metrics.say("there is no checkpoint yet to go back to")
+    def is_spike(self, norm: float) -> bool:
+        """Whether a step with this gradient norm is left out as a spike, which a line says then."""
+        if not math.isfinite(norm):
             return False
-        self.rollbacks[saved] += 1
-        if self.rollbacks[saved] > ROLLBACKS:
-            self.checkpoints.fail(
-                f"after {ROLLBACKS} rollbacks to step {saved} there is a spike again; lower --learning_rate, or leave "
-                "out single steps with --spike_action=skip"
-            )
-        with self.metrics.paused(), user_errors():
-            state = run_state.restore(self.cfg, self.ranks, self.sharded, self.stepper.optimizer)
-            run_state.restore_scaler(self.stepper.scaler, state["scaler"], self.cfg.out_dir)
-            left_out, came_from = self.samples - state["samples"], self.step
-            self.step, self.spikes.norms = state["step"], state.get("norms", [])
-            self.checkpoints.last_queued_step = self.step  # a later one that failed is due again
-            self.loader.close()
-            self.open_loader()
-            with self.checkpoints.handle_write_errors():
-                self.metrics.roll_back(self.step, {"from_step": came_from, "samples_left_out": left_out})
-        self.metrics.say(f"back to step {self.step}; the {left_out:,} samples read since then are left out")
+        times = self.spikes.ratio(norm)
+        if times is None:
+            return False
+        self.metrics.say(
+            f"step {self.step} is left out: the norm of its gradient, {norm:.3g}, is {times:.1f} times the median of "
+            "the last ones"
+        )
         return True
 
     def check_finite(self):

@@ -210,7 +210,7 @@ class Silent:
     def log(self, *args, **figures):
         """Does nothing."""
 
-    norms = evaluation = sample = say = close = roll_back = ranks = log
+    norms = evaluation = sample = say = close = ranks = log
 
     def paused(self) -> AbstractContextManager:
         return nullcontext()
@@ -233,30 +233,15 @@ class Metrics(Silent):
         folder = Path(out_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.events = folder / "metrics.jsonl", Events(folder)
-        self._begin(step)
+        truncate_metrics(self.path, step)
+        self.file, self.steps = open(self.path, "a"), step
+        self.events.begin(step)
         self.loggers = [self.events, *([Wandb(folder, flags)] if flags.get("wandb_log") else [])]
         self.console, self.tokens = Console(max_iters), tokens
         self.flops_per_token, self.peak, self.device = flops_per_token, peak, device
         self.synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
         self.events.hparams(flags)
         self.since = self.sampled = time.perf_counter()  # start of the interval to the next log, end of the last sample
-
-    def _begin(self, step: int):
-        """Removes the lines of `step` and later; the next ones follow."""
-        truncate_metrics(self.path, step)
-        self.file, self.steps = open(self.path, "a"), step
-        self.events.begin(step)
-
-    def roll_back(self, step: int, figures: dict[str, float]):
-        """Begins again at `step`, with a line of kind rollback."""
-        old, made = self.file, figures["from_step"] + 1 - self.steps  # steps since the last logged one
-        try:
-            with writing(self.path):
-                self._begin(step)
-            old.close()
-        finally:
-            self.steps = step - made  # so that the next line's time is divided by all steps since the last one
-        self.write(step, "rollback", figures)
 
     def log(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int, epoch=None, skipped: int = 0):
         """Logs step `step`: loss in nats; tokens, skipped steps and epoch (or epoch per source) since the start."""

@@ -932,13 +932,6 @@ FAULTS = [
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[ep+cp]",
     ),
     (
-        "train.py",
-        'self.step, self.spikes.norms = state["step"], state.get("norms", [])',
-        'self.step = state["step"]',
-        "After a rollback the norms of the steps that were undone still count, so a resume finds other spikes.",
-        "tests/training/test_train.py::test_a_spike_rolls_back",
-    ),
-    (
         "configurator.py",
         "for n, end in self.ramp if step < end",
         "for n, end in self.ramp if step <= end",

@@ -134,13 +134,6 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "20 steps": ["--pos=rope", "--max_iters=20"],
         "llama, kept": [*GATED, *MUON, "--fsdp_reshard=False"],
         "spikes": ["--spike_factor=1.01", "--max_iters=30"],
-        "rollback": [
-            "--spike_factor=1.04",
-            "--spike_action=rollback",
-            "--save_interval=20",
-            "--max_iters=30",
-            "--batch_ramp=2:23",
-        ],
         "ramp": ["--batch_ramp=2:1,6:3", "--max_iters=4", *MUON],
         "layers": LAYERS,
         "offloaded": ["--fsdp_offload=True", "--activation_checkpoint=full"],

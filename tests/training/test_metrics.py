@@ -414,29 +414,3 @@ def test_wandb_keeps_the_losses_of_a_run(run, monkeypatch):
         if "train/loss" in items:
             found[int(items["_step"])] = items["train/loss"]
     assert found == {row["step"]: row["loss"] for row in lines(out) if row["kind"] == "train"} and len(found) == 4
-
-
-def test_the_time_of_a_step_after_a_rollback(tmp_path, monkeypatch):
-    """That of all steps since the last logged one: 1 to 5, and step 0 again. A file that cannot be cut leaves the
-    metrics as they are."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    out = open_metrics(tmp_path)
-    now[0] = 1.0
-    out.log(0, 1.0, 1e-3, 0.5, tokens=10)
-    now[0] = 7.0
-    out.roll_back(0, {"from_step": 5})
-    now[0] = 8.0
-    out.log(0, 1.0, 1e-3, 0.5, tokens=80)
-    assert lines(tmp_path)[-1]["ms_per_step"] == pytest.approx(1000 * 7 / 6)
-
-    def full(path, step):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(engine.metrics, "truncate_metrics", full)
-    with pytest.raises(OSError, match="No space left"):
-        out.roll_back(0, {"from_step": 1})
-    now[0] = 9.0
-    out.log(0, 1.0, 1e-3, 0.5, tokens=100)
-    assert lines(tmp_path)[-1]["tokens"] == 100
-    out.close()

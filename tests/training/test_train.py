@@ -675,54 +675,6 @@ def test_a_spike_is_left_out(run, monkeypatch, capsys):
     assert losses(folder) == before
 
 
-def test_a_spike_rolls_back(run, monkeypatch, capsys):
-    """After the spike of step 25, the run goes on from the checkpoint of step 20 as a run that resumes it and reads the
-    samples after the spike's. Steps 25 and 33 spike, the latter in the second round; killed in between, the run does
-    the same again. A spike before the first checkpoint is left out, and too many of them end the run."""
-    plain, calls, spikes = model.Model.loss, [], {25, 39}
-
-    def loss(self, x, targets):
-        calls.append(self.training)
-        return plain(self, x, targets) * (1000.0 if (sum(calls) - 1) // 2 in spikes else 1.0)
-
-    monkeypatch.setattr(model.Model, "loss", loss)
-    flags = ["--save_interval=10", "--keep_last=9", "--dropout=0.1", "--spike_factor=10.0", "--spike_action=rollback"]
-    folder = run(*flags)
-    said = capsys.readouterr().out
-    assert re.findall(r"back to step (\d+); the (\d+) samples", said) == [("20", "48"), ("30", "32")], said
-    rows = [row for row in metrics(folder) if row["kind"] == "rollback"]
-    assert [(row["step"], row["from_step"], row["samples_left_out"]) for row in rows] == [(20, 25, 48), (30, 33, 32)]
-    tokens = [row["tokens"] // 128 for row in metrics(folder) if "lr" in row]
-    assert tokens == [*range(1, 21), *range(27, 37), *range(41, 51)]
-    assert load(folder)[1]["norms"] == [row["grad_norm"] for row in metrics(folder) if "lr" in row]
-
-    calls[:], before = [True] * 20 * 2, losses(folder)
-    for step in (30, 40):
-        shutil.rmtree(folder / f"step_000000{step}")
-    for pointer in ("latest", "best"):
-        (folder / pointer).write_text("step_00000020\n")
-    run(*flags, "--init_from=resume")
-    assert losses(folder) == before
-
-    monkeypatch.setattr(model.Model, "loss", plain)
-    for last, samples in ((20, 26 * 8), (30, 40 * 8), (40, 50 * 8)):
-        how = [f"--max_iters={last}", "--lr_decay_iters=40", *["--init_from=resume"] * (last > 20)]
-        by_hand = run(*flags[:3], *how, out="by hand")
-        file = by_hand / f"step_000000{last}" / "state.json"
-        state = json.loads(file.read_text())
-        file.write_text(json.dumps(state | {"samples": samples}))
-    assert [line for line in losses(by_hand) if len(line) == 5] == [line[:5] for line in before if len(line) > 4]
-
-    monkeypatch.setattr(model.Model, "loss", loss)
-    calls[:], spikes = [], {22}
-    run(*flags, "--save_interval=30", "--eval_interval=0", out="early")
-    assert "there is no checkpoint yet" in capsys.readouterr().out
-    calls[:], spikes = [], set(range(32, 1000))
-    with pytest.raises(SystemExit) as stopped:
-        run(*flags, "--save_interval=30", "--eval_interval=0", out="often")
-    assert stopped.value.code == 1 and "after 10 rollbacks to step 30" in capsys.readouterr().err
-
-
 def test_the_batch_grows(run, tmp_path):
     """A run with batch_ramp is the run whose number of micro-batches is changed by hand, also where it resumes."""
     common = ["--lr_decay_iters=40", "--eval_interval=40"]
