@@ -3,13 +3,14 @@
 # make mutants: do the tests see faults that are planted in the code? Some minutes.
 # make interop: an export in a task of lm-eval, and a run in wandb. Both packages have an environment of their own.
 # make baselines: the table of docs/baselines.md: blocks with tuned learning rates, two hours; a stopped call goes on.
+# make gpu: on a machine with a GPU: is all computed as on the CPU in float64?
 # All need only a Python >= 3.10 with pip, write nothing outside this folder but caches, and skip what is already done.
 
 PYTHON ?= python3
 BIN := .venv/bin
 RUN := out/pycode
 
-.PHONY: train test quick slow mutants baselines interop clean
+.PHONY: train test quick slow mutants baselines gpu interop clean
 
 train: .venv/ready data/pycode/meta.json
 	$(BIN)/python train.py config/train_pycode.py --out_dir=$(RUN) --init_from=$(if $(wildcard $(RUN)/latest),resume,scratch)
@@ -30,6 +31,9 @@ quick: .venv/ready-test
 
 baselines: .venv/ready-test data/pycode/meta.json
 	$(BIN)/python -m tools.baselines
+
+gpu: .venv/ready-test
+	$(BIN)/python -m pytest -m gpu --device=cuda
 
 slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow

@@ -44,8 +44,23 @@ def pytest_collection():
         gc.set_threshold(20_000, 50, 100)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="of the tests with the marker gpu")
+
+
 def pytest_configure(config):
     os.fsync = os.fstat  # fails too if the handle is closed, and does not wait: no test takes the power away
+
+
+@pytest.fixture
+def device(request, monkeypatch) -> torch.device:
+    """The device of the option --device, which multiplies float32 without TF32."""
+    kind = request.config.option.device
+    if kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("--device=cuda: torch finds no GPU here; nvidia-smi may say why")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as --deterministic=True asks, before CUDA starts
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return torch.device(kind)
 
 
 @pytest.fixture(scope="session")

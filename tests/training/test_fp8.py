@@ -92,6 +92,20 @@ def test_products_and_gradients_are_those_of_float64_but_for_the_rounding_of_the
         assert error.max() > 1e-3 * limit.max()  # it was rounded at all
 
 
+@pytest.mark.gpu
+def test_products_of_a_device(device):
+    """In bfloat16, as CUDA multiplies rows. Both factors have three bits of mantissa, so CPUs err by 3.7 %."""
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no products in float8")
+    torch.manual_seed(3)
+    x, weight, grad = (torch.randn(shape, dtype=torch.float64) for shape in ((512, 768), (256, 768), (512, 256)))
+    leaves = [t.to(device, torch.bfloat16).requires_grad_() for t in (x, weight)]
+    y = fp8.Product.apply(*leaves)
+    dx, dw = torch.autograd.grad(y, leaves, grad.to(y))
+    for got, exact in ((y, x @ weight.T), (dx, grad @ weight), (dw, grad.T @ x)):
+        assert (got.cpu().double() - exact).norm() < 0.06 * exact.norm()
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer(bias, dtype):

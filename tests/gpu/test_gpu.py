@@ -1,0 +1,243 @@
+"""What a device computes, against float64 on the CPU: attention, models, losses, optimizers, compiled runs, FSDP,
+layouts, checkpoints and sampling.
+
+    python -m pytest -m gpu --device=cuda     # on a machine with a GPU; make gpu also measures the speed
+    python -m pytest -m gpu                   # on this CPU, as make test does: a rehearsal
+"""
+
+from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from families import BLOCKS, FAMILIES, OBJECTIVES
+from helpers import distance, losses
+from test_model import documents, naive_attention, spy_on_kernels
+from torch import Tensor
+
+import sample
+from configurator import Config, parse
+from data.loader import document_starts
+from engine import optim
+from engine.decode import generate
+from engine.parallel.ranks import Ranks, make_mesh
+from engine.parallel.sharded import local, shard
+from model import Model
+from ops import Mask, attention, boundaries
+
+pytestmark = pytest.mark.gpu
+CPU = torch.device("cpu")
+SHORT = ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1"]
+SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=32", "--vocab_size=61"]
+# bfloat16 has 8 bits, and CPUs stay within 2.2 * 2^-8. If a derivative has a step, as ReLU's has, rounding moves some
+# inputs across the step, so whole models err more.
+FLOAT32, BFLOAT16, BFLOAT16_OF_MODELS = 1e-4, 8 * 2**-8, 32 * 2**-8
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def assert_near(got: dict[str, Tensor], exact: dict[str, Tensor], limit: float):
+    """The norm of each tensor's error is below `limit` times its norm, or times 1 % of the largest norm if that is
+    more."""
+    largest = max(x.detach().norm().item() for x in exact.values())
+    for name, x in exact.items():
+        size = max(x.detach().norm().item(), 0.01 * largest)
+        error = (got[name].detach().cpu().double() - x.detach()).norm().item() / size
+        assert error < limit, f"{name} errs by {error:.1e} of its size; {limit:.1e} is allowed"
+
+
+USUAL = {"causal": True, "window": 0, "docs": False, "slots": 0, "queries": 160, "softcap": 0.0}  # of 160 keys
+ATTENTION = {  # case -> (its kernel on a CPU, on CUDA in float32 and on CUDA in bfloat16; what differs from USUAL)
+    "causal": ("full full full", {}),
+    "all keys": ("full full full", {"causal": False}),
+    "last token": ("full full full", {"queries": 1}),
+    "window": ("window window flash", {"window": 50}),
+    "after a cache": ("joined strips flash", {"queries": 60}),
+    "documents": ("strips strips varlen", {"docs": True}),
+    "documents in a window": ("strips strips varlen", {"docs": True, "window": 50, "causal": False}),
+    "slots": ("joined strips joined", {"slots": 6}),
+    "slots and documents": ("strips strips joined", {"slots": 6, "docs": True}),
+    "softcap": ("naive naive naive", {"softcap": 2.0, "window": 50}),
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_equals_the_equations(name, heads, dtype, device, monkeypatch):
+    """Results and gradients of each kernel, for 4 heads of queries and so many heads of keys."""
+    kernels, options = ATTENTION[name]
+    case = SimpleNamespace(**USUAL | options)
+    S, D, docs, known = 160, 16, None, None
+    if case.docs:
+        docs = (documents(S), documents(S))
+        ends = boundaries(document_starts({"docs": docs[0]})["doc_starts"], S)
+        known = tuple(x.to(device) for x in (*docs, ends, ends))
+    torch.manual_seed(0)
+    shapes = {"q": (2, 4, case.queries, D), "k": (2, heads, S, D), "v": (2, heads, S, D)}
+    if case.slots:
+        shapes |= {"slot_k": (heads, case.slots, D), "slot_v": (heads, case.slots, D)}
+    exact = {x: torch.randn(shape).to(dtype).double().requires_grad_() for x, shape in shapes.items()}
+    given = {x: leaf.detach().to(device, dtype).requires_grad_() for x, leaf in exact.items()}
+    q, k, v, *slots = exact.values()
+    expected = naive_attention(q, k, v, case.window, case.softcap, causal=case.causal, docs=docs, slots=slots or None)
+    q, k, v, *slots = given.values()
+    used = spy_on_kernels(monkeypatch)
+    y = attention(q, k, v, D, Mask(case.causal, case.window, known), case.softcap, slots=slots or None)
+    column = 0 if device == CPU else 1 + (dtype == torch.bfloat16)
+    assert used == [kernels.split()[column]]
+    weight = torch.randn(y.shape).to(dtype)
+    expected.backward(weight.double())
+    y.backward(weight.to(device))
+    gradients, of_equations = ({x: leaf.grad for x, leaf in leaves.items()} for leaves in (given, exact))
+    limit = FLOAT32 if dtype == torch.float32 else BFLOAT16
+    assert_near(gradients | {"y": y}, of_equations | {"y": expected}, limit)
+
+
+def both(device: torch.device, *flags: str) -> tuple[Model, dict[str, Tensor], Model, dict[str, Tensor]]:
+    """A model in float64 on the CPU and a batch; and both on the device, the model in float32."""
+    model = Model(parse(Config, [*SMALL, *flags]), seed=0).double()
+    V, T = model.cfg.vocab_size, model.cfg.block_size
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.05 * torch.randn_like(p)  # at the initial point, some gradients are zero
+    batch = {"idx": torch.randint(V, (2, T)), "targets": torch.randint(-1, V, (2, T))}
+    if model.encoder:
+        batch["source"] = torch.randint(V, (2, T // 2))
+    if model.cfg.doc_mask:
+        batch |= {"docs": documents(T)}
+        batch |= document_starts(batch)
+    given = {name: x.to(device) for name, x in batch.items()}
+    return model, batch, deepcopy(model).to(device, torch.float32), given
+
+
+def gradients(model: Model) -> dict[str, Tensor]:
+    return {name: local(p.grad) for name, p in model.named_parameters()}
+
+
+def results(model: Model, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Logits, loss and the gradient of every parameter."""
+    with torch.no_grad():
+        logits = model(**{name: x for name, x in batch.items() if name != "targets"})
+    loss = model(**batch)
+    loss.backward()
+    return {"logits": logits, "loss": loss} | gradients(model)
+
+
+def decoded(model: Model, batch: dict[str, Tensor]) -> Tensor:
+    """The logits of decoding with a cache, from the fourth token on. The text is given, as rounding could change it."""
+    idx, logits = batch["idx"], []
+    text = iter(idx.T[4:])
+
+    def choose(x: Tensor) -> Tensor:
+        logits.append(x.clone())
+        return next(text)
+
+    list(generate(model, idx[:, :4], idx.size(1) - 4, choose, batch.get("source")))
+    return torch.stack(logits, 1)
+
+
+@each_dtype
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_models(block, objective, dtype, device):
+    model, batch, there, given = both(device, *FAMILIES[f"{block}; {objective}; adamw"])
+    exact = results(model, batch)
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        got = results(there, given)
+        if objective != "masked":
+            got["decoded"] = decoded(there, given)
+            exact["decoded"] = exact["logits"][:, 3:-1]
+    assert_near(got, exact, FLOAT32 if dtype == torch.float32 else BFLOAT16_OF_MODELS)
+
+
+@pytest.mark.parametrize("flags", ["", "--logit_softcap=3.0 --loss_chunk=14"])
+def test_the_loss_of_a_large_vocabulary(flags, device):
+    """In chunks, against PyTorch's cross entropy of all logits."""
+    model, batch, there, given = both(device, "--vocab_size=3001", *flags.split())
+    loss = F.cross_entropy(model(batch["idx"]).flatten(0, 1), batch["targets"].flatten(), ignore_index=-1)
+    loss.backward()
+    assert_near(results(there, given), {"loss": loss} | gradients(model), FLOAT32)
+
+
+@pytest.mark.parametrize(
+    "optimizer, dtype, limit",
+    [("adamw", torch.float32, FLOAT32), ("muon", torch.float32, FLOAT32), ("muon", torch.bfloat16, BFLOAT16)],
+)
+def test_three_updates_of_an_optimizer(optimizer, dtype, limit, device):
+    def updates(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        before, steps = deepcopy(model), optim.build(model, model.cfg, dtype=dtype)
+        for number in range(3):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape).to(p)
+            steps.set_lr(0.01 * (number + 1))
+            steps.step()
+        pairs = zip(model.named_parameters(), before.parameters(), strict=True)
+        return {name: after.detach() - p.detach() for (name, after), p in pairs}
+
+    model, _, there, _ = both(device, "--mlp=swiglu", "--bias=True", f"--optimizer={optimizer}")
+    assert_near(updates(there, dtype), updates(model, torch.float64), limit)
+
+
+@pytest.mark.parametrize("block", ["standard", *(pytest.param(x, marks=pytest.mark.slow) for x in [*BLOCKS][1:])])
+def test_a_compiled_run(block, device, run, monkeypatch):
+    """Its losses are those of an uncompiled run in float64 on the CPU, but for rounding that the steps amplify."""
+    if device == CPU:  # graphs alone: kernels would take minutes, and have their own tests
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    flags = [*FAMILIES[f"{block}; causal; adamw"], "--n_embd=32", *SHORT]
+    there = run(*flags, f"--device={device}", "--compile=True", "--deterministic=True", out="compiled")
+    assert distance(losses(there), losses(run(*flags, "--dtype=float64", out="exact"))) < 1e-3
+
+
+def test_fsdp_on_one_rank(device):
+    """A group of one rank, which gathers and reduces through NCCL, or gloo on a CPU."""
+    model, batch, there, given = both(device, "--tie_weights=False")
+    backend = "gloo" if device == CPU else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = make_mesh(model.cfg, device, torch.zeros(1, 1, 1, 1, dtype=torch.int64), "pp replicate shard tp")
+        shard(there, [*there.blocks], model.cfg, Ranks(0, 1, device, torch.float32, False, mesh=mesh))
+        assert_near(results(there, given), results(model, batch), FLOAT32)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("layout", ["", "--parallel=fsdp", "--tp=2", "--cp=2", "--pp=2"])
+def test_layouts_on_two_gpus(layout, device, run, many):
+    if torch.cuda.device_count() < 2 or device == CPU:
+        pytest.skip("needs two GPUs; test_layouts has the layouts on CPUs")
+    flags = [*SHORT, *layout.split(), f"--device={device}", "--deterministic=True"]
+    found = losses(many(2, ("two", flags), saved=False) / "two")
+    assert distance(found, losses(run(*SHORT, "--dtype=float64"))) < 1e-3
+
+
+def test_checkpoints_go_there_and_back(device, run):
+    """A resume on the device is digit for digit; one on the other device is but for rounding."""
+    flags = ["--optimizer=muon", "--lr_decay_iters=8", "--eval_interval=4", "--deterministic=True"]
+    runs = {"whole": (device, device), "up": (CPU, device), "down": (device, CPU), "cpu": (CPU, CPU)}
+    found = {}
+    for name, (first, then) in runs.items():
+        run(*flags, "--max_iters=4", f"--device={first}", out=name)
+        found[name] = losses(run(*flags, "--max_iters=8", f"--device={then}", "--init_from=resume", out=name))
+    assert found["whole"] == losses(run(*flags, "--max_iters=8", f"--device={device}", out="once"))
+    for name in ("whole", "up", "down"):
+        assert distance(found[name], found["cpu"]) < FLOAT32
+
+
+def test_samples(device, run, capsys):
+    """The likeliest text is that of the CPU; the same seed gives the same text again."""
+    folder, said = run(*SHORT), []
+    for place, more in (
+        (CPU, "--temperature=0"),
+        (device, "--temperature=0"),
+        (device, "--seed=5"),
+        (device, "--seed=5"),
+    ):
+        capsys.readouterr()
+        sample.main([f"--out_dir={folder}", f"--device={place}", "--dtype=float32", "--max_new_tokens=30", more])
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and said[2] == said[3] != ""
