@@ -1,22 +1,20 @@
 """baselines.py: the coordinate search against an exhaustive one, and the page, with a formula for tools.compare."""
 
 import itertools
-import json
 import math
 import re
 import shlex
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+from helpers import refused
 
 from configurator import Config, parse
-from tools import baselines, curves
+from tools import baselines
 from tools.compare import table as compare_table
 from tools.compare import trainings
 
 BLOCKS = baselines.TABLES["blocks"]
-LINE = curves.Line("", *(np.arange(3.0) for _ in range(4)), "red", "-")
 
 
 @pytest.fixture
@@ -57,79 +55,60 @@ def formula(monkeypatch, tmp_path):
                      loss=spread, bits_per_byte=None, difference=difference,
                      relative_speed=None, errors=errors, best=None, edge="", sweep={}),
             )  # fmt: skip
-        folder = tmp_path / out.removeprefix(f"{tmp_path}/")
-        folder.mkdir(parents=True, exist_ok=True)
-        for row in rows:
-            (folder / f"run{row['number']}-seed1").mkdir(exist_ok=True)
+        (tmp_path / out.removeprefix(f"{tmp_path}/")).mkdir(parents=True, exist_ok=True)
         return SimpleNamespace(rows=lambda: rows, stored={"measured": "Measured somewhere."})
 
     monkeypatch.setattr(trainings, "compare", compare)
-    monkeypatch.setattr(
-        baselines, "picture", lambda rows: curves.draw({"": [LINE]}, "tokens", "loss", curves.PlotConfig())
-    )
     return calls, loss
 
 
 def test_the_search_finds_what_an_exhaustive_one_finds(formula, tmp_path):
     """The loss is a sum of two functions of one rate each, so the coordinate search finds its minimum."""
     calls, loss = formula
-    search = baselines.Search(baselines.BaselinesConfig(out=str(tmp_path)))
-    for variant, found in search.best.items():
-        if variant != "SAS-P":
-            grid = itertools.product(*baselines.GRID.values())
-            assert tuple(found.values()) == min(grid, key=lambda rates: loss(variant, *rates)), variant
-    for name, steps in (("learning_rate", 150), ("muon_lr", 450)):
+    options = baselines.BaselinesConfig(out=str(tmp_path))
+    best = baselines.starting_points(options)
+    for name, steps, eval_iters in (("learning_rate", 150, 60), ("muon_lr", 450, 0)):
+        losses = baselines.search(options, name, best, steps, eval_iters)
         points = [run for _, runs in calls for run in runs if f"--max_iters={steps} " in run]
-        assert len(points) == len(set(points)) == len(search.losses[name])  # nothing is trained twice
-        of_standard = [point[1:] for point in search.losses[name] if point[0] == "standard"]
+        assert len(points) == len(set(points)) == len(losses)  # nothing is trained twice
+        of_standard = [point[1:] for point in losses if point[0] == "standard"]
         assert len(of_standard) == 3 and BLOCKS["standard"][1:] in of_standard
         assert all(f"--warmup_iters={20 * steps // 450} --cooldown_iters={steps // 3}" in run for run in points)
-    tried = [muon_lr for variant, muon_lr, _ in search.losses["muon_lr"] if variant == "parallel"]
+    for variant, *found in best.values():
+        if variant != "SAS-P":
+            grid = itertools.product(*baselines.GRID.values())
+            assert tuple(found) == min(grid, key=lambda rates: loss(variant, *rates)), variant
+    tried = [muon_lr for variant, muon_lr, _ in losses if variant == "parallel"]
     assert tried == [0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.005]  # and the start of the search
-    of_sas = [point[1:] for point in search.losses["muon_lr"] if point[0] == "SAS"]
+    of_sas = [point[1:] for point in losses if point[0] == "SAS"]
     assert {rate for _, rate in of_sas} == {0.003, 0.006} and {(0.01, 0.006), (0.04, 0.006)} <= set(of_sas)
-    failed = [loss for (variant, muon_lr, _), loss in search.losses["muon_lr"].items()
-              if (variant, muon_lr) == ("SAS-P", 0.04)]  # fmt: skip
-    assert failed == [float("inf")] and search.best["SAS-P"]["muon_lr"] != 0.04
+    failed = [loss for (variant, muon_lr, _), loss in losses.items() if (variant, muon_lr) == ("SAS-P", 0.04)]
+    assert failed == [float("inf")] and best["SAS-P"][1] != 0.04
 
 
 def test_the_page(formula, tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="the page has a picture; pip install -e .[plots]")
     calls, _ = formula
     baselines.main([f"--out={tmp_path}", "--seeds=2"])
     assert calls[-1][0] == f"{tmp_path}/final" and "--max_iters=450 --warmup_iters=20" in calls[-1][1][0]
     text = (tmp_path / "baselines.md").read_text()
     prose = [re.split("<!-- (?:[^e].*|end) -->", each)[::2] for each in (text, baselines.PAGE.read_text())]
-    assert prose[0] == prose[1] and len(prose[0]) == 7 and text.count("<!-- ") == 12
+    assert prose[0] == prose[1] and len(prose[0]) == 4 and text.count("<!-- ") == 6
     row = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
            for line in text.split("## The commands")[0].splitlines() if line.startswith("| ")}  # fmt: skip
     assert row["standard"][:4] == ["0.005", "0.006", "1,001", "1.0000"] and row["standard"][5] == "-"
-    assert (
-        row["parallel"][:2] == ["0.08 !", "0.0015 !"]
-        and row["parallel"][5].startswith("-0.2500 ± ")
-        and len(row["parallel"]) == 6
-    )
-    assert row["seq2seq (T5-like)"][5] == "-" and list(row)[0] == "variant"
-    assert "Measured somewhere." in text and "| SAS-P " in text.split("## The search")[1] and "inf" in text
-    assert "* Grid of muon_lr: 0.00125, 0.0025, " in text and "150 steps for learning_rate" in text
-    commands = [line for line in text.splitlines() if line.startswith("python train.py ")]
+    assert row["parallel"][:2] == ["0.08 !", "0.0015 !"] and row["parallel"][5].startswith("-0.2500 ± ")
+    assert row["seq2seq (T5-like)"][5] == "-" and list(row)[0] == "variant" and "Measured somewhere." in text
+    written = text.partition("<!-- commands -->")[2].partition("<!-- end -->")[0]
+    commands = [line for line in written.splitlines() if line.startswith("python train.py ")]
     configs = [parse(Config, shlex.split(line)[2:]) for line in commands]
     assert len({cfg.out_dir for cfg in configs}) == len(BLOCKS) and configs[1].block == "parallel"
     assert all((cfg.seed, cfg.eval_iters, cfg.eval_interval) == (1, 0, 0) for cfg in configs)
     rates = [[cell.removesuffix(" !") for cell in row[variant][:2]] for variant in BLOCKS]
     assert [[str(cfg.muon_lr), str(cfg.learning_rate)] for cfg in configs] == rates
     assert str(tmp_path / "baselines.md") in capsys.readouterr().out
-    links = [tmp_path / "final" / f"run{number}-seed1" for number in range(1, len(BLOCKS) + 1)]
-    for link, run in zip(links, calls[-1][1], strict=True):  # the training of the search is not made again
-        out, runs = next((out, runs) for out, runs in calls[:-1] if run in runs)
-        assert link.is_symlink() and link.resolve() == (tmp_path / out / f"run{runs.index(run) + 1}-seed1").resolve()
-    before, places = calls.copy(), [link.resolve() for link in links]
-    links[0].unlink()
-    links[1].unlink()
-    links[1].symlink_to(tmp_path / "nowhere")
+    before = calls.copy()
     baselines.main([f"--out={tmp_path}", "--seeds=2"])  # a second call makes the same calls of tools.compare
-    assert calls == before * 2 and [link.resolve() for link in links] == places
-    assert (tmp_path / "baselines.md").read_text() == text
+    assert calls == before * 2 and (tmp_path / "baselines.md").read_text() == text
 
 
 @pytest.mark.parametrize("errors, said", [(["run out of memory"], "run out of memory"), ([], "it was not made")])
@@ -145,36 +124,9 @@ def test_a_training_that_does_not_end_ends_the_search(errors, said, formula, mon
         return comparison
 
     monkeypatch.setattr(trainings, "compare", compare)
-    with pytest.raises(SystemExit) as end:
-        baselines.main([f"--out={tmp_path}"])
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and error.count("\n") == 1 and not (tmp_path / "final").exists()
+    error = refused(baselines.main, [f"--out={tmp_path}"], capsys)
+    assert not (tmp_path / "final").exists()
     assert said in error and "run 2" in error and "the same command tries it again" in error
-
-
-def test_the_picture(tmp_path):
-    """A line for each drawn variant: the mean over its seeds of ten logged losses, without the first fifth."""
-    pytest.importorskip("matplotlib", reason="pip install -e .[plots]")
-    rows = []
-    for n in range(len(BLOCKS)):
-        seeds = {}
-        for seed in (1, 2):
-            folder = tmp_path / f"{n}-{seed}"
-            folder.mkdir()
-            logged = [
-                {"kind": "train", "step": i, "tokens": 100 * i + 100, "tokens_per_s": 1, "loss": n + 0.1 * seed}
-                for i in range(50)
-            ]
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
-            (folder / "config.py").write_text(f"seed = {seed}\nn_layer = {n + 1}\n")
-            seeds[str(seed)] = {"folder": str(folder)}
-        rows.append({"seeds": seeds})
-    (axes,) = baselines.picture(rows).axes
-    assert [line.get_label() for line in axes.lines] == baselines.DRAWN
-    for line in axes.lines:
-        n = list(BLOCKS).index(line.get_label())
-        assert np.allclose(line.get_ydata(), n + 0.15) and min(line.get_xdata()) > max(line.get_xdata()) / 5
-    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 7
 
 
 @pytest.mark.parametrize(
@@ -182,21 +134,19 @@ def test_the_picture(tmp_path):
 )
 def test_variants_are_runs_of_equal_tokens(table, variant):
     options = baselines.BaselinesConfig(table=table)
-    cfg = parse(Config, shlex.split(baselines.arguments(options, variant, [0.02, 0.003], 450)))
+    cfg = parse(Config, shlex.split(baselines.arguments(options, (variant, 0.02, 0.003), 450)))
     assert (cfg.max_iters, cfg.warmup_iters, cfg.cooldown_iters, cfg.optimizer) == (450, 20, 150, "muon")
     assert cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size == 2048 and cfg.dataset == "pycode"
     assert table not in baselines.LAYERS or (cfg.block, cfg.layer) == ("superblock", variant.split()[0])
 
 
 def test_other_tables_search_but_leave_the_page_alone(formula, tmp_path):
-    pytest.importorskip("matplotlib", reason="pip install -e .[plots]")
     page, (calls, _) = baselines.PAGE.read_text(), formula
-    baselines.main([f"--out={tmp_path}", "--table=depth", "--common=--n_layer=8"])
+    baselines.main([f"--out={tmp_path}", "--table=kinds", "--common=--n_layer=8"])
     final, runs = calls[-1]
-    assert (
-        final == f"{tmp_path}/final" and not list(tmp_path.glob("baselines.*")) and baselines.PAGE.read_text() == page
-    )
-    assert [run.split("--layer=")[1].split()[:2] for run in runs] == [["c,p", "--n_layer=8"], ["c+p", "--n_layer=8"]]
+    assert final == f"{tmp_path}/final" and not list(tmp_path.glob("*.md")) and baselines.PAGE.read_text() == page
+    assert [run.split("--layer=")[1].split()[0] for run in runs[:2]] == ["c,p", "c/2+p/2,c/2+p/2"]
+    assert all(" --n_layer=8 " in run for run in runs)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +158,6 @@ def test_other_tables_search_but_leave_the_page_alone(formula, tmp_path):
     ],
 )  # fmt: skip
 def test_bad_flags(flags, said, tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        baselines.main([f"--out={tmp_path / 'none'}", *flags])
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and error.count("\n") == 1 and all(word in error for word in said)
+    error = refused(baselines.main, [f"--out={tmp_path / 'none'}", *flags], capsys)
+    assert all(word in error for word in said)
     assert not (tmp_path / "none").exists()
