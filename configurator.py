@@ -53,6 +53,7 @@ RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "num_beams": 1,
     "length_penalty": 1.0,
     "spike_action": "skip",
+    "log_ranks": False,
 }
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
 CONSTANTS = {"true": True, "false": False}
@@ -93,7 +94,6 @@ class Config(ModelConfig):
     keep_last: int = 2  # how many of the newest checkpoints stay, besides the best one
     async_checkpoint: bool = False  # write checkpoints while training goes on
     on_save_error: Literal["stop", "continue"] = "stop"  # if metrics or a checkpoint (not the last) cannot be written
-    log_ranks: bool = False  # once a minute, name the slowest rank, and the one that waits longest for data
     wandb_log: bool = False  # log to Weights & Biases too, which pip install wandb adds
     wandb_project: str = "superblock"  # project at Weights & Biases
     wandb_run_name: str = ""  # name of the run at Weights & Biases; empty = that of out_dir
@@ -146,7 +146,7 @@ class Config(ModelConfig):
         "corrupt_ratio": (lambda c: c.objective != "causal", "objective other than causal"),
         "span_length": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
         "fp32_residual": (lambda c: c.dtype != "float32", "dtype other than float32"),
-        **dict.fromkeys(("profile_steps", "log_ranks"), (lambda c: not c.eval_only, "eval_only=False")),
+        "profile_steps": (lambda c: not c.eval_only, "eval_only=False"),
         "cooldown_iters": (lambda c: c.schedule == "wsd", "schedule=wsd"),
         "lr_decay_iters": (lambda c: c.schedule != "constant", "schedule other than constant"),
         "min_lr": (lambda c: c.schedule != "constant", "schedule other than constant"),

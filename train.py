@@ -51,7 +51,6 @@ from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory
 from engine.step import Profile, Spikes, Step
 from engine.stop_signal import StopSignal
-from engine.stragglers import Stragglers
 from model import Model
 from ops import wide_stream
 
@@ -192,7 +191,6 @@ class Run:
         self.batches = data_errors_end_the_run(self.loader)
         with writing(cfg.out_dir):
             self.metrics = self.open_metrics(cleanup)
-        self.stragglers = Stragglers(ranks) if cfg.log_ranks else None
         self.profile = Profile(cfg, ranks, self.metrics.say)
         cleanup.callback(self.profile.close)
         self.stop = cleanup.enter_context(StopSignal(ranks))
@@ -347,9 +345,6 @@ class Run:
             self.metrics.log(self.step, mean, lr, grad_norm.item(), tokens, epoch, self.skipped)
             if self.ranks.first:
                 self.metrics.norms(self.step, self.sharded.norms())
-        if self.stragglers and (found := self.stragglers.look(self.loader)):  # all ranks, whatever the first can write
-            with self.checkpoints.handle_write_errors():
-                self.metrics.ranks(self.step, *found)
 
     def end(self, stopped: bool, best_loss: float | None):
         """Wait for the last checkpoint, try it once more if it has failed, and say how the run has ended."""

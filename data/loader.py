@@ -15,7 +15,6 @@ A window of pairs has whole pairs instead, and a length of its own (pairs.pack).
 """
 
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from itertools import islice, repeat
 from queue import SimpleQueue
@@ -181,7 +180,7 @@ class Loader(Iterator):
         self.counts = windows_per_source(stream, objective.block_size)
         self.n_windows = sum(self.counts)
         self.blend = blending_indices([weight for *_, weight in stream.sources])
-        self.closed, self.waited = False, 0.0  # waited: seconds in which no batch was ready
+        self.closed = False
         self._ready = SimpleQueue()  # batches, or the exception that ended the thread
         self._wanted = threading.Semaphore(self.AHEAD)
         self._thread = threading.Thread(target=self._work, args=(start,), name="loader", daemon=True)
@@ -230,9 +229,7 @@ class Loader(Iterator):
     def __next__(self) -> dict[str, torch.Tensor]:
         if self.closed:
             raise StopIteration
-        start = time.perf_counter()
         batch = self._ready.get()
-        self.waited += time.perf_counter() - start
         if isinstance(batch, BaseException):
             self.close()
             raise batch

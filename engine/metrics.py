@@ -210,7 +210,7 @@ class Silent:
     def log(self, *args, **figures):
         """Does nothing."""
 
-    norms = evaluation = sample = say = close = ranks = log
+    norms = evaluation = sample = say = close = log
 
     def paused(self) -> AbstractContextManager:
         return nullcontext()
@@ -277,11 +277,6 @@ class Metrics(Silent):
         self.console.line(evaluation_line(step, train_loss, val_loss, val_bpb))
         if routing:
             self.console.line(routing_line(routing))
-
-    def ranks(self, step: int, figures: dict[str, list[float]], line: str):
-        """Logs what Stragglers.look has found."""
-        self.write(step, "ranks", figures)
-        self.console.line(line)
 
     def norms(self, step: int, norms: dict[str, float]):
         """Logs norms by tag, such as grad_norm/blocks.0, in TensorBoard and wandb only."""

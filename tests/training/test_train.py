@@ -49,6 +49,7 @@ from engine.optim import Muon
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting
+from engine.step import Spikes
 from engine.stop_signal import STOPPED, STOPPING, StopSignal
 
 
@@ -673,6 +674,11 @@ def test_a_spike_is_left_out(run, monkeypatch, capsys):
     calls[:] = [True] * 26 * 2
     run(*flags, "--spike_factor=10.0", "--init_from=resume")
     assert losses(folder) == before
+
+
+def test_norms_of_zero_have_no_spike():
+    spikes = Spikes(10.0, [0.0] * 20)
+    assert spikes.ratio(1.0) is None and spikes.norms[-1] == 1.0
 
 
 def test_the_batch_grows(run, tmp_path):
