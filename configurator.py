@@ -54,6 +54,7 @@ RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "length_penalty": 1.0,
     "spike_action": "skip",
     "log_ranks": False,
+    "on_save_error": "stop",
 }
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
 CONSTANTS = {"true": True, "false": False}
@@ -93,7 +94,6 @@ class Config(ModelConfig):
     save_interval: int = 0  # also save after this many steps, 0 = only at evaluations
     keep_last: int = 2  # how many of the newest checkpoints stay, besides the best one
     async_checkpoint: bool = False  # write checkpoints while training goes on
-    on_save_error: Literal["stop", "continue"] = "stop"  # if metrics or a checkpoint (not the last) cannot be written
     wandb_log: bool = False  # log to Weights & Biases too, which pip install wandb adds
     wandb_project: str = "superblock"  # project at Weights & Biases
     wandb_run_name: str = ""  # name of the run at Weights & Biases; empty = that of out_dir

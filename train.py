@@ -84,19 +84,17 @@ def train(run: "Run"):
     """The training loop: evaluate, save, stop, or make a step."""
     cfg, stop = run.cfg, run.stop
     while True:
-        stopping, best_loss, worth_saving = stop.agreed(), None, False
+        stopping = stop.agreed()
+        is_best = None  # whether this step's validation loss is the lowest so far; None without an evaluation
         due = run.step == cfg.max_iters or cfg.eval_interval and run.step % cfg.eval_interval == 0
         if due and not stopping:
-            found = run.evaluate()
-            stopping = found is None  # a signal came during the evaluation
-            best_loss, worth_saving = found or (None, False)
-        at_interval = run.step > 0 and cfg.save_interval and run.step % cfg.save_interval == 0
-        is_new = best_loss is not None or run.step != run.checkpoints.last_queued_step
-        if is_new and (stopping or worth_saving or at_interval):
-            run.save(best_loss)
+            is_best = run.evaluate()
+            stopping = is_best is None  # a signal came during the evaluation
+        if run.is_to_be_saved(is_best, stopping):
+            run.save(bool(is_best))
             stopping = stopping or stop.drain()
         if stopping or run.step >= cfg.max_iters:
-            return run.end(stopping, best_loss)
+            return run.end(stopping)
 
         lr = optim.learning_rate(run.step, cfg)
         run.profile.next()
@@ -237,9 +235,9 @@ class Run:
         for note in filter(None, (layer, schedule_moved, slow, self.why_no_bytes, unused, done)):
             self.metrics.say(note)
 
-    def evaluate(self) -> tuple[float | None, bool] | None:
-        """Show the losses. Returns (the validation loss if it is the lowest so far, else None; whether to save a
-        checkpoint now); or None if the ranks have agreed to stop meanwhile."""
+    def evaluate(self) -> bool | None:
+        """Show the losses. Returns whether the validation loss is the lowest so far, or None if the ranks have agreed
+        to stop meanwhile."""
         cfg, model = self.cfg, self.sharded.model
         with self.metrics.paused():
             self.check_finite()
@@ -257,18 +255,25 @@ class Run:
                 print(evaluation_line(*figures))
                 if routing:
                     print(routing_line(routing))
-            with self.checkpoints.handle_write_errors():
+            with user_errors():
                 self.metrics.evaluation(*figures, routing)
                 if self.text_sample:
                     self.metrics.sample(self.step, self.text_sample)
             model.train()
-            if self.checkpoints.unwritten_best is not None:  # whether this loss is the best depends on it
-                self.checkpoints.wait()
-        is_best = self.checkpoints.is_best(val_loss)
-        worth_saving = self.step > 0 and (is_best or cfg.always_save_checkpoint)
-        if is_best and not worth_saving:  # before the first step there is nothing to save
-            self.checkpoints.best_loss = val_loss
-        return val_loss if is_best else None, worth_saving
+        return self.checkpoints.is_best(val_loss)
+
+    def is_to_be_saved(self, is_best: bool | None, stopping: bool) -> bool:
+        """Whether to save a checkpoint now, after an evaluation if `is_best` is not None."""
+        cfg, step = self.cfg, self.step
+        if step == self.checkpoints.last_queued_step and not is_best:  # it is saved already
+            return False
+        if stopping:
+            return True
+        if step == 0:
+            return False
+        if cfg.save_interval and step % cfg.save_interval == 0:
+            return True
+        return is_best is not None and (is_best or cfg.always_save_checkpoint)
 
     def train_step(self, lr: float) -> tuple[Tensor, Tensor]:
         """One optimizer step at this learning rate; returns (this rank's mean loss, gradient norm)."""
@@ -323,7 +328,7 @@ class Run:
             "--skip_nonfinite=True"
         )
 
-    def save(self, best_loss: float | None, last: bool = False):
+    def save(self, is_best: bool):
         """Save a checkpoint; see `Checkpoints.save`."""
         with self.metrics.paused():
             self.check_finite()
@@ -334,23 +339,21 @@ class Run:
                 "tokenizer": tokenizer and tokenizer.spec, "tokenizer_hash": tokenizer and tokenizer.hash,
             }  # fmt: skip
             tensors = run_state.run_tensors(self.sharded, self.stepper.optimizer) | run_state.random_states(self.ranks)
-            self.checkpoints.save(self.step, tensors, state, best_loss, last)
+            self.checkpoints.save(self.step, tensors, state, is_best)
 
     def log(self, loss: Tensor, lr: float, grad_norm: Tensor):
         """Write the figures of the step that was just made."""
         cfg, mean, epochs = self.cfg, self.sharded.mean(loss), self.loader.epochs(self.samples)
         epoch = epochs if len(epochs) > 1 else self.samples / self.loader.n_windows
-        with self.checkpoints.handle_write_errors():
+        with user_errors():
             tokens = self.samples * cfg.block_size
             self.metrics.log(self.step, mean, lr, grad_norm.item(), tokens, epoch, self.skipped)
             if self.ranks.first:
                 self.metrics.norms(self.step, self.sharded.norms())
 
-    def end(self, stopped: bool, best_loss: float | None):
-        """Wait for the last checkpoint, try it once more if it has failed, and say how the run has ended."""
+    def end(self, stopped: bool):
+        """Wait for the last checkpoint, and say how the run has ended."""
         self.checkpoints.wait()
-        if self.checkpoints.last_written_step != self.checkpoints.last_queued_step:
-            self.save(best_loss, last=True)
         if stopped:
             self.metrics.say(
                 f"stopped by {self.stop.name or 'a signal to another rank'} with step "

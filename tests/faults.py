@@ -459,11 +459,9 @@ FAULTS = [
         "tests/training/test_train.py::test_resume_is_exact",
     ),
     (
-        "train.py",
-        """        if is_best and not worth_saving:  # before the first step there is nothing to save
-            self.checkpoints.best_loss = val_loss
-""",
-        "        self.checkpoints.best_loss = val_loss\n",
+        "engine/checkpoint/saver.py",
+        "            return False\n        self.best_loss = val_loss\n",
+        "            self.best_loss = val_loss\n            return False\n        self.best_loss = val_loss\n",
         "A validation loss counts as the best one when it is lower than the one before it.",
         "tests/training/test_train.py::test_the_best_checkpoint_stays_when_validation_worsens",
     ),
@@ -497,8 +495,8 @@ FAULTS = [
     ),
     (
         "train.py",
-        "worth_saving = self.step > 0 and (is_best or cfg.always_save_checkpoint)",
-        "worth_saving = self.step > 0 and is_best or cfg.always_save_checkpoint",
+        "        if step == 0:\n            return False\n",
+        "",
         "A checkpoint is written before the first step, where there is nothing to save.",
         "tests/training/test_train.py::test_nothing_is_saved_before_the_first_step",
     ),

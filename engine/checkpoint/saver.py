@@ -1,13 +1,11 @@
-"""Saves the checkpoints of a training run, and handles the errors of checkpoints that cannot be written.
+"""Saves the checkpoints of a training run, and ends the run if one cannot be written.
 
 Every rank makes a Checkpoints and calls the same methods in the same order.
 """
 
 import math
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import NoReturn
@@ -16,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.errors import fail, user_errors
-from data.files import writing
+from data.errors import fail
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.contents import own_part
 from engine.metrics import Silent
@@ -27,76 +24,52 @@ from engine.stop_signal import StopSignal
 
 
 class Checkpoints:
-    """Saves the checkpoints of a run, one at a time, and ends or continues the run if one fails.
+    """Saves the checkpoints of a run, one at a time, and ends the run if one cannot be written.
 
-    last_queued_step    step of the last checkpoint that was given to `save`; it may still be unwritten, or have failed
+    last_queued_step    step of the last checkpoint that was given to `save`; it may still be unwritten
     last_written_step   step of the last checkpoint that is known to be on the disk
-    best_loss           lowest validation loss so far; the loss of a checkpoint counts when it is on the disk
-    unwritten_best      lower loss of a checkpoint that is not known to be on the disk, or None
+    best_loss           lowest validation loss so far
     """
 
     def __init__(self, cfg, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss):
         self.cfg, self.ranks, self.stop, self.metrics = cfg, ranks, stop, metrics
-        self.goes_on = cfg.on_save_error == "continue"
         self.saver = Saver(cfg.async_checkpoint)
         self.last_queued_step = self.saver.last_written_step = step
-        self.best_loss, self.unwritten_best = best_loss, None
+        self.best_loss = best_loss
 
     @property
     def last_written_step(self) -> int | None:
         return self.saver.last_written_step
 
     def is_best(self, val_loss: float) -> bool:
-        """Whether this validation loss is finite and lower than all before it."""
-        return math.isfinite(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
+        """Whether this validation loss is finite and lower than all before it. If so, it is the lowest from now on."""
+        if not math.isfinite(val_loss) or (self.best_loss is not None and val_loss >= self.best_loss):
+            return False
+        self.best_loss = val_loss
+        return True
 
-    def save(self, step: int, tensors: dict[str, Tensor], state: dict, best_loss: float | None, last: bool = False):
-        """Save a checkpoint, after the previous checkpoint is written. `best_loss` is its validation loss if it is the
-        lowest so far, else None; `last` says that it is the last one of the run."""
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict, is_best: bool):
+        """Save a checkpoint, after the previous checkpoint is written; `is_best`: its loss is the lowest so far."""
         self.wait()
-        is_best = best_loss is not None
-        state = state | {"best_val_loss": best_loss if is_best else self.best_loss}
+        state = state | {"best_val_loss": self.best_loss}
         self.saver.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last, is_best)
-        self.last_queued_step, self.unwritten_best = step, best_loss
-        if last or not self.cfg.async_checkpoint:
-            self.wait(last)
+        self.last_queued_step = step
+        if not self.cfg.async_checkpoint:
+            self.wait()
 
-    def wait(self, last: bool = False):
+    def wait(self):
         """Wait until the checkpoint under way is written. If it has failed, which all ranks notice together, the run
-        ends after the first rank's report. With on_save_error=continue there is only a warning, unless it is the
-        `last` checkpoint of the run."""
+        ends after the first rank's report."""
         try:
             self.saver.wait()
-            if self.unwritten_best is not None:
-                self.best_loss = self.unwritten_best
         except OSError as error:
-            if self.goes_on and not last:
-                self.warn(error)
-            else:
-                try:
-                    code = 1 if self.goes_on else 2  # 1: all steps were made, and the last one is not saved
-                    if self.ranks.first:
-                        self.fail(str(error), code)
-                    raise SystemExit(code) from None
-                finally:
-                    self.stop.finish()
-                    parallel.leave()
-        self.unwritten_best = None
-
-    @contextmanager
-    def handle_write_errors(self) -> Iterator[None]:
-        """An error while a file is written ends the run. With on_save_error=continue it is only a warning."""
-        with user_errors():
             try:
-                with writing(self.cfg.out_dir):
-                    yield
-            except OSError as error:
-                if not self.goes_on:
-                    raise
-                self.warn(error)
-
-    def warn(self, error: OSError):
-        self.metrics.say(f"warning: {error}; training goes on because of --on_save_error=continue")
+                if self.ranks.first:
+                    self.fail(str(error), 2)
+                raise SystemExit(2) from None
+            finally:
+                self.stop.finish()
+                parallel.leave()
 
     def fail(self, text: str, code: int = 1) -> NoReturn:
         """End the run with this error and exit code."""
