@@ -67,9 +67,9 @@ def damaged(path: Path, reason: object) -> Damaged:
     """The error for a damaged checkpoint. Its remedies lose no data."""
     if not path.is_dir():
         return Damaged(f"checkpoint {path} is gone, or not seen from here; look which one {path.parent} holds now")
-    others = [step for step in steps_in(path.parent) if step.name != path.name] if step_of(path) is not None else []
     remedy = "bring it back from a copy, or train from the beginning in another --out_dir"
-    if others:
+    others = [step for step in steps_in(path.parent) if step.name != path.name]
+    if others and step_of(path) is not None:
         remedy = f"move this directory elsewhere to go on from {others[-1].name}, or bring it back from a copy"
     return Damaged(f"checkpoint {path} is damaged: {reason}; {remedy}")
 
@@ -103,15 +103,9 @@ def steps_in(out_dir: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# state.json
-
-
 def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
-    """The state that was given to `save`, with "step", "format" and "index_sha256", the SHA-256 of index.json.
-
-    kinds    the keys that the caller needs, and the type or types of each. An int must lie in 0 .. 2**62 - 1, so that
-             counting can go on, and a float must be finite.
+    """The state that was given to `save`, with "step", "format" and "index_sha256", the SHA-256 of index.json. `kinds`
+    has the keys that the caller needs, and the type or types of each.
 
     Raises ValueError for another format. Raises Damaged if state.json is missing or is not JSON, if such a key is
     missing or impossible, or if the directory has the name of another step.
@@ -125,27 +119,26 @@ def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
         if found > FORMAT:
             remedy = "update this program"
         raise ValueError(f"checkpoint {path} has format {found}, and this program reads format {FORMAT}; {remedy}")
-    for key, kind in kinds.items():
-        if not _fits(state.get(key, ...), kind):
-            raise damaged(path, f"state.json: {key} is " + (f"{state[key]!r:.60}" if key in state else "absent"))
-    step = state["step"]
-    if step_of(path) not in (None, step):
-        raise damaged(path, f"state.json: step is {step}, and the directory has the name of {step_of(path)}")
-    for key, least, most in (("skipped", 0, step), ("samples", step, step * MOST_SAMPLES)):
-        if key in kinds and not least <= state[key] <= most:
-            raise damaged(path, f"state.json: {key} is {state[key]}, of {step} steps")
+    with damage_in(path, "state.json"):
+        for key, kind in kinds.items():
+            require(key in state, f"{key} is absent")
+            require(_fits(state[key], kind), f"{key} is {state[key]!r:.60}")
+        step = state["step"]
+        require(step_of(path) in (None, step), f"step is {step}, and the directory has the name of {step_of(path)}")
+        for key, least, most in (("skipped", 0, step), ("samples", step, step * MOST_SAMPLES)):
+            if key in kinds:
+                require(least <= state[key] <= most, f"{key} is {state[key]}, of {step} steps")
     return state
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether the value has this type, or one of these types, and is in its range; see `read_state`."""
+    """Whether the value has this type, or one of these types. An int must lie in 0 .. 2**62 - 1, so that counting can
+    go on, and a float must be finite."""
     if type(value) not in (kind if isinstance(kind, tuple) else (kind,)):
         return False
-    return 0 <= value < 2**62 if type(value) is int else type(value) is not float or math.isfinite(value)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# index.json and the tensors
+    if type(value) is int:
+        return 0 <= value < 2**62
+    return type(value) is not float or math.isfinite(value)
 
 
 def own_part(x: Tensor | Part) -> Part:
