@@ -5,7 +5,6 @@ python -m engine.checkpoint consolidate OUT_DIR FILE [--which=best]         # FI
 
 import json
 import math
-import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from configurator import parse_positional
 from data.errors import command, printable, require, user_errors
-from data.files import amount, fsync
+from data.files import fsync
 from engine.checkpoint import contents
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.contents import own_part
@@ -41,30 +40,14 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
     """Write the model's weights to one safetensors file, from any number of ranks; returns the checkpoint's path.
     Memory must hold the weights. Tied weights are written once, as wte.weight. The file's metadata has `format` (pt),
     `step`, and `flags` (the run's flags as JSON). After an OSError or ValueError there is no incomplete file."""
-    file, single = Path(file), which == "best" and (Path(out_dir).expanduser() / "state.json").is_file()
-    require(not single, f"--which=best needs the folder of a run, and {out_dir} is one checkpoint; leave --which out")
+    file = Path(file)
     if file.exists():
         raise FileExistsError(f"{file} is there already; delete it, or name another file")
-
-    def weights(path: Path, state: dict) -> tuple[Path, dict, dict[str, Tensor]]:
-        index, vocab_size = checkpoint.read_index(path, state), state["flags"].get("vocab_size", math.inf)
-        tensors = {
-            name: torch.empty(checkpoint.unpadded(name, shape, vocab_size), dtype=dtype)
-            for name, (shape, dtype, _) in index.items()
-            if name.startswith("model.")
-        }
-        require(tensors, f"checkpoint {path} holds no weights; give the out_dir of a training run")
-        size, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(file.parent).free
-        if size > free:
-            raise OSError(f"{file} needs {amount(size)} and its disk has {amount(free)}; make room")
-        checkpoint.load(path, tensors, index, vocab_size)
-        return path, state, tensors
-
-    path, state, tensors = checkpoint.read(out_dir, {"flags": dict}, weights, which)
+    path, state, weights = checkpoint.read(out_dir, {"flags": dict}, read_weights, which)
     metadata = {"format": "pt", "step": str(state["step"]), "flags": json.dumps(state["flags"])}
     partial = file.with_name(f".tmp-{file.name}")
     try:
-        contents.write(partial, {name.removeprefix("model."): own_part(t) for name, t in tensors.items()}, metadata)
+        contents.write(partial, {name.removeprefix("model."): own_part(t) for name, t in weights.items()}, metadata)
         partial.rename(file)
     except OSError as error:
         raise OSError(f"cannot write {file}: {error}; see to its folder and the room on its disk") from error
@@ -72,6 +55,19 @@ def consolidate(out_dir: str | Path, file: str | Path, which: str = "latest") ->
         partial.unlink(missing_ok=True)
     fsync(file.parent)
     return path
+
+
+def read_weights(path: Path, state: dict) -> tuple[Path, dict, dict[str, Tensor]]:
+    """(path, state, the weights of this checkpoint without the padding that tp needed)."""
+    index = checkpoint.read_index(path, state)
+    vocab_size = state["flags"].get("vocab_size", math.inf)
+    weights = {}
+    for name, saved in index.items():
+        if name.startswith("model."):
+            weights[name] = torch.empty(checkpoint.unpadded(name, saved.shape, vocab_size), dtype=saved.dtype)
+    require(weights, f"checkpoint {path} holds no weights; give the out_dir of a training run")
+    checkpoint.load(path, weights, index, vocab_size)
+    return path, state, weights
 
 
 if __name__ == "__main__":

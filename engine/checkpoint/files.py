@@ -80,6 +80,7 @@ def find(where: str | Path, which: str = "latest") -> Path:
     if not where.is_dir():
         raise FileNotFoundError(f"no directory {where}; train with --out_dir={where} first, or name another --out_dir")
     if (where / "state.json").is_file():
+        require(which == "latest", f"--which={which} needs a run, and {where} is one checkpoint; leave it out")
         return where
     pointer = where / which
     for seconds in (0, 0.02, 0.02):

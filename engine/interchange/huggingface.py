@@ -328,8 +328,6 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
     foreign = re.match("(hf|nanogpt):", run)
     require(not foreign, f"{run} is no run of train.py; train from it with --init_from={run} and export that run")
     average, run = run.startswith("ema:"), run.removeprefix("ema:")
-    single = which == "best" and (Path(run).expanduser() / "state.json").is_file()
-    require(not single, f"--which=best needs the folder of a run, and {run} is one checkpoint; leave --which out")
     require(where, "the folder to write has no name; give one, such as exported")
     folder = Path(os.path.expanduser(where)).absolute()
     if folder.exists():

@@ -1029,16 +1029,13 @@ def test_consolidating_what_cannot_be(tmp_path, capsys, monkeypatch):
     with full_disk():
         refused(file, "room")
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
-        refused(file, "its disk has 5 kB", "room")
-    with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: os.write(-1, b""))  # fails
         refused(file, "room")
     checkpoint.save(tmp_path / "other", 1, {"w": torch.ones(2)}, {"flags": {}})
     refused("no weights", given=(tmp_path / "other", file))
     (run / "best").unlink()
     refused("names no checkpoint", given=("--which=best", run, file))
-    refused("is one checkpoint; leave --which out", given=("--which=best", run / step_name(5), file))
+    refused("is one checkpoint; leave it out", given=("--which=best", run / step_name(5), file))
     shard = run / step_name(5) / "rank_0.safetensors"
     shard.write_bytes(shard.read_bytes()[:-2000])
     refused(shard.parent, "damaged")

@@ -806,7 +806,7 @@ def test_nothing_is_left_after_a_failure(trained, tmp_path, monkeypatch, capsys)
     for run, where, flags, words in (
         (tmp_path, tmp_path / "new", [], "no checkpoint in"),
         ("hf:there", tmp_path / "new", [], "hf:there is no run of train.py"),
-        (step, tmp_path / "new", ["--which=best"], "is one checkpoint; leave --which out"),
+        (step, tmp_path / "new", ["--which=best"], "is one checkpoint; leave it out"),
         (trained, "", [], "has no name"),
     ):
         with pytest.raises(SystemExit):
@@ -824,4 +824,4 @@ def test_wrong_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         commands.main(arguments)
     assert stopped.value.code == 2
-    assert re.fullmatch("error: .*; .*\n", capsys.readouterr().err)
+    assert re.fullmatch("error: .*(; |, such as ).*\n", capsys.readouterr().err)
