@@ -343,13 +343,6 @@ FAULTS = [
         "tests/interchange/test_nanogpt.py::test_logits_equal_gpt2_written_out",
     ),
     (
-        "engine/interchange/families.py",
-        "ends = (0, n), (2 * n, middle), (n, 2 * n), (middle, D)",
-        "ends = (0, n), (n, 2 * n), (2 * n, middle), (middle, D)",
-        "The rows of q and k of a GPT-NeoX, which turns a part of each head, stay in its order.",
-        "tests/interchange/test_families.py::test_in_and_out",
-    ),
-    (
         "engine/interchange/huggingface.py",
         "plain = type(file) is str and re.fullmatch(",
         "plain = type(file) is str and re.search(",

@@ -25,16 +25,14 @@ from model import READER, ModelConfig
 HARMLESS = {  # why keys say nothing about the logits, whatever their values -> the keys
     "they name the file, its maker, or the program that wrote it": """
         _commit_hash _name_or_path architectures auto_map custom_pipelines is_llama_config model_type name_or_path
-        tokenizer_class tokenizer_name transformers.js_config transformers_version unsloth_fixed unsloth_version""",
+        tokenizer_class transformers.js_config transformers_version unsloth_fixed unsloth_version""",
     "they say how transformers computes, in which dtype, and what it returns beside the logits": """
-        _attn_implementation _attn_implementation_autoset attention_softmax_in_fp32 attn_impl attn_implementation
-        bias_dropout_fusion cache_implementation chunk_size_feed_forward dtype gradient_checkpointing init_device
-        masked_softmax_fusion output_attentions output_hidden_states output_router_logits pretraining_tp
-        reorder_and_upcast_attn return_dict tie_last_hidden_states torch_dtype torchscript use_bfloat16 use_cache
-        verbose""",
+        _attn_implementation _attn_implementation_autoset attn_implementation cache_implementation
+        chunk_size_feed_forward dtype gradient_checkpointing output_attentions output_hidden_states
+        output_router_logits pretraining_tp reorder_and_upcast_attn return_dict torch_dtype torchscript use_bfloat16
+        use_cache""",
     "they are of training: dropout, initial weights and losses of routers": """
-        attention_dropout attention_probs_dropout_prob attn_pdrop embd_pdrop emb_pdrop embedding_fraction
-        hidden_dropout hidden_dropout_prob init_config initializer_range resid_pdrop router_aux_loss_coef
+        attention_dropout attn_pdrop embd_pdrop initializer_range resid_pdrop router_aux_loss_coef
         router_jitter_noise""",
     "they are of other tasks: classification, summaries, encoders": """
         classifier_dropout finetuning_task id2label is_decoder label2id n_special num_labels predict_special_tokens
@@ -48,15 +46,13 @@ HARMLESS = {  # why keys say nothing about the logits, whatever their values -> 
         repetition_penalty return_dict_in_generate sep_token_id suppress_tokens temperature top_k top_p typical_p
         unk_token_id""",
     "transformers ignores them: older releases and other programs wrote them": """
-        _sliding_window_pattern learned_pos_emb n_ctx norm_type offset_alibi skip_bias_add""",
+        _sliding_window_pattern n_ctx""",
 }
 UNREAD = {name for names in HARMLESS.values() for name in names.split()}
 # Further keys that nothing has to read while they have these values. Of keys that are absent here, this value is null.
 NEUTRAL = dict(
-    apply_residual_connection_post_layernorm=False, attention_bias=False, attn_uses_sequence_id=False, ff_factor=4,
-    full_attn_mod=1, interpolate_factor=1, is_causal=True, is_encoder_decoder=False, lm_head_bias=False,
-    mlp_bias=False, partial_rotary_factor=1, pruned_heads={}, rope_interleaved=False, skip_bias_add_qkv=False,
-    slow_but_exact=False, use_mrope=False,
+    attention_bias=False, is_causal=True, is_encoder_decoder=False, mlp_bias=False, partial_rotary_factor=1,
+    pruned_heads={}, rope_interleaved=False, use_mrope=False,
 )  # fmt: skip
 
 
@@ -144,15 +140,14 @@ def sizes(n_layer: str, n_head: str, n_embd: str, block_size: str) -> list[Part]
     return [value("vocab_size", "vocab_size", int), tied, *(value(names[flag], flag, int) for flag in names)]
 
 
-def kv_flags(heads: int, flags: dict) -> dict:
-    """Our flags for this number of key/value heads."""
-    return {"attention": "gqa", "n_kv_head": heads} if heads != flags["n_head"] else {}
-
-
 def read_heads(keys: Keys, flags: dict) -> dict:
     H = flags["n_head"]
-    heads, D = keys("num_key_value_heads", int, NoneType) or H, keys("head_dim", int, NoneType) or 0
-    return kv_flags(heads, flags) | {"head_dim": 0 if D * H == flags["n_embd"] else D}
+    heads = keys("num_key_value_heads", int, NoneType) or H
+    D = keys("head_dim", int, NoneType) or 0
+    found = {"head_dim": 0 if D * H == flags["n_embd"] else D}
+    if heads != H:
+        found |= {"attention": "gqa", "n_kv_head": heads}
+    return found
 
 
 HEADS = Part(read_heads, lambda cfg: {"num_key_value_heads": cfg.kv_heads, "head_dim": cfg.head_size})
@@ -203,33 +198,26 @@ SCALING = {  # rope_type -> the keys of our flag's numbers in order, with the fl
 }
 
 
-def read_rope(
-    given: dict, theta: float, flags: dict, fraction: float | None = None, original: float | None = None
-) -> dict:
-    """rope_theta, rope_fraction and rope_scaling, from transformers' dictionary of RoPE's parameters. If it lacks them,
-    `theta` and `fraction`, the part of each head that is turned (None: only whole heads), count. `original`, the
-    context before scaling that stands beside the dictionary, counts before the one in there."""
-    given = {name: x for name, x in given.items() if x is not None and (name, x) != ("truncate", True)}
+def read_rope(given: dict, theta: float, flags: dict, original: float | None = None) -> dict:
+    """rope_theta and rope_scaling, from transformers' dictionary of RoPE's parameters. If it lacks a base, `theta`
+    counts. `original`, the context before scaling that stands beside the dictionary, counts before the one in there."""
+    neutral = {"truncate": True, "partial_rotary_factor": 1}
+    given = {name: x for name, x in given.items() if x is not None and x != neutral.get(name)}
     kind = given.get("rope_type", given.get("type", "default"))
     express(type(kind) is str and kind in SCALING, f"rope_type={describe(kind)}, but only {', '.join(SCALING)}")
-    defaults = {"rope_theta": theta, "partial_rotary_factor": 1 if fraction is None else fraction}
-    defaults |= {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": flags["block_size"]}
+    defaults = {"rope_theta": theta, "beta_fast": 32, "beta_slow": 1}
+    defaults["original_max_position_embeddings"] = flags["block_size"]
     if original is not None and "original_max_position_embeddings" in SCALING[kind]:
         given["original_max_position_embeddings"] = original
     keys = Keys(given, defaults)
     numbers = [keys(name, float) for name in SCALING[kind]]
     require(all(x > 0 for x in numbers), f"the numbers of rope_type={kind} must be positive; correct them")
-    theta, turned = keys("rope_theta", float), keys("partial_rotary_factor", float)
+    theta = keys("rope_theta", float)
     more = sorted(given.keys() - keys.seen - {"rope_type", "type"}, key=str)
     express(not more, f"{describe(more[:1])} of rope_type={kind}, but only {', '.join(SCALING[kind]) or 'rope_theta'}")
-    D = flags.get("head_dim") or max(1, flags["n_embd"] // flags["n_head"])
-    rows = int(D * turned)
-    even = D % 2 or (0 < rows <= D and rows % 2 == 0)  # ModelConfig refuses an odd D itself
-    express(even, f"partial_rotary_factor={turned} turns {rows} of {D} rows, but only an even number of them")
-    express(fraction is not None or rows == D, f"partial_rotary_factor={rows / D}, but only 1")
     exact = [repr(int(x) if x.is_integer() else x) for x in numbers]
     scaling = ":".join([kind, *exact]) if exact else ""
-    return {"rope_theta": theta, "rope_fraction": rows / D, "rope_scaling": scaling}
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def write_scaling(cfg: ModelConfig) -> dict | None:
@@ -244,24 +232,19 @@ def write_scaling(cfg: ModelConfig) -> dict | None:
     return {"rope_type": kind} | found
 
 
-def rope(theta: str = "rope_theta", fraction: str = "", scaled: bool = True) -> Part:
-    """RoPE of all layers, in the keys of transformers 5 (rope_parameters) or of older releases, which both read. Where
-    a file has both, transformers takes rope_scaling."""
-
-    def read(keys: Keys, flags: dict) -> dict:
-        given = [keys(name, dict, NoneType) for name in ("rope_scaling", "rope_parameters")]
-        given, original = given[0] or given[1] or {}, keys("original_max_position_embeddings", float, NoneType)
-        found = read_rope(given, keys(theta, float), flags, keys(fraction, float) if fraction else None, original)
-        express(scaled or not found["rope_scaling"], f"rope_scaling={describe(given)}, but only null")
-        return found
-
-    def write(cfg: ModelConfig) -> dict:
-        keys = {theta: cfg.rope_theta, "rope_scaling": write_scaling(cfg)}
-        return keys | {fraction: cfg.rope_fraction} if fraction else keys
-
-    return Part(read, write)
+def read_rope_of_all_layers(keys: Keys, flags: dict) -> dict:
+    given = [keys(name, dict, NoneType) for name in ("rope_scaling", "rope_parameters")]
+    original = keys("original_max_position_embeddings", float, NoneType)
+    return read_rope(given[0] or given[1] or {}, keys("rope_theta", float), flags, original)
 
 
+def write_rope(cfg: ModelConfig) -> dict:
+    return {"rope_theta": cfg.rope_theta, "rope_scaling": write_scaling(cfg)}
+
+
+# RoPE of all layers, in the keys of transformers 5 (rope_parameters) or of older releases, which both read. Where a
+# file has both, transformers takes rope_scaling.
+ROPE = Part(read_rope_of_all_layers, write_rope)
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -322,33 +305,6 @@ def read_gemma3_rope(keys: Keys, flags: dict) -> dict:
     return found | {"rope_theta_local": local["rope_theta"], "pos_pattern": pattern.strip("G") and pattern}
 
 
-def read_falcon(keys: Keys, flags: dict) -> dict:
-    """The three generations: RW (in series, ALiBi), 7B (parallel, one key/value head), 40B (a norm for each reader)."""
-    H, new, alibi = flags["n_head"], keys("new_decoder_architecture", bool), keys("alibi", bool)
-    parallel, one = keys("parallel_attn", bool) or new, keys("multi_query", bool)
-    norms = keys("num_ln_in_parallel_attn", int, NoneType) or 2
-    own = keys("num_kv_heads", int, NoneType) or H
-    found = kv_flags(own if new else 1 if one else H, flags) | {"block": "parallel" if parallel else "standard"}
-    found["norm_per_reader"] = new and norms == 2
-    turns = rope().read(keys, flags)  # ALiBi ignores them
-    if alibi:
-        return found | {"pos": "alibi", "alibi_scale": max(1, flags["n_embd"] // H) ** -0.5}
-    return found | {"pos": "rope"} | turns
-
-
-def write_falcon(cfg: ModelConfig) -> dict:
-    parallel = cfg.block != "standard"
-    new = parallel and (cfg.norm_per_reader or cfg.kv_heads not in (1, cfg.n_head))
-    keys = {"new_decoder_architecture": new, "parallel_attn": parallel, "multi_query": cfg.kv_heads == 1}
-    keys |= {"num_ln_in_parallel_attn": 1 + cfg.norm_per_reader if new else None, "alibi": cfg.pos == "alibi"}
-    return keys | {"num_kv_heads": cfg.kv_heads if new else cfg.n_head} | rope().write(cfg)
-
-
-def read_neox_block(keys: Keys, flags: dict) -> dict:
-    parallel = keys("use_parallel_residual", bool)
-    return {"block": "parallel" if parallel else "standard", "norm_per_reader": parallel}
-
-
 def read_llama_bias(keys: Keys, flags: dict) -> dict:
     both = keys("attention_bias", bool), keys("mlp_bias", bool)
     express(both[0] == both[1], "attention_bias={} with mlp_bias={}, but only two equal values".format(*both))
@@ -361,25 +317,11 @@ def read_scores(keys: Keys, flags: dict) -> dict:
     return {"embed_scale": flags["n_embd"] ** 0.5}
 
 
-def read_mpt_attention(keys: Keys, flags: dict) -> dict:
-    inner = Keys(keys("attn_config", dict, NoneType) or {}, {})
-    MPT_SCORES.read(inner, flags)
-    inner.finish()
-    return {}
-
-
 WINDOW = value("sliding_window", "window", int, NoneType)
 SOFTCAP = value("attn_logit_softcapping", "attn_softcap", float, NoneType)
 QWEN_LAYERS = Part(read_qwen_layers, write_qwen_layers)
 GEMMA2_LAYERS = Part(partial(read_gemma_layers, fixed=True), write_gemma_layers)
 GEMMA3_LAYERS = Part(read_gemma_layers, write_gemma_layers)
-GEMMA3_ROPE = Part(read_gemma3_rope, lambda cfg: rope().write(cfg) | {"rope_local_base_freq": cfg.rope_theta_local})
+GEMMA3_ROPE = Part(read_gemma3_rope, lambda cfg: write_rope(cfg) | {"rope_local_base_freq": cfg.rope_theta_local})
 SCORES = Part(read_scores, lambda cfg: {"query_pre_attn_scalar": cfg.head_size})
-FALCON = Part(read_falcon, write_falcon)
-NEOX_BLOCK = Part(read_neox_block, lambda cfg: {"use_parallel_residual": cfg.block != "standard"})
 LLAMA_BIAS = Part(read_llama_bias, lambda cfg: {"attention_bias": cfg.bias, "mlp_bias": cfg.bias})
-MPT_SCORES = only(
-    attn_type="multihead_attention", clip_qkv=None, softmax_scale=None, prefix_lm=False, qk_ln=False, alibi=True,
-    alibi_bias_max=8,
-)  # fmt: skip
-MPT_ATTENTION = Part(read_mpt_attention, lambda cfg: {"attn_config": MPT_SCORES.write(cfg)})

@@ -23,7 +23,7 @@ from torch import Tensor
 from data.base_tokenizer import Tokenizer
 from data.errors import require
 from engine.interchange import config as hf_config
-from engine.interchange.config import GATED, Keys, Part, describe, ignored, mlp, only, rope, sizes, value
+from engine.interchange.config import GATED, Keys, Part, describe, ignored, mlp, only, sizes, value
 from engine.interchange.tokenizer import keeps_ids
 from model import READER, USED_WHEN, ModelConfig
 
@@ -59,16 +59,6 @@ def group(rows: Tensor, cfg: ModelConfig) -> Tensor:
     return torch.cat([each.unflatten(0, (cfg.kv_heads, -1)) for each in heads], dim=1).flatten()
 
 
-def turn(rows: Tensor, cfg: ModelConfig) -> Tensor:
-    """The rows of each query and key in our order. RoPE pairs row j with row n + j of their first 2 n rows, and with
-    row D/2 + j of ours."""
-    D, n, heads = cfg.head_size, cfg.rope_pairs, split_heads(rows, cfg)
-    middle = n + D // 2
-    ends = (0, n), (2 * n, middle), (n, 2 * n), (middle, D)
-    heads[:, :-1] = heads[:, :-1, torch.cat([torch.arange(*each) for each in ends])]  # values stay as they are
-    return heads.flatten()
-
-
 def score_scale(cfg: ModelConfig, config: dict) -> float:
     """Their factor of the scores, over ours, which is 1 / sqrt(D)."""
     return (cfg.head_size / config["query_pre_attn_scalar"]) ** 0.5
@@ -81,7 +71,7 @@ def scale_queries(x: Tensor, cfg: ModelConfig, config: dict) -> Tensor:
 
 
 TRANSPOSE = Conversion(lambda x, *_: x.t(), lambda x, *_: x.t())  # Conv1D of GPT-2; a bias stays as it is
-GROUP, TURN = reordered(group), reordered(turn)
+GROUP = reordered(group)
 # All gates, then all values, of each expert in turn -> pieces of gates and values in turn
 UNITS = reordered(lambda rows, cfg: rows.view(cfg.n_expert or 1, 2, -1, cfg.hidden_unit).transpose(1, 2).flatten())
 STACK = Conversion(lambda x, cfg, _: x.unflatten(0, (cfg.n_expert, -1)), lambda x, *_: x.flatten(0, 1))  # of experts
@@ -172,16 +162,6 @@ QWEN3_MOE = LLAMA | {
     "experts.up": ("mlp.experts.{}.gate_proj mlp.experts.{}.up_proj", UNITS, STACK),
     "experts.down": ("mlp.experts.{}.down_proj", STACK),
 }
-NEOX_LAYER = {"mlp.up": ("mlp.dense_h_to_4h",), "mlp.down": ("mlp.dense_4h_to_h",), "head": ("lm_head",)}
-BLOOM_ROWS = NEOX_LAYER | {
-    "wte": ("transformer.word_embeddings",),
-    "first_norm": ("transformer.word_embeddings_layernorm",),
-    "sums.0.before": ("input_layernorm",),
-    "attn.qkv": ("self_attention.query_key_value",),  # its order is ours
-    "attn.out": ("self_attention.dense",),
-    "sums.1.before": ("post_attention_layernorm",),
-    "norm": ("transformer.ln_f",),
-}
 LLAMA_SIZES = sizes("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings")
 LLAMA_SHAPE = [*LLAMA_SIZES, hf_config.HEADS, value("rms_norm_eps", "norm_eps", float)]
 LLAMA_PARTS = [*LLAMA_SHAPE, mlp("hidden_act", "intermediate_size", GATED)]
@@ -216,19 +196,19 @@ def llama(
 
 
 FAMILIES = {
-    "llama": llama("Llama", {}, [*LLAMA_PARTS, rope(), hf_config.LLAMA_BIAS], {}),
+    "llama": llama("Llama", {}, [*LLAMA_PARTS, hf_config.ROPE, hf_config.LLAMA_BIAS], {}),
     "mistral": llama(
-        "Mistral", {}, [*LLAMA_PARTS, rope(), hf_config.WINDOW],
+        "Mistral", {}, [*LLAMA_PARTS, hf_config.ROPE, hf_config.WINDOW],
         dict(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
     ),
-    "qwen2": llama("Qwen2", dict(qkv_bias=True), [*LLAMA_PARTS, rope(), hf_config.QWEN_LAYERS], QWEN_DEFAULTS),
+    "qwen2": llama("Qwen2", dict(qkv_bias=True), [*LLAMA_PARTS, hf_config.ROPE, hf_config.QWEN_LAYERS], QWEN_DEFAULTS),
     "qwen3": llama(
-        "Qwen3", dict(qk_norm=True), [*LLAMA_PARTS, rope(), hf_config.QWEN_LAYERS, only(attention_bias=False)],
+        "Qwen3", dict(qk_norm=True), [*LLAMA_PARTS, hf_config.ROPE, hf_config.QWEN_LAYERS, only(attention_bias=False)],
         QWEN_DEFAULTS | dict(head_dim=128),
     ),
     "mixtral": llama(
         "Mixtral", dict(router_balance="none"),
-        [*LLAMA_SHAPE, hf_config.experts("intermediate_size"), rope(), hf_config.WINDOW],
+        [*LLAMA_SHAPE, hf_config.experts("intermediate_size"), hf_config.ROPE, hf_config.WINDOW],
         dict(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5,
              rope_theta=1e6, sliding_window=None, num_local_experts=8, num_experts_per_tok=2),
         MIXTRAL, dict(num_experts="num_local_experts"),
@@ -236,7 +216,7 @@ FAMILIES = {
     "qwen3_moe": llama(
         "Qwen3Moe", dict(router_balance="none", qk_norm=True),
         [
-            *LLAMA_SHAPE, hf_config.experts("moe_intermediate_size"), rope(),
+            *LLAMA_SHAPE, hf_config.experts("moe_intermediate_size"), hf_config.ROPE,
             only(norm_topk_prob=True, attention_bias=False, use_sliding_window=False, decoder_sparse_step=1),
             only(mlp_only_layers=[]), ignored("intermediate_size", "sliding_window", "max_window_layers"),
         ],
@@ -245,20 +225,9 @@ FAMILIES = {
              norm_topk_prob=False),
         QWEN3_MOE, dict(num_experts="num_local_experts"),
     ),
-    "olmo2": llama(
-        "Olmo2", dict(norm_placement="after", qk_norm=True, qk_norm_width="model"),
-        [*LLAMA_PARTS, rope(), only(attention_bias=False)], dict(vocab_size=50304, rms_norm_eps=1e-5),
-        LLAMA | {"sums.0.after": ("post_attention_layernorm",), "sums.1.after": ("post_feedforward_layernorm",)},
-    ),
-    "phi3": llama(
-        "Phi3", {}, [*LLAMA_PARTS, rope(fraction="partial_rotary_factor", scaled=False), hf_config.WINDOW],
-        dict(vocab_size=32064, hidden_size=3072, intermediate_size=8192, max_position_embeddings=4096,
-             rms_norm_eps=1e-5, partial_rotary_factor=1.0),
-        LLAMA | {"attn.qkv": ("self_attn.qkv_proj", GROUP, TURN), "mlp.up": ("mlp.gate_up_proj", UNITS)},
-    ),
     "gemma2": llama(
         "Gemma2", dict(norm_placement="sandwich"),
-        [*GEMMA_PARTS, hf_config.GEMMA2_LAYERS, hf_config.SOFTCAP, rope()], GEMMA_DEFAULTS, GEMMA2,
+        [*GEMMA_PARTS, hf_config.GEMMA2_LAYERS, hf_config.SOFTCAP, hf_config.ROPE], GEMMA_DEFAULTS, GEMMA2,
     ),
     "gemma3_text": llama(
         "Gemma3", dict(norm_placement="sandwich", qk_norm=True),
@@ -291,63 +260,6 @@ FAMILIES = {
         dict(num_hidden_layers="n_layer", num_attention_heads="n_head", hidden_size="n_embd",
              max_position_embeddings="n_positions"),
     ),
-    "gpt_neox": Family(
-        "GPTNeoXForCausalLM", "gpt_neox.layers.{}.", dict(bias=True, pos="rope"),
-        [
-            *LLAMA_SIZES, value("layer_norm_eps", "norm_eps", float), mlp("hidden_act", "intermediate_size"),
-            hf_config.NEOX_BLOCK, rope("rotary_emb_base", "rotary_pct"), only(attention_bias=True),
-        ],
-        dict(vocab_size=50432, hidden_size=6144, num_hidden_layers=44, num_attention_heads=64,
-             intermediate_size=24576, hidden_act="gelu", max_position_embeddings=2048, layer_norm_eps=1e-5,
-             tie_word_embeddings=False, use_parallel_residual=True, rotary_pct=0.25, rotary_emb_base=10000.0),
-        NEOX_LAYER | {
-            "wte": ("gpt_neox.embed_in",), "norm": ("gpt_neox.final_layer_norm",),
-            "head": ("embed_out",),  # transformers 5 renames it
-            "sums.0.before": ("input_layernorm",), "sums.1.before": ("post_attention_layernorm",),
-            "befores.attn": ("input_layernorm",), "befores.mlp": ("post_attention_layernorm",),
-            "attn.qkv": ("attention.query_key_value", TURN), "attn.out": ("attention.dense",),
-        },
-    ),
-    "falcon": Family(
-        "FalconForCausalLM", "transformer.h.{}.", dict(norm_bias=True),
-        [
-            *LLAMA_SIZES, value("layer_norm_epsilon", "norm_eps", float), mlp("activation", "ffn_hidden_size"),
-            value("bias", "bias", bool), hf_config.FALCON,
-        ],
-        dict(vocab_size=65024, hidden_size=4544, num_hidden_layers=32, num_attention_heads=71,
-             layer_norm_epsilon=1e-5, max_position_embeddings=2048, activation="gelu", tie_word_embeddings=True,
-             alibi=False, bias=False, new_decoder_architecture=False, multi_query=True, parallel_attn=True,
-             rope_theta=10000.0),
-        BLOOM_ROWS | {"befores.attn": ("ln_attn",), "befores.mlp": ("ln_mlp",)},
-        dict(n_embed="hidden_size"),
-    ),
-    "bloom": Family(
-        "BloomForCausalLM", "transformer.h.{}.",
-        dict(bias=True, pos="alibi", embed_norm=True, mlp="gelu_tanh", mlp_ratio=4.0),
-        [
-            *sizes("n_layer", "n_head", "hidden_size", "seq_length"),
-            value("layer_norm_epsilon", "norm_eps", float), only(apply_residual_connection_post_layernorm=False),
-        ],
-        dict(vocab_size=250880, hidden_size=64, n_layer=2, n_head=8, layer_norm_epsilon=1e-5, seq_length=2048,
-             tie_word_embeddings=True),
-        BLOOM_ROWS,
-        dict(num_hidden_layers="n_layer", num_attention_heads="n_head", n_embed="hidden_size"),
-    ),
-    "mpt": Family(
-        "MptForCausalLM", "transformer.blocks.{}.", dict(pos="alibi", mlp_ratio=4.0),
-        [
-            *sizes("n_layers", "n_heads", "d_model", "max_seq_len"), value("layer_norm_epsilon", "norm_eps", float),
-            only(expansion_ratio=4, no_bias=True, logit_scale=None), hf_config.MPT_ATTENTION,
-        ],
-        dict(vocab_size=50368, d_model=2048, n_heads=16, n_layers=24, max_seq_len=2048, layer_norm_epsilon=1e-5,
-             tie_word_embeddings=True),
-        {
-            "wte": ("transformer.wte",), "sums.0.before": ("norm_1",), "attn.qkv": ("attn.Wqkv", GROUP),
-            "attn.out": ("attn.out_proj",), "sums.1.before": ("norm_2",), "mlp.up": ("ffn.up_proj",),
-            "mlp.down": ("ffn.down_proj",), "norm": ("transformer.norm_f",), "head": ("lm_head",),
-        },
-        dict(num_hidden_layers="n_layers", num_attention_heads="n_heads", hidden_size="d_model"),
-    ),
 }  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -356,7 +268,6 @@ FAMILIES = {
 # Flags that only matter in training, and two that others say
 FREE = {"dropout", "loss_chunk", "fp32_residual", "doc_mask", "doc_positions", "scaled_init", "simplified_beta_ff"}
 FREE |= {"attention", "window", "balance_weight", "router_z_loss", "z_loss", "init_std"}
-SAME_AS = {"c+p": "parallel", "c,p": "standard"}  # the superblock's layer -> the block that computes the same
 
 
 def network(cfg: ModelConfig) -> dict[str, Any]:
@@ -379,8 +290,9 @@ def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family
     """(the first family that expresses the flags and keeps the tokenizer's ids, its name, the flags as it has them). A
     family with more biases expresses the model with biases of 0; the flags then have these biases too. ValueError names
     the flags that the nearest family lacks."""
-    same = cfg.block == "superblock" and cfg.layer in SAME_AS and cfg.n_group == 1
-    plain = replace(cfg, block=SAME_AS[cfg.layer]) if same else cfg  # the parameters have the same names
+    plain = cfg
+    if cfg.block == "superblock" and cfg.layer == "c,p" and cfg.n_group == 1:
+        plain = replace(cfg, block="standard")  # the parameters have the same names
     misses, also = [], ""
     for biases in ({}, {"norm_bias": True}, {"qkv_bias": True}, {"bias": True}):
         given = replace(plain, **biases)
