@@ -47,6 +47,7 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
     "pool": ...,
     "wiring": ...,
     "slot_softmax": ...,
+    "head_bias": False,
     "mup_base_width": 0,
 }
 RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {

@@ -62,7 +62,6 @@ class ModelConfig:
     bias: bool = False  # bias in linear layers and layer norms, as in GPT-2
     qkv_bias: bool = False  # bias of q, k and v where bias=False (Qwen2)
     norm_bias: bool = False  # bias of layer norms where bias=False (Falcon, StableLM)
-    head_bias: bool = False  # bias of the head (GPT-J, Phi)
     tie_weights: bool = True  # the head shares the token embedding
     init_std: float = 0.02  # standard deviation of the initial weights
     scaled_init: bool = True  # output layers begin smaller: init_std / sqrt(their number), as in GPT-2
@@ -1415,7 +1414,7 @@ class Model(Stack):
         super().__init__(cfg)
         self.wte = with_role(embedding(cfg, cfg.vocab_rows), "vocab")
         self.pos = POSITION[cfg.pos][0](cfg)
-        self.head = with_role(UndrawnLinear(cfg.n_embd, cfg.vocab_rows, bias=cfg.head_bias), "vocab")
+        self.head = with_role(UndrawnLinear(cfg.n_embd, cfg.vocab_rows, bias=False), "vocab")
         self.head.initial = {"weight": Normal(cfg.init_std), "bias": 0.0}
         self.encoder = Stack(cfg.stacks[1]) if cfg.objective == "seq2seq" else None
         self.chunk_loss, self.n_targets = ops.chunk_loss, None
@@ -1510,20 +1509,20 @@ class Model(Stack):
                 of_memory = *of_memory, ends, ops.boundaries(memory_starts, memory.size(1))
         return stack.through_blocks(x, Inputs(stack.table(t, x), own, memory, of_memory))
 
-    def head_parameters(self) -> tuple[Tensor, Maybe]:
-        """Weight (V, C) and bias (V,) or None of the head, without its padding rows."""
-        W, b, V = self.head.weight, self.head.bias, self.cfg.vocab_size
-        return (W, b) if len(W) == V else (W[:V], None if b is None else b[:V])
+    def head_weight(self) -> Tensor:
+        """The head's weight (V, C), without its padding rows."""
+        weight, V = self.head.weight, self.cfg.vocab_size
+        return weight if len(weight) == V else weight[:V]
 
     def logits(self, x: Tensor) -> Tensor:
         """The last norm's result x (..., C) -> logits (..., V) in float32."""
-        logits = F.linear(x, *self.head_parameters())
+        logits = F.linear(x, self.head_weight())
         return ops.capped(ops.at_least_float32(logits), self.cfg.logit_softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
         options = self.cfg.logit_softcap, self.cfg.loss_chunk, self.chunk_loss, self.cfg.z_loss
-        total = ops.cross_entropy(x, *self.head_parameters(), targets, *options, self.smoothing)
+        total = ops.cross_entropy(x, self.head_weight(), targets, *options, self.smoothing)
         return self.mean(total, targets)
 
     @property

@@ -1,7 +1,7 @@
 """How the model's formulas are computed: functions of tensors, without parameters and flags of their own.
 
     y = attention(q, k, v, D, Mask(window=256))         # softmax(q k^T / sqrt(D)) v, never as a (T, S) matrix
-    total = cross_entropy(x, weight, None, targets)     # of logits x W^T that never exist as (N, V)
+    total = cross_entropy(x, weight, targets)           # of logits x W^T that never exist as (N, V)
 
 Each docstring has the formula. model.py imports these functions and says what is computed with them; names of sizes are
 explained there. Autograd functions save passes over memory, which limit the speed on CPUs.
@@ -552,10 +552,9 @@ def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strip
 
 
 def cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap=0.0, chunk=0, of_chunk=None, z_loss=0.0,
-    smoothing=0.0,
-) -> Tensor:  # fmt: skip
-    """Sum of -log softmax(cap(x W^T + b))[target] over targets >= 0, in nats: x (N, C), W (V, C), b (V,), targets (N,).
+    x: Tensor, weight: Tensor, targets: Tensor, softcap=0.0, chunk=0, of_chunk=None, z_loss=0.0, smoothing=0.0
+) -> Tensor:
+    """Sum of -log softmax(cap(x W^T))[target] over targets >= 0, in nats: x (N, C), W (V, C), targets (N,).
     With `smoothing` e, log p[target] becomes (1 - e) log p[target] + e mean(log p) (arXiv:1512.00567, section 7).
 
     Logits of at most `chunk` tokens exist at once, see rows_at_once. of_chunk is chunk_loss, or the same function
@@ -564,14 +563,14 @@ def cross_entropy(
     """
     chunk = equal_rows(len(x), rows_at_once(chunk, len(weight), x.device))
     if x.size(0) <= chunk and not x.is_cuda:  # on a GPU, the compiled loss of one chunk is faster
-        logits = capped(at_least_float32(F.linear(x, weight, bias)), softcap)
+        logits = capped(at_least_float32(F.linear(x, weight)), softcap)
         total = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
         z = z_loss * (logits.logsumexp(-1).square() * (targets >= 0)).sum() if z_loss else None
         return total if z is None else total + (z - z.detach())
     of_chunk = of_chunk or chunk_loss
     terms = {name: factor for name, factor in (("z_loss", z_loss), ("smoothing", smoothing)) if factor}
     options = softcap, chunk, partial(of_chunk, **terms) if terms else of_chunk, torch.is_grad_enabled()
-    return ChunkedCrossEntropy.apply(x, weight, bias, targets, options)
+    return ChunkedCrossEntropy.apply(x, weight, targets, options)
 
 
 def rows_at_once(chunk: int, vocab_size: int, device: torch.device) -> int:
@@ -628,35 +627,32 @@ def chunk_loss(
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropies of logits x W^T + b, which never exist as (N, V): the forward computes loss and
-    gradients chunk by chunk. b (V,) or None. options: the softcap, rows of a chunk, chunk_loss, perhaps compiled, and
-    whether there is a backward. The gradients are stored unscaled; the backward multiplies them in place by the
+    """Sum of the cross entropies of logits x W^T, which never exist as (N, V): the forward computes loss and gradients
+    chunk by chunk. options: the softcap, rows of a chunk, chunk_loss, perhaps compiled, and whether there is a
+    backward. The gradients are stored unscaled; the backward multiplies them in place by the
     incoming gradient, which contains the loss scale of float16. So a second backward of the same graph raises
     RuntimeError."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: tuple) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, options: tuple) -> Tensor:
         softcap, chunk, of_chunk, gradient = options
         dtype = matmul_dtype(x)
         wide = torch.promote_types(weight.dtype, torch.float32)  # for the sums over chunks, where FSDP gathers 16 bits
         dx, dW = (torch.empty_like(x), torch.empty_like(weight, dtype=wide)) if gradient else (None, None)
-        db = None if bias is None or not gradient else torch.zeros_like(bias, dtype=wide)
         with torch.autocast(x.device.type, enabled=False):
             W = weight.to(dtype)
             total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
             for start in range(0, x.size(0), chunk):
                 rows = slice(start, start + chunk)
                 h = x[rows].to(dtype)
-                logits = h @ W.mT if bias is None else h @ W.mT + bias.to(dtype)
+                logits = h @ W.mT
                 part, p = of_chunk(logits, targets[rows], softcap, gradient)
                 total += part
                 if gradient:
                     product_(dx[rows], p, W, add=False)
                     product_(dW, p.mT, h, add=start > 0)
-                    if db is not None:
-                        db += p.sum(dim=0)
                 del logits, p  # before the logits of the next chunk are made
-        ctx.save_for_backward(dx, dW, db)
+        ctx.save_for_backward(dx, dW)
         return total
 
     @staticmethod

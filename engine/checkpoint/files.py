@@ -33,7 +33,7 @@ from engine.parallel.ranks import is_first_rank, of_first_rank, together
 
 LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|latest|best)")
 PATIENCE = 60  # seconds for which a reader tries again while a run replaces checkpoints faster than it reads them
-VOCAB_WEIGHTS = ("wte.weight", "head.weight", "head.bias")  # parameters with a row per token id, see `unpadded`
+VOCAB_WEIGHTS = ("wte.weight", "head.weight")  # parameters with a row per token id, see `unpadded`
 T = TypeVar("T")
 
 

@@ -225,7 +225,7 @@ def parallel_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     of_chunk = partial(model.chunk_loss, z_loss=cfg.z_loss, smoothing=model.smoothing)
     options = cfg.logit_softcap, chunk, of_chunk, torch.is_grad_enabled()
     x = x.flatten(0, 1)
-    total = ChunkedCrossEntropy.apply(x, head.weight, head.bias, targets.flatten(), options)
+    total = ChunkedCrossEntropy.apply(x, head.weight, targets.flatten(), options)
     return model.mean(total, targets)
 
 

@@ -458,7 +458,7 @@ def test_compiles_as_one_graph(flags):
     """One layer for each string, for the time that more would take; same outputs and gradients as eager."""
     torch._dynamo.reset()
     n = 1 + flags.get("layer", "").count(";")
-    model, idx = build(**flags | {"n_layer": n, "n_encoder_layer": n}), tokens(2, T)
+    model, idx = build(**flags | {"n_layer": n, "n_encoder_layer": n, "moe_pattern": ""}), tokens(2, T)
     given = beside(model, docs=flags["objective"] != "causal")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same(compiled(idx, **given), model(idx, **given), list(model.parameters()), rtol=1e-9, atol=1e-9)
@@ -1267,7 +1267,7 @@ def test_gated_width_matches_parameters(C, expected):
 @pytest.mark.parametrize("chunk", [1, 5, 26, 1000])
 def test_chunked_loss_equals_the_whole(softcap, chunk):
     torch.manual_seed(0)
-    reference, model = (build(logit_softcap=softcap, loss_chunk=c, head_bias=True) for c in (10**6, chunk))
+    reference, model = (build(logit_softcap=softcap, loss_chunk=c) for c in (10**6, chunk))
     for p in model.parameters():
         torch.nn.init.normal_(p)
     reference.load_state_dict(model.state_dict())
@@ -1286,7 +1286,7 @@ def test_chunked_loss_equals_the_whole(softcap, chunk):
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 def test_z_loss_is_in_the_gradient_alone(softcap, chunk):
     """The mean over targets of z_loss log^2 Z, by torch.logsumexp of all logits; the loss is that without it."""
-    plain, model = (build(logit_softcap=softcap, loss_chunk=chunk, head_bias=True, z_loss=z) for z in (0.0, 0.3))
+    plain, model = (build(logit_softcap=softcap, loss_chunk=chunk, z_loss=z) for z in (0.0, 0.3))
     for p in model.parameters():
         torch.nn.init.normal_(p)
     plain.load_state_dict(model.state_dict())
@@ -1304,7 +1304,7 @@ def test_z_loss_is_in_the_gradient_alone(softcap, chunk):
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 def test_label_smoothing_is_pytorchs(softcap, chunk):
     """Loss and gradients in training; in evaluation, the plain loss."""
-    model = build(logit_softcap=softcap, loss_chunk=chunk, head_bias=True, label_smoothing=0.2, z_loss=0.3)
+    model = build(logit_softcap=softcap, loss_chunk=chunk, label_smoothing=0.2, z_loss=0.3)
     for p in model.parameters():
         torch.nn.init.normal_(p)
     idx, targets = torch.randint(29, (2, 2, 13))
@@ -1348,7 +1348,7 @@ def test_chunked_loss_of_frozen_parameters(trained):
 def test_the_chunks_of_a_gpu_hold_a_gib(monkeypatch):
     """5248 rows of GPT-2's vocabulary, where a CPU takes 640; a text that fits is one chunk, for the compiled loss."""
     gpu, cpu, calls = torch.device("cuda"), torch.device("cpu"), []
-    record = lambda x, W, b, targets, options: calls.append((len(x), options)) or x.sum()  # noqa: E731
+    record = lambda x, W, targets, options: calls.append((len(x), options)) or x.sum()  # noqa: E731
     monkeypatch.setattr(ops.ChunkedCrossEntropy, "apply", record)
     for V in (257, 32000, 50304, 2**30):
         for device, most in ((cpu, 2**27), (gpu, 2**30)):
@@ -1356,10 +1356,8 @@ def test_the_chunks_of_a_gpu_hold_a_gib(monkeypatch):
             assert 4 * V * rows <= max(most, 4 * V) and 4 * V * (rows + 128) > most
     assert (ops.rows_at_once(0, 50304, cpu), ops.rows_at_once(0, 50304, gpu)) == (640, 5248)
     with FakeTensorMode(), torch.device(gpu):
-        of_chunk, head = object(), lambda: (torch.empty(50304, 8), None)
-        model = SimpleNamespace(
-            cfg=ModelConfig(vocab_size=50304), chunk_loss=of_chunk, head_parameters=head, smoothing=0.0
-        )
+        of_chunk, head = object(), lambda: torch.empty(50304, 8)
+        model = SimpleNamespace(cfg=ModelConfig(vocab_size=50304), chunk_loss=of_chunk, head_weight=head, smoothing=0.0)
         model.mean = lambda total, targets: total
         for tokens_of_a_text in (100, 6000):
             x, targets = torch.empty(2, tokens_of_a_text, 8), torch.empty(2, tokens_of_a_text, dtype=torch.int64)
@@ -1379,7 +1377,7 @@ def test_chunks_have_one_size():
     of_chunk = torch.compile(of_chunk, backend=lambda graph, inputs: graphs.append(graph) or graph, dynamic=False)
     x, W = torch.randn(24, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     targets = torch.randint(9, (24,))
-    ops.cross_entropy(x, W, None, targets, chunk=10, of_chunk=of_chunk).backward()
+    ops.cross_entropy(x, W, targets, chunk=10, of_chunk=of_chunk).backward()
     expected = torch.autograd.grad(F.cross_entropy(x @ W.T, targets, reduction="sum"), (x, W))
     assert len(graphs) == 1
     assert torch.allclose(x.grad, expected[0], atol=1e-6) and torch.allclose(W.grad, expected[1], atol=1e-6)
@@ -1388,11 +1386,11 @@ def test_chunks_have_one_size():
 def test_the_gradients_of_the_head_are_scaled_in_place():
     """So a second backward is refused, and a derivative of the gradient too; both would be wrong."""
     x, W, targets = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True), torch.arange(6)
-    loss = ops.cross_entropy(x, W, None, targets, chunk=3)
+    loss = ops.cross_entropy(x, W, targets, chunk=3)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    slope = torch.autograd.grad(ops.cross_entropy(x, W, None, targets, chunk=3), x, create_graph=True)[0]
+    slope = torch.autograd.grad(ops.cross_entropy(x, W, targets, chunk=3), x, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="does not require grad"):
         slope.sum().backward()
 

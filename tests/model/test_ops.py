@@ -63,8 +63,8 @@ def capped(x, cap):
     return cap * torch.tanh(x / cap) if cap else x
 
 
-def cross_entropy(x, weight, bias, targets, softcap=0.0, chunk=0, of_chunk=None, z_loss=0.0, smoothing=0.0):
-    logits = capped(x @ weight.T + (0 if bias is None else bias), softcap)
+def cross_entropy(x, weight, targets, softcap=0.0, chunk=0, of_chunk=None, z_loss=0.0, smoothing=0.0):
+    logits = capped(x @ weight.T, softcap)
     log_p = logits.log_softmax(-1)
     of_target = (1 - smoothing) * log_p[torch.arange(len(x)), targets] + smoothing * log_p.mean(-1)
     z = z_loss * (logits.exp().sum(-1).log() ** 2 * (targets >= 0)).sum()

@@ -295,9 +295,9 @@ def most_allocated(f) -> int:
 def gpu_loss(monkeypatch):
     """The loss as a GPU computes it, and so the plan counts it: also that of few tokens in a chunk."""
 
-    def cross_entropy(x, weight, bias, targets, softcap, chunk, of_chunk, z_loss, smoothing):
+    def cross_entropy(x, weight, targets, softcap, chunk, of_chunk, z_loss, smoothing):
         rows = ops.equal_rows(len(x), ops.rows_at_once(chunk, len(weight), torch.device("cuda")))
-        return ops.ChunkedCrossEntropy.apply(x, weight, bias, targets, (softcap, rows, of_chunk, True))
+        return ops.ChunkedCrossEntropy.apply(x, weight, targets, (softcap, rows, of_chunk, True))
 
     monkeypatch.setattr(ops, "cross_entropy", cross_entropy)
 
