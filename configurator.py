@@ -48,6 +48,7 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
     "wiring": ...,
     "slot_softmax": ...,
     "head_bias": False,
+    "embed_norm": False,
     "mup_base_width": 0,
 }
 RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {

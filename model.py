@@ -66,7 +66,6 @@ class ModelConfig:
     init_std: float = 0.02  # standard deviation of the initial weights
     scaled_init: bool = True  # output layers begin smaller: init_std / sqrt(their number), as in GPT-2
     embed_scale: float = 1.0  # factor of the token embeddings; Gemma's is sqrt(n_embd)
-    embed_norm: bool = False  # a norm after the embeddings (BLOOM)
     # --- model: block
     block: Literal["standard", "parallel", "simplified", "simplified_parallel", "superblock"] = "standard"  # the wiring
     norm: Literal[  # rmsnorm: x / sqrt(mean square + eps) (arXiv:1910.07467), rmsnorm_eps_outside: x / (rms + eps)
@@ -288,7 +287,7 @@ class ModelConfig:
     @property
     def norms(self) -> set[str]:
         """Kinds of the norms of the residual stream."""
-        of_sums = self.norm if PLACEMENT[self.norm_placement] or self.embed_norm else "none"
+        of_sums = self.norm if PLACEMENT[self.norm_placement] else "none"
         return {of_sums, self.last_norm, "layernorm" if self.bare else "none"} - {"same", "none"}
 
     @property
@@ -320,10 +319,6 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     ),
     "scaled_init": (lambda c: not c.block.startswith("simplified"), "block other than simplified"),
     "last_norm": (lambda c: c.norm_placement != "post", "norm_placement other than post"),
-    "embed_norm": (
-        lambda c: c.norm != "none" and not c.bare,
-        "norm other than none, and in simplified blocks norm_placement other than none",
-    ),
     "norm_eps": (lambda c: bool(c.norms) or c.qk_norm, "norm and norm_placement other than none, or qk_norm=True"),
     "norm_per_reader": (
         lambda c: c.norm != "none" and "before" in PLACEMENT[c.norm_placement] and c.several_readers,
@@ -1389,7 +1384,7 @@ class Stack(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
-        kind = "layernorm" if cfg.bare else cfg.norm if cfg.embed_norm else "none"
+        kind = "layernorm" if cfg.bare else "none"
         self.first_norm = with_role(NORM[kind](cfg), "whole")
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = norm(cfg, "last")

@@ -34,7 +34,7 @@ KINDS = {
         qk_norm_width="model",
         norm_eps=1e-6,
     ),
-    "bloom": dict(pos="alibi", alibi_scale=0.3, embed_norm=True, norm_bias=True, tie_weights=False),
+    "biased norms": dict(pos="alibi", alibi_scale=0.3, norm_bias=True, tie_weights=False),
     "gpt_neox": dict(
         block="parallel", norm_per_reader=True, pos="rope", rope_fraction=0.5, rope_scaling="yarn:4", pos_pattern="GN"
     ),

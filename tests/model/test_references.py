@@ -683,28 +683,6 @@ def falcon_rw(hf):
     return reference, flags, falcon_weights(reference, norms, 2), ROUNDED
 
 
-def bloom(hf):
-    """A norm after the embeddings, ALiBi, biases, tanh GELU."""
-    config = hf.BloomConfig(
-        **NO_TOKENS, n_layer=L, n_head=8, hidden_size=C, vocab_size=V, hidden_dropout=0.0, attention_dropout=0.0
-    )
-    reference = build(hf, config)
-
-    def weights_of(layer):
-        attn, mlp = layer.self_attention, layer.mlp
-        return sums(
-            put("before", layer.input_layernorm) | put("attn.qkv", attn.query_key_value) | put("attn.out", attn.dense),
-            put("before", layer.post_attention_layernorm)
-            | put("mlp.up", mlp.dense_h_to_4h)
-            | put("mlp.down", mlp.dense_4h_to_h),
-        )
-
-    m = reference.transformer
-    weights = put("wte", m.word_embeddings) | put("first_norm", m.word_embeddings_layernorm)
-    weights |= blocks(m.h, weights_of) | put("norm", m.ln_f)
-    return reference, dict(n_head=8, bias=True, pos="alibi", mlp="gelu_tanh", embed_norm=True), weights, ROUNDED
-
-
 def starcoder2(hf):
     """LayerNorm and biases, grouped heads, RoPE, tanh GELU."""
     config = hf.Starcoder2Config(
@@ -756,7 +734,7 @@ architectures = pytest.mark.parametrize(
     "architecture",
     [gpt2, gpt_bigcode, gptj, cohere, llama, mistral, qwen3, gemma2, nemotron, marian]
     + [gpt2_tanh, llama31, llama_linear, llama_yarn, qwen2, wide_heads, smollm3, cohere2, gemma3, olmo2, gpt_neox]
-    + [falcon40b, falcon_rw, bloom, starcoder2]
+    + [falcon40b, falcon_rw, starcoder2]
     + [pytest.param(partial(mpt, n_head=n), id=f"mpt with {n} heads") for n in (4, 6, 12)],
     ids=lambda f: getattr(f, "__name__", None),
 )

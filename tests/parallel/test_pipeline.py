@@ -41,7 +41,7 @@ CASES = {  # name -> (ranks of a pipeline, pipelines, micro-batches of each, mod
     "four stages of shards": (4, 1, 5, {"n_layer": 4}, "shard"),
     "pipelines of shards": (2, 2, 2, {"n_layer": 3, "bias": True}, "shard"),
     "shards of superblocks": (2, 2, 3, MODERN | {"block": "superblock", "tie_weights": False}, "shard"),
-    "chunks": (2, 1, 2, {"n_layer": 5, "bias": True, "embed_norm": True, "n_embd": 24}, ""),
+    "chunks": (2, 1, 2, {"n_layer": 5, "bias": True, "n_embd": 24}, ""),
     "chunks in turns": (2, 1, 4, MODERN | {"n_layer": 6, "tie_weights": False, "doc_mask": True}, "recompute"),
     "compiled chunks": (2, 1, 2, MODERN | {"n_layer": 4}, "compile"),
     "chunks in bfloat16": (2, 1, 2, {"n_layer": 4, "fp32_residual": False, "tie_weights": False}, "bfloat16"),
