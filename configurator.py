@@ -49,6 +49,7 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
     "slot_softmax": ...,
     "head_bias": False,
     "embed_norm": False,
+    "norm_per_reader": False,
     "mup_base_width": 0,
 }
 RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {

@@ -76,7 +76,6 @@ class ModelConfig:
         "pre", "post", "after", "sandwich", "none"
     ] = "pre"
     norm_eps: float = 1e-5  # added to the variance, or to the mean square, in every norm
-    norm_per_reader: bool = False  # attention and MLP of one sum have a norm each (GPT-NeoX)
     mlp: Literal[  # relu2 arXiv:2109.08668, *glu arXiv:2002.05202; *_tanh: the approximation of GPT-2 and Gemma
         "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu", "geglu", "geglu_tanh"
     ] = "gelu"
@@ -290,17 +289,6 @@ class ModelConfig:
         of_sums = self.norm if PLACEMENT[self.norm_placement] else "none"
         return {of_sums, self.last_norm, "layernorm" if self.bare else "none"} - {"same", "none"}
 
-    @property
-    def several_readers(self) -> bool:
-        """Whether a sum of this block has several readers, such as attention and MLP. Asks a small copy of a block."""
-        small = copy(self)
-        share = math.lcm(*(reader.share.denominator for reader in self.readers))
-        vars(small).update(n_head=share, n_kv_head=share, n_embd=64 * share, head_dim=64, mlp_ratio=1.0)
-        vars(small).update(attention="gqa", n_group=1, n_slot=1, n_expert=1, n_expert_active=1)
-        with torch.device("meta"):
-            strings = range(self.layer.count(";") + 1)
-            return any(len(each.names) > 1 for i in strings for each in BLOCK[self.block](small, i))
-
     def layer_window(self, layer: int) -> int:
         """Sliding window of a layer in tokens, 0 = full attention."""
         kinds = self.window_pattern or "S"
@@ -320,10 +308,6 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "scaled_init": (lambda c: not c.block.startswith("simplified"), "block other than simplified"),
     "last_norm": (lambda c: c.norm_placement != "post", "norm_placement other than post"),
     "norm_eps": (lambda c: bool(c.norms) or c.qk_norm, "norm and norm_placement other than none, or qk_norm=True"),
-    "norm_per_reader": (
-        lambda c: c.norm != "none" and "before" in PLACEMENT[c.norm_placement] and c.several_readers,
-        "block that has several readers in one sum, norm_placement=pre or sandwich, norm other than none",
-    ),
     "qk_norm_width": (lambda c: c.qk_norm, "qk_norm=True"),
     "window_pattern": (lambda c: c.window > 0, "window > 0"),
     "value_residual": (
@@ -1286,18 +1270,14 @@ class ShapedPool(Pool):
 class Sum(nn.Module):
     """s -> total(skip s + after(gain_1 reader_1(before(s)) + gain_2 reader_2(before(s)) + ...)).
 
-    before, after and total are norms or identities, see PLACEMENT. With norm_per_reader, several readers have a norm
-    each, in `befores`, instead of `before`. gains maps a reader's name to the initial value of its learned gain; a
-    single reader's gain acts outside of `after`, whose norm would cancel it. skip is 1, 0, or "learned", which starts
-    at 1.
+    before, after and total are norms or identities, see PLACEMENT. gains maps a reader's name to the initial value of
+    its learned gain; a single reader's gain acts outside of `after`, whose norm would cancel it. skip is 1, 0, or
+    "learned", which starts at 1.
     """
 
     def __init__(self, cfg: ModelConfig, skip: int | str = 1, gains: dict[str, float] | None = None, **readers):
         super().__init__()
         self.before, self.after, self.total = (norm(cfg, role) for role in ("before", "after", "total"))
-        self.befores = None
-        if cfg.norm_per_reader and len(readers) > 1:
-            self.before, self.befores = nn.Identity(), nn.ModuleDict({name: norm(cfg, "before") for name in readers})
         require(set(gains or ()) <= set(readers), f"gains={gains} must have the names of readers: {', '.join(readers)}")
         each = [Gain(gains[name]) if name in gains else nn.Identity() for name in readers] if gains else []
         self.gain = each[0] if len(each) == 1 else nn.Identity()
@@ -1310,8 +1290,7 @@ class Sum(nn.Module):
 
     def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
         x = self.before(s)
-        xs = [x] * len(self.names) if self.befores is None else [before(x) for before in self.befores.values()]
-        y = [getattr(self, name)(x, inputs) for name, x in zip(self.names, xs, strict=True)]
+        y = [getattr(self, name)(x, inputs) for name in self.names]
         y = [ops.dropped(part, self.dropout * self.training) for part in y]
         if self.gains is not None:
             y = [gain(part) for gain, part in zip(self.gains, y, strict=True)]

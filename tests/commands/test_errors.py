@@ -68,7 +68,6 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--block=superblock", "--layer=c,m,p"], ["layer='c,m,p'", "objective=seq2seq", "leave m out"]),
     (["--norm_placement=none", "--norm_eps=0.1"], ["--norm_eps=0.1", "norm_placement is none"]),
     (["--norm_placement=none", "--norm_bias=True"], ["--norm_bias=True", "norm_placement is none"]),
-    ([*SAS_P, "--norm=none", "--norm_per_reader=True"], ["--norm_per_reader=True", "norm is none"]),
     (["--objective=seq2seq", "--layer=c,p"], ["--layer=c,p", "block=superblock", "block is standard"]),
     (["--window_pattern=SL"], ["window_pattern", "window"]),
     (["--window=8", "--window_pattern=SX"], ["window_pattern='SX'"]),

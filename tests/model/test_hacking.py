@@ -21,7 +21,7 @@ from ranks import launch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model
-from configurator import Config, parse
+from configurator import Config
 from engine import decode
 from engine.decode import generate
 from engine.parallel import pipeline
@@ -277,35 +277,6 @@ def test_two_readers_of_one_name_are_refused(monkeypatch):
     monkeypatch.setitem(model.BLOCK, "twice", twice)
     with pytest.raises(ValueError, match="block=twice has two readers of one name: mlp, mlp"):
         model.Model(model.ModelConfig(**SIZES, block="twice"))
-
-
-def readers(*names: str):
-    return lambda cfg, layer: [model.Sum(cfg, **{name: model.Pool(cfg, 0, model.READER["p"]) for name in names})]
-
-
-@pytest.mark.parametrize(("names", "several"), [(["mlp"], False), (["mlp", "other"], True)])
-def test_a_norm_per_reader_is_for_blocks_with_several_readers_in_a_sum(names, several, monkeypatch):
-    """Asked of the block itself, whatever its sizes are, and without a draw from torch's generator."""
-    monkeypatch.setitem(model.BLOCK, "mine", readers(*names))
-    used, state = model.USED_WHEN["norm_per_reader"][0], torch.get_rng_state()
-    small = {"n_embd": 30, "n_head": 5, "n_group": 15, "mlp_ratio": 0.1}
-    for sizes in ({}, small, {"n_embd": 2**30, "n_head": 2**30, "mlp_ratio": 1.0}):
-        assert used(model.ModelConfig(block="mine", **sizes)) == several
-        assert not used(model.ModelConfig(block="mine", norm_placement="post", **sizes))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--block=superblock", "--layer=c,p"], r"block is superblock \(command line\), norm_placement is pre"),
-        (["--block=parallel", "--norm_placement=post"], r"block is parallel .*, norm_placement is post \(com.*\)"),
-    ],
-)
-def test_an_unused_norm_per_reader_speaks_of_the_block_at_hand(flags, said):
-    said += ", norm is layernorm; remove it or change block or norm_placement or norm$"
-    with pytest.raises(ValueError, match=f"^--norm_per_reader=True .* several readers in one sum.*, and {said}"):
-        parse(Config, ["--norm_per_reader=True", *flags])
 
 
 def test_data_for_later_layers_is_refused_in_a_pipeline(monkeypatch):

@@ -83,26 +83,13 @@ def numbers(flags: dict) -> dict[str, list]:
     }
 
 
-class Drawn:
-    """Flags that are not checked yet. Whether a sum has several readers is asked once for each block and layer."""
-
-    @property
-    def several_readers(self) -> bool:
-        if (of := (self.block, self.layer)) not in SEVERAL:
-            SEVERAL[of] = super().several_readers
-        return SEVERAL[of]
-
-
-SEVERAL = {}
-
-
 def draw(cls: type[ModelConfig], axes: dict[str, list], rng: random.Random) -> dict | None:
     """Random values of the flags that have an effect together; None if they contradict each other."""
     flags = {name: rng.choice(values) for name, values in axes.items()}
     if flags["attention"] == "mqa" or flags["block"].startswith("simplified"):
         flags["attn_diff"] = False  # it needs pairs of keys
     flags |= {name: rng.choice(values) for name, values in numbers(flags).items()}
-    cfg = object.__new__(type("Drawn", (Drawn, cls), {}))
+    cfg = object.__new__(cls)
     vars(cfg).update(USUAL | flags)
     flags = {name: v for name, v in flags.items() if name not in M.USED_WHEN or M.USED_WHEN[name][0](cfg)}
     try:

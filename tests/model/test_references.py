@@ -612,62 +612,33 @@ def olmo2(hf):
     return reference, OUR_LLAMA | flags, weights | put("head", reference.lm_head), ROUNDED
 
 
-def first_half_apart(qkv: Tensor, width: int) -> Tensor:
-    """Rows of q, k, v per head, in which RoPE turns pairs among the first `width`, as it turns (j, j + D/2) here."""
-    D = C // H
-    turned, still = torch.arange(width).view(2, -1), torch.arange(width, D).view(2, -1)
-    order = torch.cat((turned, still), dim=1).flatten()
-    q, k, v = qkv.unflatten(0, (H, 3, D)).unbind(1)
-    return torch.cat((q[:, order], k[:, order], v), dim=1).flatten(0, 1)
-
-
-def gpt_neox(hf):
-    """Parallel, with a norm for attention and one for the MLP; RoPE turns half of each head."""
-    rope = dict(rope_parameters=THEIR_ROPE["rope_parameters"] | dict(partial_rotary_factor=0.5))
-    config = hf.GPTNeoXConfig(
-        **THEIR_SIZE, **rope, intermediate_size=4 * C, tie_word_embeddings=False, layer_norm_eps=1e-5
-    )
-    reference = build(hf, config)
-
-    def weights_of(layer):
-        return sums(
-            put("befores.attn", layer.input_layernorm)
-            | put("befores.mlp", layer.post_attention_layernorm)
-            | put("attn.qkv", layer.attention.query_key_value, merge=partial(first_half_apart, width=C // H // 2))
-            | put("attn.out", layer.attention.dense)
-            | put("mlp.up", layer.mlp.dense_h_to_4h)
-            | put("mlp.down", layer.mlp.dense_4h_to_h)
-        )
-
-    m = reference.gpt_neox
-    weights = put("wte", m.embed_in) | blocks(m.layers, weights_of) | put("norm", m.final_layer_norm)
-    flags = dict(block="parallel", bias=True, norm_per_reader=True, tie_weights=False, rope_fraction=0.5)
-    return reference, flags | OUR_ROPE, weights | put("head", reference.lm_head), ROUNDED
-
-
-def falcon_weights(reference: nn.Module, norms: dict[str, str], n_sums: int) -> dict[str, Tensor]:
-    def weights_of(layer):
-        attn = put("attn.qkv", layer.self_attention.query_key_value) | put("attn.out", layer.self_attention.dense)
-        mlp = put("mlp.up", layer.mlp.dense_h_to_4h) | put("mlp.down", layer.mlp.dense_4h_to_h)
-        placed = {name: w for ours, theirs in norms.items() for name, w in put(ours, getattr(layer, theirs)).items()}
-        if n_sums == 1:
-            return sums(placed | attn | mlp)
-        return inside("sums.0", attn) | inside("sums.1", mlp) | placed
-
+def falcon_weights(reference: nn.Module, weights_of) -> dict[str, Tensor]:
     m = reference.transformer
     return put("wte", m.word_embeddings) | blocks(m.h, weights_of) | put("norm", m.ln_f)
+
+
+def falcon_layer(layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights of attention, and those of the MLP."""
+    attn = put("attn.qkv", layer.self_attention.query_key_value) | put("attn.out", layer.self_attention.dense)
+    return attn, put("mlp.up", layer.mlp.dense_h_to_4h) | put("mlp.down", layer.mlp.dense_4h_to_h)
 
 
 FALCON = THEIR_SIZE | dict(hidden_dropout=0.0, attention_dropout=0.0, ffn_hidden_size=4 * C)
 
 
-def falcon40b(hf):
-    """Parallel with grouped heads, RoPE and a norm for attention and one for the MLP, biases in the norms alone."""
-    config = hf.FalconConfig(**FALCON, **THEIR_ROPE, new_decoder_architecture=True, num_kv_heads=HKV, bias=False)
+def falcon(hf):
+    """Parallel with one norm, grouped heads and RoPE; biases in the norms alone (Falcon-11B)."""
+    config = hf.FalconConfig(
+        **FALCON, **THEIR_ROPE, new_decoder_architecture=True, num_kv_heads=HKV, num_ln_in_parallel_attn=1, bias=False
+    )
     reference = build(hf, config)
-    weights = falcon_weights(reference, {"befores.attn": "ln_attn", "befores.mlp": "ln_mlp"}, 1)
-    flags = dict(block="parallel", norm_per_reader=True, norm_bias=True)
-    return reference, flags | OUR_ROPE | OUR_GQA, weights, ROUNDED
+
+    def weights_of(layer):
+        attn, mlp = falcon_layer(layer)
+        return sums(put("before", layer.input_layernorm) | attn | mlp)
+
+    flags = dict(block="parallel", norm_bias=True)
+    return reference, flags | OUR_ROPE | OUR_GQA, falcon_weights(reference, weights_of), ROUNDED
 
 
 def falcon_rw(hf):
@@ -678,9 +649,13 @@ def falcon_rw(hf):
         new_decoder_architecture=False,
     )  # fmt: skip
     reference = build(hf, config, kernel="sdpa")
-    norms = {"sums.0.before": "input_layernorm", "sums.1.before": "post_attention_layernorm"}
+
+    def weights_of(layer):
+        attn, mlp = falcon_layer(layer)
+        return sums(put("before", layer.input_layernorm) | attn, put("before", layer.post_attention_layernorm) | mlp)
+
     flags = dict(n_head=8, bias=True, pos="alibi", alibi_scale=(C // 8) ** -0.5)
-    return reference, flags, falcon_weights(reference, norms, 2), ROUNDED
+    return reference, flags, falcon_weights(reference, weights_of), ROUNDED
 
 
 def starcoder2(hf):
@@ -733,8 +708,8 @@ def marian(hf):
 architectures = pytest.mark.parametrize(
     "architecture",
     [gpt2, gpt_bigcode, gptj, cohere, llama, mistral, qwen3, gemma2, nemotron, marian]
-    + [gpt2_tanh, llama31, llama_linear, llama_yarn, qwen2, wide_heads, smollm3, cohere2, gemma3, olmo2, gpt_neox]
-    + [falcon40b, falcon_rw, starcoder2]
+    + [gpt2_tanh, llama31, llama_linear, llama_yarn, qwen2, wide_heads, smollm3, cohere2, gemma3, olmo2]
+    + [falcon, falcon_rw, starcoder2]
     + [pytest.param(partial(mpt, n_head=n), id=f"mpt with {n} heads") for n in (4, 6, 12)],
     ids=lambda f: getattr(f, "__name__", None),
 )
