@@ -50,6 +50,7 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
     "head_bias": False,
     "embed_norm": False,
     "norm_per_reader": False,
+    "qk_norm_width": "head",
     "mup_base_width": 0,
 }
 RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {

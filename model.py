@@ -101,8 +101,7 @@ class ModelConfig:
     # --- model: attention
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # gqa: arXiv:2305.13245, mqa: arXiv:1911.02150
     n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
-    qk_norm: bool = False  # RMS norm of q and k (arXiv:2302.05442)
-    qk_norm_width: Literal["head", "model"] = "head"  # head: over each head, model: over all together (OLMo-2)
+    qk_norm: bool = False  # RMS norm of each head's q and k (arXiv:2302.05442)
     window: int = 0  # tokens that each token sees, its own included; encoders: as many on both sides; 0 = all
     window_pattern: str = ""  # per layer, repeated: S = sliding window, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
@@ -308,7 +307,6 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     "scaled_init": (lambda c: not c.block.startswith("simplified"), "block other than simplified"),
     "last_norm": (lambda c: c.norm_placement != "post", "norm_placement other than post"),
     "norm_eps": (lambda c: bool(c.norms) or c.qk_norm, "norm and norm_placement other than none, or qk_norm=True"),
-    "qk_norm_width": (lambda c: c.qk_norm, "qk_norm=True"),
     "window_pattern": (lambda c: c.window > 0, "window > 0"),
     "value_residual": (
         lambda c: sum(n for sums, n in c.layers if any(r.source == "context" for each in sums for r in each)) > 1,
@@ -425,15 +423,6 @@ class RMSNorm(Ones, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
-
-
-class NormOfHeads(RMSNorm):
-    """RMSNorm of x (..., heads, T, D) over all heads together."""
-
-    per_head = ("weight",)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.transpose(-3, -2).flatten(-2)).unflatten(-1, (x.size(-3), -1)).transpose(-3, -2)
 
 
 class RMSNormEpsOutside(Ones, nn.RMSNorm):
@@ -978,9 +967,8 @@ class Pool(nn.Module):
             return self.make_units(cfg)
         if self.phi:
             self.phi = partial(over_keys, self.phi, 1 + cfg.gated) if reader.slotted else partial(over_tokens, self.phi)
-        kind, per = (RMSNorm, [1, 1]) if cfg.qk_norm_width == "head" else (NormOfHeads, [H, Hkv])
-        norms = (kind(n * D, cfg.norm_eps) if cfg.qk_norm else nn.Identity() for n in per)
-        self.q_norm, self.k_norm = (with_role(each, "whole") for each in norms)
+        self.q_norm = with_role(RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity(), "whole")
+        self.k_norm = with_role(RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity(), "whole")
         self.position = layer_position(cfg, layer) if context else AttentionPosition(cfg)
         self.make_projections(cfg, layer)
         self.diff = Difference(D, layer) if cfg.attn_diff and context else None

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from data.errors import require
 from data.objective import objective_class
-from model import ExpertLinear, Experts, GroupedLinear, Linear, NormOfHeads, stream_dtype
+from model import ExpertLinear, Experts, GroupedLinear, Linear, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, equal_rows, grouped_linear, matmul_dtype, rows_at_once
 
 # role -> dimension of the weight that is cut, or None; 0 also cuts the bias
@@ -166,8 +166,6 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
             module.forward = partial(row_parallel, module, n)
         elif isinstance(module, Experts):
             module.share = 1 / n  # every rank has the same losses of a router, and their gradients are added
-        elif isinstance(module, NormOfHeads):
-            module.forward = partial(norm_over_ranks, module, group)
         elif isinstance(module, nn.Identity) and role in ("into", "out"):
             module.forward = partial(pad_to_width, rank, n) if role == "out" else lambda x: x.chunk(n, -1)[rank]
 
@@ -184,15 +182,6 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
 def row_parallel(layer: nn.Linear, n: int, x: Tensor, *ends: Tensor) -> Tensor:
     """This rank's term of the layer's output: each of n ranks adds bias / n, so that the sum has the bias once."""
     return (grouped_linear if ends else F.linear)(x, layer.weight, layer.bias / n, *ends)
-
-
-def norm_over_ranks(norm: NormOfHeads, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    """The norm of x (B, heads / n, T, D) over the heads of all n ranks."""
-    wide = at_least_float32(x)
-    own = wide.square().mean((1, 3), keepdim=True)  # (B, 1, T, 1)
-    mean = Exchange.apply(own, 1, group, True).mean(1, keepdim=True)
-    rms = (mean + norm.eps).rsqrt()
-    return (wide * rms * norm.weight.view(x.size(-3), 1, -1)).to(x.dtype)
 
 
 def pad_to_width(rank: int, n: int, x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ from engine.parallel import tensor as tensor_parallel
 from engine.parallel.owners import Matrix, Owners, cuts
 from engine.parallel.recomputation import recompute
 from engine.plan.accounting import attention_kernels, flops, linear_flops
-from model import Block, Inputs, Model, NormOfHeads, Pool, Shared, Stack
+from model import Block, Inputs, Model, Pool, Shared, Stack
 from ops import boundaries, equal_rows, rows_at_once, wide_stream
 
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
@@ -260,7 +260,7 @@ class FakeRank:
     def imitate_gpu(self, parts: nn.ModuleList):
         """Make the parts take the memory of a GPU, with what FSDP gathers in the matmuls' dtype in this dtype."""
         for m in parts.modules():
-            if isinstance(m, nn.RMSNorm) and not isinstance(m, NormOfHeads):
+            if isinstance(m, nn.RMSNorm):
                 m.forward = partial(gpu_norm, m)
             if isinstance(m, Pool):
                 m.dropout = 0.0  # a GPU's fused kernel keeps no mask

@@ -174,7 +174,6 @@ REFUSED = [
     (["--norm_placement=sandwich"], "of a model with norm_placement=pre, do not fit norm_placement=sandwich; leave"),
     (["--head_dim=16"], "of a model with head_dim=0, do not fit head_dim=16; leave"),
     (["--qkv_bias=True"], "of a model with qkv_bias=False, do not fit qkv_bias=True; leave"),
-    (["--qk_norm_width=model"], "of a model with qk_norm_width=head, do not fit qk_norm_width=model; leave"),
     (["--objective=masked"], "vocab_size=257 has no room"),
 ]
 

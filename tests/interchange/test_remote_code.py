@@ -31,7 +31,6 @@ KINDS = {
         rope_scaling="llama3:8",
         norm_placement="after",
         qk_norm=True,
-        qk_norm_width="model",
         norm_eps=1e-6,
     ),
     "biased norms": dict(pos="alibi", alibi_scale=0.3, norm_bias=True, tie_weights=False),

@@ -594,22 +594,20 @@ def gemma3(hf):
 
 
 def olmo2(hf):
-    """Norms after the branches inside of the sums, q and k normed over all heads together."""
+    """Norms after the branches inside of the sums; without its norms of q and k, which are over all heads together."""
     reference = build(hf, hf.Olmo2Config(**LLAMA))
+    for layer in reference.model.layers:
+        layer.self_attn.q_norm, layer.self_attn.k_norm = nn.Identity(), nn.Identity()
 
     def weights_of(layer):
         return sums(
-            attention(layer.self_attn, layer.self_attn.o_proj)
-            | put("attn.q_norm", layer.self_attn.q_norm)
-            | put("attn.k_norm", layer.self_attn.k_norm)
-            | put("after", layer.post_attention_layernorm),
+            attention(layer.self_attn, layer.self_attn.o_proj) | put("after", layer.post_attention_layernorm),
             gated_mlp(layer.mlp) | put("after", layer.post_feedforward_layernorm),
         )
 
     m = reference.model
     weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
-    flags = dict(norm_placement="after", qk_norm=True, qk_norm_width="model")
-    return reference, OUR_LLAMA | flags, weights | put("head", reference.lm_head), ROUNDED
+    return reference, OUR_LLAMA | dict(norm_placement="after"), weights | put("head", reference.lm_head), ROUNDED
 
 
 def falcon_weights(reference: nn.Module, weights_of) -> dict[str, Tensor]:
