@@ -117,7 +117,6 @@ class ModelConfig:
     rope_scaling: str = ""  # linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW; docs/blocks.md
     pos_pattern: str = ""  # per layer, repeated: G = as above, L = RoPE with rope_theta_local, N = none; empty = all G
     rope_theta_local: float = 10000.0  # RoPE's base in layers L, whose wavelengths are not scaled (Gemma 3)
-    alibi_scale: float = 1.0  # factor of ALiBi's slopes (Falcon-RW: 1 / sqrt(head size))
     # --- model: objective
     objective: Literal["causal", "masked", "seq2seq"] = "causal"  # masked: encoder (BERT), seq2seq: both (T5)
     n_encoder_layer: int = 0  # blocks of the encoder, 0 = n_layer
@@ -138,7 +137,7 @@ class ModelConfig:
         check_range(self, "attn_softcap logit_softcap norm_eps", 0)
         check_range(self, "n_expert n_expert_shared expert_ratio n_dense_layer init_std", 0, 2**16)
         check_range(self, "balance_weight router_z_loss z_loss", 0, 2**16)
-        check_range(self, "simplified_beta_ff embed_scale alibi_scale", -(2**31))
+        check_range(self, "simplified_beta_ff embed_scale", -(2**31))
         check_range(self, "dropout label_smoothing", 0, 1)
         H, C, Hkv, pos, ratio = self.n_head, self.n_embd, self.n_kv_head, self.pos, self.mlp_ratio
         fact = f"n_embd={C} is not divisible by n_head={H}; set n_embd to a multiple such as {-(-C // H) * H}"
@@ -298,7 +297,6 @@ class ModelConfig:
 USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
     **dict.fromkeys(("rope_theta", "rope_fraction", "rope_scaling"), (lambda c: c.pos == "rope", "pos=rope")),
     "rope_theta_local": (lambda c: "L" in c.pos_pattern, "pos_pattern with an L"),
-    "alibi_scale": (lambda c: c.pos == "alibi", "pos=alibi"),
     "qkv_bias": (lambda c: not c.bias, "bias=False, as bias=True includes it"),
     "norm_bias": (
         lambda c: not c.bias and "layernorm" in c.norms,
@@ -616,7 +614,7 @@ class Alibi(AttentionPosition):
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         cfg, D = self.cfg, self.cfg.head_size
-        slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None] * (cfg.alibi_scale * math.sqrt(D))  # (H, 1)
+        slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None] * math.sqrt(D)  # (H, 1)
         far, near = (t // 256).to(dtype), (t % 256).to(dtype)  # (T,)
         columns = (256 * slope).expand(-1, len(t)), slope.expand(-1, len(t)), 256 * slope * far, slope * near
         return self.pad(torch.stack(columns, dim=-1)), self.pad(torch.stack((far, near), dim=-1))  # (H, T, .), (T, .)
@@ -643,7 +641,7 @@ class TwoSidedAlibi(AttentionPosition):
     head_entries = 1
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return (self.cfg.alibi_scale * alibi_slopes(self.cfg.n_head, t.device).to(dtype),)
+        return (alibi_slopes(self.cfg.n_head, t.device).to(dtype),)
 
     def slopes(self, table: tuple[Tensor, ...]) -> Tensor | None:
         return table[0]

@@ -602,13 +602,6 @@ FAULTS = [
     ),
     (
         "model.py",
-        "return (self.cfg.alibi_scale * alibi_slopes(self.cfg.n_head, t.device).to(dtype),)",
-        "return (alibi_slopes(self.cfg.n_head, t.device).to(dtype),)",
-        "The flag alibi_scale has no effect in masked models and encoders.",
-        "tests/model/test_model.py::test_two_sided_alibi_is_a_bias_of_the_distance",
-    ),
-    (
-        "model.py",
         "initial.setdefault(kind, number)",
         "pass",
         "A number that a module writes into its own parameter is replaced by the default.",

@@ -78,7 +78,6 @@ def numbers(flags: dict) -> dict[str, list]:
         "rope_scaling": ["", "yarn:4"],
         "rope_theta_local": [1e4, 7.0],
         "pos_pattern": {"rope": ["", "LGN", "NG"], "alibi": ["", "NG"]}.get(flags["pos"], [""]),
-        "alibi_scale": [1.0, 0.3],
         "loss_chunk": [0, 7],
     }
 
@@ -1149,13 +1148,12 @@ def test_alibi_columns_are_exact_far_out_in_bfloat16():
     assert torch.allclose(difference.float(), expected, rtol=1e-3)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3])
-def test_two_sided_alibi_is_a_bias_of_the_distance(scale):
-    heads = M.Pool(ModelConfig(n_head=4, n_embd=16, pos="alibi", alibi_scale=scale, objective="masked"), layer=0)
+def test_two_sided_alibi_is_a_bias_of_the_distance():
+    heads = M.Pool(ModelConfig(n_head=4, n_embd=16, pos="alibi", objective="masked"), layer=0)
     heads.project, heads.out = lambda x, inputs: x, torch.nn.Identity()
     q, k, v = leaves(*[(2, 4, 9, 4)] * 3)
     t, slopes = torch.arange(9), torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256], dtype=torch.float64)
-    bias = -scale * slopes[:, None, None] * (t[:, None] - t).abs()
+    bias = -slopes[:, None, None] * (t[:, None] - t).abs()
     expected = ((q @ k.mT / 2 + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
     inputs = Inputs(heads.position.table(t + 5, torch.float64))
     assert_same(heads((q, k, v), inputs), expected, (q, k, v))

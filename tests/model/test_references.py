@@ -610,50 +610,27 @@ def olmo2(hf):
     return reference, OUR_LLAMA | dict(norm_placement="after"), weights | put("head", reference.lm_head), ROUNDED
 
 
-def falcon_weights(reference: nn.Module, weights_of) -> dict[str, Tensor]:
-    m = reference.transformer
-    return put("wte", m.word_embeddings) | blocks(m.h, weights_of) | put("norm", m.ln_f)
-
-
-def falcon_layer(layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights of attention, and those of the MLP."""
-    attn = put("attn.qkv", layer.self_attention.query_key_value) | put("attn.out", layer.self_attention.dense)
-    return attn, put("mlp.up", layer.mlp.dense_h_to_4h) | put("mlp.down", layer.mlp.dense_4h_to_h)
-
-
-FALCON = THEIR_SIZE | dict(hidden_dropout=0.0, attention_dropout=0.0, ffn_hidden_size=4 * C)
-
-
 def falcon(hf):
     """Parallel with one norm, grouped heads and RoPE; biases in the norms alone (Falcon-11B)."""
     config = hf.FalconConfig(
-        **FALCON, **THEIR_ROPE, new_decoder_architecture=True, num_kv_heads=HKV, num_ln_in_parallel_attn=1, bias=False
-    )
+        **THEIR_SIZE, **THEIR_ROPE, hidden_dropout=0.0, attention_dropout=0.0, ffn_hidden_size=4 * C, bias=False,
+        new_decoder_architecture=True, num_kv_heads=HKV, num_ln_in_parallel_attn=1,
+    )  # fmt: skip
     reference = build(hf, config)
 
     def weights_of(layer):
-        attn, mlp = falcon_layer(layer)
-        return sums(put("before", layer.input_layernorm) | attn | mlp)
+        return sums(
+            put("before", layer.input_layernorm)
+            | put("attn.qkv", layer.self_attention.query_key_value)
+            | put("attn.out", layer.self_attention.dense)
+            | put("mlp.up", layer.mlp.dense_h_to_4h)
+            | put("mlp.down", layer.mlp.dense_4h_to_h)
+        )
 
+    m = reference.transformer
+    weights = put("wte", m.word_embeddings) | blocks(m.h, weights_of) | put("norm", m.ln_f)
     flags = dict(block="parallel", norm_bias=True)
-    return reference, flags | OUR_ROPE | OUR_GQA, falcon_weights(reference, weights_of), ROUNDED
-
-
-def falcon_rw(hf):
-    """Sequential with biases, and ALiBi divided by sqrt(D) too. Its slopes are rounded to bfloat16, so it has eight
-    heads here. Not eager, where transformers 5.23 adds ALiBi twice: to the scores and to their mask."""
-    config = hf.FalconConfig(
-        **FALCON | dict(num_attention_heads=8), alibi=True, multi_query=False, parallel_attn=False, bias=True,
-        new_decoder_architecture=False,
-    )  # fmt: skip
-    reference = build(hf, config, kernel="sdpa")
-
-    def weights_of(layer):
-        attn, mlp = falcon_layer(layer)
-        return sums(put("before", layer.input_layernorm) | attn, put("before", layer.post_attention_layernorm) | mlp)
-
-    flags = dict(n_head=8, bias=True, pos="alibi", alibi_scale=(C // 8) ** -0.5)
-    return reference, flags, falcon_weights(reference, weights_of), ROUNDED
+    return reference, flags | OUR_ROPE | OUR_GQA, weights, ROUNDED
 
 
 def starcoder2(hf):
@@ -707,7 +684,7 @@ architectures = pytest.mark.parametrize(
     "architecture",
     [gpt2, gpt_bigcode, gptj, cohere, llama, mistral, qwen3, gemma2, nemotron, marian]
     + [gpt2_tanh, llama31, llama_linear, llama_yarn, qwen2, wide_heads, smollm3, cohere2, gemma3, olmo2]
-    + [falcon, falcon_rw, starcoder2]
+    + [falcon, starcoder2]
     + [pytest.param(partial(mpt, n_head=n), id=f"mpt with {n} heads") for n in (4, 6, 12)],
     ids=lambda f: getattr(f, "__name__", None),
 )
@@ -960,7 +937,7 @@ def padded(rows: list[Tensor], value: int) -> Tensor:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
 
-@pytest.mark.parametrize("architecture", [gpt2, llama, qwen2, falcon_rw])
+@pytest.mark.parametrize("architecture", [gpt2, llama, qwen2, falcon])
 def test_packed_pairs_equal_padded_ones_of_a_causal_model(hf, architecture):
     """The loss of the targets alone and all its gradients; positions count in each pair."""
     reference, flags, weights, tolerance = architecture(hf)
