@@ -52,6 +52,7 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
     "norm_per_reader": False,
     "qk_norm_width": "head",
     "alibi_scale": 1.0,
+    "rope_fraction": 1.0,
     "mup_base_width": 0,
 }
 RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {

@@ -113,7 +113,6 @@ class ModelConfig:
     # --- model: position
     pos: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"  # position encoding
     rope_theta: float = 10000.0  # base of RoPE's wavelengths (arXiv:2104.09864)
-    rope_fraction: float = 1.0  # fraction of each head that RoPE turns (GPT-NeoX: 0.25)
     rope_scaling: str = ""  # linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW; docs/blocks.md
     pos_pattern: str = ""  # per layer, repeated: G = as above, L = RoPE with rope_theta_local, N = none; empty = all G
     rope_theta_local: float = 10000.0  # RoPE's base in layers L, whose wavelengths are not scaled (Gemma 3)
@@ -143,11 +142,8 @@ class ModelConfig:
         fact = f"n_embd={C} is not divisible by n_head={H}; set n_embd to a multiple such as {-(-C // H) * H}"
         require(self.head_dim or C % H == 0, f"{fact}, or set head_dim")
         require(0 < ratio * C < 2**31, f"mlp_ratio={ratio} must be positive, and times n_embd={C} below {2**31}")
-        for name in ("rope_theta", "rope_theta_local", "rope_fraction", "init_std"):
+        for name in ("rope_theta", "rope_theta_local", "init_std"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
-        fraction = f"rope_fraction={self.rope_fraction}"
-        require(self.rope_fraction <= 1, f"{fraction} must be at most 1, which turns all of a head")
-        require(pos != "rope" or self.rope_pairs, f"{fraction} turns nothing of a head of {self.head_size}; raise it")
         if self.rope_scaling:
             scaled_frequencies(self, torch.ones(1))  # refuses a scaling that is not known
         for name, cap in (("attn_softcap", self.attn_softcap), ("logit_softcap", self.logit_softcap)):
@@ -192,11 +188,6 @@ class ModelConfig:
     def head_size(self) -> int:
         """D: head_dim, or n_embd / n_head."""
         return self.head_dim or self.n_embd // self.n_head
-
-    @property
-    def rope_pairs(self) -> int:
-        """Number of pairs of a head's columns that RoPE turns."""
-        return round(self.rope_fraction * self.head_size / 2)
 
     @property
     def kv_heads(self) -> int:
@@ -295,7 +286,7 @@ class ModelConfig:
 
 # A flag that is set but has no effect is refused. flag -> (whether cfg uses it; when, in words that check_used reads)
 USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
-    **dict.fromkeys(("rope_theta", "rope_fraction", "rope_scaling"), (lambda c: c.pos == "rope", "pos=rope")),
+    **dict.fromkeys(("rope_theta", "rope_scaling"), (lambda c: c.pos == "rope", "pos=rope")),
     "rope_theta_local": (lambda c: "L" in c.pos_pattern, "pos_pattern with an L"),
     "qkv_bias": (lambda c: not c.bias, "bias=False, as bias=True includes it"),
     "norm_bias": (
@@ -574,23 +565,23 @@ def scaled_frequencies(cfg: ModelConfig, f: Tensor) -> tuple[Tensor, float]:
 
 
 class Rope(AttentionPosition):
-    """Rotates pairs (x_j, x_{j+D/2}), j < n, by angles t * theta^(-j/n) (arXiv:2104.09864; pairs as in GPT-NeoX and
-    Llama). n is rope_fraction of D/2. The table holds cos and sin of layers G, then those of layers L."""
+    """Rotates pairs (x_j, x_{j+n}), j < n = D/2, by angles t * theta^(-j/n) (arXiv:2104.09864; pairs as in GPT-NeoX
+    and Llama). The table holds cos and sin of layers G, then those of layers L."""
 
     def __init__(self, cfg: ModelConfig, first: int = 0):
         super().__init__(cfg)
         self.first = first  # entry of the table where this layer's begin
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        cfg, n = self.cfg, self.cfg.rope_pairs
+        cfg, n = self.cfg, self.cfg.head_size // 2
         turns = [scaled_frequencies(cfg, frequencies(n, cfg.rope_theta, t.device))]
         if "L" in cfg.pos_pattern:
             turns.append((frequencies(n, cfg.rope_theta_local, t.device), 1.0))
-        out, still = [], cfg.head_size // 2 - n
+        out = []
         for f, factor in turns:
             angle = t[:, None] * f  # (T, n)
-            cos = F.pad((factor * angle.cos()).to(dtype), (0, still), value=1.0)  # (T, D/2)
-            sin = F.pad((factor * angle.sin()).to(dtype), (0, still))
+            cos = (factor * angle.cos()).to(dtype)
+            sin = (factor * angle.sin()).to(dtype)
             out += torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)  # (T, D)
         return tuple(out)
 

@@ -124,7 +124,7 @@ def test_its_flags_are_the_defaults(run, source, tiny_data, tmp_path):
 FREE = [
     ["--dropout=0.3"], ["--window=5"], ["--window=5", "--window_pattern=SL"], ["--rope_theta=500"], ["--block_size=40"],
     ["--attn_softcap=20"], ["--logit_softcap=30", "--loss_chunk=7"], ["--pos=none"], ["--pos=alibi"],
-    ["--rope_scaling=llama3:8:1:4:16", "--block_size=128"], ["--rope_fraction=0.5"], ["--pos_pattern=GLN"],
+    ["--rope_scaling=llama3:8:1:4:16", "--block_size=128"], ["--pos_pattern=GLN"],
     ["--norm_eps=1e-6", "--embed_scale=4"], ["--norm=rmsnorm"],
     ["--doc_mask=True"], ["--mlp=geglu"], ["--fp32_residual=False", "--dtype=bfloat16"],
 ]  # fmt: skip

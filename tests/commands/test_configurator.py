@@ -478,7 +478,6 @@ def test_tables_name_flags_and_say_when_they_are_used():
     ("layer=c,m,p", {"block": "superblock", "objective": "seq2seq"}),
     ("mlp_ratio=2.0", {"block": "superblock", "layer": "c.own_slots"}),
     ("rope_theta=50.0", {"pos": "rope", "pos_pattern": "LG"}),
-    ("rope_fraction=0.5", {"pos": "rope", "pos_pattern": "L"}),
     ("norm_eps=0.1", {"norm": "none", "last_norm": "rmsnorm"}),
     ("norm_eps=0.1", {"norm": "none", "block": "simplified"}),
     ("norm_bias=True", {"norm": "none", "block": "simplified"}),

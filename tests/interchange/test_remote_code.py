@@ -34,7 +34,7 @@ KINDS = {
         norm_eps=1e-6,
     ),
     "biased norms": dict(pos="alibi", norm_bias=True, tie_weights=False),
-    "parallel": dict(block="parallel", pos="rope", rope_fraction=0.5, rope_scaling="yarn:4", pos_pattern="GN"),
+    "parallel": dict(block="parallel", pos="rope", rope_scaling="yarn:4", pos_pattern="GN"),
     "capped": dict(block="parallel", pos="sinusoidal", attn_softcap=5.0, logit_softcap=3.0),
 }
 

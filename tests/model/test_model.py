@@ -74,7 +74,6 @@ def numbers(flags: dict) -> dict[str, list]:
         "n_expert_shared": [0, 1],
         "moe_pattern": ["", "DE"],
         "layer": [layer for layer in ("c+p", *LAYERS) if not re.search(refused, layer)],
-        "rope_fraction": [1.0, 0.5],
         "rope_scaling": ["", "yarn:4"],
         "rope_theta_local": [1e4, 7.0],
         "pos_pattern": {"rope": ["", "LGN", "NG"], "alibi": ["", "NG"]}.get(flags["pos"], [""]),

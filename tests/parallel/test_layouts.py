@@ -87,7 +87,7 @@ LAYOUTS = {  # name -> (processes, flags)
 }
 GATED = "--mlp=swiglu --norm=rmsnorm --pos=rope --n_embd=48 --n_head=4 --attention=gqa --n_kv_head=2".split()
 WIDE = "--qk_norm=True --norm_placement=after --norm=rmsnorm --pos=rope --n_head=4".split()
-LAYERS = "--block=parallel --pos=rope --pos_pattern=LNG --rope_fraction=0.5 --n_layer=3".split()
+LAYERS = "--block=parallel --pos=rope --pos_pattern=LNG --n_layer=3".split()
 LAYERS += "--qkv_bias=True --norm_bias=True --embed_scale=3.0".split()
 PARTS = ["--block=superblock", "--layer=c/2+p/2,c.stream.relu+s.gelu/2,p.matrix", "--n_head=4"]
 GROUPS = ["--block=superblock", "--layer=c.none+p,p.softmax.matrix", "--n_head=4"]
