@@ -1,4 +1,4 @@
-"""The base class of all tokenizers, and the file that some of them have."""
+"""The base class of all tokenizers, and those of our own: characters, bytes, and GPT-2's by tiktoken."""
 
 import hashlib
 import json
@@ -7,55 +7,36 @@ from pathlib import Path
 
 import numpy as np
 
-from data import files
-from data.errors import require
-
 END_OF_TEXT = b"<|endoftext|>"  # the printed form of an end-of-text token, which has no text
+# The letters that represent bytes in vocabularies of GPT-2 and Hugging Face. A byte that is printable in Latin-1 is its
+# own letter. The others take U+0100, U+0101, ... in order.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+LETTERS = {chr(b): b for b in PRINTABLE}
+LETTERS |= {chr(0x100 + i): b for i, b in enumerate(b for b in range(256) if b not in PRINTABLE)}
 
 
 class Tokenizer:
-    """Base of all kinds. A kind sets the four attributes and `encode`."""
+    """Base of all kinds. A kind sets spec, vocab_size, eot and token_bytes, and has `encode`."""
 
     spec: dict
     vocab_size: int  # V
     eot: int | None  # the id of end-of-text
-    bos: int | None = None  # the id of beginning-of-text, if a model was trained with one
     prefix: list[int] = []  # the ids that other programs put before a text and `encode` leaves out
-    FILE = ""  # the name of the kind's file, if it has one
-    content: bytes  # of the file
     token_bytes: list[bytes]  # V entries: the UTF-8 bytes of each id
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`, (N,) int64, without end-of-text ids: only a preparation adds these."""
         raise NotImplementedError
 
-    @cached_property
-    def end(self) -> np.ndarray:
-        """The ids behind a document: end-of-text, (1,) int64, or none, (0,)."""
-        return np.array([] if self.eot is None else [self.eot], dtype=np.int64)
-
     def encode_rest(self, text: str) -> np.ndarray:
         """The ids of a text that continues another one."""
         return self.encode(text)
 
-    def save(self, folder: Path | str) -> None:
-        """Writes the file that `spec` refers to into `folder`. Most kinds have none."""
-        if self.FILE:
-            files.write_file(Path(folder) / self.FILE, self.content)
-
-    @classmethod
-    def load(cls, folder: Path | None, **fields) -> "Tokenizer":
-        """Makes the tokenizer from the fields of its spec and the files that `save` wrote into `folder`."""
-        return cls(**fields)
-
     def decode_bytes(self, ids) -> bytes:
-        """The bytes of `ids`, an integer sequence, array or CPU tensor. ValueError for an id outside [0, V)."""
-        ids = np.asarray(ids, dtype=np.int64).ravel()
-        bad = ids[(ids < 0) | (ids >= self.vocab_size)]
-        if bad.size:
-            fact = f"token id {bad[0]} is outside the {self.spec['kind']} vocabulary of {self.vocab_size}"
-            raise ValueError(f"{fact}; sample only from the first vocab_size logits")
-        return b"".join([self.token_bytes[i] for i in ids.tolist()])
+        """The bytes of `ids` below V, an integer sequence, array or CPU tensor."""
+        ids = np.asarray(ids, dtype=np.int64).ravel().tolist()
+        assert min(ids, default=0) >= 0
+        return b"".join([self.token_bytes[i] for i in ids])
 
     def decode(self, ids) -> str:
         """The text of `ids`, in which bytes that are not UTF-8 become U+FFFD."""
@@ -65,6 +46,14 @@ class Tokenizer:
         """The text of `ids` that continue another text: a blank at its beginning stays."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
+    def save(self, folder: Path | str) -> None:
+        """Writes the file from which the tokenizer is read again into `folder`. Most kinds have none."""
+
+    @cached_property
+    def end(self) -> np.ndarray:
+        """The ids behind a document: end-of-text, (1,) int64, or none, (0,)."""
+        return np.array([] if self.eot is None else [self.eot], dtype=np.int64)
+
     @cached_property
     def hash(self) -> str:
         """SHA-256 of the spec; equal hashes mean equal ids for equal text."""
@@ -72,9 +61,10 @@ class Tokenizer:
 
     def same_tokens(self, other: "Tokenizer") -> bool:
         """Whether the ids mean the same, as those of a tokenizer and of its export to Hugging Face do."""
-        if self.hash == other.hash or (self.vocab_size, self.eot) != (other.vocab_size, other.eot):
-            return self.hash == other.hash
-        return self.token_bytes == other.token_bytes
+        if self.hash == other.hash:
+            return True
+        same_size = self.vocab_size == other.vocab_size and self.eot == other.eot
+        return same_size and self.token_bytes == other.token_bytes
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
@@ -85,14 +75,103 @@ class Tokenizer:
         return lengths
 
 
-def read_recorded(folder: Path | None, name: str, file: str, sha256: str) -> tuple[Path, bytes]:
-    """The path and the content of the file `name` in `folder` or its parent (out_dir of a checkpoint). `file` and
-    `sha256` are those of a spec; ValueError if they do not fit, or the file is missing."""
-    require(file == name, f"the tokenizer has file {ascii(file):.80}, but only {name} is read; prepare again")
-    folder = Path(folder or ".")
-    path = next((p for p in (folder / name, folder.absolute().parent / name) if p.is_file()), None)
-    require(path, f"{folder} lacks the tokenizer's {name}; copy it there from the data, or prepare it again")
-    content = path.read_bytes()
-    same = hashlib.sha256(content).hexdigest() == sha256
-    require(same, f"{path} was changed: its SHA-256 is not the recorded one; restore it, or prepare again")
-    return path, content
+class CharTokenizer(Tokenizer):
+    """One id per distinct character, in code point order, as in nanoGPT. It has no end-of-text."""
+
+    eot = None
+
+    def __init__(self, chars: str):
+        """`chars` holds the vocabulary in any order, with repeats: it may be the text itself."""
+        self.codes = np.unique(_code_points(chars))  # (V,)
+        self.chars = [chr(c) for c in self.codes.tolist()]
+        self.vocab_size = len(self.chars)
+        self.spec = {"kind": "char", "chars": "".join(self.chars)}
+        self.token_bytes = [_utf8(c) for c in self.chars]
+
+    def encode(self, text: str) -> np.ndarray:
+        """ValueError names characters that are not in the vocabulary."""
+        points = _code_points(text)
+        ids = np.searchsorted(self.codes, points)
+        unknown = np.unique(points[np.append(self.codes, np.uint32(2**32 - 1))[ids] != points])
+        if unknown.size:
+            first = ", ".join(ascii(chr(c)) for c in unknown[:5].tolist())
+            fact = f"the char vocabulary of {self.vocab_size} lacks {unknown.size} of the text's characters"
+            raise ValueError(f"{fact}, such as {first}; remove them, or prepare the data with a text that has them")
+        return ids.astype(np.int64)
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes 0..255 and end-of-text 256. Encodes every str, including lone surrogates."""
+
+    spec = {"kind": "byte"}
+    vocab_size = 257
+    eot = 256
+    merges: list[tuple[str, str]] = []
+    token_bytes = [bytes([i]) for i in range(256)] + [END_OF_TEXT]
+
+    def encode(self, text: str) -> np.ndarray:
+        """The bytes of `text`. A file read with errors="surrogateescape" gives exactly its own bytes."""
+        return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.int64)
+
+
+class GPT2Tokenizer(Tokenizer):
+    """GPT-2's 50,257 ids, by tiktoken, which downloads the merges at the first use: training needs no network."""
+
+    spec = {"kind": "gpt2"}
+    vocab_size = 50257
+    eot = 50256
+    # Equivalent to tiktoken's own pattern, in half of the time: its regex engine compiles a group without lookahead
+    # to one automaton, and interprets all others step by step.
+    PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s"
+    # The file and its SHA-256 in tiktoken, whose cache may have it.
+    MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
+    SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+
+    @cached_property
+    def merges(self) -> list[tuple[str, str]]:
+        """The merges in order, as letters. Each makes the next id after those of the 256 bytes."""
+        from tiktoken.load import read_file_cached
+
+        try:
+            lines = read_file_cached(self.MERGES, self.SHA256).decode().split("\n")
+        except OSError as e:
+            remedy = "set TIKTOKEN_CACHE_DIR to a folder that has them, go online once, or use tokenizer byte or char"
+            raise ValueError(f"tokenizer gpt2 cannot fetch its merges ({type(e).__name__}); {remedy}") from e
+        return [tuple(line.split(" ")) for line in lines[1:-1]]
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        names = [*LETTERS, *map("".join, self.merges)]
+        return [bytes(LETTERS[c] for c in name) for name in names] + [END_OF_TEXT]
+
+    @cached_property
+    def _encoding(self):
+        import tiktoken
+
+        ranks = {token: i for i, token in enumerate(self.token_bytes[:-1])}
+        special = {END_OF_TEXT.decode(): self.eot}
+        return tiktoken.Encoding("gpt2", pat_str=self.PATTERN, mergeable_ranks=ranks, special_tokens=special)
+
+    def encode(self, text: str) -> np.ndarray:
+        """The text "<|endoftext|>" is ordinary text, and lone surrogates become U+FFFD."""
+        try:
+            ids = self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            ids = self._encoding.encode_to_numpy(valid_unicode(text), disallowed_special=())
+        return ids.astype(np.int64)
+
+
+def valid_unicode(text: str) -> str:
+    """The text with U+FFFD in place of lone surrogates, which no library takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # a lone surrogate that escapes no byte is kept as three bytes
+        return text.encode("utf-8", "surrogatepass")
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

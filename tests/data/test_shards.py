@@ -375,7 +375,7 @@ def test_inspection_without_a_tokenizer_that_works(tmp_path, monkeypatch, capsys
     Path("meta.json").write_text(json.dumps({"vocab_size": 10, "eot": 9, "tokenizer": {"kind": "wrong"}}))
     code, (line, text), err = inspected(capsys, "train.bin")
     assert code == 0 and not err and "2 tokens, 1 documents" in line
-    assert text.startswith("    first document: cannot be decoded (unknown tokenizer 'wrong'; ")
+    assert text.startswith("    first document: cannot be decoded (no tokenizer can be made from {'kind': 'wrong'}; ")
 
 
 def test_inspection_of_other_files(tmp_path, monkeypatch, capsys):

@@ -1006,8 +1006,8 @@ def test_compiled_training_gives_the_same_losses(run):
 
 
 def test_a_run_imports_nothing_that_it_does_not_need(tiny_data, tmp_path):
-    """With either optimizer. The parts of a compiler, and tiktoken, cost a second or two each."""
-    heavy = "tiktoken torch._dynamo torch._inductor datasets"
+    """With either optimizer. The parts of a compiler, and the libraries of tokenizers, cost a second or two each."""
+    heavy = "tiktoken tokenizers torch._dynamo torch._inductor datasets"
     flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=2", "--warmup_iters=1"]
     code = "import sys, sample, train"
     for optimizer in ("adamw", "muon"):
