@@ -35,32 +35,15 @@ def test_ctrl_c_ends_a_command_without_a_traceback():
 SAS, SAS_P = ["--block=simplified"], ["--block=simplified_parallel"]
 SLOTS = ["--block=superblock", "--layer=c.own_slots"]
 TRAIN_FLAGS = [  # flags, and what the line must name
-    (["--n_layr=3"], ["--n_layr=3", "n_layer"]),
-    (["--zzz=1"], ["--zzz=1", "--help"]),
-    (["--n_layer=64.5"], ["--n_layer=64.5", "int"]),
-    (["--n_layer=many"], ["--n_layer=many", "int"]),
-    (["--n_layer=0"], ["n_layer=0"]),
-    (["--n_layer="], ["--n_layer="]),
-    (["--n_layer"], ["--n_layer", "--n_layer="]),
-    (["--compile=maybe"], ["--compile=maybe", "True", "auto"]),
-    (["--pos=rop"], ["--pos=rop", "rope"]),
     (["--block=serial"], ["--block=serial", "standard", "parallel"]),
-    (["--optimizer=sgd"], ["--optimizer=sgd", "adamw", "muon"]),
-    (["--learning_rate=nan"], ["--learning_rate=nan"]),
-    (["--learning_rate=-1"], ["learning_rate=-1"]),
     (["--min_lr=1"], ["min_lr=1", "learning_rate"]),
-    (["--beta2=1.5"], ["beta2=1.5"]),
-    (["--grad_clip=-1"], ["grad_clip=-1"]),
-    (["--batch_size=0"], ["batch_size=0"]),
     (["--max_iters=10**30"], ["max_iters=1000000000000", "below"]),
     (["--seed=2**64"], ["seed=18446744073709551616", "below"]),
     (["--schedule=wsd", "--warmup_iters=100"], ["warmup_iters=100", "max_iters"]),
     (["--n_head=3"], ["n_embd=16", "n_head=3"]),
     (["--attention=gqa"], ["attention=gqa", "n_kv_head"]),
     (["--attention=mqa", "--n_kv_head=2"], ["attention=mqa", "n_kv_head=2"]),
-    (["--rope_theta=5000"], ["rope_theta", "pos=rope", "learned"]),
     (["--pos=rope", "--rope_scaling=:::"], ["rope_scaling=':::'", "linear:F"]),
-    (["--muon_lr=0.1"], ["muon_lr", "optimizer=muon"]),
     (
         [*SLOTS, "--n_slot=3", "--mlp_ratio=2"],
         ["--mlp_ratio=2.0", "with slots and n_slot=0", "n_slot is 3 (command line)"],
@@ -74,7 +57,6 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--norm=none", "--norm_placement=post"], ["norm_placement", "norm"]),
     (["--dropout=1"], ["dropout=1"]),
     (["--wandb_log=True"], ["wandb_log", "tensorboard"]),
-    (["--device=tpu"], ["device", "tpu", "cuda"]),
     (["--dtype=float16"], ["dtype=float16", "float32"]),
     (["--dtype=float8"], ["--dtype=float8", "bfloat16"]),
     (["--backend=nccl"], ["backend=nccl", "gloo"]),
@@ -82,7 +64,6 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--dataset=/no/such/place"], ["/no/such/place"]),
     (["--block_size=100000"], ["block_size=100000"]),
     (["--vocab_size=100"], ["vocab_size=100", "257"]),
-    (["--objective=bert"], ["--objective=bert", "masked", "seq2seq"]),
     (["--spike_factor=1"], ["spike_factor=1", "must be above 1"]),
     (["--corrupt_ratio=0.3"], ["corrupt_ratio", "objective other than causal"]),
     (["--objective=masked", "--span_length=2"], ["span_length", "objective=seq2seq"]),
@@ -96,16 +77,33 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--init_from=gpt3"], ["init_from", "gpt3"]),
     (["--init_from=resume"], ["no directory", "/new", "--out_dir"]),
     (["--init_from=nanogpt:/no/ckpt.pt"], ["/no/ckpt.pt"]),
-    (["config/no_such_file.py"], ["config/no_such_file.py"]),
+    (["--simplified_beta_ff=1.7e308", "--block=simplified"], ["simplified_beta_ff=1.7e+308", "below 2147483648"]),
+    (["--grad_clip=1e300"], ["grad_clip=1e+300", "below"]),
+    (["--attn_softcap=5e-324"], ["attn_softcap=5e-324", "at least 1e-06"]),
+    (["--logit_softcap=1e-300"], ["logit_softcap=1e-300", "at least 1e-06"]),
+    (["--out_dir=~nobody_is_called_so/x"], ["out_dir='~nobody_is_called_so/x'", "such as out"]),
+    (["--out_dir= "], ["out_dir=' '", "such as out"]),
+    (["--out_dir=\n"], ["out_dir='\\n'", "such as out"]),
+    (["--dataset=" + "x" * 5000], ["xxx ... xxx"]),
+    (["--device=cuda:" + "9" * 5000], ["device='cuda:999", " ... "]),
+    (["--device=cuda:1000"], ["device='cuda:1000'", "cuda:N"]),
+    (["--plan=True", "--vocab_size=300", "--n_layer=4000"], ["n_layer=4000", "at most 1024"]),
+    (["--plan=True", "--vocab_size=300", "--block_size=2**31-1"], ["block_size=2147483647", "at most"]),
+    (
+        ["--plan=True", "--vocab_size=300", "--cp=2**20", "--world_size=2**20", "--block_size=2**22"],
+        ["cp=1048576", "at most 4096"],
+    ),
 ]
 
 
-@pytest.mark.parametrize("flags,fragments", TRAIN_FLAGS, ids=lambda x: " ".join(x))
-def test_wrong_flags(flags, fragments, tiny_data, tmp_path, capsys):
+@pytest.mark.parametrize("flags,fragments", TRAIN_FLAGS, ids=lambda x: ascii(" ".join(x))[:60])
+def test_wrong_flags(flags, fragments, tiny_data, tmp_path, capsys, monkeypatch):
+    """The line has what is wrong and a remedy, it is short, and nothing is left behind."""
+    monkeypatch.chdir(tmp_path)
     line = refused(train.main, [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'new'}", *flags], capsys)
-    for fragment in fragments:
-        assert fragment in line
-    assert not (tmp_path / "new").exists(), "a refused run must leave nothing behind"
+    assert [fragment for fragment in fragments if fragment not in line] == []
+    assert any(remedy in line for remedy in ("; ", ": set ", " must be ", " such as ", "nearest")), line
+    assert len(line) < 1100 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -115,30 +113,6 @@ def test_a_gpu_that_is_not_there(main, tiny_data, trained, tmp_path, capsys):
         [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path}"] if main is train.main else [f"--out_dir={trained}"]
     )
     assert "--device=auto" in refused(main, [*flags, "--device=cuda"], capsys)
-
-
-CONFIGS = [
-    ("n_layer = 2\nn_layr = 3\n", [":2", "n_layr", "n_layer"]),
-    ("n_layer = two\n", [":1", "two"]),
-    ("import os\n", [":1", "import os"]),
-    ("n_layer = __import__('os').getpid()\n", [":1", "__import__"]),
-    ("n_layer = 2\nif True:\n    n_layer = 3\n", [":2"]),
-    ("n_layer = (2\n", [":1"]),
-    ("n_layer = 9**9**9\n", [":1"]),
-    ("wandb_projekt = 'x'\n", [":1", "wandb_projekt", "wandb_project"]),
-    ("pos = 'alibi'\nrope_theta = 10.0\n", [":2", "rope_theta", "pos=rope"]),
-    ("n_embd = 30\nn_head = 4\n", [":1", "n_embd=30", "n_head=4"]),
-]
-
-
-@pytest.mark.parametrize("text,fragments", CONFIGS, ids=[repr(text) for text, _ in CONFIGS])
-def test_wrong_config_files(text, fragments, tiny_data, tmp_path, capsys):
-    path = tmp_path / "config.py"
-    path.write_text(text)
-    line = refused(train.main, [path, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'new'}"], capsys)
-    assert str(path) in line
-    for fragment in fragments:
-        assert fragment in line
 
 
 def test_objectives_that_the_data_cannot_serve(tiny_data, tmp_path, capsys):
@@ -188,21 +162,11 @@ def swap(name: str, source: str | None):
 DAMAGES = {
     "state_is_a_fifo": swap("state.json", None),
     "endless_state": swap("state.json", "/dev/zero"),
-    "index_is_a_fifo": swap("index.json", None),
-    "endless_index": swap("index.json", "/dev/zero"),
     "no_pointer_target": lambda d, step: shutil.rmtree(step),
-    "no_state": lambda d, step: (step / "state.json").unlink(),
     "cut_state": lambda d, step: cut(step / "state.json"),
-    "state_is_a_list": lambda d, step: (step / "state.json").write_text("[]"),
-    "newer_format": edit(format=999),
     "no_flags": edit(flags=None),
-    "flags_are_a_list": edit(flags=[]),
-    "step_is_a_text": edit(step="2"),
-    "no_index": lambda d, step: (step / "index.json").unlink(),
-    "cut_index": lambda d, step: cut(step / "index.json"),
     "malicious_index": lambda d, step: (step / "index.json").write_bytes(pickle.dumps(Bomb())),
     "cut_tensors": lambda d, step: cut(next(step.glob("*.safetensors"))),
-    "no_tensors": lambda d, step: next(step.glob("*.safetensors")).unlink(),
     "unknown_flag": lambda d, step: (step / "state.json").write_text(
         (step / "state.json").read_text().replace('"n_layer"', '"n_lairs"')
     ),
@@ -223,18 +187,6 @@ def test_damaged_checkpoints(damage, main, trained, tiny_data, tmp_path, capsys,
     line = refused(main, [f"--out_dir={tmp_path / 'out'}", *(resume if main is train.main else [])], capsys)
     assert str(tmp_path / "out") in line
     assert not (tmp_path / "BOOM").exists()
-
-
-@pytest.mark.parametrize(
-    "values", [{"samples": None}, {"samples": "16"}, {"best_val_loss": "x"}, {"scaler": []}], ids=str
-)
-def test_a_state_that_cannot_be_resumed(values, trained, tiny_data, tmp_path, capsys):
-    shutil.copytree(trained, tmp_path / "out")
-    edit(**values)(tmp_path / "out", tmp_path / "out" / "step_00000002")
-    line = refused(
-        train.main, [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume"], capsys
-    )
-    assert "state.json" in line and next(iter(values)) in line
 
 
 def test_a_folder_that_cannot_be_written(trained, tiny_data, tmp_path, capsys):
@@ -425,94 +377,6 @@ def test_ctrl_c_during_the_imports(program, tmp_path):
     assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT) and done.stderr == "", done.stderr
 
 
-STRANGE_FLAGS = [  # flags, and what the line must name
-    (["--simplified_beta_ff=1.7e308", "--block=simplified"], ["simplified_beta_ff=1.7e+308", "below 2147483648"]),
-    (["--weight_decay=1.7e308"], ["weight_decay=1.7e+308", "below 2147483648"]),
-    (["--grad_clip=1e300"], ["grad_clip=1e+300", "below"]),
-    (["--attn_softcap=5e-324"], ["attn_softcap=5e-324", "at least 1e-06"]),
-    (["--logit_softcap=1e-300"], ["logit_softcap=1e-300", "at least 1e-06"]),
-    (["--out_dir=~nobody_is_called_so/x"], ["out_dir='~nobody_is_called_so/x'", "such as out"]),
-    (["--out_dir= "], ["out_dir=' '", "such as out"]),
-    (["--out_dir=\n"], ["out_dir='\\n'", "such as out"]),
-    (["--dataset=" + "x" * 5000], ["xxx ... xxx"]),
-    (["--device=cuda:" + "9" * 5000], ["device='cuda:999", " ... "]),
-    (["--device=cuda:1000"], ["device='cuda:1000'", "cuda:N"]),
-    (["--learning_rate=1e400"], ["--learning_rate=inf", "float"]),
-    (["--n_layer=1_0_"], ["--n_layer=1_0_", "int"]),
-    (["--n_layer=\uff11\u0661x"], ["--n_layer=", "int"]),
-    (["--n_layer=1j"], ["--n_layer=1j", "int"]),
-    (["--n_layer=" + "9" * 5000], ["--n_layer=999", "int"]),
-    (["--batch_size=" + "(" * 500 + "1"], ["--batch_size=(((", "int"]),
-    (["--seed=2**2**2**2**2**2"], ["--seed=2**2**2", "int"]),
-    (["--compile=-0"], ["--compile=", "auto"]),
-    (["--="], ["--=", "no such flag"]),
-    (["--"], ["--", "no such flag"]),
-    (["---x=1"], ["--x=1", "no such flag"]),
-    (["-n_layer=2"], ["--n_layer=2", "written"]),
-    (["--n_layer==2"], ["--n_layer", "int"]),
-    (["--\uff4e_layer=2"], ["no such flag", "n_layer"]),
-    (["--__class__=1"], ["--__class__=1", "no such flag"]),
-    ([""], ["no such config file"]),
-    (["--plan=True", "--vocab_size=300", "--n_layer=4000"], ["n_layer=4000", "at most 1024"]),
-    (["--plan=True", "--vocab_size=300", "--block_size=2**31-1"], ["block_size=2147483647", "at most"]),
-    (
-        ["--plan=True", "--vocab_size=300", "--cp=2**20", "--world_size=2**20", "--block_size=2**22"],
-        ["cp=1048576", "at most 4096"],
-    ),
-]
-
-
-@pytest.mark.parametrize("flags,fragments", STRANGE_FLAGS, ids=lambda x: ascii(" ".join(x))[:60])
-def test_strange_flags(flags, fragments, tiny_data, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flags = [
-        *TINY,
-        "--gradient_accumulation_steps=1",
-        f"--dataset={tiny_data}",
-        f"--out_dir={tmp_path / 'new'}",
-        *flags,
-    ]
-    line = refused(train.main, flags, capsys)
-    for fragment in fragments:
-        assert fragment in line
-    assert any(remedy in line for remedy in ("; ", " must be ", " such as ", "--help", "nearest", "here --"))
-    assert len(line) < 1100 and not list(tmp_path.iterdir())
-
-
-STRANGE_CONFIGS = [
-    ("_a = 1 % 0", ["modulo by zero; write a value"]),
-    ("_a = 0**-1", ["; write a value"]),
-    ("_a = 2.0**5000", ["; write a value"]),
-    ("_a = 10**1000 * 1.5", ["; write a value"]),
-    ("_a = 'x'\n" + "_a = _a + _a\n" * 20, ["too large; write a number of at most 4096 bits"]),
-    ("_a = " + "-" * 10000 + "1", ["too deeply nested; write the value itself"]),
-    ("_a = " + "+".join(["1"] * 50000), ["too deeply nested; write the value itself"]),
-    ("#" * 2**20 + "\n_a = 1", ["has more than 1,048,576 bytes"]),
-    ("_a = 3\0", ["null bytes"]),
-    ("a = b\nb = a", [":1: b is not set earlier"]),
-    ("_a = (-8)**0.5 + 1", [":1: "]),
-    ("n_l\u0430yer = 2", ["no such flag; the nearest is n_layer"]),
-    ("device = 3", ["device = 3", "str"]),
-    ("n_layer = True", ["n_layer = True", "int"]),
-]
-
-
-@pytest.mark.parametrize("text,fragments", STRANGE_CONFIGS, ids=lambda x: ascii(x)[:40])
-def test_strange_config_files(text, fragments, tmp_path, capsys):
-    path = tmp_path / "config.py"
-    path.write_text(text, encoding="utf-8")
-    line = refused(train.main, [path, f"--out_dir={tmp_path / 'new'}"], capsys)
-    for fragment in [str(path), *fragments]:
-        assert fragment in line
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_config_file_of_20_gb_is_not_read(tmp_path, capsys):
-    with open(tmp_path / "config.py", "wb") as f:
-        f.truncate(20 * 10**9)
-    assert "more than 1,048,576 bytes" in refused(train.main, [tmp_path / "config.py"], capsys)
-
-
 ENVIRONMENTS = [
     ({"RANK": "abc"}, ["RANK='abc'", "whole number from 0"]),
     ({"RANK": ""}, ["RANK=''", "whole number from 0"]),
@@ -555,13 +419,6 @@ def test_a_strange_environment(names, fragments, tiny_data, tmp_path, capsys, mo
     for fragment in [*fragments, "; "]:
         assert fragment in line
     assert not (tmp_path / "new").exists()
-
-
-def test_samples_that_cannot_be_counted_on(trained, tiny_data, tmp_path, capsys):
-    shutil.copytree(trained, tmp_path / "out")
-    edit(samples=2**63 - 1)(tmp_path / "out", tmp_path / "out" / "step_00000002")
-    flags = [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume", "--max_iters=3"]
-    assert "samples is 9223372036854775807" in refused(train.main, flags, capsys)
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "endless", "a folder"])
