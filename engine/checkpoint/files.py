@@ -43,10 +43,9 @@ def save(
 ) -> Path:  # fmt: skip
     """Write out_dir/step_<step>, and its name into `latest` and, with `best`, into `best`; returns its path.
 
-    Every rank calls it with tensors or DTensors by name. Ranks may give different names, such as those of their random
-    states. If several ranks give the same name with a plain tensor, the tensors must be equal. `state` holds JSON
-    values; rank 0's state is written. Of the steps up to this one, the newest `keep_last` stay, and those that `latest`
-    or `best` names; the others are deleted.
+    Every rank calls it with tensors or DTensors by name. Ranks may give different names; plain tensors of the same name
+    must be equal. Rank 0's `state`, of JSON values, is written. Of the steps up to this one, the newest `keep_last`
+    stay, and those that `latest` or `best` names.
 
     Raises OSError on every rank if any rank cannot write; older checkpoints then stay. If a rank has died, the others
     raise RuntimeError, as in every collective. The collectives use `group`, by default all ranks.
@@ -128,24 +127,24 @@ def read(where: str | Path, kinds: dict[str, Any], action: Callable[[Path, dict]
 
 
 def read_index(path: str | Path, state: dict | None = None, average: bool = False) -> dict[str, Saved]:
-    """name -> shape, dtype and pieces of every tensor in the checkpoint, of which read_state has read `state`. Every
-    rank calls it. With `average`, the average of the weights (the flag ema_decay) is under their names. Raises Damaged,
-    or ValueError if there is no average."""
+    """name -> shape, dtype and pieces of every tensor in the checkpoint with this state. Every rank calls it. With
+    `average`, the average of the weights (the flag ema_decay) is under their names. Raises Damaged, or ValueError if
+    there is no average."""
     index = together(lambda: contents.read_index(Path(path), state or read_state(path)))
     if not average:
         return index
-    found = {name: re.fullmatch(r"optim\.(.*)\.average", name) for name in index}
-    averages = {f"model.{match[1]}": index[name] for name, match in found.items() if match}
+    averages = {}
+    for name, saved in index.items():
+        if match := re.fullmatch(r"optim\.(.*)\.average", name):
+            averages[f"model.{match[1]}"] = saved
     require(averages, f"{path} keeps no average of its weights; train with --ema_decay=0.999, for example")
     return index | averages
 
 
 def load(path: str | Path, tensors: dict[str, Tensor], index: dict | None = None, vocab_size: float = math.inf):
-    """Read the named tensors in place. Every rank calls it; the checkpoint may come from any number of ranks.
-
-    index        what read_index has read there
-    vocab_size   rows of the vocabulary's weights without padding; rows of padding may be more or fewer than the saved
-                 ones, see `unpadded`, and those that were not saved keep their values
+    """Read the named tensors in place. Every rank calls it; the checkpoint may come from any number of ranks. `index`
+    is what read_index has read there. Rows of padding behind the `vocab_size` rows of the vocabulary's weights may be
+    more or fewer than the saved ones, see `unpadded`, and those that were not saved keep their values.
 
     Raises ValueError on every rank if the checkpoint lacks one of the names, or if its shape or dtype differs; raises
     Damaged if files are damaged.
