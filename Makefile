@@ -3,7 +3,7 @@
 # make mutants: do the tests see faults that are planted in the code? Some minutes.
 # make interop: an export in a task of lm-eval, and a run in wandb. Both packages have an environment of their own.
 # make baselines: the table of docs/baselines.md: blocks with tuned learning rates, two hours; a stopped call goes on.
-# make gpu: on a machine with a GPU: is all computed as on the CPU in float64?
+# make gpu: on a machine with a GPU: is all computed as on the CPU in float64, and how fast does GPT-2 train?
 # All need only a Python >= 3.10 with pip, write nothing outside this folder but caches, and skip what is already done.
 
 PYTHON ?= python3
@@ -34,6 +34,7 @@ baselines: .venv/ready-test data/pycode/meta.json
 
 gpu: .venv/ready-test
 	$(BIN)/python -m pytest -m gpu --device=cuda
+	$(BIN)/python -m tools.bench --config=124M
 
 slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow

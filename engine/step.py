@@ -1,4 +1,4 @@
-"""One optimizer step, and a trace of some steps. tools/speed.py, which measures steps, calls a step as a whole.
+"""One optimizer step, and a trace of some steps. tools/speed.py calls a step as a whole.
 
     step = Step(cfg, sharded)               # makes the optimizer too
     loss, grad_norm = step(batches, number)
