@@ -45,7 +45,7 @@ from engine.checkpoint.folder import check_out_dir, locked, replace_flags
 from engine.checkpoint.saver import Checkpoints
 from engine.device import make_deterministic, peak_flops, precision, refuse_nondeterminism
 from engine.evaluation import byte_lengths, mean_loss, text_sample
-from engine.metrics import Metrics, Silent, check_logger, evaluation_line, routing_line, slow_step_warning
+from engine.metrics import Metrics, Silent, check_logger, evaluation_line, routing_line
 from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory
@@ -125,13 +125,16 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
         model = Model(cfg)
     pieces = 2 * cfg.cp if cfg.cp > 1 else 1  # of each text
     kernels = accounting.attention_kernels(model, *lengths, ranks.device.type, ranks.dtype, pieces)
-    peak = math.nan if cfg.eval_only else peak_flops(ranks.device, ranks.dtype) or math.nan
-    samples, peak = cfg.batch_size * cfg.gradient_accumulation_steps, ranks.sum(torch.tensor(peak)).item()
+    peak = peak_flops(ranks.device, ranks.dtype)
     work = accounting.Work(
-        model.n_params(), accounting.n_read(model), accounting.flops(model, *lengths), kernels, samples, peak
+        n_params=model.n_params(),
+        n_read=accounting.n_read(model),
+        flops_per_sample=accounting.flops(model, *lengths),
+        attention_kernels=kernels,
+        samples_per_step=cfg.batch_size * cfg.gradient_accumulation_steps,
+        peak_flops=None if peak is None else peak * ranks.size,
     )
-    steps = cfg.max_iters - run_state.steps_done(cfg)
-    return compilation.settle(cfg, ranks, steps * work.fastest_step), work
+    return compilation.settle(cfg, ranks), work
 
 
 def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[Step, dict]:
@@ -206,7 +209,7 @@ class Run:
             return Silent()
         metrics = Metrics(
             cfg.out_dir, self.step, self.samples * cfg.block_size, cfg.max_iters,
-            work.flops_per_sample / cfg.block_size, work.peak_flops if math.isfinite(work.peak_flops) else None,
+            work.flops_per_sample / cfg.block_size, work.peak_flops,
             self.ranks.device, asdict(cfg),
         )  # fmt: skip
         cleanup.callback(metrics.close)
@@ -227,12 +230,11 @@ class Run:
             f"{stream.name}, {self.loader.n_windows:,} windows; {machine}; attention: {work.attention_kernels}"
         )
         schedule_moved = optim.rescheduled(self.step, cfg, self.stored_flags)
-        slow = slow_step_warning(cfg, work.fastest_step)
         unused = "fp32_residual=False has no effect in float32" * (cfg.dtype == "float32" and not cfg.fp32_residual)
         layer = accounting.layer_in_words(cfg) if cfg.block == "superblock" else None
         done = f"{cfg.out_dir} is at step {self.step} of max_iters={cfg.max_iters}; raise --max_iters to train on"
         done = done if self.step >= cfg.max_iters else None
-        for note in filter(None, (layer, schedule_moved, slow, self.why_no_bytes, unused, done)):
+        for note in filter(None, (layer, schedule_moved, self.why_no_bytes, unused, done)):
             self.metrics.say(note)
 
     def evaluate(self) -> bool | None:

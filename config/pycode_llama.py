@@ -29,3 +29,4 @@ cooldown_iters = 150
 eval_interval = 150
 eval_iters = 60
 log_interval = 10
+compile = True

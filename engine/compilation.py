@@ -1,10 +1,10 @@
 """Decides whether a run is compiled, compiles its model, and chooses where the kernels are kept.
 
-    ranks = settle(cfg, ranks, seconds)         # on all ranks, before the model is made
+    ranks = settle(cfg, ranks)                  # on all ranks, before the model is made
     if ranks.compile:
         compile_model(model, blocks)            # before DDP or FSDP wraps it
 
-docs/running.md says what compile=auto compiles, and why: on a CPU only long runs without dropout.
+docs/running.md says what is compiled, and what that gives.
 """
 
 import atexit
@@ -25,34 +25,28 @@ import torch
 import torch.nn as nn
 
 from data.errors import require
-from engine.parallel.ranks import Ranks, is_first_rank, of_first_rank, together
+from engine.parallel.ranks import Ranks, is_first_rank, together
 from model import ExpertLinear, Pool
 from ops import linear_by_linear, strip_attention
 
-LONG = 180  # seconds of training without compilation from which compile=auto compiles on a CPU
 MOST_IN_STRIPS = 1024  # tokens; each strip of attention is compiled for itself, in seconds
 GRAPHS = 64  # most graphs of one function: blocks may differ in kind, each has one for training and one for evaluation
-UTILISATION = 0.4  # fraction of the peak that an uncompiled run typically reaches on a CPU
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 chosen_folder = os.environ.get(FOLDER)  # by the user; read now: torch sets the variable when dynamo is imported
 
 
-def settle(cfg, ranks: Ranks, seconds: float) -> Ranks:
-    """Replace compile=auto in cfg by True or False, and return `ranks` with the compilation of this run.
+def settle(cfg, ranks: Ranks) -> Ranks:
+    """Replace compile=auto in cfg by True or False, and return `ranks` with the compilation of this run. auto compiles
+    on GPUs alone, which `join` has decided.
 
-    seconds    the time that the remaining steps would take at the peak of all ranks, nan if it is unknown
-
-    Every rank calls this function; the first one decides. Where torch.compile does not work, the run goes on without
-    it. A flag compile=True keeps its value then, so that a resume on another machine is compiled again.
+    Every rank calls this function. Where torch.compile does not work on one of them, the run goes on without it. A flag
+    compile=True keeps its value then, so that a resume on another machine is compiled again.
     """
-    auto, cpu = cfg.compile == "auto", ranks.device.type == "cpu"
-    wanted = ranks.compile if auto else cfg.compile
-    if auto and cpu:
-        wanted = of_first_rank(lambda: cfg.dropout == 0 and seconds / UTILISATION >= LONG)
-    if cpu and cfg.eval_only and "compile" not in cfg.sources:
-        wanted = False
+    wanted = ranks.compile
+    if cfg.eval_only and ranks.device.type == "cpu" and "compile" not in cfg.sources:
+        wanted = False  # one evaluation takes less time than the compilation that a checkpoint's flag asks for
     compiled = wanted and works(ranks)
-    cfg.compile = compiled if auto else wanted
+    cfg.compile = compiled if cfg.compile == "auto" else wanted
     return replace(ranks, compile=compiled)
 
 

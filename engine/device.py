@@ -7,13 +7,11 @@ These functions know only their own process; `engine.parallel.ranks.join` makes 
 """
 
 import ctypes
-import math
 import os
 import platform
 import re
 import resource
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +43,7 @@ def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
 def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
     """The dtype that the flag names: auto is bfloat16 on GPUs that support it, float16 on others, float32 elsewhere.
 
-    Nothing is measured here. A training run on a CPU resolves auto with `agreed_dtype`.
+    A training run on a CPU resolves auto with `agreed_dtype`.
     """
     cuda = device.type == "cuda"
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -93,49 +91,12 @@ def refuse_nondeterminism() -> Iterator[None]:
 
 
 def fast_bfloat16() -> bool:
-    """Whether this CPU multiplies matrices in bfloat16 at least 1.5 times as fast as in float32. Takes 0.05 s at most.
-
-    Below this factor, the casts between the products cost what the products gain. The speed is measured, because a
-    CPU's list of instructions does not tell which of them the libraries use (ONEDNN_MAX_CPU_ISA, for example,
-    limits them). Small matrices come first, because a CPU that emulates bfloat16 may need 100 times as long for it.
+    """Whether this CPU has instructions for products in bfloat16, of AMX or AVX-512. Others emulate bfloat16, which can
+    take a hundred times as long as float32. If a variable of LIMITS is set, the libraries may not use the instructions.
     """
-    with one_thread():
-        return speed_of_bfloat16(128, 0.01) > 1 / 4 and speed_of_bfloat16(384, 0.025) >= 1.5
-
-
-@contextmanager
-def one_thread() -> Iterator[int]:
-    """Torch computes on one thread inside, whose time on a processor is then that of the work; yields its usual number
-    of threads.
-
-    OpenMP's own function does it where it is found. After torch.set_num_threads, which also changes settings of MKL,
-    attention takes 2.4 instead of 2.0 ms for the rest of the process (2 cores of an Intel Xeon, torch 2.13.0).
-    """
-    threads = torch.get_num_threads()
-    set_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", torch.set_num_threads)
-    set_threads(1)
-    try:
-        yield threads
-    finally:
-        set_threads(threads)
-
-
-def speed_of_bfloat16(n: int, seconds: float) -> float:
-    """How many times as fast as in float32 two (n, n) matrices are multiplied in bfloat16.
-
-    The best times of this thread on a processor are compared. The dtypes alternate for so many seconds, and at least
-    three times. torch must have one thread.
-    """
-    dtypes = torch.float32, torch.bfloat16
-    matrices = {dtype: (torch.ones(n, n, dtype=dtype), torch.empty(n, n, dtype=dtype)) for dtype in dtypes}
-    best, rounds, end = dict.fromkeys(dtypes, math.inf), 0, time.thread_time() + seconds
-    while rounds < 3 or time.thread_time() < end:
-        for dtype, (a, out) in matrices.items():
-            start = time.thread_time()
-            torch.mm(a, a, out=out)
-            best[dtype] = min(best[dtype], time.thread_time() - start)
-        rounds += 1
-    return best[torch.float32] / best[torch.bfloat16]
+    if any(variable in os.environ for variable in LIMITS):
+        return False
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def keep_freed_memory():
@@ -208,10 +169,10 @@ OTHER_CARD = {"mig", "laptop", "d", "ti", "super"}  # a name with such a word is
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The peak of `device` in FLOP/s, the denominator of MFU; None if unknown. A CPU's is measured in 0.5 s."""
-    if device.type == "cuda":
-        return gpu_peak(torch.cuda.get_device_name(device), dtype)
-    return cpu_peak(dtype) if device.type == "cpu" else None
+    """The peak of a GPU in FLOP/s, the denominator of MFU; None if it is unknown, and for other devices."""
+    if device.type != "cuda":
+        return None
+    return gpu_peak(torch.cuda.get_device_name(device), dtype)
 
 
 def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
@@ -221,26 +182,6 @@ def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
         if words.issuperset(card.lower().split()) and not words & OTHER_CARD:
             return tf32 if dtype == torch.float32 else half
     return None
-
-
-def cpu_peak(dtype: torch.dtype) -> float:
-    """The best rate of square matmuls in this dtype in FLOP/s: that of one thread, times torch's number of threads.
-
-    The half second is that of this thread on a processor: threads that wait for each other on a busy CPU can take a
-    hundred times as long. The matrices grow from 192 rows to 1536, unless the next product would take longer than the
-    rest of the time: emulated in bfloat16, a product of 1536 rows can take 20 s.
-    """
-    best, n, last, end = 0.0, 96, 0.0, time.thread_time() + 0.5
-    with one_thread() as threads:
-        while (start := time.thread_time()) < end:
-            if n < 1536 and start + 8 * last < end:
-                n *= 2
-                a, out = torch.ones(n, n, dtype=dtype), torch.empty(n, n, dtype=dtype)
-            start = time.thread_time()
-            torch.mm(a, a, out=out)
-            last = time.thread_time() - start
-            best = max(best, 2 * n**3 / last)
-    return best * threads
 
 
 def peak_memory_bytes(device: torch.device) -> int:

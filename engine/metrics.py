@@ -22,7 +22,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -184,17 +183,6 @@ def evaluation_line(step: int, train_loss: float, val_loss: float, val_bpb: floa
     """The console's line for an evaluation."""
     bpb = f", bpb {val_bpb:.4f}" if val_bpb is not None else ""
     return f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bpb}"
-
-
-def slow_step_warning(cfg, seconds: float) -> str:
-    """A warning if a step takes over a minute, else "". `seconds` is its time at the machine's peak, nan if unknown."""
-    if not seconds > 60:
-        return ""
-    return (
-        f"warning: a step takes {timedelta(seconds=round(seconds))} or more on this machine; lower batch_size="
-        f"{cfg.batch_size} or gradient_accumulation_steps={cfg.gradient_accumulation_steps}, or take a smaller model: "
-        f"python train.py config/train_pycode.py --dataset={cfg.dataset} --out_dir=out/small"
-    )
 
 
 def routing_line(routing: dict[str, float]) -> str:

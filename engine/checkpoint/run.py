@@ -75,13 +75,6 @@ def resume_after_restart(cfg):
             setattr(cfg, name, stored[name])
 
 
-def steps_done(cfg) -> int:
-    """The step of the checkpoint that a resume starts from; 0 for a new run."""
-    if cfg.init_from != "resume":
-        return 0
-    return checkpoint.step_of(parallel.of_first_rank(lambda: checkpoint.find(cfg.out_dir))) or 0
-
-
 def check_same_start(cfg, ranks: Ranks):
     """ValueError if the ranks do not see the same checkpoint in out_dir."""
     resumes = cfg.init_from == "resume" and not cfg.eval_only  # under eval_only, another run may be saving there

@@ -170,8 +170,7 @@ def replicas(cfg) -> int:
 def join(cfg) -> Ranks:
     """Choose device, dtype and compilation, and join the other ranks if torchrun has started this process.
 
-    The flags must have passed `check_flags`. The value `auto` takes the best choice that the machine offers; on a CPU
-    the first rank measures for 0.05 s which dtype that is.
+    The flags must have passed `check_flags`. The value `auto` takes the best choice that the machine offers.
     """
     rank, local_rank, size, _ = environment()
     device = resolve_device(cfg.device, local_rank)
@@ -276,7 +275,7 @@ def of_first_rank(action: Callable[[], T]) -> T:
 
 def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:
     """The dtype of a training run, the same on all ranks, which all call this function: that of `resolve_dtype`, but
-    auto on a CPU is bfloat16 if the first rank finds bfloat16 fast."""
+    auto on a CPU is bfloat16 if the first rank's CPU has instructions for it."""
     fast = of_first_rank(lambda: flag == "auto" and device.type == "cpu" and fast_bfloat16())
     return torch.bfloat16 if fast else resolve_dtype(flag, device)
 

@@ -111,9 +111,4 @@ class Work(NamedTuple):
     flops_per_sample: int
     attention_kernels: str
     samples_per_step: int
-    peak_flops: float  # of all ranks together; nan if it is unknown
-
-    @property
-    def fastest_step(self) -> float:
-        """Seconds of a step at the peak."""
-        return self.samples_per_step * self.flops_per_sample / self.peak_flops
+    peak_flops: float | None  # of all ranks together; None if it is unknown

@@ -1,9 +1,7 @@
-"""How dtype=auto is resolved on a CPU: by a measurement of the first rank, which checkpoints keep."""
+"""How dtype=auto is resolved on a CPU: by the instructions of the first rank's, which checkpoints keep."""
 
 import math
 import os
-import sys
-import time
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ import train
 from configurator import Config, parse
 from engine import device
 from engine.checkpoint import files as checkpoint
-from engine.device import fast_bfloat16, resolve_dtype
+from engine.device import resolve_dtype
 from engine.parallel import ranks as parallel
 from engine.parallel.ranks import agreed_dtype
 from ops import wide_stream
@@ -26,50 +24,33 @@ SHORT += ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1", "--lr_decay_
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The measurement
+# The instructions
 
 
 @pytest.mark.parametrize(
-    "float32, bfloat16, fast",
+    "amx, avx512, limits, fast",
     [
-        (100e9, 800e9, True),  # AMX
-        (100e9, 160e9, True),
-        (100e9, 140e9, False),
-        (100e9, 60e9, False),
-        (100e9, 3e9, False),  # emulated
-        (100e9, 1e9, False),
-        (20e9, 40e9, True),
-        (20e9, 0.5e9, False),
+        (True, True, [], True),
+        (False, True, [], True),  # as AMD's Zen 4 and 5
+        (False, False, [], False),
+        (True, True, ["ONEDNN_MAX_CPU_ISA"], False),
+        (True, True, ["ATEN_CPU_CAPABILITY"], False),
     ],
 )
-def test_auto_is_bfloat16_where_it_is_faster(monkeypatch, float32, bfloat16, fast):
-    """On CPUs with these rates in FLOP/s. A product in a new shape takes 1 ms longer, and every fifth one 8 ms. But for
-    these, the measurement takes 0.05 s."""
-    rates, now, seen, taken = {torch.float32: float32, torch.bfloat16: bfloat16}, [0.0], [], 0.0
-
-    def mm(a, b, out):
-        nonlocal taken
-        assert torch.get_num_threads() == 1
-        now[0] += 2 * len(a) ** 3 / rates[a.dtype] + 1e-3 * ((len(a), a.dtype) not in seen)
-        seen.append((len(a), a.dtype))
-        if len(seen) % 5 == 0:
-            now[0] += 8e-3
-            taken += 8e-3
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(device.time, "thread_time", lambda: now[0])
-        patch.setattr(torch, "mm", mm)
-        assert agreed_dtype("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
-    assert now[0] - taken < 0.05
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(threads)
+def test_auto_is_bfloat16_where_there_are_instructions(monkeypatch, amx, avx512, limits, fast):
+    """Unless a variable keeps the libraries from using them."""
+    for variable in device.LIMITS:
+        monkeypatch.delenv(variable, raising=False)
+    for variable in limits:
+        monkeypatch.setenv(variable, "AVX2")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    assert agreed_dtype("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
 
 
-def test_only_auto_on_a_cpu_is_measured(monkeypatch, trained, capsys):
-    """An explicit dtype is not, nor are the checks of flags, a plan and sample.py, whose auto is float32 on a CPU."""
-    monkeypatch.setattr(parallel, "fast_bfloat16", lambda: pytest.fail("measured"))
+def test_only_auto_on_a_cpu_asks_for_them(monkeypatch, trained, capsys):
+    """An explicit dtype does not, nor do the checks of flags, a plan and sample.py, whose auto is float32 on a CPU."""
+    monkeypatch.setattr(parallel, "fast_bfloat16", lambda: pytest.fail("asked"))
     for name in ("float32", "bfloat16"):
         assert agreed_dtype(name, CPU) == getattr(torch, name)
     assert agreed_dtype("auto", MPS) == resolve_dtype("auto", CPU) == torch.float32
@@ -82,33 +63,16 @@ def test_only_auto_on_a_cpu_is_measured(monkeypatch, trained, capsys):
     sample.main([f"--out_dir={trained}", "--max_new_tokens=3", "--device=cpu"])
 
 
-def test_this_cpu_is_measured(monkeypatch):
-    """The answer agrees with a longer measurement, and costs about 0.05 s of the processor. It does without
-    torch.set_num_threads, after which attention would be slower."""
-    start = time.thread_time()
-    with monkeypatch.context() as patch:
-        if sys.platform == "linux":
-            patch.setattr(torch, "set_num_threads", lambda n: pytest.fail("called"))
-        fast = fast_bfloat16()
-    assert time.thread_time() - start < 1
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    speed = device.speed_of_bfloat16(512, 0.3)
-    torch.set_num_threads(threads)
-    assert fast or speed < 3
-    assert speed > 0.75 or not fast
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Runs
 
 
 @pytest.fixture
 def go(run, tiny_data, tmp_path, monkeypatch):
-    """go(fast, *flags) trains in a folder; fast is what the measurement says, None if it must not be made."""
+    """go(fast, *flags) trains in a folder; fast: whether the CPU has instructions for bfloat16, None if nobody asks."""
 
     def call(fast: bool | None, *flags: str, out: str = "out") -> tuple[str, bool]:
-        monkeypatch.setattr(parallel, "fast_bfloat16", lambda: pytest.fail("measured") if fast is None else fast)
+        monkeypatch.setattr(parallel, "fast_bfloat16", lambda: pytest.fail("asked") if fast is None else fast)
         train_main([*SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
         cfg = parse(Config, [str(tmp_path / out / "config.py")])
         assert (cfg.dtype, cfg.compile) == stored(tmp_path / out)
@@ -132,7 +96,7 @@ def test_a_residual_stream_in_bfloat16_needs_fast_products(go, capsys, fast):
 
 @pytest.mark.parametrize("fast, name", [(True, "bfloat16"), (False, "float32")])
 def test_a_resume_keeps_the_dtype(go, tmp_path, fast, name):
-    """Without another measurement, and digit for digit, Muon included; the losses are those of the explicit flag."""
+    """Also on another CPU, and digit for digit, Muon included; the losses are those of the explicit flag."""
     muon = "--optimizer=muon"
     assert go(fast, muon) == (name, False)
     assert go(None, "--init_from=resume", "--max_iters=8") == (name, False)
@@ -157,7 +121,7 @@ def test_the_stream_is_in_bfloat16_on_gpus_that_have_it(go, tmp_path):
 
 
 def test_an_explicit_flag_replaces_the_stored_dtype(go, capsys):
-    """Also auto, which is measured again."""
+    """Also auto, which asks the CPU again."""
     assert go(True) == ("bfloat16", False)
     assert "1 x cpu, bfloat16;" in capsys.readouterr().out
     assert go(None, "--init_from=resume", "--max_iters=5", "--dtype=float32") == ("float32", False)
@@ -169,7 +133,7 @@ def test_an_explicit_flag_replaces_the_stored_dtype(go, capsys):
 
 
 def test_the_dtype_of_a_gpu_is_refused_on_a_cpu(go, tiny_data, tmp_path, capsys):
-    """A checkpoint that stores float16, in an evaluation too; --dtype=auto is measured."""
+    """A checkpoint that stores float16, in an evaluation too; --dtype=auto replaces it."""
     go(False)
     state = tmp_path / "out" / "step_00000004" / "state.json"
     state.write_text(state.read_text().replace('"dtype": "float32"', '"dtype": "float16"'))
@@ -197,19 +161,19 @@ def test_a_restart_keeps_the_dtype(go, tmp_path, monkeypatch, capsys):
 
 
 def two_ranks(runs: list[tuple[bool, list[str]]]):
-    """Train each; the first rank measures that bfloat16 is fast or not, and another rank must not measure."""
-    measured, join = iter([fast for fast, _ in runs]), parallel.join
+    """Train each; bfloat16 is fast or not on the first rank's CPU, and no other rank's is asked."""
+    answers, join = iter([fast for fast, _ in runs]), parallel.join
 
-    def measure() -> bool:
+    def answer() -> bool:
         assert os.environ["RANK"] == "0"
-        return next(measured)
+        return next(answers)
 
     def said(cfg):
         ranks = join(cfg)
         print("joined:", ranks.dtype, flush=True)
         return ranks
 
-    parallel.fast_bfloat16, train.join = measure, said
+    parallel.fast_bfloat16, train.join = answer, said
     train_runs([flags for _, flags in runs])
 
 

@@ -304,30 +304,6 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
 # The machine
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rate, largest", [(100e9, 1536), (0.5e9, 384)], ids=["hardware", "emulated"])
-def test_cpu_peak_is_that_of_the_fastest_matmul(monkeypatch, dtype, rate, largest):
-    """On a busy CPU of which every third matmul reaches the rate, and the others a half of it: in half a second on a
-    processor, or in what a few small matrices take. The rate is that of a thread, of which torch has as many after."""
-    now, clock, sizes, threads = [0.0], [0.0], [], torch.get_num_threads()
-
-    def mm(a, b, out):
-        assert a.dtype == b.dtype == out.dtype == dtype and a.shape == b.shape == out.shape == (len(a), len(a))
-        sizes.append(len(a))
-        assert torch.get_num_threads() == 1
-        clock[0] += 10  # other programs run
-        now[0] += 2 * len(a) ** 3 / rate * (1 if len(sizes) % 3 == 0 else 2)
-
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(time, "thread_time", lambda: now[0])
-    monkeypatch.setattr(torch, "mm", mm)
-    torch.set_num_threads(2)
-    found, after = peak_flops(CPU, dtype), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    assert found == pytest.approx(2 * rate) and after == 2
-    assert sizes == sorted(sizes) and sizes[-1] == largest and 0.5 <= now[0] < 1.0
-
-
 @pytest.mark.parametrize(
     "name, half, tf32",
     [
@@ -353,6 +329,7 @@ def test_cpu_peak_is_that_of_the_fastest_matmul(monkeypatch, dtype, rate, larges
     ],
 )
 def test_gpu_table(name, half, tf32):
+    assert peak_flops(CPU, torch.float32) is None
     assert gpu_peak(name, torch.bfloat16) == half and gpu_peak(name, torch.float32) == tf32
 
 
