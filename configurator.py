@@ -54,6 +54,7 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
     "alibi_scale": 1.0,
     "rope_fraction": 1.0,
     "mup_base_width": 0,
+    "attn_diff": False,
 }
 RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "num_beams": 1,

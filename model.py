@@ -106,7 +106,6 @@ class ModelConfig:
     window_pattern: str = ""  # per layer, repeated: S = sliding window, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
     attn_gate: Literal["none", "head", "element"] = "none"  # a sigmoid of x for each head's result (arXiv:2505.06708)
-    attn_diff: bool = False  # pairs of heads: the first's result minus a learned multiple of the second's (2410.05258)
     attn_sink: bool = False  # each head's softmax has one more term, whose score is learned and value 0 (gpt-oss)
     value_residual: bool = False  # v is a learned mix with the first layer's v (arXiv:2410.17897)
     fp32_residual: bool | Literal["auto"] = "auto"  # residual stream in float32; auto = unless a GPU has bfloat16
@@ -172,10 +171,6 @@ class ModelConfig:
         require(some, f"{fact}; set n_expert=0")
         if self.block == "superblock":
             check_layer(self)
-        pairs = all(r.share * self.kv_heads % 2 == 0 and not r.slots for r in self.readers if r.source == "context")
-        fits = pairs and not self.block.startswith("simplified")
-        needs = "attn_diff=True needs an even number of key/value heads in each attention, without slots"
-        require(fits or not self.attn_diff, f"{needs}, and another block than simplified; change one of them")
         moved = f"doc_mask=True with pos=rope and layer={self.layer} would give a document other results at another"
         require(not (self.doc_mask and self.placed_slots), f"{moved} place in the row; use own_slots, or pos=alibi")
         kinds, flag = {"rope": "GLN", "alibi": "GN"}.get(pos, ""), f"pos_pattern={self.pos_pattern!r} with pos={pos}"
@@ -756,31 +751,6 @@ class Shared(dict):
     """What a layer hands to later layers, by name. It is no plain dict, because FSDP gives each block a copy of one."""
 
 
-class Difference(nn.Module):
-    """The results of pairs of heads (2i, 2i + 1), whose values have width 2 D: the first minus lambda times the second,
-    normed, times 1 - lambda_0 (arXiv:2410.05258). lambda = exp(q1 . k1) - exp(q2 . k2) + lambda_0; these begin small.
-    """
-
-    role = "whole"
-
-    def __init__(self, D: int, layer: int):
-        super().__init__()
-        self.first = 0.8 - 0.6 * math.exp(-0.3 * layer)  # lambda_0
-        self.q1, self.k1, self.q2, self.k2 = (nn.Parameter(torch.empty(D)) for _ in range(4))
-        self.initial = dict.fromkeys(("q1", "k1", "q2", "k2"), Normal(0.1))
-
-    def forward(self, attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """As attend, Pool.attend, which computes the halves of the results: (B, H, T, D)."""
-        D, group = len(self.q1), q.size(1) // k.size(1)
-        halves = (half.repeat_interleave(2, dim=1) for half in v.unflatten(1, (-1, 2)).unbind(2))
-        y = torch.cat([attend(q, k, half, mask)[..., :D] for half in halves], dim=-1)
-        y = y.unflatten(1, (-1, 2, group))  # (B, Hkv / 2, 2, G, T, 2 D)
-        both = torch.stack(((self.q1 * self.k1).sum(), (self.q2 * self.k2).sum())).exp()
-        y = y[:, :, 0] - (both[0] - both[1] + self.first).to(y.dtype) * y[:, :, 1]
-        y = ops.rms_norm(y, y.new_ones(y.size(-1)), 1e-5) * (1 - self.first)
-        return y.unflatten(-1, (2, -1)).movedim(-2, 3).flatten(1, 3)  # heads of (Hkv / 2, G, 2)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Readers: the normed stream x (B, T, C) -> (B, T, C), to be added to the stream. Each reads a pool of keys and values.
 # A reader of the context declares its `window`, as in Mask: by default that of cfg, but a block may set another.
@@ -960,7 +930,6 @@ class Pool(nn.Module):
         self.k_norm = with_role(RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity(), "whole")
         self.position = layer_position(cfg, layer) if context else AttentionPosition(cfg)
         self.make_projections(cfg, layer)
-        self.diff = Difference(D, layer) if cfg.attn_diff and context else None
         if cfg.attn_gate != "none" and context:
             width, role = {"head": (1, "per_head"), "element": (D, "into")}[cfg.attn_gate]
             self.gate = Linear(cfg, C, H * width, role)
@@ -1043,8 +1012,7 @@ class Pool(nn.Module):
         k, v = self.cache.extend(k, v) if self.cache and self.causal else (k, v)  # (B, heads, S, E)
         docs = inputs.memory_docs if self.reader.source == "memory" else inputs.docs
         mask = Mask(self.causal, self.window, docs, self.position.slopes(inputs.table))
-        attend = self.attend if self.diff is None else partial(self.diff, self.attend)
-        y = attend(q, k, v, mask)[..., : self.head_dim]
+        y = self.attend(q, k, v, mask)[..., : self.head_dim]
         if self.reader.slots != "own_slots":
             return y
         slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))

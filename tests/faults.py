@@ -791,13 +791,6 @@ FAULTS = [
     ),
     (
         "model.py",
-        "0.8 - 0.6 * math.exp(-0.3 * layer)",
-        "0.8 - 0.6 * math.exp(-0.3 * (layer + 1))",
-        "Each layer of differential attention has the first lambda of the next one.",
-        "tests/model/test_attention_flags.py::test_differential_attention_is_that_of_diffllama",
-    ),
-    (
-        "model.py",
         "weights = p.gather(1, chosen)",
         "weights = (p if self.balance is None else p + self.balance.bias).gather(1, chosen)",
         "The bias that balances the loads of experts also weighs their results.",

@@ -70,9 +70,8 @@ def check(cfg):
     for reader in cfg.readers:
         part = cfg.part(reader)
         heads, F, unit = part.kv_heads, part.hidden_dim, part.hidden_unit
-        each = 1 + (cfg.attn_diff and reader.source == "context")
-        fits, what = reader.units or heads % (n * each) == 0, f"n_kv_head={heads}" + " in pairs" * (each > 1)
-        require(fits, f"tp={n} does not divide {what}; choose a tp that divides it")
+        fits = reader.units or heads % n == 0
+        require(fits, f"tp={n} does not divide n_kv_head={heads}; choose a tp that divides it")
         if reader.units:
             sliced = cfg.n_group > 1 and reader.dense
             wrong = f"layer={cfg.layer}: the softmax of p needs all units of a group; set n_group={n}, or tp=1"

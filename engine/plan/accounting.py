@@ -23,8 +23,7 @@ def flops(model: Model, T: int, source: int = 0) -> int:
     total = 6 * model.head.weight.numel() * T + sum(linear_flops(model, T, source).values())
     for m, queries, keys, slots in pools(model, T, source):
         window = m.window if m.causal else 2 * m.window - 1
-        calls = 1 if m.diff is None else 2  # differential attention computes the scores for each half of the values
-        products = 2 * calls * (min(keys, window) if m.window else keys)  # with keys and with values
+        products = 2 * (min(keys, window) if m.window else keys)  # with keys and with values
         total += 6 * queries * m.n_head * m.head_dim * (products + (slots and m.slot_k.size(1) + slots))
     return total
 

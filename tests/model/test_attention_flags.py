@@ -1,5 +1,5 @@
-"""Gates, sinks, value residuals and differential attention against transformers and x-transformers, by copied weights;
-so too maps of the scores and persistent memory. All in float64, of which the references compute parts in float32.
+"""Gates, sinks, value residuals, maps of the scores and persistent memory against transformers and x-transformers, by
+copied weights. All in float64, of which the references compute parts in float32.
 """
 
 import math
@@ -27,7 +27,7 @@ from test_references import (
 )
 from torch import Tensor
 
-from engine.plan.accounting import attention_kernels, flops
+from engine.plan.accounting import attention_kernels
 from model import Inputs, Model, ModelConfig, Pool, alibi_slopes
 
 D = C // H
@@ -79,19 +79,6 @@ def test_a_gate_of_elements_is_that_of_qwen3_next():
     weights |= {"gate.weight": gate.flatten(0, 1), "out.weight": theirs.o_proj.weight}
     weights |= {f"{name}.weight": 1 + getattr(theirs, name).weight for name in ("q_norm", "k_norm")}
     assert_attention_is_theirs(theirs, weights, attn_gate="element", qk_norm=True)
-
-
-def test_differential_attention_is_that_of_diffllama():
-    """Their pairs are heads h and h + H / 2, ours those of neighbouring key/value heads."""
-    theirs = of_hugging_face("diffllama", "DiffLlama", rms_norm_eps=1e-5)
-
-    def neighbours(w: Tensor) -> Tensor:
-        return w.unflatten(0, (2, HKV // 2, -1)).transpose(0, 1).flatten(0, 2)
-
-    q, k, v = (neighbours(each.weight) for each in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
-    weights = {"qkv.weight": group_major(q, k, v, groups=HKV), "out.weight": theirs.o_proj.weight}
-    weights |= {f"diff.{name}": getattr(theirs, f"lambda_{name}") for name in ("q1", "k1", "q2", "k2")}
-    assert_attention_is_theirs(theirs, weights, attn_diff=True)
 
 
 def of_x_transformers(theirs: nn.Module, slots: bool = False) -> dict[str, Tensor]:
@@ -181,8 +168,7 @@ def test_a_sink_beside_alibi_does_not_depend_on_the_place():
 
 
 def test_what_is_counted_and_named_includes_what_the_flags_add():
-    """Differential attention computes its scores twice, and a sink takes the kernel of slots."""
-    plain, diff, sink = (Model(ModelConfig(**PLAIN, **more)) for more in ({}, {"attn_diff": True}, {"attn_sink": True}))
-    assert flops(diff, T) - flops(plain, T) == L * 6 * T * C * 2 * T
+    """A sink takes the kernel of slots."""
+    plain, sink = (Model(ModelConfig(**PLAIN, **more)) for more in ({}, {"attn_sink": True}))
     assert attention_kernels(plain, T, 0, "cpu", torch.float32) == f"full ({L} layers)"
     assert attention_kernels(sink, T, 0, "cpu", torch.float32) == f"joined ({L} layers)"

@@ -174,7 +174,6 @@ FLAGS = [
     {"objective": "seq2seq", "window": 3},
     {"block": "superblock", "layer": "c.joint_slots,p", "pos": "alibi"},
     {"block": "simplified"},
-    {"attn_diff": True, "n_head": 4, "n_embd": 32},
 ]
 
 

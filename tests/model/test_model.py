@@ -56,7 +56,7 @@ def choices(kind) -> list:
 
 def numbers(flags: dict) -> dict[str, list]:
     """The values of flags that are numbers or texts beside these other flags."""
-    refused = "_slots" * flags["attn_diff"] + "|" + r"c\.(gelu|sigmoid)" * flags["attn_sink"]
+    refused = r"c\.(gelu|sigmoid)" * flags["attn_sink"]
     refused = refused.strip("|") or "none of them"
     return {
         "head_dim": [0] if flags["block"].startswith("simplified") else [0, 6, 12],
@@ -84,8 +84,6 @@ def numbers(flags: dict) -> dict[str, list]:
 def draw(cls: type[ModelConfig], axes: dict[str, list], rng: random.Random) -> dict | None:
     """Random values of the flags that have an effect together; None if they contradict each other."""
     flags = {name: rng.choice(values) for name, values in axes.items()}
-    if flags["attention"] == "mqa" or flags["block"].startswith("simplified"):
-        flags["attn_diff"] = False  # it needs pairs of keys
     flags |= {name: rng.choice(values) for name, values in numbers(flags).items()}
     cfg = object.__new__(cls)
     vars(cfg).update(USUAL | flags)
