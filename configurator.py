@@ -55,6 +55,7 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
     "rope_fraction": 1.0,
     "mup_base_width": 0,
     "attn_diff": False,
+    "attn_sink": False,
 }
 RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "num_beams": 1,

@@ -106,7 +106,6 @@ class ModelConfig:
     window_pattern: str = ""  # per layer, repeated: S = sliding window, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
     attn_gate: Literal["none", "head", "element"] = "none"  # a sigmoid of x for each head's result (arXiv:2505.06708)
-    attn_sink: bool = False  # each head's softmax has one more term, whose score is learned and value 0 (gpt-oss)
     value_residual: bool = False  # v is a learned mix with the first layer's v (arXiv:2410.17897)
     fp32_residual: bool | Literal["auto"] = "auto"  # residual stream in float32; auto = unless a GPU has bfloat16
     # --- model: position
@@ -876,8 +875,6 @@ def check_layer(cfg: ModelConfig):
         require(beside, f"{what}: .{r.slots} puts slots beside the softmax of a c; write c.{r.slots}")
         biased = cfg.pos == "alibi" and r.source == "context"
         require(not (biased and mapped), f"{what}: pos=alibi needs a softmax, not .{r.phi}; set pos=rope, or drop it")
-        sunk = cfg.attn_sink and r.source == "context" and mapped
-        require(not sunk, f"{what}: attn_sink=True is a term of a softmax, not of .{r.phi}; leave one of them out")
         require(not (biased and r.share != 1), f"{what}: pos=alibi has slopes for n_head={H}; leave /n out")
 
 
@@ -920,7 +917,7 @@ class Pool(nn.Module):
         self.softcap, self.dropout = cfg.attn_softcap, cfg.dropout
         self.cache = None  # decoding sets a KVCache
         self.phi = None if reader.phi == "softmax" else MLP_KIND[cfg.mlp].f
-        self.qkv = self.gate = self.sink = self.mix = None
+        self.qkv = self.gate = self.mix = None
         self.units = reader.units
         if self.units:
             return self.make_units(cfg)
@@ -933,9 +930,6 @@ class Pool(nn.Module):
         if cfg.attn_gate != "none" and context:
             width, role = {"head": (1, "per_head"), "element": (D, "into")}[cfg.attn_gate]
             self.gate = Linear(cfg, C, H * width, role)
-        if cfg.attn_sink and context:
-            self.sink, self.per_head = nn.Parameter(torch.zeros(H)), (*self.per_head, "sink")
-            self.initial = {**self.initial, "sink": 0.0}
         if cfg.value_residual and context:
             self.mix = nn.ModuleList(Gain(0.5) for _ in range(2 if layer else 0))
         if reader.slotted:
@@ -1016,13 +1010,13 @@ class Pool(nn.Module):
         if self.reader.slots != "own_slots":
             return y
         slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
-        return y + Pool.attend(self, unplaced, *slots, Mask(causal=False), sink=False)
+        return y + Pool.attend(self, unplaced, *slots, Mask(causal=False))
 
     def slots(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of the slots beside the context, each (Hkv, M, D)."""
         return self.k_norm(self.slot_k).to(dtype), self.slot_v.to(dtype)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sink: bool = True) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """phi of all scores, times the values. A variant of it goes here and works with slots, shaped and cross
         attention too."""
         if not q.dtype == k.dtype == v.dtype:
@@ -1030,8 +1024,6 @@ class Pool(nn.Module):
             raise ValueError(f"{found}; after a product of x with a float32 parameter, write .to(x.dtype)")
         E, beside = v.size(3), self.reader.slots == "joint_slots"
         slots = self.position.slots(*self.slots(k.dtype)) if beside else None  # each (Hkv, M, E)
-        if self.sink is not None and sink:
-            q, k, v, slots = ops.with_sink(q, k, v, slots, self.sink, self.head_dim, self.position.slots)
         options = self.softcap, self.dropout if self.training else 0.0, slots, self.strips, self.phi
         return ops.attention(q, k, v, self.head_dim, mask, *options)[..., :E]
 

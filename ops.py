@@ -338,21 +338,6 @@ def attention(
     return strips(partial(naive_attention, D, softcap, dropout, phi), q, k, v, tuple(mask), slots, 256)
 
 
-def with_sink(
-    q: Tensor, k: Tensor, v: Tensor, slots: Slots, sink: Tensor, D: int, place: Callable
-) -> tuple[Tensor, Tensor, Tensor, Slots]:
-    """q, k, v and slots of attention, where each query has one more slot, with the score sink (H,) of its head and the
-    value 0. A column of q holds the score, and that of all keys but this one is 0. place(k, v) pads slots to E columns.
-    """
-    none = k.new_zeros(k.size(1), 1, D)
-    own = place(none, none)
-    score = F.pad((sink.to(q.dtype) * math.sqrt(D))[:, None, None], (0, 7)).expand(len(q), -1, q.size(2), -1)
-    k, v, *given = (F.pad(x, (0, 8)) for x in (k, v, *(slots or ())))  # fused kernels take widths of multiples of 8
-    own = F.pad(F.pad(own[0], (0, 1), value=1.0), (0, 7)), F.pad(own[1], (0, 8))
-    slots = tuple(torch.cat(pair, dim=1) for pair in zip(given, own, strict=True)) if given else own
-    return torch.cat((q, score), dim=-1), k, v, slots
-
-
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
     """Whether CUDA's flash operators accept queries of this dtype and width, and the user has not switched them off by
     torch.backends.cuda.enable_flash_sdp(False). float16 is mostly used on GPUs older than those that they support."""

@@ -777,20 +777,6 @@ FAULTS = [
     ),
     (
         "model.py",
-        "Pool.attend(self, unplaced, *slots, Mask(causal=False), sink=False)",
-        "Pool.attend(self, unplaced, *slots, Mask(causal=False))",
-        "Slots with a softmax of their own have the sink of the context's softmax too.",
-        "tests/model/test_attention_flags.py::test_slots_with_their_own_softmax_have_no_sink",
-    ),
-    (
-        "ops.py",
-        "own = place(none, none)",
-        "own = F.pad(none, (0, k.size(3) - D)), F.pad(none, (0, k.size(3) - D))",
-        "With ALiBi, the score of a sink falls with the query's position.",
-        "tests/model/test_attention_flags.py::test_a_sink_beside_alibi_does_not_depend_on_the_place",
-    ),
-    (
-        "model.py",
         "weights = p.gather(1, chosen)",
         "weights = (p if self.balance is None else p + self.balance.bias).gather(1, chosen)",
         "The bias that balances the loads of experts also weighs their results.",

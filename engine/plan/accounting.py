@@ -60,7 +60,7 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
         rest = m.softcap > 0 or m.phi is not None, m.dropout, device, flash
         docs = (q,) * 3 if model.cfg.doc_mask and keys else None
         mask = Mask(m.causal, m.window if m.window < keys else 0, docs, m.position.slopes(table))
-        beside = m.reader.slots == "joint_slots" or m.sink is not None
+        beside = m.reader.slots == "joint_slots"
         counts[attention_kernel(mask, queries // pieces, keys or slots, beside, *rest)] += 1
         if m.reader.slots == "own_slots":
             counts[attention_kernel(Mask(False), queries // pieces, slots, False, *rest)] += 1

@@ -1,4 +1,4 @@
-"""Gates, sinks, value residuals, maps of the scores and persistent memory against transformers and x-transformers, by
+"""Gates, value residuals, maps of the scores and persistent memory against transformers and x-transformers, by
 copied weights. All in float64, of which the references compute parts in float32.
 """
 
@@ -27,8 +27,7 @@ from test_references import (
 )
 from torch import Tensor
 
-from engine.plan.accounting import attention_kernels
-from model import Inputs, Model, ModelConfig, Pool, alibi_slopes
+from model import Inputs, Model, ModelConfig, Pool
 
 D = C // H
 GQA = dict(n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V, attention="gqa", n_kv_head=HKV, pos="rope")
@@ -54,21 +53,12 @@ def assert_attention_is_theirs(theirs: nn.Module, weights: dict[str, Tensor], wi
     cfg = ModelConfig(**GQA, window=window, **flags)
     ours, x, t = Pool(cfg, layer=1).double(), stream(), torch.arange(T)
     angle = t[:, None] * 10000.0 ** (-torch.arange(D // 2, dtype=x.dtype) / (D // 2))
-    angle = angle if "sink" in weights else torch.cat((angle, angle), dim=1)  # gpt-oss has each angle once
+    angle = torch.cat((angle, angle), dim=1)
     hidden = future(T) | (t[:, None] - t >= (window or T))
     mask = torch.zeros(1, 1, T, T, dtype=x.dtype).masked_fill(hidden, -math.inf)
     expected, _ = theirs(x, (angle.cos()[None], angle.sin()[None]), mask)
     got = call(ours, weights, x, Inputs(Model(cfg).double().table(t, x)))
     assert_same(got, expected, trained(theirs) | {"x": x}, ROUNDED)
-
-
-@pytest.mark.parametrize("window", [0, 5])
-def test_a_sink_is_that_of_gpt_oss(window):
-    theirs = of_hugging_face("gpt_oss", "GptOss", attention_bias=True)
-    nn.init.normal_(theirs.sinks)  # which its __init__ leaves as the memory was, perhaps nan
-    qkv = put("qkv", theirs.q_proj, theirs.k_proj, theirs.v_proj, merge=partial(group_major, groups=HKV))
-    weights = qkv | put("out", theirs.o_proj) | {"sink": theirs.sinks}
-    assert_attention_is_theirs(theirs, weights, window, attn_sink=True, bias=True)
 
 
 def test_a_gate_of_elements_is_that_of_qwen3_next():
@@ -92,10 +82,7 @@ PLAIN = dict(n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V, pos="non
 @pytest.mark.parametrize("options, flags", [
     ({"gate_values": True, "gate_values_headwise": True}, {"attn_gate": "head"}),
     ({"gate_values": True}, {"attn_gate": "element"}),
-    ({"head_learned_sink": True}, {"attn_sink": True}),
     ({"num_mem_kv": 3}, {"block": "superblock", "layer": "c.joint_slots", "n_slot": 3}),
-    ({"num_mem_kv": 3, "head_learned_sink": True}, {"block": "superblock", "layer": "c.joint_slots", "n_slot": 3,
-                                                   "attn_sink": True}),
     ({"sigmoid": True}, {"block": "superblock", "layer": "c.sigmoid"}),
 ])  # fmt: skip
 def test_attention_is_that_of_x_transformers(options, flags, x_transformers):
@@ -104,8 +91,6 @@ def test_attention_is_that_of_x_transformers(options, flags, x_transformers):
     cfg = ModelConfig(**PLAIN, **flags)
     ours, x = Pool(cfg, 0, cfg.readers[0]).double(), stream()
     weights = of_x_transformers(theirs, slots="num_mem_kv" in options)
-    if "attn_sink" in flags:
-        weights["sink"] = theirs.attend.head_attn_sink
     if "attn_gate" in flags:
         weights |= put("gate", theirs.to_v_gate)
     bias = -torch.arange(1, T + 1, dtype=x.dtype).log()[:, None].expand(T, T) if "sigmoid" in options else None
@@ -130,45 +115,7 @@ def test_value_residuals_are_those_of_x_transformers(x_transformers):
     assert_same(call(ours, weights, x), theirs(x), trained(theirs) | {"x": x}, ROUNDED)
 
 
-def test_slots_with_their_own_softmax_have_no_sink():
-    """So slots whose values are zero add nothing."""
-    flags = dict(PLAIN, block="superblock", attn_sink=True)
-    plain, slotted = (Model(ModelConfig(**flags, layer=layer), seed=1).double() for layer in ("c", "c.own_slots"))
-    for net in (plain, slotted):
-        for name, p in net.named_parameters():
-            p.data = torch.full_like(p, 0.7) if name.endswith("sink") else p.data * (not name.endswith("slot_v"))
-    slotted.load_state_dict(plain.state_dict(), strict=False)
-    idx = torch.randint(V, (2, T))
-    assert torch.allclose(plain(idx), slotted(idx), atol=1e-12)
-    slotted.blocks[0].sums[0].attn.slot_v.data.fill_(1.0)  # which the weights of a softmax without a sink add up to
-    one, other = (net.blocks[0].sums[0].attn for net in (slotted, plain))
-    one.out = other.out = nn.Identity()
-    added = one(stream(), Inputs()) - other(stream(), Inputs())
-    assert torch.allclose(added, torch.ones_like(added), atol=1e-12)
-
-
 def test_the_mix_of_values_begins_with_halves():
     net = Model(ModelConfig(**PLAIN, value_residual=True), seed=1)
     gains = {name: p.item() for name, p in net.named_parameters() if ".mix." in name}
     assert set(gains.values()) == {0.5} and len(gains) == 2 * (L - 1)
-
-
-def test_a_sink_beside_alibi_does_not_depend_on_the_place():
-    """Against softmax(scores - slope |i - j|) with one more score, written out."""
-    net = jitter(Model(ModelConfig(**PLAIN | {"pos": "alibi"}, attn_sink=True), seed=1))
-    pool, x, t = net.blocks[0].sums[0].attn, stream(), torch.arange(T)
-    pool.out = nn.Identity()
-    q, k, v = pool.project(x, Inputs())
-    scores = q @ k.mT / math.sqrt(D) - alibi_slopes(H).double()[:, None, None] * (t[:, None] - t).abs()
-    scores = scores.masked_fill(future(T), -math.inf)
-    scores = torch.cat((scores, pool.sink.view(1, H, 1, 1).expand(2, H, T, 1)), dim=-1)
-    expected = scores.softmax(-1)[..., :T] @ v
-    got = pool(x, Inputs(net.table(t, x)))
-    assert torch.allclose(got, expected.transpose(1, 2).flatten(2), atol=1e-9)
-
-
-def test_what_is_counted_and_named_includes_what_the_flags_add():
-    """A sink takes the kernel of slots."""
-    plain, sink = (Model(ModelConfig(**PLAIN, **more)) for more in ({}, {"attn_sink": True}))
-    assert attention_kernels(plain, T, 0, "cpu", torch.float32) == f"full ({L} layers)"
-    assert attention_kernels(sink, T, 0, "cpu", torch.float32) == f"joined ({L} layers)"

@@ -56,8 +56,6 @@ def choices(kind) -> list:
 
 def numbers(flags: dict) -> dict[str, list]:
     """The values of flags that are numbers or texts beside these other flags."""
-    refused = r"c\.(gelu|sigmoid)" * flags["attn_sink"]
-    refused = refused.strip("|") or "none of them"
     return {
         "head_dim": [0] if flags["block"].startswith("simplified") else [0, 6, 12],
         "n_kv_head": [2 if flags["attention"] == "gqa" else 0],
@@ -73,7 +71,7 @@ def numbers(flags: dict) -> dict[str, list]:
         "n_expert": [0, 4],
         "n_expert_shared": [0, 1],
         "moe_pattern": ["", "DE"],
-        "layer": [layer for layer in ("c+p", *LAYERS) if not re.search(refused, layer)],
+        "layer": ["c+p", *LAYERS],
         "rope_scaling": ["", "yarn:4"],
         "rope_theta_local": [1e4, 7.0],
         "pos_pattern": {"rope": ["", "LGN", "NG"], "alibi": ["", "NG"]}.get(flags["pos"], [""]),

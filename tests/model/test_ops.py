@@ -46,19 +46,6 @@ def uniform_attention(q, k, v, D, mask, strips=None):
     return attention(torch.cat((0 * q[..., :D], q[..., D:]), dim=-1), k, v, D, mask)
 
 
-def with_sink(q, k, v, slots, sink, D, place):
-    """One more column, which only the sink's key has."""
-    zero = torch.zeros(k.size(1), 1, D, dtype=q.dtype)
-    keys, values = place(zero, zero)
-    if slots is not None:
-        keys, values = torch.cat((slots[0], keys), dim=1), torch.cat((slots[1], values), dim=1)
-    last = torch.arange(keys.size(1)) == keys.size(1) - 1
-    of_sink = torch.cat((keys, last[:, None].expand(len(keys), -1, 1).to(q.dtype)), dim=-1)
-    column = sink.view(1, -1, 1, 1).expand(*q.shape[:3], 1) * math.sqrt(D)
-    k, v, values = (F.pad(x, (0, 1)) for x in (k, v, values))
-    return torch.cat((q, column), dim=-1), k, v, (of_sink, values)
-
-
 def capped(x, cap):
     return cap * torch.tanh(x / cap) if cap else x
 
@@ -101,7 +88,6 @@ NAIVE = {
     "wide_linear": lambda x, w, b: x @ w.T + (0 if b is None else b),
     "attention": attention,
     "uniform_attention": uniform_attention,
-    "with_sink": with_sink,
     "capped": capped,
     "cross_entropy": cross_entropy,
     "normal": normal,

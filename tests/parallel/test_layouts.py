@@ -95,7 +95,7 @@ EXPERTS = "--n_expert=4 --n_expert_shared=1 --moe_pattern=ED --balance_rate=0.1"
 EXPERTS += "--mlp_ratio=3 --mlp=swiglu --bias=True".split()
 SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=superblock --layer=c+e,p/2".split()
 SIGMOID += "--router_balance=loss --balance_weight=0.5 --router_z_loss=0.1".split()
-FLAGS = "--attn_gate=element --attn_sink=True --value_residual=True --n_head=4 --pos=rope".split()
+FLAGS = "--attn_gate=element --value_residual=True --n_head=4 --pos=rope".split()
 DOCUMENTS = ["--doc_mask=True", "--eval_iters=8"]  # few windows have a boundary that a wrong rank would see
 MODELS = {  # what is particular about a layout: layout -> {name: flags of the model}
     "tp": {
@@ -114,7 +114,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "attention": [*FLAGS, *MUON],
         "experts": [*EXPERTS, *MUON],
         "router losses": SIGMOID,
-        "head gates": ["--attn_gate=head", "--block=simplified", "--attn_sink=True", "--value_residual=True"],
+        "head gates": ["--attn_gate=head", "--block=simplified", "--value_residual=True"],
         "masked": ["--objective=masked", "--doc_mask=True", "--doc_positions=True", "--attn_softcap=3.0"],
         "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0", "--pos=alibi", *MUON],
     },
@@ -168,7 +168,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "experts": [*EXPERTS, *MUON],
     },
     "pp+cp": {
-        "documents": [*DOCUMENTS, "--pos=alibi", "--attn_sink=True"],
+        "documents": [*DOCUMENTS, "--pos=alibi"],
         "layers": [*LAYERS, *MUON],
         "experts": EXPERTS,
     },
