@@ -171,7 +171,10 @@ class ModelConfig:
         if self.block == "superblock":
             check_layer(self)
         moved = f"doc_mask=True with pos=rope and layer={self.layer} would give a document other results at another"
-        require(not (self.doc_mask and self.placed_slots), f"{moved} place in the row; use own_slots, or pos=alibi")
+        require(not (self.doc_mask and self.placed_slots), f"{moved} place in the row; use own_slots")
+        if pos == "alibi" and self.objective != "causal":
+            fact = f"pos=alibi with objective={self.objective}: this was retired, as encoders see both ways"
+            raise ValueError(f"{fact}; set pos=rope, or use an older version of this program")
         kinds, flag = {"rope": "GLN", "alibi": "GN"}.get(pos, ""), f"pos_pattern={self.pos_pattern!r} with pos={pos}"
         known = "may hold only the letters " + kinds if kinds else "has no effect, only rope and alibi differ by layer"
         require(set(self.pos_pattern) <= set(kinds), f"{flag} {known}; leave it empty for the same in all layers")
@@ -515,10 +518,6 @@ class AttentionPosition(nn.Module):
         """Keys and values (Hkv, M, D) of slots, which have no position, padded to the width E of forward's results."""
         return k, v
 
-    def slopes(self, table: tuple[Tensor, ...]) -> Tensor | None:
-        """Slopes (H,), if any: attention subtracts slope_h |i - j| from the scores."""
-        return None
-
 
 def llama3_scaling(f: Tensor, cfg: ModelConfig, factor: float, low=1.0, high=4.0, original=8192.0):
     """Wavelengths above original / low times the factor, those below original / high as they are (Llama 3.1)."""
@@ -620,18 +619,6 @@ class Alibi(AttentionPosition):
         return torch.cat((k, columns), dim=-1), F.pad(v, (0, columns.size(-1)))
 
 
-class TwoSidedAlibi(AttentionPosition):
-    """Subtracts m_h |i - j| from the scores of tokens that see both ways; Alibi's columns work in one direction."""
-
-    head_entries = 1
-
-    def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return (alibi_slopes(self.cfg.n_head, t.device).to(dtype),)
-
-    def slopes(self, table: tuple[Tensor, ...]) -> Tensor | None:
-        return table[0]
-
-
 def alibi_slopes(n_head: int, device: torch.device | str = "cpu") -> Tensor:
     """Slopes (H,): 2^(-8i/H), i = 1..H. If H is no power of two: the slopes of the power p below, then half of 2p's."""
     p = 2 ** int(math.log2(n_head))
@@ -643,7 +630,7 @@ POSITION = {  # flag -> (acts on the embedding, acts on q, k and v)
     "learned": (LearnedEmbedding, AttentionPosition),
     "sinusoidal": (SinusoidalEmbedding, AttentionPosition),
     "rope": (NoEmbedding, Rope),
-    "alibi": (NoEmbedding, lambda cfg: (TwoSidedAlibi if cfg.objective == "masked" else Alibi)(cfg)),
+    "alibi": (NoEmbedding, Alibi),
     "none": (NoEmbedding, AttentionPosition),
 }
 
@@ -1005,7 +992,7 @@ class Pool(nn.Module):
         q, k, v = self.position(q, k, v, inputs.table)
         k, v = self.cache.extend(k, v) if self.cache and self.causal else (k, v)  # (B, heads, S, E)
         docs = inputs.memory_docs if self.reader.source == "memory" else inputs.docs
-        mask = Mask(self.causal, self.window, docs, self.position.slopes(inputs.table))
+        mask = Mask(self.causal, self.window, docs)
         y = self.attend(q, k, v, mask)[..., : self.head_dim]
         if self.reader.slots != "own_slots":
             return y

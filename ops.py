@@ -237,7 +237,6 @@ class Mask(NamedTuple):
     # Document numbers of queries (B, T) and keys (B, S), never decreasing; then, if known, the `boundaries` of both, or
     # those of self-attention once.
     docs: tuple[Tensor, ...] | None = None
-    slopes: Tensor | None = None  # (H,): slope |i - j| is subtracted from the scores
 
     def reach(self, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """lo and hi, each (T,), or (B, T) with docs."""
@@ -272,22 +271,23 @@ def attention_kernel(
     flash     `flash`, see takes_flash: a window, or causal with T < S          none: one fused call
     varlen    `flash`: at most 65535 documents, of known boundaries             none: one fused call
     joined    slots, and `flash`; on a CPU slots, or T < S, without a window    none: two fused calls
-    strips    documents or slopes, or none of the others                        a (128, S) mask; a fused call per strip
+    strips    documents, or none of the others                                  a (128, S) mask; a fused call per strip
     naive     `mapped`: a softcap, or another map than softmax; or dropout on   (256, S) scores per strip
               a CPU: no fused kernel has them
     """
     past = S - T if mask.causal else 0  # keys before the first query
-    biased = mask.docs is not None or mask.slopes is not None
     if mapped or (dropout and device == "cpu"):
         return "naive"
-    if not (biased or slots or past or mask.window):
+    if mask.docs is None and not (slots or past or mask.window):
         return "full"
     known = mask.docs is None or len(mask.docs) > 2 and len(mask.docs[2]) <= 2**16  # the second size of CUDA's grids
-    if flash and known and mask.slopes is None and not (slots and dropout):
+    if flash and known and not (slots and dropout):
         return "joined" if slots else "flash" if mask.docs is None else "varlen"
-    if mask.window and mask.causal and not (biased or slots or past):
+    if mask.docs is None and mask.window and mask.causal and not (slots or past):
         return "window"
-    return "joined" if device == "cpu" and not (biased or mask.window) else "strips"
+    if mask.docs is None and device == "cpu" and not mask.window:
+        return "joined"
+    return "strips"
 
 
 def attention(
@@ -305,8 +305,11 @@ def attention(
     if T == 1 and mask.causal:
         if 0 < mask.window < S:
             k, v = (x[:, :, -mask.window :] for x in (k, v))
-        docs = mask.docs and (mask.docs[0], mask.docs[1][:, -mask.window :])  # without a window, -0: is all of them
-        mask, S = Mask(False, 0, docs, mask.slopes), k.size(2)
+        S, docs = k.size(2), None
+        if mask.docs is not None:
+            of_queries, of_keys = mask.docs[:2]
+            docs = of_queries, of_keys[:, -S:]
+        mask = Mask(causal=False, docs=docs)
     mask = mask._replace(window=mask.window if mask.window < S else 0)
     device, scale = q.device.type, D**-0.5
     flash = takes_flash(device, matmul_dtype(q), q.size(3))
@@ -355,9 +358,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
     self-attention without a mask that has a backward, whose sizes are the same in each step."""
     group = q.size(1) // k.size(1)
     if q.device.type == "cpu" and matmul_dtype(q) == torch.bfloat16 and k.size(2) <= 256:
-        mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.float()
         with torch.autocast("cpu", enabled=False):
-            return fused_attention(q.float(), k.float(), v.float(), mask, **options).to(v.dtype)
+            return fused_attention(q.float(), k.float(), v.float(), attn_mask, **options).to(v.dtype)
     if group > 1 and q.device.type == "cuda" and (attn_mask is not None or matmul_dtype(q) == torch.float32):
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     cudnn = torch._C._get_cudnn_sdp_enabled()  # torch.compile does not know the public function
@@ -478,12 +480,9 @@ def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tup
         end, M = i + q.size(2), 0
         j = torch.arange(first, first + k.size(2), device=q.device)
         seen = ((j >= lo[..., i:end, None]) & (j < hi[..., i:end, None])).view(-1, 1, end - i, len(j))
-        if mask.slopes is not None:
-            distance = (torch.arange(S - T + i, S - T + end, device=q.device)[:, None] - j).abs()
-            seen = (-mask.slopes[:, None, None] * distance).masked_fill(~seen, -math.inf).to(q.dtype)  # (B, H, t, s)
         if slots is not None:
             k, v, M = torch.cat((slots[0], k), dim=2), torch.cat((slots[1], v), dim=2), slots[0].size(2)
-        return attend(q, k, v, attn_mask=F.pad(seen, (M, 0), value=mask.slopes is None))  # true, or 0.0
+        return attend(q, k, v, attn_mask=F.pad(seen, (M, 0), value=True))
 
     out = []
     for i in range(0, T, rows):
@@ -500,22 +499,22 @@ def naive_attention(
     D: int, cap: float, dropout: float, phi: Callable | None, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor
 ) -> Tensor:
     """Attention with a softcap or another phi than the softmax, or with dropout on a CPU. Shapes as in attention;
-    attn_mask broadcasts to (B, H, T, S), and with a phi it is boolean. Each weight of each head is dropped by itself,
-    after the softmax has normalised them all."""
+    attn_mask is boolean and broadcasts to (B, H, T, S). Each weight of each head is dropped by itself, after the
+    softmax has normalised them all."""
     q = (q * D**-0.5).unflatten(1, (k.size(1), -1))  # (B, Hkv, G, t, E)
     k, v = k[:, :, None], v[:, :, None]  # (B, Hkv, 1, s, E)
     scores = capped(q[..., :D] @ k[..., :D].mT, cap) + q[..., D:] @ k[..., D:].mT if cap else q @ k.mT
     wide, unseen = at_least_float32(scores.flatten(1, 2)), -math.inf if phi is None else -1e9  # gelu(-inf) is nan
-    wide = wide + (torch.where(attn_mask, 0.0, unseen) if attn_mask.dtype == torch.bool else attn_mask)
+    wide = wide + torch.where(attn_mask, 0.0, unseen)
     weights = phi(wide, attn_mask.sum(-1, keepdim=True, dtype=wide.dtype)) if phi else wide.softmax(-1)
     weights = dropped(weights.to(v.dtype), dropout)  # (B, H, t, s)
     return (weights.unflatten(1, scores.shape[1:3]) @ v).flatten(1, 2)  # (B, H, t, E)
 
 
 def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strips: Callable | None = None) -> Tensor:
-    """attention with q = k = 0, in O(T): the mean of the visible values. With a position bias (columns from D on, or
-    slopes), the weights are the softmax of the bias. Shapes as in attention; k has H heads."""
-    if q.size(-1) > D or mask.slopes is not None:
+    """attention with q = k = 0, in O(T): the mean of the visible values. With a position bias, in the columns
+    from D on, the weights are the softmax of the bias. Shapes as in attention; k has H heads."""
+    if q.size(-1) > D:
         q = torch.cat((torch.zeros_like(q[..., :D]), q[..., D:]), dim=-1)
         return attention(q, k, v, D, mask, strips=strips)
     T, S = q.size(2), k.size(2)

@@ -55,11 +55,13 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
     with a softmax of their own count as a layer. Context parallelism computes the queries of a text in `pieces`."""
     counts = Counter()
     for m, queries, keys, slots in pools(model, T, source):
-        table, q = m.position.table(torch.arange(1), torch.float32), torch.empty(1, m.n_head, 1, m.head_dim)
+        where = model.wte.weight.device
+        table = m.position.table(torch.arange(1, device=where), torch.float32)
+        q = torch.empty(1, m.n_head, 1, m.head_dim, device=where)
         flash = takes_flash(device, dtype, m.position(q, q, q, table)[0].size(-1))
         rest = m.softcap > 0 or m.phi is not None, m.dropout, device, flash
         docs = (q,) * 3 if model.cfg.doc_mask and keys else None
-        mask = Mask(m.causal, m.window if m.window < keys else 0, docs, m.position.slopes(table))
+        mask = Mask(m.causal, m.window if m.window < keys else 0, docs)
         beside = m.reader.slots == "joint_slots"
         counts[attention_kernel(mask, queries // pieces, keys or slots, beside, *rest)] += 1
         if m.reader.slots == "own_slots":

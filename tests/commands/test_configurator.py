@@ -327,6 +327,7 @@ COMMAND_LINE_MISTAKES = [
     ),
     (["--rope_theta=500000"], ["--rope_theta=500000.0 (command line)", "pos=rope", "pos is learned", "set pos=rope"]),
     (["--beta2=1"], ["beta2=1.0 (command line)", "at least 0 and below 1"]),
+    (["--pos=alibi", "--objective=masked"], ["pos=alibi (command line)", "objective=masked", "retired", "pos=rope"]),
     (["--schedule=wsd", "--max_iters=100"], ["warmup_iters=2000", "max_iters=100 (command line)", "lower"]),
     (["--schedule=wsd", "--lr_decay_iters=100"], ["warmup_iters=2000", "lr_decay_iters=100 (command line)"]),
     (

@@ -1,5 +1,6 @@
 """Simplified blocks and the superblock against their equations, every matrix materialised, and against each other."""
 
+import itertools
 import math
 from functools import partial
 
@@ -80,15 +81,19 @@ VARIANTS = [
     {"simplified_value_proj": "all"},
     {"simplified_value_proj": "none"},
 ]
-both_ways = pytest.mark.parametrize("objective", ["causal", "masked"])
 
 
-@pytest.mark.parametrize("flags", VARIANTS, ids=str)
+def both_ways(variants: list[dict]) -> list[dict]:
+    """Each of the variants as a causal model and, but for ALiBi, as an encoder."""
+    ways = itertools.product(variants, ["causal", "masked"])
+    return [flags | {"objective": way} for flags, way in ways if way == "causal" or flags.get("pos") != "alibi"]
+
+
+@pytest.mark.parametrize("flags", both_ways(VARIANTS), ids=str)
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("docs", [None, DOCS], ids=["whole", "docs"])
-@both_ways
-def test_shaped_attention_equals_its_matrices(flags, layer, docs, objective):
-    net = build(block="simplified", objective=objective, **flags)
+def test_shaped_attention_equals_its_matrices(flags, layer, docs):
+    net = build(block="simplified", **flags)
     jitter(net)
     attn, x = net.blocks[layer].sums[0].attn, stream(2, T, C)
     slopes = M.alibi_slopes(H).double().tolist() if net.cfg.pos == "alibi" else None
@@ -96,11 +101,13 @@ def test_shaped_attention_equals_its_matrices(flags, layer, docs, objective):
     assert_same(attn(x, inputs_of(net, docs)), expected, [x, *attn.parameters()], atol=1e-9)
 
 
-@pytest.mark.parametrize("flags", [*VARIANTS, *({"pos": p, "window": w} for p in M.POSITION for w in (0, 3))], ids=str)
+PLACED = [{"pos": pos, "window": window} for pos in M.POSITION for window in (0, 3)]
+
+
+@pytest.mark.parametrize("flags", both_ways([*VARIANTS, *PLACED]), ids=str)
 @pytest.mark.parametrize("docs", [None, DOCS], ids=["whole", "docs"])
-@both_ways
-def test_shaped_attention_starts_as_the_identity(flags, docs, objective):
-    net, x = build(block="simplified", objective=objective, **flags), stream(2, T, C)
+def test_shaped_attention_starts_as_the_identity(flags, docs):
+    net, x = build(block="simplified", **flags), stream(2, T, C)
     for block in net.blocks:
         assert torch.allclose(block.sums[0].attn(x, inputs_of(net, docs)), x, atol=1e-12)
 
@@ -298,7 +305,7 @@ def naive_memory(heads, q, kv, softcap=0.0, docs=None):
     return y.transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("pos", ["alibi", "rope"])
+@pytest.mark.parametrize("pos", ["none", "rope"])
 @pytest.mark.parametrize("Hkv", [4, 2, 1])
 @pytest.mark.parametrize("extra", [{}, {"qk_norm": True, "bias": True}, {"attn_softcap": 0.5, "window": 2}], ids=str)
 @pytest.mark.parametrize("docs", [None, (DOCS, MEMORY_DOCS)], ids=["whole", "docs"])
@@ -411,19 +418,21 @@ def test_a_reader_begins_with_the_same_weights_in_every_block(blocks, objective)
                 assert all(torch.equal(x, state[key]) for key, x in reader.state_dict().items()), name
 
 
+SLOTTED = both_ways([{"pos": "none"}, {"pos": "alibi"}, {"pos": "rope"}])
+
+
 @pytest.mark.parametrize("window", [0, 3])
-@pytest.mark.parametrize("pos", ["none", "alibi", "rope"])
+@pytest.mark.parametrize("flags", SLOTTED, ids=str)
 @pytest.mark.parametrize("Hkv", [4, 2])
-@both_ways
 @pytest.mark.parametrize("docs", [None, DOCS], ids=["whole", "docs"])
 @pytest.mark.parametrize("kind", ["own", "joint"])
-def test_joint_pool_from_scores_written_out(window, pos, Hkv, objective, docs, kind):
+def test_joint_pool_from_scores_written_out(window, flags, Hkv, docs, kind):
     """Slots and context under one softmax, or each under its own; slots are always visible and have no position. In a
     softmax of their own, slots meet queries without a position."""
+    pos, objective = flags["pos"], flags["objective"]
     net = build(
-        block="superblock", layer=f"c.{kind}_slots", n_slot=5, pos=pos, window=window, objective=objective,
-        attention="gqa", n_kv_head=Hkv,
-    )  # fmt: skip
+        block="superblock", layer=f"c.{kind}_slots", n_slot=5, window=window, attention="gqa", n_kv_head=Hkv, **flags
+    )
     jitter(net)
     heads = net.blocks[0].sums[0].attn
     D, slopes = C // H, M.alibi_slopes(H).double()
@@ -448,12 +457,11 @@ def test_joint_pool_from_scores_written_out(window, pos, Hkv, objective, docs, k
     assert_same(got, torch.cat(out, dim=-1), (heads.slot_k, heads.slot_v, q, k))
 
 
-@pytest.mark.parametrize("objective", ["causal", "masked"])
+@pytest.mark.parametrize("flags", SLOTTED, ids=str)
 @pytest.mark.parametrize("kind", ["own", "joint"])
-@pytest.mark.parametrize("pos", ["none", "alibi", "rope"])
-def test_packed_documents_beside_slots_are_as_if_alone_or_refused(pos, kind, objective):
+def test_packed_documents_beside_slots_are_as_if_alone_or_refused(flags, kind):
     """Exactly where a document's place in the row changes its logits, doc_mask is refused."""
-    flags = dict(block="superblock", layer=f"c.{kind}_slots", n_slot=5, pos=pos, objective=objective)
+    flags = flags | dict(block="superblock", layer=f"c.{kind}_slots", n_slot=5)
     net = build(**flags)
     jitter(net)
     idx = tokens(1, T)

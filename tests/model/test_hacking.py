@@ -104,7 +104,7 @@ def test_a_patch_makes_a_variant_that_works(index, flag, tmp_path, monkeypatch):
         block._compiled_call_impl = None
     initial = {
         "mlp": {},
-        "pos": {"position.slope": 0.1},
+        "pos": {"position.factor": 1.0},
         "block": {"sums.0.gain.weight": 0.5, "sums.2.gain.weight": 0.5},
         "head_norm": {"y_norm.weight": 1.0},
         "first_stream": {"first.weight": 0.1},

@@ -23,6 +23,7 @@ from ops import Mask
 SIZE = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=29)
 C, V = SIZE["n_embd"], SIZE["vocab_size"]
 OBJECTIVES = ["causal", "masked", "seq2seq"]
+REFUSED = [("alibi", "masked"), ("alibi", "seq2seq")]  # encoders see both ways
 SHAPED = ["simplified", "simplified_parallel"]
 
 
@@ -146,6 +147,8 @@ def check_padding(objective: str, flags: dict, masked: bool = True):
     {"block": "superblock", "layer": "c.own_slots", "n_slot": 3},
 ], ids=str)  # fmt: skip
 def test_padding_makes_no_nan(objective, flags):
+    if (flags.get("pos"), objective) in REFUSED:
+        flags = flags | {"pos": "learned"}
     check_padding(objective, flags)
     if objective == "causal":
         check_padding(objective, flags, masked=False)
@@ -215,8 +218,9 @@ def check_positions(pos: str, objective: str, block: str):
 
 
 @pytest.mark.parametrize("block", list(M.BLOCK))
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("pos", ["rope", "alibi"])
+@pytest.mark.parametrize(
+    "pos, objective", [("rope", "causal"), ("rope", "masked"), ("rope", "seq2seq"), ("alibi", "causal")]
+)
 def test_positions_are_applied(pos, objective, block):
     check_positions(pos, objective, block)
 
@@ -235,13 +239,8 @@ def test_positions_never_applied_are_caught(objective, block, monkeypatch):
     table = M.Rope.table
     monkeypatch.setattr(M.Rope, "table", lambda self, t, dtype: table(self, 0 * t, dtype))  # all at position 0
     assert_caught(check_positions, "rope", objective, block)
-    with monkeypatch.context() as patch:
-        for kind in (M.Alibi, M.TwoSidedAlibi):
-            patch.setattr(kind, "forward", M.AttentionPosition.forward)
-            patch.setattr(kind, "slopes", M.AttentionPosition.slopes)
-        assert_caught(check_positions, "alibi", objective, block)
-    if objective != "causal":  # one-sided where tokens see both ways: what comes later gains by its distance
-        monkeypatch.setitem(M.POSITION, "alibi", (M.NoEmbedding, M.Alibi))
+    if objective == "causal":
+        monkeypatch.setattr(M.Alibi, "forward", M.AttentionPosition.forward)
         assert_caught(check_positions, "alibi", objective, block)
 
 
@@ -259,8 +258,9 @@ def check_order(pos: str, objective: str):
         assert (difference > 1e-6).all() if ORDERED[pos] else (difference < 1e-12).all(), name
 
 
-@pytest.mark.parametrize("pos", list(M.POSITION))
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("pos, objective", [
+    (pos, objective) for pos in M.POSITION for objective in OBJECTIVES if (pos, objective) not in REFUSED
+])  # fmt: skip
 def test_order_matters_only_with_positions(pos, objective):
     check_order(pos, objective)
 
@@ -287,6 +287,8 @@ def check_nothing_leaks(block: str, pos: str):
     """Through a whole layer: a token reaches just the rows that see it, in a text alone and behind a source."""
     idx, source, T = tokens(1, DOCS.size(1)), tokens(1, 5), DOCS.size(1)
     for objective, window, docs in itertools.product(OBJECTIVES, [0, 1, 4], [None, DOCS]):
+        if (pos, objective) in REFUSED:
+            continue
         model = build(objective=objective, block=block, pos=pos, window=window, n_layer=1)
         given = {} if docs is None else dict(docs=docs.expand(T + 1, -1))
         if objective == "seq2seq":
@@ -428,7 +430,7 @@ def check_zero_queries(block: str, objective: str, flags: dict):
 
 @pytest.mark.parametrize("flags", [
     {"pos": "rope", "qk_norm": True},
-    {"pos": "alibi", "bias": True, "simplified_value_proj": "all"},
+    {"pos": "learned", "bias": True, "simplified_value_proj": "all"},
     {"window": 3, "attention": "gqa", "n_kv_head": 2},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -481,7 +483,7 @@ def check_sight(block: str, flags: dict):
     assert influence(masked, tokens(1, 7)).all()
 
 
-@pytest.mark.parametrize("flags", [{}, {"pos": "alibi"}, {"attn_softcap": 2.0, "attention": "mqa"}], ids=str)
+@pytest.mark.parametrize("flags", [{}, {"pos": "rope"}, {"attn_softcap": 2.0, "attention": "mqa"}], ids=str)
 @pytest.mark.parametrize("block", list(M.BLOCK))
 def test_decoders_see_all_of_the_source_and_none_of_their_future(block, flags):
     check_sight(block, flags)
@@ -505,18 +507,18 @@ def test_a_wrong_causal_mask_is_caught(block, source, causal, monkeypatch):
 # ---- initial values that a module declares, until an initialisation of everything overwrites them
 
 
-class Slopes(M.AttentionPosition):
-    """Subtracts slope |i - j| from the scores; each head learns its slope, which is 1/8 at first."""
+class Sharpness(M.AttentionPosition):
+    """Multiplies the queries of each head by a learned number, which is 1/8 at first."""
 
-    per_head = ("slope",)
+    per_head = ("factor",)
 
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
-        self.slope = torch.nn.Parameter(torch.empty(cfg.n_head))
-        self.initial = {"slope": 0.125}
+        self.factor = torch.nn.Parameter(torch.empty(cfg.n_head))
+        self.initial = {"factor": 0.125}
 
-    def slopes(self, table: tuple[Tensor, ...]) -> Tensor:
-        return self.slope
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        return self.factor[:, None, None] * q, k, v
 
 
 class MyHeads(M.Pool):
@@ -534,12 +536,12 @@ def halved(cfg: ModelConfig, layer: int) -> list[M.Sum]:
 def toys(monkeypatch):
     """A block and a position that the tests do not know."""
     monkeypatch.setitem(M.BLOCK, "halved", halved)
-    monkeypatch.setitem(M.POSITION, "slopes", (M.NoEmbedding, Slopes))
+    monkeypatch.setitem(M.POSITION, "sharpness", (M.NoEmbedding, Sharpness))
 
 
 def check_initial_values(objective: str):
     """Of a model as built, of one that is initialised again, and of one that was built without memory."""
-    cfg = ModelConfig(**SIZE, block="halved", pos="slopes", objective=objective)
+    cfg = ModelConfig(**SIZE, block="halved", pos="sharpness", objective=objective)
     with torch.device("meta"):
         late = Model(cfg)
     late.to_empty(device="cpu").tie()
@@ -550,7 +552,7 @@ def check_initial_values(objective: str):
         for block in (*model.blocks, *(model.encoder.blocks if model.encoder else ())):
             *_, both = block.sums
             assert [gain.weight.item() for gain in (*both.gains, both.skip)] == [0.5, 0.25, 1.0]
-            assert (both.attn.position.slope == 0.125).all()
+            assert (both.attn.position.factor == 0.125).all()
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -577,7 +579,7 @@ def test_an_initialisation_of_everything_is_caught(toys, monkeypatch):
 @pytest.mark.parametrize("check,args,what", [
     (check_post_norm, ("halved", "causal"), "block=halved is not known here; write its case into POST_NORM"),
     (check_positions, ("rope", "causal", "halved"), "MyHeads of block=halved is not known here; .* into naive_heads"),
-    (check_order, ("slopes", "causal"), "pos=slopes is not known here; write its case into ORDERED"),
+    (check_order, ("sharpness", "causal"), "pos=sharpness is not known here; write its case into ORDERED"),
 ], ids=["equations", "heads", "order"])  # fmt: skip
 def test_a_new_entry_of_a_table_is_skipped_with_a_reason(toys, check, args, what):
     with pytest.raises(pytest.skip.Exception, match=what):
@@ -585,4 +587,4 @@ def test_a_new_entry_of_a_table_is_skipped_with_a_reason(toys, check, args, what
 
 
 def test_what_knows_no_block_by_name_is_checked_of_a_new_one(toys):
-    check_sight("halved", {"pos": "slopes"})
+    check_sight("halved", {"pos": "sharpness"})

@@ -429,7 +429,7 @@ def test_texts_of_several_strips(flags):
 
 COMPILED = [  # what a few rows of the grid might miss
     {"objective": "causal", "block": "superblock", "layer": "c.own_slots", "pos": "alibi"},
-    {"objective": "masked", "block": "simplified", "pos": "alibi", "window": 3},
+    {"objective": "masked", "block": "simplified", "pos": "rope", "window": 3},
     {"objective": "seq2seq", "block": "superblock", "pos": "rope", "attention": "mqa"},
 ]
 
@@ -545,22 +545,21 @@ def documents(length: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [0, 3, 140])
 @pytest.mark.parametrize("docs", [False, True])
-@pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_attention_equals_naive_attention_under_every_mask(causal, window, docs, alibi, slots, softcap):
+def test_attention_equals_naive_attention_under_every_mask(causal, window, docs, slots, softcap):
     """Few tokens, and several strips of them, whose documents and windows cross the strips."""
     for length, H, Hkv in ((11, 4, 4), (11, 4, 2), (270, 2, 1)):
         q, k, v, *pair = leaves(*((2, heads, length, 2) for heads in (H, Hkv, Hkv)), *[(Hkv, 5, 2)] * 2 * slots)
         numbers = (documents(length),) * 2 if docs else None
-        slopes, pair = torch.rand(H, dtype=torch.float64) if alibi else None, pair or None
-        got = attention(q, k, v, 2, Mask(causal, window, numbers, slopes), softcap, slots=pair)
-        expected = naive_attention(q, k, v, window, softcap, slopes, causal, numbers, pair)
+        pair = pair or None
+        got = attention(q, k, v, 2, Mask(causal, window, numbers), softcap, slots=pair)
+        expected = naive_attention(q, k, v, window, softcap, None, causal, numbers, pair)
         assert_same(got, expected, (q, k, v, *(pair or ())))
         for queries in (length // 3, 1):
             last, of_last = q[:, :, -queries:], numbers and (numbers[0][:, -queries:], numbers[1])
-            got = attention(last, k, v, 2, Mask(causal, window, of_last, slopes), softcap, slots=pair)
-            expected = naive_attention(last, k, v, window, softcap, slopes, causal, of_last, pair)
+            got = attention(last, k, v, 2, Mask(causal, window, of_last), softcap, slots=pair)
+            expected = naive_attention(last, k, v, window, softcap, None, causal, of_last, pair)
             assert_same(got, expected, (q, k, v, *(pair or ())))
 
 
@@ -746,7 +745,6 @@ KERNEL = [  # kernel; queries and keys: of a text, or of its end; device, dtype,
     ("joined", PLAIN, CUDA, {"slots": True, "causal": False}),
     ("joined", PAST, CUDA, {"slots": True}),
     ("strips", PLAIN, CUDA, {"slots": True, "dropout": 0.1}),
-    ("strips", PLAIN, CUDA, {"docs": 4, "slopes": True}),
     ("strips", PLAIN, ("cuda", "float32", 8), {"docs": 4}),
     ("flash", PAST, CUDA, {}),
     ("flash", PAST, CUDA, {"dropout": 0.1}),
@@ -756,7 +754,6 @@ KERNEL = [  # kernel; queries and keys: of a text, or of its end; device, dtype,
     ("joined", PLAIN, ("cpu", "bfloat16", 8), {"slots": True, "causal": False}),
     ("strips", PLAIN, CPU, {"docs": True}),
     ("strips", PLAIN, CUDA, {"docs": True, "dropout": 0.1}),
-    ("strips", PLAIN, CPU, {"causal": False, "slopes": True, "slots": True}),
     ("strips", PLAIN, CPU, {"causal": False, "window": 100}),
     ("strips", PAST, CPU, {"window": 100}),
     ("strips", PAST, ("cuda", "float32", 8), {"window": 100}),
@@ -804,12 +801,12 @@ def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, length
     """On fake tensors, which may be on a GPU that is not there; the functions that compute only note their call."""
     (T, S), (device, dtype, D) = lengths, where
     softcap, dropout = (options.get(x, 0.0) for x in ("softcap", "dropout"))
-    docs, slopes, slots = (options.get(x, False) for x in ("docs", "slopes", "slots"))  # 4: with their boundaries
+    docs, slots = (options.get(x, False) for x in ("docs", "slots"))  # 4: with their boundaries
     mask = Mask(options.get("causal", True), options.get("window", 0))
     if T > 1 and mask.window < S:  # others attention makes simpler before it asks
         flash = device == "cuda" and dtype == "bfloat16" and D % 8 == 0
-        biased = mask._replace(docs=(torch.zeros(1),) * max(2, docs) if docs else None, slopes=0 if slopes else None)
-        assert attention_kernel(biased, T, S, slots, softcap, dropout, device, flash) == kernel
+        of_docs = mask._replace(docs=(torch.zeros(1),) * max(2, docs) if docs else None)
+        assert attention_kernel(of_docs, T, S, slots, softcap, dropout, device, flash) == kernel
     called, answers = [], spy_on_kernels(monkeypatch)
 
     def noting(name, compute):
@@ -827,7 +824,7 @@ def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, length
         if docs == 4:
             starts = torch.zeros(1, 3, device=device, dtype=torch.int64)
             numbers = *numbers, *(ops.boundaries(starts, n) for n in lengths)
-        mask = mask._replace(docs=numbers, slopes=torch.ones(2, device=device) if slopes else None)
+        mask = mask._replace(docs=numbers)
         y = attention(q, k, k, D, mask, softcap, dropout, (k.new_empty(2, 5, D),) * 2 if slots else None)
     assert y.shape == q.shape and answers == [kernel] and called == CALLS[kernel]
 
@@ -853,7 +850,6 @@ def test_the_examples_have_every_kernel_of_the_table():
         ({"attn_softcap": 5.0}, "naive (2 layers)"),
         ({"dropout": 0.1}, "naive (2 layers)"),
         ({"doc_mask": True}, "strips (2 layers)"),
-        ({"pos": "alibi", "objective": "masked"}, "strips (2 layers)"),
         ({"pos": "alibi", **SLOTS}, "full (4 layers)"),
         ({"window": 3, **SLOTS}, "window (2 layers), full (2 layers)"),
         ({"pos": "alibi", **JOINT}, "joined (2 layers)"),
@@ -917,7 +913,6 @@ def test_the_kernels_of_a_model_on_a_gpu():
         (SLOTS, "full (4 layers)"),
         (JOINT, "joined (2 layers)"),
         ({"attn_softcap": 5.0}, "naive (2 layers)"),
-        ({"objective": "masked", "doc_mask": True, "pos": "alibi"}, "strips (2 layers)"),
     ):
         assert attention_kernels(build(**flags), TINY["block_size"], 0, "cuda", torch.bfloat16) == said
 
@@ -948,11 +943,10 @@ class Largest(TorchDispatchMode):
         {"block": "superblock", "layer": "c.joint_slots", "n_slot": 32},
         {"objective": "masked"},
         {"objective": "masked", "window": 100},
-        {"objective": "masked", "pos": "alibi"},
         {"objective": "masked", "block": "simplified"},
         {"objective": "masked", "block": "superblock", "layer": "c.own_slots", "n_slot": 32, "attn_softcap": 5.0},
         {"objective": "seq2seq"},
-        {"objective": "seq2seq", "block": "superblock", "layer": "c.own_slots", "n_slot": 32, "pos": "alibi"},
+        {"objective": "seq2seq", "block": "superblock", "layer": "c.own_slots", "n_slot": 32, "pos": "rope"},
     ],
     ids=name,
 )
@@ -1141,17 +1135,6 @@ def test_alibi_columns_are_exact_far_out_in_bfloat16():
     difference = scores - scores[:, :1]
     expected = M.alibi_slopes(8)[:, None] * torch.tensor([0.0, 1.0, 200.0])
     assert torch.allclose(difference.float(), expected, rtol=1e-3)
-
-
-def test_two_sided_alibi_is_a_bias_of_the_distance():
-    heads = M.Pool(ModelConfig(n_head=4, n_embd=16, pos="alibi", objective="masked"), layer=0)
-    heads.project, heads.out = lambda x, inputs: x, torch.nn.Identity()
-    q, k, v = leaves(*[(2, 4, 9, 4)] * 3)
-    t, slopes = torch.arange(9), torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256], dtype=torch.float64)
-    bias = -slopes[:, None, None] * (t[:, None] - t).abs()
-    expected = ((q @ k.mT / 2 + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
-    inputs = Inputs(heads.position.table(t + 5, torch.float64))
-    assert_same(heads((q, k, v), inputs), expected, (q, k, v))
 
 
 def test_sinusoidal_closed_form():
@@ -1568,7 +1551,7 @@ def test_a_reader_begins_with_the_same_weights_in_every_block():
 
 
 @pytest.mark.parametrize("block", M.BLOCK)
-@pytest.mark.parametrize("pos", M.POSITION)
+@pytest.mark.parametrize("pos", [pos for pos in M.POSITION if pos != "alibi"])  # which is causal alone
 @pytest.mark.parametrize("norm_placement", ["pre", "post"])
 def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
     flags = dict(block=block, pos=pos, norm_placement=norm_placement, window=4, window_pattern="SL")

@@ -26,20 +26,16 @@ def attention(q, k, v, D, mask, softcap=0.0, dropout=0.0, slots=None, strips=Non
     assert dropout == 0
     T, S, H = q.size(2), k.size(2), q.size(1)
     seen = visible(mask, T, S).expand(len(q), H, T, S)
-    bias = torch.zeros(len(q), H, T, S, dtype=q.dtype)
-    if mask.slopes is not None:
-        distance = torch.arange(S - T, S)[:, None] - torch.arange(S)
-        bias = bias - mask.slopes[:, None, None] * distance.abs()
     if slots is not None:
         k, v = (torch.cat((x.expand(len(q), -1, -1, -1), y), dim=2) for x, y in zip(slots, (k, v), strict=True))
         n = k.size(2) - S
-        seen, bias = F.pad(seen, (n, 0), value=True), F.pad(bias, (n, 0))
+        seen = F.pad(seen, (n, 0), value=True)
     k, v = (x.repeat_interleave(H // x.size(1), dim=1) for x in (k, v))
     scores = capped(q[..., :D] @ k[..., :D].mT / math.sqrt(D), softcap) + q[..., D:] @ k[..., D:].mT / math.sqrt(D)
     if phi is not None:
         weights = phi(scores, seen.sum(-1, keepdim=True, dtype=q.dtype))
         return (weights * seen[..., : weights.size(-1)]) @ v
-    return (scores + bias).masked_fill(~seen, -math.inf).softmax(-1) @ v
+    return scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
 
 
 def uniform_attention(q, k, v, D, mask, strips=None):

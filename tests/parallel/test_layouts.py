@@ -116,7 +116,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "router losses": SIGMOID,
         "head gates": ["--attn_gate=head", "--block=simplified", "--value_residual=True"],
         "masked": ["--objective=masked", "--doc_mask=True", "--doc_positions=True", "--attn_softcap=3.0"],
-        "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0", "--pos=alibi", *MUON],
+        "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0", "--pos=rope", *MUON],
     },
     "cp": {
         "llama": [*GATED, "--window=5"],

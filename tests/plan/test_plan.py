@@ -323,7 +323,6 @@ WIDE = {"n_layer": 5, "n_embd": 128, "block_size": 128, "batch_size": 4, "gradie
         (0.05, {"activation_checkpoint": "full", "block": "superblock", "mlp": "swiglu"}),
         (0.02, {"window": 32, "window_pattern": "SLL"}),
         (0.02, {"attn_softcap": 20.0}),
-        (0.02, {"objective": "masked", "pos": "alibi"}),
         (0.02, {"doc_mask": True}),
         (0.02, {"objective": "seq2seq"}),
         (0.05, {"dtype": "bfloat16", "fp32_residual": True, "n_layer": 2, "batch_size": 1, "loss_chunk": 64}),
