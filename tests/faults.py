@@ -651,8 +651,8 @@ FAULTS = [
     ),
     (
         "engine/interchange/config.py",
-        '"original_max_position_embeddings": flags["block_size"]}',
-        '"original_max_position_embeddings": flags["block_size"] / 4}',
+        'defaults["original_max_position_embeddings"] = flags["block_size"]',
+        'defaults["original_max_position_embeddings"] = flags["block_size"] / 4',
         "YaRN of a config.json without an original context takes a quarter of the length, not the length.",
         "tests/interchange/test_hf_import.py::test_each_key_counts_as_in_transformers[llama]",
     ),

@@ -10,7 +10,6 @@ the remedy. Keys that nothing reads are refused too.
 import math
 import reprlib
 from collections.abc import Callable
-from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -22,38 +21,37 @@ from model import READER, ModelConfig
 # ---------------------------------------------------------------------------------------------------------------------
 # The keys of a file
 
-HARMLESS = {  # why keys say nothing about the logits, whatever their values -> the keys
-    "they name the file, its maker, or the program that wrote it": """
-        _commit_hash _name_or_path architectures auto_map custom_pipelines is_llama_config model_type name_or_path
-        tokenizer_class transformers.js_config transformers_version unsloth_fixed unsloth_version""",
-    "they say how transformers computes, in which dtype, and what it returns beside the logits": """
-        _attn_implementation _attn_implementation_autoset attn_implementation cache_implementation
-        chunk_size_feed_forward dtype gradient_checkpointing output_attentions output_hidden_states
-        output_router_logits pretraining_tp reorder_and_upcast_attn return_dict torch_dtype torchscript use_bfloat16
-        use_cache""",
-    "they are of training: dropout, initial weights and losses of routers": """
-        attention_dropout attn_pdrop embd_pdrop initializer_range resid_pdrop router_aux_loss_coef
-        router_jitter_noise""",
-    "they are of other tasks: classification, summaries, encoders": """
-        classifier_dropout finetuning_task id2label is_decoder label2id n_special num_labels predict_special_tokens
-        problem_type summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-        task_specific_params tie_encoder_decoder""",
-    "they say how text becomes ids and how more text is drawn": """
-        bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample
-        early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty forced_bos_token_id
-        forced_eos_token_id length_penalty max_length max_sequence_length min_length no_repeat_ngram_size
-        num_beam_groups num_beams num_return_sequences output_scores pad_token_id prefix remove_invalid_values
-        repetition_penalty return_dict_in_generate sep_token_id suppress_tokens temperature top_k top_p typical_p
-        unk_token_id""",
-    "transformers ignores them: older releases and other programs wrote them": """
-        _sliding_window_pattern n_ctx""",
+# Keys that say nothing about the logits, whatever their values
+UNREAD = {
+    # They name the file, its maker, or the program that wrote it.
+    *"_name_or_path architectures auto_map is_llama_config model_type tokenizer_class transformers_version".split(),
+    "transformers.js_config",
+    # They say how transformers computes, in which dtype, and what it returns beside the logits.
+    *"_attn_implementation _attn_implementation_autoset cache_implementation dtype gradient_checkpointing".split(),
+    *"output_attentions output_hidden_states output_router_logits pretraining_tp reorder_and_upcast_attn".split(),
+    *"return_dict torch_dtype torchscript use_bfloat16 use_cache".split(),
+    # They are of training: dropout, initial weights and losses of routers.
+    *"attention_dropout attn_pdrop embd_pdrop initializer_range resid_pdrop router_aux_loss_coef".split(),
+    "router_jitter_noise",
+    # They are of other tasks: classification, summaries.
+    *"id2label is_decoder label2id n_special num_labels predict_special_tokens problem_type summary_activation".split(),
+    *"summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params".split(),
+    # They say how text becomes ids, and how much more text is drawn.
+    *"bos_token_id eos_token_id max_length pad_token_id sep_token_id unk_token_id".split(),
+    # transformers ignores them.
+    *"_sliding_window_pattern n_ctx".split(),
 }
-UNREAD = {name for names in HARMLESS.values() for name in names.split()}
 # Further keys that nothing has to read while they have these values. Of keys that are absent here, this value is null.
-NEUTRAL = dict(
-    attention_bias=False, is_causal=True, is_encoder_decoder=False, mlp_bias=False, partial_rotary_factor=1,
-    pruned_heads={}, rope_interleaved=False, use_mrope=False,
-)  # fmt: skip
+NEUTRAL = {
+    "attention_bias": False,
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "use_mrope": False,
+}
 
 
 def describe(value: Any) -> str:
@@ -178,7 +176,8 @@ def experts(width: str) -> Part:
     units = mlp("hidden_act", width, GATED, unit=8)
 
     def read(keys: Keys, flags: dict) -> dict:
-        n, active = keys("num_local_experts", int), keys("num_experts_per_tok", int)
+        n = keys("num_experts" if "num_experts" in keys.config else "num_local_experts", int)
+        active = keys("num_experts_per_tok", int)
         express(active > 1, f"num_experts_per_tok={active}, but only 2 or more")
         own = units.read(keys, flags)
         return {"n_expert": n, "n_expert_active": active, "mlp": own["mlp"], "expert_ratio": own["mlp_ratio"]}
@@ -278,17 +277,18 @@ def write_qwen_layers(cfg: ModelConfig) -> dict:
     return keys | {"max_window_layers": [*types, SLIDING].index(SLIDING)}
 
 
-def read_gemma_layers(keys: Keys, flags: dict, fixed: bool = False) -> dict:
-    period, types = keys("sliding_window_pattern", int), keys("layer_types", list, NoneType)
-    fact = f"sliding_window_pattern={period} counts nothing in a Gemma 2, whose second layers have no window"
-    require(types or period == 2 or not fixed, f"{fact}; list the kinds of layers in layer_types")
+def read_gemma2_layers(keys: Keys, flags: dict) -> dict:
+    return read_windows(keys, flags, lambda i: i % 2 == 0, keys("sliding_window", int))
+
+
+def read_gemma3_layers(keys: Keys, flags: dict) -> dict:
+    period = keys("sliding_window_pattern", int)
     return read_windows(keys, flags, lambda i: (i + 1) % period > 0, keys("sliding_window", int))
 
 
 def write_gemma_layers(cfg: ModelConfig) -> dict:
-    types, window = layer_types(cfg), cfg.window or cfg.block_size  # a number even where no layer has a window
-    period = [*types, FULL].index(FULL) + 1
-    return {"sliding_window": window, "sliding_window_pattern": period, "layer_types": types}
+    # a number even where no layer has a window
+    return {"sliding_window": cfg.window or cfg.block_size, "layer_types": layer_types(cfg)}
 
 
 def read_gemma3_rope(keys: Keys, flags: dict) -> dict:
@@ -320,8 +320,8 @@ def read_scores(keys: Keys, flags: dict) -> dict:
 WINDOW = value("sliding_window", "window", int, NoneType)
 SOFTCAP = value("attn_logit_softcapping", "attn_softcap", float, NoneType)
 QWEN_LAYERS = Part(read_qwen_layers, write_qwen_layers)
-GEMMA2_LAYERS = Part(partial(read_gemma_layers, fixed=True), write_gemma_layers)
-GEMMA3_LAYERS = Part(read_gemma_layers, write_gemma_layers)
+GEMMA2_LAYERS = Part(read_gemma2_layers, write_gemma_layers)
+GEMMA3_LAYERS = Part(read_gemma3_layers, write_gemma_layers)
 GEMMA3_ROPE = Part(read_gemma3_rope, lambda cfg: write_rope(cfg) | {"rope_local_base_freq": cfg.rope_theta_local})
 SCORES = Part(read_scores, lambda cfg: {"query_pre_attn_scalar": cfg.head_size})
 LLAMA_BIAS = Part(read_llama_bias, lambda cfg: {"attention_bias": cfg.bias, "mlp_bias": cfg.bias})

@@ -13,7 +13,7 @@ docs/interchange.md lists the families and says what a new one needs.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from data.base_tokenizer import Tokenizer
-from data.errors import require
 from engine.interchange import config as hf_config
-from engine.interchange.config import GATED, Keys, Part, describe, ignored, mlp, only, sizes, value
+from engine.interchange.config import GATED, Keys, Part, ignored, mlp, only, sizes, value
 from engine.interchange.tokenizer import keeps_ids
 from model import READER, USED_WHEN, ModelConfig
 
@@ -93,21 +92,11 @@ class Family:
     parts: list[Part]  # the other flags
     defaults: dict[str, Any]  # of keys that a config.json may leave out
     rows: dict[str, tuple]  # our layer -> their layers, the conversions to ours
-    aliases: dict[str, str] = field(default_factory=dict)  # further names of keys -> the keys
-
-    def named(self, config: dict) -> dict[str, Any]:
-        """The config.json with the family's names of keys. ValueError if one key has two values."""
-        config = dict(config)
-        for alias, name in self.aliases.items():
-            if (value := config.pop(alias, None)) is not None:
-                other = config.setdefault(name, value)
-                fact = f"{alias}={describe(value)} and {name}={describe(other)}"
-                require(other == value, f"{fact} are two values for one thing; delete the wrong one")
-        return config
 
     def flags(self, config: dict) -> dict[str, Any]:
         """Our flags for this config.json. ValueError if they cannot express it."""
-        keys, flags = Keys(self.named(config), self.defaults), dict(self.ours)
+        keys = Keys(config, self.defaults)
+        flags = dict(self.ours)
         for part in self.parts:
             flags |= part.read(keys, flags)
         keys.finish()
@@ -162,103 +151,107 @@ QWEN3_MOE = LLAMA | {
     "experts.up": ("mlp.experts.{}.gate_proj mlp.experts.{}.up_proj", UNITS, STACK),
     "experts.down": ("mlp.experts.{}.down_proj", STACK),
 }
+GEMMA3 = GEMMA2 | {
+    "attn.qkv": LLAMA["attn.qkv"],
+    "attn.q_norm": ("self_attn.q_norm", PLUS_ONE, SCALE),
+    "attn.k_norm": ("self_attn.k_norm", PLUS_ONE),
+}
+GPT2 = {
+    "wte": ("transformer.wte",),
+    "pos.wpe": ("transformer.wpe",),
+    "sums.0.before": ("ln_1",),
+    "attn.qkv": ("attn.c_attn", TRANSPOSE, GROUP),
+    "attn.out": ("attn.c_proj", TRANSPOSE),
+    "sums.1.before": ("ln_2",),
+    "mlp.up": ("mlp.c_fc", TRANSPOSE),
+    "mlp.down": ("mlp.c_proj", TRANSPOSE),
+    "norm": ("transformer.ln_f",),
+    "head": ("lm_head",),
+}
 LLAMA_SIZES = sizes("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings")
 LLAMA_SHAPE = [*LLAMA_SIZES, hf_config.HEADS, value("rms_norm_eps", "norm_eps", float)]
-LLAMA_PARTS = [*LLAMA_SHAPE, mlp("hidden_act", "intermediate_size", GATED)]
-LLAMA_DEFAULTS = dict(
-    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-    hidden_act="silu", max_position_embeddings=2048, rms_norm_eps=1e-6, tie_word_embeddings=False, rope_theta=10000.0,
-    attention_bias=False, mlp_bias=False,
-)  # fmt: skip
-QWEN_DEFAULTS = dict(
-    vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, use_sliding_window=False,
-    sliding_window=4096, max_window_layers=28, num_key_value_heads=32,
-)  # fmt: skip
+LLAMA_PARTS = [*LLAMA_SHAPE, mlp("hidden_act", "intermediate_size", GATED), hf_config.ROPE]
 GEMMA_PARTS = [
-    *LLAMA_SHAPE, mlp("hidden_activation", "intermediate_size", GATED), hf_config.SCORES,
+    *LLAMA_SHAPE,
+    mlp("hidden_activation", "intermediate_size", GATED),
+    hf_config.SCORES,
     value("final_logit_softcapping", "logit_softcap", float, NoneType),
-    only(attention_bias=False, use_bidirectional_attention=False), ignored("hidden_act", "sliding_window_size"),
-]  # fmt: skip
+    only(attention_bias=False, use_bidirectional_attention=False),
+    ignored("hidden_act", "sliding_window_size"),
+]
+QWEN_DEFAULTS = dict(use_sliding_window=False, sliding_window=4096, max_window_layers=28, num_key_value_heads=32)
 GEMMA_DEFAULTS = dict(
-    vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
-    num_key_value_heads=4, head_dim=256, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=8192,
-    tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096, sliding_window_pattern=2,
-    final_logit_softcapping=30.0, attn_logit_softcapping=50.0,
+    num_key_value_heads=4, head_dim=256, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
+    tie_word_embeddings=True, sliding_window=4096,
 )  # fmt: skip
 
 
-def llama(
-    name: str, ours: dict, parts: list[Part], defaults: dict, rows: dict = LLAMA, aliases: dict | None = None
-) -> Family:
+def llama(name: str, ours: dict, parts: list[Part], rows: dict[str, tuple] = LLAMA, **defaults) -> Family:
     """A family with Llama's names of layers; `ours` and `defaults` are those besides Llama's."""
-    ours, defaults = dict(norm="rmsnorm", pos="rope") | ours, LLAMA_DEFAULTS | defaults
-    return Family(f"{name}ForCausalLM", "model.layers.{}.", ours, parts, defaults, rows, aliases or {})
+    ours = {"norm": "rmsnorm", "pos": "rope"} | ours
+    of_llama = dict(hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=False)
+    of_llama |= dict(attention_bias=False, mlp_bias=False)
+    return Family(f"{name}ForCausalLM", "model.layers.{}.", ours, parts, of_llama | defaults, rows)
 
 
 FAMILIES = {
-    "llama": llama("Llama", {}, [*LLAMA_PARTS, hf_config.ROPE, hf_config.LLAMA_BIAS], {}),
-    "mistral": llama(
-        "Mistral", {}, [*LLAMA_PARTS, hf_config.ROPE, hf_config.WINDOW],
-        dict(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
-    ),
-    "qwen2": llama("Qwen2", dict(qkv_bias=True), [*LLAMA_PARTS, hf_config.ROPE, hf_config.QWEN_LAYERS], QWEN_DEFAULTS),
+    "llama": llama("Llama", {}, [*LLAMA_PARTS, hf_config.LLAMA_BIAS]),
+    "mistral": llama("Mistral", {}, [*LLAMA_PARTS, hf_config.WINDOW], num_key_value_heads=8, sliding_window=4096),
+    "qwen2": llama("Qwen2", {"qkv_bias": True}, [*LLAMA_PARTS, hf_config.QWEN_LAYERS], **QWEN_DEFAULTS),
     "qwen3": llama(
-        "Qwen3", dict(qk_norm=True), [*LLAMA_PARTS, hf_config.ROPE, hf_config.QWEN_LAYERS, only(attention_bias=False)],
-        QWEN_DEFAULTS | dict(head_dim=128),
+        "Qwen3",
+        {"qk_norm": True},
+        [*LLAMA_PARTS, hf_config.QWEN_LAYERS, only(attention_bias=False)],
+        **QWEN_DEFAULTS | {"head_dim": 128},
     ),
     "mixtral": llama(
-        "Mixtral", dict(router_balance="none"),
+        "Mixtral",
+        {"router_balance": "none"},
         [*LLAMA_SHAPE, hf_config.experts("intermediate_size"), hf_config.ROPE, hf_config.WINDOW],
-        dict(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5,
-             rope_theta=1e6, sliding_window=None, num_local_experts=8, num_experts_per_tok=2),
-        MIXTRAL, dict(num_experts="num_local_experts"),
+        MIXTRAL,
+        num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None,
     ),
     "qwen3_moe": llama(
-        "Qwen3Moe", dict(router_balance="none", qk_norm=True),
+        "Qwen3Moe",
+        {"router_balance": "none", "qk_norm": True},
         [
-            *LLAMA_SHAPE, hf_config.experts("moe_intermediate_size"), hf_config.ROPE,
+            *LLAMA_SHAPE,
+            hf_config.experts("moe_intermediate_size"),
+            hf_config.ROPE,
             only(norm_topk_prob=True, attention_bias=False, use_sliding_window=False, decoder_sparse_step=1),
-            only(mlp_only_layers=[]), ignored("intermediate_size", "sliding_window", "max_window_layers"),
+            only(mlp_only_layers=[]),
+            ignored("intermediate_size", "sliding_window", "max_window_layers"),
         ],
-        dict(vocab_size=151936, hidden_size=2048, num_hidden_layers=24, num_key_value_heads=4,
-             max_position_embeddings=32768, moe_intermediate_size=768, num_local_experts=128, num_experts_per_tok=8,
-             norm_topk_prob=False),
-        QWEN3_MOE, dict(num_experts="num_local_experts"),
+        QWEN3_MOE,
+        num_key_value_heads=4, norm_topk_prob=False,
     ),
     "gemma2": llama(
-        "Gemma2", dict(norm_placement="sandwich"),
-        [*GEMMA_PARTS, hf_config.GEMMA2_LAYERS, hf_config.SOFTCAP, hf_config.ROPE], GEMMA_DEFAULTS, GEMMA2,
+        "Gemma2",
+        {"norm_placement": "sandwich"},
+        [*GEMMA_PARTS, hf_config.GEMMA2_LAYERS, hf_config.SOFTCAP, hf_config.ROPE, ignored("sliding_window_pattern")],
+        GEMMA2,
+        **GEMMA_DEFAULTS, final_logit_softcapping=30.0, attn_logit_softcapping=50.0,
     ),
     "gemma3_text": llama(
-        "Gemma3", dict(norm_placement="sandwich", qk_norm=True),
+        "Gemma3",
+        {"norm_placement": "sandwich", "qk_norm": True},
         # transformers ignores attn_logit_softcapping
         [*GEMMA_PARTS, hf_config.GEMMA3_LAYERS, only(attn_logit_softcapping=None), hf_config.GEMMA3_ROPE],
-        GEMMA_DEFAULTS | dict(
-            vocab_size=262208, max_position_embeddings=131072, rope_theta=1e6, rope_local_base_freq=10000.0,
-            sliding_window_pattern=6, final_logit_softcapping=None, attn_logit_softcapping=None,
-        ),
-        GEMMA2 | {
-            "attn.qkv": LLAMA["attn.qkv"], "attn.q_norm": ("self_attn.q_norm", PLUS_ONE, SCALE),
-            "attn.k_norm": ("self_attn.k_norm", PLUS_ONE),
-        },
+        GEMMA3,
+        **GEMMA_DEFAULTS, sliding_window_pattern=6, rope_theta=1e6, rope_local_base_freq=10000.0,
     ),
     "gpt2": Family(
-        "GPT2LMHeadModel", "transformer.h.{}.", dict(bias=True),
+        "GPT2LMHeadModel",
+        "transformer.h.{}.",
+        {"bias": True},
         [
-            *sizes("n_layer", "n_head", "n_embd", "n_positions"), value("layer_norm_epsilon", "norm_eps", float),
+            *sizes("n_layer", "n_head", "n_embd", "n_positions"),
+            value("layer_norm_epsilon", "norm_eps", float),
             mlp("activation_function", "n_inner"),
             only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
         ],
-        dict(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12, activation_function="gelu_new",
-             layer_norm_epsilon=1e-5, tie_word_embeddings=True),
-        {
-            "wte": ("transformer.wte",), "pos.wpe": ("transformer.wpe",), "sums.0.before": ("ln_1",),
-            "attn.qkv": ("attn.c_attn", TRANSPOSE, GROUP), "attn.out": ("attn.c_proj", TRANSPOSE),
-            "sums.1.before": ("ln_2",), "mlp.up": ("mlp.c_fc", TRANSPOSE), "mlp.down": ("mlp.c_proj", TRANSPOSE),
-            "norm": ("transformer.ln_f",), "head": ("lm_head",),
-        },
-        dict(num_hidden_layers="n_layer", num_attention_heads="n_head", hidden_size="n_embd",
-             max_position_embeddings="n_positions"),
+        dict(activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True),
+        GPT2,
     ),
 }  # fmt: skip
 
@@ -278,12 +271,15 @@ def network(cfg: ModelConfig) -> dict[str, Any]:
         out["last_norm"] = "same"
     if cfg.router_balance == "loss":  # which changes gradients alone
         out["router_balance"] = "none"
-    layers, kinds = range(cfg.n_layer), cfg.pos_pattern or "G"
-    out["pos_pattern"] = "".join(kinds[i % len(kinds)] for i in layers)
-    out["window_pattern"] = [cfg.layer_window(i) for i in layers]
-    ratio = {"expert_ratio": cfg.part(READER["e"]).hidden_dim, "mlp_ratio": 0} if cfg.n_expert else {}
-    out |= {"mlp_ratio": cfg.hidden_dim, "n_kv_head": cfg.kv_heads, "head_dim": cfg.head_size}
-    return out | ratio | {"rope_scaling": hf_config.write_scaling(cfg)}
+    kinds = cfg.pos_pattern or "G"
+    out["pos_pattern"] = [kinds[i % len(kinds)] for i in range(cfg.n_layer)]
+    out["window_pattern"] = [cfg.layer_window(i) for i in range(cfg.n_layer)]
+    out |= {"n_kv_head": cfg.kv_heads, "head_dim": cfg.head_size, "rope_scaling": hf_config.write_scaling(cfg)}
+    out["mlp_ratio"] = cfg.hidden_dim
+    if cfg.n_expert:
+        out["expert_ratio"] = cfg.part(READER["e"]).hidden_dim
+        out["mlp_ratio"] = 0
+    return out
 
 
 def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family, str, ModelConfig]:
@@ -294,7 +290,7 @@ def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family
     if cfg.block == "superblock" and cfg.layer == "c,p" and cfg.n_group == 1:
         plain = replace(cfg, block="standard")  # the parameters have the same names
     misses, also = [], ""
-    for biases in ({}, {"norm_bias": True}, {"qkv_bias": True}, {"bias": True}):
+    for biases in ({}, {"qkv_bias": True}, {"bias": True}):
         given = replace(plain, **biases)
         wanted = network(given)
         for name, family in FAMILIES.items():

