@@ -2,7 +2,6 @@
 
     python -m tools.bench                                   # a table for this machine, a minute
     python -m tools.bench --config=make-train               # one of its configurations (CONFIGS in tools/speed.py)
-    python -m tools.bench config/train_shakespeare_cpu.py --max_iters=300 --eval_interval=1000
     python -m tools.bench --against=../nanoGPT config/train_shakespeare_char.py --device=cpu ...
     python -m tools.bench --run=config/pycode_gpt2.py --run=config/pycode_llama.py --max_iters=60 --cooldown_iters=5
 

@@ -65,11 +65,12 @@ def stop(number: int, frame):
 def measure(checkout: Path, args: list[str], lines: int | None = None, cwd: Path | None = None) -> float:
     """Runs checkout/train.py, up to `lines` lines "iter N:", and returns milliseconds per step. ValueError if it failed
     or printed too few. Relative paths in args begin in the folder cwd, by default the checkout."""
-    marks, failure = [], ""
+    marks = []
+    failure = ""
     with tempfile.TemporaryDirectory() as folder:
-        own = [f"--out_dir={folder}/run", "--log_interval=10"]
         script = str(Path(checkout).resolve() / "train.py")
-        with Child([sys.executable, "-u", script, *args, *own], cwd or checkout) as run:
+        command = [sys.executable, "-u", script, *args, f"--out_dir={folder}/run", "--log_interval=10"]
+        with Child(command, cwd or checkout) as run:
             for line in run.lines:
                 if found := re.match(r"iter (\d+):", line):
                     marks.append((int(found[1]), time.perf_counter()))

@@ -57,8 +57,9 @@ def synchronize(device: torch.device):
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     """The best rate of products of square matrices in FLOP/s, found in half a second. The matrices grow while there is
     time for eight times the work: a CPU that emulates bfloat16 takes 20 s for a large product."""
-    best, n, end = 0.0, 128, time.perf_counter() + 0.5
+    best, n = 0.0, 128
     a = torch.ones(n, n, dtype=dtype, device=device)
+    end = time.perf_counter() + 0.5
     while (start := time.perf_counter()) < end:
         torch.mm(a, a)
         synchronize(device)
@@ -75,25 +76,24 @@ def ms_per_step(cfg: Config) -> float:
     with tempfile.TemporaryDirectory() as cfg.dataset:
         random_data(cfg.dataset, 2048 * cfg.block_size, cfg.vocab_size)
         data, objective, cfg.vocab_size = open_with_objective(cfg)
-        parallel.check_flags(cfg)
         ranks = parallel.join(cfg)
         if ranks.compile:
             torch._dynamo.reset()  # the graphs of other configurations would count towards the limit of recompilations
-        torch.manual_seed(cfg.seed)
         sharded = ShardedModel(cfg, ranks)
         sharded.init_weights(cfg.seed)
-        step, numbers, times = Step(cfg, sharded), itertools.count(), []
+        step = Step(cfg, sharded)
         loader = Loader(data.split("train"), objective, cfg.batch_size, seed=cfg.seed, device=ranks.device)
 
         def seconds_of(steps: int) -> float:
             start = time.perf_counter()
             for _ in range(steps):
-                step(loader, next(numbers))
+                step(loader, WARM)  # the number gives the learning rate
             synchronize(ranks.device)
             return time.perf_counter() - start
 
         with closing(loader):
             seconds_of(WARM)
+            times = []
             while len(times) < LEAST or sum(times) < SECONDS:
                 times.append(seconds_of(ROUND))
     return 1000 * median(times) / ROUND
@@ -122,8 +122,8 @@ def decoding_row(name: str, batch: int) -> str:
             for tokens in generate(model, start, n, lambda logits: logits.argmax(dim=-1)):
                 tokens.tolist()  # waits for the device, as in sample.py
                 marks.append(time.perf_counter())
-    seconds, quarter = [b - a for a, b in itertools.pairwise(marks)], -(-n // 4)
-    ratio = median(seconds[-quarter:]) / median(seconds[:quarter])
+    seconds = [b - a for a, b in itertools.pairwise(marks)]
+    ratio = median(seconds[-(n // 4) :]) / median(seconds[: n // 4])
     return f"{name:<26}{str(dtype)[6:]:<9}{batch * n / sum(seconds):>12,.0f}{batch:>10}{ratio:>14.2f}"
 
 
@@ -145,12 +145,13 @@ def loader_speed(tokens: int = 2**25, batches: int = 200) -> float:
 
 def table(only: str = ""):
     """Print a row of training for each configuration and dtype, rows of decoding, and the loader's speed."""
-    size = parallel.environment().size
-    require(size == 1, f"WORLD_SIZE={size}: tools.bench measures a single process; start it without torchrun")
+    alone = parallel.environment().size == 1
+    require(alone, "WORLD_SIZE is above 1, and tools.bench measures a single process; start it without torchrun")
     names = [only] if only else [name for name in CONFIGS if name != "124M" or torch.cuda.is_available()]
     device = resolve_device(flags(names[0]).device)
-    here, peaks = machine(device), {}
-    print(f"{here['device']}; torch {here['torch']}; {here['threads']} threads; {datetime.now():%Y-%m-%d %H:%M}")
+    about = f"torch {torch.__version__}; {torch.get_num_threads()} threads; {datetime.now():%Y-%m-%d %H:%M}"
+    print(f"{machine(device)['device']}; {about}")
+    peaks = {}
     for dtype in dict.fromkeys((parallel.agreed_dtype("auto", device), torch.float32)):
         peak = peaks[str(dtype)[6:]] = measured_peak(device, dtype)
         print(f"best product of matrices in {dtype}: {peak / 1e12:.2f} TFLOP/s")
