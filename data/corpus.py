@@ -15,7 +15,6 @@ and lines cannot be cut into pieces: it is encoded at once, in up to 20 times it
 import argparse
 import hashlib
 import json
-import math
 import os
 import re
 import sys
@@ -78,7 +77,6 @@ class Job:
     size: int = 0  # characters
     position: int = 0  # bytes of the input read so far
     place: tuple[int, int, int] | None = None  # (file, row, number) to continue from; None inside a document
-    uniform: np.ndarray | None = None  # the random number of each piece's document
 
 
 def make_jobs(documents: Iterable[tuple[str | Parts, int, int, int]], number: int) -> Iterator[Job]:
@@ -86,9 +84,12 @@ def make_jobs(documents: Iterable[tuple[str | Parts, int, int, int]], number: in
     are counted, but are in no job."""
     job = Job()
     for text, file, row, position in documents:
-        done, job.position = 0, position
-        one = not isinstance(text, str)  # a pair is never cut
-        for piece in [text] if one else pieces(text, JOB_CHARACTERS) if text else ():
+        job.position = position
+        done = 0
+        parts = [text]
+        if isinstance(text, str):  # a pair is never cut
+            parts = pieces(text, JOB_CHARACTERS) if text else []
+        for piece in parts:
             done += len(piece)
             job.pieces.append((piece, done == len(piece), done == len(text), number, file, row))
             job.size += len(together(piece))
@@ -169,27 +170,31 @@ class Corpus:
     def encode(self, job: Job) -> dict[str, tuple[np.ndarray, int]]:
         """{split: (tokens, number of documents that begin in the job)}"""
         tokenizer = self.out.tokenizer
-        numbers = np.array([number for _, _, _, number, _, _ in job.pieces], dtype=np.uint64)
-        # A single text is cut into document 0, which validates, and document 1.
-        job.uniform = numbers.astype(float) if self.source.val_fraction else uniform(numbers)
         parts: dict[str, list] = {split: [] for split in SPLITS}
         begun = dict.fromkeys(SPLITS, 0)
-        which = job.uniform < self.val_fraction
-        for (text, begins, ends, _, file, row), val in zip(job.pieces, which, strict=True):
-            split = "val" if val else "train"
+        for (text, begins, ends, _, file, row), validates in zip(job.pieces, self.validates(job), strict=True):
+            split = "val" if validates else "train"
+            begun[split] += begins
             try:
-                if not isinstance(text, str):
-                    tokens, marks = encode(tokenizer, text)
-                    parts.setdefault(split + MASK, []).append(marks)
-                    ends = False  # its end-of-text is in the tokens
+                if isinstance(text, str):
+                    parts[split].append(tokenizer.encode(text) if begins else tokenizer.encode_rest(text))
+                    if ends:
+                        parts[split].append(tokenizer.end)
                 else:
-                    tokens = (tokenizer.encode if begins else tokenizer.encode_rest)(text)
+                    ids, marks = encode(tokenizer, text)
+                    parts[split].append(ids)
+                    parts.setdefault(split + MASK, []).append(marks)
             except ValueError as e:  # for example a million blanks in a row with gpt2
                 where = f"{self.source.files[file]}, document {row}"
                 raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or remove it") from e
-            parts[split] += [tokens, tokenizer.end] if ends else [tokens]
-            begun[split] += begins
         return {split: (np.concatenate(p), begun.get(split, 0)) for split, p in parts.items() if p}
+
+    def validates(self, job: Job) -> np.ndarray:
+        """Whether the document of each piece validates, (pieces,) bool."""
+        numbers = np.array([number for _, _, _, number, _, _ in job.pieces], dtype=np.uint64)
+        if self.source.val_fraction:  # a single text is cut into document 0, which validates, and document 1
+            return numbers == 0
+        return uniform(numbers) < self.val_fraction
 
     def count(self, unit: str, *splits: str) -> int:
         return sum(self.out.splits[split][unit] for split in splits or SPLITS if split in self.out.splits)
@@ -202,7 +207,7 @@ class Corpus:
     def write(self) -> None:
         """Writes all documents, saves after each full shard, and checks that both splits can be used."""
         file, row, number = self.out.place or (0, 0, 0)
-        start, low, high = sum(self.source.sizes[:file]), 1.0, 0.0
+        start = sum(self.source.sizes[:file])
         if number:
             print(f"continues after {number:,} documents, {self.count('tokens'):,} tokens", file=sys.stderr)
         jobs = make_jobs(self.source.read(file, row), number)
@@ -211,7 +216,6 @@ class Corpus:
             closing(map_in_order(self.encode, jobs, self.threads)) as results,
         ):
             for job, encoded in results:
-                low, high = min(low, job.uniform.min()), max(high, job.uniform.max())
                 if self.limit and "train" in encoded:
                     if self.count("tokens", "train") + len(encoded["train"][0]) >= self.limit:
                         self.write_up_to_limit(job)
@@ -222,7 +226,7 @@ class Corpus:
                     self.out.save(job.place)
                 counts = f"{self.count('documents'):,} documents, {self.count('tokens'):,} tokens"
                 progress.show(job.position, self.bytes_to_read(job.position), counts)
-        self.check_splits(low, high)
+        self.check_splits()
 
     def write_up_to_limit(self, job: Job) -> None:
         """Writes the pieces of the job in which the limit is reached, up to the limit."""
@@ -233,16 +237,15 @@ class Corpus:
             if self.count("tokens", "train") == self.limit:
                 return
 
-    def check_splits(self, low: float, high: float) -> None:
-        """ValueError for a split that cannot be used; the documents' random numbers went from `low` to `high`."""
-        n, fraction = self.count("documents"), self.val_fraction
-        fact, plain = "is one document, which cannot be split", not all(map(RECORDS.search, self.source.files))
+    def check_splits(self) -> None:
+        """ValueError for a split that cannot be used."""
+        n = self.count("documents")
         require(n, "the input has no text; add text")
-        require(n > 1, f"the input {fact}; add text{CUT * plain}")
-        if not self.out.splits.keys() >= {*SPLITS}:
-            least, most = math.ceil(low * 1e4) / 1e4, math.floor(high * 1e4) / 1e4
-            which, bound = ("all", f"{most} or less") if "val" in self.out.splits else ("none", f"{least} or more")
-            raise ValueError(f"val_fraction={fraction} takes {which} of {n:,} documents; pass --val_fraction={bound}")
+        cut = "" if all(map(RECORDS.search, self.source.files)) else CUT
+        require(n > 1, f"the input is one document, which cannot be split; add text{cut}")
+        fact = f"val_fraction={self.val_fraction} takes"
+        require("val" in self.out.splits, f"{fact} none of {n:,} documents; pass a larger --val_fraction")
+        require("train" in self.out.splits, f"{fact} all of {n:,} documents; pass a smaller --val_fraction")
         for split in SPLITS:
             fact = f"the split {split} has one token, and a prediction needs two"
             require(self.count("tokens", split) > 1, f"{fact}; add text to the input")
@@ -270,42 +273,61 @@ def prepare(
     pairs   the fields of a source and its target, or the field of a chat
     """
     plain = [f for f in files if not RECORDS.search(f)]
-    single, shown = documents == "file" and len(files) == len(plain) == 1, f"pairs={','.join(pairs)}"
+    single = documents == "file" and len(files) == len(plain) == 1
+    val_fraction = args.val_fraction
+    if val_fraction is None:
+        val_fraction = 0.1 if single else 0.005
+    check_flags(args, val_fraction, shards, pairs, files, plain)
+    folder = out_folder(args.out)
+    source = Source(files, documents, args.field, val_fraction=val_fraction if single else 0, pairs=pairs)
+    if args.tokenizer == "char":  # which is built from the separated texts
+        source.separated = not single and not pairs
+    tokenizer = build(args.tokenizer, partial(read_texts, source))
+    endless = f"needs an end-of-text behind each target, and tokenizer={args.tokenizer} has none; pass byte"
+    require(not pairs or tokenizer.eot is not None, f"pairs={','.join(pairs)} {endless}")
+    source.separated = not single and tokenizer.eot is None
+    tokenizer.encode("")  # loads gpt2's merges, and fails before anything is written
+    names = json.dumps([[f if f.startswith("hf://") else os.path.abspath(f) for f in files], source.sizes])
+    settings = {
+        "tokenizer": tokenizer.hash, "input": hashlib.sha256(names.encode()).hexdigest(), "documents": documents,
+        "field": args.field, "val_fraction": val_fraction, "separated": source.separated,
+        "shard_tokens": args.shard_tokens, "shards": shards,
+    }  # fmt: skip
+    if pairs:
+        settings["pairs"] = [*pairs]
+    with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
+        Corpus(out, source, val_fraction, args.threads, shards * args.shard_tokens).write()
+    if not single:
+        out.report(f"{described(out, source, bool(plain))}, ")
+    else:
+        out.report(f"one text, of which the last {val_fraction:.3g} validates (cut at a line end if one is near), ")
+
+
+def described(out: ShardWriter, source: Source, plain: bool) -> str:
+    """The documents that were written, for people. Warns of a validation set that is a single document."""
+    if out.splits["val"]["documents"] == 1:
+        remedy = f"pass a larger --val_fraction{CUT if plain else ''}"
+        say(f"warning: one document validates, so every validation loss will be that of one text; {remedy}")
+    if not source.separated:
+        return f"{out.documents()} documents"
+    end = "a blank line" if source.documents == "paragraph" else "a line end"
+    return f"{out.documents()} documents with {end} after each"
+
+
+def check_flags(
+    args: argparse.Namespace, val_fraction: float, shards: int, pairs: tuple[str, ...], files: list, plain: list
+) -> None:
+    """ValueError for flags that are not possible; `plain` are those of the files that have no fields."""
+    shown = f"pairs={','.join(pairs)}"
     known = len(pairs) < 3 and all(pairs)
     require(known, f"{shown} is not possible; pass SOURCE,TARGET, two fields, or the one field of a chat")
     require(not (pairs and plain), f"{shown} are fields, and {plain[:1]} has none; pass .jsonl or .parquet alone")
-    fact = f"field={args.field} has no effect on {'pairs' if pairs else 'texts'}; leave it out"
-    require(args.field == "text" or not pairs and len(plain) < len(files), fact)
-    endless = f"{shown} needs an end-of-text behind each target, and tokenizer={args.tokenizer} has none; pass byte"
-    val_fraction = (0.1 if single else 0.005) if args.val_fraction is None else args.val_fraction
+    if args.field != "text" and (pairs or len(plain) == len(files)):
+        raise ValueError(f"field={args.field} has no effect on {'pairs' if pairs else 'texts'}; leave it out")
     require(0 < val_fraction < 1, f"val_fraction={val_fraction} is not possible; pass a number between 0 and 1")
     for name, value, most in (("threads", args.threads, 1024), ("shard_tokens", args.shard_tokens, 2**31 - 1)):
         require(1 <= value <= most, f"{name}={value} is not possible; pass a number from 1 to {most}")
     require(shards >= 0, f"shards={shards} is not possible; pass 0 for all, or the number of shards to train on")
-    folder = out_folder(args.out)
-    separated = not single and not pairs and args.tokenizer == "char"  # which is built from the separated texts
-    source = Source(files, documents, args.field, separated, val_fraction if single else 0, pairs)
-    tokenizer = build(args.tokenizer, partial(read_texts, source))
-    require(not pairs or tokenizer.eot is not None, endless)
-    source.separated = separated = not single and tokenizer.eot is None
-    tokenizer.encode("")  # loads gpt2's table, and fails before anything is written
-    names = json.dumps([[f if f.startswith("hf://") else os.path.abspath(f) for f in files], source.sizes])
-    settings = {
-        "tokenizer": tokenizer.hash, "input": hashlib.sha256(names.encode()).hexdigest(), "documents": documents,
-        "field": args.field, "val_fraction": val_fraction, "separated": separated,
-        "shard_tokens": args.shard_tokens, "shards": shards,
-    } | ({"pairs": [*pairs]} if pairs else {})  # fmt: skip
-    with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
-        Corpus(out, source, val_fraction, args.threads, shards * args.shard_tokens).write()
-    summary = f"{out.documents()} documents"
-    if separated:
-        summary += f" with {'a blank line' if documents == 'paragraph' else 'a line end'} after each"
-    if single:
-        summary = f"one text, of which the last {val_fraction:.3g} validates (cut at a line end if one is near)"
-    if out.splits["val"]["documents"] == 1 and not single:
-        remedy = f"pass a larger --val_fraction{CUT * bool(plain)}"
-        say(f"warning: one document validates, so every validation loss will be that of one text; {remedy}")
-    out.report(f"{summary}, ")
 
 
 def stream(doc: str, here: str, path: str) -> None:

@@ -17,7 +17,6 @@ import re
 import socket
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,7 +30,6 @@ from data.pairs import Parts, of_chat
 
 ENDINGS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 LARGEST = 32_000_000  # bytes of one document
-PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 ADDRESS = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
 
 
@@ -70,11 +68,6 @@ class Source:
         self.columns = self.pairs or (self.column,)
         self.sizes = [_hub().size(name) if name.startswith("hf://") else os.path.getsize(name) for name in self.files]
         self.total = max(sum(self.sizes), 1)
-        if packed := {name: kind for name in self.files if (kind := _packed(name))}:
-            listed = ", ".join(f"{name} ({kind})" for name, kind in islice(packed.items(), 3))
-            listed += f" and {len(packed) - 3} more" * (len(packed) > 3)
-            remedy = "add .gz to the names of gzip files and .zst to those of zstd, unpack others, or leave them out"
-            raise ValueError(f"compressed, which their names do not say: {listed}; {remedy}")
 
     def read(self, file: int = 0, row: int = 0) -> Iterator[tuple[str | Parts, int, int, int]]:
         """Yields (text, i, r, bytes read so far) of each document; read(i, r) continues after it. ValueError names the
@@ -185,15 +178,6 @@ def cut_in_two(text: str, val_fraction: float) -> list[str]:
     return [text[at:], text[:at]]
 
 
-def _packed(name: str) -> str:
-    """The compression of a local file whose name should end otherwise, or ""."""
-    start = b""
-    if not name.startswith("hf://") and not name.endswith((".gz", ".zst", ".parquet")):
-        with suppress(OSError), open(name, "rb", opener=open_regular) as f:  # reading it will say what is wrong
-            start = f.read(4)
-    return next((kind for magic, kind in PACKED.items() if start.startswith(magic)), "")
-
-
 def _hub():
     from huggingface_hub import HfFileSystem
 
@@ -234,7 +218,8 @@ def _decode(name: str, offset: int, content: bytes, line: str = "") -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as e:
         fact = f"is not UTF-8 text: byte {offset + e.start} is {content[e.start]:#04x}"
-        raise ValueError(f"{name}{line} {fact}; convert it, for example with iconv, or leave it out") from None
+        remedy = "convert it, for example with iconv, name it .gz or .zst if it is compressed so, or leave it out"
+        raise ValueError(f"{name}{line} {fact}; {remedy}") from None
 
 
 def hub_files(address: str) -> list[str]:
@@ -259,7 +244,8 @@ def hub_files(address: str) -> list[str]:
 
 def unreachable(address: str) -> str:
     """The reason why no connection to `address` is possible, or "" if one is."""
-    parts, answer = urlsplit(address if "//" in address else f"//{address}"), ["no answer within 1 s"]
+    parts = urlsplit(address if "//" in address else f"//{address}")
+    answer = ["no answer within 1 s"]
 
     def connect() -> None:
         try:
