@@ -250,11 +250,6 @@ def test_random_dropout_truncation_and_padding_of_the_file_are_off():
     assert tokenizer.encode("the parallel block").tolist() == reference.encode("the parallel block").ids
 
 
-def test_lone_surrogates_become_replacement_characters(folder):
-    ours, _ = both(folder("gpt2"))
-    assert ours.decode(ours.encode("a\ud800b\udcff")) == "a\ufffdb\ufffd"
-
-
 @pytest.mark.parametrize(
     "configs",
     [
@@ -388,34 +383,9 @@ def test_what_is_written_gives_the_same_ids_and_text(exported, kind, text):
     assert reference.decode(ids, clean_up_tokenization_spaces=False) == text == OURS[kind].decode(ids)
 
 
-@pytest.mark.parametrize("kind", OURS)
-def test_what_is_written_for_whole_files(exported, kind):
-    reference, text = exported(kind), "".join(TEXTS)
-    assert theirs(reference, text) == OURS[kind].encode(text).tolist()
-    assert (
-        len(reference) == OURS[kind].vocab_size and reference.eos_token_id == reference.bos_token_id == OURS[kind].eot
-    )
-    if kind != "char":
-        assert reference("<|endoftext|>").input_ids == [OURS[kind].eot]
-        assert theirs(reference, "<|endoftext|>") == OURS[kind].encode("<|endoftext|>").tolist()
-
-
 def test_char_refuses_what_it_lacks_there_too(exported):
     with pytest.raises(Exception, match="Missing"):
         exported("char")("\x07")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=20)
-@given(text=ANY)
-def test_what_was_read_is_written_unchanged(folder, tmp_path_factory, kind, text):
-    path = folder(kind).parent / f"again_{kind}"
-    if not path.exists():
-        export_tokenizer(both(folder(kind))[0], path)
-    ours, reference = both(path)
-    assert ours.hash == both(folder(kind))[0].hash
-    assert reference(text).input_ids == both(folder(kind))[1](text).input_ids
-    assert (reference.bos_token, reference.eos_token) == ("<s>", "</s>")
 
 
 @pytest.mark.parametrize("kind", OURS)
@@ -480,6 +450,8 @@ def test_exports_of_every_family_keep_the_ids(folder, tmp_path, family, flags, k
     write_hf(tmp_path, cfg, lambda _: None, torch.float32, tokenizer, remote_code=family == "superblock")
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == family and same_ids(tmp_path, tokenizer)
+    if isinstance(tokenizer, HFTokenizer):
+        assert (tmp_path / "tokenizer.json").read_bytes() == tokenizer.content
     assert config["bos_token_id"] == [*tokenizer.prefix, tokenizer.eot][0]
 
 

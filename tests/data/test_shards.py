@@ -235,31 +235,21 @@ def test_megatron_pairs(tmp_path, monkeypatch, code, letter):
 
 INDEX = index_bytes([3, 1, 2], [0, 2, 3])
 BAD_INDEX = {
-    "empty": (b"", "x_train_y.idx is not an index of Megatron"),
     "other magic": (b"X" + INDEX[1:], "x_train_y.idx is not an index of Megatron"),
     "cut in the header": (INDEX[:20], "x_train_y.idx is truncated: 20 bytes, less than"),
-    "cut in the sizes": (INDEX[:40], "x_train_y.idx is truncated: 40 bytes, but its header gives 94"),
     "cut in the bounds": (INDEX[:-1], "x_train_y.idx is truncated: 93 bytes"),
-    "too long": (INDEX + b"\0", "x_train_y.idx is too long: 95 bytes"),
     "version": (index_bytes([3, 1, 2], [0, 3], version=2), "is an index of version 2, not 1"),
     "floats": (index_bytes([3, 1, 2], [0, 3], code=7), "has the token type 7, which is none of 1, 2, 3, 4"),
-    "count that overflows": (INDEX[:18] + b"\xff" * 8 + INDEX[26:], "x_train_y.idx is truncated"),
     "other width": (index_bytes([3, 1, 2], [0, 3], code=4, width=4), "x_train_y.bin is truncated: 12 bytes, but its"),
-    "fewer tokens": (index_bytes([3, 1, 1], [0, 3]), "x_train_y.bin is too long: 12 bytes, but its .idx gives 10"),
     "negative size": (index_bytes([4, -1, 3], [0, 3]), "sizes and pointers of sequences that do not follow"),
-    "other pointers": (index_bytes([3, 1, 2], [0, 3], width=3), "sizes and pointers of sequences that do not follow"),
-    "no sequences": (index_bytes([], [0]), "sizes and pointers of sequences that do not follow"),
     "no bounds": (index_bytes([3, 1, 2], []), "document bounds that do not increase from 0 to its 3 sequences"),
-    "bounds from 1": (index_bytes([3, 1, 2], [1, 3]), "document bounds that do not increase from 0 to its 3"),
-    "bounds to 2": (index_bytes([3, 1, 2], [0, 2]), "document bounds that do not increase from 0 to its 3"),
     "bounds that fall": (index_bytes([3, 1, 2], [0, 2, 1, 3]), "document bounds that do not increase from 0 to its"),
 }
 
 
-@pytest.mark.parametrize("at_once", [2, files.INDEX_BLOCK])
 @pytest.mark.parametrize("content, fact", BAD_INDEX.values(), ids=BAD_INDEX)
-def test_damaged_index_is_one_line(tmp_path, monkeypatch, content, fact, at_once):
-    monkeypatch.setattr(files, "INDEX_BLOCK", at_once)
+def test_damaged_index_is_one_line(tmp_path, monkeypatch, content, fact):
+    monkeypatch.setattr(files, "INDEX_BLOCK", 2)
     (tmp_path / "x_train_y.bin").write_bytes(bytes(12))
     (tmp_path / "x_train_y.idx").write_bytes(content)
     assert fact in error(open_data(tmp_path, vocab_size=9).split, "train")
@@ -410,11 +400,9 @@ DAMAGE = {
     "cut in the magic": (GOOD[:3], "is not a shard"),
     "cut in the header": (GOOD[:500], "is truncated: 500 bytes"),
     "cut in the tokens": (GOOD[:-2], "is truncated: 1422 bytes, but its header gives 200 tokens, 1424 bytes"),
-    "cut in a token": (GOOD[:-1], "is truncated"),
     "too long": (GOOD + b"\0", "is too long"),
     "count too large": (shard_bytes(range(200), count=201), "is truncated"),
     "count too small": (shard_bytes(range(200), count=199), "is too long"),
-    "count negative": (shard_bytes(range(200), count=-1), "is too long"),
     "no tokens": (shard_bytes([]), "holds no tokens"),
     "other magic": (
         shard_bytes(range(200), magic=20240521),
@@ -482,15 +470,6 @@ def test_any_damage_is_one_line_or_does_no_harm(tmp_path_factory, data):
         assert damage == "flip" and tokens == list(range(200))
 
 
-@pytest.mark.parametrize("name", ["cut in the header", "cut in the tokens", "too long", "other version"])
-def test_a_damaged_shard_is_no_raw_file(tmp_path, name):
-    content, fact = DAMAGE[name]
-    (tmp_path / "train.bin").write_bytes(content)
-    assert fact in error(open_data(tmp_path, vocab_size=60_000).split, "train")
-    (tmp_path / "train.bin").write_bytes(GOOD)
-    assert read_all(open_data(tmp_path, vocab_size=60_000).split("train")) == list(range(200))
-
-
 def test_file_that_cannot_be_read(tmp_path):
     folder = prepare(tmp_path)
     path = folder / "train_000000.bin"
@@ -498,12 +477,6 @@ def test_file_that_cannot_be_read(tmp_path):
     assert "train_000000.bin cannot be read (No such file or directory); " in error(open_data(folder).split, "train")
     path.mkdir()
     assert "cannot be read (Is a directory)" in error(open_data(folder).split, "train")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_file_without_permission(tmp_path):
-    prepare(tmp_path).joinpath("train_000000.bin").chmod(0)
-    assert "cannot be read (Permission denied)" in error(open_data(tmp_path).split, "train")
 
 
 def test_token_ids_outside_the_vocabulary(tmp_path):
@@ -559,36 +532,6 @@ def test_verify_needs_checksums(tmp_path):
     (tmp_path / "train.bin").write_bytes(b"ab")
     message = error(open_data(tmp_path, vocab_size=65_536, verify=True).split, "train")
     assert "train.bin cannot be verified" in message and message.endswith("pass --verify_data=False")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        pytest.param("[" * 100_000, id="deep"),
-        "[]",
-        "3",
-        "{}",
-        '{"vocab_size": "65"}',
-        '{"vocab_size": 0}',
-        '{"vocab_size": 5, "eot": 5}',
-        '{"vocab_size": 5, "splits": {"train": 1}}',
-    ]
-    + [
-        '{"vocab_size": 5, "splits": {"train": {"shards": [{"name": "a"}]}}}',
-        '{"vocab_size": 5, "tokenizer": {"kind": "x"}}',
-    ]
-    + [
-        '{"vocab_size": 5, "tokenizer": {"kind": "byte"}}',
-        '{"vocab_size": 257, "tokenizer_hash": "0", "tokenizer": {"kind": "byte"}}',
-        "\udcff",
-    ],
-)
-def test_damaged_meta_is_one_line(tmp_path, text):
-    (tmp_path / "train.bin").write_bytes(b"\1\0")
-    (tmp_path / "meta.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    error(open_data, tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------------- open_data
