@@ -487,13 +487,6 @@ FAULTS = [
         "tests/training/test_metrics.py::test_peak_memory_grows_with_what_is_held",
     ),
     (
-        "tools/compare/table.py",
-        'figure(row["relative_speed"], 3, "median")',
-        'figure(row["relative_speed"], 3)',
-        "tools.compare shows the mean of the relative speeds and calls it their median.",
-        "tests/tools/test_compare.py::test_seeds_are_interleaved_and_the_table_is_right",
-    ),
-    (
         "engine/checkpoint/weights.py",
         'OF_THE_DATA = ("dataset", "seed", ',
         'OF_THE_DATA = ("dataset", ',
@@ -690,34 +683,6 @@ FAULTS = [
         "times",
         "tools.compare counts the first steps, which compile and warm up, towards the speed of a run.",
         "tests/tools/test_compare.py::test_the_time_of_a_step_is_the_median_after_the_warm_up",
-    ),
-    (
-        "tools/compare/run.py",
-        "evaluation = evaluated * flops_per_token / 3  # a forward only",
-        "evaluation = evaluated * flops_per_token",
-        "tools.compare counts a backward for each token of an evaluation, so the time left is too long.",
-        "tests/tools/test_compare.py::test_costs_by_hand",
-    ),
-    (
-        "tools/compare/trainings.py",
-        "(self.step - (self.first or 0)) / self.run",
-        "self.step / self.run",
-        "tools.compare counts steps from before a resume towards its own speed, so the time left is too short.",
-        "tests/tools/test_compare.py::test_the_time_left_by_hand",
-    ),
-    (
-        "tools/compare/table.py",
-        "costs.steps * times[run.number - 1] / (first.steps * times[0])",
-        "costs.steps * times[0] / (first.steps * times[run.number - 1])",
-        "The note on --match divides the times of a step the wrong way round.",
-        "tests/tools/test_compare.py::test_costs_relative_to_the_first_run_by_hand",
-    ),
-    (
-        "tools/compare/table.py",
-        "costs.flops / first.flops",
-        "costs.flops_per_token / first.flops_per_token",
-        "The note on --match compares the FLOPs of a token, and leaves the number of tokens out.",
-        "tests/tools/test_compare.py::test_costs_relative_to_the_first_run_by_hand",
     ),
     (
         "model.py",

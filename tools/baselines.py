@@ -16,7 +16,7 @@ from typing import Literal
 from configurator import parse
 from data.errors import command, require, user_errors
 from tools.compare import trainings
-from tools.compare.table import aligned, cells, row_notes
+from tools.compare.table import aligned, cells, error_notes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "baselines.md"
 TABLES = {  # --table -> name of a variant -> arguments of train.py; muon_lr and learning_rate where the search begins
@@ -98,9 +98,8 @@ def search(
         missing = [point for point in near if point not in losses] or [p for p in starts.values() if p not in losses]
         if not missing:
             return losses
-        rows = run_compare(options, f"{name}-{len(losses)}", missing, steps, eval_iters=eval_iters).rows()
-        for point, row in zip(missing, rows, strict=True):
-            losses[point] = row["loss"]["mean"] if row["loss"] else float("inf")
+        runs = run_compare(options, f"{name}-{len(losses)}", missing, steps, eval_iters=eval_iters).runs
+        losses |= zip(missing, (run.first_loss for run in runs), strict=True)
         for variant in best:
             best[variant] = min((point for point in losses if point[0] == variant), key=losses.get)
 
@@ -121,26 +120,25 @@ def run_compare(
     runs = [arguments(options, point, steps) for point in points]
     with user_errors():
         comparison = trainings.compare(trainings.CompareConfig(out=folder, jobs=options.jobs, **more), runs)
-        for row in comparison.rows():
-            causes = [each["error"] for each in row["errors"]] or ([] if row["loss"] else ["it was not made"])
-            bad = [cause for cause in causes if "is not finite" not in cause]
-            require(not bad, f"{folder}, run {row['number']}: {' '.join(bad)}; the same command tries it again")
+        for run in comparison.runs:
+            bad = [cause for cause in run.errors.values() if "is not finite" not in cause]
+            require(not bad, f"{folder}, run {run.number}: {' '.join(bad)}; the same command tries it again")
     return comparison
 
 
-def page(text: str, best: dict[str, Point], rows: list[dict], measured: str) -> str:
+def page(text: str, best: dict[str, Point], runs: list, measured: str) -> str:
     """`text`, that of docs/baselines.md, with new figures between each <!-- name --> and <!-- end -->."""
     lines = [["variant", *GRID, "parameters", "loss", "bits per byte", "difference from standard"]]
-    for (variant, *rates), row in zip(best.values(), rows, strict=True):
-        _, parameters, _, _, _, loss, bits, difference, _ = cells(row)
+    for (variant, *rates), run in zip(best.values(), runs, strict=True):
+        _, parameters, _, _, _, loss, bits, difference, _ = cells(run, runs[0])
         marks = [" !" if rate in (grid[0], grid[-1]) else "" for rate, grid in zip(rates, GRID.values(), strict=True)]
         shown = [f"{rate}{mark}" for rate, mark in zip(rates, marks, strict=True)]
         lines.append([variant, *shown, parameters, loss, bits, difference])
     end = "--eval_interval=0 --eval_iters=0 --seed=1 --out_dir=out/baseline"
-    commands = [f"python train.py {row['run']} {end}{row['number']}" for row in rows]
+    commands = [f"python train.py {run.text} {end}{run.number}" for run in runs]
     parts = {
         "measured": measured,
-        "losses": aligned(lines) + "\n" + "".join(f"* {note}\n" for note in row_notes(rows)),  # which have diverged
+        "losses": aligned(lines) + "\n" + "".join(f"* {note}\n" for note in error_notes(runs)),  # which have diverged
         "commands": "\n".join(["```", *commands, "```"]),
     }
     for name, part in parts.items():
@@ -161,7 +159,7 @@ def main(argv: list[str] | None = None):
     target = PAGE
     if options != BaselinesConfig():
         target = Path(options.out).expanduser() / PAGE.name
-    target.write_text(page(PAGE.read_text(), best, final.rows(), final.stored["measured"]))
+    target.write_text(page(PAGE.read_text(), best, final.runs, final.stored["measured"]))
     print(f"The page is {target}.")
 
 

@@ -11,8 +11,8 @@ from helpers import refused
 
 from configurator import Config, parse
 from tools import baselines
-from tools.compare import table as compare_table
 from tools.compare import trainings
+from tools.compare.run import Costs, Run
 
 BLOCKS = baselines.TABLES["blocks"]
 
@@ -38,25 +38,23 @@ def formula(monkeypatch, tmp_path):
     def compare(options: trainings.CompareConfig, runs: list[str]) -> SimpleNamespace:
         out = options.out
         calls.append((out, runs))
-        rows = []
-        for number, run in enumerate(runs, 1):
-            flags = dict(arg[2:].split("=") for arg in run.split() if arg.startswith("--"))
-            variant = max(
-                (v for v, text in known.items() if run.startswith(text)),
-                key=lambda v: len(known[v]),
-            )
+        found = []
+        for number, text in enumerate(runs, 1):
+            run = object.__new__(Run)
+            flags = dict(arg[2:].split("=") for arg in text.split() if arg.startswith("--"))
+            variant = max((v for v in known if text.startswith(known[v])), key=lambda v: len(known[v]))
             rates = float(flags["muon_lr"]), float(flags["learning_rate"])
-            found = loss(variant, *rates, full=flags["max_iters"] == "450")
-            spread = compare_table.spread([found]) if found < float("inf") else None
-            difference = compare_table.interval([found - 1, found - 1.5]) if spread and "_t5" not in run else None
-            errors = [] if spread else [dict(setting="", seed=1, error="the loss is not finite")]
-            rows.append(
-                dict(run=run, number=number, parameters=1000 + number, flops_per_token=1e6, tokens=9, seconds=None,
-                     loss=spread, bits_per_byte=None, difference=difference,
-                     relative_speed=None, errors=errors, best=None, edge="", sweep={}),
-            )  # fmt: skip
+            run.first_loss = loss(variant, *rates, full=flags["max_iters"] == "450")
+            run.number, run.text, run.shown, run.cfg = number, text, text, parse(Config, [])
+            run.cfg.objective = variant if "T5" in variant else "causal"
+            run.costs, run.results, run.errors = Costs(1000 + number, 1e6, 1, 9), {}, {1: "the loss is not finite"}
+            if run.first_loss < float("inf"):
+                figures = {"bits_per_byte": None, "seconds": 1.0, "tokens_per_s": 1.0}
+                losses = {1: run.first_loss, 2: run.first_loss + number / 100}
+                run.results, run.errors = {seed: figures | {"loss": x} for seed, x in losses.items()}, {}
+            found.append(run)
         (tmp_path / out.removeprefix(f"{tmp_path}/")).mkdir(parents=True, exist_ok=True)
-        return SimpleNamespace(rows=lambda: rows, stored={"measured": "Measured somewhere."})
+        return SimpleNamespace(runs=found, stored={"measured": "Measured somewhere."})
 
     monkeypatch.setattr(trainings, "compare", compare)
     return calls, loss
@@ -95,8 +93,9 @@ def test_the_page(formula, tmp_path, capsys):
     assert prose[0] == prose[1] and len(prose[0]) == 4 and text.count("<!-- ") == 6
     row = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
            for line in text.split("## The commands")[0].splitlines() if line.startswith("| ")}  # fmt: skip
-    assert row["standard"][:4] == ["0.005", "0.006", "1,001", "1.0000"] and row["standard"][5] == "-"
-    assert row["parallel"][:2] == ["0.08 !", "0.0015 !"] and row["parallel"][5].startswith("-0.2500 ± ")
+    assert row["standard"] == ["0.005", "0.006", "1,001", "1.0050 (1.0000 to 1.0100)", "-", "-"]
+    half = 12.706 * 0.01 / 2  # two differences, 0 and 0.01: the quantile times their deviation over sqrt(2)
+    assert row["parallel"][:2] == ["0.08 !", "0.0015 !"] and row["parallel"][5] == f"+0.0050 ± {half:.4f} (n = 2)"
     assert row["seq2seq (T5-like)"][5] == "-" and list(row)[0] == "variant" and "Measured somewhere." in text
     written = text.partition("<!-- commands -->")[2].partition("<!-- end -->")[0]
     commands = [line for line in written.splitlines() if line.startswith("python train.py ")]
@@ -111,22 +110,20 @@ def test_the_page(formula, tmp_path, capsys):
     assert calls == before * 2 and (tmp_path / "baselines.md").read_text() == text
 
 
-@pytest.mark.parametrize("errors, said", [(["run out of memory"], "run out of memory"), ([], "it was not made")])
-def test_a_training_that_does_not_end_ends_the_search(errors, said, formula, monkeypatch, tmp_path, capsys):
+def test_a_training_that_does_not_end_ends_the_search(formula, monkeypatch, tmp_path, capsys):
     """Its loss is unknown, so the search cannot go on."""
     fine = trainings.compare
 
     def compare(options: trainings.CompareConfig, runs: list[str]) -> SimpleNamespace:
         comparison = fine(options, runs)
         if "--max_iters=450" in runs[0]:
-            found = [dict(setting="", seed=1, error=text) for text in errors]
-            comparison.rows()[1].update(loss=None, errors=found)
+            comparison.runs[1].errors = {1: "run out of memory"}
         return comparison
 
     monkeypatch.setattr(trainings, "compare", compare)
     error = refused(baselines.main, [f"--out={tmp_path}"], capsys)
     assert not (tmp_path / "final").exists()
-    assert said in error and "run 2" in error and "the same command tries it again" in error
+    assert "run 2: run out of memory; the same command tries it again" in error
 
 
 @pytest.mark.parametrize(
