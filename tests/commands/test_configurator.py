@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import configurator
-from configurator import Config, Given, documented, dump, parse, parse_positional, read_flags, resolve, usage
+from configurator import Config, Given, dump, parse, parse_positional, read_flags, resolve
 from data.errors import user_errors
-from model import PLACEMENT, Model
+from model import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 HINTS = get_type_hints(Config)
@@ -37,7 +37,11 @@ class Sampling:
     temperature: float = 0.8  # 0 = greedy
     top_k: int | Literal["all"] = 200  # candidates
     fast: bool | Literal["auto"] = "auto"  # quick or not
-    kind: Literal["one", "two"] = "one"  # a choice
+    kind: Literal[
+        "one",  # the first,
+        "two",  # and the second
+    ] = "one"
+    bare: int = 2
 
 
 def write(path: Path, text: str) -> str:
@@ -298,45 +302,33 @@ COMMAND_LINE_MISTAKES = [
     (["--learning-rate=3"], ["--learning-rate=3 (command line)", "nearest is learning_rate"]),
     (["--zzzzqqq=3"], ["--zzzzqqq=3", "--help"]),
     (["--batch_size=64.5"], ["--batch_size=64.5 (command line)", "expected int", "--batch_size=12"]),
-    (["--batch_size=many"], ["--batch_size=many (command line)", "expected int"]),
-    (["--batch_size="], ["--batch_size= (command line)", "expected int"]),
-    (["--batch_size=True"], ["--batch_size=True", "expected int"]),
     (["--batch_size=1e30"], ["--batch_size=1e+30", "expected int"]),
     (["--batch_size=0"], ["batch_size=0 (command line)", "at least 1"]),
     (["--batch_size", "32"], ["--batch_size (command line)", "--batch_size=32"]),
-    (["--batch_size"], ["--batch_size (command line)", "--name=value", "--batch_size=int"]),
     (["--compile"], ["--compile (command line)", "--compile=True"]),
-    (["--compile", "config/x.py"], ["--compile (command line)", "--compile=True"]),
     (["--compile", "False"], ["--compile (command line)", "--compile=False"]),
     (["--eval_only=1"], ["--eval_only=1 (command line)", "expected True or False", "--eval_only=False"]),
     (["--compile=Tru"], ["--compile=Tru (command line)", "True or False or auto", "--compile=True"]),
     (["batch_size=32"], ["batch_size=32", "--batch_size=32"]),
-    (["-batch_size=32"], ["-batch_size=32", "--batch_size=32"]),
     (["--learning_rate=nan"], ["--learning_rate=nan (command line)", "expected float", "--learning_rate=0.0006"]),
     (["--learning_rate=1e999"], ["--learning_rate=inf (command line)", "expected float"]),
-    (["--learning_rate=-1"], ["learning_rate=-1.0 (command line)", "at least 0"]),
     (["--learning_rate=9007199254740993"], ["--learning_rate=9007199254740993", "expected float"]),
     (["--learning_rate=1/0"], ["--learning_rate=1/0 (command line)", "expected float"]),
     (["--optimizer=muno"], ["--optimizer=muno (command line)", "adamw or muon", "--optimizer=muon"]),
-    (["--optimizer=1"], ["--optimizer=1 (command line)", "adamw or muon", "--optimizer=adamw"]),
     (["--muon_lr=0.1"], ["--muon_lr=0.1 (command line)", "optimizer=muon", "optimizer is adamw", "set optimizer=muon"]),
     (["--cooldown_iters=5"], ["--cooldown_iters=5 (command line)", "schedule=wsd", "schedule is cosine"]),
     (
         ["--schedule=constant", "--min_lr=0.1"],
         ["--min_lr=0.1 (command line)", "schedule is constant (command line)", "change schedule"],
     ),
-    (["--rope_theta=500000"], ["--rope_theta=500000.0 (command line)", "pos=rope", "pos is learned", "set pos=rope"]),
     (["--beta2=1"], ["beta2=1.0 (command line)", "at least 0 and below 1"]),
     (["--pos=alibi", "--objective=masked"], ["pos=alibi (command line)", "objective=masked", "retired", "pos=rope"]),
-    (["--schedule=wsd", "--max_iters=100"], ["warmup_iters=2000", "max_iters=100 (command line)", "lower"]),
-    (["--schedule=wsd", "--lr_decay_iters=100"], ["warmup_iters=2000", "lr_decay_iters=100 (command line)"]),
     (
         ["--schedule=wsd", "--max_iters=100", "--warmup_iters=90"],
         ["warmup_iters=90 (command line)", "cooldown of 20", "max_iters=100 (command line)"],
     ),
     (["--learning_rate=1e-5"], ["min_lr=6e-05", "learning_rate=1e-05 (command line)"]),
     (["--init_from=resum"], ["init_from='resum' (command line)", "resume", "nanogpt:FILE"]),
-    (["--init_from=nanogpt:"], ["init_from='nanogpt:' (command line)", "nanogpt:FILE"]),
     (["--device=gpu"], ["device='gpu' (command line)", "cuda:N"]),
     (["--out_dir="], ["out_dir='' (command line)", "such as out"]),
     (["--n_embd=100"], ["n_embd=100 (command line)", "n_head=12"]),
@@ -344,16 +336,12 @@ COMMAND_LINE_MISTAKES = [
     (["--optimizer=a\nb"], ["'a\\nb' (command line)", "adamw or muon"]),
     (["--batch_size=1_0_"], ["--batch_size=1_0_", "expected int"]),
     (["--batch_size=\uff11\u0661x"], ["--batch_size=", "expected int"]),
-    (["--batch_size=1j"], ["--batch_size=1j", "expected int"]),
     (["--batch_size==2"], ["--batch_size", "expected int"]),
     (["--batch_size=" + "(" * 500 + "1"], ["--batch_size=(((", "expected int"]),
     (["--seed=2**2**2**2**2**2"], ["--seed=2**2**2", "expected int"]),
     (["--compile=-0"], ["--compile=", "auto"]),
-    (["--="], ["--=", "no such flag"]),
     (["--"], ["--", "no such flag"]),
-    (["---x=1"], ["--x=1", "no such flag"]),
     (["--\uff4e_layer=2"], ["no such flag", "n_layer"]),
-    (["--__class__=1"], ["--__class__=1", "no such flag"]),
     ([""], ["no such config file"]),
     (["--batch_size=" + "9" * 50 + "x"], ["--batch_size=999", "expected int"]),
 ]
@@ -371,42 +359,30 @@ def test_mistakes_on_the_command_line(argv, fragments):
 FILE_MISTAKES = [
     ("import time", ":1: import time", "name = value"),
     ("\n\nseed = time.time()", ":3: time.time()", "literal or arithmetic"),
-    ("seed = int('3')", ":1: int('3')", "literal or arithmetic"),
     ("if True:\n    seed = 3", ":1: if True:", "name = value"),
     ("seed: int = 3", ":1: seed: int = 3", "name = value"),
     ("seed = log_interval = 3", ":1: seed = log_interval = 3", "name = value"),
-    ("seed += 1", ":1: seed += 1", "name = value"),
     ("seed = [1][0]", ":1: [1][0]", "literal or arithmetic"),
-    ("seed = None", ":1: None", "literal or arithmetic"),
     ("out_dir = f'{1}'", ":1: f'{1}'", "literal or arithmetic"),
-    ("out_dir = b'x'", ":1: b'x'", "literal or arithmetic"),
     ("out_dir = 'a' * 9", ":1: 'a' * 9", "literal or arithmetic"),
     ("out_dir = '%99999999d' % 1", ":1: '%99999999d' % 1", "literal or arithmetic"),
-    ("seed = ~1", ":1: ~1", "literal or arithmetic"),
     ("lr_decay_iters = max_iters", ":1: max_iters is not set earlier in this file", "literal or arithmetic"),
     ("seed = 9**9**9", ":1: ", "too large"),
     ("_a = 2**2000\nseed = _a * _a * _a", ":2: ", "too large"),
     ("seed = 1 // 0", ":1: ", "division"),
     ("learning_rate = 1e200 ** 9", ":1: Numerical", "out of range"),
     ("learning_rate = (-8) ** 0.5", ":1)", "expected float"),
-    ("seed = 1 % 0", ":1: ", "modulo by zero; write a value"),
     ("seed = 0**-1", ":1: ", "; write a value"),
-    ("seed = 2.0**5000", ":1: ", "; write a value"),
     ("seed = 10**1000 * 1.5", ":1: ", "; write a value"),
     ("a = b\nb = a", ":1: b is not set earlier", "literal or arithmetic"),
     ("n_l\u0430yer = 2", "no such flag", "the nearest is n_layer"),
     ("n_layer = True", "n_layer = True", "expected int"),
-    ("seed =", ":1: ", "name = value"),
     ("seed = '\n", ":1: ", "name = value"),
     ("# x\n\nseed = (3", ":3: ", "name = value"),
     ("seed = " + "(" * 500 + "1" + ")" * 500, ":1: ", ""),
-    ("seed = " + "-" * 5000 + "1", ":1: ", ""),
     ("seed = 1" + "+1" * 20000, ":1: ", ""),
     ("bacth_size = 3", "bacth_size = 3 (", "nearest is batch_size"),
     ("# x\nbatch_size = '64'", "batch_size = '64' (", "expected int, such as batch_size = 12"),
-    ("batch_size = 64.5", "batch_size = 64.5 (", "expected int"),
-    ("out_dir = 5", "out_dir = 5 (", "expected str, such as out_dir = 'out'"),
-    ("compile = 'True'", "compile = 'True' (", "such as compile = True"),
     ("optimizer = 'muno'", "optimizer = 'muno' (", "such as optimizer = 'muon'"),
     ("# x\n\nrope_theta = 5e5", "rope_theta = 500000.0 (", "remove it or set pos=rope"),
     ("# x\n\nbatch_size = -5 * 2", "batch_size=-10 (", "at least 1"),
@@ -491,15 +467,6 @@ def test_a_flag_that_is_used_is_accepted(flag, flags):
         logits = model(idx, source=idx if model.encoder else None)
         seen.append((model.n_params(), [round(x, 6) for x in logits.flatten().tolist()]))
     assert seen[0] != seen[1]
-
-
-def test_help_has_each_name_beside_its_formula():
-    text = " ".join(usage(Config, "").split())
-    sums = {"pre": "x+f(n(x))", "post": "n(x+f(x))", "after": "x+n(f(x))", "sandwich": "x+n(f(n(x)))", "none": "x+f(x)"}
-    assert sums.keys() == PLACEMENT.keys()
-    norms = {"rmsnorm": "x / sqrt(mean square + eps)", "rmsnorm_eps_outside": "x / (rms + eps)"}
-    for name, formula in (sums | norms).items():
-        assert f" {name}: {formula}" in text
 
 
 def values_of(name, kind):
@@ -658,48 +625,16 @@ def test_help_reads_comments_of_the_source(capsys):
         "--temperature=0.8 float: 0 = greedy",
         "--top_k=200 int | all: candidates",
         "--fast=auto True | False | auto: quick or not",
-        "--kind=one one | two: a choice",
+        "--kind=one one | two: the first, and the second",
+        "--bare=2 int:",
     ]
 
 
-@pytest.mark.parametrize(
-    "error, line",
-    [
-        (ValueError("batch_size=0\n  must be\tpositive"), "error: batch_size=0 must be positive\n"),
-        (FileNotFoundError("data/x: no such file; run it"), "error: data/x: no such file; run it\n"),
-    ],
-)
-def test_user_errors(capsys, error, line):
+def test_user_errors(capsys):
     with pytest.raises(SystemExit) as stop, user_errors():
-        raise error
-    assert stop.value.code == 2 and capsys.readouterr() == ("", line)
+        raise ValueError("batch_size=0\n  must be\tpositive")
+    assert stop.value.code == 2 and capsys.readouterr() == ("", "error: batch_size=0 must be positive\n")
     for other in (KeyboardInterrupt, RuntimeError, SystemExit):
         with pytest.raises(other) as passed, user_errors():
             raise other("untouched")
         assert passed.value.args == ("untouched",)
-
-
-def test_help_reads_comments_across_lines():
-    """As ruff wraps a flag whose line is full, and a comment that has a second line."""
-
-    @dataclass
-    class Wrapped:
-        # --- first
-        plain: int = 1  # of one line
-        # an aside that belongs to none
-        choice: Literal[
-            "a",  # the first,
-            "b",  # and the second
-        ] = "a"
-        value: float = 1e-3  # in brackets
-        bare: int = 2
-        # --- second
-        last: int = 3  # the end
-
-    assert list(documented(Wrapped)) == [
-        (
-            "first",
-            [("plain", "of one line"), ("choice", "the first, and the second"), ("value", "in brackets"), ("bare", "")],
-        ),
-        ("second", [("last", "the end")]),
-    ]

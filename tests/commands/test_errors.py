@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, TINY, refused
-from ranks import command, exit_codes
-from test_checkpoint import train_on_full_disk
+from ranks import command
 
 import sample
 import train
@@ -35,14 +34,12 @@ def test_ctrl_c_ends_a_command_without_a_traceback():
 SAS, SAS_P = ["--block=simplified"], ["--block=simplified_parallel"]
 SLOTS = ["--block=superblock", "--layer=c.own_slots"]
 TRAIN_FLAGS = [  # flags, and what the line must name
-    (["--block=serial"], ["--block=serial", "standard", "parallel"]),
     (["--min_lr=1"], ["min_lr=1", "learning_rate"]),
     (["--max_iters=10**30"], ["max_iters=1000000000000", "below"]),
     (["--seed=2**64"], ["seed=18446744073709551616", "below"]),
     (["--schedule=wsd", "--warmup_iters=100"], ["warmup_iters=100", "max_iters"]),
     (["--n_head=3"], ["n_embd=16", "n_head=3"]),
     (["--attention=gqa"], ["attention=gqa", "n_kv_head"]),
-    (["--attention=mqa", "--n_kv_head=2"], ["attention=mqa", "n_kv_head=2"]),
     (["--pos=rope", "--rope_scaling=:::"], ["rope_scaling=':::'", "linear:F"]),
     (
         [*SLOTS, "--n_slot=3", "--mlp_ratio=2"],
@@ -50,7 +47,6 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     ),
     (["--block=superblock", "--layer=c,m,p"], ["layer='c,m,p'", "objective=seq2seq", "leave m out"]),
     (["--norm_placement=none", "--norm_eps=0.1"], ["--norm_eps=0.1", "norm_placement is none"]),
-    (["--norm_placement=none", "--norm_bias=True"], ["--norm_bias=True", "norm_placement is none"]),
     (["--objective=seq2seq", "--layer=c,p"], ["--layer=c,p", "block=superblock", "block is standard"]),
     (["--window_pattern=SL"], ["window_pattern", "window"]),
     (["--window=8", "--window_pattern=SX"], ["window_pattern='SX'"]),
@@ -58,7 +54,6 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--dropout=1"], ["dropout=1"]),
     (["--wandb_log=True"], ["wandb_log", "tensorboard"]),
     (["--dtype=float16"], ["dtype=float16", "float32"]),
-    (["--dtype=float8"], ["--dtype=float8", "bfloat16"]),
     (["--backend=nccl"], ["backend=nccl", "gloo"]),
     (["--dataset=pycodee"], ["pycodee", "pycode"]),
     (["--dataset=/no/such/place"], ["/no/such/place"]),
@@ -67,25 +62,20 @@ TRAIN_FLAGS = [  # flags, and what the line must name
     (["--spike_factor=1"], ["spike_factor=1", "must be above 1"]),
     (["--corrupt_ratio=0.3"], ["corrupt_ratio", "objective other than causal"]),
     (["--objective=masked", "--span_length=2"], ["span_length", "objective=seq2seq"]),
-    (["--objective=masked", "--n_encoder_layer=2"], ["n_encoder_layer", "objective=seq2seq"]),
     (["--objective=masked", "--corrupt_ratio=1"], ["corrupt_ratio=1", "below 1"]),
     (["--objective=seq2seq", "--corrupt_ratio=0"], ["corrupt_ratio=0", "above 0"]),
     (["--objective=seq2seq", "--span_length=0.5"], ["span_length=0.5", "at least 1"]),
     (["--objective=seq2seq", "--block_size=1"], ["block_size=1 ", "needs 2"]),
     (["--objective=masked", "--vocab_size=257"], ["vocab_size=257", "257 ids", "258 or more"]),
-    (["--objective=seq2seq", "--vocab_size=258"], ["vocab_size=258", "257 ids", "259 or more"]),
     (["--init_from=gpt3"], ["init_from", "gpt3"]),
     (["--init_from=resume"], ["no directory", "/new", "--out_dir"]),
     (["--init_from=nanogpt:/no/ckpt.pt"], ["/no/ckpt.pt"]),
     (["--simplified_beta_ff=1.7e308", "--block=simplified"], ["simplified_beta_ff=1.7e+308", "below 2147483648"]),
     (["--grad_clip=1e300"], ["grad_clip=1e+300", "below"]),
     (["--attn_softcap=5e-324"], ["attn_softcap=5e-324", "at least 1e-06"]),
-    (["--logit_softcap=1e-300"], ["logit_softcap=1e-300", "at least 1e-06"]),
     (["--out_dir=~nobody_is_called_so/x"], ["out_dir='~nobody_is_called_so/x'", "such as out"]),
     (["--out_dir= "], ["out_dir=' '", "such as out"]),
-    (["--out_dir=\n"], ["out_dir='\\n'", "such as out"]),
     (["--dataset=" + "x" * 5000], ["xxx ... xxx"]),
-    (["--device=cuda:" + "9" * 5000], ["device='cuda:999", " ... "]),
     (["--device=cuda:1000"], ["device='cuda:1000'", "cuda:N"]),
     (["--plan=True", "--vocab_size=300", "--n_layer=4000"], ["n_layer=4000", "at most 1024"]),
     (["--plan=True", "--vocab_size=300", "--block_size=2**31-1"], ["block_size=2147483647", "at most"]),
@@ -211,16 +201,6 @@ def test_ids_that_were_changed_after_the_preparation(split, tiny_data, tmp_path,
         shard.write_bytes(shard.read_bytes()[:1024] + b"\xff\x7f" * ((shard.stat().st_size - 1024) // 2))
     flags = [*TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}"]
     assert f"data {split} has token id 32767" in refused(train.main, flags, capsys)
-
-
-def test_a_full_disk(tiny_data, tmp_path):
-    """Where a file may not grow beyond 13 KB, metrics.jsonl is the first to feel it."""
-    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--max_iters=100", "--eval_interval=100"]
-    assert exit_codes(1, train_on_full_disk, tmp_path, flags, 13_000) == [2]
-    lines = [line for line in (tmp_path / "rank 0").read_text().splitlines() if not line.startswith("iter ")]
-    assert len(lines) == 3 and "parameters;" in lines[0] and lines[1].startswith("step 0:"), lines
-    assert lines[2].startswith(f"error: {tmp_path / 'out' / 'metrics.jsonl'}: File too large; ")
-    assert not list((tmp_path / "out").glob("*tmp*"))
 
 
 RESUMES = [
@@ -379,26 +359,15 @@ def test_ctrl_c_during_the_imports(program, tmp_path):
 
 ENVIRONMENTS = [
     ({"RANK": "abc"}, ["RANK='abc'", "whole number from 0"]),
-    ({"RANK": ""}, ["RANK=''", "whole number from 0"]),
-    ({"RANK": "-1"}, ["RANK='-1'", "whole number from 0"]),
     ({"RANK": "5", "WORLD_SIZE": "2"}, ["RANK=5", "below WORLD_SIZE=2"]),
-    ({"RANK": "1"}, ["RANK=1", "below WORLD_SIZE=1"]),
     ({"WORLD_SIZE": "0"}, ["WORLD_SIZE='0'", "whole number from 1"]),
-    ({"WORLD_SIZE": "1e3"}, ["WORLD_SIZE='1e3'"]),
     ({"WORLD_SIZE": "\u0663"}, ["WORLD_SIZE="]),
-    ({"WORLD_SIZE": "9" * 30}, ["WORLD_SIZE='999"]),
-    ({"LOCAL_RANK": "x", "WORLD_SIZE": "1"}, ["LOCAL_RANK='x'"]),
     ({"LOCAL_RANK": "99"}, ["LOCAL_RANK=99", "below LOCAL_WORLD_SIZE=1"]),
     ({"LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE='0'"]),
-    ({"LOCAL_WORLD_SIZE": "x"}, ["LOCAL_WORLD_SIZE='x'"]),
     ({"WORLD_SIZE": "2"}, ["rank 0 cannot join", "(MASTER_ADDR is not set)", "start all of them with torchrun"]),
     (
         {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "abc"},
         ["rank 0 cannot join the 2 ranks at localhost:abc", "start all of them with torchrun"],
-    ),
-    (
-        {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"},
-        ["rank 0 cannot join the 2 ranks at localhost:99999", "start all of them with torchrun"],
     ),
 ]
 
