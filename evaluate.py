@@ -87,14 +87,12 @@ class EvaluateConfig:
 
 
 class Evaluated(NamedTuple):
-    """What is evaluated: its name, batches, the bytes of each token (V,) or why they are not known, and the lengths of
-    the sequences that the decoder and the encoder read."""
+    """What is evaluated: its name, batches, and the bytes of each token (V,) or why they are not known."""
 
     name: str
     batches: Iterable[dict[str, Tensor]]
     byte_lengths: Tensor | None
     why_no_bytes: str
-    lengths: tuple[int, int]
     pairs: TokenStream | None = None
 
 
@@ -108,7 +106,7 @@ def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights, te
     require(ids.max() < own, f"file={cfg.file} has token id {ids.max()}, and the model has {own}; see to its tokenizer")
     batches = text_batches(ids, flags.block_size, cfg.batch_size, ranks.data_rank, ranks.data_size, ranks.device)
     byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(ranks.device)
-    return Evaluated(cfg.file, batches, byte_lengths, "", (min(flags.block_size, len(ids) - 1), 0))
+    return Evaluated(cfg.file, batches, byte_lengths, "")
 
 
 def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) -> Evaluated:
@@ -124,7 +122,7 @@ def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) ->
     fact = f"answers={cfg.answers} needs pairs, and dataset={flags.dataset} is trained on as text"
     require(flags.pairs or not cfg.answers, f"{fact}; leave answers out, or prepare pairs (docs/data.md)")
     pairs = stream if cfg.answers else None
-    return Evaluated(stream.name, batches, *byte_lengths(flags, data, ranks), objective.lengths, pairs)
+    return Evaluated(stream.name, batches, *byte_lengths(flags, data, ranks), pairs)
 
 
 def evaluate_text(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], text: str, found: Weights) -> dict:
@@ -134,7 +132,7 @@ def evaluate_text(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], te
     require(cfg.block_size <= limit, f"block_size={cfg.block_size} is more than the model's {limit}; lower it")
     shorter = replace(flags, block_size=cfg.block_size or limit)
     part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)
-    memory.check_evaluation(cfg, flags, ranks, part.lengths)
+    memory.check_evaluation(cfg, flags, ranks)
     sharded = found.load(flags, ranks)
     nats, tokens, n_bytes = total_loss(ranks, sharded, part.byte_lengths, part.batches)
     loss = nats / tokens

@@ -43,7 +43,7 @@ from engine import compilation, fp8, optim
 from engine.checkpoint import run as run_state
 from engine.checkpoint.folder import check_out_dir, locked, replace_flags
 from engine.checkpoint.saver import Checkpoints
-from engine.device import make_deterministic, peak_flops, precision, refuse_nondeterminism
+from engine.device import make_deterministic, peak_flops, precision, refuse_nondeterminism, resolve_device
 from engine.evaluation import byte_lengths, mean_loss, text_sample
 from engine.metrics import Metrics, Silent, check_logger, evaluation_line, routing_line
 from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
@@ -107,19 +107,20 @@ def train(run: "Run"):
 
 
 def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting.Work]:
-    """Join the other ranks, check that the run fits this machine, and count its work; returns (ranks, work). `lengths`
+    """Check that the run fits this machine, join the other ranks, and count its work; returns (ranks, work). `lengths`
     are those of the objective's sequences, (T, S).
 
     Settles the flags dtype, fp32_residual and compile: their auto becomes this machine's choice, which a resume keeps.
     """
     check_flags(cfg)
     make_deterministic(cfg.deterministic)
+    place = environment()
+    memory.check_training(cfg, resolve_device(cfg.device, place.local_rank), place.size)
     ranks = join(cfg)
     cfg.dtype = str(ranks.dtype)[6:]  # without "torch."
     cfg.fp32_residual = wide_stream(cfg.fp32_residual, ranks.device, ranks.dtype)
     if cfg.fp8:
         fp8.check(cfg, lengths, ranks.device)
-    memory.check_training(cfg, ranks, lengths)
     run_state.check_same_start(cfg, ranks)
     with torch.device("meta"):
         model = Model(cfg)

@@ -13,7 +13,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -182,6 +182,30 @@ def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
         if words.issuperset(card.lower().split()) and not words & OTHER_CARD:
             return tf32 if dtype == torch.float32 else half
     return None
+
+
+def machine_memory() -> int:
+    """Bytes that all processes of this machine can have: its memory or a cgroup's lower limit, plus swap."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    groups, info = "/proc/self/cgroup", ""
+    if os.path.exists(groups):  # on Linux
+        info = Path("/proc/meminfo").read_text()
+        for _, kind, path in (line.split(":", 2) for line in Path(groups).read_text().splitlines()):
+            folder = Path("/sys/fs/cgroup", kind, path.lstrip("/"))
+            file = {"": "memory.max", "memory": "memory.limit_in_bytes"}.get(kind, "")  # versions 2 and 1
+            for each in (folder, *folder.parents):
+                with suppress(OSError, ValueError):  # the file does not exist, or says max
+                    sizes.append(int((each / file).read_text()))
+    swap = sum(1024 * int(line.split()[1]) for line in info.splitlines() if "SwapTotal" in line)
+    return min(sizes) + swap
+
+
+def process_memory(ranks: int) -> int:
+    """Bytes that a process can have: an equal share for each of the ranks on this machine, or its ulimit if that is
+    lower."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    share = machine_memory() // ranks
+    return share if soft == resource.RLIM_INFINITY else min(share, soft)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

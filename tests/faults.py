@@ -294,7 +294,7 @@ FAULTS = [
         "tests/training/test_metrics.py::test_resume_leaves_what_the_uninterrupted_run_leaves",
     ),
     (
-        "engine/plan/costs.py",
+        "engine/plan/estimate.py",
         "sequence = blocks * RECOMPUTE[cfg.activation_checkpoint] + self.head_flops * stage.last",
         "sequence = (blocks + self.head_flops * stage.last) * RECOMPUTE[cfg.activation_checkpoint]",
         "The plan counts the head as recomputed together with the blocks.",
@@ -306,13 +306,6 @@ FAULTS = [
         "(compute + rest) * (cfg.pp - 1) / (rank.micro_steps + cfg.pp - 1)",
         "The pipeline's bubble is planned as a share of the whole step but taken of its busy part, so it is too short.",
         "tests/plan/test_plan.py::test_a_pipeline_waits",
-    ),
-    (
-        "engine/plan/memory.py",
-        "cut = ranks.size // cfg.dp_replicate if fsdp else cfg.tp * cfg.pp",
-        "cut = ranks.size if fsdp else cfg.tp * cfg.pp",
-        "The least memory of a run under HSDP is estimated as if the copies shared one set of shards.",
-        "tests/plan/test_memory.py::test_copies_of_the_shards_do_not_share_them",
     ),
     (
         "engine/interchange/huggingface.py",
@@ -727,7 +720,7 @@ FAULTS = [
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp]",
     ),
     (
-        "engine/plan/costs.py",
+        "engine/plan/estimate.py",
         "readers = tuple((m.reader, m.window)",
         "readers = tuple((m.window,)",
         "The plan takes the cost of a layer for that of another one of equal shapes, which reads otherwise.",
@@ -846,7 +839,7 @@ FAULTS = [
         "tests/training/test_fp8.py::test_numbers_are_rounded_as_the_format_says",
     ),
     (
-        "engine/plan/costs.py",
+        "engine/plan/estimate.py",
         "self.head_flops - self.fp8_flops / 2)",
         "self.head_flops - self.fp8_flops)",
         "A plan counts products in float8 as free.",

@@ -57,6 +57,20 @@ def layers(n_layer: int, rank: int, n_ranks: int, chunks: int = 1) -> list[range
     return [range(ends[i], ends[i + 1]) for i in range(rank, n, n_ranks)]
 
 
+def elsewhere(cfg, rank: int, n_ranks: int, chunks: int = 1) -> list[str]:
+    """The parts of the model that a rank's stages do not have, such as blocks.3. Both ends have a tied embedding."""
+    own = layers(cfg.n_layer, rank, n_ranks, chunks)
+    paths = [f"blocks.{layer}" for layer in range(cfg.n_layer) if not any(layer in stage for stage in own)]
+    first, last = rank == 0, rank == n_ranks - 1
+    if not first:
+        paths += ["pos", "first_norm"]
+    if not last:
+        paths += ["norm", "head"]
+    if not first and not (last and cfg.tie_weights):
+        paths += ["wte"]
+    return paths
+
+
 def passes(rank: int, n_ranks: int, chunks: int, n_micro: int) -> Iterator[tuple[int, bool]]:
     """The passes of a rank in a step in the schedules' order: (number of the stage among its own, whether forward)."""
     n = chunks * n_micro
@@ -80,18 +94,16 @@ def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[s
             x = block(x, inputs)
     names = ", ".join(inputs.shared)
     require(not names, f"pp={n_ranks} hands on only the stream, and a layer hands {names} to later layers; set pp=1")
-    n_layer, first, last, tied = model.cfg.n_layer, rank == 0, rank == n_ranks - 1, model.cfg.tie_weights
-    for layer in set(range(n_layer)).difference(*layers(n_layer, rank, n_ranks, chunks)):
-        delattr(model.blocks, str(layer))  # del model.blocks[layer] would renumber the other blocks
-    if not first:
-        model.pos, model.first_norm = nn.Identity(), nn.Identity()
-    if not last:
-        model.norm, model.head = nn.Identity(), nn.Identity()
-    if not first and not (last and tied):
-        model.wte = nn.Identity()
-    if not (last and tied):
-        model.tie = lambda: None
-    return {"wte.weight"} if last and tied else set()
+    for path in elsewhere(model.cfg, rank, n_ranks, chunks):
+        part, _, layer = path.partition(".")
+        if layer:
+            delattr(model.blocks, layer)  # del model.blocks[int(layer)] would renumber the other blocks
+        else:
+            setattr(model, part, nn.Identity())
+    if model.cfg.tie_weights and rank == n_ranks - 1:
+        return {"wte.weight"}
+    model.tie = lambda: None
+    return set()
 
 
 class Chunk(nn.Module):

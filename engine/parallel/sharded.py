@@ -60,8 +60,24 @@ def load_biases(model: nn.Module) -> set[nn.Parameter]:
     return {m.bias for m in model.modules() if isinstance(m, LoadBalance)}
 
 
-def shard(model: Model, blocks: list[nn.Module], cfg, ranks: Ranks):
-    """Apply FSDP2 (arXiv:2304.11277) to each block, to the ends of the model if they are not tied, and to the rest.
+def fsdp_units(model: Model) -> dict[str, list[nn.Module]]:
+    """What FSDP gathers at once: each block, the ends of the model if they are not tied, and the rest, which is last.
+    A stage of a pipeline may lack ends."""
+    stacks = {"": model} | ({"encoder.": model.encoder} if model.encoder else {})
+    units = {
+        f"{path}blocks.{layer}": [block]
+        for path, stack in stacks.items()
+        for layer, block in stack.blocks.named_children()
+    }
+    if not model.cfg.tie_weights and isinstance(model.wte, nn.Embedding):
+        units["wte"] = [model.wte]
+    if not model.cfg.tie_weights and isinstance(model.head, nn.Linear):
+        units["head"] = [model.norm, model.head]
+    return units | {"root": [model]}
+
+
+def shard(model: Model, cfg, ranks: Ranks):
+    """Apply FSDP2 (arXiv:2304.11277) to each of `fsdp_units`.
 
     In 16 bits, blocks and ends are gathered in the matmuls' dtype, and the rest in float32. Gains are not sharded
     (`kept_whole`): in bfloat16 they would move in steps of 2^-8. Experts that ranks divide are sharded over those with
@@ -83,22 +99,25 @@ def shard(model: Model, blocks: list[nn.Module], cfg, ranks: Ranks):
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in blocks:
-        last = cfg.pp == 1 and block is model.blocks[-1]  # its backward follows at once
-        whole, chosen = () if cfg.fsdp_offload else kept_whole(block), kept if last else options
-        for m in block.modules() if ranks.experts else ():
-            if isinstance(m, Experts):
-                fully_shard([m.up, m.down], mp_policy=policy, **chosen | {"mesh": sharding(ranks.experts)})
-        fully_shard(block, mp_policy=policy, ignored_params={*whole}, **chosen)
-    if not cfg.tie_weights:
-        if isinstance(model.wte, nn.Embedding):
-            with ranks.autocast():
-                stream = stream_dtype(cfg, torch.empty(0, device=ranks.device))
-            fully_shard(model.wte, mp_policy=replace(policy, output_dtype=stream), **kept)
-        if isinstance(model.head, nn.Linear):
+    with ranks.autocast():
+        stream = stream_dtype(cfg, torch.empty(0, device=ranks.device))
+    for unit, modules in fsdp_units(model).items():
+        if unit == "root":
+            fully_shard(modules, **kept)
+        elif unit == "wte":
+            fully_shard(modules, mp_policy=replace(policy, output_dtype=stream), **kept)
+        elif unit == "head":
             model.head.forward, model.loss = model.loss, lambda x, targets: model.head(x, targets)
-            fully_shard([model.norm, model.head], mp_policy=policy, **kept)
-    fully_shard(model, **kept)
+            fully_shard(modules, mp_policy=policy, **kept)
+        else:
+            [block] = modules
+            last = cfg.pp == 1 and block is model.blocks[-1]  # its backward follows at once
+            chosen = kept if last else options
+            whole = [] if cfg.fsdp_offload else kept_whole(block)
+            for m in block.modules() if ranks.experts else ():
+                if isinstance(m, Experts):
+                    fully_shard([m.up, m.down], mp_policy=policy, **chosen | {"mesh": sharding(ranks.experts)})
+            fully_shard(modules, mp_policy=policy, ignored_params={*whole}, **chosen)
 
 
 class ShardedModel:
@@ -139,7 +158,7 @@ class ShardedModel:
         if ranks.compile and not inside:
             compilation.compile_model(model, blocks)
         if self.fsdp:
-            shard(model, blocks, cfg, ranks)
+            shard(model, cfg, ranks)
         model.to_empty(device=self.home)
         model.tie()
         if cfg.pp > 1:

@@ -1,202 +1,129 @@
 """Refuses, before anything is allocated, a run, a sampling or an evaluation that can never fit into the memory.
 
-    check_training(cfg, ranks, objective.lengths)     # ValueError names the flag to lower
+    check_training(cfg, device, size)           # ValueError names the flag to lower
     check_sampling(cfg, flags, device)
-    check_evaluation(cfg, flags, ranks, objective.lengths)
+    check_evaluation(cfg, flags, ranks)
 
-The estimates are lower bounds of a run's peak memory. They are compared with the total memory, not with the free
-memory, which other programs may increase. So a run that could fit is never refused; --plan=True estimates the memory in
-full. A check takes milliseconds: parameters are counted on a model of at most two layers on the meta device, and the
-rest are closed forms. GiB are 2**30 bytes.
+What is needed at least is compared with the total memory, not with the free memory, which other programs may increase.
+So a run that could fit is never refused; --plan=True prints the whole estimate. GiB are 2**30 bytes.
 """
 
 import copy
-import os
-import resource
+import math
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from data.loader import Loader
-from data.objective import objective_class
-from engine.device import resolve_dtype
-from engine.optim import OPTIMIZER, Muon, hidden_matrices, state_bytes
-from engine.parallel import ranks as parallel
+from engine.device import process_memory, resolve_dtype
+from engine.parallel.ranks import environment
+from engine.plan.estimate import STATES, compiled, estimate_rank
 from model import Model
-from ops import equal_rows, rows_at_once
+from ops import rows_at_once
 
-Need = dict[str, tuple[int, bool]]  # kind -> (bytes, whether they are in host memory even on a GPU)
-OF_PARAMETERS, CHECKPOINT = "parameters", "the checkpoint's weights"
+Need = dict[str, int]  # kind -> bytes
+PARAMETERS, OFFLOADED, CHECKPOINT = "parameters", "parameters on the host", "the checkpoint's weights"
 SIZES = ["batch_size", "block_size", "n_layer", "n_embd", "vocab_size", "mlp_ratio", "n_slot", "n_encoder_layer"]
-SIZES += ["loss_chunk", "gradient_accumulation_steps"]
-USUAL = {"vocab_size": 50304}  # usual values of flags whose default is not a size
-REMEDY = {
-    OF_PARAMETERS: "lower {flag}, or divide them among more ranks with --parallel=fsdp; --plan=True tells how many",
-    CHECKPOINT: "use a machine with more memory",
-}
+MORE_RANKS = "lower {flag}, or divide them among more ranks with --parallel=fsdp; see --plan=True"
+REMEDY = {PARAMETERS: MORE_RANKS, OFFLOADED: MORE_RANKS, CHECKPOINT: "use a machine with more memory"}
+CERTAIN = 0.75  # share of the estimated activations that a run takes at least,
+COMPILED = 0.4  # and a compiled run, which keeps less than the uncompiled blocks that are measured
+SMALL = 2**30  # bytes that every machine has, so that small runs start at once
+UNCOUNTABLE = 2**63  # bytes, of tensors that PyTorch cannot make
 
 
-def machine_memory() -> int:
-    """Bytes that all processes of this machine can have: its memory or a cgroup's lower limit, plus swap."""
-    sizes, groups, info = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")], "/proc/self/cgroup", ""
-    if os.path.exists(groups):  # on Linux
-        info = Path("/proc/meminfo").read_text()
-        for _, kind, path in (line.split(":", 2) for line in Path(groups).read_text().splitlines()):
-            folder = Path("/sys/fs/cgroup", kind, path.lstrip("/"))
-            file = {"": "memory.max", "memory": "memory.limit_in_bytes"}.get(kind, "")  # versions 2 and 1
-            for each in (folder, *folder.parents):
-                with suppress(OSError, ValueError):  # the file does not exist, or says max
-                    sizes.append(int((each / file).read_text()))
-    return min(sizes) + sum(1024 * int(line.split()[1]) for line in info.splitlines() if "SwapTotal" in line)
+def n_params(cfg) -> int:
+    """The model's number of parameters, without their memory."""
+    with suppress(RuntimeError), torch.device("meta"):
+        return Model(cfg).n_params()
+    return UNCOUNTABLE // 4
 
 
-def process_memory() -> int:
-    """Bytes that a process can have: an equal share for each rank on this machine, or its ulimit if that is lower."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    share = machine_memory() // parallel.environment().local_size
-    return share if soft == resource.RLIM_INFINITY else min(share, soft)
+def training_need(cfg, device: torch.device, size: int) -> Need:
+    """The least peak memory of a rank of `size`: in the update, or in the loss before there are gradients."""
+    cfg = copy.copy(cfg)
+    cfg.world_size = size
+    try:
+        parts, on_device, on_host = estimate_rank(cfg, device.type).memory()
+    except RuntimeError:  # a size has more than 63 bits
+        return {PARAMETERS: UNCOUNTABLE}
+    states = sum(parts[kind] for kind in STATES)
+    share = COMPILED if compiled(cfg, device) else CERTAIN
+    activations = share * (on_device + on_host - states) - parts["gradients"]
+    return {OFFLOADED if on_host else PARAMETERS: states, "activations": max(0, int(activations))}
 
 
-def parameters(cfg) -> tuple[int, int]:
-    """(number of all parameters, number of those in the blocks' matrices, which Muon updates)."""
-    if cfg.n_embd >= 2**24:  # W_Q alone takes a PiB, and the number of bytes may exceed 63 bits
-        return cfg.n_layer * cfg.n_embd**2, cfg.n_layer * cfg.n_embd**2
-    small, depth = copy.copy(cfg), {"blocks": cfg.n_layer, "encoder.blocks": cfg.n_encoder_layer or cfg.n_layer}
-    period = len(cfg.layers)
-    small.n_layer, small.n_encoder_layer = (min(1 + period, n) for n in depth.values())
-    with torch.device("meta"):
-        model = Model(small)
-    named, hidden = list(model.named_parameters()), hidden_matrices(model)
-    total = matrices = 0
-    for name, p in named:
-        stack, blocks, rest = name.partition("blocks.")
-        layer = int(rest.partition(".")[0]) if blocks else 0  # from the second on, each counts for those of its string
-        n = p.numel() * (len(range(layer, depth[stack + "blocks"], period)) if layer else 1)
-        total += n
-        matrices += n if p in hidden else 0
-    return total, matrices
+def evaluation_need(flags, batch_size: int, device: torch.device, size: int) -> Need:
+    """The least memory of a rank that evaluates a model with these flags: weights, the stream, and a chunk's logits."""
+    sharded = flags.parallel == "fsdp" and size > 1
+    cut = size // flags.dp_replicate if sharded else flags.tp * flags.pp * flags.ep
+    tokens = batch_size * flags.block_size // flags.cp // flags.pp
+    rows = min(tokens, rows_at_once(flags.loss_chunk, flags.vocab_size, device))
+    numbers = tokens * flags.n_embd + rows * flags.vocab_size
+    activations = resolve_dtype(flags.dtype, device).itemsize * numbers // flags.tp
+    return {PARAMETERS: 4 * n_params(flags) // cut, "activations": activations}
 
 
-def kept_by_readers(cfg) -> tuple[int, int]:
-    """Numbers per token that the readers of all layers of a stack keep: (q, k and hidden units before their
-    non-linearity, the inputs of the last projections)."""
-    hidden = projected = 0
-    for reader, n in ((reader, n) for sums, n in cfg.layers for readers in sums for reader in readers):
-        part = cfg.part(reader)
-        heads = part.n_head * part.head_size
-        if reader.units:  # these maps keep their results alone, which are the inputs of the projection
-            units = part.hidden_dim * (1 if reader.dense else cfg.n_expert_active + cfg.n_expert_shared)
-            hidden += n * (1 + part.gated) * units
-            result = reader.phi == "softmax" or part.mlp in ("relu", "sigmoid")
-            projected += n * units * (not result)
-        elif reader.source == "context":
-            hidden += n * (part.kv_heads * part.head_size + heads * (reader.query == "heads"))
-            projected += n * heads * (reader.out == "matrix")
-    return hidden, projected
-
-
-def training_need(cfg, ranks, lengths: tuple[int, int]) -> Need:
-    """The least peak memory of a rank, as the mean over a pipeline's stages. lengths: (T, S), see check_training.
-
-    A block keeps at least its input, q, k and the hidden units before their non-linearity. Without recomputation and
-    compilation, it also keeps the inputs of its last projections (compile=auto on a CPU counts as without). An
-    evaluation keeps one stream.
-    """
-    (T, S), B, C, V = lengths, cfg.batch_size, cfg.n_embd, cfg.vocab_rows // cfg.tp
-    total, matrices = parameters(cfg)
-    fsdp = cfg.parallel == "fsdp" and ranks.size > 1
-    cut = ranks.size // cfg.dp_replicate if fsdp else cfg.tp * cfg.pp * cfg.ep
-    micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
-    batches = Loader.AHEAD + (1 if cfg.pp == 1 and objective_class(cfg).even else micro_steps)
-    numbers = 0  # that the blocks keep of a sequence
-    for stack, length in zip(cfg.stacks, (T, S), strict=False):
-        hidden, projected = kept_by_readers(stack)
-        width = stack.n_layer * C + hidden * (cfg.activation_checkpoint != "full")
-        eager = cfg.activation_checkpoint == "none" and not ranks.compile
-        numbers += length * (width + projected * eager)
-    rest, muon = OPTIMIZER[cfg.optimizer]
-    states = 8 * total + state_bytes(Muon if muon else rest, matrices) + state_bytes(rest, total - matrices)
-    states += 4 * total * (cfg.ema_decay > 0)
-    late = 4 * total * (micro_steps == 1)  # gradients that do not exist yet at the time of the logits
+def check_training(cfg, device: torch.device, size: int):
+    """ValueError if a rank of this run on `size` ranks needs more memory than it can have."""
     if cfg.eval_only:
-        batches, numbers, states, late = 1, C * T, 4 * total, 0
-    held = ranks.dtype.itemsize * (1 if cfg.eval_only else 2)  # by a compiled loss: the logits, in training a gradient
-    logits = held * V * equal_rows(B * T // cfg.cp, rows_at_once(cfg.loss_chunk, V, ranks.device)) // cfg.pp
-    kept = ranks.dtype.itemsize * B * numbers // (cfg.cp * cfg.tp * cfg.pp) + logits
-    return {
-        OF_PARAMETERS: (states // cut, fsdp and cfg.fsdp_offload),
-        "activations": (max(0, kept - late // cut), False),
-        "token ids": (8 * batches * B * (cfg.block_size + 1), True),
-    }
+        return check_memory(cfg, device, lambda c: evaluation_need(c, c.batch_size, device, size), SIZES)
+    tokens = cfg.batch_size * cfg.block_size
+    if 16 * n_params(cfg) * (1 + tokens) > SMALL:  # four numbers of each token for each parameter are more than enough
+        check_memory(cfg, device, lambda c: training_need(c, device, size), SIZES)
 
 
-def check_training(cfg, ranks: parallel.Ranks, lengths: tuple[int, int]):
-    """ValueError if a rank of this run needs more memory than it can have. lengths: (T of a text, S of a source)."""
-
-    def need(c) -> Need:
-        return training_need(c, ranks, tuple(n * c.block_size // cfg.block_size for n in lengths))
-
-    check_memory(cfg, ranks.device, need, SIZES)
-
-
-def check_sampling(cfg, flags, device: torch.device):
-    """ValueError if sampling with cfg from a model with these flags needs more memory than the process can have."""
-    size, total = resolve_dtype(cfg.dtype, device).itemsize, parameters(flags)[0]
-    heads = [
-        n * flags.part(r).kv_heads for sums, n in flags.layers for each in sums for r in each if r.source == "context"
-    ]
-    cached = 2 * size * sum(heads) * flags.head_size * (flags.objective != "masked")  # per token
-
-    def need(c) -> Need:
-        most = flags.block_size * (2 if c.overflow == "roll" else 1)
-        length = min(most, 1 + c.max_new_tokens)  # the prompt has at least one token
-        rows = c.num_samples
-        keep, logits = rows * length * cached, 4 * rows * flags.vocab_size
-        return {CHECKPOINT: (4 * total, False), "keys and values": (keep, False), "logits": (logits, False)}
-
-    check_memory(cfg, device, need, ["num_samples", "max_new_tokens"])
-
-
-def check_weights(cfg, flags, device: torch.device):
-    """ValueError if the weights of such a model, which cfg.out_dir names, need more memory than there is."""
-    check_memory(cfg, device, lambda _: {CHECKPOINT: (4 * parameters(flags)[0], False)}, [])
-
-
-def check_evaluation(cfg, flags, ranks, lengths: tuple[int, int]):
+def check_evaluation(cfg, flags, ranks):
     """ValueError if evaluating a model with these flags, as evaluate.py's cfg says, needs more memory than there is."""
 
     def need(c) -> Need:
-        changed = copy.copy(flags)
-        changed.batch_size = c.batch_size
-        parts = training_need(changed, ranks, lengths)
-        return {CHECKPOINT: parts.pop(OF_PARAMETERS)} | parts
+        parts = evaluation_need(flags, c.batch_size, ranks.device, ranks.size)
+        return {CHECKPOINT: parts.pop(PARAMETERS)} | parts
 
     check_memory(cfg, ranks.device, need, ["batch_size"])
 
 
+def check_weights(cfg, flags, device: torch.device):
+    """ValueError if the weights of such a model, which cfg.out_dir names, need more memory than there is."""
+    check_memory(cfg, device, lambda _: {CHECKPOINT: 4 * n_params(flags)}, ["out_dir"])
+
+
+def check_sampling(cfg, flags, device: torch.device):
+    """ValueError if sampling with cfg from a model with these flags needs more memory than the process can have."""
+    weights = 4 * n_params(flags)
+    readers = [(reader, n) for sums, n in flags.layers for readers in sums for reader in readers]
+    heads = sum(n * flags.part(reader).kv_heads for reader, n in readers if reader.source == "context")
+    if flags.objective == "masked":
+        heads = 0
+    per_token = 2 * resolve_dtype(cfg.dtype, device).itemsize * heads * flags.head_size
+
+    def need(c) -> Need:
+        most = flags.block_size * (2 if c.overflow == "roll" else 1)
+        length = min(most, 1 + c.max_new_tokens)  # the prompt has at least one token
+        keys = c.num_samples * length * per_token
+        return {CHECKPOINT: weights, "keys and values": keys, "logits": 4 * c.num_samples * flags.vocab_size}
+
+    check_memory(cfg, device, need, ["num_samples", "max_new_tokens"])
+
+
 def check_memory(cfg, device: torch.device, need: Callable[[Any], Need], sizes: list[str]):
     """ValueError if need(cfg) exceeds the memory. It names the flag of `sizes` whose usual value would save most."""
-    limits = {True: ("a process of this machine", process_memory())}  # whether in host memory -> (owner, bytes)
-    if device.type == "cuda":
-        limits[False] = "the GPU", torch.cuda.get_device_properties(device).total_memory
-    for host, (where, limit) in limits.items():
-
-        def needed(c, host=host) -> dict[str, int]:
-            return {kind: n for kind, (n, on_host) in need(c).items() if len(limits) == 1 or on_host == host}
-
-        parts = needed(cfg)
-        if (total := sum(parts.values())) <= limit:
+    host, cuda = process_memory(environment().local_size), device.type == "cuda"
+    memories = [("a process of this machine", host, lambda kind: kind == OFFLOADED or not cuda)]
+    if cuda:
+        memories.append(
+            ("the GPU", torch.cuda.get_device_properties(device).total_memory, lambda kind: kind != OFFLOADED)
+        )
+    needed = need(cfg)
+    for where, limit, holds in memories:
+        parts = {kind: n for kind, n in needed.items() if holds(kind)}
+        total = sum(parts.values())
+        if total <= limit:
             continue
-        most, left = max(parts, key=parts.get), {}
-        for name in sizes:
-            less, value = copy.copy(cfg), getattr(cfg, name)  # a copy, since replace() would check all flags again
-            usual = USUAL.get(name, type(cfg).__dataclass_fields__[name].default)
-            setattr(less, name, usual if value > usual else type(value)(value / 2) or value)
-            left[name] = sum(needed(less).values())
-        flag = "out_dir" if most == CHECKPOINT else min(left, key=left.get)
+        most, flag = max(parts, key=parts.get), largest(cfg, need, sizes)
+        if most == CHECKPOINT:
+            flag = "out_dir"
         remedy = REMEDY.get(most, "lower {flag}").format(flag=flag)
         if flag == "vocab_size" and flag not in cfg.sources:
             remedy = "prepare the data with a smaller vocabulary"
@@ -205,3 +132,18 @@ def check_memory(cfg, device: torch.device, need: Callable[[Any], Need], sizes: 
             f"{flag}={getattr(cfg, flag)}{source} needs at least {total / 2**30:,.1f} GiB, most of it for {most}, and "
             f"{where} can have {limit / 2**30:,.1f} GiB of memory; {remedy}"
         )
+
+
+def largest(cfg, need: Callable[[Any], Need], sizes: list[str]) -> str:
+    """The flag whose usual value would save most, among those with a larger one; otherwise the first."""
+    left = {}
+    for name in sizes:
+        usual = 50304 if name == "vocab_size" else type(cfg).__dataclass_fields__[name].default
+        if getattr(cfg, name) <= usual:
+            continue
+        less = copy.copy(cfg)  # since replace() would check all flags again
+        setattr(less, name, usual)
+        left[name] = math.inf
+        with suppress(ValueError, ZeroDivisionError):  # this value does not go with another flag
+            left[name] = sum(need(less).values())
+    return min(left, key=left.get, default=sizes[0])

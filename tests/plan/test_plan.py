@@ -9,8 +9,7 @@ import shlex
 import sys
 import time
 from collections import defaultdict
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from itertools import repeat
 from unittest import mock
 
@@ -27,13 +26,15 @@ from torch.utils.flop_counter import FlopCounterMode
 import ops
 import train
 from configurator import Config, parse
+from data.objective import objective_class
 from engine import optim
 from engine.parallel import pipeline
 from engine.parallel import ranks as parallel
 from engine.parallel import sharded as sharded_model
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel
-from engine.plan import costs, plan
+from engine.plan import plan
+from engine.plan.estimate import STATES, Rank, estimate_rank
 from model import BLOCK, READER, Model, Pool, Sum
 
 TINY = {
@@ -68,13 +69,6 @@ MUON = [  # on a CPU, updates travel in this dtype; on a GPU, always
     {"world_size": 8, "parallel": "fsdp", "n_expert": 6, "ep": 2, "tp": 2},
     {"world_size": 8, "parallel": "fsdp", "pp": 2, "tp": 2, "n_layer": 4},
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_search(request, monkeypatch):
-    """The largest batch, four fifths of a plan's time, only where it is asked for."""
-    if "largest" not in request.node.name:
-        monkeypatch.setattr(plan, "largest", lambda total, usable: 0)
 
 
 def config(**flags) -> Config:
@@ -151,7 +145,7 @@ def nbytes(tensors) -> int:
 
 
 def batch_of(cfg: Config) -> dict:
-    task = costs.objective_class(cfg)(cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask)
+    task = objective_class(cfg)(cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask)
     T, S = task.lengths
     idx = torch.zeros(cfg.batch_size, T, dtype=torch.int64)
     source = {"source": torch.zeros(cfg.batch_size, S, dtype=torch.int64)} if S else {}
@@ -178,7 +172,7 @@ def test_states_and_traffic_are_those_of_training(flags):
         state = optimizer.state_tensors(rank.model).values()
         real = nbytes(rank.model.parameters()), gradients, nbytes(state)
     p = plan.estimate(cfg)
-    assert [p.memory[kind] for kind in costs.STATES] == list(real)
+    assert [p.memory[kind] for kind in STATES] == list(real)
     assert by_size(p.traffic) == pytest.approx(counted.sent)
 
 
@@ -220,12 +214,10 @@ def test_states_of_one_rank(flags, optimizer):
 def test_stages_have_what_the_pipeline_leaves_them(tied, chunks):
     cfg = config(n_layer=7, pp=3, pp_chunks=chunks, world_size=3, tie_weights=tied, gradient_accumulation_steps=6)
     model = Model(cfg)
-    with costs.fake_rank(cfg) as rank:
-        stages = rank.stages
-    for i, stage in enumerate(stages):
+    for i, stage in enumerate(estimate_rank(cfg).stages):
         part = copy.deepcopy(model)
         pipeline.keep_stages(part, i, 3, chunks)
-        assert stage.shapes == {name: tuple(p.shape) for name, p in part.named_parameters()}
+        assert stage.held == {name: p.numel() for name, p in part.named_parameters()}
 
 
 def test_selective_recomputation_repeats_no_reduce_scatter():
@@ -243,8 +235,8 @@ def test_traffic_by_hand():
     assert sent == {"ddp all-reduce": 2 * 3 / 4 * total}  # once a step
     sent = {kind: t.bytes for kind, t in plan.estimate(config(world_size=4, parallel="fsdp")).traffic.items()}
     assert sent == {
-        "fsdp all-gather, forward": 3 / 4 * 4 * total,  # 16 / 4 micro-steps
-        "fsdp all-gather, backward": 3 / 4 * 4 * 4 * 2 * layer,  # not of the last block, nor of what is in no block
+        # 16 / 4 micro-steps; backwards gather neither the last block, nor what is in no block
+        "fsdp all-gather": 3 / 4 * 4 * (total + 4 * 2 * layer),
         "fsdp reduce-scatter": 3 / 4 * 4 * total,
     }
     stream, keys = 2 * 32 * 64 * 4, 2 * 2 * 32 * 64 * 4
@@ -262,17 +254,15 @@ def test_traffic_by_hand():
     # a pipeline of two on two shards, also counted on four processes under gloo: the first stage has two layers and the
     # tables, and gathers eight micro-batches' layers and one more, and the tables once; their gradient goes across
     p = plan.estimate(config(world_size=4, pp=2, parallel="fsdp"))
-    gathers = p.traffic["fsdp all-gather, forward"].bytes + p.traffic["fsdp all-gather, backward"].bytes
-    assert gathers == ((8 + 1) * 4 * 2 * layer + 4 * tables) / 2 == 1843712
+    assert p.traffic["fsdp all-gather"].bytes == ((8 + 1) * 4 * 2 * layer + 4 * tables) / 2 == 1843712
     assert p.traffic["fsdp reduce-scatter"].bytes == 4 * (2 * layer + tables) / 2
     assert p.traffic["pp point to point"].bytes == 8 * stream + 4 * 512 * 64 / 2 == 196608
     # two stages of each rank, counted in the same way: each of rank 0's sends a stream, and one of them a gradient
-    with costs.fake_rank(config(world_size=4, pp=2, pp_chunks=2, n_layer=6, parallel="fsdp")) as rank:
-        for stage, sent in zip(rank.stages, ((3617792, 927744 / 2), (1839744, 525568 / 2)), strict=True):
-            found = rank.traffic(stage)
-            assert found["fsdp all-gather, forward"] + found["fsdp all-gather, backward"] == sent[0]
-            assert found["fsdp reduce-scatter"] == sent[1]
-            assert found["pp point to point"] == 8 * 3 * stream + 4 * 512 * 64 / 2 == 458752
+    rank = estimate_rank(config(world_size=4, pp=2, pp_chunks=2, n_layer=6, parallel="fsdp"))
+    for stage, sent in zip(rank.stages, ((3617792, 927744 / 2), (1839744, 525568 / 2)), strict=True):
+        found = rank.traffic(stage)
+        assert (found["fsdp all-gather"], found["fsdp reduce-scatter"]) == sent
+        assert found["pp point to point"] == 8 * 3 * stream + 4 * 512 * 64 / 2 == 458752
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -403,39 +393,39 @@ def test_a_rank_of_several_stages_holds_more_micro_batches(ranks, chunks):
     assert p.memory["streams received"] == streams * plain.memory["streams received"]
 
 
-def test_the_loss_of_many_tokens():
+def test_the_loss_of_many_tokens(monkeypatch):
     """Measured on few tokens and continued, it is what all of them give."""
-    cfg = config(vocab_size=4096, loss_chunk=8, tp=2, world_size=2)
-    with costs.fake_rank(cfg) as rank:
-        continued, whole = rank.loss_cost(5), rank.loss_of_tokens(5 * 32)
-    assert (continued.kept, continued.peak, continued.sent) == (whole.kept, whole.peak, whole.sent)
+    cfg = config(vocab_size=4096, loss_chunk=8, tp=2, world_size=2, batch_size=5)
+    continued = plan.estimate(cfg)
+    monkeypatch.setattr(Rank, "loss_cost", lambda rank: rank.loss_of_tokens(5 * 32, 8))
+    whole = plan.estimate(cfg)
+    assert (continued.memory, continued.traffic) == (whole.memory, whole.traffic)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_compiled_loss_under_tp_sends_what_an_uncompiled_one_does(smoothing):
+def test_a_compiled_loss_under_tp_sends_what_an_uncompiled_one_does():
     """And its chunks keep less."""
-    flags = {"vocab_size": 20000, "tp": 2, "world_size": 2, "label_smoothing": smoothing}
+    flags = {"vocab_size": 20000, "tp": 2, "world_size": 2}
     plain, compiled = (plan.estimate(config(**flags, compile=each)) for each in (False, True))
-    assert {kind: t.bytes for kind, t in plain.traffic.items()} == {k: t.bytes for k, t in compiled.traffic.items()}
+    assert plain.traffic == compiled.traffic
     assert compiled.memory["logits and loss"] < plain.memory["logits and loss"]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_an_evaluation_computes_no_gradient_of_the_loss(tp):
-    """One matrix product for each of the four chunks; with a gradient three."""
-    cfg, products = config(loss_chunk=8, tp=tp, world_size=tp), []
+def test_an_evaluation_computes_no_gradient_of_the_loss():
+    """One matrix product for each of the four chunks, also under tp; with a gradient three."""
+    cfg, products = config(loss_chunk=8, tp=2, world_size=2), []
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, f, types, args=(), kwargs=None):
             products.extend([f] * (f.name().partition(".")[0] in ("aten::mm", "aten::addmm", "aten::addmm_")))
             return f(*args, **(kwargs or {}))
 
-    with costs.fake_rank(cfg) as rank:
-        x, targets = torch.empty(1, 32, cfg.n_embd), torch.zeros(1, 32, dtype=torch.int64)
+    with as_rank(cfg) as ranks:
+        model = ShardedModel(cfg, ranks).model
+        x, targets = torch.zeros(1, 32, cfg.n_embd), torch.zeros(1, 32, dtype=torch.int64)
         for gradient, expected in ((False, 4), (True, 12)):
             products.clear()
             with Recorder(), torch.set_grad_enabled(gradient):
-                rank.model.loss(x.requires_grad_(gradient), targets)
+                model.loss(x.requires_grad_(gradient), targets)
             assert len(products) == expected
 
 
@@ -491,7 +481,7 @@ def test_update_by_muon(dtype):
     p, batch = plan.estimate(cfg), 8 * 4 * 256**2  # q, k, v, out of all layers
     kept = 4 * batch * (sys.version_info < (3, 11))  # whose calls keep their arguments alive
     assert p.memory["update by Muon"] + kept == pytest.approx(most_allocated(optimizer.step), rel=0.02)
-    assert p.total == sum(p.memory[kind] for kind in costs.STATES) + p.memory["update by Muon"]
+    assert p.total == sum(p.memory[kind] for kind in STATES) + p.memory["update by Muon"]
 
 
 @pytest.mark.parametrize("largest, most", [(2**26, 1.06), (2**20, 1.5)], ids=["one round", "several rounds"])
@@ -509,72 +499,25 @@ def test_update_by_muon_of_a_rank_that_owns_matrices(flags, largest, most, monke
     assert 0.98 < plan.estimate(cfg).memory["update by Muon"] / allocated < most
 
 
-def test_largest_batch():
-    for total in (
-        lambda b: 100 + 7 * b,
-        lambda b: max(50 * b, 300 + 3 * b),
-        lambda b: 100 + 7 * b if b < 20 else 500 * b,
-        lambda b: 1001,
-        lambda b: 1000,
-    ):
-        fits = [b for b in range(1, 512) if total(b) <= 1000]
-        assert plan.largest(total, 1000, limit=512) == max(fits, default=0)
-    cfg = config(n_layer=12, n_embd=768, n_head=12, block_size=1024, vocab_size=50304)
-    p = plan.estimate(cfg)
-    fits, too_large = (plan.estimate(config(**vars(cfg) | {"batch_size": p.largest_batch + i})) for i in (0, 1))
-    assert fits.total <= p.usable < too_large.total
-    assert "it fits" in plan.report(fits) and "DOES NOT FIT" in plan.report(too_large)
-
-
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        ({"parallel": "fsdp"}, 4),
-        pytest.param({"parallel": "fsdp", "optimizer": "muon"}, 6, marks=pytest.mark.slow),  # of no other number
-        pytest.param({"parallel": "fsdp", "tp": 2}, 4, marks=pytest.mark.slow),  # multiples of two, as with pp
-        ({"parallel": "fsdp", "dp_replicate": 3}, 12),
-        ({"parallel": "fsdp", "pp": 2}, 8),
-        ({}, 0),
-    ],
-    ids=str,
-)
-def test_the_smallest_world_that_fits(flags, expected, monkeypatch):
-    """Compared with plans of all numbers of GPUs that the flags allow."""
-    monkeypatch.setitem(plan.GPU, "h100", replace(plan.GPU["h100"], memory=500e6))
-    flags = {"n_layer": 8, "n_embd": 768, "n_head": 12, "gradient_accumulation_steps": 12, "vocab_size": 5000} | flags
-    totals = {}
-    for world in range(1, 25):
-        with suppress(ValueError):
-            totals[world] = plan.estimate(config(**flags, world_size=world))
-    fitting = [world for world, p in totals.items() if p.total <= p.usable]
-    assert min(fitting, default=0) == expected
-    for p in totals.values():
-        assert p.smallest_world == (0 if p.total <= p.usable else expected)
-        line = re.search("smallest world_size that fits +(.*)", plan.report(p))
-        assert (line and line[1]) == (None if p.total <= p.usable else str(expected or line[1]))
-
-
 @pytest.mark.parametrize(
     "flags, remedies",
     [
         ({}, "batch_size activation_checkpoint=full parallel=fsdp tp pp"),
         ({"batch_size": 1, "activation_checkpoint": "selective"}, "activation_checkpoint=full parallel=fsdp tp pp"),
-        ({"parallel": "fsdp", "activation_checkpoint": "full"}, "batch_size tp pp"),
-        ({"tp": 4, "world_size": 4}, "batch_size activation_checkpoint=full parallel=fsdp pp"),
-        ({"pp": 4, "world_size": 4}, "batch_size activation_checkpoint=full parallel=fsdp tp"),
+        ({"parallel": "fsdp", "activation_checkpoint": "full", "tp": 4, "world_size": 4}, "batch_size pp"),
     ],
 )
 def test_a_plan_that_does_not_fit_advises_what_is_not_set(flags, remedies, monkeypatch):
-    monkeypatch.setitem(plan.GPU, "h100", replace(plan.GPU["h100"], memory=1e6))
-    flags = {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 5000, "gradient_accumulation_steps": 4} | flags
-    advice = re.search("smallest world_size that fits +none; (.*)", plan.report(plan.estimate(config(**flags))))[1]
+    assert "it fits" in plan.report(plan.estimate(config(**flags)))
+    monkeypatch.setitem(plan.GPU, "h100", plan.GPU["h100"]._replace(memory=1e6))
+    advice = plan.report(plan.estimate(config(**flags))).partition("DOES NOT FIT")[2].partition("\n\n")[0]
     assert re.findall(r"(?:parallel|activation_checkpoint)=\w+|\bbatch_size|\btp|\bpp", advice) == remedies.split()
 
 
 def test_offload_moves_the_states():
     flags = {"world_size": 4, "parallel": "fsdp"}
     here, there = (plan.estimate(config(fsdp_offload=on, **flags)) for on in (False, True))
-    states = sum(here.memory[kind] for kind in costs.STATES)
+    states = sum(here.memory[kind] for kind in STATES)
     assert (here.host, there.host, there.total) == (0, states, here.total - states)
     # 4 micro-steps gather twice, the gradients come down once, and AdamW reads four numbers and writes three
     assert there.step - here.step == pytest.approx((2 * 4 + 1 + 7) * here.memory["parameters"] / 20e9)
@@ -638,8 +581,8 @@ def test_muon_multiplies():
     """Five times X X^T, its square and a product with X, of each logical matrix: q, k, v, out, up and down."""
     cfg = config(optimizer="muon", norm="none", norm_placement="none", mlp="relu")
     square, tall = 2 * 3 * 64**3, 2 * (2 * 64 * 256 * 64 + 64**3)
-    with costs.fake_rank(cfg) as rank:
-        assert rank.owners(rank.stages[0]).flops == 3 * 5 * (4 * square + 2 * tall)
+    rank = estimate_rank(cfg)
+    assert rank.owners(rank.stages[0]).flops == 3 * 5 * (4 * square + 2 * tall)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -649,7 +592,7 @@ def test_muon_multiplies():
 @pytest.mark.parametrize(
     "name, flags, parameters, state", [("llama_70b", ["--world_size=1024", "--tp=8"], 70_553_706_496, 16 / 1024)]
 )
-def test_large_models_take_seconds_and_no_memory_largest_batch_included(name, flags, parameters, state):
+def test_large_models_take_seconds_and_no_memory(name, flags, parameters, state):
     cfg = parse(Config, [f"config/{name}.py", "--plan=True", *flags])
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     p = plan.estimate(cfg)
@@ -657,11 +600,11 @@ def test_large_models_take_seconds_and_no_memory_largest_batch_included(name, fl
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # KiB
     assert p.parameters == parameters
     # 4 bytes for each of a number, its gradient and two moments; norms are in all slices of tp
-    assert sum(p.memory[kind] for kind in costs.STATES) == pytest.approx(parameters * state, rel=1e-3)
+    assert sum(p.memory[kind] for kind in STATES) == pytest.approx(parameters * state, rel=1e-3)
     attention = 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
     table = cfg.vocab_size * cfg.n_embd
     assert p.flops_per_token == pytest.approx(6 * (parameters - table) + attention, rel=1e-4)
-    assert p.total <= p.usable and p.largest_batch >= cfg.batch_size
+    assert p.total <= p.usable
 
 
 def test_report():
@@ -731,7 +674,7 @@ def test_the_docs_show_four_plans():
 
 
 @pytest.mark.parametrize("command,output", shown_plans(), ids=lambda text: text.split()[2])
-def test_the_plans_of_the_docs_and_their_largest_batches(command, output, capsys, monkeypatch):
+def test_the_plans_of_the_docs(command, output, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     train.main(shlex.split(command)[2:])
     assert capsys.readouterr().out.strip() == output.strip()
