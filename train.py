@@ -45,13 +45,12 @@ from engine.checkpoint.folder import check_out_dir, locked, replace_flags
 from engine.checkpoint.saver import Checkpoints
 from engine.device import make_deterministic, peak_flops, precision, refuse_nondeterminism, resolve_device
 from engine.evaluation import byte_lengths, mean_loss, text_sample
-from engine.metrics import Metrics, Silent, check_logger, evaluation_line, routing_line
+from engine.metrics import Metrics, Silent, check_logger, evaluation_line, log_interval, routing_line
 from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory
-from engine.step import Profile, Spikes, Step
+from engine.step import Profile, Spikes, Step, collect_garbage
 from engine.stop_signal import StopSignal
-from model import Model
 from ops import wide_stream
 
 COLLECT = 100  # steps between collections of Python's garbage, in the same steps on all ranks
@@ -122,19 +121,8 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
     if cfg.fp8:
         fp8.check(cfg, lengths, ranks.device)
     run_state.check_same_start(cfg, ranks)
-    with torch.device("meta"):
-        model = Model(cfg)
-    pieces = 2 * cfg.cp if cfg.cp > 1 else 1  # of each text
-    kernels = accounting.attention_kernels(model, *lengths, ranks.device.type, ranks.dtype, pieces)
     peak = peak_flops(ranks.device, ranks.dtype)
-    work = accounting.Work(
-        n_params=model.n_params(),
-        n_read=accounting.n_read(model),
-        flops_per_sample=accounting.flops(model, *lengths),
-        attention_kernels=kernels,
-        samples_per_step=cfg.batch_size * cfg.gradient_accumulation_steps,
-        peak_flops=None if peak is None else peak * ranks.size,
-    )
+    work = accounting.count_work(cfg, lengths, ranks.device.type, ranks.dtype, peak and peak * ranks.size)
     return compilation.settle(cfg, ranks), work
 
 
@@ -210,8 +198,7 @@ class Run:
             return Silent()
         metrics = Metrics(
             cfg.out_dir, self.step, self.samples * cfg.block_size, cfg.max_iters,
-            work.flops_per_sample / cfg.block_size, work.peak_flops,
-            self.ranks.device, asdict(cfg),
+            work.flops_per_sample / cfg.block_size, work.peak_flops, self.ranks.device, asdict(cfg),
         )  # fmt: skip
         cleanup.callback(metrics.close)
         dump(cfg, folder / "config.new")
@@ -223,20 +210,28 @@ class Run:
     def announce(self):
         """Print the sizes of model, data and machine, and what the user should know before the first step."""
         cfg, ranks, work, stream = self.cfg, self.ranks, self.work, self.streams["train"]
+        parameters = f"{work.n_params:,} parameters"
+        if work.n_read < work.n_params:
+            parameters += f", of which a token reads {work.n_read:,}"
         machine = f"{ranks.size} x {ranks.device.type}, {precision(ranks.device, ranks.dtype)}"
-        machine += ", deterministic" * cfg.deterministic + ", compiled" * ranks.compile
-        read = f", of which a token reads {work.n_read:,}" * (work.n_read < work.n_params)
+        if cfg.deterministic:
+            machine += ", deterministic"
+        if ranks.compile:
+            machine += ", compiled"
         self.metrics.say(
-            f"{work.n_params:,} parameters{read}; {work.samples_per_step * cfg.block_size:,} tokens per step from "
+            f"{parameters}; {work.samples_per_step * cfg.block_size:,} tokens per step from "
             f"{stream.name}, {self.loader.n_windows:,} windows; {machine}; attention: {work.attention_kernels}"
         )
-        schedule_moved = optim.rescheduled(self.step, cfg, self.stored_flags)
-        unused = "fp32_residual=False has no effect in float32" * (cfg.dtype == "float32" and not cfg.fp32_residual)
-        layer = accounting.layer_in_words(cfg) if cfg.block == "superblock" else None
-        done = f"{cfg.out_dir} is at step {self.step} of max_iters={cfg.max_iters}; raise --max_iters to train on"
-        done = done if self.step >= cfg.max_iters else None
-        for note in filter(None, (layer, schedule_moved, self.why_no_bytes, unused, done)):
-            self.metrics.say(note)
+        if cfg.block == "superblock":
+            self.metrics.say(accounting.layer_in_words(cfg))
+        for note in (optim.rescheduled(self.step, cfg, self.stored_flags), self.why_no_bytes):
+            if note:
+                self.metrics.say(note)
+        if cfg.dtype == "float32" and not cfg.fp32_residual:
+            self.metrics.say("fp32_residual=False has no effect in float32")
+        if self.step >= cfg.max_iters:
+            at = f"{cfg.out_dir} is at step {self.step} of max_iters={cfg.max_iters}"
+            self.metrics.say(f"{at}; raise --max_iters to train on")
 
     def evaluate(self) -> bool | None:
         """Show the losses. Returns whether the validation loss is the lowest so far, or None if the ranks have agreed
@@ -293,8 +288,9 @@ class Run:
             if self.step % self.log_interval == 0 or ranks.device.type == "cpu":
                 self.check_finite()
         skip = cfg.skip_nonfinite and not finite
-        if cfg.spike_factor and self.is_spike(grad_norm.item()):  # the host waits for a GPU
+        if cfg.spike_factor and (spike := self.spikes.look(grad_norm.item())):  # the host waits for a GPU
             skip = True
+            self.metrics.say(f"step {self.step} is left out: {spike}")
         self.skipped += skip
         stepper.update(skip)
         self.samples += cfg.samples(self.step)
@@ -303,19 +299,6 @@ class Run:
             for cause in compilation.graph_breaks():
                 self.metrics.say(f"warning: torch.compile leaves a part of each step uncompiled: {cause}")
         return loss, grad_norm
-
-    def is_spike(self, norm: float) -> bool:
-        """Whether a step with this gradient norm is left out as a spike, which a line says then."""
-        if not math.isfinite(norm):
-            return False
-        times = self.spikes.ratio(norm)
-        if times is None:
-            return False
-        self.metrics.say(
-            f"step {self.step} is left out: the norm of its gradient, {norm:.3g}, is {times:.1f} times the median of "
-            "the last ones"
-        )
-        return True
 
     def check_finite(self):
         """End the run if a gradient was not finite, so that the weights after it are never saved."""
@@ -366,20 +349,6 @@ class Run:
         if self.graphs_of_first_step is not None:  # None: no step was made, or the run is not compiled
             first, later = self.graphs_of_first_step, compilation.graphs() - self.graphs_of_first_step
             self.metrics.say(f"torch.compile: {first} graphs, and {later} after the first step")
-
-
-def log_interval(cfg: Config, device: torch.device) -> int:
-    """Steps between logged steps. A logged step waits for a GPU, so by default not every step is logged there."""
-    return cfg.log_interval or (1 if device.type == "cpu" else 10)
-
-
-def collect_garbage():
-    """Collect Python's garbage. The first call freezes what is alive, and turns automatic collections off: they come at
-    different times on each rank, and all other ranks wait."""
-    gc.collect()
-    if gc.isenabled():
-        gc.freeze()
-        gc.disable()
 
 
 def show_plan(cfg: Config):

@@ -141,6 +141,11 @@ def check_logger(cfg):
     require(there, f"wandb_log=True: wandb is not installed; {remedy}")
 
 
+def log_interval(cfg, device: torch.device) -> int:
+    """Steps between logged steps. A logged step waits for a GPU, so by default not every step is logged there."""
+    return cfg.log_interval or (1 if device.type == "cpu" else 10)
+
+
 class Console:
     """Prints lines on stdout and, if stderr is a terminal, a progress bar of the steps below them."""
 

@@ -6,6 +6,7 @@
 train.py calls the three parts itself, because it looks at the gradient before the update.
 """
 
+import gc
 import math
 import statistics
 from collections.abc import Iterator
@@ -69,13 +70,26 @@ class Spikes:
     def __init__(self, factor: float, norms: list[float]):
         self.factor, self.norms = factor, norms
 
-    def ratio(self, norm: float) -> float | None:
-        """norm over the median if the step is such a one, otherwise None."""
-        usual = statistics.median(self.norms) if len(self.norms) >= self.LEAST else math.inf
-        if norm > self.factor * usual > 0:
-            return norm / usual
+    def look(self, norm: float) -> str:
+        """What is wrong with a step of this norm, if it is such a one; otherwise ""."""
+        if not math.isfinite(norm):
+            return ""
+        if len(self.norms) >= self.LEAST:
+            usual = statistics.median(self.norms)
+            if norm > self.factor * usual > 0:
+                times = norm / usual
+                return f"the norm of its gradient, {norm:.3g}, is {times:.1f} times the median of the last ones"
         self.norms = [*self.norms, norm][-self.LAST :]
-        return None
+        return ""
+
+
+def collect_garbage():
+    """Collect Python's garbage. The first call freezes what is alive, and turns automatic collections off: they come at
+    different times on each rank, and all other ranks wait."""
+    gc.collect()
+    if gc.isenabled():
+        gc.freeze()
+        gc.disable()
 
 
 class Profile:

@@ -113,3 +113,18 @@ class Work(NamedTuple):
     attention_kernels: str
     samples_per_step: int
     peak_flops: float | None  # of all ranks together; None if it is unknown
+
+
+def count_work(cfg, lengths: tuple[int, int], device: str, dtype: torch.dtype, peak: float | None) -> Work:
+    """The work of a run with these flags; `lengths` are those of the objective's sequences, (T, S)."""
+    with torch.device("meta"):
+        model = Model(cfg)
+    pieces = 2 * cfg.cp if cfg.cp > 1 else 1  # of each text
+    return Work(
+        n_params=model.n_params(),
+        n_read=n_read(model),
+        flops_per_sample=flops(model, *lengths),
+        attention_kernels=attention_kernels(model, *lengths, device, dtype, pieces),
+        samples_per_step=cfg.batch_size * cfg.gradient_accumulation_steps,
+        peak_flops=peak,
+    )

@@ -655,7 +655,7 @@ def test_a_spike_is_left_out(run, monkeypatch, capsys):
 
 def test_norms_of_zero_have_no_spike():
     spikes = Spikes(10.0, [0.0] * 20)
-    assert spikes.ratio(1.0) is None and spikes.norms[-1] == 1.0
+    assert spikes.look(1.0) == "" and spikes.norms[-1] == 1.0
 
 
 def test_the_batch_grows(run, tmp_path):
