@@ -63,20 +63,17 @@ def works(ranks: Ranks) -> bool:
             )
         together(partial(try_compiler, ranks.device))
     except (ValueError, OSError) as error:  # OSError: no folder can be made
+        # The CPU's kernels are in C++, and CUDA's need a C compiler to be started.
+        compiler, variable = ("g++", "CXX") if cpu else ("gcc", "CC")
         if ranks.first:
             print(
                 f"warning: torch.compile does not work here ({error}), so this run is not compiled and takes longer; "
-                f"{install(ranks.device)}, or leave it out with --compile=False",
+                f"install {compiler} and Python's headers, or name a compiler in the variable {variable}, or leave it "
+                "out with --compile=False",
                 flush=True,
             )
         return False
     return True
-
-
-def install(device: torch.device) -> str:
-    """What torch.compile may lack: the CPU's kernels are in C++, and CUDA's need a C compiler to be started."""
-    compiler, variable = ("g++", "CXX") if device.type == "cpu" else ("gcc", "CC")
-    return f"install {compiler} and Python's headers, or name a compiler in the variable {variable}"
 
 
 def try_compiler(device: torch.device):

@@ -106,34 +106,14 @@ def keep_freed_memory():
         mallopt(parameter, value)
 
 
-def machine(device: torch.device) -> dict:
-    """A description of the hardware and of torch; "device" is null if torch does not find the GPU.
-
-    cuda, driver    the version of CUDA that torch is built for, and of NVIDIA's driver on Linux; null if there is none
-    cpu_bfloat16    the CPU's instructions for bfloat16, as far as Linux names them
-    limited_by      environment variables that keep torch's libraries from using all instructions
-    """
-    cpu, kernel_module = (
-        file.read_text() if file.exists() else ""
-        for file in map(Path, ("/proc/cpuinfo", "/proc/driver/nvidia/version"))
-    )
-    driver = re.search(r" (\d+\.[\d.]+) ", kernel_module)
-    name = re.search(r"^model name\s*: (.+)", cpu, re.MULTILINE)
-    facts = {
-        "device": None, "torch": torch.__version__, "cuda": torch.version.cuda, "driver": driver and driver[1],
-        "system": platform.platform(), "threads": torch.get_num_threads(),
-        "cpu_bfloat16": [word for word in ("amx_bf16", "avx512_bf16", "bf16") if re.search(rf"\b{word}\b", cpu)],
-        "limited_by": [variable for variable in LIMITS if variable in os.environ],
-    }  # fmt: skip
-    if device.type == "cpu":
-        facts["device"] = f"CPU ({name[1] if name else platform.machine()})"
-    elif device.type == "mps":
-        facts["device"] = f"MPS ({platform.machine()})"
-    elif torch.cuda.is_available():
-        card = torch.cuda.get_device_properties(device)
-        facts |= {"device": card.name, "memory_bytes": card.total_memory, "capability": f"{card.major}.{card.minor}"}
-        facts |= {"gpus": torch.cuda.device_count(), "cudnn": torch.backends.cudnn.version()}
-    return facts
+def device_name(device: torch.device) -> str:
+    """The name of the hardware, for people."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    name = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
+    return f"{device.type.upper()} ({name[1] if name else platform.machine()})"
 
 
 # Dense peaks in FLOP/s: (bfloat16 with float32 accumulation, or float16 on chips without bfloat16; TF32). Sources are

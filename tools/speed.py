@@ -19,7 +19,7 @@ from data.errors import require
 from data.loader import Loader
 from data.objective import Causal, open_with_objective
 from engine.decode import generate
-from engine.device import machine, resolve_device, resolve_dtype
+from engine.device import device_name, resolve_device, resolve_dtype
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting
@@ -150,7 +150,7 @@ def table(only: str = ""):
     names = [only] if only else [name for name in CONFIGS if name != "124M" or torch.cuda.is_available()]
     device = resolve_device(flags(names[0]).device)
     about = f"torch {torch.__version__}; {torch.get_num_threads()} threads; {datetime.now():%Y-%m-%d %H:%M}"
-    print(f"{machine(device)['device']}; {about}")
+    print(f"{device_name(device)}; {about}")
     peaks = {}
     for dtype in dict.fromkeys((parallel.agreed_dtype("auto", device), torch.float32)):
         peak = peaks[str(dtype)[6:]] = measured_peak(device, dtype)

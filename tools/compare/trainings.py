@@ -16,7 +16,7 @@ import torch
 from data.errors import require
 from data.files import write_file, writing
 from engine.checkpoint.folder import locked
-from engine.device import machine, resolve_device
+from engine.device import device_name, resolve_device
 from tools.child import Child, measure
 from tools.compare.run import Run
 from tools.compare.table import HEADER, MOST_SEEDS, aligned, cells, error_notes, sweep_notes
@@ -151,9 +151,9 @@ class Comparison:
             run.errors[seed] = failure or missing
             text = f"failed: {run.errors[seed]}"
         else:
-            facts = machine(resolve_device(run.cfg.device))
-            threads = os.environ.get("OMP_NUM_THREADS", facts["threads"])
-            where = f"{facts['device']}, {threads} thread(s), torch {facts['torch']}, {self.options.jobs} at a time"
+            name = device_name(resolve_device(run.cfg.device))
+            threads = os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())
+            where = f"{name}, {threads} thread(s), torch {torch.__version__}, {self.options.jobs} at a time"
             self.stored["measured"] = f"Measured on {datetime.now():%Y-%m-%d}: {where}."
             text = f"loss {run.results[seed]['loss']:.4f}, {run.results[seed]['seconds']:.1f} s"
         self.write()
