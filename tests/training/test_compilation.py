@@ -156,24 +156,6 @@ def test_the_cause_is_the_compiler_s_own_line(monkeypatch):
         assert str(caught.value) == cause
 
 
-def test_a_gpu_without_a_compiler_is_not_compiled(monkeypatch, capsys, tmp_path):
-    """The kernel is compiled for the run's device; a line says what is missing, and how to do without."""
-    devices, where = [], torch.device("cuda", 0)
-
-    def ones(n, device):
-        devices.append(device)
-
-    monkeypatch.setattr(compilation, "chosen_folder", str(tmp_path))
-    monkeypatch.setattr(torch, "ones", ones)
-    monkeypatch.setattr(torch._inductor, "compile", raising(RuntimeError("in a subprocess:\n\nValueError: No gcc\nx")))
-    cfg = Config(compile="auto")
-    assert not settle(cfg, replace(ALONE, device=where, compile=True)).compile
-    assert cfg.compile is False and devices == [where]
-    out = capsys.readouterr().out
-    assert out.startswith(f"{FAILS} (ValueError: No gcc)") and out.count("\n") == 1
-    assert "install gcc" in out and "variable CC," in out and "--compile=False" in out
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The graphs
 
@@ -306,20 +288,6 @@ def test_the_folder_is_private(cache, tmp_path, monkeypatch, capsys):
     assert os.environ[compilation.FOLDER] == "mine" and capsys.readouterr().out == ""
 
 
-def test_every_compilation_has_the_folder(cache, monkeypatch):
-    """Also on a GPU, for which `settle` compiles nothing."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    compilation.compile_model(Model(parse(Config, [*TINY, "--vocab_size=11"])), [])
-    assert os.environ[compilation.FOLDER] == str(cache / kind_of_kernels())
-
-
-@pytest.mark.parametrize("variable", ["", "not/absolute"])
-def test_the_folder_is_in_the_home(cache, tmp_path, monkeypatch, variable):
-    monkeypatch.setenv("XDG_CACHE_HOME", variable)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert private_folder() == tmp_path / ".cache" / "superblock" / "inductor" / kind_of_kernels()
-
-
 def fresh_folder(capsys) -> str:
     """Chooses a folder that nobody else can write in or know; returns the line that says why."""
     compilation.chosen_folder = None
@@ -343,15 +311,6 @@ def test_a_folder_of_others_is_refused(cache, monkeypatch, capsys, depth):
     assert private_folder() == folder
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     assert f"{folder} belongs to another user" in fresh_folder(capsys)
-
-
-def test_a_run_without_any_folder_is_not_compiled(cache, monkeypatch, capsys):
-    cache.parent.mkdir(parents=True)
-    cache.parent.chmod(0o777)
-    monkeypatch.setattr(tempfile, "mkdtemp", raising(FileNotFoundError(2, "No usable temporary directory found")))
-    monkeypatch.setattr(compilation, "try_compiler", lambda device: pytest.fail("tried"))
-    assert not settle(Config(compile=True), replace(ALONE, compile=True)).compile
-    assert capsys.readouterr().out.startswith(FAILS) and os.environ[compilation.FOLDER] == "default"
 
 
 def test_a_folder_that_cannot_be_made(cache, tmp_path, monkeypatch, capsys):

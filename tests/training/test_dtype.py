@@ -120,18 +120,6 @@ def test_the_stream_is_in_bfloat16_on_gpus_that_have_it(go, tmp_path):
     assert flags == [True, False]
 
 
-def test_an_explicit_flag_replaces_the_stored_dtype(go, capsys):
-    """Also auto, which asks the CPU again."""
-    assert go(True) == ("bfloat16", False)
-    assert "1 x cpu, bfloat16;" in capsys.readouterr().out
-    assert go(None, "--init_from=resume", "--max_iters=5", "--dtype=float32") == ("float32", False)
-    assert "1 x cpu, float32;" in capsys.readouterr().out
-    assert go(None, "--init_from=resume", "--max_iters=6") == ("float32", False)
-    assert go(True, "--init_from=resume", "--max_iters=7", "--dtype=auto") == ("bfloat16", False)
-    go(None, "--init_from=resume", "--eval_only=True")
-    assert "step 7: " in capsys.readouterr().out
-
-
 def test_the_dtype_of_a_gpu_is_refused_on_a_cpu(go, tiny_data, tmp_path, capsys):
     """A checkpoint that stores float16, in an evaluation too; --dtype=auto replaces it."""
     go(False)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -122,30 +121,6 @@ def test_a_start_reads_nothing_of_the_one_before(monkeypatch):
         stores[late].set("address", f"{late}")
         assert all(store.check(["address"]) for store in stores)  # get would wait
         assert [store.get("address") for store in stores] == [f"{late}".encode()] * 3
-
-
-@pytest.mark.parametrize("size", [4, 16])
-def test_a_start_reads_a_few_bytes_of_each_rank(size, monkeypatch):
-    """In each of its looks a rank reads two keys of every rank, 32 and 64 bytes, and not the list of every rank."""
-    server, looks = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), defaultdict(list)
-
-    class Counting:
-        def __init__(self, rank):
-            self.rank, self.store = rank, dist.TCPStore("localhost", server.port)
-            self.set = self.store.set
-
-        def multi_get(self, keys):
-            values = self.store.multi_get(keys)
-            looks[self.rank].append(sum(map(len, values)))
-            return values
-
-    monkeypatch.setattr(parallel, "rendezvous", lambda _, rank, size: iter([(Counting(rank), rank, size)]))
-    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: prefix)
-    with ThreadPoolExecutor(size) as threads:
-        prefixes = list(threads.map(parallel.fresh_store, range(size), [size] * size))
-    assert len(set(prefixes)) == 1 and len(looks) == size
-    for read in looks.values():
-        assert set(read[::2]) == {32 * size} and max(read[1::2]) <= 64 * size
 
 
 FAILING = """

@@ -5,12 +5,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import TINY, refused
+from helpers import TINY
 from ranks import launch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import train
 from configurator import Config, parse
 from engine import fp8
 from engine.device import gpu_peak
@@ -18,7 +17,7 @@ from engine.parallel import ranks as parallel
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel
 from engine.plan import plan
-from model import Inputs, Linear, Model, ModelConfig
+from model import Inputs, Model, ModelConfig
 
 
 @pytest.fixture(autouse=True)
@@ -68,17 +67,6 @@ def test_numbers_are_rounded_as_the_format_says():
         assert (y.float() * scale).isfinite().all(1).tolist() == [i != 3 for i in range(len(x))]
 
 
-def test_only_the_forward_sums_fast(monkeypatch):
-    """CPUs do not tell: their sums are in float32 in any case."""
-    fast, multiply = [], torch._scaled_mm
-    monkeypatch.setattr(
-        torch, "_scaled_mm", lambda *args, **kw: fast.append(kw["use_fast_accum"]) or multiply(*args, **kw)
-    )
-    x, weight = (torch.randn(shape, requires_grad=True) for shape in ((32, 48), (64, 48)))
-    fp8.Product.apply(x, weight).sum().backward()
-    assert fast == [True, False, False]
-
-
 def test_products_and_gradients_are_those_of_float64_but_for_the_rounding_of_their_factors():
     torch.manual_seed(0)
     x, weight, grad = rows(32, 48), rows(64, 48), rows(32, 64)
@@ -104,25 +92,6 @@ def test_products_of_a_device(device):
     dx, dw = torch.autograd.grad(y, leaves, grad.to(y))
     for got, exact in ((y, x @ weight.T), (dx, grad @ weight), (dw, grad.T @ x)):
         assert (got.cpu().double() - exact).norm() < 0.06 * exact.norm()
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer(bias, dtype):
-    """Its results and gradients have the shapes and dtypes of those in `dtype`, and are near them."""
-    torch.manual_seed(0)
-    layer = Linear(ModelConfig(bias=bias), 48, 32, "into")
-    torch.nn.init.normal_(layer.weight)
-    x, grad = torch.randn(2, 16, 48), torch.randn(2, 16, 32)
-    found = []
-    for function in (layer, lambda x: fp8.linear(layer, x)):
-        leaf = x.clone().requires_grad_()
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            y = function(leaf)
-        found.append([y, *torch.autograd.grad(y, [leaf, *layer.parameters()], grad.to(y.dtype))])
-    for got, usual in zip(*found[::-1], strict=True):
-        assert got.dtype == usual.dtype and got.shape == usual.shape
-        assert (got - usual).float().norm() < 0.06 * usual.float().norm()
 
 
 class Calls(TorchDispatchMode):
@@ -281,11 +250,6 @@ def test_what_is_refused(monkeypatch):
     ):
         with pytest.raises(ValueError, match=words):
             fp8.apply(small(**flags))
-
-
-def test_train_py_refuses_it_on_a_cpu(tiny_data, tmp_path, capsys):
-    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--dtype=bfloat16", "--fp8=True"]
-    assert "fp8=True needs an NVIDIA GPU" in refused(train.main, flags, capsys)
 
 
 def test_the_plan_counts_products_in_float8_at_twice_the_rate():

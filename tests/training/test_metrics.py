@@ -1,6 +1,5 @@
 """metrics.jsonl compared with an uninterrupted run, TensorBoard with metrics.jsonl, the bar on a simulated terminal."""
 
-import importlib.util
 import io
 import json
 import math
@@ -18,7 +17,7 @@ from helpers import ROOT
 
 import engine.metrics
 from engine.device import gpu_peak, peak_flops
-from engine.metrics import Console, Metrics, Silent, truncate_metrics
+from engine.metrics import Metrics, Silent, truncate_metrics
 
 CPU = torch.device("cpu")
 FLAGS = {"n_layer": 4, "learning_rate": 3e-3, "bias": False, "pos": "rope"}
@@ -121,15 +120,6 @@ def test_truncation_drops_what_is_no_line_of_ours(tmp_path):
     assert not (tmp_path / "absent.jsonl").exists()
 
 
-def test_a_new_run_forgets_the_old_one_in_its_folder(tmp_path):
-    loop(open_metrics(tmp_path), (0, 21), 20)
-    metrics = open_metrics(tmp_path)
-    metrics.log(0, 9.0, 1e-3, 0.5, tokens=100)
-    metrics.close()
-    assert [x["loss"] for x in lines(tmp_path)] == [9.0]
-    assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [0]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # TensorBoard
 
@@ -152,13 +142,6 @@ def from_jsonl(folder):
                 value = torch.tensor(value, dtype=torch.float32).item()  # the precision of an event
                 expected.setdefault(f"{line['kind']}/{key}", []).append((line["step"], value))
     return expected
-
-
-def test_tensorboard_reads_the_same_figures(tmp_path):
-    loop(open_metrics(tmp_path), (0, 21), 20)
-    expected = from_jsonl(tmp_path)
-    assert len(expected["train/loss"]) == 10 and len(expected["eval/val_loss"]) == 5
-    assert scalars(tmp_path) == expected
 
 
 def test_tensorboard_shows_norms_texts_and_flags(tmp_path, monkeypatch):
@@ -189,20 +172,6 @@ def test_tensorboard_shows_norms_texts_and_flags(tmp_path, monkeypatch):
     pages = reader.PluginTagToContent("hparams")
     start = metadata.parse_session_start_info_plugin_data(pages[metadata.SESSION_START_INFO_TAG]).hparams
     assert {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()} == FLAGS
-
-
-def test_tensorboard_sees_figures_before_the_run_ends(tmp_path):
-    metrics = open_metrics(tmp_path)
-    metrics.log(0, 1.0, 1e-3, 0.5, tokens=100)
-    assert scalars(tmp_path)["train/loss"] == [(0, 1.0)] and len(lines(tmp_path)) == 1
-    metrics.close()
-
-
-def test_import_waits_until_something_is_written(monkeypatch):
-    for package in ("tensorboard", "tqdm"):
-        monkeypatch.setitem(sys.modules, package, None)  # importing it, or a part of it, fails now
-    spec = importlib.util.spec_from_file_location("a_second_metrics", engine.metrics.__file__)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -279,18 +248,6 @@ def test_bar_on_a_terminal(tmp_path, monkeypatch):
     assert screen(terminal.getvalue())[-1] == ""
 
 
-def test_bar_does_not_wrap(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((30, 25)))
-    console = Console(100)
-    console.advance(50)
-    for row in terminal.getvalue().split("\r"):
-        assert len(row) <= 29
-    assert "50%" in terminal.getvalue()
-    console.close()
-
-
 def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     loop(Silent(), (0, 21), 20)
@@ -307,23 +264,15 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "name, half, tf32",
     [
-        ("NVIDIA A100-SXM4-80GB", 312e12, 156e12),
         ("NVIDIA A10G", 70e12, 35e12),
         ("NVIDIA A10", 125e12, 62.5e12),
-        ("NVIDIA H100 80GB HBM3", 989.4e12, 494.7e12),
         ("NVIDIA H100 PCIe", 756e12, 378e12),
         ("NVIDIA H100 NVL", 835.5e12, 417.7e12),
-        ("NVIDIA H200", 989.4e12, 494.7e12),
         ("NVIDIA GH200 480GB", 989.4e12, 494.7e12),
-        ("NVIDIA B200", 2250e12, 1125e12),
         ("NVIDIA GB200", 2500e12, 1250e12),
-        ("NVIDIA L4", 121e12, 60.5e12),
         ("NVIDIA L40S", 362e12, 183e12),
-        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
         ("Tesla V100-SXM2-16GB", 125e12, None),
-        ("Tesla V100-PCIE-32GB", 112e12, None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
-        ("NVIDIA GeForce RTX 4090 D", None, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
         ("NVIDIA GeForce GTX 1080", None, None),
     ],

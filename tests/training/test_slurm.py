@@ -90,8 +90,3 @@ def test_the_signal_saves_and_queues_again(job, tmp_path, again):
 def test_a_failure_is_not_queued_again(job):
     assert job(code=7).wait(timeout=600) == 7
     assert not any("requeue" in line for line in job.log())
-
-
-def test_a_mistake_ends_the_job(job):
-    assert job("--n_laier=3").wait(timeout=600) != 0
-    assert job.log() == []
