@@ -47,10 +47,14 @@ def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
     """
     cuda = device.type == "cuda"
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    if flag == "auto":
-        flag = ("bfloat16" if bf16 else "float16") if cuda else "float32"
-    wrong = f"dtype=float16 needs a gradient scaler on a GPU, and the device is {device.type}; use float32"
-    require(flag != "float16" or cuda, wrong)
+    if flag == "auto" and cuda:
+        flag = "bfloat16" if bf16 else "float16"
+    elif flag == "auto":
+        flag = "float32"
+    if flag == "float16" and not cuda:
+        raise ValueError(
+            f"dtype=float16 needs a gradient scaler on a GPU, and the device is {device.type}; use float32"
+        )
     if flag == "bfloat16" and cuda and not bf16:
         raise ValueError(f"dtype=bfloat16 is not supported by {torch.cuda.get_device_name(device)}; use float16")
     return getattr(torch, flag)
@@ -59,7 +63,8 @@ def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
 def precision(device: torch.device, dtype: torch.dtype) -> str:
     """The dtype as users should read it: float32 products on CUDA are TF32, with 10 bits of mantissa, if it is on."""
     tf32 = device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return str(dtype)[6:] + " (products in TF32)" * tf32
+    name = str(dtype)[6:]
+    return f"{name} (products in TF32)" if tf32 else name
 
 
 def make_deterministic(on: bool):
@@ -102,8 +107,9 @@ def fast_bfloat16() -> bool:
 def keep_freed_memory():
     """Let glibc keep the memory that tensors free. Otherwise the system clears its pages again in every step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do not have it
-    for parameter, value in ((-1, 2**31 - 1), (-4, 0)) if mallopt else ():  # M_TRIM_THRESHOLD, M_MMAP_MAX
-        mallopt(parameter, value)
+    if mallopt is not None:
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        mallopt(-4, 0)  # M_MMAP_MAX
 
 
 def device_name(device: torch.device) -> str:

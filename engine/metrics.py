@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from data.errors import require, say
+from data.errors import say
 from data.files import open_regular, writing
 from engine.device import peak_memory_bytes
 
@@ -136,9 +136,9 @@ class Wandb:
 
 def check_logger(cfg):
     """ValueError if the training is to be logged by a package that is not installed."""
-    there = not cfg.wandb_log or cfg.eval_only or importlib.util.find_spec("wandb")
-    remedy = "pip install wandb, or set wandb_log=False and watch the run by tensorboard --logdir=OUT_DIR"
-    require(there, f"wandb_log=True: wandb is not installed; {remedy}")
+    if cfg.wandb_log and not cfg.eval_only and importlib.util.find_spec("wandb") is None:
+        remedy = "pip install wandb, or set wandb_log=False and watch the run by tensorboard --logdir=OUT_DIR"
+        raise ValueError(f"wandb_log=True: wandb is not installed; {remedy}")
 
 
 def log_interval(cfg, device: torch.device) -> int:
@@ -186,8 +186,8 @@ class Console:
 
 def evaluation_line(step: int, train_loss: float, val_loss: float, val_bpb: float | None) -> str:
     """The console's line for an evaluation."""
-    bpb = f", bpb {val_bpb:.4f}" if val_bpb is not None else ""
-    return f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{bpb}"
+    line = f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}"
+    return line if val_bpb is None else f"{line}, bpb {val_bpb:.4f}"
 
 
 def routing_line(routing: dict[str, float]) -> str:
@@ -252,15 +252,21 @@ class Metrics(Silent):
             "ms_per_step": 1000 * seconds / (step + 1 - self.steps),
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
-        figures |= {"epochs" if isinstance(epoch, dict) else "epoch": epoch} if epoch is not None else {}
-        figures |= {"skipped": skipped} if skipped else {}
+        line = f"iter {step}: loss {loss:.4f}, time {figures['ms_per_step']:.2f}ms, tok/s {rate:,.0f}"
+        if self.peak:
+            line += f", mfu {figures['mfu']:.2%}"
+        line += f", lr {lr:.2e}, grad norm {grad_norm:.3f}"
+        if isinstance(epoch, dict):
+            figures["epochs"] = epoch
+        elif epoch is not None:
+            figures["epoch"] = epoch
+        if skipped:
+            figures["skipped"] = skipped
+            line += f", skipped {skipped}"
         self.since, self.steps, self.tokens = now, step + 1, tokens
-        mfu = f", mfu {figures['mfu']:.2%}" if self.peak else ""
-        speed = f"time {figures['ms_per_step']:.2f}ms, tok/s {rate:,.0f}{mfu}"
-        skips = f", skipped {skipped}" if skipped else ""
         self.write(step, "train", figures)
         self.console.advance(self.steps)  # first called after the first logged step, which may have compiled
-        self.console.line(f"iter {step}: loss {loss:.4f}, {speed}, lr {lr:.2e}, grad norm {grad_norm:.3f}{skips}")
+        self.console.line(line)
 
     def evaluation(self, step: int, train_loss: float, val_loss: float, val_bpb: float | None, routing=None):
         """Logs an evaluation after `step` steps: losses in nats per token, val_bpb in bits per byte of text, and the

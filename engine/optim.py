@@ -11,7 +11,7 @@ Elementwise and an entry of OPTIMIZER; docs/hacking.md adds one.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -22,7 +22,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.errors import require
 from engine.parallel.owners import Matrix, Owners, portions
 from engine.parallel.sharded import ShardedModel, load_biases, local
 from model import ExpertLinear, Fused, Linear
@@ -299,9 +298,11 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     """
     kind = OPTIMIZER[cfg.optimizer]
     hidden = hidden_matrices(model) if kind.muon else {}
-    wrong = "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it; set learning_rate above 0"
-    require(not hidden or cfg.learning_rate > 0, wrong)
-    loads, trained = load_biases(model), [p for p in model.parameters() if p.requires_grad]  # tied: once
+    if hidden and cfg.learning_rate == 0:
+        fact = "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it"
+        raise ValueError(f"{fact}; set learning_rate above 0")
+    loads = load_biases(model)
+    trained = [p for p in model.parameters() if p.requires_grad]  # tied: once
     others = [p for p in trained if p not in hidden and p not in loads]
     vectors = {m.bias for m in model.modules() if isinstance(m, ExpertLinear)}
     parts: dict = {}
@@ -331,10 +332,10 @@ def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
     return {m.weight: m.fused for m in layers if m.weight.requires_grad}
 
 
-def decay_groups(params: Iterable[nn.Parameter], weight_decay: float, vectors: Collection = ()) -> list[dict]:
+def decay_groups(params: Collection[nn.Parameter], weight_decay: float, vectors: Collection = ()) -> list[dict]:
     """Parameter groups with and without weight decay: matrices decay, vectors and gains do not.
     `vectors` has parameters of several rows that are vectors nevertheless."""
-    groups = {True: [], False: []}
-    for p in params:
-        groups[p.dim() >= 2 and p not in vectors].append(p)
-    return [{"params": ps, "weight_decay": weight_decay * decays} for decays, ps in groups.items() if ps]
+    decayed = [p for p in params if p.dim() >= 2 and p not in vectors]
+    others = [p for p in params if p.dim() < 2 or p in vectors]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -169,8 +169,8 @@ FAULTS = [
     ),
     (
         "engine/optim.py",
-        "groups[p.dim() >= 2 and p not in vectors].append(p)",
-        "groups[p.dim() == 2 and p not in vectors].append(p)",
+        "if p.dim() >= 2 and p not in vectors]",
+        "if p.dim() == 2 and p not in vectors]",
         "Learned slots, which have three dimensions, are left out of weight decay.",
         "tests/training/test_optim.py::test_slots_decay",
     ),
