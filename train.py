@@ -41,7 +41,6 @@ from data.loader import Loader, count_windows
 from data.objective import open_with_objective
 from engine import compilation, fp8, optim
 from engine.checkpoint import run as run_state
-from engine.checkpoint.folder import check_out_dir, locked, replace_flags
 from engine.checkpoint.saver import Checkpoints
 from engine.device import make_deterministic, peak_flops, precision, refuse_nondeterminism, resolve_device
 from engine.evaluation import byte_lengths, mean_loss, text_sample
@@ -68,9 +67,9 @@ def main(argv: list[str] | None = None):
             check_logger(cfg)
             environment()  # if it is wrong, the run is refused before out_dir is made
             if not cfg.eval_only and cfg.init_from != "resume":
-                cleanup.enter_context(locked(cfg.out_dir))  # of a resume, stored_flags has locked it
+                cleanup.enter_context(run_state.locked(cfg.out_dir))  # of a resume, stored_flags has locked it
             run_state.resume_after_restart(cfg)
-            check_out_dir(cfg)
+            run_state.check_out_dir(cfg)
             run = Run(cfg, cleanup)
         run.announce()
         with refuse_nondeterminism():
@@ -202,7 +201,7 @@ class Run:
         )  # fmt: skip
         cleanup.callback(metrics.close)
         dump(cfg, folder / "config.new")
-        replace_flags(folder, self.step)
+        run_state.replace_flags(folder, self.step)
         if self.data.tokenizer:
             self.data.tokenizer.save(folder)  # a bpe's file, so that sampling does not need the data
         return metrics

@@ -1,6 +1,6 @@
 """A lock keeps other processes out of a folder, such as a second run out of out_dir.
 
-    with locked(Path("out/x"), "out_dir"):
+    with locked("out/x", "out_dir"):
         ...                                 # read and write the folder
 
 The kernel releases the lock when the process ends for any reason. What is locked is the file .lock, open for writing:
@@ -20,13 +20,14 @@ from data.errors import printable, say
 
 
 @contextmanager
-def locked(folder: Path, flag: str, seconds: float = 0.2) -> Iterator[None]:
+def locked(folder: str | Path, flag: str, seconds: float = 0.2) -> Iterator[None]:
     """Hold the lock of a folder, which is made if it does not exist. At the end the file .lock is removed, and also the
     folders that were made, if they are empty.
 
     ValueError names the process that still holds the lock after so many `seconds`, and the folder's `flag`. A holder
     may be just about to write its name, or to end.
     """
+    folder = Path(os.path.expanduser(folder))
     path = folder / ".lock"
     made = [each for each in (folder, *folder.parents) if not each.exists()]  # innermost first
     file = None
@@ -54,7 +55,7 @@ def _lock(path: Path, flag: str, seconds: float) -> int:
     while True:
         try:
             return _try_lock(path, flag)
-        except (ValueError, FileNotFoundError):  # held; the holder has removed the folder just now
+        except (ValueError, FileNotFoundError, FileExistsError):  # held; the holder has just removed the folder
             if time.monotonic() >= end:
                 raise
         time.sleep(0.05)

@@ -7,7 +7,7 @@ resumed run continues as if it had never stopped.
 
 import math
 import os
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import NoneType
@@ -15,12 +15,12 @@ from types import NoneType
 import torch
 from torch import Tensor
 
+from data import lock
 from data.errors import require
 from data.tokenizer import Tokenizer
 from engine import optim
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
-from engine.checkpoint.folder import locked
 from engine.checkpoint.weights import Weights
 from engine.parallel import ranks as parallel
 from engine.parallel.ranks import Ranks
@@ -39,6 +39,27 @@ STATE = {  # keys of a checkpoint's state that a resume needs, and their types
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The start
+
+
+def locked(out_dir: str) -> AbstractContextManager:
+    """The lock of a run's folder, to be held before anything in it is read; rank 0 holds it for all ranks. It is needed
+    because the workers of torchrun continue when torchrun is killed. If torchrun restarts lost workers, the holder may
+    be the worker that this process replaces, so it has ten seconds to end."""
+    if os.environ.get("RANK", "0") != "0":
+        return nullcontext()
+    return lock.locked(out_dir, "out_dir", seconds=10 if parallel.may_restart() else 0.2)
+
+
+def check_out_dir(cfg):
+    """ValueError if out_dir holds the checkpoints of another run, or is a checkpoint itself."""
+    where = f"out_dir={cfg.out_dir}"
+    if cfg.eval_only:
+        return
+    if cfg.init_from != "resume" and (Path(cfg.out_dir) / "latest").exists():
+        raise ValueError(f"{where} already holds a run; go on with --init_from=resume, or choose another --out_dir")
+    if (Path(cfg.out_dir) / "state.json").exists():
+        remedy = "to go on from it, write its name into the file latest beside it and give the folder of both"
+        raise ValueError(f"{where} is one checkpoint, not the folder of a run; {remedy}")
 
 
 def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
@@ -142,6 +163,18 @@ def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):
         found.fill(sharded)
 
     weights.read(cfg.init_from.removeprefix("checkpoint:"), fill)
+
+
+def replace_flags(out_dir: Path, step: int):
+    """Replace config.py by config.new. If they differ, the old flags, which led to `step`, stay as config_<step>.py."""
+    old, new, kept = (out_dir / name for name in ("config.py", "config.new", f"config_{step:08d}.py"))
+    while kept.exists():  # a run was resumed at this step before
+        kept = kept.with_stem(f"{kept.stem}_again")
+    texts = [path.read_text(errors="replace").splitlines() for path in (old, new) if path.is_file()]
+    flags = [[line for line in text if not line.startswith("init_from =")] for text in texts]
+    if step and flags[0] != flags[-1]:
+        old.rename(kept)
+    new.rename(old)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

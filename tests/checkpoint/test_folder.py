@@ -22,7 +22,7 @@ from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
 from engine.checkpoint import __main__ as checkpoint_commands
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.folder import locked
+from engine.checkpoint.run import locked
 
 
 @contextmanager

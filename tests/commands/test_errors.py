@@ -19,7 +19,7 @@ import sample
 import train
 from data import errors
 from engine.checkpoint import run as run_state
-from engine.checkpoint.folder import locked
+from engine.checkpoint.run import locked
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback():

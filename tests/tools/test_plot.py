@@ -191,7 +191,7 @@ def test_colours_are_legible_on_white_and_on_black():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ([], "no run is given"),
+        ([], "expected OUT_DIR..., not nothing"),
         (["NONE"], "has no metrics.jsonl; give the out_dir"),
         (["A", "--y=nope"], "y=nope is a number in no row of"),
         (["A", "--y=kind"], "y=kind is a number in no row of"),

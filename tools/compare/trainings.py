@@ -15,7 +15,7 @@ import torch
 
 from data.errors import require
 from data.files import write_file, writing
-from engine.checkpoint.folder import locked
+from data.lock import locked
 from engine.device import device_name, resolve_device
 from tools.child import Child, measure
 from tools.compare.run import Run
