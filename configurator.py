@@ -56,6 +56,9 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
     "mup_base_width": 0,
     "attn_diff": False,
     "attn_sink": False,
+    "balance_weight": 0.01,
+    "router_z_loss": 0.0,
+    "router_balance=loss": "router_balance=bias, or none",
 }
 RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "num_beams": 1,

@@ -91,11 +91,7 @@ class ModelConfig:
     n_expert_shared: int = 0  # experts that all tokens read besides (arXiv:2401.06066)
     expert_ratio: float = 0.0  # hidden width of an expert over n_embd, as mlp_ratio; 0 = mlp_ratio / (active + shared)
     router: Literal["softmax", "sigmoid"] = "softmax"  # scores of experts (Mixtral, arXiv:2401.04088; DeepSeek-V3)
-    router_balance: Literal[  # bias: rarely read experts are preferred (arXiv:2408.15664), loss: of arXiv:2101.03961
-        "bias", "loss", "none"
-    ] = "bias"
-    balance_weight: float = 0.01  # factor of the balance loss of each layer
-    router_z_loss: float = 0.0  # factor of the mean squared log-sum-exp of the scores (arXiv:2202.08906); 0 = off
+    router_balance: Literal["bias", "none"] = "bias"  # bias: rarely read experts are preferred (arXiv:2408.15664)
     moe_pattern: str = ""  # per layer, repeated: E = experts, D = dense, such as DE; empty = all E
     n_dense_layer: int = 0  # first layers that have no experts
     # --- model: attention
@@ -132,8 +128,7 @@ class ModelConfig:
         check_range(self, "n_encoder_layer", 0, 2**12)
         check_range(self, "vocab_size head_dim n_kv_head n_slot window loss_chunk", 0)
         check_range(self, "attn_softcap logit_softcap norm_eps", 0)
-        check_range(self, "n_expert n_expert_shared expert_ratio n_dense_layer init_std", 0, 2**16)
-        check_range(self, "balance_weight router_z_loss z_loss", 0, 2**16)
+        check_range(self, "n_expert n_expert_shared expert_ratio n_dense_layer init_std z_loss", 0, 2**16)
         check_range(self, "simplified_beta_ff embed_scale", -(2**31))
         check_range(self, "dropout label_smoothing", 0, 1)
         H, C, Hkv, pos, ratio = self.n_head, self.n_embd, self.n_kv_head, self.pos, self.mlp_ratio
@@ -308,10 +303,9 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
         "layer with an e, or block other than superblock",
     ),
     **dict.fromkeys(
-        ("n_expert_active", "n_expert_shared", "expert_ratio", "router", "router_balance", "router_z_loss"),
+        ("n_expert_active", "n_expert_shared", "expert_ratio", "router", "router_balance"),
         (lambda c: c.n_expert > 0, "n_expert > 0"),
     ),
-    "balance_weight": (lambda c: c.n_expert > 0 and c.router_balance == "loss", "n_expert > 0 and router_balance=loss"),
     **dict.fromkeys(
         ("moe_pattern", "n_dense_layer"),
         (lambda c: c.n_expert > 0 and c.block != "superblock", "n_expert > 0 and block other than superblock"),
@@ -1061,13 +1055,7 @@ class Experts(nn.Module):
 
     p is the softmax, or the sigmoid, of router(x) (E,). The experts with the largest p + bias are chosen; w is their p,
     divided by its sum if k > 1. No token is left out, whatever the load of an expert.
-
-    The model adds the losses of its routers to its own loss, of which they change the gradient alone: balance_weight
-    E sum_e f_e P_e, the mean over sequences, where f_e is an expert's share of the choices and P_e the mean of its p
-    over their sum; and router_z_loss times the mean of (log sum_e exp router(x)_e)^2.
     """
-
-    share = 1.0  # of the losses that this rank adds
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader):
         super().__init__()
@@ -1080,8 +1068,6 @@ class Experts(nn.Module):
         self.router = Linear(cfg, C, cfg.n_expert, "router")
         self.up = ExpertLinear(part, C, hidden * len(rows), "into", (0, hidden // unit, rows))
         self.down = ExpertLinear(part, hidden, C, "out")
-        self.loss_factors = cfg.balance_weight * (cfg.router_balance == "loss"), cfg.router_z_loss
-        self.loss: Maybe = None  # of the last forward, until the model adds it
         self.routing: Maybe = None  # of each sequence of the last evaluation: the loads, and the sum of p's entropies
         self.balance = LoadBalance(cfg.n_expert) if cfg.router_balance == "bias" else None
         self.shared = None
@@ -1098,8 +1084,6 @@ class Experts(nn.Module):
         k, chosen = self.active, self.choose(p)
         weights = p.gather(1, chosen)
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20) if k > 1 else weights
-        if any(self.loss_factors) and torch.is_grad_enabled():
-            self.loss = self.share * self.router_loss(scores, p.view(*x.shape[:2], -1), chosen.view(len(x), -1))
         order, ends = ops.by_expert(chosen.flatten(), p.size(1))
         load = ends.diff(prepend=ends.new_zeros(1)).to(p.dtype)
         if self.balance is not None:
@@ -1121,12 +1105,6 @@ class Experts(nn.Module):
     def read(self, rows: Tensor, ends: Tensor) -> Tensor:
         """What each expert makes of its rows, see ExpertLinear: rows (N, C) -> (N, C)."""
         return self.down(activations(self.phi, self.rows, self.up(rows, ends)), ends)
-
-    def router_loss(self, scores: Tensor, p: Tensor, chosen: Tensor) -> Tensor:
-        """The router's losses times their factors, a scalar: scores (N, E), p (B, T, E), chosen (B, T k)."""
-        P, f = (p / p.sum(2, keepdim=True)).mean(1), loads(chosen, p) / chosen.size(1)  # (B, E)
-        balance, z = self.loss_factors
-        return balance * p.size(2) * (f * P).sum(1).mean() + z * scores.logsumexp(1).square().mean()
 
 
 def loads(chosen: Tensor, p: Tensor) -> Tensor:
@@ -1359,11 +1337,7 @@ class Model(Stack):
         x = self.hidden(idx, 0, docs, memory, source_docs, doc_starts, source_doc_starts)
         if targets is None:
             return self.logits(x)
-        loss = self.loss(x, targets)
-        for m in self.experts():
-            if m.loss is not None:
-                loss, m.loss = loss + (m.loss - m.loss.detach()), None
-        return loss
+        return self.loss(x, targets)
 
     def experts(self) -> list[Experts]:
         """The experts of all layers, those of the encoder last."""

@@ -260,7 +260,7 @@ FAMILIES = {
 
 # Flags that only matter in training, and two that others say
 FREE = {"dropout", "loss_chunk", "fp32_residual", "doc_mask", "doc_positions", "scaled_init", "simplified_beta_ff"}
-FREE |= {"attention", "window", "balance_weight", "router_z_loss", "z_loss", "init_std"}
+FREE |= {"attention", "window", "z_loss", "init_std"}
 
 
 def network(cfg: ModelConfig) -> dict[str, Any]:
@@ -269,8 +269,6 @@ def network(cfg: ModelConfig) -> dict[str, Any]:
     out = {name: getattr(cfg, name) for name in flags if name not in USED_WHEN or USED_WHEN[name][0](cfg)}
     if out.get("last_norm") == cfg.norm:
         out["last_norm"] = "same"
-    if cfg.router_balance == "loss":  # which changes gradients alone
-        out["router_balance"] = "none"
     kinds = cfg.pos_pattern or "G"
     out["pos_pattern"] = [kinds[i % len(kinds)] for i in range(cfg.n_layer)]
     out["window_pattern"] = [cfg.layer_window(i) for i in range(cfg.n_layer)]

@@ -30,8 +30,6 @@ def check(cfg):
     """ValueError if sequences cannot be cut for cp ranks; it names the flag and the remedy."""
     n = cfg.cp
     require(cfg.objective == "causal", f"cp={n} needs objective=causal, and it is {cfg.objective}; set cp=1")
-    balance = cfg.n_expert == 0 or cfg.router_balance != "loss"
-    require(balance, f"router_balance=loss needs whole sequences, which cp={n} cuts; set router_balance=bias, or cp=1")
     T, unit = cfg.block_size, math.lcm(2 * n, n * cfg.tp)
     fact = f"cp={n}, two pieces per rank, and tp={cfg.tp} do not divide block_size={T}"
     require(T % unit == 0, f"{fact}; set --block_size={-(-T // unit) * unit}")

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from data.errors import require
 from data.objective import objective_class
-from model import ExpertLinear, Experts, GroupedLinear, Linear, stream_dtype
+from model import ExpertLinear, GroupedLinear, Linear, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, equal_rows, grouped_linear, matmul_dtype, rows_at_once
 
 # role -> dimension of the weight that is cut, or None; 0 also cuts the bias
@@ -163,8 +163,6 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
             module.groups //= n
         elif isinstance(module, Linear) and role in ("out", "second") and module.bias is not None:
             module.forward = partial(row_parallel, module, n)
-        elif isinstance(module, Experts):
-            module.share = 1 / n  # every rank has the same losses of a router, and their gradients are added
         elif isinstance(module, nn.Identity) and role in ("into", "out"):
             module.forward = partial(pad_to_width, rank, n) if role == "out" else lambda x: x.chunk(n, -1)[rank]
 

@@ -246,37 +246,6 @@ def test_training_leaves_a_collapsed_router_only_with_the_bias(router):
     assert found["bias"][1][1] < 2.0 and found["none"][1][1] > 2.5
 
 
-@pytest.mark.parametrize("objective", ["causal", "seq2seq"])
-@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
-def test_losses_of_routers_change_the_gradient_alone(router, objective):
-    """Against the balance loss of transformers' Mixtral, of each sequence of each layer, and a closed form for the
-    scores. Theirs adds what ours averages over the active experts."""
-    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    flags = SIZE | dict(router=router, router_balance="loss", n_encoder_layer=1 if objective == "seq2seq" else 0)
-    flags |= dict(objective=objective, balance_weight=0.7, router_z_loss=0.3)
-    model, plain = (Model(ModelConfig(**flags | more), seed=1).double() for more in (
-        {}, {"router_balance": "none", "router_z_loss": 0.0, "balance_weight": 0.01}))  # fmt: skip
-    found = []
-
-    def note(module: Experts, args: tuple, out: torch.Tensor):
-        scores = F.linear(args[0], module.router.weight)
-        p = scores.softmax(-1) if router == "softmax" else scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True)
-        each = [mixtral.load_balancing_loss_func((row.log(),), E, 2) / 2 for row in p]
-        found.append(0.7 * torch.stack(each).mean() + 0.3 * scores.exp().sum(-1).log().square().mean())
-
-    for m in plain.modules():
-        if isinstance(m, Experts):
-            m.register_forward_hook(note)
-    idx = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
-    given = {"source": idx.flip(1)} if objective == "seq2seq" else {}
-    loss, expected = model(idx, idx, **given), plain(idx, idx, **given)
-    assert torch.equal(loss, expected) and len(found) == L + (objective == "seq2seq")
-    loss.backward()
-    (expected + sum(found)).backward()
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(p.grad, q.grad, atol=1e-7), name
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [

@@ -94,7 +94,6 @@ GROUPS = ["--block=superblock", "--layer=c.none+p,p.softmax.matrix", "--n_head=4
 EXPERTS = "--n_expert=4 --n_expert_shared=1 --moe_pattern=ED --balance_rate=0.1".split()
 EXPERTS += "--mlp_ratio=3 --mlp=swiglu --bias=True".split()
 SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=superblock --layer=c+e,p/2".split()
-SIGMOID += "--router_balance=loss --balance_weight=0.5 --router_z_loss=0.1".split()
 FLAGS = "--attn_gate=element --value_residual=True --n_head=4 --pos=rope".split()
 DOCUMENTS = ["--doc_mask=True", "--eval_iters=8"]  # few windows have a boundary that a wrong rank would see
 MODELS = {  # what is particular about a layout: layout -> {name: flags of the model}
@@ -113,7 +112,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "smoothing": ["--label_smoothing=0.2", "--z_loss=0.1", "--logit_softcap=5.0", "--vocab_size=259"],
         "attention": [*FLAGS, *MUON],
         "experts": [*EXPERTS, *MUON],
-        "router losses": SIGMOID,
+        "one expert": SIGMOID,
         "head gates": ["--attn_gate=head", "--block=simplified", "--value_residual=True"],
         "masked": ["--objective=masked", "--doc_mask=True", "--doc_positions=True", "--attn_softcap=3.0"],
         "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0", "--pos=rope", *MUON],
@@ -172,7 +171,7 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
         "layers": [*LAYERS, *MUON],
         "experts": EXPERTS,
     },
-    "ep": {"experts": [*EXPERTS, *MUON], "router losses": [*SIGMOID, "--n_expert=4"]},
+    "ep": {"experts": [*EXPERTS, *MUON], "one expert": [*SIGMOID, "--n_expert=4"]},
     "fsdp+ep": {
         "experts": [*EXPERTS, *MUON, "--activation_checkpoint=full"],
         "whole": [*EXPERTS, "--fsdp_reshard=False"],
