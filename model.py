@@ -92,7 +92,6 @@ class ModelConfig:
     expert_ratio: float = 0.0  # hidden width of an expert over n_embd, as mlp_ratio; 0 = mlp_ratio / (active + shared)
     router: Literal["softmax", "sigmoid"] = "softmax"  # scores of experts (Mixtral, arXiv:2401.04088; DeepSeek-V3)
     router_balance: Literal["bias", "none"] = "bias"  # bias: rarely read experts are preferred (arXiv:2408.15664)
-    moe_pattern: str = ""  # per layer, repeated: E = experts, D = dense, such as DE; empty = all E
     n_dense_layer: int = 0  # first layers that have no experts
     # --- model: attention
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # gqa: arXiv:2305.13245, mqa: arXiv:1911.02150
@@ -158,11 +157,9 @@ class ModelConfig:
         active, experts = self.n_expert_active, self.n_expert
         fact = f"n_expert_active={active} is more than n_expert={experts}"
         require(active <= experts or not experts, f"{fact}; lower it, or set more experts")
-        flag, known = f"moe_pattern={self.moe_pattern!r}", "may hold only E (experts) and D (dense), such as DE"
-        require(set(self.moe_pattern) <= set("ED"), f"{flag} {known}")
-        some = self.block == "superblock" or not experts or any(map(self.expert_layer, range(self.n_layer)))
-        fact = f"{flag} and n_dense_layer={self.n_dense_layer} leave none of n_layer={self.n_layer} layers with experts"
-        require(some, f"{fact}; set n_expert=0")
+        if experts and self.block != "superblock" and self.n_dense_layer >= self.n_layer:
+            fact = f"n_dense_layer={self.n_dense_layer} leaves none of n_layer={self.n_layer} layers with experts"
+            raise ValueError(f"{fact}; lower it, or set n_expert=0")
         if self.block == "superblock":
             check_layer(self)
         moved = f"doc_mask=True with pos=rope and layer={self.layer} would give a document other results at another"
@@ -216,8 +213,7 @@ class ModelConfig:
 
     def expert_layer(self, layer: int) -> bool:
         """Whether the MLP of this layer has experts, in blocks other than superblock, whose `layer` says it."""
-        kinds = self.moe_pattern or "E"
-        return self.n_expert > 0 and layer >= self.n_dense_layer and kinds[layer % len(kinds)] == "E"
+        return self.n_expert > 0 and layer >= self.n_dense_layer
 
     @property
     def readers(self) -> "list[Reader]":
@@ -306,9 +302,9 @@ USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
         ("n_expert_active", "n_expert_shared", "expert_ratio", "router", "router_balance"),
         (lambda c: c.n_expert > 0, "n_expert > 0"),
     ),
-    **dict.fromkeys(
-        ("moe_pattern", "n_dense_layer"),
-        (lambda c: c.n_expert > 0 and c.block != "superblock", "n_expert > 0 and block other than superblock"),
+    "n_dense_layer": (
+        lambda c: c.n_expert > 0 and c.block != "superblock",
+        "n_expert > 0 and block other than superblock",
     ),
     "n_encoder_layer": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
     "doc_positions": (lambda c: c.doc_mask, "doc_mask=True"),

@@ -250,7 +250,7 @@ def test_training_leaves_a_collapsed_router_only_with_the_bias(router):
     "flags, words",
     [
         ({"n_expert_active": 7}, "n_expert_active=7 is more than n_expert=6; lower it"),
-        ({"moe_pattern": "DX"}, "moe_pattern='DX' may hold only E"),
+        ({"n_dense_layer": L}, f"n_dense_layer={L} leaves none of n_layer={L} layers with experts; lower it"),
         ({"block": "superblock", "layer": "c,e", "n_expert": 0}, "needs experts, and n_expert=0; set n_expert"),
         ({"block": "superblock", "layer": "c,e.heads"}, "experts may have only another map, such as e.relu2"),
     ],
@@ -269,7 +269,7 @@ def test_a_token_reads_its_share_of_the_parameters():
 
 
 def test_layers_of_experts():
-    """A pattern, dense first layers, the encoder, and a superblock's string."""
+    """Dense first layers, the encoder, and a superblock's string."""
 
     def kinds(**flags) -> list[str]:
         model = Model(ModelConfig(**SIZE | {"n_layer": 5} | flags), seed=0)
@@ -277,7 +277,6 @@ def test_layers_of_experts():
         return ["".join("E" for m in block.modules() if isinstance(m, Experts)) or "D" for block in blocks]
 
     assert kinds() == ["E"] * 5
-    assert kinds(moe_pattern="DE") == ["D", "E", "D", "E", "D"]
     assert kinds(n_dense_layer=2) == ["D", "D", "E", "E", "E"]
     assert kinds(objective="seq2seq", n_encoder_layer=2, n_dense_layer=1) == ["D", *"EEEE", "D", "E"]
     assert kinds(block="superblock", layer="c,p;c,e/2+e/2") == ["D", "EE", "D", "EE", "D"]

@@ -70,7 +70,7 @@ def numbers(flags: dict) -> dict[str, list]:
         "n_slot": [0, 5],
         "n_expert": [0, 4],
         "n_expert_shared": [0, 1],
-        "moe_pattern": ["", "DE"],
+        "n_dense_layer": [0, 1],
         "layer": ["c+p", *LAYERS],
         "rope_scaling": ["", "yarn:4"],
         "rope_theta_local": [1e4, 7.0],
@@ -439,7 +439,7 @@ def test_compiles_as_one_graph(flags):
     """One layer for each string, for the time that more would take; same outputs and gradients as eager."""
     torch._dynamo.reset()
     n = 1 + flags.get("layer", "").count(";")
-    model, idx = build(**flags | {"n_layer": n, "n_encoder_layer": n, "moe_pattern": ""}), tokens(2, T)
+    model, idx = build(**flags | {"n_layer": n, "n_encoder_layer": n, "n_dense_layer": 0}), tokens(2, T)
     given = beside(model, docs=flags["objective"] != "causal")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same(compiled(idx, **given), model(idx, **given), list(model.parameters()), rtol=1e-9, atol=1e-9)

@@ -91,7 +91,7 @@ LAYERS = "--block=parallel --pos=rope --pos_pattern=LNG --n_layer=3".split()
 LAYERS += "--qkv_bias=True --norm_bias=True --embed_scale=3.0".split()
 PARTS = ["--block=superblock", "--layer=c/2+p/2,c.stream.relu+s.gelu/2,p.matrix", "--n_head=4"]
 GROUPS = ["--block=superblock", "--layer=c.none+p,p.softmax.matrix", "--n_head=4"]
-EXPERTS = "--n_expert=4 --n_expert_shared=1 --moe_pattern=ED --balance_rate=0.1".split()
+EXPERTS = "--n_expert=4 --n_expert_shared=1 --n_dense_layer=1 --balance_rate=0.1".split()
 EXPERTS += "--mlp_ratio=3 --mlp=swiglu --bias=True".split()
 SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=superblock --layer=c+e,p/2".split()
 FLAGS = "--attn_gate=element --value_residual=True --n_head=4 --pos=rope".split()
