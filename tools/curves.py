@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,10 +144,9 @@ def draw(lines: list[Line], cfg: PlotConfig):
     from matplotlib.ticker import EngFormatter
 
     with rc_context(MATPLOTLIB):
-        figure = Figure(figsize=(7.2, 4), layout="constrained")
-        axes = figure.subplots()
+        axes = Figure(figsize=(7.2, 4)).subplots()
     for line, colour in zip(lines, itertools.cycle(COLOURS)):
-        axes.plot(line.x, line.ys.mean(0), line.style, color=colour, label=line.label, markersize=4)
+        axes.plot(line.x, line.ys.mean(0), line.style, color=colour, label=textwrap.fill(line.label, 80), markersize=4)
         if len(line.ys) > 1:
             fill = axes.vlines if line.style == "o" else axes.fill_between
             fill(line.x, line.ys.min(0), line.ys.max(0), color=colour, alpha=0.2)
@@ -158,7 +158,7 @@ def draw(lines: list[Line], cfg: PlotConfig):
     if cfg.ymax:
         axes.set_ylim(top=cfg.ymax)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, labelcolor=GREY)
-    return figure
+    return axes.figure
 
 
 def save(figure, file: str):

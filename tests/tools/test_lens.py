@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from helpers import refused
-from test_contextual import BLOCKS, sharp, text
+from test_contextual import sharp, text
 from test_model import build
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -96,7 +96,8 @@ def test_shares_are_weights_of_attention(kind, softmaxes):
         total = sum(unit.activation for unit in part)
         assert [unit.share for unit in part] == pytest.approx([unit.activation / total for unit in part], rel=1e-9)
     few, _, _ = read_units(net, tokenizer_of(V), idx, layer=1, head=0, position=5, most=4)
-    assert min(unit.share for unit in few) >= sorted(unit.share for unit in units)[-4]
+    best = sorted(units, key=lambda unit: -unit.share)[:4]
+    assert [unit.name for unit in few] == [unit.name for unit in units if unit in best]  # in the order of the text
 
 
 @pytest.mark.parametrize("norm, softcap", [("layernorm", 0.0), ("rmsnorm", 2.0)])
@@ -124,20 +125,6 @@ def test_tokens_are_spelled_in_characters_that_can_be_printed():
     assert [lens.spelled(byte, t) for t in tokens] == ["'a'", r"'\n'", r"'\xc3'", r"'\x00'", "'''", "<id 300>"]
 
 
-@pytest.mark.parametrize("block", [BLOCKS[0], BLOCKS[4], BLOCKS[5]], ids=str)
-def test_the_units_of_the_largest_shares_are_shown_in_their_order(block):
-    net = sharp(**block)
-    idx = text(net) % 26
-    units, n, total = read_units(net, tokenizer_of(26), idx, 1, 3, 9, most=99)
-    few = read_units(net, tokenizer_of(26), idx, 1, 3, 9, most=4)
-    best = sorted(units, key=lambda unit: -abs(unit.share))[:4]
-    assert len(units) == n == few[1] and [unit.name for unit in few[0]] == [u.name for u in units if u in best]
-    for same, unit in zip(few[0], (u for u in units if u in best), strict=True):
-        assert_same_promotes(same.promotes, unit.promotes)
-        assert [*same[1:-1]] == pytest.approx([*unit[1:-1]], rel=1e-9)
-    assert_same_promotes(few[2], total)
-
-
 @pytest.mark.parametrize("extra", [{}, {"mlp": "swiglu"}, {"block": "superblock", "n_group": 2}], ids=str)
 def test_the_units_of_an_mlp_need_memory_linear_in_their_number(extra):
     net, largest = build(n_layer=1, n_head=2, n_embd=8, mlp_ratio=128.0, bias=True, **extra).eval(), 0
@@ -155,12 +142,6 @@ def test_the_units_of_an_mlp_need_memory_linear_in_their_number(extra):
     assert F > 600 and largest < F * F / 8
     if not extra:
         torch.testing.assert_close(outgoing, net.blocks[0].sums[1].mlp.down.weight.T)
-
-
-def assert_same_promotes(found: list[tuple[str, float]], expected: list[tuple[str, float]]):
-    """The same tokens; their values are sums that a product of another size takes in another order."""
-    assert [token for token, _ in found] == [token for token, _ in expected]
-    assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,11 +200,7 @@ def test_the_text_and_the_picture(trained, tmp_path, capsys):
     file = tmp_path / "head.png"
     lines = output(capsys, f"--out_dir={trained}", *READ, "--units=6", f"--out={file}")
     assert len(lines) == 2 + 6 + 1 and lines[-1] == "5 more units have smaller shares; --units=11 shows them"
-    shares = [float(line[lines[1].index("activation") + 10 :].split()[0]) for line in lines[2:-1]]
-    assert 0.5 < sum(shares) < 1
     assert file.read_bytes().startswith(b"\x89PNG")
-    assert output(capsys, f"--out_dir={trained}", *READ, f"--out={tmp_path / 'head.svg'}")
-    assert "<svg" in (tmp_path / "head.svg").read_text()
 
 
 def test_the_picture_has_three_bars_for_each_unit():
@@ -248,19 +225,14 @@ def test_the_picture_has_three_bars_for_each_unit():
     [
         ([], ["start=''", "give a text"]),
         (["--start=x", "--layer=2"], ["layer=2", "0 .. 1"]),
-        (["--start=x", "--head=-1"], ["head=-1", "0 .. 1"]),
         (["--start=x", "--reader=mlp2"], ["reader=mlp2", "it has attn, mlp"]),
-        (["--start=x", "--reader=mlp", "--head=1"], ["head=1", "0 .. 0"]),
         (["--start=abc", "--position=3"], ["position=3", "0 .. 2"]),
         (["--start=abcdefghijklmnopq"], ["17 tokens", "block_size=16"]),
         (["--start=x", "--units=0"], ["units=0", "at least 1"]),
         (["--start=x", "--source=y"], ["objective=causal", "source"]),
         (["--start=x", "--out=a.jpg"], ["out=a.jpg", ".png or .svg"]),
-        (["--start=x", "--out=/dev/null/a.png"], ["/dev/null"]),
         (["--start=FILE:/no/prompt.txt"], ["/no/prompt.txt"]),
-        (["--start=x", "--out_dir=/no/such/run"], ["/no/such/run"]),
         (["--start=x", "--out_dir="], ["out_dir"]),
-        (["--start=x", "--device=tpu"], ["device='tpu'"]),
         (["--strat=x"], ["--strat=x", "start"]),
     ],
     ids=lambda x: " ".join(x),
