@@ -291,6 +291,12 @@ def write_gemma_layers(cfg: ModelConfig) -> dict:
     return {"sliding_window": cfg.window or cfg.block_size, "layer_types": layer_types(cfg)}
 
 
+def write_gemma3_layers(cfg: ModelConfig) -> dict:
+    """With the period that releases before layer_types read."""
+    period = [*layer_types(cfg), FULL].index(FULL) + 1
+    return write_gemma_layers(cfg) | {"sliding_window_pattern": period}
+
+
 def read_gemma3_rope(keys: Keys, flags: dict) -> dict:
     """Layers with a window have a base of their own, without scaling."""
     given, scaling = (keys(name, dict, NoneType) or {} for name in ("rope_parameters", "rope_scaling"))
@@ -321,7 +327,7 @@ WINDOW = value("sliding_window", "window", int, NoneType)
 SOFTCAP = value("attn_logit_softcapping", "attn_softcap", float, NoneType)
 QWEN_LAYERS = Part(read_qwen_layers, write_qwen_layers)
 GEMMA2_LAYERS = Part(read_gemma2_layers, write_gemma_layers)
-GEMMA3_LAYERS = Part(read_gemma3_layers, write_gemma_layers)
+GEMMA3_LAYERS = Part(read_gemma3_layers, write_gemma3_layers)
 GEMMA3_ROPE = Part(read_gemma3_rope, lambda cfg: write_rope(cfg) | {"rope_local_base_freq": cfg.rope_theta_local})
 SCORES = Part(read_scores, lambda cfg: {"query_pre_attn_scalar": cfg.head_size})
 LLAMA_BIAS = Part(read_llama_bias, lambda cfg: {"attention_bias": cfg.bias, "mlp_bias": cfg.bias})

@@ -239,8 +239,8 @@ LLAMA31 = dict(
 GEMMA_KEYS = dict(
     head_dim=256, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, tie_word_embeddings=True
 )
-QWEN3 = dict(attention_bias=False, head_dim=128, max_window_layers=28, rope_theta=1000000, sliding_window=None)
-QWEN3_MOE = QWEN3 | dict(
+QWEN3_MOE = dict(
+    attention_bias=False, head_dim=128, max_window_layers=48, rope_theta=1000000, sliding_window=None,
     decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128,
     num_experts_per_tok=8, output_router_logits=False, router_aux_loss_coef=0.001, use_sliding_window=False,
 )  # fmt: skip
@@ -266,10 +266,6 @@ PUBLISHED = {
             sliding_window=131072, tie_word_embeddings=True, use_sliding_window=False,
         ),
         dict(qkv_bias=True, norm_eps=1e-6, rope_theta=1e6, window=None), 494032768,
-    ),
-    "Qwen3-0.6B": (
-        gated("qwen3", 151936, 1024, 3072, 28, 16, 8, 40960, **QWEN3, tie_word_embeddings=True),
-        dict(head_dim=128, qk_norm=True), 596049920,
     ),
     "Mixtral-8x7B": (
         gated(
