@@ -4,11 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -17,47 +15,6 @@ from ranks import launch, torchrun, train_main
 
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
-
-
-@pytest.fixture
-def start(tiny_data, tmp_path):
-    """start(script, *flags) -> two training processes under torchrun; at the end of the test all are gone."""
-    started = []
-
-    def call(script: Path, *flags: str) -> subprocess.Popen:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", *flags]
-        process = subprocess.Popen(
-            [sys.executable, *torchrun, script, *flags],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
-        started.append((process, threading.Timer(600, end, [process])))
-        started[-1][1].start()
-        return process
-
-    def end(process):
-        for pid in [process.pid, *workers(process)] if process.poll() is None else ():
-            os.kill(pid, signal.SIGKILL)
-
-    yield call
-    for process, timer in started:
-        timer.cancel()
-        end(process)
-
-
-def read_until(process: subprocess.Popen, text: str) -> list[str]:
-    """The lines up to the first one that contains the text."""
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if text in line:
-            return lines
-    pytest.fail(f"no {text} in\n{''.join(lines)}")
-
-
-def workers(process: subprocess.Popen) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 def train_until_killed(flags: list[str]):
@@ -141,14 +98,22 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def test_a_rank_that_raises_takes_the_others_down_and_its_error_is_told_first_and_last(start, tmp_path):
+def test_a_rank_that_raises_takes_the_others_down_and_its_error_is_told_first_and_last(tiny_data, tmp_path):
     (tmp_path / "failing.py").write_text(FAILING.replace("ROOT", str(ROOT)))
-    process = start(tmp_path / "failing.py", "--async_checkpoint=True", "--save_interval=1")
-    said = read_until(process, "RuntimeError: planted failure")
-    rest = process.communicate(timeout=300)[0]  # not collective_timeout's ten minutes
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "failing.py"]
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--async_checkpoint=True"]
+    process = subprocess.Popen(
+        [sys.executable, *torchrun, *flags, "--save_interval=1"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    try:
+        said, _, rest = process.communicate(timeout=500)[0].partition("RuntimeError: planted failure")
+    finally:
+        process.terminate()  # which torchrun passes on to its workers
     assert "SIGKILL" not in rest and "forcefully" not in rest  # which torchrun sends after 30 s
     assert process.returncode == 1
-    tracebacks = [line for line in said if "Traceback" in line]
+    tracebacks = [line for line in said.splitlines() if "Traceback" in line]
     assert len(tracebacks) == 1 and "rank1" in tracebacks[0]
     # In torchrun's table too. Its root cause is the lower rank where both end within the same second.
     assert "planted failure" in rest.partition(" FAILED\n")[2]

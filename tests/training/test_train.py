@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import IN_FLOAT64, ROOT, TINY, distance, figures, losses, metrics, read_all
-from ranks import command, torchrun
+from ranks import command, exit_codes, torchrun
 from ranks import launch as launch_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoint import full_disk
@@ -661,35 +661,21 @@ def test_a_signal_during_a_save(run, monkeypatch, tmp_path):
     assert metrics(folder)[-1]["step"] == 20 and "val_loss" in metrics(folder)[-1]
 
 
-FIRST_STEP = """
-import hashlib, sys, time
-sys.path.insert(0, "ROOT")
-import train
-from engine.parallel.sharded import ShardedModel
+def train_with_a_signal_in_the_first_step(flags: list[str]):
+    def backward(*args):
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)  # half a minute, which no Python code interrupts
 
-def backward(*args):
-    print("in the first step", flush=True)
-    while True:
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # a minute in one operation, which no Python code interrupts
-
-ShardedModel.backward = backward
-train.main(sys.argv[1:])
-"""
+    ShardedModel.backward = backward
+    train.main(flags)
 
 
 def test_a_signal_in_the_first_step(tiny_data, tmp_path):
     """Which may compile for minutes: nothing would be lost, so the process ends at once."""
     flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--eval_iters=1"]
-    command = [sys.executable, "-c", FIRST_STEP.replace("ROOT", str(ROOT)), *flags]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        while "in the first step" not in process.stdout.readline():
-            assert process.poll() is None, process.stderr.read()
-        process.terminate()
-        assert process.wait(timeout=30) == 128 + signal.SIGTERM
-        assert process.stderr.read() == f"{STOPPED}\n"
-    finally:
-        process.kill()
+    codes = exit_codes(1, train_with_a_signal_in_the_first_step, tmp_path, flags)
+    assert codes == [128 + signal.SIGTERM]
+    assert (tmp_path / "rank 0").read_text().endswith(f"{STOPPED}\n")
 
 
 @pytest.fixture
