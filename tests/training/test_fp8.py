@@ -225,13 +225,11 @@ def test_compiled_and_recomputed_blocks():
 def test_what_is_refused(monkeypatch):
     """Without a GPU that has float8, in another dtype, and for sizes that are no multiples of 16."""
     cuda, lengths, good = torch.device("cuda"), (16, 0), config("--dtype=bfloat16")
-    for capability, name in (((8, 0), "A100"), ((8, 6), "A40"), ((8, 9), ""), ((9, 0), ""), ((10, 0), "")):
+    for capability, name in (((8, 6), "A40"), ((8, 9), ""), ((10, 0), "")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, found=name: found)
         with pytest.raises(ValueError, match=f"8.9 or later, and the device is {name};") if name else nullcontext():
             fp8.check(good, lengths, cuda)
-    with pytest.raises(ValueError, match="and the device is cpu; leave fp8 out"):
-        fp8.check(good, lengths, torch.device("cpu"))
     with pytest.raises(ValueError, match="and the device is cpu; leave fp8 out"):  # whose auto is float32
         fp8.check(config("--dtype=float32"), lengths, torch.device("cpu"))
     fp8.check(good, lengths)
@@ -239,7 +237,6 @@ def test_what_is_refused(monkeypatch):
         (["--dtype=float32"], (16, 0), "fp8=True does not go with dtype=float32"),
         (["--tp=2", "--bias=True"], (16, 0), "fp8=True does not go with tp=2 and bias=True"),
         (["--batch_size=1"], (24, 0), "a multiple of 16 tokens .* batch_size=1 makes 24"),
-        (["--batch_size=1"], (16, 24), "a multiple of 16 tokens .* batch_size=1 makes 24"),
         (["--batch_size=1", "--cp=2"], (16, 0), "a multiple of 16 tokens .* batch_size=1 makes 8"),
     ):
         with pytest.raises(ValueError, match=words):
