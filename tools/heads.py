@@ -4,6 +4,22 @@
 
 In the terms of an MLP, unit i has the incoming weights b_i, the activation h_i and the outgoing weights a_i. In the
 terms of attention these are a key, a weight that is not normalised yet, and a value.
+
+A head of attention has a unit for each visible token:
+
+    b_i = W_Q^T W_K x_i / sqrt(D)    hidden_i = exp(b_i . x_t)    a_i = W_O W_V x_i / Z    Z = sum of exp(b_i . x_t)
+
+and hidden @ outgoing is the head's term of the reader's output, before the output's bias, dropout, and a norm or
+gain of the block. The units are the slots, then the tokens that t sees. Slots beside the context with a softmax of
+their own have their own Z, and their b_i is not rotated.
+
+    pos=rope            b_i is rotated back by the query's position
+    pos=alibi           hidden_i = exp(b_i . x_t - slope |t - i|); slots have no such term
+    bias                hidden_i = exp(b_i . x_t + c_i), where c_i comes from the bias of W_Q
+    qk_norm             b_i includes the norms' gains and the RMS of this query
+    attn_softcap=c      hidden_i = exp(c tanh(b_i . x_t / c))
+    .relu and others    hidden_i is the map of the score, with its normaliser, and Z = 1
+    simplified blocks   hidden_i = beta exp(b_i . x_t) + Z (alpha [i = t] - gamma U_ti)
 """
 
 import math
@@ -46,22 +62,6 @@ def contextual_mlp(
 
     idx (T,) is the text, source (S,) the input of a seq2seq model's encoder, and x_t (C,) the normalised stream that
     the reader reads at t = position. `reader` is its name, such as attn or mlp; empty = the first one of the context.
-    A head of attention has a unit for each visible token:
-
-        b_i = W_Q^T W_K x_i / sqrt(D)    hidden_i = exp(b_i . x_t)    a_i = W_O W_V x_i / Z    Z = sum of exp(b_i . x_t)
-
-    and hidden @ outgoing is the head's term of the reader's output, before the output's bias, dropout, and a norm or
-    gain of the block. The units are the slots, then the tokens that t sees. Slots beside the context with a softmax of
-    their own have their own Z, and their b_i is not rotated.
-
-        pos=rope            b_i is rotated back by the query's position
-        pos=alibi           hidden_i = exp(b_i . x_t - slope |t - i|); slots have no such term
-        bias                hidden_i = exp(b_i . x_t + c_i), where c_i comes from the bias of W_Q
-        qk_norm             b_i includes the norms' gains and the RMS of this query
-        attn_softcap=c      hidden_i = exp(c tanh(b_i . x_t / c))
-        .relu and others    hidden_i is the map of the score, with its normaliser, and Z = 1
-        simplified blocks   hidden_i = beta exp(b_i . x_t) + Z (alpha [i = t] - gamma U_ti)
-
     The hidden units of a p, such as the MLP, are its units, and `head` must be 0. b_i of a gated kind belongs to the
     gate. The model must be in eval mode. ValueError if layer, reader, head or position does not exist, if a score
     overflows, or if the reader computes something else than its units.
