@@ -188,6 +188,13 @@ class Config(ModelConfig):
         check_range(self, "warmup_iters lr_decay_iters cooldown_iters", 0)
         check_range(self, "learning_rate min_lr muon_lr weight_decay grad_clip balance_rate spike_factor", 0)
         check_range(self, "beta1 beta2 muon_momentum ema_decay", 0, 1)
+        if 0 < self.spike_factor <= 1:
+            raise ValueError(f"spike_factor={self.spike_factor} must be above 1, such as 10, or 0 = off")
+        self.check_texts()
+        self.check_schedule()
+
+    def check_texts(self):
+        """ValueError unless the flags that are texts have a known form."""
         for name, pattern, form in (
             ("dataset", r".*\S.*", "a folder under data/, such as pycode, a path, or a mixture, such as a:0.7,b:0.3"),
             ("out_dir", r"(?!~).*\S.*", "a folder, such as out; ~ means your home"),
@@ -199,27 +206,29 @@ class Config(ModelConfig):
             ("device", r"auto|cpu|cuda(:\d{1,3})?|mps", "auto, cpu, cuda, cuda:N or mps"),
         ):
             value = getattr(self, name)
-            require(re.fullmatch(pattern, value, re.DOTALL) is not None, f"{name}={value!r} must be {form}")
-        part, ends = r"[1-9]\d{0,8}:[1-9]\d{0,8}", [end for _, end in self.ramp]
-        require(
-            re.fullmatch(f"({part}(,{part})*)?", self.batch_ramp) and ends == sorted(set(ends)),
-            f"batch_ramp={self.batch_ramp!r} must be micro-batches and the step before which they hold, in ascending "
-            "steps, such as 8:1000,16:2000",
-        )
-        wrong = f"spike_factor={self.spike_factor} must be above 1, such as 10, or 0 = off"
-        require(self.spike_factor == 0 or self.spike_factor > 1, wrong)
+            if not re.fullmatch(pattern, value, re.DOTALL):
+                raise ValueError(f"{name}={value!r} must be {form}")
+        part = r"[1-9]\d{0,8}:[1-9]\d{0,8}"
+        ends = [end for _, end in self.ramp]
+        if not re.fullmatch(f"({part}(,{part})*)?", self.batch_ramp) or ends != sorted(set(ends)):
+            raise ValueError(
+                f"batch_ramp={self.batch_ramp!r} must be micro-batches and the step before which they hold, in "
+                "ascending steps, such as 8:1000,16:2000"
+            )
+
+    def check_schedule(self):
+        """ValueError unless the learning rate can fall from learning_rate to min_lr within the run."""
         last = "lr_decay_iters" if self.lr_decay_iters else "max_iters"
         end = getattr(self, last)
         cooldown = self.cooldown_iters or end // 5
-        require(
-            self.schedule != "wsd" or self.warmup_iters + cooldown <= end,
-            f"schedule=wsd with warmup_iters={self.warmup_iters} and a cooldown of {cooldown} steps needs more than "
-            f"{last}={end} steps; set warmup_iters or cooldown_iters lower",
-        )
-        require(
-            self.schedule == "constant" or self.min_lr <= self.learning_rate,
-            f"min_lr={self.min_lr} must be at most learning_rate={self.learning_rate}; a tenth of it is usual",
-        )
+        if self.schedule == "wsd" and self.warmup_iters + cooldown > end:
+            raise ValueError(
+                f"schedule=wsd with warmup_iters={self.warmup_iters} and a cooldown of {cooldown} steps needs more "
+                f"than {last}={end} steps; set warmup_iters or cooldown_iters lower"
+            )
+        if self.schedule != "constant" and self.min_lr > self.learning_rate:
+            fact = f"min_lr={self.min_lr} must be at most learning_rate={self.learning_rate}"
+            raise ValueError(f"{fact}; a tenth of it is usual")
 
     @property
     def ramp(self) -> list[tuple[int, int]]:
