@@ -264,6 +264,25 @@ def state_bytes(optimizer: type[Elementwise | Muon], numbers: int) -> int:
     return sum(t.itemsize * (numbers if t.dim() else 1) for t in state)
 
 
+def update_bytes(owners: Owners, held: int) -> int:
+    """Bytes of an update by Muon besides the state, on the rank that owns most. Each rank holds so many numbers."""
+    owned = defaultdict(list)
+    for key, rank in owners.owner.items():
+        owned[rank].append(owners.matrices[key])
+    weights = max(owned.values(), key=lambda weights: sum(math.prod(m.shape) for m in weights))
+    matrices = [shape for m in weights for shape in m.logical]
+    fused = sum(math.prod(m.shape) for m in weights if len(m.logical) > 1)
+    batch = max(matrices.count(shape) * math.prod(shape) for shape in set(matrices))
+    size = owners.dtype.itemsize
+    if len(owners.ranks) == 1:  # updates; copies of fused matrices; a batch: 2 float32 and a copy, or 4 buffers
+        return 4 * (held + fused) + max(4 * size, 4 + 4 + 2) * batch
+    # updates of the shards, which are sent and received; full ones, received and sent to each copy, of two rounds
+    most = 2 * max(Muon.LARGEST_ROUND, *(math.prod(m.shape) for m in weights))
+    full, fused, batch = (min(n, most) for n in (sum(map(math.prod, matrices)), fused, batch))
+    copies = math.prod(n for n, dim in weights[0].cuts if dim is None)
+    return (4 + size) * held + 2 * size * full + size * max(fused + 4 * batch, full * copies)
+
+
 class Optimizer:
     """The optimizer of a run. A gradient scaler that finds an overflow skips all of its parts or none.
 
