@@ -221,8 +221,6 @@ class Run:
             f"{parameters}; {work.samples_per_step * cfg.block_size:,} tokens per step from "
             f"{stream.name}, {self.loader.n_windows:,} windows; {machine}; attention: {work.attention_kernels}"
         )
-        if cfg.block == "superblock":
-            self.metrics.say(accounting.layer_in_words(cfg))
         for note in (optim.rescheduled(self.step, cfg, self.stored_flags), self.why_no_bytes):
             if note:
                 self.metrics.say(note)

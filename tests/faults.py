@@ -692,7 +692,7 @@ FAULTS = [
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp]",
     ),
     (
-        "engine/plan/estimate.py",
+        "engine/plan/measure.py",
         "readers = tuple((m.reader, m.window)",
         "readers = tuple((m.window,)",
         "The plan takes the cost of a layer for that of another one of equal shapes, which reads otherwise.",

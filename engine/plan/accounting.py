@@ -8,12 +8,11 @@ The model must be whole, not a rank's slice or stage of it. It may be on the met
 
 from collections import Counter
 from collections.abc import Iterator
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 
-from model import READER, Linear, Model, ModelConfig, Pool, Reader
+from model import Linear, Model, Pool
 from ops import Mask, attention_kernel, takes_flash
 
 
@@ -67,41 +66,6 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
         if m.reader.slots == "own_slots":
             counts[attention_kernel(Mask(False), queries // pieces, slots, False, *rest)] += 1
     return ", ".join(f"{kernel} ({n} layer{'s' * (n > 1)})" for kernel, n in counts.items())
-
-
-WORDS = {
-    "heads": "of projected queries",
-    "stream": "of the stream",
-    "matrix": "output matrix",
-    "none": "no output matrix",
-}
-
-
-def layer_in_words(cfg: ModelConfig) -> str:
-    """The superblock's sums, such as "2 heads on the context + 384 hidden units", and the parameters that the rounding
-    of parts of the hidden units adds to the model."""
-    said, added = [], 0
-
-    def words(reader: Reader) -> str:
-        part, usual = cfg.part(reader), next(r for r in READER.values() if reader.name.startswith(r.name))
-        of = {"context": "the context", "memory": "the memory"}.get(reader.source, f"{part.n_slot:,} slots")
-        size = f"{part.hidden_dim:,} hidden units" if reader.units else f"{part.n_head} heads on {of}"
-        if reader.source == "experts":
-            size += f" of {cfg.n_expert_active} of {cfg.n_expert} experts"
-            size += f", {cfg.n_expert_shared} shared" * bool(cfg.n_expert_shared)
-        size += f" and {part.n_slot:,} slots" * bool(reader.slots)
-        choices = [choice for choice, default in zip(reader[2:6], usual[2:6], strict=True) if choice != default]
-        return size + f" ({', '.join(WORDS.get(x, x.replace('_', ' ')) for x in choices)})" * bool(choices)
-
-    for sums, _ in cfg.layers:
-        said.append(", then ".join(" + ".join(map(words, readers)) for readers in sums))
-    for sums, n in (kind for stack in cfg.stacks for kind in stack.layers):
-        for reader in (reader for readers in sums for reader in readers if reader.dense):
-            part, whole = cfg.part(reader), cfg.part(reader._replace(share=Fraction(1)))
-            units = part.hidden_dim - whole.hidden_dim * reader.share
-            added += n * (2 + part.gated) * cfg.n_embd // cfg.n_group * units
-    rounded = f"; rounding the hidden units of parts adds {int(added):+,} parameters" if added else ""
-    return "layer: " + "; next layer: ".join(said) + rounded
 
 
 class Work(NamedTuple):

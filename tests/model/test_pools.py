@@ -10,7 +10,7 @@ from test_model import DOCS, TINY, assert_same, build, jitter, leaves
 
 import model as M
 from engine.optim import hidden_matrices
-from engine.plan.accounting import flops, layer_in_words
+from engine.plan.accounting import flops
 from model import Inputs
 
 C, H, T, D = TINY["n_embd"], TINY["n_head"], TINY["block_size"], TINY["n_embd"] // TINY["n_head"]
@@ -251,22 +251,6 @@ def test_a_query_that_sees_nothing_reads_nothing(phi):
     numbers = torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0]])
     y = cross(x, Inputs(memory=memory, memory_docs=numbers))
     assert y[0, 0].abs().max() > 0 and torch.equal(y[0, 1:], torch.zeros(2, C, dtype=x.dtype))
-
-
-@pytest.mark.parametrize("objective", ["causal", "seq2seq"])
-def test_the_words_say_what_the_rounding_of_parts_adds(objective):
-    """A third of 256 hidden units becomes 64, in the layers of both stacks that have such a part."""
-    flags = dict(
-        n_embd=64, n_layer=5, n_encoder_layer=3, block="superblock", layer="c+p/3;c.relu,p", objective=objective
-    )
-    said = layer_in_words(M.ModelConfig(**TINY | flags))
-    layers = 3 + 2 * (objective == "seq2seq")
-    added = layers * 2 * 64 * (64 - 256 / 3)
-    assert said.endswith(f"; rounding the hidden units of parts adds {round(added):+,} parameters")
-    memory = ", then 4 heads on the memory" * (objective == "seq2seq")
-    assert said.startswith(
-        f"layer: 4 heads on the context + 64 hidden units{memory}; next layer: 4 heads on the context (relu)"
-    )
 
 
 def test_flops_count_what_a_layer_multiplies():
