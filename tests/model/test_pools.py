@@ -109,7 +109,7 @@ def test_outputs_begin_smaller_where_more_readers_write():
     """0.02 / sqrt(number of readers of all layers); slots beside the context are one more."""
     for layer, n in (("c,p", 6), ("c/2+p/2,c/2+p/2", 12), ("c;c,p", 4), ("c.own_slots", 6)):
         net = build(block="superblock", layer=layer, n_layer=3, n_embd=64, n_head=4)
-        assert net.blocks[0].sums[0].attn.out.std == 0.02 / math.sqrt(n)
+        assert net.blocks[0].sums[0].attn.out.initial["weight"].std == 0.02 / math.sqrt(n)
 
 
 # ---- formulas
@@ -239,7 +239,8 @@ def test_the_matrix_behind_units_is_the_same_for_every_number_of_groups():
     for groups in (1, 2):
         net = build(block="superblock", layer="p.matrix+c", n_group=groups, n_embd=64)
         mlp = net.blocks[0].sums[0].mlp
-        assert (mlp.down.std, mlp.out.std) == (0.02, 0.02 / math.sqrt(4))
+        assert mlp.down.initial["weight"].std == 0.02
+        assert mlp.out.initial["weight"].std == 0.02 / math.sqrt(4)
         assert {mlp.up.weight, mlp.down.weight, mlp.out.weight} <= hidden_matrices(net).keys()
 
 
