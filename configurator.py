@@ -344,7 +344,8 @@ def is_retired(cls: type, name: str, value: Any, where: str) -> bool:
         return False
     if value == RETIRED[name]:
         return True
-    raise ValueError(f"{here}: this flag was retired; leave it out, or use an older version of this program")
+    remedy = "leave it out; train again what was trained with it, or use an older version of this program"
+    raise ValueError(f"{here}: this flag was retired; {remedy}")
 
 
 def convert(cls: type, name: str, value: Any, where: str) -> Any:
