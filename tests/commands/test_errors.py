@@ -293,7 +293,7 @@ def test_streams_that_are_closed_or_full(trained, tmp_path):
         done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, len(done.stderr.splitlines())) == expected, f"{line}: {done.stderr}"
     full = [sample, [*sample, "--help"], ["train.py", "--help"]]  # whose help is longer than the buffer
-    unbuffered = [["evaluate.py"], ["-m", "tools.plot"], ["-m", "tools.lens"], ["-m", "engine.interchange"]]
+    unbuffered = [["evaluate.py"], ["data/text/prepare.py"], ["-m", "data.shards"], ["-m", "engine.interchange"]]
     for program in full + [[*name, "--help"] for name in unbuffered]:
         code, err = command(program, tmp_path, stdout="/dev/full", unbuffered=program not in full)
         assert (code, len(err.splitlines())) == (2, 2 if program == sample else 1), f"{program}: {err}"

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import random
-import resource
 import shutil
 import signal
 import socket
@@ -22,9 +21,10 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from helpers import metrics, read_all
+from helpers import ROOT, metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from preparing import WORDS, args, command, error, failed, files_of, texts, tokens_of, validates
 
 from data import corpus, sources
 from data.dataset import open_data
@@ -32,44 +32,6 @@ from data.tokenizer import ByteTokenizer, CharTokenizer, build, train_bpe
 from data.writer import PREPARING, ShardWriter
 from engine.checkpoint import files as checkpoint
 from model import Model
-
-ROOT = Path(__file__).resolve().parents[2]
-WORDS = ["the", "cat", "naïve", "猫", "don't", "12345", "(a)", "\U0001f600", "def f(x):", "  ", "\t", "<|endoftext|>"]
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Makes jobs so small that a few documents need many of them."""
-    monkeypatch.setattr(corpus, "JOB_CHARACTERS", 60)
-    monkeypatch.setattr(corpus, "JOB_PIECES", 3)
-
-
-def texts(n: int, seed: int = 0) -> list[str]:
-    """n documents without blank lines, some of one word, some longer than a small job."""
-    rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=rng.choice([1, 5, 40]))).strip() or "x" for _ in range(n)]
-
-
-def args(out, tokenizer="byte", **flags) -> argparse.Namespace:
-    default = {"val_fraction": 0.2, "field": "text", "shard_tokens": 1000, "threads": 2}
-    return argparse.Namespace(out=str(out), tokenizer=tokenizer, **default | flags)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
-
-
-def tokens_of(folder: Path, split: str) -> list[int]:
-    return read_all(open_data(folder, verify=True).split(split))
-
-
-def validates(number: int, fraction: float) -> bool:
-    """Whether a document validates, by splitmix64 with Python's integers."""
-    mask = 2**64 - 1
-    x = (number + 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
-    return (x ^ x >> 31) / 2**64 < fraction
 
 
 def naive(documents, tokenizer, fraction=0.2, first=0, separator="\n") -> dict[str, list[int]]:
@@ -81,25 +43,6 @@ def naive(documents, tokenizer, fraction=0.2, first=0, separator="\n") -> dict[s
             end = separator if tokenizer.eot is None else ""
             ids += tokenizer.encode(text + end).tolist() + ([] if tokenizer.eot is None else [tokenizer.eot])
     return splits
-
-
-def error(call, *arguments, **keywords) -> str:
-    with pytest.raises(ValueError) as e:
-        call(*arguments, **keywords)
-    message = str(e.value)
-    assert "\n" not in message and "; " in message, message
-    return message
-
-
-def command(name: str, *flags: str, **options) -> subprocess.CompletedProcess:
-    script = [sys.executable, str(ROOT / "data" / name / "prepare.py"), *flags]
-    return subprocess.run(script, capture_output=True, text=True, timeout=600, **options)
-
-
-def failed(result, *parts) -> None:
-    assert result.returncode == 2, result
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
-    assert all(part in result.stderr for part in parts), result.stderr
 
 
 # ----------------------------------------------------------------------------------------------------------- formats
@@ -307,31 +250,49 @@ def test_memory_is_bounded(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------------ errors
 
+LINE = b'{"text": "a"}\n'
+BAD = [
+    ("a.jsonl", LINE + b"\n{nope\n", "a.jsonl:3 is not JSON"),
+    ("a.jsonl", LINE + b"[1]", "a.jsonl:2 is not a JSON object"),
+    ("a.jsonl", LINE + b'{"a": "b", "c": "d"}', "a.jsonl:2 has no field 'text'; pass --field= one of a, c"),
+    ("a.jsonl", LINE + b'{"text": null}', "a.jsonl:2: text is None, not text"),
+    ("a.jsonl", b"[" * 100_000, "a.jsonl:1 is not JSON"),
+    ("a.jsonl", LINE + b'{"text": "\xff"}', "a.jsonl:2 is not UTF-8 text: byte 24 is 0xff"),
+    ("a.txt", b"ab\n\ncd\naf\xe9\n", "a.txt is not UTF-8 text: byte 9 is 0xe9"),
+    ("a.parquet", b"", "a.parquet cannot be read ("),
+    *((name, b"\0garbage" * 100, f"{name} cannot be read (") for name in ("a.jsonl.gz", "a.jsonl.zst", "a.parquet")),
+]
 
-def bad_file(tmp_path, name, content) -> str:
+
+@pytest.mark.parametrize("name, content, words", BAD)
+@pytest.mark.parametrize("documents", ["line", "file", "paragraph"])
+def test_bad_files_and_lines_are_named(tmp_path, name, content, words, documents):
     (tmp_path / name).write_bytes(content)
-    return error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / name)], "line")
-
-
-def test_bad_lines_are_named(tmp_path):
-    good = b'{"text": "a"}\n'
-    assert "a.jsonl:3 is not JSON (Expecting" in bad_file(tmp_path, "a.jsonl", good + b"\n{nope\n")
-    assert "a.jsonl:2 is not a JSON object such as {'text': ...}" in bad_file(tmp_path, "a.jsonl", good + b"[1]")
-    message = bad_file(tmp_path, "a.jsonl", good + b'{"title": "a", "body": "b"}')
-    assert "a.jsonl:2 has no field 'text'; pass --field= one of title, body" in message
-    assert "a.jsonl:2: text is 5, not text" in bad_file(tmp_path, "a.jsonl", good + b'{"text": 5}')
-    assert "a.jsonl:2: text is None, not text" in bad_file(tmp_path, "a.jsonl", good + b'{"text": null}')
-    assert "a.jsonl:1 is not JSON" in bad_file(tmp_path, "a.jsonl", b"[" * 100_000)
-    message = bad_file(tmp_path, "a.jsonl", good + b'{"text": "\xff"}')
-    assert "a.jsonl:2 is not UTF-8 text: byte 24 is 0xff; convert it, for example with iconv" in message
+    assert words in error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / name)], documents)
     assert not (tmp_path / "out" / PREPARING).exists()
 
 
-def test_bad_bytes_are_named(tmp_path):
-    assert "a.txt is not UTF-8 text: byte 9 is 0xe9" in bad_file(tmp_path, "a.txt", b"ab\n\ncd\naf\xe9\n")
-    (tmp_path / "a.txt").write_bytes(b"ab\n\ncd\naf\xe9\n")
-    for documents in ("file", "paragraph"):
-        assert "byte 9 is" in error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / "a.txt")], documents)
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_files_that_are_cut_are_named(tmp_path, name):
+    write_file(tmp_path / name, texts(200))
+    size = (tmp_path / name).stat().st_size
+    for left in (size - 4, size // 2):
+        os.truncate(tmp_path / name, left)
+        message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / name)])
+        assert f"{name} cannot be read (" in message
+
+
+def test_fields_of_a_table_are_named(tmp_path, monkeypatch):
+    file = tmp_path / "a.parquet"
+    write_file(file, texts(5))
+    for field, words in (
+        ("body", "a.parquet has no field 'body'; pass --field= one of id, text, other"),
+        ("id", "a.parquet, row 1: id is 0, not text"),
+    ):
+        assert words in error(corpus.prepare, args(tmp_path / "out", field=field), [str(file)])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    words = "a.parquet needs pyarrow to be read; pip install -e .[data]"
+    assert words in error(corpus.prepare, args(tmp_path / "out"), [str(file)])
 
 
 @pytest.mark.parametrize("val_fraction, warned", [(0.03, True), (0.5, False)])
@@ -343,33 +304,6 @@ def test_a_validation_set_of_one_document_is_said(tmp_path, capsys, val_fraction
     assert (documents == 1) == warned == ("warning: one document validates" in said)
     corpus.prepare(args(tmp_path / "single"), [str(tmp_path / "a.txt")])  # a text that is cut in two has one by design
     assert "warning" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
-def test_damaged_files_are_named(tmp_path, name):
-    write_file(tmp_path / name, texts(200))
-    content = (tmp_path / name).read_bytes()
-    assert f"{name} cannot be read (" in bad_file(tmp_path, name, content[: len(content) // 2])
-    assert f"{name} cannot be read (" in bad_file(tmp_path, name, content[:-4])
-    assert f"{name} cannot be read (" in bad_file(tmp_path, name, b"\0garbage" * 100)
-    if name == "a.parquet":
-        assert f"{name} cannot be read (" in bad_file(tmp_path, name, b"")
-        write_file(tmp_path / name, texts(5))
-        message = error(corpus.prepare, args(tmp_path / "out", field="body"), [str(tmp_path / name)])
-        assert f"{name} has no field 'body'; pass --field= one of id, text, other" in message
-        message = error(corpus.prepare, args(tmp_path / "out", field="id"), [str(tmp_path / name)])
-        assert f"{name}, row 1: id is 0, not text" in message
-
-
-def test_unreadable_files_are_named(tmp_path, monkeypatch):
-    (tmp_path / "a.parquet").touch()
-    (tmp_path / "a.txt").write_text("a\nb\n")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / "a.parquet")])
-    assert "a.parquet needs pyarrow to be read; pip install -e .[data]" in message
-    monkeypatch.setattr(sources, "open", lambda *_, **__: os.open("/nowhere", os.O_RDONLY), raising=False)
-    message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / "a.txt")])
-    assert "a.txt cannot be read (No such file or directory)" in message
 
 
 @pytest.mark.parametrize(
@@ -623,26 +557,6 @@ def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, smal
     assert sorted(os.listdir(tmp_path / "out")) == ["meta.json", "train_000000.bin", "val_000000.bin"]
 
 
-def test_sigkill_at_random_moments(tmp_path):
-    """The command is killed at random moments, again and again, while it writes any of its shards."""
-    rng = random.Random(time.time_ns())
-    write_file(tmp_path / "a.jsonl", ["some words of text " * 20 + str(i) for i in range(30_000)])
-    flags = [f"--path={tmp_path}/*.jsonl", "--tokenizer=byte", "--shard_tokens=100_000", "--shards=100"]
-    start = time.monotonic()
-    assert command("fineweb_edu", *flags, f"--out={tmp_path / 'whole'}").returncode == 0
-    whole_time, kills = time.monotonic() - start, 0
-    for _ in range(4):
-        run = [sys.executable, str(ROOT / "data/fineweb_edu/prepare.py"), *flags, f"--out={tmp_path / 'out'}"]
-        process = subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(rng.uniform(0.3, 1) * whole_time)
-        process.kill()
-        kills += process.wait() == -signal.SIGKILL
-    assert command("fineweb_edu", *flags, f"--out={tmp_path / 'out'}").returncode == 0
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole"), f"{kills} kills"
-    assert len(open_data(tmp_path / "out", verify=True).meta["splits"]["train"]["shards"]) == 100
-
-
 @pytest.mark.parametrize("shards", [1, 3, 1000])
 def test_number_of_shards(tmp_path, web, monkeypatch, shards):
     """The first tokens of the full data set, with the validation documents before the last of these tokens."""
@@ -678,33 +592,7 @@ def test_ctrl_c_leaves_the_old_data(tmp_path):
     assert files_of(tmp_path / "out") == old
 
 
-def test_a_full_disk_leaves_the_old_data(tmp_path):
-    (tmp_path / "a.txt").write_text("some words of text\n" * 10_000)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
-
-    def small_files():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    flags = [f"--input={tmp_path}/a.txt", f"--out={tmp_path}/out", "--tokenizer=byte", "--documents=line"]
-    failed(command("text", *flags, preexec_fn=small_files), f"{tmp_path}/out: File too large; check the path, ")
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
-
-
 # --------------------------------------------------------------------------------------------------------- commands
-
-
-def test_text_command(tmp_path):
-    for i, text in enumerate(texts(30)):
-        (tmp_path / f"{i:02}.md").write_text(text, newline="")
-    write_file(tmp_path / "web.jsonl", texts(30, seed=1))
-    flags = [f"--input={tmp_path}/*.md", f"--input={tmp_path}/web.jsonl", "--val_fraction=0.2"]
-    result = command("text", *flags, "--tokenizer=bpe:280", f"--out={tmp_path}/out", "--threads=1")
-    assert result.returncode == 0 and not result.stderr and result.stdout.count("\n") == 1, result
-    assert f"next: python train.py config/train_pycode.py --dataset={tmp_path}/out --out_dir=out/out\n" in result.stdout
-    documents = texts(30) + texts(30, seed=1)
-    data, expected = open_data(tmp_path / "out", verify=True), naive(documents, build("bpe:280", lambda: documents))
-    assert data.vocab_size == 280 and {s: tokens_of(tmp_path / "out", s) for s in expected} == expected
 
 
 def test_a_name_is_a_folder_of_data(tmp_path, web, monkeypatch, capsys):
@@ -794,19 +682,6 @@ def test_files_of_the_hub_are_read_like_others(tmp_path, web, small, monkeypatch
     assert "hf://c.jsonl cannot be read (gone); run the same command again" in message
     (tmp_path / "d.jsonl").write_text("{")
     assert error(corpus.prepare, args(tmp_path / "new"), ["hf://d.jsonl"]).startswith("hf://d.jsonl:1 is not JSON")
-
-
-# ------------------------------------------------------------------------------------------------------- shakespeare
-
-
-def test_shakespeare_is_nanogpts_token_for_token(tmp_path, gpt2):
-    text = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 30
-    (tmp_path / "my.txt").write_text(text)
-    result = command("shakespeare", f"--input={tmp_path}/my.txt", f"--out={tmp_path}/out")
-    assert result.returncode == 0 and "is not nanoGPT's Shakespeare" in result.stderr, result
-    cut = int(len(text) * 0.9)
-    assert tokens_of(tmp_path / "out", "train") == tiktoken.get_encoding("gpt2").encode_ordinary(text[:cut])
-    assert tokens_of(tmp_path / "out", "val") == tiktoken.get_encoding("gpt2").encode_ordinary(text[cut:])
 
 
 @pytest.mark.parametrize("path", ["./fineweb", "../data/fineweb", ".cache/x"])

@@ -1,10 +1,7 @@
 """Pairs: preparation, packing and batches compared with naive loops over the documents; what is refused."""
 
 import gzip
-import importlib.util
 import json
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -13,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import IN_FLOAT64, ROOT, TINY, distance, losses, metrics, read_all, refused
+from helpers import IN_FLOAT64, TINY, distance, losses, metrics, read_all, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from preparing import args, command, error, files_of, load, validates
 from ranks import launch, train_runs
-from test_corpus import args, error, files_of, small, validates  # noqa: F401
 
 import evaluate
 import sample
@@ -71,7 +68,7 @@ def naive_document(source: str, target: str) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.parquet"])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_shards_and_masks_equal_a_naive_loop(tmp_path, small, name, threads):  # noqa: F811
+def test_shards_and_masks_equal_a_naive_loop(tmp_path, small, name, threads):
     path = write(tmp_path / name, [{"question": a, "other": i, "answer": b} for i, (a, b) in enumerate(ROWS)])
     prepare(path, tmp_path / "out", "question,answer", threads=threads, shard_tokens=50)
     expected = {"train": ([], []), "val": ([], [])}
@@ -99,7 +96,7 @@ def test_a_chat_has_the_assistants_contents_as_targets(tmp_path):
     assert [m & 2 for m in marks] == [2, *[0] * (n - 1)]
 
 
-def test_an_interrupted_preparation_goes_on(tmp_path, small, monkeypatch):  # noqa: F811
+def test_an_interrupted_preparation_goes_on(tmp_path, small, monkeypatch):
     whole = files_of(prepared(tmp_path, shard_tokens=40))
     (tmp_path / "b").mkdir()
     real, calls = corpus.encode, iter(range(40))
@@ -418,8 +415,7 @@ def test_answers_need_pairs(trained, translators, capsys, tmp_path):
 
 def test_numbers_in_words(tmp_path):
     """Known numbers, and pairs of different numbers in the splits."""
-    spec = importlib.util.spec_from_file_location("numbers_prepare", ROOT / "data" / "numbers" / "prepare.py")
-    spec.loader.exec_module(numbers := importlib.util.module_from_spec(spec))
+    numbers = load("numbers")
     known = {
         0: ("zero", "null"), 1: ("one", "eins"), 17: ("seventeen", "siebzehn"), 30: ("thirty", "dreißig"),
         21: ("twenty-one", "einundzwanzig"), 101: ("one hundred one", "einhunderteins"),
@@ -429,9 +425,8 @@ def test_numbers_in_words(tmp_path):
     }  # fmt: skip
     assert {n: (numbers.english(n), numbers.german(n)) for n in known} == known
     assert len({numbers.english(n) for n in range(10**4)}) == len({numbers.german(n) for n in range(10**4)}) == 10**4
-    command = [sys.executable, str(ROOT / "data" / "numbers" / "prepare.py"), f"--out={tmp_path / 'out'}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("29,000 + 1,000 pairs, ")
+    done = command("numbers", f"--out={tmp_path / 'out'}")
+    assert done.returncode == 0 and done.stdout.startswith("29,000 + 1,000 pairs, ")
     texts = []
     for split in ("train", "val"):
         stream = open_data(tmp_path / "out", verify=True).split(split)

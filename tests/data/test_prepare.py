@@ -1,49 +1,26 @@
 """The prepare scripts as users run them: a command, its files, its exit code."""
 
 import hashlib
-import http.server
-import importlib.util
 import os
-import subprocess
+import socket
 import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import read_all
+from helpers import ROOT, read_all
+from preparing import command, load
 
 from data.dataset import open_data
 from data.shakespeare_char import text as shakespeare
 from data.tokenizer import ByteTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(name, *flags, cwd=ROOT):
-    command = [sys.executable, os.path.relpath(ROOT / "data" / name / "prepare.py", cwd), *flags]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
-
-
-def load(name):
-    """The script as a module, so that tests can call its functions and change its folder."""
-    spec = importlib.util.spec_from_file_location(f"prepare_{name}", ROOT / "data" / name / "prepare.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def failed(result, *parts):
-    assert result.returncode == 2, result
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
-    assert all(part in result.stderr for part in parts), result.stderr
-
-
 # ------------------------------------------------------------------------------------------------------------ pycode
 
 
 def test_pycode_holds_every_source_once(tmp_path):
-    result = run("pycode", f"--out={tmp_path}", "--val_fraction=0.1", cwd=tmp_path)
+    result = command("pycode", f"--out={tmp_path}", "--val_fraction=0.1", cwd=tmp_path)
     assert result.returncode == 0 and result.stdout.count("\n") == 1, result
     assert f"next: python train.py config/train_pycode.py --dataset={tmp_path} --out_dir=out/{tmp_path.name}\n" in (
         result.stdout
@@ -89,7 +66,8 @@ TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nS
 def test_shakespeare_is_nanogpts_token_for_token(tmp_path, as_url):
     source = tmp_path / "my text.txt"
     source.write_text(TEXT)
-    result = run("shakespeare_char", f"--input={source.as_uri() if as_url else source}", f"--out={tmp_path / 'out'}")
+    where = source.as_uri() if as_url else source
+    result = command("shakespeare_char", f"--input={where}", f"--out={tmp_path / 'out'}")
     assert result.returncode == 0 and "is not nanoGPT's Shakespeare" in result.stderr, result
     table = {c: i for i, c in enumerate(sorted(set(TEXT)))}
     n = len(TEXT)
@@ -124,43 +102,27 @@ def test_shakespeare_download_is_checked_and_kept(script, tmp_path):
     assert script.shakespeare() == b"my own"
 
 
-@pytest.mark.parametrize("behaviour", ["refuses", "closes early", "is silent", "404"])
-def test_shakespeare_with_a_bad_server(script, behaviour, monkeypatch):
+@pytest.mark.parametrize("answer", [b"HTTP/1.0 404 No\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nx", None])
+def test_shakespeare_with_a_bad_server(script, answer, monkeypatch):
+    """It has no such file, ends early, or is silent."""
     monkeypatch.setattr(script, "SECONDS", 0.3)
-    release = threading.Event()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            if behaviour == "is silent":
-                release.wait(5)
-            elif behaviour == "404":
-                self.send_error(404)
-            else:
-                self.send_response(200)
-                self.send_header("Content-Length", "1000")
-                self.end_headers()
-                self.wfile.write(b"short")
+    def serve():
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(10_000)
+            connection.sendall(answer)
 
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    if behaviour == "refuses":
-        server.shutdown()
-        server.server_close()
-    try:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        if answer:
+            threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/input.txt"
         with pytest.raises(ValueError, match="^cannot download http://127.0.0.1.*; put the text at"):
-            script.download(f"http://127.0.0.1:{server.server_port}/input.txt")
-    finally:
-        release.set()
-        if behaviour != "refuses":
-            server.shutdown()
-            server.server_close()
+            script.download(url)
 
 
 def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch, capsys):
-    """The byte tokenizer replaces GPT-2's, whose table may be missing here. test_corpus.py tests with GPT-2's."""
+    """The byte tokenizer replaces GPT-2's, whose table may be missing here."""
     module, text = load("shakespeare"), "é" * 19 + "a"
     (tmp_path / "a.txt").write_text(text)
     monkeypatch.setattr(module, "GPT2Tokenizer", ByteTokenizer)
@@ -177,5 +139,5 @@ def test_shakespeare_sizes(tmp_path):
     path = ROOT / "data/shakespeare_char/input.txt"
     if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != shakespeare.SHA256:
         pytest.skip("put the text there with python data/shakespeare_char/prepare.py")
-    result = run("shakespeare_char", f"--out={tmp_path}")
+    result = command("shakespeare_char", f"--out={tmp_path}")
     assert "65 characters, 1,003,854 train + 111,540 val tokens" in result.stdout and "note" not in result.stdout

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import ROOT, read_all, shards_of
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from preparing import error
 
-from data import files, shards, writer
+from data import files, shards
 from data.dataset import TokenStream, open_data
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
@@ -32,15 +33,6 @@ def prepare(folder, train=range(200), val=range(100, 150), **options) -> Path:
         out.add("train", np.array(train))
         out.add("val", np.array(val))
     return Path(folder)
-
-
-def error(call, *args, **kwargs) -> str:
-    """Calls and returns the message of the ValueError, which must be one line with a remedy."""
-    with pytest.raises(ValueError) as e:
-        call(*args, **kwargs)
-    message = str(e.value)
-    assert "\n" not in message and "; " in message, message
-    return message
 
 
 # ------------------------------------------------------------------------------------------------------------ format
@@ -84,22 +76,6 @@ def test_dtype_follows_the_vocabulary(tmp_path, vocab_size, magic, version, code
     with ShardWriter(tmp_path, tokenizer) as out:
         out.add("train", np.array(tokens))
     assert (tmp_path / "train_000000.bin").read_bytes() == shard_bytes(tokens, magic, version, code=code)
-
-
-@given(st.lists(st.lists(st.integers(0, 256), max_size=30), min_size=1, max_size=8), st.integers(1, 20))
-@settings(max_examples=30)
-def test_documents_come_back_in_order(tmp_path_factory, documents, shard_tokens):
-    tokens = sum(documents, [])
-    assume(tokens)
-    folder = tmp_path_factory.mktemp("data")
-    with ShardWriter(folder, ByteTokenizer(), shard_tokens) as out:
-        for document in documents:
-            out.add("train", np.array(document, dtype=np.int64))
-    data = open_data(folder, verify=True)
-    assert read_all(data.split("train")) == tokens
-    entry = data.meta["splits"]["train"]
-    assert entry["documents"] == len(documents) and entry["tokens"] == len(tokens)
-    assert [s["tokens"] for s in entry["shards"][:-1]] == [shard_tokens] * (len(entry["shards"]) - 1)
 
 
 @given(st.data())
@@ -236,13 +212,11 @@ def test_megatron_pairs(tmp_path, monkeypatch, code, letter):
 INDEX = index_bytes([3, 1, 2], [0, 2, 3])
 BAD_INDEX = {
     "other magic": (b"X" + INDEX[1:], "x_train_y.idx is not an index of Megatron"),
-    "cut in the header": (INDEX[:20], "x_train_y.idx is truncated: 20 bytes, less than"),
     "cut in the bounds": (INDEX[:-1], "x_train_y.idx is truncated: 93 bytes"),
     "version": (index_bytes([3, 1, 2], [0, 3], version=2), "is an index of version 2, not 1"),
     "floats": (index_bytes([3, 1, 2], [0, 3], code=7), "has the token type 7, which is none of 1, 2, 3, 4"),
     "other width": (index_bytes([3, 1, 2], [0, 3], code=4, width=4), "x_train_y.bin is truncated: 12 bytes, but its"),
     "negative size": (index_bytes([4, -1, 3], [0, 3]), "sizes and pointers of sequences that do not follow"),
-    "no bounds": (index_bytes([3, 1, 2], []), "document bounds that do not increase from 0 to its 3 sequences"),
     "bounds that fall": (index_bytes([3, 1, 2], [0, 2, 1, 3]), "document bounds that do not increase from 0 to its"),
 }
 
@@ -273,9 +247,6 @@ def test_negative_ids_of_a_megatron_pair(tmp_path):
         ("0.7,0.3", [7, 3]),
         ("1,1,1", [1, 1, 1]),
         ("4,2.0", [2, 1]),
-        (".25,0.125,10", [2, 1, 80]),
-        ("1,9999", [1, 9999]),
-        ("0.3333333333,0.6666666666", [1, 2]),
         ("0.3333333333,0.6666666667", [3333, 6667]),
         ("1,1000000", [1, 10_000]),
     ],
@@ -297,17 +268,12 @@ def test_a_mixture_is_its_sources_and_their_weights(tmp_path, monkeypatch, text,
 @pytest.mark.parametrize(
     "name, fact",
     [
-        ("a:1,b", "'b' is not name:weight with a positive weight"),
         ("a:1,b:0", "'b:0' is not name:weight"),
-        ("a:1,b:-1", "'b:-1' is not name:weight"),
         ("a:1,b:nan", "'b:nan' is not name:weight"),
-        ("a:1,:2", "':2' is not name:weight"),
-        ("a:1,", "'' is not name:weight"),
         ("a:1:2,b:1", "'a:1:2' is not name:weight"),
         ("a:1,a:2", "'a:2' appears twice"),
         ("a:1,nowhere:1", "there is no data set 'nowhere'"),
         ("a:1,c:1", "a and c cannot be mixed, because their meta.json differ in the tokenizer ("),
-        ("a:1,d:1", "a and d cannot be mixed, because their meta.json differ in the tokenizer ("),
         ("d:1,e:1", "d and e cannot be mixed, because their meta.json differ in the vocabulary size (300 and 301)"),
         ("d:1,f:1", "d and f cannot be mixed, because their meta.json differ in the end-of-text id (None and 7)"),
     ],
@@ -359,15 +325,6 @@ def test_inspection_of_a_data_set(tmp_path, monkeypatch, capsys):
     assert inspected(capsys)[0] == 2
 
 
-def test_inspection_without_a_tokenizer_that_works(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("train.bin").write_bytes(struct.pack("<2H", 7, 9))
-    Path("meta.json").write_text(json.dumps({"vocab_size": 10, "eot": 9, "tokenizer": {"kind": "wrong"}}))
-    code, (line, text), err = inspected(capsys, "train.bin")
-    assert code == 0 and not err and "2 tokens, 1 documents" in line
-    assert text.startswith("    first document: cannot be decoded (no tokenizer can be made from {'kind': 'wrong'}; ")
-
-
 def test_inspection_of_other_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("train.bin").write_bytes(struct.pack("<2H", 7, 9))
@@ -398,11 +355,9 @@ def test_inspection_of_other_files(tmp_path, monkeypatch, capsys):
 GOOD = shard_bytes(range(200))
 DAMAGE = {
     "cut in the magic": (GOOD[:3], "is not a shard"),
-    "cut in the header": (GOOD[:500], "is truncated: 500 bytes"),
     "cut in the tokens": (GOOD[:-2], "is truncated: 1422 bytes, but its header gives 200 tokens, 1424 bytes"),
     "too long": (GOOD + b"\0", "is too long"),
     "count too large": (shard_bytes(range(200), count=201), "is truncated"),
-    "count too small": (shard_bytes(range(200), count=199), "is too long"),
     "no tokens": (shard_bytes([]), "holds no tokens"),
     "other magic": (
         shard_bytes(range(200), magic=20240521),
@@ -416,15 +371,13 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("content, fact", DAMAGE.values(), ids=DAMAGE)
-@pytest.mark.parametrize("script", [True, False])
-def test_damaged_shard_is_one_line(tmp_path, content, fact, script):
+def test_damaged_shard_is_one_line(tmp_path, content, fact):
     folder = prepare(tmp_path / "set")
     (folder / "train_000000.bin").write_bytes(content)
-    if script:
-        (folder / "prepare.py").touch()
+    assert error(open_data(folder).split, "train").endswith("copy or prepare it again")
+    (folder / "prepare.py").touch()
     message = error(open_data(folder).split, "train")
-    assert f"{folder}/train_000000.bin {fact}" in message
-    assert message.endswith(f"run python {folder}/prepare.py" if script else "copy or prepare it again")
+    assert f"{folder}/train_000000.bin {fact}" in message and message.endswith(f"run python {folder}/prepare.py")
     assert read_all(open_data(folder).split("val")) == list(range(100, 150))  # the other split is readable
 
 
@@ -468,15 +421,6 @@ def test_any_damage_is_one_line_or_does_no_harm(tmp_path_factory, data):
         assert "\n" not in str(e) and "; " in str(e) and str(folder) in str(e)
     else:
         assert damage == "flip" and tokens == list(range(200))
-
-
-def test_file_that_cannot_be_read(tmp_path):
-    folder = prepare(tmp_path)
-    path = folder / "train_000000.bin"
-    path.unlink()
-    assert "train_000000.bin cannot be read (No such file or directory); " in error(open_data(folder).split, "train")
-    path.mkdir()
-    assert "cannot be read (Is a directory)" in error(open_data(folder).split, "train")
 
 
 def test_token_ids_outside_the_vocabulary(tmp_path):
@@ -591,22 +535,6 @@ def killed_while(work) -> None:
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-
-
-def test_leftovers_of_a_killed_preparation_are_cleaned_up(tmp_path):
-    prepare(tmp_path)
-
-    def work():
-        out = ShardWriter(tmp_path, ByteTokenizer(), shard_tokens=5).__enter__()
-        out.add("train", np.arange(13))
-        os._exit(0)
-
-    killed_while(work)
-    assert list((tmp_path / writer.PREPARING).iterdir())
-    assert read_all(open_data(tmp_path, verify=True).split("train")) == list(range(200))
-    prepare(tmp_path, train=range(3))
-    assert read_all(open_data(tmp_path, verify=True).split("train")) == [0, 1, 2]
-    assert not (tmp_path / writer.PREPARING).exists()
 
 
 @pytest.mark.parametrize("moves", range(7))

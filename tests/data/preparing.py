@@ -1,0 +1,74 @@
+"""What several tests of data/ share: documents, which of them validate, the commands, and errors of one line."""
+
+import argparse
+import importlib.util
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, read_all
+
+from data.dataset import open_data
+
+WORDS = ["the", "cat", "naïve", "猫", "don't", "12345", "(a)", "\U0001f600", "def f(x):", "  ", "\t", "<|endoftext|>"]
+
+
+def texts(n: int, seed: int = 0) -> list[str]:
+    """n documents without blank lines, some of one word, some longer than a small job."""
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.choice([1, 5, 40]))).strip() or "x" for _ in range(n)]
+
+
+def validates(number: int, fraction: float) -> bool:
+    """Whether a document validates, by splitmix64 with Python's integers."""
+    mask = 2**64 - 1
+    x = (number + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
+    return (x ^ x >> 31) / 2**64 < fraction
+
+
+def args(out, tokenizer="byte", **flags) -> argparse.Namespace:
+    """The flags of a preparation."""
+    default = {"val_fraction": 0.2, "field": "text", "shard_tokens": 1000, "threads": 2}
+    return argparse.Namespace(out=str(out), tokenizer=tokenizer, **default | flags)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+def tokens_of(folder: Path, split: str) -> list[int]:
+    return read_all(open_data(folder, verify=True).split(split))
+
+
+def load(name: str):
+    """The script data/NAME/prepare.py as a module."""
+    spec = importlib.util.spec_from_file_location(f"prepare_{name}", ROOT / "data" / name / "prepare.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def command(name: str, *flags: str, **options) -> subprocess.CompletedProcess:
+    """data/NAME/prepare.py as users run it."""
+    script = [sys.executable, str(ROOT / "data" / name / "prepare.py"), *flags]
+    return subprocess.run(script, capture_output=True, text=True, timeout=600, **options)
+
+
+def error(call, *arguments, **keywords) -> str:
+    """Calls and returns the message of the ValueError, which must be one line with a remedy."""
+    with pytest.raises(ValueError) as e:
+        call(*arguments, **keywords)
+    message = str(e.value)
+    assert "\n" not in message and "; " in message, message
+    return message
+
+
+def failed(result: subprocess.CompletedProcess, *parts: str) -> None:
+    """Asserts that a command ended with exit code 2 and one line on stderr that has these parts."""
+    assert result.returncode == 2, result
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert all(part in result.stderr for part in parts), result.stderr
