@@ -3,12 +3,11 @@
 The references are Python itself (exec of the same file, ast.literal_eval), the dataclass's own fields, and round trips.
 """
 
-import ast
 import os
 import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from data.errors import user_errors
 from model import Model
 
 ROOT = Path(__file__).resolve().parents[2]
-HINTS = get_type_hints(Config)
 
 
 @dataclass
@@ -100,61 +98,16 @@ def test_defaults_are_nanogpts():
 # ---------------------------------------------------------------------------------------------------------------------
 # Files against Python
 
-numbers = st.one_of(st.integers(-1000, 1000), st.floats(-1e3, 1e3, allow_nan=False), st.booleans())
-texts = st.text(st.characters(codec="utf-8"), max_size=12)
 
-
-@st.composite
-def expressions(draw, names, depth=3):
-    if depth == 0 or draw(st.integers(0, 3)) == 0:
-        return draw(st.sampled_from(names)) if names and draw(st.booleans()) else repr(draw(numbers))
-    if draw(st.integers(0, 3)) == 0:
-        return draw(st.sampled_from("+-")) + "(" + draw(expressions(names, depth - 1)) + ")"
-    operator = draw(st.sampled_from(["+", "-", "*", "/", "//", "%"]))
-    left, right = draw(expressions(names, depth - 1)), draw(expressions(names, depth - 1))
-    bracket = draw(st.booleans())
-    return f"({left} {operator} {right})" if bracket else f"{left} {operator} {right}"
-
-
-@st.composite
-def programs(draw):
-    lines, names = [], []
-    for name in ("_a", "_b", "_c", "learning_rate"):
-        lines.append(f"{name} = {draw(expressions(names))}")
-        names.append(name)
-    return "\n".join(lines)
-
-
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(programs())
-def test_arithmetic_equals_python(tmp_path, program):
-    path, expected = write(tmp_path / "c.py", program), {}
-    try:
-        exec(program, expected)
-        wanted = float(expected["learning_rate"])
-        if isinstance(expected["learning_rate"], bool):
-            raise ValueError("no number")
-        Config(learning_rate=wanted, min_lr=0.0)
-    except (ArithmeticError, ValueError):
-        with pytest.raises(ValueError, match=r"c\.py:\d"):
-            parse(Config, [path, "--min_lr=0"])
-    else:
-        assert parse(Config, [path, "--min_lr=0"]).learning_rate == wanted
-
-
-def test_powers_and_literals_equal_python(tmp_path):
-    for text in (
-        "2 ** 10",
-        "2 ** -1 * 4",
-        "-2 ** 2 + 10",
-        "2 ** 3 ** 2",
-        "7 // 2 * 2 - 5 % 3",
-        "1_000",
-        "0x10",
-        "True + 1",
-    ):
-        assert parse(Config, [write(tmp_path / "c.py", f"batch_size = {text}")]).batch_size == eval(text)
-        assert parse(Config, [f"--batch_size={text}"]).batch_size == eval(text)
+@pytest.mark.parametrize(
+    "text",
+    ["2 ** 10", "2 ** -1 * 4", "-2 ** 2 + 10", "2 ** 3 ** 2", "7 // 2 * 2 - 5 % 3", "-7 // 2 + 20", "-7 % 3", "1_000"]
+    + ["0x10", "True + 1", "+(3 - -4) * 2", "10 - 3 - 2", "2 * (1 + 1) / 0.5"],
+)
+def test_arithmetic_equals_python(tmp_path, text):
+    assert parse(Config, [write(tmp_path / "c.py", f"batch_size = {text}")]).batch_size == eval(text)
+    assert parse(Config, [write(tmp_path / "c.py", f"_a = {text}\nbatch_size = _a")]).batch_size == eval(text)
+    assert parse(Config, [f"--batch_size={text}"]).batch_size == eval(text)
 
 
 def test_strings_join_and_docstrings_pass(tmp_path):
@@ -164,32 +117,21 @@ def test_strings_join_and_docstrings_pass(tmp_path):
     assert parse(Config, [path]).out_dir == "out/gpt-2"
 
 
-@given(texts, st.sampled_from(["plain", "repr"]))
-@settings(max_examples=100)
-def test_strings_on_the_command_line(text, form):
-    """Verbatim, less one pair of quotes: what ast.literal_eval makes of a quoted text, else the text itself."""
-    argument = text if form == "plain" else repr(text)
-    try:
-        wanted = ast.literal_eval(argument) if argument[:1] in "'\"" else argument
-    except (ValueError, SyntaxError):
-        wanted = argument
-    assert parse(Sampling, [f"--start={argument}"]).start == wanted
-
-
 @pytest.mark.parametrize(
     "argument, name, value",
     [
         ("--start=def main(", "start", "def main("),
         ("--start=", "start", ""),
         ("--start='a'+'b'", "start", "'a'+'b'"),
+        ("--start='a\\n'", "start", "a\n"),
+        ('--start="\'"', "start", "'"),
+        ("--start='", "start", "'"),
         ("--num_samples=1e3", "num_samples", 1000),
         ("--num_samples=-3", "num_samples", -3),
-        ("--temperature=1", "temperature", 1.0),
         ("--temperature=.5e-1", "temperature", 0.05),
         ("--top_k=all", "top_k", "all"),
         ("--fast=false", "fast", False),
         ("--fast=auto", "fast", "auto"),
-        ("--kind=two", "kind", "two"),
     ],
 )
 def test_values_on_the_command_line(argument, name, value):
@@ -291,50 +233,36 @@ def test_last_decay_lr_counts(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # Mistakes: one line with the flag, its value, its place and the remedy
 
-COMMAND_LINE_MISTAKES = [
-    (["--batchsize=3"], ["--batchsize=3 (command line)", "no such flag", "batch_size"]),
+COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in test_errors.py
+    (["--learning-rate=3"], ["--learning-rate=3 (command line)", "no such flag", "nearest is learning_rate"]),
+    (["--zzzzqqq=3"], ["--zzzzqqq=3", "--help"]),
+    (["--\uff4e_layer=2"], ["no such flag", "n_layer"]),
+    (["--"], ["--", "no such flag"]),
     (["--batch_size=64.5"], ["--batch_size=64.5 (command line)", "expected int", "--batch_size=12"]),
     (["--batch_size=1e30"], ["--batch_size=1e+30", "expected int"]),
+    (["--batch_size=" + "(" * 500 + "1"], ["--batch_size=(((", "expected int"]),
+    (["--seed=2**2**2**2**2**2"], ["--seed=2**2**2", "expected int"]),
     (["--batch_size=0"], ["batch_size=0 (command line)", "at least 1"]),
     (["--batch_size", "32"], ["--batch_size (command line)", "--batch_size=32"]),
-    (["--compile"], ["--compile (command line)", "--compile=True"]),
+    (["batch_size=32"], ["batch_size=32", "--batch_size=32"]),
     (["--compile", "False"], ["--compile (command line)", "--compile=False"]),
     (["--eval_only=1"], ["--eval_only=1 (command line)", "expected True or False", "--eval_only=False"]),
     (["--compile=Tru"], ["--compile=Tru (command line)", "True or False or auto", "--compile=True"]),
-    (["batch_size=32"], ["batch_size=32", "--batch_size=32"]),
     (["--learning_rate=nan"], ["--learning_rate=nan (command line)", "expected float", "--learning_rate=0.0006"]),
-    (["--learning_rate=1e999"], ["--learning_rate=inf (command line)", "expected float"]),
+    (["--learning_rate=9007199254740993"], ["--learning_rate=9007199254740993", "expected float"]),
     (["--learning_rate=1/0"], ["--learning_rate=1/0 (command line)", "expected float"]),
-    (["--optimizer=muno"], ["--optimizer=muno (command line)", "adamw or muon", "--optimizer=muon"]),
+    (["--optimizer=a\nb"], ["'a\\nb' (command line)", "adamw or muon"]),
     (["--muon_lr=0.1"], ["--muon_lr=0.1 (command line)", "optimizer=muon", "optimizer is adamw", "set optimizer=muon"]),
-    (["--cooldown_iters=5"], ["--cooldown_iters=5 (command line)", "schedule=wsd", "schedule is cosine"]),
     (
         ["--schedule=constant", "--min_lr=0.1"],
         ["--min_lr=0.1 (command line)", "schedule is constant (command line)", "change schedule"],
     ),
-    (["--beta2=1"], ["beta2=1.0 (command line)", "at least 0 and below 1"]),
     (["--pos=alibi", "--objective=masked"], ["pos=alibi (command line)", "objective=masked", "retired", "pos=rope"]),
     (
         ["--schedule=wsd", "--max_iters=100", "--warmup_iters=90"],
         ["warmup_iters=90 (command line)", "cooldown of 20", "max_iters=100 (command line)"],
     ),
-    (["--learning_rate=1e-5"], ["min_lr=6e-05", "learning_rate=1e-05 (command line)"]),
-    (["--init_from=resum"], ["init_from='resum' (command line)", "resume", "nanogpt:FILE"]),
-    (["--device=gpu"], ["device='gpu' (command line)", "cuda:N"]),
-    (["--out_dir="], ["out_dir='' (command line)", "such as out"]),
-    (["--n_embd=100"], ["n_embd=100 (command line)", "n_head=12"]),
     (["config/none.py"], ["config/none.py: no such config file", "--name=value"]),
-    (["--optimizer=a\nb"], ["'a\\nb' (command line)", "adamw or muon"]),
-    (["--batch_size=1_0_"], ["--batch_size=1_0_", "expected int"]),
-    (["--batch_size=\uff11\u0661x"], ["--batch_size=", "expected int"]),
-    (["--batch_size==2"], ["--batch_size", "expected int"]),
-    (["--batch_size=" + "(" * 500 + "1"], ["--batch_size=(((", "expected int"]),
-    (["--seed=2**2**2**2**2**2"], ["--seed=2**2**2", "expected int"]),
-    (["--compile=-0"], ["--compile=", "auto"]),
-    (["--"], ["--", "no such flag"]),
-    (["--\uff4e_layer=2"], ["no such flag", "n_layer"]),
-    ([""], ["no such config file"]),
-    (["--batch_size=" + "9" * 50 + "x"], ["--batch_size=999", "expected int"]),
 ]
 
 
@@ -350,25 +278,20 @@ def test_mistakes_on_the_command_line(argv, fragments):
 FILE_MISTAKES = [
     ("import time", ":1: import time", "name = value"),
     ("\n\nseed = time.time()", ":3: time.time()", "literal or arithmetic"),
-    ("if True:\n    seed = 3", ":1: if True:", "name = value"),
+    ("seed: int = 3", ":1: seed: int = 3", "name = value"),
     ("seed = log_interval = 3", ":1: seed = log_interval = 3", "name = value"),
-    ("out_dir = f'{1}'", ":1: f'{1}'", "literal or arithmetic"),
+    ("seed = [1][0]", ":1: [1][0]", "literal or arithmetic"),
     ("out_dir = 'a' * 9", ":1: 'a' * 9", "literal or arithmetic"),
     ("out_dir = '%99999999d' % 1", ":1: '%99999999d' % 1", "literal or arithmetic"),
     ("lr_decay_iters = max_iters", ":1: max_iters is not set earlier in this file", "literal or arithmetic"),
     ("seed = 9**9**9", ":1: ", "too large"),
-    ("_a = 2**2000\nseed = _a * _a * _a", ":2: ", "too large"),
-    ("seed = 1 // 0", ":1: ", "division"),
     ("learning_rate = (-8) ** 0.5", ":1)", "expected float"),
-    ("seed = 10**1000 * 1.5", ":1: ", "; write a value"),
-    ("a = b\nb = a", ":1: b is not set earlier", "literal or arithmetic"),
+    ("seed = 0**-1", ":1: ", "; write a value"),
     ("n_l\u0430yer = 2", "no such flag", "the nearest is n_layer"),
     ("n_layer = True", "n_layer = True", "expected int"),
     ("# x\n\nseed = (3", ":3: ", "name = value"),
     ("seed = " + "(" * 500 + "1" + ")" * 500, ":1: ", ""),
-    ("seed = 1" + "+1" * 20000, ":1: ", ""),
     ("bacth_size = 3", "bacth_size = 3 (", "nearest is batch_size"),
-    ("# x\nbatch_size = '64'", "batch_size = '64' (", "expected int, such as batch_size = 12"),
     ("optimizer = 'muno'", "optimizer = 'muno' (", "such as optimizer = 'muon'"),
     ("# x\n\nrope_theta = 5e5", "rope_theta = 500000.0 (", "remove it or set pos=rope"),
     ("# x\n\nbatch_size = -5 * 2", "batch_size=-10 (", "at least 1"),
@@ -455,48 +378,9 @@ def test_a_flag_that_is_used_is_accepted(flag, flags):
     assert seen[0] != seen[1]
 
 
-def values_of(name, kind):
-    if get_origin(kind) is Literal:
-        return st.sampled_from(get_args(kind))
-    if get_args(kind):
-        return st.one_of([values_of(name, part) for part in get_args(kind)])
-    bounds = {"beta1": 0.999, "beta2": 0.999, "muon_momentum": 0.999, "dropout": 0.999, "min_lr": 1e-4}
-    return {
-        bool: st.booleans(),
-        int: st.integers(1, 10**18),
-        float: st.floats(1e-4, bounds.get(name, 1e300)),
-        str: st.text(min_size=1, max_size=20),
-    }[kind]
-
-
-def ordinary(name):
-    special = {
-        "n_head": st.just(4),
-        "n_kv_head": st.just(4),
-        "n_embd": st.integers(1, 9).map(lambda n: 8 * n),
-        "window_pattern": st.text("SL", max_size=4),
-        "init_from": st.sampled_from(["scratch", "resume"]) | st.text(min_size=1).map("nanogpt:".__add__),
-        "device": st.sampled_from(["auto", "cpu", "cuda:3"]),
-        "warmup_iters": st.integers(0, 3),
-        "cooldown_iters": st.integers(0, 5),
-        "max_iters": st.integers(20, 10**9),
-        "lr_decay_iters": st.integers(20, 10**9),
-        "attention": st.sampled_from(["mha", "gqa"]),
-    }
-    return special.get(name, values_of(name, HINTS[name]))
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.fixed_dictionaries({}, optional={field.name: ordinary(field.name) for field in fields(Config)}))
-def test_record_reads_back_equal(tmp_path, flags):
-    """Of any flags at all, unused ones put back to their defaults as parse does."""
-    flags.setdefault("n_head", 4)
-    flags.setdefault("n_embd", 8)
-    try:
-        cfg = resolve(Config, Given(), flags)
-    except ValueError:  # combinations that the model refuses are its own tests' business
-        return
-    path = tmp_path / "config.py"
+@pytest.mark.parametrize("file", sorted(ROOT.glob("config/*.py")), ids=lambda file: file.stem)
+def test_record_reads_back_equal(tmp_path, file):
+    path, cfg = tmp_path / "config.py", parse(Config, [str(file)])
     dump(cfg, path)
     back = parse(Config, [str(path)])
     assert back == cfg and list(tmp_path.iterdir()) == [path]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import ROOT, TINY, refused
 from ranks import command
+from test_nanogpt import nanogpt_state, write
 
 import sample
 import train
@@ -34,10 +35,8 @@ def test_ctrl_c_ends_a_command_without_a_traceback():
 SAS, SAS_P = ["--block=simplified"], ["--block=simplified_parallel"]
 SLOTS = ["--block=superblock", "--layer=c.own_slots"]
 TRAIN_FLAGS = [  # flags, and what the line must name
-    (["--min_lr=1"], ["min_lr=1", "learning_rate"]),
     (["--max_iters=10**30"], ["max_iters=1000000000000", "below"]),
     (["--seed=2**64"], ["seed=18446744073709551616", "below"]),
-    (["--schedule=wsd", "--warmup_iters=100"], ["warmup_iters=100", "max_iters"]),
     (["--n_head=3"], ["n_embd=16", "n_head=3"]),
     (["--attention=gqa"], ["attention=gqa", "n_kv_head"]),
     (["--pos=rope", "--rope_scaling=:::"], ["rope_scaling=':::'", "linear:F"]),
@@ -46,35 +45,22 @@ TRAIN_FLAGS = [  # flags, and what the line must name
         ["--mlp_ratio=2.0", "with slots and n_slot=0", "n_slot is 3 (command line)"],
     ),
     (["--block=superblock", "--layer=c,m,p"], ["layer='c,m,p'", "objective=seq2seq", "leave m out"]),
-    (["--norm_placement=none", "--norm_eps=0.1"], ["--norm_eps=0.1", "norm_placement is none"]),
     (["--objective=seq2seq", "--layer=c,p"], ["--layer=c,p", "block=superblock", "block is standard"]),
-    (["--window_pattern=SL"], ["window_pattern", "window"]),
     (["--window=8", "--window_pattern=SX"], ["window_pattern='SX'"]),
-    (["--norm=none", "--norm_placement=post"], ["norm_placement", "norm"]),
-    (["--dropout=1"], ["dropout=1"]),
     (["--wandb_log=True"], ["wandb_log", "tensorboard"]),
     (["--dtype=float16"], ["dtype=float16", "float32"]),
     (["--backend=nccl"], ["backend=nccl", "gloo"]),
     (["--dataset=pycodee"], ["pycodee", "pycode"]),
-    (["--dataset=/no/such/place"], ["/no/such/place"]),
     (["--block_size=100000"], ["block_size=100000"]),
     (["--vocab_size=100"], ["vocab_size=100", "257"]),
-    (["--spike_factor=1"], ["spike_factor=1", "must be above 1"]),
-    (["--corrupt_ratio=0.3"], ["corrupt_ratio", "objective other than causal"]),
-    (["--objective=masked", "--span_length=2"], ["span_length", "objective=seq2seq"]),
-    (["--objective=masked", "--corrupt_ratio=1"], ["corrupt_ratio=1", "below 1"]),
-    (["--objective=seq2seq", "--corrupt_ratio=0"], ["corrupt_ratio=0", "above 0"]),
-    (["--objective=seq2seq", "--span_length=0.5"], ["span_length=0.5", "at least 1"]),
     (["--objective=seq2seq", "--block_size=1"], ["block_size=1 ", "needs 2"]),
     (["--objective=masked", "--vocab_size=257"], ["vocab_size=257", "257 ids", "258 or more"]),
     (["--init_from=gpt3"], ["init_from", "gpt3"]),
     (["--init_from=resume"], ["no directory", "/new", "--out_dir"]),
     (["--init_from=nanogpt:/no/ckpt.pt"], ["/no/ckpt.pt"]),
     (["--simplified_beta_ff=1.7e308", "--block=simplified"], ["simplified_beta_ff=1.7e+308", "below 2147483648"]),
-    (["--grad_clip=1e300"], ["grad_clip=1e+300", "below"]),
     (["--attn_softcap=5e-324"], ["attn_softcap=5e-324", "at least 1e-06"]),
     (["--out_dir=~nobody_is_called_so/x"], ["out_dir='~nobody_is_called_so/x'", "such as out"]),
-    (["--out_dir= "], ["out_dir=' '", "such as out"]),
     (["--dataset=" + "x" * 5000], ["xxx ... xxx"]),
     (["--device=cuda:1000"], ["device='cuda:1000'", "cuda:N"]),
     (["--plan=True", "--vocab_size=300", "--n_layer=4000"], ["n_layer=4000", "at most 1024"]),
@@ -205,7 +191,6 @@ def test_ids_that_were_changed_after_the_preparation(split, tiny_data, tmp_path,
 
 RESUMES = [
     (["--pos=rope"], ["pos=rope", "learned"]),
-    (["--n_embd=32"], ["n_embd=32", "16"]),
     (["--init_from=scratch"], ["already holds a run", "resume"]),
     (["--mlp=relu"], ["mlp=relu", "gelu"]),
     (["--objective=masked"], ["objective=masked", "no room", "leave objective", "out"]),
@@ -224,16 +209,8 @@ def test_a_resume_that_changes_the_model(flags, fragments, trained, tiny_data, c
 @pytest.mark.parametrize("flag", ["--pos=rope", "--n_embd=32", "--block_size=8", "--mlp=relu"])
 def test_an_import_that_changes_the_model(flag, tmp_path, tiny_data, capsys, monkeypatch):
     """Weights of nanoGPT's model fit its flags only; none of them is dropped or left at its random start."""
-    sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=257)
-    C, names = 16, {"ln_1": (16,), "attn.c_attn": (48, 16), "attn.c_proj": (16, 16), "ln_2": (16,)}
-    names |= {"mlp.c_fc": (64, 16), "mlp.c_proj": (16, 64)}
-    state = {f"transformer.h.0.{name}.weight": torch.zeros(shape) for name, shape in names.items()}
-    state |= {"transformer.wte.weight": torch.zeros(257, C), "transformer.wpe.weight": torch.zeros(16, C)}
-    state |= {"transformer.ln_f.weight": torch.zeros(C), "lm_head.weight": torch.zeros(257, C)}
-    args = sizes | {"bias": False, "dropout": 0.0}
-    torch.save(
-        {"model": state, "model_args": args, "iter_num": 1, "best_val_loss": 1.0, "config": {}}, tmp_path / "c.pt"
-    )
+    args = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=257, bias=False, dropout=0.0)
+    write(tmp_path / "c.pt", model=nanogpt_state(**args), model_args=args)
     base = [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'o'}", f"--init_from=nanogpt:{tmp_path / 'c.pt'}"]
     quick = ["--device=cpu", "--dtype=float32", "--compile=False"]  # nothing is measured, no compiler is tried
     assert f"{flag[2:]} differs from" in refused(train.main, [*base, *quick, flag], capsys)
@@ -339,9 +316,7 @@ ENVIRONMENTS = [
     ({"RANK": "abc"}, ["RANK='abc'", "whole number from 0"]),
     ({"RANK": "5", "WORLD_SIZE": "2"}, ["RANK=5", "below WORLD_SIZE=2"]),
     ({"WORLD_SIZE": "0"}, ["WORLD_SIZE='0'", "whole number from 1"]),
-    ({"WORLD_SIZE": "\u0663"}, ["WORLD_SIZE="]),
     ({"LOCAL_RANK": "99"}, ["LOCAL_RANK=99", "below LOCAL_WORLD_SIZE=1"]),
-    ({"LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE='0'"]),
     ({"WORLD_SIZE": "2"}, ["rank 0 cannot join", "(MASTER_ADDR is not set)", "start all of them with torchrun"]),
     (
         {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "abc"},

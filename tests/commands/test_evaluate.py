@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from helpers import TINY, metrics, refused
 from ranks import launch, train_runs
+from test_nanogpt import nanogpt_state, write
 
 import evaluate
 import sample
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
-from engine.checkpoint import files as checkpoint
 from engine.interchange.huggingface import export
 from engine.interchange.nanogpt import from_nanogpt
 from model import Model, ModelConfig
@@ -124,19 +124,6 @@ def test_a_text_of_any_length_equals_a_loop_in_float64(runs, figures, tmp_path, 
         assert (found["tokens"], found["bytes"]) == (length - 1, length - 1)
 
 
-def test_a_long_token_counts_its_bytes(figures, run, tmp_path):
-    """A character of three bytes is one token; the first character's bytes do not count."""
-    text = "añ€ñ€a" * 5
-    with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:
-        for split in ("train", "val"):
-            out.add(split, CharTokenizer(text * 20).encode(text * 20))
-    trained = run("--max_iters=1", "--warmup_iters=1", f"--dataset={tmp_path / 'chars'}")
-    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    found = figures(f"--out_dir={trained}", f"--file={tmp_path / 'text.txt'}")
-    assert (found["tokens"], found["bytes"]) == (29, len(text.encode()) - 1)
-    assert found["bits_per_byte"] == pytest.approx(found["loss"] * 29 / math.log(2) / found["bytes"], rel=1e-9)
-
-
 def test_a_prefix_of_the_tokenizer_comes_first(runs, figures, tmp_path, monkeypatch, capsys):
     """With such a token every token of the text is predicted, and --score gives each a log-probability."""
     text = b"the cat sat on a mat. dogs bark"
@@ -192,17 +179,8 @@ ARGS = dict(n_layer=2, n_head=2, n_embd=8, block_size=16, vocab_size=257, bias=T
 def nanogpt_file(file: Path, **config) -> Model:
     """Writes nanoGPT's checkpoint with random weights; returns our model of it, in float64."""
     torch.manual_seed(0)
-    C, state = ARGS["n_embd"], {}
-    layers = {"ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C), "ln_2": (C,)}
-    layers |= {"mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
-    shapes = {f"h.{i}.{name}": shape for i in range(2) for name, shape in layers.items()} | {"ln_f": (C,)}
-    for name, shape in shapes.items():
-        state[f"transformer.{name}.weight"] = torch.randn(shape) * 0.5
-        state[f"transformer.{name}.bias"] = torch.randn(shape[0]) * 0.5
-    state["transformer.wte.weight"] = state["lm_head.weight"] = torch.randn(257, C)
-    state["transformer.wpe.weight"] = torch.randn(16, C)
-    content = {"model": state, "model_args": ARGS, "iter_num": 1, "best_val_loss": 1.0, "config": config}
-    torch.save(content, file)
+    state = nanogpt_state(**ARGS)
+    write(file, model=state, model_args=ARGS, config=config)
     flags, tensors = from_nanogpt(ARGS, dict(state))
     model = Model(ModelConfig(**flags))
     model.load_state_dict(tensors, strict=False)
@@ -338,22 +316,14 @@ def test_json_has_no_infinity(capsys):
         ),
         (["--file=x", "--eval_iters=3"], ["eval_iters=3", "file is x"]),
         (["--file=x", "--split=train"], ["split=train", "file is x"]),
-        (["--file=absent.txt"], ["file=absent.txt", "No such file"]),
         (["--file=."], ["file=.", "not a regular file"]),
         (["--file=one.txt"], ["file=one.txt has 1 tokens"]),
-        (["--file=empty.txt"], ["file=empty.txt has 0 tokens"]),
         (["--file=latin1.txt"], ["file=latin1.txt is not UTF-8"]),
         (["--block_size=17"], ["block_size=17", "16"]),
-        (["--block_size=-1"], ["block_size=-1"]),
-        (["--batch_size=0"], ["batch_size=0"]),
         (["--batch_size=2e9"], ["batch_size=2000000000", "lower batch_size"]),
-        (["--split=test"], ["split=test", "val"]),
-        (["--device=tpu"], ["device='tpu'"]),
         (["--dtype=float16"], ["float16", "float32"]),
         (["--out_dir=hf"], ["no directory hf"]),
-        (["--out_dir="], ["out_dir='' (command line) is empty"]),
         (["--out_dir=nanogpt:absent.pt"], ["no file absent.pt"]),
-        (["--max_new_tokens=3"], ["max_new_tokens", "no such flag"]),
         (["--dataset=chars", "--out_dir=MASKED"], ["chars has another tokenizer than the model", "prepare the data"]),
         (["--dataset=large"], ["300", "vocab_size=257", "the tokenizer of the model"]),
     ],
@@ -361,7 +331,7 @@ def test_json_has_no_infinity(capsys):
 )
 def test_what_cannot_be_evaluated(runs, capsys, tmp_path, monkeypatch, flags, fragments):
     monkeypatch.chdir(tmp_path)
-    for name, content in {"one": b"a", "empty": b"", "latin1": b"\xe9t\xe9"}.items():
+    for name, content in {"one": b"a", "latin1": b"\xe9t\xe9"}.items():
         Path(f"{name}.txt").write_bytes(content)
     for name, chars in {"chars": 20, "large": 300}.items():
         text = "".join(chr(1000 + i) for i in range(chars)) * 2
@@ -396,15 +366,3 @@ def test_a_model_that_does_not_fit_into_the_memory(runs, capsys, monkeypatch):
         f"error: out_dir={runs / 'causal'} (command line) needs at least 0.0 GiB, most of it for the "
     )
     assert line.endswith("; use a machine with more memory\n")
-
-
-def test_a_damaged_checkpoint(runs, capsys, tmp_path):
-    path = checkpoint.find(runs / "causal")
-    copy = tmp_path / path.name
-    copy.mkdir()
-    for file in path.iterdir():
-        content = file.read_bytes()
-        at = 8 + int.from_bytes(content[:8], "little")  # the first byte of the first tensor, behind the header
-        flipped = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] if at < len(content) else content
-        (copy / file.name).write_bytes(flipped if file.suffix == ".safetensors" else content)
-    assert "is damaged" in refused(evaluate.main, ["--device=cpu", f"--out_dir={copy}"], capsys)

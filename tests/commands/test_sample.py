@@ -4,7 +4,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -44,15 +43,11 @@ def drawn(seed=0, n=4000, **flags) -> torch.Tensor:
     [
         ({}, P),
         ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
-        ({"temperature": 0.5}, [p**2 for p in P]),
         ({"temperature": 2.0}, [p**0.5 for p in P]),
         ({"temperature": 1e-6}, P[:1]),
         ({"temperature": 1e300, "top_k": 2}, [1, 1]),
         ({"top_k": 2}, P[:2]),
-        ({"top_k": 99}, P),
-        ({"top_p": 0.5}, P[:1]),
         ({"top_p": 1e-300}, P[:1]),
-        ({"top_p": 0.51}, P[:2]),
         ({"top_p": 0.9}, P[:3]),
         ({"min_p": 0.29}, P[:3]),
         ({"min_p": 1.0}, P[:1]),
@@ -72,8 +67,6 @@ def test_choose(flags, kept):
 @pytest.mark.parametrize(
     "flags",
     [
-        {"temperature": 0.7},
-        {"temperature": 1.3, "top_k": 20},
         {"top_p": 0.6},
         {"min_p": 0.2},
         {"top_p": 0.5, "min_p": 0.1},
@@ -136,6 +129,13 @@ def say(trained, capfd):
     return call
 
 
+def text_of(ids: list[int]) -> str:
+    """What is printed of these bytes, up to end-of-text."""
+    if 256 in ids:
+        ids = ids[: ids.index(256)]
+    return bytes(ids).decode("utf-8", "replace") + "\n"
+
+
 @pytest.mark.parametrize("prompt", ["the cat ", "dogs bark; sat on a mat. the cat "])
 def test_greedy_text_equals_repeated_forwards(say, trained, prompt):
     """60 bytes, far beyond block_size=16, equal the argmax of one plain forward per byte, also with a long prompt."""
@@ -144,8 +144,7 @@ def test_greedy_text_equals_repeated_forwards(say, trained, prompt):
     ids = tokenizer.encode(prompt).tolist()
     for _ in range(60):
         ids.append(model(torch.tensor([ids[-16:]]))[0, -1, :257].argmax().item())
-    expected = bytes(i for i in ids if i < 256).decode("utf-8", "replace")
-    assert text == (expected if 256 not in ids else expected[: ids.index(256)]) + "\n"
+    assert text == text_of(ids)
 
 
 def test_rolling_text_equals_forwards_with_a_window(say, train_tiny):
@@ -159,8 +158,7 @@ def test_rolling_text_equals_forwards_with_a_window(say, train_tiny):
     with torch.no_grad():
         for _ in range(60):
             ids.append(whole(torch.tensor([ids]))[0, -1, :257].argmax().item())
-    expected = bytes(i for i in ids if i < 256).decode("utf-8", "replace")
-    assert text == (expected if 256 not in ids else expected[: ids.index(256)]) + "\n"
+    assert text == text_of(ids)
 
 
 @pytest.mark.parametrize(
@@ -268,25 +266,6 @@ def test_any_prompt_and_any_terminal(trained):
     assert b"Error" not in process.stderr.read() and process.wait() == -signal.SIGPIPE
 
 
-def test_unknown_characters_are_named(tmp_path, capsys):
-    text = "abc \n" * 100
-    with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:
-        for split in ("train", "val"):
-            out.add(split, CharTokenizer(text).encode(text))
-    import train
-
-    flags = [*TINY, f"--dataset={tmp_path / 'chars'}", "--max_iters=2", "--warmup_iters=1"]
-    train.main([*flags, f"--out_dir={tmp_path / 'out'}"])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        sample.main([f"--out_dir={tmp_path / 'out'}", "--start=abz?"])
-    assert stop.value.code == 2
-    err = capsys.readouterr().err
-    assert "'z'" in err and "'?'" in err and "'a'" not in err and err.count("\n") == 1
-    sample.main([f"--out_dir={tmp_path / 'out'}", "--max_new_tokens=5"])
-    assert set(capsys.readouterr().out) <= set("abc \n")  # starts from a newline, without end-of-text
-
-
 # ---- scores
 
 
@@ -338,11 +317,7 @@ def test_scores_of_tokens_of_several_bytes(run, say, tmp_path):
 @pytest.mark.parametrize(
     "objective,flags,fragments",
     [
-        ("trained", ["--score=absent.txt"], ["score=absent.txt cannot be read (No such file"]),
         ("trained", ["--score=empty.txt"], ["score=empty.txt is empty"]),
-        ("trained", ["--score=latin1.txt"], ["score=latin1.txt is not UTF-8"]),
-        ("trained", ["--score=fifo"], ["score=fifo is not a regular file"]),
-        ("trained", ["--score=huge.txt"], ["score=huge.txt has more than 16,777,216 bytes"]),
         ("trained", ["--score=nul.py", "--top_p=0.5"], ["top_p=0.5 (command line) is used only with score=''"]),
         ("trained", ["--score=nul.py", "--start=a"], ["start=a (command line)", "score is nul.py"]),
         ("masked", ["--score=nul.py"], ["score=nul.py needs a model of objective=causal, and this is masked"]),
@@ -439,20 +414,14 @@ def test_each_sample_of_seq2seq_fills_its_blank(capsys, monkeypatch):
     "objective,flags,fragments",
     [
         ("masked", ["--start=no blank"], ["start='no blank'", "<mask>", "--blank"]),
-        ("masked", [], ["start=''", "<mask>"]),
         ("masked", ["--start=a_", "--blank=_", "--stop=x"], ["stop=x", "objective=masked"]),
-        ("masked", ["--start=a_", "--blank=_", "--max_new_tokens=5"], ["max_new_tokens=5", "objective=masked"]),
-        ("masked", ["--start=a_", "--blank=_", "--overflow=roll"], ["overflow=roll", "objective=masked"]),
         ("trained", ["--overflow=roll"], ["overflow=roll", "pos=learned", "overflow=recompute"]),
         ("seq2seq", ["--start=a_", "--blank=_", "--overflow=roll"], ["overflow=roll", "pos=learned"]),
         ("masked", [f"--start={'a' * 32}<mask>"], ["33 tokens", "block_size=32"]),
         ("masked", [f"--start={'<mask>' * 40}"], ["40 blanks", "knows only 32"]),
-        ("masked", ["--start=FILE:empty.txt"], ["start=''", "<mask>"]),
         ("masked", ["--start=a_", "--blank="], ["blank"]),
-        ("seq2seq", ["--start=a_", "--blank=_", "--stop=x"], ["stop=x", "objective=seq2seq"]),
         ("seq2seq", [f"--start={'_ ' * 6}", "--blank=_"], ["6 blanks", "knows only 5"]),
         ("seq2seq", ["--start=\ud800"], ["has no blank"]),
-        ("seq2seq", [f"--start={'a' * 32}<mask>"], ["33 tokens", "block_size=32"]),
         ("trained", ["--start=a_", "--blank=_"], ["blank=_", "objective=causal"]),
     ],
     ids=ascii,
@@ -478,43 +447,27 @@ def refused_beside_files(request, capfd, files, monkeypatch):
 def files(tmp_path_factory) -> Path:
     """Files that are not prompts."""
     folder = tmp_path_factory.mktemp("prompts")
-    contents = {
-        "empty": "",
-        "latin1": b"\xe9t\xe9",
-        "cut": b"\xe2\x82",
-        "utf16": "text".encode("utf-16"),
-        "gzip": b"\x1f\x8b",
-    }
-    for name, content in contents.items():
-        (folder / f"{name}.txt").write_bytes(content or b"")
+    (folder / "empty.txt").touch()
+    (folder / "latin1.txt").write_bytes(b"\xe9t\xe9")
+    (folder / "nul.py").write_text("start = 'FILE:a\\0b'\n")
     os.mkfifo(folder / "fifo")
     (folder / "folder").mkdir()
     (folder / "nowhere").symlink_to("nothing")
-    (folder / "round").symlink_to("round")
-    for name, size in (("large.txt", 2**24 + 1), ("huge.txt", 2**40)):
-        with open(folder / name, "wb") as f:
-            f.truncate(size)
-    (folder / "nul.py").write_text("start = 'FILE:a\\0b'\n")
-    with socket.socket(socket.AF_UNIX) as s:
-        s.bind(os.path.relpath(folder / "socket"))
+    with open(folder / "huge.txt", "wb") as f:
+        f.truncate(2**40)
     return folder
 
 
 BAD = {  # --start=FILE:... -> a part of the error line
-    **dict.fromkeys(["fifo", "folder", "socket", "", "/dev/zero", "/dev/stdin", "/dev/null"], "not a regular file"),
-    "nowhere": "No such file", "round": "symbolic link", "empty.txt/x": "Not a directory", "a" * 5000: "too long",
-    "~nobody_of_that_name/x": "cannot be found", "/proc/self/mem": "cannot be read", "huge.txt": "more than 16,777,216",
-    "large.txt": "more than 16,777,216", "latin1.txt": "UTF-8", "cut.txt": "UTF-8", "utf16.txt": "UTF-8",
-    "gzip.txt": "UTF-8",
+    "fifo": "not a regular file", "folder": "not a regular file", "/dev/zero": "not a regular file",
+    "nowhere": "No such file", "a" * 5000: "too long", "~nobody_of_that_name/x": "cannot be found",
+    "/proc/self/mem": "cannot be read", "huge.txt": "more than 16,777,216", "latin1.txt": "UTF-8",
 }  # fmt: skip
 WRONG = [
-    "--temperature=-1", "--temperature=1e-300", "--temperature=nan", "--temperature=warm", "--temperature=",
-    "--top_k=-1", "--top_k=1.5", "--top_k=2**31", "--top_p=0", "--top_p=1.0001", "--top_p=nan", "--min_p=-0.1",
-    "--min_p=inf", "--num_samples=0", "--num_samples=1e400", "--max_new_tokens=0", "--max_new_tokens=9**9**9",
-    "--seed=-1", "--seed=None", "--overflow=wrap", "--device=", "--device=tpu", "--device=cpu:7", "--device=cuda:-1",
-    "--dtype=float16", "--dtype=", "--out_dir=", "--out_dir=/dev/null", "--out_dir=/no/such/run", "--out_dir=folder",
-    "--start", "--start text", "-start=x", "--strat=x", "--blank=", "--block_size=4", "--num_beams=4", "nul.py",
-    "no_config.py", "--help=no", "--=", "--",
+    "--temperature=-1", "--temperature=1e-300", "--top_k=-1", "--top_k=2**31", "--top_p=0", "--top_p=1.0001",
+    "--min_p=-0.1", "--min_p=inf", "--num_samples=0", "--max_new_tokens=0", "--seed=-1", "--overflow=wrap",
+    "--device=tpu", "--device=cuda:-1", "--dtype=float16", "--out_dir=/no/such/run", "--out_dir=folder", "--start",
+    "--strat=x", "--block_size=4", "nul.py",
 ]  # fmt: skip
 
 

@@ -136,11 +136,13 @@ def test_what_is_no_file_is_one_line(call, tmp_path, monkeypatch, name, what):
                 os.mkdir(name)
             case _:
                 os.symlink(what, name)
-        code, _, err = call("shards", ".")
+        code, out, err = call("shards", ".")
+        if name == "tokenizer.json":
+            assert code == 0 and not err and "cannot be decoded (" in out  # the shards are good all the same
+            return
         assert code == 2 and all(line.startswith("error: ") and "; " in line for line in err.splitlines()), err
         assert len(err.splitlines()) in (1, 2)
-        if name != "tokenizer.json":
-            error(lambda: dataset.open_data(tmp_path / "set").split("train"))
+        error(lambda: dataset.open_data(tmp_path / "set").split("train"))
 
 
 SHARD = {"name": "train.bin", "tokens": 1}
@@ -238,18 +240,6 @@ def trains(monkeypatch, tmp_path, arguments):
     assert any("val_loss" in row for row in rows)
 
 
-@pytest.mark.parametrize("size", [20, 300, 5000])
-def test_shakespeares_next_command(call, tmp_path, monkeypatch, size):
-    monkeypatch.setattr(command, "DATA", tmp_path)
-    monkeypatch.setattr("data.objective.DATA", tmp_path)
-    monkeypatch.setattr(command.shutil, "which", lambda _: None)
-    (tmp_path / "a.txt").write_text(("to be or not to be\n" * 300)[:size])
-    arguments = printed(call("shakespeare_char", f"--input={tmp_path}/a.txt", "--out=shakespeare_char"))
-    block = [f"--block_size={ {20: 1, 300: 16}[size] }"] if size < 5000 else []
-    assert arguments == ["config/train_shakespeare_cpu.py", *block]
-    trains(monkeypatch, tmp_path, arguments)
-
-
 def test_sizes_of_the_next_command(monkeypatch):
     """GPT-2's vocabulary gets a smaller batch; only a GPU and many tokens get GPT-2's own run."""
     gpu = {"here": None}
@@ -270,6 +260,8 @@ def test_sizes_of_the_next_command(monkeypatch):
     assert command.next_command(mine, 50257, [10**8, 10**6]) == f"{start}gpt2{flags}"
     assert command.next_command(command.DATA / "openwebtext", 50257, [10**10, 10**7]) == f"{start}gpt2.py"
     assert command.next_command(mine, 257, [10**6, 10**5]) == f"{start}pycode{flags}"
+    pairs = command.next_command(mine, 257, [9000, 40], pairs=True)
+    assert "--block_size" not in pairs  # which would be too short for a long pair
     monkeypatch.chdir("/")
     assert "--dataset=/x/y " in command.next_command(Path("x/y"), 257, [10**6, 10**5])
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers  # whose classes are loaded when they are asked for: a second in each worker
-from helpers import ROOT, metrics, read_all
+from helpers import ROOT, metrics, read_all, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_families import CHOICES
@@ -192,14 +192,9 @@ def test_attributes_are_those_of_transformers(folder, kind):
 def test_a_text_in_pieces(folder, kind, text, more):
     """The rest of a text has no blank before it, so the bytes of the ids join to the text."""
     ours, _ = both(folder(kind))
+    assert not ours.decode_bytes(ours.encode_rest("the")).startswith(b" ")
     ids = [*ours.encode(text), *ours.encode_rest(more)] if text else ours.encode(more)
     assert ours.decode(ids) == (text + more if kind in ("gpt2", "llama3") else (text + more).replace("▁", " "))
-
-
-@pytest.mark.parametrize("kind", ["roberta", "unigram"])
-def test_the_rest_of_a_text_gets_no_blank(folder, kind):
-    ours, _ = both(folder(kind))
-    assert ours.decode_bytes(ours.encode("the")) == b" the" and ours.decode_bytes(ours.encode_rest("the")) == b"the"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,20 +275,14 @@ def damaged(change) -> bytes:
     [
         (b"", "{}", "is damaged"),
         (b"\x80\x04K*.", "{}", "is damaged"),  # a pickle
-        (b"[]", "{}", "is damaged"),
-        (b"{}", "{}", "is damaged"),
         (b'{"model": {}}', "{}", "is damaged"),
         (b"[" * 100_000, "{}", "is damaged"),
-        (damaged(lambda parts: parts["model"].update(merges=["x y"])), "{}", "is damaged"),
         (damaged(lambda parts: parts.update(decoder=None)), "{}", "has no decoder"),
         (damaged(lambda parts: parts.update(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})), "{}",
          "the decoder WordPiece, with which a token has no bytes of its own; use a byte-level"),
-        (damaged(lambda parts: parts.update(decoder={"type": "BPEDecoder", "suffix": "</w>"})), "{}", "BPEDecoder"),
         (damaged(lambda parts: parts.update(pre_tokenizer={"type": "Whitespace"})), "{}", "drops the blanks"),
-        (damaged(lambda parts: None), "{}", "has no end-of-text token (None is"),
         (damaged(lambda parts: None), '{"eos_token": "<eos>"}', "has no end-of-text token ('<eos>' is"),
         (damaged(lambda parts: None), '{"eos_token": "</s>", "eos_token": "a"}', "tokenizer_config.json is damaged"),
-        (damaged(lambda parts: None), "[1]", "tokenizer_config.json is damaged"),
         (damaged(lambda parts: None), "{", "tokenizer_config.json is damaged"),
     ],
 )  # fmt: skip
@@ -303,11 +292,9 @@ def test_bad_files_are_one_line(tmp_path, content, config, words):
     with pytest.raises(ValueError) as e:
         build(f"hf:{tmp_path}", list)
     assert words in str(e.value) and "\n" not in str(e.value) and len(str(e.value)) < 300 + len(str(tmp_path))
-
-
-def test_there_is_no_folder(tmp_path):
-    with pytest.raises(ValueError, match="nowhere lacks tokenizer.json; give the folder .* `hf download NAME"):
-        build(f"hf:{tmp_path}/nowhere", list)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="lacks tokenizer.json; give the folder .* `hf download NAME"):
+        build(f"hf:{tmp_path}", list)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +303,7 @@ def test_there_is_no_folder(tmp_path):
         ({"special": {}}, "no end-of-text"),
         ({"special": {"eos_token": "</s>", "bos_token": "nope"}}, "was changed"),
         *(({name: value}, "was changed: its SHA-256, ids or special tokens are not the recorded ones; restore it")
-          for name, value in {"sha256": "0", "vocab_size": 7, "file": "/etc/passwd", "more": 1}.items()),
+          for name, value in {"sha256": "0", "vocab_size": 7, "file": "/etc/passwd"}.items()),
     ],
     ids=str,
 )  # fmt: skip
@@ -381,11 +368,6 @@ def test_what_is_written_gives_the_same_ids_and_text(exported, kind, text):
     ids = theirs(reference, text)
     assert ids == OURS[kind].encode(text).tolist()
     assert reference.decode(ids, clean_up_tokenization_spaces=False) == text == OURS[kind].decode(ids)
-
-
-def test_char_refuses_what_it_lacks_there_too(exported):
-    with pytest.raises(Exception, match="Missing"):
-        exported("char")("\x07")
 
 
 @pytest.mark.parametrize("kind", OURS)
@@ -477,10 +459,16 @@ def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, mo
     assert sorted(tuple(ids) for end, ids in groupby(found, lambda i: [i] == eot) if not end) == lines
     out = run(f"--dataset={tmp_path}/data", "--max_iters=2", "--warmup_iters=1", "--eval_interval=2")
     assert (out / "tokenizer.json").read_bytes() == data.tokenizer.content and metrics(out)[-1]["val_bpb"] > 0
+    (out / "tokenizer.json").unlink()
+    run(f"--dataset={tmp_path}/data", "--max_iters=4", "--warmup_iters=1", "--init_from=resume")
     shutil.rmtree(tmp_path / "data")
     capfd.readouterr()
-    sample.main([f"--out_dir={out}", "--start=the été", "--max_new_tokens=5", "--device=cpu"])
-    assert capfd.readouterr().out.startswith("the été")
+    for where in (out, out / "step_00000004"):
+        sample.main([f"--out_dir={where}", "--start=the été", "--max_new_tokens=5", "--device=cpu"])
+        assert capfd.readouterr().out.startswith("the été")
+    (out / "tokenizer.json").unlink()
+    said = refused(sample.main, [f"--out_dir={out}", "--device=cpu"], capfd)
+    assert "lacks the tokenizer's tokenizer.json; copy it there from the data, or train again" in said
 
 
 def test_an_exported_char_keeps_line_ends(tmp_path):
@@ -504,9 +492,7 @@ def test_a_continuation_keeps_its_blank(folder, kind, capsys, monkeypatch):
     """Of `a b` the rest is ` b`, also where SentencePiece puts a blank before a text. --score counts the same bytes."""
     ours = HFTokenizer.from_folder(folder(kind))
     text = "the café on a hill"
-    for cut in range(1, len(text)):
-        ids = ours.encode(text[:cut]).tolist(), ours.encode_rest(text[cut:]).tolist()
-        assert ours.decode(ids[0]) + ours.decode_rest(ids[1]) == text
+    assert ours.decode(ours.encode("the")) + ours.decode_rest(ours.encode_rest(text[3:])) == text
     ids = torch.tensor([[*ours.prefix, *ours.encode(text).tolist()]])
     monkeypatch.setattr(sample, "token_logprobs", lambda model, ids: iter([0.0] * (len(ids) - 1)))
     sample.score_text(None, None, ours, text, ids, None)

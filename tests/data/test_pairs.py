@@ -276,14 +276,6 @@ def test_a_new_run_asks_its_own_data(tmp_path, tiny_data):
         start = [f"--init_from=checkpoint:{tmp_path / name}"]
 
 
-def test_the_next_command_can_be_typed(tmp_path):
-    """Few pairs need no shorter windows, which would be too short for a long one."""
-    from data.command import next_command
-
-    assert "--block_size" not in next_command(tmp_path, 257, [9000, 40], pairs=True)
-    assert "--block_size=32" in next_command(tmp_path, 257, [9000, 40])
-
-
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 

@@ -5,7 +5,6 @@ import codecs
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import tiktoken
 from helpers import ROOT
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.pre_tokenizers import ByteLevel
@@ -112,14 +111,8 @@ MIXED = (
 BPE = train_bpe(SOURCES, 1000)
 
 
-def reference(texts: list[str], vocab_size: int) -> ByteLevelBPETokenizer:
-    """Split, alphabet, training and encoding by Hugging Face."""
-    tokenizer = ByteLevelBPETokenizer(add_prefix_space=False)
-    tokenizer.train_from_iterator(texts, vocab_size - 1, min_frequency=2, show_progress=False)
-    return tokenizer
-
-
-HF = reference(SOURCES, 1000)
+HF = ByteLevelBPETokenizer(add_prefix_space=False)  # split, alphabet, training and encoding by Hugging Face
+HF.train_from_iterator(SOURCES, 999, min_frequency=2, show_progress=False)
 HF_BYTES = {i: bytes(LETTERS[c] for c in token) for token, i in HF.get_vocab().items()}
 
 
@@ -131,11 +124,10 @@ def test_a_character_spread_over_tokens_streams_whole(text, random):
 
 
 def test_letters_of_bytes_are_those_of_hugging_face():
-    assert set(LETTERS) == set(ByteLevel.alphabet()) and sorted(LETTERS.values()) == list(range(256))
     level = ByteLevel(add_prefix_space=False, use_regex=False)
-    for text in map(chr, [*range(0x800), *range(0x1000, 0xD000, 0x1000), *range(0x10000, 0x110000, 0x10000)]):
-        [(shown, _)] = level.pre_tokenize_str(text)
-        assert bytes(LETTERS[c] for c in shown) == text.encode()
+    assert set(LETTERS) == set(ByteLevel.alphabet()) and sorted(LETTERS.values()) == list(range(256))
+    [(shown, _)] = level.pre_tokenize_str("".join(map(chr, range(0x800))))
+    assert bytes(LETTERS[c] for c in shown) == "".join(map(chr, range(0x800))).encode()
 
 
 def test_the_vocabulary_of_bpe_is_hugging_faces():
@@ -143,20 +135,12 @@ def test_the_vocabulary_of_bpe_is_hugging_faces():
     assert (BPE.vocab_size, BPE.token_bytes[BPE.eot], BPE.byte_lengths[BPE.eot]) == (1000, b"<|endoftext|>", 0)
 
 
-def same_ids(text: str):
+@given(st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(list(" \n\t'sdtl0self<|>")), max_size=40))
+@example("".join(SOURCES) + MIXED)
+def test_bpe_encodes_as_hugging_face(text):
     ids = BPE.encode(text)
     assert [BPE.token_bytes[i] for i in ids] == [HF_BYTES[i] for i in HF.encode(text).ids]
     assert ids.dtype == np.int64 and BPE.eot not in ids and BPE.decode(ids) == text
-
-
-def test_bpe_encodes_real_text_as_hugging_face():
-    for text in [*SOURCES, MIXED, (ROOT / "tests" / "model" / "test_model.py").read_text()]:
-        same_ids(text)
-
-
-@given(st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(list(" \n\t'sdtl0self<|>")), max_size=40))
-def test_bpe_encodes_any_text_as_hugging_face(text):
-    same_ids(text)
 
 
 def test_the_same_text_always_gives_the_same_ids():
@@ -168,7 +152,7 @@ def test_the_same_text_always_gives_the_same_ids():
     assert done.stdout.strip() == BPE.hash
 
 
-@pytest.mark.parametrize("n", [-1, 0, 256, 1_000_001, 10**30])
+@pytest.mark.parametrize("n", [256, 1_000_001])
 def test_bpe_sizes_that_cannot_be(n):
     with pytest.raises(ValueError, match=f"bpe:{n} is not possible; pass 257"):
         train_bpe(["abc"], n)
@@ -217,8 +201,8 @@ def test_spec_and_file(tmp_path, kind, below):
 
 @pytest.mark.parametrize(
     "spec",
-    [{"kind": "word"}, {}, {"kind": ["byte"]}, "byte", None, {"kind": "char"}, {"kind": "char", "chars": 5}]
-    + [{"kind": "byte", "chars": "a"}, {"kind": "hf"}, {"kind": "hf", "special": ["eos_token"]}],
+    [{"kind": "word"}, {"kind": ["byte"]}, None, {"kind": "char", "chars": 5}, {"kind": "byte", "chars": "a"}]
+    + [{"kind": "hf", "special": ["eos_token"]}],
     ids=str,
 )
 def test_specs_that_cannot_be(spec):
@@ -246,34 +230,7 @@ def test_build():
     assert build("bpe:258", texts).token_bytes[257] == b"cb" and len(passes) == 2
 
 
-@pytest.mark.parametrize("kind", ["gpt-2", "byte:5", "bpe", "bpe:", "bpe:4k", "bpe:-5", "bpe:٣٠٠", "hf:", "", "word"])
+@pytest.mark.parametrize("kind", ["gpt-2", "byte:5", "bpe:", "bpe:-5", "bpe:٣٠٠", "hf:", ""])
 def test_build_lists_what_there_is(kind):
     with pytest.raises(ValueError, match=f"^unknown tokenizer {re.escape(repr(kind))}; choose char, byte, gpt2, bpe:N"):
         build(kind, lambda: pytest.fail("read the texts"))
-
-
-def test_a_run_keeps_its_tokenizer(run, tmp_path, capfd):
-    """train.py copies the file into out_dir, so that sample.py needs no data. Without the file there is an error."""
-    import sample
-    from data.writer import ShardWriter
-
-    data, tok = tmp_path / "data", train_bpe(SOURCES, 400)
-    with ShardWriter(data, tok) as out:
-        for split in ("train", "val"):
-            out.add(split, np.append(tok.encode(SOURCES[0]), tok.eot))
-    flags = ["--eval_interval=2", "--warmup_iters=1", f"--dataset={data}"]
-    out = run(*flags, "--max_iters=2")
-    assert (out / "tokenizer.json").read_bytes() == tok.content
-    (out / "tokenizer.json").unlink()
-    run(*flags, "--max_iters=4", "--init_from=resume")
-    shutil.rmtree(data)
-    capfd.readouterr()
-    for where in (out, out / "step_00000004"):
-        sample.main([f"--out_dir={where}", "--start=def main(é", "--max_new_tokens=5", "--device=cpu"])
-        assert capfd.readouterr().out.startswith("def main(é")
-    (out / "tokenizer.json").unlink()
-    with pytest.raises(SystemExit):
-        sample.main([f"--out_dir={out}", "--device=cpu"])
-    err = capfd.readouterr().err
-    assert "lacks the tokenizer's tokenizer.json; copy it there from the data, or train again" in err
-    assert err.startswith("error: ") and err.count("\n") == 1

@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import TINY, metrics
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import train
 from data.loader import order  # which has its own tests
@@ -164,13 +162,10 @@ def test_older_checkpoints_lack_bias_and_dropout_and_hold_the_mask():
     [
         ({"transformer.h.1.ln_2.bias": None}, {}, ["transformer.h.1.ln_2.bias", "absent", "(12,)"]),
         ({"transformer.h.0.mlp.c_fc.weight": torch.zeros(3, 12)}, {}, ["h.0.mlp.c_fc.weight", "(3, 12)", "(48, 12)"]),
-        ({"transformer.h.2.ln_1.weight": torch.zeros(12)}, {}, ["transformer.h.2.ln_1.weight"]),
         ({"lm_head.weight": torch.zeros(11, 12)}, {}, ["lm_head.weight", "transformer.wte.weight"]),
-        ({"lm_head.weight": None}, {}, ["lm_head.weight", "absent"]),
         ({}, {"bias": False}, ["bias"]),
         ({}, {"n_head": 5}, ["n_head=5", "n_embd=12"]),
         ({}, {"n_layer": 3}, ["transformer.h.2.ln_1.weight", "absent"]),
-        ({}, {"n_layer": 4000}, ["n_layer=4000", "tensors"]),
         ({}, {"n_layer": True}, ["n_layer=True", "whole number"]),
         ({}, {"vocab_size": 2**31}, ["vocab_size=2147483648", "below 2**31"]),
         ({}, {"n_embd": torch.zeros(2)}, ["n_embd=a Tensor"]),
@@ -191,14 +186,11 @@ STRANGE = {
     "float8": lambda: WPE.to(torch.float8_e4m3fn),
     "meta": lambda: WPE.to("meta"),
     "quantized": lambda: torch.quantize_per_tensor(WPE, 1.0, 0, torch.qint8),
-    "quantized by channel": lambda: torch.quantize_per_channel(WPE, torch.ones(8), torch.zeros(8), 0, torch.qint8),
     "sparse": lambda: WPE.to_sparse(),
-    "compressed": lambda: WPE.to_sparse_csr(),
     "expanded": lambda: torch.zeros(1).expand(8, 12),
     "nested": lambda: torch.nested.nested_tensor([torch.zeros(8, 12)]),
     "without axes": lambda: torch.tensor(1.0),
     "NaN": lambda: WPE.where(WPE > 3, math.nan),
-    "infinite": lambda: WPE.where(WPE > 3, -math.inf),
     "too large": lambda: WPE.double() * 1e300,
     "a list": lambda: [1.0],
 }
@@ -234,44 +226,6 @@ def test_an_expanded_tensor_of_huge_size_is_not_read():
     state = nanogpt_state(**ARGS) | {"transformer.wte.weight": torch.zeros(1).expand(2**31 - 1, 12)}
     with pytest.raises(ValueError, match="transformer.wte.weight is .*, not a dense tensor .* that the file holds"):
         from_nanogpt(ARGS | {"vocab_size": 2**31 - 1}, state)
-
-
-LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.integers(-(2**1000), 2**1000) | st.floats() | st.text(max_size=5)
-    | st.binary(max_size=3) | st.sampled_from([*STRANGE.values()]).map(lambda make: make())
-)  # fmt: skip
-VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), inner)
-)
-PLACES = ["model", "model_args", "iter_num", "best_val_loss", "config", *ARGS, *nanogpt_state(**ARGS)]
-
-
-@pytest.mark.filterwarnings("ignore")
-@given(st.data())
-@settings(max_examples=150)
-def test_any_file_is_read_or_refused_in_one_line(tmp_path_factory, data):
-    """A checkpoint in which some values are others, have other names or are gone; or any value at all."""
-    file = tmp_path_factory.getbasetemp() / "strange.pt"
-    torch.manual_seed(0)
-    checkpoint = dict(model=nanogpt_state(**ARGS), model_args=dict(ARGS), iter_num=1, best_val_loss=1.0, config={})
-    for place in data.draw(st.lists(st.sampled_from(PLACES), max_size=3)):
-        inside = next((part for part in checkpoint.values() if isinstance(part, dict) and place in part), checkpoint)
-        value = inside.pop(place, None)
-        change = data.draw(st.sampled_from(["value", "value", "name", "gone"]))
-        if change == "name":
-            inside[data.draw(st.integers() | st.text(max_size=9) | st.just(f"_orig_mod.{place}"))] = value
-        elif change == "value":
-            inside[place] = data.draw(VALUES)
-    if data.draw(st.integers(0, 9)) == 0:
-        checkpoint = data.draw(VALUES)
-    torch.save(checkpoint, file, _use_new_zipfile_serialization=data.draw(st.booleans()))
-    try:
-        flags, ours = from_nanogpt(*read_nanogpt(file)[:2])
-    except ValueError as error:
-        assert "\n" not in str(error) and "; " in str(error) and len(str(error)) < 600
-    else:
-        Model(ModelConfig(**flags)).load_state_dict(ours, strict=False)
-        assert all(tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in ours.values())
 
 
 class Bomb:
