@@ -94,21 +94,27 @@ def more_data(tmp_path) -> Path:
 
 
 @pytest.fixture
-def run(tiny_data, tmp_path, monkeypatch):
+def in_this_process():
+    """A test may train: with one thread, and the handlers of signals are those of before in the end."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def run(tiny_data, tmp_path, in_this_process):
     """run(*flags) trains in this process, with --dtype=float64 too; returns the folder, which metrics() and the
     checkpoints are in."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def call(*flags: str, out: str = "out") -> Path:
         ranks.train_main([*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
         return tmp_path / out
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield call
-    torch.set_num_threads(threads)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return call
 
 
 @pytest.fixture

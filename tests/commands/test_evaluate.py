@@ -124,23 +124,6 @@ def test_a_text_of_any_length_equals_a_loop_in_float64(runs, figures, tmp_path, 
         assert (found["tokens"], found["bytes"]) == (length - 1, length - 1)
 
 
-def test_a_prefix_of_the_tokenizer_comes_first(runs, figures, tmp_path, monkeypatch, capsys):
-    """With such a token every token of the text is predicted, and --score gives each a log-probability."""
-    text = b"the cat sat on a mat. dogs bark"
-    (tmp_path / "text.txt").write_bytes(text)
-    monkeypatch.setattr(ByteTokenizer, "prefix", [256])
-    model, _ = model_of(runs / "causal")
-    nats, targets = total_nats(model, torch.tensor([256, *text]), 16)
-    found = figures(f"--out_dir={runs / 'causal'}", f"--file={tmp_path / 'text.txt'}")
-    assert targets == list(text) and found["bytes"] == found["tokens"] == len(text)
-    assert found["loss"] == pytest.approx(nats / len(text), rel=1e-6)
-    sample.main([f"--out_dir={runs / 'causal'}", "--device=cpu", f"--score={tmp_path / 'text.txt'}"])
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    first = model(torch.tensor([[256]]))[0, -1].log_softmax(-1)[text[0]].item()
-    assert [line["token"] for line in lines] == list(text) and lines[0]["byte"] == 0
-    assert lines[0]["logprob"] == pytest.approx(first, rel=1e-5)
-
-
 def evaluations(all_flags: list[list[str]]):
     """evaluate.py with each of these flags, in the same processes."""
     join, leave = torch.distributed.init_process_group, evaluate.leave

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import ROOT
+from helpers import ROOT, metrics
 from preparing import error, load
 from ranks import train_main
 
@@ -189,14 +188,6 @@ def test_damaged_progress_is_one_line(call, tmp_path, monkeypatch, content):
 # ---------------------------------------------------------------------------------------------------------- what next
 
 
-def printed(result) -> list[str]:
-    code, out, err = result
-    assert code == 0 and out.count("next: ") == 1, result
-    start = shlex.split(out.split("next: ")[1])
-    assert start[:2] == ["python", "train.py"]
-    return start[2:]
-
-
 SIZES = {"tiny": 40, "small": 700, "1 MB": 1_000_000}
 # Six of them are shorter than the tiny text, which so has two lines.
 WORDS = "def self x if not in for key value list of print while try with yield None True class join map zip sum".split()
@@ -207,7 +198,8 @@ WORDS = "def self x if not in for key value list of print while try with yield N
     "tokenizer, documents",
     [("char", "line"), ("char", "file"), ("byte", "line"), ("byte", "file"), ("bpe:300", "file")],
 )
-def test_the_next_command_trains(call, tmp_path, monkeypatch, size, tokenizer, documents):
+def test_the_next_command_trains(call, tmp_path, monkeypatch, in_this_process, size, tokenizer, documents):
+    """Two steps of a smaller model; nothing else differs from what the command says."""
     if tokenizer == "bpe:300" and size == "tiny":
         pytest.skip("so small a text has no pairs to merge")
     rng = random.Random(0)
@@ -215,29 +207,15 @@ def test_the_next_command_trains(call, tmp_path, monkeypatch, size, tokenizer, d
     (tmp_path / "a.txt").write_text("\n".join(lines)[: SIZES[size]])
     flags = ["--val_fraction=0.6"] if documents == "line" else []
     flags += [f"--input={tmp_path}/a.txt", f"--tokenizer={tokenizer}", f"--documents={documents}"]
-    result = call("text", *flags, f"--out={tmp_path}/my data")
-    arguments = printed(result)
+    code, out, _ = call("text", *flags, f"--out={tmp_path}/my data")
+    assert code == 0 and out.count("next: python train.py ") == 1
+    arguments = shlex.split(out.split("next: python train.py ")[1])
     assert f"--dataset={tmp_path}/my data" in arguments and "--out_dir=out/my data" in arguments
-    trains(monkeypatch, tmp_path, arguments)
-
-
-def trains(monkeypatch, tmp_path, arguments):
-    """Two steps of a smaller model; nothing else differs from what the command says."""
+    more = ["--max_iters=2", "--warmup_iters=1", "--cooldown_iters=1", "--eval_iters=1", "--device=cpu"]
+    more += ["--compile=False", "--n_layer=1", "--n_head=1", "--n_embd=32"]
     monkeypatch.chdir(ROOT)
-    more = ["--max_iters=2", "--eval_iters=1", "--device=cpu", "--compile=False"]
-    more += ["--n_layer=1", "--n_head=1", "--n_embd=32"]
-    more += ["--warmup_iters=1", "--cooldown_iters=1"] if "config/train_pycode.py" in arguments else []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        train_main([*arguments, *more, f"--out_dir={tmp_path}/run"])
-    finally:
-        torch.set_num_threads(threads)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert any("val_loss" in row for row in rows)
+    train_main([*arguments, *more, f"--out_dir={tmp_path}/run"])
+    assert any("val_loss" in row for row in metrics(tmp_path / "run"))
 
 
 def test_sizes_of_the_next_command(monkeypatch):
