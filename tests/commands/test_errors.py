@@ -32,21 +32,16 @@ def test_ctrl_c_ends_a_command_without_a_traceback():
     assert end.value.code == 128 + signal.SIGINT
 
 
-SAS, SAS_P = ["--block=simplified"], ["--block=simplified_parallel"]
-SLOTS = ["--block=superblock", "--layer=c.own_slots"]
-TRAIN_FLAGS = [  # flags, and what the line must name
+TRAIN_FLAGS = [  # flags, and what the line must name; those of a model alone are in tests/model/test_model.py
     (["--max_iters=10**30"], ["max_iters=1000000000000", "below"]),
     (["--seed=2**64"], ["seed=18446744073709551616", "below"]),
-    (["--n_head=3"], ["n_embd=16", "n_head=3"]),
-    (["--attention=gqa"], ["attention=gqa", "n_kv_head"]),
     (["--pos=rope", "--rope_scaling=:::"], ["rope_scaling=':::'", "linear:F"]),
     (
-        [*SLOTS, "--n_slot=3", "--mlp_ratio=2"],
+        ["--block=superblock", "--layer=c.own_slots", "--n_slot=3", "--mlp_ratio=2"],
         ["--mlp_ratio=2.0", "with slots and n_slot=0", "n_slot is 3 (command line)"],
     ),
     (["--block=superblock", "--layer=c,m,p"], ["layer='c,m,p'", "objective=seq2seq", "leave m out"]),
     (["--objective=seq2seq", "--layer=c,p"], ["--layer=c,p", "block=superblock", "block is standard"]),
-    (["--window=8", "--window_pattern=SX"], ["window_pattern='SX'"]),
     (["--wandb_log=True"], ["wandb_log", "tensorboard"]),
     (["--dtype=float16"], ["dtype=float16", "float32"]),
     (["--backend=nccl"], ["backend=nccl", "gloo"]),

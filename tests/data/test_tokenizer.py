@@ -1,7 +1,6 @@
 """Tokenizers compared with independent definitions: nanoGPT's char table, Python's UTF-8, tiktoken's ordinary encoding,
 Hugging Face's own byte-level BPE."""
 
-import codecs
 import json
 import os
 import re
@@ -114,13 +113,6 @@ BPE = train_bpe(SOURCES, 1000)
 HF = ByteLevelBPETokenizer(add_prefix_space=False)  # split, alphabet, training and encoding by Hugging Face
 HF.train_from_iterator(SOURCES, 999, min_frequency=2, show_progress=False)
 HF_BYTES = {i: bytes(LETTERS[c] for c in token) for token, i in HF.get_vocab().items()}
-
-
-@given(st.text(), st.randoms(use_true_random=False))
-def test_a_character_spread_over_tokens_streams_whole(text, random):
-    for tok in (ByteTokenizer(), BPE):
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        assert "".join(decoder.decode(tok.token_bytes[i]) for i in tok.encode(text)) == text
 
 
 def test_letters_of_bytes_are_those_of_hugging_face():
