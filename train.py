@@ -185,7 +185,7 @@ class Run:
         self.stop = cleanup.enter_context(StopSignal(ranks))
         token_bytes, self.why_no_bytes = byte_lengths(cfg, self.data, ranks)
         self.mean_loss = partial(mean_loss, cfg, ranks, self.sharded, objective, token_bytes, self.stop)
-        writes = cfg.objective == "causal" and tokenizer and not (self.sharded.norm_groups or cfg.cp > 1)
+        writes = cfg.objective == "causal" and tokenizer and not (self.sharded.divides or cfg.cp > 1)
         self.text_sample = writes and partial(text_sample, ranks, self.sharded.model, tokenizer, self.streams["val"])
         step = self.step if cfg.init_from == "resume" else None
         self.checkpoints = Checkpoints(cfg, ranks, self.stop, self.metrics, step, state["best_val_loss"])

@@ -335,7 +335,7 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
         if sharded and sharded.ranks.size > cfg.pp:
             named = [(name, p) for name, p in model.named_parameters() if p in hidden]
             shapes = {p: tuple(sharded.as_global(name, p).shape) for name, p in named}
-            matrices = {p: Matrix(shapes[p], hidden[p], sharded.cuts(name)) for name, p in named}
+            matrices = {p: Matrix(shapes[p], hidden[p], sharded.shares[name]) for name, p in named}
             owners = Owners(matrices, sharded.ranks.stage, iteration_dtype(dtype))
         muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, owners, dtype)
         parts[muon] = cfg.muon_lr / cfg.learning_rate

@@ -204,14 +204,14 @@ FAULTS = [
     ),
     (
         "engine/parallel/sharded.py",
-        "dict.fromkeys(self.tp_replicated, cfg.tp)",
-        "dict.fromkeys(self.tp_replicated, cfg.tp**2)",
+        "copies = math.prod(n for n, dim in self.shares[name] if dim is None)",
+        "copies = math.prod(n**2 for n, dim in self.shares[name] if dim is None)",
         "The gradient norm under tp, which clipping uses, counts parameters that all ranks have too little.",
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp]",
     ),
     (
         "engine/parallel/sharded.py",
-        "flat *= 1 / n if mean else 1.0",
+        "flat *= 1 / mesh.size()",
         "flat *= 1.0",
         "Gradients of several pipelines beside one another are summed instead of averaged.",
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[ddp+pp]",
@@ -742,8 +742,8 @@ FAULTS = [
     ),
     (
         "engine/parallel/sharded.py",
-        "if cfg.ep > 1 and not self.fsdp:",
-        "if False:",
+        "self.fsdp or cfg.tp * cfg.pp * cfg.ep > 1",
+        "self.fsdp or cfg.tp * cfg.pp > 1",
         "The gradient norm under --ep has only this rank's experts, so ranks clip by different factors.",
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[ep]",
     ),

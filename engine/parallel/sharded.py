@@ -31,7 +31,7 @@ from engine.parallel.owners import cuts
 from engine.parallel.ranks import Ranks, make_mesh
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
-from model import Experts, Gain, LoadBalance, Model, ShapedPool, stream_dtype
+from model import Block, Experts, Gain, LoadBalance, Model, ShapedPool, stream_dtype
 
 
 def local(x: Tensor) -> Tensor:
@@ -50,9 +50,11 @@ def copy_local_shard_(x: Tensor, full: Tensor, like: Tensor):
 
 def kept_whole(part: nn.Module) -> list[nn.Parameter]:
     """The parameters that FSDP does not shard: gains of a block or of each head, and the biases of experts."""
-    return [
-        p for m in part.modules() if isinstance(m, Gain | ShapedPool | LoadBalance) for p in m.parameters(recurse=False)
-    ]
+    whole = []
+    for module in part.modules():
+        if isinstance(module, Gain | ShapedPool | LoadBalance):
+            whole += module.parameters(recurse=False)
+    return whole
 
 
 def load_biases(model: nn.Module) -> set[nn.Parameter]:
@@ -63,17 +65,17 @@ def load_biases(model: nn.Module) -> set[nn.Parameter]:
 def fsdp_units(model: Model) -> dict[str, list[nn.Module]]:
     """What FSDP gathers at once: each block, the ends of the model if they are not tied, and the rest, which is last.
     A stage of a pipeline may lack ends."""
-    stacks = {"": model} | ({"encoder.": model.encoder} if model.encoder else {})
-    units = {
-        f"{path}blocks.{layer}": [block]
-        for path, stack in stacks.items()
-        for layer, block in stack.blocks.named_children()
-    }
-    if not model.cfg.tie_weights and isinstance(model.wte, nn.Embedding):
-        units["wte"] = [model.wte]
-    if not model.cfg.tie_weights and isinstance(model.head, nn.Linear):
-        units["head"] = [model.norm, model.head]
-    return units | {"root": [model]}
+    units: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Block):
+            units[name] = [module]
+    if not model.cfg.tie_weights:
+        if isinstance(model.wte, nn.Embedding):
+            units["wte"] = [model.wte]
+        if isinstance(model.head, nn.Linear):
+            units["head"] = [model.norm, model.head]
+    units["root"] = [model]
+    return units
 
 
 def shard(model: Model, cfg, ranks: Ranks):
@@ -83,22 +85,16 @@ def shard(model: Model, cfg, ranks: Ranks):
     (`kept_whole`): in bfloat16 they would move in steps of 2^-8. Experts that ranks divide are sharded over those with
     the same ones.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    dtype, pinned = ranks.dtype, ranks.device.type == "cuda"
-
-    def sharding(mesh: DeviceMesh) -> DeviceMesh:
-        return mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
-
-    options = {
-        "mesh": sharding(ranks.mesh),
-        "reshard_after_forward": cfg.fsdp_reshard,
-        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if cfg.fsdp_offload else OffloadPolicy(),
-    }
+    dims = ("replicate", "shard") if ranks.mesh["replicate"].size() > 1 else "shard"
+    options = {"mesh": ranks.mesh[dims], "reshard_after_forward": cfg.fsdp_reshard}
+    if cfg.fsdp_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
     kept = options | {"reshard_after_forward": False}  # gathered from forward to backward
     policy = MixedPrecisionPolicy()
-    if dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if ranks.dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=ranks.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     with ranks.autocast():
         stream = stream_dtype(cfg, torch.empty(0, device=ranks.device))
     for unit, modules in fsdp_units(model).items():
@@ -107,17 +103,31 @@ def shard(model: Model, cfg, ranks: Ranks):
         elif unit == "wte":
             fully_shard(modules, mp_policy=replace(policy, output_dtype=stream), **kept)
         elif unit == "head":
-            model.head.forward, model.loss = model.loss, lambda x, targets: model.head(x, targets)
+            model.head.forward = model.loss
+            model.loss = lambda x, targets: model.head(x, targets)
             fully_shard(modules, mp_policy=policy, **kept)
         else:
             [block] = modules
             last = cfg.pp == 1 and block is model.blocks[-1]  # its backward follows at once
             chosen = kept if last else options
-            whole = [] if cfg.fsdp_offload else kept_whole(block)
-            for m in block.modules() if ranks.experts else ():
-                if isinstance(m, Experts):
-                    fully_shard([m.up, m.down], mp_policy=policy, **chosen | {"mesh": sharding(ranks.experts)})
-            fully_shard(modules, mp_policy=policy, ignored_params={*whole}, **chosen)
+            for m in block.modules():
+                if ranks.experts and isinstance(m, Experts):
+                    fully_shard([m.up, m.down], mp_policy=policy, **chosen | {"mesh": ranks.experts[dims]})
+            whole = set() if cfg.fsdp_offload else {*kept_whole(block)}
+            fully_shard(block, mp_policy=policy, ignored_params=whole, **chosen)
+
+
+def all_reduce_gradients(params: list[nn.Parameter], mesh: DeviceMesh, mean: bool = True):
+    """Average the parameters' gradients over the ranks of a mesh, or with mean=False sum them, in one message."""
+    grads = [local(p.grad) for p in params if p.grad is not None]
+    if mesh.size() == 1 or not grads:
+        return
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat, group=mesh.get_group())
+    if mean:
+        flat *= 1 / mesh.size()
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
 
 
 class ShardedModel:
@@ -125,28 +135,48 @@ class ShardedModel:
     checkpoint."""
 
     def __init__(self, cfg, ranks: Ranks):
-        with torch.device("meta"):
-            self.model = self.forward_model = model = Model(cfg)
-        self.ranks, self.tp, self.ep, self.pp, mesh = ranks, cfg.tp, cfg.ep, cfg.pp, ranks.mesh
-        self.fsdp, self.reshard = cfg.parallel == "fsdp" and ranks.size > 1, cfg.fsdp_reshard
+        self.ranks = ranks
+        self.tp, self.ep, self.pp = cfg.tp, cfg.ep, cfg.pp
+        self.fsdp = cfg.parallel == "fsdp" and ranks.size > 1
+        self.reshard = cfg.fsdp_reshard
         self.home = torch.device("cpu") if self.fsdp and cfg.fsdp_offload else ranks.device  # of the parameters
         self.even = objective_class(cfg).even
-        self.routers = [name for name, m in model.named_modules() if isinstance(m, Experts)]
+        with torch.device("meta"):
+            self.model = Model(cfg)
+        self.routers = [name for name, m in self.model.named_modules() if isinstance(m, Experts)]
+        self.routing: Tensor | float = 0.0  # sums of Experts.routing, see `routing_figures`
+        self.has_loss = True
+        self.cut_by_ep: Collection[str] = ()  # names of parameters
         self.counted_elsewhere: Collection[str] = ()  # names of parameters that another stage counts
+        self.cut(cfg)
+        self.wrap(cfg)
+        self.divides = self.fsdp or cfg.tp * cfg.pp * cfg.ep > 1  # whether ranks have different parameters
+        self.loads = load_biases(self.model)
+        self.note_copies(cfg)
+
+    def cut(self, cfg):
+        """Leave in the model what this rank has of it: a stage, slices of layers, pieces of sequences, some experts."""
+        mesh = self.ranks.mesh
         if cfg.pp > 1:
             from engine.parallel import pipeline
 
-            self.counted_elsewhere = pipeline.keep_stages(model, mesh.get_local_rank("pp"), cfg.pp, cfg.pp_chunks)
+            stage = mesh.get_local_rank("pp")
+            self.has_loss = stage == cfg.pp - 1
+            self.counted_elsewhere = pipeline.keep_stages(self.model, stage, cfg.pp, cfg.pp_chunks)
         if cfg.tp > 1:
-            apply_tensor_parallel(model, mesh["tp"].get_group())
+            apply_tensor_parallel(self.model, mesh["tp"].get_group())
             grid = mesh.mesh.permute(0, 3, 1, 2)  # tp is the outer cut, FSDP the inner one
             self.outer = make_mesh(cfg, self.home, grid, "pp tp replicate shard")["tp", "replicate", "shard"]
         if cfg.cp > 1:
-            apply_context_parallel(model, ranks.cp)
-        self.cut_by_ep: Collection[str] = ()  # names of parameters
+            apply_context_parallel(self.model, self.ranks.cp)
         if cfg.ep > 1:
-            self.cut_by_ep = apply_expert_parallel(model, ranks.experts["ep"].get_group(), ranks.compile)
-        blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]  # of this rank
+            group = self.ranks.experts["ep"].get_group()
+            self.cut_by_ep = apply_expert_parallel(self.model, group, self.ranks.compile)
+
+    def wrap(self, cfg):
+        """Apply to the model what surrounds its layers, and allocate it."""
+        model, ranks = self.model, self.ranks
+        blocks = [module for module in model.modules() if isinstance(module, Block)]
         if cfg.fp8:
             fp8.apply(model)
         inside = cfg.ep > 1  # the exchange of tokens breaks graphs, and recomputation has to enclose the breaks
@@ -161,42 +191,45 @@ class ShardedModel:
             shard(model, cfg, ranks)
         model.to_empty(device=self.home)
         model.tie()
+        self.forward_model = model
         if cfg.pp > 1:
-            micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
-            shape, group = (cfg.batch_size, cfg.block_size // cfg.cp), mesh["pp"].get_group()
-            options = ranks.device, ranks.autocast, cfg.tp, cfg.pp_chunks
-            self.pipeline = pipeline.Pipeline(model, group, micro_steps, shape, *options)
-        elif not (self.fsdp or cfg.eval_only or mesh is None) and mesh["shard"].size() > 1:
+            self.pipeline = self.make_pipeline(cfg)
+        elif not (self.fsdp or cfg.eval_only) and ranks.mesh and ranks.mesh["shard"].size() > 1:
             devices = [ranks.device] if ranks.device.type == "cuda" else None
             model._ddp_params_and_buffers_to_ignore = [*self.cut_by_ep]  # which ranks divide
             self.forward_model = nn.parallel.DistributedDataParallel(
-                model, device_ids=devices, process_group=mesh["shard"].get_group(), gradient_as_bucket_view=True
+                model, device_ids=devices, process_group=ranks.mesh["shard"].get_group(), gradient_as_bucket_view=True
             )
-        self.has_loss = cfg.pp == 1 or mesh.get_local_rank("pp") == cfg.pp - 1
-        named = list(model.named_parameters())
-        self.whole = kept_whole(model) if self.fsdp and not cfg.fsdp_offload else []
-        self.tp_dim = {name: sharded_dim(model, name) for name, _ in named} if cfg.tp > 1 else {}
-        self.tp_replicated = [p for name, p in named if cfg.tp > 1 and self.tp_dim[name] is None]
-        # the weights that ranks divide: no set, whose order would differ from rank to rank
-        self.divided = dict.fromkeys(p for name, p in named if name in self.cut_by_ep)
-        others = [p for _, p in named if p not in self.divided]
-        # parameters whose gradients neither DDP nor FSDP averages (DDP cannot wrap a pipeline's schedule)
-        unaveraged = self.whole if self.fsdp else others if cfg.pp > 1 else []
-        self.reduced = (
-            (unaveraged, mesh, "replicate", True), (unaveraged, mesh, "shard", True),
-            (self.tp_replicated, mesh, "tp", False),
-            ([] if self.fsdp else [*self.divided], ranks.experts, "shard", True),
-        )  # fmt: skip
-        copies, shards = dict.fromkeys(self.tp_replicated, cfg.tp), mesh["shard"].size() if self.fsdp else cfg.ep
-        copies |= {p: copies.get(p, 1) * shards for p in (self.whole if self.fsdp else others)}
-        # weight of each parameter in the global norm, so that replicas count once
-        self.norm_weight = {p: (name not in self.counted_elsewhere) / math.sqrt(copies.get(p, 1)) for name, p in named}
-        sums = {"shard": self.fsdp, "tp": cfg.tp > 1, "pp": cfg.pp > 1}
-        self.routing: Tensor | float = 0.0  # sums of Experts.routing, see `routing_figures`
-        self.loads = load_biases(model)
-        self.norm_groups = [mesh[dim].get_group() for dim, on in sums.items() if on]
-        if cfg.ep > 1 and not self.fsdp:
-            self.norm_groups.append(ranks.experts["ep"].get_group())
+
+    def make_pipeline(self, cfg):
+        """This rank's stages of a pipeline."""
+        from engine.parallel.pipeline import Pipeline
+
+        ranks = self.ranks
+        group = ranks.mesh["pp"].get_group()
+        micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
+        shape = (cfg.batch_size, cfg.block_size // cfg.cp)
+        return Pipeline(
+            self.model, group, micro_steps, shape, ranks.device, ranks.autocast, slices=cfg.tp, chunks=cfg.pp_chunks
+        )
+
+    def note_copies(self, cfg):
+        """Note of each parameter how ranks share it, and which parameters have copies on other ranks."""
+        sizes = self.ranks.mesh.mesh.shape[1:] if self.ranks.mesh else (1, 1, 1)
+        self.whole = kept_whole(self.model) if self.fsdp and not cfg.fsdp_offload else []
+        whole = {*self.whole}
+        self.shares = {}  # name -> see owners.cuts
+        self.norm_weight = {}  # in the norm over all ranks, so that copies count once
+        self.tp_replicated, self.divided, self.undivided = [], [], []  # tp cuts it not; ep cuts it, or not
+        for name, p in self.model.named_parameters():
+            tp_dim = sharded_dim(self.model, name) if cfg.tp > 1 else None
+            if cfg.tp > 1 and tp_dim is None:
+                self.tp_replicated.append(p)
+            divided = name in self.cut_by_ep
+            (self.divided if divided else self.undivided).append(p)
+            self.shares[name] = cuts(sizes, self.fsdp and p not in whole, tp_dim, cfg.ep if divided else 1)
+            copies = math.prod(n for n, dim in self.shares[name] if dim is None)
+            self.norm_weight[p] = (name not in self.counted_elsewhere) / math.sqrt(copies)
 
     # ---- weights
 
@@ -229,8 +262,9 @@ class ShardedModel:
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The part of a batch that this rank computes: all of it, or with cp two pieces of each sequence, whose
         document numbers stay whole."""
-        cp = self.ranks.cp
-        return {name: x if "doc" in name else local_pieces(x, cp) for name, x in batch.items()} if cp else batch
+        if self.ranks.cp is None:
+            return batch
+        return {name: x if "doc" in name else local_pieces(x, self.ranks.cp) for name, x in batch.items()}
 
     def backward(self, batches: Iterator, micro_steps: int, scaler: torch.amp.GradScaler) -> Tensor:
         """Set p.grad to the gradient of a step's loss, the mean over the targets of all micro-batches of all ranks.
@@ -243,7 +277,8 @@ class ShardedModel:
             self.model.n_targets = total.clamp(min=1) / (self.ranks.size * micro_steps)
         loss = torch.zeros((), device=self.ranks.device)
         if self.pp > 1:
-            loss, parts = self.pipeline.backward([*parts]), []  # which leaves the loop nothing
+            loss = self.pipeline.backward([*parts])
+            parts = []  # which leaves the loop nothing
         for micro_step, batch in enumerate(parts):
             last = micro_step == micro_steps - 1
             if self.fsdp:  # reduce-scatter after every micro-step if resharding, otherwise only after the last
@@ -260,19 +295,20 @@ class ShardedModel:
         return loss
 
     def reduce_gradients(self):
-        """Average or sum the gradients of `reduced` along their dimensions of a mesh, each in one message. Those of
-        experts become means over all data-parallel ranks."""
+        """Average or sum the gradients that neither DDP nor FSDP reduces. Those of experts become means over all
+        data-parallel ranks."""
+        mesh = self.ranks.mesh
         if grads := [local(p.grad) for p in self.divided if p.grad is not None]:
             torch._foreach_mul_(grads, 1 / self.ep)
-        for params, mesh, dim, mean in self.reduced:
-            grads = [local(p.grad) for p in params if p.grad is not None]
-            if not grads or (n := mesh[dim].size()) == 1:
-                continue
-            flat = torch.cat([grad.flatten() for grad in grads])
-            dist.all_reduce(flat, group=mesh[dim].get_group())
-            flat *= 1 / n if mean else 1.0
-            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(total.view_as(grad))
+        if self.fsdp:
+            all_reduce_gradients(self.whole, mesh["replicate"])
+            all_reduce_gradients(self.whole, mesh["shard"])
+        elif self.divided:
+            all_reduce_gradients(self.divided, self.ranks.experts["shard"])
+        if self.pp > 1 and not self.fsdp:  # DDP cannot wrap a pipeline's schedule
+            all_reduce_gradients(self.undivided, mesh["shard"])
+        if self.tp > 1:
+            all_reduce_gradients(self.tp_replicated, mesh["tp"], mean=False)
 
     @torch.no_grad()
     def clip(self, limit: float) -> Tensor:
@@ -281,13 +317,11 @@ class ShardedModel:
         grads = [local(p.grad) for p in params]
         norms = torch.stack(torch._foreach_norm(grads))
         self.grad_norms = params, norms
-        if self.norm_groups:
+        if self.divides:
             weights = [self.norm_weight[p] for p in params]
             weights = torch.tensor(weights, pin_memory=norms.is_cuda)  # pinned: copied without waiting for the GPU
-            square = (norms * weights.to(norms.device, non_blocking=True)).square().sum()
-            for group in self.norm_groups:
-                dist.all_reduce(square, group=group)
-            norm = square.sqrt()
+            squares = (norms * weights.to(norms.device, non_blocking=True)).square()
+            norm = self.ranks.sum(squares.sum()).sqrt()
         else:
             norm = torch.linalg.vector_norm(norms)
         if limit:
@@ -298,15 +332,16 @@ class ShardedModel:
     def norms(self) -> dict[str, float]:
         """The norms of the gradient (before `clip`) and of the weights of each block and of each part beside them, by
         names such as grad_norm/blocks.0. It waits for the device. {} if ranks share the weights."""
-        if self.norm_groups:
+        if self.divides:
             return {}
-        params, grads = self.grad_norms
-        squares = torch.stack((grads, torch.stack(torch._foreach_norm(params)))).square().tolist()
+        params, grad_norms = self.grad_norms
+        weight_norms = torch.stack(torch._foreach_norm(params))
+        squares = torch.stack((grad_norms, weight_norms), dim=1).square().tolist()
         part = {p: re.match(r"(encoder\.)?(blocks\.)?\w+", name)[0] for name, p in self.model.named_parameters()}
         found = defaultdict(float)
-        for kind, values in zip(("grad_norm", "weight_norm"), squares, strict=True):
-            for p, square in zip(params, values, strict=True):
-                found[f"{kind}/{part[p]}"] += square
+        for p, (grad, weight) in zip(params, squares, strict=True):
+            found[f"grad_norm/{part[p]}"] += grad
+            found[f"weight_norm/{part[p]}"] += weight
         return {tag: math.sqrt(total) for tag, total in found.items()}
 
     @torch.no_grad()
@@ -327,11 +362,14 @@ class ShardedModel:
         here = dict(self.model.named_modules())  # without the layers of other stages
         routing = torch.zeros(len(self.routers), self.model.cfg.n_expert + 1, device=self.ranks.device)
         routing[[name in here for name in self.routers]] = self.routing
-        load, entropy = self.ranks.sum(routing).split((self.model.cfg.n_expert, 1), dim=1)
-        self.routing, mean = 0.0, load.mean(1, keepdim=True)
+        self.routing = 0.0
+        load, entropy = self.ranks.sum(routing).tensor_split([-1], dim=1)
         tokens = load.sum(1, keepdim=True) / self.model.cfg.n_expert_active
-        figures = {"expert_load": (load / mean).max(), "idle_experts": (load == 0).float().mean()}
-        return {name: x.item() for name, x in (figures | {"router_entropy": (entropy / tokens).mean()}).items()}
+        return {
+            "expert_load": (load / load.mean(1, keepdim=True)).max().item(),
+            "idle_experts": (load == 0).float().mean().item(),
+            "router_entropy": (entropy / tokens).mean().item(),
+        }
 
     def reshard_after_eval(self):
         """Free the gathered parameters after forwards without a backward: the optimizer updates only the shards."""
@@ -345,22 +383,26 @@ class ShardedModel:
         it; each sends the sums of its parameters' bits."""
         if self.ranks.mesh is None:
             return ""
-        mesh, pairs = self.ranks.mesh.mesh, {}  # (pp, replicate, shard, tp)
-        experts = mesh.unflatten(2, (-1, self.ep))  # (pp, replicate, shard / ep, ep, tp)
-        copied = (
-            (mesh, 1 if self.fsdp else 2, [p for p in self.model.parameters() if self.fsdp or p not in self.divided]),
-            (mesh, 2, self.whole), (mesh, 3, self.tp_replicated), (experts, 2, [] if self.fsdp else [*self.divided]),
-        )  # fmt: skip
+        grid = self.ranks.mesh.mesh  # (pp, replicate, shard, tp)
+        if self.fsdp:
+            copied = [(grid, 1, [*self.model.parameters()]), (grid, 2, self.whole)]
+        else:  # experts' is (pp, replicate, shard / ep, ep, tp)
+            copied = [(grid, 2, self.undivided), (grid.unflatten(2, (-1, self.ep)), 2, self.divided)]
+        copied.append((grid, 3, self.tp_replicated))
         sums = torch.zeros(len(copied), self.ranks.size, dtype=torch.int64)
         for of_ranks, (_, _, params) in zip(sums, copied, strict=True):
-            bits = sum(local(p).view(torch.int32).sum(dtype=torch.int64) for p in params)
-            of_ranks[self.ranks.rank] = int(bits)
-        for of_ranks, (mesh, dim, _) in zip(self.ranks.sum(sums), copied, strict=True):
-            usual, place = of_ranks[mesh].mode(dim, keepdim=True)
-            others, wrong = mesh.gather(dim, place).expand_as(mesh), of_ranks[mesh] != usual
-            pairs |= dict(zip(mesh[wrong].tolist(), others[wrong].tolist(), strict=True))
-        unequal = ", ".join(f"those of rank {rank} from those of rank {other}" for rank, other in pairs.items())
-        return unequal and (
+            of_ranks[self.ranks.rank] = sum(local(p).view(torch.int32).sum(dtype=torch.int64) for p in params)
+        differing = {}  # rank -> a rank that has the usual copy
+        for of_ranks, (grid, dim, _) in zip(self.ranks.sum(sums), copied, strict=True):
+            found = of_ranks[grid]
+            usual, place = found.mode(dim, keepdim=True)
+            others = grid.gather(dim, place).expand_as(grid)
+            wrong = found != usual
+            differing.update(zip(grid[wrong].tolist(), others[wrong].tolist(), strict=True))
+        if not differing:
+            return ""
+        unequal = ", ".join(f"those of rank {rank} from those of rank {other}" for rank, other in differing.items())
+        return (
             f"copies of parameters differ: {unequal}; go on from the last checkpoint with --init_from=resume, "
             "from which all ranks load the same, and if they differ again, replace the machines of these ranks"
         )
@@ -371,26 +413,21 @@ class ShardedModel:
 
     # ---- shapes of the full model
 
-    def cuts(self, name: str) -> tuple[tuple[int, int | None], ...]:
-        """How the ranks of a pipeline's stage share a parameter, see owners.cuts."""
-        sizes = self.ranks.mesh.mesh.shape[1:] if self.ranks.mesh else (1, 1, 1)
-        return cuts(sizes, self.fsdp, self.tp_dim.get(name), self.ep if name in self.cut_by_ep else 1)
-
     def as_global(self, name: str, x: Tensor) -> Tensor:
         """x (the parameter `name`, or a tensor of its shape such as its momentum) with the shape of the full model's
         parameter: a tensor, or a DTensor that shares the storage of x."""
         expert = name in self.cut_by_ep
-        if not expert and self.tp == 1 or x.dim() == 0:
+        if x.dim() == 0 or self.tp == 1 and not expert:
             return x
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        dim, shape, part = self.tp_dim.get(name), list(x.shape), local(x)
-        if dim is not None:
-            shape[dim] *= self.tp
-        if expert:
-            shape[0] *= self.ep
-        sharded = self.fsdp and not any(self.model.get_parameter(name) is p for p in self.whole)
-        placements = Replicate() if dim is None else Shard(dim), *[Shard(0)] * expert, Replicate()
-        placements += (Shard(0) if sharded else Replicate(),)
-        mesh, stride = self.ranks.experts if expert else self.outer, torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        replicate, shard, *outer = self.shares[name]  # outer: ep, tp
+        shape = list(x.shape)  # whole along replicate and shard
+        for n, dim in outer:
+            if dim is not None:
+                shape[dim] *= n
+        dims = [dim for _, dim in (*reversed(outer), replicate, shard)]  # as in the mesh
+        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        mesh = self.ranks.experts if expert else self.outer
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local(x), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)

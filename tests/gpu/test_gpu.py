@@ -200,7 +200,7 @@ def test_fsdp_on_one_rank(device):
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = make_mesh(model.cfg, device, torch.zeros(1, 1, 1, 1, dtype=torch.int64), "pp replicate shard tp")
-        shard(there, [*there.blocks], model.cfg, Ranks(0, 1, device, torch.float32, False, mesh=mesh))
+        shard(there, model.cfg, Ranks(0, 1, device, torch.float32, False, mesh=mesh))
         assert_near(results(there, given), results(model, batch), FLOAT32)
     finally:
         dist.destroy_process_group()

@@ -340,8 +340,9 @@ def test_loads_are_no_gradients():
     """The norm of the gradient leaves out the biases of experts, and clipping leaves them as they are."""
     cfg = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=29, n_expert=4)
     sharded = object.__new__(ShardedModel)
-    sharded.model, sharded.norm_groups, biases = Model(cfg, seed=1), [], load_biases(Model(cfg, seed=1))
-    sharded.loads = load_biases(sharded.model)
+    sharded.model = Model(cfg, seed=1)
+    sharded.divides = False
+    sharded.loads = biases = load_biases(sharded.model)
     for p in sharded.model.parameters():
         p.grad = torch.full_like(p, 2.0)
     others = sharded.model.n_params() - sum(p.numel() for p in biases)
