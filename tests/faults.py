@@ -225,8 +225,8 @@ FAULTS = [
     ),
     (
         "engine/parallel/context.py",
-        "parts = docs[:, begin:end], docs[:, :end]",
-        "parts = docs[:, : end - begin], docs[:, :end]",
+        "parts = [docs[:, begin:end], docs[:, :end]]",
+        "parts = [docs[:, : end - begin], docs[:, :end]]",
         "Under cp, the queries of every piece have the documents of a text's beginning.",
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[cp]",
     ),

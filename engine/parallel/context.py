@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from data.errors import require
 from engine.parallel.tensor import Exchange
 from model import Pool
 from ops import Mask, boundaries
@@ -29,15 +28,19 @@ from ops import Mask, boundaries
 def check(cfg):
     """ValueError if sequences cannot be cut for cp ranks; it names the flag and the remedy."""
     n = cfg.cp
-    require(cfg.objective == "causal", f"cp={n} needs objective=causal, and it is {cfg.objective}; set cp=1")
-    T, unit = cfg.block_size, math.lcm(2 * n, n * cfg.tp)
-    fact = f"cp={n}, two pieces per rank, and tp={cfg.tp} do not divide block_size={T}"
-    require(T % unit == 0, f"{fact}; set --block_size={-(-T // unit) * unit}")
+    if cfg.objective != "causal":
+        raise ValueError(f"cp={n} needs objective=causal, and it is {cfg.objective}; set cp=1")
+    T = cfg.block_size
+    unit = math.lcm(2 * n, n * cfg.tp)
+    if T % unit:
+        fact = f"cp={n}, two pieces per rank, and tp={cfg.tp} do not divide block_size={T}"
+        raise ValueError(f"{fact}; set --block_size={-(-T // unit) * unit}")
 
 
 def piece_indices(group: dist.ProcessGroup) -> tuple[int, int, int]:
     """(number of pieces, index of this rank's front piece, index of its back piece)."""
-    n, rank = 2 * dist.get_world_size(group), dist.get_rank(group)
+    n = 2 * dist.get_world_size(group)
+    rank = dist.get_rank(group)
     return n, rank, n - 1 - rank
 
 
@@ -78,22 +81,23 @@ def mask_of_piece(mask: Mask, begin: int, end: int) -> Mask:
     if mask.docs is None:
         return mask
     docs, _, *ends = mask.docs
-    parts = docs[:, begin:end], docs[:, :end]
-    for first, last in ((begin, end), (0, end)) if ends else ():
-        starts = ends[0][:-1].view(len(docs), -1) - docs.size(1) * torch.arange(len(docs), device=docs.device)[:, None]
-        parts += (boundaries(starts.clamp(first, last) - first, last - first),)
-    return mask._replace(docs=parts)
+    parts = [docs[:, begin:end], docs[:, :end]]
+    if ends:
+        row = docs.size(1) * torch.arange(len(docs), device=docs.device)[:, None]
+        starts = ends[0][:-1].view(len(docs), -1) - row  # in its row
+        parts.append(boundaries(starts.clamp(begin, end) - begin, end - begin))
+        parts.append(boundaries(starts.clamp(0, end), end))
+    return mask._replace(docs=tuple(parts))
 
 
-def attend_pieces(
-    attend: Callable, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *args
-) -> Tensor:
+def attend_pieces(attend: Callable, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Attention of the queries of each piece, (B, H, T/n, E), to the keys up to the end of the piece."""
     _, front, back = piece_indices(group)
     k, v = gathered_pieces(group, k, v)
-    results, size = [], q.size(2) // 2
+    size = q.size(2) // 2
+    results = []
     for piece, queries in zip((front, back), q.split(size, dim=2), strict=True):
         end = (piece + 1) * size
         part = mask_of_piece(mask, end - size, end)
-        results.append(attend(queries, k[:, :, :end], v[:, :, :end], part, *args))
+        results.append(attend(queries, k[:, :, :end], v[:, :, :end], part))
     return torch.cat(results, dim=2)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from data.errors import require
 from model import ExpertLinear, Experts
 from ops import by_expert, has_values
 
@@ -28,11 +27,15 @@ def check(cfg, ranks: int):
     """ValueError if `ranks` data-parallel ranks of a copy cannot divide the experts; it names the flag and the
     remedy."""
     n = cfg.ep
-    require(cfg.n_expert % n == 0, f"ep={n} does not divide n_expert={cfg.n_expert}; set ep to a divisor")
-    require(ranks % n == 0, f"ep={n} does not divide the {ranks} data-parallel ranks of a copy; set ep to a divisor")
-    wrong = f"activation_checkpoint=selective does not go with ep={n} and torch.compile; use full, or set compile=False"
-    require(cfg.activation_checkpoint != "selective" or cfg.compile is False, wrong)
-    require(not cfg.fsdp_offload, f"fsdp_offload=True does not go with ep={n}; set ep=1, or leave fsdp_offload out")
+    if cfg.n_expert % n:
+        raise ValueError(f"ep={n} does not divide n_expert={cfg.n_expert}; set ep to a divisor")
+    if ranks % n:
+        raise ValueError(f"ep={n} does not divide the {ranks} data-parallel ranks of a copy; set ep to a divisor")
+    if cfg.activation_checkpoint == "selective" and cfg.compile is not False:
+        fact = f"activation_checkpoint=selective does not go with ep={n} and torch.compile"
+        raise ValueError(f"{fact}; use full, or set compile=False")
+    if cfg.fsdp_offload:
+        raise ValueError(f"fsdp_offload=True does not go with ep={n}; set ep=1, or leave fsdp_offload out")
 
 
 class AllToAll(torch.autograd.Function):
@@ -58,11 +61,14 @@ def apply_expert_parallel(model: nn.Module, group: dist.ProcessGroup, compiled: 
     Call it before FSDP, DDP and torch.compile, on a whole model that has the same weights on all ranks, or on one that
     tensor parallelism has cut.
     """
-    n, rank, cut = dist.get_world_size(group), dist.get_rank(group), set()
+    n = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    cut = set()
     for path, module in model.named_modules():
         if isinstance(module, Experts):
-            read = partial(exchanged, module.read, group)
-            module.read = torch.compiler.disable(read, reason="rows differ in number") if compiled else read
+            module.read = partial(exchanged, module.read, group)
+            if compiled:
+                module.read = torch.compiler.disable(module.read, reason="rows differ in number")
         if isinstance(module, ExpertLinear):
             for name, p in [*module.named_parameters()]:
                 setattr(module, name, nn.Parameter(p.detach().chunk(n)[rank].clone()))

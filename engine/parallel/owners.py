@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import product, zip_longest
+from itertools import chain, product, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -36,8 +36,10 @@ class Matrix(NamedTuple):
     def logical(self) -> list[tuple[int, int]]:
         """(rows, columns) of each logical matrix."""
         *experts, rows, columns = self.shape
-        dim, groups, sizes = self.fused or (0, 1, (rows,))
-        each = [(groups * n, columns) if dim == 0 else (rows, groups * n) for n in sizes]
+        each = [(rows, columns)]
+        if self.fused:
+            dim, groups, sizes = self.fused
+            each = [(groups * n, columns) if dim == 0 else (rows, groups * n) for n in sizes]
         return each * math.prod(experts)
 
     @property
@@ -49,15 +51,19 @@ class Matrix(NamedTuple):
 def cuts(sizes: Sequence[int], sharded: bool, tp_dim: int | None, ep: int = 1) -> tuple[tuple[int, int | None], ...]:
     """Matrix.cuts for the sizes of a mesh's dimensions replicate, shard and tp. `sharded`: FSDP cuts the parameter; tp
     cuts its dimension tp_dim. With ep > 1, so many adjacent ranks of shard have different experts."""
-    (replicate, shard, tp), dim = sizes, 0 if sharded else None
-    return (replicate, None), (shard // ep, dim), *([(ep, 0)] if ep > 1 else []), (tp, tp_dim)
+    replicate, shard, tp = sizes
+    found = [(replicate, None), (shard // ep, 0 if sharded else None)]
+    if ep > 1:
+        found.append((ep, 0))
+    return (*found, (tp, tp_dim))
 
 
 @cache
 def place(matrix: Matrix, rank: int) -> tuple[tuple[slice, ...], int, int]:
     """(the part of the matrix that a rank holds, its size, the number of the copy to which it belongs). The grid's last
     dimension cuts first, as torch.chunk does."""
-    part, copy = [range(n) for n in matrix.shape], 0
+    part = [range(n) for n in matrix.shape]
+    copy = 0
     for n, dim in reversed(matrix.cuts):
         rank, i = divmod(rank, n)
         if dim is None:
@@ -70,11 +76,13 @@ def place(matrix: Matrix, rank: int) -> tuple[tuple[slice, ...], int, int]:
 
 def portions(keys: list, sizes: dict[Hashable, int], largest: int) -> Iterator[list]:
     """The keys in portions of at most `largest` numbers, or of one key, to limit the memory."""
-    some, size = [], 0
+    some: list = []
+    size = 0
     for key in keys:
         if some and size + sizes[key] > largest:
             yield some
-            some, size = [], 0
+            some = []
+            size = 0
         some.append(key)
         size += sizes[key]
     yield some
@@ -88,12 +96,16 @@ class Owners:
     """
 
     def __init__(self, matrices: dict[Hashable, Matrix], group: dist.ProcessGroup | None, dtype: torch.dtype):
-        self.matrices, self.group, self.dtype, self.owner = matrices, group, dtype, {}
+        self.matrices = matrices
+        self.group = group
+        self.dtype = dtype
+        self.owner: dict[Hashable, int] = {}
         self.ranks = range(math.prod(n for n, _ in next(iter(matrices.values())).cuts))
         loads = [(0, rank) for rank in self.ranks]  # a heap
         for key, matrix in sorted(matrices.items(), key=lambda item: -item[1].flops):
-            flops, self.owner[key] = loads[0]
-            heapq.heapreplace(loads, (flops + matrix.flops, self.owner[key]))
+            flops, rank = loads[0]
+            self.owner[key] = rank
+            heapq.heapreplace(loads, (flops + matrix.flops, rank))
         self.flops = max(loads)[0]  # of the rank that has most to do
 
     def sends(self, key: Hashable, rank: int) -> bool:
@@ -103,20 +115,22 @@ class Owners:
     def sent(self) -> list[int]:
         """How many numbers each rank sends to others in a step."""
         sent = [0] * len(self.ranks)
-        for key, owner in self.owner.items():
-            for rank in (rank for rank in self.ranks if rank != owner):
-                size = place(self.matrices[key], rank)[1]
+        for (key, owner), rank in product(self.owner.items(), self.ranks):
+            size = place(self.matrices[key], rank)[1]
+            if rank != owner:
                 sent[owner] += size
-                sent[rank] += size * self.sends(key, rank)
+            if rank != owner and self.sends(key, rank):
+                sent[rank] += size
         return sent
 
     def rounds(self, keys: Iterable, largest: int) -> list[list]:
         """The rounds of a step: in each, every owner has a portion of its matrices of at most `largest` numbers."""
-        owned, sizes = defaultdict(list), {key: math.prod(matrix.shape) for key, matrix in self.matrices.items()}
+        owned = defaultdict(list)
         for key in keys:
             owned[self.owner[key]].append(key)
+        sizes = {key: math.prod(matrix.shape) for key, matrix in self.matrices.items()}
         each = (portions(owned[rank], sizes, largest) for rank in sorted(owned))
-        return [[key for portion in together for key in portion] for together in zip_longest(*each, fillvalue=())]
+        return [[*chain(*together)] for together in zip_longest(*each, fillvalue=())]
 
     def gather(self, some: list, updates: dict, full: dict) -> Callable[[], None]:
         """Start to send the parts of some matrices' updates, ordered by owner, to their owners. `full` has room for the
@@ -137,13 +151,15 @@ class Owners:
 
     def exchange(self, like: Tensor, out: list[tuple[int, Tensor]], into: list[tuple[int, Tensor]]) -> Callable:
         """Start to send tensors to ranks, and to receive others from ranks. Each list is ordered by rank."""
-        splits = [[0] * len(self.ranks) for _ in range(2)]
-        for split, tensors in zip(splits, (into, out), strict=True):
-            for rank, x in tensors:
-                split[rank] += x.numel()
+        to_ranks = [0] * len(self.ranks)
+        from_ranks = [0] * len(self.ranks)
+        for rank, x in out:
+            to_ranks[rank] += x.numel()
+        for rank, x in into:
+            from_ranks[rank] += x.numel()
         sent = torch.cat([like.new_empty(0, dtype=self.dtype), *(x.flatten().to(self.dtype) for _, x in out)])
-        received = sent.new_empty(sum(splits[0]))
-        work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=True)
+        received = sent.new_empty(sum(from_ranks))
+        work = dist.all_to_all_single(received, sent, from_ranks, to_ranks, group=self.group, async_op=True)
 
         def arrive():
             work.wait()

@@ -2,7 +2,7 @@
 
     check(cfg, n_ranks, n_micro)                                 # before the process group exists
     keep_stages(model, rank, n_ranks, chunks)                    # before compilation, sharding and moves to a device
-    pipeline = Pipeline(model, group, n_micro, (B, T), device, ranks.autocast, chunks=chunks)
+    pipeline = Pipeline(model, cfg, ranks)
     loss = pipeline.backward(batches)                            # once per step: p.grad of the mean loss
     loss = pipeline.loss(batch)                                  # evaluation
 
@@ -24,27 +24,33 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
-from data.errors import require
 from model import Inputs, Model, Shared, stream_dtype
 
 
 def check(cfg, n_micro: int):
     """ValueError unless stages exchange the stream alone and have a block each, and there are as many micro-batches as
     ranks, or with chunks > 1 a multiple."""
-    n_ranks, chunks = cfg.pp, cfg.pp_chunks
-    wrong = f"pp={n_ranks} cuts one stack of blocks, and objective=seq2seq has two; use tp"
-    require(cfg.objective != "seq2seq", wrong)
-    wrong = f"pp={n_ranks} hands on only the stream, and value_residual=True needs the first layer's values; set pp=1"
-    require(not cfg.value_residual, wrong)
-    most, stages = cfg.n_layer // n_ranks, f"pp={n_ranks}" + f" times pp_chunks={chunks}" * (chunks > 1)
-    remedy = f"set pp_chunks to {most} or less" if most else f"set pp to {cfg.n_layer} or less"
-    require(most >= chunks, f"{stages} stages need a block each, and n_layer={cfg.n_layer}; {remedy}")
+    n_ranks = cfg.pp
+    chunks = cfg.pp_chunks
+    if cfg.objective == "seq2seq":
+        raise ValueError(f"pp={n_ranks} cuts one stack of blocks, and objective=seq2seq has two; use tp")
+    if cfg.value_residual:
+        fact = f"pp={n_ranks} hands on only the stream, and value_residual=True needs the first layer's values"
+        raise ValueError(f"{fact}; set pp=1")
+    if cfg.n_layer < n_ranks:
+        fact = f"pp={n_ranks} stages need a block each, and n_layer={cfg.n_layer}"
+        raise ValueError(f"{fact}; set pp to {cfg.n_layer} or less")
+    if cfg.n_layer < n_ranks * chunks:
+        fact = f"pp={n_ranks} times pp_chunks={chunks} stages need a block each, and n_layer={cfg.n_layer}"
+        raise ValueError(f"{fact}; set pp_chunks to {cfg.n_layer // n_ranks} or less")
     left = f"gradient_accumulation_steps leaves {n_micro} to each pipeline; set gradient_accumulation_steps to"
-    fact, least = f"pp={n_ranks} needs as many micro-batches per step", -(-n_ranks // n_micro)
-    require(n_micro >= n_ranks, f"{fact}, and {left} at least {least} times as many")
-    fact = f"pp_chunks={chunks} needs a multiple of pp={n_ranks} micro-batches per step"
-    multiple = math.lcm(n_micro, n_ranks) // n_micro
-    require(chunks == 1 or multiple == 1, f"{fact}, and {left} {multiple} times as many, or pp_chunks to 1")
+    if n_micro < n_ranks:
+        fact = f"pp={n_ranks} needs as many micro-batches per step"
+        raise ValueError(f"{fact}, and {left} at least {-(-n_ranks // n_micro)} times as many")
+    if chunks > 1 and n_micro % n_ranks:
+        fact = f"pp_chunks={chunks} needs a multiple of pp={n_ranks} micro-batches per step"
+        multiple = math.lcm(n_micro, n_ranks) // n_micro
+        raise ValueError(f"{fact}, and {left} {multiple} times as many, or pp_chunks to 1")
 
 
 def layers(n_layer: int, rank: int, n_ranks: int, chunks: int = 1) -> list[range]:
@@ -57,13 +63,13 @@ def layers(n_layer: int, rank: int, n_ranks: int, chunks: int = 1) -> list[range
 def elsewhere(cfg, rank: int, n_ranks: int, chunks: int = 1) -> list[str]:
     """The parts of the model that a rank's stages do not have, such as blocks.3. Both ends have a tied embedding."""
     own = layers(cfg.n_layer, rank, n_ranks, chunks)
-    paths = [f"blocks.{layer}" for layer in range(cfg.n_layer) if not any(layer in stage for stage in own)]
-    first, last = rank == 0, rank == n_ranks - 1
-    if not first:
+    paths = [f"blocks.{layer}" for layer in {*range(cfg.n_layer)}.difference(*own)]
+    last = rank == n_ranks - 1
+    if rank > 0:
         paths += ["pos", "first_norm"]
     if not last:
         paths += ["norm", "head"]
-    if not first and not (last and cfg.tie_weights):
+    if rank > 0 and not (last and cfg.tie_weights):
         paths += ["wte"]
     return paths
 
@@ -71,7 +77,9 @@ def elsewhere(cfg, rank: int, n_ranks: int, chunks: int = 1) -> list[str]:
 def passes(rank: int, n_ranks: int, chunks: int, n_micro: int) -> Iterator[tuple[int, bool]]:
     """The passes of a rank in a step in the schedules' order: (number of the stage among its own, whether forward)."""
     n = chunks * n_micro
-    ahead = min(n, (chunks - 1) * n_ranks + (n_ranks - 1 - rank) * (2 if chunks > 1 else 1))
+    ahead = n_ranks - 1 - rank
+    if chunks > 1:
+        ahead = min(n, (chunks - 1) * n_ranks + 2 * ahead)
     for i in range(n + ahead):
         if i < n:
             yield i // n_ranks % chunks, True
@@ -89,8 +97,9 @@ def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[s
     with torch.no_grad():
         for block in model.blocks:
             x = block(x, inputs)
-    names = ", ".join(inputs.shared)
-    require(not names, f"pp={n_ranks} hands on only the stream, and a layer hands {names} to later layers; set pp=1")
+    if names := ", ".join(inputs.shared):
+        fact = f"pp={n_ranks} hands on only the stream, and a layer hands {names} to later layers"
+        raise ValueError(f"{fact}; set pp=1")
     for path in elsewhere(model.cfg, rank, n_ranks, chunks):
         part, _, layer = path.partition(".")
         if layer:
@@ -112,18 +121,23 @@ class Chunk(nn.Module):
 
     def __init__(self, model: Model, blocks: range, slices: int, autocast: Callable[[], AbstractContextManager]):
         super().__init__()
-        self.model, self.slices, self.autocast = model, slices, autocast
+        self.model = model
+        self.slices = slices
+        self.autocast = autocast
         self.blocks = nn.ModuleList(model.blocks.get_submodule(str(layer)) for layer in blocks)
-        self.first, self.last = blocks.start == 0, blocks.stop == model.cfg.n_layer
+        self.first = blocks.start == 0
+        self.last = blocks.stop == model.cfg.n_layer
 
     def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
         part = object.__new__(type(self.model))  # the model with its hooks, but fewer modules
         part.__dict__ = vars(self.model) | {"_modules": dict(self.model._modules)}
         part.blocks = self.blocks
         if not self.first:
-            part.embed, part.first_norm = self.embed, nn.Identity()
+            part.embed = self.embed
+            part.first_norm = nn.Identity()
         if not self.last:
-            part.loss, part.norm = lambda x, targets: x, nn.Identity()
+            part.loss = lambda x, targets: x
+            part.norm = nn.Identity()
         with self.autocast():
             return part(x, **batch)
 
@@ -137,7 +151,7 @@ class Stage(PipelineStage):
     def backward_one_chunk(self, *args, last_backward: bool = False, **kwargs):
         if last_backward:
             ends_step = self.stage_index < self.group_size  # the rank's first stage is the last one to go backwards
-            reduce_in_backward(True, self.submod.model, [] if ends_step else self.submod.blocks)
+            reduce_in_backward(True, self.submod.model, () if ends_step else self.submod.blocks)
         super().backward_one_chunk(*args, last_backward=last_backward, **kwargs)
 
 
@@ -152,37 +166,38 @@ def reduce_in_backward(on: bool, model: nn.Module, blocks: Iterable[nn.Module] =
 
 
 class Pipeline:
-    """This rank's stages of a pipeline, with the schedule of its micro-batches.
+    """This rank's stages of a pipeline, with the schedule of its micro-batches. The model is what keep_stages leaves;
+    it may be sharded by fully_shard. ranks is engine.parallel.ranks.Ranks."""
 
-    model      what keep_stages leaves; it may be sharded by fully_shard
-    group      the ranks of this pipeline, at least two, in the order of their stages
-    shape      (B, T) of a micro-batch on this rank
-    autocast   returns the context manager for forwards
-    slices     into which tensor parallelism cuts the stream along T
-    chunks     number of stages of a rank
-    """
-
-    def __init__(
-        self, model: Model, group: dist.ProcessGroup, n_micro: int, shape: tuple[int, int], device: torch.device,
-        autocast: Callable[[], AbstractContextManager], slices: int = 1, chunks: int = 1,
-    ):  # fmt: skip
-        self.model, self.group, self.device = model, group, device
-        self.rank, self.n_ranks, self.length = dist.get_rank(group), dist.get_world_size(group), shape[1] // slices
+    def __init__(self, model: Model, cfg, ranks):
+        self.model = model
+        self.group = group = ranks.mesh["pp"].get_group()
+        self.device = device = ranks.device
+        self.rank = dist.get_rank(group)
+        self.n_ranks = cfg.pp
+        self.length = cfg.block_size // (cfg.cp * cfg.tp)  # of the stream
         # Without these examples, the first step would run an extra forward and backward to find shapes and dtypes.
-        with autocast():
-            self.dtype = stream_dtype(model.cfg, torch.empty(0, device=device))
-        sizes = shape[0], self.length, model.cfg.n_embd
+        with ranks.autocast():
+            self.dtype = stream_dtype(cfg, torch.empty(0, device=device))
+        sizes = (cfg.batch_size, self.length, cfg.n_embd)
         stream = torch.empty(sizes, dtype=self.dtype, device="meta", requires_grad=True)
-        idx = torch.empty(shape, dtype=torch.int64, device="meta")
+        idx = torch.empty(cfg.batch_size, cfg.block_size // cfg.cp, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        mine = layers(model.cfg.n_layer, self.rank, self.n_ranks, chunks)
-        self.chunks, stages = [Chunk(model, blocks, slices, autocast) for blocks in mine], []
-        for i, chunk in enumerate(self.chunks):
-            x, y = idx if chunk.first else stream, loss if chunk.last else stream
-            stages.append(Stage(chunk, i * self.n_ranks + self.rank, chunks * self.n_ranks, device, x, y, group=group))
-        kind, stages = (Schedule1F1B, stages[0]) if chunks == 1 else (ScheduleInterleaved1F1B, stages)
+        n = cfg.pp * cfg.pp_chunks
+        mine = layers(cfg.n_layer, self.rank, cfg.pp, cfg.pp_chunks)
+        self.chunks = [Chunk(model, blocks, cfg.tp, ranks.autocast) for blocks in mine]
+        stages = []
+        for index, chunk in zip(range(self.rank, n, cfg.pp), self.chunks, strict=True):
+            x = idx if chunk.first else stream
+            y = loss if chunk.last else stream
+            stages.append(Stage(chunk, index, n, device, x, y, group=group))
+        n_micro = cfg.gradient_accumulation_steps // ranks.data_size
         # scale_grads=True would divide the sum of all gradients at the end, instead of each loss.
-        self.schedule = kind(stages, n_micro, lambda loss, targets: loss / n_micro, scale_grads=False)
+        options = {"n_microbatches": n_micro, "loss_fn": lambda loss, targets: loss / n_micro, "scale_grads": False}
+        if cfg.pp_chunks == 1:
+            self.schedule = Schedule1F1B(stages[0], **options)
+        else:
+            self.schedule = ScheduleInterleaved1F1B(stages, **options)
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL connects a group in its first collective
 
     def backward(self, batches: list[dict[str, Tensor]]) -> Tensor:
@@ -194,26 +209,29 @@ class Pipeline:
         assert all(p.grad is None for p in self.model.parameters())
         batch = {name: [each[name] for each in batches] for name in batches[0]}
         if "doc_starts" in batch:  # whose widths differ
-            n, T = max(x.size(1) for x in batch["doc_starts"]), batch["docs"][0].size(1)
+            n = max(x.size(1) for x in batch["doc_starts"])
+            T = batch["docs"][0].size(1)
             batch["doc_starts"] = [F.pad(x, (0, n - x.size(1)), value=T) for x in batch["doc_starts"]]
         batch = {name: torch.cat(parts) for name, parts in batch.items()}  # the schedule splits it
-        idx, losses = batch.pop("idx"), []
+        idx = batch.pop("idx")
         args = (idx,) if self.rank == 0 else ()
+        losses: list[Tensor] = []
         reduce_in_backward(False, self.model)
         self.schedule.step(*args, target=batch["targets"], losses=losses, return_outputs=False, **batch)
         self._sum_tied()
-        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+        return sum((loss.detach() for loss in losses), torch.zeros((), device=self.device))
 
     @torch.no_grad()
     def _sum_tied(self):
         """Add the gradients of embedding and head for a tied weight. Both ends get the same bits."""
         if not self.model.cfg.tie_weights or self.rank not in (0, self.n_ranks - 1):
             return
-        grad = self.model.wte.weight.grad
-        mine = grad.to_local() if isinstance(grad, DTensor) else grad  # both ends are sharded alike
-        other, peer = torch.empty_like(mine), self.n_ranks - 1 - self.rank
-        pairs = (dist.isend, mine), (dist.irecv, other)
-        ops = [dist.P2POp(op, x, group=self.group, group_peer=peer) for op, x in pairs]
+        mine = self.model.wte.weight.grad
+        if isinstance(mine, DTensor):
+            mine = mine.to_local()  # both ends are sharded alike
+        other = torch.empty_like(mine)
+        peer = {"group": self.group, "group_peer": self.n_ranks - 1 - self.rank}
+        ops = [dist.P2POp(dist.isend, mine, **peer), dist.P2POp(dist.irecv, other, **peer)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         mine += other
@@ -221,11 +239,11 @@ class Pipeline:
     @torch.no_grad()
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """The mean loss of a batch of any size B; 0 before the last stage."""
-        batch, size = dict(batch), len(batch["idx"])
+        batch = dict(batch)
         x = batch.pop("idx")
         for chunk in self.chunks:
             if not chunk.first:
-                x = torch.empty(size, self.length, self.model.cfg.n_embd, dtype=self.dtype, device=self.device)
+                x = torch.empty(len(x), self.length, self.model.cfg.n_embd, dtype=self.dtype, device=self.device)
                 dist.recv(x, group=self.group, group_src=(self.rank - 1) % self.n_ranks)
             x = chunk(x, **batch)
             if not chunk.last:

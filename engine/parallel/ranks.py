@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from data.errors import require
 from engine.device import fast_bfloat16, keep_freed_memory, resolve_device, resolve_dtype
 from engine.parallel import context, expert, tensor
 
@@ -69,8 +68,9 @@ class Ranks:
 
     def autocast(self):
         """A context in which matrix multiplications run in `dtype`."""
-        full = self.dtype == torch.float32
-        return nullcontext() if full else torch.autocast(self.device.type, dtype=self.dtype)
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over all ranks, in place."""
@@ -86,24 +86,28 @@ class Ranks:
         return len(set(values)) == 1
 
 
+REMEDY = "unset both in the environment, or start with torchrun, which sets them"
+
+
 def environment() -> Environment:
     """The place of this process as torchrun says it in the environment; without torchrun, that of a single process.
 
     ValueError if one of these variables is not a number, or too large.
     """
-    found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": ""}
+    size = os.environ.get("WORLD_SIZE", "1")
+    found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     found |= {name: os.environ[name] for name in found if name in os.environ}
-    one_rank_here = found["LOCAL_RANK"] == "0"  # as far as this process can know without LOCAL_WORLD_SIZE
-    found["LOCAL_WORLD_SIZE"] = found["LOCAL_WORLD_SIZE"] or ("1" if one_rank_here else found["WORLD_SIZE"])
-    for size, rank in (("WORLD_SIZE", "RANK"), ("LOCAL_WORLD_SIZE", "LOCAL_RANK")):
-        for name, least in ((size, 1), (rank, 0)):
-            fact = f"{name}={found[name]!r} in the environment must be a whole number from {least}"
-            good = re.fullmatch("[0-9]{1,9}", found[name]) and int(found[name]) >= least
-            require(good, f"{fact}; unset it, or start with torchrun, which sets it")
-        fact = f"{rank}={found[rank]} in the environment must be below {size}={found[size]}"
-        good = int(found[rank]) < int(found[size])
-        require(good, f"{fact}; unset both, or start with torchrun, which sets them")
-    return Environment(*map(int, found.values()))
+    for name, text in found.items():
+        least = int(name.endswith("SIZE"))
+        if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+            fact = f"{name}={text!r} in the environment must be a whole number from {least}"
+            raise ValueError(f"{fact}; unset it, or start with torchrun, which sets it")
+    place = Environment(*map(int, found.values()))
+    if place.rank >= place.size:
+        raise ValueError(f"RANK={place.rank} must be below WORLD_SIZE={place.size}; {REMEDY}")
+    if place.local_rank >= place.local_size:
+        raise ValueError(f"LOCAL_RANK={place.local_rank} must be below LOCAL_WORLD_SIZE={place.local_size}; {REMEDY}")
+    return place
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,39 +116,47 @@ def environment() -> Environment:
 
 def check_flags(cfg):
     """ValueError if flags do not fit this machine or the number of ranks that torchrun has started."""
-    size, device = environment().size, resolve_device(cfg.device, environment().local_rank)
-    check_layout(cfg, size)
-    wrong = f"backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo"
-    require(cfg.backend != "nccl" or device.type == "cuda", wrong)
-    check_scaler(cfg, size, resolve_dtype(cfg.dtype, device))
+    place = environment()
+    device = resolve_device(cfg.device, place.local_rank)
+    check_layout(cfg, place.size)
+    if cfg.backend == "nccl" and device.type != "cuda":
+        raise ValueError(f"backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo")
+    check_scaler(cfg, place.size, resolve_dtype(cfg.dtype, device))
 
 
 def check_scaler(cfg, size: int, dtype: torch.dtype):
     """ValueError if this dtype needs a gradient scaler, with which the layout does not work."""
-    cut = size > 1 and (cfg.parallel == "fsdp" or cfg.tp * cfg.pp > 1)
-    wrong = "dtype=float16 needs a gradient scaler, which does not work with parallel=fsdp, tp or pp; use bfloat16"
-    require(dtype != torch.float16 or not cut, wrong)
+    cut = cfg.parallel == "fsdp" or cfg.tp * cfg.pp > 1
+    if dtype == torch.float16 and size > 1 and cut:
+        fact = "dtype=float16 needs a gradient scaler, which does not work with parallel=fsdp, tp or pp"
+        raise ValueError(f"{fact}; use bfloat16")
 
 
 def check_layout(cfg, size: int):
     """ValueError if flags of parallelism do not fit together, or do not fit `size` ranks."""
-    model_ranks = cfg.tp * cfg.cp * cfg.pp
-    planned = f"plan for as many with --world_size={-(-size // model_ranks) * model_ranks}"
-    remedy = planned if cfg.plan else "start as many with torchrun --nproc_per_node"
-    fact = f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {model_ranks} ranks or a multiple, and there are {size}"
-    require(size % model_ranks == 0, f"{fact}; {remedy}, or set them to 1")
-    data, micro_batches = data_ranks(cfg, size), cfg.gradient_accumulation_steps
-    ranks = f"the {data} {'ranks' if data == size else 'data-parallel ranks'}"
-    wrong = f"dp_replicate={cfg.dp_replicate} does not divide the {data} data-parallel ranks; set a divisor"
-    require(data % replicas(cfg) == 0, wrong)
-    fact = f"gradient_accumulation_steps={micro_batches} counts the micro-batches of all ranks together"
-    remedy = f"set it to {-(-micro_batches // data) * data}"
-    require(micro_batches % data == 0, f"{fact} and is not divisible by {ranks}; {remedy}")
-    good = cfg.pp == 1 and all(n % data == 0 for n, _ in cfg.ramp) or not cfg.ramp
-    remedy = f"multiples of {data}" if cfg.pp == 1 else "pp to 1, as a pipeline's schedule has one number"
-    require(good, f"batch_ramp={cfg.batch_ramp} has to be divided among {ranks}; set {remedy}")
-    fact = "optimizer=muon does not work with fsdp_offload=True: it would multiply whole matrices on the CPU"
-    require(cfg.optimizer != "muon" or not cfg.fsdp_offload, f"{fact}; use optimizer=adamw")
+    unit = cfg.tp * cfg.cp * cfg.pp
+    if size % unit:
+        remedy = "start as many with torchrun --nproc_per_node"
+        if cfg.plan:
+            remedy = f"plan for as many with --world_size={-(-size // unit) * unit}"
+        fact = f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {unit} ranks or a multiple, and there are {size}"
+        raise ValueError(f"{fact}; {remedy}, or set them to 1")
+    data = data_ranks(cfg, size)
+    ranks = f"the {data} data-parallel ranks"
+    if data % replicas(cfg):
+        raise ValueError(f"dp_replicate={cfg.dp_replicate} does not divide {ranks}; set a divisor")
+    micro_batches = cfg.gradient_accumulation_steps
+    if micro_batches % data:
+        fact = f"gradient_accumulation_steps={micro_batches} counts the micro-batches of all ranks together"
+        remedy = f"set it to {-(-micro_batches // data) * data}"
+        raise ValueError(f"{fact} and is not divisible by {ranks}; {remedy}")
+    if cfg.ramp and cfg.pp > 1:
+        raise ValueError(f"batch_ramp={cfg.batch_ramp} does not go with pp={cfg.pp}, whose schedule is fixed; set pp=1")
+    if any(n % data for n, _ in cfg.ramp):
+        raise ValueError(f"batch_ramp={cfg.batch_ramp} is divided among {ranks}; set multiples of {data}")
+    if cfg.optimizer == "muon" and cfg.fsdp_offload:
+        fact = "optimizer=muon does not work with fsdp_offload=True: it would multiply whole matrices on the CPU"
+        raise ValueError(f"{fact}; use optimizer=adamw")
     if cfg.tp > 1:
         tensor.check(cfg)
     if cfg.cp > 1:
@@ -172,41 +184,49 @@ def join(cfg) -> Ranks:
 
     The flags must have passed `check_flags`. The value `auto` takes the best choice that the machine offers.
     """
-    rank, local_rank, size, _ = environment()
-    device = resolve_device(cfg.device, local_rank)
+    place = environment()
+    device = resolve_device(cfg.device, place.local_rank)
     compiled = device.type == "cuda" if cfg.compile == "auto" else cfg.compile  # see also compilation.settle
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not cfg.deterministic
-    if size == 1:
-        return Ranks(rank, size, device, agreed_dtype(cfg.dtype, device), compiled)
-    gpu_backend = "nccl" if cfg.backend == "auto" else cfg.backend
-    backend = f"cpu:gloo,cuda:{gpu_backend}" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=cfg.collective_timeout)
-    try:
-        store = fresh_store(rank, size) if may_restart() else None
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    except (ValueError, RuntimeError) as error:  # there is no address, or no rank answers there
-        address = ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        reason = str(error).strip().partition("\n")[0][:200]
-        where = f"rank {rank} cannot join the {size} ranks at {address}"
-        raise ValueError(f"{where}: {reason}; start all of them with torchrun") from error
-    data = data_ranks(cfg, size)
-    grid = torch.arange(size).view(cfg.pp, replicas(cfg), data // replicas(cfg) * cfg.cp, cfg.tp)
-    mesh = make_mesh(cfg, device, grid, "pp replicate shard tp")
-    data_rank = rank // (cfg.cp * cfg.tp) % data
-    cp_group, stage, experts = None, dist.group.WORLD, None
+    if place.size > 1:
+        connect(cfg, place, device)
+    ranks = Ranks(place.rank, place.size, device, agreed_dtype(cfg.dtype, device), compiled)
+    if place.size == 1:
+        return ranks
+    data = data_ranks(cfg, place.size)
+    copies = replicas(cfg)
+    grid = torch.arange(place.size).view(cfg.pp, copies, data // copies * cfg.cp, cfg.tp)
+    groups = {"mesh": make_mesh(cfg, device, grid, "pp replicate shard tp"), "stage": dist.group.WORLD}
     if cfg.cp > 1:
-        cp_group = make_mesh(cfg, device, grid.view(-1, cfg.cp, cfg.tp), "data cp tp")["cp"].get_group()
+        groups["cp"] = make_mesh(cfg, device, grid.view(-1, cfg.cp, cfg.tp), "data cp tp")["cp"].get_group()
     if cfg.pp > 1:
-        stage = make_mesh(cfg, device, grid.view(cfg.pp, -1), "pp stage")["stage"].get_group()
+        groups["stage"] = make_mesh(cfg, device, grid.view(cfg.pp, -1), "pp stage")["stage"].get_group()
     if cfg.ep > 1:  # adjacent ranks divide the experts, so the ranks with the same experts are ep apart
         cut = grid.unflatten(2, (-1, cfg.ep)).permute(0, 4, 3, 1, 2)
-        experts = make_mesh(cfg, device, cut, "pp tp ep replicate shard")["tp", "ep", "replicate", "shard"]
-    dtype = agreed_dtype(cfg.dtype, device)
-    return Ranks(rank, size, device, dtype, compiled, data_rank, data, mesh, cp_group, stage, experts)
+        mesh = make_mesh(cfg, device, cut, "pp tp ep replicate shard")
+        groups["experts"] = mesh["tp", "ep", "replicate", "shard"]
+    data_rank = place.rank // (cfg.cp * cfg.tp) % data
+    return replace(ranks, data_rank=data_rank, data_size=data, **groups)
+
+
+def connect(cfg, place: Environment, device: torch.device):
+    """Join the group of all ranks. ValueError if there is no address, or no rank answers there."""
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"
+    timeout = timedelta(seconds=cfg.collective_timeout)
+    try:
+        store = fresh_store(place.rank, place.size) if may_restart() else None
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+    except (ValueError, RuntimeError) as error:
+        address = ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        reason = str(error).strip().partition("\n")[0][:200]
+        where = f"rank {place.rank} cannot join the {place.size} ranks at {address}"
+        raise ValueError(f"{where}: {reason}; start all of them with torchrun") from error
 
 
 def make_mesh(cfg, device: torch.device, grid: Tensor, names: str) -> DeviceMesh:
@@ -250,17 +270,18 @@ def is_first_rank() -> bool:
 def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """action() on every rank. If it raises OSError or ValueError on one rank, all ranks raise the same error, so that
     no rank waits for ever for another."""
-    result, error = None, None
+    errors: list[Exception | None] = [None]
     try:
         result = action()
-    except (OSError, ValueError) as caught:
-        error = caught
+    except (OSError, ValueError) as error:
+        errors = [error]
     if dist.is_initialized():
-        errors: list[Exception | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(errors, error, group)
-        error = next((e for e in errors if e is not None), None)
-    if error is not None:
-        raise error
+        own = errors[0]
+        errors *= dist.get_world_size(group)
+        dist.all_gather_object(errors, own, group)
+    for error in errors:
+        if error is not None:
+            raise error
     return result
 
 
@@ -276,8 +297,9 @@ def of_first_rank(action: Callable[[], T]) -> T:
 def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:
     """The dtype of a training run, the same on all ranks, which all call this function: that of `resolve_dtype`, but
     auto on a CPU is bfloat16 if the first rank's CPU has instructions for it."""
-    fast = of_first_rank(lambda: flag == "auto" and device.type == "cpu" and fast_bfloat16())
-    return torch.bfloat16 if fast else resolve_dtype(flag, device)
+    if flag == "auto" and device.type == "cpu" and of_first_rank(fast_bfloat16):
+        return torch.bfloat16
+    return resolve_dtype(flag, device)
 
 
 def leave():

@@ -193,25 +193,15 @@ class ShardedModel:
         model.tie()
         self.forward_model = model
         if cfg.pp > 1:
-            self.pipeline = self.make_pipeline(cfg)
+            from engine.parallel.pipeline import Pipeline
+
+            self.pipeline = Pipeline(model, cfg, ranks)
         elif not (self.fsdp or cfg.eval_only) and ranks.mesh and ranks.mesh["shard"].size() > 1:
             devices = [ranks.device] if ranks.device.type == "cuda" else None
             model._ddp_params_and_buffers_to_ignore = [*self.cut_by_ep]  # which ranks divide
             self.forward_model = nn.parallel.DistributedDataParallel(
                 model, device_ids=devices, process_group=ranks.mesh["shard"].get_group(), gradient_as_bucket_view=True
             )
-
-    def make_pipeline(self, cfg):
-        """This rank's stages of a pipeline."""
-        from engine.parallel.pipeline import Pipeline
-
-        ranks = self.ranks
-        group = ranks.mesh["pp"].get_group()
-        micro_steps = cfg.gradient_accumulation_steps // ranks.data_size
-        shape = (cfg.batch_size, cfg.block_size // cfg.cp)
-        return Pipeline(
-            self.model, group, micro_steps, shape, ranks.device, ranks.autocast, slices=cfg.tp, chunks=cfg.pp_chunks
-        )
 
     def note_copies(self, cfg):
         """Note of each parameter how ranks share it, and which parameters have copies on other ranks."""
@@ -315,15 +305,13 @@ class ShardedModel:
         """Scale the gradient to a norm of at most `limit` (0 = no limit); returns the norm before, over all ranks."""
         params = [p for p in self.model.parameters() if p.grad is not None and p not in self.loads]
         grads = [local(p.grad) for p in params]
-        norms = torch.stack(torch._foreach_norm(grads))
-        self.grad_norms = params, norms
+        norms = torch._foreach_norm(grads)
+        self.grad_norms = params, torch.stack(norms)
         if self.divides:
-            weights = [self.norm_weight[p] for p in params]
-            weights = torch.tensor(weights, pin_memory=norms.is_cuda)  # pinned: copied without waiting for the GPU
-            squares = (norms * weights.to(norms.device, non_blocking=True)).square()
-            norm = self.ranks.sum(squares.sum()).sqrt()
+            torch._foreach_mul_(norms, [self.norm_weight[p] for p in params])
+            norm = self.ranks.sum(torch.stack(norms).square().sum()).sqrt()
         else:
-            norm = torch.linalg.vector_norm(norms)
+            norm = torch.linalg.vector_norm(torch.stack(norms))
         if limit:
             torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm

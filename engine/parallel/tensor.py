@@ -26,14 +26,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.errors import require
 from data.objective import objective_class
 from model import ExpertLinear, GroupedLinear, Linear, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, equal_rows, grouped_linear, matmul_dtype, rows_at_once
 
 # role -> dimension of the weight that is cut, or None; 0 also cuts the bias
-SHARDED_DIM = dict.fromkeys(("vocab", "into", "memory", "per_head"), 0) | {"out": 1}
-SHARDED_DIM |= dict.fromkeys(("second", "router", "before", "after", "last", "whole"))
+SHARDED_DIM = dict.fromkeys(("second", "router", "before", "after", "last", "whole"))
+SHARDED_DIM |= {"vocab": 0, "into": 0, "memory": 0, "per_head": 0, "out": 1}
 
 
 def sharded_dim(model: nn.Module, name: str) -> int | None:
@@ -47,9 +46,7 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
     if role not in SHARDED_DIM:
         fact = f"how to cut {name}: its module {type(module).__name__} has role={role}"
         remedy = f"declare one of the roles {', '.join(SHARDED_DIM)}, or name it in per_head (docs/hacking.md)"
-        if getattr(module, kind).numel() == 1:
-            remedy = "write a learned scalar as Gain(0.5), which has a role"
-        raise ValueError(f"tensor parallelism does not know {fact}; {remedy}")
+        raise ValueError(f"tensor parallelism does not know {fact}; {remedy}, or write a learned scalar as Gain(0.5)")
     dim = SHARDED_DIM[role]
     if dim is None or dim == 1 and kind == "bias":
         return None
@@ -62,25 +59,28 @@ def check(cfg):
     if cfg.objective == "seq2seq":
         options = cfg.vocab_size, None, cfg.block_size, False, cfg.corrupt_ratio, cfg.span_length
         text, source = objective_class(cfg)(*options).lengths
-        fact = f"tp={n} does not divide the {text} tokens of the text or the {source} of its source"
-        remedy = "change block_size, corrupt_ratio or span_length, from which they follow"
-        require(text % n == source % n == 0, f"{fact}; {remedy}")
+        if text % n or source % n:
+            fact = f"tp={n} does not divide the {text} tokens of the text or the {source} of its source"
+            raise ValueError(f"{fact}; change block_size, corrupt_ratio or span_length, from which they follow")
     T = cfg.block_size
-    require(T % n == 0, f"tp={n} does not divide block_size={T}; set --block_size={-(-T // n) * n}")
+    if T % n:
+        raise ValueError(f"tp={n} does not divide block_size={T}; set --block_size={-(-T // n) * n}")
+    if cfg.dropout > 0:
+        raise ValueError(f"dropout={cfg.dropout} does not go with tp={n}; leave dropout out, or set tp=1")
     for reader in cfg.readers:
         part = cfg.part(reader)
-        heads, F, unit = part.kv_heads, part.hidden_dim, part.hidden_unit
-        fits = reader.units or heads % n == 0
-        require(fits, f"tp={n} does not divide n_kv_head={heads}; choose a tp that divides it")
-        if reader.units:
-            sliced = cfg.n_group > 1 and reader.dense
-            wrong = f"layer={cfg.layer}: the softmax of p needs all units of a group; set n_group={n}, or tp=1"
-            require(reader.phi != "softmax" or sliced, wrong)
-            fits = cfg.n_group % n == 0 if sliced else F % (unit * n) == 0
-            units = f"n_group={cfg.n_group}" if sliced else f"the MLP's {F} hidden units in groups of {unit}"
-            remedy = f"set n_group to a multiple of {n}" if sliced else "set another tp, n_embd or mlp_ratio"
-            require(fits, f"tp={n} does not divide {units}; {remedy}")
-    require(cfg.dropout == 0, f"dropout={cfg.dropout} does not go with tp={n}; leave dropout out, or set tp=1")
+        if not reader.units:
+            if part.kv_heads % n:
+                raise ValueError(f"tp={n} does not divide n_kv_head={part.kv_heads}; choose a tp that divides it")
+        elif reader.dense and cfg.n_group > 1:
+            if cfg.n_group % n:
+                raise ValueError(f"tp={n} does not divide n_group={cfg.n_group}; set n_group to a multiple of {n}")
+        elif reader.phi == "softmax":
+            fact = f"layer={cfg.layer}: the softmax of p needs all units of a group"
+            raise ValueError(f"{fact}; set n_group={n}, or tp=1")
+        elif part.hidden_dim % (part.hidden_unit * n):
+            units = f"{part.hidden_dim} hidden units in groups of {part.hidden_unit}"
+            raise ValueError(f"tp={n} does not divide the MLP's {units}; set another tp, n_embd or mlp_ratio")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -133,18 +133,9 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
     Call it before FSDP, DDP and torch.compile, on a whole model that has the same weights on all ranks. ValueError
     names a parameter whose module declares no role.
     """
-    cuts = {name: sharded_dim(model, name) for name, _ in model.named_parameters()}  # may raise before any cut
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
-    for name, module in model.named_modules():
-        fused, grouped = getattr(module, "fused", None), isinstance(module, GroupedLinear)  # whose groups are cut
-        if fused and fused[1] % n and not grouped:
-            raise ValueError(f"tp={n} does not divide the {fused[1]} groups of rows of {name}; set another tp")
-    for name, dim in cuts.items():
-        if dim is not None:
-            layer, _, kind = name.rpartition(".")
-            module = model.get_submodule(layer)
-            setattr(module, kind, nn.Parameter(getattr(module, kind).detach().chunk(n, dim)[rank].clone()))
-    model.tie()
+    n = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    cut_parameters(model, rank, n)
 
     def gather(module: nn.Module, args: tuple, x: Tensor) -> Tensor:
         return Exchange.apply(x.to(matmul_dtype(x)), 1, group, True)
@@ -163,9 +154,10 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
             module.groups //= n
         elif isinstance(module, Linear) and role in ("out", "second") and module.bias is not None:
             module.forward = partial(row_parallel, module, n)
-        elif isinstance(module, nn.Identity) and role in ("into", "out"):
-            module.forward = partial(pad_to_width, rank, n) if role == "out" else lambda x: x.chunk(n, -1)[rank]
-
+        elif isinstance(module, nn.Identity) and role == "into":
+            module.forward = lambda x: x.chunk(n, -1)[rank]
+        elif isinstance(module, nn.Identity) and role == "out":
+            module.forward = partial(pad_to_width, rank, n)
     if isinstance(model.wte, nn.Embedding):  # as on the first stage of a pipeline
         model.wte.forward = partial(lookup, model, rank, group)
         model.pos.register_forward_pre_hook(lambda module, args: (args[0], args[1].chunk(n, -1)[rank]))
@@ -174,6 +166,21 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
     if isinstance(model.head, nn.Linear):  # as on the last one
         model.chunk_loss = parallel_chunk_loss(group, model.cfg.vocab_size)
         model.loss = partial(parallel_loss, model)
+
+
+def cut_parameters(model: nn.Module, rank: int, n: int):
+    """Replace the model's parameters by the rank-th of n slices."""
+    cuts = {name: sharded_dim(model, name) for name, _ in model.named_parameters()}  # may raise before any cut
+    for name, module in model.named_modules():
+        fused = getattr(module, "fused", None)
+        if fused and fused[1] % n and not isinstance(module, GroupedLinear):  # whose groups are cut
+            raise ValueError(f"tp={n} does not divide the {fused[1]} groups of rows of {name}; set another tp")
+    for name, dim in cuts.items():
+        if dim is not None:
+            layer, _, kind = name.rpartition(".")
+            module = model.get_submodule(layer)
+            setattr(module, kind, nn.Parameter(getattr(module, kind).detach().chunk(n, dim)[rank].clone()))
+    model.tie()
 
 
 def row_parallel(layer: nn.Linear, n: int, x: Tensor, *ends: Tensor) -> Tensor:
@@ -199,8 +206,9 @@ def lookup(model: nn.Module, rank: int, group: dist.ProcessGroup, idx: Tensor) -
 
 def local_heads(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The table of positions, with only the rows of this rank's heads."""
-    entries, count = table(t, dtype), table.__self__.head_entries
-    return tuple(x.chunk(n)[rank] if i < count else x for i, x in enumerate(entries))
+    entries = table(t, dtype)
+    count = table.__self__.head_entries
+    return (*(x.chunk(n)[rank] for x in entries[:count]), *entries[count:])
 
 
 def parallel_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def pipelined(name: str) -> dict:
     """What one rank of the case's pipelines computes."""
     stages, pipelines, n_micro, flags, extra = CASES[name]
     mesh = dist.init_device_mesh("cpu", (stages, pipelines), mesh_dim_names=("pp", "dp"))
-    group, replica, stage = mesh.get_group("pp"), mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    replica, stage = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     model = build(flags, extra)
     chunks = CHUNKS.get(name, 1)
     elsewhere = keep_stages(model, stage, stages, chunks)
@@ -146,7 +146,11 @@ def pipelined(name: str) -> dict:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-    pipeline = Pipeline(model, group, n_micro, (B, T), torch.device("cpu"), partial(autocast, extra), chunks=chunks)
+    layout = {"gradient_accumulation_steps": n_micro, "batch_size": B, "tp": 1, "cp": 1, "pp": stages}
+    cfg = SimpleNamespace(**vars(model.cfg), **layout, pp_chunks=chunks)
+    device = torch.device("cpu")
+    ranks = SimpleNamespace(mesh=mesh, device=device, autocast=partial(autocast, extra), data_size=1)
+    pipeline = Pipeline(model, cfg, ranks)
     of_tensor, sent = dist.P2POp, set()
 
     def recorded(op, tensor, *args, **kwargs):
@@ -165,7 +169,7 @@ def pipelined(name: str) -> dict:
         grads = grads or named_grads(model)  # of the first step
         owned = [name for name, _ in model.named_parameters() if name not in elsewhere]
         squares = sum(whole(model.get_parameter(name).grad).square().sum() for name in owned)
-        dist.all_reduce(squares, group=group)
+        dist.all_reduce(squares, group=mesh.get_group("pp"))
         for p in model.parameters():
             p.grad *= min(1.0, 1.0 / (squares.sqrt().item() + 1e-6))
         optimizer.step()
