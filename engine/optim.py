@@ -11,13 +11,12 @@ Elementwise and an entry of OPTIMIZER; docs/hacking.md adds one.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection
 from functools import cache
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,7 +39,8 @@ def learning_rate(step: int, cfg) -> float:
 def rescheduled(step: int, cfg, flags: dict) -> str:
     """A warning if the learning rate of `step` differs between cfg and the checkpoint's flags, otherwise ""."""
     end = flags.get("lr_decay_iters") or flags.get("max_iters", cfg.max_iters)
-    new, old = learning_rate(step, cfg), learning_rate(step, SimpleNamespace(**vars(cfg) | {"lr_decay_iters": end}))
+    new = learning_rate(step, cfg)
+    old = learning_rate(step, SimpleNamespace(**vars(cfg) | {"lr_decay_iters": end}))
     if cfg.lr_decay_iters or new == old:
         return ""
     return (
@@ -96,9 +96,12 @@ class Muon:
         owners: Owners | None = None, dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
         shapes = {p: owners.matrices[p].shape if owners else p.shape for p in weights}
-        self.owners, self.dtype, self.sizes = owners, dtype, {p: math.prod(shape) for p, shape in shapes.items()}
+        self.owners = owners
+        self.dtype = dtype
+        self.sizes = {p: math.prod(shape) for p, shape in shapes.items()}
         self.fused = {p: fused or (0, 1, (shapes[p][-2],)) for p, fused in weights.items()}
-        self.param_groups = [group | {"lr": lr, "momentum": momentum} for group in decay_groups(weights, weight_decay)]
+        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        self.param_groups = [{"params": [*weights], **options}]
         self.state = {p: self.new_state(p) for p in weights}
 
     @staticmethod
@@ -107,16 +110,17 @@ class Muon:
 
     @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            weights, grads = [local(p) for p in params], [local(p.grad) for p in params]
-            momentum = [local(self.state[p]["momentum"]) for p in params]
-            torch._foreach_lerp_(momentum, grads, 1 - group["momentum"])
-            updates = torch._foreach_mul(grads, 1 - group["momentum"])
-            torch._foreach_add_(updates, momentum, alpha=group["momentum"])
-            self.orthogonalize_updates(dict(zip(params, updates, strict=True)))
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+        [group] = self.param_groups
+        params = [p for p in group["params"] if p.grad is not None]
+        weights = [local(p) for p in params]
+        grads = [local(p.grad) for p in params]
+        momentum = [local(self.state[p]["momentum"]) for p in params]
+        torch._foreach_lerp_(momentum, grads, 1 - group["momentum"])
+        updates = torch._foreach_mul(grads, 1 - group["momentum"])
+        torch._foreach_add_(updates, momentum, alpha=group["momentum"])
+        self.orthogonalize_updates(dict(zip(params, updates, strict=True)))
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, updates, alpha=-group["lr"])
 
     def orthogonalize_updates(self, updates: dict[nn.Parameter, Tensor]):
         """Orthogonalise this rank's parts of the updates, in portions. With owners, a round is a portion of each; it
@@ -126,20 +130,15 @@ class Muon:
                 self.orthogonalize_all({p: updates[p] for p in some})
             return
         rounds = self.owners.rounds(updates, self.LARGEST_ROUND)
-        me, like, finish = dist.get_rank(self.owners.group), next(iter(updates.values())), None
-
-        def start(some: list[nn.Parameter]) -> tuple[list, dict, Callable]:
-            shapes = {p: self.owners.matrices[p].shape for p in some if self.owners.owner[p] == me}
-            full = {p: like.new_empty(shape, dtype=self.owners.dtype) for p, shape in shapes.items()}
-            return some, full, self.owners.gather(some, updates, full)
-
-        coming = start(rounds[0])
-        for following in [*rounds[1:], None]:
-            some, full, arrive = coming
-            coming = following and start(following)
+        coming = self.owners.gather(rounds[0], updates)
+        finish = None  # the round before
+        for some, following in zip_longest(rounds, rounds[1:]):
+            full, arrive = coming
+            if following:
+                coming = self.owners.gather(following, updates)
             arrive()
             self.orthogonalize_all(full)
-            if finish:  # the round before
+            if finish:
                 finish()
             finish = self.owners.scatter(some, updates, full)
         finish()
@@ -333,9 +332,11 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     if hidden:
         owners = None
         if sharded and sharded.ranks.size > cfg.pp:
-            named = [(name, p) for name, p in model.named_parameters() if p in hidden]
-            shapes = {p: tuple(sharded.as_global(name, p).shape) for name, p in named}
-            matrices = {p: Matrix(shapes[p], hidden[p], sharded.shares[name]) for name, p in named}
+            matrices = {}
+            for name, p in model.named_parameters():
+                if p in hidden:
+                    shape = tuple(sharded.as_global(name, p).shape)
+                    matrices[p] = Matrix(shape, hidden[p], sharded.shares[name])
             owners = Owners(matrices, sharded.ranks.stage, iteration_dtype(dtype))
         muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, owners, dtype)
         parts[muon] = cfg.muon_lr / cfg.learning_rate
@@ -351,10 +352,9 @@ def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
     return {m.weight: m.fused for m in layers if m.weight.requires_grad}
 
 
-def decay_groups(params: Collection[nn.Parameter], weight_decay: float, vectors: Collection = ()) -> list[dict]:
+def decay_groups(params: list[nn.Parameter], weight_decay: float, vectors: set[nn.Parameter]) -> list[dict]:
     """Parameter groups with and without weight decay: matrices decay, vectors and gains do not.
     `vectors` has parameters of several rows that are vectors nevertheless."""
     decayed = [p for p in params if p.dim() >= 2 and p not in vectors]
     others = [p for p in params if p.dim() < 2 or p in vectors]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -218,8 +218,8 @@ FAULTS = [
     ),
     (
         "engine/parallel/ranks.py",
-        "data_rank = rank // (cfg.cp * cfg.tp) % data",
-        "data_rank = rank // cfg.tp % data",
+        "data_rank = place.rank // (cfg.cp * cfg.tp) % data",
+        "data_rank = place.rank // cfg.tp % data",
         "The ranks of a context-parallel group read different samples as soon as there are two such groups.",
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[fsdp+cp]",
     ),

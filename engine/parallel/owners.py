@@ -2,7 +2,7 @@
 
 owners = Owners({p: Matrix(shape, fused, cuts), ...}, group, dtype)
 for some in owners.rounds(updates, largest):
-    arrive = owners.gather(some, updates, full)     # parts -> full updates of the matrices that this rank owns
+    full, arrive = owners.gather(some, updates)     # parts -> full updates of the matrices that this rank owns
     arrive = owners.scatter(some, updates, full)    # and back
 """
 
@@ -132,13 +132,16 @@ class Owners:
         each = (portions(owned[rank], sizes, largest) for rank in sorted(owned))
         return [[*chain(*together)] for together in zip_longest(*each, fillvalue=())]
 
-    def gather(self, some: list, updates: dict, full: dict) -> Callable[[], None]:
-        """Start to send the parts of some matrices' updates, ordered by owner, to their owners. `full` has room for the
-        full updates of those that this rank owns. The returned function waits for what this rank receives."""
+    def gather(self, some: list, updates: dict) -> tuple[dict, Callable[[], None]]:
+        """Start to send the parts of some matrices' updates, ordered by owner, to their owners. Returns room for the
+        full updates of those that this rank owns, and a function that waits until they are there."""
         me = dist.get_rank(self.group)
+        like = updates[some[0]]
+        shapes = {key: self.matrices[key].shape for key in some if self.owner[key] == me}
+        full = {key: like.new_empty(shape, dtype=self.dtype) for key, shape in shapes.items()}
         parts = [(self.owner[key], updates[key]) for key in some if self.sends(key, me)]
         wanted = [(rank, key) for rank in self.ranks for key in full if self.sends(key, rank)]
-        return self.exchange(updates[some[0]], parts, self.owned(full, wanted))
+        return full, self.exchange(like, parts, self.owned(full, wanted))
 
     def scatter(self, some: list, updates: dict, full: dict) -> Callable[[], None]:
         """Start to send the full updates back, to every rank the part that it holds; see gather."""
