@@ -12,7 +12,7 @@ Elementwise and an entry of OPTIMIZER; docs/hacking.md adds one.
 import math
 from collections import defaultdict
 from functools import cache
-from itertools import zip_longest
+from itertools import product, zip_longest
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -291,13 +291,16 @@ class Optimizer:
 
     def __init__(self, parts: dict[Elementwise | Muon, float]):
         self.parts = parts
-        # a gradient scaler divides the gradients in these groups; loads are not scaled
-        self.param_groups = [group for part, ratio in parts.items() if ratio is not None for group in part.param_groups]
+        self.param_groups: list[dict] = []  # in which a gradient scaler divides the gradients; loads are not scaled
+        for part, ratio in parts.items():
+            if ratio is not None:
+                self.param_groups += part.param_groups
 
     def set_lr(self, lr: float):
         for part, ratio in self.parts.items():
-            for group in part.param_groups if ratio is not None else ():
-                group["lr"] = lr * ratio
+            if ratio is not None:
+                for group in part.param_groups:
+                    group["lr"] = lr * ratio
 
     def step(self):
         for part in self.parts:
@@ -305,8 +308,11 @@ class Optimizer:
 
     def state_tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """The state by parameter name and kind, such as "wte.weight.exp_avg": the tensors themselves, not copies."""
-        named = [(name, part.state.get(p, {})) for name, p in model.named_parameters() for part in self.parts]
-        return {f"{name}.{kind}": t for name, state in named for kind, t in state.items()}
+        found = {}
+        for (name, p), part in product(model.named_parameters(), self.parts):
+            for kind, t in part.state.get(p, {}).items():
+                found[f"{name}.{kind}"] = t
+        return found
 
 
 def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: torch.dtype = torch.float32) -> Optimizer:

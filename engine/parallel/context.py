@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from engine.parallel.tensor import Exchange
 from model import Pool
@@ -37,21 +38,21 @@ def check(cfg):
         raise ValueError(f"{fact}; set --block_size={-(-T // unit) * unit}")
 
 
-def piece_indices(group: dist.ProcessGroup) -> tuple[int, int, int]:
+def piece_indices(group: ProcessGroup) -> tuple[int, int, int]:
     """(number of pieces, index of this rank's front piece, index of its back piece)."""
     n = 2 * dist.get_world_size(group)
     rank = dist.get_rank(group)
     return n, rank, n - 1 - rank
 
 
-def local_pieces(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def local_pieces(x: Tensor, group: ProcessGroup) -> Tensor:
     """x (B, T) -> this rank's two pieces, joined: (B, T/n)."""
     n, front, back = piece_indices(group)
     parts = x.chunk(n, dim=1)
     return torch.cat((parts[front], parts[back]), dim=1)
 
 
-def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup):
+def apply_context_parallel(model: nn.Module, group: ProcessGroup):
     """Change the model, in place, so that it computes this rank's pieces of each text."""
     model.place = partial(place, group)
     for module in model.modules():
@@ -59,14 +60,14 @@ def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup):
             module.attend = partial(attend_pieces, module.attend, group)
 
 
-def place(group: dist.ProcessGroup, t: Tensor) -> Tensor:
+def place(group: ProcessGroup, t: Tensor) -> Tensor:
     """Indices 0 .. T/n - 1 of this rank's tokens -> their positions in the text."""
     _, front, back = piece_indices(group)
     size = len(t) // 2
     return t + torch.where(t < size, front, back - 1) * size
 
 
-def gathered_pieces(group: dist.ProcessGroup, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def gathered_pieces(group: ProcessGroup, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of this rank's pieces, (B, Hkv, T/n, E), -> those from the beginning of the text to the end of
     the back piece, (B, Hkv, S, E)."""
     heads = k.size(1), v.size(1)  # simplified blocks may have more values than keys
@@ -90,7 +91,7 @@ def mask_of_piece(mask: Mask, begin: int, end: int) -> Mask:
     return mask._replace(docs=tuple(parts))
 
 
-def attend_pieces(attend: Callable, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+def attend_pieces(attend: Callable, group: ProcessGroup, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Attention of the queries of each piece, (B, H, T/n, E), to the keys up to the end of the piece."""
     _, front, back = piece_indices(group)
     k, v = gathered_pieces(group, k, v)

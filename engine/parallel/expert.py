@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from model import ExpertLinear, Experts
 from ops import by_expert, has_values
@@ -43,7 +44,7 @@ class AllToAll(torch.autograd.Function):
     to this one, received[0] from the first rank."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
         ctx.options = received, sent, group
         out = x.new_empty(sum(received), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
@@ -54,7 +55,7 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, *ctx.options), None, None, None
 
 
-def apply_expert_parallel(model: nn.Module, group: dist.ProcessGroup, compiled: bool = False) -> set[str]:
+def apply_expert_parallel(model: nn.Module, group: ProcessGroup, compiled: bool = False) -> set[str]:
     """Keep this rank's experts, and insert the exchange of tokens; returns the names of the parameters that are cut,
     along their first dimension.
 
@@ -76,7 +77,7 @@ def apply_expert_parallel(model: nn.Module, group: dist.ProcessGroup, compiled: 
     return cut
 
 
-def exchanged(read: Callable, group: dist.ProcessGroup, rows: Tensor, ends: Tensor) -> Tensor:
+def exchanged(read: Callable, group: ProcessGroup, rows: Tensor, ends: Tensor) -> Tensor:
     """Experts.read of experts on all ranks of the group: rows (N, C) of the first expert, of the second, ..., with the
     ends (E,) -> (N, C)."""
     n = dist.get_world_size(group)

@@ -17,8 +17,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from model import Fused
+
+Cuts = tuple[tuple[int, int | None], ...]  # see Matrix
 
 
 class Matrix(NamedTuple):
@@ -30,7 +33,7 @@ class Matrix(NamedTuple):
 
     shape: tuple[int, ...]
     fused: Fused | None
-    cuts: tuple[tuple[int, int | None], ...] = ()
+    cuts: Cuts = ()
 
     @property
     def logical(self) -> list[tuple[int, int]]:
@@ -48,7 +51,7 @@ class Matrix(NamedTuple):
         return sum(5 * (4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3) for m in self.logical)
 
 
-def cuts(sizes: Sequence[int], sharded: bool, tp_dim: int | None, ep: int = 1) -> tuple[tuple[int, int | None], ...]:
+def cuts(sizes: Sequence[int], sharded: bool, tp_dim: int | None, ep: int = 1) -> Cuts:
     """Matrix.cuts for the sizes of a mesh's dimensions replicate, shard and tp. `sharded`: FSDP cuts the parameter; tp
     cuts its dimension tp_dim. With ep > 1, so many adjacent ranks of shard have different experts."""
     replicate, shard, tp = sizes
@@ -95,7 +98,7 @@ class Owners:
     the rank that belongs to the same copy of the matrix as the owner sends it.
     """
 
-    def __init__(self, matrices: dict[Hashable, Matrix], group: dist.ProcessGroup | None, dtype: torch.dtype):
+    def __init__(self, matrices: dict[Hashable, Matrix], group: ProcessGroup | None, dtype: torch.dtype):
         self.matrices = matrices
         self.group = group
         self.dtype = dtype
@@ -152,17 +155,19 @@ class Owners:
         """For each (rank, key): the rank, and the part of the full update that it holds."""
         return [(rank, full[key][place(self.matrices[key], rank)[0]]) for rank, key in wanted]
 
+    def numbers(self, tensors: list[tuple[int, Tensor]]) -> list[int]:
+        """How many numbers each rank has in the tensors."""
+        numbers = [0] * len(self.ranks)
+        for rank, x in tensors:
+            numbers[rank] += x.numel()
+        return numbers
+
     def exchange(self, like: Tensor, out: list[tuple[int, Tensor]], into: list[tuple[int, Tensor]]) -> Callable:
         """Start to send tensors to ranks, and to receive others from ranks. Each list is ordered by rank."""
-        to_ranks = [0] * len(self.ranks)
-        from_ranks = [0] * len(self.ranks)
-        for rank, x in out:
-            to_ranks[rank] += x.numel()
-        for rank, x in into:
-            from_ranks[rank] += x.numel()
         sent = torch.cat([like.new_empty(0, dtype=self.dtype), *(x.flatten().to(self.dtype) for _, x in out)])
-        received = sent.new_empty(sum(from_ranks))
-        work = dist.all_to_all_single(received, sent, from_ranks, to_ranks, group=self.group, async_op=True)
+        coming = self.numbers(into)
+        received = sent.new_empty(sum(coming))
+        work = dist.all_to_all_single(received, sent, coming, self.numbers(out), group=self.group, async_op=True)
 
         def arrive():
             work.wait()

@@ -14,7 +14,6 @@ the head. PyTorch allocates a buffer for each input of the n_micro micro-batches
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -119,7 +118,7 @@ class Chunk(nn.Module):
     stage and the stream in others. Tensor parallelism cuts the stream along T into `slices`.
     """
 
-    def __init__(self, model: Model, blocks: range, slices: int, autocast: Callable[[], AbstractContextManager]):
+    def __init__(self, model: Model, blocks: range, slices: int, autocast: Callable):
         super().__init__()
         self.model = model
         self.slices = slices

@@ -23,18 +23,17 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from engine.device import fast_bfloat16, keep_freed_memory, resolve_device, resolve_dtype
 from engine.parallel import context, expert, tensor
-
-T = TypeVar("T")
 
 
 class Environment(NamedTuple):
@@ -58,8 +57,8 @@ class Ranks:
     data_rank: int = 0  # number of this rank's samples: 0 .. data_size - 1
     data_size: int = 1  # how many data-parallel ranks there are
     mesh: DeviceMesh | None = None  # dimensions pp, replicate, shard (times cp) and tp; None if size is 1
-    cp: dist.ProcessGroup | None = None  # the ranks that share this rank's sequences; None if cp is 1
-    stage: dist.ProcessGroup | None = None  # the ranks of this rank's pipeline stage; None if size is 1
+    cp: ProcessGroup | None = None  # the ranks that share this rank's sequences; None if cp is 1
+    stage: ProcessGroup | None = None  # the ranks of this rank's pipeline stage; None if size is 1
     experts: DeviceMesh | None = None  # that of experts' weights: tp, ep, replicate and shard / ep; None if ep is 1
 
     @property
@@ -267,7 +266,7 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def together(action: Callable, group: ProcessGroup | None = None):
     """action() on every rank. If it raises OSError or ValueError on one rank, all ranks raise the same error, so that
     no rank waits for ever for another."""
     errors: list[Exception | None] = [None]
@@ -285,7 +284,7 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
     return result
 
 
-def of_first_rank(action: Callable[[], T]) -> T:
+def of_first_rank(action: Callable):
     """The result of action() on the first rank, for every rank. All ranks raise its OSError or ValueError."""
     results = [together(lambda: action() if is_first_rank() else None)]
     if dist.is_initialized():  # a gather, as the fake ranks of a plan receive nothing from a broadcast

@@ -3,8 +3,6 @@
 recompute(block, "selective")       in place; before torch.compile and FSDP
 """
 
-from contextlib import AbstractContextManager
-
 import torch
 import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -35,7 +33,7 @@ def recompute(block: nn.Module, kind: str):
     block.forward = recomputed
 
 
-def selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+def selective_contexts() -> tuple:
     """The contexts of a block's forward and of its recomputation, which keep what `recompute` says: of the products the
     first, third, ..., because the results of the others are usually only added to the stream."""
     products = {False: 0, True: 0}  # so far, in the forward and in the recomputation

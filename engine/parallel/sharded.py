@@ -139,7 +139,9 @@ class ShardedModel:
         self.tp, self.ep, self.pp = cfg.tp, cfg.ep, cfg.pp
         self.fsdp = cfg.parallel == "fsdp" and ranks.size > 1
         self.reshard = cfg.fsdp_reshard
-        self.home = torch.device("cpu") if self.fsdp and cfg.fsdp_offload else ranks.device  # of the parameters
+        self.home = ranks.device  # of the parameters
+        if self.fsdp and cfg.fsdp_offload:
+            self.home = torch.device("cpu")
         self.even = objective_class(cfg).even
         with torch.device("meta"):
             self.model = Model(cfg)
@@ -206,18 +208,28 @@ class ShardedModel:
     def note_copies(self, cfg):
         """Note of each parameter how ranks share it, and which parameters have copies on other ranks."""
         sizes = self.ranks.mesh.mesh.shape[1:] if self.ranks.mesh else (1, 1, 1)
-        self.whole = kept_whole(self.model) if self.fsdp and not cfg.fsdp_offload else []
+        self.whole = []
+        if self.fsdp and not cfg.fsdp_offload:
+            self.whole = kept_whole(self.model)
         whole = {*self.whole}
         self.shares = {}  # name -> see owners.cuts
         self.norm_weight = {}  # in the norm over all ranks, so that copies count once
-        self.tp_replicated, self.divided, self.undivided = [], [], []  # tp cuts it not; ep cuts it, or not
+        self.tp_replicated = []
+        self.divided = []  # by ep
+        self.undivided = []
         for name, p in self.model.named_parameters():
-            tp_dim = sharded_dim(self.model, name) if cfg.tp > 1 else None
-            if cfg.tp > 1 and tp_dim is None:
+            tp_dim = None
+            if cfg.tp > 1:
+                tp_dim = sharded_dim(self.model, name)
+            if tp_dim is None:
                 self.tp_replicated.append(p)
-            divided = name in self.cut_by_ep
-            (self.divided if divided else self.undivided).append(p)
-            self.shares[name] = cuts(sizes, self.fsdp and p not in whole, tp_dim, cfg.ep if divided else 1)
+            ep = 1
+            if name in self.cut_by_ep:
+                ep = cfg.ep
+                self.divided.append(p)
+            else:
+                self.undivided.append(p)
+            self.shares[name] = cuts(sizes, self.fsdp and p not in whole, tp_dim, ep)
             copies = math.prod(n for n, dim in self.shares[name] if dim is None)
             self.norm_weight[p] = (name not in self.counted_elsewhere) / math.sqrt(copies)
 

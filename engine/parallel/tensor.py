@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from data.objective import objective_class
 from model import ExpertLinear, GroupedLinear, Linear, stream_dtype
@@ -89,20 +90,20 @@ def check(cfg):
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
 
-def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """The x of all ranks, concatenated along dim."""
     out = x.new_empty(dist.get_world_size(group), *x.shape)
     all_gather(out.flatten(0, 1), x.contiguous(), group=group)
     return out.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def scattered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """This rank's piece, along dim, of the sum of x over the ranks."""
     n = dist.get_world_size(group)
     return reduce_scatter(torch.cat(x.chunk(n, dim)), n, group)  # it cuts along the first dimension
 
 
-def reduce_scatter(x: Tensor, n: int, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter(x: Tensor, n: int, group: ProcessGroup) -> Tensor:
     """This rank's rows of the sum of x, as a new tensor, which selective recomputation can keep."""
     out = torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", n, group.group_name)
     return torch.ops._c10d_functional.wait_tensor(out)
@@ -113,29 +114,31 @@ class Exchange(torch.autograd.Function):
     reduce-scatter, each rank computes one term of a sum over the ranks."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup, gather: bool) -> Tensor:
+    def forward(ctx, x: Tensor, dim: int, group: ProcessGroup, gather: bool) -> Tensor:
         ctx.options = dim, group, gather
-        return (gathered if gather else scattered)(x, dim, group)
+        return gathered(x, dim, group) if gather else scattered(x, dim, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         dim, group, gather = ctx.options
-        return (scattered if gather else gathered)(grad, dim, group), None, None, None
+        back = scattered(grad, dim, group) if gather else gathered(grad, dim, group)
+        return back, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parameters and hooks
 
 
-def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
+def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
     """Keep this rank's slices of the model's parameters, and insert the collectives.
 
     Call it before FSDP, DDP and torch.compile, on a whole model that has the same weights on all ranks. ValueError
     names a parameter whose module declares no role.
     """
+    cuts = {name: sharded_dim(model, name) for name, _ in model.named_parameters()}  # may raise before any cut
     n = dist.get_world_size(group)
     rank = dist.get_rank(group)
-    cut_parameters(model, rank, n)
+    cut_parameters(model, cuts, rank, n)
 
     def gather(module: nn.Module, args: tuple, x: Tensor) -> Tensor:
         return Exchange.apply(x.to(matmul_dtype(x)), 1, group, True)
@@ -168,9 +171,8 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup):
         model.loss = partial(parallel_loss, model)
 
 
-def cut_parameters(model: nn.Module, rank: int, n: int):
-    """Replace the model's parameters by the rank-th of n slices."""
-    cuts = {name: sharded_dim(model, name) for name, _ in model.named_parameters()}  # may raise before any cut
+def cut_parameters(model: nn.Module, cuts: dict[str, int | None], rank: int, n: int):
+    """Replace the model's parameters by the rank-th of n slices, each along its dimension in cuts."""
     for name, module in model.named_modules():
         fused = getattr(module, "fused", None)
         if fused and fused[1] % n and not isinstance(module, GroupedLinear):  # whose groups are cut
@@ -194,7 +196,7 @@ def pad_to_width(rank: int, n: int, x: Tensor) -> Tensor:
     return F.pad(x, (rank * width, (n - 1 - rank) * width))
 
 
-def lookup(model: nn.Module, rank: int, group: dist.ProcessGroup, idx: Tensor) -> Tensor:
+def lookup(model: nn.Module, rank: int, group: ProcessGroup, idx: Tensor) -> Tensor:
     """Token embeddings, in the stream's dtype: idx (B, T) -> (B, T/n, C). Every rank looks up the ids whose rows it
     holds."""
     wte = model.wte
@@ -223,7 +225,7 @@ def parallel_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     return model.mean(total, targets)
 
 
-def parallel_chunk_loss(group: dist.ProcessGroup, vocab_size: int) -> Callable:
+def parallel_chunk_loss(group: ProcessGroup, vocab_size: int) -> Callable:
     """ops.chunk_loss for logits (N, V/n) whose columns are cut over the ranks; those from vocab_size on are padding.
     Ranks exchange three numbers per token, or four with `smoothing`. Compiled, it takes two large kernels."""
 
