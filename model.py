@@ -116,7 +116,6 @@ class ModelConfig:
     doc_positions: bool = False  # positions count from the beginning of each document; needs doc_mask
     # --- model: loss
     logit_softcap: float = 0.0  # c tanh(logits / c), 0 = off
-    label_smoothing: float = 0.0  # share of a target's probability that all ids share in training (arXiv:1706.03762)
     z_loss: float = 0.0  # factor of the mean squared log-sum-exp of the logits (arXiv:2204.02311); 0 = off
     loss_chunk: int = 0  # most tokens whose logits exist at once in the loss; 0 = 128 MiB of float32, on a GPU 1 GiB
 
@@ -129,7 +128,7 @@ class ModelConfig:
         check_range(self, "attn_softcap logit_softcap norm_eps", 0)
         check_range(self, "n_expert n_expert_shared expert_ratio n_dense_layer init_std z_loss", 0, 2**16)
         check_range(self, "simplified_beta_ff embed_scale", -(2**31))
-        check_range(self, "dropout label_smoothing", 0, 1)
+        check_range(self, "dropout", 0, 1)
         H, C, Hkv, pos, ratio = self.n_head, self.n_embd, self.n_kv_head, self.pos, self.mlp_ratio
         fact = f"n_embd={C} is not divisible by n_head={H}; set n_embd to a multiple such as {-(-C // H) * H}"
         require(self.head_dim or C % H == 0, f"{fact}, or set head_dim")
@@ -1390,12 +1389,8 @@ class Model(Stack):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
         options = self.cfg.logit_softcap, self.cfg.loss_chunk, self.chunk_loss, self.cfg.z_loss
-        total = ops.cross_entropy(x, self.head_weight(), targets, *options, self.smoothing)
+        total = ops.cross_entropy(x, self.head_weight(), targets, *options)
         return self.mean(total, targets)
-
-    @property
-    def smoothing(self) -> float:
-        return self.cfg.label_smoothing * self.training
 
     def mean(self, total: Tensor, targets: Tensor) -> Tensor:
         """A sum over targets >= 0, divided by their number; if `n_targets` is not None, by this number instead."""

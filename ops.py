@@ -536,10 +536,9 @@ def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strip
 
 
 def cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, softcap=0.0, chunk=0, of_chunk=None, z_loss=0.0, smoothing=0.0
+    x: Tensor, weight: Tensor, targets: Tensor, softcap=0.0, chunk=0, of_chunk=None, z_loss=0.0
 ) -> Tensor:
     """Sum of -log softmax(cap(x W^T))[target] over targets >= 0, in nats: x (N, C), W (V, C), targets (N,).
-    With `smoothing` e, log p[target] becomes (1 - e) log p[target] + e mean(log p) (arXiv:1512.00567, section 7).
 
     Logits of at most `chunk` tokens exist at once, see rows_at_once. of_chunk is chunk_loss, or the same function
     compiled. The gradient alone has z_loss times the sum of (log of the softmax's normaliser)^2 (arXiv:2204.02311,
@@ -548,12 +547,15 @@ def cross_entropy(
     chunk = equal_rows(len(x), rows_at_once(chunk, len(weight), x.device))
     if x.size(0) <= chunk and not x.is_cuda:  # on a GPU, the compiled loss of one chunk is faster
         logits = capped(at_least_float32(F.linear(x, weight)), softcap)
-        total = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
-        z = z_loss * (logits.logsumexp(-1).square() * (targets >= 0)).sum() if z_loss else None
-        return total if z is None else total + (z - z.detach())
+        total = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+        if z_loss:
+            z = z_loss * (logits.logsumexp(-1).square() * (targets >= 0)).sum()
+            total = total + (z - z.detach())
+        return total
     of_chunk = of_chunk or chunk_loss
-    terms = {name: factor for name, factor in (("z_loss", z_loss), ("smoothing", smoothing)) if factor}
-    options = softcap, chunk, partial(of_chunk, **terms) if terms else of_chunk, torch.is_grad_enabled()
+    if z_loss:
+        of_chunk = partial(of_chunk, z_loss=z_loss)
+    options = softcap, chunk, of_chunk, torch.is_grad_enabled()
     return ChunkedCrossEntropy.apply(x, weight, targets, options)
 
 
@@ -586,16 +588,13 @@ def product_(out: Tensor, a: Tensor, b: Tensor, add: bool):
 
 
 def chunk_loss(
-    logits: Tensor, targets: Tensor, softcap: float, gradient: bool, z_loss: float = 0.0, smoothing: float = 0.0
+    logits: Tensor, targets: Tensor, softcap: float, gradient: bool, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor | None]:
     """(sum of cross entropies over targets >= 0, its gradient for the logits or None); logits (N, V), targets (N,)."""
     valid, index = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
     z = capped(at_least_float32(logits), softcap)
     log_p = z.log_softmax(-1)
-    of_target = log_p.gather(1, index)
-    if smoothing:
-        of_target = torch.lerp(of_target, log_p.mean(-1, keepdim=True), smoothing)
-    total = -(of_target * valid).sum()
+    total = -(log_p.gather(1, index) * valid).sum()
     if not gradient:
         return total, None
     log_normaliser = z.amax(-1, keepdim=True) - log_p.amax(-1, keepdim=True) if z_loss else 0.0
@@ -603,10 +602,9 @@ def chunk_loss(
     if z_loss:
         p = p.mul_(1 + 2 * z_loss * log_normaliser)
     if torch.compiler.is_compiling():  # this form fuses; a scatter would write p to memory first
-        p = p - (1 - smoothing) * (torch.arange(z.size(1), device=z.device) == index).to(p.dtype)
+        p = p - (torch.arange(z.size(1), device=z.device) == index).to(p.dtype)
     else:
-        p.scatter_add_(1, index, torch.full_like(index, smoothing - 1, dtype=p.dtype))
-    p = p.sub_(smoothing / z.size(1)) if smoothing else p
+        p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
     return total, p.mul_(valid * slope).to(logits.dtype)
 
 

@@ -776,20 +776,6 @@ FAULTS = [
         "tests/model/test_references.py::test_packed_pairs_equal_padded_ones_of_an_encoder_decoder",
     ),
     (
-        "ops.py",
-        "p = p.sub_(smoothing / z.size(1)) if smoothing else p",
-        "p = p.sub_(0) if smoothing else p",
-        "The gradient of a chunk's loss lacks what label smoothing gives to all ids.",
-        "tests/model/test_model.py::test_label_smoothing_is_pytorchs",
-    ),
-    (
-        "model.py",
-        "return self.cfg.label_smoothing * self.training",
-        "return self.cfg.label_smoothing",
-        "Evaluations report the smoothed loss.",
-        "tests/model/test_model.py::test_label_smoothing_is_pytorchs",
-    ),
-    (
         "engine/fp8.py",
         "torch.float8_e4m3fn, 16",
         "torch.float8_e5m2, 16",

@@ -218,7 +218,7 @@ def parallel_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     >= 0. Its gradient for x is this rank's term of a sum over the ranks."""
     head, cfg = model.head, model.cfg
     chunk = equal_rows(targets.numel(), rows_at_once(cfg.loss_chunk, len(head.weight), x.device))
-    of_chunk = partial(model.chunk_loss, z_loss=cfg.z_loss, smoothing=model.smoothing)
+    of_chunk = partial(model.chunk_loss, z_loss=cfg.z_loss)
     options = cfg.logit_softcap, chunk, of_chunk, torch.is_grad_enabled()
     x = x.flatten(0, 1)
     total = ChunkedCrossEntropy.apply(x, head.weight, targets.flatten(), options)
@@ -227,10 +227,10 @@ def parallel_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
 
 def parallel_chunk_loss(group: ProcessGroup, vocab_size: int) -> Callable:
     """ops.chunk_loss for logits (N, V/n) whose columns are cut over the ranks; those from vocab_size on are padding.
-    Ranks exchange three numbers per token, or four with `smoothing`. Compiled, it takes two large kernels."""
+    Ranks exchange three numbers per token. Compiled, it takes two large kernels."""
 
     def chunk_loss(
-        logits: Tensor, targets: Tensor, softcap: float, gradient: bool, z_loss: float = 0.0, smoothing: float = 0.0
+        logits: Tensor, targets: Tensor, softcap: float, gradient: bool, z_loss: float = 0.0
     ) -> tuple[Tensor, Tensor | None]:
         first = dist.get_rank(group) * logits.size(1)
         valid, here = (targets >= 0)[:, None], ((targets >= first) & (targets < first + logits.size(1)))[:, None]
@@ -240,15 +240,11 @@ def parallel_chunk_loss(group: ProcessGroup, vocab_size: int) -> Callable:
         own = max(0, vocab_size - first)  # columns that are no padding
         z[:, own:] = torch.finfo(z.dtype).min
         largest, of_target = z.amax(-1, keepdim=True), z.gather(1, index) * here
-        if smoothing:
-            of_target = torch.cat((of_target, z[:, :own].sum(-1, keepdim=True)), dim=1)
         normaliser, most = (z - largest).exp_().sum(-1, keepdim=True), largest.clone()
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         sums = torch.cat((normaliser * (largest - most).exp(), of_target), dim=1)
         dist.all_reduce(sums, group=group)
-        normaliser, of_target, *of_all = sums.split(1, dim=1)
-        if smoothing:
-            of_target = torch.lerp(of_target, of_all[0] / vocab_size, smoothing)
+        normaliser, of_target = sums.split(1, dim=1)
         log_normaliser = most + normaliser.log()
         total = ((log_normaliser - of_target) * valid).sum()
         if not gradient:
@@ -257,11 +253,9 @@ def parallel_chunk_loss(group: ProcessGroup, vocab_size: int) -> Callable:
         if z_loss:
             p = p.mul_(1 + 2 * z_loss * log_normaliser)
         if torch.compiler.is_compiling():  # see ops.chunk_loss
-            p = p - (1 - smoothing) * ((torch.arange(z.size(1), device=z.device) == index) & here).to(p.dtype)
+            p = p - ((torch.arange(z.size(1), device=z.device) == index) & here).to(p.dtype)
         else:
-            p.scatter_add_(1, index, (smoothing - 1) * here.to(p.dtype))
-        if smoothing:
-            p[:, :own] -= smoothing / vocab_size
+            p.scatter_add_(1, index, -here.to(p.dtype))
         return total, p.mul_(valid * slope).to(logits.dtype)
 
     return chunk_loss

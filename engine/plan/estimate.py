@@ -186,7 +186,7 @@ class Rank:
     def compiled_chunk_loss(self, z: Tensor, *args, **terms) -> tuple[Tensor, Tensor]:
         """What a compiled Model.chunk_loss sends and keeps: its results alone."""
         if self.cfg.tp > 1:
-            for numbers in (1, 2 + (self.cfg.label_smoothing > 0)):  # of a token
+            for numbers in (1, 2):  # of a token
                 dist.all_reduce(torch.empty(len(z), numbers), group=self.tp_group)
         return torch.zeros(()), torch.empty_like(z)
 

@@ -1037,19 +1037,16 @@ def test_later_queries_on_a_gpu():
     assert of_attention == [(torch.ops.aten._flash_attention_forward.default, *given)]
 
 
-@pytest.mark.parametrize(
-    "softcap,z_loss,smoothing", [(0.0, 0.0, 0.0), (3.0, 0.0, 0.0), (3.0, 0.2, 0.0), (3.0, 0.2, 0.3)]
-)
-def test_the_compiled_loss_of_a_chunk(softcap, z_loss, smoothing):
+@pytest.mark.parametrize("softcap,z_loss", [(0.0, 0.0), (3.0, 0.0), (3.0, 0.2)])
+def test_the_compiled_loss_of_a_chunk(softcap, z_loss):
     torch.manual_seed(0)
     logits, targets = 3 * torch.randn(8, 100), torch.randint(-1, 100, (8,))
     exact = logits.double().requires_grad_()
     z = ops.capped(exact, softcap)
-    total = F.cross_entropy(z, targets, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
+    total = F.cross_entropy(z, targets, ignore_index=-1, reduction="sum")
     (total + z_loss * (z.logsumexp(-1).square() * (targets >= 0)).sum()).backward()
     for f in (ops.chunk_loss, torch.compile(ops.chunk_loss, dynamic=False, fullgraph=True)):
-        options = {name: x for name, x in (("z_loss", z_loss), ("smoothing", smoothing)) if x}
-        found, slope = f(logits.clone(), targets, softcap, True, **options)
+        found, slope = f(logits.clone(), targets, softcap, True, z_loss)
         assert found.item() == pytest.approx(total.item(), rel=1e-6) and f(logits, targets, softcap, False)[1] is None
         assert torch.allclose(slope.double(), exact.grad, atol=1e-6)
 
@@ -1263,30 +1260,6 @@ def test_z_loss_is_in_the_gradient_alone(softcap, chunk):
         assert torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-10), n
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("chunk", [1, 5, 1000])
-def test_label_smoothing_is_pytorchs(softcap, chunk):
-    """Loss and gradients in training; in evaluation, the plain loss."""
-    model = build(logit_softcap=softcap, loss_chunk=chunk, label_smoothing=0.2, z_loss=0.3)
-    for p in model.parameters():
-        torch.nn.init.normal_(p)
-    idx, targets = torch.randint(29, (2, 2, 13))
-    targets[0, 3:6] = -1
-    loss, logits = model.train()(idx, targets), model(idx)
-    valid = logits[targets >= 0]
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, label_smoothing=0.2)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    names = [name for name, _ in model.named_parameters()]
-    found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    exact = torch.autograd.grad(expected + 0.3 * valid.logsumexp(-1).square().mean(), list(model.parameters()))
-    for name, p, q in zip(names, found, exact, strict=True):
-        assert torch.allclose(p, q, rtol=1e-10, atol=1e-10), name
-    plain = F.cross_entropy(valid, targets[targets >= 0]).item()
-    assert model.eval()(idx, targets).item() == pytest.approx(plain, rel=1e-12)
-    with torch.no_grad():
-        assert model(idx, targets).item() == pytest.approx(plain, rel=1e-12)
-
-
 @pytest.mark.parametrize("trained", ["head", "all but the head", "nothing"])
 def test_chunked_loss_of_frozen_parameters(trained):
     """Trained parameters have the gradients that they have together; without autograd, no chunk computes a gradient."""
@@ -1320,7 +1293,7 @@ def test_the_chunks_of_a_gpu_hold_a_gib(monkeypatch):
     assert (ops.rows_at_once(0, 50304, cpu), ops.rows_at_once(0, 50304, gpu)) == (640, 5248)
     with FakeTensorMode(), torch.device(gpu):
         of_chunk, head = object(), lambda: torch.empty(50304, 8)
-        model = SimpleNamespace(cfg=ModelConfig(vocab_size=50304), chunk_loss=of_chunk, head_weight=head, smoothing=0.0)
+        model = SimpleNamespace(cfg=ModelConfig(vocab_size=50304), chunk_loss=of_chunk, head_weight=head)
         model.mean = lambda total, targets: total
         for tokens_of_a_text in (100, 6000):
             x, targets = torch.empty(2, tokens_of_a_text, 8), torch.empty(2, tokens_of_a_text, dtype=torch.int64)

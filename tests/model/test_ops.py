@@ -46,10 +46,10 @@ def capped(x, cap):
     return cap * torch.tanh(x / cap) if cap else x
 
 
-def cross_entropy(x, weight, targets, softcap=0.0, chunk=0, of_chunk=None, z_loss=0.0, smoothing=0.0):
+def cross_entropy(x, weight, targets, softcap=0.0, chunk=0, of_chunk=None, z_loss=0.0):
     logits = capped(x @ weight.T, softcap)
     log_p = logits.log_softmax(-1)
-    of_target = (1 - smoothing) * log_p[torch.arange(len(x)), targets] + smoothing * log_p.mean(-1)
+    of_target = log_p[torch.arange(len(x)), targets]
     z = z_loss * (logits.exp().sum(-1).log() ** 2 * (targets >= 0)).sum()
     return -(of_target * (targets >= 0)).sum() + z - z.detach()
 

@@ -288,7 +288,7 @@ def most_allocated(f) -> int:
 def gpu_loss(monkeypatch):
     """The loss as a GPU computes it, and so the plan counts it: also that of few tokens in a chunk."""
 
-    def cross_entropy(x, weight, targets, softcap, chunk, of_chunk, z_loss, smoothing):
+    def cross_entropy(x, weight, targets, softcap, chunk, of_chunk, z_loss):
         rows = ops.equal_rows(len(x), ops.rows_at_once(chunk, len(weight), torch.device("cuda")))
         return ops.ChunkedCrossEntropy.apply(x, weight, targets, (softcap, rows, of_chunk, True))
 
