@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from test_model import TINY, assert_same, beside, build, jitter, leaves, naive_attention, tokens
 
 import model as M
-import ops
 from configurator import Config, parse
 from engine import optim
 from engine.decode import KVCache
@@ -112,41 +111,6 @@ def test_shaped_attention_starts_as_the_identity(flags, docs):
         assert torch.allclose(block.sums[0].attn(x, inputs_of(net, docs)), x, atol=1e-12)
 
 
-def test_the_centring_matrix_sees_no_future():
-    """Values of 1 up to each row and a huge one behind it: the mean must not move."""
-    v = torch.ones(1, 1, T, 2, dtype=torch.float64)
-    v[:, :, -1] = 1e6
-    q = torch.zeros(1, 1, T, 2, dtype=torch.float64)
-    assert torch.allclose(
-        ops.uniform_attention(q, q, v, 2, ops.Mask())[:, :, :-1], torch.ones(T - 1, 2, dtype=torch.float64)
-    )
-
-
-@pytest.mark.parametrize("objective", ["causal", "seq2seq"])
-def test_simplified_equations(objective):
-    """A decoder's cross-attention stands between the two, or before both."""
-    x, inputs = stream(2, T, C), Inputs(memory=stream(2, 7, C) / 2)
-    norm = lambda n, z: F.rms_norm(z, (C,), n.before.weight, 1e-5)  # noqa: E731
-
-    def crossed(cross, s):
-        """s after the sum of cross-attention, or as it is in a model without an encoder."""
-        return s + cross[0].cross(norm(cross[0], s), inputs) if cross else s
-
-    net = build(block="simplified", norm="rmsnorm", pos="none", objective=objective)
-    jitter(net)
-    first, *cross, last = net.blocks[1].sums
-    s = crossed(cross, first.gain.weight * first.attn(norm(first, x), inputs))
-    expected = last.skip.weight * s + last.gain.weight * last.mlp(norm(last, s), inputs)
-    assert torch.allclose(net.blocks[1](x, inputs), expected, atol=1e-12)
-    net = build(block="simplified_parallel", norm="rmsnorm", pos="none", objective=objective)
-    jitter(net)
-    *cross, both = net.blocks[1].sums
-    n, (g_attn, b_ff) = norm(both, crossed(cross, x)), (gain.weight for gain in both.gains)
-    expected = g_attn * both.attn(n, inputs) + b_ff * both.mlp(n, inputs)
-    assert torch.allclose(net.blocks[1](x, inputs), expected, atol=1e-12)
-    assert len(cross) == (objective == "seq2seq")
-
-
 @pytest.mark.parametrize("block", SAS)
 def test_the_whole_network_of_the_paper(block):
     """The config of the paper's setting against the equations of its authors' code (arXiv:2311.01906), from the
@@ -221,27 +185,6 @@ def test_norms_around_branches_and_gains(block, placement, used):
 
 
 @pytest.mark.parametrize("block", SAS)
-def test_simplified_initial_values(block):
-    """After every kind of initialisation, so that none overwrites the zeros."""
-    net = build(block=block, simplified_beta_ff=0.25)
-    for again in (False, True):
-        if again:
-            net.init_weights(5)
-        for i, each in enumerate(net.blocks):
-            first, last = each.sums[0], each.sums[-1]
-            qk = first.attn.qk.weight.view(H, 2, C // H, C)
-            assert (qk[:, 0] == 0).all() and qk[:, 1].std().item() == pytest.approx(0.02, rel=0.1)
-            for gain in (first.attn.alpha, first.attn.beta, first.attn.gamma):
-                assert gain.shape == (H,) and (gain == 1).all()
-            g_attn, b_ff = (first.gain, last.gain) if block == "simplified" else first.gains
-            assert b_ff.weight.item() == pytest.approx(0.25) and g_attn.weight.item() == 1
-            assert block != "simplified" or last.skip.weight.item() == 1
-            assert [n for n, _ in first.attn.named_parameters() if "value" in n or "out" in n] == [
-                "value.weight", "value.skip.weight", "value.resid.weight",
-            ] * (i == 0)  # fmt: skip
-
-
-@pytest.mark.parametrize("block", SAS)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_no_gain_decays(block, optimizer):
     net = build(block=block, simplified_value_proj="all")
@@ -276,19 +219,6 @@ def test_without_norms_one_stays(block, off, objective, norms):
     for name, x, text in zip(reversed(norms), read, [*given.values(), idx], strict=True):
         expected = F.layer_norm(net.embed(text, 0)[0], (C,), net.get_submodule(name).weight)
         assert torch.allclose(x, expected, atol=1e-12), name
-
-
-def test_sas_p_saves_parameters():
-    """Values and projections are a sixth of a layer's matrices; the first layer keeps its values."""
-
-    def count(**flags):
-        with torch.device("meta"):
-            return M.Model(M.ModelConfig(vocab_size=256, n_layer=12, **flags))
-
-    standard, sas = count(), count(block="simplified_parallel", norm="rmsnorm")
-    saved = standard.n_params() - sas.n_params()
-    assert saved / standard.n_params() > 0.15
-    assert saved == 12 * 2 * 768**2 - 768**2 + (25 * 768 - 13 * 768) - 12 * (3 * 12 + 2) - 2
 
 
 # ---- cross-attention
@@ -499,29 +429,6 @@ def test_alibi_beside_slots_in_a_long_text(flags):
         assert torch.allclose(torch.cat(pieces, dim=1), expected, atol=1e-10)
 
 
-def test_joint_pool_without_context_is_a_softmax_mlp():
-    """Context keys that no query likes leave softmax(q K^T) V over the slots."""
-    q, k, v = stream(1, 2, T, 4), stream(1, 2, T, 4), stream(1, 2, T, 4)
-    slots = F.pad(stream(2, 6, 4), (0, 1)), F.pad(stream(2, 6, 4), (0, 1))
-    q, k = torch.cat((q, torch.ones(1, 2, T, 1)), -1), torch.cat((k, torch.full((1, 2, T, 1), -1e6)), -1)
-    got = ops.attention(q.double(), k.double(), F.pad(v, (0, 1)), 4, ops.Mask(), slots=slots)
-    expected = (q[..., :4] @ slots[0][..., :4].mT / 2).softmax(-1) @ slots[1][..., :4]
-    assert torch.allclose(got[..., :4], expected, atol=1e-10)
-
-
-def test_grouped_mlp_is_block_diagonal():
-    net = build(block="superblock", n_group=4, mlp="swiglu", bias=True, pos="none")
-    jitter(net)
-    mlp, x = net.blocks[0].sums[0].mlp, stream(2, T, C)
-    up = mlp.up.weight.unflatten(0, (4, 2, -1))  # group, gate or up, hidden, input
-    F4 = up.size(2)
-    gate, lin = (torch.block_diag(*up[:, i]) for i in range(2))
-    b = mlp.up.bias.view(4, 2, F4)
-    h = F.silu(x @ gate.T + b[:, 0].flatten()) * (x @ lin.T + b[:, 1].flatten())
-    expected = h @ torch.block_diag(*mlp.down.weight.unflatten(0, (4, -1))).T + mlp.down.bias
-    assert torch.allclose(mlp(x, Inputs()), expected, atol=1e-12)
-
-
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("heads", [{}, {"attention": "mqa"}], ids=str)
 def test_superblock_parameters(mlp, heads):
@@ -534,15 +441,3 @@ def test_superblock_parameters(mlp, heads):
 
     assert count(block="superblock") == count() - 4 * 256
     assert abs(count(block="superblock", layer="c.own_slots") - count(block="superblock")) <= 4 * 8 * 2 * 32
-
-
-@pytest.mark.parametrize("objective,pools", [("causal", ("attn", "mlp")), ("seq2seq", ("attn", "cross", "mlp"))])
-def test_commas_separate_sums(objective, pools):
-    """Readers joined by + share one sum, and so one norm. Without an m, the memory has a sum after that of the c."""
-
-    def names(**flags):
-        return [each.names for each in build(block="superblock", objective=objective, **flags).blocks[0].sums]
-
-    own = [("cross",)] * (objective == "seq2seq")
-    assert names() == [("attn", "mlp"), *own] and names(layer="c,p") == [(name,) for name in pools]
-    assert names(layer="p/2,c.own_slots,p/2,c", n_slot=3) == [("mlp",), ("attn",), *own, ("mlp2",), ("attn2",)]

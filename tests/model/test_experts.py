@@ -193,27 +193,6 @@ def test_the_routing_of_a_whole_set_does_not_depend_on_the_batch_size(tiny_data)
         assert torch.allclose(total(*layout), exact, rtol=1e-9, atol=0)
 
 
-def test_a_router_that_has_collapsed_recovers_by_the_bias():
-    """All tokens prefer the same two experts; the biases spread them, without another gradient."""
-    m, x = experts(), stream()
-    with torch.no_grad():
-        m.balance.bias.zero_()
-        m.router.weight.mul_(0.02)
-    x = (x + 3.0 * m.router.weight[0].sign()).detach()  # so that all scores of expert 0 are large
-    optimizer = Balance([{"params": [m.balance.bias]}], 0.003, ())
-
-    def loads() -> torch.Tensor:
-        return (m.router(x).softmax(-1) + m.balance.bias).topk(2).indices.flatten().bincount(minlength=E)
-
-    assert loads()[0] == 2 * T and loads().min() <= T // 4
-    for _ in range(600):
-        m.balance.bias.grad = None
-        m(x, Inputs()).sum().backward()
-        optimizer.step()
-    mean = 2 * 2 * T / E
-    assert loads().max() < 1.7 * mean and loads().min() > 0.3 * mean
-
-
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 def test_training_leaves_a_collapsed_router_only_with_the_bias(router):
     """All tokens read expert 0 at first, so its load is 3 times the mean of six, the most that is possible. After 100

@@ -220,32 +220,6 @@ def test_new_blocks_and_positions_work_under_tensor_parallelism(tmp_path):
     launch(2, compare, tmp_path / "ranks", {flag: patched(tmp_path, i) for i, flag in ((1, "pos"), (2, "block"))})
 
 
-def test_a_patch_where_own_edits_are_is_skipped_but_a_wrong_one_is_red(tmp_path, monkeypatch):
-    """Edits that are not committed, or that a clone has and its origin has not."""
-    origin, clone, file = tmp_path / "origin", tmp_path / "clone", Path("model.py")
-    origin.mkdir()
-    (origin / file).write_text("first\nlast\n")
-    me = "-c", "user.name=me", "-c", "user.email=me"
-    for command in (["init"], ["add", "."], [*me, "commit", "-m", "all"], ["clone", ".", clone]):
-        assert git(origin, *command).returncode == 0
-    patch = "--- a/model.py\n+++ b/model.py\n@@ -1,2 +1,3 @@\n first\n+new\n last\n"
-    apply(origin, patch)
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", clone)
-    for commit, reference in ((False, "HEAD"), (True, "origin/HEAD")):
-        (clone / file).write_text("first\nmine\nlast\n")
-        if not commit:
-            git(clone, "remote", "rename", "origin", "other")
-        else:
-            git(clone, "remote", "rename", "other", "origin")
-            assert git(clone, *me, "commit", "-am", "mine").returncode == 0
-        with pytest.raises(
-            pytest.skip.Exception, match=f"^your edits are where a .* to {reference}: patch failed: model"
-        ):
-            apply(clone, patch)
-        with pytest.raises(AssertionError, match="patch failed: model"):
-            apply(clone, patch.replace("last", "lost"))
-
-
 @pytest.mark.parametrize("role", [None, "mine"])
 def test_a_parameter_without_a_role_is_refused_by_name(role):
     net = model.Model(model.ModelConfig(**SIZES))

@@ -185,15 +185,14 @@ def test_queries_and_outputs_without_a_matrix(source, query, out):
 @pytest.mark.parametrize("phi", ["softmax", "sigmoid", "gelu", "swiglu"])
 @pytest.mark.parametrize("out", ["matrix", "none"])
 def test_units_from_their_weights(phi, groups, out):
-    """f(x_g W1_g^T) W2_g^T of each slice x_g; the softmax is over the units of a slice, of scores over the root of its
-    width."""
-    _, mlp = pool(f"p.{phi}.{out}+c", n_group=groups, n_embd=32)
+    """f(x_g W1_g^T + b1_g) W2_g^T + b2_g of each slice x_g. The softmax is over the units of a slice; its scores are
+    divided by the root of the slice's width."""
+    _, mlp = pool(f"p.{phi}.{out}+c", n_group=groups, n_embd=32, bias=True)
     (x,) = leaves((2, T, C))
+    parts = [p.chunk(groups) for p in (mlp.up.weight, mlp.up.bias, mlp.down.weight, mlp.down.bias)]
     ys = []
-    for slice, up, down in zip(
-        x.chunk(groups, -1), mlp.up.weight.chunk(groups), mlp.down.weight.chunk(groups), strict=True
-    ):
-        scores = slice @ up.T
+    for slice, up, up_bias, down, down_bias in zip(x.chunk(groups, -1), *parts, strict=True):
+        scores = slice @ up.T + up_bias
         if phi == "softmax":
             hidden = (scores / math.sqrt(C // groups)).softmax(-1)
         elif phi == "swiglu":  # without the unit of 64, which needs a width of 64, pairs of gate and value alternate
@@ -201,8 +200,10 @@ def test_units_from_their_weights(phi, groups, out):
             hidden = (F.silu(gate) * value).flatten(2)
         else:
             hidden = MAPS[phi](scores)
-        ys.append(hidden @ down.T)
-    expected = torch.cat(ys, -1) if out == "none" else torch.cat(ys, -1) @ mlp.out.weight.T
+        ys.append(hidden @ down.T + down_bias)
+    expected = torch.cat(ys, -1)
+    if out == "matrix":
+        expected = expected @ mlp.out.weight.T + mlp.out.bias
     assert_same(mlp(x, Inputs()), expected, [x, *mlp.parameters()])
 
 

@@ -324,11 +324,12 @@ def openai_weights(m: nn.Module, qkv, matrix) -> dict[str, Tensor]:
     return put("wte", m.wte) | put("pos.wpe", m.wpe) | blocks(m.h, weights_of) | put("norm", m.ln_f)
 
 
-def gpt2(hf):
+def gpt2(hf, mlp: str = "gelu", activation: str = "gelu"):
     """Its Conv1D layers hold transposed weights."""
-    reference = build(hf, hf.GPT2Config(**OPENAI_SIZE, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    sizes = OPENAI_SIZE | dict(activation_function=activation)
+    reference = build(hf, hf.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
     weights = openai_weights(reference.transformer, lambda w: thirds(w.t()), Tensor.t)
-    return reference, dict(bias=True), weights, EXACT
+    return reference, dict(bias=True, mlp=mlp), weights, EXACT
 
 
 def gpt_bigcode(hf):
@@ -389,6 +390,10 @@ def llama_weights(reference) -> dict[str, Tensor]:
 
     m = reference.model
     weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
+    for i, layer in enumerate(m.layers):
+        for norm in ("q_norm", "k_norm"):
+            if hasattr(layer.self_attn, norm):
+                weights |= put(f"blocks.{i}.sums.0.attn.{norm}", getattr(layer.self_attn, norm))
     return weights | put("head", reference.lm_head)
 
 
@@ -401,28 +406,67 @@ LLAMA = (
 OUR_LLAMA = dict(norm="rmsnorm", mlp="swiglu", tie_weights=False) | OUR_ROPE | OUR_GQA
 
 
-def llama(hf):
-    reference = build(hf, hf.LlamaConfig(**LLAMA))
-    return reference, OUR_LLAMA, llama_weights(reference), ROUNDED
+def rope_parameters(kind: str, **more) -> dict:
+    return dict(rope_parameters=dict(rope_type=kind, rope_theta=THETA, partial_rotary_factor=1.0, **more))
 
 
-def mistral(hf):
-    """Llama with a sliding window in every layer."""
-    reference = build(hf, hf.MistralConfig(**LLAMA, sliding_window=WINDOW))
-    return reference, OUR_LLAMA | dict(window=WINDOW), llama_weights(reference), ROUNDED
+LLAMAS = {  # name -> their class, what its config has besides, and our flags besides
+    "llama": ("Llama", {}, {}),
+    # a sliding window in every layer
+    "mistral": ("Mistral", dict(sliding_window=WINDOW), dict(window=WINDOW)),
+    # norms of q and k before RoPE; here full attention in the first layer, sliding windows above
+    "qwen3": (
+        "Qwen3",
+        dict(head_dim=C // H, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+        dict(qk_norm=True, window=WINDOW, window_pattern="LSS"),
+    ),
+    # heads that together are wider than the stream (Qwen3-0.6B)
+    "wide_heads": ("Qwen3", dict(head_dim=12, use_sliding_window=False), dict(qk_norm=True, head_dim=12)),
+    # biases of q, k and v, and another eps of the norms
+    "qwen2": ("Qwen2", dict(rms_norm_eps=1e-2), dict(qkv_bias=True, norm_eps=1e-2)),
+    # layers without positions
+    "smollm3": ("SmolLM3", dict(no_rope_layers=[1, 0, 1], use_sliding_window=False), dict(pos_pattern="GNG")),
+    # longer wavelengths
+    "llama_linear": ("Llama", rope_parameters("linear", factor=3.0), dict(rope_scaling="linear:3")),
+    "llama31": (
+        "Llama",
+        rope_parameters(
+            "llama3", factor=8.0, low_freq_factor=2.0, high_freq_factor=5.0, original_max_position_embeddings=30
+        ),
+        dict(rope_scaling="llama3:8:2:5:30"),
+    ),
+    "llama_yarn": (
+        "Llama",
+        rope_parameters("yarn", factor=4.0, original_max_position_embeddings=T // 4, beta_fast=2.0, beta_slow=0.5),
+        dict(rope_scaling=f"yarn:4:{T // 4}:2:0.5"),
+    ),
+}
 
 
-def qwen3(hf):
-    """Llama with norms of q and k before RoPE; here full attention in the first layer, sliding windows above."""
-    config = hf.Qwen3Config(
-        **LLAMA, head_dim=C // H, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
-    )
-    reference = build(hf, config)
-    weights = llama_weights(reference)
-    for i, layer in enumerate(reference.model.layers):
-        for norm in ("q_norm", "k_norm"):
-            weights |= put(f"blocks.{i}.sums.0.attn.{norm}", getattr(layer.self_attn, norm))
-    return reference, OUR_LLAMA | dict(qk_norm=True, window=WINDOW, window_pattern="LSS"), weights, ROUNDED
+def llama_like(hf, name: str):
+    """Their RMSNorm, and frequencies of RoPE, are computed in float32."""
+    kind, theirs, flags = LLAMAS[name]
+    reference = build(hf, getattr(hf, f"{kind}Config")(**LLAMA | theirs))
+    return reference, OUR_LLAMA | flags, llama_weights(reference), ROUNDED
+
+
+def gemma_weights(reference) -> dict[str, Tensor]:
+    gain = dict(merge=lambda w: 1 + w)
+
+    def weights_of(layer):
+        heads = layer.self_attn
+        attn = put("before", layer.input_layernorm, **gain) | attention(heads, heads.o_proj)
+        if hasattr(heads, "q_norm"):
+            attn |= put("attn.q_norm", heads.q_norm, **gain) | put("attn.k_norm", heads.k_norm, **gain)
+        return sums(
+            attn | put("after", layer.post_attention_layernorm, **gain),
+            put("before", layer.pre_feedforward_layernorm, **gain)
+            | gated_mlp(layer.mlp)
+            | put("after", layer.post_feedforward_layernorm, **gain),
+        )
+
+    m = reference.model
+    return put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm, **gain)
 
 
 def gemma2(hf):
@@ -433,21 +477,8 @@ def gemma2(hf):
         sliding_window=WINDOW, attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
     )  # fmt: skip
     reference = build(hf, config)
-    gain = dict(merge=lambda w: 1 + w)
-
-    def weights_of(layer):
-        return sums(
-            put("before", layer.input_layernorm, **gain)
-            | attention(layer.self_attn, layer.self_attn.o_proj)
-            | put("after", layer.post_attention_layernorm, **gain),
-            put("before", layer.pre_feedforward_layernorm, **gain)
-            | gated_mlp(layer.mlp)
-            | put("after", layer.post_feedforward_layernorm, **gain),
-        )
-
-    m = reference.model
-    weights = put("wte", m.embed_tokens, merge=lambda w: w * C**0.5) | blocks(m.layers, weights_of)
-    weights |= put("norm", m.norm, **gain) | put("head", reference.lm_head)
+    weights = gemma_weights(reference) | put("head", reference.lm_head)
+    weights["wte.weight"] = weights["wte.weight"] * C**0.5
     flags = dict(norm="rmsnorm", norm_placement="sandwich", mlp="geglu", tie_weights=False, window=WINDOW)
     flags |= dict(window_pattern="SL", attn_softcap=2.0, logit_softcap=3.0)
     return reference, flags | OUR_ROPE | OUR_GQA, weights, ROUNDED
@@ -492,63 +523,6 @@ def mpt(hf, n_head: int):
     return reference, dict(n_head=n_head, pos="alibi"), weights, ROUNDED
 
 
-def gpt2_tanh(hf):
-    """GPT-2 with its own activation, the tanh approximation of GELU."""
-    config = hf.GPT2Config(
-        **OPENAI_SIZE | dict(activation_function="gelu_new", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    )
-    reference = build(hf, config)
-    weights = openai_weights(reference.transformer, lambda w: thirds(w.t()), Tensor.t)
-    return reference, dict(bias=True, mlp="gelu_tanh"), weights, EXACT
-
-
-def rope_parameters(kind: str, **more) -> dict:
-    return dict(rope_parameters=dict(rope_type=kind, rope_theta=THETA, partial_rotary_factor=1.0, **more))
-
-
-def llama_scaled(hf, scaling: str, parameters: dict):
-    """Llama with longer wavelengths. float32 in their frequencies limits what can be compared."""
-    reference = build(hf, hf.LlamaConfig(**LLAMA | parameters))
-    return reference, OUR_LLAMA | dict(rope_scaling=scaling), llama_weights(reference), ROUNDED
-
-
-def llama31(hf):
-    parameters = dict(factor=8.0, low_freq_factor=2.0, high_freq_factor=5.0, original_max_position_embeddings=30)
-    return llama_scaled(hf, "llama3:8:2:5:30", rope_parameters("llama3", **parameters))
-
-
-def llama_linear(hf):
-    return llama_scaled(hf, "linear:3", rope_parameters("linear", factor=3.0))
-
-
-def llama_yarn(hf):
-    parameters = dict(factor=4.0, original_max_position_embeddings=T // 4, beta_fast=2.0, beta_slow=0.5)
-    return llama_scaled(hf, f"yarn:4:{T // 4}:2:0.5", rope_parameters("yarn", **parameters))
-
-
-def qwen2(hf):
-    """Llama with biases of q, k and v, and another eps of the norms."""
-    reference = build(hf, hf.Qwen2Config(**LLAMA | dict(rms_norm_eps=1e-2)))
-    return reference, OUR_LLAMA | dict(qkv_bias=True, norm_eps=1e-2), llama_weights(reference), ROUNDED
-
-
-def wide_heads(hf):
-    """Qwen3 with heads that together are wider than the stream (Qwen3-0.6B)."""
-    reference = build(hf, hf.Qwen3Config(**LLAMA, head_dim=12, use_sliding_window=False))
-    weights = llama_weights(reference)
-    for i, layer in enumerate(reference.model.layers):
-        for norm in ("q_norm", "k_norm"):
-            weights |= put(f"blocks.{i}.sums.0.attn.{norm}", getattr(layer.self_attn, norm))
-    return reference, OUR_LLAMA | dict(qk_norm=True, head_dim=12), weights, ROUNDED
-
-
-def smollm3(hf):
-    """Llama with layers without positions."""
-    config = hf.SmolLM3Config(**LLAMA, no_rope_layers=[1, 0, 1], use_sliding_window=False)
-    reference = build(hf, config)
-    return reference, OUR_LLAMA | dict(pos_pattern="GNG"), llama_weights(reference), ROUNDED
-
-
 def cohere2(hf):
     """Cohere with windows and positions in some layers, and with neither in the others."""
     config = hf.Cohere2Config(
@@ -572,25 +546,9 @@ def gemma3(hf):
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )  # fmt: skip
     reference = build(hf, config)
-    gain = dict(merge=lambda w: 1 + w)
-
-    def weights_of(layer):
-        return sums(
-            put("before", layer.input_layernorm, **gain)
-            | attention(layer.self_attn, layer.self_attn.o_proj)
-            | put("attn.q_norm", layer.self_attn.q_norm, **gain)
-            | put("attn.k_norm", layer.self_attn.k_norm, **gain)
-            | put("after", layer.post_attention_layernorm, **gain),
-            put("before", layer.pre_feedforward_layernorm, **gain)
-            | gated_mlp(layer.mlp)
-            | put("after", layer.post_feedforward_layernorm, **gain),
-        )
-
-    m = reference.model
-    weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm, **gain)
     flags = dict(norm="rmsnorm", norm_eps=1e-6, norm_placement="sandwich", mlp="geglu_tanh", qk_norm=True, head_dim=12)
     flags |= dict(embed_scale=C**0.5, window=WINDOW, window_pattern="SLS", pos_pattern="LGL", rope_theta_local=7.0)
-    return reference, flags | OUR_ROPE | OUR_GQA | dict(rope_scaling="linear:3"), weights, ROUNDED
+    return reference, flags | OUR_ROPE | OUR_GQA | dict(rope_scaling="linear:3"), gemma_weights(reference), ROUNDED
 
 
 def olmo2(hf):
@@ -680,11 +638,12 @@ def marian(hf):
     return reference, OUR_MARIAN, weights, ROUNDED
 
 
+of_llama = {name: pytest.param(partial(llama_like, name=name), id=name) for name in LLAMAS}
 architectures = pytest.mark.parametrize(
     "architecture",
-    [gpt2, gpt_bigcode, gptj, cohere, llama, mistral, qwen3, gemma2, nemotron, marian]
-    + [gpt2_tanh, llama31, llama_linear, llama_yarn, qwen2, wide_heads, smollm3, cohere2, gemma3, olmo2]
-    + [falcon, starcoder2]
+    [gpt2, gpt_bigcode, gptj, cohere, cohere2, gemma2, gemma3, nemotron, marian, olmo2, falcon, starcoder2]
+    + [pytest.param(partial(gpt2, mlp="gelu_tanh", activation="gelu_new"), id="gpt2_tanh")]
+    + [*of_llama.values()]
     + [pytest.param(partial(mpt, n_head=n), id=f"mpt with {n} heads") for n in (4, 6, 12)],
     ids=lambda f: getattr(f, "__name__", None),
 )
@@ -937,7 +896,7 @@ def padded(rows: list[Tensor], value: int) -> Tensor:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
 
-@pytest.mark.parametrize("architecture", [gpt2, llama, qwen2, falcon])
+@pytest.mark.parametrize("architecture", [gpt2, of_llama["llama"], of_llama["qwen2"], falcon])
 def test_packed_pairs_equal_padded_ones_of_a_causal_model(hf, architecture):
     """The loss of the targets alone and all its gradients; positions count in each pair."""
     reference, flags, weights, tolerance = architecture(hf)
