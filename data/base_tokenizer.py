@@ -95,8 +95,7 @@ class CharTokenizer(Tokenizer):
         unknown = np.unique(points[np.append(self.codes, np.uint32(2**32 - 1))[ids] != points])
         if unknown.size:
             first = ", ".join(ascii(chr(c)) for c in unknown[:5].tolist())
-            fact = f"the char vocabulary of {self.vocab_size} lacks {unknown.size} of the text's characters"
-            raise ValueError(f"{fact}, such as {first}; remove them, or prepare the data with a text that has them")
+            raise ValueError(f"the char vocabulary lacks characters of the text, such as {first}; leave them out")
         return ids.astype(np.int64)
 
 

@@ -4,12 +4,9 @@
     flags.add_argument("--tokenizer", default="gpt2")
     prepare(flags.parse_args(), find_files(["books/*.txt", "web"]))
 
-Documents are numbered over the sorted files, and a hash of the number decides whether a document validates. Threads
-only encode, and their results are written in the order of the documents. So neither the number of threads nor a restart
-changes a shard.
-
-Memory holds one document and some pieces of about 1 MB, whatever the size of the input. Only a document without spaces
-and lines cannot be cut into pieces: it is encoded at once, in up to 20 times its size.
+Documents are numbered over the sorted files, and a hash of the number decides whether a document validates. Results are
+written in the order of the documents, so neither the number of threads nor a restart changes a shard. Memory holds some
+pieces of about 1 MB, and a document without spaces and lines, which cannot be cut, in up to 20 times its size.
 """
 
 import argparse
@@ -18,7 +15,6 @@ import json
 import os
 import re
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +25,9 @@ from functools import partial
 import numpy as np
 from tqdm import tqdm
 
-from data.command import Parser, out_folder, ready_tokenizer, say
+from data.command import Parser, out_folder
 from data.dataset import MASK
-from data.errors import require
+from data.errors import require, say
 from data.files import SPLITS
 from data.hashing import hash64
 from data.pairs import Parts, encode
@@ -40,13 +36,9 @@ from data.tokenizer import build
 from data.writer import ShardWriter
 
 RECORDS = re.compile(r"\.(jsonl(\.gz|\.zst)?|parquet)$")  # names of files whose documents are records
-CUT = ", or cut it with data/text/prepare.py --documents=paragraph or --documents=line"
 JOB_CHARACTERS = 1_000_000  # most characters of a job; a longer document is cut into pieces
 JOB_PIECES = 4096  # most pieces of a job
 SAFE_CUT = re.compile(r"\S(?= )|(?<=\S)\n(?=\S)")
-
-
-# -------------------------------------------------------------------------------------------------------- tokenizing
 
 
 def uniform(numbers: np.ndarray) -> np.ndarray:
@@ -57,9 +49,8 @@ def uniform(numbers: np.ndarray) -> np.ndarray:
 def pieces(text: str, length: int) -> Iterator[str]:
     """Cuts `text` into pieces of at least `length` characters. Their ids, joined, are the ids of `text`.
 
-    This holds for all tokenizers, because they split a text into words first, and in all of them a word ends before a
-    space and after a single newline. The cuts are at such places only. (A tokenizer of the kind hf may split otherwise.
-    Then the tokens at a cut are others.)
+    A word of each of our tokenizers ends before a space and after a single newline, where the cuts are. A tokenizer of
+    the kind hf may split otherwise; then the tokens at a cut are others.
     """
     start = 0
     while len(text) - start > length and (found := SAFE_CUT.search(text, start + length)):
@@ -108,16 +99,13 @@ def together(text: str | Parts) -> str:
 
 
 def map_in_order(function: Callable, jobs: Iterable[Job], threads: int) -> Iterator[tuple]:
-    """Yields (job, function(job)) in the order of the jobs. At most `threads` + 2 jobs are pending, and 16 million
-    characters."""
+    """Yields (job, function(job)) in the order of the jobs. At most `threads` + 2 jobs are pending."""
     waiting: deque = deque()
     pool = ThreadPoolExecutor(threads)
     try:
         for job in jobs:
-            size = job.size + sum(j.size for j, _ in waiting)
-            while waiting and (len(waiting) > threads + 1 or size > 16 * JOB_CHARACTERS):
+            if len(waiting) == threads + 2:
                 before, result = waiting.popleft()
-                size -= before.size
                 yield before, result.result()
             waiting.append((job, pool.submit(function, job)))
         while waiting:
@@ -127,33 +115,19 @@ def map_in_order(function: Callable, jobs: Iterable[Job], threads: int) -> Itera
         pool.shutdown(cancel_futures=True)
 
 
-class Progress(tqdm):
-    """Shows on stderr how much of the input was read: a progress bar on a terminal, else a line every half minute.
-    `position` bytes of `total` were read before."""
-
-    BYTES = {"unit": "B", "unit_scale": True}
-
-    def __init__(self, position: int, total: float):
-        how = {"dynamic_ncols": True, "mininterval": 0.5, "leave": False, "disable": not sys.stderr.isatty()}
-        super().__init__(initial=position, total=total, **self.BYTES, **how)
-        self.first = self.last = time.monotonic()
-
-    def show(self, position: int, total: float, counts: str) -> None:
-        """Shows that `position` of `total` bytes are read. `counts` describes the output so far."""
-        if not self.disable:
-            self.total, self.postfix = total, counts
-            self.update(position - self.n)
-        elif (now := time.monotonic()) - self.last >= 30:
-            self.last = now
-            figures = {"initial": self.n, "postfix": counts, "ncols": 0}  # n stays what it was at first
-            say(self.format_meter(position, total, now - self.first, **figures, **self.BYTES))
+def progress_bar(total: int | None, done: int = 0) -> tqdm:
+    """A bar on stderr of the bytes that are read: of `total`, of which `done` were read before. Where stderr is no
+    terminal, it is written every half minute."""
+    seconds = 0.5 if sys.stderr.isatty() else 30
+    how = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, "leave": False}
+    return tqdm(initial=done, total=total, delay=seconds, mininterval=seconds, miniters=1, **how)
 
 
 def read_texts(source: Source) -> Iterator[str]:
     """Yields the text of each document, for a tokenizer that is built from the texts."""
-    with Progress(0, source.total) as progress:
-        for n, (text, _, _, position) in enumerate(source.read(), 1):
-            progress.show(position, source.total, f"{n:,} documents")
+    with progress_bar(source.total) as progress:
+        for text, _, _, position in source.read():
+            progress.update(position - progress.n)
             yield together(text)
 
 
@@ -196,62 +170,45 @@ class Corpus:
             return numbers == 0
         return uniform(numbers) < self.val_fraction
 
-    def count(self, unit: str, *splits: str) -> int:
-        return sum(self.out.splits[split][unit] for split in splits or SPLITS if split in self.out.splits)
-
-    def bytes_to_read(self, position: int) -> float:
-        """Bytes of the input to be read in all. With a limit they are estimated from the first `position` bytes."""
-        total, tokens = self.source.total, self.count("tokens", "train")
-        return min(total, position * self.limit / tokens) if self.limit and tokens else total
+    def tokens(self, split: str) -> int:
+        """The number of tokens that were written into a split."""
+        return self.out.splits.get(split, {"tokens": 0})["tokens"]
 
     def write(self) -> None:
         """Writes all documents, saves after each full shard, and checks that both splits can be used."""
         file, row, number = self.out.place or (0, 0, 0)
-        start = sum(self.source.sizes[:file])
         if number:
-            print(f"continues after {number:,} documents, {self.count('tokens'):,} tokens", file=sys.stderr)
+            say(f"continues after {number:,} documents, {self.tokens('train'):,} tokens to train on")
         jobs = make_jobs(self.source.read(file, row), number)
+        total = None if self.limit else self.source.total  # how much a limit leaves out is not known
         with (
-            Progress(start, self.bytes_to_read(start)) as progress,
+            progress_bar(total, sum(self.source.sizes[:file])) as progress,
             closing(map_in_order(self.encode, jobs, self.threads)) as results,
         ):
             for job, encoded in results:
-                if self.limit and "train" in encoded:
-                    if self.count("tokens", "train") + len(encoded["train"][0]) >= self.limit:
-                        self.write_up_to_limit(job)
-                        break
+                trained, _ = encoded.get("train", ([], 0))
+                if self.limit and self.tokens("train") + len(trained) >= self.limit:
+                    self.write_up_to_limit(job)
+                    break
                 for split, (tokens, begun) in encoded.items():
                     self.out.add(split, tokens, begun)
                 if self.out.unsaved and job.place:
                     self.out.save(job.place)
-                counts = f"{self.count('documents'):,} documents, {self.count('tokens'):,} tokens"
-                progress.show(job.position, self.bytes_to_read(job.position), counts)
-        self.check_splits()
+                progress.set_postfix_str(f"{self.tokens('train'):,} tokens to train on", refresh=False)
+                progress.update(job.position - progress.n)
+        for split in SPLITS:
+            if self.tokens(split) < 2:
+                remedy = "add text, cut it into more documents, or pass another --val_fraction"
+                raise ValueError(f"the split {split} has {self.tokens(split)} tokens, and needs two; {remedy}")
 
     def write_up_to_limit(self, job: Job) -> None:
         """Writes the pieces of the job in which the limit is reached, up to the limit."""
         for piece in job.pieces:
             for split, (tokens, begun) in self.encode(Job([piece])).items():
-                room = self.limit - self.count("tokens", "train") if split == "train" else len(tokens)
+                room = self.limit - self.tokens("train") if split == "train" else len(tokens)
                 self.out.add(split, tokens[:room], begun)
-            if self.count("tokens", "train") == self.limit:
+            if self.tokens("train") == self.limit:
                 return
-
-    def check_splits(self) -> None:
-        """ValueError for a split that cannot be used."""
-        n = self.count("documents")
-        require(n, "the input has no text; add text")
-        cut = "" if all(map(RECORDS.search, self.source.files)) else CUT
-        require(n > 1, f"the input is one document, which cannot be split; add text{cut}")
-        fact = f"val_fraction={self.val_fraction} takes"
-        require("val" in self.out.splits, f"{fact} none of {n:,} documents; pass a larger --val_fraction")
-        require("train" in self.out.splits, f"{fact} all of {n:,} documents; pass a smaller --val_fraction")
-        for split in SPLITS:
-            fact = f"the split {split} has one token, and a prediction needs two"
-            require(self.count("tokens", split) > 1, f"{fact}; add text to the input")
-
-
-# ---------------------------------------------------------------------------------------------------------- commands
 
 
 def parser(doc: str, here: str) -> Parser:
@@ -261,6 +218,7 @@ def parser(doc: str, here: str) -> Parser:
     flags.add_argument("--val_fraction", type=float, help=fraction)
     flags.add_argument("--field", default="text", help="field of jsonl and parquet with the text (default text)")
     flags.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100_000_000)")
+    flags.add_argument("--tokenizer", default="gpt2", help="char, byte, gpt2, bpe:N or hf:DIR (default gpt2)")
     flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="encoding threads (default: all cores)")
     return flags
 
@@ -268,16 +226,19 @@ def parser(doc: str, here: str) -> Parser:
 def prepare(
     args: argparse.Namespace, files: list[str], documents: str = "file", shards: int = 0, pairs: tuple[str, ...] = ()
 ) -> None:
-    """Prepares the data set that the flags describe, with at most `shards` full shards to train on (0 = all).
-
-    pairs   the fields of a source and its target, or the field of a chat
-    """
+    """Prepares the data set that the flags describe, with at most `shards` full shards to train on (0 = all). `pairs`
+    are the fields of a source and its target, or the field of a chat."""
     plain = [f for f in files if not RECORDS.search(f)]
     single = documents == "file" and len(files) == len(plain) == 1
     val_fraction = args.val_fraction
     if val_fraction is None:
         val_fraction = 0.1 if single else 0.005
-    check_flags(args, val_fraction, shards, pairs, files, plain)
+    check_numbers(args, val_fraction, shards)
+    fields = len(pairs) < 3 and all(pairs) and not (pairs and plain)
+    need = "pass SOURCE,TARGET, or the one field of a chat, of .jsonl or .parquet alone"
+    require(fields, f"pairs={','.join(pairs)} is not possible for {files[0]}; {need}")
+    used = args.field == "text" or len(plain) < len(files) and not pairs
+    require(used, f"field={args.field} has no effect on texts and pairs; leave it out")
     folder = out_folder(args.out)
     source = Source(files, documents, args.field, val_fraction=val_fraction if single else 0, pairs=pairs)
     if args.tokenizer == "char":  # which is built from the separated texts
@@ -297,36 +258,14 @@ def prepare(
         settings["pairs"] = [*pairs]
     with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
         Corpus(out, source, val_fraction, args.threads, shards * args.shard_tokens).write()
-    if not single:
-        out.report(f"{described(out, source, bool(plain))}, ")
-    else:
-        out.report(f"one text, of which the last {val_fraction:.3g} validates (cut at a line end if one is near), ")
+    out.report(f"{out.documents()} documents, ")
 
 
-def described(out: ShardWriter, source: Source, plain: bool) -> str:
-    """The documents that were written, for people. Warns of a validation set that is a single document."""
-    if out.splits["val"]["documents"] == 1:
-        remedy = f"pass a larger --val_fraction{CUT if plain else ''}"
-        say(f"warning: one document validates, so every validation loss will be that of one text; {remedy}")
-    if not source.separated:
-        return f"{out.documents()} documents"
-    end = "a blank line" if source.documents == "paragraph" else "a line end"
-    return f"{out.documents()} documents with {end} after each"
-
-
-def check_flags(
-    args: argparse.Namespace, val_fraction: float, shards: int, pairs: tuple[str, ...], files: list, plain: list
-) -> None:
-    """ValueError for flags that are not possible; `plain` are those of the files that have no fields."""
-    shown = f"pairs={','.join(pairs)}"
-    known = len(pairs) < 3 and all(pairs)
-    require(known, f"{shown} is not possible; pass SOURCE,TARGET, two fields, or the one field of a chat")
-    require(not (pairs and plain), f"{shown} are fields, and {plain[:1]} has none; pass .jsonl or .parquet alone")
-    if args.field != "text" and (pairs or len(plain) == len(files)):
-        raise ValueError(f"field={args.field} has no effect on {'pairs' if pairs else 'texts'}; leave it out")
-    require(0 < val_fraction < 1, f"val_fraction={val_fraction} is not possible; pass a number between 0 and 1")
+def check_numbers(args: argparse.Namespace, val_fraction: float, shards: int) -> None:
+    """ValueError for a number that is not possible."""
     for name, value, most in (("threads", args.threads, 1024), ("shard_tokens", args.shard_tokens, 2**31 - 1)):
         require(1 <= value <= most, f"{name}={value} is not possible; pass a number from 1 to {most}")
+    require(0 < val_fraction < 1, f"val_fraction={val_fraction} is not possible; pass a number between 0 and 1")
     require(shards >= 0, f"shards={shards} is not possible; pass 0 for all, or the number of shards to train on")
 
 
@@ -335,7 +274,6 @@ def stream(doc: str, here: str, path: str) -> None:
     flags = parser(doc, here)
     flags.add_argument("--path", default=path, help=f"OWNER/NAME[@REVISION][:CONFIG], or local files (default {path})")
     flags.add_argument("--shards", type=int, default=0, help="number of full shards to train on, 0 = all (default 0)")
-    flags.add_argument("--tokenizer", type=ready_tokenizer, default="gpt2", help="gpt2, byte or hf:DIR (default gpt2)")
     args = flags.parse_args()
     try:
         files = find_files([args.path])

@@ -14,13 +14,10 @@ and val.bin, and beside Megatron's pairs (train.bin and train.idx, or any x_trai
 nanoGPT's meta.pkl is never opened, because unpickling executes the code that a file holds.
 """
 
-import difflib
 import math
 import os
 import re
-import resource
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import repeat
@@ -35,7 +32,6 @@ from data.tokenizer import Tokenizer, from_spec
 MASK = "_mask"  # ends the name of the split that holds the marks of another's tokens, see pairs.py
 TARGET, FIRST, N_MARKS = 1, 2, 4  # bits of a mark, and the number of marks
 MIXTURE_STEPS = 10_000  # weights of a mixture are rounded to multiples of 1 / MIXTURE_STEPS
-TOKENS_CHECKED = 2**24  # tokens read to find the largest id, in files without a recorded max_token
 MAX_VOCAB_SIZE = 2**31 - 1
 MOVING = {"half prepared": True}  # the content of meta.json while shards are moved into place
 NOT_PREPARED = "is not prepared (it has no train_000000.bin and no train.bin)"
@@ -111,12 +107,8 @@ class DataSet:
         return any(split.endswith(MASK) for split in (self.meta or {}).get("splits", {}))
 
     def split(self, name: str) -> TokenStream:
-        """Opens the tokens of "train" or "val" after checks of all sizes and largest ids, with `verify` also of this
-        rank's part of the checksums.
-
-        The largest id of a shard is recorded in meta.json. In files without this record only the first tokens are
-        checked, TOKENS_CHECKED in all shards together; the batch that reads it finds a wrong id in the rest.
-        """
+        """Opens the tokens of "train" or "val" after checks of sizes and recorded largest ids, with `verify` also of
+        this rank's part of the checksums. In files without a record, the batch that reads it finds a wrong id."""
         stream = self.open(name, self.meta["vocab_size"] if self.meta else self.vocab_size)
         if self.pairs:
             stream.mask = mask = self.open(name + MASK, N_MARKS)
@@ -130,13 +122,14 @@ class DataSet:
         """Opens one split or mask, whose ids are below `limit`."""
         records = find_shards(self.folder, self.meta, name)
         check(records, self.folder, f"has no split {name} (no {name}_000000.bin, no {name}.bin)")
-        shards, check_first = [], -(-TOKENS_CHECKED // len(records))  # tokens of each shard, rounded up
-        rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-        _raise_open_file_limit()
+        shards = []
+        rank = int(os.environ.get("RANK", 0))
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
         for i, record in enumerate(records):
-            path, recorded = self.folder / record["name"], record.get("sha256")
+            path = self.folder / record["name"]
+            recorded = record.get("sha256")
             try:
-                shards.append(open_shard(path, record, limit, check_first))
+                shards.append(open_shard(path, record, limit))
             except OSError as e:
                 raise unreadable(path, e) from e
             fact = "cannot be verified, because no meta.json records its SHA-256"
@@ -172,34 +165,31 @@ class Mixture(DataSet):
 def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, verify: bool = False) -> DataSet:
     """Opens the data set `name`: a folder under `root`, a path, or several of them as `a:0.7,b:0.3` with weights.
 
-    With `vocab_size` 0 the size is meta.json's. Another number is for data without a meta.json, or for an embedding
-    that is padded beyond the data's vocabulary. With `verify`, `split` checks every checksum. ValueError if the data
-    set is missing or not prepared, its meta.json damaged, or its vocabulary unknown or larger than `vocab_size`.
+    With `vocab_size` 0 the size is meta.json's. Another number is for data without one, or for an embedding that is
+    padded beyond the data's vocabulary. With `verify`, `split` checks every checksum.
     """
     folder = next(filter(Path.is_dir, (Path(root) / name, Path(os.path.expanduser(name)))), None)
     if not folder and re.search("[,:]", str(name)):
         return _open_mixture(str(name), root, vocab_size, verify)
     if not folder:
-        marks = ("prepare.py", "meta.json", "train.bin")  # a script, or files that a user has prepared
-        scripts, *found = ({p.parent.name for p in Path(root).glob(f"*/{mark}")} for mark in marks)
-        ready, others = (", ".join(sorted(s)) or "none" for s in (set().union(*found), scripts.difference(*found)))
-        near = difflib.get_close_matches(str(name), sorted(scripts.union(*found)), n=1)
-        hint = f"prepared: {ready}; not prepared: {others} (python {display_path(Path(root))}/NAME/prepare.py)"
-        hint = f"did you mean {near[0]}?" if near else hint
-        raise ValueError(f"there is no data set {str(name)!r} in {display_path(Path(root))} and no such folder; {hint}")
+        fact = f"there is no data set {str(name)!r} in {display_path(Path(root))} and no such folder"
+        raise ValueError(f"{fact}; prepare it, or pass a path")
     meta = read_meta(folder)
     check(any(find_shards(folder, meta, split) for split in SPLITS), folder, NOT_PREPARED)
-    own = meta["vocab_size"] if meta else 0
+    own = (meta or {}).get("vocab_size", 0)
     fact = "has no meta.json, so its vocabulary is unknown (a meta.pkl is never unpickled)"
     write = f"echo '{{\"vocab_size\": N}}' > {display_path(folder / 'meta.json')}"
     check(own or vocab_size, folder, fact, f"pass --vocab_size=N, or {write}")
     fact = f"has a vocabulary of {own}, more than vocab_size={vocab_size}"
     remedy = f"pass {own} or more, or prepare the data with the tokenizer of the model"
     check(vocab_size >= own or not vocab_size, folder, fact, remedy)
-    tokenizer = from_spec(meta["tokenizer"], folder) if meta and "tokenizer" in meta else None
-    if tokenizer and (tokenizer.hash, tokenizer.vocab_size) != (meta.get("tokenizer_hash", tokenizer.hash), own):
-        raise problem(folder / "meta.json", "records another tokenizer hash or vocabulary size than its tokenizer has")
-    return DataSet(folder, meta, tokenizer, max(own, vocab_size), meta.get("eot") if meta else None, verify)
+    tokenizer = None
+    if meta and "tokenizer" in meta:
+        tokenizer = from_spec(meta["tokenizer"], folder)
+        same = tokenizer.hash == meta.get("tokenizer_hash", tokenizer.hash) and tokenizer.vocab_size == own
+        fact = "records another tokenizer hash or vocabulary size than its tokenizer has"
+        check(same, folder / "meta.json", fact)
+    return DataSet(folder, meta, tokenizer, max(own, vocab_size), (meta or {}).get("eot"), verify)
 
 
 def _open_mixture(name: str, root: str | Path, vocab_size: int, verify: bool) -> Mixture:
@@ -207,21 +197,24 @@ def _open_mixture(name: str, root: str | Path, vocab_size: int, verify: bool) ->
     weights: dict[str, Fraction] = {}
     for part in map(str.strip, name.split(",")):
         match = re.fullmatch(r"([^:]+):(\d+\.?\d*|\.\d+)", part)
-        positive = match and float(match[2]) > 0
-        fact = "appears twice" if positive else "is not name:weight with a positive weight"
-        new = positive and match[1] not in weights
-        require(new, f"dataset={name!r}: {part!r} {fact}; write it like a:0.7,b:0.3, or give one folder")
+        new = match and float(match[2]) > 0 and match[1] not in weights
+        require(new, f"dataset={name!r}: {part!r} is not a new name with a positive weight; write it like a:0.7,b:0.3")
         weights[match[1]] = Fraction(match[2])
     opened = {source: open_data(source, root, vocab_size, verify) for source in weights}
-    (name_of_first, first), *_ = opened.items()
-    for source, data in opened.items():
-        two, names = (first, data), ("tokenizer", "vocabulary size", "end-of-text id", "mask of targets")
-        kinds = [(d.tokenizer and d.tokenizer.hash, d.meta and d.meta["vocab_size"], d.eot, d.pairs) for d in two]
-        for what, one, other in zip(names, *kinds, strict=True):
-            fact = f"{name_of_first} and {source} cannot be mixed, because their meta.json differ in the {what}"
-            require(one == other, f"dataset={name!r}: {fact} ({one} and {other}); prepare both with one tokenizer")
+    kinds = {source: _kind(data) for source, data in opened.items()}
+    if len(set(kinds.values())) > 1:
+        found = "; ".join(f"{source}: {', '.join(kind)}" for source, kind in kinds.items())
+        raise ValueError(f"dataset={name!r} mixes data of different kinds ({found}); prepare all with one tokenizer")
+    first = next(iter(opened.values()))
     weighted = zip(opened.items(), _integers(list(weights.values())), strict=True)
     return Mixture(**vars(first), sources={source: (data, weight) for (source, data), weight in weighted})
+
+
+def _kind(data: DataSet) -> tuple[str, ...]:
+    """What the sources of a mixture must have in common."""
+    tokenizer = "unknown tokenizer" if data.tokenizer is None else f"tokenizer {data.tokenizer.hash[:12]}"
+    size = data.meta and data.meta["vocab_size"]
+    return tokenizer, f"vocab_size {size}", f"end-of-text {data.eot}", f"pairs {data.pairs}"
 
 
 def _integers(weights: list[Fraction]) -> list[int]:
@@ -241,29 +234,22 @@ def read_meta(folder: Path) -> dict | None:
     try:
         meta = read_json(path)
         require(meta != MOVING, "a preparation stopped while it moved its files into place")
-        size, eot, splits = meta["vocab_size"], meta.get("eot"), meta.get("splits", {})
-        shards = [shard for split in splits.values() for shard in split["shards"]]
-        counts = [n for shard in shards for n in (shard["tokens"], shard.get("max_token", 0))]
-        right = {
-            f"a vocab_size that is not a number from 1 to {MAX_VOCAB_SIZE}": _is_count(size, 1),
-            "an eot that is not an id below its vocab_size": eot is None or _is_count(eot, 0, size - 1),
-            "a shard whose name is not a file name": all(_is_name(shard["name"]) for shard in shards),
-            "a shard whose tokens or max_token is not a count": all(_is_count(n, 0, 2**63) for n in counts),
-        }
+        require(_is_count(meta["vocab_size"], 1), f"vocab_size must be a number from 1 to {MAX_VOCAB_SIZE}")
+        known = meta.get("eot") is None or _is_count(meta["eot"], 0, meta["vocab_size"] - 1)
+        require(known, "eot must be an id below vocab_size")
+        shards = [shard for split in meta.get("splits", {}).values() for shard in split["shards"]]
+        for shard in shards:
+            name = shard["name"]  # which must not lead out of the folder
+            require(name.isprintable() and Path(name).name == name, f"{name!r} is no file name")
+            counts = _is_count(shard["tokens"], 0, 2**63) and _is_count(shard.get("max_token", 0), 0, 2**63)
+            require(counts, f"the tokens or max_token of {name} are no counts")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise problem(path, f"cannot be used ({type(e).__name__}: {e})") from e
-    for fact, is_right in right.items():
-        check(is_right, path, f"holds {fact}")
     return meta
 
 
 def _is_count(x, least: int = 0, most: int = MAX_VOCAB_SIZE) -> bool:
     return type(x) is int and least <= x <= most
-
-
-def _is_name(name) -> bool:
-    """Whether `name` is a plain file name, so that no path leads out of the folder."""
-    return type(name) is str and name.isprintable() and name not in ("", ".", "..") and "/" not in name
 
 
 def find_shards(folder: Path, meta: dict | None, split: str) -> list[dict]:
@@ -278,24 +264,17 @@ def find_shards(folder: Path, meta: dict | None, split: str) -> list[dict]:
     return [{"name": n} for n in names or pairs if n in names or re.search(rf"(^|_){split}(_|\.bin$)", n)]
 
 
-def open_shard(path: Path, record: dict, limit: int, check_first: int | None = None) -> Shard:
-    """Opens one file after checks: its size is meta.json's, and its ids are in [0, limit). Checked is the recorded
-    max_token, or without a record the first `check_first` ids (None = all)."""
-    shard, tokens, largest = open_file(path), record.get("tokens"), record.get("max_token")
-    check(tokens in (None, len(shard)), path, f"holds {len(shard)} tokens, but meta.json says {tokens}")
-    first = shard.mapped()[:check_first]
-    smallest = int(first.min()) if shard.dtype.kind == "i" else 0
-    check(smallest >= 0, path, f"holds token id {smallest}, which is negative")
-    if limit <= np.iinfo(shard.dtype).max:
-        largest = int(first.max()) if largest is None else largest
-        remedy = "" if tokens else f"set vocab_size to {largest + 1} or more, in meta.json or by flag"
-        check(largest < limit, path, f"holds token id {largest}, but the vocabulary has only {limit}", remedy)
+def open_shard(path: Path, record: dict, limit: int) -> Shard:
+    """Opens one file after checks that its size is the recorded one, and that the recorded ids are below `limit`."""
+    shard = open_file(path)
+    check(len(shard), path, "holds no tokens")
+    tokens = record.get("tokens", len(shard))
+    check(tokens == len(shard), path, f"holds {len(shard)} tokens, but meta.json says {tokens}")
+    check_ids(path, record.get("max_token", 0), limit)
     return shard
 
 
-def _raise_open_file_limit() -> None:
-    """Lets this process open up to 65,536 files if the system allows it, because every shard stays open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
-    with suppress(ValueError, OSError):  # some systems have a lower limit of another kind
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+def check_ids(path: Path, largest: int, limit: int) -> None:
+    """ValueError if the largest id of a file is not below `limit`."""
+    remedy = "set vocab_size to more, or prepare the data again"
+    check(largest < limit, path, f"holds token id {largest}, but the vocabulary has only {limit}", remedy)

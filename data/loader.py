@@ -1,14 +1,13 @@
 """Batches in an order that is a pure function of (seed, global sample index).
 
-A split of N tokens is cut into n = (N - 1) // T windows of T = block_size inputs and one more target. Training samples
-are counted 0, 1, 2, ... without end. Sample i reads window i % n of the permutation that belongs to epoch i // n. Step
-k takes the samples [kG, (k+1)G), with G sequences per step, and each data-parallel rank a contiguous slice of them. So
-the order does not depend on the number of ranks, and the loader's whole state is one sample index. The corruption by an
-objective depends on the sample index in the same way.
+A split of N tokens is cut into n = (N - 1) // T windows of T = block_size inputs and one more target. Sample i = 0, 1,
+2, ... of a training reads window i % n of the permutation of epoch i // n, and is corrupted as i says. Step k takes the
+samples [kG, (k+1)G), and each data-parallel rank a contiguous slice of them. So the order does not depend on the number
+of ranks, and the loader's whole state is one sample index.
 
 In a mixture each source is cut into windows separately and has its own epochs and permutations: its n-th sample is the
-n-th sample of a run on this source alone. The source of sample i repeats with a short period, so a resume replays
-nothing. Among the first i samples, for any i, a source's count differs by less than one from its weight's share of i.
+n-th sample of a run on this source alone. Among the first i samples, for any i, a source's count differs by less than
+one from its weight's share of i.
 Evaluation reads the windows of all sources, one source after another, and ignores the weights.
 
 A window of pairs has whole pairs instead, and a length of its own (pairs.pack). All else is the same.
@@ -23,7 +22,6 @@ import numpy as np
 import torch
 
 from data.dataset import TokenStream
-from data.errors import require
 from data.hashing import hash64
 from data.objective import Objective
 from data.pairs import PADDING
@@ -63,17 +61,18 @@ def windows_per_source(stream: TokenStream, block_size: int) -> list[int]:
     if stream.packs is not None:
         return [len(windows) for windows in stream.packs]
     for name, tokens, _ in stream.sources:
-        where = name if name == stream.name else f"{name} in {stream.name}"
-        fact = f"{where} has {tokens} tokens, but block_size={block_size} needs at least {block_size + 1}"
-        remedy = f"pass --block_size={max(tokens - 1, 1)} or less, or prepare more data"
-        require(tokens > block_size, f"{fact}; {remedy}")
+        if tokens <= block_size:
+            fact = f"{name} of {stream.name} has {tokens} tokens, too few for block_size={block_size}"
+            raise ValueError(f"{fact}; pass a smaller --block_size, or prepare more data")
     return [(tokens - 1) // block_size for _, tokens, _ in stream.sources]
 
 
 def window_starts(stream: TokenStream, block_size: int, windows: np.ndarray) -> np.ndarray:
     """The first token of each window: int64 windows, numbered through all sources -> int64 positions in the stream."""
-    counts, tokens = windows_per_source(stream, block_size), [tokens for _, tokens, _ in stream.sources]
-    firsts, starts = np.cumsum([0, *counts[:-1]]), np.cumsum([0, *tokens[:-1]])
+    counts = windows_per_source(stream, block_size)
+    tokens = [tokens for _, tokens, _ in stream.sources]
+    firsts = np.cumsum([0, *counts[:-1]])
+    starts = np.cumsum([0, *tokens[:-1]])
     source = np.searchsorted(firsts, windows, side="right") - 1
     return starts[source] + (windows - firsts[source]) * block_size
 
@@ -83,10 +82,11 @@ def blending_indices(weights: list[int]) -> np.ndarray:
 
     The n-th sample of source j (n from 0) has the deadline ceil(P (n + 1) / w_j), and is allowed at sample i only if
     w_j (i + 1) / P > n. The allowed source with the earliest deadline is next. So every source's count differs by less
-    than one from its share (Tijdeman 1980, The chairman assignment problem). The simpler rule, the source furthest
-    behind its share is next, does not guarantee this if there are many rare sources.
+    than one from its share (Tijdeman 1980, The chairman assignment problem).
     """
-    period, counts, result = sum(weights), [0] * len(weights), []
+    period = sum(weights)
+    counts = [0] * len(weights)
+    result = []
     for i in range(period):
         allowed = [j for j, w in enumerate(weights) if w * (i + 1) > period * counts[j]]
         source = min(allowed, key=lambda j: -(-period * (counts[j] + 1) // weights[j]))
@@ -124,12 +124,14 @@ def _batch(
         keys = marks = np.full(buffer.shape, PADDING)  # of pairs, the objective reads these
         read_whole(stream.mask, ends, marks)
     largest = int(buffer.numpy().view(np.uint64).max())  # negative ids become large ones
-    fact = f"{stream.name} has token id {largest} where its vocabulary is {stream.vocab_size}"
-    remedy = "so a file was changed after it was prepared; pass --verify_data=True to find the file"
-    require(largest < stream.vocab_size, f"{fact}, {remedy}")
+    if largest >= stream.vocab_size:
+        fact = f"{stream.name} has token id {largest}, and its vocabulary is {stream.vocab_size}"
+        raise ValueError(f"{fact}; set vocab_size in meta.json, or find a changed file with --verify_data=True")
     batch = objective(buffer, keys)
-    batch |= document_starts(batch) if pinned else {}
-    return {name: tensor.pin_memory() for name, tensor in batch.items()} if pinned else batch
+    if pinned:
+        batch |= document_starts(batch)
+        return {name: tensor.pin_memory() for name, tensor in batch.items()}
+    return batch
 
 
 def document_starts(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -173,10 +175,14 @@ class Loader(Iterator):
         self, stream: TokenStream, objective: Objective, batch_size: int, micro_steps: int | Iterable[int] = 1,
         data_rank: int = 0, data_size: int = 1, seed: int = 0, device: str | torch.device = "cpu", start: int = 0,
     ):  # fmt: skip
-        self.stream, self.objective, self.seed = stream, objective, seed
+        self.stream = stream
+        self.objective = objective
+        self.seed = seed
         self.batch_size = batch_size
         self.micro_steps = repeat(micro_steps) if isinstance(micro_steps, int) else micro_steps
-        self.data_rank, self.data_size, self.device = data_rank, data_size, torch.device(device)
+        self.data_rank = data_rank
+        self.data_size = data_size
+        self.device = torch.device(device)
         self.counts = windows_per_source(stream, objective.block_size)
         self.n_windows = sum(self.counts)
         self.blend = blending_indices([weight for *_, weight in stream.sources])
@@ -188,7 +194,9 @@ class Loader(Iterator):
 
     def windows(self, samples: np.ndarray) -> np.ndarray:
         """int64 global sample indices, any shape -> the windows of these samples, numbered through all sources."""
-        period, first, result = len(self.blend), 0, np.empty_like(samples)
+        period = len(self.blend)
+        first = 0
+        result = np.empty_like(samples)
         for source, n in enumerate(self.counts):
             count = np.cumsum(self.blend == source)  # samples of this source in the first 1, 2, ..., period samples
             mine = self.blend[samples % period] == source
@@ -200,8 +208,8 @@ class Loader(Iterator):
     def epochs(self, samples: int) -> dict[str, float]:
         """The epochs of each source, by name, after the first `samples` samples."""
         rounds, rest = divmod(samples, len(self.blend))
-        whole, part = (np.bincount(x, minlength=len(self.counts)) for x in (self.blend, self.blend[:rest]))
-        drawn = whole * rounds + part
+        drawn = rounds * np.bincount(self.blend, minlength=len(self.counts))
+        drawn += np.bincount(self.blend[:rest], minlength=len(self.counts))
         return {name: int(d) / n for (name, *_), d, n in zip(self.stream.sources, drawn, self.counts, strict=True)}
 
     def _starts(self, start: int) -> Iterator[int]:
@@ -255,11 +263,13 @@ def eval_batches(
     nothing else. Padding has the targets -1: add up losses and numbers of targets over all batches, then divide.
     """
     n = count_windows(stream, objective.block_size)
-    windows = np.arange(min(n, n_batches * batch_size) if n_batches else n)
     if n_batches:
         # The windows of epoch -1, which training never reaches, so that the two orders differ.
-        windows = order(windows - n, n, seed)
-    device, round_size = torch.device(device), batch_size * data_size  # one batch on every rank
+        windows = order(np.arange(min(n, n_batches * batch_size)) - n, n, seed)
+    else:
+        windows = np.arange(n)
+    device = torch.device(device)
+    round_size = batch_size * data_size  # one batch on every rank
     for start in range(0, len(windows), round_size):
         rows = windows[start + data_rank * batch_size :][:batch_size]
         filled = np.pad(rows, (0, batch_size - len(rows)))

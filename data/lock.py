@@ -3,9 +3,8 @@
     with locked("out/x", "out_dir"):
         ...                                 # read and write the folder
 
-The kernel releases the lock when the process ends for any reason. What is locked is the file .lock, open for writing:
-network file systems do not lock a folder that is open for reading. On a file system without locks there is no lock, and
-a line says so.
+The kernel releases the lock of the file .lock when the process ends for any reason. It is open for writing, as network
+file systems do not lock a folder. On a file system without locks there is no lock, and a line says so.
 """
 
 import fcntl
@@ -53,32 +52,31 @@ def _lock(path: Path, flag: str, seconds: float) -> int:
     """The lock file, open and locked."""
     end = time.monotonic() + seconds
     while True:
+        late = time.monotonic() >= end
         try:
-            return _try_lock(path, flag)
-        except (ValueError, FileNotFoundError, FileExistsError):  # held; the holder has just removed the folder
-            if time.monotonic() >= end:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except (FileNotFoundError, FileExistsError):  # the holder has just removed the folder
+            if late:
                 raise
-        time.sleep(0.05)
-
-
-def _try_lock(path: Path, flag: str) -> int:
-    """As `_lock`, without waiting."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(file, 100, 0).decode(errors="replace").strip()
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if late:
+                holder = os.pread(file, 100, 0).decode(errors="replace").strip()
+                os.close(file)
+                fact = f"{flag}={path.parent} belongs to process {holder}, which still runs"
+                raise ValueError(f"{fact}; wait for it, end it with kill, or choose another --{flag}") from None
+        except OSError as error:
+            fact = f"{printable(path.parent)} cannot be locked ({error.strerror})"
+            say(f"warning: {fact}; let no other process write there")
+            return file
+        else:
+            if _is_at(file, path):  # otherwise the holder has removed the file before this process locked it
+                return file
         os.close(file)
-        fact = f"{flag}={path.parent} belongs to process {holder}, which still runs"
-        raise ValueError(f"{fact}; wait for it, end it with kill, or choose another --{flag}") from None
-    except OSError as error:
-        say(f"warning: {printable(path.parent)} cannot be locked ({error.strerror}); let no other process write there")
-        return file
-    if _is_at(file, path):
-        return file
-    os.close(file)
-    return _try_lock(path, flag)  # the holder has removed the file before this process locked it
+        time.sleep(0.05)
 
 
 def _is_at(file: int, path: Path) -> bool:

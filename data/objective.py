@@ -27,8 +27,6 @@ from data.errors import require
 from data.hashing import hash64
 from data.pairs import PADDING, pack
 
-# ---------------------------------------------------------------------------------------------------- random numbers
-
 
 def random_uint64(keys: np.ndarray, n: int) -> np.ndarray:
     """Random uint64 (B, n) from keys (B,). The numbers of a row are all different."""
@@ -47,9 +45,6 @@ def random_segmentation(x: np.ndarray, k: int) -> np.ndarray:
     return np.diff(cuts, prepend=0, append=n)
 
 
-# --------------------------------------------------------------------------------------------------------- objectives
-
-
 @dataclass
 class Objective:
     """Base of all objectives. ValueError names a flag that does not fit."""
@@ -64,14 +59,13 @@ class Objective:
     even = False  # whether all windows have equally many targets, so that a step need not count them
 
     def __post_init__(self):
-        ratio = self.corrupt_ratio
-        require(0 < ratio < 1, f"corrupt_ratio={ratio} must be above 0 and below 1, such as 0.15")
+        require(0 < self.corrupt_ratio < 1, f"corrupt_ratio={self.corrupt_ratio} must be above 0 and below 1")
         require(self.span_length >= 1, f"span_length={self.span_length} must be at least 1 token")
-        fact = "doc_mask=True needs data with an end-of-text id in its meta.json, to find where documents begin"
-        remedy = "set doc_mask to False, or prepare the data with a tokenizer that has one, such as byte"
-        require(self.eot is not None or not self.doc_mask, f"{fact}; {remedy}")
-        self.eot = -1 if self.eot is None else self.eot
-        self.m = max(1, round(ratio * self.block_size))
+        if self.doc_mask and self.eot is None:
+            raise ValueError("doc_mask=True needs data with an end-of-text id; set it to False, or use tokenizer byte")
+        if self.eot is None:
+            self.eot = -1
+        self.m = max(1, round(self.corrupt_ratio * self.block_size))
         self.window = self.block_size + 1  # the number of tokens of a window
         self.lengths = self.block_size, 0  # the numbers of tokens of idx and of source per sequence
 
@@ -104,13 +98,15 @@ class Masked(Objective):
     extra_ids = 1
 
     def __call__(self, window: Tensor, keys: np.ndarray) -> dict[str, Tensor]:
-        text, V = window.numpy()[:, :-1], self.vocab_size
+        text = window.numpy()[:, :-1]
+        V = self.vocab_size
         x = random_uint64(keys, self.block_size)
         largest = np.uint64(2**64 - 1)
         x[text == self.eot] = largest
         chosen = smallest_of_row(x, self.m) & (x < largest)
         random = hash64(x[chosen])  # the high 32 bits choose the case, the low 32 bits an id below V
-        uniform, any_id = random >> np.uint64(32), random % np.uint64(2**32) * np.uint64(V) >> np.uint64(32)
+        uniform = random >> np.uint64(32)
+        any_id = random % np.uint64(2**32) * np.uint64(V) >> np.uint64(32)
         cases = [uniform < 0.8 * 2**32, uniform < 0.9 * 2**32]
         idx = text.copy()
         idx[chosen] = np.select(cases, [V, any_id.astype(np.int64)], text[chosen])
@@ -165,7 +161,8 @@ class Seq2Seq(Objective):
         sentinels[:, 0] = True
         np.put_along_axis(sentinels, ends, True, axis=1)
         answer = np.empty(sentinels.shape, dtype=np.int64)
-        answer[sentinels], answer[~sentinels] = np.tile(V + np.arange(k + 1), B), text[in_span]
+        answer[sentinels] = np.tile(V + np.arange(k + 1), B)
+        answer[~sentinels] = text[in_span]
 
         batch = {"text": answer, "source": source}
         if self.doc_mask:
@@ -202,11 +199,14 @@ class Seq2SeqPairs(Objective):
 
     def __post_init__(self):
         super().__post_init__()
-        self.window, self.lengths = 2 * self.block_size, (self.block_size, self.block_size)
+        self.window = 2 * self.block_size
+        self.lengths = (self.block_size, self.block_size)
 
     def __call__(self, window: Tensor, marks: np.ndarray) -> dict[str, Tensor]:
-        text, T, is_target = window.numpy(), self.block_size, marks == TARGET
-        count, first = np.cumsum(is_target, axis=1), marks >= FIRST
+        text = window.numpy()
+        is_target = marks == TARGET
+        first = marks >= FIRST
+        count = np.cumsum(is_target, axis=1)
         number = np.cumsum(first, axis=1) - 1
         answer = count > np.maximum.accumulate(np.where(first, count, 0), axis=1)  # from a pair's first target on
         begins = answer & ~np.pad(answer, ((0, 0), (1, 0)))[:, :-1]
@@ -214,15 +214,19 @@ class Seq2SeqPairs(Objective):
         last = np.where(answer, number, 0).max(axis=1, keepdims=True)  # padding of idx belongs to the last pair
         read = (marks < PADDING) & ~answer | begins
         parts = {
-            "source": (read, np.where(begins, self.eot, text), self.eot), "source_docs": (read, number, last + 1),
-            "idx": (answer, before, self.eot), "targets": (answer, np.where(is_target, text, -1), -1),
+            "source": (read, np.where(begins, self.eot, text), self.eot),
+            "source_docs": (read, number, last + 1),
+            "idx": (answer, before, self.eot),
+            "targets": (answer, np.where(is_target, text, -1), -1),
             "docs": (answer, number, last),
-        }  # fmt: skip
-        batch = {name: np.broadcast_to(fill, (len(text), T)).astype(np.int64) for name, (_, _, fill) in parts.items()}
-        for name, (chosen, values, _) in parts.items():
-            rows = np.nonzero(chosen)[0]
-            batch[name][rows, (np.cumsum(chosen, axis=1) - 1)[chosen]] = values[chosen]
-        return {name: torch.from_numpy(array) for name, array in batch.items()}
+        }
+        batch = {}
+        for name, (chosen, values, fill) in parts.items():
+            batch[name] = torch.empty(len(text), self.block_size, dtype=torch.int64)
+            array = batch[name].numpy()
+            array[:] = fill
+            array[np.nonzero(chosen)[0], (np.cumsum(chosen, axis=1) - 1)[chosen]] = values[chosen]
+        return batch
 
     def pack(self, stream: TokenStream) -> None:
         pack(stream, lambda found: np.diff(found, axis=1) + (1, 0), self.block_size, self.block_size)
@@ -242,35 +246,36 @@ def open_with_objective(cfg) -> tuple[DataSet, Objective, int]:
     cfg.pairs, and with pairs doc_mask and doc_positions, so that a pair is computed as if it were alone."""
     data = open_data(cfg.dataset, DATA, cfg.vocab_size, cfg.verify_data)
     settle_pairs(cfg, data)
-    fact = f"objective={cfg.objective} adds ids to the data's vocabulary, and dataset={cfg.dataset} has no meta.json"
-    remedy = 'write {"vocab_size": N} into one beside the shards'
-    require(data.meta is not None or cfg.objective == "causal", f"{fact} with its size; {remedy}")
+    if data.meta is None and cfg.objective != "causal":
+        fact = f"objective={cfg.objective} adds ids to the vocabulary, whose size dataset={cfg.dataset} does not record"
+        raise ValueError(f'{fact}; write {{"vocab_size": N}} into a meta.json beside the shards')
     data_ids = data.meta["vocab_size"] if data.meta else cfg.vocab_size
-    shape = cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
-    objective = objective_class(cfg)(data_ids, data.eot, *shape)
-    data = replace(data, pack=objective.pack) if cfg.pairs else data
+    settings = (cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length)
+    objective = objective_class(cfg)(data_ids, data.eot, *settings)
+    if cfg.pairs:
+        data = replace(data, pack=objective.pack)
     needed = data_ids + objective.extra_ids
-    unit = 64 if needed > 1024 else 1  # large matrix products are faster if the sizes are multiples of 64
-    vocab_size = cfg.vocab_size or -(-needed // unit) * unit
-    remedy = f"set it to {needed} or more"
-    if cfg.init_from != "scratch":
-        remedy = f"init_from={cfg.init_from} settles it, so leave objective, corrupt_ratio and span_length out"
-    fact = f"vocab_size={vocab_size} has no room for the data's {data_ids} ids"
-    added = f"the {objective.extra_ids} that objective={cfg.objective} adds"
-    require(vocab_size >= needed, f"{fact} and {added}; {remedy}")
+    vocab_size = cfg.vocab_size or needed
+    if not cfg.vocab_size and needed > 1024:
+        vocab_size = -(-needed // 64) * 64  # large matrix products are faster with such sizes
+    if vocab_size < needed:
+        fact = f"vocab_size={vocab_size} has no room for the {needed} ids of the data and objective={cfg.objective}"
+        raise ValueError(f"{fact}; set it to {needed}, or leave the flags of the objective out")
     return data, objective, vocab_size
 
 
 def settle_pairs(cfg, data: DataSet) -> None:
     """Replaces cfg.pairs=auto by what the data are. ValueError if they, or other flags, do not go with cfg.pairs."""
-    fact = f"pairs=True, but dataset={cfg.dataset} has no mask of targets"
-    require(data.pairs or cfg.pairs is not True, f"{fact}; prepare it with --pairs (docs/data.md), or leave pairs out")
-    cfg.pairs = data.pairs if cfg.pairs == "auto" else cfg.pairs
+    if cfg.pairs is True and not data.pairs:
+        raise ValueError(f"pairs=True, but dataset={cfg.dataset} has no mask of targets; prepare it with --pairs")
+    if cfg.pairs == "auto":
+        cfg.pairs = data.pairs
     if cfg.pairs:
         fact = f"objective={cfg.objective} has no pairs, as dataset={cfg.dataset} has"
         require(cfg.objective in PAIRS, f"{fact}; set objective to causal or seq2seq, or pairs=False")
-        for name in ("corrupt_ratio", "span_length"):
+        for name in {"corrupt_ratio", "span_length"} & getattr(cfg, "sources", {}).keys():
             fact = f"{name}={getattr(cfg, name)} has no effect on dataset={cfg.dataset}, which holds pairs"
-            require(name not in getattr(cfg, "sources", {}), f"{fact}; leave {name} out")
-        cfg.doc_mask, cfg.doc_positions = True, cfg.pos in ("learned", "sinusoidal")
+            raise ValueError(f"{fact}; leave {name} out")
+        cfg.doc_mask = True
+        cfg.doc_positions = cfg.pos in ("learned", "sinusoidal")
         cfg.__post_init__()  # refuses what does not go with them

@@ -14,15 +14,10 @@ import io
 import json
 import os
 import re
-import socket
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from threading import Thread
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from data.errors import require
 from data.files import open_regular
@@ -34,8 +29,7 @@ ADDRESS = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
 
 
 def find_files(paths: Iterable[str]) -> list[str]:
-    """Lists the files of paths, patterns and folders, sorted. A folder gives all files below it with a name in ENDINGS.
-    ValueError names a path without files."""
+    """The files of paths, patterns and folders, sorted. A folder gives all files below it with a name in ENDINGS."""
     found: set[str] = set()
     for path in map(os.path.expanduser, paths):
         if os.path.isdir(path):
@@ -43,12 +37,7 @@ def find_files(paths: Iterable[str]) -> list[str]:
         else:
             files = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
         regular = [f for f in files if os.path.isfile(f)]
-        fact = f"no file matches {path!r}; check the path, and put quotes around a pattern"
-        if other := [f for f in files if not os.path.isfile(f) and not os.path.isdir(f)]:
-            fact = f"{other[0]!r} is not a regular file with a known size; write the text into a file"
-        elif os.path.isdir(path):
-            fact = f"no file in the folder {path!r} ends in {', '.join(ENDINGS)}; pass a pattern"
-        require(regular, fact)
+        require(regular, f"no regular file matches {path!r}; check the path, and put quotes around a pattern")
         found.update(map(os.path.normpath, regular))
     return sorted(found)
 
@@ -70,50 +59,42 @@ class Source:
         self.total = max(sum(self.sizes), 1)
 
     def read(self, file: int = 0, row: int = 0) -> Iterator[tuple[str | Parts, int, int, int]]:
-        """Yields (text, i, r, bytes read so far) of each document; read(i, r) continues after it. ValueError names the
-        file and the line or byte."""
+        """Yields (text, i, r, bytes read so far) of each document; read(i, r) continues after it."""
         end = "\n\n" if self.documents == "paragraph" else "\n"
         before = sum(self.sizes[:file])
-        for i in range(file, len(self.files)):
-            skip = row if i == file else 0
-            for r, (text, position) in enumerate(self._read_file(self.files[i], skip), skip + 1):
+        for i, name in enumerate(self.files[file:], file):
+            for r, (text, position) in enumerate(self._read_file(name, row), row + 1):
                 if self.separated and text and not text.endswith(end):
                     text += end
                 yield text, i, r, before + position
             before += self.sizes[i]
+            row = 0
 
     def _read_file(self, name: str, skip: int) -> Iterator[tuple[str | Parts, int]]:
         """Yields (text, bytes of the file read so far) of each document after the first `skip`."""
-        unreadable: tuple = (OSError, EOFError, zlib.error)
         try:
-            if name.endswith((".zst", ".parquet")):
-                import pyarrow
-
-                unreadable += (pyarrow.ArrowException,)
-            with _hub().open(name) if name.startswith("hf://") else open(name, "rb", opener=open_regular) as raw:
+            with _open(name) as raw:
                 if name.endswith(".parquet"):
                     yield from self._rows(name, raw, skip)
                     return
-                f, is_json = raw, name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
-                if name.endswith(".gz"):
-                    f = gzip.open(raw)
-                elif name.endswith(".zst"):
-                    f = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
-                for text in (self._json_texts if is_json else self._plain_texts)(name, f, skip):
+                texts = self._plain_texts
+                if name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+                    texts = self._json_texts
+                for text in texts(name, _decompressed(name, raw), skip):
                     yield text, raw.tell()
         except ImportError as e:
             raise ValueError(f"{name} needs {e.name} to be read; pip install -e .[data]") from None
-        except Exception as e:
-            hub = name.startswith("hf://")  # its file system raises errors of any type
-            if type(e) is ValueError or not (hub or isinstance(e, unreadable)):
+        except Exception as e:  # file systems and decompressors raise errors of many types
+            if type(e) is ValueError:
                 raise
-            remedy = "run the same command again" if hub else "replace it, or leave it out"
-            raise ValueError(f"{name} cannot be read ({reason(e)}); {remedy}") from e
+            raise ValueError(f"{name} cannot be read ({reason(e)}); try again, replace it, or leave it out") from e
 
     def _plain_texts(self, name: str, f, skip: int) -> Iterator[str]:
         if self.documents == "file":
-            text = _decode(name, 0, f.read(LARGEST + 1))
-            yield from (cut_in_two(text, self.val_fraction) if self.val_fraction else [text])[skip:]
+            texts = [_decode(name, 0, f.read(LARGEST + 1))]
+            if self.val_fraction:
+                texts = cut_in_two(texts[0], self.val_fraction)
+            yield from texts[skip:]
             return
         parts = _paragraphs(_lines(f))
         if self.documents == "line":
@@ -124,13 +105,14 @@ class Source:
     def _json_texts(self, name: str, f, skip: int) -> Iterator[str | Parts]:
         numbered = ((number, *each) for number, each in enumerate(_lines(f), 1) if each[1].strip())
         for number, offset, line in islice(numbered, skip, None):
-            where, text = f"{name}:{number}", _decode(name, offset, line, f":{number}")
+            where = f"{name}:{number}"
+            text = _decode(where, offset, line)
             try:
                 record = json.loads(text)
             except (ValueError, RecursionError) as e:
                 raise ValueError(f"{where} is not JSON ({reason(e)}); correct it, or remove it") from None
-            shape = f"{{{self.columns[0]!r}: ...}}"
-            require(isinstance(record, dict), f"{where} is not a JSON object such as {shape}; correct it")
+            if not isinstance(record, dict):
+                raise ValueError(f"{where} is not a JSON object such as {{{self.columns[0]!r}: ...}}; correct it")
             self._check_columns(where, record)
             yield self._document(where, record)
 
@@ -153,10 +135,9 @@ class Source:
             first += group.num_rows
 
     def _check_columns(self, where: str, names: Iterable[str]) -> None:
-        if missing := [column for column in self.columns if column not in names]:
-            names = ", ".join(names) or "none, it is empty"
-            flag = "--pairs= some" if self.pairs else "--field= one"
-            raise ValueError(f"{where} has no field {missing[0]!r}; pass {flag} of {names}")
+        for column in self.columns:
+            if column not in names:
+                raise ValueError(f"{where} has no field {column!r}; pass --field or --pairs of {', '.join(names)}")
 
     def _document(self, where: str, record: dict) -> str | Parts:
         """The document of a line or row. ValueError if a field holds no text, or no chat."""
@@ -165,9 +146,10 @@ class Source:
             return of_chat(f"{where}: {self.pairs[0]}", texts[0])
         for column, text in zip(self.columns, texts, strict=True):
             if not isinstance(text, str):
-                flag = "--pairs" if self.pairs else "--field"
-                raise ValueError(f"{where}: {column} is {ascii(text):.40}, not text; remove it, or pass another {flag}")
-        return [(texts[0], False), (texts[1], True)] if self.pairs else texts[0]
+                raise ValueError(f"{where}: {column} is {ascii(text):.40}, not text; remove it, or pass another field")
+        if self.pairs:
+            return [(texts[0], False), (texts[1], True)]
+        return texts[0]
 
 
 def cut_in_two(text: str, val_fraction: float) -> list[str]:
@@ -184,6 +166,23 @@ def _hub():
     return HfFileSystem()
 
 
+def _open(name: str):
+    if name.startswith("hf://"):
+        return _hub().open(name)
+    return open(name, "rb", opener=open_regular)
+
+
+def _decompressed(name: str, raw):
+    """The open file `raw`, decompressed as its name says."""
+    if name.endswith(".gz"):
+        return gzip.open(raw)
+    if name.endswith(".zst"):
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
+    return raw
+
+
 def _lines(f) -> Iterator[tuple[int, bytes]]:
     """Yields (offset, line with its line end). A line longer than LARGEST comes in parts."""
     offset = 0
@@ -198,7 +197,8 @@ def _paragraphs(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes
     start = size = 0
     for offset, line in lines:
         if line.strip() and size <= LARGEST:
-            start = start if part else offset
+            if not part:
+                start = offset
             part.append(line)
             size += len(line)
         elif part:
@@ -208,28 +208,22 @@ def _paragraphs(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes
         yield start, b"".join(part)
 
 
-def _decode(name: str, offset: int, content: bytes, line: str = "") -> str:
+def _decode(where: str, offset: int, content: bytes) -> str:
     """The text of a document. ValueError if it is longer than LARGEST, or names the first byte that is no text."""
     if len(content) > LARGEST:
-        fact = f"{name}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
-        example = "" if line else ", for example with --documents=paragraph or --documents=line"
-        raise ValueError(f"{fact}; cut the text{example}")
+        fact = f"{where}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
+        raise ValueError(f"{fact}; cut the text, for example with --documents=paragraph or --documents=line")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as e:
         fact = f"is not UTF-8 text: byte {offset + e.start} is {content[e.start]:#04x}"
         remedy = "convert it, for example with iconv, name it .gz or .zst if it is compressed so, or leave it out"
-        raise ValueError(f"{name}{line} {fact}; {remedy}") from None
+        raise ValueError(f"{where} {fact}; {remedy}") from None
 
 
 def hub_files(address: str) -> list[str]:
-    """The hf:// addresses of the training files of OWNER/NAME[@REVISION][:CONFIG], pinned to a commit. ValueError
-    within 2 seconds if the hub cannot be reached; `datasets` alone would retry for most of a minute."""
+    """The hf:// addresses of the training files of OWNER/NAME[@REVISION][:CONFIG], pinned to a commit."""
     name, revision, config = ADDRESS.fullmatch(address).groups()
-    remedy = "pass --path= a folder with its .parquet or .jsonl files"
-    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    if trouble := unreachable(getproxies().get(urlsplit(hub).scheme, hub)):
-        raise ValueError(f"{address} is not a file, and {hub} cannot be reached ({trouble}); go online, or {remedy}")
     try:
         import datasets
 
@@ -238,27 +232,9 @@ def hub_files(address: str) -> list[str]:
     except ImportError as e:
         raise ValueError(f"{address} needs {e.name} to be read; pip install -e .[data]") from None
     except Exception as e:  # any type: name, configuration, format, access, network
-        raise ValueError(f"{address} cannot be read from {hub} ({reason(e)}); check the name, or {remedy}") from e
+        remedy = "check the name and the network, or pass --path= a folder with its .parquet or .jsonl files"
+        raise ValueError(f"{address} is no file, and cannot be read from the hub ({reason(e)}); {remedy}") from e
     return sorted(found)
-
-
-def unreachable(address: str) -> str:
-    """The reason why no connection to `address` is possible, or "" if one is."""
-    parts = urlsplit(address if "//" in address else f"//{address}")
-    answer = ["no answer within 1 s"]
-
-    def connect() -> None:
-        try:
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            socket.create_connection((parts.hostname, port), timeout=1).close()
-            answer[0] = ""
-        except (OSError, ValueError) as e:
-            answer[0] = reason(e)
-
-    thread = Thread(target=connect, daemon=True)  # a thread, because a name look-up has no time limit
-    thread.start()
-    thread.join(1.2)
-    return answer[0]
 
 
 def reason(e: BaseException) -> str:

@@ -12,9 +12,8 @@
     ids = tok.encode("def main(")              # (N,) int64
     tok.decode(ids)                            # "def main("
 
-`spec`, a JSON object, describes a tokenizer in a data set's meta.json and in every checkpoint. A tokenizer.json is
-stored beside the shards and in a run's out_dir. A character may consist of several tokens: to print ids while they are
-sampled, pass their `token_bytes` to an incremental UTF-8 decoder.
+`spec`, a JSON object, describes a tokenizer in a data set's meta.json and in every checkpoint; a tokenizer.json is
+stored beside the shards and in a run's out_dir.
 """
 
 import hashlib
@@ -74,9 +73,8 @@ class HFTokenizer(Tokenizer):
         last = max(self.vocabulary.values(), default=-1)
         require(0 <= last < LARGEST_ID, f"{name} has the largest id {last}; give a vocabulary of 1 to {LARGEST_ID} ids")
         named = "eos_token" in special or self._encoding.get_added_tokens_decoder()
-        fact = f"{name} has no end-of-text token ({ascii(special.get('eos_token')):.50} is not in its vocabulary)"
-        remedy = "name one as eos_token in tokenizer_config.json beside it"
-        require("eos_token" in self.special or not named, f"{fact}; {remedy}")
+        remedy = "name one of its vocabulary as eos_token in tokenizer_config.json beside it"
+        require("eos_token" in self.special or not named, f"{name} has no end-of-text token; {remedy}")
         self.vocab_size = last + 1
         self.eot = self.vocabulary.get(self.special.get("eos_token"))
         self.spec = {"kind": "hf", "file": self.FILE, "vocab_size": last + 1}
@@ -92,8 +90,7 @@ class HFTokenizer(Tokenizer):
         split = self._encoding.pre_tokenizer
         dropped = split and len("".join(word for word, _ in split.pre_tokenize_str("a b"))) < len("a b")
         require(not dropped, f"{self.name} has a pre-tokenizer that drops the blanks between words; {remedy}")
-        known = self._encoding.decoder is not None
-        require(known, f"{self.name} has no decoder, so blanks would be put between all tokens; {remedy}")
+        require(self._encoding.decoder, f"{self.name} has no decoder, so blanks would be put between tokens; {remedy}")
         decoder = json.loads(self._encoding.decoder.__getstate__())
         for step in decoder.get("decoders", [decoder]):
             match step:
@@ -109,16 +106,16 @@ class HFTokenizer(Tokenizer):
                 case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:  # of the whole text, after Fuse
                     self.strips = True
                 case {"type": kind} if kind != "Fuse":
-                    fact = f"{self.name} has the decoder {kind}, with which a token has no bytes of its own"
-                    raise ValueError(f"{fact}; {remedy}")
+                    raise ValueError(f"{self.name} has the decoder {kind}, so its tokens have no bytes; {remedy}")
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "HFTokenizer":
         """Reads tokenizer.json, and the special tokens from the configurations beside it. ValueError if one is bad."""
         folder = Path(os.path.expanduser(folder))
         path = folder / cls.FILE
-        remedy = "give the folder of a model with a tokenizer.json; `hf download NAME --local-dir DIR` fetches one"
-        require(path.is_file(), f"{folder} lacks {cls.FILE}; {remedy}")
+        require(
+            path.is_file(), f"{folder} lacks {cls.FILE}; `hf download NAME --local-dir DIR` fetches a model with one"
+        )
         special = {}
         for name in CONFIGS:
             if (folder / name).exists():
@@ -227,11 +224,10 @@ def _special_tokens(path: Path) -> dict[str, str | int]:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
-    """Trains byte-level BPE with GPT-2's split into words: merges the most frequent pair until there are `vocab_size`
-    ids, with those of end-of-text and of the 256 bytes. Equal texts give equal ids. Memory grows with the number of
-    different words. ValueError if `vocab_size` is not 257 to 1000000, or no pair occurs twice before the end."""
-    fact = f"tokenizer bpe:{vocab_size} is not possible"
-    require(257 <= vocab_size <= 1_000_000, f"{fact}; pass 257 (256 bytes, end-of-text) to 1000000 ids")
+    """Trains byte-level BPE with GPT-2's split into words, to `vocab_size` ids with those of end-of-text and the bytes.
+    Equal texts give equal ids. Memory grows with the number of different words."""
+    known = 257 <= vocab_size <= 1_000_000
+    require(known, f"tokenizer bpe:{vocab_size} is not possible; pass 257 (256 bytes, end-of-text) to 1000000 ids")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     def cut(text: str) -> str:
@@ -249,8 +245,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
     )  # fmt: skip
     encoding.train_from_iterator(map(cut, texts), trainer)
     most = encoding.get_vocab_size()
-    fact = f"is larger than the text supports: no pair of tokens occurs twice beyond {most} ids"
-    require(most >= vocab_size, f"tokenizer bpe:{vocab_size} {fact}; use bpe:{most} or less, or more text")
+    fact = f"tokenizer bpe:{vocab_size} is larger than the text supports"
+    require(most >= vocab_size, f"{fact}; use bpe:{most} or less, or more text")
     return HFTokenizer(encoding.to_str(pretty=True).encode(), {"bos_token": eot, "eos_token": eot}, HFTokenizer.FILE)
 
 
@@ -268,22 +264,19 @@ def build(kind: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
         return train_bpe(texts(), int(value))
     if name == "hf" and value:
         return HFTokenizer.from_folder(value)
-    remedy = "choose char, byte, gpt2, bpe:N with the number of ids, such as bpe:4096, or hf:DIR with a tokenizer.json"
-    raise ValueError(f"unknown tokenizer {kind[:80]!r}; {remedy}")
+    raise ValueError(f"unknown tokenizer {kind[:80]!r}; choose char, byte, gpt2, bpe:N such as bpe:4096, or hf:DIR")
 
 
 def from_spec(spec: dict, folder: Path | None = None, remedy: str = "prepare the data again") -> Tokenizer:
     """Makes the tokenizer that `spec` describes. A tokenizer.json is in `folder` or its parent. ValueError with the
     remedy for an unknown kind, a spec that does not fit its kind, or a missing or damaged file."""
     match spec:
-        case {"kind": "char", "chars": str(chars), **rest} if not rest:
+        case {"kind": "char", "chars": str(chars)}:
             return CharTokenizer(chars)
-        case {"kind": "byte", **rest} if not rest:
+        case {"kind": "byte"}:
             return ByteTokenizer()
-        case {"kind": "gpt2", **rest} if not rest:
+        case {"kind": "gpt2"}:
             return GPT2Tokenizer()
         case {"kind": "hf", "special": dict()}:
             return HFTokenizer.load(spec, folder, remedy)
-        case {"kind": "bpe"}:
-            raise ValueError(f"the tokenizer bpe of an older version is not read any more; {remedy}")
     raise ValueError(f"no tokenizer can be made from {ascii(spec):.80}; {remedy}")

@@ -6,11 +6,11 @@
 dataset.py describes the folder, files.py the format of a shard.
 """
 
-import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -41,8 +41,11 @@ class ShardWriter:
     def __init__(
         self, folder: Path | str, tokenizer: Tokenizer, shard_tokens: int = 100_000_000, settings: dict | None = None
     ):
-        self.folder, self.tokenizer, self.shard_tokens = Path(os.path.expanduser(folder)), tokenizer, shard_tokens
-        self.settings, self.place = settings, None
+        self.folder = Path(os.path.expanduser(folder))
+        self.tokenizer = tokenizer
+        self.shard_tokens = shard_tokens
+        self.settings = settings
+        self.place = None
         self.magic = next(m for m, (_, t) in files.FORMATS.items() if tokenizer.vocab_size <= np.iinfo(t).max + 1)
         self.version, self.dtype = files.FORMATS[self.magic]
         self.temporary = self.folder / PREPARING
@@ -63,34 +66,41 @@ class ShardWriter:
 
     def _resume(self) -> None:
         """Restores the state of the last `save`, if any, and deletes all other files of an earlier preparation."""
-        path, kept = self.temporary / PROGRESS, set()
+        path = self.temporary / PROGRESS
+        kept = set()
         if self.settings is not None and path.exists():
             start_again = f"delete {display_path(self.temporary)} to start again"
             try:
                 saved = files.read_json(path)
-                require(saved.pop("sha256") == hashlib.sha256(_json(saved)).hexdigest(), "it was changed")
+                self.splits = saved["splits"]
+                self.place = saved["place"]
+                other = [name for name in self.settings if saved["settings"].get(name) != self.settings[name]]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
                 raise files.problem(path, f"cannot be used ({type(e).__name__}: {e})", start_again) from e
-            other = [name for name in self.settings if saved["settings"].get(name) != self.settings[name]]
             fact = f"holds an unfinished preparation with another {', '.join(other)}"
             check(not other, self.temporary, fact, f"continue with its flags, or {start_again}")
-            self.splits, self.place = saved["splits"], saved["place"]
-            meta = self.folder / "meta.json"
-            moving = meta.is_file() and meta.read_bytes() == _json(MOVING)
-            for split, entry in self.splits.items():
-                for shard in entry["shards"]:
-                    file, size = self.temporary / shard["name"], HEADER_BYTES + self.dtype.itemsize * shard["tokens"]
-                    if moving and not file.exists():
-                        os.replace(self.folder / shard["name"], file)
-                    whole = file.exists() and file.stat().st_size >= size
-                    check(whole, file, "differs from its saved state", start_again)
-                    if not shard["sha256"]:
-                        self.open[split] = open(file, "r+b")
-                        self.open[split].seek(size)
-                    kept.add(file)
-            kept.add(path)
+            kept = {path, *(self._reopen(*each, start_again) for each in self._shards())}
         for file in set(self.temporary.iterdir()) - kept:
             file.unlink()
+
+    def _shards(self) -> Iterator[tuple[str, dict]]:
+        """The split and the record of each shard."""
+        for split, entry in self.splits.items():
+            for shard in entry["shards"]:
+                yield split, shard
+
+    def _reopen(self, split: str, shard: dict, remedy: str) -> Path:
+        """Finds the file of a saved shard, and opens it behind its tokens if it is not full."""
+        file = self.temporary / shard["name"]
+        meta = self.folder / "meta.json"
+        if not file.exists() and meta.is_file() and meta.read_bytes() == _json(MOVING):
+            os.replace(self.folder / shard["name"], file)  # it was moved into place before the interruption
+        size = HEADER_BYTES + self.dtype.itemsize * shard["tokens"]
+        check(file.exists() and file.stat().st_size >= size, file, "differs from its saved state", remedy)
+        if not shard["sha256"]:
+            self.open[split] = open(file, "r+b")
+            self.open[split].seek(size)
+        return file
 
     def save(self, place) -> None:
         """Saves everything added so far. `place`, a JSON value, tells the caller from where to continue."""
@@ -98,7 +108,7 @@ class ShardWriter:
             f.flush()
             os.fsync(f.fileno())
         saved = {"settings": self.settings, "place": place, "splits": self.splits}
-        write_file(self.temporary / PROGRESS, _json(saved | {"sha256": hashlib.sha256(_json(saved)).hexdigest()}))
+        write_file(self.temporary / PROGRESS, _json(saved))
         fsync(self.temporary)
         self.unsaved = False
 
@@ -107,8 +117,7 @@ class ShardWriter:
         and of pairs also the marks, to train_mask and val_mask. ValueError for an id outside the vocabulary."""
         assert split.removesuffix(MASK) in SPLITS, split
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.tokenizer.vocab_size:
-            worst = tokens.min() if tokens.min() < 0 else tokens.max()
-            fact = f"token id {worst} is outside the vocabulary of {self.tokenizer.vocab_size}"
+            fact = f"there are token ids outside of the tokenizer's vocabulary of {self.tokenizer.vocab_size}"
             raise ValueError(f"{fact}; encode with that tokenizer")
         entry = self.splits.setdefault(split, {"tokens": 0, "documents": 0, "shards": []})
         entry["documents"] += documents
@@ -158,8 +167,7 @@ class ShardWriter:
         for split in list(self.open):
             self._finish(split)
         for split, entry in self.splits.items():
-            where = display_path(self.folder)
-            require(entry["tokens"], f"{where}: no tokens for the split {split}; add text to the input")
+            require(entry["tokens"], f"the split {split} has no tokens; add text to the input")
         meta = {"tokenizer": self.tokenizer.spec, "tokenizer_hash": self.tokenizer.hash}
         meta |= {"vocab_size": self.tokenizer.vocab_size, "eot": self.tokenizer.eot, "splits": self.splits}
         self.tokenizer.save(self.temporary)
@@ -188,7 +196,7 @@ class ShardWriter:
         tokens = [self.splits[split]["tokens"] for split in SPLITS]
         print(
             f"{what}{tokens[0]:,} train + {tokens[1]:,} val tokens in {display_path(self.folder)}; "
-            f"next: {next_command(self.folder, self.tokenizer.vocab_size, tokens, len(self.splits) > len(SPLITS))}"
+            f"next: {next_command(self.folder, tokens, len(self.splits) > len(SPLITS))}"
         )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-from data.command import Parser, out_folder, ready_tokenizer, run
+from data.command import Parser, out_folder, run
 from data.errors import require
 from data.tokenizer import build
 from data.writer import ShardWriter
@@ -50,7 +50,7 @@ def main() -> None:
     parser = Parser(__doc__, HERE)
     fraction = "fraction of the bytes for validation (default 0.05)"
     parser.add_argument("--val_fraction", type=float, default=0.05, help=fraction)
-    parser.add_argument("--tokenizer", type=ready_tokenizer, default="byte", help="byte, gpt2 or hf:DIR (default byte)")
+    parser.add_argument("--tokenizer", default="byte", help="byte, gpt2, bpe:N or hf:DIR (default byte)")
     args = parser.parse_args()
     given = f"val_fraction={args.val_fraction}"
     require(0 < args.val_fraction < 1, f"{given} is not possible; pass a number between 0 and 1")
@@ -60,10 +60,10 @@ def main() -> None:
     require(paths, f"{library} has no .py files (a Python without sources?); use another Python")
     validation = validation_set(paths, library, args.val_fraction)
     require(validation, f"{given} is less than the smallest file; pass a larger number")
-    tokenizer = build(args.tokenizer, list)
+    texts = {path: path.read_bytes().decode("utf-8", "surrogateescape") for path in paths}  # keeps all bytes
+    tokenizer = build(args.tokenizer, texts.values)
     with ShardWriter(folder, tokenizer) as out:
-        for path in paths:
-            text = path.read_bytes().decode("utf-8", "surrogateescape")  # keeps the bytes that are not UTF-8
+        for path, text in texts.items():
             split = "val" if path in validation else "train"
             out.add(split, tokenizer.encode(text))
             out.add(split, tokenizer.end, documents=0)

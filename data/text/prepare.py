@@ -31,7 +31,6 @@ from data.sources import find_files
 def main() -> None:
     flags = corpus.parser(__doc__, HERE)
     flags.add_argument("--input", action="append", required=True, help="file, pattern or folder; may be repeated")
-    flags.add_argument("--tokenizer", default="gpt2", help="char, byte, gpt2, bpe:N or hf:DIR (default gpt2)")
     kinds = ("file", "line", "paragraph")
     flags.add_argument("--documents", choices=kinds, default="file", help="what a document of a text is (default file)")
     names = "SOURCE,TARGET, or the field of a chat: fields of pairs (without a value source,target)"

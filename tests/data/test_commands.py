@@ -51,7 +51,7 @@ def refused(result, *words: str) -> None:
         *((name, ["--nope=1"], ["unrecognized arguments: --nope=1", "--name=value"]) for name in NAMES[1:]),
         ("text", [], ["--input"]),
         ("text", ["--input=/nope"], ["'/nope'"]),
-        ("text", ["--input=FILE", "--out="], ["out='' is not a folder; pass a name"]),
+        ("text", ["--input=FILE", "--out="], ["out='' is no folder; pass a name"]),
         ("text", ["--input=FILE", "--documents=page"], ["--documents", "'page'", "'paragraph'"]),
         ("text", ["--input=FILE", "--val_fraction=nan"], ["val_fraction=nan"]),
         ("text", ["--input=FILE", "--threads=0"], ["threads=0"]),
@@ -60,17 +60,15 @@ def refused(result, *words: str) -> None:
         ("text", ["--input=FILE", "--tokenizer=bpe:" + "9" * 5000], ["unknown tokenizer 'bpe:999"]),
         ("text", ["--input=FILE", "--tokenizer=bpe:100000"], ["is larger than the text supports"]),
         ("text", ["--input=FILE", "--out=FILE/x", "--tokenizer=byte"], ["Not a directory"]),
-        ("text", ["--input=FIFO"], ["FIFO' is not a regular file", "write the text into a file"]),
+        ("text", ["--input=FIFO"], ["no regular file matches", "FIFO"]),
         ("pycode", ["--val_fraction=1e-9"], ["val_fraction=1e-09 is less than the smallest file; pass a"]),
-        ("pycode", ["--tokenizer=bpe:300"], ["--tokenizer", "'bpe:300'"]),
         ("shakespeare_char", ["--input=FIFO"], ["FIFO: Not a regular file"]),
         ("shakespeare_char", ["--input=EMPTY"], ["has 0 characters"]),
         ("shakespeare_char", ["--input=BINARY"], ["is not UTF-8 text (byte 0)"]),
         ("shakespeare_char", ["--input=nope://x"], ["cannot download nope://x"]),
         ("shakespeare", ["--input=SOCKET"], ["SOCKET"]),
-        ("openwebtext", ["--path=FIFO"], ["is not a regular file"]),
+        ("openwebtext", ["--path=FIFO"], ["no regular file matches"]),
         ("openwebtext", ["--path=FILE", "--shards=-1", "--tokenizer=byte"], ["shards=-1"]),
-        ("openwebtext", ["--path=FILE", "--tokenizer=char"], ["--tokenizer", "'char'"]),
     ],
 )
 def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words):
@@ -137,7 +135,7 @@ def test_what_is_no_file_is_one_line(call, tmp_path, monkeypatch, name, what):
                 os.symlink(what, name)
         code, out, err = call("shards", ".")
         if name == "tokenizer.json":
-            assert code == 0 and not err and "cannot be decoded (" in out  # the shards are good all the same
+            assert code == 2 and " tokens, documents: " in out and "tokenizer.json" in err
             return
         assert code == 2 and all(line.startswith("error: ") and "; " in line for line in err.splitlines()), err
         assert len(err.splitlines()) in (1, 2)
@@ -157,12 +155,12 @@ META = [
     {"vocab_size": 5, "tokenizer": {"kind": "byte"}},
     {"vocab_size": 257, "tokenizer_hash": "0", "tokenizer": {"kind": "byte"}},
     *({"vocab_size": 257, "tokenizer": spec} for spec in (
-        3, {}, {"kind": []}, {"kind": "byte", "x": 1}, {"kind": "gpt2"}, {"kind": "char", "chars": ["a"]},
+        3, {}, {"kind": []}, {"kind": "gpt2"}, {"kind": "char", "chars": ["a"]},
         {"kind": "hf", "file": "/dev/zero", "vocab_size": 257, "sha256": "", "special": {}}, {"kind": "x" * 9999},
     )),
 ]  # fmt: skip
 TEXTS = [
-    "", "null", "NaN", "[]", '{"vocab_size": NaN}', '{"vocab_size": 1e400}', '{"vocab_size": 5, "vocab_size": 6}',
+    "", "null", "NaN", "[]", '{"vocab_size": NaN}', '{"vocab_size": 1e400}',
     '{"vocab_size": ' + "9" * 5000 + "}", '{"vocab_size": 5', '{"vocab_size": 5, "x": ' + "[" * 100_000,
 ]  # fmt: skip
 
@@ -175,7 +173,7 @@ def test_strange_meta_is_one_line(call, tmp_path, monkeypatch, text):
     assert len(error(lambda: dataset.open_data(tmp_path).split("train"))) < 700
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000, b'{"settings": {}, "sha256": "x"}'])
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000, b'{"settings": {}, "splits": {}}'])
 def test_damaged_progress_is_one_line(call, tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("some words of text\n" * 50)
@@ -219,29 +217,15 @@ def test_the_next_command_trains(call, tmp_path, monkeypatch, in_this_process, s
 
 
 def test_sizes_of_the_next_command(monkeypatch):
-    """GPT-2's vocabulary gets a smaller batch; only a GPU and many tokens get GPT-2's own run."""
-    gpu = {"here": None}
-    monkeypatch.setattr(command.os.path, "exists", lambda _: False)
-    monkeypatch.setattr(command.shutil, "which", lambda _: gpu["here"])
     start, mine = "python train.py config/train_", command.DATA / "mine"
     flags = ".py --dataset=mine --out_dir=out/mine"
-    assert command.next_command(command.DATA / "pycode", 257, [10**7, 10**6]) == f"{start}pycode.py"
-    assert command.next_command(mine, 50257, [10**10, 10**7]) == f"{start}pycode{flags} --batch_size=2"
-    assert command.next_command(mine, 10**6, [10**6, 10**5]) == f"{start}pycode{flags} --batch_size=1"
-    assert command.next_command(mine, 257, [10**6, 257]) == f"{start}pycode{flags}"
-    assert command.next_command(mine, 257, [10**6, 256]) == f"{start}pycode{flags} --block_size=128"
-    assert command.next_command(mine, 257, [2, 9]) == f"{start}pycode{flags} --block_size=1"
-    char = command.DATA / "shakespeare_char"
-    assert command.next_command(char, 65, [10**6, 10**5]) == f"{start}shakespeare_cpu.py"
-    gpu["here"] = "nvidia-smi"
-    assert command.next_command(char, 65, [10**6, 10**5]) == f"{start}shakespeare_char.py"
-    assert command.next_command(mine, 50257, [10**8, 10**6]) == f"{start}gpt2{flags}"
-    assert command.next_command(command.DATA / "openwebtext", 50257, [10**10, 10**7]) == f"{start}gpt2.py"
-    assert command.next_command(mine, 257, [10**6, 10**5]) == f"{start}pycode{flags}"
-    pairs = command.next_command(mine, 257, [9000, 40], pairs=True)
-    assert "--block_size" not in pairs  # which would be too short for a long pair
+    assert command.next_command(command.DATA / "pycode", [10**7, 10**6]) == f"{start}pycode.py"
+    assert command.next_command(command.DATA / "openwebtext", [10**10, 10**7]) == f"{start}gpt2.py"
+    assert command.next_command(mine, [10**6, 257]) == f"{start}pycode{flags}"
+    assert command.next_command(mine, [10**6, 256]) == f"{start}pycode{flags} --block_size=255"
+    assert "--block_size" not in command.next_command(mine, [9000, 40], pairs=True)  # too short for a long pair
     monkeypatch.chdir("/")
-    assert "--dataset=/x/y " in command.next_command(Path("x/y"), 257, [10**6, 10**5])
+    assert "--dataset=/x/y " in command.next_command(Path("x/y"), [10**6, 10**5])
 
 
 def test_out_is_a_name_or_a_path(monkeypatch, tmp_path):

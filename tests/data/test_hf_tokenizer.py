@@ -279,10 +279,9 @@ def damaged(change) -> bytes:
         (b"[" * 100_000, "{}", "is damaged"),
         (damaged(lambda parts: parts.update(decoder=None)), "{}", "has no decoder"),
         (damaged(lambda parts: parts.update(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})), "{}",
-         "the decoder WordPiece, with which a token has no bytes of its own; use a byte-level"),
+         "the decoder WordPiece, so its tokens have no bytes; use a byte-level"),
         (damaged(lambda parts: parts.update(pre_tokenizer={"type": "Whitespace"})), "{}", "drops the blanks"),
-        (damaged(lambda parts: None), '{"eos_token": "<eos>"}', "has no end-of-text token ('<eos>' is"),
-        (damaged(lambda parts: None), '{"eos_token": "</s>", "eos_token": "a"}', "tokenizer_config.json is damaged"),
+        (damaged(lambda parts: None), '{"eos_token": "<eos>"}', "has no end-of-text token"),
         (damaged(lambda parts: None), "{", "tokenizer_config.json is damaged"),
     ],
 )  # fmt: skip
@@ -293,7 +292,7 @@ def test_bad_files_are_one_line(tmp_path, content, config, words):
         build(f"hf:{tmp_path}", list)
     assert words in str(e.value) and "\n" not in str(e.value) and len(str(e.value)) < 300 + len(str(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match="lacks tokenizer.json; give the folder .* `hf download NAME"):
+    with pytest.raises(ValueError, match="lacks tokenizer.json; `hf download NAME"):
         build(f"hf:{tmp_path}", list)
 
 

@@ -228,7 +228,7 @@ def test_distances_need_no_doc_positions(pos):
 @pytest.mark.parametrize(
     "values,fragments",
     [
-        ({"corrupt_ratio": 0.0}, ["corrupt_ratio=0.0", "0.15"]),
+        ({"corrupt_ratio": 0.0}, ["corrupt_ratio=0.0", "above 0"]),
         ({"corrupt_ratio": 1.0}, ["corrupt_ratio=1.0", "below 1"]),
         ({"span_length": 0.9}, ["span_length=0.9", "at least 1"]),
         ({"eot": None}, ["doc_mask=True", "end-of-text", "byte"]),

@@ -112,8 +112,8 @@ def test_an_interrupted_preparation_goes_on(tmp_path, small, monkeypatch):
 
 
 @pytest.mark.parametrize("record,pairs,words", [
-    ({"source": "a"}, "source,target", "has no field 'target'; pass --pairs= some of source"),
-    ({"source": "a", "target": 3}, "source,target", "target is 3, not text; remove it, or pass another --pairs"),
+    ({"source": "a"}, "source,target", "has no field 'target'; pass --field or --pairs of source"),
+    ({"source": "a", "target": 3}, "source,target", "target is 3, not text; remove it, or pass another field"),
     ({"chat": "Hi"}, "chat", "chat is no chat; write a list of"),
     ({"chat": [{"role": "user"}]}, "chat", "chat is no chat; write a list of"),
     ({"chat": [3]}, "chat", "chat is no chat; write a list of"),
@@ -127,14 +127,15 @@ def test_wrong_records_are_refused(tmp_path, record, pairs, words):
 
 
 @pytest.mark.parametrize("pairs,flags,words", [
-    ("a,b,c", {}, "pairs=a,b,c is not possible; pass SOURCE,TARGET"), ("a,", {}, "pairs=a, is not possible"),
+    ("a,b,c", {}, "pairs=a,b,c is not possible for "), ("a,", {}, "pairs=a, is not possible"),
     ("a,b", {"tokenizer": "char"}, "pairs=a,b needs an end-of-text behind each target, and tokenizer=char has none"),
 ])  # fmt: skip
 def test_wrong_flags_are_refused(tmp_path, pairs, flags, words):
     path = write(tmp_path / "x.jsonl", [{"a": "b", "b": "c"}] * 5)
     assert words in error(prepare, path, tmp_path / "out", pairs, **flags)
     (tmp_path / "x.txt").write_text("text")
-    assert f"['{tmp_path}/x.txt'] has none; pass .jsonl" in error(prepare, tmp_path / "x.txt", tmp_path / "out", "a,b")
+    path = tmp_path / "x.txt"
+    assert f"pairs=a,b is not possible for {path}; pass" in error(prepare, path, tmp_path / "out", "a,b")
 
 
 # ---------------------------------------------------------------------------------------------------------- batches
@@ -316,7 +317,7 @@ def test_flags_that_do_not_fit_are_refused(tmp_path, tiny_data, capsys):
     for more, words in {
         "--objective=masked": "objective=masked has no pairs",
         "--corrupt_ratio=0.2 --objective=seq2seq": "corrupt_ratio=0.2 has no effect on dataset=",
-        f"--dataset={out}:0.5,{tiny_data}:0.5": "differ in the mask of targets",
+        f"--dataset={out}:0.5,{tiny_data}:0.5": "mixes data of different kinds",
         f"--dataset={tiny_data} --pairs=True": "has no mask of targets; prepare it with --pairs",
         "--block=superblock --layer=c.joint_slots,p --pos=rope": "doc_mask=True with pos=rope",
     }.items():
@@ -391,7 +392,7 @@ def test_samples_of_pairs(translators, name, capsys):
     assert greedy == f"{prompt}CDE\n" and (name == "causal" or sampled() == greedy)
     wrong = {"--blank=x": "blank=x has no effect", "--num_beams=4": "num_beams=4 (command line): this flag was retired"}
     if name == "seq2seq":
-        wrong["--start=" + "x" * 24] = "has 25 tokens with its end, more than block_size=24; shorten it"
+        wrong["--start=" + "x" * 24] = "becomes 25 tokens, more than block_size=24; shorten it"
     for flag, words in wrong.items():
         assert words in refused(sample.main, [f"--out_dir={translators / name}", flag], capsys)
 

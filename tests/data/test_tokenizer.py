@@ -39,7 +39,7 @@ def test_char_ids_are_nanogpts(text):
 
 
 def test_char_names_what_it_lacks():
-    words = r"vocabulary of 3 lacks 2 of the text's characters, such as 'x', '\\u20ac'; remove"
+    words = r"vocabulary lacks characters of the text, such as 'x', '\\u20ac'; leave"
     with pytest.raises(ValueError, match=words):
         CharTokenizer("abc").encode("abx€x")
 
@@ -153,7 +153,7 @@ def test_bpe_sizes_that_cannot_be(n):
 def test_bpe_larger_than_the_text_supports():
     """abc is ab + c, each twice; xy occurs once. So there are end-of-text, the 256 bytes, and two merges."""
     texts = ["abc", "abc", "xy", "\udcff"]
-    with pytest.raises(ValueError, match="bpe:260 is larger than the text supports: .* beyond 259 ids; use bpe:259 or"):
+    with pytest.raises(ValueError, match="bpe:260 is larger than the text supports; use bpe:259 or"):
         train_bpe(texts, 260)
     tok = train_bpe(texts, 259)
     pieces = [tok.token_bytes[i] for i in tok.encode("xyabcabab")]
@@ -193,20 +193,13 @@ def test_spec_and_file(tmp_path, kind, below):
 
 @pytest.mark.parametrize(
     "spec",
-    [{"kind": "word"}, {"kind": ["byte"]}, None, {"kind": "char", "chars": 5}, {"kind": "byte", "chars": "a"}]
+    [{"kind": "word"}, {"kind": ["byte"]}, None, {"kind": "char", "chars": 5}, {"kind": "bpe"}]
     + [{"kind": "hf", "special": ["eos_token"]}],
     ids=str,
 )
 def test_specs_that_cannot_be(spec):
     with pytest.raises(ValueError, match="^no tokenizer can be made from .*; prepare the data again$"):
         from_spec(spec)
-
-
-def test_bpe_of_an_older_version():
-    spec = {"kind": "bpe", "file": "tokenizer.tiktoken", "vocab_size": 257, "sha256": "0"}
-    for remedy in ("prepare the data again", "train again"):
-        with pytest.raises(ValueError, match=f"^the tokenizer bpe of an older version is not read any more; {remedy}$"):
-            from_spec(spec, None, remedy)
 
 
 def test_build():
