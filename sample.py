@@ -10,16 +10,11 @@
     python sample.py --out_dir=out/t5 --start="for <mask> in range(<mask>):"             # seq2seq: a span each
     python sample.py --out_dir=out/numbers_seq2seq --start="forty-two"                   # seq2seq of pairs: the target
 
-The next token has the same distribution as in Hugging Face's generate with these flags: the logits are divided by the
-temperature, then top_k, top_p and min_p in this order each remove tokens.
-
-Samples go to stdout, everything else to stderr. A causal model continues the prompt; on a terminal the first sample
-appears while it is generated. A seq2seq model that was trained on pairs writes the target of the prompt, the likeliest
-token by token unless --temperature is given. Other models fill the blanks of the prompt.
+The logits are divided by the temperature, then top_k, top_p and min_p in this order each remove tokens, as in Hugging
+Face's generate. Samples go to stdout, everything else to stderr; on a terminal the first one appears while it is made.
 
 --score prints a JSON object for each token of a text: its id, its text, its log-probability in nats given the tokens
-before it (null for the first token), and the number of bytes before it. The context is the whole text before the token;
-beyond block_size, it is at least half of block_size.
+before it (null for the first one), and the number of bytes before it. Its context has at least half of block_size.
 """
 
 import signal
@@ -93,20 +88,16 @@ class SampleConfig:
         check_range(self, "num_samples max_new_tokens", 1)
         check_range(self, "top_k seed", 0)
         require(self.blank != "", "blank='' must not be empty; set it to a text such as <mask>")
-        require(
-            self.temperature == 0 or self.temperature >= 1e-6,
-            f"temperature={self.temperature} must be 0 (always the most likely token) or at least 1e-06",
-        )
+        likeliest = self.temperature == 0 or self.temperature >= 1e-6
+        require(likeliest, f"temperature={self.temperature} must be 0 (the most likely token) or at least 1e-06")
         require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token")
         require(0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]; 0 keeps every token")
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
 
 
 def distribution(logits: Tensor, cfg: SampleConfig) -> Tensor:
-    """Probabilities (B, V), up to a factor per row, from logits (B, V) by temperature > 0, top_k, top_p and min_p.
-
-    Each filter sees the tokens that the one before it has kept. The order is that of Hugging Face's generate.
-    """
+    """Probabilities (B, V), up to a factor per row, from logits (B, V) by temperature > 0, top_k, top_p and min_p. Each
+    filter sees the tokens that the one before it has kept, in the order of Hugging Face's generate."""
     scaled = logits / cfg.temperature
     if 0 < cfg.top_k < logits.size(-1):
         least = logits.topk(cfg.top_k, sorted=False).values.amin(-1, keepdim=True)
@@ -117,7 +108,9 @@ def distribution(logits: Tensor, cfg: SampleConfig) -> Tensor:
         before = ordered.cumsum(dim=-1) - ordered  # total probability of all more likely tokens
         over = (before >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)  # the most likely token stays
         p = p.scatter(-1, index, ordered.masked_fill(over, 0))
-    return p.masked_fill(p < cfg.min_p * p.amax(dim=-1, keepdim=True), 0) if cfg.min_p > 0 else p
+    if cfg.min_p > 0:
+        p = p.masked_fill(p < cfg.min_p * p.amax(dim=-1, keepdim=True), 0)
+    return p
 
 
 def choose(logits: Tensor, cfg: SampleConfig, generator: torch.Generator) -> Tensor:
@@ -128,62 +121,63 @@ def choose(logits: Tensor, cfg: SampleConfig, generator: torch.Generator) -> Ten
 
 
 def load(cfg: SampleConfig, device: torch.device) -> tuple[str | Path, Model, Tokenizer]:
-    """Loads the model that out_dir names: its path, the model in evaluation mode, and its tokenizer."""
+    """The path of the model that out_dir names, the model in evaluation mode, and its tokenizer."""
     dtype = resolve_dtype(cfg.dtype, device)
     return weights.alone(cfg.out_dir, device, dtype, lambda flags: memory.check_sampling(cfg, flags, device))
 
 
 def check_flags(cfg: SampleConfig, kind: str, flags: Config):
-    """ValueError if the user has set a flag that has no effect with the model's objective, or that its positions do not
-    allow. `kind` is the objective, or target."""
-    objective, pos = flags.objective, flags.pos
-    known = not cfg.score or objective == "causal"
-    require(known, f"score={cfg.score} needs a model of objective=causal, and this is {objective}")
+    """ValueError for a flag that the model does not allow. `kind` is the objective, or target."""
+    if cfg.score and flags.objective != "causal":
+        raise ValueError(f"score={cfg.score} needs a model of objective=causal, and this is {flags.objective}")
     for name in cfg.sources.keys() & UNUSED[kind]:
-        raise ValueError(f"{name}={getattr(cfg, name)} has no effect on a model of objective={objective}; omit it")
-    endless = [name for name, (embedding, _) in POSITION.items() if embedding is NoEmbedding]
-    require(
-        cfg.overflow == "recompute" or pos in endless,
-        f"overflow=roll does not work for a model with pos={pos}, which has no positions beyond block_size; set "
-        f"overflow=recompute, or train a model with pos={', '.join(endless[:-1])} or {endless[-1]}",
-    )
+        raise ValueError(
+            f"{name}={getattr(cfg, name)} has no effect on a model of objective={flags.objective}; omit it"
+        )
+    if cfg.overflow == "roll" and POSITION[flags.pos][0] is not NoEmbedding:
+        fact = f"overflow=roll does not work with pos={flags.pos}, which has no positions beyond block_size"
+        raise ValueError(f"{fact}; set overflow=recompute")
 
 
 def read_ids(cfg: SampleConfig, kind: str, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of the prompt, with the mask, id V, or the next sentinel in place of each blank of a model that fills
-    blanks. ValueError if this is impossible. `kind` is as in check_flags."""
+    """The ids of the prompt, with the mask or the next sentinel in place of each blank. `kind` is as in check_flags."""
     if kind == "causal":
         return prompt_ids(tokenizer, prompt)
-    V, limit, flag, count = tokenizer.vocab_size, flags.block_size, f"start={prompt[:40]!r}", "tokens"
+    V = tokenizer.vocab_size
+    limit = flags.block_size
+    flag = f"start={prompt[:40]!r}"
     if kind == "target":
-        tokens, count = [*prompt_ids(tokenizer, prompt), tokenizer.eot], "tokens with its end"
+        tokens = [*prompt_ids(tokenizer, prompt), tokenizer.eot]
     else:
-        blanks, pieces = [V] * limit, prompt.split(cfg.blank)
-        if kind == "seq2seq":
-            corruption = {"corrupt_ratio": flags.corrupt_ratio, "span_length": flags.span_length}
-            objective = OBJECTIVE["seq2seq"](V, tokenizer.eot, limit, **corruption)
-            blanks = list(range(V, V + objective.extra_ids - 1))
+        pieces = prompt.split(cfg.blank)
         require(len(pieces) > 1, f"{flag} has no blank to fill; write {cfg.blank} for missing text, or set --blank")
-        fact = f"{flag} has {len(pieces) - 1} blanks, and the model knows only {len(blanks)} at once"
-        require(len(pieces) <= len(blanks) + 1, f"{fact}; fill some of them first")
+        blanks = [V] * limit
+        if kind == "seq2seq":
+            objective = OBJECTIVE[kind](V, tokenizer.eot, limit, False, flags.corrupt_ratio, flags.span_length)
+            blanks = list(range(V, V + objective.extra_ids - 1))
+        most = len(blanks)
+        require(len(pieces) <= most + 1, f"{flag} has more blanks than the model knows, {most}; fill some first")
         tokens = tokenizer.encode(pieces[0]).tolist()
         for i, piece in zip(blanks, pieces[1:], strict=False):
             tokens += [i, *tokenizer.encode_rest(piece).tolist()]
-    require(len(tokens) <= limit, f"{flag} has {len(tokens)} {count}, more than block_size={limit}; shorten it")
+    require(len(tokens) <= limit, f"{flag} becomes {len(tokens)} tokens, more than block_size={limit}; shorten it")
     return tokens
 
 
-def continue_text(
-    cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Chooser,
-    source: Tensor | None = None,
-) -> int:  # fmt: skip
-    """Prints samples that continue the prompt. Returns the number of tokens generated, of all samples together."""
+def continue_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Chooser):
+    """Prints samples that continue the prompt, or of a seq2seq model of pairs its targets."""
+    source = None
+    if model.cfg.objective == "seq2seq":
+        source = idx
+        idx = torch.full_like(source[:, :1], tokenizer.eot)
+        prompt = ""
     samples = [Sample(cfg.stop) for _ in range(cfg.num_samples)]
     live = sys.stdout.isatty()
     if live:
         print(prompt, end="", flush=True)
-    n, V = 0, tokenizer.vocab_size  # the embedding may be padded to more rows
+    V = tokenizer.vocab_size  # the embedding may be padded to more rows
     tokens = generate(model, idx, cfg.max_new_tokens, lambda x: choose(x[:, :V]), source, cfg.overflow == "roll")
+    n = 0
     for n, token in enumerate(tokens, start=1):  # noqa: B007
         for i, (sample, t) in enumerate(zip(samples, token.tolist(), strict=True)):
             if not sample.ended:
@@ -193,22 +187,16 @@ def continue_text(
                     print(fresh, end="", flush=True)
         if all(sample.ended for sample in samples):
             break
-    texts = ["" if live and sample is samples[0] else prompt + sample.text for sample in samples]
+    texts = [prompt + sample.text for sample in samples]
+    if live:
+        texts[0] = ""
     print(SEPARATOR.join(texts))
     return n * cfg.num_samples
 
 
-def write_target(
-    cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, source: Tensor, choose: Chooser
-) -> int:
-    """Prints the targets of the prompt, which end-of-text begins and ends."""
-    return continue_text(cfg, model, tokenizer, "", torch.full_like(source[:, :1], tokenizer.eot), choose, source)
-
-
 @torch.no_grad()
-def fill_masks(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Chooser) -> int:
-    """Prints the prompt with a token in each blank, any but end-of-text. The blank with the highest probability of a
-    token is next."""
+def fill_masks(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Chooser):
+    """Prints the prompt with a token in each blank, not end-of-text; the blank of the most certain token is next."""
     V = tokenizer.vocab_size  # also the id of the mask
     rows, blanks = torch.arange(len(idx)), (idx[0] == V).nonzero()[:, 0]
     for _ in blanks:
@@ -222,9 +210,7 @@ def fill_masks(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: st
     return idx.size(0) * len(blanks)
 
 
-def fill_spans(
-    cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, source: Tensor, choose: Chooser
-) -> int:
+def fill_spans(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, source: Tensor, choose: Chooser):
     """Prints the prompt with a text in each blank. max_new_tokens limits all blanks of a sample together."""
     V = tokenizer.vocab_size
     n_blanks = int((source[0] >= V).sum())
@@ -243,7 +229,8 @@ def fill_spans(
         written.append(token[:, None])
         if (span == V + n_blanks).all():
             break
-    pieces, texts = prompt.split(cfg.blank), []
+    pieces = prompt.split(cfg.blank)
+    texts = []
     for row in torch.cat(written, dim=1).tolist():
         fills = [[] for _ in range(n_blanks + 1)]  # text after the last sentinel belongs to no blank
         for token in row:
@@ -251,27 +238,33 @@ def fill_spans(
                 fill = fills[token - V]
             else:
                 fill.append(token)
-        begin = tokenizer.decode_rest if pieces[0] else tokenizer.decode  # the first text may begin the whole
-        filled = [begin(fills[0]), *map(tokenizer.decode_rest, fills[1:n_blanks])]
-        texts.append(pieces[0] + "".join(fill + piece for fill, piece in zip(filled, pieces[1:], strict=True)))
+        text = pieces[0]
+        for fill, piece in zip(fills, pieces[1:], strict=False):
+            decode = tokenizer.decode_rest if text else tokenizer.decode
+            text += decode(fill) + piece
+        texts.append(text)
     print(SEPARATOR.join(texts))
     return (len(written) - 1) * len(source)
 
 
-def score_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, text: str, idx: Tensor, choose: Chooser) -> int:
+def score_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, text: str, idx: Tensor, choose: Chooser):
     """Prints the log-probability of each token of the text, idx (1, N), as a JSON object on a line of its own."""
-    place, first, decode = 0, len(tokenizer.prefix), tokenizer.decode
+    first = len(tokenizer.prefix)
+    place = 0
+    decode = tokenizer.decode
     scores = islice(chain([math.nan], token_logprobs(model, idx[0])), first, None)
     for token, logprob in zip(idx[0, first:].tolist(), scores, strict=True):
         known = logprob if math.isfinite(logprob) else None  # JSON has no nan and inf
         print(json.dumps({"token": token, "text": decode([token]), "logprob": known, "byte": place}))
         stripped = len(tokenizer.decode_rest([token])) - len(decode([token]))  # SentencePiece's blank before a text
-        place, decode = place + len(tokenizer.token_bytes[token]) - stripped, tokenizer.decode_rest
+        place += len(tokenizer.token_bytes[token]) - stripped
+        decode = tokenizer.decode_rest
     return idx.size(1)
 
 
+# objective, target or score -> a function that prints samples, and returns the number of tokens of all together
 SAMPLER = {
-    "causal": continue_text, "masked": fill_masks, "seq2seq": fill_spans, "target": write_target, "score": score_text
+    "causal": continue_text, "masked": fill_masks, "seq2seq": fill_spans, "target": continue_text, "score": score_text
 }  # fmt: skip
 
 
@@ -287,7 +280,8 @@ def main(argv: list[str] | None = None):
         check_flags(cfg, kind, model.cfg)
         if kind == "target" and "temperature" not in cfg.sources:
             cfg.temperature = 0.0
-        ids, own = read_ids(cfg, kind, model.cfg, tokenizer, text), model.cfg.vocab_size
+        ids = read_ids(cfg, kind, model.cfg, tokenizer, text)
+        own = model.cfg.vocab_size
         require(max(ids) < own, f"the text has token id {max(ids)}, and the model has {own}; see to its tokenizer")
     print(f"{path}: {model.n_params():,} parameters, on {device}", file=sys.stderr)
     idx = torch.tensor([ids], device=device).repeat(cfg.num_samples, 1)

@@ -9,9 +9,8 @@ files.py describes the formats of token files. Beside the files lies meta.json:
      "splits": {"train": {"tokens": N, "documents": D,
                           "shards": [{"name", "tokens", "sha256", "max_token"}, ...]}, "val": ...}}
 
-Only `vocab_size` is required. So {"vocab_size": 50257} is enough beside shards, beside nanoGPT's headerless train.bin
-and val.bin, and beside Megatron's pairs (train.bin and train.idx, or any x_train_text_document.bin with its .idx).
-nanoGPT's meta.pkl is never opened, because unpickling executes the code that a file holds.
+Only `vocab_size` is required, also beside the files of nanoGPT (train.bin and val.bin) and of Megatron (train.bin with
+train.idx, or any x_train_text_document.bin with its .idx). meta.pkl is never opened: unpickling executes code.
 """
 
 import math
@@ -39,10 +38,9 @@ CHANGED = "was changed: its SHA-256 is not the one in meta.json"
 
 
 class TokenStream:
-    """Reads one split, all shards of it, as a single array of ids below `vocab_size`. Errors call it `name`. `sources`
-    lists (name, tokens, weight) of each data set in the stream. There is more than one only in a mixture. Of pairs,
-    `mask` is the stream of the tokens' marks, `packs` are the windows of each source that pairs.pack has found, and
-    `ends` those of all, int64 (n, 2)."""
+    """Reads one split, all shards of it, as a single array of ids below `vocab_size`. `sources` lists (name, tokens,
+    weight) of each data set of a mixture. Of pairs, `mask` is the stream of the marks, `packs` are the windows of each
+    source that pairs.pack has found, and `ends` those of all, int64 (n, 2)."""
 
     mask: "TokenStream | None" = None
     packs: list[np.ndarray] | None = None

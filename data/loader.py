@@ -162,10 +162,9 @@ def _send(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, tor
 class Loader(Iterator):
     """Yields training batches without end, from sample `start` on: dicts of Model.forward's arguments, by name.
 
-    All tensors are int64 on `device`. A step is `micro_steps` micro-batches on each of `data_size` data-parallel
-    ranks, of which this is `data_rank`; one number holds for all steps, several are those of the steps from `start` on.
-    A thread prepares the next two batches; next() raises the thread's exceptions. Call close() at the end. ValueError
-    if a source is shorter than one window.
+    A step is `micro_steps` micro-batches on each of `data_size` data-parallel ranks, of which this is `data_rank`; one
+    number holds for all steps, several are those of the steps from `start` on. A thread prepares the next two batches,
+    and next() raises its exceptions. Call close() at the end.
     """
 
     AHEAD = 2  # batches prepared before they are asked for
@@ -257,10 +256,10 @@ def eval_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:  # fmt: skip
     """Yields this rank's part of a fixed evaluation set, in batches like the Loader's.
 
-    If n_batches is 0, the set holds every window once. Otherwise it holds n_batches * batch_size different windows, or
-    all if there are fewer; `seed` draws them, whatever data_size is. A window is always corrupted in the same way. All
-    ranks get the same number of batches, all of one shape and stride, so the last batches may hold rows of padding, or
-    nothing else. Padding has the targets -1: add up losses and numbers of targets over all batches, then divide.
+    If n_batches is 0, the set holds every window once, else n_batches * batch_size different windows that `seed` draws,
+    or all if there are fewer. A window is always corrupted in the same way. All ranks get equally many batches of one
+    shape and stride, so the last ones may hold rows of padding, whose targets are -1: add up losses and numbers of
+    targets over all batches, then divide.
     """
     n = count_windows(stream, objective.block_size)
     if n_batches:

@@ -25,7 +25,8 @@ def of_chat(where: str, messages) -> Parts:
     message begins with a line of its role, such as <|user|>. ValueError names the place of what is no chat."""
     shape = f'{where} is no chat; write a list of {{"role": "user" or "assistant", "content": TEXT}}'
     require(isinstance(messages, list), shape)
-    parts, text = [], ""
+    parts = []
+    text = ""
     for message in messages:
         words = [message.get(name) for name in ("role", "content")] if isinstance(message, dict) else [None]
         require(all(isinstance(word, str) for word in words), shape)
@@ -58,7 +59,9 @@ def encode(tokenizer: Tokenizer, parts: Parts) -> tuple[np.ndarray, np.ndarray]:
 
 def documents(stream: TokenStream) -> np.ndarray:
     """The first token, the first target and the end of each document, int64 (n, 3). ValueError for a wrong mask."""
-    firsts, targets, place = [], [], 0
+    firsts = []
+    targets = []
+    place = 0
     for shard in stream.mask.shards:
         marks = shard.mapped()
         require(marks.max() < N_MARKS, f"the mask of {stream.name} has the mark {marks.max()}; prepare the data again")
@@ -78,9 +81,11 @@ def pack(stream: TokenStream, sizes: Callable[[np.ndarray], np.ndarray], limit: 
     """Sets stream.packs: for each of its sources the first token and the end of every window, int64 (n, 2); and
     stream.ends, those of all. A window has as many consecutive documents as fit: the sums of their `sizes`, (n, 3) ->
     (n, k), are `limit` at most. ValueError for a document that is larger; it names a block_size that is enough."""
-    found, stream.packs, place = documents(stream), [], 0
+    found = documents(stream)
     each = sizes(found)
     most = int(each.max())
+    stream.packs = []
+    place = 0
     fact = f"{stream.name} has a pair of {most} tokens, too long for block_size={block_size}"
     require(most <= limit, f"{fact}; set block_size to {block_size + most - limit} or more, or remove it from the data")
     total = np.cumsum(np.pad(each, ((1, 0), (0, 0))), axis=0)

@@ -58,6 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
     for path in flags.parse_args(arguments).path:
         try:
             describe_all(Path(path))
+        except BrokenPipeError:  # the reader of stdout has ended
+            raise
         except (ValueError, OSError) as e:
             say(f"error: {one_line(e)}")
             code = 2

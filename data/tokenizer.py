@@ -252,7 +252,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
 
 def build(kind: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
     """Builds the tokenizer "char", "byte", "gpt2", "bpe:N", for example bpe:4096, or "hf:DIR". Only char and bpe call
-    texts(), once: a pass over all documents. ValueError for an unknown `kind`, or for texts that do not suffice."""
+    texts(), once: a pass over all documents."""
     name, _, value = kind.partition(":")
     if kind == "char":
         return CharTokenizer("".join(set(chain.from_iterable(texts()))))
@@ -268,8 +268,7 @@ def build(kind: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
 
 
 def from_spec(spec: dict, folder: Path | None = None, remedy: str = "prepare the data again") -> Tokenizer:
-    """Makes the tokenizer that `spec` describes. A tokenizer.json is in `folder` or its parent. ValueError with the
-    remedy for an unknown kind, a spec that does not fit its kind, or a missing or damaged file."""
+    """Makes the tokenizer that `spec` describes. A tokenizer.json is in `folder` or its parent."""
     match spec:
         case {"kind": "char", "chars": str(chars)}:
             return CharTokenizer(chars)

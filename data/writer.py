@@ -32,10 +32,9 @@ class ShardWriter:
     """A context that writes documents as shards `{split}_{i:06d}.bin` of at most `shard_tokens` tokens, and meta.json.
 
     All files are written and fsynced in the folder PREPARING, and moved into place when the block ends. So an exception
-    or a power cut leaves the old data unchanged.
-
-    With `settings`, a JSON object of everything that determines the data, an interrupted preparation continues: the
-    documents added before the last `save(place)` are there, and `place` has its value (None at a fresh start).
+    or a power cut leaves the old data unchanged. With `settings`, a JSON object of everything that determines the data,
+    an interrupted preparation continues: the documents that were added before the last `save(place)` are there, and
+    `place` has its value (None at a fresh start).
     """
 
     def __init__(
