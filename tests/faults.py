@@ -496,9 +496,9 @@ FAULTS = [
     ),
     (
         "sample.py",
-        "    return p.masked_fill(p < cfg.min_p * p.amax(dim=-1, keepdim=True), 0)",
-        "    q = torch.softmax(logits, dim=-1)\n"
-        "    return p.masked_fill(q < cfg.min_p * q.amax(dim=-1, keepdim=True), 0)",
+        "        p = p.masked_fill(p < cfg.min_p * p.amax(dim=-1, keepdim=True), 0)",
+        "        q = torch.softmax(logits, dim=-1)\n"
+        "        p = p.masked_fill(q < cfg.min_p * q.amax(dim=-1, keepdim=True), 0)",
         "Sampling with min_p compares the probabilities from before the temperature.",
         "tests/commands/test_sample.py::test_the_distribution_is_that_of_transformers",
     ),
