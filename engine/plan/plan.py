@@ -80,12 +80,20 @@ class Plan:
         return self.flops_per_token * self.tokens_per_step / (self.cfg.world_size * self.peak * self.step)
 
 
+def check_size(flags: str, size: int, most: int):
+    """ValueError for a run whose plan would take minutes."""
+    require(size <= most, f"{flags} takes too long to plan; lower it to at most {most}")
+
+
 def estimate(cfg) -> Plan:
     """The plan of a run; ValueError if its flags contradict each other. cfg.vocab_size must be known."""
     gpu = GPU[cfg.gpu]
     layout_of(cfg)  # ValueError if flags do not fit together
     check_scaler(cfg, cfg.world_size, torch.float16 if cfg.dtype == "float16" else torch.bfloat16)
     require(not cfg.fp8 or cfg.gpu != "a100", "fp8=True does not go with gpu=a100, which has no float8; set gpu=h100")
+    check_size(f"n_layer={cfg.n_layer}", cfg.n_layer + cfg.n_encoder_layer, 1024)
+    check_size(f"block_size={cfg.block_size}", cfg.block_size, 2**24)
+    check_size(f"tp={cfg.tp} times cp={cfg.cp} or ep={cfg.ep}", cfg.tp * max(cfg.cp, cfg.ep), 2**12)
     if cfg.pp > 1:
         with torch.device("meta"):
             pipeline.keep_stages(Model(cfg), 0, cfg.pp)  # refuses layers that exchange more than the stream
