@@ -1,7 +1,8 @@
 # Translates English words for numbers into German ones, with the original Transformer (arXiv:1706.03762) on pairs: an
 # encoder and a decoder with one vocabulary, of bytes, sinusoidal positions and ReLU. As in train_pycode.py, the norms
 # stand before attention and MLP, nothing has a bias, and the optimizer is Muon. It takes a minute on 2 cores. The
-# validation loss is 0.001 nats per byte; docs/results.md has the share of exact translations.
+# validation loss is 0.001 nats per byte, and 98.8 % of the numbers that it was not trained on are translated exactly
+# (docs/results.md).
 dataset = "numbers"
 out_dir = "out/numbers_seq2seq"
 
