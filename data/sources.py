@@ -221,10 +221,21 @@ def _decode(where: str, offset: int, content: bytes) -> str:
         raise ValueError(f"{where} {fact}; {remedy}") from None
 
 
+def check_hub(address: str) -> None:
+    """OSError within seconds if the hub does not answer; `datasets` alone would retry for most of a minute."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=3)
+    except Exception as e:  # of the HTTP library that this version of huggingface_hub uses
+        raise OSError(f"{constants.ENDPOINT} does not answer: {reason(e)}") from None
+
+
 def hub_files(address: str) -> list[str]:
     """The hf:// addresses of the training files of OWNER/NAME[@REVISION][:CONFIG], pinned to a commit."""
     name, revision, config = ADDRESS.fullmatch(address).groups()
     try:
+        check_hub(address)
         import datasets
 
         datasets.disable_progress_bars()

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ import tiktoken
 from helpers import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import WORDS, args, error, files_of, texts, tokens_of, validates
+from preparing import WORDS, args, command, error, failed, files_of, texts, tokens_of, validates
 
 from data import corpus, sources
 from data.dataset import open_data
@@ -504,8 +505,26 @@ def test_a_name_is_a_folder_of_data(tmp_path, web, monkeypatch, capsys):
     assert files_of(tmp_path / "mine") == files_of(tmp_path / "data" / "mine")
 
 
+@pytest.mark.parametrize("silent", [False, True])
+def test_offline_is_said_at_once(tmp_path, silent):
+    """The hub refuses connections, or takes them and does not answer."""
+    pytest.importorskip("datasets")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if silent:
+            server.listen()
+        hub = f"http://127.0.0.1:{server.getsockname()[1]}"
+        env = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()} | {"HF_ENDPOINT": hub}
+        start = time.monotonic()
+        result = command("openwebtext", f"--out={tmp_path}/out", env=env)
+        seconds = time.monotonic() - start
+    failed(result, f"{hub} does not answer", "check the name and the network, or pass --path=")
+    assert seconds < 20 and not (tmp_path / "out").exists()  # 3 on an idle machine; retries take 24 to 47
+
+
 def test_the_hubs_files(monkeypatch):
     datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(sources, "check_hub", lambda address: None)
     calls = []
 
     def builder(name, config, revision):
