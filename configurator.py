@@ -65,6 +65,8 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
 RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "num_beams": 1,
     "length_penalty": 1.0,
+    "tasks": "",
+    "limit": 0,
     "spike_action": "skip",
     "log_ranks": False,
     "on_save_error": "stop",
@@ -345,7 +347,9 @@ def is_retired(cls: type, name: str, value: Any, where: str) -> bool:
         return False
     if value == RETIRED[name]:
         return True
-    remedy = "leave it out; train again what was trained with it, or use an older version of this program"
+    remedy = "leave it out, or use an older version of this program"
+    if name in RETIRED_OF_THE_MODEL:
+        remedy = "leave it out; train again what was trained with it, or use an older version of this program"
     raise ValueError(f"{here}: this flag was retired; {remedy}")
 
 

@@ -3,7 +3,7 @@
     python evaluate.py --out_dir=out/x                                # on the validation set that it was trained with
     python evaluate.py --out_dir=out/x --dataset=pycode --split=train --eval_iters=100
     python evaluate.py --out_dir=out/numbers_seq2seq --answers=answers.jsonl   # of pairs: exact matches
-    python evaluate.py --out_dir=out/x/step_00001000 --file=text.txt --json
+    python evaluate.py --out_dir=out/x/step_00001000 --file=text.txt --json=True
     python evaluate.py --out_dir=nanogpt:ckpt.pt --dataset=shakespeare_char       # nanoGPT's weights; also hf:DIR
     torchrun --standalone --nproc_per_node=2 evaluate.py --out_dir=out/x
 
@@ -163,7 +163,6 @@ def line(figures: dict) -> str:
 
 
 def main(argv: list[str] | None = None):
-    argv = ["--json=True" if word == "--json" else word for word in (sys.argv[1:] if argv is None else argv)]
     with user_errors():
         cfg = parse(EvaluateConfig, argv, doc=__doc__)
         _, local_rank, size, _ = environment()

@@ -1138,10 +1138,8 @@ class ShapedPool(Pool):
     def make_projections(self, cfg: ModelConfig, layer: int):
         G, Hkv, D = self.group, cfg.kv_heads, cfg.head_size
         self.qk = Linear(cfg, cfg.n_embd, (G + 1) * Hkv * D, "into", (0, Hkv, (G * D, D)), cfg.qkv_bias)
-        self.qk.initial = {
-            "weight": self.qk.initial["weight"]._replace(zero=G * D, period=(G + 1) * D),
-            "bias": 0.0,
-        }  # W_Q = 0
+        std = self.qk.initial["weight"].std
+        self.qk.initial = {"weight": Normal(std, zero=G * D, period=(G + 1) * D), "bias": 0.0}  # W_Q = 0
         trained = {"first": (layer == 0, False), "all": (True, True), "none": (False, False)}[cfg.simplified_value_proj]
         roles = zip(trained, ("into", "out"), strict=True)
         self.value, self.out = (NearIdentity(cfg, role) if on else with_role(nn.Identity(), role) for on, role in roles)
@@ -1286,7 +1284,7 @@ class Model(Stack):
         self.wte = with_role(embedding(cfg, cfg.vocab_rows), "vocab")
         self.pos = POSITION[cfg.pos][0](cfg)
         self.head = with_role(UndrawnLinear(cfg.n_embd, cfg.vocab_rows, bias=False), "vocab")
-        self.head.initial = {"weight": Normal(cfg.init_std), "bias": 0.0}
+        self.head.initial = {"weight": Normal(cfg.init_std)}
         self.encoder = Stack(cfg.stacks[1]) if cfg.objective == "seq2seq" else None
         self.chunk_loss, self.n_targets = ops.chunk_loss, None
         self.tie()

@@ -16,7 +16,9 @@ train.idx, or any x_train_text_document.bin with its .idx). meta.pkl is never op
 import math
 import os
 import re
+import resource
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import repeat
@@ -121,6 +123,7 @@ class DataSet:
         records = find_shards(self.folder, self.meta, name)
         check(records, self.folder, f"has no split {name} (no {name}_000000.bin, no {name}.bin)")
         shards = []
+        raise_open_file_limit()
         rank = int(os.environ.get("RANK", 0))
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         for i, record in enumerate(records):
@@ -270,6 +273,16 @@ def open_shard(path: Path, record: dict, limit: int) -> Shard:
     check(tokens == len(shard), path, f"holds {len(shard)} tokens, but meta.json says {tokens}")
     check_ids(path, record.get("max_token", 0), limit)
     return shard
+
+
+def raise_open_file_limit() -> None:
+    """Lets this process open up to 65,536 files if the system allows it, because every shard stays open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2**16
+    if hard != resource.RLIM_INFINITY:
+        most = min(hard, most)
+    with suppress(ValueError, OSError):  # some systems have a lower limit of another kind
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def check_ids(path: Path, largest: int, limit: int) -> None:

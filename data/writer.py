@@ -6,6 +6,7 @@
 dataset.py describes the folder, files.py the format of a shard.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -71,6 +72,7 @@ class ShardWriter:
             start_again = f"delete {display_path(self.temporary)} to start again"
             try:
                 saved = files.read_json(path)
+                require(saved.pop("sha256") == hashlib.sha256(_json(saved)).hexdigest(), "it was changed")
                 self.splits = saved["splits"]
                 self.place = saved["place"]
                 other = [name for name in self.settings if saved["settings"].get(name) != self.settings[name]]
@@ -107,7 +109,7 @@ class ShardWriter:
             f.flush()
             os.fsync(f.fileno())
         saved = {"settings": self.settings, "place": place, "splits": self.splits}
-        write_file(self.temporary / PROGRESS, _json(saved))
+        write_file(self.temporary / PROGRESS, _json(saved | {"sha256": hashlib.sha256(_json(saved)).hexdigest()}))
         fsync(self.temporary)
         self.unsaved = False
 

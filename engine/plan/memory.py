@@ -30,6 +30,7 @@ REMEDY = {PARAMETERS: MORE_RANKS, OFFLOADED: MORE_RANKS, CHECKPOINT: "use a mach
 CERTAIN = 0.75  # share of the estimated activations that a run takes at least,
 COMPILED = 0.4  # and a compiled run, which keeps less than the uncompiled blocks that are measured
 SMALL = 2**30  # bytes that every machine has, so that small runs start at once
+LONG = 2**12  # tokens of a text; to measure the attention of longer ones could take minutes
 UNCOUNTABLE = 2**63  # bytes, of tensors that PyTorch cannot make
 
 
@@ -42,6 +43,8 @@ def n_params(cfg) -> int:
 
 def training_need(cfg, device: torch.device, size: int) -> Need:
     """The least peak memory of a rank of `size`: in the update, or in the loss before there are gradients."""
+    if cfg.block_size > LONG:
+        return need_of_long_texts(cfg, device, size)
     cfg = copy.copy(cfg)
     cfg.world_size = size
     try:
@@ -52,6 +55,16 @@ def training_need(cfg, device: torch.device, size: int) -> Need:
     share = COMPILED if compiled(cfg, device) else CERTAIN
     activations = share * (on_device + on_host - states) - parts["gradients"]
     return {OFFLOADED if on_host else PARAMETERS: states, "activations": max(0, int(activations))}
+
+
+def need_of_long_texts(cfg, device: torch.device, size: int) -> Need:
+    """As training_need, but of the activations only the stream behind each block."""
+    need = evaluation_need(cfg, cfg.batch_size, device, size)
+    tokens = cfg.batch_size * cfg.block_size // cfg.cp // cfg.pp
+    stream = resolve_dtype(cfg.dtype, device).itemsize * tokens * cfg.n_embd // cfg.tp
+    states = 3 * need.pop(PARAMETERS)  # parameters, gradients and the mean gradient
+    kind = OFFLOADED if cfg.fsdp_offload else PARAMETERS
+    return {kind: states, "activations": need["activations"] + cfg.n_layer * stream}
 
 
 def evaluation_need(flags, batch_size: int, device: torch.device, size: int) -> Need:

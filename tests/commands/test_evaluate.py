@@ -43,7 +43,7 @@ def figures(capsys):
 
     def call(*flags: str) -> dict:
         capsys.readouterr()
-        evaluate.main(["--device=cpu", "--json", *flags])
+        evaluate.main(["--device=cpu", "--json=True", *flags])
         return json.loads(capsys.readouterr().out)
 
     return call
@@ -131,7 +131,7 @@ def evaluations(all_flags: list[list[str]]):
     torch.distributed.init_process_group = lambda *args, **kwargs: None if once() else join(*args, **kwargs)
     evaluate.leave = lambda: None
     for flags in all_flags:
-        evaluate.main(["--device=cpu", "--json", *flags])
+        evaluate.main(["--device=cpu", "--json=True", *flags])
     leave()
 
 

@@ -354,7 +354,7 @@ def test_answers_are_those_of_a_loop(translators, name, capsys, tmp_path):
     """Exact matches and the answers themselves, without batches and caches."""
     file = tmp_path / "answers.jsonl"
     flags = [f"--out_dir={translators / name}", "--device=cpu", f"--answers={file}"]
-    evaluate.main([*flags, "--json", "--batch_size=2"])
+    evaluate.main([*flags, "--json=True", "--batch_size=2"])
     figures = json.loads(capsys.readouterr().out)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     stream = open_data(translators / "out").split("val")

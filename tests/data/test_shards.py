@@ -5,11 +5,13 @@ import json
 import os
 import pickle
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import read_all, shards_of
+from helpers import ROOT, read_all, shards_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preparing import error
@@ -103,6 +105,19 @@ def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
     assert out.tolist() == [list(range(140, 150)), list(range(3, 13))]
     message = error(stream.read, np.array([3, 145]), out)
     assert "train_000000.bin was truncated: tokens 145 to 155 are missing" in message
+
+
+def test_more_shards_than_a_process_may_open_by_itself(tmp_path):
+    with ShardWriter(tmp_path, ByteTokenizer(), shard_tokens=1) as out:
+        for split in ("train", "val"):
+            out.add(split, np.arange(200))
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (80, 400))\n"
+        "from data.dataset import open_data\n"
+        f"print(len(open_data({str(tmp_path)!r}).split('train')))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "200\n"
 
 
 def test_offsets_beyond_32_bits(tmp_path):

@@ -142,6 +142,14 @@ def test_too_much_is_refused_before_it_is_allocated(tiny_data, tmp_path, capsys,
     assert time.process_time() - started < 10 and not (tmp_path / "out").exists()
 
 
+def test_long_texts_are_refused_without_measuring_their_attention():
+    cfg = parse(Config, ["--block_size=2**24", "--doc_mask=True", "--pos=rope", "--batch_size=1", "--vocab_size=256"])
+    started = time.process_time()
+    with pytest.raises(ValueError, match=r"block_size=16777216 \(command line\) needs at least .*; lower block_size"):
+        memory.check_training(cfg, torch.device("cpu"), 1)
+    assert time.process_time() - started < 10
+
+
 def test_the_data_s_vocabulary_is_refused_too(tmp_path, capsys):
     (tmp_path / "meta.json").write_text('{"vocab_size": 2000000000, "dtype": "uint32"}')
     for split in ("train", "val"):
