@@ -4,6 +4,7 @@ that only writes metrics, and once with the real one."""
 import json
 import math
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -181,8 +182,12 @@ def test_a_damaged_row_does_not_stop_the_comparison(name, fake):
 def test_ctrl_c_lets_trainings_save(fake, capfd):
     (fake.folder / "slow").write_text("run1-seed1")
     (fake.folder / "signal").touch()
-    with pytest.raises(KeyboardInterrupt):
-        fake("--seeds=2")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let their background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fake("--seeds=2")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "the same command continues" in capfd.readouterr().err and (fake.out / "run1-seed1" / "saved").exists()
     (fake.folder / "slow").unlink()
     assert fake("--seeds=2") == 0
