@@ -260,7 +260,7 @@ def open_with_objective(cfg) -> tuple[DataSet, Objective, int]:
         vocab_size = -(-needed // 64) * 64  # large matrix products are faster with such sizes
     if vocab_size < needed:
         fact = f"vocab_size={vocab_size} has no room for the {needed} ids of the data and objective={cfg.objective}"
-        raise ValueError(f"{fact}; set it to {needed}, or leave the flags of the objective out")
+        raise ValueError(f"{fact}; set it to {needed} or more, or leave objective, corrupt_ratio and span_length out")
     return data, objective, vocab_size
 
 

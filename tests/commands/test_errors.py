@@ -49,7 +49,7 @@ TRAIN_FLAGS = [  # flags, and what the line must name; those of a model alone ar
     (["--block_size=100000"], ["block_size=100000"]),
     (["--vocab_size=100"], ["vocab_size=100", "257"]),
     (["--objective=seq2seq", "--block_size=1"], ["block_size=1 ", "needs 2"]),
-    (["--objective=masked", "--vocab_size=257"], ["vocab_size=257", "257 ids", "258 or more"]),
+    (["--objective=masked", "--vocab_size=257"], ["vocab_size=257", "258 ids", "258 or more"]),
     (["--init_from=gpt3"], ["init_from", "gpt3"]),
     (["--init_from=resume"], ["no directory", "/new", "--out_dir"]),
     (["--init_from=nanogpt:/no/ckpt.pt"], ["/no/ckpt.pt"]),
