@@ -189,7 +189,7 @@ FAULTS = [
         "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp]",
     ),
     (
-        "engine/parallel/pipeline.py",
+        "engine/parallel/stages.py",
         "yield chunks - 1 - (i - ahead) // n_ranks % chunks, False",
         "yield (i - ahead) // n_ranks % chunks, False",
         "The plan lets the stages of a rank go backwards in the order in which they go forward.",

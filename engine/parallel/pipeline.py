@@ -13,7 +13,7 @@ the head. PyTorch allocates a buffer for each input of the n_micro micro-batches
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
+from engine.parallel.stages import elsewhere, layers
 from model import Inputs, Model, Shared, stream_dtype
 
 
@@ -50,40 +51,6 @@ def check(cfg, n_micro: int):
         fact = f"pp_chunks={chunks} needs a multiple of pp={n_ranks} micro-batches per step"
         multiple = math.lcm(n_micro, n_ranks) // n_micro
         raise ValueError(f"{fact}, and {left} {multiple} times as many, or pp_chunks to 1")
-
-
-def layers(n_layer: int, rank: int, n_ranks: int, chunks: int = 1) -> list[range]:
-    """The layers of each stage of a rank, the first stage first."""
-    n = n_ranks * chunks
-    ends = [-(-n_layer * i // n) for i in range(n + 1)]
-    return [range(ends[i], ends[i + 1]) for i in range(rank, n, n_ranks)]
-
-
-def elsewhere(cfg, rank: int, n_ranks: int, chunks: int = 1) -> list[str]:
-    """The parts of the model that a rank's stages do not have, such as blocks.3. Both ends have a tied embedding."""
-    own = layers(cfg.n_layer, rank, n_ranks, chunks)
-    paths = [f"blocks.{layer}" for layer in {*range(cfg.n_layer)}.difference(*own)]
-    last = rank == n_ranks - 1
-    if rank > 0:
-        paths += ["pos", "first_norm"]
-    if not last:
-        paths += ["norm", "head"]
-    if rank > 0 and not (last and cfg.tie_weights):
-        paths += ["wte"]
-    return paths
-
-
-def passes(rank: int, n_ranks: int, chunks: int, n_micro: int) -> Iterator[tuple[int, bool]]:
-    """The passes of a rank in a step in the schedules' order: (number of the stage among its own, whether forward)."""
-    n = chunks * n_micro
-    ahead = n_ranks - 1 - rank
-    if chunks > 1:
-        ahead = min(n, (chunks - 1) * n_ranks + 2 * ahead)
-    for i in range(n + ahead):
-        if i < n:
-            yield i // n_ranks % chunks, True
-        if i >= ahead:
-            yield chunks - 1 - (i - ahead) // n_ranks % chunks, False
 
 
 def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[str]:

@@ -29,8 +29,8 @@ from engine import fp8
 from engine.optim import OPTIMIZER, Balance, Muon, hidden_matrices, iteration_dtype, state_bytes, update_bytes
 from engine.parallel import context as context_parallel
 from engine.parallel import expert as expert_parallel
-from engine.parallel import pipeline
 from engine.parallel import ranks as parallel
+from engine.parallel import stages
 from engine.parallel import tensor as tensor_parallel
 from engine.parallel.owners import Matrix, Owners, cuts, place
 from engine.parallel.recomputation import recompute
@@ -83,11 +83,11 @@ class Stage:
 
     def __init__(self, cfg, index: int, weights: dict[str, Weight]):
         self.index, self.first, self.last = index, index == 0, index == cfg.pp - 1
-        self.chunks = pipeline.layers(cfg.n_layer, index, cfg.pp, cfg.pp_chunks)
+        self.chunks = stages.layers(cfg.n_layer, index, cfg.pp, cfg.pp_chunks)
         self.layers = [layer for chunk in self.chunks for layer in chunk]
         # streams that it sends for a micro-batch, and as many that it receives: both ways, but not at the ends
         self.streams = 2 * cfg.pp_chunks - self.first - self.last
-        others = tuple(f"{path}." for path in pipeline.elsewhere(cfg, index, cfg.pp, cfg.pp_chunks))
+        others = tuple(f"{path}." for path in stages.elsewhere(cfg, index, cfg.pp, cfg.pp_chunks))
         self.weights = {name: w for name, w in weights.items() if not name.startswith(others)}
         self.numbers, self.shards = Counter(), {False: Counter(), True: Counter()}
         for w in self.weights.values():
@@ -258,7 +258,7 @@ class Rank:
         kept = [sum(blocks[layer].kept for layer in chunk) for chunk in stage.chunks]
         if stage.first:
             kept[0] += sum(cost.kept for cost in self.parts.before)
-        passes = pipeline.passes(stage.index, self.cfg.pp, self.cfg.pp_chunks, self.micro_steps)
+        passes = stages.passes(stage.index, self.cfg.pp, self.cfg.pp_chunks, self.micro_steps)
         in_flight = accumulate(kept[chunk] if forward else -kept[chunk] for chunk, forward in passes)
         parts = self.static_memory(stage) | {
             "activations": max(in_flight),
@@ -336,7 +336,7 @@ class Rank:
             backwards = blocks - shard[f"blocks.{cfg.n_layer - 1}"]
             return self.micro_steps * (blocks + backwards * cfg.fsdp_reshard)
         total, there = 0, set()
-        for chunk, forward in pipeline.passes(stage.index, cfg.pp, cfg.pp_chunks, self.micro_steps):
+        for chunk, forward in stages.passes(stage.index, cfg.pp, cfg.pp_chunks, self.micro_steps):
             if chunk not in there:
                 total += sum(shard[f"blocks.{layer}"] for layer in stage.chunks[chunk])
             if forward:

@@ -14,7 +14,6 @@ import torch
 
 from data.errors import require
 from engine.device import gpu_peak
-from engine.parallel import pipeline
 from engine.parallel.ranks import check_scaler
 from engine.plan.estimate import RECOMPUTE, STATES, Rank, Stage, estimate_rank, layout_of
 from model import Model
@@ -95,6 +94,8 @@ def estimate(cfg) -> Plan:
     check_size(f"block_size={cfg.block_size}", cfg.block_size, 2**24)
     check_size(f"tp={cfg.tp} times cp={cfg.cp} or ep={cfg.ep}", cfg.tp * max(cfg.cp, cfg.ep), 2**12)
     if cfg.pp > 1:
+        from engine.parallel import pipeline
+
         with torch.device("meta"):
             pipeline.keep_stages(Model(cfg), 0, cfg.pp)  # refuses layers that exchange more than the stream
     rank = estimate_rank(cfg)

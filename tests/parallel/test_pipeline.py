@@ -19,7 +19,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from engine.parallel.pipeline import Chunk, Pipeline, check, keep_stages, layers, passes
+from engine.parallel.pipeline import Chunk, Pipeline, check, keep_stages
+from engine.parallel.stages import layers, passes
 from model import Model, ModelConfig
 
 B, T, V, STEPS = 2, 12, 31, 2
