@@ -1,8 +1,6 @@
 """Prepares data sets of any size: reads documents as a stream, splits them by document, encodes them in threads.
 
-    flags = parser(__doc__, HERE)
-    flags.add_argument("--tokenizer", default="gpt2")
-    prepare(flags.parse_args(), find_files(["books/*.txt", "web"]))
+    main(__doc__, HERE)                      # the command of data/text; others have an input by default
 
 Documents are numbered over the sorted files, and a hash of the number decides whether a document validates. Results are
 written in the order of the documents, so neither the number of threads nor a restart changes a shard. Memory holds some
@@ -19,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -31,11 +29,10 @@ from data.errors import require, say
 from data.files import SPLITS
 from data.hashing import hash64
 from data.pairs import Parts, encode
-from data.sources import ADDRESS, Source, find_files, hub_files, reason
+from data.sources import RECORDS, Source, find_files, reason
 from data.tokenizer import build
 from data.writer import ShardWriter
 
-RECORDS = re.compile(r"\.(jsonl(\.gz|\.zst)?|parquet)$")  # names of files whose documents are records
 JOB_CHARACTERS = 1_000_000  # most characters of a job; a longer document is cut into pieces
 JOB_PIECES = 4096  # most pieces of a job
 SAFE_CUT = re.compile(r"\S(?= )|(?<=\S)\n(?=\S)")
@@ -46,7 +43,7 @@ def uniform(numbers: np.ndarray) -> np.ndarray:
     return hash64(numbers) / 2.0**64
 
 
-def pieces(text: str, length: int) -> Iterator[str]:
+def cut(text: str, length: int) -> Iterator[str]:
     """Cuts `text` into pieces of at least `length` characters. Their ids, joined, are the ids of `text`.
 
     A word of each of our tokenizers ends before a space and after a single newline, where the cuts are. A tokenizer of
@@ -60,36 +57,39 @@ def pieces(text: str, length: int) -> Iterator[str]:
 
 
 @dataclass
-class Job:
-    """The pieces that a thread encodes in one call. A piece is a document, such as a pair, or a part of a long one."""
+class Piece:
+    """A document, such as a pair, or a part of a long text. A list of them is a job, which a thread encodes at once."""
 
-    # (text, begins a document, ends it, number of the document over all files, file, row in the file)
-    pieces: list[tuple[str | Parts, bool, bool, int, int, int]] = field(default_factory=list)
-    size: int = 0  # characters
-    position: int = 0  # bytes of the input read so far
-    place: tuple[int, int, int] | None = None  # (file, row, number) to continue from; None inside a document
+    text: str | Parts
+    begins: bool  # its document
+    ends: bool
+    number: int  # of the document, over all files
+    file: int
+    row: int  # of the document in its file
+    position: int  # bytes of the input that are read behind the document
 
 
-def make_jobs(documents: Iterable[tuple[str | Parts, int, int, int]], number: int) -> Iterator[Job]:
+def make_jobs(documents: Iterable[tuple[str | Parts, int, int, int]], number: int) -> Iterator[list[Piece]]:
     """Groups (text, file, row, position) of documents, of which `number` is the first one's, into jobs. Empty documents
     are counted, but are in no job."""
-    job = Job()
-    for text, file, row, position in documents:
-        job.position = position
+    job = []
+    size = 0  # characters
+    for text, *place in documents:
+        parts = [text]  # a pair is never cut
+        if isinstance(text, str):
+            parts = cut(text, JOB_CHARACTERS) if text else []
         done = 0
-        parts = [text]
-        if isinstance(text, str):  # a pair is never cut
-            parts = pieces(text, JOB_CHARACTERS) if text else []
-        for piece in parts:
-            done += len(piece)
-            job.pieces.append((piece, done == len(piece), done == len(text), number, file, row))
-            job.size += len(together(piece))
-            job.place = (file, row, number + 1) if done == len(text) else None
-            if job.size >= JOB_CHARACTERS or len(job.pieces) == JOB_PIECES:
+        for part in parts:
+            begins = done == 0
+            done += len(part)
+            job.append(Piece(part, begins, done == len(text), number, *place))
+            size += len(together(part))
+            if size >= JOB_CHARACTERS or len(job) == JOB_PIECES:
                 yield job
-                job = Job(position=position)
+                job = []
+                size = 0
         number += 1
-    if job.pieces:
+    if job:
         yield job
 
 
@@ -98,7 +98,7 @@ def together(text: str | Parts) -> str:
     return text if isinstance(text, str) else "".join(part for part, _ in text)
 
 
-def map_in_order(function: Callable, jobs: Iterable[Job], threads: int) -> Iterator[tuple]:
+def map_in_order(function: Callable, jobs: Iterable, threads: int) -> Iterator[tuple]:
     """Yields (job, function(job)) in the order of the jobs. At most `threads` + 2 jobs are pending."""
     waiting: deque = deque()
     pool = ThreadPoolExecutor(threads)
@@ -141,31 +141,34 @@ class Corpus:
     threads: int
     limit: int
 
-    def encode(self, job: Job) -> dict[str, tuple[np.ndarray, int]]:
+    def encode(self, job: list[Piece]) -> dict[str, tuple[np.ndarray, int]]:
         """{split: (tokens, number of documents that begin in the job)}"""
-        tokenizer = self.out.tokenizer
-        parts: dict[str, list] = {split: [] for split in SPLITS}
+        parts: dict[str, list] = {}
         begun = dict.fromkeys(SPLITS, 0)
-        for (text, begins, ends, _, file, row), validates in zip(job.pieces, self.validates(job), strict=True):
+        for piece, validates in zip(job, self.validates(job), strict=True):
             split = "val" if validates else "train"
-            begun[split] += begins
+            begun[split] += piece.begins
             try:
-                if isinstance(text, str):
-                    parts[split].append(tokenizer.encode(text) if begins else tokenizer.encode_rest(text))
-                    if ends:
-                        parts[split].append(tokenizer.end)
+                if isinstance(piece.text, str):
+                    parts.setdefault(split, []).append(self.ids(piece))
                 else:
-                    ids, marks = encode(tokenizer, text)
-                    parts[split].append(ids)
+                    ids, marks = encode(self.out.tokenizer, piece.text)
+                    parts.setdefault(split, []).append(ids)
                     parts.setdefault(split + MASK, []).append(marks)
             except ValueError as e:  # for example a million blanks in a row with gpt2
-                where = f"{self.source.files[file]}, document {row}"
+                where = f"{self.source.files[piece.file]}, document {piece.row}"
                 raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or remove it") from e
-        return {split: (np.concatenate(p), begun.get(split, 0)) for split, p in parts.items() if p}
+        return {split: (np.concatenate(p), begun.get(split, 0)) for split, p in parts.items()}
 
-    def validates(self, job: Job) -> np.ndarray:
+    def ids(self, piece: Piece) -> np.ndarray:
+        """The ids of a piece of text, with end-of-text behind the last one of a document."""
+        tokenizer = self.out.tokenizer
+        ids = tokenizer.encode(piece.text) if piece.begins else tokenizer.encode_rest(piece.text)
+        return np.append(ids, tokenizer.end) if piece.ends else ids
+
+    def validates(self, job: list[Piece]) -> np.ndarray:
         """Whether the document of each piece validates, (pieces,) bool."""
-        numbers = np.array([number for _, _, _, number, _, _ in job.pieces], dtype=np.uint64)
+        numbers = np.array([piece.number for piece in job], dtype=np.uint64)
         if self.source.val_fraction:  # a single text is cut into document 0, which validates, and document 1
             return numbers == 0
         return uniform(numbers) < self.val_fraction
@@ -192,35 +195,24 @@ class Corpus:
                     break
                 for split, (tokens, begun) in encoded.items():
                     self.out.add(split, tokens, begun)
-                if self.out.unsaved and job.place:
-                    self.out.save(job.place)
+                last = job[-1]
+                if self.out.unsaved and last.ends:
+                    self.out.save((last.file, last.row, last.number + 1))
                 progress.set_postfix_str(f"{self.tokens('train'):,} tokens to train on", refresh=False)
-                progress.update(job.position - progress.n)
+                progress.update(last.position - progress.n)
         for split in SPLITS:
-            if self.tokens(split) < 2:
-                remedy = "add text, cut it into more documents, or pass another --val_fraction"
-                raise ValueError(f"the split {split} has {self.tokens(split)} tokens, and needs two; {remedy}")
+            fact = f"the split {split} has {self.tokens(split)} tokens, and needs two"
+            remedy = "add text, cut it into more documents, or pass another --val_fraction"
+            require(self.tokens(split) >= 2, f"{fact}; {remedy}")
 
-    def write_up_to_limit(self, job: Job) -> None:
+    def write_up_to_limit(self, job: list[Piece]) -> None:
         """Writes the pieces of the job in which the limit is reached, up to the limit."""
-        for piece in job.pieces:
-            for split, (tokens, begun) in self.encode(Job([piece])).items():
+        for piece in job:
+            for split, (tokens, begun) in self.encode([piece]).items():
                 room = self.limit - self.tokens("train") if split == "train" else len(tokens)
                 self.out.add(split, tokens[:room], begun)
             if self.tokens("train") == self.limit:
                 return
-
-
-def parser(doc: str, here: str) -> Parser:
-    """A parser with the flags that all preparations of documents share."""
-    flags = Parser(doc, here)
-    fraction = "fraction of the documents for validation (default 0.005; of a single text the last 0.1)"
-    flags.add_argument("--val_fraction", type=float, help=fraction)
-    flags.add_argument("--field", default="text", help="field of jsonl and parquet with the text (default text)")
-    flags.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100_000_000)")
-    flags.add_argument("--tokenizer", default="gpt2", help="char, byte, gpt2, bpe:N or hf:DIR (default gpt2)")
-    flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="encoding threads (default: all cores)")
-    return flags
 
 
 def prepare(
@@ -234,9 +226,10 @@ def prepare(
     if val_fraction is None:
         val_fraction = 0.1 if single else 0.005
     check_numbers(args, val_fraction, shards)
-    fields = len(pairs) < 3 and all(pairs) and not (pairs and plain)
-    need = "pass SOURCE,TARGET, or the one field of a chat, of .jsonl or .parquet alone"
-    require(fields, f"pairs={','.join(pairs)} is not possible for {files[0]}; {need}")
+    if pairs:
+        need = "pass SOURCE,TARGET, or the one field of a chat, of .jsonl or .parquet alone"
+        possible = len(pairs) < 3 and all(pairs) and not plain
+        require(possible, f"pairs={','.join(pairs)} is not possible for {files[0]}; {need}")
     used = args.field == "text" or len(plain) < len(files) and not pairs
     require(used, f"field={args.field} has no effect on texts and pairs; leave it out")
     folder = out_folder(args.out)
@@ -251,11 +244,9 @@ def prepare(
     names = json.dumps([[f if f.startswith("hf://") else os.path.abspath(f) for f in files], source.sizes])
     settings = {
         "tokenizer": tokenizer.hash, "input": hashlib.sha256(names.encode()).hexdigest(), "documents": documents,
-        "field": args.field, "val_fraction": val_fraction, "separated": source.separated,
+        "field": args.field, "val_fraction": val_fraction, "separated": source.separated, "pairs": [*pairs],
         "shard_tokens": args.shard_tokens, "shards": shards,
     }  # fmt: skip
-    if pairs:
-        settings["pairs"] = [*pairs]
     with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
         Corpus(out, source, val_fraction, args.threads, shards * args.shard_tokens).write()
     out.report(f"{out.documents()} documents, ")
@@ -269,16 +260,22 @@ def check_numbers(args: argparse.Namespace, val_fraction: float, shards: int) ->
     require(shards >= 0, f"shards={shards} is not possible; pass 0 for all, or the number of shards to train on")
 
 
-def stream(doc: str, here: str, path: str) -> None:
-    """The command that prepares a data set of the Hugging Face hub, `path` unless --path gives another."""
-    flags = parser(doc, here)
-    flags.add_argument("--path", default=path, help=f"OWNER/NAME[@REVISION][:CONFIG], or local files (default {path})")
+def main(doc: str, here: str, default: str | None = None) -> None:
+    """A command that prepares files and data sets of the hub, those of `default` unless --input gives others."""
+    flags = Parser(doc, here)
+    what = "file, pattern, folder, or hf:OWNER/NAME[@REVISION][:CONFIG] of the hub; may be repeated"
+    flags.add_argument("--input", action="append", required=not default, help=f"{what} (default: {default})")
+    kinds = ("file", "line", "paragraph")
+    flags.add_argument("--documents", choices=kinds, default="file", help="what a document of a text is (default file)")
+    names = "SOURCE,TARGET, or the field of a chat: fields of pairs (without a value source,target)"
+    flags.add_argument("--pairs", nargs="?", const="source,target", help=names)
+    fraction = "fraction of the documents for validation (default 0.005; of a single text the last 0.1)"
+    flags.add_argument("--val_fraction", type=float, help=fraction)
+    flags.add_argument("--field", default="text", help="field of jsonl and parquet with the text (default text)")
+    flags.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100_000_000)")
     flags.add_argument("--shards", type=int, default=0, help="number of full shards to train on, 0 = all (default 0)")
+    flags.add_argument("--tokenizer", default="gpt2", help="char, byte, gpt2, bpe:N or hf:DIR (default gpt2)")
+    flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="encoding threads (default: all cores)")
     args = flags.parse_args()
-    try:
-        files = find_files([args.path])
-    except ValueError:
-        if os.path.exists(args.path) or not ADDRESS.fullmatch(args.path):
-            raise
-        files = hub_files(args.path)
-    prepare(args, files, shards=args.shards)
+    pairs = () if args.pairs is None else tuple(args.pairs.split(","))
+    prepare(args, find_files(args.input or [default]), args.documents, args.shards, pairs)

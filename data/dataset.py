@@ -1,4 +1,4 @@
-"""Data sets of token shards: opening one, or several as a mixture. writer.py writes them, shards.py inspects them.
+"""Data sets of token shards: opening one, or several as a mixture. writer.py writes them.
 
     data = open_data("pycode")                       # data/pycode, or any path; "a:0.7,b:0.3" mixes two by weight
     stream = data.split("train")                     # a TokenStream: len(stream); stream.read(starts, buffer)
@@ -19,7 +19,7 @@ import re
 import resource
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import repeat
 from pathlib import Path
@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import require
-from data.files import SPLITS, Shard, check, display_path, open_file, problem, read_json, sha256, unreadable
+from data.files import SPLITS, Shard, check, display_path, open_file, problem, read_json, sha256
 from data.tokenizer import Tokenizer, from_spec
 
 MASK = "_mask"  # ends the name of the split that holds the marks of another's tokens, see pairs.py
@@ -36,7 +36,6 @@ MIXTURE_STEPS = 10_000  # weights of a mixture are rounded to multiples of 1 / M
 MAX_VOCAB_SIZE = 2**31 - 1
 MOVING = {"half prepared": True}  # the content of meta.json while shards are moved into place
 NOT_PREPARED = "is not prepared (it has no train_000000.bin and no train.bin)"
-CHANGED = "was changed: its SHA-256 is not the one in meta.json"
 
 
 class TokenStream:
@@ -90,77 +89,71 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A prepared folder. `vocab_size` is the model's: the larger of the data's own size and the flag. pack(stream)
-    finds the windows of pairs, see pairs.pack."""
+    """A prepared folder, or several in `sources`: {name: (data, weight)}. These have the tokenizer, the vocabulary and
+    the end-of-text of the first one, whose `folder` and `meta` are given.
+
+    `vocab_size` is the model's: the larger of the data's own size and the flag. pack(stream) finds the windows of
+    pairs, see pairs.pack."""
 
     folder: Path
-    meta: dict | None
+    meta: dict  # empty without a meta.json
     tokenizer: Tokenizer | None
     vocab_size: int
     eot: int | None
     verify: bool
     pack: Callable[[TokenStream], None] | None = None
+    sources: dict[str, tuple["DataSet", int]] = field(default_factory=dict)
 
     @property
     def pairs(self) -> bool:
         """Whether a mask says which tokens are targets."""
-        return any(split.endswith(MASK) for split in (self.meta or {}).get("splits", {}))
+        return any(split.endswith(MASK) for split in self.meta.get("splits", {}))
 
     def split(self, name: str) -> TokenStream:
         """Opens the tokens of "train" or "val" after checks of sizes and recorded largest ids, with `verify` also of
-        this rank's part of the checksums. In files without a record, the batch that reads it finds a wrong id."""
-        stream = self.open(name, self.meta["vocab_size"] if self.meta else self.vocab_size)
-        if self.pairs:
-            stream.mask = mask = self.open(name + MASK, N_MARKS)
-            fact = f"has {len(mask)} marks in {name}{MASK} for {len(stream)} tokens in {name}"
-            check(len(mask) == len(stream), self.folder, fact)
+        this rank's part of the checksums. In files without a record, the batch that reads it finds a wrong id. The
+        sources of a mixture follow one another."""
+        if self.sources:
+            stream = self._mixed(name)
+        else:
+            stream = self._open(name, self.meta.get("vocab_size", self.vocab_size))
+            if self.pairs:
+                stream.mask = mask = self._open(name + MASK, N_MARKS)
+                fact = f"has {len(mask)} marks in {name}{MASK} for {len(stream)} tokens in {name}"
+                check(len(mask) == len(stream), self.folder, fact)
         if self.pack:
             self.pack(stream)
         return stream
 
-    def open(self, name: str, limit: int) -> TokenStream:
+    def _mixed(self, name: str) -> TokenStream:
+        """The streams of all sources as one."""
+        streams = {source: data.split(name) for source, (data, _) in self.sources.items()}
+        shards = [shard for stream in streams.values() for shard in stream.shards]
+        sources = [(source, len(stream), self.sources[source][1]) for source, stream in streams.items()]
+        joint_name = " + ".join(stream.name for stream in streams.values())
+        joint = TokenStream(joint_name, shards, min(stream.vocab_size for stream in streams.values()), sources)
+        if self.pairs:
+            marks = [shard for stream in streams.values() for shard in stream.mask.shards]
+            joint.mask = TokenStream(joint_name + MASK, marks, N_MARKS)
+        return joint
+
+    def _open(self, name: str, limit: int) -> TokenStream:
         """Opens one split or mask, whose ids are below `limit`."""
         records = find_shards(self.folder, self.meta, name)
         check(records, self.folder, f"has no split {name} (no {name}_000000.bin, no {name}.bin)")
-        shards = []
         raise_open_file_limit()
         rank = int(os.environ.get("RANK", 0))
         ranks = int(os.environ.get("WORLD_SIZE", 1))
+        shards = []
         for i, record in enumerate(records):
             path = self.folder / record["name"]
+            shards.append(open_shard(path, record, limit))
             recorded = record.get("sha256")
-            try:
-                shards.append(open_shard(path, record, limit))
-            except OSError as e:
-                raise unreadable(path, e) from e
             fact = "cannot be verified, because no meta.json records its SHA-256"
             check(recorded or not self.verify, path, fact, "pass --verify_data=False")
-            if self.verify and i % ranks == rank and sha256(path) != recorded:
-                raise problem(path, CHANGED)
+            if self.verify and i % ranks == rank:
+                check(sha256(path) == recorded, path, "was changed: its SHA-256 is not the one in meta.json")
         return TokenStream(f"{display_path(self.folder)} {name}", shards, limit)
-
-
-@dataclass(frozen=True)
-class Mixture(DataSet):
-    """Several data sets of one tokenizer, vocabulary and end-of-text id. The inherited fields are the first one's."""
-
-    sources: dict[str, tuple[DataSet, int]] = field(default_factory=dict)  # name on the command line: (data, weight)
-
-    def split(self, name: str) -> TokenStream:
-        """Opens the tokens of all sources as one stream, one source after the other."""
-        streams = {source: data.split(name) for source, (data, _) in self.sources.items()}
-        joint = TokenStream(
-            " + ".join(stream.name for stream in streams.values()),
-            [shard for stream in streams.values() for shard in stream.shards],
-            min(stream.vocab_size for stream in streams.values()),
-            [(source, len(stream), self.sources[source][1]) for source, stream in streams.items()],
-        )
-        if self.pairs:
-            shards = [shard for stream in streams.values() for shard in stream.mask.shards]
-            joint.mask = TokenStream(joint.name + MASK, shards, N_MARKS)
-        if self.pack:
-            self.pack(joint)
-        return joint
 
 
 def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, verify: bool = False) -> DataSet:
@@ -177,23 +170,24 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
         raise ValueError(f"{fact}; prepare it, or pass a path")
     meta = read_meta(folder)
     check(any(find_shards(folder, meta, split) for split in SPLITS), folder, NOT_PREPARED)
-    own = (meta or {}).get("vocab_size", 0)
-    fact = "has no meta.json, so its vocabulary is unknown (a meta.pkl is never unpickled)"
-    write = f"echo '{{\"vocab_size\": N}}' > {display_path(folder / 'meta.json')}"
-    check(own or vocab_size, folder, fact, f"pass --vocab_size=N, or {write}")
-    fact = f"has a vocabulary of {own}, more than vocab_size={vocab_size}"
-    remedy = f"pass {own} or more, or prepare the data with the tokenizer of the model"
-    check(vocab_size >= own or not vocab_size, folder, fact, remedy)
+    own = meta.get("vocab_size", 0)
+    if not own and not vocab_size:
+        fact = "has no meta.json, so its vocabulary is unknown (a meta.pkl is never unpickled)"
+        write = f"echo '{{\"vocab_size\": N}}' > {display_path(folder / 'meta.json')}"
+        raise problem(folder, fact, f"pass --vocab_size=N, or {write}")
+    if vocab_size and vocab_size < own:
+        fact = f"has a vocabulary of {own}, more than vocab_size={vocab_size}"
+        raise problem(folder, fact, f"pass {own} or more, or prepare the data with the tokenizer of the model")
     tokenizer = None
-    if meta and "tokenizer" in meta:
+    if "tokenizer" in meta:
         tokenizer = from_spec(meta["tokenizer"], folder)
         same = tokenizer.hash == meta.get("tokenizer_hash", tokenizer.hash) and tokenizer.vocab_size == own
         fact = "records another tokenizer hash or vocabulary size than its tokenizer has"
         check(same, folder / "meta.json", fact)
-    return DataSet(folder, meta, tokenizer, max(own, vocab_size), (meta or {}).get("eot"), verify)
+    return DataSet(folder, meta, tokenizer, max(own, vocab_size), meta.get("eot"), verify)
 
 
-def _open_mixture(name: str, root: str | Path, vocab_size: int, verify: bool) -> Mixture:
+def _open_mixture(name: str, root: str | Path, vocab_size: int, verify: bool) -> DataSet:
     """Opens `a:0.7,b:0.3`. ValueError for a missing or zero weight, a repeated source, sources that do not match."""
     weights: dict[str, Fraction] = {}
     for part in map(str.strip, name.split(",")):
@@ -208,14 +202,13 @@ def _open_mixture(name: str, root: str | Path, vocab_size: int, verify: bool) ->
         raise ValueError(f"dataset={name!r} mixes data of different kinds ({found}); prepare all with one tokenizer")
     first = next(iter(opened.values()))
     weighted = zip(opened.items(), _integers(list(weights.values())), strict=True)
-    return Mixture(**vars(first), sources={source: (data, weight) for (source, data), weight in weighted})
+    return replace(first, sources={source: (data, weight) for (source, data), weight in weighted})
 
 
 def _kind(data: DataSet) -> tuple[str, ...]:
     """What the sources of a mixture must have in common."""
     tokenizer = "unknown tokenizer" if data.tokenizer is None else f"tokenizer {data.tokenizer.hash[:12]}"
-    size = data.meta and data.meta["vocab_size"]
-    return tokenizer, f"vocab_size {size}", f"end-of-text {data.eot}", f"pairs {data.pairs}"
+    return tokenizer, f"vocab_size {data.meta.get('vocab_size')}", f"end-of-text {data.eot}", f"pairs {data.pairs}"
 
 
 def _integers(weights: list[Fraction]) -> list[int]:
@@ -227,11 +220,11 @@ def _integers(weights: list[Fraction]) -> list[int]:
     return [n // math.gcd(*integers) for n in integers]
 
 
-def read_meta(folder: Path) -> dict | None:
-    """Reads and checks meta.json; None if the folder has none. ValueError names the first wrong entry."""
+def read_meta(folder: Path) -> dict:
+    """Reads and checks meta.json; {} if the folder has none. ValueError names the first wrong entry."""
     path = folder / "meta.json"
     if not path.exists():
-        return None
+        return {}
     try:
         meta = read_json(path)
         require(meta != MOVING, "a preparation stopped while it moved its files into place")
@@ -253,25 +246,37 @@ def _is_count(x, least: int = 0, most: int = MAX_VOCAB_SIZE) -> bool:
     return type(x) is int and least <= x <= most
 
 
-def find_shards(folder: Path, meta: dict | None, split: str) -> list[dict]:
+def find_shards(folder: Path, meta: dict, split: str) -> list[dict]:
     """The records of a split's shards: those in meta.json, else one for each file whose name fits, in this order:
     shards (any prefix, as in fineweb_train_000001.bin), train.bin of nanoGPT or Megatron, Megatron's longer names."""
-    if meta and "splits" in meta:
+    if "splits" in meta:
         return meta["splits"].get(split, {"shards": []})["shards"]
     files = sorted(p.name for p in folder.iterdir())
-    pairs = [n for n in files if n.endswith(".bin") and f"{n[:-4]}.idx" in files]
-    names = [n for n in files if n not in pairs and re.search(rf"(^|_){split}_\d+\.bin$", n)]
-    names = names or [n for n in files if n == f"{split}.bin"]
-    return [{"name": n} for n in names or pairs if n in names or re.search(rf"(^|_){split}(_|\.bin$)", n)]
+    indexed = [name for name in files if f"{name.removesuffix('.bin')}.idx" in files]  # Megatron's
+    kinds = (
+        (rf"(.*_)?{split}_\d+\.bin", [name for name in files if name not in indexed]),
+        (rf"{split}\.bin", files),
+        (rf"(.*_)?{split}(_.*)?\.bin", indexed),
+    )
+    for pattern, names in kinds:
+        if found := [{"name": name} for name in names if re.fullmatch(pattern, name)]:
+            return found
+    return []
 
 
 def open_shard(path: Path, record: dict, limit: int) -> Shard:
     """Opens one file after checks that its size is the recorded one, and that the recorded ids are below `limit`."""
-    shard = open_file(path)
+    try:
+        shard = open_file(path)
+    except OSError as e:
+        remedy = "check its permissions, and the limit of open files (ulimit -n)"
+        raise problem(path, f"cannot be read ({e.strerror})", remedy) from e
     check(len(shard), path, "holds no tokens")
     tokens = record.get("tokens", len(shard))
     check(tokens == len(shard), path, f"holds {len(shard)} tokens, but meta.json says {tokens}")
-    check_ids(path, record.get("max_token", 0), limit)
+    largest = record.get("max_token", 0)
+    remedy = "set vocab_size to more, or prepare the data again"
+    check(largest < limit, path, f"holds token id {largest}, but the vocabulary has only {limit}", remedy)
     return shard
 
 
@@ -283,9 +288,3 @@ def raise_open_file_limit() -> None:
         most = min(hard, most)
     with suppress(ValueError, OSError):  # some systems have a lower limit of another kind
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-
-
-def check_ids(path: Path, largest: int, limit: int) -> None:
-    """ValueError if the largest id of a file is not below `limit`."""
-    remedy = "set vocab_size to more, or prepare the data again"
-    check(largest < limit, path, f"holds token id {largest}, but the vocabulary has only {limit}", remedy)

@@ -74,16 +74,17 @@ def read_json(path: Path):
 
 
 class Shard:
-    """The tokens of one file by position: shard[a:b] is (b - a,), in the file's own integer type. `kind` describes the
-    format, which may record the number of `documents`.
+    """The tokens of one file by position: shard[a:b] is (b - a,), in the file's own integer type.
 
     Tokens are read by pread. For a window of 2 KB a memory map would read up to megabytes ahead and keep them in the
     process's resident memory; and it would kill the process if the file was truncated after it was opened.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype, offset: int, length: int, kind: str, documents: int | None = None):
-        self.path, self.dtype, self.length, self.kind, self.documents = path, dtype, length, kind, documents
+    def __init__(self, path: Path, dtype: np.dtype, offset: int, length: int):
+        self.path = path
+        self.dtype = dtype
         self.offset = offset  # bytes before the first token
+        self.length = length
         self.file = open_regular(path)
         weakref.finalize(self, os.close, self.file)
 
@@ -103,26 +104,27 @@ class Shard:
 
 def open_file(path: Path) -> Shard:
     """Opens and checks the tokens of one file. Its format is found by an .idx beside it, the magic and the exact size.
-    ValueError for a file that is not complete or of another format, OSError for too many open files."""
-    start, size = _read_start(path, HEADER_BYTES)
-    if (index := path.with_suffix(".idx")).exists():
-        dtype, count, documents = read_index(index)
+    ValueError for a file that is not complete or of another format, OSError for one that cannot be read."""
+    start, size = _read_start(path, 12)
+    index = path.with_suffix(".idx")
+    if index.exists():
+        dtype, count = read_index(index)
         _check_size(path, size, count * dtype.itemsize)
-        return Shard(path, dtype, 0, count, "Megatron's, version 1", documents)
-    magic, version, count = np.frombuffer(start[:12].ljust(12, b"\0"), dtype="<i4").tolist()
+        return Shard(path, dtype, 0, count)
+    magic, version, count = np.frombuffer(start.ljust(12, b"\0"), dtype="<i4").tolist()
     if magic in FORMATS:
         known, dtype = FORMATS[magic]
         check(version == known, path, f"is a shard of version {version}, not {known}")
         _check_size(path, size, HEADER_BYTES + count * dtype.itemsize)
-        return Shard(path, dtype, HEADER_BYTES, count, f"shard {magic} of version {version}")
+        return Shard(path, dtype, HEADER_BYTES, count)
     headerless = path.stem in SPLITS and size % 2 == 0
     known = " or ".join(map(str, FORMATS))
     check(headerless, path, f"is no shard, which begins with {known}, and no train.bin or val.bin of uint16 tokens")
-    return Shard(path, np.dtype("<u2"), 0, size // 2, "no header")
+    return Shard(path, np.dtype("<u2"), 0, size // 2)
 
 
-def read_index(path: Path) -> tuple[np.dtype, int, int]:
-    """Reads Megatron's .idx: the tokens' type, the number of tokens, and that of documents."""
+def read_index(path: Path) -> tuple[np.dtype, int]:
+    """Reads Megatron's .idx: the tokens' type, and the number of tokens."""
     start, size = _read_start(path, 34)
     known = len(start) == 34 and start[:17] == MEGATRON + (1).to_bytes(8, "little")
     check(known, path, "is no index of Megatron of version 1")
@@ -130,17 +132,16 @@ def read_index(path: Path) -> tuple[np.dtype, int, int]:
     check(dtype, path, f"has the token type {start[17]}, and known are {', '.join(map(str, MEGATRON_DTYPES))}")
     n, n_bounds = np.frombuffer(start[18:], "<u8").tolist()
     _check_size(path, size, 34 + 12 * n + 8 * n_bounds)
-    sizes = np.memmap(path, "<i4", "r", 34, (n,)) if n else np.zeros(0)
-    return np.dtype(dtype), int(sizes.sum(dtype=np.int64)), n_bounds - 1
+    if n == 0:
+        return np.dtype(dtype), 0
+    sizes = np.memmap(path, "<i4", "r", 34, (n,))
+    return np.dtype(dtype), int(sizes.sum(dtype=np.int64))
 
 
 def _read_start(path: Path, n: int) -> tuple[bytes, int]:
     """The first `n` bytes of a file, and its size in bytes."""
-    try:
-        with open(path, "rb", opener=open_regular) as f:
-            return f.read(n), f.seek(0, os.SEEK_END)
-    except OSError as e:
-        raise unreadable(path, e) from e
+    with open(path, "rb", opener=open_regular) as f:
+        return f.read(n), os.fstat(f.fileno()).st_size
 
 
 def _check_size(path: Path, size: int, expected: int) -> None:
@@ -168,17 +169,8 @@ def fsync(path: Path) -> None:
 
 def sha256(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
     with open(path, "rb", opener=open_regular) as f:
-        while block := f.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def unreadable(path: Path, e: OSError) -> ValueError:
-    """`problem` for a file that the system could not read."""
-    remedy = "check its permissions, and the limit of open files (ulimit -n)"
-    return problem(path, f"cannot be read ({e.strerror})", remedy)
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def check(condition: object, path: Path, fact: str, remedy: str = "") -> None:

@@ -246,10 +246,10 @@ def open_with_objective(cfg) -> tuple[DataSet, Objective, int]:
     cfg.pairs, and with pairs doc_mask and doc_positions, so that a pair is computed as if it were alone."""
     data = open_data(cfg.dataset, DATA, cfg.vocab_size, cfg.verify_data)
     settle_pairs(cfg, data)
-    if data.meta is None and cfg.objective != "causal":
+    if not data.meta and cfg.objective != "causal":
         fact = f"objective={cfg.objective} adds ids to the vocabulary, whose size dataset={cfg.dataset} does not record"
         raise ValueError(f'{fact}; write {{"vocab_size": N}} into a meta.json beside the shards')
-    data_ids = data.meta["vocab_size"] if data.meta else cfg.vocab_size
+    data_ids = data.meta.get("vocab_size", cfg.vocab_size)
     settings = (cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length)
     objective = objective_class(cfg)(data_ids, data.eot, *settings)
     if cfg.pairs:

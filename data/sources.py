@@ -1,6 +1,6 @@
 """Reads documents one at a time from files of any size, on this machine or on the Hugging Face hub.
 
-    source = Source(find_files(["books/*.txt", "web"]))
+    source = Source(find_files(["books/*.txt", "web", "hf:OWNER/NAME"]))
     for text, file, row, position in source.read(): ...
 
 .jsonl, .parquet     a document is the text in one field of a line or row, or a pair, see pairs.py
@@ -23,19 +23,26 @@ from data.errors import require
 from data.files import open_regular
 from data.pairs import Parts, of_chat
 
-ENDINGS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+RECORDS = re.compile(r"\.(jsonl(\.gz|\.zst)?|parquet)$")  # names of files whose documents are records
+TEXTS = re.compile(r"\.txt(\.gz|\.zst)?$")
 LARGEST = 32_000_000  # bytes of one document
-ADDRESS = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
+ADDRESS = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
 
 
 def find_files(paths: Iterable[str]) -> list[str]:
-    """The files of paths, patterns and folders, sorted. A folder gives all files below it with a name in ENDINGS."""
+    """The files of paths, patterns and folders, sorted, and of addresses hf:OWNER/NAME[@REVISION][:CONFIG] on the hub.
+    A folder gives all texts and records below it."""
     found: set[str] = set()
     for path in map(os.path.expanduser, paths):
+        if ADDRESS.fullmatch(path):
+            found.update(hub_files(path))
+            continue
         if os.path.isdir(path):
-            files = [str(p) for p in Path(path).rglob("*") if p.name.endswith(ENDINGS)]
+            files = [str(p) for p in Path(path).rglob("*") if TEXTS.search(p.name) or RECORDS.search(p.name)]
+        elif os.path.exists(path):
+            files = [path]
         else:
-            files = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+            files = glob.glob(path, recursive=True)
         regular = [f for f in files if os.path.isfile(f)]
         require(regular, f"no regular file matches {path!r}; check the path, and put quotes around a pattern")
         found.update(map(os.path.normpath, regular))
@@ -63,24 +70,24 @@ class Source:
         end = "\n\n" if self.documents == "paragraph" else "\n"
         before = sum(self.sizes[:file])
         for i, name in enumerate(self.files[file:], file):
-            for r, (text, position) in enumerate(self._read_file(name, row), row + 1):
+            for r, (text, position) in enumerate(islice(self._read_file(name), row, None), row + 1):
                 if self.separated and text and not text.endswith(end):
                     text += end
                 yield text, i, r, before + position
             before += self.sizes[i]
             row = 0
 
-    def _read_file(self, name: str, skip: int) -> Iterator[tuple[str | Parts, int]]:
-        """Yields (text, bytes of the file read so far) of each document after the first `skip`."""
+    def _read_file(self, name: str) -> Iterator[tuple[str | Parts, int]]:
+        """Yields (text, bytes of the file read so far) of each document."""
         try:
             with _open(name) as raw:
                 if name.endswith(".parquet"):
-                    yield from self._rows(name, raw, skip)
-                    return
-                texts = self._plain_texts
-                if name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
-                    texts = self._json_texts
-                for text in texts(name, _decompressed(name, raw), skip):
+                    documents = self._rows(name, raw)
+                elif RECORDS.search(name):
+                    documents = self._json_texts(name, _decompressed(name, raw))
+                else:
+                    documents = self._plain_texts(name, _decompressed(name, raw))
+                for text in documents:
                     yield text, raw.tell()
         except ImportError as e:
             raise ValueError(f"{name} needs {e.name} to be read; pip install -e .[data]") from None
@@ -89,22 +96,25 @@ class Source:
                 raise
             raise ValueError(f"{name} cannot be read ({reason(e)}); try again, replace it, or leave it out") from e
 
-    def _plain_texts(self, name: str, f, skip: int) -> Iterator[str]:
+    def _plain_texts(self, name: str, f) -> Iterator[str]:
         if self.documents == "file":
-            texts = [_decode(name, 0, f.read(LARGEST + 1))]
+            text = _decode(name, 0, f.read(LARGEST + 1))
             if self.val_fraction:
-                texts = cut_in_two(texts[0], self.val_fraction)
-            yield from texts[skip:]
+                yield from cut_in_two(text, self.val_fraction)
+            else:
+                yield text
             return
-        parts = _paragraphs(_lines(f))
-        if self.documents == "line":
-            parts = ((offset, line) for offset, line in _lines(f) if line.strip())
-        for offset, content in islice(parts, skip, None):
-            yield _decode(name, offset, content).removesuffix("\n").removesuffix("\r")
+        parts = _lines(f)
+        if self.documents == "paragraph":
+            parts = _paragraphs(parts)
+        for offset, content in parts:
+            if content.strip():
+                yield _decode(name, offset, content).removesuffix("\n").removesuffix("\r")
 
-    def _json_texts(self, name: str, f, skip: int) -> Iterator[str | Parts]:
-        numbered = ((number, *each) for number, each in enumerate(_lines(f), 1) if each[1].strip())
-        for number, offset, line in islice(numbered, skip, None):
+    def _json_texts(self, name: str, f) -> Iterator[str | Parts]:
+        for number, (offset, line) in enumerate(_lines(f), 1):
+            if not line.strip():
+                continue
             where = f"{name}:{number}"
             text = _decode(where, offset, line)
             try:
@@ -116,23 +126,17 @@ class Source:
             self._check_columns(where, record)
             yield self._document(where, record)
 
-    def _rows(self, name: str, raw, skip: int) -> Iterator[tuple[str | Parts, int]]:
+    def _rows(self, name: str, raw) -> Iterator[str | Parts]:
         from pyarrow.parquet import ParquetFile
 
-        size = raw.seek(0, os.SEEK_END)
         table = ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
         self._check_columns(name, table.schema_arrow.names)
-        first = 0  # number of the row group's first row
-        for i in range(table.num_row_groups):
-            group = table.metadata.row_group(i)
-            if skip < first + group.num_rows:
-                rows = int(1e6 * group.num_rows / (group.total_byte_size + 1))  # batches of about 1 MB
-                batches = table.iter_batches(min(max(rows, 1), 4096), [i], [*self.columns], use_threads=False)
-                records = (record for batch in batches for record in batch.to_pylist())
-                for row, record in enumerate(records, first + 1):
-                    if row > skip:
-                        yield self._document(f"{name}, row {row}", record), size * row // table.metadata.num_rows
-            first += group.num_rows
+        size = raw.seek(0, os.SEEK_END)
+        at_once = 1_000_000 * table.metadata.num_rows // size  # about 1 MB
+        batches = table.iter_batches(min(max(at_once, 1), 4096), columns=[*self.columns], use_threads=False)
+        records = (record for batch in batches for record in batch.to_pylist())
+        for row, record in enumerate(records, 1):
+            yield self._document(f"{name}, row {row}", record)
 
     def _check_columns(self, where: str, names: Iterable[str]) -> None:
         for column in self.columns:
@@ -221,7 +225,7 @@ def _decode(where: str, offset: int, content: bytes) -> str:
         raise ValueError(f"{where} {fact}; {remedy}") from None
 
 
-def check_hub(address: str) -> None:
+def check_hub() -> None:
     """OSError within seconds if the hub does not answer; `datasets` alone would retry for most of a minute."""
     from huggingface_hub import constants, get_session
 
@@ -232,10 +236,10 @@ def check_hub(address: str) -> None:
 
 
 def hub_files(address: str) -> list[str]:
-    """The hf:// addresses of the training files of OWNER/NAME[@REVISION][:CONFIG], pinned to a commit."""
+    """The hf:// addresses of the training files of hf:OWNER/NAME[@REVISION][:CONFIG], pinned to a commit."""
     name, revision, config = ADDRESS.fullmatch(address).groups()
     try:
-        check_hub(address)
+        check_hub()
         import datasets
 
         datasets.disable_progress_bars()
@@ -243,8 +247,8 @@ def hub_files(address: str) -> list[str]:
     except ImportError as e:
         raise ValueError(f"{address} needs {e.name} to be read; pip install -e .[data]") from None
     except Exception as e:  # any type: name, configuration, format, access, network
-        remedy = "check the name and the network, or pass --path= a folder with its .parquet or .jsonl files"
-        raise ValueError(f"{address} is no file, and cannot be read from the hub ({reason(e)}); {remedy}") from e
+        remedy = "check the name and the network, or pass --input= a folder with its .parquet or .jsonl files"
+        raise ValueError(f"{address} cannot be read from the hub ({reason(e)}); {remedy}") from e
     return sorted(found)
 
 

@@ -113,9 +113,8 @@ class HFTokenizer(Tokenizer):
         """Reads tokenizer.json, and the special tokens from the configurations beside it. ValueError if one is bad."""
         folder = Path(os.path.expanduser(folder))
         path = folder / cls.FILE
-        require(
-            path.is_file(), f"{folder} lacks {cls.FILE}; `hf download NAME --local-dir DIR` fetches a model with one"
-        )
+        remedy = "`hf download NAME --local-dir DIR` fetches a model with one"
+        require(path.is_file(), f"{folder} lacks {cls.FILE}; {remedy}")
         special = {}
         for name in CONFIGS:
             if (folder / name).exists():

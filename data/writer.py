@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -73,22 +72,18 @@ class ShardWriter:
             try:
                 saved = files.read_json(path)
                 require(saved.pop("sha256") == hashlib.sha256(_json(saved)).hexdigest(), "it was changed")
-                self.splits = saved["splits"]
-                self.place = saved["place"]
-                other = [name for name in self.settings if saved["settings"].get(name) != self.settings[name]]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
                 raise files.problem(path, f"cannot be used ({type(e).__name__}: {e})", start_again) from e
+            other = [name for name in self.settings if saved["settings"].get(name) != self.settings[name]]
             fact = f"holds an unfinished preparation with another {', '.join(other)}"
             check(not other, self.temporary, fact, f"continue with its flags, or {start_again}")
-            kept = {path, *(self._reopen(*each, start_again) for each in self._shards())}
+            self.splits = saved["splits"]
+            self.place = saved["place"]
+            kept.add(path)
+            for split, entry in self.splits.items():
+                kept.update(self._reopen(split, shard, start_again) for shard in entry["shards"])
         for file in set(self.temporary.iterdir()) - kept:
             file.unlink()
-
-    def _shards(self) -> Iterator[tuple[str, dict]]:
-        """The split and the record of each shard."""
-        for split, entry in self.splits.items():
-            for shard in entry["shards"]:
-                yield split, shard
 
     def _reopen(self, split: str, shard: dict, remedy: str) -> Path:
         """Finds the file of a saved shard, and opens it behind its tokens if it is not full."""

@@ -295,8 +295,8 @@ FAULTS = [
     ),
     (
         "data/corpus.py",
-        "job.place = (file, row, number + 1) if done == len(text) else None",
-        "job.place = (file, row, number) if done == len(text) else None",
+        "self.out.save((last.file, last.row, last.number + 1))",
+        "self.out.save((last.file, last.row, last.number))",
         "A preparation that goes on numbers its documents from one too low, so others of them validate.",
         "tests/data/test_corpus.py::test_killed_at_any_write_the_result_is_the_same",
     ),

@@ -77,7 +77,7 @@ def shards_of(*arrays: np.ndarray) -> list[Shard]:
         with tempfile.NamedTemporaryFile() as f:
             array.tofile(f)
             f.flush()
-            shards.append(Shard(Path(f.name), array.dtype, 0, len(array), "no header"))
+            shards.append(Shard(Path(f.name), array.dtype, 0, len(array)))
     return shards
 
 

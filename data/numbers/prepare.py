@@ -31,27 +31,37 @@ GERMAN += "sechzehn siebzehn achtzehn neunzehn zwanzig dreißig vierzig fünfzig
 
 
 def english(n: int) -> str:
-    if n < 100:
-        tens, ones = divmod(n, 10)
-        return ENGLISH[n] if n < 20 else ENGLISH[18 + tens] + (f"-{ENGLISH[ones]}" if ones else "")
-    unit, name = (1000, "thousand") if n >= 1000 else (100, "hundred")
-    return f"{english(n // unit)} {name}" + (f" {english(n % unit)}" if n % unit else "")
+    for unit, name in ((1000, "thousand"), (100, "hundred")):
+        if n >= unit:
+            rest = f" {english(n % unit)}" if n % unit else ""
+            return f"{english(n // unit)} {name}{rest}"
+    if n < 20:
+        return ENGLISH[n]
+    ones = f"-{ENGLISH[n % 10]}" if n % 10 else ""
+    return ENGLISH[18 + n // 10] + ones
 
 
-def german(n: int, end: str = "s") -> str:
-    """`end` follows a last "ein": eins, einundzwanzig, eintausend."""
-    if n < 100:
-        tens, ones = divmod(n, 10)
-        return GERMAN[n] + end * (n == 1) if n < 20 else (f"{GERMAN[ones]}und" if ones else "") + GERMAN[18 + tens]
-    unit, name = (1000, "tausend") if n >= 1000 else (100, "hundert")
-    return german(n // unit, "") + name + (german(n % unit, end) if n % unit else "")
+def german(n: int, one: str = "eins") -> str:
+    """`one` is the word for a last 1: eins, but einundzwanzig and eintausend."""
+    for unit, name in ((1000, "tausend"), (100, "hundert")):
+        if n >= unit:
+            rest = german(n % unit, one) if n % unit else ""
+            return german(n // unit, "ein") + name + rest
+    if n == 1:
+        return one
+    if n < 20:
+        return GERMAN[n]
+    ones = f"{german(n % 10, 'ein')}und" if n % 10 else ""
+    return ones + GERMAN[18 + n // 10]
 
 
 def main() -> None:
     tokenizer = ByteTokenizer()
-    drawn = dict.fromkeys((hash64(np.arange(40_000, dtype=np.uint64)) % np.uint64(10**6)).tolist())
-    with ShardWriter(out_folder(Parser(__doc__, HERE).parse_args().out), tokenizer) as out:
-        for i, n in enumerate([*drawn][:30_000]):
+    args = Parser(__doc__, HERE).parse_args()
+    drawn = hash64(np.arange(40_000, dtype=np.uint64)) % np.uint64(10**6)
+    different = list(dict.fromkeys(drawn.tolist()))
+    with ShardWriter(out_folder(args.out), tokenizer) as out:
+        for i, n in enumerate(different[:30_000]):
             split = "val" if i < 1000 else "train"
             ids, marks = encode(tokenizer, [(english(n), False), (german(n), True)])
             out.add(split, ids)

@@ -38,7 +38,8 @@ def find_sources(folder: Path) -> list[Path]:
 def validation_set(paths: list[Path], folder: Path, fraction: float) -> set[Path]:
     """Chooses files that fit into `fraction` of all bytes together, in the order of a hash of their relative paths."""
     sizes = {p: p.stat().st_size for p in paths}
-    room, chosen = fraction * sum(sizes.values()), set()
+    room = fraction * sum(sizes.values())
+    chosen = set()
     for path in sorted(paths, key=lambda p: hashlib.sha256(p.relative_to(folder).as_posix().encode()).digest()):
         if sizes[path] <= room:
             chosen.add(path)
@@ -55,7 +56,8 @@ def main() -> None:
     given = f"val_fraction={args.val_fraction}"
     require(0 < args.val_fraction < 1, f"{given} is not possible; pass a number between 0 and 1")
 
-    folder, library = out_folder(args.out), Path(sysconfig.get_path("stdlib"))
+    folder = out_folder(args.out)
+    library = Path(sysconfig.get_path("stdlib"))
     paths = find_sources(library)
     require(paths, f"{library} has no .py files (a Python without sources?); use another Python")
     validation = validation_set(paths, library, args.val_fraction)

@@ -1,7 +1,6 @@
 """The text of Shakespeare, and the command that prepares it by characters and, in `shakespeare`, in GPT-2's tokens."""
 
 import hashlib
-import os
 from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
@@ -9,13 +8,14 @@ from urllib.request import urlopen
 
 from data.command import Parser, out_folder
 from data.errors import require, say
-from data.files import display_path, open_regular, write_file, writing
+from data.files import display_path, read_file, write_file, writing
 from data.tokenizer import Tokenizer
 from data.writer import ShardWriter
 
 HERE = Path(__file__).resolve().parent
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+LARGEST = 2**28  # bytes of a text
 SECONDS = 5  # for connecting, and for each read
 
 
@@ -23,6 +23,8 @@ def download(url: str) -> bytes:
     """Downloads the content of `url` (http, https, ftp or file). ValueError with a remedy if this fails."""
     try:
         with urlopen(url, timeout=SECONDS) as response:
+            size = int(response.headers["Content-Length"] or 0)
+            require(size <= LARGEST, f"it has {size:,} bytes, more than {LARGEST:,}")
             return response.read()
     except (OSError, HTTPException, ValueError) as e:
         reason = getattr(e, "reason", None) or e or type(e).__name__
@@ -40,12 +42,7 @@ def shakespeare() -> bytes:
         require(found == SHA256, f"{fact}; get it elsewhere and pass --input=FILE")
         with writing(path):
             write_file(path, content)
-    return read(path)
-
-
-def read(path: Path | str) -> bytes:
-    with open(path, "rb", opener=open_regular) as f:
-        return f.read()
+    return read_file(path, LARGEST)
 
 
 def prepare(doc: str, here: str, tokenizer_of: Callable[[str], Tokenizer]) -> ShardWriter:
@@ -54,11 +51,14 @@ def prepare(doc: str, here: str, tokenizer_of: Callable[[str], Tokenizer]) -> Sh
     parser = Parser(doc, here)
     parser.add_argument("--input", help="text file or its URL (default: input.txt of shakespeare_char)")
     args = parser.parse_args()
-    folder, name = out_folder(args.out), args.input or "input.txt"
+    folder = out_folder(args.out)
+    name = args.input or "input.txt"
     if args.input is None:
         content = shakespeare()
+    elif "://" in args.input:
+        content = download(args.input)
     else:
-        content = download(args.input) if "://" in args.input else read(os.path.expanduser(args.input))
+        content = read_file(Path(args.input).expanduser(), LARGEST)
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as e:
@@ -66,10 +66,11 @@ def prepare(doc: str, here: str, tokenizer_of: Callable[[str], Tokenizer]) -> Sh
     require(len(text) > 10, f"{name} has {len(text)} characters, too few to split; pass a longer text")
     if hashlib.sha256(content).hexdigest() != SHA256:
         say(f"note: {name} is not nanoGPT's Shakespeare; losses do not compare with published ones")
-    tokenizer, cut = tokenizer_of(text), int(len(text) * 0.9)
-    train, val = tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:])
+    tokenizer = tokenizer_of(text)
+    cut = int(len(text) * 0.9)
+    val = tokenizer.encode(text[cut:])
     require(len(val) > 1, "the last tenth of the text is one token, and a prediction needs two; pass a longer text")
     with ShardWriter(folder, tokenizer) as out:
-        out.add("train", train)
+        out.add("train", tokenizer.encode(text[:cut]))
         out.add("val", val)
     return out

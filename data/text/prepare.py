@@ -4,10 +4,10 @@
     python data/text/prepare.py --input=web.jsonl.zst --input=more --field=content     # into this folder
     python data/text/prepare.py --input=sft.jsonl --pairs=prompt,completion --tokenizer=byte --out=sft
 
---input takes files, folders and patterns. A file named .jsonl or .parquet is read as such, any other as UTF-8 text;
-texts and .jsonl may be compressed as .gz or .zst. A document of a text is the whole file, a line, or a paragraph, which
-ends at a blank line. A document has at most 32 MB, and end-of-text follows it. The tokenizer char has no end-of-text:
-there each line keeps its line end, and each paragraph its blank line.
+--input takes files, folders, patterns, and data sets of the hub as hf:OWNER/NAME. A file named .jsonl or .parquet is
+read as such, any other as UTF-8 text; texts and .jsonl may be compressed as .gz or .zst. A document of a text is the
+whole file, a line, or a paragraph, which ends at a blank line. A document has at most 32 MB, and end-of-text follows
+it. The tokenizer char has no end-of-text: there each line keeps its line end, and each paragraph its blank line.
 
 --pairs prepares pairs, of whose texts a model learns the targets alone: translations, prompts with completions, chats.
 Its value names the fields of the source and of the target, or the one field of a chat, a list of messages with role and
@@ -25,19 +25,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
 from data import corpus
 from data.command import run
-from data.sources import find_files
 
 
 def main() -> None:
-    flags = corpus.parser(__doc__, HERE)
-    flags.add_argument("--input", action="append", required=True, help="file, pattern or folder; may be repeated")
-    kinds = ("file", "line", "paragraph")
-    flags.add_argument("--documents", choices=kinds, default="file", help="what a document of a text is (default file)")
-    names = "SOURCE,TARGET, or the field of a chat: fields of pairs (without a value source,target)"
-    flags.add_argument("--pairs", nargs="?", const="source,target", help=names)
-    args = flags.parse_args()
-    pairs = () if args.pairs is None else tuple(args.pairs.split(","))
-    corpus.prepare(args, find_files(args.input), args.documents, pairs=pairs)
+    corpus.main(__doc__, HERE)
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ def test_streams_that_are_closed_or_full(trained, tmp_path):
         done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, len(done.stderr.splitlines())) == expected, f"{line}: {done.stderr}"
     full = [sample, [*sample, "--help"], ["train.py", "--help"]]  # whose help is longer than the buffer
-    unbuffered = [["evaluate.py"], ["data/text/prepare.py"], ["-m", "data.shards"], ["-m", "engine.interchange"]]
+    unbuffered = [["evaluate.py"], ["data/text/prepare.py"], ["-m", "engine.interchange"]]
     for program in full + [[*name, "--help"] for name in unbuffered]:
         code, err = command(program, tmp_path, stdout="/dev/full", unbuffered=program not in full)
         assert (code, len(err.splitlines())) == (2, 2 if program == sample else 1), f"{program}: {err}"
@@ -295,7 +295,7 @@ def test_a_file_that_a_small_disk_cannot_hold_is_named(line, trained, tiny_data,
 TOOLS = [f"tools.{path.stem}" for path in sorted(ROOT.glob("tools/*.py")) if "__main__" in path.read_text()]
 PROGRAMS = [path for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("data/*/*.py")]) if "__main__" in path.read_text()]
 PROGRAMS = [[str(path.relative_to(ROOT))] for path in PROGRAMS]
-PROGRAMS += [["-m", name] for name in ("data.shards", "engine.interchange", "engine.checkpoint", *TOOLS)]
+PROGRAMS += [["-m", name] for name in ("engine.interchange", "engine.checkpoint", *TOOLS)]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program[-1])

@@ -15,7 +15,7 @@ from helpers import ROOT, metrics
 from preparing import error, load
 from ranks import train_main
 
-from data import command, dataset, shards
+from data import command, dataset
 
 NAMES = ("text", "pycode", "shakespeare", "shakespeare_char", "openwebtext", "fineweb_edu")
 
@@ -29,7 +29,7 @@ def call(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, flags)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            command.run(shards.main if name == "shards" else load(name).main)
+            command.run(load(name).main)
         return end.value.code, *capsys.readouterr()
 
     yield run
@@ -67,8 +67,8 @@ def refused(result, *words: str) -> None:
         ("shakespeare_char", ["--input=BINARY"], ["is not UTF-8 text (byte 0)"]),
         ("shakespeare_char", ["--input=nope://x"], ["cannot download nope://x"]),
         ("shakespeare", ["--input=SOCKET"], ["SOCKET"]),
-        ("openwebtext", ["--path=FIFO"], ["no regular file matches"]),
-        ("openwebtext", ["--path=FILE", "--shards=-1", "--tokenizer=byte"], ["shards=-1"]),
+        ("openwebtext", ["--input=FIFO"], ["no regular file matches"]),
+        ("openwebtext", ["--input=FILE", "--shards=-1", "--tokenizer=byte"], ["shards=-1"]),
     ],
 )
 def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words):
@@ -133,12 +133,6 @@ def test_what_is_no_file_is_one_line(call, tmp_path, monkeypatch, name, what):
                 os.mkdir(name)
             case _:
                 os.symlink(what, name)
-        code, out, err = call("shards", ".")
-        if name == "tokenizer.json":
-            assert code == 2 and " tokens, documents: " in out and "tokenizer.json" in err
-            return
-        assert code == 2 and all(line.startswith("error: ") and "; " in line for line in err.splitlines()), err
-        assert len(err.splitlines()) in (1, 2)
         error(lambda: dataset.open_data(tmp_path / "set").split("train"))
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from preparing import error
 
-from data import files, shards
+from data import files
 from data.dataset import TokenStream, open_data
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
@@ -260,54 +260,6 @@ def test_a_folder_may_be_called_like_a_mixture(tmp_path):
     assert len(open_data(prepare(tmp_path / "a:1,b:2")).split("train")) == 200
 
 
-# -------------------------------------------------------------------------------------------------------- inspection
-
-
-def inspected(capsys, *paths) -> tuple[int, list[str], list[str]]:
-    code = shards.main([str(path) for path in paths])
-    out, err = capsys.readouterr()
-    return code, out.splitlines(), err.splitlines()
-
-
-def test_inspection_of_a_data_set(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    text = ByteTokenizer().encode("été " * 100)
-    prepare("set", train=[256, *text, 256, 65, 66, 256], val=[65] * 7)
-    kind, checked = "shard 20240520 of version 1, uint16", "SHA-256 as in meta.json"
-    expected = [
-        f"set/train_000000.bin: {kind}, {len(text) + 5} tokens, documents: 3, largest id 256, {checked}",
-        f"set/val_000000.bin: {kind}, 7 tokens, documents: 0, largest id 65, {checked}",
-    ]
-    begin = "    begins: " + repr("<|endoftext|>" + ByteTokenizer().decode(text[:99]))
-    assert inspected(capsys, "set") == (0, [*expected, begin], [])
-    Path("set/train_000000.bin").write_bytes(shard_bytes([65] * (len(text) + 5)))
-    code, out, err = inspected(capsys, "set", "nowhere", "set/meta.json")
-    assert (code, out) == (2, []) and len(err) == 3
-    assert err[0].startswith("error: set/train_000000.bin was changed: its SHA-256 is not the one in meta.json; ")
-    assert err[1].startswith("error: nowhere: No such file or directory; ")
-    assert err[2].startswith("error: set/meta.json is no shard")
-
-
-def test_inspection_of_other_files(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("train.bin").write_bytes(struct.pack("<2H", 7, 9))
-    Path("wide.bin").write_bytes(shard_bytes([70_000, 1, 2], 20240801, 7, code="I"))
-    Path("x_val_y.bin").write_bytes(struct.pack("<6i", *range(6)))
-    Path("x_val_y.idx").write_bytes(index_bytes([3, 1, 2], [0, 2, 3], code=4, width=4))
-    rest = "largest id {}, SHA-256 not recorded"
-    assert inspected(capsys, "train.bin", "wide.bin", "x_val_y.bin") == (
-        0,
-        [
-            "train.bin: no header, uint16, 2 tokens, documents: unknown, " + rest.format(9),
-            "wide.bin: shard 20240801 of version 7, uint32, 3 tokens, documents: unknown, " + rest.format(70_000),
-            "x_val_y.bin: Megatron's, version 1, int32, 6 tokens, documents: 2, " + rest.format(5),
-        ],
-        [],
-    )
-    code, out, err = inspected(capsys, "wide.bin", "x")
-    assert code == 2 and len(out) == len(err) == 1 and "3 tokens" in out[0]
-
-
 # ------------------------------------------------------------------------------------------------------------ damage
 
 GOOD = shard_bytes(range(200))
@@ -518,13 +470,3 @@ def test_opening_does_not_read_a_prepared_shard(tmp_path):
     folder = prepare(tmp_path)
     (folder / "train_000000.bin").write_bytes(shard_bytes([60_000] * 200))
     assert len(open_data(folder).split("train")) == 200  # `verify` or a batch finds the wrong id
-
-
-def test_a_name_with_a_mask_in_it_is_no_mask(tmp_path, capsys):
-    """Files whose ids are those of the vocabulary, not the few marks of pairs."""
-    folder = prepare(tmp_path / "set")
-    for split in ("train", "val"):
-        (folder / f"{split}_000000.bin").rename(folder / f"no_masking_{split}_000001.bin")
-    (folder / "meta.json").write_text('{"vocab_size": 257}')
-    code, out, err = inspected(capsys, folder)
-    assert code == 0 and not err and any("no_masking_train_000001.bin: " in line for line in out)
