@@ -12,7 +12,7 @@ Elementwise and an entry of OPTIMIZER; docs/hacking.md adds one.
 import math
 from collections import defaultdict
 from functools import cache
-from itertools import product, zip_longest
+from itertools import product
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.parallel.owners import Matrix, Owners, portions
+from engine.parallel.owners import Matrix, Owners
 from engine.parallel.sharded import ShardedModel, load_biases, local
 from model import ExpertLinear, Fused, Linear
 
@@ -88,8 +88,7 @@ class Muon:
     only a weight's owner orthogonalises its update. dtype is that of the run's matrix products, see `iteration_dtype`.
     """
 
-    LARGEST = 2**28  # numbers that are orthogonalised at once: 1 GiB
-    LARGEST_ROUND = 2**26  # the same of each owner, so that large models have rounds that overlap
+    LARGEST = 2**27  # numbers that are orthogonalised at once
 
     def __init__(
         self, weights: dict[nn.Parameter, Fused | None], lr: float, momentum: float, weight_decay: float,
@@ -98,7 +97,6 @@ class Muon:
         shapes = {p: owners.matrices[p].shape if owners else p.shape for p in weights}
         self.owners = owners
         self.dtype = dtype
-        self.sizes = {p: math.prod(shape) for p, shape in shapes.items()}
         self.fused = {p: fused or (0, 1, (shapes[p][-2],)) for p, fused in weights.items()}
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         self.param_groups = [{"params": [*weights], **options}]
@@ -118,44 +116,32 @@ class Muon:
         torch._foreach_lerp_(momentum, grads, 1 - group["momentum"])
         updates = torch._foreach_mul(grads, 1 - group["momentum"])
         torch._foreach_add_(updates, momentum, alpha=group["momentum"])
-        self.orthogonalize_updates(dict(zip(params, updates, strict=True)))
+        by_weight = dict(zip(params, updates, strict=True))
+        if self.owners is None:
+            self.orthogonalize_all(by_weight)
+        else:
+            self.owners.on_full(by_weight, self.orthogonalize_all)
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(weights, updates, alpha=-group["lr"])
 
-    def orthogonalize_updates(self, updates: dict[nn.Parameter, Tensor]):
-        """Orthogonalise this rank's parts of the updates, in portions. With owners, a round is a portion of each; it
-        travels while the rounds before and after it are computed."""
-        if not self.owners:
-            for some in portions(list(updates), self.sizes, self.LARGEST):
-                self.orthogonalize_all({p: updates[p] for p in some})
-            return
-        rounds = self.owners.rounds(updates, self.LARGEST_ROUND)
-        coming = self.owners.gather(rounds[0], updates)
-        finish = None  # the round before
-        for some, following in zip_longest(rounds, rounds[1:]):
-            full, arrive = coming
-            if following:
-                coming = self.owners.gather(following, updates)
-            arrive()
-            self.orthogonalize_all(full)
-            if finish:
-                finish()
-            finish = self.owners.scatter(some, updates, full)
-        finish()
-
     def orthogonalize_all(self, updates: dict[nn.Parameter, Tensor]):
         """Replace each logical matrix U S V^T of the updates by sqrt(max(1, rows/columns)) U V^T, a batch per shape."""
-        same_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        same_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for p, update in updates.items():
             dim, groups, sizes = self.fused[p]
             for each in update.reshape(-1, *update.shape[-2:]):  # a view; experts have a matrix each
                 for piece in each.unflatten(dim, (groups, sum(sizes))).split(sizes, dim + 1):  # views, groups apart
-                    matrix = piece.flatten(dim, dim + 1)  # (rows, columns)
-                    same_shape[matrix.shape].append((piece, matrix))
-        for (rows, columns), group in same_shape.items():
-            batch = orthogonalize(torch.stack([m for _, m in group]), self.dtype) * max(1, rows / columns) ** 0.5
-            for (piece, _), matrix in zip(group, batch, strict=True):
-                piece.copy_(matrix.reshape(piece.shape))
+                    shape = [*each.shape]
+                    shape[dim] = groups * piece.size(dim + 1)
+                    same_shape[tuple(shape)].append(piece)
+        for (rows, columns), pieces in same_shape.items():
+            at_once = max(1, self.LARGEST // (rows * columns))
+            for start in range(0, len(pieces), at_once):
+                some = pieces[start : start + at_once]
+                batch = orthogonalize(torch.stack([piece.reshape(rows, columns) for piece in some]), self.dtype)
+                batch = batch * max(1, rows / columns) ** 0.5
+                for piece, matrix in zip(some, batch, strict=True):
+                    piece.copy_(matrix.view_as(piece))
 
 
 def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -270,16 +256,15 @@ def update_bytes(owners: Owners, held: int) -> int:
         owned[rank].append(owners.matrices[key])
     weights = max(owned.values(), key=lambda weights: sum(math.prod(m.shape) for m in weights))
     matrices = [shape for m in weights for shape in m.logical]
-    fused = sum(math.prod(m.shape) for m in weights if len(m.logical) > 1)
-    batch = max(matrices.count(shape) * math.prod(shape) for shape in set(matrices))
+    full = sum(map(math.prod, matrices))
+    batch = max(max(math.prod(m), min(Muon.LARGEST, matrices.count(m) * math.prod(m))) for m in set(matrices))
     size = owners.dtype.itemsize
-    if len(owners.ranks) == 1:  # updates; copies of fused matrices; a batch: 2 float32 and a copy, or 4 buffers
-        return 4 * (held + fused) + max(4 * size, 4 + 4 + 2) * batch
-    # updates of the shards, which are sent and received; full ones, received and sent to each copy, of two rounds
-    most = 2 * max(Muon.LARGEST_ROUND, *(math.prod(m.shape) for m in weights))
-    full, fused, batch = (min(n, most) for n in (sum(map(math.prod, matrices)), fused, batch))
+    if len(owners.ranks) == 1:  # updates; of a batch 2 float32 and a copy, or 4 buffers
+        return 4 * held + max(4 * size, 4 + 4 + 2) * batch
     copies = math.prod(n for n, dim in weights[0].cuts if dim is None)
-    return (4 + size) * held + 2 * size * full + size * max(fused + 4 * batch, full * copies)
+    gathered = size * (held + full)  # sent, and received
+    scattered = size * (held + full * copies)
+    return 4 * held + size * full + max(gathered, 4 * size * batch, scattered)
 
 
 class Optimizer:

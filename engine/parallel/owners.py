@@ -1,17 +1,14 @@
 """Owners of matrices: which rank orthogonalises the update of which matrix for Muon, and how its parts get there.
 
 owners = Owners({p: Matrix(shape, fused, cuts), ...}, group, dtype)
-for some in owners.rounds(updates, largest):
-    full, arrive = owners.gather(some, updates)     # parts -> full updates of the matrices that this rank owns
-    arrive = owners.scatter(some, updates, full)    # and back
+owners.on_full({p: update, ...}, change)    # change(full updates of the matrices that this rank owns), in place
 """
 
 import heapq
 import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
-from itertools import chain, product, zip_longest
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -61,6 +58,16 @@ def cuts(sizes: Sequence[int], sharded: bool, tp_dim: int | None, ep: int = 1) -
     return (*found, (tp, tp_dim))
 
 
+def part_of(cuts: Cuts, rank: int) -> tuple[int, ...]:
+    """The part of a parameter with these cuts that a rank of all stages holds: equal for ranks that have copies."""
+    part = []
+    for n, dim in reversed(cuts):
+        rank, i = divmod(rank, n)
+        if dim is not None:
+            part.append(i)
+    return rank, *part
+
+
 @cache
 def place(matrix: Matrix, rank: int) -> tuple[tuple[slice, ...], int, int]:
     """(the part of the matrix that a rank holds, its size, the number of the copy to which it belongs). The grid's last
@@ -75,20 +82,6 @@ def place(matrix: Matrix, rank: int) -> tuple[tuple[slice, ...], int, int]:
             each = -(-len(part[dim]) // n)
             part[dim] = part[dim][i * each : (i + 1) * each]
     return tuple(slice(p.start, p.stop) for p in part), math.prod(map(len, part)), copy
-
-
-def portions(keys: list, sizes: dict[Hashable, int], largest: int) -> Iterator[list]:
-    """The keys in portions of at most `largest` numbers, or of one key, to limit the memory."""
-    some: list = []
-    size = 0
-    for key in keys:
-        if some and size + sizes[key] > largest:
-            yield some
-            some = []
-            size = 0
-        some.append(key)
-        size += sizes[key]
-    yield some
 
 
 class Owners:
@@ -118,42 +111,46 @@ class Owners:
     def sent(self) -> list[int]:
         """How many numbers each rank sends to others in a step."""
         sent = [0] * len(self.ranks)
-        for (key, owner), rank in product(self.owner.items(), self.ranks):
-            size = place(self.matrices[key], rank)[1]
-            if rank != owner:
+        for key, owner in self.owner.items():
+            for rank in {*self.ranks} - {owner}:
+                size = place(self.matrices[key], rank)[1]
                 sent[owner] += size
-            if rank != owner and self.sends(key, rank):
-                sent[rank] += size
+                if self.sends(key, rank):
+                    sent[rank] += size
         return sent
 
-    def rounds(self, keys: Iterable, largest: int) -> list[list]:
-        """The rounds of a step: in each, every owner has a portion of its matrices of at most `largest` numbers."""
-        owned = defaultdict(list)
-        for key in keys:
-            owned[self.owner[key]].append(key)
-        sizes = {key: math.prod(matrix.shape) for key, matrix in self.matrices.items()}
-        each = (portions(owned[rank], sizes, largest) for rank in sorted(owned))
-        return [[*chain(*together)] for together in zip_longest(*each, fillvalue=())]
-
-    def gather(self, some: list, updates: dict) -> tuple[dict, Callable[[], None]]:
-        """Start to send the parts of some matrices' updates, ordered by owner, to their owners. Returns room for the
-        full updates of those that this rank owns, and a function that waits until they are there."""
+    def on_full(self, updates: dict, change: Callable[[dict], None]):
+        """Replace this rank's parts of the updates by those of the full updates, after `change` has changed each in
+        place on its owner."""
         me = dist.get_rank(self.group)
-        like = updates[some[0]]
-        shapes = {key: self.matrices[key].shape for key in some if self.owner[key] == me}
-        full = {key: like.new_empty(shape, dtype=self.dtype) for key, shape in shapes.items()}
-        parts = [(self.owner[key], updates[key]) for key in some if self.sends(key, me)]
-        wanted = [(rank, key) for rank in self.ranks for key in full if self.sends(key, rank)]
-        return full, self.exchange(like, parts, self.owned(full, wanted))
+        keys = sorted(updates, key=self.owner.get)
+        like = updates[keys[0]]
+        full = {}
+        for key in keys:
+            if self.owner[key] == me:
+                full[key] = like.new_empty(self.matrices[key].shape, dtype=self.dtype)
+        mine = [(self.owner[key], updates[key]) for key in keys]
+        sent = [(self.owner[key], updates[key]) for key in keys if self.sends(key, me)]
+        self.exchange(like, sent, self.parts(full, self.sends))
+        change(full)
+        self.exchange(like, self.parts(full), mine)
 
-    def scatter(self, some: list, updates: dict, full: dict) -> Callable[[], None]:
-        """Start to send the full updates back, to every rank the part that it holds; see gather."""
-        parts = [(self.owner[key], updates[key]) for key in some]
-        return self.exchange(updates[some[0]], self.owned(full, product(self.ranks, full)), parts)
+    def parts(self, full: dict, wanted: Callable[[Hashable, int], bool] = lambda *_: True) -> list[tuple[int, Tensor]]:
+        """(rank, the part of a full update that it holds), for the ranks and updates that are wanted."""
+        found = []
+        for rank, key in product(self.ranks, full):
+            if wanted(key, rank):
+                found.append((rank, full[key][place(self.matrices[key], rank)[0]]))
+        return found
 
-    def owned(self, full: dict, wanted: Iterable[tuple[int, Hashable]]) -> list[tuple[int, Tensor]]:
-        """For each (rank, key): the rank, and the part of the full update that it holds."""
-        return [(rank, full[key][place(self.matrices[key], rank)[0]]) for rank, key in wanted]
+    def exchange(self, like: Tensor, out: list[tuple[int, Tensor]], into: list[tuple[int, Tensor]]):
+        """Send tensors to ranks, and receive others from ranks. Each list is ordered by rank."""
+        sent = torch.cat([like.new_empty(0, dtype=self.dtype), *(x.flatten().to(self.dtype) for _, x in out)])
+        sizes = [x.numel() for _, x in into]
+        received = sent.new_empty(sum(sizes))
+        dist.all_to_all_single(received, sent, self.numbers(into), self.numbers(out), group=self.group)
+        for (_, x), flat in zip(into, received.split(sizes), strict=True):
+            x.copy_(flat.view(x.shape))
 
     def numbers(self, tensors: list[tuple[int, Tensor]]) -> list[int]:
         """How many numbers each rank has in the tensors."""
@@ -161,17 +158,3 @@ class Owners:
         for rank, x in tensors:
             numbers[rank] += x.numel()
         return numbers
-
-    def exchange(self, like: Tensor, out: list[tuple[int, Tensor]], into: list[tuple[int, Tensor]]) -> Callable:
-        """Start to send tensors to ranks, and to receive others from ranks. Each list is ordered by rank."""
-        sent = torch.cat([like.new_empty(0, dtype=self.dtype), *(x.flatten().to(self.dtype) for _, x in out)])
-        coming = self.numbers(into)
-        received = sent.new_empty(sum(coming))
-        work = dist.all_to_all_single(received, sent, coming, self.numbers(out), group=self.group, async_op=True)
-
-        def arrive():
-            work.wait()
-            for (_, x), flat in zip(into, received.split([x.numel() for _, x in into]), strict=True):
-                x.copy_(flat.view(x.shape))
-
-        return arrive

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,34 +79,26 @@ class Ranks:
 
     def same(self, value: str) -> bool:
         """Whether all ranks call this function with the same value."""
-        values = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(values, value)
-        return len(set(values)) == 1
-
-
-REMEDY = "unset both in the environment, or start with torchrun, which sets them"
+        return len(set(of_all_ranks(value))) == 1
 
 
 def environment() -> Environment:
     """The place of this process as torchrun says it in the environment; without torchrun, that of a single process.
 
-    ValueError if one of these variables is not a number, or too large.
+    ValueError if these variables are no place of a rank.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     found |= {name: os.environ[name] for name in found if name in os.environ}
-    for name, text in found.items():
-        least = int(name.endswith("SIZE"))
-        if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
-            fact = f"{name}={text!r} in the environment must be a whole number from {least}"
-            raise ValueError(f"{fact}; unset it, or start with torchrun, which sets it")
-    place = Environment(*map(int, found.values()))
-    if place.rank >= place.size:
-        raise ValueError(f"RANK={place.rank} must be below WORLD_SIZE={place.size}; {REMEDY}")
-    if place.local_rank >= place.local_size:
-        raise ValueError(f"LOCAL_RANK={place.local_rank} must be below LOCAL_WORLD_SIZE={place.local_size}; {REMEDY}")
-    return place
+    if all(re.fullmatch("[0-9]{1,9}", text) for text in found.values()):
+        place = Environment(*map(int, found.values()))
+        if place.rank < place.size and place.local_rank < place.local_size:
+            return place
+    said = ", ".join(f"{name}={text}" for name, text in found.items())
+    raise ValueError(
+        f"{said:.200} in the environment is not the place of a rank, which counts from 0; unset these variables, or "
+        "start with torchrun, which sets them"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,19 +258,24 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def of_all_ranks(value: Any, group: ProcessGroup | None = None) -> list:
+    """The values of all ranks of the group, for every rank."""
+    values = [value]
+    if dist.is_initialized():
+        values *= dist.get_world_size(group)
+        dist.all_gather_object(values, value, group)
+    return values
+
+
 def together(action: Callable, group: ProcessGroup | None = None):
     """action() on every rank. If it raises OSError or ValueError on one rank, all ranks raise the same error, so that
     no rank waits for ever for another."""
-    errors: list[Exception | None] = [None]
+    own = None
     try:
         result = action()
     except (OSError, ValueError) as error:
-        errors = [error]
-    if dist.is_initialized():
-        own = errors[0]
-        errors *= dist.get_world_size(group)
-        dist.all_gather_object(errors, own, group)
-    for error in errors:
+        own = error
+    for error in of_all_ranks(own, group):
         if error is not None:
             raise error
     return result
@@ -286,11 +283,8 @@ def together(action: Callable, group: ProcessGroup | None = None):
 
 def of_first_rank(action: Callable):
     """The result of action() on the first rank, for every rank. All ranks raise its OSError or ValueError."""
-    results = [together(lambda: action() if is_first_rank() else None)]
-    if dist.is_initialized():  # a gather, as the fake ranks of a plan receive nothing from a broadcast
-        results *= dist.get_world_size()
-        dist.all_gather_object(results, results[0])
-    return results[0]
+    result = together(lambda: action() if is_first_rank() else None)
+    return of_all_ranks(result)[0]  # not a broadcast, from which the fake ranks of a plan receive nothing
 
 
 def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:

@@ -12,9 +12,8 @@ compilation, and last DDP or FSDP2. model.py has no code for them; docs/hacking.
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -27,11 +26,12 @@ from data.objective import objective_class
 from engine import compilation, fp8
 from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.expert import apply_expert_parallel
-from engine.parallel.owners import cuts
-from engine.parallel.ranks import Ranks, make_mesh
+from engine.parallel.fsdp import kept_whole, shard
+from engine.parallel.owners import Matrix, cuts, part_of, place
+from engine.parallel.ranks import Ranks, make_mesh, of_all_ranks
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
-from model import Block, Experts, Gain, LoadBalance, Model, ShapedPool, stream_dtype
+from model import Block, Experts, LoadBalance, Model
 
 
 def local(x: Tensor) -> Tensor:
@@ -39,82 +39,9 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-def copy_local_shard_(x: Tensor, full: Tensor, like: Tensor):
-    """Copy this rank's part of the full tensor into x, a tensor or a DTensor. `like` says how full is cut."""
-    if hasattr(like, "placements"):
-        from torch.distributed.tensor import distribute_tensor
-
-        full = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
-    local(x).copy_(full)
-
-
-def kept_whole(part: nn.Module) -> list[nn.Parameter]:
-    """The parameters that FSDP does not shard: gains of a block or of each head, and the biases of experts."""
-    whole = []
-    for module in part.modules():
-        if isinstance(module, Gain | ShapedPool | LoadBalance):
-            whole += module.parameters(recurse=False)
-    return whole
-
-
 def load_biases(model: nn.Module) -> set[nn.Parameter]:
     """The biases that balance the loads of experts. Their gradients are loads."""
     return {m.bias for m in model.modules() if isinstance(m, LoadBalance)}
-
-
-def fsdp_units(model: Model) -> dict[str, list[nn.Module]]:
-    """What FSDP gathers at once: each block, the ends of the model if they are not tied, and the rest, which is last.
-    A stage of a pipeline may lack ends."""
-    units: dict[str, list[nn.Module]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Block):
-            units[name] = [module]
-    if not model.cfg.tie_weights:
-        if isinstance(model.wte, nn.Embedding):
-            units["wte"] = [model.wte]
-        if isinstance(model.head, nn.Linear):
-            units["head"] = [model.norm, model.head]
-    units["root"] = [model]
-    return units
-
-
-def shard(model: Model, cfg, ranks: Ranks):
-    """Apply FSDP2 (arXiv:2304.11277) to each of `fsdp_units`.
-
-    In 16 bits, blocks and ends are gathered in the matmuls' dtype, and the rest in float32. Gains are not sharded
-    (`kept_whole`): in bfloat16 they would move in steps of 2^-8. Experts that ranks divide are sharded over those with
-    the same ones.
-    """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    dims = ("replicate", "shard") if ranks.mesh["replicate"].size() > 1 else "shard"
-    options = {"mesh": ranks.mesh[dims], "reshard_after_forward": cfg.fsdp_reshard}
-    if cfg.fsdp_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
-    kept = options | {"reshard_after_forward": False}  # gathered from forward to backward
-    policy = MixedPrecisionPolicy()
-    if ranks.dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=ranks.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    with ranks.autocast():
-        stream = stream_dtype(cfg, torch.empty(0, device=ranks.device))
-    for unit, modules in fsdp_units(model).items():
-        if unit == "root":
-            fully_shard(modules, **kept)
-        elif unit == "wte":
-            fully_shard(modules, mp_policy=replace(policy, output_dtype=stream), **kept)
-        elif unit == "head":
-            model.head.forward = model.loss
-            model.loss = lambda x, targets: model.head(x, targets)
-            fully_shard(modules, mp_policy=policy, **kept)
-        else:
-            [block] = modules
-            last = cfg.pp == 1 and block is model.blocks[-1]  # its backward follows at once
-            chosen = kept if last else options
-            for m in block.modules():
-                if ranks.experts and isinstance(m, Experts):
-                    fully_shard([m.up, m.down], mp_policy=policy, **chosen | {"mesh": ranks.experts[dims]})
-            whole = set() if cfg.fsdp_offload else {*kept_whole(block)}
-            fully_shard(block, mp_policy=policy, ignored_params=whole, **chosen)
 
 
 def all_reduce_gradients(params: list[nn.Parameter], mesh: DeviceMesh, mean: bool = True):
@@ -208,6 +135,9 @@ class ShardedModel:
     def note_copies(self, cfg):
         """Note of each parameter how ranks share it, and which parameters have copies on other ranks."""
         sizes = self.ranks.mesh.mesh.shape[1:] if self.ranks.mesh else (1, 1, 1)
+        named = dict(self.model.named_parameters())
+        self.divided = [named[name] for name in self.cut_by_ep]
+        self.undivided = [p for name, p in named.items() if name not in self.cut_by_ep]
         self.whole = []
         if self.fsdp and not cfg.fsdp_offload:
             self.whole = kept_whole(self.model)
@@ -215,25 +145,23 @@ class ShardedModel:
         self.shares = {}  # name -> see owners.cuts
         self.norm_weight = {}  # in the norm over all ranks, so that copies count once
         self.tp_replicated = []
-        self.divided = []  # by ep
-        self.undivided = []
-        for name, p in self.model.named_parameters():
+        for name, p in named.items():
             tp_dim = None
             if cfg.tp > 1:
                 tp_dim = sharded_dim(self.model, name)
             if tp_dim is None:
                 self.tp_replicated.append(p)
-            ep = 1
-            if name in self.cut_by_ep:
-                ep = cfg.ep
-                self.divided.append(p)
-            else:
-                self.undivided.append(p)
+            ep = cfg.ep if name in self.cut_by_ep else 1
             self.shares[name] = cuts(sizes, self.fsdp and p not in whole, tp_dim, ep)
             copies = math.prod(n for n, dim in self.shares[name] if dim is None)
             self.norm_weight[p] = (name not in self.counted_elsewhere) / math.sqrt(copies)
 
     # ---- weights
+
+    def part(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """Where this rank's part of the parameter `name` is in that of the full model, which has this shape."""
+        in_stage = self.ranks.rank % (self.ranks.size // self.pp)
+        return place(Matrix(shape, None, self.shares[name]), in_stage)[0]
 
     @torch.no_grad()
     def init_weights(self, seed: int, names: Collection[str] | None = None):
@@ -241,23 +169,23 @@ class ShardedModel:
 
         names   draw only these parameters, if this rank has them
         """
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
-
         for name, p in self.model.named_parameters():
             if names is None or name in names:
-                x, part = self.as_global(name, p), local(p)
-                start = (0,) * x.dim()
-                if hasattr(x, "placements"):
-                    start = place(x.shape, x.device_mesh, x.placements)[1]
-                device = torch.device("cpu") if part.device.type == "mps" else part.device  # MPS has no float64
-                part.copy_(self.model.initial_weight(name, seed, x.shape, start, part.shape, device))
+                shape = tuple(self.as_global(name, p).shape)
+                start = [cut.start for cut in self.part(name, shape)]
+                mine = local(p)
+                device = torch.device("cpu") if mine.device.type == "mps" else mine.device  # MPS has no float64
+                mine.copy_(self.model.initial_weight(name, seed, shape, start, mine.shape, device))
 
     @torch.no_grad()
     def fill(self, weights: Mapping[str, Tensor]):
         """Copy into each parameter its part of the full tensor of that name, which may lack a vocabulary's padding."""
         for name, p in self.model.named_parameters():
-            full, like = weights[name].to(p.device), self.as_global(name, p)
-            copy_local_shard_(p, F.pad(full, (0, 0) * (full.dim() - 1) + (0, len(like) - len(full))), like)
+            shape = tuple(self.as_global(name, p).shape)
+            full = weights[name].to(p.device)
+            padding = shape[0] - len(full)
+            full = F.pad(full, (0, 0) * (full.dim() - 1) + (0, padding))
+            local(p).copy_(full[self.part(name, shape)])
 
     # ---- one step
 
@@ -277,10 +205,17 @@ class ShardedModel:
             # Each micro-batch's sum of losses is divided by the mean number of targets of all micro-batches.
             total = self.ranks.sum(sum((batch["targets"] >= 0).sum() for batch in parts))
             self.model.n_targets = total.clamp(min=1) / (self.ranks.size * micro_steps)
-        loss = torch.zeros((), device=self.ranks.device)
         if self.pp > 1:
             loss = self.pipeline.backward([*parts])
-            parts = []  # which leaves the loop nothing
+        else:
+            loss = self.accumulate(parts, micro_steps, scaler)
+        self.model.n_targets = None
+        self.reduce_gradients()
+        return loss
+
+    def accumulate(self, parts: Iterable, micro_steps: int, scaler: torch.amp.GradScaler) -> Tensor:
+        """The forward and backward of each micro-batch; returns the mean of their losses."""
+        loss = torch.zeros((), device=self.ranks.device)
         for micro_step, batch in enumerate(parts):
             last = micro_step == micro_steps - 1
             if self.fsdp:  # reduce-scatter after every micro-step if resharding, otherwise only after the last
@@ -292,8 +227,6 @@ class ShardedModel:
                 part = self.forward_model(**batch) / micro_steps
             scaler.scale(part).backward()
             loss += part.detach()
-        self.model.n_targets = None
-        self.reduce_gradients()
         return loss
 
     def reduce_gradients(self):
@@ -381,24 +314,19 @@ class ShardedModel:
     def unequal_copies(self) -> str:
         """An error if ranks that hold copies of the same parameters have different ones, otherwise "". Every rank calls
         it; each sends the sums of its parameters' bits."""
-        if self.ranks.mesh is None:
-            return ""
-        grid = self.ranks.mesh.mesh  # (pp, replicate, shard, tp)
-        if self.fsdp:
-            copied = [(grid, 1, [*self.model.parameters()]), (grid, 2, self.whole)]
-        else:  # experts' is (pp, replicate, shard / ep, ep, tp)
-            copied = [(grid, 2, self.undivided), (grid.unflatten(2, (-1, self.ep)), 2, self.divided)]
-        copied.append((grid, 3, self.tp_replicated))
-        sums = torch.zeros(len(copied), self.ranks.size, dtype=torch.int64)
-        for of_ranks, (_, _, params) in zip(sums, copied, strict=True):
-            of_ranks[self.ranks.rank] = sum(local(p).view(torch.int32).sum(dtype=torch.int64) for p in params)
+        sums: dict = {}  # kind of share -> the sum of the bits of the parameters that ranks share so
+        for name, p in self.model.named_parameters():
+            bits = local(p).view(torch.int32).sum(dtype=torch.int64)
+            sums[self.shares[name]] = sums.get(self.shares[name], 0) + bits
+        copies = defaultdict(dict)  # of each part of the model: rank -> sum
+        for rank, found in enumerate(of_all_ranks({kind: int(total) for kind, total in sums.items()})):
+            for kind, total in found.items():
+                copies[kind, part_of(kind, rank)][rank] = total
         differing = {}  # rank -> a rank that has the usual copy
-        for of_ranks, (grid, dim, _) in zip(self.ranks.sum(sums), copied, strict=True):
-            found = of_ranks[grid]
-            usual, place = found.mode(dim, keepdim=True)
-            others = grid.gather(dim, place).expand_as(grid)
-            wrong = found != usual
-            differing.update(zip(grid[wrong].tolist(), others[wrong].tolist(), strict=True))
+        for found in copies.values():
+            [(usual, _)] = Counter(found.values()).most_common(1)
+            other = next(rank for rank, total in found.items() if total == usual)
+            differing |= {rank: other for rank, total in found.items() if total != usual}
         if not differing:
             return ""
         unequal = ", ".join(f"those of rank {rank} from those of rank {other}" for rank, other in differing.items())

@@ -32,9 +32,10 @@ from engine.parallel import expert as expert_parallel
 from engine.parallel import ranks as parallel
 from engine.parallel import stages
 from engine.parallel import tensor as tensor_parallel
+from engine.parallel.fsdp import fsdp_units, kept_whole
 from engine.parallel.owners import Matrix, Owners, cuts, place
 from engine.parallel.recomputation import recompute
-from engine.parallel.sharded import fsdp_units, kept_whole, load_biases
+from engine.parallel.sharded import load_biases
 from engine.plan.accounting import attention_kernels, flops, linear_flops
 from engine.plan.measure import Parts
 from model import ExpertLinear, Model

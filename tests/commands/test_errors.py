@@ -308,10 +308,10 @@ def test_ctrl_c_during_the_imports(program, tmp_path):
 
 
 ENVIRONMENTS = [
-    ({"RANK": "abc"}, ["RANK='abc'", "whole number from 0"]),
-    ({"RANK": "5", "WORLD_SIZE": "2"}, ["RANK=5", "below WORLD_SIZE=2"]),
-    ({"WORLD_SIZE": "0"}, ["WORLD_SIZE='0'", "whole number from 1"]),
-    ({"LOCAL_RANK": "99"}, ["LOCAL_RANK=99", "below LOCAL_WORLD_SIZE=1"]),
+    ({"RANK": "abc"}, ["RANK=abc, LOCAL_RANK=0, WORLD_SIZE=1", "start with torchrun"]),
+    ({"RANK": "5", "WORLD_SIZE": "2"}, ["RANK=5, LOCAL_RANK=0, WORLD_SIZE=2", "is not the place of a rank"]),
+    ({"WORLD_SIZE": "0"}, ["WORLD_SIZE=0"]),
+    ({"LOCAL_RANK": "99"}, ["LOCAL_RANK=99", "LOCAL_WORLD_SIZE=1"]),
     ({"WORLD_SIZE": "2"}, ["rank 0 cannot join", "(MASTER_ADDR is not set)", "start all of them with torchrun"]),
     (
         {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "abc"},

@@ -23,8 +23,9 @@ from configurator import Config, parse
 from data.loader import document_starts
 from engine import optim
 from engine.decode import generate
+from engine.parallel.fsdp import shard
 from engine.parallel.ranks import Ranks, make_mesh
-from engine.parallel.sharded import local, shard
+from engine.parallel.sharded import local
 from model import Model
 from ops import Mask, attention, boundaries
 

@@ -27,6 +27,7 @@ from helpers import (
     losses,
 )
 from ranks import launch, train_runs
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -571,7 +572,7 @@ DRAWN += [(flags, "--pp=2 --tp=2") for flags in BLOCKS.values()]
 
 @pytest.mark.parametrize("flags,layout", DRAWN, ids=str)
 def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, pretended):
-    """The third of four ranks draws what distributing the whole weights gives it."""
+    """The third of four ranks draws what distributing the whole weights gives it, by `fill` and by PyTorch."""
     plain = [flag for flag in flags if not flag.startswith(("--fsdp", "--activation_checkpoint"))]
     cfg = parse(Config, [*TINY, *SIZES, *plain, "--vocab_size=261", *layout.split()])
     weights = dict(Model(replace(cfg, tp=1), cfg.seed).named_parameters())
@@ -584,7 +585,12 @@ def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, pretended)
     drawn = {name: local(p).clone() for name, p in replica.model.named_parameters()}
     replica.fill(weights | {"head.weight": weights.get("head.weight", weights["wte.weight"])})
     for name, p in replica.model.named_parameters():
-        part = drawn[name]
+        part, like = drawn[name], replica.as_global(name, p)
+        whole = weights.get(name, weights["wte.weight"]).detach()
+        whole = torch.nn.functional.pad(whole, (0, 0) * (whole.dim() - 1) + (0, len(like) - len(whole)))
+        if isinstance(like, DTensor):
+            whole = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+        assert torch.equal(local(p), whole), name
         if name in VOCAB_WEIGHTS and layout.endswith("tp=2"):  # the padding is drawn, and not filled
             part = part[: len(part) - 1]
         assert torch.equal(part, local(p)[: len(part)]), name
