@@ -46,7 +46,7 @@ from engine.answers import answer
 from engine.checkpoint import weights
 from engine.checkpoint.weights import Weights
 from engine.device import resolve_device, resolve_dtype
-from engine.evaluation import byte_lengths, total_loss
+from engine.evaluation import byte_lengths, mean_loss
 from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
 from engine.plan import memory
 from engine.text import read_text, text_batches, token_ids
@@ -134,13 +134,11 @@ def evaluate_text(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], te
     part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)
     memory.check_evaluation(cfg, flags, ranks)
     sharded = found.load(flags, ranks)
-    nats, tokens, n_bytes = total_loss(ranks, sharded, part.byte_lengths, part.batches)
-    loss = nats / tokens
+    loss = mean_loss(sharded, part.batches, part.byte_lengths)
     figures = {
-        "model": str(found.path), "data": part.name, "loss": loss,
-        "perplexity": math.exp(loss) if loss < 709 else math.inf,
-        "bits_per_byte": nats / math.log(2) / n_bytes if n_bytes else None,
-        "tokens": int(tokens), "bytes": int(n_bytes) if n_bytes else None, "note": part.why_no_bytes,
+        "model": str(found.path), "data": part.name, "loss": loss.nats,
+        "perplexity": math.exp(loss.nats) if loss.nats < 709 else math.inf, "bits_per_byte": loss.bits,
+        "tokens": loss.targets, "bytes": loss.n_bytes or None, "note": part.why_no_bytes,
     }  # fmt: skip
     if part.pairs is not None:
         n = cfg.eval_iters * cfg.batch_size

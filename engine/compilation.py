@@ -138,11 +138,6 @@ def uncompiled(record: logging.LogRecord) -> bool:
     return False
 
 
-def graphs() -> int:
-    """Number of graphs that torch.compile has made in this process."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
 def graph_breaks() -> list[str]:
     """Why torch.compile has left parts of functions uncompiled in this process."""
     texts = torch._dynamo.utils.counters["graph_break"]

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine import optim
 from engine.parallel.sharded import ShardedModel
 
+NEVER = torch.iinfo(torch.int64).max  # larger than the number of any step
 FIRST = 5  # steps of this process before the first one in a trace, which compile or connect the ranks
 
 
@@ -26,14 +27,16 @@ class Step:
 
     def __init__(self, cfg, sharded: ShardedModel):
         ranks = sharded.ranks
-        self.cfg, self.sharded = cfg, sharded
+        self.cfg = cfg
+        self.sharded = sharded
         self.optimizer = optim.build(sharded.model, cfg, sharded, ranks.dtype)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
 
     def __call__(self, batches: Iterator, step: int) -> tuple[Tensor, Tensor]:
         """Make the step of this number; returns (this rank's mean loss, gradient norm)."""
         self.optimizer.set_lr(optim.learning_rate(step, self.cfg))
-        loss, grad_norm = self.backward(batches, step), self.clip()
+        loss = self.backward(batches, step)
+        grad_norm = self.clip()
         self.update()
         return loss, grad_norm
 
@@ -50,6 +53,13 @@ class Step:
         self.scaler.unscale_(self.optimizer)
         return self.sharded.clip(self.cfg.grad_clip)
 
+    def is_finite(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Whether the step is finite on all ranks. With a scaler, an infinite gradient may only mean that its scale was
+        too large, so there the loss decides."""
+        if self.scaler.is_enabled():
+            return torch.isfinite(self.sharded.ranks.sum(loss.clone()))
+        return torch.isfinite(grad_norm)  # which is the same on all ranks
+
     def update(self, skip: bool = False):
         """Update the weights, unless the step is to be skipped, and free the gradient."""
         if not skip:
@@ -58,25 +68,44 @@ class Step:
         self.sharded.model.zero_grad(set_to_none=True)
 
 
-class Spikes:
-    """Finds steps with a far larger gradient than usual: its norm is above `factor` times the median of the last 100
-    norms, of which there must be 20. The norms of such steps are not among them.
+class Watch:
+    """Watches the gradients of a run, for steps that are to be left out, and for the first one that is not finite.
+
+    With cfg.spike_factor, a step is left out if the norm of its gradient is above so many times the median of the last
+    100 norms, of which there must be 20. The norms of such steps are not among them.
 
     norms    the last ones, which a checkpoint keeps
     """
 
-    LAST, LEAST = 100, 20
+    LAST = 100
+    LEAST = 20
 
-    def __init__(self, factor: float, norms: list[float]):
-        self.factor, self.norms = factor, norms
+    def __init__(self, cfg, device: torch.device, norms: list[float]):
+        self.cfg = cfg
+        self.norms = norms
+        self.bad_step = torch.full((), NEVER, device=device)  # on the device, so that the host need not wait for it
 
-    def look(self, norm: float) -> str:
-        """What is wrong with a step of this norm, if it is such a one; otherwise ""."""
+    def look(self, step: int, finite: Tensor, grad_norm: Tensor) -> str:
+        """Why this step is to be left out, "" if it is not. Every rank calls it with the same values."""
+        if self.cfg.skip_nonfinite and not finite:
+            return "its loss or its gradient is not finite"
+        self.bad_step = torch.where(finite, self.bad_step, self.bad_step.clamp(max=step))
+        if not self.cfg.spike_factor:
+            return ""
+        return self.spike(grad_norm.item())
+
+    def first_bad_step(self) -> int | None:
+        """The first step whose loss or gradient was not finite and that was not left out. Waits for the device."""
+        bad = int(self.bad_step)
+        return None if bad == NEVER else bad
+
+    def spike(self, norm: float) -> str:
+        """What is wrong with a step of this norm if it is a spike, otherwise ""."""
         if not math.isfinite(norm):
             return ""
         if len(self.norms) >= self.LEAST:
             usual = statistics.median(self.norms)
-            if norm > self.factor * usual > 0:
+            if norm > self.cfg.spike_factor * usual > 0:
                 times = norm / usual
                 return f"the norm of its gradient, {norm:.3g}, is {times:.1f} times the median of the last ones"
         self.norms = [*self.norms, norm][-self.LAST :]
@@ -100,8 +129,12 @@ class Profile:
     """
 
     def __init__(self, cfg, ranks, say):
-        self.folder, self.say, self.cuda = Path(cfg.out_dir), say, ranks.device.type == "cuda"
-        self.wanted, self.step, self.profiler = cfg.profile_steps if ranks.first else 0, 0, None
+        self.folder = Path(cfg.out_dir)
+        self.say = say
+        self.cuda = ranks.device.type == "cuda"
+        self.wanted = cfg.profile_steps if ranks.first else 0
+        self.step = 0
+        self.profiler = None
 
     def next(self):
         if self.wanted and self.step == FIRST:
@@ -125,4 +158,5 @@ class Profile:
             self.say(f"trace of {self.step - FIRST} steps in {self.folder}/trace.json, for https://ui.perfetto.dev")
         elif self.wanted:
             self.say(f"profile_steps={self.wanted}: no trace, because the run made at most {FIRST} steps")
-        self.profiler, self.wanted = None, 0
+        self.profiler = None
+        self.wanted = 0

@@ -225,8 +225,8 @@ FAULTS = [
     ),
     (
         "engine/metrics.py",
-        'if row["step"] < step:',
-        'if row["step"] <= step:',
+        'if row["step"] < step]',
+        'if row["step"] <= step]',
         "A resume keeps the lines of the step that it starts with, and writes its evaluation a second time.",
         "tests/training/test_metrics.py::test_resume_leaves_what_the_uninterrupted_run_leaves",
     ),
@@ -301,12 +301,12 @@ FAULTS = [
         "tests/data/test_corpus.py::test_killed_at_any_write_the_result_is_the_same",
     ),
     (
-        "train.py",
-        """            model.eval()
-            of_train = self.mean_loss(self.streams["train"], cfg.eval_iters or min(self.val_batches, 100))
+        "engine/evaluation.py",
+        """        self.sharded.model.eval()
+        of_train = self.loss("train", self.cfg.eval_iters or min(val_batches, 100), stop)
 """,
-        """            of_train = self.mean_loss(self.streams["train"], cfg.eval_iters or min(self.val_batches, 100))
-            model.eval()
+        """        of_train = self.loss("train", self.cfg.eval_iters or min(val_batches, 100), stop)
+        self.sharded.model.eval()
 """,
         "The training loss is evaluated with dropout, whose draws also move those of the training that follows.",
         "tests/training/test_train.py::test_resume_is_exact",
@@ -327,8 +327,8 @@ FAULTS = [
     ),
     (
         "train.py",
-        "self.samples += cfg.samples(self.step)",
-        "self.samples += cfg.samples(self.step) * bool(finite)",
+        "self.samples += self.cfg.samples(self.step)",
+        "self.samples += self.cfg.samples(self.step) * bool(finite)",
         "A step that is left out does not count its samples, so a resume reads some of the data again.",
         "tests/training/test_oracle.py::test_skipped_steps_equal_the_oracles",
     ),

@@ -63,7 +63,7 @@ def read_run(folder: str) -> Run:
     settings = read_file(str(config)) if config.is_file() else []
     starts = ("init_from", "scratch"), ("init_from", "resume")  # a run that was resumed is still the same run
     flags = {name: value for name, value, _ in settings if (name, value) not in starts}
-    rows = [row for row, _ in read_metrics(metrics)]
+    rows = list(read_metrics(metrics))
     require(rows, f"{metrics} has no row that can be read; train it first")
     return Run(folder, flags, rows)
 

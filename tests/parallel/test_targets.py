@@ -17,7 +17,7 @@ from ranks import launch
 from configurator import Config, parse
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
-from engine.evaluation import total_loss
+from engine.evaluation import mean_loss
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
 from model import Model
@@ -74,9 +74,9 @@ def steps(n: int, *flags: str) -> list[list[float]]:
         loss = sharded.mean(sharded.backward(iter(parts), share, scaler))
         norm = sharded.clip(0.0).item()
         sharded.model.zero_grad(set_to_none=True)
-        nats, n_targets, _ = total_loss(ranks, sharded, None, parts)
+        evaluated = mean_loss(sharded, parts)
         sharded.reshard_after_eval()
-        found.append([loss, norm, nats / max(1, n_targets)])
+        found.append([loss, norm, evaluated.nats if evaluated.targets else 0.0])
     return found
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
@@ -16,15 +17,16 @@ import torch
 from helpers import ROOT
 
 import engine.metrics
+from configurator import Config
 from engine.device import gpu_peak, peak_flops
 from engine.metrics import Metrics, Silent, truncate_metrics
 
 CPU = torch.device("cpu")
-FLAGS = {"n_layer": 4, "learning_rate": 3e-3, "bias": False, "pos": "rope"}
 
 
 def open_metrics(folder, step=0, tokens=0, peak=1e9):
-    return Metrics(folder, step, tokens, max_iters=20, flops_per_token=1000, peak=peak, device=CPU, flags=FLAGS)
+    cfg = Config(out_dir=str(folder), max_iters=20, block_size=16, pos="rope")
+    return Metrics(cfg, SimpleNamespace(flops_per_sample=16_000, peak_flops=peak), CPU, step, tokens)
 
 
 def loss_at(step):
@@ -36,11 +38,11 @@ def loop(metrics, steps, stop):
     for step in range(*steps):
         if step % 5 == 0:
             with metrics.paused():
-                metrics.evaluation(step, loss_at(step) + 1, loss_at(step) + 2, None)
+                metrics.evaluation(step, loss_at(step) + 1, loss_at(step) + 2, None, {})
         if step == stop:
             break
         if step % 2 == 0:
-            metrics.log(step, loss_at(step), 1e-3, 0.5, tokens=100 * (step + 1))
+            metrics.log(step, loss_at(step), 1e-3, 0.5, 100 * (step + 1), {})
     metrics.close()
 
 
@@ -52,23 +54,33 @@ def losses(folder):
     return [(x["step"], x.get("loss"), x.get("train_loss"), x.get("val_loss")) for x in lines(folder)]
 
 
-def test_one_line_per_step_with_all_digits(tmp_path):
+def test_one_line_per_step_with_all_digits(tmp_path, capsys):
+    """In the file; on the console they are nanoGPT's, without control characters off a terminal."""
     metrics = open_metrics(tmp_path / "deep" / "out")
     loss = 0.1 + 0.2 + 1e-17
-    metrics.log(0, loss, 1e-3, 0.5, tokens=640, epoch=0.25)
-    metrics.log(10, math.nan, 1e-3, math.inf, tokens=7040, skipped=3)
-    metrics.evaluation(11, 1 / 3, 2 / 3, 1 / 7)
-    metrics.evaluation(12, 1 / 3, 2 / 3, None)
+    metrics.log(0, loss, 1e-3, 0.5, 640, {"epoch": 0.25})
+    metrics.log(10, math.nan, 1e-3, math.inf, 7040, {"skipped": 3})
+    metrics.evaluation(11, 1 / 3, 2 / 3, 1 / 7, {})
+    metrics.evaluation(12, 1 / 3, 2 / 3, None, {"expert_load": 1.5, "idle_experts": 0.25, "router_entropy": 2.0})
+    metrics.say("saved")
     metrics.close()
     first, second, *evaluations = lines(tmp_path / "deep" / "out")
     fields = "step kind loss lr grad_norm tokens flops tokens_per_s mfu ms_per_step peak_memory_bytes".split()
     assert list(first) == [*fields, "epoch"] and list(second) == [*fields, "skipped"]
     assert first["loss"] == loss and first["tokens"] == 640 and first["flops"] == 640_000 and first["epoch"] == 0.25
     assert second["loss"] is None and second["grad_norm"] is None and second["skipped"] == 3
-    assert evaluations == [
-        {"step": 11, "kind": "eval", "train_loss": 1 / 3, "val_loss": 2 / 3, "val_bpb": 1 / 7},
-        {"step": 12, "kind": "eval", "train_loss": 1 / 3, "val_loss": 2 / 3, "val_bpb": None},
-    ]
+    losses = {"kind": "eval", "train_loss": 1 / 3, "val_loss": 2 / 3}
+    routing = {"expert_load": 1.5, "idle_experts": 0.25, "router_entropy": 2.0}
+    assert evaluations == [{"step": 11, **losses, "val_bpb": 1 / 7}, {"step": 12, **losses, "val_bpb": None, **routing}]
+    out, err = capsys.readouterr()
+    trained, left_out, *rest = out.splitlines()
+    assert re.fullmatch(r"iter 0: loss 0.3000, time .+ms, tok/s .+, mfu .+, lr 1.00e-03, grad norm 0.500", trained)
+    assert left_out.endswith(", grad norm inf, skipped 3")
+    assert rest == [
+        "step 11: train loss 0.3333, val loss 0.6667, bpb 0.1429", "step 12: train loss 0.3333, val loss 0.6667",
+        "experts: the largest load is 1.50 times the mean, 25% are idle; the routers' entropy is 2.00 nats", "saved",
+    ]  # fmt: skip
+    assert err == "" and not any(c in out for c in "\r\x1b")
 
 
 def test_rates_are_of_the_interval_and_leave_pauses_out(tmp_path, monkeypatch):
@@ -76,12 +88,12 @@ def test_rates_are_of_the_interval_and_leave_pauses_out(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     metrics = open_metrics(tmp_path, step=7, tokens=700)  # a resumed run
     clock[0] += 2
-    metrics.log(7, 1.0, 1e-3, 0.5, tokens=800)
+    metrics.log(7, 1.0, 1e-3, 0.5, 800, {})
     clock[0] += 1
     with metrics.paused():
         clock[0] += 50
     clock[0] += 3
-    metrics.log(10, 1.0, 1e-3, 0.5, tokens=1400)
+    metrics.log(10, 1.0, 1e-3, 0.5, 1400, {})
     metrics.close()
     first, second = lines(tmp_path)
     assert (first["tokens_per_s"], first["ms_per_step"], first["mfu"]) == (50, 2000, 50 * 1000 / 1e9)
@@ -110,7 +122,7 @@ def test_resume_leaves_what_the_uninterrupted_run_leaves(tmp_path, stop, further
 def test_truncation_drops_what_is_no_line_of_ours(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
-        b'{"step": 1, "loss": 2.5}\n{"step": 2, "lo\n\xff\n[3]\n{"a": 1}\n\n{"step": "x"}\n{"step": 3}\n{"step": 4}'
+        b'{"step": 1, "loss": 2.5}\n{"step": 2, "lo\n\xff\n[3]\n7\n{"a": 1}\n\n{"step": "x"}\n{"step": 3}\n{"step": 4}'
     )
     with open(path, "a") as f:
         f.write("\n" + "[" * 100_000 + "\n" + '{"step":' * 100_000)  # too deeply nested to be read
@@ -171,7 +183,8 @@ def test_tensorboard_shows_norms_texts_and_flags(tmp_path, monkeypatch):
     assert list(reader.PluginTagToContent("text")) == ["eval/sample"]
     pages = reader.PluginTagToContent("hparams")
     start = metadata.parse_session_start_info_plugin_data(pages[metadata.SESSION_START_INFO_TAG]).hparams
-    assert {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()} == FLAGS
+    flags = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()}
+    assert flags == asdict(Config(out_dir=str(tmp_path), max_iters=20, block_size=16, pos="rope"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,7 +194,7 @@ def test_tensorboard_shows_norms_texts_and_flags(tmp_path, monkeypatch):
 def test_tensorboard_that_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     with pytest.raises(ValueError, match="tensorboard.* is not installed; pip install tensorboard"):
-        engine.metrics.Events(tmp_path)
+        engine.metrics.Events(tmp_path, 0, {})
 
 
 class Terminal(io.StringIO):
@@ -190,25 +203,6 @@ class Terminal(io.StringIO):
 
     def fileno(self):
         return 2
-
-
-def test_lines_like_nanogpts_and_no_control_characters_off_a_terminal(tmp_path, capsys):
-    metrics = open_metrics(tmp_path)
-    metrics.log(0, 2.12345, 1e-3, 0.5, tokens=100)
-    metrics.evaluation(250, 1.9, 2.0, 2.9)
-    metrics.evaluation(251, 1.9, 2.0, None)
-    metrics.say("saved")
-    metrics.close()
-    out, err = capsys.readouterr()
-    first, *rest = out.splitlines()
-    assert first.startswith("iter 0: loss 2.1235, time ") and "ms, tok/s " in first and ", mfu " in first
-    assert first.endswith(", lr 1.00e-03, grad norm 0.500")
-    assert rest == [
-        "step 250: train loss 1.9000, val loss 2.0000, bpb 2.9000",
-        "step 251: train loss 1.9000, val loss 2.0000",
-        "saved",
-    ]
-    assert err == "" and not any(c in out for c in "\r\x1b")
 
 
 def screen(text):
@@ -233,7 +227,7 @@ def test_bar_on_a_terminal(tmp_path, monkeypatch):
     metrics = open_metrics(tmp_path, peak=None)
     for step in (0, 4, 9):
         clock[0] += 60
-        metrics.log(step, 2.0, 1e-3, 0.5, tokens=100 * (step + 1))
+        metrics.log(step, 2.0, 1e-3, 0.5, 100 * (step + 1), {})
     metrics.say("saved")
     *above, bar = screen(terminal.getvalue())
     assert re.fullmatch(r" 50%\|.+\| 10/20 \[02:00<02:13, 13.33s/step\]", bar)  # 10 more steps at 9 in 120 s
@@ -248,13 +242,9 @@ def test_bar_on_a_terminal(tmp_path, monkeypatch):
     assert screen(terminal.getvalue())[-1] == ""
 
 
-def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    loop(Silent(), (0, 21), 20)
-    Silent().say("hello")
-    assert capsys.readouterr() == ("", "") and not list(tmp_path.iterdir())
+def test_silent_has_every_method_that_train_calls():
     public = {name for name in vars(Metrics) if not name.startswith("_")}
-    assert public - set(vars(Silent)) == {"write"}  # Silent has every method that train.py calls
+    assert public - set(vars(Silent)) == {"write"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Run:
     def load(self, seed: int) -> str:
         """Read the figures of a training from its metrics.jsonl; returns why it has none, "" if it is finished."""
         file = self.folder(seed) / "metrics.jsonl"
-        rows = [row for row, _ in read_metrics(file)] if file.is_file() else []
+        rows = list(read_metrics(file)) if file.is_file() else []
         last = [row for row in rows if "val_loss" in row and row["step"] == self.cfg.max_iters]
         times = [row["ms_per_step"] for row in rows if row.get("ms_per_step")]
         if not last or not times:
