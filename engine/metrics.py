@@ -31,7 +31,7 @@ from data.errors import say
 from data.files import open_regular, write_file, writing
 from engine.device import peak_memory_bytes
 
-NUMBERS = set("loss lr grad_norm tokens flops tokens_per_s mfu ms_per_step peak_memory_bytes".split())
+NUMBERS = set("step loss lr grad_norm tokens flops tokens_per_s mfu ms_per_step peak_memory_bytes".split())
 NUMBERS |= {"train_loss", "val_loss", "val_bpb"}
 LARGEST = 1e100  # more than float32 holds; sums and squares of such numbers are still finite
 
