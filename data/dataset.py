@@ -1,7 +1,7 @@
 """Data sets of token shards: opening one, or several as a mixture. writer.py writes them.
 
     data = open_data("pycode")                       # data/pycode, or any path; "a:0.7,b:0.3" mixes two by weight
-    stream = data.split("train")                     # a TokenStream: len(stream); stream.read(starts, buffer)
+    stream = data.split("train")                     # a TokenStream: len(stream); stream.read(start, end)
 
 files.py describes the formats of token files. Beside the files lies meta.json:
 
@@ -13,6 +13,7 @@ Only `vocab_size` is required, also beside the files of nanoGPT (train.bin and v
 train.idx, or any x_train_text_document.bin with its .idx). meta.pkl is never opened: unpickling executes code.
 """
 
+import bisect
 import math
 import os
 import re
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import repeat
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -48,43 +49,27 @@ class TokenStream:
     ends: np.ndarray | None = None
 
     def __init__(self, name: str, shards: list[Shard], vocab_size: int, sources: list[tuple] | None = None):
-        self.name, self.shards, self.vocab_size = name, shards, vocab_size
-        self.starts = np.cumsum([0, *map(len, shards)])  # first token of each shard; the last entry is the total
+        self.name = name
+        self.shards = shards
+        self.vocab_size = vocab_size
+        self.starts = [0, *accumulate(map(len, shards))]  # first token of each shard; the last entry is the total
         self.sources = sources or [(name, len(self), 1)]
-        dtypes = {shard.dtype for shard in shards}
-        self.dtype = dtypes.pop() if len(dtypes) == 1 else None  # None: the shards differ
-        if self.dtype:
-            self.files = np.array([shard.file for shard in shards])
-            # The byte of token t is file_zeros[shard] + t * itemsize, where t counts from the beginning of the stream.
-            self.file_zeros = np.array([shard.offset for shard in shards]) - self.starts[:-1] * self.dtype.itemsize
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return self.starts[-1]
 
-    def read(self, starts: np.ndarray, out: np.ndarray) -> None:
-        """Fills row i of `out`, int64 (B, N), with tokens starts[i] to starts[i] + N. IndexError beyond [0, len)."""
-        size = out.shape[1]
-        if self.dtype and starts.min() >= 0:  # fast path: each window inside one shard, no Python code per window
-            shard = np.searchsorted(self.starts[1:-1], starts, "right")
-            positions = (self.file_zeros[shard] + starts * self.dtype.itemsize).tolist()  # bytes from the file's begin
-            contents = map(os.pread, self.files[shard].tolist(), repeat(size * self.dtype.itemsize), positions)
-            content = b"".join(contents)
-            if len(content) == out.size * self.dtype.itemsize:
-                out[...] = np.frombuffer(content, self.dtype).reshape(out.shape)
-                return
-        for start, row in zip(starts.tolist(), out, strict=True):
-            self._read_across_shards(start, row)
-
-    def _read_across_shards(self, start: int, out: np.ndarray) -> None:
-        if not 0 <= start <= start + len(out) <= len(self):
-            raise IndexError(f"{self.name} has {len(self)} tokens; cannot read {len(out)} from {start}")
-        i, done = int(np.searchsorted(self.starts, start, "right")) - 1, 0
-        while done < len(out):
-            offset = start + done - int(self.starts[i])
-            part = self.shards[i][offset : min(offset + len(out) - done, len(self.shards[i]))]
-            out[done : done + len(part)] = part
-            done += len(part)
-            i += 1
+    def read(self, start: int, end: int) -> np.ndarray:
+        """The tokens from `start` up to `end`, int64 (end - start,). IndexError for others than there are."""
+        if not 0 <= start < end <= len(self):
+            raise IndexError(f"{self.name} has {len(self)} tokens, so none from {start} to {end}")
+        parts = []
+        while start < end:
+            i = bisect.bisect(self.starts, start) - 1
+            first = self.starts[i]
+            stop = min(end, self.starts[i + 1])
+            parts.append(self.shards[i][start - first : stop - first].astype(np.int64))
+            start = stop
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ class Shard:
     def __getitem__(self, part: slice) -> np.ndarray:
         size = (part.stop - part.start) * self.dtype.itemsize
         content = os.pread(self.file, size, self.offset + part.start * self.dtype.itemsize)
-        check(len(content) == size, self.path, f"was truncated: tokens {part.start} to {part.stop} are missing")
+        if len(content) != size:
+            raise problem(self.path, f"was truncated: tokens {part.start} to {part.stop} are missing")
         return np.frombuffer(content, self.dtype)
 
     def mapped(self) -> np.memmap:

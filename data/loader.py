@@ -67,14 +67,18 @@ def windows_per_source(stream: TokenStream, block_size: int) -> list[int]:
     return [(tokens - 1) // block_size for _, tokens, _ in stream.sources]
 
 
-def window_starts(stream: TokenStream, block_size: int, windows: np.ndarray) -> np.ndarray:
-    """The first token of each window: int64 windows, numbered through all sources -> int64 positions in the stream."""
+def window_bounds(stream: TokenStream, block_size: int, windows: np.ndarray) -> np.ndarray:
+    """The first token of each window and the end of its last target: int64 (B,) windows, numbered through all sources
+    -> positions in the stream, int64 (B, 2)."""
+    if stream.ends is not None:
+        return stream.ends[windows]
     counts = windows_per_source(stream, block_size)
     tokens = [tokens for _, tokens, _ in stream.sources]
     firsts = np.cumsum([0, *counts[:-1]])
     starts = np.cumsum([0, *tokens[:-1]])
     source = np.searchsorted(firsts, windows, side="right") - 1
-    return starts[source] + (windows - firsts[source]) * block_size
+    start = starts[source] + (windows - firsts[source]) * block_size
+    return np.stack((start, start + block_size + 1), axis=1)
 
 
 def blending_indices(weights: list[int]) -> np.ndarray:
@@ -115,14 +119,12 @@ def _batch(
     buffers, because autograd may still use the last one. (PyTorch's pinned allocator reuses a block only after all
     copies from it have ended.) ValueError for an id outside the vocabulary."""
     pinned = device.type == "cuda"
-    buffer = torch.empty(len(windows), objective.window, dtype=torch.int64, pin_memory=pinned)
-    if stream.packs is None:
-        stream.read(window_starts(stream, objective.block_size, windows), buffer.numpy())
-    else:
-        ends = stream.ends[windows]
-        read_whole(stream, ends, buffer.zero_().numpy())
-        keys = marks = np.full(buffer.shape, PADDING)  # of pairs, the objective reads these
-        read_whole(stream.mask, ends, marks)
+    buffer = torch.zeros(len(windows), objective.window, dtype=torch.int64, pin_memory=pinned)
+    bounds = window_bounds(stream, objective.block_size, windows)
+    read_windows(stream, bounds, buffer.numpy())
+    if stream.packs is not None:
+        keys = np.full(buffer.shape, PADDING)  # of pairs, the objective reads their marks
+        read_windows(stream.mask, bounds, keys)
     largest = int(buffer.numpy().view(np.uint64).max())  # negative ids become large ones
     if largest >= stream.vocab_size:
         fact = f"{stream.name} has token id {largest}, and its vocabulary is {stream.vocab_size}"
@@ -144,10 +146,10 @@ def document_starts(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.replace("docs", "doc_starts"): torch.searchsorted(x, first[name]) for name, x in docs.items()}
 
 
-def read_whole(stream: TokenStream, windows: np.ndarray, out: np.ndarray) -> None:
-    """Fills the beginning of row i of `out`, int64 (B, N), with the tokens from windows[i, 0] up to windows[i, 1]."""
-    for (start, end), row in zip(windows, out, strict=True):
-        stream.read(np.array([start]), row[None, : end - start])
+def read_windows(stream: TokenStream, bounds: np.ndarray, out: np.ndarray) -> None:
+    """Fills the beginning of row i of `out`, int64 (B, N), with the tokens from bounds[i, 0] up to bounds[i, 1]."""
+    for (start, end), row in zip(bounds.tolist(), out, strict=True):
+        row[: end - start] = stream.read(start, end)
 
 
 def _send(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

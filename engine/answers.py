@@ -4,7 +4,6 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,9 +20,8 @@ def read_pairs(stream: TokenStream, eot: int, n: int) -> list[tuple[list[int], l
     """The ids of the source and of the first target, without end-of-text, of the stream's first n pairs; 0 = all."""
     pairs = []
     for first, target, end in documents(stream)[: n or None].tolist():
-        ids = np.empty((1, end - first), dtype=np.int64)
-        stream.read(np.array([first]), ids)
-        source, rest = ids[0, : target - first].tolist(), ids[0, target - first :].tolist()
+        source = stream.read(first, target).tolist()
+        rest = stream.read(target, end).tolist()
         pairs.append((source, rest[: rest.index(eot)]))
     return pairs
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,19 +95,19 @@ class Evaluation:
         it writes in so many seconds, but at least one. They are drawn at temperature 0.8, from random numbers of their
         own."""
         ranks, model = self.sharded.ranks, self.sharded.model
-        start = np.empty((1, min(32, self.cfg.block_size)), np.int64)
-        self.streams["val"].read(np.zeros(1, np.int64), start)
+        stream = self.streams["val"]
+        start = stream.read(0, min(32, self.cfg.block_size, len(stream)))
         own = torch.Generator(ranks.device).manual_seed(0)
 
         def draw(logits: Tensor) -> Tensor:
             p = torch.softmax(logits[:, : self.tokenizer.vocab_size] / 0.8, dim=-1)
             return torch.multinomial(p, 1, generator=own)[:, 0]
 
-        ids = start[0].tolist()
+        ids = start.tolist()
         end = time.perf_counter() + seconds
         model.eval()
         with ranks.autocast(), torch.compiler.set_stance("force_eager") if ranks.compile else nullcontext():
-            for token in generate(model, torch.from_numpy(start).to(ranks.device), 128, draw):
+            for token in generate(model, torch.from_numpy(start[None]).to(ranks.device), 128, draw):
                 ids.append(token.item())
                 if time.perf_counter() > end:
                     break

@@ -86,24 +86,21 @@ def test_reads_span_shard_ends(data):
     kinds = [data.draw(st.sampled_from(["<u2", "<i4"])) for _ in lengths]
     parts = [part.astype(kind) for part, kind in zip(np.split(whole, ends[:-1]), kinds, strict=True)]
     stream = TokenStream("x", shards_of(*parts), 1000)
-    size = data.draw(st.integers(1, len(whole)))
-    starts = np.array(data.draw(st.lists(st.integers(0, len(whole) - size), min_size=1, max_size=5)))
-    out = np.full((len(starts), size), -1)
-    stream.read(starts, out)
-    assert out.tolist() == [whole[start : start + size].tolist() for start in starts]
-    for bad in (-1, len(whole) - size + 1):
+    start = data.draw(st.integers(0, len(whole) - 1))
+    end = data.draw(st.integers(start + 1, len(whole)))
+    found = stream.read(start, end)
+    assert found.dtype == np.int64 and found.tolist() == whole[start:end].tolist()
+    for bad in ((-1, end), (start, len(whole) + 1)):
         with pytest.raises(IndexError):
-            stream.read(np.append(starts, bad), np.full((len(starts) + 1, size), -1))
+            stream.read(*bad)
 
 
 def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
     """It raises an error, while a missing page of a memory map would kill the process."""
     stream = open_data(prepare(tmp_path)).split("train")
     os.truncate(tmp_path / "train_000000.bin", 1024 + 2 * 150)
-    out = np.full((2, 10), -1)
-    stream.read(np.array([140, 3]), out)
-    assert out.tolist() == [list(range(140, 150)), list(range(3, 13))]
-    message = error(stream.read, np.array([3, 145]), out)
+    assert stream.read(140, 150).tolist() == list(range(140, 150))
+    message = error(stream.read, 145, 155)
     assert "train_000000.bin was truncated: tokens 145 to 155 are missing" in message
 
 
@@ -127,10 +124,8 @@ def test_offsets_beyond_32_bits(tmp_path):
         f.truncate(1024 + 2 * 2**30)
     big = files.open_file(tmp_path / "train_000000.bin")
     stream = TokenStream("x", [big] * 4 + shards_of(np.arange(10, dtype="<u2")), 1000)
-    for starts in ([n - 12], [2**31, n - 10]):  # across the end of a shard, and inside one
-        out = np.full((len(starts), n - starts[-1]), -1)
-        stream.read(np.array(starts), out)
-        assert len(stream) == n and out[-1].tolist() == [0, 0, *range(10)][-len(out[-1]) :] and not out[:-1].any()
+    assert len(stream) == n and stream.read(n - 12, n).tolist() == [0, 0, *range(10)]
+    assert stream.read(n - 10, n).tolist() == [*range(10)] and not stream.read(2**31, 2**31 + 9).any()
 
 
 # --------------------------------------------------------------------------------------------------- foreign folders

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import IN_FLOAT64, ROOT, TINY, distance, figures, losses, metrics, read_all
+from helpers import IN_FLOAT64, ROOT, TINY, distance, figures, losses, metrics, read_all, shards_of
 from ranks import command, exit_codes, torchrun
 from ranks import launch as launch_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -36,7 +36,7 @@ import ops
 import sample
 import train
 from configurator import Config, parse
-from data.dataset import open_data
+from data.dataset import TokenStream, open_data
 from data.objective import OBJECTIVE
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
@@ -320,7 +320,7 @@ def test_a_text_is_drawn_at_temperature_0_8(monkeypatch):
     monkeypatch.setattr(evaluation, "generate", generate)
     ranks = parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)
     sharded = SimpleNamespace(ranks=ranks, model=torch.nn.Module())
-    streams = {"val": SimpleNamespace(read=lambda starts, out: out.fill(2))}
+    streams = {"val": TokenStream("two", shards_of(np.full(9, 2, "<u2")), 4)}
     data = SimpleNamespace(cfg=Config(block_size=3), sharded=sharded, tokenizer=CharTokenizer("abcd"), streams=streams)
     text = Evaluation.text(data, 60)
     assert text == "ccc" + "abcd"[draws[0][0]]
