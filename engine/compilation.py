@@ -9,7 +9,6 @@ docs/running.md says what is compiled, and what that gives.
 
 import atexit
 import hashlib
-import logging
 import os
 import platform
 import re
@@ -30,14 +29,13 @@ from model import ExpertLinear, Pool
 from ops import linear_by_linear, strip_attention
 
 MOST_IN_STRIPS = 1024  # tokens; each strip of attention is compiled for itself, in seconds
-GRAPHS = 64  # most graphs of one function: blocks may differ in kind, each has one for training and one for evaluation
+GRAPHS = 64  # most graphs of one function: each kind of block has one for training and one for evaluation
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 chosen_folder = os.environ.get(FOLDER)  # by the user; read now: torch sets the variable when dynamo is imported
 
 
 def settle(cfg, ranks: Ranks) -> Ranks:
-    """Replace compile=auto in cfg by True or False, and return `ranks` with the compilation of this run. auto compiles
-    on GPUs alone, which `join` has decided.
+    """Replace compile=auto in cfg by True or False, and return `ranks` with the compilation of this run.
 
     Every rank calls this function. Where torch.compile does not work on one of them, the run goes on without it. A flag
     compile=True keeps its value then, so that a resume on another machine is compiled again.
@@ -77,12 +75,9 @@ def works(ranks: Ranks) -> bool:
 
 
 def try_compiler(device: torch.device):
-    """Compile a small kernel for the device and call it. ValueError if that fails.
-
-    This finds also a compiler that lacks Python's headers or OpenMP. It costs about a second more than the compilation
-    of the model alone, because most of the time goes into headers that all kernels share.
-    """
-    graph, x = torch.fx.symbolic_trace(lambda x: x + 1), torch.ones(64, device=device)
+    """Compile a small kernel for the device and call it. ValueError if that fails, as without Python's headers."""
+    graph = torch.fx.symbolic_trace(lambda x: x + 1)
+    x = torch.ones(64, device=device)
     try:
         torch._inductor.compile(graph, [x])(x)
     except Exception as error:  # of many classes, and whichever it is, the run can do without
@@ -101,7 +96,6 @@ def compile_model(model: nn.Module, blocks: list[nn.Module], inside: bool = Fals
         config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # what experts note down once is enough
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
     torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()  # no choices by timings
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(uncompiled)
     if model.cfg.block_size > MOST_IN_STRIPS and model.cfg.activation_checkpoint == "none":  # which needs whole graphs
         reason = f"attention in strips of queries, with block_size above {MOST_IN_STRIPS}"
         strips = torch.compiler.disable(strip_attention, reason=reason)
@@ -116,26 +110,6 @@ def compile_model(model: nn.Module, blocks: list[nn.Module], inside: bool = Fals
         else:
             block.compile()
     model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)
-
-
-said = set()  # functions of which `uncompiled` has printed a line
-
-
-def uncompiled(record: logging.LogRecord) -> bool:
-    """A filter of torch's log that replaces the report of too many graphs by a line on the first rank."""
-    if not str(record.msg).startswith("torch._dynamo hit config."):
-        return True
-    flag, limit, function, reason, *_ = record.args
-    if is_first_rank() and function not in said:
-        said.add(function)
-        reason = str(reason).partition("  #")[0].partition(": ")[2].strip()
-        print(
-            f"warning: {function} has {limit} compiled graphs, torch's {flag}, so its other variants run uncompiled "
-            f"and slowly (torch's reason: {reason:.200}); use fewer kinds of layers (window_pattern, pos_pattern), or "
-            "--compile=False",
-            flush=True,
-        )
-    return False
 
 
 def graph_breaks() -> list[str]:
@@ -172,8 +146,8 @@ def private_folder() -> Path:
     """A folder for kernels below ~/.cache/superblock/inductor, or below $XDG_CACHE_HOME; it is made if it is missing.
 
     The folder holds libraries that torch.compile loads, and pickles, which run any code when they are read. So nobody
-    else may write there: new folders have mode 0700, and ValueError refuses a folder that belongs to another user or
-    that others can write. For the same reason the kernels are never kept in out_dir, which users copy and share.
+    else may write there: new folders have mode 0700, and ValueError refuses one of another user or that others can
+    write. For the same reason kernels are never kept in out_dir, which users copy and share.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not caches.is_absolute():
@@ -190,11 +164,9 @@ def private_folder() -> Path:
 
 
 def kind_of_kernels() -> str:
-    """A name that is the same where kernels can be shared: for a version of torch and of Python, a setting of
-    ATEN_CPU_CAPABILITY, and CPUs with the same instructions (homes are shared by machines).
-
-    torch.compile does not look at the last two when it searches for a kernel, although it compiles with -march=native.
-    """
+    """A name that is the same where kernels can be shared, as a home is by machines: for a version of torch and of
+    Python, and for two things that torch.compile does not look at, although it compiles with -march=native: a setting
+    of ATEN_CPU_CAPABILITY, and the CPU's instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -79,9 +79,6 @@ class Muon:
         U S V^T = (1 - mu) g + mu b
         W = (1 - lr decay) W - lr sqrt(max(1, rows / columns)) U V^T
 
-    With this scale a step moves the outputs of all layers equally far. The best rate still depends on the model and its
-    width, as with the scale of arXiv:2502.16982, 0.2 sqrt(max(rows, columns)) (docs/baselines.md).
-
     A weight may store several logical matrices. Each is orthogonalised alone: as one matrix they would share their
     singular directions, and the loss is higher. weights maps a weight to None (one matrix) or to the (dim, groups,
     sizes) of model.Linear's `fused`. With owners, ranks share the weights: each rank has the momentum of its part, and
@@ -94,10 +91,9 @@ class Muon:
         self, weights: dict[nn.Parameter, Fused | None], lr: float, momentum: float, weight_decay: float,
         owners: Owners | None = None, dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
-        shapes = {p: owners.matrices[p].shape if owners else p.shape for p in weights}
         self.owners = owners
         self.dtype = dtype
-        self.fused = {p: fused or (0, 1, (shapes[p][-2],)) for p, fused in weights.items()}
+        self.fused = weights
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         self.param_groups = [{"params": [*weights], **options}]
         self.state = {p: self.new_state(p) for p in weights}
@@ -128,7 +124,7 @@ class Muon:
         """Replace each logical matrix U S V^T of the updates by sqrt(max(1, rows/columns)) U V^T, a batch per shape."""
         same_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for p, update in updates.items():
-            dim, groups, sizes = self.fused[p]
+            dim, groups, sizes = self.fused[p] or (0, 1, (update.size(-2),))
             for each in update.reshape(-1, *update.shape[-2:]):  # a view; experts have a matrix each
                 for piece in each.unflatten(dim, (groups, sum(sizes))).split(sizes, dim + 1):  # views, groups apart
                     shape = [*each.shape]
@@ -308,32 +304,34 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     kind = OPTIMIZER[cfg.optimizer]
     hidden = hidden_matrices(model) if kind.muon else {}
     if hidden and cfg.learning_rate == 0:
-        fact = "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it"
-        raise ValueError(f"{fact}; set learning_rate above 0")
+        raise ValueError(
+            "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it; set learning_rate above 0"
+        )
     loads = load_biases(model)
     trained = [p for p in model.parameters() if p.requires_grad]  # tied: once
     others = [p for p in trained if p not in hidden and p not in loads]
-    vectors = {m.bias for m in model.modules() if isinstance(m, ExpertLinear)}
     parts: dict = {}
     if others:
-        groups = decay_groups(others, cfg.weight_decay, vectors)
+        groups = decay_groups(others, cfg.weight_decay, model)
         parts[kind.rest(groups, cfg.learning_rate, (cfg.beta1, cfg.beta2))] = 1.0
     if loads:
         parts[Balance([{"params": list(loads)}], cfg.balance_rate, ())] = None
     if hidden:
-        owners = None
-        if sharded and sharded.ranks.size > cfg.pp:
-            matrices = {}
-            for name, p in model.named_parameters():
-                if p in hidden:
-                    shape = tuple(sharded.as_global(name, p).shape)
-                    matrices[p] = Matrix(shape, hidden[p], sharded.shares[name])
-            owners = Owners(matrices, sharded.ranks.stage, iteration_dtype(dtype))
+        owners = owners_of(model, hidden, sharded, dtype) if sharded and sharded.ranks.size > cfg.pp else None
         muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, owners, dtype)
         parts[muon] = cfg.muon_lr / cfg.learning_rate
     if cfg.ema_decay:  # the last part, as it reads the new weights
         parts[Average([{"params": trained, "decay": cfg.ema_decay}], 0.0, ())] = None
     return Optimizer(parts)
+
+
+def owners_of(model: nn.Module, hidden: dict, sharded: ShardedModel, dtype: torch.dtype) -> Owners:
+    """The owners of the hidden matrices among the ranks of this rank's stage."""
+    matrices = {}
+    for name, p in model.named_parameters():
+        if p in hidden:
+            matrices[p] = Matrix(tuple(sharded.as_global(name, p).shape), hidden[p], sharded.shares[name])
+    return Owners(matrices, sharded.ranks.stage, iteration_dtype(dtype))
 
 
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
@@ -343,9 +341,9 @@ def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
     return {m.weight: m.fused for m in layers if m.weight.requires_grad}
 
 
-def decay_groups(params: list[nn.Parameter], weight_decay: float, vectors: set[nn.Parameter]) -> list[dict]:
-    """Parameter groups with and without weight decay: matrices decay, vectors and gains do not.
-    `vectors` has parameters of several rows that are vectors nevertheless."""
+def decay_groups(params: list[nn.Parameter], weight_decay: float, model: nn.Module) -> list[dict]:
+    """Parameter groups with and without weight decay: matrices decay; vectors, gains and biases of experts do not."""
+    vectors = {m.bias for m in model.modules() if isinstance(m, ExpertLinear)}  # a row for each expert
     decayed = [p for p in params if p.dim() >= 2 and p not in vectors]
     others = [p for p in params if p.dim() < 2 or p in vectors]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -4,11 +4,8 @@
 
 The ranks of the group are data-parallel: each routes its own tokens. A layer sends every token to the ranks of its
 experts and gets their results back, in one all-to-all each way (GShard, arXiv:2006.16668), and as much in the backward.
-No token is left out, so ranks send each other as many rows as the routers say. The host has to know these numbers and
-waits for them once per layer.
-
-A rank's experts see the tokens of the whole group. So their gradients are sums over its n ranks, of which the caller
-makes the mean over all data-parallel ranks.
+No token is left out, so ranks send each other as many rows as the routers say, and the host waits for these numbers
+once per layer. The gradients of experts are sums over the n ranks of the group, as they see the tokens of all.
 """
 
 from collections.abc import Callable
@@ -33,8 +30,9 @@ def check(cfg, ranks: int):
     if ranks % n:
         raise ValueError(f"ep={n} does not divide the {ranks} data-parallel ranks of a copy; set ep to a divisor")
     if cfg.activation_checkpoint == "selective" and cfg.compile is not False:
-        fact = f"activation_checkpoint=selective does not go with ep={n} and torch.compile"
-        raise ValueError(f"{fact}; use full, or set compile=False")
+        raise ValueError(
+            f"activation_checkpoint=selective does not go with ep={n} and torch.compile; use full, or set compile=False"
+        )
     if cfg.fsdp_offload:
         raise ValueError(f"fsdp_offload=True does not go with ep={n}; set ep=1, or leave fsdp_offload out")
 

@@ -8,8 +8,7 @@
 
 Every rank of a pipeline reads the same batches, and is idle for (n_ranks - 1) / (chunks n_micro + n_ranks - 1) of a
 step. With chunks > 1, a rank has so many stages, each n_ranks behind the one before (arXiv:2104.04473, section 2.2).
-Stages have equally many blocks, or some have one block more; the first stage also has the embedding, and the last stage
-the head. PyTorch allocates a buffer for each input of the n_micro micro-batches.
+The first stage also has the embedding, and the last stage the head.
 """
 
 import math
@@ -30,27 +29,25 @@ from model import Inputs, Model, Shared, stream_dtype
 def check(cfg, n_micro: int):
     """ValueError unless stages exchange the stream alone and have a block each, and there are as many micro-batches as
     ranks, or with chunks > 1 a multiple."""
-    n_ranks = cfg.pp
-    chunks = cfg.pp_chunks
+    n = cfg.pp
     if cfg.objective == "seq2seq":
-        raise ValueError(f"pp={n_ranks} cuts one stack of blocks, and objective=seq2seq has two; use tp")
+        raise ValueError(f"pp={n} cuts one stack of blocks, and objective=seq2seq has two; use tp")
     if cfg.value_residual:
-        fact = f"pp={n_ranks} hands on only the stream, and value_residual=True needs the first layer's values"
-        raise ValueError(f"{fact}; set pp=1")
-    if cfg.n_layer < n_ranks:
-        fact = f"pp={n_ranks} stages need a block each, and n_layer={cfg.n_layer}"
-        raise ValueError(f"{fact}; set pp to {cfg.n_layer} or less")
-    if cfg.n_layer < n_ranks * chunks:
-        fact = f"pp={n_ranks} times pp_chunks={chunks} stages need a block each, and n_layer={cfg.n_layer}"
-        raise ValueError(f"{fact}; set pp_chunks to {cfg.n_layer // n_ranks} or less")
-    left = f"gradient_accumulation_steps leaves {n_micro} to each pipeline; set gradient_accumulation_steps to"
-    if n_micro < n_ranks:
-        fact = f"pp={n_ranks} needs as many micro-batches per step"
-        raise ValueError(f"{fact}, and {left} at least {-(-n_ranks // n_micro)} times as many")
-    if chunks > 1 and n_micro % n_ranks:
-        fact = f"pp_chunks={chunks} needs a multiple of pp={n_ranks} micro-batches per step"
-        multiple = math.lcm(n_micro, n_ranks) // n_micro
-        raise ValueError(f"{fact}, and {left} {multiple} times as many, or pp_chunks to 1")
+        raise ValueError(f"pp={n} hands on only the stream, and value_residual=True hands on values; set pp=1")
+    if cfg.n_layer < n * cfg.pp_chunks:
+        most = max(1, cfg.n_layer // n)
+        raise ValueError(
+            f"pp={n} times pp_chunks={cfg.pp_chunks} stages need a block each, and n_layer={cfg.n_layer}; set pp to "
+            f"{min(n, cfg.n_layer)} or less, and pp_chunks to {most} or less"
+        )
+    unit = n if cfg.pp_chunks > 1 else 1
+    if n_micro < n or n_micro % unit:
+        fewest = max(n, math.lcm(n_micro, unit))
+        raise ValueError(
+            f"pp={n} with pp_chunks={cfg.pp_chunks} needs at least {n} micro-batches per step, and with chunks a "
+            f"multiple; gradient_accumulation_steps={cfg.gradient_accumulation_steps} leaves {n_micro} to each "
+            f"pipeline; set gradient_accumulation_steps to {-(-fewest // n_micro)} times as many"
+        )
 
 
 def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[str]:
@@ -63,9 +60,9 @@ def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[s
     with torch.no_grad():
         for block in model.blocks:
             x = block(x, inputs)
-    if names := ", ".join(inputs.shared):
-        fact = f"pp={n_ranks} hands on only the stream, and a layer hands {names} to later layers"
-        raise ValueError(f"{fact}; set pp=1")
+    if inputs.shared:
+        names = ", ".join(inputs.shared)
+        raise ValueError(f"pp={n_ranks} hands on only the stream, and a layer hands {names} to later layers; set pp=1")
     for path in elsewhere(model.cfg, rank, n_ranks, chunks):
         part, _, layer = path.partition(".")
         if layer:
@@ -149,14 +146,15 @@ class Pipeline:
         stream = torch.empty(sizes, dtype=self.dtype, device="meta", requires_grad=True)
         idx = torch.empty(cfg.batch_size, cfg.block_size // cfg.cp, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        n = cfg.pp * cfg.pp_chunks
-        mine = layers(cfg.n_layer, self.rank, cfg.pp, cfg.pp_chunks)
-        self.chunks = [Chunk(model, blocks, cfg.tp, ranks.autocast) for blocks in mine]
+        self.chunks = []
         stages = []
-        for index, chunk in zip(range(self.rank, n, cfg.pp), self.chunks, strict=True):
+        for blocks in layers(cfg.n_layer, self.rank, cfg.pp, cfg.pp_chunks):
+            chunk = Chunk(model, blocks, cfg.tp, ranks.autocast)
             x = idx if chunk.first else stream
             y = loss if chunk.last else stream
-            stages.append(Stage(chunk, index, n, device, x, y, group=group))
+            index = self.rank + cfg.pp * len(stages)
+            stages.append(Stage(chunk, index, cfg.pp * cfg.pp_chunks, device, x, y, group=group))
+            self.chunks.append(chunk)
         n_micro = cfg.gradient_accumulation_steps // ranks.data_size
         # scale_grads=True would divide the sum of all gradients at the end, instead of each loss.
         options = {"n_microbatches": n_micro, "loss_fn": lambda loss, targets: loss / n_micro, "scale_grads": False}

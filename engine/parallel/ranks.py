@@ -1,12 +1,9 @@
 """Ranks: how many processes there are, which of them work together, and what they compute with.
 
     check_flags(cfg)            # ValueError if flags, ranks and machine do not fit together
-    ranks = join(cfg)
+    ranks = join(cfg)           # with one process, every collective here is the identity
     ...                         # training
     leave()
-
-One process (`python train.py`) and many (`torchrun --nproc_per_node=8 train.py`) run the same code: with one process,
-every collective here is the identity.
 
 The ranks form a grid. Its dimensions are, outermost first: pp (stages of a pipeline), dp_replicate (copies of the
 model), shard (shards of one copy; with cp also the pieces of each sequence) and tp (slices of a layer). Ranks that
@@ -119,8 +116,9 @@ def check_scaler(cfg, size: int, dtype: torch.dtype):
     """ValueError if this dtype needs a gradient scaler, with which the layout does not work."""
     cut = cfg.parallel == "fsdp" or cfg.tp * cfg.pp > 1
     if dtype == torch.float16 and size > 1 and cut:
-        fact = "dtype=float16 needs a gradient scaler, which does not work with parallel=fsdp, tp or pp"
-        raise ValueError(f"{fact}; use bfloat16")
+        raise ValueError(
+            "dtype=float16 needs a gradient scaler, which does not work with parallel=fsdp, tp or pp; use bfloat16"
+        )
 
 
 def check_layout(cfg, size: int):
@@ -130,24 +128,29 @@ def check_layout(cfg, size: int):
         remedy = "start as many with torchrun --nproc_per_node"
         if cfg.plan:
             remedy = f"plan for as many with --world_size={-(-size // unit) * unit}"
-        fact = f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {unit} ranks or a multiple, and there are {size}"
-        raise ValueError(f"{fact}; {remedy}, or set them to 1")
+        raise ValueError(
+            f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {unit} ranks or a multiple, and there are {size}; "
+            f"{remedy}, or set them to 1"
+        )
     data = data_ranks(cfg, size)
     ranks = f"the {data} data-parallel ranks"
     if data % replicas(cfg):
         raise ValueError(f"dp_replicate={cfg.dp_replicate} does not divide {ranks}; set a divisor")
     micro_batches = cfg.gradient_accumulation_steps
     if micro_batches % data:
-        fact = f"gradient_accumulation_steps={micro_batches} counts the micro-batches of all ranks together"
-        remedy = f"set it to {-(-micro_batches // data) * data}"
-        raise ValueError(f"{fact} and is not divisible by {ranks}; {remedy}")
+        raise ValueError(
+            f"gradient_accumulation_steps={micro_batches} counts the micro-batches of all ranks together and is not "
+            f"divisible by {ranks}; set it to {-(-micro_batches // data) * data}"
+        )
     if cfg.ramp and cfg.pp > 1:
         raise ValueError(f"batch_ramp={cfg.batch_ramp} does not go with pp={cfg.pp}, whose schedule is fixed; set pp=1")
     if any(n % data for n, _ in cfg.ramp):
         raise ValueError(f"batch_ramp={cfg.batch_ramp} is divided among {ranks}; set multiples of {data}")
     if cfg.optimizer == "muon" and cfg.fsdp_offload:
-        fact = "optimizer=muon does not work with fsdp_offload=True: it would multiply whole matrices on the CPU"
-        raise ValueError(f"{fact}; use optimizer=adamw")
+        raise ValueError(
+            "optimizer=muon does not work with fsdp_offload=True: it would multiply whole matrices on the CPU; use "
+            "optimizer=adamw"
+        )
     if cfg.tp > 1:
         tensor.check(cfg)
     if cfg.cp > 1:
@@ -191,17 +194,17 @@ def join(cfg) -> Ranks:
     data = data_ranks(cfg, place.size)
     copies = replicas(cfg)
     grid = torch.arange(place.size).view(cfg.pp, copies, data // copies * cfg.cp, cfg.tp)
-    groups = {"mesh": make_mesh(cfg, device, grid, "pp replicate shard tp"), "stage": dist.group.WORLD}
+    found = {"mesh": make_mesh(cfg, device, grid, "pp replicate shard tp"), "stage": dist.group.WORLD}
     if cfg.cp > 1:
-        groups["cp"] = make_mesh(cfg, device, grid.view(-1, cfg.cp, cfg.tp), "data cp tp")["cp"].get_group()
+        found["cp"] = make_mesh(cfg, device, grid.view(-1, cfg.cp, cfg.tp), "data cp tp")["cp"].get_group()
     if cfg.pp > 1:
-        groups["stage"] = make_mesh(cfg, device, grid.view(cfg.pp, -1), "pp stage")["stage"].get_group()
+        found["stage"] = make_mesh(cfg, device, grid.view(cfg.pp, -1), "pp stage")["stage"].get_group()
     if cfg.ep > 1:  # adjacent ranks divide the experts, so the ranks with the same experts are ep apart
         cut = grid.unflatten(2, (-1, cfg.ep)).permute(0, 4, 3, 1, 2)
         mesh = make_mesh(cfg, device, cut, "pp tp ep replicate shard")
-        groups["experts"] = mesh["tp", "ep", "replicate", "shard"]
+        found["experts"] = mesh["tp", "ep", "replicate", "shard"]
     data_rank = place.rank // (cfg.cp * cfg.tp) % data
-    return replace(ranks, data_rank=data_rank, data_size=data, **groups)
+    return replace(ranks, data_rank=data_rank, data_size=data, **found)
 
 
 def connect(cfg, place: Environment, device: torch.device):
@@ -221,8 +224,7 @@ def connect(cfg, place: Environment, device: torch.device):
 
 
 def make_mesh(cfg, device: torch.device, grid: Tensor, names: str) -> DeviceMesh:
-    """The mesh of a grid of ranks, with the names of its dimensions. Collectives along each of them have the timeout of
-    cfg, which is half an hour by default."""
+    """The mesh of a grid of ranks, with the names of its dimensions. Collectives along each have the timeout of cfg."""
     mesh = DeviceMesh(device.type, grid, mesh_dim_names=tuple(names.split()))
     for group in mesh.get_all_groups():
         if dist.get_backend(group) != "fake":  # the pretended ranks of a plan
@@ -238,11 +240,9 @@ def may_restart() -> bool:
 def fresh_store(rank: int, size: int) -> dist.Store:
     """The key-value store that all ranks share, without the keys of earlier starts.
 
-    torchrun --max-restarts uses the same store for all starts. A rank could look up the address of a process that has
-    died, and wait for ever. (The variable TORCHELASTIC_RESTART_COUNT does not help, because each node counts its own
-    restarts.) So each rank chooses a random name, and the hash of all names is the prefix of this start's keys. A rank
-    may have read an old name of another rank. But every rank reads its own new name, so if all ranks have read the same
-    list, the list has only new names.
+    torchrun --max-restarts uses the same store for all starts, and each node counts its own restarts, so a rank could
+    wait for ever for a process that has died. So each rank chooses a random name, and the hash of all names is the
+    prefix of this start's keys. If all ranks have read the same list, it has only new names, as each reads its own.
     """
     store, _, _ = next(rendezvous("env://", rank, size))
     store.set(f"name_{rank}", uuid.uuid4().hex)

@@ -9,8 +9,7 @@ Within a sum, heads and hidden units are cut instead:
     s (T/n) --+-- before -- all-gather -- into -- heads, hidden units -- out -- reduce-scatter -- after -- + --> s
               +--------------------------------------------------------------------------------------------+
 
-So each sum costs one all-gather and one reduce-scatter in the forward, and the same in the backward: two pairs per
-layer in a standard block, one pair in a parallel block. Between all-gather and reduce-scatter, each
+So each sum costs one all-gather and one reduce-scatter in the forward, and the same in the backward. In between, each
 rank computes one term of a sum over the ranks. So a parameter that is not cut gets only a part of its gradient on each
 rank, and the caller sums these parts over the group once per step.
 
@@ -45,9 +44,11 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
         return 0
     role = getattr(module, "role", None)
     if role not in SHARDED_DIM:
-        fact = f"how to cut {name}: its module {type(module).__name__} has role={role}"
-        remedy = f"declare one of the roles {', '.join(SHARDED_DIM)}, or name it in per_head (docs/hacking.md)"
-        raise ValueError(f"tensor parallelism does not know {fact}; {remedy}, or write a learned scalar as Gain(0.5)")
+        raise ValueError(
+            f"tensor parallelism does not know how to cut {name}: its module {type(module).__name__} has role={role}; "
+            f"declare one of the roles {', '.join(SHARDED_DIM)}, or name it in per_head (docs/hacking.md), or write a "
+            "learned scalar as Gain(0.5)"
+        )
     dim = SHARDED_DIM[role]
     if dim is None or dim == 1 and kind == "bias":
         return None
@@ -61,8 +62,10 @@ def check(cfg):
         options = cfg.vocab_size, None, cfg.block_size, False, cfg.corrupt_ratio, cfg.span_length
         text, source = objective_class(cfg)(*options).lengths
         if text % n or source % n:
-            fact = f"tp={n} does not divide the {text} tokens of the text or the {source} of its source"
-            raise ValueError(f"{fact}; change block_size, corrupt_ratio or span_length, from which they follow")
+            raise ValueError(
+                f"tp={n} does not divide the {text} tokens of the text or the {source} of its source; change "
+                "block_size, corrupt_ratio or span_length, from which they follow"
+            )
     T = cfg.block_size
     if T % n:
         raise ValueError(f"tp={n} does not divide block_size={T}; set --block_size={-(-T // n) * n}")
@@ -77,11 +80,12 @@ def check(cfg):
             if cfg.n_group % n:
                 raise ValueError(f"tp={n} does not divide n_group={cfg.n_group}; set n_group to a multiple of {n}")
         elif reader.phi == "softmax":
-            fact = f"layer={cfg.layer}: the softmax of p needs all units of a group"
-            raise ValueError(f"{fact}; set n_group={n}, or tp=1")
+            raise ValueError(f"layer={cfg.layer}: the softmax of p needs all its units; set n_group={n}, or tp=1")
         elif part.hidden_dim % (part.hidden_unit * n):
-            units = f"{part.hidden_dim} hidden units in groups of {part.hidden_unit}"
-            raise ValueError(f"tp={n} does not divide the MLP's {units}; set another tp, n_embd or mlp_ratio")
+            raise ValueError(
+                f"tp={n} does not divide the MLP's {part.hidden_dim} hidden units in groups of {part.hidden_unit}; set "
+                "another tp, n_embd or mlp_ratio"
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ LAYOUTS = {  # name -> (processes, flags)
     "chunks+tp": (4, [*CHUNKS, "--tp=2"]),
     "chunks+cp": (4, [*CHUNKS, "--cp=2"]),
     "fsdp+chunks+tp": (8, [*FSDP, *CHUNKS, "--tp=2"]),
+    "pp of four": (4, ["--pp=4"]),
+    "chunks of four": (4, ["--pp=4", "--pp_chunks=2"]),
 }
 GATED = "--mlp=swiglu --norm=rmsnorm --pos=rope --n_embd=48 --n_head=4 --attention=gqa --n_kv_head=2".split()
 WIDE = "--qk_norm=True --norm_placement=after --norm=rmsnorm --pos=rope --n_head=4".split()
@@ -199,6 +201,8 @@ MODELS = {  # what is particular about a layout: layout -> {name: flags of the m
     },
     "chunks+cp": {"layers": [*LAYERS, *MUON, "--n_layer=4"]},
     "fsdp+chunks+tp": {"llama": [*GATED, *MUON, "--n_layer=4"]},
+    "pp of four": {"untied": [*GATED, "--tie_weights=False", "--n_layer=5"]},
+    "chunks of four": {"llama": [*GATED, "--n_layer=9", "--doc_mask=True"]},
 }
 MET = {  # blocks that the models of a layout have, or the layouts that it is made of, so that they need no run
     "tp": [*BLOCKS],
@@ -216,7 +220,7 @@ MET = {  # blocks that the models of a layout have, or the layouts that it is ma
 CHOICES = ("--n_expert", "--spike_factor")  # flags with which a step depends on which of two numbers is larger
 RUNS = []  # all in float64; one model of each layout of two ranks in float32 too, where no rounding changes a choice
 for each, (processes, how) in LAYOUTS.items():
-    blocks = {} if {"--ep=2", "--pp_chunks=2"} & {*how} else BLOCKS  # of two layers
+    blocks = {} if {"--ep=2", "--pp_chunks=2", "--pp=4"} & {*how} else BLOCKS  # of two layers
     models = {name: flags for name, flags in blocks.items() if name not in MET.get(each, ())} | MODELS.get(each, {})
     rounded = [name for name, flags in models.items() if not any(flag.startswith(CHOICES) for flag in flags)]
     RUNS.append(pytest.param(each, models, rounded[: processes == 2], id=each))
@@ -244,11 +248,8 @@ def alone(run):
 @pytest.mark.parametrize("layout,models,in_float32", RUNS)
 def test_losses_do_not_depend_on_the_layout(layout, models, in_float32, alone, many):
     processes, how = LAYOUTS[layout]
-    steps = (
-        TWO
-        if layout in ("tp", "cp", "tp+cp", "pp", "pp+tp", "pp+cp", "ep+tp", "ep+cp", "chunks", "chunks+tp", "chunks+cp")
-        else []
-    )
+    one_reader = ("tp", "cp", "tp+cp", "pp", "pp+tp", "pp+cp", "ep+tp", "ep+cp", "chunks", "chunks+tp", "chunks+cp")
+    steps = TWO if layout in one_reader else []
     runs = in_both({name: [*SIZES, *SHORT, *flags, *steps, *how] for name, flags in models.items()})
     chosen = [(name, flags) for name, flags in runs if name in in_float32 or IN_FLOAT64 in flags]
     folder = many(processes, *chosen, saved=False)
@@ -841,19 +842,19 @@ def test_fsdp_holds_one_share_of_parameters_and_optimizer(facts):
         (2, ["--tp=2", "--n_embd=64", "--mlp_ratio=3"], "tp=2 does not divide the MLP's 192 hidden units"),
         (2, ["--tp=2", "--dropout=0.1"], "dropout=0.1 does not go with tp=2"),
         (2, ["--tp=2", "--block=superblock", "--n_group=3", "--n_embd=48"], "tp=2 does not divide n_group=3"),
-        (2, ["--tp=2", *GROUPS], "the softmax of p needs all units of a group; set n_group=2"),
+        (2, ["--tp=2", *GROUPS], "the softmax of p needs all its units; set n_group=2"),
         (2, ["--tp=2", "--objective=seq2seq"], "tp=2 does not divide the 3 tokens of the text or the 15 of its source"),
         (2, ["--cp=2", "--objective=masked"], "cp=2 needs objective=causal, and it is masked"),
         (3, ["--cp=3"], "cp=3, two pieces .* tp=1 do not divide block_size=16; set --block_size=18"),
         (2, ["--ep=2", "--n_expert=3"], "ep=2 does not divide n_expert=3"),
         (4, [*FSDP, "--ep=4", "--dp_replicate=2", "--n_expert=4"], "ep=4 does not divide the 2 data-parallel ranks"),
-        (3, ["--pp=3"], "pp=3 .* n_layer=2; set pp to 2"),
+        (3, ["--pp=3"], "pp=3 .* n_layer=2; set pp to 2 or less"),
         (2, ["--batch_ramp=2:5,3:9"], "batch_ramp=2:5,3:9 is divided among the 2 .*; set multiples of 2"),
         (2, ["--pp=2", "--batch_ramp=4:9"], "batch_ramp=4:9 does not go with pp=2, .* set pp=1"),
-        (2, ["--pp=2", "--gradient_accumulation_steps=1"], "pp=2 needs as many micro-batches"),
+        (2, ["--pp=2", "--gradient_accumulation_steps=1"], "pp=2 .* needs at least 2 micro-batches"),
         (2, ["--pp=2", "--objective=seq2seq"], "pp=2 .* objective=seq2seq"),
-        (2, CHUNKS, "pp=2 times pp_chunks=2 stages need a block each, and n_layer=2; set pp_chunks to 1"),
-        (2, [*CHUNKS, "--n_layer=4", "--gradient_accumulation_steps=3"], "multiple of pp=2 .* 3 .* to 2 times as many"),
+        (2, CHUNKS, "pp=2 times pp_chunks=2 stages need a block each, and n_layer=2; .* pp_chunks to 1"),
+        (2, [*CHUNKS, "--n_layer=4", "--gradient_accumulation_steps=3"], "a multiple; .* leaves 3 .* to 2 times"),
         (2, [*FSDP, *MUON, "--fsdp_offload=True"], "optimizer=muon does not work with fsdp_offload=True"),
     ],
 )  # fmt: skip

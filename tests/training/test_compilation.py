@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import stat
 import subprocess
 import sys
@@ -158,27 +157,6 @@ def test_the_cause_is_the_compiler_s_own_line(monkeypatch):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The graphs
-
-
-def test_a_block_that_runs_uncompiled_is_reported_once(run, monkeypatch, capsys):
-    """With room for two graphs, the second kind of layer has none."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(compilation, "said", set())
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(compilation, "GRAPHS", 2)
-    flags = ["--compile=True", "--n_layer=4", "--window=4", "--window_pattern=SL", *SHORT]
-    with torch._dynamo.config.patch(recompile_limit=2):
-        folder = run(*flags)
-    out, err = capsys.readouterr()
-    lines = [line for line in out.splitlines() if "uncompiled" in line]
-    assert len(lines) == 1 and "hit config" not in err, out + err
-    assert re.match(r"warning: 'forward' \(.*model\.py:\d+\) has 2 compiled graphs, torch's recompile_limit", lines[0])
-    assert "(torch's reason: GLOBAL_STATE changed: grad_mode); use" in lines[0] and lines[0].endswith("--compile=False")
-    with torch._dynamo.config.patch(recompile_limit=2):
-        monkeypatch.setattr(compilation, "GRAPHS", 8)
-        assert losses(folder) == losses(run(*flags, out="more"))
-    assert "uncompiled" not in capsys.readouterr().out
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
