@@ -64,7 +64,6 @@ def main(argv: list[str] | None = None):
             environment()  # if it is wrong, the run is refused before out_dir is made
             if not cfg.eval_only and cfg.init_from != "resume":
                 cleanup.enter_context(run_state.locked(cfg.out_dir))  # of a resume, stored_flags has locked it
-            run_state.resume_after_restart(cfg)
             run_state.check_out_dir(cfg)
             run = Run(cfg, cleanup)
         run.announce()
@@ -125,7 +124,7 @@ class Run:
         self.samples = state["samples"]
         self.skipped = state["skipped"]
         self.stored_flags = state["flags"]
-        self.watch = Watch(cfg, ranks.device, state.get("norms", []))
+        self.watch = Watch(cfg, ranks.device, state["norms"])
         on_cpu = ranks.device.type == "cpu"  # elsewhere the host waits for the device in a logged step
         self.log_interval = cfg.log_interval or (1 if on_cpu else 10)
 
@@ -266,8 +265,7 @@ class Run:
                 "scaler": self.stepper.scaler.state_dict(), "flags": asdict(self.cfg), "ranks": self.ranks.size,
                 "tokenizer": tokenizer and tokenizer.spec, "tokenizer_hash": tokenizer and tokenizer.hash,
             }  # fmt: skip
-            tensors = run_state.run_tensors(self.sharded, self.stepper.optimizer) | run_state.random_states(self.ranks)
-            self.checkpoints.save(self.step, tensors, state, is_best)
+            self.checkpoints.save(self.step, run_state.tensors_of(self.stepper), state, is_best)
 
     def log(self, loss: Tensor, lr: float, grad_norm: Tensor):
         """Write the figures of the step that was just made."""
@@ -308,7 +306,6 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
     cfg.fp32_residual = wide_stream(cfg.fp32_residual, ranks.device, ranks.dtype)
     if cfg.fp8:
         fp8.check(cfg, lengths, ranks.device)
-    run_state.check_same_start(cfg, ranks)
     peak = peak_flops(ranks.device, ranks.dtype)
     work = accounting.count_work(cfg, lengths, ranks.device.type, ranks.dtype, peak and peak * ranks.size)
     return compilation.settle(cfg, ranks), work
@@ -323,12 +320,11 @@ def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[Step, dict]:
     torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on every rank draws its own random numbers
     stepper = Step(cfg, sharded)
     if cfg.init_from != "resume":
-        return stepper, {"step": 0, "samples": 0, "skipped": 0, "best_val_loss": None, "flags": {}}
-    state = run_state.restore(cfg, ranks, sharded, stepper.optimizer)
+        return stepper, {"step": 0, "samples": 0, "skipped": 0, "norms": [], "best_val_loss": None, "flags": {}}
+    state = run_state.restore(cfg, stepper)
     same = state["tokenizer_hash"] == (data.tokenizer and data.tokenizer.hash)
     fact = f"dataset={cfg.dataset} has another tokenizer than the checkpoint in {cfg.out_dir}"
     require(same, f"{fact}; use the same data")
-    run_state.restore_scaler(stepper.scaler, state["scaler"], cfg.out_dir)
     return stepper, state
 
 

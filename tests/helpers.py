@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from data.files import Shard
+from engine.checkpoint import files as checkpoint
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -22,6 +23,19 @@ TINY = [
 
 def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def tensors_in(where: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, or of a run's latest one, each read as a whole."""
+    path = checkpoint.find(where)
+    index = checkpoint.read_index(path, checkpoint.read_state(path))
+    tensors = {name: torch.empty(saved.shape, dtype=saved.dtype) for name, saved in index.items()}
+    checkpoint.load(path, tensors, index)
+    return tensors
+
+
+def weights_in(where: Path) -> dict[str, torch.Tensor]:
+    return {name[6:]: x for name, x in tensors_in(where).items() if name.startswith("model.")}
 
 
 TIMES = {"tokens_per_s", "mfu", "ms_per_step", "peak_memory_bytes"}

@@ -1,8 +1,8 @@
 """One checkpoint: a directory with state.json, index.json and the file rank_N.safetensors of each rank.
 
-state.json has everything except tensors, and the SHA-256 of index.json. index.json has for each tensor its dtype and
-shape and a list of pieces. A piece is one rank's part of one tensor, a box in it: the file and the byte where the piece
-starts, the offsets and sizes of the box, and the SHA-256 of its bytes.
+state.json has everything except tensors, see STATE. index.json has for each tensor its dtype and shape and a list of
+pieces. A piece is one rank's part of one tensor, a box in it: the file and the byte where the piece starts, the offsets
+and sizes of the box, and the SHA-256 of its bytes.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +24,17 @@ from data.errors import require
 from data.files import open_regular, read_file
 
 FORMAT = 4  # of state.json, index.json and the names of parameters
-STEP = re.compile(r"step_(\d{8,})")
-MOST_SAMPLES = 2**40  # of one step, far above any real batch
-LARGEST_STATE, LARGEST_INDEX = 2**26, 2**34  # bytes; the index of ten thousand ranks has fewer
+STEP = re.compile(r"step_\d{8,}")
+SCALER = {
+    "scale": float, "growth_factor": float, "backoff_factor": float, "growth_interval": int, "_growth_tracker": int,
+}  # fmt: skip
+STATE = {  # what state.json has -> its type, several types, [the type of all items] or {key: type}, which may be empty
+    "step": int, "samples": int, "skipped": int, "ranks": int, "norms": [float], "best_val_loss": (float, NoneType),
+    "flags": dict, "scaler": SCALER, "tokenizer": (dict, NoneType), "tokenizer_hash": (str, NoneType),
+    "index_sha256": str,  # of index.json
+}  # fmt: skip
+LARGEST_STATE = 2**26  # bytes
+LARGEST_INDEX = 2**34  # bytes; that of ten thousand ranks has fewer
 DTYPES = {  # by the names of safetensors
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -67,10 +76,7 @@ def damaged(path: Path, reason: object) -> Damaged:
     """The error for a damaged checkpoint. Its remedies lose no data."""
     if not path.is_dir():
         return Damaged(f"checkpoint {path} is gone, or not seen from here; look which one {path.parent} holds now")
-    remedy = "bring it back from a copy, or train from the beginning in another --out_dir"
-    others = [step for step in steps_in(path.parent) if step.name != path.name]
-    if others and step_of(path) is not None:
-        remedy = f"move this directory elsewhere to go on from {others[-1].name}, or bring it back from a copy"
+    remedy = f"bring it back from a copy, or move it out of {path.parent} to go on from the checkpoint before it"
     return Damaged(f"checkpoint {path} is damaged: {reason}; {remedy}")
 
 
@@ -85,16 +91,15 @@ def damage_in(path: Path, file: str) -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """The first line of the error's message, shortened, after the name of its class unless that is ValueError."""
-    lines = str(error).strip().splitlines() or [""]
-    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-    return kind + lines[0][:200]
+    line = str(error).strip().partition("\n")[0][:200]
+    if type(error) is ValueError:
+        return line
+    return f"{type(error).__name__}: {line}"
 
 
-def step_of(path: Path) -> int | None:
-    """The step in the name of a directory, such as step_00000010, or step_00000010.old while it is replaced; None for a
-    directory with another kind of name."""
-    match = STEP.fullmatch(path.absolute().name.removesuffix(".old"))
-    return int(match[1]) if match else None
+def step_of(path: Path) -> int:
+    """The step in the name of a directory, such as step_00000010."""
+    return int(path.name[5:])
 
 
 def steps_in(out_dir: Path) -> list[Path]:
@@ -103,42 +108,39 @@ def steps_in(out_dir: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def read_state(path: str | Path, kinds: dict[str, Any] | None = None) -> dict:
-    """The state that was given to `save`, with "step", "format" and "index_sha256", the SHA-256 of index.json. `kinds`
-    has the keys that the caller needs, and the type or types of each.
+def read_state(path: Path) -> dict:
+    """The state that was given to `save`, with "step", "format" and "index_sha256".
 
-    Raises ValueError for another format. Raises Damaged if state.json is missing or is not JSON, if such a key is
-    missing or impossible, or if the directory has the name of another step.
+    Raises ValueError for another format. Raises Damaged if state.json is missing or no JSON, or if a key of STATE is
+    missing or impossible.
     """
-    path, kinds = Path(path), {"format": int, "step": int} | (kinds or {})
     with damage_in(path, "state.json"):
         state = json.loads(read_file(path / "state.json", LARGEST_STATE))
         found = state["format"]
-    if type(found) is int and found != FORMAT:
-        remedy = "train again in another --out_dir, or use the version of this program that wrote it"
-        if found > FORMAT:
-            remedy = "update this program"
+        require(type(found) is int, f"format is {found!r:.60}")
+    if found != FORMAT:
+        remedy = "use the version of this program that wrote it, or train again in another --out_dir"
         raise ValueError(f"checkpoint {path} has format {found}, and this program reads format {FORMAT}; {remedy}")
     with damage_in(path, "state.json"):
-        for key, kind in kinds.items():
+        for key, kind in STATE.items():
             require(key in state, f"{key} is absent")
             require(_fits(state[key], kind), f"{key} is {state[key]!r:.60}")
-        step = state["step"]
-        require(step_of(path) in (None, step), f"step is {step}, and the directory has the name of {step_of(path)}")
-        for key, least, most in (("skipped", 0, step), ("samples", step, step * MOST_SAMPLES)):
-            if key in kinds:
-                require(least <= state[key] <= most, f"{key} is {state[key]}, of {step} steps")
     return state
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether the value has this type, or one of these types. An int must lie in 0 .. 2**62 - 1, so that counting can
-    go on, and a float must be finite."""
-    if type(value) not in (kind if isinstance(kind, tuple) else (kind,)):
-        return False
+    """Whether the value is of a kind of STATE. A float must be finite, and an int below 2**62, so that counting can go
+    on; neither is negative."""
+    if type(kind) is list:
+        return type(value) is list and all(_fits(item, kind[0]) for item in value)
+    if type(kind) is dict:
+        known = type(value) is dict and value.keys() in (set(), kind.keys())
+        return known and all(_fits(item, kind[key]) for key, item in value.items())
     if type(value) is int:
-        return 0 <= value < 2**62
-    return type(value) is not float or math.isfinite(value)
+        return kind is int and 0 <= value < 2**62
+    if type(value) is float:
+        return isinstance(value, kind) and 0 <= value < math.inf
+    return type(value) is not bool and isinstance(value, kind)
 
 
 def own_part(x: Tensor | Part) -> Part:
@@ -150,26 +152,31 @@ def own_part(x: Tensor | Part) -> Part:
         return Part(x, (0,) * x.dim(), tuple(x.shape))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
 
-    return Part(x.to_local(), tuple(place(x.shape, x.device_mesh, x.placements)[1]), tuple(x.shape))
+    _, offsets = place(x.shape, x.device_mesh, x.placements)
+    return Part(x.to_local(), tuple(offsets), tuple(x.shape))
 
 
 def write(file: Path, parts: dict[str, Part], metadata: dict[str, str] | None = None) -> dict[str, dict]:
     """Write a safetensors file so that it survives a power failure; returns what index.json has of each tensor."""
-    header, entries, end = {"__metadata__": metadata} if metadata else {}, {}, 0
+    header = {}
+    if metadata:
+        header["__metadata__"] = metadata
     # Large numbers first, so that every piece starts at a multiple of its numbers' size, as a reader that maps it needs
     names = sorted(parts, key=lambda name: (-parts[name].tensor.itemsize, name))
+    end = 0
     for name in names:
-        x, start = parts[name].tensor, end
+        x = parts[name].tensor
+        header[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [end, end + x.nbytes]}
         end += x.nbytes
-        header[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
     content = json.dumps(header).encode()
     content += b" " * (-len(content) % 8)
+    entries = {}
     with open(file, "wb") as f:
         f.write(len(content).to_bytes(8, "little") + content)
         for name in names:
             x, offsets, shape = parts[name]
-            data, start = raw(x.cpu().contiguous()), f.tell()
-            piece = Piece(file.name, start, list(offsets), list(x.shape), hashlib.sha256(data).hexdigest())
+            data = raw(x.cpu().contiguous())
+            piece = Piece(file.name, f.tell(), list(offsets), list(x.shape), hashlib.sha256(data).hexdigest())
             f.write(data)
             entries[name] = {"dtype": NAMES[x.dtype], "shape": list(shape), "pieces": [piece._asdict()]}
         f.flush()
@@ -188,24 +195,26 @@ def read_index(path: Path, state: dict) -> dict[str, Saved]:
     with damage_in(path, "index.json"):
         content = read_file(path / "index.json", LARGEST_INDEX)
         digest = hashlib.sha256(content).hexdigest()
-        require(digest == state.get("index_sha256"), "it is not the one that was saved with state.json")
-        sizes, index = {}, {}
-        for name, entry in json.loads(content).items():
-            shape, dtype, complete = tuple(entry["shape"]), DTYPES[entry["dtype"]], 0
-            index[name] = Saved(shape, dtype, [Piece(**piece) for piece in entry["pieces"]])
-            for file, start, offsets, box, _ in index[name].pieces:
-                require(re.fullmatch(r"rank_\d+\.safetensors", file), f"file {file!r} is not a file of a checkpoint")
-                if file not in sizes:
-                    sizes[file] = (path / file).stat().st_size
-                spans = list(zip(offsets, box, shape, strict=True))
-                whole = all(type(n) is int and n >= 0 for span in [(start,), *spans] for n in span)
-                require(whole, f"a piece of {name} has a place that is no whole number")
-                end = start + math.prod(box) * dtype.itemsize
-                require(end <= sizes[file], f"{file} is cut off after {sizes[file]} bytes")
-                inside = all(offset + size <= most for offset, size, most in spans)
-                complete += math.prod(box) if inside else -1
-            require(complete == math.prod(shape), f"pieces of {name} are missing")
-    return index
+        require(digest == state["index_sha256"], "it is not the one that was saved with state.json")
+        sizes = {file.name: file.stat().st_size for file in path.glob("rank_*.safetensors")}
+        return {name: _saved(name, entry, sizes) for name, entry in json.loads(content).items()}
+
+
+def _saved(name: str, entry: dict, sizes: dict[str, int]) -> Saved:
+    """An entry of index.json; `sizes` are those of the files beside it, by name."""
+    saved = Saved(tuple(entry["shape"]), DTYPES[entry["dtype"]], [Piece(**piece) for piece in entry["pieces"]])
+    complete = 0
+    for piece in saved.pieces:
+        numbers = [piece.start, *piece.offsets, *piece.sizes]
+        require(all(type(n) is int and n >= 0 for n in numbers), f"a piece of {name} has no whole numbers")
+        require(piece.file in sizes, f"there is no file {piece.file!r:.60} of ranks")
+        end = piece.start + math.prod(piece.sizes) * saved.dtype.itemsize
+        require(end <= sizes[piece.file], f"{piece.file} is cut off after {sizes[piece.file]} bytes")
+        for offset, size, whole in zip(piece.offsets, piece.sizes, saved.shape, strict=True):
+            require(offset + size <= whole, f"a piece of {name} lies outside of it")
+        complete += math.prod(piece.sizes)
+    require(complete == math.prod(saved.shape), f"pieces of {name} are missing")
+    return saved
 
 
 def fill(path: Path, name: str, saved: Saved, part: Part):
@@ -221,8 +230,9 @@ def fill(path: Path, name: str, saved: Saved, part: Part):
                 f.readinto(raw(source))
                 same = hashlib.sha256(raw(source)).hexdigest() == piece.sha256
                 require(same, "its bytes are not those that were saved")
-            here, there = (
-                tuple(slice(start - begin, end - begin) for (start, end), begin in zip(spans, begins, strict=True))
-                for begins in (part.offsets, piece.offsets)
-            )
-            part.tensor[here].copy_(source[there])
+            part.tensor[_box(spans, part.offsets)].copy_(source[_box(spans, piece.offsets)])
+
+
+def _box(spans: list[tuple[int, int]], offsets: tuple[int, ...] | list[int]) -> tuple[slice, ...]:
+    """These spans of a tensor, as slices of a part that begins at the offsets."""
+    return tuple(slice(start - offset, end - offset) for (start, end), offset in zip(spans, offsets, strict=True))

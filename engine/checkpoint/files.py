@@ -7,7 +7,6 @@ A name that begins with `.tmp-` is of a directory that is not complete or is bei
 `step_*.old` exists only for the moment in which a step of the same number is replaced.
 """
 
-import functools
 import hashlib
 import json
 import logging
@@ -15,24 +14,23 @@ import math
 import os
 import re
 import shutil
-import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from data.errors import require
-from data.files import amount, fsync, write_file
+from data.files import fsync, write_file
 from engine.checkpoint import contents
 from engine.checkpoint.contents import STEP, Damaged, Part, Saved, own_part, read_state, step_of, steps_in
 from engine.parallel.ranks import is_first_rank, of_first_rank, together
 
-LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|latest|best)")
-PATIENCE = 60  # seconds for which a reader tries again while a run replaces checkpoints faster than it reads them
+LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|latest|best)|step_\d{8,}\.old")
+TRIES = 100  # of a reader, while a run deletes checkpoints before they are read
 VOCAB_WEIGHTS = ("wte.weight", "head.weight")  # parameters with a row per token id, see `unpadded`
 T = TypeVar("T")
 
@@ -40,35 +38,33 @@ T = TypeVar("T")
 def save(
     out_dir: str | Path, step: int, tensors: dict[str, Tensor | Part], state: dict, keep_last: int = 2,
     best: bool = False, group: dist.ProcessGroup | None = None,
-) -> Path:  # fmt: skip
-    """Write out_dir/step_<step>, and its name into `latest` and, with `best`, into `best`; returns its path.
+):  # fmt: skip
+    """Write out_dir/step_<step>, and its name into `latest` and, with `best`, into `best`.
 
     Every rank calls it with tensors or DTensors by name. Ranks may give different names; plain tensors of the same name
-    must be equal. Rank 0's `state`, of JSON values, is written. Of the steps up to this one, the newest `keep_last`
-    stay, and those that `latest` or `best` names.
+    must be equal. Rank 0's `state`, with the keys of contents.STATE, is written. Of the steps up to this one, the
+    newest `keep_last` stay, and those that `latest` or `best` names.
 
     Raises OSError on every rank if any rank cannot write; older checkpoints then stay. If a rank has died, the others
     raise RuntimeError, as in every collective. The collectives use `group`, by default all ranks.
     """
-    out_dir = Path(out_dir)
-    final = out_dir / f"step_{step:08d}"
-    partial = final.with_name(f".tmp-{final.name}")
+    final = Path(out_dir) / f"step_{step:08d}"
+    partial_step = final.with_name(f".tmp-{final.name}")
     parts = {name: own_part(tensor) for name, tensor in tensors.items()}
-    file = partial / f"rank_{dist.get_rank(group) if dist.is_initialized() else 0}.safetensors"
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    file = partial_step / f"rank_{rank}.safetensors"
     try:
-        together(lambda: is_first_rank() and _begin(partial), group)
+        together(lambda: is_first_rank() and _begin(partial_step), group)
         mine = {name: parts[name] for name in _share(parts, group)}
         written = _gather(together(lambda: contents.write(file, mine), group), group)
         together(lambda: is_first_rank() and _commit(final, written, state | {"step": step}, keep_last, best), group)
     except (OSError, ValueError) as error:
         if is_first_rank():
-            shutil.rmtree(partial, ignore_errors=True)
-        free = f"{amount(shutil.disk_usage(out_dir).free)} free" if out_dir.is_dir() else "no directory"
+            shutil.rmtree(partial_step, ignore_errors=True)
         reason = getattr(error, "strerror", None) or contents.first_line(error)  # such as: No space left on device
-        fact = f"cannot save checkpoint {final}: {reason} ({free} without it); earlier checkpoints are untouched"
+        fact = f"cannot save checkpoint {final}: {reason}; earlier checkpoints are untouched"
         remedy = "make room or give another --out_dir, on a file system that all ranks share, and resume"
-        raise OSError(f"{fact}: {remedy}") from error
-    return final
+        raise OSError(f"{fact}; {remedy}") from error
 
 
 def find(where: str | Path, which: str = "latest") -> Path:
@@ -77,20 +73,21 @@ def find(where: str | Path, which: str = "latest") -> Path:
     result is the newest step that exists. Raises FileNotFoundError."""
     where = Path(os.path.expanduser(where))
     if not where.is_dir():
-        raise FileNotFoundError(f"no directory {where}; train with --out_dir={where} first, or name another --out_dir")
+        raise FileNotFoundError(f"no directory {where}; give the out_dir of a run, or one of its checkpoints")
     if (where / "state.json").is_file():
         require(which == "latest", f"--which={which} needs a run, and {where} is one checkpoint; leave it out")
         return where
     pointer = where / which
-    for seconds in (0, 0.02, 0.02):
-        time.sleep(seconds)  # a run that saves may write another name meanwhile
-        name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+    for _ in range(3):  # a run that saves may write another name meanwhile
+        name = ""
+        if pointer.is_file():
+            name = pointer.read_text(errors="replace").strip()
         for step_dir in (where / name, where / f"{name}.old"):  # .old: a process was killed while it replaced this step
             if STEP.fullmatch(name) and step_dir.is_dir():
                 return step_dir
     steps = steps_in(where)
     if not steps:
-        raise FileNotFoundError(f"no checkpoint in {where}; train with --out_dir={where} --init_from=scratch first")
+        raise FileNotFoundError(f"no checkpoint in {where}; train with this --out_dir first, without --init_from")
     if which != "latest":
         raise FileNotFoundError(f"{pointer} names no checkpoint; use the latest, or give its directory: {steps[-1]}")
     if is_first_rank():
@@ -98,39 +95,31 @@ def find(where: str | Path, which: str = "latest") -> Path:
     return steps[-1]
 
 
-def read(where: str | Path, kinds: dict[str, Any], action: Callable[[Path, dict], T], which: str = "latest") -> T:
-    """action(path, state), where path = find(where, which) and state = read_state(path, kinds). Every rank calls it,
-    and all ranks read the path that the first rank finds. `action` may call `read_index` and `load`.
+def read(where: str | Path, action: Callable[[Path, dict], T], which: str = "latest") -> T:
+    """action(path, state), where path = find(where, which) and state = read_state(path). Every rank calls it, and all
+    ranks read the path that the first rank finds. `action` may call `read_index` and `load`.
 
-    If another process deletes or replaces the step meanwhile, `find` and `action` are called again, so a checkpoint
-    counts as damaged only if it has stayed in its place. Also raises OSError if no step has stayed for a minute.
+    What looks damaged is looked for and read once more, because the run may have deleted or replaced it meanwhile.
+    Raises Damaged, or OSError if each checkpoint was deleted before it was read.
     """
-    end = time.monotonic() + PATIENCE
-
-    def look() -> tuple[Path, tuple[int, int] | None]:
-        path = find(where, which)
-        return path, _identity(path)
-
-    while True:
-        path, identity = of_first_rank(look)
+    failed = None
+    for _ in range(TRIES):
+        path = of_first_rank(partial(find, where, which))
         try:
-            result = action(path, together(functools.partial(read_state, path, kinds)))
-            if of_first_rank(functools.partial(_identity, path)) in (identity, None):  # it was not replaced meanwhile
-                return result
+            return action(path, together(partial(read_state, path)))
         except Damaged:
-            if identity and of_first_rank(look) == (path, identity):  # it has stayed in its place
+            if path == failed:
                 raise
-        if of_first_rank(lambda: time.monotonic() >= end):
-            fact = f"{where} is saved to faster than it can be read: for {PATIENCE} s, each checkpoint was deleted"
-            remedy = "give the run that saves a larger --keep_last or --save_interval"
-            raise OSError(f"{fact} before it was read; {remedy}")
+            failed = path
+    fact = f"{where} is saved to faster than it can be read"
+    raise OSError(f"{fact}; give the run that saves a larger --keep_last or --save_interval")
 
 
-def read_index(path: str | Path, state: dict | None = None, average: bool = False) -> dict[str, Saved]:
+def read_index(path: Path, state: dict, average: bool = False) -> dict[str, Saved]:
     """name -> shape, dtype and pieces of every tensor in the checkpoint with this state. Every rank calls it. With
     `average`, the average of the weights (the flag ema_decay) is under their names. Raises Damaged, or ValueError if
     there is no average."""
-    index = together(lambda: contents.read_index(Path(path), state or read_state(path)))
+    index = together(partial(contents.read_index, path, state))
     if not average:
         return index
     averages = {}
@@ -141,7 +130,7 @@ def read_index(path: str | Path, state: dict | None = None, average: bool = Fals
     return index | averages
 
 
-def load(path: str | Path, tensors: dict[str, Tensor], index: dict | None = None, vocab_size: float = math.inf):
+def load(path: Path, tensors: dict[str, Tensor], index: dict[str, Saved], vocab_size: float = math.inf):
     """Read the named tensors in place. Every rank calls it; the checkpoint may come from any number of ranks. `index`
     is what read_index has read there. Rows of padding behind the `vocab_size` rows of the vocabulary's weights may be
     more or fewer than the saved ones, see `unpadded`, and those that were not saved keep their values.
@@ -149,8 +138,6 @@ def load(path: str | Path, tensors: dict[str, Tensor], index: dict | None = None
     Raises ValueError on every rank if the checkpoint lacks one of the names, or if its shape or dtype differs; raises
     Damaged if files are damaged.
     """
-    path = Path(path)
-    index = read_index(path) if index is None else index
 
     def check_and_fill():
         for name, tensor in tensors.items():
@@ -169,24 +156,24 @@ def load(path: str | Path, tensors: dict[str, Tensor], index: dict | None = None
 def unpadded(name: str, shape: tuple[int, ...], vocab_size: float) -> tuple[int, ...]:
     """The shape of a tensor without the rows of padding that the vocabulary's weights and their optimizer states have
     under tp. How many these are depends on the number of ranks."""
-    padded = shape and name.partition(".")[2].startswith(VOCAB_WEIGHTS)
-    return (min(shape[0], vocab_size), *shape[1:]) if padded else shape
+    if shape and name.partition(".")[2].startswith(VOCAB_WEIGHTS):
+        return (min(shape[0], vocab_size), *shape[1:])
+    return shape
 
 
 def _share(parts: dict[str, Part], group: dist.ProcessGroup | None) -> list[str]:
-    """The names of the parts that this rank writes. Of the ranks that have the same part, the one writes it that has
-    least to write so far. Every rank calls it."""
+    """The names of the parts that this rank writes. The ranks that have the same parts take turns. Every rank calls
+    it."""
     if not dist.is_initialized():
         return list(parts)
-    plans = _gather({name: (part.offsets, part.tensor.nbytes) for name, part in parts.items()}, group)
-    holders, to_write, shares = defaultdict(list), [0] * len(plans), [[] for _ in plans]
+    holders = defaultdict(list)
+    plans = _gather([(name, part.offsets) for name, part in parts.items()], group)
     for rank, plan in enumerate(plans):
-        for part in plan.items():
+        for part in plan:
             holders[part].append(rank)
-    for (name, (_, size)), ranks in sorted(holders.items(), key=lambda item: len(item[1])):
-        rank = min(ranks, key=to_write.__getitem__)
-        shares[rank].append(name)
-        to_write[rank] += size
+    shares = [[] for _ in plans]
+    for turn, ((name, _), ranks) in enumerate(holders.items()):
+        shares[ranks[turn % len(ranks)]].append(name)
     mine = [None]
     dist.scatter_object_list(mine, shares or None, 0, group)
     return mine[0]
@@ -201,30 +188,29 @@ def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     return values or []
 
 
-def _begin(partial: Path):
-    """Make the directory `partial`, after removing files of processes that were killed."""
-    out_dir = partial.parent
+def _begin(partial_step: Path):
+    """Make this directory, after removing files of processes that were killed."""
+    out_dir = partial_step.parent
     out_dir.mkdir(parents=True, exist_ok=True)
+    for old in list(out_dir.glob("step_*.old")):
+        if LEFTOVER.fullmatch(old.name) and not old.with_suffix("").exists():
+            old.rename(old.with_suffix(""))
     for entry in list(out_dir.iterdir()):
         if LEFTOVER.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink()
-    for old in list(out_dir.glob("step_*.old")):
-        new = old.with_suffix("")
-        if STEP.fullmatch(new.name):
-            _remove(old) if new.exists() else old.rename(new)
-    partial.mkdir(exist_ok=True)
+    partial_step.mkdir(exist_ok=True)
 
 
 def _commit(final: Path, written: list[dict], state: dict, keep_last: int, best: bool):
     """Complete a step, then update `latest` and `best`, then delete old steps; each by one rename. `written` is what
     contents.write has returned on each rank."""
     out_dir = final.parent
-    partial = final.with_name(f".tmp-{final.name}")
-    _write_index(partial, written, state)
+    partial_step = final.with_name(f".tmp-{final.name}")
+    _write_index(partial_step, written, state)
     old = final.with_name(f"{final.name}.old")
     if final.exists():
         final.rename(old)
-    partial.rename(final)
+    partial_step.rename(final)
     fsync(out_dir)
     if old.exists():
         _remove(old)
@@ -239,7 +225,7 @@ def _commit(final: Path, written: list[dict], state: dict, keep_last: int, best:
             _remove(path)
 
 
-def _write_index(partial: Path, written: list[dict], state: dict):
+def _write_index(partial_step: Path, written: list[dict], state: dict):
     """Write index.json and state.json beside the files of the ranks, and check that these are complete."""
     index = {}
     for entries in written:
@@ -247,21 +233,13 @@ def _write_index(partial: Path, written: list[dict], state: dict):
             index.setdefault(name, entry | {"pieces": []})["pieces"] += entry["pieces"]
     text = json.dumps(index).encode()
     state = state | {"format": contents.FORMAT, "index_sha256": hashlib.sha256(text).hexdigest()}
-    write_file(partial / "index.json", text)
-    write_file(partial / "state.json", json.dumps(state, indent=1).encode())
-    contents.read_index(partial, state)
-    fsync(partial)
+    write_file(partial_step / "index.json", text)
+    write_file(partial_step / "state.json", json.dumps(state, indent=1).encode())
+    contents.read_index(partial_step, state)
+    fsync(partial_step)
 
 
 def _remove(directory: Path):
     """Delete a directory after renaming it, so that a process that is killed meanwhile leaves no half checkpoint. Files
     that cannot be deleted now, for example because another process reads them over NFS, are left to the next save."""
     shutil.rmtree(directory.rename(directory.with_name(f".tmp-{directory.name}")), ignore_errors=True)
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Numbers that differ between a directory and another one that has replaced it; None if it does not exist."""
-    with suppress(OSError):
-        status = path.stat()
-        return status.st_ino, status.st_mtime_ns
-    return None

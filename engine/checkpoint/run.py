@@ -1,16 +1,15 @@
 """Starts a run from random or trained weights, and collects the tensors of its checkpoints.
 
 A checkpoint holds the parameters (`model.NAME`), the optimizer's state (`optim.NAME`), the state of every rank's random
-number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary, of which STATE names what a resume needs. A
-resumed run continues as if it had never stopped.
+number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary, see contents.STATE. A resumed run continues as if
+it had never stopped.
 """
 
-import math
+import filecmp
 import os
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from types import NoneType
 
 import torch
 from torch import Tensor
@@ -18,27 +17,18 @@ from torch import Tensor
 from data import lock
 from data.errors import require
 from data.tokenizer import Tokenizer
-from engine import optim
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
 from engine.checkpoint.weights import Weights
 from engine.parallel import ranks as parallel
-from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
+from engine.step import Step
 from model import Model, ModelConfig
 
 OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for the runs that continue it
 SETTLED_BY_DATA = ("pairs",)  # flags that a new run has settled by its own data
 SETTLED_BY_AUTO = {"dtype", "compile", "fp32_residual", "pairs"}  # whose `auto` becomes a choice that is stored
 FREE_ON_RESUME = {"dropout", "loss_chunk", "fp32_residual"}  # flags of the model that may differ from the checkpoint's
-STATE = {  # keys of a checkpoint's state that a resume needs, and their types
-    "flags": dict, "samples": int, "skipped": int, "best_val_loss": (float, NoneType), "scaler": dict,
-    "tokenizer_hash": (str, NoneType), "ranks": int,
-}  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The start
 
 
 def locked(out_dir: str) -> AbstractContextManager:
@@ -51,69 +41,56 @@ def locked(out_dir: str) -> AbstractContextManager:
 
 
 def check_out_dir(cfg):
-    """ValueError if out_dir holds the checkpoints of another run, or is a checkpoint itself."""
+    """ValueError if out_dir is a checkpoint itself, or holds those of another run. If they have the flags of this one,
+    and torchrun may have started this command again (its flag --max-restarts), cfg becomes a resume."""
+    folder = Path(cfg.out_dir)
     where = f"out_dir={cfg.out_dir}"
     if cfg.eval_only:
         return
-    if cfg.init_from != "resume" and (Path(cfg.out_dir) / "latest").exists():
-        raise ValueError(f"{where} already holds a run; go on with --init_from=resume, or choose another --out_dir")
-    if (Path(cfg.out_dir) / "state.json").exists():
+    if (folder / "state.json").exists():
         remedy = "to go on from it, write its name into the file latest beside it and give the folder of both"
         raise ValueError(f"{where} is one checkpoint, not the folder of a run; {remedy}")
+    if cfg.init_from == "resume" or not (folder / "latest").exists():
+        return
+    if parallel.may_restart():
+        stored = checkpoint.read(folder, lambda _, state: state["flags"])
+        auto = {name for name in SETTLED_BY_AUTO if getattr(cfg, name) == "auto"}
+        settled_later = auto | {"init_from", "vocab_size"}
+        if all(stored.get(name) == value for name, value in asdict(cfg).items() if name not in settled_later):
+            cfg.init_from = "resume"
+            for name in auto:
+                setattr(cfg, name, stored[name])
+            return
+    raise ValueError(f"{where} already holds a run; go on with --init_from=resume, or choose another --out_dir")
 
 
 def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
     """(flags that belong to the weights that init_from names, to use as defaults; the path of these weights). For a
     resume, `cleanup` gets the lock of out_dir."""
     where = flags["init_from"]
-    kind, _, place = where.partition(":")
+    kind = where.partition(":")[0]
     if kind == "resume":
+        left_out = OWN
         writes = not (flags["eval_only"] or flags["plan"])
         if writes and os.path.isdir(os.path.expanduser(flags["out_dir"])):
             cleanup.enter_context(locked(flags["out_dir"]))
-        stored, path = checkpoint.read(flags["out_dir"], STATE, lambda path, state: (state["flags"], path))
+        stored, path = checkpoint.read(flags["out_dir"], lambda path, state: (state["flags"], path))
     elif kind in ("checkpoint", "ema", *weights.FOREIGN):
-        there = kind in weights.FOREIGN or place and Path(place).expanduser().is_dir()
-        require(there, f"init_from={where}: no such folder; give the folder of a run, or of one checkpoint")
-        stored, path = weights.read(where.removeprefix("checkpoint:"), lambda found: (found.flags, found.path))
+        left_out = OWN + SETTLED_BY_DATA
+        stored, path = weights.read(where, lambda found: (found.flags, found.path))
     else:
         return {}, ""
-    left_out = OWN if kind == "resume" else OWN + SETTLED_BY_DATA
     return {name: value for name, value in stored.items() if name not in left_out}, str(path)
 
 
-def resume_after_restart(cfg):
-    """Make cfg a resume if torchrun may have started this command again (its flag --max-restarts), and out_dir holds a
-    checkpoint with the same flags. One with other flags belongs to an older run."""
-    if not parallel.may_restart() or not (Path(cfg.out_dir) / "latest").exists():
-        return
-    stored = checkpoint.read(cfg.out_dir, STATE, lambda _, state: state["flags"])
-    auto = {name for name in SETTLED_BY_AUTO if getattr(cfg, name) == "auto"}
-    settled_later = auto | {"init_from", "vocab_size"}
-    if all(stored.get(name) == value for name, value in asdict(cfg).items() if name not in settled_later):
-        cfg.init_from = "resume"
-        for name in auto:
-            setattr(cfg, name, stored[name])
-
-
-def check_same_start(cfg, ranks: Ranks):
-    """ValueError if the ranks do not see the same checkpoint in out_dir."""
-    resumes = cfg.init_from == "resume" and not cfg.eval_only  # under eval_only, another run may be saving there
-    found = checkpoint.find(cfg.out_dir).name if resumes else cfg.init_from
-    fact = f"out_dir={cfg.out_dir} does not look the same to all ranks, and one of them finds {found}"
-    remedy = "wait until its file system shows the same files to all nodes, and start again"
-    require(ranks.same(found), f"{fact}; {remedy}")
-
-
-def check_same_model(cfg, flags: dict, path: str | Path):
-    """ValueError if cfg describes another model than these flags, which belong to the weights in `path`."""
-    for flag in fields(ModelConfig):  # a flag that the file does not know had its default value
-        old, new = flags.get(flag.name, flag.default), getattr(cfg, flag.name)
-        remedy = "leave it out, or start from scratch in another --out_dir"
-        if flag.name == "vocab_size":
-            remedy = "leave it out: the embedding is padded automatically as --tp needs"
+def check_same_model(cfg, flags: dict, path: Path):
+    """ValueError if cfg describes another model than these flags of the checkpoint in `path`."""
+    for flag in fields(ModelConfig):
+        old = flags.get(flag.name, flag.default)  # a flag that the file does not know had its default value
+        new = getattr(cfg, flag.name)
         same = old == new or flag.name in FREE_ON_RESUME
-        require(same, f"{flag.name}={new} differs from {old} in {path}; {remedy}")
+        fact = f"{flag.name}={new} differs from {old} in {path}"
+        require(same, f"{fact}; leave it out, or start from scratch in another --out_dir")
 
 
 def layout(cfg) -> dict[str, tuple]:
@@ -135,7 +112,6 @@ def check_same_weights(cfg, found: Weights):
     weights_before = layout(before)
     if layout(cfg) == weights_before:
         return
-    changed = [f.name for f in fields(ModelConfig) if getattr(cfg, f.name) != getattr(before, f.name)]
 
     def matters(name: str) -> bool:
         try:
@@ -143,6 +119,7 @@ def check_same_weights(cfg, found: Weights):
         except ValueError:  # this flag alone does not fit to the others
             return True
 
+    changed = [f.name for f in fields(ModelConfig) if getattr(cfg, f.name) != getattr(before, f.name)]
     name = next(filter(matters, changed), changed[0])
     fact = f"the weights in {found.path}, of a model with {name}={getattr(before, name)}, do not fit"
     raise ValueError(f"{fact} {name}={getattr(cfg, name)}; leave it out, or start with --init_from=scratch")
@@ -150,77 +127,59 @@ def check_same_weights(cfg, found: Weights):
 
 def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):
     """Give the model of a new run, on data with this tokenizer, random weights or those that init_from names."""
-    kind = cfg.init_from.partition(":")[0]
-    if kind == "scratch":
+    if cfg.init_from == "scratch":
         return sharded.init_weights(cfg.seed)
 
     def fill(found: Weights):
-        if kind == "nanogpt":  # whose file has every flag of its model
-            check_same_model(cfg, found.flags, found.path)
-        else:
-            check_same_weights(cfg, found)
+        check_same_weights(cfg, found)
         found.check_tokenizer(tokenizer, cfg.dataset)
         found.fill(sharded)
 
-    weights.read(cfg.init_from.removeprefix("checkpoint:"), fill)
+    weights.read(cfg.init_from, fill)
 
 
 def replace_flags(out_dir: Path, step: int):
     """Replace config.py by config.new. If they differ, the old flags, which led to `step`, stay as config_<step>.py."""
-    old, new, kept = (out_dir / name for name in ("config.py", "config.new", f"config_{step:08d}.py"))
-    while kept.exists():  # a run was resumed at this step before
-        kept = kept.with_stem(f"{kept.stem}_again")
-    texts = [path.read_text(errors="replace").splitlines() for path in (old, new) if path.is_file()]
-    flags = [[line for line in text if not line.startswith("init_from =")] for text in texts]
-    if step and flags[0] != flags[-1]:
+    old = out_dir / "config.py"
+    new = out_dir / "config.new"
+    kept = out_dir / f"config_{step:08d}.py"
+    if step and old.is_file() and not kept.exists() and not filecmp.cmp(old, new, shallow=False):
         old.rename(kept)
     new.rename(old)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-
-
-def run_tensors(sharded: ShardedModel, optimizer: optim.Optimizer) -> dict[str, Tensor]:
-    """The parameters and the optimizer's state by name. They share storage with the run, to be saved or loaded."""
+def tensors_of(run: Step) -> dict[str, Tensor]:
+    """The parameters, the optimizer's state and the state of this rank's random number generators, by name. All but the
+    last share storage with the run, to be saved or loaded."""
+    sharded = run.sharded
+    ranks = sharded.ranks
     tensors = weights.parameters(sharded)
-    for name, t in optimizer.state_tensors(sharded.model).items():
+    for name, t in run.optimizer.state_tensors(sharded.model).items():
         tensors[f"optim.{name}"] = sharded.as_global(name.rpartition(".")[0], t)
+    tensors[f"rng.{ranks.rank}.cpu"] = torch.get_rng_state()
+    if ranks.device.type == "cuda":
+        tensors[f"rng.{ranks.rank}.cuda"] = torch.cuda.get_rng_state(ranks.device)
     return tensors
 
 
-def random_states(ranks: Ranks) -> dict[str, Tensor]:
-    """The state of this rank's random number generators by name."""
-    states = {f"rng.{ranks.rank}.cpu": torch.get_rng_state()}
-    if ranks.device.type == "cuda":
-        states[f"rng.{ranks.rank}.cuda"] = torch.cuda.get_rng_state(ranks.device)
-    return states
-
-
-def restore(cfg, ranks: Ranks, sharded: ShardedModel, optimizer: optim.Optimizer) -> dict:
+def restore(cfg, run: Step) -> dict:
     """Load the latest checkpoint into the run; returns its state. ValueError if it is of another model."""
+    sharded = run.sharded
+    ranks = sharded.ranks
 
     def load(path: Path, state: dict) -> dict:
         check_same_model(cfg, state["flags"], path)
         index = checkpoint.read_index(path, state)
-        random = {name: t for name, t in random_states(ranks).items() if name in index}
-        tensors = run_tensors(sharded, optimizer) | random
+        tensors = {name: t for name, t in tensors_of(run).items() if name in index or not name.startswith("rng.")}
         weights.load_tensors(path, tensors, sharded, index)
-        for name, t in random.items():
-            torch.set_rng_state(t) if name.endswith("cpu") else torch.cuda.set_rng_state(t, ranks.device)
-        if not random:  # the checkpoint was saved by fewer ranks
-            torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])
+        torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])  # if it was saved by fewer ranks
+        if f"rng.{ranks.rank}.cpu" in tensors:
+            torch.set_rng_state(tensors[f"rng.{ranks.rank}.cpu"])
+        if f"rng.{ranks.rank}.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors[f"rng.{ranks.rank}.cuda"], ranks.device)
         return state
 
-    return checkpoint.read(cfg.out_dir, STATE, load)
-
-
-def restore_scaler(scaler: torch.amp.GradScaler, saved: dict, out_dir: str):
-    """Load the gradient scaler's state. A run in another dtype saved none; the scaler then keeps its initial state."""
-    if not (scaler.is_enabled() and saved):
-        return
-    for name, value in scaler.state_dict().items():
-        stored = saved.get(name)
-        good = type(stored) is type(value) and math.isfinite(stored) and stored >= 0
-        require(good, f"state.json in {out_dir}: {name} of scaler is {stored!r:.60}; restore the file from a copy")
-    scaler.load_state_dict(saved)
+    state = checkpoint.read(cfg.out_dir, load)
+    if run.scaler.is_enabled() and state["scaler"]:  # a run in another dtype saved none
+        run.scaler.load_state_dict(state["scaler"])
+    return state

@@ -1,6 +1,7 @@
 """Finds the weights of a trained model: a checkpoint of ours, nanoGPT's file, or a folder of Hugging Face.
 
     read("out/pycode", action)              # the latest checkpoint of this run; or out/pycode/step_00000450
+    read("checkpoint:out/pycode", action)   # the same
     read("ema:out/pycode", action)          # the average of its weights, see the flag ema_decay
     read("nanogpt:ckpt.pt", action)         # the file that nanoGPT's train.py wrote
     read("hf:DIR", action)                  # config.json and safetensors
@@ -15,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -70,15 +70,15 @@ class Weights:
 
 
 def read(where: str, action: Callable[[Weights], T]) -> T:
-    """action(found), where `found` are the weights that `where` names: RUN, ema:RUN, nanogpt:FILE or hf:DIR. Every rank
-    calls it. For a run that saves meanwhile, `action` may be called again, see checkpoint.read. Raises ValueError or
-    OSError if the weights are absent or damaged."""
+    """action(found), where `found` are the weights that `where` names. Every rank calls it. For a run that saves
+    meanwhile, `action` may be called again, see checkpoint.read. Raises ValueError or OSError if the weights are absent
+    or damaged."""
     kind, colon, place = where.partition(":")
     if colon and kind in FOREIGN:
         return action(FOREIGN[kind](place))
-    kinds, average = {"flags": dict, "tokenizer": (dict, NoneType)}, where.startswith("ema:")
-    run = where.removeprefix("ema:")
-    return checkpoint.read(run, kinds, lambda path, state: action(of_checkpoint(path, state, average)))
+    average = where.startswith("ema:")
+    run = where.removeprefix("ema:").removeprefix("checkpoint:")
+    return checkpoint.read(run, lambda path, state: action(of_checkpoint(path, state, average)))
 
 
 def alone(
@@ -88,14 +88,15 @@ def alone(
     check(flags) may raise ValueError before any memory is allocated."""
 
     def load(found: Weights) -> tuple[str | Path, Model, Tokenizer]:
-        tokenizer, flags = found.tokenizer(), found.config()
+        tokenizer = found.tokenizer()
+        flags = found.config()
         check(flags)
         return found.path, found.load(flags, Ranks(0, 1, device, dtype, compile=False)).model, tokenizer
 
     return read(where, load)
 
 
-def of_checkpoint(path: Path, state: dict, average: bool = False) -> Weights:
+def of_checkpoint(path: Path, state: dict, average: bool) -> Weights:
     def tokenizer() -> Tokenizer:
         remedy = "give its meta.json a tokenizer and resume for one step"
         require(state["tokenizer"] is not None, f"{path} was trained on data without a tokenizer; {remedy}")
@@ -115,13 +116,16 @@ def of_nanogpt(file: str) -> Weights:
 
     def tokenizer() -> Tokenizer:
         """GPT-2's, or that of our data set which has the same name and size as nanoGPT's."""
-        size, name = flags["vocab_size"], str(info["config"].get("dataset"))
+        size = flags["vocab_size"]
         if size in GPT2_SIZES:
             return from_spec({"kind": "gpt2"})
-        known = open_data(name, DATA).tokenizer if re.fullmatch(r"\w+", name) and (DATA / name).is_dir() else None
+        name = str(info["config"].get("dataset"))
+        if re.fullmatch(r"\w+", name) and (DATA / name).is_dir():
+            known = open_data(name, DATA).tokenizer
+            if known and known.vocab_size == size:
+                return known
         fact = f"{file} holds no tokenizer, and data/{name:.40} has none of {size} ids"
-        require(known is not None and known.vocab_size == size, f"{fact}; prepare the data that it was trained on")
-        return known
+        raise ValueError(f"{fact}; prepare the data that it was trained on")
 
     weights = tensors | {"head.weight": tensors["wte.weight"]}
     return Weights(file, flags, tokenizer, lambda sharded: sharded.fill(weights))

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import NoneType
 from typing import NamedTuple
 
 import torch
@@ -363,7 +362,7 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
 
     try:
         with writing(folder):
-            path = checkpoint.read(run, {"flags": dict, "tokenizer": (dict, NoneType)}, build, which)
+            path = checkpoint.read(run, build, which)
             unfinished.rename(folder)
         return path
     finally:

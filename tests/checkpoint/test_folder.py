@@ -16,11 +16,11 @@ import pytest
 from helpers import TINY, losses, refused
 from ranks import launch
 
+import sample
 import train
 from configurator import Config, parse
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
-from engine.checkpoint import __main__ as checkpoint_commands
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run import locked
 
@@ -78,7 +78,7 @@ def test_what_is_made_for_the_lock_goes_again(tmp_path, tiny_data, capsys):
 def test_names_that_are_no_folders(tiny_data, capsys):
     refused(train.main, [*TINY, f"--dataset={tiny_data}", "--out_dir=a\0b"], capsys)
     for where in ("a\0b", "~nobody_of_this_name/x", "/dev/null", ""):
-        refused(checkpoint_commands.main, ["consolidate", where, "weights.safetensors"], capsys)
+        refused(sample.main, [f"--out_dir={where}"], capsys)
 
 
 def test_one_holder_at_a_time(tmp_path):

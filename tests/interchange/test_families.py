@@ -11,12 +11,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import IN_FLOAT64, distance, in_both, losses, metrics
+from helpers import IN_FLOAT64, distance, in_both, losses, metrics, weights_in
 from safetensors.torch import load_file, save_file
 
 from data.tokenizer import ByteTokenizer
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.__main__ import consolidate
 from engine.decode import generate
 from engine.interchange import __main__ as commands
 from engine.interchange import huggingface as interchange
@@ -467,11 +466,6 @@ def export(*arguments):
     commands.main(["export", *map(str, arguments)])
 
 
-def consolidated(run, file) -> dict[str, torch.Tensor]:
-    consolidate(run, file)
-    return load_file(file)
-
-
 STEPS = ["--max_iters=4", "--eval_interval=2", "--eval_iters=0", "--warmup_iters=1"]
 
 
@@ -497,7 +491,7 @@ def test_training_starts_from_hugging_face(small, run, many, tiny_data, tmp_path
         assert distance(losses(together / f"{name}, wide"), wide) < 1e-9, name
         export(together / name, tmp_path / f"{name} exported")
         exported = read_hf(tmp_path / f"{name} exported")
-        trained = consolidated(alone, tmp_path / f"{name}.safetensors")
+        trained = weights_in(alone)
         assert all((exported[each] - x).abs().max() < 1e-4 for each, x in trained.items())
         assert exported["head.weight"].shape == (271, 16) and exported.keys() == trained.keys()
 
@@ -537,7 +531,7 @@ def test_remote_code(hf, trained, tmp_path, modules_cache):
     assert config["eos_token_id"] == 256 and config["flags"]["n_embd"] == 16
     reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert reference.dtype == torch.float16
-    found, expected = reference.model.state_dict(), consolidated(trained, tmp_path / "all.safetensors")
+    found, expected = reference.model.state_dict(), weights_in(trained)
     assert expected and all(torch.equal(found[name], x.half()) for name, x in expected.items())
 
     again = read_hf(tmp_path / "out")
@@ -564,8 +558,8 @@ def test_numbers_beyond_a_dtype(tmp_path):
 def test_a_step_that_is_replaced_meanwhile_is_exported_again(trained, tmp_path, monkeypatch):
     read = checkpoint.read
 
-    def twice(where, kinds, action, which):
-        return read(where, kinds, lambda *given: [action(*given), action(*given)][1], which)
+    def twice(where, action, which):
+        return read(where, lambda *given: [action(*given), action(*given)][1], which)
 
     monkeypatch.setattr(checkpoint, "read", twice)
     export(trained, tmp_path / "out")

@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from helpers import metrics
+from helpers import metrics, tensors_in
 
 import model
 from data.tokenizer import ByteTokenizer
@@ -97,13 +97,7 @@ def approx(x, tolerance: float = FIGURES):
 
 def saved(folder) -> dict[str, torch.Tensor]:
     """Weights and states of the optimizers in the last checkpoint."""
-    path = checkpoint.find(folder)
-    kinds = checkpoint.read_index(path).items()
-    tensors = {
-        name: torch.empty(shape, dtype=dtype) for name, (shape, dtype, _) in kinds if not name.startswith("rng.")
-    }
-    checkpoint.load(path, tensors)
-    return tensors
+    return {name: x for name, x in tensors_in(folder).items() if not name.startswith("rng.")}
 
 
 def compared(name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
