@@ -362,8 +362,8 @@ FAULTS = [
         "tests/commands/test_sample.py::test_the_distribution_is_that_of_transformers",
     ),
     (
-        "engine/interchange/families.py",
-        "        keys.finish()\n",
+        "engine/interchange/config.py",
+        "        refuse_rest(keys, NEUTRAL | self.fixed)\n",
         "",
         "Keys of a config.json that nothing reads are ignored, such as is_causal.",
         "tests/interchange/test_hf_import.py::test_each_key_counts_as_in_transformers[llama]",

@@ -111,7 +111,7 @@ def of_checkpoint(path: Path, state: dict, average: bool) -> Weights:
 def of_nanogpt(file: str) -> Weights:
     from engine.interchange.nanogpt import from_nanogpt, read_nanogpt
 
-    model_args, tensors, info = read_nanogpt(file)
+    model_args, tensors, config = read_nanogpt(file)
     flags, tensors = from_nanogpt(model_args, tensors)
 
     def tokenizer() -> Tokenizer:
@@ -119,7 +119,7 @@ def of_nanogpt(file: str) -> Weights:
         size = flags["vocab_size"]
         if size in GPT2_SIZES:
             return from_spec({"kind": "gpt2"})
-        name = str(info["config"].get("dataset"))
+        name = str(config.get("dataset"))
         if re.fullmatch(r"\w+", name) and (DATA / name).is_dir():
             known = open_data(name, DATA).tokenizer
             if known and known.vocab_size == size:

@@ -9,7 +9,8 @@ export("out/mine", "DIR")                       # a training run -> a folder for
 import json
 import os
 import re
-import shutil
+import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -20,24 +21,25 @@ import torch
 from torch import Tensor
 
 from configurator import Config, Given, resolve
+from data import files
 from data.base_tokenizer import Tokenizer
 from data.errors import require
-from data.files import amount, fsync, open_regular, writing
 from data.tokenizer import from_spec
 from engine.checkpoint import contents
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.contents import own_part
-from engine.interchange.config import describe
-from engine.interchange.families import FAMILIES, Family, choose
+from engine.interchange.config import Family
+from engine.interchange.families import FAMILIES, choose
 from engine.interchange.tokenizer import export_tokenizer
 from model import Model, ModelConfig
 
 AGAIN = "download the folder again, or write it with transformers' save_pretrained"
 DTYPES = ("F32", "BF16", "F16")  # names of safetensors
 BUFFERS = re.compile(r".*(rotary\w*[.]inv_freq|(attn|attention)[.](masked_)?bias)")  # of old files; no weights
-SHARD_BYTES = 5 * 10**9  # largest size of a file of weights, as in transformers
+SHARD_BYTES = 5 * 10**9  # of a file of weights, as in transformers; the last tensor may go beyond
 ROOT = Path(__file__).parents[2]
-CODE = (ROOT / "model.py", ROOT / "ops.py", Path(__file__).with_name("modeling_superblock.py"))
+CODE = [path for path in (ROOT / "model.py", ROOT / "ops.py", ROOT / "flags.py") if path.is_file()]
+CODE.append(Path(__file__).with_name("modeling_superblock.py"))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Names and shapes of both
@@ -53,15 +55,15 @@ class Own(Family):
     def config(self, cfg: ModelConfig) -> dict:
         fact = f"objective={cfg.objective} cannot be exported"
         require(cfg.objective == "causal", f"{fact}; AutoModelForCausalLM is causal")
-        classes = {"AutoConfig": "SuperblockConfig", "AutoModelForCausalLM": self.architecture}
-        places = {auto: f"modeling_superblock.{name}" for auto, name in classes.items()}
+        places = {"AutoConfig": "modeling_superblock.SuperblockConfig"}
+        places["AutoModelForCausalLM"] = f"modeling_superblock.{self.architecture}"
         return {"architectures": [self.architecture], "auto_map": places, "flags": asdict(cfg)}
 
     def source(self, name: str, n_expert: int = 0) -> tuple[list[str], list]:
         return [f"model.{name}"], []
 
 
-OWN = Own("SuperblockForCausalLM", "model.", {}, [], {}, {})
+OWN = Own("SuperblockForCausalLM", {}, {}, {}, layers="model.")
 
 
 def model_flags(stored: dict, origin: str) -> dict:
@@ -81,8 +83,10 @@ def to_theirs(family: Family, cfg: ModelConfig, config: dict, name: str, x: Tens
     names, conversions = family.source(name, cfg.n_expert)
     for conversion in reversed(conversions):
         x = conversion.write(x, cfg, config)
-    heads = [cfg.n_head * cfg.head_size, *[cfg.kv_heads * cfg.head_size] * 2]
-    rows = heads if "qkv" in name and len(names) > 1 else [len(x) // len(names)] * len(names)
+    rows = [len(x) // len(names)] * len(names)
+    if len(names) == 3 and "attn.qkv" in name:
+        keys = cfg.kv_heads * cfg.head_size
+        rows = [cfg.n_head * cfg.head_size, keys, keys]
     return dict(zip(names, x.split(rows), strict=True))
 
 
@@ -91,29 +95,45 @@ def to_theirs(family: Family, cfg: ModelConfig, config: dict, name: str, x: Tens
 
 
 class Stored(NamedTuple):
-    """A tensor in a file. `flaw` is why it holds no weights, and the remedy; "" if it can hold some."""
+    """A tensor in a file."""
 
     shape: tuple[int, ...]
-    flaw: str
     read: Callable[[], Tensor]
 
 
 class Pretrained(Mapping[str, Tensor]):
     """Weights by our names, in float32; a tensor is read when it is asked for. `flags` are our flags for the family's
-    keys in `config`, and `stored` are their tensors by name. Errors name the `place`, the `source` of the shapes, and
-    the `remedy`."""
+    keys in `config`, and `stored` are their tensors by name. Errors begin with the `place` and end with the `remedy`;
+    one is raised at once if a tensor is absent, has another shape, or is one too many."""
 
     def __init__(
-        self, place: str | Path, family: Family, config: dict, flags: dict, stored: dict[str, Stored],
-        source: str = "config.json", remedy: str = AGAIN,
-    ):  # fmt: skip
-        self.place, self.source, self.remedy = place, source, remedy
-        self.family, self.config, self.flags, self.stored = family, config, flags, stored
+        self, place: str | Path, family: Family, config: dict, flags: dict, stored: dict[str, Stored], remedy=AGAIN
+    ):
+        self.place, self.remedy = place, remedy
+        self.family, self.config, self.flags = family, config, flags
         self.cfg = ModelConfig(**flags)
         prefix = family.layers.partition(".")[0] + "."
-        self.prefix = "" if any(name.startswith(prefix) for name in stored) else prefix  # base models lack it
-        self.tied_head = family.source("head.weight")[0][0] if self.cfg.tie_weights else None
-        self._check()
+        if not any(name.startswith(prefix) for name in stored):  # base models lack it
+            stored = {prefix + name: each for name, each in stored.items()}
+        self.stored = stored
+        L = self.cfg.n_layer
+        self._require(L <= len(stored), f"n_layer={L}, but there are {len(stored)} tensors")
+        self.shapes = shapes_of(self.cfg)
+        expected = {}
+        self.tied_head = ""
+        if self.cfg.tie_weights:
+            [self.tied_head], _ = family.source("head.weight")
+        if self.tied_head in stored:
+            expected[self.tied_head] = (self.cfg.vocab_size, self.cfg.n_embd)
+        for name, shape in self.shapes.items():
+            theirs = to_theirs(family, self.cfg, config, name, torch.empty(shape, device="meta"))
+            expected |= {each: tuple(x.shape) for each, x in theirs.items()}
+        for name, shape in expected.items():
+            self._require(name in stored, f"{name} is absent, and should have the shape {shape}")
+            found = stored[name].shape
+            self._require(found == shape, f"{name} is {found}, and should be {shape}")
+        for name in stored.keys() - expected.keys():
+            self._require(BUFFERS.fullmatch(name), f"{name!r:.80} is no weight of a model with these flags")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -122,10 +142,10 @@ class Pretrained(Mapping[str, Tensor]):
         return len(self.shapes)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name == "head.weight" and self.cfg.tie_weights:
+        if name == "head.weight" and self.tied_head:
             name = "wte.weight"
         names, conversions = self.family.source(name, self.cfg.n_expert)
-        x = torch.cat([self._tensor(each) for each in names]) if len(names) > 1 else self._tensor(names[0])
+        x = torch.cat([self._tensor(each) for each in names])
         if name == "wte.weight" and self.tied_head in self.stored:
             same = torch.equal(self._tensor(self.tied_head), x)
             self._require(same, f"{self.tied_head} differs from {names[0]}, but they are tied")
@@ -137,38 +157,9 @@ class Pretrained(Mapping[str, Tensor]):
         require(condition, f"{self.place}: {fact}; {self.remedy}")
 
     def _tensor(self, name: str) -> Tensor:
-        x = self.stored[name.removeprefix(self.prefix)].read().float()
+        x = self.stored[name].read().float()
         self._require(finite(x), f"{name} holds numbers that are not finite")
         return x
-
-    def _check(self):
-        """ValueError if the files lack a tensor, or have one of another shape or dtype, or one too many."""
-        embedding = self.family.source("wte.weight")[0][0]
-        size = torch.Size((self.cfg.vocab_size, self.cfg.n_embd))
-        self._check_tensor(embedding, size)  # so a model of these sizes can be made
-        L, n = self.cfg.n_layer, len(self.stored)
-        self._require(L <= n, f"{self.source} means n_layer={L}, but there are {n} tensors")
-        self.shapes = shapes_of(self.cfg)
-        expected = {}
-        for name, shape in self.shapes.items():
-            x = torch.empty(shape, device="meta")
-            expected |= to_theirs(self.family, self.cfg, self.config, name, x)
-        for name, x in expected.items():
-            self._check_tensor(name, x.shape)
-        known = {name.removeprefix(self.prefix) for name in expected}
-        if self.tied_head in self.stored:
-            self._check_tensor(self.tied_head, size)
-            known.add(self.tied_head)
-        for name in sorted(self.stored.keys() - known):
-            buffer = BUFFERS.fullmatch(name)
-            self._require(buffer, f"{describe(name)} is no weight of a model with this {self.source}")
-
-    def _check_tensor(self, name: str, shape: torch.Size):
-        found = self.stored.get(name.removeprefix(self.prefix))
-        self._require(found, f"{name} is absent, but {self.source} means {tuple(shape)}")
-        require(not found.flaw, f"{self.place}: {name} {found.flaw}")
-        same = found.shape == tuple(shape)
-        self._require(same, f"{name} is {found.shape}, but {self.source} means {tuple(shape)}")
 
 
 def finite(x: Tensor) -> bool:
@@ -183,15 +174,15 @@ def read_hf(where: str | Path) -> Pretrained:
     file = folder / "config.json"
     require(file.is_file(), f"{folder} has no config.json; give the folder of a Hugging Face model")
     config = read_json(file)
-    kind = config.get("model_type")
-    family = (FAMILIES | {"superblock": OWN}).get(kind) if type(kind) is str else None
-    fact = f"{file}: model_type={describe(kind)} is not known"
-    require(family, f"{fact}; give a model of one of these types: {', '.join(FAMILIES)}")
+    kind, families = str(config.get("model_type")), FAMILIES | {"superblock": OWN}
+    fact = f"{file}: model_type={kind!r:.80} is not known"
+    require(kind in families, f"{fact}; give a model of one of these types: {', '.join(FAMILIES)}")
+    family = families[kind]
     try:
         flags = family.flags(config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    return Pretrained(folder, family, family.defaults | config, flags, open_files(folder))
+    return Pretrained(folder, family, family.keys | config, flags, open_files(folder))
 
 
 def locate(where: str) -> Path:
@@ -200,8 +191,6 @@ def locate(where: str) -> Path:
     folder = Path(os.path.expanduser(where))
     if folder.is_dir():
         return folder
-    name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", where)
-    require(name, f"there is no folder {folder}; give one, or a name on the hub")
     try:
         from huggingface_hub import snapshot_download
 
@@ -215,11 +204,9 @@ def locate(where: str) -> Path:
 
 def read_json(file: Path) -> dict:
     try:
-        with open(file, "rb", opener=open_regular) as f:
-            found = json.load(f)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON ({type(error).__name__}); {AGAIN}") from None
-    require(type(found) is dict, f"{file} holds no JSON object; {AGAIN}")
+        found = dict(files.read_json(file))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} holds no JSON object ({error}); {AGAIN}") from None
     return found
 
 
@@ -229,17 +216,14 @@ def open_files(folder: Path) -> dict[str, Stored]:
     if single.is_file():
         return open_file(single)
     if not index.is_file():
-        found = "only pytorch_model.bin, a pickle" if list(folder.glob("*.bin")) else "no model.safetensors"
         remedy = "load it with transformers and call save_pretrained(DIR, safe_serialization=True)"
-        raise ValueError(f"{folder} has {found}; {remedy}")
+        raise ValueError(f"{folder} has no model.safetensors (pickles are not read); {remedy}")
     table = read_json(index).get("weight_map")
     require(type(table) is dict and table, f"{index} has no weight_map; {AGAIN}")
-    for file in table.values():
-        plain = type(file) is str and re.fullmatch(r"[\w-][\w.-]*[.]safetensors", file)
-        require(plain, f"{index} names {describe(file)}, which is no safetensors file of its folder; {AGAIN}")
     out = {}
-    for file in sorted(set(table.values())):
-        require((folder / file).is_file(), f"{index} names {file}, which is absent; {AGAIN}")
+    for file in dict.fromkeys(map(str, table.values())):
+        plain = re.fullmatch(r"[\w-][\w.-]*[.]safetensors", file) and (folder / file).is_file()
+        require(plain, f"{index} names {file!r:.80}, which is no safetensors file of its folder; {AGAIN}")
         out |= open_file(folder / file)
     return out
 
@@ -248,17 +232,17 @@ def open_file(file: Path) -> dict[str, Stored]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with open(file, "rb", opener=open_regular):
+        with open(file, "rb", opener=files.open_regular):
             opened = safe_open(file, framework="pt")
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file} is damaged ({str(error).splitlines()[0][:100]}); {AGAIN}") from None
     out = {}
     for name in opened.keys():
-        entry, flaw = opened.get_slice(name), ""
-        if entry.get_dtype() not in DTYPES:
-            remedy = "load the model with dtype=torch.bfloat16 and save_pretrained it"
-            flaw = f"has the dtype {entry.get_dtype()}, not {', '.join(DTYPES)}; {remedy}"
-        out[name] = Stored(tuple(entry.get_shape()), flaw, partial(opened.get_tensor, name))
+        entry = opened.get_slice(name)
+        known = entry.get_dtype() in DTYPES or BUFFERS.fullmatch(name)
+        fact = f"{file}: {name!r:.80} has the dtype {entry.get_dtype()}, not {', '.join(DTYPES)}"
+        require(known, f"{fact}; load the model with dtype=torch.bfloat16 and save_pretrained it")
+        out[name] = Stored(tuple(entry.get_shape()), partial(opened.get_tensor, name))
     return out
 
 
@@ -276,49 +260,51 @@ def write_hf(
     has the flags and keeps the tokenizer's ids. With remote_code, our model.py is the architecture. The memory holds
     one file of weights at a time.
     """
-    family, kind, cfg = (OWN, "superblock", cfg) if remote_code else choose(cfg, tokenizer)
-    eot = tokenizer.eot if tokenizer else None
-    first = tokenizer.prefix[0] if tokenizer and tokenizer.prefix else eot
-    tokens = {"bos_token_id": first, "eos_token_id": eot, "pad_token_id": None}
+    family, kind = OWN, "superblock"
+    if not remote_code:
+        family, kind, cfg = choose(cfg, tokenizer)
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if tokenizer:
+        tokens["eos_token_id"] = tokenizer.eot
+        tokens["bos_token_id"] = next(iter(tokenizer.prefix), tokenizer.eot)
     config = {"model_type": kind, "torch_dtype": str(dtype)[6:]} | family.config(cfg) | tokens
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", tokens)
+    if remote_code:
+        for path in CODE:
+            code = re.sub(r"(?m)^import (ops|flags)$", r"from . import \1", path.read_text(encoding="utf-8"))
+            code = re.sub(r"(?m)^from (ops|flags) import", r"from .\1 import", code)  # they are a package there
+            (folder / path.name).write_text(code, encoding="utf-8")
     shapes = shapes_of(cfg)
 
     def theirs(name: str) -> dict[str, Tensor]:
         x = weight(name)
-        return to_theirs(family, cfg, config, name, torch.zeros(shapes[name]) if x is None else x)
+        if x is None:
+            x = torch.zeros(shapes[name])
+        return to_theirs(family, cfg, config, name, x)
 
-    write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", tokens)
-    for path in CODE if remote_code else ():
-        code = path.read_text(encoding="utf-8").replace("\nimport ops\n", "\nfrom . import ops\n")  # a package there
-        code = code.replace("\nfrom ops import", "\nfrom .ops import")
-        (folder / path.name).write_text(code, encoding="utf-8")
     write_weights(folder, shapes, theirs, dtype)
 
 
 def write_weights(folder: Path, shapes: dict[str, torch.Size], theirs: Callable, dtype: torch.dtype):
     """Write theirs(name) -> {their name: tensor} of all our names into files of safetensors."""
-    sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
-    files, room, total = [], 0, sum(sizes.values())
-    for name, size in sizes.items():
-        if size > room:
-            files, room = [*files, []], SHARD_BYTES
-        files[-1].append(name)
-        room -= size
-    free = shutil.disk_usage(folder).free
-    if total > free:
-        raise OSError(f"{folder.parent} has room for {amount(free)}, and the weights need {amount(total)}; make room")
-    table = {}
-    for i, names in enumerate(files, 1):
-        file = f"model-{i:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
+    groups, total, table = defaultdict(list), 0, {}
+    for name, shape in shapes.items():
+        groups[total // SHARD_BYTES].append(name)
+        total += shape.numel() * dtype.itemsize
+    for i, names in enumerate(groups.values(), 1):
+        file = "model.safetensors"
+        if len(groups) > 1:
+            file = f"model-{i:05}-of-{len(groups):05}.safetensors"
         tensors = {}
-        for each, x in (item for name in names for item in theirs(name).items()):
-            tensors[each] = own_part(x.to(dtype))
-            fact = f"{each} has numbers that are not finite in {str(dtype)[6:]}"
-            require(finite(tensors[each].tensor), f"{fact}; export with --dtype=float32")
+        for name in names:
+            for each, x in theirs(name).items():
+                tensors[each] = own_part(x.to(dtype))
+                fact = f"{each} has numbers that are not finite in {str(dtype)[6:]}"
+                require(finite(tensors[each].tensor), f"{fact}; export with --dtype=float32")
         table |= dict.fromkeys(tensors, file)
         contents.write(folder / file, tensors, {"format": "pt"})
-    if len(files) > 1:
+    if len(groups) > 1:
         write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": table})
 
 
@@ -328,42 +314,38 @@ def write_json(file: Path, value: dict):
 
 def export(run: str, where: str, dtype: str = "float32", which: str = "latest", remote_code: bool = False) -> Path:
     """Write a training run's weights and tokenizer as a Hugging Face model; returns the checkpoint's path."""
-    foreign = re.match("(hf|nanogpt):", run)
-    require(not foreign, f"{run} is no run of train.py; train from it with --init_from={run} and export that run")
-    average, run = run.startswith("ema:"), run.removeprefix("ema:")
-    require(where, "the folder to write has no name; give one, such as exported")
     folder = Path(os.path.expanduser(where)).absolute()
-    if folder.exists():
-        raise FileExistsError(f"{where} is there already; delete it, or name another folder")
-    require(folder.parent.is_dir(), f"there is no folder {folder.parent}; make it first")
-
-    unfinished = folder.with_name(f".tmp-{folder.name}")  # gets its name when all is written
-
-    def build(path: Path, state: dict) -> Path:
-        cfg = ModelConfig(**model_flags(state["flags"], str(path)))
-        tokenizer = state["tokenizer"] and from_spec(state["tokenizer"], path, "train again")
-        shapes, index = shapes_of(cfg), checkpoint.read_index(path, state, average)
-
-        def weight(name: str) -> Tensor | None:
-            if name not in shapes:
-                return None
-            x = torch.empty(shapes[name])
-            checkpoint.load(path, {f"model.{name}": x}, index, cfg.vocab_size)  # without the padding that tp needed
-            return x
-
-        shutil.rmtree(unfinished, ignore_errors=True)
+    require(not folder.exists(), f"{where} is there already; delete it, or name another folder")
+    average = run.startswith("ema:")
+    with files.writing(folder), tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as private:
+        unfinished = Path(private, folder.name)
         unfinished.mkdir()
-        write_hf(unfinished, cfg, weight, getattr(torch, dtype), tokenizer, remote_code)
-        if tokenizer:
-            export_tokenizer(tokenizer, unfinished)
-        for written in (*unfinished.iterdir(), unfinished):
-            fsync(written)
-        return path
 
-    try:
-        with writing(folder):
-            path = checkpoint.read(run, build, which)
-            unfinished.rename(folder)
-        return path
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        def build(path: Path, state: dict) -> Path:
+            write_checkpoint(path, state, average, unfinished, getattr(torch, dtype), remote_code)
+            return path
+
+        path = checkpoint.read(run.removeprefix("ema:"), build, which)
+        require(not folder.exists(), f"{where} was written by another program meanwhile; name another folder")
+        unfinished.rename(folder)
+    return path
+
+
+def write_checkpoint(path: Path, state: dict, average: bool, folder: Path, dtype: torch.dtype, remote_code: bool):
+    """Write the checkpoint with this state, or the average of its weights, into the folder."""
+    cfg = ModelConfig(**model_flags(state["flags"], str(path)))
+    tokenizer = state["tokenizer"] and from_spec(state["tokenizer"], path, "train again")
+    shapes, index = shapes_of(cfg), checkpoint.read_index(path, state, average)
+
+    def weight(name: str) -> Tensor | None:
+        if name not in shapes:
+            return None
+        x = torch.empty(shapes[name])
+        checkpoint.load(path, {f"model.{name}": x}, index, cfg.vocab_size)  # without the padding that tp needed
+        return x
+
+    write_hf(folder, cfg, weight, dtype, tokenizer, remote_code)
+    if tokenizer:
+        export_tokenizer(tokenizer, folder)
+    for written in (*folder.iterdir(), folder):
+        files.fsync(written)

@@ -423,7 +423,7 @@ def test_exports_of_every_family_keep_the_ids(folder, tmp_path, family, flags, k
         write_json(tmp_path / "config.json", {"model_type": family})
         assert not same_ids(tmp_path, tokenizer)
         if flags.get("window_pattern"):
-            words = r"no family of Hugging Face has window_pattern=LLS .*qwen2 would fit, but .*ids.*--remote_code=True"
+            words = r"no family of Hugging Face has window_pattern=LLS .*--remote_code=True"
             with pytest.raises(ValueError, match=words):
                 choose(cfg, tokenizer)
             return
@@ -437,7 +437,7 @@ def test_exports_of_every_family_keep_the_ids(folder, tmp_path, family, flags, k
 
 
 def test_what_cannot_be_written(tmp_path):
-    with pytest.raises(ValueError, match=r"the char vocabulary has the lone surrogate '\\ud800', which no"):
+    with pytest.raises(ValueError, match="the char vocabulary has a lone surrogate, which no"):
         export_tokenizer(CharTokenizer("a\ud800"), tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -329,23 +329,24 @@ def test_shards_are_written(hf, folder, monkeypatch):
     write(folder / "out", model, tokenizer=ByteTokenizer())
     files = sorted(path.name for path in (folder / "out").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
-    assert all((folder / "out" / name).stat().st_size < 33_000 for name in files)
+    assert all((folder / "out" / name).stat().st_size < 66_000 for name in files)
     again = hf.AutoModelForCausalLM.from_pretrained(folder / "out").eval()
     assert_same_logits(model, again)
     assert again.generation_config.eos_token_id == again.config.eos_token_id == 256
 
 
 def test_names_of_the_base_model_and_buffers_of_old_files(hf, tmp_path):
-    """GPT-2's own file has no `transformer.`, and the mask of every layer."""
+    """GPT-2's own file has no `transformer.`, and the mask of every layer. A head beside the embedding is the same."""
     reference = build(hf, "gpt2")
     reference.save_pretrained(tmp_path / "gpt2")
     file = tmp_path / "gpt2/model.safetensors"
-    state = {name.removeprefix("transformer."): x for name, x in load_file(file).items()}
-    state["lm_head.weight"] = state["wte.weight"].clone()
-    state |= {f"h.{i}.attn.bias": torch.ones(1, 1, T, T) for i in range(L)}
-    save_file(state, file)
+    state = load_file(file)
+    base = {name.removeprefix("transformer."): x for name, x in state.items()}
+    save_file(base | {f"h.{i}.attn.bias": torch.ones(1, 1, T, T, dtype=torch.bool) for i in range(L)}, file)
     assert_same_logits(ours(read_hf(tmp_path / "gpt2")), reference)
-    save_file(state | {"lm_head.weight": state["wte.weight"] + 1}, file)
+    save_file(state | {"lm_head.weight": state["transformer.wte.weight"].clone()}, file)
+    assert_same_logits(ours(read_hf(tmp_path / "gpt2")), reference)
+    save_file(state | {"lm_head.weight": state["transformer.wte.weight"] + 1}, file)
     with pytest.raises(ValueError, match="lm_head.weight differs .* tied"):
         read_hf(tmp_path / "gpt2")["wte.weight"]
 
@@ -397,28 +398,28 @@ DAMAGE = {
     "longrope": (config(rope_parameters=rope("longrope")["rope_parameters"]), "rope_type='longrope', but only"),
     "half RoPE": (
         config(rope_parameters=rope(partial_rotary_factor=0.5)["rope_parameters"]),
-        "'partial_rotary_factor'. of rope_type=default, but only rope_theta",
+        "nothing here reads 'partial_rotary_factor'=0.5; delete",
     ),
     "one bias": (config(attention_bias=True), "attention_bias=True with mlp_bias=False"),
     "unread": (
         config(is_causal=False, foo=1, q="x"),
         "nothing here reads 'foo'=1, 'is_causal'=False and 1 more; delete",
     ),
-    "no size": (config(hidden_size="absent"), "hidden_size=None must be of type int"),
-    "layers": (config(num_hidden_layers=4000), r"config.json means n_layer=4000, but there are \d+ tensors"),
-    "wrong types": (config(rope_parameters=[3]), "config.json"),
+    "no size": (config(hidden_size="absent"), "n_embd = None .hidden_size.: expected int"),
+    "layers": (config(num_hidden_layers=4000), r"n_layer=4000, but there are \d+ tensors"),
+    "wrong types": (config(rope_parameters=[3]), "config.json: a key has a value of a wrong type"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
     "a pickle": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-        r"has only pytorch_model.bin, a pickle; .*safe_serialization=True",
+        r"has no model.safetensors .pickles are not read.; .*safe_serialization=True",
     ),
     "cut off": (file_of(lambda content: content[:-100]), "model.safetensors is damaged"),
-    "shape": (norm(lambda x: x[:4]), r"model.norm.weight is \(4,\), but config.json means \(48,\)"),
+    "shape": (norm(lambda x: x[:4]), r"model.norm.weight is \(4,\), and should be \(48,\)"),
     "surplus": (norm(lambda x: x, "model.layers.3.other.weight"), "'model.layers.3.other.weight' is no weight"),
-    "dtype": (norm(lambda x: x.long()), "model.norm.weight has the dtype I64"),
+    "dtype": (norm(lambda x: x.long()), "'model.norm.weight' has the dtype I64"),
     "nan": (norm(lambda x: x * math.nan), "model.norm.weight holds numbers that are not finite"),
-    "absent file": (in_shards("model-9.safetensors"), "index.json names model-9.safetensors, which is absent"),
-    "outside": (in_shards("../llama.safetensors"), "names '../llama.safetensors', which is no safetensors file"),
+    "absent file": (in_shards("model-9.safetensors"), "index.json names 'model-9.safetensors', which is no safetens"),
+    "outside": (in_shards("../llama/model.safetensors"), "names '../llama/model.safetensors', which is no safetensors"),
     "no table": (in_shards(None), "has no weight_map"),
 }
 
@@ -428,7 +429,7 @@ def test_damaged_folders(folder, damage, words):
     damage(folder / "llama")
     with pytest.raises((ValueError, OSError), match=words) as error:
         dict(read_hf(folder / "llama"))
-    assert "\n" not in str(error.value) and "; " in str(error.value) and len(str(error.value)) < 500
+    assert re.fullmatch(r".*(; |, such as ).*", str(error.value)) and len(str(error.value)) < 500
 
 
 def test_a_name_of_the_hub_without_a_network(monkeypatch):
@@ -440,7 +441,7 @@ def test_a_name_of_the_hub_without_a_network(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ValueError, match="no folder org/model, .* hub .OSError.; .*hf download org/model"):
         read_hf("org/model")
-    with pytest.raises(ValueError, match="there is no folder /nowhere/at/all; give one"):
+    with pytest.raises(ValueError, match="there is no folder /nowhere/at/all, and no such model"):
         read_hf("/nowhere/at/all")
 
 
@@ -581,9 +582,9 @@ def test_nothing_is_left_after_a_failure(trained, tmp_path, monkeypatch, capsys)
     step = next(trained.glob("step_*"))
     for run, where, flags, words in (
         (tmp_path, tmp_path / "new", [], "no checkpoint in"),
-        ("hf:there", tmp_path / "new", [], "hf:there is no run of train.py"),
         (step, tmp_path / "new", ["--which=best"], "is one checkpoint; leave it out"),
-        (trained, "", [], "has no name"),
+        (trained, "", [], "is there already"),
+        (trained, tmp_path / "no" / "out", [], "No such file or directory"),
     ):
         with pytest.raises(SystemExit):
             export(run, where, *flags)

@@ -141,10 +141,10 @@ def test_reads_what_nanogpt_writes(tmp_path, prefix, zipped):
     checkpoint = dict(model={prefix + name: t for name, t in state.items()}, optimizer={}, model_args=ARGS)
     checkpoint |= dict(iter_num=2000, best_val_loss=torch.tensor(1.5), config={"dataset": "x"})
     torch.save(checkpoint, tmp_path / "ckpt.pt", _use_new_zipfile_serialization=zipped)
-    model_args, tensors, info = read_nanogpt(tmp_path / "ckpt.pt")
+    model_args, tensors, config = read_nanogpt(tmp_path / "ckpt.pt")
     assert model_args == ARGS and tensors.keys() == state.keys()
     assert all(torch.equal(tensors[name], state[name]) for name in state)
-    assert info == {"iter_num": 2000, "best_val_loss": 1.5, "config": {"dataset": "x"}}
+    assert config == {"dataset": "x"}
 
 
 def test_older_checkpoints_lack_bias_and_dropout_and_hold_the_mask():
@@ -166,10 +166,10 @@ def test_older_checkpoints_lack_bias_and_dropout_and_hold_the_mask():
         ({}, {"bias": False}, ["bias"]),
         ({}, {"n_head": 5}, ["n_head=5", "n_embd=12"]),
         ({}, {"n_layer": 3}, ["transformer.h.2.ln_1.weight", "absent"]),
-        ({}, {"n_layer": True}, ["n_layer=True", "whole number"]),
-        ({}, {"vocab_size": 2**31}, ["vocab_size=2147483648", "below 2**31"]),
-        ({}, {"n_embd": torch.zeros(2)}, ["n_embd=a Tensor"]),
-        ({}, {"dropout": math.nan}, ["dropout=nan"]),
+        ({}, {"n_layer": True}, ["n_layer = True", "int"]),
+        ({}, {"vocab_size": 2**31}, ["vocab_size=2147483648", "below 2147483648"]),
+        ({}, {"n_embd": torch.zeros(2)}, ["n_embd = tensor"]),
+        ({}, {"dropout": math.nan}, ["dropout = nan"]),
     ],
 )
 def test_refuses_by_name(change, args, words):
@@ -224,7 +224,7 @@ def test_other_floating_point_numbers_become_float32(dtype):
 
 def test_an_expanded_tensor_of_huge_size_is_not_read():
     state = nanogpt_state(**ARGS) | {"transformer.wte.weight": torch.zeros(1).expand(2**31 - 1, 12)}
-    with pytest.raises(ValueError, match="transformer.wte.weight is .*, not a dense tensor .* that the file holds"):
+    with pytest.raises(ValueError, match="transformer.wte.weight is no dense tensor .* that the file holds"):
         from_nanogpt(ARGS | {"vocab_size": 2**31 - 1}, state)
 
 
@@ -264,10 +264,8 @@ def test_runs_no_code_and_names_the_file(tmp_path):
     write(file)
     file.write_bytes(file.read_bytes()[:-500])
     refused("another kind")
-    write(file, iter_num=None)
-    refused("iter_num")
-    write(file, best_val_loss="low")
-    refused("low")
+    write(file, config=None)
+    refused("config")
     write(file, model=[torch.zeros(2)])
     refused("no nanoGPT checkpoint")
     torch.save([1, 2], file)
