@@ -24,6 +24,9 @@ import signal
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the program without a traceback
+    from engine import limit_spinning
+
+    limit_spinning()
 
 import json
 import math

@@ -22,6 +22,9 @@ import signal
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGPIPE):  # Ctrl-C (also during the imports) and `| head` end it silently
         signal.signal(number, signal.SIG_DFL)
+    from engine import limit_spinning
+
+    limit_spinning()
 
 import json
 import math

@@ -1,5 +1,9 @@
 """Fixtures that several tests share: a small data set, and train.py run in this process or in several ranks."""
 
+from engine import limit_spinning
+
+limit_spinning()
+
 import gc
 import importlib.util
 import os

@@ -4,7 +4,6 @@ owners = Owners({p: Matrix(shape, fused, cuts), ...}, group, dtype)
 owners.on_full({p: update, ...}, change)    # change(full updates of the matrices that this rank owns), in place
 """
 
-import heapq
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
@@ -97,12 +96,11 @@ class Owners:
         self.dtype = dtype
         self.owner: dict[Hashable, int] = {}
         self.ranks = range(math.prod(n for n, _ in next(iter(matrices.values())).cuts))
-        loads = [(0, rank) for rank in self.ranks]  # a heap
+        loads = [0] * len(self.ranks)
         for key, matrix in sorted(matrices.items(), key=lambda item: -item[1].flops):
-            flops, rank = loads[0]
-            self.owner[key] = rank
-            heapq.heapreplace(loads, (flops + matrix.flops, rank))
-        self.flops = max(loads)[0]  # of the rank that has most to do
+            self.owner[key] = rank = loads.index(min(loads))
+            loads[rank] += matrix.flops
+        self.flops = max(loads)
 
     def sends(self, key: Hashable, rank: int) -> bool:
         """Whether this rank is one of those that send their parts of an update to the matrix's owner."""
