@@ -46,7 +46,7 @@ from engine.checkpoint.saver import Checkpoints
 from engine.device import make_deterministic, peak_flops, precision, refuse_nondeterminism, resolve_device
 from engine.evaluation import Evaluation
 from engine.metrics import Metrics, Silent, evaluation_text
-from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
+from engine.parallel.ranks import Ranks, check_flags, environment, join, leave, lost_ranks_end_the_run
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory
 from engine.step import Profile, Step, Watch, collect_garbage
@@ -68,9 +68,10 @@ def main(argv: list[str] | None = None):
             if not cfg.eval_only and cfg.init_from != "resume":
                 cleanup.enter_context(run_state.locked(cfg.out_dir))  # of a resume, stored_flags has locked it
             run_state.check_out_dir(cfg)
-            run = Run(cfg, cleanup)
+            with lost_ranks_end_the_run(cfg.out_dir):
+                run = Run(cfg, cleanup)
         run.announce()
-        with refuse_nondeterminism():
+        with lost_ranks_end_the_run(cfg.out_dir), refuse_nondeterminism():
             if cfg.eval_only:
                 run.evaluate()
             else:

@@ -14,11 +14,12 @@ adjacent shards divide the experts.
 import hashlib
 import os
 import re
+import socket
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from data.errors import say
 from engine.device import fast_bfloat16, keep_freed_memory, resolve_device, resolve_dtype
 from engine.parallel import context, expert, tensor
 
@@ -188,6 +190,7 @@ def join(cfg) -> Ranks:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not cfg.deterministic
     if place.size > 1:
         connect(cfg, place, device)
+        check_same_flags(cfg)
     ranks = Ranks(place.rank, place.size, device, agreed_dtype(cfg.dtype, device), compiled)
     if place.size == 1:
         return ranks
@@ -213,14 +216,52 @@ def connect(cfg, place: Environment, device: torch.device):
     if device.type == "cuda":
         backend = f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"
     timeout = timedelta(seconds=cfg.collective_timeout)
+    store = None
     try:
-        store = fresh_store(place.rank, place.size) if may_restart() else None
+        find_address(place, cfg.collective_timeout)
+        if may_restart():
+            store = fresh_store(place.rank, place.size, timeout)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
-    except (ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         address = ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
         reason = str(error).strip().partition("\n")[0][:200]
         where = f"rank {place.rank} cannot join the {place.size} ranks at {address}"
         raise ValueError(f"{where}: {reason}; start all of them with torchrun") from error
+
+
+def find_address(place: Environment, seconds: int):
+    """Wait until the address of the ranks' store can be resolved, and until it answers if another process has it.
+    OSError after so many seconds. PyTorch's own attempts print dozens of lines."""
+    host = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():  # which PyTorch refuses in a line
+        return
+    own = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            if own:
+                socket.getaddrinfo(host, port)
+            else:
+                socket.create_connection((host, int(port)), timeout=seconds).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.2)
+
+
+def check_same_flags(cfg):
+    """ValueError on every rank if ranks have different flags. init_from has a check of its own, and ranks may name
+    different GPUs."""
+    flags = {each.name: getattr(cfg, each.name) for each in fields(cfg) if each.name != "init_from"}
+    flags["device"] = cfg.device.partition(":")[0]
+    first, *others = of_all_ranks(flags)
+    for rank, found in enumerate(others, 1):
+        for name, value in first.items():
+            if found.get(name) != value:
+                said = f"{name}={value!r:.200} on rank 0 and {found.get(name)!r:.200} on rank {rank}"
+                raise ValueError(f"{said}; start all ranks with the same flags")
 
 
 def make_mesh(cfg, device: torch.device, grid: Tensor, names: str) -> DeviceMesh:
@@ -237,21 +278,24 @@ def may_restart() -> bool:
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
-def fresh_store(rank: int, size: int) -> dist.Store:
-    """The key-value store that all ranks share, without the keys of earlier starts.
+def fresh_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """The key-value store that all ranks share, without the keys of earlier starts. RuntimeError if they are not all
+    there in time.
 
     torchrun --max-restarts uses the same store for all starts, and each node counts its own restarts, so a rank could
     wait for ever for a process that has died. So each rank chooses a random name, and the hash of all names is the
     prefix of this start's keys. If all ranks have read the same list, it has only new names, as each reads its own.
     """
-    store, _, _ = next(rendezvous("env://", rank, size))
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
     store.set(f"name_{rank}", uuid.uuid4().hex)
-    while True:
+    end = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < end:
         names = hashlib.sha256(b" ".join(store.multi_get([f"name_{r}" for r in range(size)]))).hexdigest()
         store.set(f"read_{rank}", names)
         if all(read == names.encode() for read in store.multi_get([f"read_{r}" for r in range(size)])):
             return dist.PrefixStore(names, store)
         time.sleep(0.05)
+    raise RuntimeError(f"a rank did not start within {timeout.total_seconds():.0f} seconds")
 
 
 def is_first_rank() -> bool:
@@ -293,6 +337,28 @@ def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:
     if flag == "auto" and device.type == "cpu" and of_first_rank(fast_bfloat16):
         return torch.bfloat16
     return resolve_dtype(flag, device)
+
+
+LOST = "(?i)connection (reset|closed|refused)|timed ?out|timeout|remote process|broken pipe"  # in a collective's error
+
+
+@contextmanager
+def lost_ranks_end_the_run(out_dir: str) -> Iterator[None]:
+    """Turn the error of a collective in which another rank is missing into a line that says how to go on, and exit
+    code 1. On a machine with many ranks, one or two of them say it."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = re.search(LOST, str(error))
+        if not dist.is_initialized() or not reason:
+            raise
+        place = environment()
+        if place.local_rank == 0 or place.rank == 1:
+            say(
+                f"error: rank {place.rank} has lost another rank, which has ended or hangs ({reason[0]}); unless "
+                f"torchrun starts all again, go on with the same command, --out_dir={out_dir} and --init_from=resume"
+            )
+        raise SystemExit(1) from None
 
 
 def leave():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_start_reads_nothing_of_the_one_before(monkeypatch):
 
     def join(rank, late):
         time.sleep(0.5 * (rank == late))
-        return parallel.fresh_store(rank, 3)
+        return parallel.fresh_store(rank, 3, timedelta(seconds=60))
 
     for late in (0, 1, 2, 1):  # four starts
         with ThreadPoolExecutor(3) as threads:
@@ -78,6 +79,8 @@ def test_a_start_reads_nothing_of_the_one_before(monkeypatch):
         stores[late].set("address", f"{late}")
         assert all(store.check(["address"]) for store in stores)  # get would wait
         assert [store.get("address") for store in stores] == [f"{late}".encode()] * 3
+    with pytest.raises(RuntimeError, match="a rank did not start within 1 seconds"):  # only its old keys are there
+        parallel.fresh_store(0, 3, timedelta(seconds=1))
 
 
 FAILING = """

@@ -1,0 +1,81 @@
+"""Ranks that cannot work together: their flags differ, one is not there, or one is lost."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from helpers import TINY
+from ranks import exit_codes, launch, train_main
+
+from configurator import Config, parse
+from data import errors
+from engine.parallel import ranks as parallel
+from engine.parallel.sharded import ShardedModel
+
+DIFFERING = ["tp=2", "dataset=other", "dropout=0.1", "gradient_accumulation_steps=4", "mlp=swiglu", "ema_decay=0.9"]
+
+
+def join_with_other_flags():
+    """Each line is what a rank is told whose flags differ from the other's."""
+    init, rank = dist.init_process_group, int(os.environ["RANK"])
+    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else init(*args, **kwargs)
+    for flag in DIFFERING:
+        cfg = parse(Config, [*TINY, "--vocab_size=64", *[f"--{flag}"] * rank])
+        with pytest.raises(ValueError) as caught:
+            parallel.join(cfg)
+        print("told:", caught.value)
+    alike = parse(Config, [*TINY, "--vocab_size=64"])
+    assert parallel.join(alike).size == 2
+
+
+def test_ranks_with_different_flags_are_refused(tmp_path):
+    launch(2, join_with_other_flags, tmp_path)
+    default = parse(Config, TINY)
+    for rank in range(2):
+        told = [line[6:] for line in (tmp_path / f"rank {rank}").read_text().splitlines() if line.startswith("told: ")]
+        for line, flag in zip(told, DIFFERING, strict=True):
+            name, _, value = flag.partition("=")
+            mine = getattr(parse(Config, [*TINY, f"--{flag}"]), name)
+            assert line.startswith(f"{name}={getattr(default, name)!r} on rank 0 and {mine!r} on rank 1; ")
+
+
+def train_until_killed(flags: list[str]):
+    """train.py, whose second rank is killed in the fourth step."""
+    backward, steps = ShardedModel.backward, []
+
+    def counted(*args):
+        steps.append(1)
+        if len(steps) == 4 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return backward(*args)
+
+    ShardedModel.backward = counted
+    train_main(flags)
+
+
+def test_a_lost_rank_leaves_a_line_that_resumes(tiny_data, tmp_path):
+    out = tmp_path / "out"
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={out}", "--collective_timeout=20"]
+    assert exit_codes(2, train_until_killed, tmp_path, flags) == [1, -signal.SIGKILL]
+    said = (tmp_path / "rank 0").read_text()
+    [line] = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in said and line.startswith("error: rank 0 has lost another rank")
+    assert line.endswith(f"--out_dir={out} and --init_from=resume")
+
+
+def train_alone(flags: list[str], rank: str, host: str):
+    os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": host}
+    errors.FIRST_RANK_SPEAKS = 0
+    train_main(flags)
+
+
+@pytest.mark.parametrize(
+    "rank, host", [("0", "no.such.host.invalid"), ("1", "no.such.host.invalid"), ("1", "localhost")]
+)
+def test_a_wrong_address_is_told_in_one_line(rank, host, tiny_data, tmp_path):
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--collective_timeout=1"]
+    assert exit_codes(1, train_alone, tmp_path, flags, rank, host) == [2]
+    [line] = Path(tmp_path / "rank 0").read_text().splitlines()
+    assert line.startswith(f"error: rank {rank} cannot join the 2 ranks at {host}:")
