@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -49,7 +49,7 @@ from engine.decode import generate
 from engine.device import resolve_device, resolve_dtype
 from engine.plan import memory
 from engine.text import LARGEST_PROMPT, Sample, prompt_ids, read_prompt, read_text, token_logprobs
-from model import POSITION, Model, NoEmbedding
+from model import Model
 
 Chooser = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
 UNUSED = {  # objective, or target of a seq2seq model of pairs -> flags that have no effect
@@ -137,31 +137,28 @@ def check_flags(cfg: SampleConfig, kind: str, flags: Config):
         raise ValueError(
             f"{name}={getattr(cfg, name)} has no effect on a model of objective={flags.objective}; omit it"
         )
-    if cfg.overflow == "roll" and POSITION[flags.pos][0] is not NoEmbedding:
-        fact = f"overflow=roll does not work with pos={flags.pos}, which has no positions beyond block_size"
-        raise ValueError(f"{fact}; set overflow=recompute")
 
 
 def read_ids(cfg: SampleConfig, kind: str, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of the prompt, with the mask or the next sentinel in place of each blank. `kind` is as in check_flags."""
     if kind == "causal":
         return prompt_ids(tokenizer, prompt)
-    V = tokenizer.vocab_size
-    limit = flags.block_size
     flag = f"start={prompt[:40]!r}"
+    limit = flags.block_size
     if kind == "target":
         tokens = [*prompt_ids(tokenizer, prompt), tokenizer.eot]
     else:
-        pieces = prompt.split(cfg.blank)
-        require(len(pieces) > 1, f"{flag} has no blank to fill; write {cfg.blank} for missing text, or set --blank")
+        V = tokenizer.vocab_size
         blanks = [V] * limit
         if kind == "seq2seq":
             objective = OBJECTIVE[kind](V, tokenizer.eot, limit, False, flags.corrupt_ratio, flags.span_length)
             blanks = list(range(V, V + objective.extra_ids - 1))
+        first, *others = prompt.split(cfg.blank)
+        require(others, f"{flag} has no blank to fill; write {cfg.blank} for missing text, or set --blank")
         most = len(blanks)
-        require(len(pieces) <= most + 1, f"{flag} has more blanks than the model knows, {most}; fill some first")
-        tokens = tokenizer.encode(pieces[0]).tolist()
-        for i, piece in zip(blanks, pieces[1:], strict=False):
+        require(len(others) <= most, f"{flag} has more blanks than the model knows, {most}; fill some first")
+        tokens = tokenizer.encode(first).tolist()
+        for i, piece in zip(blanks, others, strict=False):
             tokens += [i, *tokenizer.encode_rest(piece).tolist()]
     require(len(tokens) <= limit, f"{flag} becomes {len(tokens)} tokens, more than block_size={limit}; shorten it")
     return tokens
@@ -174,34 +171,35 @@ def continue_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt:
         source = idx
         idx = torch.full_like(source[:, :1], tokenizer.eot)
         prompt = ""
-    samples = [Sample(cfg.stop) for _ in range(cfg.num_samples)]
-    live = sys.stdout.isatty()
-    if live:
+    samples = [Sample(cfg.stop) for _ in idx]
+    shown = sys.stdout.isatty()  # the first sample, while it is written
+    if shown:
         print(prompt, end="", flush=True)
     V = tokenizer.vocab_size  # the embedding may be padded to more rows
     tokens = generate(model, idx, cfg.max_new_tokens, lambda x: choose(x[:, :V]), source, cfg.overflow == "roll")
-    n = 0
-    for n, token in enumerate(tokens, start=1):  # noqa: B007
-        for i, (sample, t) in enumerate(zip(samples, token.tolist(), strict=True)):
-            if not sample.ended:
-                over = t == tokenizer.eot or n == cfg.max_new_tokens
-                fresh = sample.add(b"" if t == tokenizer.eot else tokenizer.token_bytes[t], last=over)
-                if live and i == 0:
-                    print(fresh, end="", flush=True)
+    for n, token in enumerate(tokens, start=1):
+        for sample, t in zip(samples, token.tolist(), strict=True):
+            if sample.ended:
+                continue
+            over = t == tokenizer.eot
+            fresh = sample.add(b"" if over else tokenizer.token_bytes[t], last=over or n == cfg.max_new_tokens)
+            if shown and sample is samples[0]:
+                print(fresh, end="", flush=True)
         if all(sample.ended for sample in samples):
             break
     texts = [prompt + sample.text for sample in samples]
-    if live:
+    if shown:
         texts[0] = ""
     print(SEPARATOR.join(texts))
-    return n * cfg.num_samples
+    return n * len(samples)
 
 
 @torch.no_grad()
 def fill_masks(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, idx: Tensor, choose: Chooser):
     """Prints the prompt with a token in each blank, not end-of-text; the blank of the most certain token is next."""
     V = tokenizer.vocab_size  # also the id of the mask
-    rows, blanks = torch.arange(len(idx)), (idx[0] == V).nonzero()[:, 0]
+    rows = torch.arange(len(idx))
+    blanks = (idx[0] == V).nonzero()[:, 0]
     for _ in blanks:
         logits = model.logits(model.hidden(idx)[:, blanks])[..., :V]  # (B, blanks, V)
         if tokenizer.eot is not None:
@@ -210,44 +208,43 @@ def fill_masks(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: st
         best = certainty.argmax(-1)  # (B,)
         idx[rows, blanks[best]] = choose(logits[rows, best])
     print(SEPARATOR.join(tokenizer.decode(row.cpu()) for row in idx))
-    return idx.size(0) * len(blanks)
+    return len(rows) * len(blanks)
 
 
 def fill_spans(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: str, source: Tensor, choose: Chooser):
     """Prints the prompt with a text in each blank. max_new_tokens limits all blanks of a sample together."""
     V = tokenizer.vocab_size
-    n_blanks = int((source[0] >= V).sum())
+    end = V + int((source[0] >= V).sum())  # the sentinel after that of the last blank
     span = torch.full_like(source[:, :1], V)  # (B, 1), the sentinel of the blank that is being filled
 
     def draw(logits: Tensor) -> Tensor:  # any token except end-of-text, or the next sentinel
         ids = torch.arange(logits.size(1), device=logits.device)
-        following = (span + 1).clamp(max=V + n_blanks)
-        never = (ids >= V) & (ids != following) | (ids == tokenizer.eot)
+        never = (ids >= V) & (ids != (span + 1).clamp(max=end)) | (ids == tokenizer.eot)
         token = choose(logits.masked_fill(never, -torch.inf))
         span.copy_(span.maximum(token[:, None]))
         return token
 
-    written = [span.clone()]
+    written = []
     for token in generate(model, span.clone(), cfg.max_new_tokens, draw, source, cfg.overflow == "roll"):
-        written.append(token[:, None])
-        if (span == V + n_blanks).all():
+        written.append(token)
+        if (span == end).all():
             break
-    pieces = prompt.split(cfg.blank)
+    first, *others = prompt.split(cfg.blank)
     texts = []
-    for row in torch.cat(written, dim=1).tolist():
-        fills = [[] for _ in range(n_blanks + 1)]  # text after the last sentinel belongs to no blank
+    for row in torch.stack(written, dim=1).tolist():
+        fills = [[]]
         for token in row:
-            if token >= V:
-                fill = fills[token - V]
-            else:
-                fill.append(token)
-        text = pieces[0]
-        for fill, piece in zip(fills, pieces[1:], strict=False):
+            if token < V:
+                fills[-1].append(token)
+            elif len(fills) <= token - V:  # the last sentinel may be drawn again
+                fills.append([])
+        text = first
+        for fill, piece in zip_longest(fills[: len(others)], others, fillvalue=[]):
             decode = tokenizer.decode_rest if text else tokenizer.decode
             text += decode(fill) + piece
         texts.append(text)
     print(SEPARATOR.join(texts))
-    return (len(written) - 1) * len(source)
+    return len(written) * len(source)
 
 
 def score_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, text: str, idx: Tensor, choose: Chooser):
@@ -274,8 +271,11 @@ SAMPLER = {
 def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(SampleConfig, argv, doc=__doc__)
-        text = read_text("score", cfg.score, LARGEST_PROMPT) if cfg.score else read_prompt(cfg.start)
-        require(text or not cfg.score, f"score={cfg.score} is empty; give a file with text")
+        if cfg.score:
+            text = read_text("score", cfg.score, LARGEST_PROMPT)
+            require(text, f"score={cfg.score} is empty; give a file with text")
+        else:
+            text = read_prompt(cfg.start)
         device = resolve_device(cfg.device)
         dtype = resolve_dtype(cfg.dtype, device)
         path, model, tokenizer = load(cfg, device)
@@ -286,17 +286,17 @@ def main(argv: list[str] | None = None):
         ids = read_ids(cfg, kind, model.cfg, tokenizer, text)
         own = model.cfg.vocab_size
         require(max(ids) < own, f"the text has token id {max(ids)}, and the model has {own}; see to its tokenizer")
-    print(f"{path}: {model.n_params():,} parameters, on {device}", file=sys.stderr)
-    idx = torch.tensor([ids], device=device).repeat(cfg.num_samples, 1)
-    generator = torch.Generator(device).manual_seed(cfg.seed)
-    sys.stdout.reconfigure(errors="replace")  # for a prompt that is not UTF-8, or a terminal without Unicode
-    started = time.perf_counter()
-    sampler = SAMPLER["score" if cfg.score else kind]
-    with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-        n_tokens = sampler(cfg, model, tokenizer, text, idx, partial(choose, cfg=cfg, generator=generator))
-    sys.stdout.flush()  # if it fails, the error is the only output
-    seconds = time.perf_counter() - started
-    print(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:.1f} tokens per second", file=sys.stderr)
+        idx = torch.tensor([ids], device=device).repeat(cfg.num_samples, 1)
+        generator = torch.Generator(device).manual_seed(cfg.seed)
+        sys.stdout.reconfigure(errors="replace")  # for a prompt that is not UTF-8, or a terminal without Unicode
+        started = time.perf_counter()
+        sampler = SAMPLER["score" if cfg.score else kind]
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+            n_tokens = sampler(cfg, model, tokenizer, text, idx, partial(choose, cfg=cfg, generator=generator))
+        sys.stdout.flush()  # if it fails, the error is the only output
+        seconds = time.perf_counter() - started
+        said = f"{path}, {model.n_params():,} parameters, on {device}: {n_tokens} tokens in {seconds:.2f} s"
+        print(f"{said}, {n_tokens / seconds:.1f} tokens per second", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 for tokens in generate(model, idx, 100, lambda logits: logits.argmax(-1)):      # idx (B, T), tokens (B,)
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,15 +15,20 @@ class KVCache:
     """Keeps the keys and values of `length` positions, which earlier calls have computed."""
 
     def __init__(self, length: int):
-        self.length, self.end, self.k, self.v = length, 0, None, None
+        self.length = length
+        self.end = 0
+        self.k = None
+        self.v = None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k and v (B, heads, T, E) of new positions -> k and v of all positions so far, (B, heads, S, E)."""
         if self.k is None:
             self.k, self.v = (x.new_empty(*x.shape[:2], self.length, x.size(3)) for x in (k, v))
-        start, self.end = self.end, self.end + k.size(2)
-        self.k.narrow(2, start, k.size(2)).copy_(k), self.v.narrow(2, start, k.size(2)).copy_(v)
-        return self.k.narrow(2, 0, self.end), self.v.narrow(2, 0, self.end)
+        start = self.end
+        self.end += k.size(2)
+        self.k[:, :, start : self.end] = k
+        self.v[:, :, start : self.end] = v
+        return self.k[:, :, : self.end], self.v[:, :, : self.end]
 
     def keep(self, length: int, width: int):
         """Moves the last `length` keys and values to the front. Key columns from `width` on, ALiBi's, stay in place."""
@@ -46,6 +50,49 @@ def set_caches(model: Model, length: int):
             m.cache = KVCache(length) if length and (m.causal or m.reader.source == "memory") else None
 
 
+class Reader:
+    """Reads a text piece by piece with caches of `length` tokens, and computes the logits of its next token.
+
+    end      tokens in the caches
+    start    position of the first one; if the oldest are dropped, rotated keys stay at their positions (RoPE)
+    """
+
+    def __init__(self, model: Model, length: int, memory: Tensor | None):
+        self.model = model
+        self.length = length
+        self.memory = memory
+        self.heads = [m for m in model.modules() if isinstance(m, Pool) and m.causal]
+        self.rotates = any(isinstance(m.position, Rope) for m in self.heads)
+        self.clear()
+
+    def clear(self):
+        """Forget the text."""
+        set_caches(self.model, self.length)
+        self.start = 0
+        self.end = 0
+
+    def read(self, idx: Tensor) -> Tensor:
+        """Appends the tokens idx (B, T) to the text; returns the logits of the token after it, (B, V)."""
+        for piece in idx.split(self.model.cfg.block_size, dim=1):
+            T = piece.size(1)
+            if T > self.length - self.end:
+                self.drop_oldest()
+            x, t = self.model.embed(piece, self.start + self.end)
+            table = self.model.table(t, x)
+            x = self.model.through_blocks(x, Inputs(table, None, self.memory))
+            self.end += T
+        return self.model.logits(x[:, -1])
+
+    def drop_oldest(self):
+        """Keep only the keys that the next query sees."""
+        kept = self.model.cfg.block_size - 1
+        for m in self.heads:
+            m.cache.keep(kept, m.head_dim)
+        if self.rotates:
+            self.start += self.end - kept
+        self.end = kept
+
+
 @torch.inference_mode()
 def generate(
     model: Model, idx: Tensor, max_new_tokens: int, choose: Callable, source: Tensor | None = None, roll: bool = False
@@ -56,37 +103,28 @@ def generate(
     tokens, as in nanoGPT: all positions change with each token, so it costs a forward of the full context. With
     roll, a token still costs one cached step, which is the forward of the whole text with window=block_size.
     """
-    pos, limit = model.cfg.pos, model.cfg.block_size
-    heads = [m for m in model.modules() if isinstance(m, Pool) and m.causal]
+    limit = model.cfg.block_size
+    pos = model.cfg.pos
     require(model.cfg.objective != "masked", "objective=masked does not continue a text; it fills blanks in one")
-    require(not roll or POSITION[pos][0] is NoEmbedding, f"pos={pos} ends at block_size={limit}; recompute")
-    memory, length = model.encode(source), min(limit * (1 + roll), idx.size(1) + max_new_tokens)
-    new, text, table, start, end = idx, deque([idx], maxlen=limit), None, 0, 0  # the cache has [start, start + end)
-    set_caches(model, length)
-    windows = [m.window for m in heads]
-    for m in heads if roll else ():
-        m.window = min(m.window or limit, limit)
+    fact = f"overflow=roll does not work with pos={pos}, which has no positions beyond block_size={limit}"
+    require(not roll or POSITION[pos][0] is NoEmbedding, f"{fact}; set overflow=recompute")
+    length = min(limit * (1 + roll), idx.size(1) + max_new_tokens)
+    reader = Reader(model, length, model.encode(source))
+    windows = [m.window for m in reader.heads]
+    if roll:
+        for m in reader.heads:
+            m.window = min(m.window or limit, limit)
+    new = idx
+    text = idx[:, -limit:]
     try:
         for _ in range(max_new_tokens):
-            if end + new.size(1) > length and not roll:
-                new, end = torch.cat(tuple(text), dim=1)[:, -limit:], 0
-                text = deque([new], maxlen=limit)
-                set_caches(model, length)
-            for piece in new.split(limit, dim=1):
-                if (T := piece.size(1)) > length - end:  # a full cache keeps the keys that the next query sees
-                    moved, end = end - (limit - 1), limit - 1
-                    for m in heads:
-                        m.cache.keep(end, m.head_dim)
-                    if any(isinstance(m.position, Rope) for m in heads):  # rotated keys stay at their positions
-                        start, table = start + moved, None
-                x, t = model.embed(piece, start + end)
-                table = model.table(start + torch.arange(length, device=t.device), x) if table is None else table
-                here = tuple(each[..., end : end + T, :] for each in table)
-                x, end = model.through_blocks(x, Inputs(here, None, memory)), end + T
-            new = choose(model.logits(x[:, -1]))[:, None]
-            text.append(new)
+            if reader.end + new.size(1) > length and not roll:
+                new = text
+                reader.clear()
+            new = choose(reader.read(new))[:, None]
+            text = torch.cat((text, new), dim=1)[:, -limit:]
             yield new[:, 0]
     finally:
         set_caches(model, 0)
-        for m, window in zip(heads, windows, strict=True):
+        for m, window in zip(reader.heads, windows, strict=True):
             m.window = window

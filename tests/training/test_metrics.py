@@ -191,10 +191,13 @@ def test_tensorboard_shows_norms_texts_and_flags(tmp_path, monkeypatch):
 # Console
 
 
-def test_tensorboard_that_is_missing(tmp_path, monkeypatch):
+def test_packages_that_are_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     with pytest.raises(ValueError, match="tensorboard.* is not installed; pip install tensorboard"):
         engine.metrics.Events(tmp_path, 0, {})
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="wandb_log=True: wandb is not installed; pip install wandb, or set wandb_log"):
+        engine.metrics.Wandb(tmp_path, Config(wandb_log=True))
 
 
 class Terminal(io.StringIO):
