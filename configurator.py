@@ -71,6 +71,7 @@ RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "log_ranks": False,
     "on_save_error": "stop",
 }
+PATHS = {"out_dir", "init_from", "dataset", "file", "answers", "score", "out", "against"}  # flags of files and folders
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
 CONSTANTS = {"true": True, "false": False}
 OPERATORS = {
@@ -360,6 +361,9 @@ def convert(cls: type, name: str, value: Any, where: str) -> Any:
         near = difflib.get_close_matches(name, kinds, 1)
         remedy = f"the nearest is {near[0]}" if near else "--help lists them"
         raise ValueError(f"{here}: no such flag; {remedy}")
+    if name in PATHS:
+        fact = f"{here}: an address, and this program reads and writes files alone"
+        require(not re.match(r"(\w+:)?\w+://", str(value)), f"{fact}; give a path, for example of a mounted folder")
     try:
         return coerce(value, kinds[name])
     except ValueError:

@@ -32,9 +32,10 @@ import json
 import math
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from configurator import Config, check_range, parse
 from data.dataset import TokenStream
 from data.errors import command, require, user_errors
+from data.files import new_file
 from data.loader import eval_batches
 from data.objective import open_with_objective
 from engine.answers import answer
@@ -128,8 +130,11 @@ def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) ->
     return Evaluated(stream.name, batches, *byte_lengths(flags, data, ranks), pairs)
 
 
-def evaluate_text(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], text: str, found: Weights) -> dict:
-    """The figures of a model on a data set, or on `text` if cfg.file is set. Every rank calls it."""
+def evaluate_text(
+    cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], text: str, found: Weights, file: BinaryIO | None
+) -> dict:
+    """The figures of a model on a data set, or on `text` if cfg.file is set. With cfg.answers, the answers go to
+    `file`. Every rank calls it."""
     flags = found.config(**machine)
     limit = flags.block_size
     require(cfg.block_size <= limit, f"block_size={cfg.block_size} is more than the model's {limit}; lower it")
@@ -147,7 +152,7 @@ def evaluate_text(cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], te
         n = cfg.eval_iters * cfg.batch_size
         with ranks.autocast():
             figures["exact_match"] = answer(
-                sharded.model, found.tokenizer(), part.pairs, ranks.device, cfg.batch_size, n, cfg.answers
+                sharded.model, found.tokenizer(), part.pairs, ranks.device, cfg.batch_size, n, file
             )
     return figures
 
@@ -167,8 +172,6 @@ def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(EvaluateConfig, argv, doc=__doc__)
         _, local_rank, size, _ = environment()
-        folder = cfg.answers and Path(cfg.answers).expanduser().is_dir()
-        require(not folder, f"answers={cfg.answers} is a folder; name a file, such as {cfg.answers}/answers.jsonl")
         text = read_text("file", cfg.file, LARGEST_TEXT) if cfg.file else ""
         dtype = str(resolve_dtype(cfg.dtype, resolve_device(cfg.device, local_rank)))[6:]
         machine = {
@@ -181,7 +184,11 @@ def main(argv: list[str] | None = None):
         if cfg.dataset:
             machine |= {"dataset": cfg.dataset, "pairs": "auto"}
         require(size == 1 or not cfg.answers, "answers are written by one process; start it without torchrun")
-        figures = weights.read(cfg.out_dir, lambda found: evaluate_text(cfg, ranks, machine, text, found))
+        answers = nullcontext()
+        if cfg.answers:
+            answers = new_file(Path(cfg.answers).expanduser())  # a place that cannot be written is refused now
+        with answers as file:
+            figures = weights.read(cfg.out_dir, lambda found: evaluate_text(cfg, ranks, machine, text, found, file))
     if ranks.first:
         show(cfg, figures)
     leave()

@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 def out_folder(out: str) -> Path:
     """The folder of --out: NAME means data/NAME, and anything with a / is a path."""
-    known = out.strip() not in ("", ".", "..")
+    known = out.strip() not in ("", ".", "..") and "://" not in out
     require(known, f"out={out!r} is no folder; pass a name (of a folder in data/) or a path with a /")
     if "/" in out:
         return Path(os.path.expanduser(out))

@@ -14,15 +14,15 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import stat
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
-
-from data.errors import require
 
 HEADER_BYTES = 256 * 4
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic: (version, dtype)
@@ -60,12 +60,20 @@ def amount(n: float) -> str:
     return f"{n:,.4g} bytes"
 
 
+def open_small(path: Path, most: int) -> BinaryIO:
+    """Opens a regular file for reading. ValueError if it has more than `most` bytes."""
+    f = open(path, "rb", opener=open_regular)
+    size = os.fstat(f.fileno()).st_size
+    if size > most:
+        f.close()
+        raise ValueError(f"{display_path(path)} has {size:,} bytes, more than {most:,}; give a smaller file")
+    return f
+
+
 def read_file(path: Path, most: int) -> bytes:
     """The content of a regular file. ValueError if it has more than `most` bytes."""
-    with open(path, "rb", opener=open_regular) as f:
-        content = f.read(most + 1)
-    require(len(content) <= most, f"{display_path(path)} has more than {most:,} bytes; give a smaller file")
-    return content
+    with open_small(path, most) as f:
+        return f.read()  # which asks for as much memory as the file has; read(most) asks for `most`
 
 
 def read_json(path: Path):
@@ -151,12 +159,32 @@ def _check_size(path: Path, size: int, expected: int) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file atomically, and makes its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_bytes(content)
-    fsync(temporary)
-    os.replace(temporary, path)
+    """Writes a file atomically, and makes its folder; see new_file."""
+    with new_file(path) as f:
+        f.write(content)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that is open for writing, and takes the place of `path` at the end; after an error it is gone. Its name is
+    fresh and private until then, so no link is followed. OSError, which names `path`, also at once."""
+    temporary = path.with_name(f".tmp-{path.name[:40]}-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "Not a regular file")
+        with open(temporary, "xb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        if error.filename in (None, str(temporary), str(path.parent)):
+            error.filename = display_path(path)
+        raise
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def fsync(path: Path) -> None:
@@ -170,8 +198,11 @@ def fsync(path: Path) -> None:
 
 def sha256(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
     with open(path, "rb", opener=open_regular) as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+        while block := f.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def check(condition: object, path: Path, fact: str, remedy: str = "") -> None:

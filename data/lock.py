@@ -55,7 +55,7 @@ def _lock(path: Path, flag: str, seconds: float) -> int:
         late = time.monotonic() >= end
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except (FileNotFoundError, FileExistsError):  # the holder has just removed the folder
             if late:
                 raise

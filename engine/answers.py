@@ -2,14 +2,13 @@
 
 import json
 from collections import defaultdict
-from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from data.dataset import TokenStream
-from data.files import write_file
 from data.pairs import documents
 from data.tokenizer import Tokenizer
 from engine.decode import generate
@@ -49,7 +48,13 @@ def greedy(model: Model, tokenizer: Tokenizer, sources: Tensor) -> list[list[int
 
 
 def answer(
-    model: Model, tokenizer: Tokenizer, stream: TokenStream, device: torch.device, batch_size: int, n: int, file: str
+    model: Model,
+    tokenizer: Tokenizer,
+    stream: TokenStream,
+    device: torch.device,
+    batch_size: int,
+    n: int,
+    file: BinaryIO,
 ) -> float:
     """Writes the source, the first target and the answer of the stream's first n pairs, all if n is 0, into a file, a
     JSON object in each line. Returns the share of answers that are the target.
@@ -75,5 +80,5 @@ def answer(
             "answer": tokenizer.decode_rest(answers[i]),
         }
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    write_file(Path(file).expanduser(), "".join(lines).encode())
+    file.write("".join(lines).encode())
     return right / len(pairs)

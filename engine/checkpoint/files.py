@@ -24,13 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.errors import require
-from data.files import fsync, write_file
+from data.files import fsync, read_file, write_file
 from engine.checkpoint import contents
 from engine.checkpoint.contents import STEP, Damaged, Part, Saved, own_part, read_state, step_of, steps_in
 from engine.parallel.ranks import is_first_rank, of_first_rank, together
 
-LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|latest|best)|step_\d{8,}\.old")
+LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|(latest|best)(-\w+)?)|step_\d{8,}\.old")
 TRIES = 100  # of a reader, while a run deletes checkpoints before they are read
+LARGEST_NAME = 1000  # bytes of latest and best
 VOCAB_WEIGHTS = ("wte.weight", "head.weight")  # parameters with a row per token id, see `unpadded`
 T = TypeVar("T")
 
@@ -79,9 +80,7 @@ def find(where: str | Path, which: str = "latest") -> Path:
         return where
     pointer = where / which
     for _ in range(3):  # a run that saves may write another name meanwhile
-        name = ""
-        if pointer.is_file():
-            name = pointer.read_text(errors="replace").strip()
+        name = named_by(pointer)
         for step_dir in (where / name, where / f"{name}.old"):  # .old: a process was killed while it replaced this step
             if STEP.fullmatch(name) and step_dir.is_dir():
                 return step_dir
@@ -93,6 +92,13 @@ def find(where: str | Path, which: str = "latest") -> Path:
     if is_first_rank():
         logging.getLogger(__name__).warning("%s names no checkpoint, the newest one is %s", pointer, steps[-1])
     return steps[-1]
+
+
+def named_by(pointer: Path) -> str:
+    """The name in the file latest or best, "" if there is no such file."""
+    if not pointer.is_file():
+        return ""
+    return read_file(pointer, LARGEST_NAME).decode(errors="replace").strip()
 
 
 def read(where: str | Path, action: Callable[[Path, dict], T], which: str = "latest") -> T:
@@ -197,7 +203,10 @@ def _begin(partial_step: Path):
             old.rename(old.with_suffix(""))
     for entry in list(out_dir.iterdir()):
         if LEFTOVER.fullmatch(entry.name):
-            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink()
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink()
     partial_step.mkdir(exist_ok=True)
 
 
@@ -219,7 +228,7 @@ def _commit(final: Path, written: list[dict], state: dict, keep_last: int, best:
     fsync(out_dir)
     # If the user has gone back to an earlier checkpoint, there are later steps. They stay.
     steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]
-    pointed = [path.read_text().strip() for path in (out_dir / "latest", out_dir / "best") if path.exists()]
+    pointed = [named_by(out_dir / "latest"), named_by(out_dir / "best")]
     for path in steps[: max(0, len(steps) - keep_last)]:
         if path.name not in pointed:
             _remove(path)

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import random
+import resource
 import shutil
 import stat
 import sys
@@ -13,12 +14,16 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import TINY, losses, refused
 from ranks import launch
+from test_checkpoint import load, save
 
+import evaluate
 import sample
 import train
 from configurator import Config, parse
+from data.files import new_file, write_file
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
 from engine.checkpoint import files as checkpoint
@@ -165,6 +170,80 @@ def test_a_restarted_worker_waits_for_the_lost_one(tmp_path, monkeypatch):
         with refusal if restarts == "0" else nullcontext(), locked(str(tmp_path)):
             assert (tmp_path / ".lock").exists()
         thread.join()
+
+
+def test_what_is_written_follows_no_link_and_replaces_no_device(tmp_path, monkeypatch):
+    """A stranger who may write there has made links of every name that is not random."""
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.mkdir()
+    out.mkdir()
+    (victim / "file").write_text("mine")
+    for name in (".lock", ".tmp-latest", ".tmp-answers"):
+        (out / name).symlink_to(victim / "file")
+    (out / ".tmp-step_00000001").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"), locked(str(out)):
+        pass
+    monkeypatch.setattr("secrets.token_hex", lambda n: "0000")
+    save(out, 1, {"w": torch.ones(2)})
+    (out / "link").symlink_to(victim / "file")
+    for name in ("answers", "link"):
+        write_file(out / name, b"new")
+        assert (out / name).read_bytes() == b"new"
+    assert [path.read_text() for path in victim.iterdir()] == ["mine"]
+    assert (out / "step_00000001" / "state.json").is_file()
+
+    (out / ".tmp-new-0000").symlink_to(victim / "file")
+    with pytest.raises(FileExistsError, match="new"):
+        write_file(out / "new", b"new")
+    os.mkfifo(out / "fifo")
+    for path in (out / "fifo", victim, Path("/dev/null")):
+        with pytest.raises(OSError, match=f"Not a regular file: '{path}'"), new_file(path):
+            raise RuntimeError("the work has begun")
+    assert (out / "fifo").is_fifo() and (victim / "file").read_text() == "mine"
+
+
+def test_a_target_is_refused_before_the_work_and_left_as_it_was(tmp_path, trained, capsys):
+    for target in ("/proc/answers", f"{trained}/best/answers"):
+        assert f"error: {target}" in refused(evaluate.main, [f"--out_dir={trained}/no", f"--answers={target}"], capsys)
+    (tmp_path / "file").write_text("old")
+    with suppress(RuntimeError), new_file(tmp_path / "file") as file:
+        file.write(b"half")
+        raise RuntimeError
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize("name", ["latest", "state.json", "index.json", "config.py", "metrics.jsonl", "meta.json"])
+def test_files_of_forty_gigabytes_are_refused_or_replaced(name, trained, tiny_data, tmp_path, capsys):
+    out, data = shutil.copytree(trained, tmp_path / "out"), shutil.copytree(tiny_data, tmp_path / "data")
+    [file] = [path for path in tmp_path.rglob(name) if "step" in str(path) or name not in ("state.json", "index.json")]
+    os.truncate(file, 40 * 10**9)
+    flags = [f"--dataset={data}", f"--out_dir={out}", "--init_from=resume", "--max_iters=3", "--device=cpu"]
+    if name == "config.py":  # it is kept as it is, beside the new one
+        train.main(flags)
+        assert (out / "config_00000002.py").stat().st_size == 40 * 10**9
+    else:
+        assert "40,000,000,000 bytes" in refused(train.main, flags, capsys)
+
+
+def test_a_checkpoint_needs_no_more_memory_than_it_has(tmp_path):
+    """The address space may grow by 1 GiB, which is less than the most that an index may have."""
+    process = os.fork()
+    if process == 0:
+        size = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (size + 2**30, -1))
+        path = save(tmp_path, 1, {"w": torch.ones(2)})
+        load(path, {"w": torch.zeros(2)})
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    "flag", ["--out_dir=s3://bucket/run", "--dataset=gs://b/x", "--init_from=checkpoint:s3://b/run"]
+)
+def test_an_address_is_no_path(flag, tiny_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = refused(train.main, [*TINY, f"--dataset={tiny_data}", flag], capsys)
+    assert f"{flag} (command line): an address" in line and not os.listdir(tmp_path)
 
 
 def race(pairs: int, folder: Path, flags: list[str]):

@@ -400,7 +400,7 @@ def test_samples_of_pairs(translators, name, capsys):
 def test_answers_need_pairs(trained, translators, capsys, tmp_path):
     flags = [f"--out_dir={trained}", "--device=cpu", f"--answers={tmp_path / 'x'}"]
     assert "needs pairs, and dataset=" in refused(evaluate.main, flags, capsys)
-    assert "is a folder; name a file" in refused(evaluate.main, [*flags[:-1], f"--answers={tmp_path}"], capsys)
+    assert f"{tmp_path}: Not a regular file" in refused(evaluate.main, [*flags[:-1], f"--answers={tmp_path}"], capsys)
     flags = [f"--out_dir={translators / 'causal'}", "--answers=x", "--file=y"]
     assert "file is y" in refused(evaluate.main, flags, capsys)
 
