@@ -8,9 +8,8 @@
     python train.py config/x.py --init_from=hf:DIR                    # from a model of Hugging Face
     python train.py config/x.py --init_from=nanogpt:ckpt.pt           # starts from nanoGPT's weights
 
-Watch it with tensorboard --logdir=out/x. Ctrl-C (SIGINT) or SIGTERM stops the run: it finishes its step or leaves its
-evaluation, saves a checkpoint and exits. A second signal ends the run at once, and so does the first one while no step
-is done yet.
+Watch it with tensorboard --logdir=out/x. Ctrl-C (SIGINT) or SIGTERM finishes the step or leaves the evaluation, saves a
+checkpoint and exits. A second signal ends the run at once, and so does the first one while no step is done yet.
 """
 
 import os
@@ -129,8 +128,7 @@ class Run:
         self.skipped = state["skipped"]
         self.stored_flags = state["flags"]
         self.watch = Watch(cfg, ranks.device, state["norms"])
-        on_cpu = ranks.device.type == "cpu"  # elsewhere the host waits for the device in a logged step
-        self.log_interval = cfg.log_interval or (1 if on_cpu else 10)
+        self.log_interval = cfg.log_interval or (1 if ranks.device.type == "cpu" else 10)  # the host waits for a GPU
 
         cleanup.callback(gc.enable)
         cleanup.callback(gc.unfreeze)
@@ -157,11 +155,10 @@ class Run:
             return Silent()
         metrics = Metrics(cfg, self.work, self.ranks.device, self.step, self.samples * cfg.block_size)
         cleanup.callback(metrics.close)
-        folder = Path(cfg.out_dir)
-        dump(cfg, folder / "config.new")
-        run_state.replace_flags(folder, self.step)
+        dump(cfg, Path(cfg.out_dir, "config.new"))
+        run_state.replace_flags(Path(cfg.out_dir), self.step)
         if self.data.tokenizer:
-            self.data.tokenizer.save(folder)  # a bpe's file, so that sampling does not need the data
+            self.data.tokenizer.save(Path(cfg.out_dir))  # a bpe's file, so that sampling does not need the data
         return metrics
 
     def announce(self):
@@ -176,16 +173,14 @@ class Run:
             machine += ", deterministic"
         if self.ranks.compile:
             machine += ", compiled"
-        self.metrics.say(
-            f"{parameters}; {work.samples_per_step * cfg.block_size:,} tokens per step from {self.loader.stream.name}, "
-            f"{self.loader.n_windows:,} windows; {machine}; attention: {work.attention_kernels}"
-        )
+        tokens = work.samples_per_step * cfg.block_size
+        data = f"{tokens:,} tokens per step from {self.loader.stream.name}, {self.loader.n_windows:,} windows"
+        self.metrics.say(f"{parameters}; {data}; {machine}; attention: {work.attention_kernels}")
         notes = [optim.rescheduled(self.step, cfg, self.stored_flags), self.evaluation.why_no_bytes]
         if cfg.dtype == "float32" and not cfg.fp32_residual:
             notes.append("fp32_residual=False has no effect in float32")
         if self.step >= cfg.max_iters:
-            at = f"{cfg.out_dir} is at step {self.step} of max_iters={cfg.max_iters}"
-            notes.append(f"{at}; raise --max_iters to train on")
+            notes.append(f"{cfg.out_dir} is at step {self.step} of max_iters={cfg.max_iters}; raise it to train on")
         for note in filter(None, notes):
             self.metrics.say(note)
 
@@ -211,16 +206,13 @@ class Run:
 
     def is_to_be_saved(self, is_best: bool | None, stopping: bool) -> bool:
         """Whether to save a checkpoint now, after an evaluation if `is_best` is not None."""
-        cfg = self.cfg
         if self.step == self.checkpoints.last_queued_step and not is_best:  # it is saved already
             return False
-        if stopping:
+        if stopping or self.step == 0:
+            return stopping
+        if self.cfg.save_interval and self.step % self.cfg.save_interval == 0:
             return True
-        if self.step == 0:
-            return False
-        if cfg.save_interval and self.step % cfg.save_interval == 0:
-            return True
-        return is_best is not None and (is_best or cfg.always_save_checkpoint)
+        return is_best is not None and (is_best or self.cfg.always_save_checkpoint)
 
     def train_step(self, lr: float) -> tuple[Tensor, Tensor]:
         """One optimizer step at this learning rate; returns (this rank's mean loss, gradient norm)."""
@@ -250,13 +242,13 @@ class Run:
             return
         self.checkpoints.wait()
         first = self.samples - sum(map(self.cfg.samples, range(bad, self.step)))  # self.samples begins self.step
-        last = first + self.cfg.samples(bad) - 1
         kept = "nothing is saved yet"
         if self.checkpoints.last_written_step is not None:
             kept = f"the checkpoint of step {self.checkpoints.last_written_step} is good"
         self.checkpoints.fail(
-            f"the loss or its gradient is not finite at step {bad} (samples {first} to {last}); {kept}; lower "
-            "--learning_rate, or leave such steps out with --skip_nonfinite=True"
+            f"the loss or its gradient is not finite at step {bad} (samples {first} to "
+            f"{first + self.cfg.samples(bad) - 1}); {kept}; lower --learning_rate, or leave such steps out with "
+            "--skip_nonfinite=True"
         )
 
     def save(self, is_best: bool):
@@ -279,8 +271,7 @@ class Run:
         if self.skipped:
             progress["skipped"] = self.skipped
         with user_errors():
-            tokens = self.samples * self.cfg.block_size
-            self.metrics.log(self.step, mean, lr, grad_norm.item(), tokens, progress)
+            self.metrics.log(self.step, mean, lr, grad_norm.item(), self.samples * self.cfg.block_size, progress)
             if self.ranks.first:
                 self.metrics.norms(self.step, self.sharded.norms())
 
@@ -288,19 +279,14 @@ class Run:
         """Wait for the last checkpoint, and say how the run has ended."""
         self.checkpoints.wait()
         if stopped:
-            self.metrics.say(
-                f"stopped by {self.stop.name or 'a signal to another rank'} with step "
-                f"{self.checkpoints.last_written_step} saved; go on with python train.py --out_dir={self.cfg.out_dir} "
-                "--init_from=resume"
-            )
+            cause = self.stop.name or "a signal to another rank"
+            fact = f"stopped by {cause} with step {self.checkpoints.last_written_step} saved"
+            self.metrics.say(f"{fact}; go on with python train.py --out_dir={self.cfg.out_dir} --init_from=resume")
 
 
 def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting.Work]:
-    """Check that the run fits this machine, join the other ranks, and count its work; returns (ranks, work). `lengths`
-    are those of the objective's sequences, (T, S).
-
-    Settles the flags dtype, fp32_residual and compile: their auto becomes this machine's choice, which a resume keeps.
-    """
+    """Check that the run fits this machine, join the other ranks, and count its work on sequences of these lengths.
+    The auto of the flags dtype, fp32_residual and compile becomes this machine's choice, which a resume keeps."""
     check_flags(cfg)
     make_deterministic(cfg.deterministic)
     place = environment()
@@ -316,8 +302,7 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
 
 
 def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[Step, dict]:
-    """This rank's part of the model with its optimizer, and the state of the run, both as at the beginning of a run
-    or as in the checkpoint that it resumes."""
+    """This rank's part of the model with its optimizer, and the state of the run: new, or of the one that it resumes."""
     sharded = ShardedModel(cfg, ranks)
     if cfg.init_from != "resume":
         run_state.initialize(cfg, sharded, data.tokenizer)
@@ -333,14 +318,11 @@ def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[Step, dict]:
 
 
 def show_plan(cfg: Config):
-    """Print what the run would cost on cfg.world_size GPUs. Without --vocab_size the data must be there."""
+    """Print what the run would cost on cfg.world_size GPUs. Without --vocab_size it opens the data."""
     from engine.plan import plan
 
     if cfg.vocab_size == 0:
-        try:
-            _, _, cfg.vocab_size = open_with_objective(cfg)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"vocab_size=0 is the data's, but {error}; or plan with --vocab_size=50304") from None
+        _, _, cfg.vocab_size = open_with_objective(cfg)
     print(plan.report(plan.estimate(cfg)))
 
 

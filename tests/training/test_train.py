@@ -139,13 +139,6 @@ def test_the_same_command_gives_the_same_digits(run):
     assert all(a != b for a, b in zip(first, other, strict=True))
 
 
-def test_accumulation_does_not_change_the_losses(run):
-    a = losses(run("--batch_size=8", "--gradient_accumulation_steps=1", IN_FLOAT64, out="a"))
-    b = losses(run("--batch_size=2", "--gradient_accumulation_steps=4", IN_FLOAT64, out="b"))
-    trained = [[line for line in lines if len(line) == 5] for lines in (a, b)]
-    assert len(trained[0]) == 40 and distance(*trained) < 1e-9
-
-
 @pytest.mark.parametrize("kind", ["selective", "full"])
 @pytest.mark.parametrize(
     "flags", [{"block": "superblock", "layer": "c.own_slots"}, {"objective": "seq2seq", "attn_softcap": 3.0}], ids=str
@@ -291,10 +284,10 @@ def test_a_whole_evaluation_reads_at_most_100_batches_of_training(run, tiny_data
 def test_every_figure_is_written(run, monkeypatch, flags, lengths):
     """On a machine with a known peak, of which the MFU is a share; a CPU's is not known."""
     monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)
-    folder = run("--log_interval=5", *flags)
+    folder = run("--log_interval=13", *flags)
     lines = metrics(folder)
     logged = [line for line in lines if "loss" in line]
-    assert [line["step"] for line in logged] == list(range(0, 40, 5))
+    assert [line["step"] for line in logged] == [0, 13, 26, 39]
     for line in logged:
         assert {"lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "ms_per_step", "peak_memory_bytes"} <= line.keys()
         assert line["tokens"] == (line["step"] + 1) * 4 * 2 * 16
@@ -307,6 +300,9 @@ def test_every_figure_is_written(run, monkeypatch, flags, lengths):
     parts = [[e.value for e in events.Scalars(tag)] for tag in tags]  # of each part, the steps
     assert [math.hypot(*step) for step in zip(*parts, strict=True)] == pytest.approx([x["grad_norm"] for x in logged])
     assert ("eval/sample" in events.Tags()["tensors"]) == (not flags)  # only causal models continue a text
+    for part in ("wte", "norm", "blocks.1"):
+        norm = torch.cat([p.flatten() for p in net.get_submodule(part).parameters()]).norm().item()
+        assert events.Scalars(f"weight_norm/{part}")[-1].value == pytest.approx(norm)
 
 
 def test_texts_change_no_random_number(run, tiny_data, monkeypatch):
@@ -340,14 +336,6 @@ def test_a_text_is_drawn_at_temperature_0_8(monkeypatch):
     assert text == "ccc" + "abcd"[draws[0][0]]
     expected = (logits[:4].double() / 0.8).softmax(-1)
     assert (draws[0].bincount(minlength=6)[:4] / 20_000).tolist() == pytest.approx(expected.tolist(), abs=0.015)
-
-
-def test_norms_of_weights(run):
-    folder = run("--max_iters=3", "--pos=learned")
-    net, events = load(folder)[0], EventAccumulator(str(folder)).Reload()
-    for part in ("wte", "pos", "norm", "blocks.1"):
-        norm = torch.cat([p.flatten() for p in net.get_submodule(part).parameters()]).norm().item()
-        assert events.Scalars(f"weight_norm/{part}")[-1].value == pytest.approx(norm)
 
 
 @pytest.mark.parametrize(
@@ -452,17 +440,14 @@ def test_packages_of_our_folders_names_change_nothing(tmp_path):
 
 
 def test_save_policy(run):
-    folder = run(
-        "--save_interval=7", "--keep_last=3", "--always_save_checkpoint=False", "--learning_rate=0", "--min_lr=0"
-    )
+    """Nothing is saved before the first step; with always_save_checkpoint=False, only what improves."""
+    folder = run("--max_iters=4", "--eval_interval=2", "--keep_last=9", out="always")
+    assert sorted(p.name for p in folder.glob("step_*")) == ["step_00000002", "step_00000004"]
+    still = ["--learning_rate=0", "--min_lr=0", "--always_save_checkpoint=False"]
+    folder = run("--save_interval=7", "--keep_last=3", *still)
     steps = sorted(int(p.name[5:]) for p in folder.glob("step_*"))
     assert steps == [21, 28, 35]  # nothing improves after step 0, which is not saved
     assert checkpoint.find(folder).name == "step_00000035"
-
-
-def test_nothing_is_saved_before_the_first_step(run):
-    folder = run("--max_iters=4", "--eval_interval=2", "--keep_last=9")
-    assert sorted(p.name for p in folder.glob("step_*")) == ["step_00000002", "step_00000004"]
 
 
 def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
@@ -500,7 +485,7 @@ def test_a_finished_run_is_left_alone(run, capsys, monkeypatch, compiled):
     folder = run("--max_iters=6")
     before = losses(folder)
     run("--init_from=resume", "--max_iters=6", f"--compile={compiled}")
-    assert losses(folder) == before and "raise --max_iters" in capsys.readouterr().out
+    assert losses(folder) == before and "raise it to train on" in capsys.readouterr().out
 
 
 def test_eval_only_changes_nothing(run, capsys):
@@ -710,6 +695,8 @@ def test_a_run_that_ends_at_once_has_answered(monkeypatch, capfd, handlers):
     with StopSignal(parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)) as stop:
         stop.unsaved_steps = True
         os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed() and stop.name == "SIGTERM"
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # a second one ends the process
     assert capfd.readouterr().err == f"{STOPPING}\n"
 
 
@@ -766,15 +753,6 @@ def test_a_schedule_that_moves_is_announced(run, capsys):
     assert "learning rate of" not in capsys.readouterr().out
 
 
-def test_second_signal_exits_at_once(handlers):
-    with StopSignal(parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)) as stop:
-        assert not stop.agreed()
-        stop.unsaved_steps = True
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.agreed() and stop.name == "SIGTERM"
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
 def test_a_signal_during_a_save_is_known_after_it(handlers):
     """To the ranks, which read in each call what they exchanged in the call before it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -804,15 +782,6 @@ def test_two_signals_at_once_end_the_process_without_a_traceback(monkeypatch, ha
             time.sleep(0.01 * (not exits))
         assert stop.name == "SIGINT" and not tracebacks
     assert exits in ([128 + signal.SIGINT], [128 + signal.SIGTERM])
-
-
-def test_ranks_must_share_the_accumulation(run, monkeypatch, capsys):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as stopped:
-        run("--gradient_accumulation_steps=3")
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and "gradient_accumulation_steps=3" in said and "set it to 4" in said
 
 
 def train_until_sigterm(flags: list[str]):
@@ -869,12 +838,6 @@ def test_every_block_runs_as_compiled_code(run, monkeypatch, flags):
     assert not torch._dynamo.utils.counters["graph_break"]
     assert made == [len(graphs)] * 2
     torch._dynamo.reset()
-
-
-def test_compiled_training_gives_the_same_losses(run):
-    a, b = (losses(run(f"--compile={c}", "--max_iters=5", "--eval_interval=5", out=str(c))) for c in (False, True))
-    for x, y in zip(a, b, strict=True):
-        assert x == pytest.approx(y, abs=1e-4)
 
 
 def test_a_run_imports_nothing_that_it_does_not_need(tiny_data, tmp_path):
