@@ -13,11 +13,8 @@ Nothing is written to a file but --answers.
 
 A data set is read in windows of block_size tokens, as `train.py --eval_only=True` reads it; a model of the objectives
 masked or seq2seq restores the same tokens in each. A text is encoded with the model's own tokenizer and may have any
-length: its windows of block_size tokens follow one another without overlap, the last one may be shorter, and each token
-but the first is predicted once. (If the tokenizer of an imported model puts a token such as <s> before a text, it is
-the first one.)
-
-Tasks such as hellaswag are lm-eval's: docs/interchange.md has the two commands.
+length: its windows of block_size tokens follow one another without overlap, and each token but the first, which is <s>
+if the tokenizer puts one before a text, is predicted once. Tasks such as hellaswag are lm-eval's: docs/interchange.md.
 """
 
 import signal
@@ -96,8 +93,8 @@ class Evaluated(NamedTuple):
 
     name: str
     batches: Iterable[dict[str, Tensor]]
-    byte_lengths: Tensor | None
-    why_no_bytes: str
+    token_bytes: Tensor | None
+    why_no_bytes: str = ""
     pairs: TokenStream | None = None
 
 
@@ -110,8 +107,7 @@ def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights, te
     own = flags.vocab_size
     require(ids.max() < own, f"file={cfg.file} has token id {ids.max()}, and the model has {own}; see to its tokenizer")
     batches = text_batches(ids, flags.block_size, cfg.batch_size, ranks.data_rank, ranks.data_size, ranks.device)
-    byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(ranks.device)
-    return Evaluated(cfg.file, batches, byte_lengths, "")
+    return Evaluated(cfg.file, batches, torch.from_numpy(tokenizer.byte_lengths).to(ranks.device))
 
 
 def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) -> Evaluated:
@@ -142,7 +138,7 @@ def evaluate_text(
     part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)
     memory.check_evaluation(cfg, flags, ranks)
     sharded = found.load(flags, ranks)
-    loss = mean_loss(sharded, part.batches, part.byte_lengths)
+    loss = mean_loss(sharded, part.batches, part.token_bytes)
     figures = {
         "model": str(found.path), "data": part.name, "loss": loss.nats,
         "perplexity": math.exp(loss.nats) if loss.nats < 709 else math.inf, "bits_per_byte": loss.bits,
@@ -159,13 +155,13 @@ def evaluate_text(
 
 def line(figures: dict) -> str:
     """The figures in one line for people."""
-    bits = figures["bits_per_byte"]
-    of_bytes = "" if bits is None else f", {bits:.4f} bits per byte"
-    return (
-        f"{figures['model']} on {figures['data']}: loss {figures['loss']:.4f} nats per token{of_bytes}, "
-        f"perplexity {figures['perplexity']:.4g}, over {figures['tokens']:,} tokens"
-        + (f"; {figures['exact_match']:.2%} exact matches" if "exact_match" in figures else "")
-    )
+    text = "{model} on {data}: loss {loss:.4f} nats per token"
+    if figures["bits_per_byte"] is not None:
+        text += ", {bits_per_byte:.4f} bits per byte"
+    text += ", perplexity {perplexity:.4g}, over {tokens:,} tokens"
+    if "exact_match" in figures:
+        text += "; {exact_match:.2%} exact matches"
+    return text.format(**figures)
 
 
 def main(argv: list[str] | None = None):

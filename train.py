@@ -302,7 +302,7 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
 
 
 def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[Step, dict]:
-    """This rank's part of the model with its optimizer, and the state of the run: new, or of the one that it resumes."""
+    """This rank's part of the model with its optimizer, and the state of the run, a new one or that of a checkpoint."""
     sharded = ShardedModel(cfg, ranks)
     if cfg.init_from != "resume":
         run_state.initialize(cfg, sharded, data.tokenizer)
