@@ -10,7 +10,6 @@ another checkout runs too, which must know these flags. Start-up and the first s
 C, then C B A), because the speed of a shared machine drifts. Quote the ratios, which compare runs of the same round.
 """
 
-import shlex
 import signal
 import sys
 from dataclasses import dataclass, fields
@@ -20,7 +19,7 @@ from statistics import median
 from configurator import parse
 from data.errors import command, require, user_errors
 from tools import speed
-from tools.child import ROOT, measure, stop
+from tools.child import ROOT, measure, stop, words_of
 
 RESERVED = ("--out_dir=", "--log_interval=")  # arguments of train.py that bench.py sets
 
@@ -54,13 +53,10 @@ def read(argv: list[str]) -> tuple[BenchConfig, list[tuple[str, list[str]]]]:
     require(not cfg.config, f"config={cfg.config} is of the table, and the other arguments compare runs; leave one out")
     runs = []
     for text in [arg.removeprefix("--run=") for arg in own if arg.startswith("--run=")] or [""]:
-        try:
-            run = shlex.split(text) + shared
-        except ValueError as error:
-            raise ValueError(f"--run={text}: {error}; correct its quotation marks") from None
+        run = words_of("run", text) + shared
         require(run, "there is nothing to train; give train.py's arguments, such as a config file and --max_iters=100")
-        reserved = [arg for arg in run if arg.startswith(RESERVED)]
-        require(not reserved, f"{' '.join(reserved)} is an argument that tools.bench sets; leave it out")
+        for arg in run:
+            require(not arg.startswith(RESERVED), f"{arg} is an argument that tools.bench sets; leave it out")
         runs.append((text, run))
     return cfg, runs
 
@@ -68,18 +64,17 @@ def read(argv: list[str]) -> tuple[BenchConfig, list[tuple[str, list[str]]]]:
 def compare(checkouts: list[Path], runs: list[tuple[str, list[str]]], rounds: int):
     """Prints the speed of each run in each checkout, and their speed relative to the first."""
     entries = [(f"{checkout} {text}", checkout, run) for checkout in checkouts for text, run in runs]
-    times: list[list[float]] = [[] for _ in entries]
-    for number in range(rounds):
-        order = list(zip(entries, times, strict=True))
-        if number % 2 == 1:
-            order.reverse()
-        for (name, checkout, run), of_run in order:
-            of_run.append(measure(checkout, run))
-            print(f"round {number + 1}: {name}: {of_run[-1]:.2f} ms per step", flush=True)
-    for (name, *_), of_run in list(zip(entries, times, strict=True))[1:]:
-        ratios = [b / a for a, b in zip(of_run, times[0], strict=True)]
+    times = {entry[0]: [] for entry in entries}
+    for number in range(1, rounds + 1):
+        for name, checkout, run in entries:
+            times[name].append(measure(checkout, run))
+            print(f"round {number}: {name}: {times[name][-1]:.2f} ms per step", flush=True)
+        entries.reverse()
+    (first, of_first), *others = times.items()
+    for name, of_run in others:
+        ratios = [b / a for a, b in zip(of_run, of_first, strict=True)]
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-        print(f"{name}: {median(ratios):.3f} times as fast as {entries[0][0]} ({spread})", flush=True)
+        print(f"{name}: {median(ratios):.3f} times as fast as {first} ({spread})", flush=True)
 
 
 def main(argv: list[str] | None = None):

@@ -222,59 +222,12 @@ def test_weights_by_hand(pos, qk_norm, attention, objective):
         assert torch.allclose(hidden, torch.exp(b @ x[t]), rtol=1e-10)
 
 
-@pytest.mark.parametrize("block", [BLOCKS[0], BLOCKS[2], BLOCKS[4]], ids=str)
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda flags: flags["objective"])
-def test_incoming_weights_are_the_gradient(block, objective):
-    """Along any direction: the head's units where the stream differs at the query alone."""
-    net = sharp(pos="rope", attention="gqa", n_kv_head=2, bias=True, **block, **objective)
-    t, head, layer = 9, 3, 1
-    incoming, _, hidden = read(net, layer, head, t)
-    nudge = torch.randn(C, dtype=torch.float64)
-    attn = attention_of(net, layer)
-
-    def move(_, inputs):
-        x = inputs[0].clone()
-        x[:, t] += nudge
-        return x, *inputs[1:]
-
-    with attn.register_forward_pre_hook(move):
-        _, _, moved = read(net, layer, head, t)
-    others = (
-        torch.arange(len(hidden)) != (attn.slot_v.size(1) if attn.reader.slots else 0) + t
-    )  # the query's own key moves as well
-    assert torch.allclose((moved / hidden).log()[others], (incoming @ nudge)[others], atol=1e-10)
-
-
 @pytest.mark.parametrize("place", [{"layer": 2}, {"head": 4}, {"position": T}, {"position": -1}], ids=str)
 def test_refuses_what_is_not_there(place):
     net = build()
     ((flag, value),) = place.items()
     with pytest.raises(ValueError, match=rf"^{flag}={value} must be in 0 \.\. \d+$"):
         contextual_mlp(net, text(net), **{"layer": 0, "head": 0, "position": 0} | place)
-
-
-@pytest.mark.parametrize("gate", ["heads", "output", "none"])
-def test_refuses_heads_whose_forward_does_more(gate, monkeypatch):
-    """A gate in Pool.forward that contextual_mlp does not know, on the heads' results or on the output."""
-
-    own = M.Pool.forward
-
-    def forward(self, x: torch.Tensor, inputs: M.Inputs) -> torch.Tensor:
-        if self.reader.units:
-            return own(self, x, inputs)
-        q, k, v = self.project(x, inputs)
-        y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)
-        g = x.mean(-1, keepdim=True).sigmoid()
-        return self.out((y * g[..., None] if gate == "heads" else y).flatten(2)) * (g if gate == "output" else 1)
-
-    monkeypatch.setattr(M.Pool, "forward", forward)
-    for block in BLOCKS:
-        net = sharp(**block).float()
-        if gate == "none":
-            read(net, 1, 2, 6)
-            continue
-        with pytest.raises(ValueError, match="^layer=1 head=2 computes something else than its units say"):
-            read(net, 1, 2, 6)
 
 
 @pytest.mark.parametrize("flags", [{"attn_gate": "head"}, {"attn_gate": "element"}, {"value_residual": True}], ids=str)

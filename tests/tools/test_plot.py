@@ -1,7 +1,6 @@
 """Pictures of plot.py: their lines compared with metrics.jsonl, their legends, bands and files."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -186,9 +185,3 @@ def test_refusals(make, tmp_path, capsys, arguments, words):
         folder.mkdir()
         (folder / "metrics.jsonl").write_text(text)
     assert words in refused(plot.main, [x if x.startswith("-") else tmp_path / x for x in arguments], capsys)
-
-
-def test_matplotlib_is_imported_after_the_flags_are_checked(make, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for flag, words in (("--smooth=0", "smooth=0"), ("--smooth=1", "matplotlib is not installed; pip install")):
-        assert words in refused(plot.main, [make(flag), flag], capsys)

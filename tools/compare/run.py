@@ -2,7 +2,6 @@
 
 import math
 import os
-import shlex
 from bisect import bisect_left
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,7 @@ from data.objective import open_with_objective
 from engine.metrics import read_metrics
 from engine.plan import accounting
 from model import Model
-from tools.child import WARMUP
+from tools.child import WARMUP, words_of
 
 RESERVED = ("out_dir", "seed", "init_from", "eval_iters", "eval_only", "plan")  # flags that tools.compare sets
 SCALED = ("warmup_iters", "cooldown_iters", "lr_decay_iters")  # flags that change with max_iters
@@ -40,11 +39,8 @@ class Run:
         self.number, self.text, self.setting, self.options = number, text, setting, options
         self.changed, self.results, self.errors = {}, {}, {}
         self.first_loss = math.inf  # with seed 1, by which a setting of the sweep is chosen
-        try:
-            self.own = shlex.split(text)
-            self.args = shlex.split(options.common) + self.own
-        except ValueError as error:
-            raise ValueError(f"--run={text} --common={options.common}: {error}; correct its quotation marks") from None
+        self.own = words_of("run", text)
+        self.args = words_of("common", options.common) + self.own
         if setting:
             self.args.append(f"--{setting}")
         names = [arg.lstrip("-").partition("=")[0] for arg in self.args]
