@@ -84,16 +84,25 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
         called past_key_values before transformers 5.24."""
         model, T = self.model, input_ids.size(1)
         cache = past_key_values if cache is None else cache
-        start = 0 if cache is None else cache.get_seq_length()
+        start = 0
+        if cache is not None:
+            if getattr(cache, "is_compileable", False):
+                raise ValueError("this model's cache grows with the text; leave out cache_implementation=static")
+            start = cache.get_seq_length()
         if start + T > model.cfg.block_size and isinstance(model.pos, LearnedEmbedding):
             raise ValueError(f"a text of {start + T} tokens does not fit in block_size={model.cfg.block_size}; crop it")
         docs, self.padding = None, None
-        if attention_mask is not None and not attention_mask[:, 0].all():  # padding before a text is a document
-            if model.cfg.placed_slots:
-                where = "away from the slots of pos=rope with joint_slots"
-                raise ValueError(f"padding before a text moves it, {where}; pad after it, or give one text at a time")
-            text = (attention_mask.cumsum(dim=1) > 0).long()
-            docs, self.padding = (text[:, start:].contiguous(), text), (text == 0).sum(dim=1, keepdim=True)
+        if attention_mask is not None and not attention_mask.all():
+            text = attention_mask.cumsum(dim=1) > 0  # padding before it is a document of its own
+            ahead = attention_mask.flip(1).cumsum(dim=1).flip(1) > 0
+            if (text & ahead & (attention_mask == 0)).any():
+                raise ValueError("attention_mask has zeros inside of a text; pad before the texts, or leave tokens out")
+            if not text[:, 0].all():
+                if model.cfg.placed_slots:
+                    where = "away from the slots of pos=rope with joint_slots"
+                    raise ValueError(f"padding before a text moves it, {where}; pad after it, or give texts one by one")
+                docs = text[:, start:].long().contiguous(), text.long()
+                self.padding = (~text).sum(dim=1, keepdim=True)
         for layer, heads in enumerate(self.heads):
             heads.cache = None if cache is None else SimpleNamespace(extend=partial(cache.update, layer_idx=layer))
         x, t = model.embed(input_ids, start)

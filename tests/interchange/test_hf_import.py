@@ -41,6 +41,12 @@ EDITS = {  # keys to change at once, the beginnings of the names of models, whet
     "older scaling beside": (
         dict(rope_scaling={"rope_type": "linear", "factor": 3.0}), ("llama", "mistral", "qwen", "gemma"), True,
     ),
+    "older scaling of the older name": (
+        dict(rope_scaling={"type": "linear", "factor": 3.0}), ("llama", "mistral", "qwen", "gemma2"), True,
+    ),
+    "older scaling that transformers ignores": (
+        dict(rope_scaling={"type": "linear", "factor": 3.0}), ("gemma3",), False,
+    ),
     "two names": (dict(num_attention_heads=4), ("gpt2",), False),
 }  # fmt: skip
 SKIPPED = ("llama 3",)  # and variants behind a comma, so that each family has one model

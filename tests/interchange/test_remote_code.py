@@ -115,6 +115,23 @@ def test_padding_before_a_text_is_refused_where_its_place_counts(tmp_path):
             theirs(idx, attention_mask=mask.flip(1))
 
 
+def test_what_the_forward_cannot_compute_is_refused(both):
+    """transformers' own classes leave out tokens inside of a text, and have caches of a fixed size."""
+    _, theirs, _ = both("llama")
+    idx, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    for place in (slice(3, 5), slice(5, 6)):
+        hole = mask.clone()
+        hole[1, place] = 0
+        with pytest.raises(ValueError, match="^attention_mask has zeros inside of a text; "):
+            theirs(idx, attention_mask=hole)
+    after = mask.clone()
+    after[0, 6:] = 0
+    with pytest.raises(ValueError, match="^attention_mask has zeros inside of a text; "):  # once the text goes on
+        theirs.generate(idx, attention_mask=after, max_new_tokens=2, do_sample=False)
+    with pytest.raises(ValueError, match="^this model's cache grows with the text; "):
+        theirs.generate(idx, max_new_tokens=2, do_sample=False, cache_implementation="static")
+
+
 def test_saved_again(both, tmp_path):
     ours, theirs, _ = both("superblock")
     theirs.save_pretrained(tmp_path)
