@@ -181,7 +181,7 @@ def continue_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt:
         for sample, t in zip(samples, token.tolist(), strict=True):
             if sample.ended:
                 continue
-            over = t == tokenizer.eot
+            over = t in tokenizer.ends
             fresh = sample.add(b"" if over else tokenizer.token_bytes[t], last=over or n == cfg.max_new_tokens)
             if shown and sample is samples[0]:
                 print(fresh, end="", flush=True)

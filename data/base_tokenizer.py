@@ -54,6 +54,11 @@ class Tokenizer:
         """The ids behind a document: end-of-text, (1,) int64, or none, (0,)."""
         return np.array([] if self.eot is None else [self.eot], dtype=np.int64)
 
+    @property
+    def ends(self) -> set[int | None]:
+        """The ids that end a text that a model writes."""
+        return {self.eot}
+
     @cached_property
     def hash(self) -> str:
         """SHA-256 of the spec; equal hashes mean equal ids for equal text."""

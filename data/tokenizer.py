@@ -41,6 +41,7 @@ from data.errors import require
 
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+KEPT = {"eos_token_id": list, "chat_template": str, "model_max_length": int}  # for an export of a run
 LARGEST_ID = 2**24
 
 
@@ -58,7 +59,7 @@ class HFTokenizer(Tokenizer):
         """`special` maps "eos_token", "bos_token", ... to their texts or ids; `name` is the path for errors."""
         self.content = content
         self.name = name
-        self.special = {}
+        self.special = {key: special[key] for key in KEPT if key in special}
         try:
             self._encoding = _encoding(content)
             self.vocabulary = self._encoding.get_vocab(with_added_tokens=True)
@@ -119,6 +120,8 @@ class HFTokenizer(Tokenizer):
         for name in CONFIGS:
             if (folder / name).exists():
                 special = _special_tokens(folder / name) | special
+        if (template := folder / "chat_template.jinja").exists():
+            special["chat_template"] = files.read_file(template, 2**20).decode("utf-8", "replace")
         return cls(files.read_file(path, files.LARGEST_JSON), special, str(path))
 
     @classmethod
@@ -132,6 +135,11 @@ class HFTokenizer(Tokenizer):
         fact = f"{path} was changed: its SHA-256, ids or special tokens are not the recorded ones"
         require(tokenizer.spec == spec, f"{fact}; restore it, or {remedy}")
         return tokenizer
+
+    @property
+    def ends(self) -> set[int | None]:
+        more = self.special.get("eos_token_id", [])
+        return {self.eot, *(i for i in more if type(i) is int)}
 
     def save(self, folder: Path | str) -> None:
         files.write_file(Path(folder) / self.FILE, self.content)
@@ -217,6 +225,7 @@ def _special_tokens(path: Path) -> dict[str, str | int]:
             match config.get(key) or config.get(f"{key}_id"):
                 case str(token) | int(token) | {"content": str(token)} | [int(token), *_]:
                     found[key] = token
+        found |= {key: config[key] for key, kind in KEPT.items() if type(config.get(key)) is kind}
     except (ValueError, RecursionError, AttributeError) as e:
         raise ValueError(f"{path} is damaged ({str(e)[:100]}); fetch it again") from None
     return found

@@ -266,6 +266,8 @@ def write_hf(
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if tokenizer:
         tokens["eos_token_id"] = tokenizer.eot
+        if len(tokenizer.ends) > 1:
+            tokens["eos_token_id"] = sorted(tokenizer.ends)
         tokens["bos_token_id"] = next(iter(tokenizer.prefix), tokenizer.eot)
     config = {"model_type": kind, "torch_dtype": str(dtype)[6:]} | family.config(cfg) | tokens
     write_json(folder / "config.json", config)

@@ -48,7 +48,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path | str) -> None:
     special = {}
     if isinstance(tokenizer, HFTokenizer):
         content = tokenizer.content
-        special = tokenizer.special
+        special = {key: value for key, value in tokenizer.special.items() if key != "eos_token_id"}  # config.json's
     else:
         content = converted(tokenizer).to_str(pretty=True).encode()
         if tokenizer.eot is not None:

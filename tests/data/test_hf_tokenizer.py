@@ -261,7 +261,7 @@ def test_where_end_of_text_is_found(folder, tmp_path, configs):
         (tmp_path / name).write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_bytes((folder("gpt2") / "tokenizer.json").read_bytes())
     tokenizer = HFTokenizer.from_folder(tmp_path)
-    assert (tokenizer.eot, tokenizer.special) == (0, {"eos_token": "</s>"})
+    assert (tokenizer.eot, tokenizer.special["eos_token"]) == (0, "</s>")
 
 
 def damaged(change) -> bytes:

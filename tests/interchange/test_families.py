@@ -14,13 +14,14 @@ import torch
 from helpers import IN_FLOAT64, distance, in_both, losses, metrics, weights_in
 from safetensors.torch import load_file, save_file
 
-from data.tokenizer import ByteTokenizer
+from data.tokenizer import ByteTokenizer, HFTokenizer, from_spec, train_bpe
 from engine.checkpoint import files as checkpoint
 from engine.decode import generate
 from engine.interchange import __main__ as commands
 from engine.interchange import huggingface as interchange
 from engine.interchange.families import FAMILIES, choose
-from engine.interchange.huggingface import read_hf, shapes_of, write_hf
+from engine.interchange.huggingface import read_hf, shapes_of, write_hf, write_json
+from engine.interchange.tokenizer import export_tokenizer
 from model import Model, ModelConfig
 from sample import SampleConfig, load
 
@@ -548,6 +549,27 @@ def test_remote_code(hf, trained, tmp_path, modules_cache):
             read_hf(tmp_path / "out")
 
 
+def test_what_stands_beside_the_weights_is_written_again(hf, tmp_path):
+    """All ids that end a text, the template of chats and the longest text; they are kept in a run's checkpoints."""
+    (there := tmp_path / "there").mkdir()
+    train_bpe(["one two three one two"] * 9, 259).save(there)
+    kept = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}", "model_max_length": 77}
+    write_json(there / "tokenizer_config.json", kept | {"eos_token": "<|endoftext|>"})
+    write_json(there / "generation_config.json", {"eos_token_id": [258, 0, 7]})
+    tokenizer = HFTokenizer.from_folder(there)
+    assert (tokenizer.eot, tokenizer.ends) == (0, {0, 7, 258})
+    tokenizer = from_spec(json.loads(json.dumps(tokenizer.spec)), there)
+    model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=259), seed=1)
+    write(tmp_path / "out", model, tokenizer=tokenizer)
+    export_tokenizer(tokenizer, tmp_path / "out")
+    assert hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [0, 7, 258]
+    found = hf.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (found.chat_template, found.model_max_length) == tuple(kept.values()) and found.eos_token_id == 0
+    assert HFTokenizer.from_folder(tmp_path / "out").ends == tokenizer.ends
+    (there / "chat_template.jinja").write_text("newer")  # of newer releases
+    assert HFTokenizer.from_folder(there).special["chat_template"] == "newer"
+
+
 def test_numbers_beyond_a_dtype(tmp_path):
     model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=9), seed=1)
     with torch.no_grad():
@@ -565,6 +587,26 @@ def test_a_step_that_is_replaced_meanwhile_is_exported_again(trained, tmp_path, 
     monkeypatch.setattr(checkpoint, "read", twice)
     export(trained, tmp_path / "out")
     assert read_hf(tmp_path / "out") and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_exports_into_one_folder(trained, tmp_path, monkeypatch, capsys):
+    """The first to end makes the folder, as a whole; the other is refused. No link beside it is followed."""
+    (tmp_path / "precious").mkdir()
+    (tmp_path / ".tmp-out").symlink_to(tmp_path / "precious")
+    read = checkpoint.read
+
+    def slow(*given):
+        found = read(*given)
+        monkeypatch.undo()
+        export(trained, tmp_path / "out")
+        return found
+
+    monkeypatch.setattr(checkpoint, "read", slow)
+    with pytest.raises(SystemExit):
+        export(trained, tmp_path / "out", "--remote_code=True")
+    assert "out was written by another program meanwhile; name another" in capsys.readouterr().err
+    assert read_hf(tmp_path / "out").family is FAMILIES["gpt2"] and not list((tmp_path / "precious").iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-out", "out", "precious"]
 
 
 def test_nothing_is_left_after_a_failure(trained, tmp_path, monkeypatch, capsys):
