@@ -202,7 +202,7 @@ class Run:
                 self.metrics.evaluation(*figures)
                 if self.evaluation.writes_texts:
                     self.metrics.sample(self.step, self.evaluation.text)
-        return self.checkpoints.is_best(of_val.nats)
+        return self.checkpoints.is_best(self.step, of_train.nats, of_val.nats)
 
     def is_to_be_saved(self, is_best: bool | None, stopping: bool) -> bool:
         """Whether to save a checkpoint now, after an evaluation if `is_best` is not None."""
@@ -242,9 +242,12 @@ class Run:
             return
         self.checkpoints.wait()
         first = self.samples - sum(map(self.cfg.samples, range(bad, self.step)))  # self.samples begins self.step
-        kept = "nothing is saved yet"
-        if self.checkpoints.last_written_step is not None:
-            kept = f"the checkpoint of step {self.checkpoints.last_written_step} is good"
+        saved = self.checkpoints.last_written_step
+        kept = f"the checkpoint of step {saved} is good"
+        if saved is None:
+            kept = "nothing is saved yet"
+        elif saved == self.checkpoints.diverged_step:
+            kept = f"the loss of the checkpoint of step {saved} is not finite either, so go back to one before it"
         self.checkpoints.fail(
             f"the loss or its gradient is not finite at step {bad} (samples {first} to "
             f"{first + self.cfg.samples(bad) - 1}); {kept}; lower --learning_rate, or leave such steps out with "

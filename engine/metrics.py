@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from data.errors import say
-from data.files import open_small, write_file, writing
+from data.files import open_small, read_file, write_file, writing
 from engine.device import peak_memory_bytes
 
 NUMBERS = set("step loss lr grad_norm tokens flops tokens_per_s mfu ms_per_step peak_memory_bytes".split())
@@ -108,11 +108,12 @@ class Wandb:
             remedy = "pip install wandb, or set wandb_log=False and watch the run by tensorboard --logdir=OUT_DIR"
             raise ValueError(f"wandb_log=True: wandb is not installed; {remedy}") from None
         identity = folder / "wandb_id"
-        if not identity.exists():
-            identity.write_text(uuid.uuid4().hex[:8])
+        if cfg.init_from != "resume" or not identity.exists():  # a new run takes no id of one that never saved
+            write_file(identity, uuid.uuid4().hex[:8].encode())
+        known = read_file(identity, 100).decode(errors="replace")
         options = {"project": cfg.wandb_project, "name": cfg.wandb_run_name or folder.name, "config": asdict(cfg)}
         try:
-            self.run = wandb.init(**options, id=identity.read_text(), resume="allow", dir=folder)
+            self.run = wandb.init(**options, id=known, resume="allow", dir=folder)
         except Exception as error:  # of its own classes
             reason = str(error).strip().partition("\n")[0][:200]
             remedy = "log in by wandb login, set WANDB_MODE=offline, or leave wandb_log out"

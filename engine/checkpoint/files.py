@@ -9,21 +9,20 @@ A name that begins with `.tmp-` is of a directory that is not complete or is bei
 
 import hashlib
 import json
-import logging
 import math
 import os
 import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from data.errors import require
+from data.errors import require, say
 from data.files import fsync, read_file, write_file
 from engine.checkpoint import contents
 from engine.checkpoint.contents import STEP, Damaged, Part, Saved, own_part, read_state, step_of, steps_in
@@ -90,8 +89,14 @@ def find(where: str | Path, which: str = "latest") -> Path:
     if which != "latest":
         raise FileNotFoundError(f"{pointer} names no checkpoint; use the latest, or give its directory: {steps[-1]}")
     if is_first_rank():
-        logging.getLogger(__name__).warning("%s names no checkpoint, the newest one is %s", pointer, steps[-1])
+        warn(f"{pointer} names no checkpoint, the newest one is {steps[-1]}")
     return steps[-1]
+
+
+@cache
+def warn(text: str):
+    """Say it once: a start looks for its checkpoint several times."""
+    say(f"warning: {text}")
 
 
 def named_by(pointer: Path) -> str:
@@ -154,7 +159,10 @@ def load(path: Path, tensors: dict[str, Tensor], index: dict[str, Saved], vocab_
                 fact = f"{name} is {found} in checkpoint {path}, {shape} {tensor.dtype} here"
                 raise ValueError(f"{fact}; use the flags of its training")
         for name, tensor in tensors.items():
-            contents.fill(path, name, index[name], own_part(tensor))
+            part = own_part(tensor)
+            contents.fill(path, name, index[name], part)
+            finite = not name.startswith("model.") or part.tensor.isfinite().all()
+            require(finite, f"{name} in checkpoint {path} has numbers that are not finite; use an earlier checkpoint")
 
     together(check_and_fill)
 

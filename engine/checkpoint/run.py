@@ -19,6 +19,7 @@ from data.errors import require
 from data.tokenizer import Tokenizer
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
+from engine.checkpoint.contents import damage_in
 from engine.checkpoint.weights import Weights
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
@@ -173,10 +174,11 @@ def restore(cfg, run: Step) -> dict:
         tensors = {name: t for name, t in tensors_of(run).items() if name in index or not name.startswith("rng.")}
         weights.load_tensors(path, tensors, sharded, index)
         torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])  # if it was saved by fewer ranks
-        if f"rng.{ranks.rank}.cpu" in tensors:
-            torch.set_rng_state(tensors[f"rng.{ranks.rank}.cpu"])
-        if f"rng.{ranks.rank}.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors[f"rng.{ranks.rank}.cuda"], ranks.device)
+        with damage_in(path, "the state of random numbers"):
+            if f"rng.{ranks.rank}.cpu" in tensors:
+                torch.set_rng_state(tensors[f"rng.{ranks.rank}.cpu"])
+            if f"rng.{ranks.rank}.cuda" in tensors:
+                torch.cuda.set_rng_state(tensors[f"rng.{ranks.rank}.cuda"], ranks.device)
         return state
 
     state = checkpoint.read(cfg.out_dir, load)

@@ -27,6 +27,7 @@ class Checkpoints:
     last_queued_step    step of the last checkpoint that was given to `save`; it may still be unwritten
     last_written_step   step of the last checkpoint that is known to be on the disk
     best_loss           lowest validation loss so far
+    diverged_step       last step whose evaluation was not finite
 
     With async_checkpoint, `save` returns when this rank's part of every tensor is copied to host memory, and a thread
     writes the copies; the next save uses the same memory. The thread is a daemon, so a process that fails does not wait
@@ -39,13 +40,18 @@ class Checkpoints:
         self.last_queued_step = step
         self.last_written_step = step
         self.best_loss = best_loss
+        self.diverged_step: int | None = None
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.copies: dict[str, Tensor] = {}
         self.writing: Future | None = None
 
-    def is_best(self, val_loss: float) -> bool:
-        """Whether this validation loss is finite and lower than all before it. If so, it is the lowest from now on."""
-        if not math.isfinite(val_loss) or (self.best_loss is not None and val_loss >= self.best_loss):
+    def is_best(self, step: int, train_loss: float, val_loss: float) -> bool:
+        """Whether these losses of a step are finite, and the validation loss is lower than all before it. If so, it is
+        the lowest from now on."""
+        if not math.isfinite(train_loss) or not math.isfinite(val_loss):
+            self.diverged_step = step
+            return False
+        if self.best_loss is not None and val_loss >= self.best_loss:
             return False
         self.best_loss = val_loss
         return True

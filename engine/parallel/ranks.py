@@ -252,16 +252,16 @@ def find_address(place: Environment, seconds: int):
 
 
 def check_same_flags(cfg):
-    """ValueError on every rank if ranks have different flags. init_from has a check of its own, and ranks may name
-    different GPUs."""
-    flags = {each.name: getattr(cfg, each.name) for each in fields(cfg) if each.name != "init_from"}
+    """ValueError on every rank if ranks have different flags, of which init_from may come from the files that they see.
+    They may name different GPUs."""
+    flags = {each.name: getattr(cfg, each.name) for each in fields(cfg)}
     flags["device"] = cfg.device.partition(":")[0]
     first, *others = of_all_ranks(flags)
     for rank, found in enumerate(others, 1):
         for name, value in first.items():
             if found.get(name) != value:
                 said = f"{name}={value!r:.200} on rank 0 and {found.get(name)!r:.200} on rank {rank}"
-                raise ValueError(f"{said}; start all ranks with the same flags")
+                raise ValueError(f"{said}; start all ranks with the same flags, on nodes that see the same files")
 
 
 def make_mesh(cfg, device: torch.device, grid: Tensor, names: str) -> DeviceMesh:

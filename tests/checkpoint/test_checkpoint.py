@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import TINY
+from helpers import TINY, refused, tensors_in
 from ranks import exit_codes
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -582,6 +582,29 @@ def test_a_state_that_cannot_be_is_refused(tmp_path, key, values):
     assert f"{path} is damaged: state.json" in message(ValueError, checkpoint.read_state, path)
 
 
+def test_numbers_that_are_not_finite_are_refused(tmp_path):
+    for wrong in (math.nan, -math.inf):
+        path = save(tmp_path, 1, {"model.w": torch.tensor([1.0, wrong])})
+        text = message(ValueError, load, path, {"model.w": torch.zeros(2)})
+        assert f"model.w in checkpoint {path} has numbers that are not finite; use an earlier" in text
+
+
+def test_random_states_of_garbage_are_refused(trained, tiny_data, tmp_path, capsys):
+    out = shutil.copytree(trained, tmp_path / "out")
+    tensors = tensors_in(out)
+    tensors["rng.0.cpu"].fill_(255)
+    save(out, 2, tensors, checkpoint.read_state(checkpoint.find(out)))
+    flags = [f"--dataset={tiny_data}", f"--out_dir={out}", "--init_from=resume", "--max_iters=3"]
+    assert "is damaged: the state of random numbers: RuntimeError" in refused(train.main, flags, capsys)
+
+
+def test_a_start_says_once_that_latest_is_gone(trained, tiny_data, tmp_path, capsys, in_this_process):
+    out = shutil.copytree(trained, tmp_path / "out")
+    (out / "latest").unlink()
+    train.main([f"--dataset={tiny_data}", f"--out_dir={out}", "--init_from=resume", "--max_iters=3"])
+    assert capsys.readouterr().err.count(f"{out}/latest names no checkpoint, the newest one is") == 1
+
+
 def test_files_of_another_step_are_refused(tmp_path):
     saved = [{"w": torch.full((500,), float(step)), "v": torch.ones(3)} for step in range(3)]
     one, two = (save(tmp_path / "run", step, saved[step]) for step in (1, 2))
@@ -651,7 +674,7 @@ def value_of(path, state):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_reading_while_a_run_saves_and_prunes(tmp_path, caplog):
+def test_reading_while_a_run_saves_and_prunes(tmp_path, capsys):
     put(tmp_path, 1)
     writer = os.fork()
     if writer == 0:
@@ -667,7 +690,7 @@ def test_reading_while_a_run_saves_and_prunes(tmp_path, caplog):
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
     assert steps == sorted(steps) and steps[-1] > 20
-    assert not [record for record in caplog.records if record.name == checkpoint.__name__]
+    assert "names no checkpoint" not in capsys.readouterr().err
 
 
 def test_a_step_that_is_pruned_or_replaced_while_it_is_read(tmp_path):

@@ -293,7 +293,7 @@ def test_peak_memory_grows_with_what_is_held():
 # wandb
 
 
-def test_wandb_gets_the_figures_of_tensorboard(run, monkeypatch):
+def test_wandb_gets_the_figures_of_tensorboard(run, tmp_path, monkeypatch):
     """A stand-in for the package takes them: one run, which a resume continues, with our flags and its name."""
     started, logged = [], []
     wandb = ModuleType("wandb")
@@ -303,10 +303,12 @@ def test_wandb_gets_the_figures_of_tensorboard(run, monkeypatch):
     )
     wandb.init = lambda **options: started.append(options) or ends
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "wandb_id").write_text("another")  # of a run that never saved
     out = run("--wandb_log=True", "--wandb_project=letters", "--max_iters=2")
     run("--wandb_log=True", "--wandb_project=letters", "--init_from=resume", "--max_iters=4", "--wandb_run_name=again")
     assert [s["name"] for s in started] == ["out", "again"] and {s["project"] for s in started} == {"letters"}
-    assert started[0]["id"] == started[1]["id"] and started[1]["config"]["max_iters"] == 4
+    assert started[0]["id"] == started[1]["id"] != "another" and started[1]["config"]["max_iters"] == 4
     written = [
         (row["step"], {f"{row['kind']}/{key}": x for key, x in row.items() if isinstance(x, float)})
         for row in lines(out)

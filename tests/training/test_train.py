@@ -499,6 +499,22 @@ def test_eval_only_changes_nothing(run, capsys):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
 
 
+def test_a_checkpoint_whose_own_loss_is_not_finite_is_not_called_good(run, monkeypatch, capsys, tmp_path):
+    plain, steps = model.Model.loss, []
+
+    def loss(self, x, targets):
+        steps.append(self.training)
+        diverged = sum(steps) >= 2 * 20 + self.training  # two micro-batches each
+        return plain(self, x, targets) * (math.inf if diverged else 1.0)
+
+    monkeypatch.setattr(model.Model, "loss", loss)
+    with pytest.raises(SystemExit):
+        run(out="bad")
+    message = capsys.readouterr().err
+    assert "not finite at step 20 " in message and "go back to one before it" in message and "is good" not in message
+    assert (tmp_path / "bad" / "latest").exists() and not (tmp_path / "bad" / "best").exists()
+
+
 def test_not_finite_loss_stops(run, monkeypatch, capsys, tmp_path):
     """The line names step and samples; the last good checkpoint stays the latest one, with finite weights."""
     plain, calls = model.Model.loss, []
