@@ -186,7 +186,8 @@ class Config(ModelConfig):
     def __post_init__(self):
         super().__post_init__()
         self.out_dir = os.path.expanduser(self.out_dir)
-        check_range(self, "batch_size gradient_accumulation_steps max_iters keep_last collective_timeout", 1)
+        check_range(self, "batch_size max_iters keep_last collective_timeout", 1)
+        check_range(self, "gradient_accumulation_steps", 1, 2**20)
         check_range(self, "dp_replicate tp cp ep pp pp_chunks world_size", 1)
         check_range(self, "seed eval_interval eval_iters save_interval log_interval profile_steps", 0)
         check_range(self, "warmup_iters lr_decay_iters cooldown_iters", 0)
@@ -212,7 +213,7 @@ class Config(ModelConfig):
             value = getattr(self, name)
             if not re.fullmatch(pattern, value, re.DOTALL):
                 raise ValueError(f"{name}={value!r} must be {form}")
-        part = r"[1-9]\d{0,8}:[1-9]\d{0,8}"
+        part = r"[1-9]\d{0,5}:[1-9]\d{0,8}"
         ends = [end for _, end in self.ramp]
         if not re.fullmatch(f"({part}(,{part})*)?", self.batch_ramp) or ends != sorted(set(ends)):
             raise ValueError(

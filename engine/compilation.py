@@ -31,6 +31,7 @@ from ops import linear_by_linear, strip_attention
 MOST_IN_STRIPS = 1024  # tokens; each strip of attention is compiled for itself, in seconds
 GRAPHS = 64  # most graphs of one function: each kind of block has one for training and one for evaluation
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+UNFIT = re.compile(r"[\s'\"]")  # in the path of a folder
 chosen_folder = os.environ.get(FOLDER)  # by the user; read now: torch sets the variable when dynamo is imported
 
 
@@ -50,10 +51,9 @@ def settle(cfg, ranks: Ranks) -> Ranks:
 
 def works(ranks: Ranks) -> bool:
     """Whether torch.compile works on every rank's device. Prints what is done, and the cause if it does not work."""
-    cpu = ranks.device.type == "cpu"
     try:
         together(use_private_folder)
-        if ranks.first and cpu:
+        if ranks.first and ranks.device.type == "cpu":
             print(
                 "compiling for this CPU before the first step: 15 to 60 seconds, or about 5 if the kernels are found "
                 f"in {chosen_folder}; --compile=False leaves it out",
@@ -61,13 +61,10 @@ def works(ranks: Ranks) -> bool:
             )
         together(partial(try_compiler, ranks.device))
     except (ValueError, OSError) as error:  # OSError: no folder can be made
-        # The CPU's kernels are in C++, and CUDA's need a C compiler to be started.
-        compiler, variable = ("g++", "CXX") if cpu else ("gcc", "CC")
         if ranks.first:
             print(
-                f"warning: torch.compile does not work here ({error}), so this run is not compiled and takes longer; "
-                f"install {compiler} and Python's headers, or name a compiler in the variable {variable}, or leave it "
-                "out with --compile=False",
+                "warning: torch.compile does not work here, so this run is not compiled and takes longer: "
+                f"{error}, or leave it out with --compile=False",
                 flush=True,
             )
         return False
@@ -76,6 +73,12 @@ def works(ranks: Ranks) -> bool:
 
 def try_compiler(device: torch.device):
     """Compile a small kernel for the device and call it. ValueError if that fails, as without Python's headers."""
+    for folder in (chosen_folder, tempfile.gettempdir(), torch.__path__[0]):
+        if UNFIT.search(str(folder)):
+            raise ValueError(
+                f"{str(folder)!r} has a blank or a quote, which command lines of compilers do not take; name other "
+                f"folders in the variables {FOLDER} and TMPDIR, or move the environment with torch"
+            )
     graph = torch.fx.symbolic_trace(lambda x: x + 1)
     x = torch.ones(64, device=device)
     try:
@@ -84,7 +87,11 @@ def try_compiler(device: torch.device):
         lines = [line for line in str(error).splitlines() if line] or [type(error).__name__]
         last = next((line for line in reversed(lines) if "Error: " in line), lines[0])  # of a process's traceback
         cause = next((line for line in lines if "error: " in line), last)  # the compiler's own words
-        raise ValueError(f"{cause:.200}") from error
+        # The CPU's kernels are in C++, and CUDA's need a C compiler to be started.
+        compiler, variable = ("g++", "CXX") if device.type == "cpu" else ("gcc", "CC")
+        raise ValueError(
+            f"{cause:.200}; install {compiler} and Python's headers, or name a compiler in the variable {variable}"
+        ) from error
 
 
 def compile_model(model: nn.Module, blocks: list[nn.Module], inside: bool = False):
@@ -153,6 +160,7 @@ def private_folder() -> Path:
     if not caches.is_absolute():
         caches = Path.home() / ".cache"
     folder = caches / "superblock" / "inductor" / kind_of_kernels()
+    require(not UNFIT.search(str(folder)), f"{str(folder)!r} has a blank or a quote, which compilers do not take")
     for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
         missing.mkdir(0o700, exist_ok=True)
     for each in (folder, *list(folder.parents)[:2]):

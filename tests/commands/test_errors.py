@@ -52,6 +52,8 @@ TRAIN_FLAGS = [  # flags, and what the line must name; those of a model alone ar
     (["--init_from=resume"], ["no directory", "/new", "out_dir"]),
     (["--init_from=nanogpt:/no/ckpt.pt"], ["/no/ckpt.pt"]),
     (["--simplified_beta_ff=1.7e308", "--block=simplified"], ["simplified_beta_ff=1.7e+308", "below 2147483648"]),
+    (["--gradient_accumulation_steps=2**31-1"], ["gradient_accumulation_steps=2147483647", "below 1048576"]),
+    (["--batch_ramp=2147483647:9"], ["batch_ramp='2147483647:9'", "such as 8:1000"]),
     (["--attn_softcap=5e-324"], ["attn_softcap=5e-324", "at least 1e-06"]),
     (["--out_dir=~nobody_is_called_so/x"], ["out_dir='~nobody_is_called_so/x'", "such as out"]),
     (["--dataset=" + "x" * 5000], ["xxx ... xxx"]),

@@ -152,7 +152,18 @@ def test_the_cause_is_the_compiler_s_own_line(monkeypatch):
         monkeypatch.setattr(torch._inductor, "compile", raising(error))
         with pytest.raises(ValueError) as caught:
             try_compiler(ALONE.device)
-        assert str(caught.value) == cause
+        assert str(caught.value).startswith(f"{cause}; install g++")
+
+
+def test_a_folder_with_a_blank_is_the_cause(cache, tmp_path, monkeypatch, capsys):
+    """Compilers fail there. Of a home, another folder is used; one that the user has chosen is named."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "my caches"))
+    assert "my caches" in fresh_folder(capsys)
+    for folder, temporary in ("my kernels", "/tmp"), ("kernels", str(tmp_path / "it's")):
+        monkeypatch.setattr(compilation, "chosen_folder", folder)
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        with pytest.raises(ValueError, match="^.* has a blank or a quote,.* TORCHINDUCTOR_CACHE_DIR and TMPDIR"):
+            try_compiler(ALONE.device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
