@@ -7,6 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data.errors import require
+from data.files import read_file, write_file
+
 END_OF_TEXT = b"<|endoftext|>"  # the printed form of an end-of-text token, which has no text
 # The letters that represent bytes in vocabularies of GPT-2 and Hugging Face. A byte that is printable in Latin-1 is its
 # own letter. The others take U+0100, U+0101, ... in order.
@@ -23,6 +26,7 @@ class Tokenizer:
     eot: int | None  # the id of end-of-text
     prefix: list[int] = []  # the ids that other programs put before a text and `encode` leaves out
     token_bytes: list[bytes]  # V entries: the UTF-8 bytes of each id
+    file = ""  # the name of the file that `save` writes
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`, (N,) int64, without end-of-text ids: only a preparation adds these."""
@@ -47,7 +51,12 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def save(self, folder: Path | str) -> None:
-        """Writes the file from which the tokenizer is read again into `folder`. Most kinds have none."""
+        """Writes the file from which the tokenizer is read again into `folder`, if it has one."""
+
+    @property
+    def end_text(self) -> str:
+        """The text of end-of-text, which `encode` takes as ordinary text; "" without one."""
+        return "" if self.eot is None else self.token_bytes[self.eot].decode("utf-8", "replace")
 
     @cached_property
     def end(self) -> np.ndarray:
@@ -119,8 +128,10 @@ class ByteTokenizer(Tokenizer):
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's 50,257 ids, by tiktoken, which downloads the merges at the first use: training needs no network."""
+    """GPT-2's 50,257 ids, by tiktoken. The merges are in the file of a `folder`, where a preparation has saved them, or
+    else downloaded at the first use."""
 
+    file = "vocab.bpe"
     spec = {"kind": "gpt2"}
     vocab_size = 50257
     eot = 50256
@@ -131,16 +142,33 @@ class GPT2Tokenizer(Tokenizer):
     MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
     SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
+    def __init__(self, folder: Path | None = None):
+        self.path = stored(folder, self.file)
+
     @cached_property
-    def merges(self) -> list[tuple[str, str]]:
-        """The merges in order, as letters. Each makes the next id after those of the 256 bytes."""
+    def table(self) -> bytes:
+        """The content of the file."""
+        if self.path:
+            content = read_file(self.path, 2**20)
+            same = hashlib.sha256(content).hexdigest() == self.SHA256
+            require(same, f"{self.path} is not GPT-2's table; delete it or copy it again")
+            return content
         from tiktoken.load import read_file_cached
 
         try:
-            lines = read_file_cached(self.MERGES, self.SHA256).decode().split("\n")
+            return read_file_cached(self.MERGES, self.SHA256)
         except OSError as e:
             remedy = "set TIKTOKEN_CACHE_DIR to a folder that has them, go online once, or use tokenizer byte or char"
             raise ValueError(f"tokenizer gpt2 cannot fetch its merges ({type(e).__name__}); {remedy}") from e
+
+    def save(self, folder: Path | str) -> None:
+        if self.path or "table" in vars(self):  # it is not fetched for this
+            write_file(Path(folder) / self.file, self.table)
+
+    @cached_property
+    def merges(self) -> list[tuple[str, str]]:
+        """The merges in order, as letters. Each makes the next id after those of the 256 bytes."""
+        lines = self.table.decode().split("\n")
         return [tuple(line.split(" ")) for line in lines[1:-1]]
 
     @cached_property
@@ -163,6 +191,14 @@ class GPT2Tokenizer(Tokenizer):
         except UnicodeEncodeError:
             ids = self._encoding.encode_to_numpy(valid_unicode(text), disallowed_special=())
         return ids.astype(np.int64)
+
+
+def stored(folder: Path | None, name: str) -> Path | None:
+    """The path of a tokenizer's file in `folder` or in its parent, the out_dir of a checkpoint; None without one."""
+    if folder is None:
+        return None
+    paths = (folder / name, folder.absolute().parent / name)
+    return next(filter(Path.is_file, paths), None)
 
 
 def valid_unicode(text: str) -> str:

@@ -35,6 +35,7 @@ from data.base_tokenizer import (
     CharTokenizer,
     GPT2Tokenizer,
     Tokenizer,
+    stored,
     valid_unicode,
 )
 from data.errors import require
@@ -53,7 +54,7 @@ class HFTokenizer(Tokenizer):
     the tokenizer changes in a text is lost, as there: by a normalizer such as NFC, or an unknown character.
     """
 
-    FILE = "tokenizer.json"
+    file = "tokenizer.json"
 
     def __init__(self, content: bytes, special: dict[str, str | int], name: str):
         """`special` maps "eos_token", "bos_token", ... to their texts or ids; `name` is the path for errors."""
@@ -78,7 +79,7 @@ class HFTokenizer(Tokenizer):
         require("eos_token" in self.special or not named, f"{name} has no end-of-text token; {remedy}")
         self.vocab_size = last + 1
         self.eot = self.vocabulary.get(self.special.get("eos_token"))
-        self.spec = {"kind": "hf", "file": self.FILE, "vocab_size": last + 1}
+        self.spec = {"kind": "hf", "file": self.file, "vocab_size": last + 1}
         self.spec |= {"sha256": hashlib.sha256(content).hexdigest(), "special": self.special}
 
     def _read_decoder(self) -> None:
@@ -113,9 +114,9 @@ class HFTokenizer(Tokenizer):
     def from_folder(cls, folder: Path | str) -> "HFTokenizer":
         """Reads tokenizer.json, and the special tokens from the configurations beside it. ValueError if one is bad."""
         folder = Path(os.path.expanduser(folder))
-        path = folder / cls.FILE
+        path = folder / cls.file
         remedy = "`hf download NAME --local-dir DIR` fetches a model with one"
-        require(path.is_file(), f"{folder} lacks {cls.FILE}; {remedy}")
+        require(path.is_file(), f"{folder} lacks {cls.file}; {remedy}")
         special = {}
         for name in CONFIGS:
             if (folder / name).exists():
@@ -128,9 +129,8 @@ class HFTokenizer(Tokenizer):
     def load(cls, spec: dict, folder: Path | None, remedy: str) -> "HFTokenizer":
         """Reads the file that `save` wrote into `folder` or its parent, the out_dir of a checkpoint."""
         folder = Path(folder or ".")
-        places = [folder / cls.FILE, folder.absolute().parent / cls.FILE]
-        path = next((p for p in places if p.is_file()), None)
-        require(path, f"{folder} lacks the tokenizer's {cls.FILE}; copy it there from the data, or {remedy}")
+        path = stored(folder, cls.file)
+        require(path, f"{folder} lacks the tokenizer's {cls.file}; copy it there from the data, or {remedy}")
         tokenizer = cls(files.read_file(path, files.LARGEST_JSON), spec["special"], str(path))
         fact = f"{path} was changed: its SHA-256, ids or special tokens are not the recorded ones"
         require(tokenizer.spec == spec, f"{fact}; restore it, or {remedy}")
@@ -142,7 +142,7 @@ class HFTokenizer(Tokenizer):
         return {self.eot, *(i for i in more if type(i) is int)}
 
     def save(self, folder: Path | str) -> None:
-        files.write_file(Path(folder) / self.FILE, self.content)
+        files.write_file(Path(folder) / self.file, self.content)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -255,7 +255,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
     most = encoding.get_vocab_size()
     fact = f"tokenizer bpe:{vocab_size} is larger than the text supports"
     require(most >= vocab_size, f"{fact}; use bpe:{most} or less, or more text")
-    return HFTokenizer(encoding.to_str(pretty=True).encode(), {"bos_token": eot, "eos_token": eot}, HFTokenizer.FILE)
+    return HFTokenizer(encoding.to_str(pretty=True).encode(), {"bos_token": eot, "eos_token": eot}, HFTokenizer.file)
 
 
 def build(kind: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
@@ -283,7 +283,7 @@ def from_spec(spec: dict, folder: Path | None = None, remedy: str = "prepare the
         case {"kind": "byte"}:
             return ByteTokenizer()
         case {"kind": "gpt2"}:
-            return GPT2Tokenizer()
+            return GPT2Tokenizer(folder)
         case {"kind": "hf", "special": dict()}:
             return HFTokenizer.load(spec, folder, remedy)
     raise ValueError(f"no tokenizer can be made from {ascii(spec):.80}; {remedy}")

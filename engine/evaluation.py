@@ -69,7 +69,8 @@ class Evaluation:
         self.tokenizer = data.tokenizer
         self.streams = streams  # of train and val
         self.token_bytes, self.why_no_bytes = byte_lengths(cfg, data, sharded.ranks)
-        self.writes_texts = cfg.objective == "causal" and data.tokenizer and not (sharded.divides or cfg.cp > 1)
+        whole = not (sharded.divides or cfg.cp > 1)
+        self.writes_texts = cfg.objective == "causal" and self.token_bytes is not None and whole
 
     def losses(self, stop: StopSignal) -> tuple[Loss, Loss] | None:
         """The losses on train and val, over cfg.eval_iters batches of all ranks together; 0 means the whole validation

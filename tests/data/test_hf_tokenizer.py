@@ -470,22 +470,6 @@ def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, mo
     assert "lacks the tokenizer's tokenizer.json; copy it there from the data, or train again" in said
 
 
-def test_an_exported_char_keeps_line_ends(tmp_path):
-    """It has no end-of-text either, so its documents end as those of char do."""
-    text = "".join(f"{'ab cd'[: 1 + i % 5]}\n" for i in range(40))
-    (tmp_path / "a.txt").write_text(text)
-    common = {"val_fraction": 0.2, "field": "text", "shard_tokens": 1000, "threads": 1}
-    export_tokenizer(CharTokenizer(text), tmp_path / "exported")
-    found = {}
-    for kind in ("char", f"hf:{tmp_path / 'exported'}"):
-        flags = argparse.Namespace(out=str(tmp_path / kind[:2]), tokenizer=kind, **common)
-        corpus.prepare(flags, [str(tmp_path / "a.txt")], "line")
-        data = open_data(tmp_path / kind[:2])
-        found[kind] = [data.tokenizer.decode(read_all(data.split(split))) for split in ("train", "val")]
-    one, other = found.values()
-    assert one == other and sorted("".join(one).splitlines()) == sorted(text.splitlines())
-
-
 @pytest.mark.parametrize("kind", ["llama2", "gemma"])
 def test_a_continuation_keeps_its_blank(folder, kind, capsys, monkeypatch):
     """Of `a b` the rest is ` b`, also where SentencePiece puts a blank before a text. --score counts the same bytes."""

@@ -1,6 +1,7 @@
 """Tokenizers compared with independent definitions: nanoGPT's char table, Python's UTF-8, tiktoken's ordinary encoding,
 Hugging Face's own byte-level BPE."""
 
+import hashlib
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import tiktoken
-from helpers import ROOT
+from helpers import ROOT, metrics
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer
@@ -18,6 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from data.base_tokenizer import LETTERS
 from data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, from_spec, train_bpe
+from data.writer import ShardWriter
 
 ANY_CHARACTER = st.characters() | st.characters(categories=["Cs"])  # lone surrogates too
 
@@ -75,13 +77,57 @@ def test_byte_lengths_count_the_text(text):
 
 
 def test_gpt2_offline_is_one_line(monkeypatch):
-    def fail(*_):
-        raise ConnectionError("Max retries\nexceeded")
-
-    monkeypatch.setattr("tiktoken.load.read_file_cached", fail)
+    monkeypatch.setattr("tiktoken.load.read_file_cached", offline)
     with pytest.raises(ValueError, match="TIKTOKEN_CACHE_DIR") as e:
         GPT2Tokenizer().encode("a")
     assert "\n" not in str(e.value)
+
+
+@pytest.fixture
+def small_gpt2(monkeypatch) -> bytes:
+    """The table of a GPT-2 with few merges, which are there to be fetched."""
+    merges = json.loads(train_bpe(SOURCES[:3], 400).content)["model"]["merges"]
+    table = "\n".join(["#version: 0.2", *(f"{a} {b}" for a, b in merges), ""]).encode()
+    monkeypatch.setattr(GPT2Tokenizer, "SHA256", hashlib.sha256(table).hexdigest())
+    monkeypatch.setattr(GPT2Tokenizer, "vocab_size", 257 + len(merges))
+    monkeypatch.setattr(GPT2Tokenizer, "eot", 256 + len(merges))
+    monkeypatch.setattr("tiktoken.load.read_file_cached", lambda *_: table)
+    return table
+
+
+def offline(*_):
+    raise ConnectionError("Max retries\nexceeded")
+
+
+def test_a_run_needs_no_table_of_gpt2(small_gpt2, run, tmp_path, monkeypatch, capsys):
+    """Data of older versions have none. Then a run has no bits per byte and no text of the model, and says so."""
+    tokenizer = build("gpt2", list)
+    with ShardWriter(tmp_path / "data", tokenizer) as out:
+        for split in ("train", "val"):
+            out.add(split, tokenizer.encode(MIXED * 9))
+    monkeypatch.setattr("tiktoken.load.read_file_cached", offline)
+    flags = [f"--dataset={tmp_path / 'data'}", "--max_iters=2", "--eval_interval=1", "--warmup_iters=0"]
+    assert metrics(run(*flags, out="with"))[-1]["val_bpb"] > 0 and (tmp_path / "with" / "vocab.bpe").exists()
+    (tmp_path / "data" / "vocab.bpe").unlink()
+    capsys.readouterr()
+    last = metrics(run(*flags, out="without"))[-1]
+    assert last["val_loss"] > 0 and last["val_bpb"] is None and "TIKTOKEN_CACHE_DIR" in "".join(capsys.readouterr())
+
+
+def test_gpt2s_table_travels_with_the_data(small_gpt2, tmp_path, monkeypatch):
+    """It is fetched when the data are prepared, and nowhere after."""
+    tokenizer = build("gpt2", list)
+    ids = tokenizer.encode(MIXED)
+    monkeypatch.setattr("tiktoken.load.read_file_cached", lambda *_: pytest.fail("fetched again"))
+    tokenizer.save(tmp_path / "data")
+    for below in ("data", "data/step_00000001"):
+        again = from_spec({"kind": "gpt2"}, tmp_path / below)
+        assert again.encode(MIXED).tolist() == ids.tolist() and again.decode(ids) == MIXED
+    from_spec({"kind": "gpt2"}, tmp_path / "data").save(tmp_path / "run")
+    assert [p.read_bytes() for p in (tmp_path / "run").iterdir()] == [small_gpt2]
+    (tmp_path / "data" / "vocab.bpe").write_bytes(small_gpt2 + b"x")
+    with pytest.raises(ValueError, match="vocab.bpe is not GPT-2's table; delete it or copy it again"):
+        from_spec({"kind": "gpt2"}, tmp_path / "data").encode("a")
 
 
 def test_gpt2_is_tiktokens_ordinary_encoding(gpt2):
