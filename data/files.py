@@ -78,7 +78,18 @@ def read_file(path: Path, most: int) -> bytes:
 
 def read_json(path: Path):
     """The content of a JSON file. ValueError if it is malformed; OSError or RecursionError as they come."""
-    return json.loads(read_file(path, LARGEST_JSON).decode("utf-8"))
+    return json.loads(decoded(display_path(path), read_file(path, LARGEST_JSON)))
+
+
+def decoded(where: str, content: bytes, offset: int = 0) -> str:
+    """The UTF-8 text of a file from the byte `offset` on, without the mark of the byte order that it may begin with.
+    ValueError names the first byte that is no text."""
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as e:
+        fact = f"{where} is not UTF-8 text: byte {offset + e.start} is {content[e.start]:#04x}"
+        raise ValueError(f"{fact}; convert it, for example with iconv, or leave it out") from None
+    return text if offset else text.removeprefix("\ufeff")
 
 
 class Shard:

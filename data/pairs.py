@@ -73,8 +73,12 @@ def documents(stream: TokenStream) -> np.ndarray:
     ends = np.append(firsts[1:], len(stream))
     found = np.append(targets, len(stream))[np.searchsorted(targets, firsts)]
     whole = len(firsts) and firsts[0] == 0 and (firsts < found).all() and (found < ends).all()
-    require(whole, f"the mask of {stream.name} has documents without a source or a target; prepare the data again")
+    require(whole, wrong_mask(stream))
     return np.stack((firsts, found, ends), axis=1)
+
+
+def wrong_mask(stream: TokenStream) -> str:
+    return f"the mask of {stream.name} has documents without a source or a target; prepare the data again"
 
 
 def pack(stream: TokenStream, sizes: Callable[[np.ndarray], np.ndarray], limit: int, block_size: int) -> None:
@@ -91,6 +95,7 @@ def pack(stream: TokenStream, sizes: Callable[[np.ndarray], np.ndarray], limit: 
     total = np.cumsum(np.pad(each, ((1, 0), (0, 0))), axis=0)
     for _, tokens, _ in stream.sources:
         i, end = np.searchsorted(found[:, 0], (place, place + tokens))
+        require(i < end and found[i, 0] == place, wrong_mask(stream))
         bounds = [i]
         while i < end:
             i = min(end, *(np.searchsorted(row, row[i] + limit, "right") - 1 for row in total.T))

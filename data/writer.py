@@ -25,6 +25,7 @@ from data.lock import locked
 from data.tokenizer import Tokenizer
 
 PREPARING = ".preparing"  # the folder in a data set's folder for a preparation that is not complete
+SHARD = re.compile(rf"({'|'.join(SPLITS)})({MASK})?_\d{{6}}\.bin")
 PROGRESS = "progress.json"  # the file in that folder with the state of a resumable preparation
 
 
@@ -56,12 +57,22 @@ class ShardWriter:
     def __enter__(self) -> "ShardWriter":
         self.cleanup.enter_context(locked(self.folder, "out"))
         try:
+            self._refuse_files_of_others()
             self.temporary.mkdir(exist_ok=True)
             self._resume()
         except BaseException:
             self._close()
             raise
         return self
+
+    def _refuse_files_of_others(self) -> None:
+        """ValueError if a file that would be deleted or replaced was not made by a preparation."""
+        meta = self.folder / "meta.json"
+        check(meta.is_file() or not meta.exists(), meta, "is no regular file", "choose another --out")
+        check(not self.temporary.is_symlink(), self.temporary, "is a link", "delete it")
+        for file in self.folder.iterdir():
+            ours = meta.exists() or not (SHARD.fullmatch(file.name) or file.name == self.tokenizer.file)
+            check(ours, file, "is not of a data set that was prepared here", "choose another --out")
 
     def _resume(self) -> None:
         """Restores the state of the last `save`, if any, and deletes all other files of an earlier preparation."""
@@ -89,7 +100,7 @@ class ShardWriter:
         """Finds the file of a saved shard, and opens it behind its tokens if it is not full."""
         file = self.temporary / shard["name"]
         meta = self.folder / "meta.json"
-        if not file.exists() and meta.is_file() and meta.read_bytes() == _json(MOVING):
+        if not file.exists() and meta.exists() and files.read_json(meta) == MOVING:
             os.replace(self.folder / shard["name"], file)  # it was moved into place before the interruption
         size = HEADER_BYTES + self.dtype.itemsize * shard["tokens"]
         check(file.exists() and file.stat().st_size >= size, file, "differs from its saved state", remedy)
@@ -122,7 +133,7 @@ class ShardWriter:
             if split not in self.open:
                 shard = {"name": f"{split}_{len(entry['shards']):06d}.bin", "tokens": 0, "sha256": "", "max_token": 0}
                 entry["shards"].append(shard)
-                self.open[split] = open(self.temporary / shard["name"], "wb")
+                self.open[split] = open(self.temporary / shard["name"], "xb")
                 self.open[split].write(bytes(HEADER_BYTES))  # written when the number of tokens is known
             shard = entry["shards"][-1]
             part, tokens = np.split(tokens, [self.shard_tokens - shard["tokens"]])
@@ -173,7 +184,7 @@ class ShardWriter:
         os.replace(self.temporary / "moving.json", self.folder / "meta.json")
         fsync(self.folder)
         for old in self.folder.iterdir():
-            if re.fullmatch(rf"({'|'.join(SPLITS)})({MASK})?_\d{{6}}\.bin", old.name):
+            if SHARD.fullmatch(old.name):
                 old.unlink()
         for file in sorted(self.temporary.iterdir()):
             if file.name not in ("meta.json", PROGRESS):

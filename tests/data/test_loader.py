@@ -218,15 +218,6 @@ def test_too_short_for_one_window(n_tokens):
         assert loader.n_windows == 1
 
 
-@pytest.mark.parametrize("name", ["masked", "seq2seq"])
-def test_each_epoch_corrupts_a_window_in_another_way(name):
-    n = 24  # windows
-    whole = take_rows(Loader(stream_of(200), corrupting(name), 1, seed=5), 3 * n)
-    windows = order(np.arange(3 * n), n, 5)
-    seen = {window: {row for row, w in zip(whole, windows, strict=True) if w == window} for window in range(n)}
-    assert sum(len(each) for each in seen.values()) > 0.9 * 3 * n, "nearly every epoch"
-
-
 def resident(kind: str) -> int:
     """kB of RssAnon, the process's own pages, or of RssFile, the pages of mapped files."""
     return int(re.search(rf"{kind}:\s*(\d+)", Path("/proc/self/status").read_text())[1])

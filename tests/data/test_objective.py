@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configurator import Config, parse
 from data.hashing import hash64
 from data.objective import OBJECTIVE, Causal, Masked, Seq2Seq
 from model import Model, ModelConfig
@@ -215,14 +214,6 @@ def test_a_packed_document_is_as_if_alone(name, pos):
             (alone * weights[row][here]).sum().backward()
     for (which, p), q in zip(packed.named_parameters(), plain.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, rtol=0, atol=1e-10), which
-
-
-@pytest.mark.parametrize("pos", ["rope", "alibi", "none"])
-def test_distances_need_no_doc_positions(pos):
-    with pytest.raises(ValueError, match=f"^doc_positions=True has no effect with pos={pos}, .*; .*set pos=learned$"):
-        ModelConfig(doc_mask=True, doc_positions=True, pos=pos)
-    with pytest.raises(ValueError, match="doc_positions=True .*only with doc_mask=True.*; .*set doc_mask=True$"):
-        parse(Config, ["--doc_positions=True"])
 
 
 @pytest.mark.parametrize(

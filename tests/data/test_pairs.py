@@ -305,6 +305,19 @@ def test_wrong_masks_are_refused(tmp_path):
     assert "train_mask_000000.bin cannot be read" in error(opened, out)
 
 
+def test_an_overwritten_mask_in_a_mixture_is_refused(tmp_path):
+    """A source without a document has no window, and so no epoch."""
+    sets = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        sets.append(prepared(tmp_path / name))
+    mask = sets[1] / "train_mask_000000.bin"
+    content = mask.read_bytes()
+    mask.write_bytes(content[:1024] + bytes(len(content) - 1024))
+    words = "has documents without a source or a target; prepare the data again"
+    assert words in error(opened, f"{sets[0]}:1,{sets[1]}:1", block_size=10_000)
+
+
 def test_flags_that_do_not_fit_are_refused(tmp_path, tiny_data, capsys):
     out = prepared(tmp_path)
     flags = [*TINY, f"--out_dir={tmp_path}/run", f"--dataset={out}"]

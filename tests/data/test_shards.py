@@ -22,9 +22,9 @@ from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
 
 
-def shard_bytes(tokens, magic=20240520, version=1, count=None, code="H") -> bytes:
+def shard_bytes(tokens, magic=20240520, version=1, code="H") -> bytes:
     """A shard written from the description of the format, without numpy."""
-    header = struct.pack("<3i", magic, version, len(tokens) if count is None else count).ljust(1024, b"\0")
+    header = struct.pack("<3i", magic, version, len(tokens)).ljust(1024, b"\0")
     return header + struct.pack(f"<{len(tokens)}{code}", *tokens)
 
 
@@ -180,9 +180,6 @@ def test_megatron_pairs(tmp_path, code, letter):
 INDEX = index_bytes([3, 1, 2], [0, 2, 3])
 BAD_INDEX = {
     "other magic": (b"X" + INDEX[1:], "x_train_y.idx is no index of Megatron"),
-    "cut in the header": (INDEX[:20], "x_train_y.idx is no index of Megatron"),
-    "cut in the bounds": (INDEX[:-1], "x_train_y.idx has 93 bytes, and"),
-    "version": (index_bytes([3, 1, 2], [0, 3], version=2), "is no index of Megatron of version 1"),
     "floats": (index_bytes([3, 1, 2], [0, 3], code=7), "has the token type 7, and known are 1, 2, 3, 4"),
     "other width": (index_bytes([3, 1, 2], [0, 3], code=4, width=4), "x_train_y.bin has 12 bytes, and"),
 }
@@ -251,25 +248,14 @@ def test_what_cannot_be_mixed_is_one_line(tmp_path, monkeypatch, name, fact):
     assert fact in error(open_data, name)
 
 
-def test_a_folder_may_be_called_like_a_mixture(tmp_path):
-    assert len(open_data(prepare(tmp_path / "a:1,b:2")).split("train")) == 200
-
-
 # ------------------------------------------------------------------------------------------------------------ damage
 
 GOOD = shard_bytes(range(200))
 DAMAGE = {
-    "cut in the magic": (GOOD[:3], "is no shard"),
-    "cut in the header": (GOOD[:500], "has 500 bytes, and"),
     "cut in the tokens": (GOOD[:-2], "has 1422 bytes, and its header or .idx gives 1424, so it is truncated"),
-    "too long": (GOOD + b"\0", "has 1425 bytes, and"),
-    "count too large": (shard_bytes(range(200), count=201), "has 1424 bytes, and"),
-    "count too small": (shard_bytes(range(200), count=199), "has 1424 bytes, and"),
     "no tokens": (shard_bytes([]), "holds no tokens"),
     "other magic": (shard_bytes(range(200), magic=20240521), "is no shard, which begins with 20240520 or 20240801"),
     "other version": (shard_bytes(range(200), version=2), "is a shard of version 2, not 1"),
-    "wide magic, narrow tokens": (shard_bytes(range(200), 20240801, 7), "has 1424 bytes, and"),
-    "empty": (b"", "is no shard"),
     "another whole shard": (shard_bytes(range(100)), "holds 100 tokens, but meta.json says 200"),
 }
 
@@ -398,46 +384,6 @@ def test_an_interrupted_preparation_leaves_the_old_data(tmp_path):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
-def killed_while(work) -> None:
-    """Runs `work` in a process that ends at its first RuntimeError without any cleaning up, as by SIGKILL."""
-    if (child := os.fork()) == 0:
-        try:
-            work()
-        except RuntimeError:
-            pass
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-
-
-@pytest.mark.parametrize("moves", range(7))
-def test_a_crash_between_the_renames_never_passes_for_data(tmp_path, monkeypatch, moves):
-    prepare(tmp_path, train=range(200))
-    real, done = os.replace, []
-
-    def replace(*paths):
-        if len(done) == moves:
-            os._exit(0)
-        done.append(real(*paths))
-
-    def work():
-        monkeypatch.setattr(os, "replace", replace)
-        prepare(tmp_path, train=range(199, -1, -1))  # equal sizes: shards differ only in content
-
-    killed_while(work)
-    if 2 < moves < 6:  # meta.json and the mark are written, and then moved: the mark, two shards, meta.json
-        assert "stopped while it moved its files" in error(open_data, tmp_path, vocab_size=257)
-        with pytest.raises(KeyboardInterrupt):
-            with ShardWriter(tmp_path, ByteTokenizer()):
-                raise KeyboardInterrupt  # a second preparation that stops early does not hide it
-        assert "stopped while it moved its files" in error(open_data, tmp_path, vocab_size=257)
-    else:
-        expected = list(range(200)) if moves <= 2 else list(range(199, -1, -1))
-        assert read_all(open_data(tmp_path, verify=True).split("train")) == expected
-    prepare(tmp_path)
-    assert read_all(open_data(tmp_path, verify=True).split("train")) == list(range(200))
-
-
 def test_stale_shards_go_and_other_files_stay(tmp_path):
     prepare(tmp_path, train=range(250), shard_tokens=50)
     (tmp_path / "prepare.py").touch()
@@ -465,3 +411,62 @@ def test_opening_does_not_read_a_prepared_shard(tmp_path):
     folder = prepare(tmp_path)
     (folder / "train_000000.bin").write_bytes(shard_bytes([60_000] * 200))
     assert len(open_data(folder).split("train")) == 200  # `verify` or a batch finds the wrong id
+
+
+# ------------------------------------------------------------------------------------------------------ files of others
+
+
+def test_files_of_others_stay(tmp_path, monkeypatch):
+    """What a preparation did not make is neither deleted nor replaced nor followed."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine").write_text("mine")
+    monkeypatch.setattr(ByteTokenizer, "file", "tokenizer.json")
+    for name in ("train_000000.bin", "train_mask_000000.bin", "tokenizer.json"):
+        folder = tmp_path / f"set {name}"
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        assert f"{name} is not of a data set that was prepared here; choose another --out" in error(prepare, folder)
+        assert os.listdir(folder) == [name] and (folder / name).read_text() == "mine"
+    for name in (".preparing", ".lock"):
+        folder = tmp_path / name.strip(".")
+        folder.mkdir()
+        (folder / name).symlink_to(other if name == ".preparing" else other / "mine")
+        with pytest.raises((OSError, ValueError)):
+            prepare(folder)
+        assert os.listdir(folder) == [name] and os.listdir(other) == ["mine"]
+        assert (other / "mine").read_text() == "mine"
+
+
+def test_a_file_is_written_at_its_own_name_only(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    for name in ("a", "mine"):
+        (tmp_path / f".tmp-{name}").symlink_to(tmp_path / "mine")
+    files.write_file(tmp_path / "a", b"new")
+    files.write_file(tmp_path / "a", b"newer")
+    umask = os.umask(0)
+    os.umask(umask)
+    assert (tmp_path / "a").read_bytes() == b"newer" and (tmp_path / "a").stat().st_mode & 0o777 == 0o666 & ~umask
+    assert sorted(os.listdir(tmp_path)) == [".tmp-a", ".tmp-mine", "a", "mine"]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="Not a regular file"):
+        files.write_file(tmp_path / "pipe", b"new")
+    with pytest.raises(OSError, match="No space"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        files.write_file(tmp_path / "mine", b"new")
+    assert (tmp_path / "mine").read_text() == "mine" and len(os.listdir(tmp_path)) == 5
+
+
+def test_a_read_asks_for_no_more_memory_than_the_file_has(tmp_path):
+    (tmp_path / "a").write_bytes(b"small")
+    assert files.read_file(tmp_path / "a", 2**60) == b"small"
+    os.truncate(tmp_path / "a", 2**40)
+    assert "more than 1,000" in error(files.read_file, tmp_path / "a", 1000)
+    (tmp_path / "b").write_bytes(b"12345")
+    assert files.read_file(tmp_path / "b", 5) == b"12345" and "more than 4" in error(
+        files.read_file, tmp_path / "b", 4
+    )
+    prepare(tmp_path / "set")
+    for name in ("meta.json", "train_000000.bin"):
+        os.truncate(tmp_path / "set" / name, 2**40)
+        error(lambda: open_data(tmp_path / "set").split("train"))
