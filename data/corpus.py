@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from data.dataset import MASK
 from data.errors import require, say
 from data.files import SPLITS
 from data.hashing import hash64
+from data.lock import locked
 from data.pairs import Parts, encode
 from data.sources import RECORDS, Source, find_files, reason
 from data.tokenizer import build
@@ -141,12 +143,16 @@ class Corpus:
     threads: int
     limit: int
 
+    def __post_init__(self):
+        self.special = self.out.tokenizer.end_text
+        self.specials = 0  # documents that hold this text
+        self.hashes = {split: array("q") for split in SPLITS}  # of the documents, from which equal ones are known
+
     def encode(self, job: list[Piece]) -> dict[str, tuple[np.ndarray, int]]:
         """{split: (tokens, number of documents that begin in the job)}"""
         parts: dict[str, list] = {}
         begun = dict.fromkeys(SPLITS, 0)
-        for piece, validates in zip(job, self.validates(job), strict=True):
-            split = "val" if validates else "train"
+        for piece, split in zip(job, self.splits(job), strict=True):
             begun[split] += piece.begins
             try:
                 if isinstance(piece.text, str):
@@ -166,12 +172,13 @@ class Corpus:
         ids = tokenizer.encode(piece.text) if piece.begins else tokenizer.encode_rest(piece.text)
         return np.append(ids, tokenizer.end) if piece.ends else ids
 
-    def validates(self, job: list[Piece]) -> np.ndarray:
-        """Whether the document of each piece validates, (pieces,) bool."""
+    def splits(self, job: list[Piece]) -> list[str]:
+        """The split of each piece's document."""
         numbers = np.array([piece.number for piece in job], dtype=np.uint64)
+        validates = uniform(numbers) < self.val_fraction
         if self.source.val_fraction:  # a single text is cut into document 0, which validates, and document 1
-            return numbers == 0
-        return uniform(numbers) < self.val_fraction
+            validates = numbers == 0
+        return np.where(validates, "val", "train").tolist()
 
     def tokens(self, split: str) -> int:
         """The number of tokens that were written into a split."""
@@ -195,15 +202,34 @@ class Corpus:
                     break
                 for split, (tokens, begun) in encoded.items():
                     self.out.add(split, tokens, begun)
+                self.note(job)
                 last = job[-1]
                 if self.out.unsaved and last.ends:
                     self.out.save((last.file, last.row, last.number + 1))
                 progress.set_postfix_str(f"{self.tokens('train'):,} tokens to train on", refresh=False)
                 progress.update(last.position - progress.n)
+        self.say_what_was_noted()
         for split in SPLITS:
             fact = f"the split {split} has {self.tokens(split)} tokens, and needs two"
             remedy = "add text, cut it into more documents, or pass another --val_fraction"
             require(self.tokens(split) >= 2, f"{fact}; {remedy}")
+
+    def note(self, job: list[Piece]) -> None:
+        """Notes what is said of the documents in the end."""
+        for piece, split in zip(job, self.splits(job), strict=True):
+            text = together(piece.text)
+            self.specials += bool(self.special) and self.special in text
+            if piece.begins:
+                self.hashes[split].append(hash(text))
+
+    def say_what_was_noted(self) -> None:
+        if self.specials:
+            fact = f"{self.specials:,} pieces of the text hold {self.special}, which is ordinary text in them"
+            say(f"warning: {fact}; pass --separator='{self.special}' where it stands between documents")
+        train, val = (np.frombuffer(self.hashes[split], np.int64) for split in SPLITS)
+        equal = np.isin(val, train).sum()
+        if equal and not self.out.place:  # otherwise those before an interruption are not known
+            say(f"note: {equal:,} of {len(val):,} validation documents are training documents too")
 
     def write_up_to_limit(self, job: list[Piece]) -> None:
         """Writes the pieces of the job in which the limit is reached, up to the limit."""
@@ -216,12 +242,13 @@ class Corpus:
 
 
 def prepare(
-    args: argparse.Namespace, files: list[str], documents: str = "file", shards: int = 0, pairs: tuple[str, ...] = ()
-) -> None:
+    args: argparse.Namespace, files: list[str], documents: str = "file", shards: int = 0, pairs: tuple[str, ...] = (),
+    separator: str = "",
+) -> None:  # fmt: skip
     """Prepares the data set that the flags describe, with at most `shards` full shards to train on (0 = all). `pairs`
     are the fields of a source and its target, or the field of a chat."""
     plain = [f for f in files if not RECORDS.search(f)]
-    single = documents == "file" and len(files) == len(plain) == 1
+    single = documents == "file" and len(files) == len(plain) == 1 and not separator
     val_fraction = args.val_fraction
     if val_fraction is None:
         val_fraction = 0.1 if single else 0.005
@@ -232,8 +259,13 @@ def prepare(
         require(possible, f"pairs={','.join(pairs)} is not possible for {files[0]}; {need}")
     used = args.field == "text" or len(plain) < len(files) and not pairs
     require(used, f"field={args.field} has no effect on texts and pairs; leave it out")
+    used = not separator or plain and documents == "file"
+    require(used, f"separator={separator!r} has no effect on records, or with --documents; leave one of them out")
     folder = out_folder(args.out)
-    source = Source(files, documents, args.field, val_fraction=val_fraction if single else 0, pairs=pairs)
+    cut_at = val_fraction if single else 0
+    source = Source(files, documents, args.field, val_fraction=cut_at, pairs=pairs, separator=separator)
+    with locked(folder, "out"):
+        pass  # before the work it is known whether the folder can be written
     if args.tokenizer == "char":  # which is built from the separated texts
         source.separated = not single and not pairs
     tokenizer = build(args.tokenizer, partial(read_texts, source))
@@ -245,7 +277,7 @@ def prepare(
     settings = {
         "tokenizer": tokenizer.hash, "input": hashlib.sha256(names.encode()).hexdigest(), "documents": documents,
         "field": args.field, "val_fraction": val_fraction, "separated": source.separated, "pairs": [*pairs],
-        "shard_tokens": args.shard_tokens, "shards": shards,
+        "shard_tokens": args.shard_tokens, "shards": shards, "separator": separator,
     }  # fmt: skip
     with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
         Corpus(out, source, val_fraction, args.threads, shards * args.shard_tokens).write()
@@ -267,6 +299,8 @@ def main(doc: str, here: str, default: str | None = None) -> None:
     flags.add_argument("--input", action="append", required=not default, help=f"{what} (default: {default})")
     kinds = ("file", "line", "paragraph")
     flags.add_argument("--documents", choices=kinds, default="file", help="what a document of a text is (default file)")
+    between = "text between the documents of a text, such as '<|endoftext|>', instead of --documents"
+    flags.add_argument("--separator", default="", help=between)
     names = "SOURCE,TARGET, or the field of a chat: fields of pairs (without a value source,target)"
     flags.add_argument("--pairs", nargs="?", const="source,target", help=names)
     fraction = "fraction of the documents for validation (default 0.005; of a single text the last 0.1)"
@@ -278,4 +312,4 @@ def main(doc: str, here: str, default: str | None = None) -> None:
     flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="encoding threads (default: all cores)")
     args = flags.parse_args()
     pairs = () if args.pairs is None else tuple(args.pairs.split(","))
-    prepare(args, find_files(args.input or [default]), args.documents, args.shards, pairs)
+    prepare(args, find_files(args.input or [default]), args.documents, args.shards, pairs, args.separator)

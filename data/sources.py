@@ -3,9 +3,11 @@
     source = Source(find_files(["books/*.txt", "web", "hf:OWNER/NAME"]))
     for text, file, row, position in source.read(): ...
 
-.jsonl, .parquet     a document is the text in one field of a line or row, or a pair, see pairs.py
-every other name     UTF-8 text; a document is the file, a line or a paragraph
-.gz, .zst added      the file is decompressed while it is read
+.jsonl, .ndjson, .json, .parquet    a document is the text in one field of a line or row, or a pair, see pairs.py
+every other name                    UTF-8 text; a document is the file, a line, a paragraph, or ends at a separator
+.gz, .zst added                     the file is decompressed while it is read
+
+Names are compared without case. What is no text is refused by its content.
 """
 
 import glob
@@ -14,39 +16,68 @@ import io
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
-from data.errors import require
-from data.files import open_regular
+from data.errors import require, say
+from data.files import decoded, open_regular
 from data.pairs import Parts, of_chat
 
-RECORDS = re.compile(r"\.(jsonl(\.gz|\.zst)?|parquet)$")  # names of files whose documents are records
-TEXTS = re.compile(r"\.txt(\.gz|\.zst)?$")
+RECORDS = re.compile(r"\.(jsonl|ndjson|json)(\.gz|\.zst)?$|\.parquet$", re.IGNORECASE)  # their documents are records
+IN_FOLDERS = re.compile(r"\.(txt|jsonl|ndjson)(\.gz|\.zst)?$|\.parquet$", re.IGNORECASE)  # names that a folder gives
 LARGEST = 32_000_000  # bytes of one document
+BLOCK = 2**20  # bytes to read at once
 ADDRESS = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
 
 
 def find_files(paths: Iterable[str]) -> list[str]:
-    """The files of paths, patterns and folders, sorted, and of addresses hf:OWNER/NAME[@REVISION][:CONFIG] on the hub.
-    A folder gives all texts and records below it."""
-    found: set[str] = set()
+    """The files of paths, patterns and folders, sorted, each once, and of addresses hf:OWNER/NAME[@REVISION][:CONFIG]
+    on the hub. Says how many there are of several, and what was left out."""
+    names: list[str] = []
+    left_out: Counter = Counter()
     for path in map(os.path.expanduser, paths):
         if ADDRESS.fullmatch(path):
-            found.update(hub_files(path))
+            names += hub_files(path)
             continue
         if os.path.isdir(path):
-            files = [str(p) for p in Path(path).rglob("*") if TEXTS.search(p.name) or RECORDS.search(p.name)]
+            files = list(walk(path, left_out))
         elif os.path.exists(path):
             files = [path]
         else:
             files = glob.glob(path, recursive=True)
         regular = [f for f in files if os.path.isfile(f)]
         require(regular, f"no regular file matches {path!r}; check the path, and put quotes around a pattern")
-        found.update(map(os.path.normpath, regular))
-    return sorted(found)
+        names += map(os.path.normpath, regular)
+    names = sorted(set(names))
+    found: dict[str, str] = {}
+    for name in names:
+        found.setdefault(name if name.startswith("hf://") else os.path.realpath(name), name)
+    left_out["second names of a file"] = len(names) - len(found)
+    if len(names) > 1 or left_out.total():
+        what = ", ".join(f"{n} {kind}" for kind, n in left_out.items() if n)
+        say(f"files to read: {len(found)}; left out: {what or 'none'}")
+    return list(found.values())
+
+
+def walk(folder: str, left_out: Counter) -> Iterator[str]:
+    """The texts and records below a folder, also in folders that are linked there. Counts the others in `left_out`."""
+    seen = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(parent) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(parent))
+        left_out["hidden names"] += sum(name.startswith(".") for name in folders + names)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if name.startswith("."):
+                continue
+            if IN_FOLDERS.search(name):
+                yield os.path.join(parent, name)
+            else:
+                left_out["of other kinds"] += 1
 
 
 @dataclass
@@ -59,6 +90,7 @@ class Source:
     separated: bool = False  # ends each document with a line end, a paragraph with a blank line
     val_fraction: float = 0  # above 0: cuts a single text into two documents, the last part first (`cut_in_two`)
     pairs: tuple[str, ...] = ()  # instead of column: the fields of a source and its target, or the one of a chat
+    separator: str = ""  # the text between the documents of a text, instead of `documents`
 
     def __post_init__(self):
         self.columns = self.pairs or (self.column,)
@@ -81,7 +113,7 @@ class Source:
         """Yields (text, bytes of the file read so far) of each document."""
         try:
             with _open(name) as raw:
-                if name.endswith(".parquet"):
+                if name.lower().endswith(".parquet"):
                     documents = self._rows(name, raw)
                 elif RECORDS.search(name):
                     documents = self._json_texts(name, _decompressed(name, raw))
@@ -94,22 +126,37 @@ class Source:
         except Exception as e:  # file systems and decompressors raise errors of many types
             if type(e) is ValueError:
                 raise
+            if "requires too much memory" in str(e):
+                fact = f"{name} was compressed with a window of more than 128 MB"
+                raise ValueError(f"{fact}; unpack it with zstd -d --long=31") from None
             raise ValueError(f"{name} cannot be read ({reason(e)}); try again, replace it, or leave it out") from e
 
     def _plain_texts(self, name: str, f) -> Iterator[str]:
-        if self.documents == "file":
-            text = _decode(name, 0, f.read(LARGEST + 1))
-            if self.val_fraction:
+        checked = False
+        for offset, content in self._parts(f):
+            text = _decode(name, offset, content)
+            if not checked and _is_record(text.lstrip().partition("\n")[0]):
+                fact = f"{name} holds JSON objects, and its name says text"
+                raise ValueError(f"{fact}; name it .jsonl, and pass --field of the text")
+            checked = True
+            if self.separator:
+                yield text.strip("\r\n")
+            elif self.documents != "file":
+                yield text.removesuffix("\n").removesuffix("\r")
+            elif self.val_fraction:
                 yield from cut_in_two(text, self.val_fraction)
             else:
                 yield text
-            return
-        parts = _lines(f)
+
+    def _parts(self, f) -> Iterable[tuple[int, bytes]]:
+        """(offset, content) of each document of a text. One that is longer than LARGEST may be cut."""
+        if self.separator:
+            return _separated(f, self.separator.encode())
         if self.documents == "paragraph":
-            parts = _paragraphs(parts)
-        for offset, content in parts:
-            if content.strip():
-                yield _decode(name, offset, content).removesuffix("\n").removesuffix("\r")
+            return _paragraphs(_lines(f))
+        if self.documents == "line":
+            return ((offset, line) for offset, line in _lines(f) if line.strip())
+        return [(0, f.read(LARGEST + 1))]
 
     def _json_texts(self, name: str, f) -> Iterator[str | Parts]:
         for number, (offset, line) in enumerate(_lines(f), 1):
@@ -178,9 +225,9 @@ def _open(name: str):
 
 def _decompressed(name: str, raw):
     """The open file `raw`, decompressed as its name says."""
-    if name.endswith(".gz"):
+    if name.lower().endswith(".gz"):
         return gzip.open(raw)
-    if name.endswith(".zst"):
+    if name.lower().endswith(".zst"):
         import pyarrow
 
         return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
@@ -212,17 +259,38 @@ def _paragraphs(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes
         yield start, b"".join(part)
 
 
+def _separated(f, separator: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields (offset, part) of what stands between separators, but for blank parts."""
+    offset = 0
+    rest = b""
+    while block := f.read(BLOCK):
+        *parts, rest = (rest + block).split(separator)
+        for part in parts:
+            if part.strip():
+                yield offset, part
+            offset += len(part) + len(separator)
+        if len(rest) > LARGEST:
+            break
+    if rest.strip():
+        yield offset, rest
+
+
 def _decode(where: str, offset: int, content: bytes) -> str:
-    """The text of a document. ValueError if it is longer than LARGEST, or names the first byte that is no text."""
+    """The text of a document, which begins at this byte. ValueError if it is no text, or longer than LARGEST."""
+    if b"\0" in content:
+        raise ValueError(f"{where} holds NUL bytes, as archives and UTF-16 do; unpack or convert it")
     if len(content) > LARGEST:
         fact = f"{where}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
         raise ValueError(f"{fact}; cut the text, for example with --documents=paragraph or --documents=line")
+    return decoded(where, content, offset)
+
+
+def _is_record(line: str) -> bool:
+    """Whether a line is a JSON object."""
     try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as e:
-        fact = f"is not UTF-8 text: byte {offset + e.start} is {content[e.start]:#04x}"
-        remedy = "convert it, for example with iconv, name it .gz or .zst if it is compressed so, or leave it out"
-        raise ValueError(f"{where} {fact}; {remedy}") from None
+        return line.startswith("{") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def check_hub() -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.errors import one_line, printable
-from data.files import read_file
+from data.errors import one_line, printable, say
+from data.files import decoded, read_file
 from data.tokenizer import Tokenizer
 from model import Model
 from ops import rows_at_once
@@ -23,13 +23,12 @@ def read_text(flag: str, value: str, most: int) -> str:
 
     ValueError unless it is a regular file of UTF-8 text with at most `most` bytes.
     """
+    where = f"{flag}={printable(value[:200])}"
     try:
-        return read_file(Path(value.removeprefix("FILE:")).expanduser(), most).decode()
-    except UnicodeDecodeError as error:
-        reason = f"it is not UTF-8 text ({error}); convert it, for example with iconv"
+        content = read_file(Path(value.removeprefix("FILE:")).expanduser(), most)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of expanduser
-        reason = f"{one_line(error)}; give the path of a text file"
-    raise ValueError(f"{flag}={printable(value[:200])}: {reason}")
+        raise ValueError(f"{where}: {one_line(error)}; give the path of a text file") from None
+    return decoded(where, content)
 
 
 def read_prompt(start: str) -> str:
@@ -46,6 +45,8 @@ def token_ids(tokenizer: Tokenizer, text: str) -> Tensor:
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of the prompt. An empty prompt becomes end-of-text, or a newline if there is no end-of-text."""
+    if tokenizer.eot is not None and tokenizer.end_text in prompt:
+        say(f"warning: {tokenizer.end_text} in the prompt is ordinary text; an empty prompt is end-of-text")
     if not prompt and tokenizer.eot is None:
         prompt = "\n"
     return token_ids(tokenizer, prompt).tolist() or [tokenizer.eot]

@@ -8,7 +8,7 @@ from urllib.request import urlopen
 
 from data.command import Parser, out_folder
 from data.errors import require, say
-from data.files import display_path, read_file, write_file, writing
+from data.files import decoded, display_path, read_file, write_file, writing
 from data.tokenizer import Tokenizer
 from data.writer import ShardWriter
 
@@ -59,10 +59,7 @@ def prepare(doc: str, here: str, tokenizer_of: Callable[[str], Tokenizer]) -> Sh
         content = download(args.input)
     else:
         content = read_file(Path(args.input).expanduser(), LARGEST)
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{name} is not UTF-8 text (byte {e.start}); convert it, for example with iconv") from e
+    text = decoded(name, content)
     require(len(text) > 10, f"{name} has {len(text)} characters, too few to split; pass a longer text")
     if hashlib.sha256(content).hexdigest() != SHA256:
         say(f"note: {name} is not nanoGPT's Shakespeare; losses do not compare with published ones")

@@ -6,8 +6,9 @@
 
 --input takes files, folders, patterns, and data sets of the hub as hf:OWNER/NAME. A file named .jsonl or .parquet is
 read as such, any other as UTF-8 text; texts and .jsonl may be compressed as .gz or .zst. A document of a text is the
-whole file, a line, or a paragraph, which ends at a blank line. A document has at most 32 MB, and end-of-text follows
-it. The tokenizer char has no end-of-text: there each line keeps its line end, and each paragraph its blank line.
+whole file, a line, a paragraph, which ends at a blank line, or what stands between two of --separator. A document has
+at most 32 MB, and end-of-text follows it. The tokenizer char has no end-of-text: there each line keeps its line end,
+and each paragraph its blank line.
 
 --pairs prepares pairs, of whose texts a model learns the targets alone: translations, prompts with completions, chats.
 Its value names the fields of the source and of the target, or the one field of a chat, a list of messages with role and

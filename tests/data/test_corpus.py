@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import gzip
+import io
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from pathlib import Path
@@ -26,8 +28,10 @@ from preparing import WORDS, args, command, error, failed, files_of, texts, toke
 
 from data import corpus, sources
 from data.dataset import open_data
+from data.shakespeare_char import text as shakespeare
 from data.tokenizer import ByteTokenizer, CharTokenizer, build, train_bpe
 from data.writer import PREPARING, ShardWriter
+from engine.text import prompt_ids, read_prompt, read_text
 
 
 def naive(documents, tokenizer, fraction=0.2, first=0, separator="\n") -> dict[str, list[int]]:
@@ -338,18 +342,111 @@ def test_both_splits_get_a_document(tmp_path):
         assert message.startswith(f"the split {split} has 0 tokens")
 
 
-def test_find_files(tmp_path, monkeypatch):
-    for name in ("b.txt", "a.jsonl", "sub/c.parquet", "sub/d.txt.zst", "note.md", "we[i]rd.txt"):
+def test_find_files(tmp_path, monkeypatch, capsys):
+    """Hidden and other names are left out of folders, links are followed once, and a file that has two names is read
+    once; what was left out is said."""
+    names = ("b.txt", "a.jsonl", "sub/c.parquet", "sub/d.TXT.zst", "note.md", "we[i]rd.txt", "._b.txt")
+    for name in (*names, ".ipynb_checkpoints/b-checkpoint.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    assert sources.find_files(["."]) == ["a.jsonl", "b.txt", "sub/c.parquet", "sub/d.txt.zst", "we[i]rd.txt"]
-    assert sources.find_files(["*.md", "./b.txt", "b.*", "**/d*"]) == ["b.txt", "note.md", "sub/d.txt.zst"]
+    (tmp_path / "sub" / "loop").symlink_to(tmp_path)
+    assert sources.find_files(["sub"]) == ["sub/c.parquet", "sub/d.TXT.zst", *(
+        f"sub/loop/{name}" for name in ("a.jsonl", "b.txt", "we[i]rd.txt"))]  # fmt: skip
+    capsys.readouterr()
+    assert sources.find_files([".", f"{tmp_path}/b.txt"]) == [f"{tmp_path}/b.txt", "a.jsonl", "sub/c.parquet",
+        "sub/d.TXT.zst", "we[i]rd.txt"]  # fmt: skip
+    said = "files to read: 5; left out: 2 hidden names, 1 of other kinds, 1 second names of a file\n"
+    assert capsys.readouterr().err == said
+    assert sources.find_files(["*.md", "./b.txt", "b.*", "**/d*"]) == ["b.txt", "note.md", "sub/d.TXT.zst"]
     assert sources.find_files(["we[i]rd.txt"]) == ["we[i]rd.txt"]
     assert "no regular file matches 'x/*.txt'; check the path" in error(sources.find_files, ["b.txt", "x/*.txt"])
     assert "no regular file matches 'su*'" in error(sources.find_files, ["su*"])  # a folder only
     (tmp_path / "empty").mkdir()
     assert "no regular file matches 'empty'" in error(sources.find_files, ["empty"])
+
+
+def read(path: Path, *arguments, **keywords) -> list:
+    return [document for document, *_ in sources.Source([str(path)], *arguments, **keywords).read()]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.ndjson", "a.JSONL", "a.Json.gz"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_records_by_every_name(tmp_path, name, mark):
+    content = mark + b'{"text": "one"}\n{"text": "two"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert read(tmp_path / name) == ["one", "two"] and sources.RECORDS.search(name)
+
+
+def archive(mode: str) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode=mode) as tar:
+        tar.addfile(tarfile.TarInfo("a.txt"), io.BytesIO())
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("a.txt", b'\n{"text": "one"}\n', "a.txt holds JSON objects, and its name says text; name it .jsonl"),
+        ("a.md.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'), "holds JSON objects"),
+        ("a.json", b'[{"text": "one"}]', "a.json:1 is not a JSON object"),
+        ("a.tar", archive("w"), "holds NUL bytes, as archives and UTF-16 do; unpack or convert it"),
+        ("a.tar.gz", archive("w:gz"), "holds NUL bytes"),
+        ("a.txt", "one".encode("utf-16-le"), "holds NUL bytes"),
+        ("a.txt.zst", bytes.fromhex("28b52ffd00a8290000") + b"hello",
+         "was compressed with a window of more than 128 MB; unpack it with zstd -d --long=31"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("documents", ["file", "line", "paragraph"])
+def test_other_formats_are_no_text(tmp_path, name, content, words, documents):
+    (tmp_path / name).write_bytes(content)
+    assert words in error(read, tmp_path / name, documents)
+
+
+@pytest.mark.parametrize("documents", ["file", "line", "paragraph"])
+def test_a_byte_order_mark_is_no_text(tmp_path, documents):
+    """In texts to prepare, in prompts and in texts to score."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfnaive")
+    assert read(path, documents) == ["naive"]
+    assert read_prompt(f"FILE:{path}") == read_text("file", str(path), 99) == "naive"
+    assert shakespeare.decoded("a.txt", path.read_bytes()) == "naive"
+
+
+@given(st.lists(st.text("ab\n <|>", max_size=9), min_size=1, max_size=9), st.integers(1, 40))
+def test_documents_between_separators(tmp_path_factory, parts, block):
+    path = tmp_path_factory.mktemp("data") / "a.txt"
+    text = "<|end|>".join(parts)
+    path.write_text(text)
+    expected = [part.strip("\n") for part in text.split("<|end|>") if part.strip()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "BLOCK", block)
+        assert read(path, separator="<|end|>") == expected
+        assert [row[0] for row in sources.Source([str(path)], separator="<|end|>").read(0, 1)] == expected[1:]
+
+
+def test_what_is_said_of_documents(tmp_path, capsys):
+    """How many of a special token's text, and how many are equal in both splits."""
+    stories = "\n<|endoftext|>\n".join(["a tale", "a story"] * 50)
+    (tmp_path / "a.txt").write_text(stories)
+    corpus.prepare(args(tmp_path / "out"), [str(tmp_path / "a.txt")], "line")
+    warning = "warning: 99 pieces of the text hold <|endoftext|>, which is ordinary text in them; "
+    assert f"{warning}pass --separator='<|endoftext|>'" in capsys.readouterr().err
+    corpus.prepare(args(tmp_path / "out"), [str(tmp_path / "a.txt")], separator="<|endoftext|>")
+    val = sum(validates(i, 0.2) for i in range(100))
+    assert capsys.readouterr().err == f"note: {val} of {val} validation documents are training documents too\n"
+    data = open_data(tmp_path / "out")
+    assert data.meta["splits"]["val"]["documents"] == val
+    assert sorted(set(data.tokenizer.decode(tokens_of(tmp_path / "out", "train")).split("<|endoftext|>"))) == [
+        "", "a story", "a tale",
+    ]  # fmt: skip
+    prompt_ids(ByteTokenizer(), "<|endoftext|>")
+    assert "<|endoftext|> in the prompt is ordinary text; an empty prompt is end-of-text" in capsys.readouterr().err
+    for path, kind in (("a.txt", "line"), ("a.jsonl", "file")):
+        (tmp_path / path).touch()
+        message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / path)], kind, separator="x")
+        assert message.startswith("separator='x' has no effect")
 
 
 # --------------------------------------------------------------------------------------------------- interruptions
@@ -408,8 +505,13 @@ def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small):
         meta = (folder / "meta.json").read_bytes()
         if meta == (tmp_path / "old" / "meta.json").read_bytes():
             assert tokens_of(folder, "train") == [0, 1, 2, 3, 4]
+        elif b"half prepared" in meta:
+            assert "stopped while it moved its files" in error(open_data, folder, vocab_size=257)
+            with pytest.raises(KeyboardInterrupt), ShardWriter(folder, ByteTokenizer()):
+                raise KeyboardInterrupt  # a second preparation that stops early does not hide it
+            assert "stopped while it moved its files" in error(open_data, folder, vocab_size=257)
         else:
-            assert meta == (whole / "meta.json").read_bytes() or b"half prepared" in meta
+            assert meta == (whole / "meta.json").read_bytes()
         if n % 3 == 0:
             killed_at(lambda: corpus.prepare(args(folder), web), rng.randint(1, total // 3))
         corpus.prepare(args(folder), web)
@@ -494,15 +596,6 @@ def test_number_of_shards(tmp_path, web, monkeypatch, shards):
 
 
 # --------------------------------------------------------------------------------------------------------- commands
-
-
-def test_a_name_is_a_folder_of_data(tmp_path, web, monkeypatch, capsys):
-    monkeypatch.setattr("data.command.DATA", tmp_path / "data")
-    corpus.prepare(args("mine"), web)
-    assert open_data(tmp_path / "data" / "mine") and "--dataset=mine --out_dir=" in capsys.readouterr().out
-    monkeypatch.chdir(tmp_path)
-    corpus.prepare(args("./mine"), web)
-    assert files_of(tmp_path / "mine") == files_of(tmp_path / "data" / "mine")
 
 
 @pytest.mark.parametrize("silent", [False, True])
