@@ -463,9 +463,7 @@ def test_a_read_asks_for_no_more_memory_than_the_file_has(tmp_path):
     os.truncate(tmp_path / "a", 2**40)
     assert "more than 1,000" in error(files.read_file, tmp_path / "a", 1000)
     (tmp_path / "b").write_bytes(b"12345")
-    assert files.read_file(tmp_path / "b", 5) == b"12345" and "more than 4" in error(
-        files.read_file, tmp_path / "b", 4
-    )
+    assert files.read_file(tmp_path / "b", 5) == b"12345" and "more than 4" in error(files.read_file, tmp_path / "b", 4)
     prepare(tmp_path / "set")
     for name in ("meta.json", "train_000000.bin"):
         os.truncate(tmp_path / "set" / name, 2**40)
