@@ -14,6 +14,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import copy
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from engine.parallel.owners import Matrix, cuts, part_of, place
 from engine.parallel.ranks import Ranks, make_mesh, of_all_ranks
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
-from model import Block, Experts, LoadBalance, Model
+from model import Block, Experts, LoadBalance, Model, Normal
 
 
 def local(x: Tensor) -> Tensor:
@@ -42,6 +43,15 @@ def local(x: Tensor) -> Tensor:
 def load_biases(model: nn.Module) -> set[nn.Parameter]:
     """The biases that balance the loads of experts. Their gradients are loads."""
     return {m.bias for m in model.modules() if isinstance(m, LoadBalance)}
+
+
+def unpadded_shapes(model: Model, cfg) -> dict[str, torch.Size]:
+    """The shapes of the model's parameters without padding for tp, on which the numbers that are drawn depend."""
+    if cfg.vocab_rows != cfg.vocab_size:
+        cfg = copy(cfg)
+        cfg.tp = 1
+        model = Model(cfg)
+    return {name: p.shape for name, p in model.named_parameters()}
 
 
 def all_reduce_gradients(params: list[nn.Parameter], mesh: DeviceMesh, mean: bool = True):
@@ -72,6 +82,7 @@ class ShardedModel:
         self.even = objective_class(cfg).even
         with torch.device("meta"):
             self.model = Model(cfg)
+            self.unpadded = unpadded_shapes(self.model, cfg)
         self.routers = [name for name, m in self.model.named_modules() if isinstance(m, Experts)]
         self.routing: Tensor | float = 0.0  # sums of Experts.routing, see `routing_figures`
         self.has_loss = True
@@ -174,6 +185,9 @@ class ShardedModel:
                 shape = tuple(self.as_global(name, p).shape)
                 start = [cut.start for cut in self.part(name, shape)]
                 mine = local(p)
+                path, _, kind = name.rpartition(".")
+                if isinstance(self.model.get_submodule(path).initial[kind], Normal):
+                    shape = self.unpadded[name]
                 device = torch.device("cpu") if mine.device.type == "mps" else mine.device  # MPS has no float64
                 mine.copy_(self.model.initial_weight(name, seed, shape, start, mine.shape, device))
 
