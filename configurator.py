@@ -225,11 +225,14 @@ class Config(ModelConfig):
         """ValueError unless the learning rate can fall from learning_rate to min_lr within the run."""
         last = "lr_decay_iters" if self.lr_decay_iters else "max_iters"
         end = getattr(self, last)
-        cooldown = self.cooldown_iters or end // 5
-        if self.schedule == "wsd" and self.warmup_iters + cooldown > end:
+        cooldown = 0
+        if self.schedule == "wsd":
+            cooldown = self.cooldown_iters or end // 5
+        falls = self.schedule == "wsd" or self.schedule == "cosine" and self.max_iters > end
+        if falls and self.warmup_iters + cooldown > end:
             raise ValueError(
-                f"schedule=wsd with warmup_iters={self.warmup_iters} and a cooldown of {cooldown} steps needs more "
-                f"than {last}={end} steps; set warmup_iters or cooldown_iters lower"
+                f"schedule={self.schedule} with warmup_iters={self.warmup_iters} and a cooldown of {cooldown} steps "
+                f"needs more than {last}={end} steps; set warmup_iters or cooldown_iters lower"
             )
         if self.schedule != "constant" and self.min_lr > self.learning_rate:
             fact = f"min_lr={self.min_lr} must be at most learning_rate={self.learning_rate}"

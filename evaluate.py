@@ -141,7 +141,7 @@ def evaluate_text(
     loss = mean_loss(sharded, part.batches, part.token_bytes)
     figures = {
         "model": str(found.path), "data": part.name, "loss": loss.nats,
-        "perplexity": math.exp(loss.nats) if loss.nats < 709 else math.inf, "bits_per_byte": loss.bits,
+        "perplexity": math.inf if loss.nats > 709 else math.exp(loss.nats), "bits_per_byte": loss.bits,
         "tokens": loss.targets, "bytes": loss.n_bytes or None, "note": part.why_no_bytes,
     }  # fmt: skip
     if part.pairs is not None:

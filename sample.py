@@ -45,7 +45,7 @@ from data.errors import command, require, user_errors
 from data.objective import OBJECTIVE
 from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
-from engine.decode import generate
+from engine.decode import finite, generate
 from engine.device import resolve_device, resolve_dtype
 from engine.plan import memory
 from engine.text import LARGEST_PROMPT, Sample, prompt_ids, read_prompt, read_text, token_logprobs
@@ -201,7 +201,7 @@ def fill_masks(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: st
     rows = torch.arange(len(idx))
     blanks = (idx[0] == V).nonzero()[:, 0]
     for _ in blanks:
-        logits = model.logits(model.hidden(idx)[:, blanks])[..., :V]  # (B, blanks, V)
+        logits = finite(model.logits(model.hidden(idx)[:, blanks]))[..., :V]  # (B, blanks, V)
         if tokenizer.eot is not None:
             logits[..., tokenizer.eot] = -torch.inf
         certainty = logits.softmax(-1).amax(-1).masked_fill(idx[:, blanks] != V, -1)  # (B, blanks)

@@ -38,7 +38,7 @@ from data.dataset import DataSet
 from data.errors import command, data_errors_end_the_run, require, user_errors
 from data.files import writing
 from data.loader import Loader, count_windows
-from data.objective import open_with_objective
+from data.objective import Objective, open_with_objective
 from engine import compilation, fp8, optim
 from engine.checkpoint import run as run_state
 from engine.checkpoint.saver import Checkpoints
@@ -63,12 +63,13 @@ def main(argv: list[str] | None = None):
             cfg = resolve(Config, given, stored, origin)
             if cfg.plan:
                 return show_plan(cfg)
-            environment()  # if it is wrong, the run is refused before out_dir is made
+            environment()  # if it or the data are wrong, the run is refused before out_dir is looked at
+            data, objective, cfg.vocab_size = open_with_objective(cfg)
             if not cfg.eval_only and cfg.init_from != "resume":
                 cleanup.enter_context(run_state.locked(cfg.out_dir))  # of a resume, stored_flags has locked it
             run_state.check_out_dir(cfg)
             with lost_ranks_end_the_run(cfg.out_dir):
-                run = Run(cfg, cleanup)
+                run = Run(cfg, data, objective, cleanup)
         run.announce()
         with lost_ranks_end_the_run(cfg.out_dir), refuse_nondeterminism():
             if cfg.eval_only:
@@ -113,15 +114,15 @@ class Run:
     skipped    steps that were left out: their gradient was not finite, or a spike
     """
 
-    def __init__(self, cfg: Config, cleanup: ExitStack):
+    def __init__(self, cfg: Config, data: DataSet, objective: Objective, cleanup: ExitStack):
         """Make all parts of the run; `cleanup` closes them, however the run ends."""
         self.cfg = cfg
-        self.data, objective, cfg.vocab_size = open_with_objective(cfg)
-        streams = {split: self.data.split(split) for split in ("train", "val")}
+        self.data = data
+        streams = {split: data.split(split) for split in ("train", "val")}
         count_windows(streams["val"], cfg.block_size)  # ValueError if there are none
         self.ranks, self.work = join_ranks(cfg, objective.lengths)
         ranks = self.ranks
-        self.stepper, state = build(cfg, ranks, self.data)
+        self.stepper, state = build(cfg, ranks, data)
         self.sharded = self.stepper.sharded
         self.step = state["step"]
         self.samples = state["samples"]
@@ -144,7 +145,7 @@ class Run:
         self.profile = Profile(cfg, ranks, self.metrics.say)
         cleanup.callback(self.profile.close)
         self.stop = cleanup.enter_context(StopSignal(ranks))
-        self.evaluation = Evaluation(cfg, self.data, streams, objective, self.sharded)
+        self.evaluation = Evaluation(cfg, data, streams, objective, self.sharded)
         step = self.step if cfg.init_from == "resume" else None
         self.checkpoints = Checkpoints(cfg, ranks, self.stop, self.metrics, step, state["best_val_loss"])
 
@@ -177,6 +178,8 @@ class Run:
         data = f"{tokens:,} tokens per step from {self.loader.stream.name}, {self.loader.n_windows:,} windows"
         self.metrics.say(f"{parameters}; {data}; {machine}; attention: {work.attention_kernels}")
         notes = [optim.rescheduled(self.step, cfg, self.stored_flags), self.evaluation.why_no_bytes]
+        if cfg.warmup_iters >= cfg.max_iters:
+            notes.append(f"warning: warmup_iters={cfg.warmup_iters} is not over at max_iters={cfg.max_iters}; lower it")
         if cfg.dtype == "float32" and not cfg.fp32_residual:
             notes.append("fp32_residual=False has no effect in float32")
         if self.step >= cfg.max_iters:

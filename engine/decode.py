@@ -11,6 +11,13 @@ from torch import Tensor
 from model import POSITION, Inputs, Model, NoEmbedding, Pool, Rope, require
 
 
+def finite(logits: Tensor) -> Tensor:
+    """The logits. ValueError if they are not finite, as no token can be drawn then."""
+    remedy = "use an earlier checkpoint, or train with a lower --learning_rate"
+    require(logits.isfinite().all(), f"the model's logits are not finite, so it writes no text; {remedy}")
+    return logits
+
+
 class KVCache:
     """Keeps the keys and values of `length` positions, which earlier calls have computed."""
 
@@ -121,7 +128,7 @@ def generate(
             if reader.end + new.size(1) > length and not roll:
                 new = text
                 reader.clear()
-            new = choose(reader.read(new))[:, None]
+            new = choose(finite(reader.read(new)))[:, None]
             text = torch.cat((text, new), dim=1)[:, -limit:]
             yield new[:, 0]
     finally:

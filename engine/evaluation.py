@@ -107,12 +107,14 @@ class Evaluation:
         ids = start.tolist()
         end = time.perf_counter() + seconds
         model.eval()
-        with ranks.autocast(), torch.compiler.set_stance("force_eager") if ranks.compile else nullcontext():
-            for token in generate(model, torch.from_numpy(start[None]).to(ranks.device), 128, draw):
-                ids.append(token.item())
-                if time.perf_counter() > end:
-                    break
-        model.train()
+        try:
+            with ranks.autocast(), torch.compiler.set_stance("force_eager") if ranks.compile else nullcontext():
+                for token in generate(model, torch.from_numpy(start[None]).to(ranks.device), 128, draw):
+                    ids.append(token.item())
+                    if time.perf_counter() > end:
+                        break
+        finally:
+            model.train()
         return self.tokenizer.decode(ids)
 
 

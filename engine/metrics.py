@@ -22,12 +22,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from data.errors import say
+from data.errors import say, shortened
 from data.files import open_small, read_file, write_file, writing
 from engine.device import peak_memory_bytes
 
@@ -59,6 +60,17 @@ def truncate_metrics(path: Path, step: int):
     if path.exists():
         rows = [row for row in read_metrics(path) if row["step"] < step]
         write_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def tried(what: str, action: Callable[[], Any]) -> bool:
+    """Calls action(). If it fails, a line says so, and the run goes on: nothing decorative ends a training."""
+    try:
+        action()
+    except Exception as error:  # of any class
+        reason = shortened(f"{type(error).__name__}: {error}")
+        say(f"warning: {what} fails and is left out from here on ({reason}); metrics.jsonl has all figures")
+        return False
+    return True
 
 
 class Events:
@@ -211,6 +223,7 @@ class Metrics(Silent):
         if cfg.wandb_log:
             self.loggers.append(Wandb(folder, cfg))
         self.console = Console(cfg.max_iters)
+        self.writes_texts = True
         self.since = time.perf_counter()  # start of the interval to the next log
         self.sampled = self.since  # end of the last sample
 
@@ -247,17 +260,17 @@ class Metrics(Silent):
 
     def norms(self, step: int, norms: dict[str, float]):
         """Logs norms by tag, such as grad_norm/blocks.0, in TensorBoard and wandb only."""
-        with writing(self.path):
-            for logger in self.loggers:
-                logger.scalars(step, norms)
+        self.to_loggers("scalars", step, norms)
 
     def sample(self, step: int, write_text: Callable[[float], str]):
         """Logs the text of write_text(seconds) in TensorBoard only. It ends its text after so many seconds, which are a
         hundredth of the time since the last sample, or since the start."""
-        text = write_text((time.perf_counter() - self.sampled) / 100)
-        with writing(self.path):
-            self.events.text(step, "eval/sample", text)
-        self.sampled = time.perf_counter()
+        if self.writes_texts:
+            seconds = (time.perf_counter() - self.sampled) / 100
+            self.writes_texts = tried(
+                "the text of an evaluation", lambda: self.events.text(step, "eval/sample", write_text(seconds))
+            )
+            self.sampled = time.perf_counter()
 
     @contextmanager
     def paused(self):
@@ -277,9 +290,10 @@ class Metrics(Silent):
     def close(self):
         """Removes the progress bar and closes the files. A second call does nothing."""
         self.console.close()
-        for each in (*self.loggers, self.file):
-            with suppress(OSError):  # lines that could not be written, which has been reported
-                each.close()
+        self.to_loggers("close")
+        self.loggers = []
+        with suppress(OSError):  # lines that could not be written, which has been reported
+            self.file.close()
 
     def write(self, step: int, kind: str, figures: dict):
         # A float's repr has all its digits. JSON has no nan and inf; they become null.
@@ -287,6 +301,10 @@ class Metrics(Silent):
         with writing(self.path):
             self.file.write(json.dumps({"step": step, "kind": kind} | figures) + "\n")
             self.file.flush()
-            numbers = {f"{kind}/{key}": x for key, x in figures.items() if isinstance(x, (int, float))}
-            for logger in self.loggers:
-                logger.scalars(step, numbers)
+        numbers = {f"{kind}/{key}": x for key, x in figures.items() if isinstance(x, (int, float))}
+        self.to_loggers("scalars", step, numbers)
+
+    def to_loggers(self, method: str, *args):
+        """Calls this method of all loggers. One that fails is left out from then on."""
+        loggers = self.loggers
+        self.loggers = [x for x in loggers if tried(type(x).__name__, partial(getattr(x, method), *args))]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine import optim
+from engine.metrics import tried
 from engine.parallel.sharded import ShardedModel
 
 NEVER = torch.iinfo(torch.int64).max  # larger than the number of any step
@@ -148,15 +149,18 @@ class Profile:
 
     def close(self):
         if self.profiler is not None:
-            if self.cuda:
-                torch.cuda.synchronize()
-            self.profiler.stop()
-            self.profiler.export_chrome_trace(str(self.folder / "trace.json"))
-            if self.cuda:
-                torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))
-                torch.cuda.memory._record_memory_history(enabled=None)
-            self.say(f"trace of {self.step - FIRST} steps in {self.folder}/trace.json, for https://ui.perfetto.dev")
+            tried("the trace", self.write)
         elif self.wanted:
             self.say(f"profile_steps={self.wanted}: no trace, because the run made at most {FIRST} steps")
         self.profiler = None
         self.wanted = 0
+
+    def write(self):
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.profiler.stop()
+        self.profiler.export_chrome_trace(str(self.folder / "trace.json"))
+        if self.cuda:
+            torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self.say(f"trace of {self.step - FIRST} steps in {self.folder}/trace.json, for https://ui.perfetto.dev")

@@ -262,6 +262,10 @@ COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in t
         ["--schedule=wsd", "--max_iters=100", "--warmup_iters=90"],
         ["warmup_iters=90 (command line)", "cooldown of 20", "max_iters=100 (command line)"],
     ),
+    (
+        ["--lr_decay_iters=100", "--max_iters=200", "--warmup_iters=150"],  # the rate would rise after it has fallen
+        ["warmup_iters=150 (command line)", "lr_decay_iters=100 (command line)"],
+    ),
     (["config/none.py"], ["config/none.py: no such config file", "--name=value"]),
 ]
 

@@ -187,6 +187,7 @@ def test_ids_that_were_changed_after_the_preparation(split, tiny_data, tmp_path,
 RESUMES = [
     (["--pos=rope"], ["pos=rope", "learned"]),
     (["--init_from=scratch"], ["already holds a run", "resume"]),
+    (["--init_from=scratch", "--dataset=pycodee"], ["pycodee"]),  # which is to be mended first
     (["--mlp=relu"], ["mlp=relu", "gelu"]),
     (["--objective=masked"], ["objective=masked", "no room", "leave objective", "out"]),
     (["--doc_mask=True"], ["doc_mask=True", "False"]),

@@ -449,6 +449,21 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("name, start", [("trained", "a"), ("masked", "<mask>"), ("seq2seq", "<mask>")])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_weights_that_are_not_finite(request, monkeypatch, capfd, name, start, temperature):
+    load = sample.load
+
+    def broken(*args):
+        found = load(*args)
+        found[1].norm.weight.data.fill_(torch.nan)
+        return found
+
+    monkeypatch.setattr(sample, "load", broken)
+    flags = [f"--out_dir={request.getfixturevalue(name)}", f"--start={start}", f"--temperature={temperature}"]
+    assert "logits are not finite" in refused(sample.main, [*flags, "--device=cpu"], capfd)
+
+
 BAD = {  # --start=FILE:... -> a part of the error line
     "fifo": "Not a regular file", "folder": "Not a regular file", "/dev/zero": "Not a regular file",
     "nowhere": "No such file", "a" * 5000: "too long", "~nobody_of_that_name/x": "home directory",

@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers import ROOT
 
+import engine.evaluation
 import engine.metrics
 from configurator import Config
 from engine.device import gpu_peak, peak_flops
@@ -247,7 +248,7 @@ def test_bar_on_a_terminal(tmp_path, monkeypatch):
 
 def test_silent_has_every_method_that_train_calls():
     public = {name for name in vars(Metrics) if not name.startswith("_")}
-    assert public - set(vars(Silent)) == {"write"}
+    assert public - set(vars(Silent)) == {"write", "to_loggers"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -316,6 +317,26 @@ def test_wandb_gets_the_figures_of_tensorboard(run, tmp_path, monkeypatch):
     assert logged.count("end") == 2
     got = [(each[0], {k: x for k, x in each[1].items() if isinstance(x, float)}) for each in logged if each != "end"]
     assert len(written) > 4 and all(each in got for each in written)
+
+
+@pytest.mark.parametrize("name", ["log", "finish"])
+def test_nothing_decorative_ends_a_run(run, monkeypatch, capsys, name):
+    """A logger or a text that fails is left out with one line; figures and random numbers are as without."""
+    flags = ["--dropout=0.1", "--max_iters=6", "--eval_interval=3"]
+    plain = run(*flags, out="plain")
+
+    def fail(*args, **options):
+        raise RuntimeError("planted\nfailure")
+
+    wandb = ModuleType("wandb")
+    wandb.init = lambda **options: SimpleNamespace(**{"log": lambda *a, **b: None, "finish": print} | {name: fail})
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(engine.metrics.Events, "scalars", fail)
+    monkeypatch.setattr(engine.evaluation.Evaluation, "text", fail)
+    capsys.readouterr()
+    assert losses(run(*flags, "--wandb_log=True", out="broken")) == losses(plain)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all(line.startswith("warning: ") and "planted failure" in line for line in lines), lines
 
 
 @pytest.mark.interop
