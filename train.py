@@ -329,7 +329,7 @@ def show_plan(cfg: Config):
 
     if cfg.vocab_size == 0:
         _, _, cfg.vocab_size = open_with_objective(cfg)
-    print(plan.report(plan.estimate(cfg)))
+    print(plan.report(plan.Plan(cfg)))
 
 
 if __name__ == "__main__":

@@ -245,24 +245,6 @@ def state_bytes(optimizer: type[Elementwise | Muon], numbers: int) -> int:
     return sum(t.itemsize * (numbers if t.dim() else 1) for t in state)
 
 
-def update_bytes(owners: Owners, held: int) -> int:
-    """Bytes of an update by Muon besides the state, on the rank that owns most. Each rank holds so many numbers."""
-    owned = defaultdict(list)
-    for key, rank in owners.owner.items():
-        owned[rank].append(owners.matrices[key])
-    weights = max(owned.values(), key=lambda weights: sum(math.prod(m.shape) for m in weights))
-    matrices = [shape for m in weights for shape in m.logical]
-    full = sum(map(math.prod, matrices))
-    batch = max(max(math.prod(m), min(Muon.LARGEST, matrices.count(m) * math.prod(m))) for m in set(matrices))
-    size = owners.dtype.itemsize
-    if len(owners.ranks) == 1:  # updates; of a batch 2 float32 and a copy, or 4 buffers
-        return 4 * held + max(4 * size, 4 + 4 + 2) * batch
-    copies = math.prod(n for n, dim in weights[0].cuts if dim is None)
-    gathered = size * (held + full)  # sent, and received
-    scattered = size * (held + full * copies)
-    return 4 * held + size * full + max(gathered, 4 * size * batch, scattered)
-
-
 class Optimizer:
     """The optimizer of a run. A gradient scaler that finds an overflow skips all of its parts or none.
 

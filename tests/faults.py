@@ -92,8 +92,8 @@ FAULTS = [
     ),
     (
         "engine/plan/accounting.py",
-        'source if in_encoder or m.role == "memory" else T',
-        "source if in_encoder else T",
+        'source if name.startswith("encoder.") or m.role == "memory" else T',
+        'source if name.startswith("encoder.") else T',
         "The FLOPs of cross-attention's keys and values are counted per token of the text, not of the source.",
         "tests/model/test_model.py::test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand",
     ),
@@ -232,8 +232,8 @@ FAULTS = [
     ),
     (
         "engine/plan/plan.py",
-        "(compute + rest) * (cfg.pp - 1) / (cfg.pp_chunks * rank.micro_steps)",
-        "(compute + rest) * (cfg.pp - 1) / (rank.micro_steps + cfg.pp - 1)",
+        "(compute + rest) * (cfg.pp - 1) / (cfg.pp_chunks * self.micro_steps)",
+        "(compute + rest) * (cfg.pp - 1) / (self.micro_steps + cfg.pp - 1)",
         "The pipeline's bubble is planned as a share of the whole step but taken of its busy part, so it is too short.",
         "tests/plan/test_plan.py::test_a_pipeline_waits",
     ),

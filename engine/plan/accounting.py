@@ -1,10 +1,4 @@
-"""Counts a model's matmul FLOPs and names the kernels of its attention, from its modules, without a forward.
-
-    flops(model, T, source)                                         # of a sequence of T tokens and its source
-    attention_kernels(model, T, source, "cuda", torch.bfloat16)     # such as "window (9 layers), full (3 layers)"
-
-The model must be whole, not a rank's slice or stage of it. It may be on the meta device.
-"""
+"""Counts a whole model's matmul FLOPs and names the kernels of its attention, from its modules, without a forward."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -19,19 +13,16 @@ from ops import Mask, attention_kernel, takes_flash
 def flops(model: Model, T: int, source: int = 0) -> int:
     """Matmul FLOPs of forward and backward for a sequence of T tokens and its source: 6 per token and weight that it
     reads (the head counts, the embedding does not), plus 3 times attention's forward (arXiv:2204.02311, appendix B)."""
-    total = 6 * model.head.weight.numel() * T + sum(linear_flops(model, T, source).values())
+    total = 6 * model.head.weight.numel() * T
+    for name, m in model.named_modules():
+        if isinstance(m, Linear):
+            tokens = source if name.startswith("encoder.") or m.role == "memory" else T
+            total += 6 * int(m.weight.numel() * m.read_share) * tokens
     for m, queries, keys, slots in pools(model, T, source):
         window = m.window if m.causal else 2 * m.window - 1
         products = 2 * (min(keys, window) if m.window else keys)  # with keys and with values
         total += 6 * queries * m.n_head * m.head_dim * (products + (slots and m.slot_k.size(1) + slots))
     return total
-
-
-def linear_flops(model: Model, T: int, source: int) -> dict[Linear, int]:
-    """Those of the products with the weights of each linear layer of the blocks."""
-    layers = [(name.startswith("encoder."), m) for name, m in model.named_modules() if isinstance(m, Linear)]
-    tokens = {m: source if in_encoder or m.role == "memory" else T for in_encoder, m in layers}
-    return {m: 6 * int(m.weight.numel() * m.read_share) * n for m, n in tokens.items()}
 
 
 def n_read(model: Model) -> int:

@@ -12,11 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from configurator import Config, parse
 from engine import fp8
-from engine.device import gpu_peak
 from engine.parallel import ranks as parallel
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel
-from engine.plan import plan
 from model import Inputs, Model, ModelConfig
 
 
@@ -247,39 +245,3 @@ def test_what_is_refused(monkeypatch):
     ):
         with pytest.raises(ValueError, match=words):
             fp8.apply(small(**flags))
-
-
-def test_the_plan_counts_products_in_float8_at_twice_the_rate():
-    """Of GPT-2 with 124 M parameters: 6 FLOPs per token for each of 12 x 12 x 768^2 weights take half the time."""
-    flags = ["--plan=True", "--vocab_size=50304", "--dtype=bfloat16"]
-    usual, fast = (plan.estimate(parse(Config, [*flags, *more])) for more in ([], ["--fp8=True"]))
-    rate = plan.GPU["h100"].achieved * gpu_peak("h100", torch.bfloat16)
-    saved = usual.tokens_per_step * 6 * 12 * 12 * 768**2 / 2 / rate
-    assert usual.seconds["computation"] - fast.seconds["computation"] == pytest.approx(saved)
-    with pytest.raises(ValueError, match="fp8=True does not go with gpu=a100"):
-        plan.estimate(parse(Config, [*flags, "--fp8=True", "--gpu=a100"]))
-
-
-def test_the_plan_counts_the_weights_that_autocast_casts():
-    """Those of grouped layers, which are not in float8, as a forward under autocast casts them."""
-    flags = "--plan=True --vocab_size=64 --dtype=bfloat16 --n_layer=2 --n_embd=64 --n_head=4 --block_size=16".split()
-    flags += ["--batch_size=2", "--block=superblock", "--n_group=2", "--world_size=2"]
-    for more in ([], ["--fp8=True"]):
-        cfg = parse(Config, [*flags, *more])
-        model, cast = Model(cfg, 0), {}
-        if cfg.fp8:
-            fp8.apply(model)
-        weights = {p.data_ptr(): p for p in model.blocks.parameters()}
-
-        class Casts(TorchDispatchMode):
-            def __torch_dispatch__(self, f, types, args=(), kwargs=None, cast=cast, weights=weights):
-                y = f(*args, **(kwargs or {}))
-                if f is torch.ops.aten._to_copy.default and y.dtype == torch.bfloat16 and args[0].data_ptr() in weights:
-                    cast[args[0].data_ptr()] = y.nbytes
-                return y
-
-        idx = torch.randint(64, (2, 16))
-        with Casts(), torch.autocast("cpu", torch.bfloat16):
-            model(idx, idx)
-        assert len(cast) == (4 if cfg.fp8 else 8)
-        assert sum(cast.values()) == plan.estimate(cfg).memory["weights cast by autocast"]
