@@ -106,7 +106,7 @@ class Config(ModelConfig):
     eval_iters: int = 200  # batches per evaluation, 0 = the whole validation set (and 100 of the training set)
     eval_only: bool = False  # evaluate once and stop
     log_interval: int = 0  # steps between logged steps, 0 = 1 on a CPU, elsewhere 10: logging waits for the device
-    always_save_checkpoint: bool = True  # save at every evaluation, not only when the validation loss improves
+    always_save_checkpoint: bool = True  # at every evaluation, not only at the end and if val loss improves
     save_interval: int = 0  # also save after this many steps, 0 = only at evaluations
     keep_last: int = 2  # how many of the newest checkpoints stay, besides the best one
     async_checkpoint: bool = False  # write checkpoints while training goes on

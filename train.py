@@ -129,6 +129,7 @@ class Run:
         self.skipped = state["skipped"]
         self.stored_flags = state["flags"]
         self.watch = Watch(cfg, ranks.device, state["norms"])
+        place, self.changes = run_state.place_in_data(cfg, state, streams["train"], streams["val"])
         self.log_interval = cfg.log_interval or (1 if ranks.device.type == "cpu" else 10)  # the host waits for a GPU
 
         cleanup.callback(gc.enable)
@@ -136,7 +137,7 @@ class Run:
         micro_steps = map(self.stepper.micro_steps, itertools.count(self.step))
         self.loader = Loader(
             streams["train"], objective, cfg.batch_size, micro_steps, ranks.data_rank, ranks.data_size,
-            cfg.seed, ranks.device, start=self.samples,
+            cfg.seed, ranks.device, self.samples, **place,
         )  # fmt: skip
         cleanup.callback(self.loader.close)  # otherwise Python's exit waits for ever for its thread
         self.batches = data_errors_end_the_run(self.loader)
@@ -177,7 +178,7 @@ class Run:
         tokens = work.samples_per_step * cfg.block_size
         data = f"{tokens:,} tokens per step from {self.loader.stream.name}, {self.loader.n_windows:,} windows"
         self.metrics.say(f"{parameters}; {data}; {machine}; attention: {work.attention_kernels}")
-        notes = [optim.rescheduled(self.step, cfg, self.stored_flags), self.evaluation.why_no_bytes]
+        notes = [*self.changes, optim.rescheduled(self.step, cfg, self.stored_flags), self.evaluation.why_no_bytes]
         if cfg.warmup_iters >= cfg.max_iters:
             notes.append(f"warning: warmup_iters={cfg.warmup_iters} is not over at max_iters={cfg.max_iters}; lower it")
         if cfg.dtype == "float32" and not cfg.fp32_residual:
@@ -213,7 +214,7 @@ class Run:
             return False
         if stopping or self.step == 0:
             return stopping
-        if self.cfg.save_interval and self.step % self.cfg.save_interval == 0:
+        if self.step == self.cfg.max_iters or self.cfg.save_interval and self.step % self.cfg.save_interval == 0:
             return True
         return is_best is not None and (is_best or self.cfg.always_save_checkpoint)
 
@@ -266,6 +267,7 @@ class Run:
                 "samples": self.samples, "skipped": self.skipped, "norms": self.watch.norms,
                 "scaler": self.stepper.scaler.state_dict(), "flags": asdict(self.cfg), "ranks": self.ranks.size,
                 "tokenizer": tokenizer and tokenizer.spec, "tokenizer_hash": tokenizer and tokenizer.hash,
+                "data": run_state.data_of(self.loader, self.evaluation.streams["val"], self.samples),
             }  # fmt: skip
             self.checkpoints.save(self.step, run_state.tensors_of(self.stepper), state, is_best)
 
@@ -315,7 +317,7 @@ def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[Step, dict]:
     torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on every rank draws its own random numbers
     stepper = Step(cfg, sharded)
     if cfg.init_from != "resume":
-        return stepper, {"step": 0, "samples": 0, "skipped": 0, "norms": [], "best_val_loss": None, "flags": {}}
+        return stepper, {**run_state.NEW}
     state = run_state.restore(cfg, stepper)
     same = state["tokenizer_hash"] == (data.tokenizer and data.tokenizer.hash)
     fact = f"dataset={cfg.dataset} has another tokenizer than the checkpoint in {cfg.out_dir}"

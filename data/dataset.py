@@ -14,11 +14,13 @@ train.idx, or any x_train_text_document.bin with its .idx). meta.pkl is never op
 """
 
 import bisect
+import hashlib
+import json
 import math
 import os
 import re
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -42,11 +44,13 @@ NOT_PREPARED = "is not prepared (it has no train_000000.bin and no train.bin)"
 class TokenStream:
     """Reads one split, all shards of it, as a single array of ids below `vocab_size`. `sources` lists (name, tokens,
     weight) of each data set of a mixture. Of pairs, `mask` is the stream of the marks, `packs` are the windows of each
-    source that pairs.pack has found, and `ends` those of all, int64 (n, 2)."""
+    source that pairs.pack has found, and `ends` those of all, int64 (n, 2). Sources of equal `hashes` have the same
+    shards."""
 
     mask: "TokenStream | None" = None
     packs: list[np.ndarray] | None = None
     ends: np.ndarray | None = None
+    hashes: Sequence[str] = ()
 
     def __init__(self, name: str, shards: list[Shard], vocab_size: int, sources: list[tuple] | None = None):
         self.name = name
@@ -106,6 +110,8 @@ class DataSet:
                 stream.mask = mask = self._open(name + MASK, N_MARKS)
                 fact = f"has {len(mask)} marks in {name}{MASK} for {len(stream)} tokens in {name}"
                 check(len(mask) == len(stream), self.folder, fact)
+            records = [find_shards(self.folder, self.meta, each) for each in (name, name + MASK)]
+            stream.hashes = [hashlib.sha256(json.dumps([len(stream), records]).encode()).hexdigest()]
         if self.pack:
             self.pack(stream)
         return stream
@@ -120,6 +126,7 @@ class DataSet:
         if self.pairs:
             marks = [shard for stream in streams.values() for shard in stream.mask.shards]
             joint.mask = TokenStream(joint_name + MASK, marks, N_MARKS)
+        joint.hashes = [each for stream in streams.values() for each in stream.hashes]
         return joint
 
     def _open(self, name: str, limit: int) -> TokenStream:

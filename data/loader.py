@@ -8,13 +8,14 @@ of ranks, and the loader's whole state is one sample index.
 In a mixture each source is cut into windows separately and has its own epochs and permutations: its n-th sample is the
 n-th sample of a run on this source alone. Among the first i samples, for any i, a source's count differs by less than
 one from its weight's share of i.
+Where a resume changes the mixture, this begins again at that sample, and each source goes on behind what was read.
 Evaluation reads the windows of all sources, one source after another, and ignores the weights.
 
 A window of pairs has whole pairs instead, and a length of its own (pairs.pack). All else is the same.
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from queue import SimpleQueue
 
@@ -165,8 +166,9 @@ class Loader(Iterator):
     """Yields training batches without end, from sample `start` on: dicts of Model.forward's arguments, by name.
 
     A step is `micro_steps` micro-batches on each of `data_size` data-parallel ranks, of which this is `data_rank`; one
-    number holds for all steps, several are those of the steps from `start` on. A thread prepares the next two batches,
-    and next() raises its exceptions. Call close() at the end.
+    number holds for all steps, several are those of the steps from `start` on. The mixture has been as it is since the
+    sample `since`, and `read` are the samples of each source before `start`, by default those that it gives. A thread
+    prepares the next two batches, and next() raises its exceptions. Call close() at the end.
     """
 
     AHEAD = 2  # batches prepared before they are asked for
@@ -175,6 +177,7 @@ class Loader(Iterator):
     def __init__(
         self, stream: TokenStream, objective: Objective, batch_size: int, micro_steps: int | Iterable[int] = 1,
         data_rank: int = 0, data_size: int = 1, seed: int = 0, device: str | torch.device = "cpu", start: int = 0,
+        since: int = 0, read: Sequence[int] = (),
     ):  # fmt: skip
         self.stream = stream
         self.objective = objective
@@ -187,6 +190,10 @@ class Loader(Iterator):
         self.counts = windows_per_source(stream, objective.block_size)
         self.n_windows = sum(self.counts)
         self.blend = blending_indices([weight for *_, weight in stream.sources])
+        self.since = since
+        self.before = np.zeros(len(self.counts), np.int64)  # samples of each source that were read before `since`
+        if read:
+            self.before = np.array(read) - self.read(start)
         self.closed = False
         self._ready = SimpleQueue()  # batches, or the exception that ended the thread
         self._wanted = threading.Semaphore(self.AHEAD)
@@ -198,20 +205,26 @@ class Loader(Iterator):
         period = len(self.blend)
         first = 0
         result = np.empty_like(samples)
+        at = samples - self.since
         for source, n in enumerate(self.counts):
             count = np.cumsum(self.blend == source)  # samples of this source in the first 1, 2, ..., period samples
-            mine = self.blend[samples % period] == source
-            own = samples[mine] // period * count[-1] + count[samples[mine] % period] - 1  # index within the source
-            result[mine] = first + order(own, n, self.seed)
+            mine = self.blend[at % period] == source
+            own = at[mine] // period * count[-1] + count[at[mine] % period] - 1  # index within the source
+            result[mine] = first + order(self.before[source] + own, n, self.seed)
             first += n
         return result
 
-    def epochs(self, samples: int) -> dict[str, float]:
-        """The epochs of each source, by name, after the first `samples` samples."""
-        rounds, rest = divmod(samples, len(self.blend))
+    def read(self, samples: int) -> np.ndarray:
+        """The number of samples of each source among the first `samples`, which are not before `since`."""
+        rounds, rest = divmod(samples - self.since, len(self.blend))
         drawn = rounds * np.bincount(self.blend, minlength=len(self.counts))
         drawn += np.bincount(self.blend[:rest], minlength=len(self.counts))
-        return {name: int(d) / n for (name, *_), d, n in zip(self.stream.sources, drawn, self.counts, strict=True)}
+        return self.before + drawn
+
+    def epochs(self, samples: int) -> dict[str, float]:
+        """The epochs of each source, by name, after the first `samples` samples."""
+        read = self.read(samples).tolist()
+        return {name: d / n for (name, *_), d, n in zip(self.stream.sources, read, self.counts, strict=True)}
 
     def _starts(self, start: int) -> Iterator[int]:
         """Yields the first sample of each of this rank's batches; `start` is the next step's first, of all ranks."""

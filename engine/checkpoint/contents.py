@@ -32,6 +32,8 @@ STATE = {  # what state.json has -> its type, several types, [the type of all it
     "step": int, "samples": int, "skipped": int, "ranks": int, "norms": [float], "best_val_loss": (float, NoneType),
     "flags": dict, "scaler": SCALER, "tokenizer": (dict, NoneType), "tokenizer_hash": (str, NoneType),
     "index_sha256": str,  # of index.json
+    # Sources are as now since this sample; samples read and weight of each, and hashes of their shards, also of val
+    "data": {"since": int, "read": [int], "weights": [int], "hashes": [str], "val": [str]},
 }  # fmt: skip
 LARGEST_STATE = 2**26  # bytes
 LARGEST_INDEX = 2**34  # bytes; that of ten thousand ranks has fewer
@@ -121,6 +123,7 @@ def read_state(path: Path) -> dict:
     if found != FORMAT:
         remedy = "use the version of this program that wrote it, or train again in another --out_dir"
         raise ValueError(f"checkpoint {path} has format {found}, and this program reads format {FORMAT}; {remedy}")
+    state.setdefault("data", {})  # of a checkpoint that is older than the key
     with damage_in(path, "state.json"):
         for key, kind in STATE.items():
             require(key in state, f"{key} is absent")

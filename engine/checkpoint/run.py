@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from data import lock
+from data.dataset import TokenStream
 from data.errors import require
+from data.loader import Loader
 from data.tokenizer import Tokenizer
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
@@ -29,6 +31,8 @@ from model import Model, ModelConfig
 OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for the runs that continue it
 SETTLED_BY_DATA = ("pairs",)  # flags that a new run has settled by its own data
 SETTLED_BY_AUTO = {"dtype", "compile", "fp32_residual", "pairs"}  # whose `auto` becomes a choice that is stored
+NEW = {"step": 0, "samples": 0, "skipped": 0, "norms": [], "best_val_loss": None, "flags": {}, "data": {}}
+OF_EVALUATION = {"eval_iters", "batch_size", "seed", "pairs", "corrupt_ratio", "span_length"}  # flags of the best loss
 FREE_ON_RESUME = {"dropout", "loss_chunk", "fp32_residual"}  # flags of the model that may differ from the checkpoint's
 
 
@@ -147,6 +151,48 @@ def replace_flags(out_dir: Path, step: int):
     if step and old.is_file() and not kept.exists() and not filecmp.cmp(old, new, shallow=False):
         old.rename(kept)
     new.rename(old)
+
+
+def data_of(loader: Loader, val: TokenStream, samples: int) -> dict:
+    """What state.json has of the data after so many samples."""
+    return {
+        "since": loader.since, "read": loader.read(samples).tolist(), "val": [*val.hashes],
+        "weights": [weight for *_, weight in loader.stream.sources], "hashes": [*loader.stream.hashes],
+    }  # fmt: skip
+
+
+def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tuple[dict, list[str]]:
+    """(since and read of the Loader of a run that goes on from this state, what has changed as lines for the user).
+
+    A source is known by its shards, and goes on behind what was read of it; a new or changed one begins. A best loss of
+    another evaluation is dropped from the state.
+    """
+    stored = state["data"]
+    flags = state["flags"]
+    notes = []
+    place = {}
+    if stored:
+        place = {"since": stored["since"], "read": stored["read"]}
+        other_data = stored["val"] != val.hashes
+    else:
+        other_data = flags.get("dataset", cfg.dataset) != cfg.dataset
+    weights = [weight for *_, weight in train.sources]
+    if stored and (stored["hashes"], stored["weights"]) != (train.hashes, weights):
+        read = dict(zip(stored["hashes"], stored["read"], strict=True))
+        place = {"since": state["samples"], "read": [read.get(each, 0) for each in train.hashes]}
+        for (name, _, weight), count in zip(train.sources, place["read"], strict=True):
+            notes.append(
+                f"the training data have changed: weight {weight} of {name}, of which {count:,} samples are read"
+            )
+    changed = [name for name in sorted(OF_EVALUATION) if flags.get(name, getattr(cfg, name)) != getattr(cfg, name)]
+    if cfg.eval_iters == 0 and "eval_iters" not in changed:  # all windows, in whatever batches
+        changed = [name for name in changed if name not in ("batch_size", "seed")]
+    if other_data:
+        changed.append("the validation data")
+    if changed:
+        state["best_val_loss"] = None
+        notes.append(f"the best loss begins anew, as {' and '.join(changed)} changed")
+    return place, notes
 
 
 def tensors_of(run: Step) -> dict[str, Tensor]:

@@ -35,9 +35,10 @@ from engine.parallel.ranks import Ranks, make_mesh
 SCALER = {
     "scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3
 }  # fmt: skip
+DATA = {"since": 0, "read": [80], "weights": [1], "hashes": ["x"], "val": ["y"]}
 STATE = {
     "flags": {}, "samples": 80, "skipped": 10, "norms": [0.5], "best_val_loss": 1.5, "scaler": {}, "tokenizer": None,
-    "tokenizer_hash": None, "ranks": 1,
+    "tokenizer_hash": None, "ranks": 1, "data": {},
 }  # fmt: skip
 
 
@@ -558,13 +559,14 @@ def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path, asynchrono
         "tokenizer": [3, "x", []],
         "tokenizer_hash": [7, False],
         "index_sha256": [None, 5],
+        "data": [None, [], {"since": 1}, DATA | {"read": [1.0]}, DATA | {"val": 3}, DATA | {"more": 1}],
         "format": [True, "2", 2.0, None],
     }.items(),
 )
 def test_a_state_that_cannot_be_is_refused(tmp_path, key, values):
     path = save(tmp_path, 10, {"w": torch.ones(2)})
     good = (path / "state.json").read_text()
-    for allowed in ({"best_val_loss": None}, {"scaler": SCALER}, {"tokenizer": {}}, {"norms": []}, {"skipped": 0}):
+    for allowed in ({"best_val_loss": None}, {"scaler": SCALER}, {"tokenizer": {}}, {"norms": []}, {"data": DATA}):
         edit_state(path, **allowed)
         assert checkpoint.read_state(path).items() >= allowed.items()
     for value in values:
@@ -575,7 +577,14 @@ def test_a_state_that_cannot_be_is_refused(tmp_path, key, values):
         assert text.count("; ") == 1 and "delete" not in text
     state = json.loads(good)
     del state[key]
-    for text in (json.dumps(state), "[]", "{}", '{"format": 4', '{"format": "3", "step": 1}', "[" * 100_000):
+    for text in (
+        json.dumps(state if key != "data" else []),
+        "[]",
+        "{}",
+        '{"format": 4',
+        '{"format": "3", "step": 1}',
+        "[" * 100_000,
+    ):
         (path / "state.json").write_text(text)
         assert f"{path} is damaged: state.json" in message(ValueError, checkpoint.read_state, path)
     (path / "state.json").unlink()

@@ -1,0 +1,122 @@
+"""A resume on other data: each source goes on, the best loss begins anew, and what changed is said."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from helpers import figures, metrics
+
+from data.dataset import TokenStream
+from data.loader import Loader, order
+from data.objective import Causal
+from data.tokenizer import ByteTokenizer
+from data.writer import ShardWriter
+from engine.checkpoint import files as checkpoint
+
+SHORT = ["--eval_interval=4", "--warmup_iters=1", "--lr_decay_iters=40"]
+
+
+def loader(sizes, weights, **place):
+    """Of sources with so many windows of 4 tokens."""
+    tokens = [4 * size + 1 for size in sizes]
+    stream = TokenStream("test", [np.zeros(sum(tokens), np.int64)], 9, [*zip("abc", tokens, weights, strict=False)])
+    made = Loader(stream, Causal(9, None, 4), 1, **place)
+    made.close()
+    return made
+
+
+def test_each_source_goes_on_where_the_weights_change():
+    """Of each source, the windows are those of a run on it alone, whatever the weights were, and none comes twice."""
+    sizes, samples, read, found = (70, 50, 30), 0, (0, 0, 0), [[], [], []]
+    for weights, n in (((7, 2, 1), 40), ((1, 1, 8), 25), ((1, 1, 8), 30), ((3, 3, 1), 50)):
+        place = {"start": samples, "read": [*read]}
+        made = loader(sizes, weights, since=65 if samples == 65 else samples, **place)
+        if samples == 65:  # the same weights as before: the mixture goes on in the middle of its period
+            made = loader(sizes, weights, since=40, **place)
+        for window in made.windows(np.arange(samples, samples + n)).tolist():
+            source = int(np.searchsorted(np.cumsum(sizes), window, "right"))
+            found[source].append(window - sum(sizes[:source]))
+        samples += n
+        read = made.read(samples).tolist()
+    assert [len(windows) for windows in found] == read and sum(read) == samples
+    for windows, size in zip(found, sizes, strict=True):
+        assert windows == order(np.arange(len(windows)), size, 0).tolist()
+    whole = loader(sizes, (1, 1, 8))
+    two = loader(sizes, (1, 1, 8), since=0, start=25, read=[*whole.read(25)])
+    assert (whole.windows(np.arange(25, 95)) == two.windows(np.arange(25, 95))).all()
+
+
+def state_of(folder):
+    return checkpoint.read_state(checkpoint.find(folder))
+
+
+def test_a_resume_with_other_weights_of_the_mixture(run, tiny_data, more_data, capsys):
+    first, second = (f"--dataset={tiny_data}:{w},{more_data}:{v}" for w, v in ((1, 1), (3, 1)))
+    folder = run(first, *SHORT, "--max_iters=8")
+    assert state_of(folder)["data"]["read"] == [32, 32]
+    run(second, *SHORT, "--max_iters=12", "--init_from=resume")
+    said = capsys.readouterr().out
+    assert f"the training data have changed: weight 3 of {tiny_data}, of which 32 samples are read" in said
+    assert "best loss" not in said
+    data = state_of(folder)["data"]
+    assert (data["since"], data["read"], data["weights"]) == (64, [56, 40], [3, 1])
+    shutil.copytree(folder, folder.parent / "interrupted")
+    run(second, *SHORT, "--max_iters=20", "--init_from=resume")
+    run(second, *SHORT, "--max_iters=15", "--init_from=resume", out="interrupted")
+    assert "have changed" not in capsys.readouterr().out
+    run(second, *SHORT, "--max_iters=20", "--init_from=resume", out="interrupted")
+    rows = [
+        [row for row in figures(each) if row["kind"] == "train"] for each in (folder, folder.parent / "interrupted")
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) == 20
+
+
+def prepare(folder, seed):
+    """A data set of other tokens in the same place."""
+    with ShardWriter(folder, ByteTokenizer()) as out:
+        for split in ("train", "val"):
+            out.add(split, np.random.default_rng(seed).integers(0, 256, 400))
+
+
+def test_a_resume_on_data_that_were_prepared_again(run, tmp_path, capsys):
+    """They begin, and no loss on the old ones decides what is kept: after them, no loss would be the best one."""
+    flags = [f"--dataset={tmp_path / 'data'}", *SHORT, "--always_save_checkpoint=False", "--keep_last=1"]
+    prepare(tmp_path / "data", 0)
+    folder = run(*flags, "--max_iters=4")
+    state = state_of(folder)
+    (checkpoint.find(folder) / "state.json").write_text(json.dumps(state | {"best_val_loss": 0.5}))
+    shutil.rmtree(tmp_path / "data")
+    prepare(tmp_path / "data", 1)
+    run(*flags, "--max_iters=12", "--init_from=resume")
+    said = capsys.readouterr().out
+    assert "data train, of which 0 samples are read" in said
+    assert "the best loss begins anew, as the validation data changed" in said
+    evaluations = {
+        row["step"]: row["val_loss"] for row in metrics(folder) if row["kind"] == "eval" and row["step"] >= 4
+    }
+    best = min(evaluations, key=evaluations.get)
+    assert (folder / "best").read_text() == f"step_{best:08d}\n" and checkpoint.find(folder).name == "step_00000012"
+    assert state_of(folder)["best_val_loss"] == min(evaluations.values())
+    assert state_of(folder)["data"]["read"] == [64] and state_of(folder)["samples"] == 96
+
+
+@pytest.mark.parametrize("flag,anew", [("--eval_iters=3", True), ("--batch_size=2", True), ("--keep_last=3", False)])
+def test_the_best_loss_is_of_one_evaluation(run, flag, anew, capsys):
+    folder = run(*SHORT, "--max_iters=4")
+    (checkpoint.find(folder) / "state.json").write_text(json.dumps(state_of(folder) | {"best_val_loss": 0.5}))
+    run(*SHORT, flag, "--max_iters=8", "--init_from=resume")
+    said = f"the best loss begins anew, as {flag[2:].partition('=')[0]} changed" in capsys.readouterr().out
+    assert said == anew and (state_of(folder)["best_val_loss"] == 0.5) != anew
+
+
+def test_a_checkpoint_without_a_record_of_its_data(run, tiny_data, more_data, capsys):
+    """An older one: it goes on as if its data had always been these."""
+    folder = run(*SHORT, "--max_iters=4")
+    state = state_of(folder)
+    del state["data"]
+    (checkpoint.find(folder) / "state.json").write_text(json.dumps(state))
+    run(*SHORT, "--max_iters=8", "--init_from=resume", f"--dataset={more_data}")
+    assert "the best loss begins anew, as the validation data changed" in capsys.readouterr().out
+    assert state_of(folder)["data"]["read"] == [64] and torch.isfinite(torch.tensor(state_of(folder)["best_val_loss"]))
