@@ -4,8 +4,7 @@
     python -m tools.baselines --table=kinds --out=out/kinds --seeds=5    # other variants, see TABLES
     python -m tools.baselines --steps=30 --seeds=1 --out=out/rehearsal   # writes OUT/baselines.md only
 
-Each variant has two learning rates: muon_lr for the hidden matrices, and learning_rate for all else. They are found by
-coordinate search with seed 1 (docs/baselines.md). tools/compare makes the trainings.
+The two learning rates of a variant are found by coordinate search with seed 1. tools/compare makes the trainings.
 """
 
 import signal
@@ -13,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import parse
+from configurator import Config, parse
 from data.errors import command, require, user_errors
+from data.files import write_file
+from tools.child import words_of
 from tools.compare import trainings
 from tools.compare.table import aligned, cells, error_notes
 
@@ -68,6 +69,10 @@ class BaselinesConfig:
         for name in ("max_iters", "warmup_iters", "cooldown_iters", *GRID):
             require(f"--{name}=" not in self.common, f"common={self.common}: baselines.py sets {name}; leave it out")
         trainings.CompareConfig(out=self.out, seeds=self.seeds, jobs=self.jobs)
+        try:
+            parse(Config, words_of("common", arguments(self, [*starting_points(self).values()][0], self.steps)))
+        except ValueError as error:
+            raise ValueError(f"common={self.common}: {error}") from None
 
 
 Point = tuple[str, float, float]  # variant, muon_lr, learning_rate
@@ -112,9 +117,7 @@ def arguments(options: BaselinesConfig, point: Point, steps: int) -> str:
     return " ".join([TABLES[options.table][variant][0], options.common, *(f"--{k}={v}" for k, v in flags.items())])
 
 
-def run_compare(
-    options: BaselinesConfig, name: str, points: list[Point], steps: int, **more: int
-) -> trainings.Comparison:
+def run_compare(options: BaselinesConfig, name: str, points: list[Point], steps: int, **more) -> trainings.Comparison:
     """Train these points, in a folder below --out. A training may diverge; other failures end the program."""
     folder = f"{options.out}/{name}"
     runs = [arguments(options, point, steps) for point in points]
@@ -156,10 +159,8 @@ def main(argv: list[str] | None = None):
     final = run_compare(options, "final", list(best.values()), options.steps, seeds=options.seeds)
     if options.table != "blocks":
         return  # tools.compare has printed its table, and the page is written by hand
-    target = PAGE
-    if options != BaselinesConfig():
-        target = Path(options.out).expanduser() / PAGE.name
-    target.write_text(page(PAGE.read_text(), best, final.runs, final.stored["measured"]))
+    target = PAGE if options == BaselinesConfig() else Path(options.out).expanduser() / PAGE.name
+    write_file(target, page(PAGE.read_text(), best, final.runs, final.stored["measured"]).encode())
     print(f"The page is {target}.")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from configurator import read_file
 from data.errors import require
-from data.files import writing
+from data.files import new_file
 from engine.metrics import read_metrics
 
 OF_ONE_RUN = {"out_dir", "seed"}  # flags that do not tell runs apart
@@ -35,11 +35,12 @@ class PlotConfig:
     x: Literal["tokens", "steps", "seconds", "flops"] = "tokens"  # what the figures are drawn against
     smooth: int = 1  # number of consecutive logged steps whose mean is a point; evaluations are not smoothed
     ymax: float = 0.0  # highest y of the picture, 0 = that of the figures
-    out: str = "out/plot.png"  # file to write, .png, .svg or .pdf
+    out: str = ""  # file to write, .png, .svg or .pdf; empty = plot.png in the first run's folder
 
     def __post_init__(self):
         require(self.smooth >= 1, f"smooth={self.smooth} must be at least 1, which draws each logged step")
-        require(Path(self.out).suffix in (".png", ".svg", ".pdf"), f"out={self.out} must end in .png, .svg or .pdf")
+        known = Path(self.out).suffix in (".png", ".svg", ".pdf") or not self.out
+        require(known, f"out={self.out} must end in .png, .svg or .pdf")
 
 
 class Run(NamedTuple):
@@ -89,7 +90,7 @@ def places(run: Run, x: str, rows: list[dict[str, Any]]) -> np.ndarray:
         return steps
     figure = "tokens_per_s" if x == "seconds" else x
     logged = [row for row in run.rows if row.get("tokens") and row.get(figure)]
-    require(logged, f"x={x} is not in {run.folder}/metrics.jsonl: no logged step has {figure}; set --x=steps")
+    require(logged, f"{run.folder}/metrics.jsonl has no logged step with {figure}; set --x=steps")
     place = np.array([0, *(row[figure] for row in logged)], float)
     if x == "seconds":
         tokens = np.diff([0.0, *(row["tokens"] for row in logged)])
@@ -103,7 +104,7 @@ def places(run: Run, x: str, rows: list[dict[str, Any]]) -> np.ndarray:
 def points(run: Run, cfg: PlotConfig, y: str) -> dict[int, tuple[float, float]]:
     """step -> (x, y) of all rows that have y; both are means of cfg.smooth rows that end at this step."""
     rows = [row for row in run.rows if isinstance(row.get(y), (int, float))]
-    require(rows, f"y={y} is a number in no row of {run.folder}/metrics.jsonl; use a name from it, such as val_loss")
+    require(rows, f"{run.folder}/metrics.jsonl has no number {y}; name one of its figures with --y, such as val_loss")
     n = 1 if y in EVALUATED else cfg.smooth
     require(n <= len(rows), f"smooth={n} is more than the {len(rows)} logged steps of {run.folder}; set it lower")
     values = places(run, cfg.x, rows), [float(row[y]) for row in rows]
@@ -161,9 +162,7 @@ def draw(lines: list[Line], cfg: PlotConfig):
     return axes.figure
 
 
-def save(figure, file: str):
+def save(figure, out: Path):
     """Write a Figure into a file, and make its folder."""
-    out = Path(file).expanduser()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with writing(out):
-        figure.savefig(out, dpi=160, transparent=True, bbox_inches="tight")
+    with new_file(out) as file:
+        figure.savefig(file, format=out.suffix[1:], dpi=160, transparent=True, bbox_inches="tight")

@@ -41,7 +41,7 @@ def reader_of(model: M.Model, layer: int, reader: str) -> M.Pool:
     pools = {name: pool for name, pool in found.items() if isinstance(pool, M.Pool)}  # not experts
     if not reader:
         reader = next((name for name, pool in pools.items() if pool.reader.source == "context"), "")
-        require(reader, f"reader='' means attention to the context, and layer {layer} has {', '.join(found)}")
+        require(reader, f"layer {layer} has no attention to the context; name another reader: {', '.join(found)}")
     require(reader in pools, f"reader={reader} cannot be read in layer {layer}; it has {', '.join(pools)}")
     return pools[reader]
 

@@ -55,7 +55,7 @@ class LensConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
     def __post_init__(self):
-        require(self.start != "", "start='' is empty; give a text")
+        require(self.start, "--start is missing; give a text, such as --start='class Reader:'")
         require(0 < self.units < 1000, f"units={self.units} must be at least 1 and below 1000")
         require(not self.out or Path(self.out).suffix in (".png", ".svg"), f"out={self.out} must end in .png or .svg")
 
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None):
     if cfg.out:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # characters that the font lacks
-            save(picture(units, title), cfg.out)
+            save(picture(units, title), Path(cfg.out).expanduser())
 
 
 if __name__ == "__main__":

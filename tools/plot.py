@@ -19,8 +19,9 @@ def main(argv: list[str] | None = None):
     with user_errors():
         folders, cfg = parse_positional(PlotConfig, "OUT_DIR...", argv, __doc__)
         require_matplotlib()
-        save(draw(curves(cfg, [read_run(folder) for folder in dict.fromkeys(folders)]), cfg), cfg.out)
-    print(f"wrote {Path(cfg.out).expanduser()}")
+        out = Path(cfg.out or f"{folders[0]}/plot.png").expanduser()
+        save(draw(curves(cfg, [read_run(folder) for folder in dict.fromkeys(folders)]), cfg), out)
+    print(f"wrote {out}")
 
 
 if __name__ == "__main__":

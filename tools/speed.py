@@ -50,10 +50,6 @@ def flags(name: str, dtype: str = "auto") -> Config:
     return parse(Config, [*args, "--gradient_accumulation_steps=1", f"--dtype={dtype}"])
 
 
-def synchronize(device: torch.device):
-    getattr(torch, device.type).synchronize()
-
-
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     """The best rate of products of square matrices in FLOP/s. The matrices grow while a product takes less than 30 ms,
     as a CPU that emulates bfloat16 takes 20 s for a large one."""
@@ -64,7 +60,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
         for _ in range(3):
             start = time.perf_counter()
             torch.mm(a, a)
-            synchronize(device)
+            getattr(torch, device.type).synchronize()
             seconds = time.perf_counter() - start
             best = max(best, 2 * n**3 / seconds)
     return best
@@ -87,7 +83,7 @@ def ms_per_step(cfg: Config) -> float:
             start = time.perf_counter()
             for _ in range(steps):
                 step(loader, WARM)  # the number gives the learning rate
-            synchronize(ranks.device)
+            getattr(torch, ranks.device.type).synchronize()
             return time.perf_counter() - start
 
         with closing(loader):
@@ -136,7 +132,7 @@ def loader_speed(tokens: int = 2**25, batches: int = 200) -> float:
             start = time.perf_counter()
             for _ in range(batches):
                 next(loader)
-            synchronize(device)
+            getattr(torch, device.type).synchronize()
             return batches * 64 * 1024 / (time.perf_counter() - start)
 
 
@@ -144,7 +140,8 @@ def table(only: str = ""):
     """Print a row of training for each configuration and dtype, rows of decoding, and the loader's speed."""
     alone = parallel.environment().size == 1
     require(alone, "WORLD_SIZE is above 1, and tools.bench measures a single process; start it without torchrun")
-    names = [only] if only else [name for name in CONFIGS if name != "124M" or torch.cuda.is_available()]
+    names = [name for name in CONFIGS if only in ("", name) and (name != "124M" or torch.cuda.is_available())]
+    require(names, f"config={only} needs a GPU with CUDA; choose another one, or leave it out for the others")
     device = resolve_device(flags(names[0]).device)
     about = f"torch {torch.__version__}; {torch.get_num_threads()} threads; {datetime.now():%Y-%m-%d %H:%M}"
     print(f"{device_name(device)}; {about}")

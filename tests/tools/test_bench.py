@@ -242,6 +242,6 @@ def test_configurations_are_what_their_names_say():
 
 def test_a_machine_that_the_table_is_not_for(refused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "device=cuda is not on this machine" in refused("--config=124M")
+    assert "config=124M needs a GPU with CUDA" in refused("--config=124M")
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun says
     assert "WORLD_SIZE is above 1" in refused()

@@ -105,8 +105,8 @@ def fake(tmp_path, tiny_data, monkeypatch):
         (["--run=--batch_ramp=8:9"], ["batch_ramp=8:9", "leave it out"]),
         (["--run=--n_head=3"], ["--run=--n_head=3", "n_embd"]),
         (["--run=config/none.py"], ["config/none.py"]),
-        (["--run=", "--run=--max_iters=4"], ["--run=--max_iters=4", "max_iters=3", "--match=tokens"]),
-        (["--run=", "--run=--n_layer=3 --n_embd=32", "--match=parameters"], ["--match=parameters", "leave n_embd out"]),
+        (["--run=", "--run=--max_iters=4"], ["--run=--max_iters=4", "tokens are to be equal, which needs max_iters=3"]),
+        (["--run=", "--run=--n_layer=3 --n_embd=32", "--match=parameters"], ["parameters are", "leave n_embd out"]),
     ],
     ids=lambda flags: " ".join(flags)[:40],
 )
@@ -115,6 +115,24 @@ def test_wrong_options(flags, words, fake, monkeypatch, capfd):
     error = refused(main, fake.line(*flags, runs=()), capfd)
     assert all(word in error for word in words), error
     assert not fake.out.exists()
+
+
+def test_a_flag_of_all_runs_is_told_as_one():
+    options = compare.CompareConfig(common="--seed=3")
+    with pytest.raises(ValueError, match="^--run=config/x.py --common=--seed=3: tools.compare sets --seed; "):
+        compare.Run(1, "config/x.py", "", options)
+
+
+@pytest.mark.parametrize("content", ["{", "[3]", None], ids=str)
+def test_a_damaged_table_is_told(content, fake, capfd):
+    fake.out.mkdir()
+    file = fake.out / "compare.json"
+    if content is None:
+        with open(file, "wb") as f:
+            f.truncate(40 * 2**30)
+    else:
+        file.write_text(content)
+    assert f"{file} is damaged (" in refused(main, fake.line(), capfd)
 
 
 def test_torchrun_is_refused(fake, monkeypatch, capfd):

@@ -239,7 +239,7 @@ def test_refuses_flags_that_it_does_not_know(flags):
 
 def test_refuses_a_layer_without_attention_and_experts():
     net = build(block="superblock", layer="c,p;s,e", n_slot=5, n_expert=4)
-    with pytest.raises(ValueError, match="^reader='' means attention to the context, and layer 1 has slots, experts$"):
+    with pytest.raises(ValueError, match="^layer 1 has no attention to the context; .* reader: slots, experts$"):
         contextual_mlp(net, text(net), 1, 0, 0)
     with pytest.raises(ValueError, match="^reader=experts cannot be read in layer 1; it has slots$"):
         contextual_mlp(net, text(net), 1, 0, 0, reader="experts")

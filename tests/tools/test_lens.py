@@ -223,7 +223,7 @@ def test_the_picture_has_three_bars_for_each_unit():
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ([], ["start=''", "give a text"]),
+        ([], ["--start is missing", "give a text"]),
         (["--start=x", "--layer=2"], ["layer=2", "0 .. 1"]),
         (["--start=x", "--reader=mlp2"], ["reader=mlp2", "it has attn, mlp"]),
         (["--start=abc", "--position=3"], ["position=3", "0 .. 2"]),

@@ -154,6 +154,8 @@ def test_a_damaged_row_does_not_stop_the_picture(name, make, picture, monkeypatc
 
 
 def test_files(make, tmp_path, capsys):
+    plot.main([run := make("run"), make("other")])  # without --out, in the first run's folder
+    assert capsys.readouterr().out == f"wrote {run}/plot.png\n" and (tmp_path / "run/plot.png").stat().st_size > 9999
     png, svg, pdf = tmp_path / "new" / "a.png", tmp_path / "a.svg", tmp_path / "a.pdf"
     for out in (png, svg, pdf):
         plot.main([make(f"run{out.suffix}"), f"--out={out}"])
@@ -168,18 +170,21 @@ def test_files(make, tmp_path, capsys):
     [
         ([], "expected OUT_DIR..., not nothing"),
         (["NONE"], "has no metrics.jsonl; give the out_dir"),
-        (["A", "--y=nope"], "y=nope is a number in no row of"),
+        (["A", "--y=nope"], "metrics.jsonl has no number nope; name one"),
         (["A", "--smooth=0"], "smooth=0"),
         (["A", "--smooth=6"], "smooth=6 is more than the 5 logged steps"),
         (["A", "--out=plot.gif"], "must end in .png, .svg or .pdf"),
-        (["OLD", "--x=flops"], "x=flops is not in"),
+        (["OLD", "--x=flops"], "metrics.jsonl has no logged step with flops; set --x=steps"),
         (["EMPTY"], "metrics.jsonl has no row that can be read; train it first"),
         (["A", "--out=/proc/x/plot.png"], "/proc/x"),
+        (["A", "--out=FOLDER.png"], "FOLDER.png: Not a regular file"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
 def test_refusals(make, tmp_path, capsys, arguments, words):
     make("A")
+    (tmp_path / "FOLDER.png").mkdir()
+    arguments = [x.replace("FOLDER", f"{tmp_path}/FOLDER") for x in arguments]
     old, empty = tmp_path / "OLD", tmp_path / "EMPTY"
     for folder, text in ((old, '{"step": 0, "loss": 1.0, "tokens": 64, "tokens_per_s": 9.0}\n'), (empty, "")):
         folder.mkdir()

@@ -32,8 +32,7 @@ class Costs(NamedTuple):
 
 class Run:
     """One --run, whose arguments of train.py are `text`, with a `setting` of the sweep, such as learning_rate=1e-3, or
-    "". options: a trainings.CompareConfig. `changed` has the flags that --match has set; results and errors are by
-    seed."""
+    "". options: a CompareConfig. `changed` has the flags that --match has set; results and errors are by seed."""
 
     def __init__(self, number: int, text: str, setting: str, options):
         self.number, self.text, self.setting, self.options = number, text, setting, options
@@ -43,10 +42,13 @@ class Run:
         self.args = words_of("common", options.common) + self.own
         if setting:
             self.args.append(f"--{setting}")
+        self.name = f"--run={text}"
+        if options.common:
+            self.name += f" --common={options.common}"
         names = [arg.lstrip("-").partition("=")[0] for arg in self.args]
         for name in (*RESERVED, options.swept):
             most = 0 if name in RESERVED else 1
-            require(names.count(name) <= most, f"--run={text}: tools.compare sets --{name}; leave it out")
+            require(names.count(name) <= most, f"{self.name}: tools.compare sets --{name}; leave it out")
         self.shown = " ".join(filter(None, (text, setting and f"--{setting}")))
         self.update()
 
@@ -63,7 +65,7 @@ class Run:
         try:
             return parse(Config, [*self.line(), *more])
         except (ValueError, OSError) as error:
-            raise ValueError(f"--run={self.text}: {error}") from None
+            raise ValueError(f"{self.name}: {error}") from None
 
     def costs_of(self, *more: str) -> Costs:
         """The costs of a training, also with further arguments."""
@@ -80,8 +82,8 @@ class Run:
         """Set a flag as --match asks. ValueError if --run sets it to another value."""
         if value != getattr(self.cfg, name):
             given = any(arg.startswith(f"--{name}=") for arg in self.own)
-            advice = f"--match={self.options.match} needs {name}={value} here; leave {name} out"
-            require(not given, f"--run={self.text}: {advice}")
+            fact = f"{self.options.match} are to be equal, which needs {name}={value} here"
+            require(not given, f"{self.name}: {fact}; leave {name} out, or choose another --match")
             self.changed[name] = value
 
     def match_parameters(self, wanted: int):

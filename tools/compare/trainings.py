@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from data.errors import require
-from data.files import write_file, writing
+from data.files import read_json, write_file
 from data.lock import locked
 from engine.device import device_name, resolve_device
 from tools.child import Child, measure
@@ -72,9 +72,12 @@ class Comparison:
             names = sorted(run.cfg.sources.keys() - {options.swept})
             self.stored[f"run {run.number}"] = {name: getattr(run.cfg, name) for name in names}
         path = self.folder / "compare.json"
-        old = json.loads(path.read_text()) if path.is_file() else self.stored
+        try:
+            old = dict(read_json(path)) if path.is_file() else self.stored
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged ({error}); delete it, or choose another --out") from None
         for name, value in self.stored.items():
-            fact = f"--out={options.out} holds a comparison with another {name}"
+            fact = f"{self.folder} holds a comparison with another {name}"
             require(old.get(name) == value, f"{fact}; choose another --out, or delete this folder")
         self.stored = {"measured": "Nothing is measured yet.", "ms_per_step": None} | old
 
@@ -173,9 +176,8 @@ class Comparison:
         text = "\n".join([table, *(f"* {note}" for note in notes), ""])
         every = [run for settings in self.candidates for run in settings]
         rows = [{"arguments": run.line(), "costs": run.costs._asdict(), "seeds": run.results} for run in every]
-        with writing(path := self.folder / "compare.json"):
-            write_file(path, (json.dumps(self.stored | {"runs": rows}, indent=1) + "\n").encode())
-        (self.folder / "compare.md").write_text(text)
+        write_file(self.folder / "compare.json", (json.dumps(self.stored | {"runs": rows}, indent=1) + "\n").encode())
+        write_file(self.folder / "compare.md", text.encode())
         return text
 
 
