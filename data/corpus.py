@@ -241,55 +241,51 @@ class Corpus:
                 return
 
 
-def prepare(
-    args: argparse.Namespace, files: list[str], documents: str = "file", shards: int = 0, pairs: tuple[str, ...] = (),
-    separator: str = "",
-) -> None:  # fmt: skip
-    """Prepares the data set that the flags describe, with at most `shards` full shards to train on (0 = all). `pairs`
-    are the fields of a source and its target, or the field of a chat."""
+def prepare(args: argparse.Namespace, files: list[str]) -> None:
+    """Prepares the data set of these files that the flags of `main` describe."""
     plain = [f for f in files if not RECORDS.search(f)]
-    single = documents == "file" and len(files) == len(plain) == 1 and not separator
+    single = args.documents == "file" and len(files) == len(plain) == 1 and not args.separator
     val_fraction = args.val_fraction
     if val_fraction is None:
         val_fraction = 0.1 if single else 0.005
-    check_numbers(args, val_fraction, shards)
-    if pairs:
-        need = "pass SOURCE,TARGET, or the one field of a chat, of .jsonl or .parquet alone"
-        possible = len(pairs) < 3 and all(pairs) and not plain
-        require(possible, f"pairs={','.join(pairs)} is not possible for {files[0]}; {need}")
-    used = args.field == "text" or len(plain) < len(files) and not pairs
-    require(used, f"field={args.field} has no effect on texts and pairs; leave it out")
-    used = not separator or plain and documents == "file"
-    require(used, f"separator={separator!r} has no effect on records, or with --documents; leave one of them out")
+    pairs = tuple(args.pairs.split(",")) if args.pairs else ()
+    check_flags(args, val_fraction, pairs, files, plain)
     folder = out_folder(args.out)
-    cut_at = val_fraction if single else 0
-    source = Source(files, documents, args.field, val_fraction=cut_at, pairs=pairs, separator=separator)
     with locked(folder, "out"):
         pass  # before the work it is known whether the folder can be written
+    source = Source(files, args.documents, args.separator, args.field, pairs)
+    if single:
+        source.val_fraction = val_fraction
     if args.tokenizer == "char":  # which is built from the separated texts
         source.separated = not single and not pairs
     tokenizer = build(args.tokenizer, partial(read_texts, source))
     endless = f"needs an end-of-text behind each target, and tokenizer={args.tokenizer} has none; pass byte"
-    require(not pairs or tokenizer.eot is not None, f"pairs={','.join(pairs)} {endless}")
+    require(not pairs or tokenizer.eot is not None, f"pairs={args.pairs} {endless}")
     source.separated = not single and tokenizer.eot is None
     tokenizer.encode("")  # loads gpt2's merges, and fails before anything is written
     names = json.dumps([[f if f.startswith("hf://") else os.path.abspath(f) for f in files], source.sizes])
-    settings = {
-        "tokenizer": tokenizer.hash, "input": hashlib.sha256(names.encode()).hexdigest(), "documents": documents,
-        "field": args.field, "val_fraction": val_fraction, "separated": source.separated, "pairs": [*pairs],
-        "shard_tokens": args.shard_tokens, "shards": shards, "separator": separator,
-    }  # fmt: skip
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "threads")}
+    settings |= {"tokenizer": tokenizer.hash, "input": hashlib.sha256(names.encode()).hexdigest()}
     with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
-        Corpus(out, source, val_fraction, args.threads, shards * args.shard_tokens).write()
+        Corpus(out, source, val_fraction, args.threads, args.shards * args.shard_tokens).write()
     out.report(f"{out.documents()} documents, ")
 
 
-def check_numbers(args: argparse.Namespace, val_fraction: float, shards: int) -> None:
-    """ValueError for a number that is not possible."""
+def check_flags(
+    args: argparse.Namespace, val_fraction: float, pairs: tuple[str, ...], files: list[str], plain: list[str]
+) -> None:
+    """ValueError for a flag that is not possible or has no effect; `plain` are the files that hold no records."""
     for name, value, most in (("threads", args.threads, 1024), ("shard_tokens", args.shard_tokens, 2**31 - 1)):
         require(1 <= value <= most, f"{name}={value} is not possible; pass a number from 1 to {most}")
     require(0 < val_fraction < 1, f"val_fraction={val_fraction} is not possible; pass a number between 0 and 1")
-    require(shards >= 0, f"shards={shards} is not possible; pass 0 for all, or the number of shards to train on")
+    require(args.shards >= 0, f"shards={args.shards} is not possible; pass 0 for all, or the shards to train on")
+    need = "pass SOURCE,TARGET, or the one field of a chat, of .jsonl or .parquet alone"
+    possible = len(pairs) < 3 and all(pairs) and not (pairs and plain)
+    require(possible, f"pairs={args.pairs} is not possible for {files[0]}; {need}")
+    used = args.field == "text" or len(plain) < len(files) and not pairs
+    require(used, f"field={args.field} has no effect on texts and pairs; leave it out")
+    used = not args.separator or plain and args.documents == "file"
+    require(used, f"separator={args.separator!r} has no effect on records, or with --documents; leave one of them out")
 
 
 def main(doc: str, here: str, default: str | None = None) -> None:
@@ -311,5 +307,4 @@ def main(doc: str, here: str, default: str | None = None) -> None:
     flags.add_argument("--tokenizer", default="gpt2", help="char, byte, gpt2, bpe:N or hf:DIR (default gpt2)")
     flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="encoding threads (default: all cores)")
     args = flags.parse_args()
-    pairs = () if args.pairs is None else tuple(args.pairs.split(","))
-    prepare(args, find_files(args.input or [default]), args.documents, args.shards, pairs, args.separator)
+    prepare(args, find_files(args.input or [default]))

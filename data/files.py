@@ -24,6 +24,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from data.errors import require
+
 HEADER_BYTES = 256 * 4
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic: (version, dtype)
 MEGATRON = b"MMIDIDX\0\0"
@@ -84,6 +86,7 @@ def read_json(path: Path):
 def decoded(where: str, content: bytes, offset: int = 0) -> str:
     """The UTF-8 text of a file from the byte `offset` on, without the mark of the byte order that it may begin with.
     ValueError names the first byte that is no text."""
+    require(b"\0" not in content, f"{where} holds NUL bytes, as archives and UTF-16 do; unpack or convert it")
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as e:

@@ -86,11 +86,11 @@ class Source:
 
     files: list[str]
     documents: str = "file"  # of a text: "file", "line" or "paragraph"; without blank lines and without the line end
-    column: str = "text"  # field of .jsonl and .parquet with the text
+    separator: str = ""  # the text between the documents of a text, instead of `documents`
+    column: str = "text"  # field of records with the text
+    pairs: tuple[str, ...] = ()  # instead of column: the fields of a source and its target, or the one of a chat
     separated: bool = False  # ends each document with a line end, a paragraph with a blank line
     val_fraction: float = 0  # above 0: cuts a single text into two documents, the last part first (`cut_in_two`)
-    pairs: tuple[str, ...] = ()  # instead of column: the fields of a source and its target, or the one of a chat
-    separator: str = ""  # the text between the documents of a text, instead of `documents`
 
     def __post_init__(self):
         self.columns = self.pairs or (self.column,)
@@ -277,9 +277,7 @@ def _separated(f, separator: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _decode(where: str, offset: int, content: bytes) -> str:
     """The text of a document, which begins at this byte. ValueError if it is no text, or longer than LARGEST."""
-    if b"\0" in content:
-        raise ValueError(f"{where} holds NUL bytes, as archives and UTF-16 do; unpack or convert it")
-    if len(content) > LARGEST:
+    if len(content) > LARGEST and b"\0" not in content:
         fact = f"{where}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
         raise ValueError(f"{fact}; cut the text, for example with --documents=paragraph or --documents=line")
     return decoded(where, content, offset)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, read_all
 
+from data import corpus
 from data.dataset import open_data
 
 WORDS = ["the", "cat", "naïve", "猫", "don't", "12345", "(a)", "\U0001f600", "def f(x):", "  ", "\t", "<|endoftext|>"]
@@ -32,8 +33,14 @@ def validates(number: int, fraction: float) -> bool:
 
 def args(out, tokenizer="byte", **flags) -> argparse.Namespace:
     """The flags of a preparation."""
-    default = {"val_fraction": 0.2, "field": "text", "shard_tokens": 1000, "threads": 2}
+    default = {"val_fraction": 0.2, "field": "text", "shard_tokens": 1000, "threads": 2, "documents": "file"}
+    default |= {"shards": 0, "pairs": None, "separator": ""}
     return argparse.Namespace(out=str(out), tokenizer=tokenizer, **default | flags)
+
+
+def prepare(flags: argparse.Namespace, files: list[str], documents: str = "file", **more) -> None:
+    vars(flags).update(documents=documents, **more)
+    corpus.prepare(flags, files)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -24,7 +24,7 @@ import tiktoken
 from helpers import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import WORDS, args, command, error, failed, files_of, texts, tokens_of, validates
+from preparing import WORDS, args, command, error, failed, files_of, prepare, texts, tokens_of, validates
 
 from data import corpus, sources
 from data.dataset import open_data
@@ -95,7 +95,7 @@ def test_formats_equal_a_naive_loop(tmp_path, small, name):
     for i in range(3):  # b.x is read after a.x
         write_file(tmp_path / f"{'cab'[i]}_{name}", documents[[60, 0, 30][i] :][:30])
     found = sources.find_files([f"{tmp_path}/*_{name}"])
-    corpus.prepare(args(tmp_path / "out"), found, kind if kind in ("line", "paragraph") else "file")
+    prepare(args(tmp_path / "out"), found, kind if kind in ("line", "paragraph") else "file")
     expected = naive(documents, ByteTokenizer())
     for split in ("train", "val"):
         assert tokens_of(tmp_path / "out", split) == expected[split]
@@ -112,7 +112,7 @@ def test_tokenizers_equal_a_naive_loop_with_any_threads(tmp_path, small, kind, r
         (tmp_path / f"{i:03}.txt").write_text(text, newline="")
     written = []
     for threads in (1, 2, 8):
-        corpus.prepare(args(tmp_path / f"out{threads}", kind, threads=threads), sources.find_files([str(tmp_path)]))
+        prepare(args(tmp_path / f"out{threads}", kind, threads=threads), sources.find_files([str(tmp_path)]))
         written.append(files_of(tmp_path / f"out{threads}"))
     assert written[0] == written[1] == written[2] and len(written[0]) > 3
     data, expected = open_data(tmp_path / "out1", verify=True), naive(texts(90), tokenizer)
@@ -181,7 +181,7 @@ def test_memory_is_bounded(tmp_path):
     code = (
         "import argparse, re, sys; from data import corpus; "
         "corpus.prepare(argparse.Namespace(out=sys.argv[1], tokenizer='byte', val_fraction=0.1, field='text', "
-        "shard_tokens=10**8, threads=2), [sys.argv[2]]); "
+        "shard_tokens=10**8, threads=2, documents='file', shards=0, pairs=None, separator=''), [sys.argv[2]]); "
         "print(re.search('VmHWM:\\s*([0-9]+)', open('/proc/self/status').read())[1])"
     )
     run = [sys.executable, "-c", code, str(tmp_path / "out"), str(tmp_path / "a.jsonl")]
@@ -211,7 +211,7 @@ BAD = [
 @pytest.mark.parametrize("documents", ["line", "file", "paragraph"])
 def test_bad_files_and_lines_are_named(tmp_path, name, content, words, documents):
     (tmp_path / name).write_bytes(content)
-    assert words in error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / name)], documents)
+    assert words in error(prepare, args(tmp_path / "out"), [str(tmp_path / name)], documents)
     assert not (tmp_path / "out" / PREPARING).exists()
 
 
@@ -221,7 +221,7 @@ def test_files_that_are_cut_are_named(tmp_path, name):
     size = (tmp_path / name).stat().st_size
     for left in (size - 4, size // 2):
         os.truncate(tmp_path / name, left)
-        message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / name)])
+        message = error(prepare, args(tmp_path / "out"), [str(tmp_path / name)])
         assert f"{name} cannot be read (" in message
 
 
@@ -232,10 +232,10 @@ def test_fields_of_a_table_are_named(tmp_path, monkeypatch):
         ("body", "a.parquet has no field 'body'; pass --field or --pairs of id, text, other"),
         ("id", "a.parquet, row 1: id is 0, not text"),
     ):
-        assert words in error(corpus.prepare, args(tmp_path / "out", field=field), [str(file)])
+        assert words in error(prepare, args(tmp_path / "out", field=field), [str(file)])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     words = "a.parquet needs pyarrow.parquet to be read; pip install -e .[data]"
-    assert words in error(corpus.prepare, args(tmp_path / "out"), [str(file)])
+    assert words in error(prepare, args(tmp_path / "out"), [str(file)])
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_documents_that_are_too_long(tmp_path, monkeypatch, documents, name):
     monkeypatch.setattr(sources, "LARGEST", 1000)
     content = b"short\n\n" + (b"word " * 15 + b"\n") * 20 if documents == "paragraph" else b"word " * 300
     (tmp_path / name).write_bytes(content)
-    message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / name)], documents)
+    message = error(prepare, args(tmp_path / "out"), [str(tmp_path / name)], documents)
     start = 7 if documents == "paragraph" else 0
     assert f"the document that begins at byte {start} has more than" in message
 
@@ -272,7 +272,7 @@ def test_documents_are_not_glued_together(tmp_path, kind, content, expected):
     (tmp_path / "b.txt").write_text("zoe")
     files, documents = [str(tmp_path / name), str(tmp_path / "b.txt")], "file" if kind == "jsonl" else kind
     fraction = next(f / 1000 for f in range(1, 999) if len({validates(i, f / 1000) for i in range(2)}) == 2)
-    corpus.prepare(args(tmp_path / "out", "char", val_fraction=fraction), files, documents)
+    prepare(args(tmp_path / "out", "char", val_fraction=fraction), files, documents)
     data = open_data(tmp_path / "out")
     both = sorted(data.tokenizer.decode(tokens_of(tmp_path / "out", split)) for split in ("train", "val"))
     end = "\n\n" if kind == "paragraph" else "\n"
@@ -290,7 +290,7 @@ def test_a_single_text_is_cut_in_two(tmp_path_factory, kind, text, fraction, job
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "JOB_CHARACTERS", job)
         try:
-            corpus.prepare(args(folder / "out", kind, val_fraction=fraction), [str(folder / "a.txt")])
+            prepare(args(folder / "out", kind, val_fraction=fraction), [str(folder / "a.txt")])
         except ValueError as e:
             assert "has 1 tokens, and needs two" in str(e) and kind == "char"
             return
@@ -306,16 +306,16 @@ def test_a_single_text_by_default(tmp_path):
     lines = [f"line {i} {'word ' * (i % 7)}\n" for i in range(400)]
     (tmp_path / "a.txt").write_text("".join(lines))
     flags = dict(val_fraction=None, shard_tokens=500)
-    corpus.prepare(args(tmp_path / "out", **flags), [str(tmp_path / "a.txt")])
+    prepare(args(tmp_path / "out", **flags), [str(tmp_path / "a.txt")])
     size = sum(map(len, lines))
     val = bytes(tokens_of(tmp_path / "out", "val")[:-1]).decode()
     assert 0.1 * size <= len(val) < 0.1 * size + 50 and val.startswith("line ")
-    corpus.prepare(args(tmp_path / "some", **flags), [str(tmp_path / "a.txt")], shards=3)
+    prepare(args(tmp_path / "some", **flags), [str(tmp_path / "a.txt")], shards=3)
     assert tokens_of(tmp_path / "some", "train") == tokens_of(tmp_path / "out", "train")[:1500]
     assert tokens_of(tmp_path / "some", "val") == tokens_of(tmp_path / "out", "val")
     for n in (5, 14):
-        killed_at(lambda: corpus.prepare(args(tmp_path / "killed", **flags), [str(tmp_path / "a.txt")]), n)
-    corpus.prepare(args(tmp_path / "killed", threads=7, **flags), [str(tmp_path / "a.txt")])
+        killed_at(lambda: prepare(args(tmp_path / "killed", **flags), [str(tmp_path / "a.txt")]), n)
+    prepare(args(tmp_path / "killed", threads=7, **flags), [str(tmp_path / "a.txt")])
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "out")
 
 
@@ -324,21 +324,21 @@ def test_what_cannot_be_encoded_is_named(tmp_path, small, monkeypatch):
         (tmp_path / f"{i}.txt").write_text("\n".join(texts(5, seed=i)))
     monkeypatch.setattr(corpus, "build", lambda *_: CharTokenizer("".join(WORDS) + "x \n"))
     (tmp_path / "7.txt").write_text("the\ncat\ndoes ¬ fit\n")
-    message = error(corpus.prepare, args(tmp_path / "out", "char"), sources.find_files([str(tmp_path)]), "line")
+    message = error(prepare, args(tmp_path / "out", "char"), sources.find_files([str(tmp_path)]), "line")
     assert "7.txt, document 3 cannot be encoded (the char vocabulary" in message and "'\\xac'" in message
 
 
 def test_both_splits_get_a_document(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("")
-    message = error(corpus.prepare, args(tmp_path / "out"), [str(path)])
+    message = error(prepare, args(tmp_path / "out"), [str(path)])
     assert message.startswith("the split train has 0 tokens, and needs two; add text, cut it into more documents")
     for text, kind in (("one\ntwo\n", "paragraph"), ("one", "line"), ("o", "file")):
         path.write_text(text)
-        assert " has 0 tokens, and needs two; " in error(corpus.prepare, args(tmp_path / "out"), [str(path)], kind)
+        assert " has 0 tokens, and needs two; " in error(prepare, args(tmp_path / "out"), [str(path)], kind)
     path.write_text("one\ntwo\n\nthree\n")
     for fraction, split in ((1e-9, "val"), (1 - 1e-9, "train")):
-        message = error(corpus.prepare, args(tmp_path / "out", val_fraction=fraction), [str(path)], "line")
+        message = error(prepare, args(tmp_path / "out", val_fraction=fraction), [str(path)], "line")
         assert message.startswith(f"the split {split} has 0 tokens")
 
 
@@ -430,10 +430,10 @@ def test_what_is_said_of_documents(tmp_path, capsys):
     """How many of a special token's text, and how many are equal in both splits."""
     stories = "\n<|endoftext|>\n".join(["a tale", "a story"] * 50)
     (tmp_path / "a.txt").write_text(stories)
-    corpus.prepare(args(tmp_path / "out"), [str(tmp_path / "a.txt")], "line")
+    prepare(args(tmp_path / "out"), [str(tmp_path / "a.txt")], "line")
     warning = "warning: 99 pieces of the text hold <|endoftext|>, which is ordinary text in them; "
     assert f"{warning}pass --separator='<|endoftext|>'" in capsys.readouterr().err
-    corpus.prepare(args(tmp_path / "out"), [str(tmp_path / "a.txt")], separator="<|endoftext|>")
+    prepare(args(tmp_path / "out"), [str(tmp_path / "a.txt")], separator="<|endoftext|>")
     val = sum(validates(i, 0.2) for i in range(100))
     assert capsys.readouterr().err == f"note: {val} of {val} validation documents are training documents too\n"
     data = open_data(tmp_path / "out")
@@ -445,7 +445,7 @@ def test_what_is_said_of_documents(tmp_path, capsys):
     assert "<|endoftext|> in the prompt is ordinary text; an empty prompt is end-of-text" in capsys.readouterr().err
     for path, kind in (("a.txt", "line"), ("a.jsonl", "file")):
         (tmp_path / path).touch()
-        message = error(corpus.prepare, args(tmp_path / "out"), [str(tmp_path / path)], kind, separator="x")
+        message = error(prepare, args(tmp_path / "out"), [str(tmp_path / path)], kind, separator="x")
         assert message.startswith("separator='x' has no effect")
 
 
@@ -492,7 +492,7 @@ def killed_at(work, n: int) -> int:
 
 def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small):
     whole, folder = tmp_path / "whole", tmp_path / "out"
-    total = killed_at(lambda: corpus.prepare(args(whole), web), 10**9)
+    total = killed_at(lambda: prepare(args(whole), web), 10**9)
     with ShardWriter(tmp_path / "old", ByteTokenizer()) as out:
         out.add("train", np.arange(5))
         out.add("val", np.arange(3))
@@ -501,7 +501,7 @@ def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small):
     moves = range(total - 18, total + 1)  # the moves into place
     for n in [*rng.sample(range(1, moves[0]), 4), *rng.sample(moves, 8)]:
         shutil.copytree(tmp_path / "old", folder)
-        assert killed_at(lambda: corpus.prepare(args(folder), web), n) == n
+        assert killed_at(lambda: prepare(args(folder), web), n) == n
         meta = (folder / "meta.json").read_bytes()
         if meta == (tmp_path / "old" / "meta.json").read_bytes():
             assert tokens_of(folder, "train") == [0, 1, 2, 3, 4]
@@ -513,15 +513,15 @@ def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small):
         else:
             assert meta == (whole / "meta.json").read_bytes()
         if n % 3 == 0:
-            killed_at(lambda: corpus.prepare(args(folder), web), rng.randint(1, total // 3))
-        corpus.prepare(args(folder), web)
+            killed_at(lambda: prepare(args(folder), web), rng.randint(1, total // 3))
+        prepare(args(folder), web)
         assert files_of(folder) == files_of(whole), n
         shutil.rmtree(folder)
 
 
 def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, capsys):
     """An interrupted preparation continues reading at the document after its last full shard, in that file."""
-    corpus.prepare(args(tmp_path / "whole"), web)
+    prepare(args(tmp_path / "whole"), web)
     documents = [*texts(60), *texts(60, seed=1)]
     encoded, real = [], ByteTokenizer.encode
     stop = int(0.8 * sum(len(list(corpus.cut(text, corpus.JOB_CHARACTERS))) for text in documents))
@@ -534,14 +534,14 @@ def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, ca
 
     monkeypatch.setattr(ByteTokenizer, "encode", encode)
     with pytest.raises(KeyboardInterrupt):
-        corpus.prepare(args(tmp_path / "out", threads=1), web)
+        prepare(args(tmp_path / "out", threads=1), web)
     saved = json.loads((tmp_path / "out" / PREPARING / "progress.json").read_text())
     file, row, number = saved["place"]
     assert file == 1 and row > 7 and number == 60 + row  # inside of the parquet file
     pieces = [p for text in documents[number:] for p in corpus.cut(text, corpus.JOB_CHARACTERS)]
     encoded, stop = [], -1
     monkeypatch.setattr(sources.Source, "_json_texts", None)  # a file that was read to its end is not opened again
-    corpus.prepare(args(tmp_path / "out"), web)
+    prepare(args(tmp_path / "out"), web)
     assert sorted(encoded) == sorted(["", *pieces])
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert f"continues after {number} documents" in capsys.readouterr().err
@@ -560,17 +560,17 @@ def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, smal
                     raise KeyboardInterrupt
 
             patch.setattr(ShardWriter, "add", add)
-            corpus.prepare(args(tmp_path / "out"), web)
+            prepare(args(tmp_path / "out"), web)
 
     stop()
-    message = error(corpus.prepare, args(tmp_path / "out", val_fraction=0.3, shard_tokens=999), web)
+    message = error(prepare, args(tmp_path / "out", val_fraction=0.3, shard_tokens=999), web)
     assert "holds an unfinished preparation with another val_fraction, shard_tokens; continue with its flags" in message
-    assert "another input;" in error(corpus.prepare, args(tmp_path / "out"), web[:1])
+    assert "another input;" in error(prepare, args(tmp_path / "out"), web[:1])
     shard = tmp_path / "out" / PREPARING / "train_000000.bin"
     os.truncate(shard, 100)
-    assert "train_000000.bin differs from its saved state; delete" in error(corpus.prepare, args(tmp_path / "out"), web)
+    assert "train_000000.bin differs from its saved state; delete" in error(prepare, args(tmp_path / "out"), web)
     shard.unlink()
-    assert "train_000000.bin differs from its saved state; delete" in error(corpus.prepare, args(tmp_path / "out"), web)
+    assert "train_000000.bin differs from its saved state; delete" in error(prepare, args(tmp_path / "out"), web)
     with ShardWriter(tmp_path / "out", ByteTokenizer()) as out:  # a writer without settings starts again
         out.add("train", np.arange(5))
         out.add("val", np.arange(3))
@@ -582,8 +582,8 @@ def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, smal
 def test_number_of_shards(tmp_path, web, monkeypatch, shards):
     """The first tokens of the full data set, with the validation documents before the last of these tokens."""
     monkeypatch.setattr(corpus, "JOB_CHARACTERS", 5000)
-    corpus.prepare(args(tmp_path / "whole"), web)
-    corpus.prepare(args(tmp_path / "out"), web, shards=shards)
+    prepare(args(tmp_path / "whole"), web)
+    prepare(args(tmp_path / "out"), web, shards=shards)
     whole = tokens_of(tmp_path / "whole", "train")
     train = tokens_of(tmp_path / "out", "train")
     assert train == whole[: shards * 1000]
@@ -652,10 +652,10 @@ def test_files_of_the_hub_are_read_like_others(tmp_path, web, small, monkeypatch
             return 1 if name.endswith("c.jsonl") else (tmp_path / name.removeprefix("hf://")).stat().st_size
 
     monkeypatch.setattr(sources, "_hub", Hub)
-    corpus.prepare(args(tmp_path / "local"), web)
-    corpus.prepare(args(tmp_path / "out"), ["hf://a.jsonl", "hf://b.parquet"])
+    prepare(args(tmp_path / "local"), web)
+    prepare(args(tmp_path / "out"), ["hf://a.jsonl", "hf://b.parquet"])
     assert files_of(tmp_path / "out") == files_of(tmp_path / "local")
-    message = error(corpus.prepare, args(tmp_path / "out"), ["hf://a.jsonl", "hf://c.jsonl"])
+    message = error(prepare, args(tmp_path / "out"), ["hf://a.jsonl", "hf://c.jsonl"])
     assert "hf://c.jsonl cannot be read (gone); try again" in message
     (tmp_path / "d.jsonl").write_text("{")
-    assert error(corpus.prepare, args(tmp_path / "new"), ["hf://d.jsonl"]).startswith("hf://d.jsonl:1 is not JSON")
+    assert error(prepare, args(tmp_path / "new"), ["hf://d.jsonl"]).startswith("hf://d.jsonl:1 is not JSON")

@@ -1,6 +1,5 @@
 """Tokenizers of Hugging Face, read and written, compared with transformers' AutoTokenizer."""
 
-import argparse
 import hashlib
 import json
 import shutil
@@ -15,6 +14,7 @@ import transformers  # whose classes are loaded when they are asked for: a secon
 from helpers import ROOT, metrics, read_all, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from preparing import args
 from test_families import CHOICES
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -448,8 +448,8 @@ def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, mo
     path, text = tmp_path / "model", tmp_path / "a.txt"
     shutil.copytree(folder("llama2"), path)
     text.write_text("".join(TEXTS))
-    options = dict(out=f"{tmp_path}/data", val_fraction=0.2, field="text", shard_tokens=10**6, threads=2)
-    corpus.prepare(argparse.Namespace(tokenizer=f"hf:{path}", **options), [str(text)], "line")
+    flags = args(tmp_path / "data", f"hf:{path}", shard_tokens=10**6, documents="line")
+    corpus.prepare(flags, [str(text)])
     shutil.rmtree(path)
     data, (_, reference) = open_data(tmp_path / "data", verify=True), both(folder("llama2"))
     splits = [data.split(split) for split in ("train", "val")]

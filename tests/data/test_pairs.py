@@ -47,7 +47,7 @@ def write(path: Path, records: list[dict]) -> Path:
 
 
 def prepare(path: Path, out: Path, pairs: str = "source,target", **flags) -> Path:
-    corpus.prepare(args(out, **flags), find_files([str(path)]), pairs=tuple(pairs.split(",")))
+    corpus.prepare(args(out, pairs=pairs, **flags), find_files([str(path)]))
     return out
 
 
