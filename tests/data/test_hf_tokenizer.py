@@ -317,7 +317,7 @@ def test_a_spec_that_does_not_fit(folder, tmp_path, fields, words):
 
 def test_files_that_are_too_large(folder, monkeypatch):
     monkeypatch.setattr("data.files.LARGEST_JSON", 1000)
-    with pytest.raises(ValueError, match="tokenizer.json has more than 1,000 bytes"):
+    with pytest.raises(ValueError, match="more than 1,000; give a smaller file"):
         HFTokenizer.from_folder(folder("gpt2"))
 
 
