@@ -193,7 +193,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        if error.filename in (None, str(temporary), str(path.parent)):
+        if error.strerror and error.filename in (None, str(temporary), str(path.parent)):  # not a message of ours
             error.filename = display_path(path)
         raise
     finally:

@@ -305,7 +305,7 @@ def test_json_has_no_infinity(capsys):
         (["--block_size=17"], ["block_size=17", "16"]),
         (["--batch_size=2e9"], ["batch_size=2000000000", "lower batch_size"]),
         (["--dtype=float16"], ["float16", "float32"]),
-        (["--out_dir=hf"], ["no directory hf"]),
+        (["--out_dir=hf", "--answers=x"], ["no directory hf"]),
         (["--out_dir=nanogpt:absent.pt"], ["no file absent.pt"]),
         (["--dataset=chars", "--out_dir=MASKED"], ["chars has another tokenizer than the model", "prepare the data"]),
         (["--dataset=large"], ["300", "vocab_size=257", "the tokenizer of the model"]),
