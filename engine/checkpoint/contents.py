@@ -22,6 +22,7 @@ from torch import Tensor
 
 from data.errors import require
 from data.files import open_regular, read_file
+from engine.parallel.owners import Part
 
 FORMAT = 4  # of state.json, index.json and the names of parameters
 STEP = re.compile(r"step_\d{8,}")
@@ -46,14 +47,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 class Damaged(ValueError):
     """A checkpoint is not complete. Another process may also have replaced or deleted it while it was read."""
-
-
-class Part(NamedTuple):
-    """One rank's part of a tensor: it lies at these offsets in the whole tensor, which has this shape."""
-
-    tensor: Tensor
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 class Piece(NamedTuple):

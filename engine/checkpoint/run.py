@@ -202,7 +202,7 @@ def tensors_of(run: Step) -> dict[str, Tensor]:
     ranks = sharded.ranks
     tensors = weights.parameters(sharded)
     for name, t in run.optimizer.state_tensors(sharded.model).items():
-        tensors[f"optim.{name}"] = sharded.as_global(name.rpartition(".")[0], t)
+        tensors[f"optim.{name}"] = sharded.part(name.rpartition(".")[0], t)
     tensors[f"rng.{ranks.rank}.cpu"] = torch.get_rng_state()
     if ranks.device.type == "cuda":
         tensors[f"rng.{ranks.rank}.cuda"] = torch.cuda.get_rng_state(ranks.device)

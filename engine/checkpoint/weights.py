@@ -143,8 +143,8 @@ FOREIGN = {"nanogpt": of_nanogpt, "hf": of_hf}
 
 
 def parameters(sharded: ShardedModel) -> dict[str, Tensor]:
-    """The parameters by their names in a checkpoint, with their global shapes. They share storage with the model."""
-    return {f"model.{name}": sharded.as_global(name, p.detach()) for name, p in sharded.model.named_parameters()}
+    """This rank's parts of the parameters, by their names in a checkpoint. They share storage with the model."""
+    return {f"model.{name}": sharded.part(name, p) for name, p in sharded.model.named_parameters()}
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor], sharded: ShardedModel, index: dict[str, Saved]):

@@ -47,6 +47,23 @@ class Matrix(NamedTuple):
         return sum(5 * (4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3) for m in self.logical)
 
 
+class Part(NamedTuple):
+    """A rank's part of a tensor: it lies at these offsets in the whole tensor, which has this shape."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same part of another tensor."""
+        ends = (start + n for start, n in zip(self.offsets, self.tensor.shape, strict=True))
+        return whole[tuple(map(slice, self.offsets, ends))]
+
+
 def cuts(sizes: Sequence[int], sharded: bool, tp_dim: int | None, ep: int = 1) -> Cuts:
     """Matrix.cuts for the sizes of a mesh's dimensions replicate, shard and tp. `sharded`: FSDP cuts the parameter; tp
     cuts its dimension tp_dim. With ep > 1, so many adjacent ranks of shard have different experts."""

@@ -28,8 +28,8 @@ from engine import compilation, fp8
 from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.expert import apply_expert_parallel
 from engine.parallel.fsdp import kept_whole, shard
-from engine.parallel.owners import Matrix, cuts, part_of, place
-from engine.parallel.ranks import Ranks, make_mesh, of_all_ranks
+from engine.parallel.owners import Matrix, Part, cuts, part_of, place
+from engine.parallel.ranks import Ranks, of_all_ranks
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
 from model import Block, Experts, LoadBalance, Model, Normal
@@ -82,7 +82,8 @@ class ShardedModel:
         self.even = objective_class(cfg).even
         with torch.device("meta"):
             self.model = Model(cfg)
-            self.unpadded = unpadded_shapes(self.model, cfg)
+            self.drawn_shapes = unpadded_shapes(self.model, cfg)
+        self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}  # of whole parameters
         self.routers = [name for name, m in self.model.named_modules() if isinstance(m, Experts)]
         self.routing: Tensor | float = 0.0  # sums of Experts.routing, see `routing_figures`
         self.has_loss = True
@@ -105,8 +106,6 @@ class ShardedModel:
             self.counted_elsewhere = pipeline.keep_stages(self.model, stage, cfg.pp, cfg.pp_chunks)
         if cfg.tp > 1:
             apply_tensor_parallel(self.model, mesh["tp"].get_group())
-            grid = mesh.mesh.permute(0, 3, 1, 2)  # tp is the outer cut, FSDP the inner one
-            self.outer = make_mesh(cfg, self.home, grid, "pp tp replicate shard")["tp", "replicate", "shard"]
         if cfg.cp > 1:
             apply_context_parallel(self.model, self.ranks.cp)
         if cfg.ep > 1:
@@ -169,10 +168,16 @@ class ShardedModel:
 
     # ---- weights
 
-    def part(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Where this rank's part of the parameter `name` is in that of the full model, which has this shape."""
+    def part(self, name: str, x: Tensor) -> Part:
+        """x (the parameter `name`, or a tensor of its shape such as its momentum, or a number) as a part of the full
+        model's tensor. It shares the storage of x."""
+        mine = local(x.detach())
+        if x.dim() == 0:
+            return Part(mine, (), ())
+        shape = self.shapes[name]
         in_stage = self.ranks.rank % (self.ranks.size // self.pp)
-        return place(Matrix(shape, None, self.shares[name]), in_stage)[0]
+        slices, _, _ = place(Matrix(shape, None, self.shares[name]), in_stage)
+        return Part(mine, tuple(each.start for each in slices), shape)
 
     @torch.no_grad()
     def init_weights(self, seed: int, names: Collection[str] | None = None):
@@ -182,24 +187,21 @@ class ShardedModel:
         """
         for name, p in self.model.named_parameters():
             if names is None or name in names:
-                shape = tuple(self.as_global(name, p).shape)
-                start = [cut.start for cut in self.part(name, shape)]
-                mine = local(p)
+                mine, offsets, shape = self.part(name, p)
                 path, _, kind = name.rpartition(".")
                 if isinstance(self.model.get_submodule(path).initial[kind], Normal):
-                    shape = self.unpadded[name]
+                    shape = self.drawn_shapes[name]
                 device = torch.device("cpu") if mine.device.type == "mps" else mine.device  # MPS has no float64
-                mine.copy_(self.model.initial_weight(name, seed, shape, start, mine.shape, device))
+                mine.copy_(self.model.initial_weight(name, seed, shape, offsets, mine.shape, device))
 
     @torch.no_grad()
     def fill(self, weights: Mapping[str, Tensor]):
         """Copy into each parameter its part of the full tensor of that name, which may lack a vocabulary's padding."""
         for name, p in self.model.named_parameters():
-            shape = tuple(self.as_global(name, p).shape)
+            part = self.part(name, p)
             full = weights[name].to(p.device)
-            padding = shape[0] - len(full)
-            full = F.pad(full, (0, 0) * (full.dim() - 1) + (0, padding))
-            local(p).copy_(full[self.part(name, shape)])
+            padding = part.shape[0] - len(full)
+            part.tensor.copy_(part.of(F.pad(full, (0, 0) * (full.dim() - 1) + (0, padding))))
 
     # ---- one step
 
@@ -352,24 +354,3 @@ class ShardedModel:
     def mean(self, loss: Tensor) -> float:
         """The step's loss, from what `backward` has returned on each rank."""
         return self.ranks.sum(loss.clone()).item() * self.pp / self.ranks.size
-
-    # ---- shapes of the full model
-
-    def as_global(self, name: str, x: Tensor) -> Tensor:
-        """x (the parameter `name`, or a tensor of its shape such as its momentum) with the shape of the full model's
-        parameter: a tensor, or a DTensor that shares the storage of x."""
-        expert = name in self.cut_by_ep
-        if x.dim() == 0 or self.tp == 1 and not expert:
-            return x
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        replicate, shard, *outer = self.shares[name]  # outer: ep, tp
-        shape = list(x.shape)  # whole along replicate and shard
-        for n, dim in outer:
-            if dim is not None:
-                shape[dim] *= n
-        dims = [dim for _, dim in (*reversed(outer), replicate, shard)]  # as in the mesh
-        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-        mesh = self.ranks.experts if expert else self.outer
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local(x), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)

@@ -587,11 +587,15 @@ def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, pretended)
     drawn = {name: local(p).clone() for name, p in replica.model.named_parameters()}
     replica.fill(weights | {"head.weight": weights.get("head.weight", weights["wte.weight"])})
     for name, p in replica.model.named_parameters():
-        part, like = drawn[name], replica.as_global(name, p)
-        whole = weights.get(name, weights["wte.weight"]).detach()
-        whole = torch.nn.functional.pad(whole, (0, 0) * (whole.dim() - 1) + (0, len(like) - len(whole)))
-        if isinstance(like, DTensor):
-            whole = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+        part, whole = drawn[name], weights.get(name, weights["wte.weight"]).detach()
+        whole = torch.nn.functional.pad(whole, (0, 0) * (whole.dim() - 1) + (0, replica.shapes[name][0] - len(whole)))
+        cut = tensor_parallel.sharded_dim(replica.model, name) if cfg.tp > 1 else None
+        if cut is not None:
+            whole = whole.chunk(cfg.tp, cut)[2 % cfg.tp]
+        if name in replica.cut_by_ep:
+            whole = whole.chunk(cfg.ep)[2 // cfg.tp % cfg.ep]
+        if isinstance(p, DTensor):
+            whole = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()
         assert torch.equal(local(p), whole), name
         if name in VOCAB_WEIGHTS and layout.endswith("tp=2"):  # the padding is drawn, and not filled
             part = part[: len(part) - 1]
@@ -614,9 +618,9 @@ def test_padding_of_the_vocabulary_changes_no_initial_weight(pretended, monkeypa
     replica.init_weights(cfg.seed)
     whole = WithColumns(replace(cfg, tp=1))
     whole.init_weights(cfg.seed)
-    rows = replica.part("columns.weight", (16, 262))[0]
-    drawn = local(replica.model.columns.weight)
-    assert drawn.shape == (8, 262) and torch.equal(drawn[:, :261], whole.columns.weight[rows])
+    drawn = replica.part("columns.weight", replica.model.columns.weight)
+    rows = slice(drawn.offsets[0], drawn.offsets[0] + 8)
+    assert drawn.shape == (16, 262) and torch.equal(drawn.tensor[:, :261], whole.columns.weight[rows])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

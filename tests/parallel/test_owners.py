@@ -17,6 +17,7 @@ from configurator import Config, parse
 from data import errors
 from engine import optim
 from engine.parallel import ranks as parallel
+from engine.parallel.owners import Part
 from engine.parallel.sharded import ShardedModel, local
 
 FSDP, STEPS = "--parallel=fsdp", 2
@@ -52,24 +53,24 @@ def config(flags: list[str], dtype: str = "float32") -> Config:
     return cfg
 
 
-def updated(cfg: Config, sharded: ShardedModel) -> tuple[dict[str, torch.Tensor], optim.Muon]:
-    """This rank's parameters and optimizer state, with the full model's shapes, after steps with random gradients."""
+def updated(cfg: Config, sharded: ShardedModel) -> tuple[dict[str, Part], optim.Muon]:
+    """This rank's parts of the parameters and of the optimizer's state, after steps with random gradients."""
     optimizer = optim.build(sharded.model, cfg, sharded, getattr(torch, cfg.dtype))
     for step in range(STEPS):
         for name, p in sharded.model.named_parameters():
-            shape, seed = tuple(sharded.as_global(name, p).shape), 1000 * step + sum(name.encode())
             p.grad = torch.empty_like(p.detach())
-            full = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-            local(p.grad).copy_(full[sharded.part(name, shape)])
+            part, seed = sharded.part(name, p.grad), 1000 * step + sum(name.encode())
+            full = torch.randn(part.shape, generator=torch.Generator().manual_seed(seed))
+            part.tensor.copy_(part.of(full))
         optimizer.step()
-    parameters = {name: sharded.as_global(name, p.detach()) for name, p in sharded.model.named_parameters()}
+    parameters = {name: sharded.part(name, p) for name, p in sharded.model.named_parameters()}
     states = optimizer.state_tensors(sharded.model).items()
-    states = {name: sharded.as_global(name.rpartition(".")[0], t) for name, t in states}
+    states = {name: sharded.part(name.rpartition(".")[0], t) for name, t in states}
     return parameters | states, [*optimizer.parts][1]
 
 
 def update_on_ranks(layouts: dict[str, list[str]], dtype: str, folder: Path):
-    """A file per layout and rank: the full tensors, and counts of a step."""
+    """A file per layout and rank: its parts of tensors, and counts of a step."""
     init, all_to_all, sent = dist.init_process_group, dist.all_to_all_single, Counter()
     dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else init(*args, **kwargs)
 
@@ -85,18 +86,18 @@ def update_on_ranks(layouts: dict[str, list[str]], dtype: str, folder: Path):
         sharded.init_weights(cfg.seed)
         sent.clear()
         with FlopCounterMode(display=False) as multiplied:
-            tensors, muon = updated(cfg, sharded)
-        full = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in tensors.items()}
+            parts, muon = updated(cfg, sharded)
+        parts = {key: tuple(part) for key, part in parts.items()}
         owners, me = muon.owners, dist.get_rank(ranks.stage)
         flops = [owners.matrices[p].flops for p, owner in owners.owner.items() if owner == me]
         counts = {
             "bytes": (sent["bytes"] / STEPS, owners.sent()[me] * getattr(torch, cfg.dtype).itemsize),
             "flops": (multiplied.get_total_flops() / STEPS, sum(flops)),
         }
-        torch.save((full, counts, sent["messages"] / STEPS, sharded.unequal_copies()), folder / f"{name} {ranks.rank}")
+        torch.save((parts, counts, sent["messages"] / STEPS, sharded.unequal_copies()), folder / f"{name} {ranks.rank}")
 
 
-def alone(flags: list[str], dtype: str) -> dict[str, torch.Tensor]:
+def alone(flags: list[str], dtype: str) -> dict[str, Part]:
     """The parameters and the optimizer's state of one process."""
     layout = ("--parallel", "--tp", "--pp", "--cp", "--dp_replicate")
     cfg = config([flag for flag in flags if not flag.startswith(layout)], dtype)
@@ -123,14 +124,15 @@ def test_updates_are_those_of_one_process(size, dtype, part, tmp_path):
         expected, seen = alone(flags, dtype), set()
         torch.set_default_dtype(torch.float32)
         for rank in range(size):
-            full, counts, messages, unequal = torch.load(tmp_path / f"{name} {rank}")
+            parts, counts, messages, unequal = torch.load(tmp_path / f"{name} {rank}")
             assert unequal == "" and messages == 2, name
             for kind, (found, counted) in counts.items():
                 assert found == counted, (name, rank, kind)
-            for key, x in full.items():
+            for key, found in parts.items():
                 limit = 1e-9 if dtype == "float64" else 1e-5 if "momentum" in key else 2e-3
-                assert (x - expected[key]).abs().max() < limit, (name, rank, key)
-            seen |= full.keys()
+                wrong = (Part(*found).tensor - Part(*found).of(expected[key].tensor)).abs() >= limit
+                assert not wrong.any(), (name, rank, key)
+            seen |= parts.keys()
         assert seen == expected.keys(), name
 
 
