@@ -17,29 +17,24 @@ Conversions lose nothing: 1e3 and 5_000 are ints, 64.5 is not. No flag can be na
 
 import ast
 import difflib
-import inspect
-import io
 import operator
 import os
 import re
 import sys
 import textwrap
-import tokenize
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-import model
-from data.errors import printable
+from data.errors import printable, require
 from data.files import write_file
-from model import ModelConfig, check_range, require
+from flags import documented, refuse, refuse_unused, rests_on, unused
+from model import ModelConfig, try_flags
 
 T = TypeVar("T")
-OF_FSDP = ("fsdp_reshard", "fsdp_offload", "dp_replicate")
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # What was retired: a flag -> the value that may be dropped, because it is what the program does now; ... means none.
 # "flag=value" is a retired choice of a flag that stays -> what to write instead.
@@ -90,49 +85,50 @@ class Config(ModelConfig):
 
     # --- data
     dataset: str = "pycode"  # folder under data/, or a path; or a mixture by weight, as a:0.7,b:0.3
-    batch_size: int = 12  # sequences per micro-batch
-    gradient_accumulation_steps: int = 40  # micro-batches of one step, over all ranks
+    batch_size: int = 12  # [>0] sequences per micro-batch
+    gradient_accumulation_steps: int = 40  # [>0] [<1048576] micro-batches of one step, over all ranks
     batch_ramp: str = ""  # micro-batches of the first steps: 8:1000,16:2000 = 8 before step 1000, then 16 before 2000
     pairs: bool | Literal["auto"] = "auto"  # learn the targets of pairs alone (docs/data.md); auto = if data have any
-    corrupt_ratio: float = 0.15  # share of the tokens that the objectives masked and seq2seq restore
-    span_length: float = 3.0  # mean length of the spans that seq2seq restores
+    corrupt_ratio: float = 0.15  # [objective!=causal] share of the tokens that are to be restored
+    span_length: float = 3.0  # [objective=seq2seq] mean length of the spans that seq2seq restores
     verify_data: bool = False  # check every shard's SHA-256 before the first step
     # --- run
     out_dir: str = "out"  # checkpoints, metrics, the resolved flags (config.py) and earlier ones (config_STEP.py)
     init_from: str = "scratch"  # scratch, resume (out_dir's latest), checkpoint:RUN, ema:RUN, hf:DIR or nanogpt:FILE
     seed: int = 1337  # for initial weights, the order of the data and dropout
-    max_iters: int = 600000  # optimizer steps
+    max_iters: int = 600000  # [>0] optimizer steps
     eval_interval: int = 2000  # steps between evaluations, 0 = only at the end
     eval_iters: int = 200  # batches per evaluation, 0 = the whole validation set (and 100 of the training set)
     eval_only: bool = False  # evaluate once and stop
     log_interval: int = 0  # steps between logged steps, 0 = 1 on a CPU, elsewhere 10: logging waits for the device
     always_save_checkpoint: bool = True  # at every evaluation, not only at the end and if val loss improves
     save_interval: int = 0  # also save after this many steps, 0 = only at evaluations
-    keep_last: int = 2  # how many of the newest checkpoints stay, besides the best one
+    keep_last: int = 2  # [>0] how many of the newest checkpoints stay, besides the best one
     async_checkpoint: bool = False  # write checkpoints while training goes on
     wandb_log: bool = False  # log to Weights & Biases too, which pip install wandb adds
     wandb_project: str = "superblock"  # project at Weights & Biases
     wandb_run_name: str = ""  # name of the run at Weights & Biases; empty = that of out_dir
-    profile_steps: int = 0  # trace so many steps after the first five, into out_dir/trace.json
+    profile_steps: int = 0  # [eval_only=False] trace so many steps after the first five, into out_dir/trace.json
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # adamw for everything; muon for hidden matrices, AdamW for the rest
     learning_rate: float = 6e-4  # highest learning rate; of Muon's matrices it is muon_lr
     weight_decay: float = 0.1  # on matrices only
-    beta1: float = 0.9  # decay of the mean gradient; of Muon's matrices it is muon_momentum
-    beta2: float = 0.95  # decay of the mean squared gradient
+    beta1: float = 0.9  # [<1] decay of the mean gradient; of Muon's matrices it is muon_momentum
+    beta2: float = 0.95  # [<1] decay of the mean squared gradient
     grad_clip: float = 1.0  # largest norm of the gradient, 0 = off
-    muon_lr: float = 0.02  # Muon's highest learning rate
-    muon_momentum: float = 0.95  # Muon's decay of the mean gradient
-    ema_decay: float = 0.0  # keep an average A = d A + (1 - d) W of the weights, named ema:RUN afterwards; 0 = none
+    muon_lr: float = 0.02  # [optimizer=muon] Muon's highest learning rate
+    muon_momentum: float = 0.95  # [<1] [optimizer=muon] Muon's decay of the mean gradient
+    ema_decay: float = 0.0  # [<1] keep an average A = d A + (1 - d) W of the weights, later named ema:RUN; 0 = none
     balance_rate: float = 0.001  # step of the biases of experts that are read too rarely or too often
+    # [n_expert>0 and router_balance=bias]
     skip_nonfinite: bool = False  # leave out a step whose gradient is not finite, instead of stopping
     spike_factor: float = 0.0  # leave out a step whose gradient norm is above so many times the recent median, 0 = off
     # --- schedule
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd = constant, then linear to min_lr
     warmup_iters: int = 2000  # steps over which the learning rate rises from 0
-    lr_decay_iters: int = 0  # step at which the learning rate reaches min_lr, 0 = max_iters
-    min_lr: float = 6e-5  # learning rate at the end
-    cooldown_iters: int = 0  # steps over which wsd falls to min_lr, 0 = a fifth of lr_decay_iters
+    lr_decay_iters: int = 0  # [schedule!=constant] step at which the learning rate reaches min_lr, 0 = max_iters
+    min_lr: float = 6e-5  # [schedule!=constant] learning rate at the end
+    cooldown_iters: int = 0  # [schedule=wsd] steps over which wsd falls to min_lr, 0 = a fifth of lr_decay_iters
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto = bfloat16 where fast
@@ -142,40 +138,21 @@ class Config(ModelConfig):
     deterministic: bool = False  # on GPUs: only deterministic kernels, and no TF32
     # --- ranks, of torchrun
     parallel: Literal["ddp", "fsdp"] = "ddp"  # ddp: data-parallel ranks hold copies, fsdp: shards (FSDP2, ZeRO-3)
-    fsdp_reshard: bool = True  # free a block's weights after its forward; False = keep them for the backward (ZeRO-2)
-    fsdp_offload: bool = False  # weights, gradients and optimizer state in host memory
-    dp_replicate: int = 1  # HSDP: number of groups of ranks, each with a complete set of shards
-    tp: int = 1  # tensor parallel degree: cuts heads, hidden units and vocabulary; must divide n_kv_head
-    cp: int = 1  # context parallel degree: each rank has two of 2 * cp pieces of every sequence
-    ep: int = 1  # expert parallel degree: so many data-parallel ranks divide the experts; must divide n_expert
-    pp: int = 1  # pipeline parallel degree: number of stages that the blocks are cut into (1F1B schedule)
-    pp_chunks: int = 1  # stages of each of the pp ranks, interleaved: the bubble is so many times shorter
+    fsdp_reshard: bool = True  # [parallel=fsdp] free a block's weights after its forward; False = ZeRO-2
+    fsdp_offload: bool = False  # [parallel=fsdp] weights, gradients and optimizer state in host memory
+    dp_replicate: int = 1  # [>0] [parallel=fsdp] HSDP: number of groups of ranks, each with a complete set of shards
+    tp: int = 1  # [>0] tensor parallel degree: cuts heads, hidden units and vocabulary; must divide n_kv_head
+    cp: int = 1  # [>0] context parallel degree: each rank has two of 2 * cp pieces of every sequence
+    ep: int = 1  # [>0] [n_expert>0] expert parallel degree: so many data-parallel ranks divide the experts
+    pp: int = 1  # [>0] pipeline parallel degree: number of stages that the blocks are cut into (1F1B schedule)
+    pp_chunks: int = 1  # [>0] [pp>1] stages of each of the pp ranks, interleaved: the bubble is so many times shorter
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on GPUs
-    collective_timeout: int = 600  # seconds after which a rank gives up waiting for another
+    collective_timeout: int = 600  # [>0] seconds after which a rank gives up waiting for another
     # --- plan
     plan: bool = False  # print memory, communication and duration of this run for world_size GPUs, and stop
-    world_size: int = 1  # number of ranks in the plan
-    gpu: Literal["h100", "h200", "a100", "b200"] = "h100"  # kind of GPU in the plan
+    world_size: int = 1  # [>0] [plan=True] number of ranks in the plan
+    gpu: Literal["h100", "h200", "a100", "b200"] = "h100"  # [plan=True] kind of GPU in the plan
 
-    # As in model.py: flag -> (a function that says whether the flag has an effect, and the same as text).
-    USED_WHEN: ClassVar[dict[str, tuple[Callable[["Config"], bool], str]]] = model.USED_WHEN | {
-        "corrupt_ratio": (lambda c: c.objective != "causal", "objective other than causal"),
-        "span_length": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
-        "fp32_residual": (lambda c: c.dtype != "float32", "dtype other than float32"),
-        "profile_steps": (lambda c: not c.eval_only, "eval_only=False"),
-        "cooldown_iters": (lambda c: c.schedule == "wsd", "schedule=wsd"),
-        "lr_decay_iters": (lambda c: c.schedule != "constant", "schedule other than constant"),
-        "min_lr": (lambda c: c.schedule != "constant", "schedule other than constant"),
-        **dict.fromkeys(("muon_lr", "muon_momentum"), (lambda c: c.optimizer == "muon", "optimizer=muon")),
-        "ep": (lambda c: c.n_expert > 0, "n_expert > 0"),
-        "pp_chunks": (lambda c: c.pp > 1, "pp > 1"),
-        "balance_rate": (
-            lambda c: c.n_expert > 0 and c.router_balance == "bias",
-            "n_expert > 0 and router_balance=bias",
-        ),
-        **dict.fromkeys(("world_size", "gpu"), (lambda c: c.plan, "plan=True")),
-        **dict.fromkeys(OF_FSDP, (lambda c: c.parallel == "fsdp", "parallel=fsdp")),
-    }
     # A flag of nanoGPT and its value -> our flags. nanoGPT's constant rate has no warmup.
     NANOGPT: ClassVar[dict[tuple[str, Any], dict[str, Any]]] = {
         ("decay_lr", True): {},
@@ -186,15 +163,8 @@ class Config(ModelConfig):
     def __post_init__(self):
         super().__post_init__()
         self.out_dir = os.path.expanduser(self.out_dir)
-        check_range(self, "batch_size max_iters keep_last collective_timeout", 1)
-        check_range(self, "gradient_accumulation_steps", 1, 2**20)
-        check_range(self, "dp_replicate tp cp ep pp pp_chunks world_size", 1)
-        check_range(self, "seed eval_interval eval_iters save_interval log_interval profile_steps", 0)
-        check_range(self, "warmup_iters lr_decay_iters cooldown_iters", 0)
-        check_range(self, "learning_rate min_lr muon_lr weight_decay grad_clip balance_rate spike_factor", 0)
-        check_range(self, "beta1 beta2 muon_momentum ema_decay", 0, 1)
         if 0 < self.spike_factor <= 1:
-            raise ValueError(f"spike_factor={self.spike_factor} must be above 1, such as 10, or 0 = off")
+            refuse(self, "spike_factor", "must be above 1, such as 10, or 0 = off")
         self.check_texts()
         self.check_schedule()
 
@@ -212,14 +182,12 @@ class Config(ModelConfig):
         ):
             value = getattr(self, name)
             if not re.fullmatch(pattern, value, re.DOTALL):
-                raise ValueError(f"{name}={value!r} must be {form}")
+                refuse(self, name, f"must be {form}")
         part = r"[1-9]\d{0,5}:[1-9]\d{0,8}"
         ends = [end for _, end in self.ramp]
         if not re.fullmatch(f"({part}(,{part})*)?", self.batch_ramp) or ends != sorted(set(ends)):
-            raise ValueError(
-                f"batch_ramp={self.batch_ramp!r} must be micro-batches and the step before which they hold, in "
-                "ascending steps, such as 8:1000,16:2000"
-            )
+            form = "micro-batches and the step before which they hold, in ascending steps, such as 8:1000,16:2000"
+            refuse(self, "batch_ramp", f"must be {form}")
 
     def check_schedule(self):
         """ValueError unless the learning rate can fall from learning_rate to min_lr within the run."""
@@ -230,13 +198,10 @@ class Config(ModelConfig):
             cooldown = self.cooldown_iters or end // 5
         falls = self.schedule == "wsd" or self.schedule == "cosine" and self.max_iters > end
         if falls and self.warmup_iters + cooldown > end:
-            raise ValueError(
-                f"schedule={self.schedule} with warmup_iters={self.warmup_iters} and a cooldown of {cooldown} steps "
-                f"needs more than {last}={end} steps; set warmup_iters or cooldown_iters lower"
-            )
+            why = f"with a cooldown of {cooldown} steps there are too few; set warmup_iters or cooldown_iters lower"
+            refuse(self, f"schedule warmup_iters {last}", why)
         if self.schedule != "constant" and self.min_lr > self.learning_rate:
-            fact = f"min_lr={self.min_lr} must be at most learning_rate={self.learning_rate}"
-            raise ValueError(f"{fact}; a tenth of it is usual")
+            refuse(self, "min_lr learning_rate", "the rate falls to min_lr, so it is the lower one; a tenth is usual")
 
     @property
     def ramp(self) -> list[tuple[int, int]]:
@@ -326,19 +291,22 @@ def resolve(cls: type[T], given: Given, stored: dict[str, Any] | None = None, or
     """
     current = {name: v for name, v in (stored or {}).items() if not is_retired(cls, name, v, origin)}
     values = {name: convert(cls, name, value, origin) for name, value in current.items()} | given.values
-    try:
-        cfg = cls(**values)
-    except ValueError as error:  # add the places where the flags in the message were set
-        message = str(error)
-        for name, where in given.sources.items():
-            said = "|".join(re.escape(text) for text in (repr(values[name]), str(values[name])))
-            message = re.sub(rf"\b{name}=({said})", lambda m, w=where: f"{m[0]} ({w})", message, count=1)
-        raise ValueError(message) from None
-    unused = check_used(cfg, given)
-    if unused & values.keys():
-        cfg = cls(**{name: value for name, value in values.items() if name not in unused})
-    cfg.sources = given.sources
+    cfg = cls.__new__(cls)  # first without its own check
+    vars(cfg).update(values, sources=given.sources)
+    idle = unused(cfg)
+    for name in idle:
+        if name in given.sources and not overruled(cfg, name):
+            refuse_unused(cfg, name)
+    cfg.__init__(**{name: value for name, value in values.items() if name not in idle})
+    if isinstance(cfg, ModelConfig):
+        try_flags(cfg)
     return cfg
+
+
+def overruled(cfg: Any, name: str) -> bool:
+    """Whether a flag of a file has no effect because of the command line, which is no error."""
+    deciding = [cfg.sources.get(other) for other in rests_on(cfg, name)]
+    return cfg.sources[name] != COMMAND_LINE and COMMAND_LINE in deciding
 
 
 def is_retired(cls: type, name: str, value: Any, where: str) -> bool:
@@ -375,26 +343,6 @@ def convert(cls: type, name: str, value: Any, where: str) -> Any:
         near = difflib.get_close_matches(str(value), words if get_args(kinds[name]) else [], 1)
         like = spell(name, from_text(near[0], kinds[name]) if near else getattr(cls, name), where)
         raise ValueError(f"{here}: expected {' or '.join(words)}, such as {like}") from None
-
-
-def check_used(cfg: Any, given: Given) -> set[str]:
-    """The flags that have no effect with the other flags. ValueError if one of them is given.
-
-    A flag of a file is no error if the command line sets one that `when` names: its first word, or a word before "=" or
-    before " other than".
-    """
-    sources = given.sources
-    unused = {name: when for name, (used, when) in getattr(cfg, "USED_WHEN", {}).items() if not used(cfg)}
-    for name, when in unused.items():
-        rules = dict.fromkeys(re.findall(r"^\w+|\w+(?==| other than)", when))
-        overruled = sources.get(name) != COMMAND_LINE and any(sources.get(rule) == COMMAND_LINE for rule in rules)
-        if name in sources and not overruled:
-            here = f"{spell(name, given.values[name], sources[name])} ({sources[name]})"
-            values = {x: getattr(cfg, x) if getattr(cfg, x) != "" else "''" for x in rules}
-            states = [f"{x} is {value}" + (f" ({sources[x]})" if x in sources else "") for x, value in values.items()]
-            remedy = f"set {when}" if re.fullmatch(r"\w+=\w+", when) else f"change {' or '.join(rules)}"
-            raise ValueError(f"{here} is used only with {when}, and {', '.join(states)}; remove it or {remedy}")
-    return set(unused)
 
 
 def spell(name: str, value: Any, where: str) -> str:
@@ -439,7 +387,7 @@ def read_file(path: str) -> list[tuple[str, Any, str]]:
                 case ast.Expr(value=ast.Constant(value=str())):
                     pass  # a docstring
                 case _:
-                    refuse(node)
+                    refuse_code(node)
     except SyntaxError as error:
         raise ValueError(f"{path}:{error.lineno or line}: {error.msg}; {ALLOWED}") from None
     except (RecursionError, MemoryError):
@@ -459,20 +407,20 @@ def evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
         require(node.id in names, f"{node.id} is not set earlier in this file; {ALLOWED}")
         return names[node.id]
     if not isinstance(node, (ast.UnaryOp, ast.BinOp)) or type(node.op) not in OPERATORS:
-        refuse(node)
+        refuse_code(node)
     operands = [evaluate(child, names) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
     if isinstance(node.op, ast.Add) and all(isinstance(x, str) for x in operands):
         sizes = [len(x) for x in operands]
     elif all(isinstance(x, (int, float)) for x in operands):
         sizes = [x.bit_length() if isinstance(x, int) else 0 for x in operands]
     else:
-        refuse(node)
+        refuse_code(node)
     size = sizes[0] * operands[1] if isinstance(node.op, ast.Pow) else sum(sizes)
     require(size <= LARGEST, f"the result is too large; write a number of at most {LARGEST} bits, or a shorter text")
     return OPERATORS[type(node.op)](*operands)
 
 
-def refuse(node: ast.AST) -> NoReturn:
+def refuse_code(node: ast.AST) -> NoReturn:
     raise ValueError(f"{ast.unparse(node).splitlines()[0][:60]}: {ALLOWED}")
 
 
@@ -527,43 +475,30 @@ def coerce(value: Any, kind: Any) -> Any:
 # Writing
 
 
-@cache  # reading the source takes 50 ms
-def documented(cls: type) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The flags in order as (section, [(name, doc), ...]), read from the comments of the source code."""
-    notes = {}
-    for owner in reversed([c for c in cls.__mro__ if "__dataclass_fields__" in vars(c)]):
-        source = textwrap.dedent(inspect.getsource(owner))
-        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}  # by line
-        for node in ast.parse(source).body[0].body:
-            if isinstance(node, ast.AnnAssign):  # a flag, which may have several lines
-                titles = [text for line, text in comments.items() if line < node.lineno and text.startswith("# ---")]
-                own = [comments[line] for line in range(node.lineno, node.end_lineno + 1) if line in comments]
-                notes[node.target.id] = " ".join(titles[-1:]).strip("# -"), " ".join(text.strip("# ") for text in own)
-    flags = [(field.name, *notes.get(field.name, ("", ""))) for field in fields(cls)]
-    sections = groupby(flags, key=lambda flag: flag[1])
-    return [(section, [(name, note) for name, _, note in group]) for section, group in sections]
-
-
 def usage(cls: type, doc: str) -> str:
     """The text of --help: `doc`, then every flag by section, with its default, its type or choices, and its doc."""
     lines = [doc.strip()]
-    for section, flags in documented(cls):
-        lines += ["", section]
-        for name, note in flags:
-            left = f"  {spell(name, getattr(cls, name), COMMAND_LINE)}"
-            right = textwrap.wrap(f"{' | '.join(choices(hints(cls)[name]))}: {note}", 60, break_on_hyphens=False)
-            lines += [f"{left:<37} {right[0]}", *(f"{'':<37} {more}" for more in right[1:])]
+    section = None
+    for name, flag in documented(cls).items():
+        if flag.section != section:
+            section = flag.section
+            lines += ["", section]
+        left = f"  {spell(name, getattr(cls, name), COMMAND_LINE)}"
+        kinds = " | ".join(choices(hints(cls)[name]))
+        right = textwrap.wrap(f"{kinds}: {flag.doc}", 60, break_on_hyphens=False)
+        lines += [f"{left:<37} {right[0]}", *(f"{'':<37} {more}" for more in right[1:])]
     return "\n".join(lines).strip()
 
 
 def dump(cfg: Any, path: str | Path):
     """Write a config file that sets the same flags; flags without an effect become comments. The write is atomic."""
-    rules, lines = getattr(type(cfg), "USED_WHEN", {}), []
-    for section, flags in documented(type(cfg)):
-        lines += ["", f"# --- {section}"]
-        for name, note in flags:
-            used, when = rules.get(name, (lambda cfg: True, ""))
-            line = f"{name} = {getattr(cfg, name)!r}  # {note}"
-            lines.append(line if used(cfg) else f"# {line} (only with {when})")
+    lines = []
+    section = None
+    idle = unused(cfg)
+    for name, flag in documented(type(cfg)).items():
+        if flag.section != section:
+            section = flag.section
+            lines += ["", f"# --- {section}"]
+        line = f"{name} = {getattr(cfg, name)!r}  # {flag.doc}"
+        lines.append(f"# {line}" if name in idle else line)
     write_file(Path(path), ("\n".join(lines).strip() + "\n").encode())

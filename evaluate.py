@@ -32,13 +32,13 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from configurator import Config, check_range, parse
+from configurator import Config, parse
 from data.dataset import TokenStream
 from data.errors import command, require, user_errors
 from data.files import new_file
@@ -52,39 +52,35 @@ from engine.evaluation import byte_lengths, mean_loss
 from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
 from engine.plan import memory
 from engine.text import read_text, text_batches, token_ids
+from flags import Flags
 
 LARGEST_TEXT = 2**28  # bytes
 
 
 @dataclass
-class EvaluateConfig:
+class EvaluateConfig(Flags):
     """The flags of evaluate.py. ValueError names the flag, its value and the remedy."""
 
     # --- model
     out_dir: str = "out"  # the model: a training run, one of its checkpoints, ema:RUN, nanogpt:FILE or hf:DIR
     # --- text
-    dataset: str = ""  # folder under data/, a path or a mixture; empty = the data that the model was trained on
-    split: Literal["val", "train"] = "val"  # part of the data set
-    eval_iters: int = 0  # batches of the data set, drawn at random, and the first answers; 0 = all
+    dataset: str = ""  # [file=''] folder under data/, a path or a mixture; empty = the model's own
+    split: Literal["val", "train"] = "val"  # [file=''] part of the data set
+    eval_iters: int = 0  # [file=''] batches of the data set, drawn at random, and the first answers; 0 = all
     file: str = ""  # text file (UTF-8) to evaluate instead of a data set
     block_size: int = 0  # tokens of context, at most the model's; 0 = the model's
     # --- pairs
-    answers: str = ""  # file for the model's answers to the sources of pairs; adds their exact matches
+    answers: str = ""  # [file=''] file for the model's answers to the sources of pairs; adds their exact matches
     # --- output
     json: bool = False  # print one JSON object instead of a line or a table
     # --- machine
-    batch_size: int = 8  # sequences at once on each rank
+    batch_size: int = 8  # [>0] sequences at once on each rank
     parallel: Literal["ddp", "fsdp"] = "ddp"  # ddp: ranks of torchrun hold copies of the model, fsdp: shards
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto on a CPU = float32
 
-    USED_WHEN: ClassVar = {
-        **dict.fromkeys(("dataset", "split", "eval_iters", "answers"), (lambda c: not c.file, "file=''")),
-    }
-
     def __post_init__(self):
-        check_range(self, "batch_size", 1)
-        check_range(self, "eval_iters block_size", 0)
+        super().__post_init__()
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
 
 

@@ -5,29 +5,23 @@
     loss = model(idx, targets)        # idx, targets (B, T) int64; targets of -1 are left out
     logits = model(idx)               # (B, T, V)
 
-With objective="seq2seq", the encoder reads source (B, S). docs (B, T) and source_docs (B, S) hold document numbers that
-never decrease along a row: a token sees only its own document. Padding is a document of its own. doc_starts (B, n) and
-source_doc_starts (B, n), the first tokens of documents 0 ... n - 1, let CUDA compute them in one kernel.
-
-A block is a list of sums. A sum adds the results of readers to the residual stream: attention reads the context,
-cross-attention reads the encoder's memory, and an MLP reads its own parameters. To try an idea, add an entry to a table
-(NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the flag's Literal. The grid test walks the tables, so it
-checks the new entry. docs/hacking.md has worked examples, the roles of modules, and the seams for other files.
+A block is a list of sums. A sum adds the results of readers to the residual stream: attention reads the context, and
+an MLP its own parameters. To try an idea, add an entry to a table (NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its
+name to the flag's Literal; the grid test then checks it. docs/hacking.md has examples, roles and seams.
 
 Names used everywhere
     B batch   T time (queries)   S keys, or tokens of a source   C n_embd   V vocabulary   L layers
-    H query heads   Hkv key/value heads   G = H / Hkv query heads of one group   D = C / H head size
-    F hidden width of the MLP
+    H query heads   Hkv key/value heads   G = H / Hkv query heads of one group   D = C / H head size   F hidden units
 """
 
 import math
 import re
-from collections import Counter, namedtuple
+from collections import namedtuple
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, partial, reduce
+from functools import partial, reduce
 from operator import add
 from typing import Literal, NamedTuple
 
@@ -37,140 +31,87 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ops
+from flags import READER, SWITCH, LayerFlags, Reader, parsed, refuse
 from ops import Mask
 
 Maybe = Tensor | None
 Shape = tuple[int, ...]
 Fused = tuple[int, int, Shape]  # (dim, groups, sizes), see Linear
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags
-
 
 @dataclass
-class ModelConfig:
-    """The network's flags. ValueError names the flags of an impossible combination, their values and the remedy."""
+class ModelConfig(LayerFlags):
+    """The network's flags. flags.py says how the rules in brackets are read."""
 
     # --- model: size
-    n_layer: int = 12  # number of blocks
-    n_head: int = 12  # query heads per layer
-    n_embd: int = 768  # width of the residual stream
+    n_layer: int = 12  # [>0] [<=4096] number of blocks
+    n_head: int = 12  # [>0] query heads per layer
+    n_embd: int = 768  # [>0] width of the residual stream
     head_dim: int = 0  # width of a head, 0 = n_embd / n_head
-    block_size: int = 1024  # context length in tokens
+    block_size: int = 1024  # [>0] context length in tokens
     vocab_size: int = 0  # 0 = the data's; above 1024 rounded up to a multiple of 64
-    dropout: float = 0.0  # on embeddings, attention weights and both sub-layers' outputs
+    dropout: float = 0.0  # [<1] on embeddings, attention weights and both sub-layers' outputs
     bias: bool = False  # bias in linear layers and layer norms, as in GPT-2
-    qkv_bias: bool = False  # bias of q, k and v where bias=False (Qwen2)
-    norm_bias: bool = False  # bias of layer norms where bias=False (Falcon, StableLM)
+    qkv_bias: bool = False  # [bias=False] bias of q, k and v alone (Qwen2)
+    norm_bias: bool = False  # [bias=False] bias of layer norms alone (Falcon, StableLM)
+    # [norm=layernorm and norm_placement!=none or last_norm=layernorm or bare]
     tie_weights: bool = True  # the head shares the token embedding
-    init_std: float = 0.02  # standard deviation of the initial weights
-    scaled_init: bool = True  # output layers begin smaller: init_std / sqrt(their number), as in GPT-2
-    embed_scale: float = 1.0  # factor of the token embeddings; Gemma's is sqrt(n_embd)
+    init_std: float = 0.02  # [>0] [<65536] standard deviation of the initial weights
+    scaled_init: bool = True  # [block!=simplified*] output layers begin smaller, as in GPT-2
+    embed_scale: float = 1.0  # [any] factor of the token embeddings; Gemma's is sqrt(n_embd)
     # --- model: block
     block: Literal["standard", "parallel", "simplified", "simplified_parallel", "superblock"] = "standard"  # the wiring
-    norm: Literal[  # rmsnorm: x / sqrt(mean square + eps) (arXiv:1910.07467), rmsnorm_eps_outside: x / (rms + eps)
-        "layernorm", "rmsnorm", "rmsnorm_eps_outside", "none"
-    ] = "layernorm"
-    last_norm: Literal["same", "layernorm", "rmsnorm"] = "same"  # kind of the norm before the head; same = as norm
-    norm_placement: Literal[  # pre: x+f(n(x)), post: n(x+f(x)), after: x+n(f(x)), sandwich: x+n(f(n(x))), none: x+f(x)
-        "pre", "post", "after", "sandwich", "none"
-    ] = "pre"
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm_eps_outside", "none"] = "layernorm"  # of the stream; docs/blocks.md
+    # [norm_placement!=none or norm=none]
+    last_norm: Literal["same", "layernorm", "rmsnorm"] = "same"  # [norm_placement!=post] kind of that before the head
+    norm_placement: Literal["pre", "post", "after", "sandwich", "none"] = "pre"  # around a branch; docs/blocks.md
+    # [norm!=none or norm_placement=none]
     norm_eps: float = 1e-5  # added to the variance, or to the mean square, in every norm
-    mlp: Literal[  # relu2 arXiv:2109.08668, *glu arXiv:2002.05202; *_tanh: the approximation of GPT-2 and Gemma
-        "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu", "geglu", "geglu_tanh"
-    ] = "gelu"
-    mlp_ratio: float = 4.0  # hidden width over n_embd; gated kinds take 2/3 of it, so that parameters match
-    simplified_value_proj: Literal["first", "all", "none"] = "first"  # layers whose value projection is trained
-    simplified_beta_ff: float = 0.1  # initial gain of the MLP branch, use O(1 / sqrt(depth)) (arXiv:2311.01906)
-    layer: str = "c+p"  # the superblock's readers: c context, p MLP, s slots, m memory (docs/blocks.md)
-    n_group: int = 1  # slices of the stream that the superblock's parameters are read with, each with units of its own
-    n_slot: int = 0  # learned slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
+    # [norm!=none and norm_placement!=none or last_norm!=same or block=simplified* or qk_norm=True]
+    mlp: Literal["gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu", "geglu", "geglu_tanh"] = "gelu"
+    # [has_map or has_slots and n_slot=0] relu2 arXiv:2109.08668, *glu arXiv:2002.05202; *_tanh: as GPT-2 and Gemma
+    mlp_ratio: float = 4.0  # [>0] [<65536] hidden width over n_embd; gated kinds take 2/3 of it
+    # [has_p or has_e and expert_ratio=0 or has_slots and n_slot=0]
+    simplified_value_proj: Literal["first", "all", "none"] = "first"  # [block=simplified*] layers that train it
+    simplified_beta_ff: float = 0.1  # [any] [block=simplified*] initial gain of the MLP, use O(1 / sqrt(depth))
+    layer: str = "c+p"  # [block=superblock] readers: c context, p MLP, e experts, s slots, m memory (docs/blocks.md)
+    n_group: int = 1  # [>0] [<=65536] slices of the stream that a p reads, each with units of its own
+    # [block=superblock and has_p]
+    n_slot: int = 0  # [has_slots] slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
     # --- model: experts
-    n_expert: int = 0  # experts of an MLP, of which each token reads some (arXiv:1701.06538); 0 = dense
-    n_expert_active: int = 2  # experts that a token reads
-    n_expert_shared: int = 0  # experts that all tokens read besides (arXiv:2401.06066)
-    expert_ratio: float = 0.0  # hidden width of an expert over n_embd, as mlp_ratio; 0 = mlp_ratio / (active + shared)
-    router: Literal["softmax", "sigmoid"] = "softmax"  # scores of experts (Mixtral, arXiv:2401.04088; DeepSeek-V3)
-    router_balance: Literal["bias", "none"] = "bias"  # bias: rarely read experts are preferred (arXiv:2408.15664)
-    n_dense_layer: int = 0  # first layers that have no experts
+    n_expert: int = 0  # [<=65536] [n_expert=0 or has_e] experts of an MLP (arXiv:1701.06538); 0 = dense
+    n_expert_active: int = 2  # [>0] [<=65536] [n_expert>0] experts that a token reads
+    n_expert_shared: int = 0  # [<=65536] [n_expert>0] experts that all tokens read besides (arXiv:2401.06066)
+    expert_ratio: float = 0.0  # [<65536] [n_expert>0] as mlp_ratio, of one; 0 = mlp_ratio / (active + shared)
+    router: Literal["softmax", "sigmoid"] = "softmax"  # [n_expert>0] scores (Mixtral, arXiv:2401.04088; DeepSeek-V3)
+    router_balance: Literal["bias", "none"] = "bias"  # [n_expert>0] prefer rarely read experts (arXiv:2408.15664)
+    n_dense_layer: int = 0  # [n_expert>0 and block!=superblock] first layers that have no experts
     # --- model: attention
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # gqa: arXiv:2305.13245, mqa: arXiv:1911.02150
-    n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
+    n_kv_head: int = 0  # [attention=gqa] key/value heads, must divide n_head
     qk_norm: bool = False  # RMS norm of each head's q and k (arXiv:2302.05442)
     window: int = 0  # tokens that each token sees, its own included; encoders: as many on both sides; 0 = all
-    window_pattern: str = ""  # per layer, repeated: S = sliding window, L = full, such as SSSL; empty = all S
+    window_pattern: str = ""  # [window>0] per layer, repeated: S = sliding, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
     attn_gate: Literal["none", "head", "element"] = "none"  # a sigmoid of x for each head's result (arXiv:2505.06708)
-    value_residual: bool = False  # v is a learned mix with the first layer's v (arXiv:2410.17897)
+    value_residual: bool = False  # [has_two_c] v is a learned mix with the first layer's v (arXiv:2410.17897)
     fp32_residual: bool | Literal["auto"] = "auto"  # residual stream in float32; auto = unless a GPU has bfloat16
+    # [dtype!=float32]
     # --- model: position
     pos: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"  # position encoding
-    rope_theta: float = 10000.0  # base of RoPE's wavelengths (arXiv:2104.09864)
-    rope_scaling: str = ""  # linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW; docs/blocks.md
-    pos_pattern: str = ""  # per layer, repeated: G = as above, L = RoPE with rope_theta_local, N = none; empty = all G
-    rope_theta_local: float = 10000.0  # RoPE's base in layers L, whose wavelengths are not scaled (Gemma 3)
+    rope_theta: float = 10000.0  # [>0] [pos=rope] base of RoPE's wavelengths (arXiv:2104.09864)
+    rope_scaling: str = ""  # [pos=rope] linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW
+    pos_pattern: str = ""  # [pos=rope|alibi] per layer: G = as above, L = RoPE with rope_theta_local, N = none
+    rope_theta_local: float = 10000.0  # [>0] [pos_pattern=*L*] RoPE's base in layers L, not scaled (Gemma 3)
     # --- model: objective
     objective: Literal["causal", "masked", "seq2seq"] = "causal"  # masked: encoder (BERT), seq2seq: both (T5)
-    n_encoder_layer: int = 0  # blocks of the encoder, 0 = n_layer
+    n_encoder_layer: int = 0  # [<=4096] [objective=seq2seq] blocks of the encoder, 0 = n_layer
     doc_mask: bool = False  # tokens attend only within their own document, which end-of-text begins
-    doc_positions: bool = False  # positions count from the beginning of each document; needs doc_mask
+    doc_positions: bool = False  # [doc_mask=True and pos=learned|sinusoidal] positions count from each document's start
     # --- model: loss
     logit_softcap: float = 0.0  # c tanh(logits / c), 0 = off
-    z_loss: float = 0.0  # factor of the mean squared log-sum-exp of the logits (arXiv:2204.02311); 0 = off
+    z_loss: float = 0.0  # [<65536] factor of the mean squared log-sum-exp of the logits (arXiv:2204.02311); 0 = off
     loss_chunk: int = 0  # most tokens whose logits exist at once in the loss; 0 = 128 MiB of float32, on a GPU 1 GiB
-
-    def __post_init__(self):
-        check_range(self, "n_head n_embd block_size", 1)
-        check_range(self, "n_group n_expert_active", 1, 2**16)  # each layer holds a tuple of its groups
-        check_range(self, "n_layer", 1, 2**12)  # building a layer takes a hundredth of a second
-        check_range(self, "n_encoder_layer", 0, 2**12)
-        check_range(self, "vocab_size head_dim n_kv_head n_slot window loss_chunk", 0)
-        check_range(self, "attn_softcap logit_softcap norm_eps", 0)
-        check_range(self, "n_expert n_expert_shared expert_ratio n_dense_layer init_std z_loss", 0, 2**16)
-        check_range(self, "simplified_beta_ff embed_scale", -(2**31))
-        check_range(self, "dropout", 0, 1)
-        H, C, Hkv, pos, ratio = self.n_head, self.n_embd, self.n_kv_head, self.pos, self.mlp_ratio
-        fact = f"n_embd={C} is not divisible by n_head={H}; set n_embd to a multiple such as {-(-C // H) * H}"
-        require(self.head_dim or C % H == 0, f"{fact}, or set head_dim")
-        require(0 < ratio * C < 2**31, f"mlp_ratio={ratio} must be positive, and times n_embd={C} below {2**31}")
-        for name in ("rope_theta", "rope_theta_local", "init_std"):
-            require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
-        if self.rope_scaling:
-            scaled_frequencies(self, torch.ones(1))  # refuses a scaling that is not known
-        for name, cap in (("attn_softcap", self.attn_softcap), ("logit_softcap", self.logit_softcap)):
-            require(cap == 0 or cap >= 1e-6, f"{name}={cap} must be 0 (off) or at least 1e-06")
-        require(C % self.n_group == 0, f"n_group={self.n_group} does not divide n_embd={C}; set n_group to a divisor")
-        remedy, divides = f"set n_kv_head to a divisor of n_head={H}: {divisors(H)}", Hkv > 0 and H % Hkv == 0
-        require(self.attention != "gqa" or divides, f"attention=gqa with n_kv_head={Hkv}: {remedy}")
-        fixed = {"mha": H, "mqa": 1}.get(self.attention, Hkv)
-        clash = f"contradicts attention={self.attention} (n_kv_head={fixed}); set attention=gqa"
-        require(Hkv in (0, fixed), f"n_kv_head={Hkv} {clash}")
-        size = f"head size {self.head_size} (head_dim, or n_embd / n_head)"
-        require(pos != "rope" or self.head_size % 2 == 0, f"pos=rope needs an even head size, not {size}")
-        whole = not self.block.startswith("simplified") or C == H * self.head_size
-        require(whole, f"block={self.block} cuts the stream into heads, but {H} of {size} are not n_embd={C}")
-        require(pos != "sinusoidal" or C % 2 == 0, f"pos=sinusoidal needs an even n_embd, and it is {C}")
-        unused = f"doc_positions=True has no effect with pos={pos}, which encodes distances of tokens or nothing"
-        absolute = pos in ("learned", "sinusoidal")
-        require(not self.doc_positions or absolute, f"{unused}; leave it out, or set pos=learned")
-        active, experts = self.n_expert_active, self.n_expert
-        fact = f"n_expert_active={active} is more than n_expert={experts}"
-        require(active <= experts or not experts, f"{fact}; lower it, or set more experts")
-        if experts and self.block != "superblock" and self.n_dense_layer >= self.n_layer:
-            fact = f"n_dense_layer={self.n_dense_layer} leaves none of n_layer={self.n_layer} layers with experts"
-            raise ValueError(f"{fact}; lower it, or set n_expert=0")
-        if self.block == "superblock":
-            check_layer(self)
-        moved = f"doc_mask=True with pos=rope and layer={self.layer} would give a document other results at another"
-        require(not (self.doc_mask and self.placed_slots), f"{moved} place in the row; use own_slots")
-        if pos == "alibi" and self.objective != "causal":
-            fact = f"pos=alibi with objective={self.objective}: this was retired, as encoders see both ways"
-            raise ValueError(f"{fact}; set pos=rope, or use an older version of this program")
-        kinds, flag = {"rope": "GLN", "alibi": "GN"}.get(pos, ""), f"pos_pattern={self.pos_pattern!r} with pos={pos}"
-        known = "may hold only the letters " + kinds if kinds else "has no effect, only rope and alibi differ by layer"
-        require(set(self.pos_pattern) <= set(kinds), f"{flag} {known}; leave it empty for the same in all layers")
-        pattern, flag = self.window_pattern, f"window_pattern={self.window_pattern!r}"
-        require(set(pattern) <= set("SL"), f"{flag} may hold only S (sliding) and L (full), such as SSSL")
 
     @property
     def head_size(self) -> int:
@@ -181,226 +122,36 @@ class ModelConfig:
     def kv_heads(self) -> int:
         return {"mha": self.n_head, "gqa": self.n_kv_head, "mqa": 1}[self.attention]
 
-    @property
-    def vocab_rows(self) -> int:
-        """Rows of embedding and head: vocab_size, to which Config adds padding that no token and no loss uses."""
-        return self.vocab_size
-
-    @property
-    def hidden_dim(self) -> int:
-        """F: mlp_ratio * C (2/3 of it for gated kinds), rounded to a multiple of 64 if C is a multiple of 64."""
-        width = self.mlp_ratio * self.n_embd * (2 / 3 if self.gated else 1)
-        unit = math.lcm(self.hidden_unit, self.n_group)  # every group of channels gets an equal slice
-        return max(unit, round(width / unit) * unit)
-
-    @property
-    def gated(self) -> bool:
-        return MLP_KIND[self.mlp].inputs == 2
-
-    @property
-    def hidden_unit(self) -> int:
-        """Hidden units per piece. In each piece, a gated kind's gates stand before its values."""
-        return 64 if self.n_embd % 64 == 0 else 1
-
-    @property
-    def layers(self) -> "list[tuple[list[Sources], int]]":
-        """For each string of `layer`, c,p in other blocks: the readers of each sum, and how many layers have them."""
-        each = ("c,e" if self.expert_layer(i) else "c,p" for i in range(self.n_layer if self.n_expert else 1))
-        layer = self.layer if self.block == "superblock" else ";".join(each)
-        n = len(parsed_layer(layer))
-        return [(layer_readers(layer, self.objective, i), len(range(i, self.n_layer, n))) for i in range(n)]
-
-    def expert_layer(self, layer: int) -> bool:
-        """Whether the MLP of this layer has experts, in blocks other than superblock, whose `layer` says it."""
-        return self.n_expert > 0 and layer >= self.n_dense_layer
-
-    @property
-    def readers(self) -> "list[Reader]":
-        """The readers of all strings of `layer`."""
-        return [reader for sums, _ in self.layers for readers in sums for reader in readers]
-
-    @property
-    def outputs(self) -> int:
-        """Number of results that the readers of all layers add to the stream. Slots beside a context are one more."""
-        return sum(n * sum(1 + bool(r.slots) for readers in sums for r in readers) for sums, n in self.layers)
-
-    @property
-    def stacks(self) -> "list[ModelConfig]":
-        """These flags, and those of the encoder, if there is one."""
-        encoder = copy(self)
-        vars(encoder).update(objective="masked", n_layer=self.n_encoder_layer or self.n_layer)
-        return [self, encoder] if self.objective == "seq2seq" else [self]
-
-    def part(self, reader: "Reader") -> "ModelConfig":
-        """The flags of one reader: its share of heads and hidden units, its phi as mlp, its slots as n_slot."""
-        part = copy(self)
-        phi = {"mlp": self.mlp, "softmax": "gelu" if reader.units else self.mlp}  # gelu: a kind without gates
-        ratio = self.mlp_ratio
-        if reader.source == "experts":
-            ratio = self.expert_ratio or ratio / (self.n_expert_active + self.n_expert_shared)
-            part.n_group = 8  # no groups: it makes hidden_dim a multiple of 8, as ops.grouped_linear is fast with
-        vars(part).update(mlp=phi.get(reader.phi, reader.phi), mlp_ratio=ratio * reader.share)
-        if not reader.units:
-            H, Hkv = (int(n * reader.share) for n in (self.n_head, self.kv_heads))
-            vars(part).update(n_head=H, attention="gqa", n_kv_head=Hkv, head_dim=self.head_size)
-        if reader.slotted and not self.n_slot:
-            mlp = (2 + part.gated) * self.n_embd * part.hidden_dim
-            keys = 1 + part.gated * (reader.phi != "softmax")
-            part.n_slot = max(1, round(mlp / ((keys + 1) * part.kv_heads * self.head_size)))
-        return part
-
-    @property
-    def placed_slots(self) -> bool:
-        """Whether slots have the position 0, so that a token's distance to them depends on its place."""
-        return self.pos == "rope" and any(reader.slots == "joint_slots" for reader in self.readers)
-
-    @property
-    def bare(self) -> bool:
-        """Whether simplified blocks have no norms; one layer norm after the embeddings is kept (He and Hofmann)."""
-        return self.block.startswith("simplified") and "none" in (self.norm, self.norm_placement)
-
-    @property
-    def norms(self) -> set[str]:
-        """Kinds of the norms of the residual stream."""
-        of_sums = self.norm if PLACEMENT[self.norm_placement] else "none"
-        return {of_sums, self.last_norm, "layernorm" if self.bare else "none"} - {"same", "none"}
-
-    def layer_window(self, layer: int) -> int:
-        """Sliding window of a layer in tokens, 0 = full attention."""
-        kinds = self.window_pattern or "S"
-        return self.window if kinds[layer % len(kinds)] == "S" else 0
-
-
-# A flag that is set but has no effect is refused. flag -> (whether cfg uses it; when, in words that check_used reads)
-USED_WHEN: dict[str, tuple[Callable[[ModelConfig], bool], str]] = {
-    **dict.fromkeys(("rope_theta", "rope_scaling"), (lambda c: c.pos == "rope", "pos=rope")),
-    "rope_theta_local": (lambda c: "L" in c.pos_pattern, "pos_pattern with an L"),
-    "qkv_bias": (lambda c: not c.bias, "bias=False, as bias=True includes it"),
-    "norm_bias": (
-        lambda c: not c.bias and "layernorm" in c.norms,
-        "norm=layernorm, norm_placement other than none, and bias=False",
-    ),
-    "scaled_init": (lambda c: not c.block.startswith("simplified"), "block other than simplified"),
-    "last_norm": (lambda c: c.norm_placement != "post", "norm_placement other than post"),
-    "norm_eps": (lambda c: bool(c.norms) or c.qk_norm, "norm and norm_placement other than none, or qk_norm=True"),
-    "window_pattern": (lambda c: c.window > 0, "window > 0"),
-    "value_residual": (
-        lambda c: sum(n for sums, n in c.layers if any(r.source == "context" for each in sums for r in each)) > 1,
-        "layer with a c twice or more often",
-    ),
-    "simplified_value_proj": (lambda c: c.block.startswith("simplified"), "block=simplified"),
-    "simplified_beta_ff": (lambda c: c.block.startswith("simplified"), "block=simplified"),
-    "layer": (lambda c: c.block == "superblock", "block=superblock"),
-    "n_group": (lambda c: c.block == "superblock" and any(r.dense for r in c.readers), "block=superblock with a p"),
-    "n_slot": (lambda c: any(r.slotted for r in c.readers), "layer with an s or c.own_slots, and block=superblock"),
-    "n_expert": (
-        lambda c: c.n_expert == 0 or any(r.source == "experts" for r in c.readers),
-        "layer with an e, or block other than superblock",
-    ),
-    **dict.fromkeys(
-        ("n_expert_active", "n_expert_shared", "expert_ratio", "router", "router_balance"),
-        (lambda c: c.n_expert > 0, "n_expert > 0"),
-    ),
-    "n_dense_layer": (
-        lambda c: c.n_expert > 0 and c.block != "superblock",
-        "n_expert > 0 and block other than superblock",
-    ),
-    "n_encoder_layer": (lambda c: c.objective == "seq2seq", "objective=seq2seq"),
-    "doc_positions": (lambda c: c.doc_mask, "doc_mask=True"),
-    "mlp_ratio": (
-        lambda c: any(r.dense or r.units and not c.expert_ratio or r.slotted and not c.n_slot for r in c.readers),
-        "layer with a p, with an e and expert_ratio=0, or with slots and n_slot=0",
-    ),
-    "mlp": (lambda c: any(r.phi == "mlp" for r in c.readers), "layer with a p or e that has no other map"),
-    "norm": (lambda c: c.norm_placement != "none" or c.norm == "none", "norm_placement other than none"),
-    "norm_placement": (lambda c: c.norm != "none" or c.norm_placement == "none", "norm other than none"),
-}
-
-
-def require(condition: object, message: str):
-    if not condition:
-        raise ValueError(message)
-
-
-def check_range(cfg, names: str, least: int, limit: int = 2**31):
-    """ValueError unless each of these flags is at least `least` and below `limit`."""
-    for name in names.split():
-        value = getattr(cfg, name)
-        require(least <= value < limit, f"{name}={value} must be at least {least} and below {limit}")
-
-
-def divisors(n: int) -> list[int]:
-    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*low, *(n // d for d in low)})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Initial weights: a module says in `initial` what each of its own parameters begins with, a number, a tensor or Normal.
-
-# Numbers from N(0, std), except that the first `zero` of every `period` rows are 0.
-Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
-
-
-def check_initial(model: nn.Module):
-    """ValueError names a parameter whose module does not say what it begins with, or into which __init__ has written,
-    or a buffer: a model that is built in parts, without memory, would lose these values."""
-    for path, module in model.named_modules():
-        declared = getattr(module, "initial", {})
-        for name, p in module.named_parameters(recurse=False):
-            if p.dim() == 0:
-                raise ValueError(f"{path}.{name} has no dimensions, one of which FSDP cuts; give it the shape (1,)")
-            if name not in declared:
-                raise ValueError(f"{path}.{name} begins with no declared values; {declare(module, name, p)}")
-            if p._version > 0 and not draws(module):
-                raise ValueError(f"{path}.{name} is written in __init__; instead, {declare(module, name, p)}")
-        for name, value in declared.items():
-            if isinstance(value, Tensor) and value.is_meta:
-                raise ValueError(f"initial[{name!r}] of {path} has no values; make this tensor with device='cpu'")
-    for name, _ in model.named_buffers():
-        raise ValueError(f"{name} is a buffer, whose values a model built in parts loses; compute it in forward")
-
-
-def declare(module: nn.Module, name: str, p: Tensor) -> str:
-    """The remedy: the line that declares what this parameter begins with."""
-    value = "Normal(0.02)" if p.dim() > 1 else "0.0"
-    return f'give its {type(module).__name__} an initial = {{"{name}": {value}}}, or other values'
-
-
-def draws(module: nn.Module) -> bool:
-    """Whether this layer is one of PyTorch, which writes into its parameters when it is made; ours do not."""
-    reset = getattr(type(module), "reset_parameters", None)
-    return reset is not None and reset.__module__ != __name__
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Norms
 
 
-class Ones:
-    """A norm of PyTorch that begins with weights of 1 and biases of 0."""
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm whose result has the dtype of x, whichever dtype the weight has. The kernel's sums are in float32."""
 
     initial = {"weight": 1.0, "bias": 0.0}
 
     def reset_parameters(self):
-        for name, p in self.named_parameters():
-            p.data.fill_(self.initial[name])  # check_initial does not see what goes through .data
-
-
-class LayerNorm(Ones, nn.LayerNorm):
-    """LayerNorm whose result has the dtype of x, whichever dtype the weight has. The kernel's sums are in float32."""
+        pass  # Model.init_weights fills all parameters
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class RMSNorm(Ones, nn.RMSNorm):
+class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) times a weight."""
+
+    initial = {"weight": 1.0}
+
+    def reset_parameters(self):
+        pass
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
 
-class RMSNormEpsOutside(Ones, nn.RMSNorm):
+class RMSNormEpsOutside(RMSNorm):
     """x / (rms + eps) times a weight: the RMSNorm of arXiv:1910.07467's authors, and of He and Hofmann."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -438,6 +189,10 @@ def with_role(module: nn.Module, role: str) -> nn.Module:
     return module
 
 
+# Initial values of a parameter, which its module declares in `initial`: a number, a tensor, or this, numbers from
+# N(0, std), except that the first `zero` of every `period` rows are 0.
+Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Positions: a class for the embedding and a class for q, k and v. t (T,) holds absolute positions; with doc_positions
 # the embedding gets positions (B, T) within the documents.
@@ -474,6 +229,11 @@ class LearnedEmbedding(NoEmbedding):
 class SinusoidalEmbedding(NoEmbedding):
     """sqrt(C) x + [sin(t w), cos(t w)], w_i = 10000^(-2i/C) (arXiv:1706.03762, sections 3.4 and 3.5)."""
 
+    def __init__(self, cfg: ModelConfig):
+        super().__init__(cfg)
+        if cfg.n_embd % 2:
+            refuse(cfg, "pos n_embd", "half of the channels are sines, half are cosines; set n_embd to an even number")
+
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         C = x.size(-1)
         angle = t[..., None] * frequencies(C // 2, 10000.0, t.device)  # (..., T, C/2)
@@ -508,9 +268,15 @@ class AttentionPosition(nn.Module):
         return k, v
 
 
+def linear_scaling(f: Tensor, cfg: ModelConfig, factor: float) -> tuple[Tensor, float]:
+    """All wavelengths times the factor: position interpolation (arXiv:2306.15595)."""
+    return f / factor, 1.0
+
+
 def llama3_scaling(f: Tensor, cfg: ModelConfig, factor: float, low=1.0, high=4.0, original=8192.0):
     """Wavelengths above original / low times the factor, those below original / high as they are (Llama 3.1)."""
-    require(low < high, "LOW is not below HIGH")
+    if low >= high:
+        raise ValueError("LOW is not below HIGH")
     kept = ((original * f / math.tau - low) / (high - low)).clamp(0, 1)
     return f * kept + f / factor * (1 - kept), 1.0
 
@@ -518,32 +284,37 @@ def llama3_scaling(f: Tensor, cfg: ModelConfig, factor: float, low=1.0, high=4.0
 def yarn_scaling(f: Tensor, cfg: ModelConfig, factor: float, original=0.0, fast=32.0, slow=1.0):
     """Pairs that turn more than `fast` times in the original context as they are, those that turn less than `slow`
     times with their wavelength times the factor; q and k grow too (YaRN, arXiv:2309.00071)."""
-    n, original = len(f), original or cfg.block_size / factor  # the present context is the longer one
-    ends = (n * math.log(original / (turns * math.tau)) / math.log(cfg.rope_theta) for turns in (fast, slow))
-    first, last = max(math.floor(next(ends)), 0), min(math.ceil(next(ends)), 2 * n - 1)
+    n = len(f)
+    original = original or cfg.block_size / factor  # the present context is the longer one
+
+    def pair(turns: float) -> float:
+        """The number of the pair that turns so often in the original context."""
+        return n * math.log(original / (turns * math.tau)) / math.log(cfg.rope_theta)
+
+    first = max(math.floor(pair(fast)), 0)
+    last = min(math.ceil(pair(slow)), 2 * n - 1)
     scaled = ((torch.arange(n, device=f.device) - first) / (last - first or 1e-3)).clamp(0, 1)
-    return f * (1 - scaled) + f / factor * scaled, 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    growth = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    return f * (1 - scaled) + f / factor * scaled, growth
 
 
-ROPE_SCALING = {  # name -> (frequencies (n,), cfg, numbers of the flag) -> (frequencies (n,), factor of q and of k)
-    "linear": lambda f, cfg, factor: (f / factor, 1.0),  # position interpolation (arXiv:2306.15595)
-    "llama3": llama3_scaling,
-    "yarn": yarn_scaling,
-}
+# name -> (frequencies (n,), cfg, numbers of the flag) -> (frequencies (n,), factor of q and of k)
+ROPE_SCALING = {"linear": linear_scaling, "llama3": llama3_scaling, "yarn": yarn_scaling}
 
 
 def scaled_frequencies(cfg: ModelConfig, f: Tensor) -> tuple[Tensor, float]:
     """RoPE's frequencies (n,) under cfg.rope_scaling, and the factor of q and of k."""
     if not cfg.rope_scaling:
         return f, 1.0
-    name, *numbers = cfg.rope_scaling.split(":")
+    name, *words = cfg.rope_scaling.split(":")
     try:
-        numbers = [float(re.fullmatch("[0-9.]+([eE][+-]?[0-9]+)?", x)[0]) for x in numbers]
-        require(all(1e-6 <= x <= 1e20 for x in numbers), "a number is too small or too large")
+        numbers = [float(re.fullmatch("[0-9.]+([eE][+-]?[0-9]+)?", word)[0]) for word in words]
+        if not all(1e-6 <= number <= 1e20 for number in numbers):
+            raise ValueError("too small or too large")
         return ROPE_SCALING[name](f, cfg, *numbers)
     except (KeyError, ValueError, TypeError, ZeroDivisionError):
         remedy = "set it to linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW, such as llama3:8"
-        raise ValueError(f"rope_scaling={cfg.rope_scaling!r} is not known; {remedy}") from None
+        refuse(cfg, "rope_scaling", f"no known scaling; {remedy}")
 
 
 class Rope(AttentionPosition):
@@ -553,9 +324,13 @@ class Rope(AttentionPosition):
     def __init__(self, cfg: ModelConfig, first: int = 0):
         super().__init__(cfg)
         self.first = first  # entry of the table where this layer's begin
+        if cfg.head_size % 2:
+            refuse(cfg, "pos head_size", "RoPE turns pairs of channels; make head_dim, or n_embd / n_head, even")
+        scaled_frequencies(cfg, torch.ones(1, device="cpu"))
 
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        cfg, n = self.cfg, self.cfg.head_size // 2
+        cfg = self.cfg
+        n = cfg.head_size // 2
         turns = [scaled_frequencies(cfg, frequencies(n, cfg.rope_theta, t.device))]
         if "L" in cfg.pos_pattern:
             turns.append((frequencies(n, cfg.rope_theta_local, t.device), 1.0))
@@ -580,15 +355,22 @@ class Alibi(AttentionPosition):
         k   j // 256, j % 256, 0, 0
 
     A slot has the columns 0, 0, 1, 1. Its score then contains m_h i, as all scores of query i do; softmax cancels it.
-    v is padded with zeros to the same width E, a multiple of 8 as the fused kernels need; Pool drops these columns.
+    v is padded with zeros to the same width E, a multiple of 8 as the fused kernels need; attention drops them again.
     """
 
     head_entries = 1
 
+    def __init__(self, cfg: ModelConfig):
+        super().__init__(cfg)
+        if cfg.objective != "causal":
+            why = "this was retired, as encoders see both ways; set pos=rope, or use an older version of this program"
+            refuse(cfg, "pos objective", why)
+
     def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        cfg, D = self.cfg, self.cfg.head_size
-        slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None] * math.sqrt(D)  # (H, 1)
-        far, near = (t // 256).to(dtype), (t % 256).to(dtype)  # (T,)
+        D = self.cfg.head_size
+        slope = alibi_slopes(self.cfg.n_head, t.device).to(dtype)[:, None] * math.sqrt(D)  # (H, 1)
+        far = (t // 256).to(dtype)  # (T,)
+        near = (t % 256).to(dtype)
         columns = (256 * slope).expand(-1, len(t)), slope.expand(-1, len(t)), 256 * slope * far, slope * near
         return self.pad(torch.stack(columns, dim=-1)), self.pad(torch.stack((far, near), dim=-1))  # (H, T, .), (T, .)
 
@@ -626,18 +408,17 @@ POSITION = {  # flag -> (acts on the embedding, acts on q, k and v)
 
 def layer_position(cfg: ModelConfig, layer: int) -> AttentionPosition:
     """What acts on q, k and v in this layer, by cfg.pos and cfg.pos_pattern."""
-    kinds = cfg.pos_pattern or "G"
-    position = {"G": POSITION[cfg.pos][1], "L": partial(Rope, first=2), "N": AttentionPosition}
-    return position[kinds[layer % len(kinds)]](cfg)
-
-
-def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:
-    """The dtype of a residual stream that begins with x."""
-    return x.dtype if ops.wide_stream(cfg.fp32_residual, x.device, ops.matmul_dtype(x)) else ops.matmul_dtype(x)
+    kinds = {"G": POSITION[cfg.pos][1], "N": AttentionPosition}
+    if cfg.pos == "rope":
+        kinds["L"] = partial(Rope, first=2)
+    pattern = cfg.pos_pattern or "G"
+    if not set(pattern) <= kinds.keys():
+        refuse(cfg, "pos_pattern pos", f"may hold only the letters {', '.join(kinds)}; leave it empty for all G")
+    return kinds[pattern[layer % len(pattern)]](cfg)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Layers
+# Linear layers
 
 
 class UndrawnLinear(nn.Linear):
@@ -659,10 +440,11 @@ class Linear(UndrawnLinear):
 
     def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None, bias=False):
         super().__init__(n_in, n_out, cfg.bias or bias)
-        self.role, self.fused = role, fused
-        # The stream is a sum; 1 / sqrt(number of terms) keeps its variance from growing, but in simplified blocks.
-        scaled = role in ("out", "second") and cfg.scaled_init and not cfg.block.startswith("simplified")
-        std = cfg.init_std / math.sqrt(cfg.outputs) if scaled else cfg.init_std
+        self.role = role
+        self.fused = fused
+        std = cfg.init_std
+        if role in ("out", "second") and cfg.scaled_init and not cfg.block.startswith("simplified"):
+            std /= math.sqrt(cfg.outputs)  # keeps the variance of the stream, a sum of so many terms, from growing
         self.initial = {"weight": Normal(std), "bias": 0.0}
         assert fused is None or self.weight.size(fused[0]) == fused[1] * sum(fused[2])
 
@@ -679,7 +461,8 @@ class GroupedLinear(Linear):
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight = x.unflatten(-1, (self.groups, -1)), self.weight.unflatten(0, (self.groups, -1))
+        x = x.unflatten(-1, (self.groups, -1))
+        weight = self.weight.unflatten(0, (self.groups, -1))
         y = torch.einsum("...gi,goi->...go", x, weight).flatten(-2)
         return y if self.bias is None else y + self.bias
 
@@ -691,7 +474,8 @@ class NearIdentity(Linear):
         super().__init__(cfg, cfg.n_embd, cfg.n_embd, role)
         self.bias = None
         self.initial = {"weight": 0.0}
-        self.skip, self.resid = Gain(1.0), Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
+        self.skip = Gain(1.0)
+        self.resid = Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
         self.same = with_role(nn.Identity(), role)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -712,6 +496,11 @@ class Gain(nn.Module):
         return self.weight * x
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Readers: the normed stream x (B, T, C) -> (B, T, C), to be added to the stream. Each is sum_j phi(q . k_j) v_j W_O
+# over a pool of keys k_j and values v_j: those of tokens, learned slots, or the rows and columns of an MLP's matrices.
+
+
 class Inputs(NamedTuple):
     """Inputs of a block besides the stream: positions, document numbers and the encoder's memory."""
 
@@ -726,10 +515,6 @@ class Shared(dict):
     """What a layer hands to later layers, by name. It is no plain dict, because FSDP gives each block a copy of one."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Readers: the normed stream x (B, T, C) -> (B, T, C), to be added to the stream. Each reads a pool of keys and values.
-# A reader of the context declares its `window`, as in Mask: by default that of cfg, but a block may set another.
-
 Kind = namedtuple("Kind", "f inputs", defaults=[1])  # f maps `inputs` tensors (..., F) to one (..., F)
 MLP_KIND = {
     "gelu": Kind(F.gelu),
@@ -741,117 +526,206 @@ MLP_KIND = {
     "geglu": Kind(lambda gate, x: F.gelu(gate) * x, inputs=2),
     "geglu_tanh": Kind(lambda gate, x: F.gelu(gate, approximate="tanh") * x, inputs=2),
 }
+SOFTMAX = Kind(None)
 
 
-class Reader(NamedTuple):
-    """What a Pool is made from: four choices (source to out), slots, and its share of the layer."""
-
-    name: str = "attn"  # of the module, on which its initial weights depend
-    source: str = "context"  # of keys and values: context, memory, parameters, experts (parameters that a router picks)
-    query: str = "heads"  # heads: projections of the stream, stream: its slices
-    phi: str = "softmax"  # of the scores: softmax or an entry of MLP_KIND
-    out: str = "matrix"  # or none
-    slots: str = ""  # beside the context: own_slots have a softmax of their own, joint_slots share that of the context
-    share: Fraction = Fraction(1)
-
-    @property
-    def units(self) -> bool:
-        """Whether the stream itself reads parameters, as in an MLP."""
-        return self.source in ("parameters", "experts") and self.query == "stream"
-
-    @property
-    def dense(self) -> bool:
-        """Whether it reads all of them."""
-        return self.units and self.source == "parameters"
-
-    @property
-    def slotted(self) -> bool:
-        """Whether heads read parameters, alone or beside the context."""
-        return bool(self.slots) or (self.source, self.query) == ("parameters", "heads")
+def kind_of(cfg: ModelConfig, reader: Reader) -> Kind:
+    """The reader's phi."""
+    name = cfg.mlp if reader.phi == "mlp" else reader.phi
+    kinds = {"softmax": SOFTMAX} | MLP_KIND
+    if name not in kinds:
+        refuse(cfg, "layer", f".{name} is no switch; known are {', '.join([*SWITCH, *kinds])}")
+    return kinds[name]
 
 
-READER = {  # letter of cfg.layer -> what it stands for without switches; the phi "mlp" is that of cfg.mlp
-    "c": Reader("attn", "context"),
-    "m": Reader("cross", "memory"),
-    "s": Reader("slots", "parameters"),
-    "p": Reader("mlp", "parameters", "stream", "mlp", "none"),
-    "e": Reader("experts", "experts", "stream", "mlp", "none"),
-}
-SWITCH = {"heads": "query", "stream": "query", "matrix": "out", "none": "out", "own_slots": "slots"}
-SWITCH |= {"joint_slots": "slots"} | dict.fromkeys(["softmax", *MLP_KIND], "phi")
+def heads_of(cfg: ModelConfig, reader: Reader) -> tuple[int, int]:
+    """H and Hkv: the reader's share of the layer's heads."""
+    C, H = cfg.n_embd, cfg.n_head
+    if not cfg.head_dim and C % H:
+        refuse(cfg, "n_embd n_head", f"set n_embd to a multiple of n_head such as {-(-C // H) * H}, or set head_dim")
+    if cfg.kv_heads == 0 or H % cfg.kv_heads:
+        refuse(cfg, "attention n_kv_head n_head", f"set n_kv_head to a divisor of n_head: {divisors(H)}")
+    return share_of(cfg, reader, H), share_of(cfg, reader, cfg.kv_heads)
 
 
-Sources = tuple[Reader, ...]  # the readers of a sum
+def share_of(cfg: ModelConfig, reader: Reader, n: int) -> int:
+    part = reader.share * n
+    if part > n or part.denominator > 1:
+        fact = f"{reader.name} takes {reader.share} of {n} heads, or of as many key/value heads"
+        refuse(cfg, "layer", f"{fact}; write a part such as /2 or 3c/4, of n heads with n in {divisors(n)}")
+    return int(part)
 
 
-@cache
-def parsed_layer(layer: str) -> tuple[tuple[Sources, ...], ...]:
-    """For each string of cfg.layer its sums, and for each sum its readers. ValueError quotes what is no reader."""
-    strings, shown = [], f"layer={layer!r}"
-    remedy = "write c, p, e, s or m, such as c,p or c.relu/2+p/2 (docs/blocks.md)"
-    for string in layer.split(";"):
-        names, sums = Counter(), []
-        for words in string.split(","):
-            sums.append([])
-            for word in words.split("+"):
-                match = re.fullmatch(r"([1-9]\d?)?([a-z])((?:\.\w+)*)(?:/([1-9]\d?))?", word)
-                require(match and match[2] in READER, f"{shown} has {word!r}, which is no reader; {remedy}")
-                switches = match[3].split(".")[1:]
-                for switch in switches:
-                    require(switch in SWITCH, f"{shown} has the switch .{switch}; known are {', '.join(SWITCH)}")
-                chosen = {SWITCH[switch]: switch for switch in switches}
-                require(len(chosen) == len(switches), f"{shown}: {word!r} makes one choice twice; keep one switch")
-                reader = READER[match[2]]._replace(**chosen, share=Fraction(int(match[1] or 1), int(match[4] or 1)))
-                names[reader.name] += 1
-                number = names[reader.name] if names[reader.name] > 1 else ""
-                sums[-1].append(reader._replace(name=f"{reader.name}{number}"))
-        strings.append(tuple(map(tuple, sums)))
-    return tuple(strings)
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, min(n, 1024) + 1) if n % d == 0]
 
 
-def layer_readers(layer: str, objective: str, i: int) -> list[Sources]:
-    """The readers of each sum of layer i. A decoder whose string has no m reads the memory in a sum of its own after
-    the first sum with a c, or first of all; a model without an encoder has no m."""
-    strings = parsed_layer(layer)
-    sums = list(strings[i % len(strings)])
-    if objective != "seq2seq":
-        return [each for each in (tuple(r for r in readers if r.source != "memory") for readers in sums) if each]
-    sources = [{reader.source for reader in readers} for readers in sums]
-    if not any("memory" in each for each in sources):
-        sums.insert(next((n for n, each in enumerate(sources, 1) if "context" in each), 0), (READER["m"],))
-    return sums
+class Heads(nn.Module):
+    """Attention of H heads to keys and values that `project` makes: W_O sum_j phi(q . k_j / sqrt(D)) v_j.
+
+    G = H / Hkv query heads share keys and values. phi is a softmax. Another map over n tokens is divided by n, and the
+    sigmoid is that of the score minus log n (arXiv:2309.08586, 2409.04431). The switch .stream cuts the stream itself
+    into queries, and .none leaves W_O out.
+    """
+
+    per_head: tuple[str, ...] = ()  # names of the parameters that have a row for each head
+    strips: Callable | None = None  # see ops.attention
+    initial: dict[str, Normal | float | Tensor] = {}
+    causal = False  # as in a Mask, which see
+    window = 0
+
+    def __init__(self, cfg: ModelConfig, reader: Reader):
+        super().__init__()
+        self.reader = reader
+        self.n_head, self.n_kv_head = heads_of(cfg, reader)
+        self.head_dim = D = cfg.head_size
+        self.softcap = cfg.attn_softcap
+        self.dropout = cfg.dropout
+        self.cache = None  # decoding sets a KVCache
+        self.gate = self.mix = None
+        self.phi = kind_of(cfg, reader).f
+        self.q_norm = with_role(RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity(), "whole")
+        self.k_norm = with_role(RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity(), "whole")
+        self.position = AttentionPosition(cfg)
+        self.out = self.projection(cfg, "out", reader.out == "matrix")
+
+    def projection(self, cfg: ModelConfig, role: str, matrix: bool) -> nn.Module:
+        """The matrix between the stream and the heads, or none if the heads are as wide as the stream."""
+        C, width = cfg.n_embd, self.n_head * self.head_dim
+        if not matrix and width != C:
+            fact = f"{self.n_head} heads of {self.head_dim} channels are not as wide as the stream"
+            refuse(cfg, "layer n_embd", f"{fact}, and {self.reader.name} has no matrix between them; give it one")
+        if not matrix:
+            return with_role(nn.Identity(), role)
+        return Linear(cfg, width, C, "out") if role == "out" else Linear(cfg, C, width, role, bias=cfg.qkv_bias)
+
+    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
+        q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
+        if self.mix is not None:
+            v = self.mixed(v, inputs.shared)
+        y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)  # (B, T, H, D)
+        if self.gate is not None:
+            y = y * torch.sigmoid(self.gate(x)).unflatten(-1, (y.size(2), -1))
+        return self.out(y.flatten(2))  # (B, T, C)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """(B, H, T, D)."""
+        (q,) = self.split(self.q(x.to(ops.matmul_dtype(x))), 1)
+        return q
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """phi of all scores, times the values. A variant of it goes here and works with slots, shaped and cross
+        attention too."""
+        if not q.dtype == k.dtype == v.dtype:
+            found = f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}"
+            raise ValueError(f"{found}; after a product of x with a float32 parameter, write .to(x.dtype)")
+        slots = None
+        if self.reader.slots == "joint_slots":
+            slots = self.position.slots(*self.slots(k.dtype))  # each (Hkv, M, E)
+        dropout = self.dropout if self.training else 0.0
+        y = ops.attention(q, k, v, self.head_dim, mask, self.softcap, dropout, slots, self.strips, self.phi)
+        return y[..., : v.size(3)]
+
+    def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+        """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
+        heads = x.unflatten(2, (-1, sum(sizes), self.head_dim)).permute(0, 2, 3, 1, 4)  # (B, groups, n, T, D)
+        return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
+
+    def make_slots(self, cfg: ModelConfig, keys: int = 1):
+        """Learned keys and values: M slots of each key/value head, with `keys` keys each."""
+        n = slots_of(cfg, self.reader, keys)
+        self.per_head = (*self.per_head, "slot_k", "slot_v")
+        self.slot_k = nn.Parameter(torch.empty(self.n_kv_head, keys * n, self.head_dim))
+        self.slot_v = nn.Parameter(torch.empty(self.n_kv_head, n, self.head_dim))
+        std = cfg.init_std * math.sqrt(cfg.n_embd)  # as a normed stream's keys
+        self.initial = {**self.initial, "slot_k": Normal(std), "slot_v": Normal(std)}
 
 
-def check_layer(cfg: ModelConfig):
-    """ValueError if the readers of cfg.layer cannot be built."""
-    shown, H, Hkv, D = f"layer={cfg.layer!r}", cfg.n_head, cfg.kv_heads, cfg.head_size
-    readers, n = [r for sums in parsed_layer(cfg.layer) for each in sums for r in each], len(parsed_layer(cfg.layer))
-    require(n <= cfg.n_layer, f"{shown} has {n} strings, one for each layer, but n_layer={cfg.n_layer}; leave some out")
-    for where, stack in zip(("", " in the encoder's layers"), cfg.stacks, strict=False):
-        sees = any(r.source == "context" for sums, n in stack.layers if n for each in sums for r in each)
-        require(sees, f"{shown} has no c{where}, so no token would see another; add one")
-    memory = cfg.objective == "seq2seq" or all(r.source != "memory" for r in readers)
-    require(memory, f"{shown} has an m, which reads an encoder; set objective=seq2seq, or leave m out")
-    for r in readers:
-        tokens, mapped, what = r.source in ("context", "memory"), r.phi not in ("softmax", "mlp"), f"{shown}: {r.name}"
-        require(r.share <= 1, f"{what} takes {r.share} of the heads or units; write a part, such as /2 or 3c/4")
-        for name, n in (("n_head", H), ("its key/value heads", Hkv)):
-            fits = (r.share * n).denominator == 1 or r.units
-            require(fits, f"{what} takes {r.share} of {name}={n}; /n goes with n = {str(divisors(n))[1:-1]}")
-        cut = tokens and r.query == "stream" or r.out == "none" and r.query == "heads"
-        wide = f"{H * r.share} heads of {D} are not n_embd={cfg.n_embd}"
-        require(not cut or H * r.share * D == cfg.n_embd, f"{what} has no matrix between heads and stream, but {wide}")
-        plain = (r.query, r.out) == ("stream", "none") and r.phi != "softmax"
-        routed = r.source == "experts"
-        require(not routed or plain, f"{what} may have only another map, such as e.relu2; leave the rest out")
-        require(not routed or cfg.n_expert, f"{what} needs experts, and n_expert=0; set n_expert")
-        gated = mapped and MLP_KIND[r.phi].inputs == 2
-        require(not (tokens and gated), f"{what}: .{r.phi} needs two keys for each value; only p and s have them")
-        beside = not r.slots or r.source == "context" and not mapped
-        require(beside, f"{what}: .{r.slots} puts slots beside the softmax of a c; write c.{r.slots}")
-        biased = cfg.pos == "alibi" and r.source == "context"
-        require(not (biased and mapped), f"{what}: pos=alibi needs a softmax, not .{r.phi}; set pos=rope, or drop it")
-        require(not (biased and r.share != 1), f"{what}: pos=alibi has slopes for n_head={H}; leave /n out")
+def slots_of(cfg: ModelConfig, reader: Reader, keys: int) -> int:
+    """Slots of each key/value head: n_slot, or so many that the layer has as many parameters as with an MLP."""
+    if cfg.n_slot:
+        return cfg.n_slot
+    mlp = READER["p"]._replace(phi="mlp" if reader.phi == "softmax" else reader.phi, share=reader.share)
+    parameters = (1 + kind_of(cfg, mlp).inputs) * cfg.n_embd * hidden_units(cfg, mlp)
+    _, Hkv = heads_of(cfg, reader)
+    return max(1, round(parameters / ((keys + 1) * Hkv * cfg.head_size)))
+
+
+class Attention(Heads):
+    """Attention to the context: each query reads the tokens that the mask admits, perhaps with slots beside them."""
+
+    def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["c"]):
+        super().__init__(cfg, reader)
+        self.phi = map_of_tokens(cfg, reader)
+        self.window = cfg.layer_window(layer)
+        self.causal = cfg.objective != "masked"
+        self.position = layer_position(cfg, layer)
+        self.make_projections(cfg, layer)
+        if cfg.attn_gate != "none":
+            width, role = {"head": (1, "per_head"), "element": (self.head_dim, "into")}[cfg.attn_gate]
+            self.gate = Linear(cfg, cfg.n_embd, self.n_head * width, role)
+        if cfg.value_residual:
+            self.mix = nn.ModuleList(Gain(0.5) for _ in range(2 if layer else 0))
+        if reader.slots:
+            self.make_slots(cfg)
+
+    def make_projections(self, cfg: ModelConfig, layer: int):
+        """The layers that make q, k and v from x."""
+        Hkv, D, G = self.n_kv_head, self.head_dim, self.n_head // self.n_kv_head
+        self.qkv = None
+        if self.reader.query == "heads":
+            self.qkv = Linear(cfg, cfg.n_embd, (G + 2) * Hkv * D, "into", (0, Hkv, (G * D, D, D)), cfg.qkv_bias)
+        else:
+            self.q = self.projection(cfg, "into", False)
+            self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "into", (0, Hkv, (D, D)), cfg.qkv_bias)
+
+    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, T, D), k and v (B, heads, T, D), before norms and positions."""
+        if self.qkv is None:
+            return self.queries(x), *self.split(self.kv(x), 1, 1)
+        return self.split(self.qkv(x), self.n_head // self.n_kv_head, 1, 1)
+
+    def mixed(self, v: Tensor, shared: Shared) -> Tensor:
+        """v, in all layers but the first mixed with the first layer's (arXiv:2410.17897)."""
+        first = shared.setdefault(f"v of {v.size(1)} heads of {self.reader.name}", v)
+        if not self.mix:
+            return v
+        own, other = self.mix
+        return (own(v) + other(first)).to(v.dtype)
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
+        """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
+        unplaced = q
+        q, k, v = self.position(q, k, v, inputs.table)
+        if self.cache and self.causal:
+            k, v = self.cache.extend(k, v)  # (B, heads, S, E)
+        y = self.attend(q, k, v, Mask(self.causal, self.window, inputs.docs))[..., : self.head_dim]
+        if self.reader.slots == "own_slots":
+            slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
+            y = y + Heads.attend(self, unplaced, *slots, Mask(causal=False))  # not self.attend, which cp replaces
+        return y
+
+    def slots(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots beside the context, each (Hkv, M, D)."""
+        return self.k_norm(self.slot_k).to(dtype), self.slot_v.to(dtype)
+
+
+def map_of_tokens(cfg: ModelConfig, reader: Reader) -> Callable | None:
+    """phi of ops.attention, None for a softmax. ValueError if heads cannot read tokens in this way."""
+    kind = kind_of(cfg, reader)
+    if kind.inputs == 2:
+        refuse(cfg, "layer", f"{reader.name}.{reader.phi} needs two keys for each value, which only p, e and s have")
+    if reader.slots and (kind is not SOFTMAX or reader.source != "context"):
+        refuse(cfg, "layer", f"{reader.name}: slots stand beside the softmax of a c; write c.{reader.slots}")
+    if reader.slots == "joint_slots" and cfg.doc_mask and cfg.pos == "rope":
+        why = "a document would have other results at another place in the row; use own_slots"
+        refuse(cfg, "doc_mask pos layer", why)
+    if cfg.pos == "alibi" and reader.source == "context":
+        if kind is not SOFTMAX:
+            refuse(cfg, "layer pos", f"a bias of positions needs a softmax, not .{reader.phi}; set pos=rope")
+        if reader.share != 1:
+            refuse(cfg, "layer pos n_head", "the slopes are those of all heads; leave /n out, or set pos=rope")
+    return None if kind is SOFTMAX else partial(over_tokens, kind.f)
 
 
 def over_tokens(phi: Callable, scores: Tensor, n: Tensor) -> Tensor:
@@ -860,155 +734,163 @@ def over_tokens(phi: Callable, scores: Tensor, n: Tensor) -> Tensor:
     return phi(scores - n.log()) if phi is torch.sigmoid else phi(scores) / n
 
 
+class CrossAttention(Heads):
+    """Attention to the memory: each query reads the tokens of the encoder."""
+
+    def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["m"]):
+        super().__init__(cfg, reader)
+        self.phi = map_of_tokens(cfg, reader)
+        Hkv, D = self.n_kv_head, self.head_dim
+        self.q = self.projection(cfg, "into", reader.query == "heads")
+        self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "memory", (0, Hkv, (D, D)), cfg.qkv_bias)
+
+    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, T, D), k and v (B, Hkv, S, D), before norms."""
+        if self.cache:
+            return self.queries(x), *self.cache.once(lambda: self.split(self.kv(inputs.memory), 1, 1))
+        return self.queries(x), *self.split(self.kv(inputs.memory), 1, 1)
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
+        return self.attend(q, k, v, Mask(causal=False, docs=inputs.memory_docs))
+
+
+class Slots(Heads):
+    """Attention to learned keys and values, the same for all tokens (arXiv:1907.01470)."""
+
+    def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["s"]):
+        super().__init__(cfg, reader)
+        if reader.slots:
+            refuse(cfg, "layer", f"{reader.name}: slots stand beside the softmax of a c; write c.{reader.slots}")
+        self.q = self.projection(cfg, "into", True)
+        inputs = kind_of(cfg, reader).inputs
+        if self.phi is not None:
+            self.phi = partial(over_keys, self.phi, inputs)
+        self.make_slots(cfg, inputs)
+
+    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, T, D), k and v (B, Hkv, M, D), before norms."""
+        q = self.queries(x)
+        k, v = (slot.to(q.dtype).expand(len(q), -1, -1, -1) for slot in (self.slot_k, self.slot_v))
+        return q, k, v
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
+        return Heads.attend(self, q, k, v, Mask(causal=False))  # not self.attend, which cp replaces
+
+
 def over_keys(phi: Callable, inputs: int, scores: Tensor, n: Tensor) -> Tensor:
     """phi of the scores (..., T, inputs M) of learned keys: (..., T, M)."""
     return phi(*scores.chunk(inputs, -1))
 
 
-class Pool(nn.Module):
-    """sum_j phi(q . k_j) v_j W_O over a pool of keys k_j and values v_j. Attention and the MLP are settings of it.
+class ShapedAttention(Attention):
+    """(alpha_h I + beta_h softmax(q_h k_h^T / sqrt(D)) - gamma_h U) x_h (arXiv:2311.01906, equation 9; 2306.17759).
 
-    source       keys and values                                                 attributes
-    context      two projections of each token that the query sees               qkv
-    memory       two projections of each token of the encoder                    q, kv
-    parameters   for queries from heads: M slots of each key/value head          q, slot_k, slot_v
-                 for the stream: hidden units, rows of `up`, columns of `down`   up, down
-
-    Queries of H heads are projections of x, or x itself, cut into H heads; hidden units see it in n_group slices. G =
-    H / Hkv query heads share keys and values. Scores are divided by sqrt(D), but not before an MLP's phi. A softmax
-    normalises its sum. Another phi over n tokens is divided by n, and the sigmoid is that of the score minus log n
-    (arXiv:2309.08586, 2409.04431). W_O is a matrix, or left out.
+    U is the same attention with q = k = 0. So the initial values, W_Q = 0 and gains of 1, make this the identity. I and
+    U are never built as matrices. Values and output are x itself, or start near x where they are trained.
     """
 
-    per_head: tuple[str, ...] = ()  # names of the parameters that have a row for each head
-    strips: Callable | None = None  # see ops.attention
-    initial: dict[str, Normal | float | Tensor] = {}
-
-    def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["c"]):
-        super().__init__()
-        cfg, context = cfg.part(reader), reader.source == "context"
-        H, Hkv, D, C = cfg.n_head, cfg.kv_heads, cfg.head_size, cfg.n_embd
-        self.reader, self.head_dim, self.n_head, self.group = reader, D, H, H // Hkv
-        self.window, self.causal = cfg.layer_window(layer) if context else 0, context and cfg.objective != "masked"
-        self.softcap, self.dropout = cfg.attn_softcap, cfg.dropout
-        self.cache = None  # decoding sets a KVCache
-        self.phi = None if reader.phi == "softmax" else MLP_KIND[cfg.mlp].f
-        self.qkv = self.gate = self.mix = None
-        self.units = reader.units
-        if self.units:
-            return self.make_units(cfg)
-        if self.phi:
-            self.phi = partial(over_keys, self.phi, 1 + cfg.gated) if reader.slotted else partial(over_tokens, self.phi)
-        self.q_norm = with_role(RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity(), "whole")
-        self.k_norm = with_role(RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity(), "whole")
-        self.position = layer_position(cfg, layer) if context else AttentionPosition(cfg)
-        self.make_projections(cfg, layer)
-        if cfg.attn_gate != "none" and context:
-            width, role = {"head": (1, "per_head"), "element": (D, "into")}[cfg.attn_gate]
-            self.gate = Linear(cfg, C, H * width, role)
-        if cfg.value_residual and context:
-            self.mix = nn.ModuleList(Gain(0.5) for _ in range(2 if layer else 0))
-        if reader.slotted:
-            self.per_head = (*self.per_head, "slot_k", "slot_v")
-            keys = 1 if self.phi is None else 1 + cfg.gated
-            self.slot_k, self.slot_v = (nn.Parameter(torch.empty(Hkv, n * cfg.n_slot, D)) for n in (keys, 1))
-            std = cfg.init_std * math.sqrt(C)  # as a normed stream's keys
-            self.initial = {**self.initial, "slot_k": Normal(std), "slot_v": Normal(std)}
+    per_head = ("alpha", "beta", "gamma")
 
     def make_projections(self, cfg: ModelConfig, layer: int):
-        """The layers that make q, k and v from x, and the one that maps the heads' results to the stream."""
-        H, Hkv, D, C, G = cfg.n_head, cfg.kv_heads, cfg.head_size, cfg.n_embd, self.group
-        in_heads, bias = self.reader.query == "heads", cfg.qkv_bias
-        self.out = Linear(cfg, H * D, C, "out") if self.reader.out == "matrix" else with_role(nn.Identity(), "out")
-        if self.reader.source == "context" and in_heads:
-            self.qkv = Linear(cfg, C, (G + 2) * Hkv * D, "into", (0, Hkv, (G * D, D, D)), bias)
-            return
-        self.q = Linear(cfg, C, H * D, "into", bias=bias) if in_heads else with_role(nn.Identity(), "into")
-        if self.reader.source != "parameters":
-            role = "memory" if self.reader.source == "memory" else "into"
-            self.kv = Linear(cfg, C, 2 * Hkv * D, role, (0, Hkv, (D, D)), bias)
+        Hkv, D, G = self.n_kv_head, self.head_dim, self.n_head // self.n_kv_head
+        if self.n_head * D != cfg.n_embd:
+            refuse(cfg, "block n_embd n_head head_size", "heads are slices of the stream; leave head_dim out")
+        self.qk = Linear(cfg, cfg.n_embd, (G + 1) * Hkv * D, "into", (0, Hkv, (G * D, D)), cfg.qkv_bias)
+        std = self.qk.initial["weight"].std
+        self.qk.initial = {"weight": Normal(std, zero=G * D, period=(G + 1) * D), "bias": 0.0}  # W_Q = 0
+        trained = cfg.simplified_value_proj
+        self.value = with_role(nn.Identity(), "into")
+        self.out = with_role(nn.Identity(), "out")
+        if trained == "all" or trained == "first" and layer == 0:
+            self.value = NearIdentity(cfg, "into")
+        if trained == "all":
+            self.out = NearIdentity(cfg, "out")
+        self.alpha = nn.Parameter(torch.empty(self.n_head))
+        self.beta = nn.Parameter(torch.empty(self.n_head))
+        self.gamma = nn.Parameter(torch.empty(self.n_head))
+        self.initial = {"alpha": 1.0, "beta": 1.0, "gamma": 1.0}
 
-    def make_units(self, cfg: ModelConfig):
-        """The layers of hidden units. A gated kind's `up` has `unit` rows of W_gate and of W_up in turn, so that tensor
-        parallelism can cut between them. Each of several groups reads a slice of the stream, and writes to it."""
-        C, hidden, groups = cfg.n_embd, cfg.hidden_dim, cfg.n_group
-        unit = cfg.hidden_unit if groups == 1 and self.phi else hidden // groups
-        rows = (unit,) * (1 + cfg.gated)
-        self.rows = rows if self.phi is None or cfg.gated else ()
-        self.phi = self.phi or (lambda scores: (scores * (C // groups) ** -0.5).softmax(-1))
-        self.q, self.out = nn.Identity(), nn.Identity()
+    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        return *self.split(self.qk(x), self.n_head // self.n_kv_head, 1), *self.split(self.value(x), 1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
+        alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
+        uniform = ops.uniform_attention(q, k, v, self.head_dim, mask, self.strips)
+        y = super().attend(q, k.to(q.dtype), v.to(q.dtype), mask)
+        y = alpha * v[:, :, -q.size(2) :] + beta * y - gamma * uniform
+        return y.to(v.dtype)  # not the gains, whose steps are smaller than those of 16 bits
+
+
+def hidden_units(cfg: ModelConfig, reader: Reader) -> int:
+    """F: the reader's share of mlp_ratio * C (2/3 of it for gated kinds), or the units of one of its experts. It is a
+    multiple of 64 if C is, and every group of channels gets an equal slice."""
+    ratio = cfg.mlp_ratio
+    multiple = cfg.n_group
+    if reader.source == "experts":
+        ratio = cfg.expert_ratio or ratio / (cfg.n_expert_active + cfg.n_expert_shared)
+        multiple = 8  # as ops.grouped_linear is fast with
+    width = ratio * reader.share * cfg.n_embd
+    if kind_of(cfg, reader).inputs == 2:
+        width *= 2 / 3
+    multiple = math.lcm(cfg.hidden_unit, multiple)
+    return max(multiple, round(width / multiple) * multiple)
+
+
+class MLP(nn.Module):
+    """down(phi(up(x))). The rows of `up` are keys that the stream itself asks for, the columns of `down` their values.
+
+    A gated kind's `up` has pieces of W_gate and of W_up in turn, so that tensor parallelism can cut between them. Each
+    of n_group groups reads a slice of the stream, and writes to it. A softmax is over the units of a group, with scores
+    divided by the root of their width. The switch .matrix adds a matrix W_O behind `down`.
+    """
+
+    def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["p"], hidden: int = 0):
+        super().__init__()
+        self.reader = reader
+        if reader.share > 1:
+            refuse(cfg, "layer", f"{reader.name} takes {reader.share} of the units; write a part, such as /2 or 3p/4")
+        kind = kind_of(cfg, reader)
+        C = cfg.n_embd
+        groups = 1 if hidden else cfg.n_group
+        hidden = hidden or hidden_units(cfg, reader)
+        if C % groups:
+            refuse(cfg, "n_group n_embd", f"set n_group to a divisor of n_embd: {divisors(C)}")
+        self.phi = kind.f
+        unit = cfg.hidden_unit if groups == 1 else hidden // groups
+        if kind is SOFTMAX:
+            unit = hidden // groups
+            self.phi = partial(scaled_softmax, (C // groups) ** -0.5)
+        rows = (unit,) * kind.inputs
+        self.rows = rows if kind is SOFTMAX or kind.inputs == 2 else ()
+        self.q = nn.Identity()
+        self.out = nn.Identity()
         if groups == 1:
             self.up = Linear(cfg, C, hidden * len(rows), "into", (0, hidden // unit, rows))
             self.down = Linear(cfg, hidden, C, "out")
         else:  # tensor parallelism cuts the slices, as it cuts heads
             self.up = GroupedLinear(cfg, groups, C, "into", rows)
             self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
-            self.q, self.out = with_role(nn.Identity(), "into"), with_role(nn.Identity(), "out")
-        if self.reader.out == "matrix":
+            self.q.role = "into"
+            self.out.role = "out"
+        if reader.out == "matrix":
             self.out = Linear(cfg, C, C, "second" if groups == 1 else "out")
             self.down.initial = self.up.initial
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        if self.units:
-            return self.out(self.down(activations(self.phi, self.rows, self.up(self.q(x)))))
-        q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
-        if self.mix is not None:
-            first = inputs.shared.setdefault(f"v of {v.size(1)} heads of {self.reader.name}", v)
-            if len(self.mix):  # not in the first layer
-                own, other = self.mix
-                v = (own(v) + other(first)).to(v.dtype)
-        y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)  # (B, T, H, D)
-        if self.gate is not None:
-            y = y * torch.sigmoid(self.gate(x)).unflatten(-1, (y.size(2), -1))
-        return self.out(y.flatten(2))  # (B, T, C)
+        return self.out(self.down(activations(self.phi, self.rows, self.up(self.q(x)))))
 
-    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, T, D), k and v (B, heads, T or S, D), before norms and positions."""
-        if self.qkv is not None:
-            return self.split(self.qkv(x), self.group, 1, 1)
-        (q,) = self.split(self.q(x.to(ops.matmul_dtype(x))), 1)
-        if self.reader.source == "parameters":
-            return q, *(slot.to(q.dtype).expand(len(q), -1, -1, -1) for slot in (self.slot_k, self.slot_v))
-        if self.reader.source == "memory" and self.cache:
-            return q, *self.cache.once(lambda: self.split(self.kv(inputs.memory), 1, 1))
-        return q, *self.split(self.kv(inputs.memory if self.reader.source == "memory" else x), 1, 1)
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
-        if self.reader.source == "parameters":
-            return Pool.attend(self, q, k, v, Mask(causal=False))  # not self.attend, which cp replaces
-        unplaced = q
-        q, k, v = self.position(q, k, v, inputs.table)
-        k, v = self.cache.extend(k, v) if self.cache and self.causal else (k, v)  # (B, heads, S, E)
-        docs = inputs.memory_docs if self.reader.source == "memory" else inputs.docs
-        mask = Mask(self.causal, self.window, docs)
-        y = self.attend(q, k, v, mask)[..., : self.head_dim]
-        if self.reader.slots != "own_slots":
-            return y
-        slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
-        return y + Pool.attend(self, unplaced, *slots, Mask(causal=False))
+def scaled_softmax(scale: float, scores: Tensor) -> Tensor:
+    return (scores * scale).softmax(-1)
 
-    def slots(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of the slots beside the context, each (Hkv, M, D)."""
-        return self.k_norm(self.slot_k).to(dtype), self.slot_v.to(dtype)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """phi of all scores, times the values. A variant of it goes here and works with slots, shaped and cross
-        attention too."""
-        if not q.dtype == k.dtype == v.dtype:
-            found = f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}"
-            raise ValueError(f"{found}; after a product of x with a float32 parameter, write .to(x.dtype)")
-        E, beside = v.size(3), self.reader.slots == "joint_slots"
-        slots = self.position.slots(*self.slots(k.dtype)) if beside else None  # each (Hkv, M, E)
-        options = self.softcap, self.dropout if self.training else 0.0, slots, self.strips, self.phi
-        return ops.attention(q, k, v, self.head_dim, mask, *options)[..., :E]
-
-    def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-        """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
-        B, T, _ = x.shape
-        n, D = sum(sizes), self.head_dim
-        heads = x.view(B, T, x.size(2) // (n * D), n, D).permute(0, 2, 3, 1, 4)  # (B, groups, n, T, D)
-        return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
+def activations(phi: Callable, rows: Shape, scores: Tensor) -> Tensor:
+    """phi of the scores (..., units) of hidden units. A gated phi has pieces of gates and values of `rows` in turn."""
+    if not rows:
+        return phi(scores)
+    parts = scores.unflatten(-1, (-1, sum(rows))).split(rows, dim=-1)  # each (..., F / unit, unit)
+    return phi(*parts).flatten(-2)
 
 
 class ExpertLinear(Linear):
@@ -1054,39 +936,40 @@ class Experts(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader):
         super().__init__()
-        self.reader, part, C = reader, cfg.part(reader), cfg.n_embd
+        check_experts(cfg, reader)
+        self.reader = reader
         self.active = cfg.n_expert_active
         self.score = torch.sigmoid if cfg.router == "sigmoid" else partial(torch.softmax, dim=-1)
-        hidden, unit = part.hidden_dim, part.hidden_unit
-        rows = (unit,) * (1 + part.gated)
-        self.phi, self.rows = MLP_KIND[part.mlp].f, rows if part.gated else ()
+        C = cfg.n_embd
+        hidden = hidden_units(cfg, reader)
+        kind = kind_of(cfg, reader)
+        rows = (cfg.hidden_unit,) * kind.inputs
+        self.phi = kind.f
+        self.rows = rows if kind.inputs == 2 else ()
         self.router = Linear(cfg, C, cfg.n_expert, "router")
-        self.up = ExpertLinear(part, C, hidden * len(rows), "into", (0, hidden // unit, rows))
-        self.down = ExpertLinear(part, hidden, C, "out")
+        self.up = ExpertLinear(cfg, C, hidden * len(rows), "into", (0, hidden // cfg.hidden_unit, rows))
+        self.down = ExpertLinear(cfg, hidden, C, "out")
         self.routing: Maybe = None  # of each sequence of the last evaluation: the loads, and the sum of p's entropies
         self.balance = LoadBalance(cfg.n_expert) if cfg.router_balance == "bias" else None
         self.shared = None
         if cfg.n_expert_shared:
-            wide = copy(part)
-            wide.mlp_ratio = cfg.n_expert_shared * hidden / C * (1.5 if part.gated else 1)  # see hidden_dim
-            wide.n_group = 1
-            self.shared = Pool(wide, layer, READER["p"]._replace(phi=reader.phi))
+            self.shared = MLP(cfg, layer, READER["p"]._replace(phi=reader.phi), cfg.n_expert_shared * hidden)
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         tokens = x.flatten(0, 1)  # (N, C)
         scores = ops.wide_linear(tokens, self.router.weight, self.router.bias)  # (N, E)
         p = self.score(scores)
-        k, chosen = self.active, self.choose(p)
+        chosen = self.choose(p)
         weights = p.gather(1, chosen)
-        weights = weights / (weights.sum(1, keepdim=True) + 1e-20) if k > 1 else weights
+        if self.active > 1:
+            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
         order, ends = ops.by_expert(chosen.flatten(), p.size(1))
-        load = ends.diff(prepend=ends.new_zeros(1)).to(p.dtype)
         if self.balance is not None:
+            load = ends.diff(prepend=ends.new_zeros(1)).to(p.dtype)
             weights = self.balance(weights, load)
         if not self.training:
-            entropy = torch.special.entr(p / p.sum(1, keepdim=True)).view(len(x), -1).sum(1, keepdim=True)
-            self.routing = torch.cat((loads(chosen.view(len(x), -1), p), entropy), dim=1).detach()
-        token = order // k  # of each row
+            self.routing = routing(p.view(*x.shape[:2], -1), chosen.view(len(x), -1))
+        token = order // self.active  # of each row
         rows = self.read(tokens.index_select(0, token), ends)  # (N k, C), sorted by expert
         rows = rows * weights.flatten().index_select(0, order)[:, None]
         y = rows.new_zeros(tokens.shape).index_add(0, token, rows).view_as(x)
@@ -1102,60 +985,36 @@ class Experts(nn.Module):
         return self.down(activations(self.phi, self.rows, self.up(rows, ends)), ends)
 
 
-def loads(chosen: Tensor, p: Tensor) -> Tensor:
-    """chosen (B, n), experts -> how often each of them is there, (B, E), where p is (..., E)."""
-    zeros = p.new_zeros(len(chosen), p.size(-1))
-    return zeros.scatter_add(1, chosen, p.new_ones(1).expand_as(chosen))
+def check_experts(cfg: ModelConfig, reader: Reader):
+    """ValueError if there are no experts, or none of this kind."""
+    if not cfg.n_expert:
+        refuse(cfg, "layer n_expert", "an e needs experts; set n_expert")
+    plain = (reader.query, reader.out, reader.slots) == ("stream", "none", "")
+    if not plain or reader.phi == "softmax" or reader.share > 1:
+        refuse(cfg, "layer", "experts may have only another map or a part of the units, such as e.relu2/2")
+    if cfg.n_expert_active > cfg.n_expert:
+        refuse(cfg, "n_expert_active n_expert", "a token reads some of the experts; lower it, or set more experts")
 
 
-def activations(phi: Callable, rows: Shape, scores: Tensor) -> Tensor:
-    """phi of the scores (..., units) of hidden units. A gated phi has pieces of gates and values of `rows` in turn."""
-    if not rows:
-        return phi(scores)
-    parts = scores.unflatten(-1, (-1, sum(rows))).split(rows, dim=-1)  # each (..., F / unit, unit)
-    return phi(*parts).flatten(-2)
+def routing(p: Tensor, chosen: Tensor) -> Tensor:
+    """How often each expert is among those chosen (B, n), and the sum of the entropies of p (B, T, E): (B, E + 1)."""
+    loads = p.new_zeros(len(p), p.size(-1)).scatter_add(1, chosen, p.new_ones(1).expand_as(chosen))
+    entropy = torch.special.entr(p / p.sum(-1, keepdim=True)).flatten(1).sum(1, keepdim=True)
+    return torch.cat((loads, entropy), dim=1).detach()
 
 
-def module_of(cfg: ModelConfig, layer: int, reader: Reader) -> nn.Module:
+def make_reader(cfg: ModelConfig, layer: int, reader: Reader) -> nn.Module:
     """The module of a reader."""
-    return (Experts if reader.source == "experts" else Pool)(cfg, layer, reader)
+    if reader.units:
+        return (MLP if reader.dense else Experts)(cfg, layer, reader)
+    kinds = {"context": Attention, "memory": CrossAttention, "parameters": Slots, "experts": Experts}
+    return kinds[reader.source](cfg, layer, reader)
 
 
 def mlp_of(cfg: ModelConfig, layer: int) -> nn.Module:
-    """The MLP of a layer, which may have experts."""
-    return module_of(cfg, layer, READER["e" if cfg.expert_layer(layer) else "p"])
-
-
-class ShapedPool(Pool):
-    """(alpha_h I + beta_h softmax(q_h k_h^T / sqrt(D)) - gamma_h U) x_h (arXiv:2311.01906, equation 9; 2306.17759).
-
-    U is the same attention with q = k = 0. So the initial values, W_Q = 0 and gains of 1, make this the identity. I and
-    U are never built as matrices. Values and output are x itself, or start near x where they are trained.
-    """
-
-    per_head = ("alpha", "beta", "gamma")
-
-    def make_projections(self, cfg: ModelConfig, layer: int):
-        G, Hkv, D = self.group, cfg.kv_heads, cfg.head_size
-        self.qk = Linear(cfg, cfg.n_embd, (G + 1) * Hkv * D, "into", (0, Hkv, (G * D, D)), cfg.qkv_bias)
-        std = self.qk.initial["weight"].std
-        self.qk.initial = {"weight": Normal(std, zero=G * D, period=(G + 1) * D), "bias": 0.0}  # W_Q = 0
-        trained = {"first": (layer == 0, False), "all": (True, True), "none": (False, False)}[cfg.simplified_value_proj]
-        roles = zip(trained, ("into", "out"), strict=True)
-        self.value, self.out = (NearIdentity(cfg, role) if on else with_role(nn.Identity(), role) for on, role in roles)
-        self.alpha, self.beta, self.gamma = (nn.Parameter(torch.empty(cfg.n_head)) for _ in range(3))
-        self.initial = {"alpha": 1.0, "beta": 1.0, "gamma": 1.0}
-
-    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        return *self.split(self.qk(x), self.group, 1), *self.split(self.value(x), 1)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
-        alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
-        uniform = ops.uniform_attention(q, k, v, self.head_dim, mask, self.strips)
-        y = super().attend(q, k.to(q.dtype), v.to(q.dtype), mask)
-        y = alpha * v[:, :, -q.size(2) :] + beta * y - gamma * uniform
-        return y.to(v.dtype)  # not the gains, whose steps are smaller than those of 16 bits
+    """The MLP of a layer, which has experts behind the first n_dense_layer if there are any."""
+    letter = "e" if cfg.n_expert and layer >= cfg.n_dense_layer else "p"
+    return make_reader(cfg, layer, READER[letter])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1172,15 +1031,24 @@ class Sum(nn.Module):
 
     def __init__(self, cfg: ModelConfig, skip: int | str = 1, gains: dict[str, float] | None = None, **readers):
         super().__init__()
-        self.before, self.after, self.total = (norm(cfg, role) for role in ("before", "after", "total"))
-        require(set(gains or ()) <= set(readers), f"gains={gains} must have the names of readers: {', '.join(readers)}")
-        each = [Gain(gains[name]) if name in gains else nn.Identity() for name in readers] if gains else []
-        self.gain = each[0] if len(each) == 1 else nn.Identity()
-        self.gains = nn.ModuleList(each) if len(each) > 1 else None
-        self.skip = Gain(1.0) if skip == "learned" else nn.Identity() if skip else None
-        self.dropout, self.names = cfg.dropout, tuple(readers)
+        self.before = norm(cfg, "before")
+        self.after = norm(cfg, "after")
+        self.total = norm(cfg, "total")
+        self.gain = nn.Identity()
+        self.gains = None
+        if gains and not gains.keys() <= readers.keys():
+            raise ValueError(f"gains={gains} must have the names of readers: {', '.join(readers)}")
+        if gains and len(readers) == 1:
+            (initial,) = gains.values()
+            self.gain = Gain(initial)
+        elif gains:
+            self.gains = nn.ModuleList(Gain(gains[name]) if name in gains else nn.Identity() for name in readers)
+        self.skip = {1: nn.Identity(), "learned": Gain(1.0), 0: None}[skip]
+        self.dropout = cfg.dropout
+        self.names = tuple(readers)
         for name, reader in readers.items():
-            require(not hasattr(self, name), f"a reader cannot have the name {name!r}, which a sum has for itself")
+            if hasattr(self, name):
+                raise ValueError(f"a reader cannot have the name {name!r}, which a sum has for itself")
             self.add_module(name, reader)
 
     def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
@@ -1195,22 +1063,22 @@ class Sum(nn.Module):
         return self.total(y).to(s.dtype)  # some norms return float32
 
 
-def readers_of(cfg: ModelConfig, layer: int, string: str) -> list[Sum]:
-    """The sums of a layer whose readers stand in this string, as in cfg.layer."""
-    if cfg.block != "superblock" and cfg.expert_layer(layer):
+def readers_of(cfg: ModelConfig, layer: int, string: str = "") -> list[Sum]:
+    """The sums of a layer whose readers stand in this string, by default in the layer's own of cfg.layer."""
+    if string and cfg.n_expert and layer >= cfg.n_dense_layer:
         string = string.replace("p", "e")
-    sums = layer_readers(string, cfg.objective, layer)
-    return [Sum(cfg, **{reader.name: module_of(cfg, layer, reader) for reader in readers}) for readers in sums]
+    sums = cfg.sums(layer, string)
+    return [Sum(cfg, **{reader.name: make_reader(cfg, layer, reader) for reader in readers}) for readers in sums]
 
 
-def cross(cfg: ModelConfig, layer: int) -> dict[str, Pool]:
+def cross(cfg: ModelConfig, layer: int) -> dict[str, Heads]:
     """Cross-attention, if there is an encoder. Block leaves out a sum without readers."""
-    return {"cross": Pool(cfg, layer, READER["m"])} if cfg.objective == "seq2seq" else {}
+    return {"cross": CrossAttention(cfg, layer)} if cfg.objective == "seq2seq" else {}
 
 
 def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n1(s));  s = g_S s + b_FF M(n2(s)): no skip around attention (SAS, arXiv:2311.01906)."""
-    attn = Sum(cfg, skip=0, gains={"attn": 1.0}, attn=ShapedPool(cfg, layer))
+    attn = Sum(cfg, skip=0, gains={"attn": 1.0}, attn=ShapedAttention(cfg, layer))
     mlp = Sum(cfg, skip="learned", gains={"mlp": cfg.simplified_beta_ff}, mlp=mlp_of(cfg, layer))
     return [attn, Sum(cfg, **cross(cfg, layer)), mlp]
 
@@ -1218,7 +1086,7 @@ def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
 def simplified_parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n(s)) + b_FF M(n(s)): no skip at all (SAS-P, arXiv:2311.01906)."""
     gains = {"attn": 1.0, "mlp": cfg.simplified_beta_ff}
-    both = Sum(cfg, skip=0, gains=gains, attn=ShapedPool(cfg, layer), mlp=mlp_of(cfg, layer))
+    both = Sum(cfg, skip=0, gains=gains, attn=ShapedAttention(cfg, layer), mlp=mlp_of(cfg, layer))
     return [Sum(cfg, **cross(cfg, layer)), both]
 
 
@@ -1227,7 +1095,7 @@ BLOCK: dict[str, Callable[[ModelConfig, int], list[Sum]]] = {
     "parallel": partial(readers_of, string="m,c+p"),  # one norm for both (GPT-J; PaLM, arXiv:2204.02311)
     "simplified": simplified,
     "simplified_parallel": simplified_parallel,
-    "superblock": lambda cfg, layer: readers_of(cfg, layer, cfg.layer),
+    "superblock": readers_of,
 }
 
 
@@ -1238,9 +1106,11 @@ class Block(nn.Module):
         super().__init__()
         self.sums = nn.ModuleList(each for each in BLOCK[cfg.block](cfg, layer) if each.names)
         names = [name for each in self.sums for name in each.names]  # initial weights depend on the names
-        require(len(set(names)) == len(names), f"block={cfg.block} has two readers of one name: {', '.join(names)}")
+        if len(set(names)) < len(names):
+            raise ValueError(f"block={cfg.block} has two readers of one name: {', '.join(names)}")
         plain = [name for name, m in self.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, Linear)]
-        require(not plain, f"block={cfg.block} has plain nn.Linear layers: {', '.join(plain)}; use Linear, with a role")
+        if plain:
+            raise ValueError(f"block={cfg.block} has plain nn.Linear layers, {', '.join(plain)}; use Linear")
 
     def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
         for each in self.sums:
@@ -1258,6 +1128,8 @@ class Stack(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
+        if not any(reader.source == "context" and n for reader, n in cfg.readers):
+            refuse(cfg, "layer n_layer", "a layer has no c, so no token would see another; add one")
         kind = "layernorm" if cfg.bare else "none"
         self.first_norm = with_role(NORM[kind](cfg), "whole")
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
@@ -1268,7 +1140,8 @@ class Stack(nn.Module):
         return self.position_table(t, torch.promote_types(x.dtype, torch.float32))
 
     def through_blocks(self, x: Tensor, inputs: Inputs) -> Tensor:
-        x, inputs = self.first_norm(x).to(x.dtype), inputs._replace(shared=Shared())
+        x = self.first_norm(x).to(x.dtype)
+        inputs = inputs._replace(shared=Shared())
         for block in self.blocks:
             x = block(x, inputs)
         return self.norm(x)
@@ -1276,17 +1149,31 @@ class Stack(nn.Module):
 
 class Model(Stack):
     """Computes logits or the loss from token ids; see the module's docstring. seed determines the initial weights; None
-    draws a seed from torch's global generator."""
+    draws a seed from torch's global generator.
+
+    With objective="seq2seq", the encoder reads source (B, S). docs (B, T) and source_docs (B, S) hold document numbers
+    that never decrease along a row: a token sees only its own document, and a document of docs reads that of
+    source_docs. Padding is a document of its own. doc_starts (B, n) and source_doc_starts (B, n), the first tokens of
+    documents 0 ... n - 1, let CUDA compute them in one kernel.
+    """
 
     def __init__(self, cfg: ModelConfig, seed: int | None = None):
-        require(cfg.vocab_size > 0, "vocab_size=0 means the data's, and here there is no data; set vocab_size")
+        if cfg.vocab_size == 0:
+            refuse(cfg, "vocab_size", "this means the data's, and here there is no data; set it")
+        check_strings(cfg)
         super().__init__(cfg)
         self.wte = with_role(embedding(cfg, cfg.vocab_rows), "vocab")
         self.pos = POSITION[cfg.pos][0](cfg)
         self.head = with_role(UndrawnLinear(cfg.n_embd, cfg.vocab_rows, bias=False), "vocab")
         self.head.initial = {"weight": Normal(cfg.init_std)}
-        self.encoder = Stack(cfg.stacks[1]) if cfg.objective == "seq2seq" else None
-        self.chunk_loss, self.n_targets = ops.chunk_loss, None
+        self.encoder = None
+        if cfg.objective == "seq2seq":
+            flags = copy(cfg)
+            flags.objective = "masked"
+            flags.n_layer = cfg.n_encoder_layer or cfg.n_layer
+            self.encoder = Stack(flags)
+        self.chunk_loss = ops.chunk_loss
+        self.n_targets = None
         self.tie()
         check_initial(self)
         if not self.wte.weight.is_meta:
@@ -1320,17 +1207,14 @@ class Model(Stack):
         self, idx: Tensor, targets: Maybe = None, docs: Maybe = None, source: Maybe = None, source_docs: Maybe = None,
         doc_starts: Maybe = None, source_doc_starts: Maybe = None,
     ) -> Tensor:  # fmt: skip
-        """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0. The
-        module's docstring says what the others are; each number in docs must also be in source_docs."""
-        pairs = (docs, source_docs), (doc_starts, source_doc_starts)
-        together = source is None or all((a is None) == (b is None) for a, b in pairs)
-        fact = "docs and source_docs go together, and so do doc_starts and source_doc_starts"
-        require(together, f"{fact}; give zeros to the one that is a single document")
+        """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0."""
+        alone = (docs is None) != (source_docs is None) or (doc_starts is None) != (source_doc_starts is None)
+        if source is not None and alone:
+            fact = "docs and source_docs go together, and so do doc_starts and source_doc_starts"
+            raise ValueError(f"{fact}; give zeros to the one that is a single document")
         memory = self.encode(source, source_docs, source_doc_starts)
         x = self.hidden(idx, 0, docs, memory, source_docs, doc_starts, source_doc_starts)
-        if targets is None:
-            return self.logits(x)
-        return self.loss(x, targets)
+        return self.logits(x) if targets is None else self.loss(x, targets)
 
     def experts(self) -> list[Experts]:
         """The experts of all layers, those of the encoder last."""
@@ -1338,22 +1222,27 @@ class Model(Stack):
 
     def encode(self, source: Maybe, docs: Maybe = None, starts: Maybe = None) -> Maybe:
         """source (B, S) -> the encoder's output (B, S, C), called memory; None for a model without an encoder."""
-        given, wanted = source is not None, self.encoder is not None
-        require(given == wanted, f"objective={self.cfg.objective} {'needs a' if wanted else 'reads no'} source")
-        return self.hidden(source, docs=docs, starts=starts, stack=self.encoder) if given else None
+        if source is None and self.encoder is not None:
+            raise ValueError(f"objective={self.cfg.objective} needs a source")
+        if source is not None and self.encoder is None:
+            raise ValueError(f"objective={self.cfg.objective} reads no source")
+        return None if source is None else self.hidden(source, docs=docs, starts=starts, stack=self.encoder)
 
     def embed(self, idx: Tensor, start: int, docs: Maybe = None) -> tuple[Tensor, Tensor]:
         """idx (B, T), whose first token has position `start`, docs (B, T) -> the stream (B, T, C), positions (T,)."""
-        T, limit = idx.size(1), self.cfg.block_size
-        require(T <= limit, f"a sequence of {T} tokens does not fit in block_size={limit}; crop it")
+        cfg, T = self.cfg, idx.size(1)
+        if T > cfg.block_size:
+            raise ValueError(f"a sequence of {T} tokens does not fit in block_size={cfg.block_size}; crop it")
         t = self.place(torch.arange(start, start + T, device=idx.device))
         place = t
-        if docs is not None and self.cfg.doc_positions:
+        if docs is not None and cfg.doc_positions:
             docs = docs.contiguous()
             place = t - torch.searchsorted(docs, docs[:, t])  # (B, T), counted from the first token of the document
-        x = self.wte(idx) if self.cfg.embed_scale == 1 else self.wte(idx) * self.cfg.embed_scale
-        x = ops.dropped(self.pos(x, place), self.cfg.dropout * self.training)
-        return x.to(stream_dtype(self.cfg, x)), t
+        x = self.wte(idx)
+        if cfg.embed_scale != 1:
+            x = x * cfg.embed_scale
+        x = ops.dropped(self.pos(x, place), cfg.dropout * self.training)
+        return x.to(stream_dtype(cfg, x)), t
 
     def place(self, t: Tensor) -> Tensor:
         """Numbers of the tokens that this model is given, (T,) -> their positions in the text."""
@@ -1365,8 +1254,12 @@ class Model(Stack):
     ) -> Tensor:  # fmt: skip
         """idx (B, T), whose first token has position `start` -> the stream that the head reads, or with stack=encoder
         the cross-attention, (B, T, C)."""
-        (x, t), stack = self.embed(idx, start, docs), stack or self
-        own, of_memory = (None, None) if docs is None else ((docs, docs), (docs, memory_docs))
+        stack = self if stack is None else stack
+        x, t = self.embed(idx, start, docs)
+        own = of_memory = None
+        if docs is not None:
+            own = docs, docs
+            of_memory = docs, memory_docs
         if docs is not None and starts is not None:
             ends = ops.boundaries(starts, docs.size(1))
             own = *own, ends
@@ -1385,15 +1278,70 @@ class Model(Stack):
         return ops.capped(ops.at_least_float32(logits), self.cfg.logit_softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
-        options = self.cfg.logit_softcap, self.cfg.loss_chunk, self.chunk_loss, self.cfg.z_loss
-        total = ops.cross_entropy(x, self.head_weight(), targets, *options)
+        cfg = self.cfg
+        x = x.flatten(0, 1)  # (N, C)
+        targets = targets.flatten()
+        weight = self.head_weight()
+        total = ops.cross_entropy(x, weight, targets, cfg.logit_softcap, cfg.loss_chunk, self.chunk_loss, cfg.z_loss)
         return self.mean(total, targets)
 
     def mean(self, total: Tensor, targets: Tensor) -> Tensor:
         """A sum over targets >= 0, divided by their number; if `n_targets` is not None, by this number instead."""
-        return total / ((targets >= 0).sum().clamp(min=1) if self.n_targets is None else self.n_targets)
+        n = (targets >= 0).sum().clamp(min=1) if self.n_targets is None else self.n_targets
+        return total / n
 
     def n_params(self) -> int:
         """Number of trainable parameters; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
+
+
+def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:
+    """The dtype of a residual stream that begins with x."""
+    narrow = ops.matmul_dtype(x)
+    return x.dtype if ops.wide_stream(cfg.fp32_residual, x.device, narrow) else narrow
+
+
+def try_flags(cfg: ModelConfig):
+    """ValueError if no model has these flags: makes one on the meta device, without memory and work."""
+    flags = copy(cfg)
+    flags.vocab_size = cfg.vocab_size or 1
+    with torch.device("meta"):
+        Model(flags)
+
+
+def check_strings(cfg: ModelConfig):
+    """ValueError if not each string of cfg.layer can be built in some layer."""
+    if cfg.block != "superblock":
+        return
+    if len(cfg.strings) > cfg.n_layer:
+        refuse(cfg, "layer n_layer", "there are more strings than layers; leave some out")
+    readers = [reader for string in cfg.strings for readers in parsed(string) for reader in readers]
+    if cfg.objective != "seq2seq" and any(reader.source == "memory" for reader in readers):
+        refuse(cfg, "layer objective", "an m reads an encoder; set objective=seq2seq, or leave m out")
+
+
+def check_initial(model: nn.Module):
+    """ValueError names a parameter whose module does not say what it begins with, or into which __init__ has written,
+    or a buffer: a model that is built in parts, without memory, would lose these values."""
+    for path, module in model.named_modules():
+        declared = getattr(module, "initial", {})
+        for name, p in module.named_parameters(recurse=False):
+            value = "Normal(0.02)" if p.dim() > 1 else "0.0"
+            remedy = f'give its {type(module).__name__} an initial = {{"{name}": {value}}}, or other values'
+            if p.dim() == 0:
+                raise ValueError(f"{path}.{name} has no dimensions, one of which FSDP cuts; give it the shape (1,)")
+            if name not in declared:
+                raise ValueError(f"{path}.{name} begins with no declared values; {remedy}")
+            if p._version > 0 and not draws(module):
+                raise ValueError(f"{path}.{name} is written in __init__; instead, {remedy}")
+        for name, value in declared.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ValueError(f"initial[{name!r}] of {path} has no values; make this tensor with device='cpu'")
+    for name, _ in model.named_buffers():
+        raise ValueError(f"{name} is a buffer, whose values a model built in parts loses; compute it in forward")
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether this layer is one of PyTorch, which writes into its parameters when it is made; ours do not."""
+    reset = getattr(type(module), "reset_parameters", None)
+    return reset is not None and reset.__module__ != __name__

@@ -35,12 +35,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from configurator import Config, check_range, parse
+from configurator import Config, parse
 from data.errors import command, require, user_errors
 from data.objective import OBJECTIVE
 from data.tokenizer import Tokenizer
@@ -49,6 +49,7 @@ from engine.decode import finite, generate
 from engine.device import resolve_device, resolve_dtype
 from engine.plan import memory
 from engine.text import LARGEST_PROMPT, Sample, prompt_ids, read_prompt, read_text, token_logprobs
+from flags import Flags
 from model import Model
 
 Chooser = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
@@ -62,39 +63,33 @@ SEPARATOR = "\n---------------\n"
 
 
 @dataclass
-class SampleConfig:
+class SampleConfig(Flags):
     """The flags of sample.py. ValueError names the flag, its value and the remedy."""
 
     # --- sample
     out_dir: str = "out"  # the model: a training run, one of its checkpoints, ema:RUN, nanogpt:FILE or hf:DIR
-    start: str = ""  # the prompt, or FILE:path; empty = end-of-text, or a newline where there is none
-    blank: str = "<mask>"  # text in the prompt that marks a missing token (masked) or span (seq2seq)
-    num_samples: int = 1  # samples of the same prompt, generated in one batch
-    max_new_tokens: int = 500  # largest length of a sample; end-of-text or `stop` ends it earlier
-    stop: str = ""  # text before which a sample ends; empty = only end-of-text ends it
-    overflow: Literal["recompute", "roll"] = "recompute"  # beyond block_size: recompute the context, or drop its oldest
-    seed: int = 1337  # the same seed gives the same samples
+    start: str = ""  # [score=''] the prompt, or FILE:path; empty = end-of-text, or a newline where there is none
+    blank: str = "<mask>"  # [score=''] text in the prompt that marks a missing token (masked) or span (seq2seq)
+    num_samples: int = 1  # [>0] [score=''] samples of the same prompt, generated in one batch
+    max_new_tokens: int = 500  # [>0] [score=''] largest length of a sample; end-of-text or `stop` ends it earlier
+    stop: str = ""  # [score=''] text before which a sample ends; empty = only end-of-text ends it
+    overflow: Literal["recompute", "roll"] = "recompute"  # [score=''] beyond block_size
+    seed: int = 1337  # [score=''] the same seed gives the same samples
     score: str = ""  # text file: print the log-probability of each of its tokens as JSON lines, and generate nothing
     # --- distribution
-    temperature: float = 0.8  # below 1 sharper, above 1 flatter, 0 = the most likely token; 0 for targets unless set
-    top_k: int = 200  # keeps the k most likely tokens, 0 = all
-    top_p: float = 1.0  # keeps the fewest most likely tokens of this total probability (arXiv:1904.09751)
-    min_p: float = 0.0  # keeps tokens of at least this fraction of the largest probability (arXiv:2407.01082)
+    temperature: float = 0.8  # [score=''] 0 = the most likely token, which is usual for targets; above 1 flatter
+    top_k: int = 200  # [score=''] keeps the k most likely tokens, 0 = all
+    top_p: float = 1.0  # [>0] [<=1] [score=''] keeps the most likely tokens of this total (arXiv:1904.09751)
+    min_p: float = 0.0  # [<=1] [score=''] least share of the largest probability (arXiv:2407.01082)
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto on a CPU = float32
 
-    OF_SAMPLES = "start blank num_samples max_new_tokens stop overflow seed temperature top_k top_p min_p".split()
-    USED_WHEN: ClassVar = dict.fromkeys(OF_SAMPLES, (lambda c: not c.score, "score=''"))
-
     def __post_init__(self):
-        check_range(self, "num_samples max_new_tokens", 1)
-        check_range(self, "top_k seed", 0)
+        super().__post_init__()
         require(self.blank != "", "blank='' must not be empty; set it to a text such as <mask>")
         likeliest = self.temperature == 0 or self.temperature >= 1e-6
         require(likeliest, f"temperature={self.temperature} must be 0 (the most likely token) or at least 1e-06")
-        require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token")
-        require(0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]; 0 keeps every token")
         require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
 
 

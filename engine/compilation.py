@@ -25,7 +25,7 @@ import torch.nn as nn
 
 from data.errors import require
 from engine.parallel.ranks import Ranks, is_first_rank, together
-from model import ExpertLinear, Pool
+from model import ExpertLinear, Heads
 from ops import linear_by_linear, strip_attention
 
 MOST_IN_STRIPS = 1024  # tokens; each strip of attention is compiled for itself, in seconds
@@ -106,7 +106,7 @@ def compile_model(model: nn.Module, blocks: list[nn.Module], inside: bool = Fals
     if model.cfg.block_size > MOST_IN_STRIPS and model.cfg.activation_checkpoint == "none":  # which needs whole graphs
         reason = f"attention in strips of queries, with block_size above {MOST_IN_STRIPS}"
         strips = torch.compiler.disable(strip_attention, reason=reason)
-        for heads in (module for module in model.modules() if isinstance(module, Pool)):
+        for heads in (module for module in model.modules() if isinstance(module, Heads)):
             heads.strips = strips
     loop = torch.compiler.disable(linear_by_linear, reason="a product for each expert, whose rows differ in number")
     for experts in (module for module in model.modules() if isinstance(module, ExpertLinear)):

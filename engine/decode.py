@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from model import POSITION, Inputs, Model, NoEmbedding, Pool, Rope, require
+from data.errors import require
+from model import POSITION, Heads, Inputs, Model, NoEmbedding, Rope
 
 
 def finite(logits: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class KVCache:
 def set_caches(model: Model, length: int):
     """Give the heads empty caches for the keys and values of `length` tokens and of the memory; 0 = none."""
     for m in model.modules():
-        if isinstance(m, Pool):
+        if isinstance(m, Heads):
             m.cache = KVCache(length) if length and (m.causal or m.reader.source == "memory") else None
 
 
@@ -68,7 +69,7 @@ class Reader:
         self.model = model
         self.length = length
         self.memory = memory
-        self.heads = [m for m in model.modules() if isinstance(m, Pool) and m.causal]
+        self.heads = [m for m in model.modules() if isinstance(m, Heads) and m.causal]
         self.rotates = any(isinstance(m.position, Rope) for m in self.heads)
         self.clear()
 

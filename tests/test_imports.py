@@ -1,5 +1,5 @@
-"""Modules import each other in one direction: commands and tools -> engine -> configurator -> model -> ops, and data
-imports none of these."""
+"""Modules import each other in one direction: commands and tools -> engine -> configurator -> model -> ops and flags,
+and data imports none of these."""
 
 import ast
 import sys
@@ -12,7 +12,15 @@ from helpers import ROOT
 FILES = [*ROOT.glob("*.py"), *(path for top in ("data", "engine", "tools") for path in ROOT.glob(f"{top}/**/*.py"))]
 MODULE = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
 COMMANDS = {name for name, path in MODULE.items() if '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8")}
-LEVEL = {"ops": 0, "model": 1, "data": 1, "configurator": 2, "engine": 3, "tools": 4}  # train, sample and evaluate: 5
+LEVEL = {
+    "ops": 0,
+    "flags": 0,
+    "model": 1,
+    "data": 1,
+    "configurator": 2,
+    "engine": 3,
+    "tools": 4,
+}  # train, sample and evaluate: 5
 
 
 @cache
@@ -38,7 +46,11 @@ def test_a_module_imports_nothing_from_above(name):
     assert not ours & COMMANDS, "what two commands need belongs in a module that is none"
     assert "model" not in ours or not name.startswith("data.")
     if level(name) < 2 and not name.startswith("data."):
-        assert {other.partition(".")[0] for other in imports(name)} <= {"torch", "ops"} | sys.stdlib_module_names
+        assert {other.partition(".")[0] for other in imports(name)} <= {
+            "torch",
+            "ops",
+            "flags",
+        } | sys.stdlib_module_names
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -46,4 +58,4 @@ def test_no_modules_import_each_other_in_a_circle():
         order = list(TopologicalSorter({name: imports(name) & MODULE.keys() for name in MODULE}).static_order())
     except CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
-    assert order.index("ops") < order.index("model") < order.index("train")
+    assert order.index("flags") < order.index("model") < order.index("train")

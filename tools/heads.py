@@ -33,12 +33,12 @@ from data.errors import require
 from ops import Mask, capped
 
 
-def reader_of(model: M.Model, layer: int, reader: str) -> M.Pool:
+def reader_of(model: M.Model, layer: int, reader: str) -> M.Heads | M.MLP:
     """The reader of this name in a layer; empty = the first one of the context. ValueError if there is none."""
     limit = model.cfg.n_layer
     require(0 <= layer < limit, f"layer={layer} must be in 0 .. {limit - 1}")
     found = {name: getattr(each, name) for each in model.blocks[layer].sums for name in each.names}
-    pools = {name: pool for name, pool in found.items() if isinstance(pool, M.Pool)}  # not experts
+    pools = {name: pool for name, pool in found.items() if isinstance(pool, M.Heads | M.MLP)}  # not experts
     if not reader:
         reader = next((name for name, pool in pools.items() if pool.reader.source == "context"), "")
         require(reader, f"layer {layer} has no attention to the context; name another reader: {', '.join(found)}")
@@ -46,7 +46,7 @@ def reader_of(model: M.Model, layer: int, reader: str) -> M.Pool:
     return pools[reader]
 
 
-def visible(pool: M.Pool, position: int, n: int) -> tuple[int, int]:
+def visible(pool: M.Heads | M.MLP, position: int, n: int) -> tuple[int, int]:
     """The range [first, end) of the n tokens or slots of a pool that the query sees."""
     if pool.reader.source != "context":
         return 0, n
@@ -68,13 +68,13 @@ def contextual_mlp(
     """
     pool = reader_of(model, layer, reader)
     require(0 <= position < len(idx), f"position={position} must be in 0 .. {len(idx) - 1}")
-    heads = 1 if pool.units else pool.n_head
+    heads = 1 if isinstance(pool, M.MLP) else pool.n_head
     require(0 <= head < heads, f"head={head} must be in 0 .. {heads - 1}")
     read = []  # what the reader reads of this text
     with pool.register_forward_pre_hook(lambda _, args: read.extend(args)):
         model.hidden(idx[None], memory=model.encode(None if source is None else source[None]))
     x, inputs = read
-    if pool.units:
+    if isinstance(pool, M.MLP):
         units = hidden_units(pool, x[0, position])
     else:
         units = head_units(pool, x, inputs, head, position)
@@ -95,7 +95,7 @@ def linear_part(f: Callable[[Tensor], Tensor], n: int, like: Tensor) -> Tensor:
     return y[..., :-1, :] - y[..., -1:, :]
 
 
-def hidden_units(pool: M.Pool, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def hidden_units(pool: M.MLP, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """contextual_mlp of the hidden units of a p, for x (C,)."""
     hidden = M.activations(pool.phi, pool.rows, pool.up(x[None, None]))[0, 0]
     incoming = linear_part(pool.up, len(x), x)[0]  # (C, F), and of a gated kind (C, 2 F)
@@ -108,7 +108,7 @@ def hidden_units(pool: M.Pool, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return incoming.T, torch.func.jacrev(down)(hidden).T, hidden  # linear_part would make an F x F matrix
 
 
-def head_units(pool: M.Pool, x: Tensor, inputs: M.Inputs, head: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
+def head_units(pool: M.Heads, x: Tensor, inputs: M.Inputs, head: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
     """contextual_mlp of a head that reads tokens or slots, for x (1, T, C)."""
     context = pool.reader.source == "context"
     q, k, v = pool.project(x, inputs)  # before norms and positions: q (1, H, T, D), k and v (1, heads, T or S, D)
@@ -140,7 +140,7 @@ def head_units(pool: M.Pool, x: Tensor, inputs: M.Inputs, head: int, position: i
     return incoming, outgoing @ W_O, hidden
 
 
-def query_rows(pool: M.Pool, x: Tensor, inputs: M.Inputs, q: Tensor) -> Tensor:
+def query_rows(pool: M.Heads, x: Tensor, inputs: M.Inputs, q: Tensor) -> Tensor:
     """W_Q^T of each head and, as the last row, the query q (1, H, 1, D), both with q's norm: (1, H, C + 1, D). Their
     products with the keys are the incoming weights and the scores."""
     W_Q = linear_part(lambda e: pool.project(e, inputs)[0], x.size(2), x)  # (1, H, C, D)
@@ -151,7 +151,7 @@ def query_rows(pool: M.Pool, x: Tensor, inputs: M.Inputs, q: Tensor) -> Tensor:
 
 
 def units_of_keys(
-    pool: M.Pool, head: int, keys: Tensor, values: Tensor, queries: Tensor, n: int = 0, own: int | None = None
+    pool: M.Heads, head: int, keys: Tensor, values: Tensor, queries: Tensor, n: int = 0, own: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The units of keys and values (S, E) with one normaliser: incoming (S, C), values / Z (S, D), hidden (S,).
 
@@ -172,23 +172,23 @@ def units_of_keys(
         hidden = pool.phi(score[None], score.new_tensor([[n]]))[0]
         Z = torch.ones_like(hidden[0])
     require(hidden.isfinite().all(), f"a score of head={head} is above 88 and overflows; no activations")
-    if isinstance(pool, M.ShapedPool):
+    if isinstance(pool, M.ShapedAttention):
         hidden = pool.beta[head] * hidden - pool.gamma[head] * Z * bias.softmax(0)
         hidden[own] += pool.alpha[head] * Z
     return scores[: len(values), :-1], values[:, :D] / Z, hidden  # of a gated map, the scores of the gate
 
 
-def term(pool: M.Pool, x: Tensor, inputs: M.Inputs, head: int) -> Tensor:
+def term(pool: M.Heads | M.MLP, x: Tensor, inputs: M.Inputs, head: int) -> Tensor:
     """A head's term of the reader's output as the module itself computes it from x (1, T, C): (T, C). A p is one
     head."""
 
     def silence(_, args: tuple[Tensor]) -> Tensor:
         """All other heads in the first row of the batch, and all heads in the second."""
         y = torch.zeros_like(args[0])  # (2, T, H D)
-        channels = slice(None) if pool.units else slice(head * pool.head_dim, (head + 1) * pool.head_dim)
+        channels = slice(None) if isinstance(pool, M.MLP) else slice(head * pool.head_dim, (head + 1) * pool.head_dim)
         y[0, :, channels] = args[0][0, :, channels]
         return y
 
-    with (pool.down if pool.units else pool.out).register_forward_pre_hook(silence):
+    with (pool.down if isinstance(pool, M.MLP) else pool.out).register_forward_pre_hook(silence):
         alone, nothing = pool.forward(x.expand(2, -1, -1), inputs)  # hooks have had their turn
     return alone - nothing

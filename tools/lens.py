@@ -92,7 +92,7 @@ def read_units(
     rows = share.abs().argsort(descending=True, stable=True)[:most].sort().values
     parts = torch.cat((hidden[rows, None] * outgoing[rows], (hidden @ outgoing)[None]))  # all units together come last
     *promotes, together = promoted(model, tokenizer, parts, streams[-1][0, position])
-    if pool.units:
+    if isinstance(pool, M.MLP):
         names = [f"unit {i}" for i in range(len(hidden))]
     else:
         text = source if pool.reader.source == "memory" else idx
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None):
         units, n, together = read_units(model, tokenizer, idx, *of_reader)
     sys.stdout.reconfigure(errors="replace")  # for a terminal without Unicode
     reader = " of ".join(filter(None, (f"head {cfg.head}", cfg.reader)))
-    if reader_of(model, cfg.layer, cfg.reader).units:
+    if isinstance(reader_of(model, cfg.layer, cfg.reader), M.MLP):
         reader = cfg.reader  # hidden units belong to no head
     title = f"layer {cfg.layer}, {reader}, query {position} {spelled(tokenizer, int(idx[position]))}"
     print(f"{path}, {title}: {n} units, which together promote {listed(together)}")

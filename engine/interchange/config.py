@@ -15,7 +15,8 @@ from typing import Any
 
 from configurator import convert
 from data.errors import require
-from model import READER, ModelConfig
+from flags import READER
+from model import ModelConfig, hidden_units, try_flags
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The keys of a file
@@ -134,7 +135,7 @@ class Family:
             keys.pop(name, None)
         refuse_rest(keys, NEUTRAL | self.fixed)
         flags = {flag: convert(ModelConfig, flag, value, "config.json") for flag, value in flags.items()}
-        ModelConfig(**flags)  # may raise
+        try_flags(ModelConfig(**flags))
         return flags
 
     def _mlp(self, keys: dict, C: int) -> dict:
@@ -158,15 +159,13 @@ class Family:
 
     def config(self, cfg: ModelConfig) -> dict[str, Any]:
         """config.json for these flags. Flags that the family cannot express get lost."""
-        part = cfg
-        if cfg.n_expert:
-            part = cfg.part(READER["e"])
-        theirs = [name for name, ours in self.activations.items() if ours == part.mlp] or [*self.activations]
+        reader = READER["e" if cfg.n_expert else "p"]
+        theirs = [name for name, ours in self.activations.items() if ours == cfg.mlp] or [*self.activations]
         types = [SLIDING if cfg.layer_window(i) else FULL for i in range(cfg.n_layer)]
         written = {name: getattr(cfg, flag) for name, flag in SAME.items()}
         written |= {name: getattr(cfg, flag) or None for name, flag in CAPS.items()}
         written |= {
-            self.activation: theirs[0], self.width: part.hidden_dim,
+            self.activation: theirs[0], self.width: hidden_units(cfg, reader),
             "num_local_experts": cfg.n_expert, "num_experts_per_tok": cfg.n_expert_active,
             "num_key_value_heads": cfg.kv_heads, "head_dim": cfg.head_size, "query_pre_attn_scalar": cfg.head_size,
             "attention_bias": cfg.bias, "mlp_bias": cfg.bias,

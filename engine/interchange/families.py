@@ -12,7 +12,8 @@ docs/interchange.md lists the families and says what a new one needs.
 """
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from copy import copy
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from data.base_tokenizer import Tokenizer
 from engine.interchange import config as parts
 from engine.interchange.config import PLAIN, Family, write_scaling
 from engine.interchange.tokenizer import keeps_ids
-from model import READER, USED_WHEN, ModelConfig
+from flags import READER, unused
+from model import ModelConfig, hidden_units
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Layouts of weights
@@ -197,17 +199,17 @@ FREE |= {"attention", "window", "z_loss", "init_std"}
 
 def network(cfg: ModelConfig) -> dict[str, Any]:
     """The flags on which the network's results depend. Flags with the same effect have the same values."""
-    flags = [each.name for each in fields(ModelConfig) if each.name not in FREE]
-    out = {name: getattr(cfg, name) for name in flags if name not in USED_WHEN or USED_WHEN[name][0](cfg)}
+    left_out = FREE | set(unused(cfg))
+    out = {each.name: getattr(cfg, each.name) for each in fields(ModelConfig) if each.name not in left_out}
     if out.get("last_norm") == cfg.norm:
         out["last_norm"] = "same"
     kinds = cfg.pos_pattern or "G"
     out["pos_pattern"] = [kinds[i % len(kinds)] for i in range(cfg.n_layer)]
     out["window_pattern"] = [cfg.layer_window(i) for i in range(cfg.n_layer)]
     out |= {"n_kv_head": cfg.kv_heads, "head_dim": cfg.head_size, "rope_scaling": write_scaling(cfg)}
-    out["mlp_ratio"] = cfg.hidden_dim
+    out["mlp_ratio"] = hidden_units(cfg, READER["p"])
     if cfg.n_expert:
-        out["expert_ratio"] = cfg.part(READER["e"]).hidden_dim
+        out["expert_ratio"] = hidden_units(cfg, READER["e"])
         out["mlp_ratio"] = 0
     return out
 
@@ -222,16 +224,23 @@ def lost(family: Family, cfg: ModelConfig) -> list[str]:
     return sorted(flag for flag in wanted | found if wanted.get(flag) != found.get(flag))
 
 
+def changed(cfg: ModelConfig, **flags) -> ModelConfig:
+    """The same with other values of these flags, which may leave others without effect."""
+    other = copy(cfg)
+    vars(other).update(flags)
+    return other
+
+
 def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family, str, ModelConfig]:
     """(the first family that expresses the flags and keeps the tokenizer's ids, its name, the flags as it has them). A
     family with more biases expresses the model with biases of 0; the flags then have these biases too. ValueError names
     the flags that the nearest family lacks."""
     plain = cfg
     if cfg.block == "superblock" and cfg.layer == "c,p" and cfg.n_group == 1:
-        plain = replace(cfg, block="standard")  # the parameters have the same names
+        plain = changed(cfg, block="standard")  # the parameters have the same names
     misses = []
     for biases in ({}, {"qkv_bias": True}, {"bias": True}):
-        given = replace(plain, **biases)
+        given = changed(plain, **biases)
         for name, family in FAMILIES.items():
             flags = lost(family, given)
             if flags:

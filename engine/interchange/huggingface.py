@@ -38,8 +38,7 @@ DTYPES = ("F32", "BF16", "F16")  # names of safetensors
 BUFFERS = re.compile(r".*(rotary\w*[.]inv_freq|(attn|attention)[.](masked_)?bias)")  # of old files; no weights
 SHARD_BYTES = 5 * 10**9  # of a file of weights, as in transformers; the last tensor may go beyond
 ROOT = Path(__file__).parents[2]
-CODE = [path for path in (ROOT / "model.py", ROOT / "ops.py", ROOT / "flags.py") if path.is_file()]
-CODE.append(Path(__file__).with_name("modeling_superblock.py"))
+CODE = (ROOT / "model.py", ROOT / "ops.py", ROOT / "flags.py", Path(__file__).with_name("modeling_superblock.py"))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Names and shapes of both

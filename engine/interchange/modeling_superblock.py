@@ -13,7 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .model import Inputs, LearnedEmbedding, Model, ModelConfig, Pool
+from .model import Heads, Inputs, LearnedEmbedding, Model, ModelConfig
 
 
 class SuperblockConfig(PretrainedConfig):
@@ -41,7 +41,7 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.seed = int(torch.randint(2**62, (), device="cpu"))
         self.model = Model(ModelConfig(**config.flags), self.seed)
-        self.heads = [m for m in self.model.modules() if isinstance(m, Pool) and m.causal]
+        self.heads = [m for m in self.model.modules() if isinstance(m, Heads) and m.causal]
         config.num_hidden_layers = len(self.heads)  # of transformers' caches; a layer may have several
         self.names = {m: name for name, m in self.model.named_modules()}
         self.padding = None  # (B, 1): tokens of padding before each text

@@ -14,7 +14,7 @@ from configurator import convert
 from data.errors import require
 from engine.interchange.families import FAMILIES, TRANSPOSE
 from engine.interchange.huggingface import Pretrained, Stored
-from model import ModelConfig
+from model import ModelConfig, try_flags
 
 REMEDY = "give the ckpt.pt that nanoGPT's train.py wrote"
 FLAGS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
@@ -61,7 +61,7 @@ def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict
         for name, x in state.items():
             fact = f"{name} is no dense tensor of floating-point numbers that the file holds"
             require(dense(x), fact)
-        ModelConfig(**flags)  # may raise
+        try_flags(ModelConfig(**flags))
     except ValueError as error:
         raise ValueError(f"{place}: {error}; {REMEDY}") from None
     stored = {name: Stored(tuple(x.shape), x.detach) for name, x in state.items()}

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from engine.parallel.tensor import Exchange
-from model import Pool
+from model import Heads
 from ops import Mask, boundaries
 
 
@@ -58,7 +58,7 @@ def apply_context_parallel(model: nn.Module, group: ProcessGroup):
     """Change the model, in place, so that it computes this rank's pieces of each text."""
     model.place = partial(place, group)
     for module in model.modules():
-        if isinstance(module, Pool):
+        if isinstance(module, Heads):
             module.attend = partial(attend_pieces, module.attend, group)
 
 

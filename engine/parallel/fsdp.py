@@ -9,14 +9,14 @@ import torch
 import torch.nn as nn
 
 from engine.parallel.ranks import Ranks
-from model import Block, Experts, Gain, LoadBalance, Model, ShapedPool, stream_dtype
+from model import Block, Experts, Gain, LoadBalance, Model, ShapedAttention, stream_dtype
 
 
 def kept_whole(part: nn.Module) -> list[nn.Parameter]:
     """The parameters that FSDP does not shard: gains of a block or of each head, and the biases of experts."""
     whole = []
     for module in part.modules():
-        if isinstance(module, Gain | ShapedPool | LoadBalance):
+        if isinstance(module, Gain | ShapedAttention | LoadBalance):
             whole += module.parameters(recurse=False)
     return whole
 

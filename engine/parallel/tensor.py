@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from data.objective import objective_class
-from model import ExpertLinear, GroupedLinear, Linear, stream_dtype
+from model import ExpertLinear, GroupedLinear, Linear, heads_of, hidden_units, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, equal_rows, grouped_linear, matmul_dtype, rows_at_once
 
 # role -> dimension of the weight that is cut, or None; 0 also cuts the bias
@@ -71,21 +71,19 @@ def check(cfg):
         raise ValueError(f"tp={n} does not divide block_size={T}; set --block_size={-(-T // n) * n}")
     if cfg.dropout > 0:
         raise ValueError(f"dropout={cfg.dropout} does not go with tp={n}; leave dropout out, or set tp=1")
-    for reader in cfg.readers:
-        part = cfg.part(reader)
+    for reader, _ in cfg.readers:
         if not reader.units:
-            if part.kv_heads % n:
-                raise ValueError(f"tp={n} does not divide n_kv_head={part.kv_heads}; choose a tp that divides it")
+            _, kv_heads = heads_of(cfg, reader)
+            if kv_heads % n:
+                raise ValueError(f"tp={n} does not divide n_kv_head={kv_heads}; choose a tp that divides it")
         elif reader.dense and cfg.n_group > 1:
             if cfg.n_group % n:
                 raise ValueError(f"tp={n} does not divide n_group={cfg.n_group}; set n_group to a multiple of {n}")
         elif reader.phi == "softmax":
             raise ValueError(f"layer={cfg.layer}: the softmax of p needs all its units; set n_group={n}, or tp=1")
-        elif part.hidden_dim % (part.hidden_unit * n):
-            raise ValueError(
-                f"tp={n} does not divide the MLP's {part.hidden_dim} hidden units in groups of {part.hidden_unit}; set "
-                "another tp, n_embd or mlp_ratio"
-            )
+        elif hidden_units(cfg, reader) % (cfg.hidden_unit * n):
+            units = f"{hidden_units(cfg, reader)} hidden units in groups of {cfg.hidden_unit}"
+            raise ValueError(f"tp={n} does not divide the MLP's {units}; set another tp, n_embd or mlp_ratio")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from model import Linear, Model, Pool
+from model import Heads, Linear, Model
 from ops import Mask, attention_kernel, takes_flash
 
 
@@ -31,10 +31,10 @@ def n_read(model: Model) -> int:
     return model.n_params() - int(unread)
 
 
-def pools(model: Model, T: int, source: int) -> Iterator[tuple[Pool, int, int, int]]:
+def pools(model: Model, T: int, source: int) -> Iterator[tuple[Heads, int, int, int]]:
     """The readers with heads, each with its numbers of queries, of tokens that have keys for it, and of slots."""
     for name, m in model.named_modules():
-        if isinstance(m, Pool) and not m.units:
+        if isinstance(m, Heads):
             queries = source if name.startswith("encoder.") else T
             keys = {"context": queries, "memory": source, "parameters": 0}[m.reader.source]
             yield m, queries, keys, m.slot_v.size(1) if m.reader.slotted else 0

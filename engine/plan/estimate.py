@@ -22,7 +22,7 @@ from engine.parallel import context, expert, ranks, stages, tensor
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import load_biases
 from engine.plan.measure import Cost, block_costs
-from model import Block, ExpertLinear, Model, Pool
+from model import Block, ExpertLinear, Heads, Model
 
 STATES = ("parameters", "gradients", "optimizer state")  # in float32; they stay from step to step
 CUT = {"tp": tensor.apply_tensor_parallel, "cp": context.apply_context_parallel, "ep": expert.apply_expert_parallel}
@@ -159,7 +159,7 @@ class Rank:
                 for m in model.modules():
                     if isinstance(m, Block) and cfg.activation_checkpoint != "none":
                         recompute(m, cfg.activation_checkpoint)
-                    if isinstance(m, Pool) and self.device.type == "cuda":
+                    if isinstance(m, Heads) and self.device.type == "cuda":
                         m.dropout = 0.0  # of which a GPU's kernels keep no mask
                 return block_costs(model, cfg, self.lengths, self.dtype)
         finally:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.parallel.fsdp import kept_whole
-from model import Block, Inputs, Model, Pool
+from model import MLP, Block, Heads, Inputs, Model
 
 LONG = 2**12  # tokens; to measure the attention of longer texts could take minutes
 
@@ -89,7 +89,7 @@ def block_costs(model: Model, cfg, lengths: tuple[int, int], dtype: torch.dtype)
     costs: list[Cost] = []
 
     def measured(block: Block, forward: Callable, x: Tensor, inputs: Inputs) -> Tensor:
-        readers = tuple((m.reader, m.window) for m in block.modules() if isinstance(m, Pool))
+        readers = tuple((m.reader, getattr(m, "window", 0)) for m in block.modules() if isinstance(m, Heads | MLP))
         kind = x.shape, readers, *(p.shape for p in block.parameters())
         if kind not in known:
             with torch.enable_grad(), Trace(block, ratio) as trace:

@@ -9,7 +9,7 @@ import torch
 from engine.device import process_memory, resolve_dtype
 from engine.parallel.ranks import environment
 from engine.plan.estimate import STATES, Rank, compiled
-from model import Model
+from model import Model, heads_of
 from ops import rows_at_once
 
 Need = dict[str, int]  # kind -> bytes
@@ -80,8 +80,7 @@ def check_weights(cfg, flags, device: torch.device):
 
 def check_sampling(cfg, flags, device: torch.device):
     """ValueError if sampling with cfg from a model with these flags needs more memory than the process can have."""
-    readers = [(reader, n) for sums, n in flags.layers for readers in sums for reader in readers]
-    heads = sum(n * flags.part(reader).kv_heads for reader, n in readers if reader.source == "context")
+    heads = sum(n * heads_of(flags, reader)[1] for reader, n in flags.readers if reader.source == "context")
     if flags.objective == "masked":
         heads = 0
     limit = flags.block_size

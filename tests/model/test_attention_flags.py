@@ -27,7 +27,7 @@ from test_references import (
 )
 from torch import Tensor
 
-from model import Inputs, Model, ModelConfig, Pool
+from model import Attention, Inputs, Model, ModelConfig
 
 D = C // H
 GQA = dict(n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V, attention="gqa", n_kv_head=HKV, pos="rope")
@@ -51,7 +51,7 @@ def of_hugging_face(model: str, name: str, **config) -> nn.Module:
 def assert_attention_is_theirs(theirs: nn.Module, weights: dict[str, Tensor], window: int = 0, **flags):
     """With RoPE, over a text that is longer than a window, and the gradients of all weights and of the stream."""
     cfg = ModelConfig(**GQA, window=window, **flags)
-    ours, x, t = Pool(cfg, layer=1).double(), stream(), torch.arange(T)
+    ours, x, t = Attention(cfg, layer=1).double(), stream(), torch.arange(T)
     angle = t[:, None] * 10000.0 ** (-torch.arange(D // 2, dtype=x.dtype) / (D // 2))
     angle = torch.cat((angle, angle), dim=1)
     hidden = future(T) | (t[:, None] - t >= (window or T))
@@ -89,7 +89,7 @@ def test_attention_is_that_of_x_transformers(options, flags, x_transformers):
     """Their sigmoid has no bias; -log n of a query that sees n tokens is given to it."""
     theirs = jitter(x_transformers.Attention(C, dim_head=D, heads=H, causal=True, **options))
     cfg = ModelConfig(**PLAIN, **flags)
-    ours, x = Pool(cfg, 0, cfg.readers[0]).double(), stream()
+    ours, x = Attention(cfg, 0, cfg.readers[0][0]).double(), stream()
     weights = of_x_transformers(theirs, slots="num_mem_kv" in options)
     if "attn_gate" in flags:
         weights |= put("gate", theirs.to_v_gate)

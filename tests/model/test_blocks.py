@@ -29,7 +29,7 @@ def inputs_of(net, docs=None, memory=None, memory_docs=None):
     return Inputs(table, memory=memory) if docs is None else Inputs(table, (docs, docs), memory, (docs, memory_docs))
 
 
-def heads_of(reader: M.Pool, q, k, v, inputs: Inputs) -> torch.Tensor:
+def heads_of(reader: M.Heads, q, k, v, inputs: Inputs) -> torch.Tensor:
     """(B, T, C): the reader's heads on these q, k and v, without its projections."""
     reader.project, reader.out = lambda x, inputs: (q, k, v), torch.nn.Identity()
     return reader(None, inputs)
@@ -398,10 +398,10 @@ def test_packed_documents_beside_slots_are_as_if_alone_or_refused(flags, kind):
     with torch.no_grad():
         packed, alone = net(idx, docs=DOCS[:1])[:, 4:], net(idx[:, 4:])
     if torch.allclose(packed, alone, rtol=0, atol=1e-10):
-        assert M.ModelConfig(doc_mask=True, **flags).doc_mask
+        assert build(doc_mask=True, **flags)
     else:
-        with pytest.raises(ValueError, match=r"^doc_mask=True with pos=rope and layer=c.joint_slots .*; use own_slots"):
-            M.ModelConfig(doc_mask=True, **flags)
+        with pytest.raises(ValueError, match=r"doc_mask=True with pos=rope with layer=.*; use own_slots"):
+            build(doc_mask=True, **flags)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from data.loader import count_windows, eval_batches
 from data.objective import open_with_objective
 from engine.optim import Balance
 from engine.plan.accounting import flops, n_read
-from model import MLP_KIND, READER, Experts, Inputs, Model, ModelConfig, Pool
+from flags import READER
+from model import MLP, MLP_KIND, Experts, Inputs, Model, ModelConfig, try_flags
 
 E, WIDTH = 6, 40  # experts, and hidden units of each
 SIZE = dict(n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V, n_expert=E)
@@ -111,7 +112,7 @@ def test_experts_are_a_loop_over_tokens(router, active, mlp):
 def test_all_experts_with_equal_weights_are_a_dense_mlp():
     """With the MLP's hidden units divided among them, and outputs times their number."""
     m = experts(n_expert_active=E)
-    dense = Pool(ModelConfig(**SIZE, mlp_ratio=E * WIDTH / C), 0, READER["p"]).double()
+    dense = MLP(ModelConfig(**SIZE | {"n_expert": 0}, mlp_ratio=E * WIDTH / C), 0).double()
     with torch.no_grad():
         m.router.weight.zero_()
         dense.up.weight.copy_(m.up.weight.flatten(0, 1))
@@ -228,15 +229,15 @@ def test_training_leaves_a_collapsed_router_only_with_the_bias(router):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ({"n_expert_active": 7}, "n_expert_active=7 is more than n_expert=6; lower it"),
-        ({"n_dense_layer": L}, f"n_dense_layer={L} leaves none of n_layer={L} layers with experts; lower it"),
-        ({"block": "superblock", "layer": "c,e", "n_expert": 0}, "needs experts, and n_expert=0; set n_expert"),
-        ({"block": "superblock", "layer": "c,e.heads"}, "experts may have only another map, such as e.relu2"),
+        ({"n_expert_active": 7}, "n_expert_active=7 with n_expert=6: .*; lower it"),
+        ({"n_dense_layer": L}, "n_expert=6: used only with n_expert=0 or a layer with experts"),
+        ({"block": "superblock", "layer": "c,e", "n_expert": 0}, "n_expert=0: an e needs experts; set n_expert"),
+        ({"block": "superblock", "layer": "c,e.heads"}, "experts may have only another map"),
     ],
 )
 def test_experts_that_cannot_be_built(flags, words):
     with pytest.raises(ValueError, match=words):
-        ModelConfig(**SIZE | flags)
+        try_flags(ModelConfig(**SIZE | flags))
 
 
 def test_a_token_reads_its_share_of_the_parameters():

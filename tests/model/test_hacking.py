@@ -89,7 +89,7 @@ def test_a_patch_makes_a_variant_that_works(index, flag, tmp_path, monkeypatch):
         (function,) = new_definitions(source)
         assert 3 <= function.end_lineno - function.lineno + 1 <= 6
     new = load(tmp_path / "model.py")
-    for name in ("Pool", "Inputs", "Rope"):
+    for name in ("Heads", "Inputs", "Rope"):
         monkeypatch.setattr(decode, name, getattr(new, name))
     net = new.Model(new.ModelConfig(**SIZES, **{flag: FLAGS[flag]}), seed=1).double()
     idx = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -244,7 +244,7 @@ def test_a_scalar_without_a_role_is_refused_with_the_module_for_it():
 
 def test_two_readers_of_one_name_are_refused(monkeypatch):
     def twice(cfg, layer):
-        return [model.Sum(cfg, mlp=model.Pool(cfg, 0, model.READER["p"])) for _ in range(2)]
+        return [model.Sum(cfg, mlp=model.MLP(cfg, 0)) for _ in range(2)]
 
     monkeypatch.setitem(model.BLOCK, "twice", twice)
     with pytest.raises(ValueError, match="block=twice has two readers of one name: mlp, mlp"):
@@ -252,7 +252,7 @@ def test_two_readers_of_one_name_are_refused(monkeypatch):
 
 
 def test_data_for_later_layers_is_refused_in_a_pipeline(monkeypatch):
-    class Handing(model.Pool):
+    class Handing(model.Attention):
         def forward(self, x, inputs):
             return super().forward(inputs.shared.setdefault("first", x), inputs)
 
@@ -267,7 +267,7 @@ def test_data_for_later_layers_is_refused_in_a_pipeline(monkeypatch):
 
 
 def pool(cfg):
-    return {"mlp": model.Pool(cfg, 0, model.READER["p"])}
+    return {"mlp": model.MLP(cfg, 0)}
 
 
 @pytest.mark.parametrize(
@@ -277,8 +277,8 @@ def pool(cfg):
             lambda c, i: [model.Sum(c, gains={"mpl": 0.5}, **pool(c))],
             r"gains=\{'mpl': 0.5\} must have the names of .*mlp",
         ),
-        (lambda c, i: [model.Sum(c, before=model.Pool(c, i))], "a reader cannot have the name 'before'"),
-        (lambda c, i: [model.Sum(c, mlp=torch.nn.Linear(32, 32))], r"plain nn.Linear layers: sums\.0\.mlp; use Linear"),
+        (lambda c, i: [model.Sum(c, before=model.Attention(c, i))], "a reader cannot have the name 'before'"),
+        (lambda c, i: [model.Sum(c, mlp=torch.nn.Linear(32, 32))], r"plain nn.Linear layers, sums\.0\.mlp; use Linear"),
     ],
     ids=["gain", "name", "linear"],
 )
@@ -291,7 +291,7 @@ def test_mistakes_in_a_new_block_are_refused_by_name(sums, said, monkeypatch):
 def test_values_wider_than_queries_are_refused(monkeypatch):
     """A float32 gain makes bfloat16 values float32 under autocast, which would cost memory and time without a word."""
 
-    class Mine(model.Pool):
+    class Mine(model.Attention):
         def project(self, x, inputs):
             q, k, v = super().project(x, inputs)
             return q, k, v * self.gain

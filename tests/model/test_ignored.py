@@ -8,6 +8,7 @@ import torch
 from test_model import GRID, TINY, USUAL, changes, choices, numbers
 
 import model as M
+from flags import documented
 from model import Model, ModelConfig
 
 S = 11  # tokens of a source
@@ -28,10 +29,10 @@ def others(name: str, row: dict) -> list:
 def refused(row: dict) -> bool:
     """Whether these flags are refused on the command line."""
     try:
-        cfg = ModelConfig(**TINY | row)
+        M.try_flags(ModelConfig(**TINY | row))
     except ValueError:
         return True
-    return any(not M.USED_WHEN[name][0](cfg) for name in row.keys() & M.USED_WHEN.keys() if row[name] != USUAL[name])
+    return False
 
 
 @cache
@@ -95,15 +96,15 @@ def ignored(rows: list[dict]) -> dict[str, str]:
 
 @pytest.mark.parametrize("block", M.BLOCK)
 def test_no_flag_is_ignored(block):
-    """If this fails, refuse the flag where it has no effect, by an entry of USED_WHEN in model.py."""
+    """If this fails, refuse the flag where it has no effect, by a rule in its comment."""
     assert not ignored([row for row in GRID if row["block"] == block])
 
 
 def test_ignored_flags_are_found(monkeypatch):
-    """A block with a window of its own ignores --window; once USED_WHEN refuses it, it is not ignored."""
+    """A block with a window of its own ignores --window; once a rule refuses it, it is not ignored."""
 
     def near(cfg, layer):
-        attn = M.Pool(cfg, layer)
+        attn = M.Attention(cfg, layer)
         attn.window = 2
         mlp = M.mlp_of(cfg, layer)
         return [M.Sum(cfg, attn=attn), M.Sum(cfg, **M.cross(cfg, layer)), M.Sum(cfg, mlp=mlp)]
@@ -111,5 +112,6 @@ def test_ignored_flags_are_found(monkeypatch):
     monkeypatch.setitem(M.BLOCK, "near", near)
     rows = [row | {"block": "near"} for row in GRID if row["block"] == "standard"][:6]
     assert ignored(rows).keys() == {"window", "window_pattern"}
-    monkeypatch.setitem(M.USED_WHEN, "window", (lambda cfg: cfg.block != "near", "block other than near"))
+    flags = documented(ModelConfig)
+    monkeypatch.setitem(flags, "window", flags["window"]._replace(rules=["block!=near"]))
     assert not ignored(rows)

@@ -48,7 +48,7 @@ WRITTEN = {
 def use(line: str):
     """The heads of the standard block do what the line says, as the last step of their __init__."""
 
-    class Mine(M.Pool):
+    class Mine(M.Attention):
         def __init__(self, cfg, layer):
             super().__init__(cfg, layer)
             self.cfg = cfg
@@ -57,7 +57,7 @@ def use(line: str):
 
     M.BLOCK["standard"] = lambda cfg, layer: [
         M.Sum(cfg, attn=Mine(cfg, layer)),
-        M.Sum(cfg, mlp=M.Pool(cfg, layer, M.READER["p"])),
+        M.Sum(cfg, mlp=M.MLP(cfg, layer)),
     ]
 
 

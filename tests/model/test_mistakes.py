@@ -181,7 +181,7 @@ def test_padding_that_sees_nothing_is_caught(monkeypatch):
 # ---- RoPE that is declared but never applied to q and k, ALiBi that is never added to the scores
 
 
-def naive_heads(heads: M.Pool, x: Tensor, inputs: Inputs, pos: str, causal: bool) -> Tensor:
+def naive_heads(heads: M.Heads, x: Tensor, inputs: Inputs, pos: str, causal: bool) -> Tensor:
     """From the papers' formulas: RoPE as complex numbers, ALiBi as a matrix. There is a key for every query head."""
     q, k, v = heads.project(x, inputs)
     H, T, D = q.shape[1:]
@@ -198,7 +198,7 @@ def naive_heads(heads: M.Pool, x: Tensor, inputs: Inputs, pos: str, causal: bool
         bias = bias - torch.stack([2 ** (-8 * (h + 1) / H) * distance for h in range(H)])
     bias = bias.masked_fill(~visible(T, S, causal), -math.inf)
     y = (scores + bias).softmax(-1) @ v
-    if isinstance(heads, M.ShapedPool):
+    if isinstance(heads, M.ShapedAttention):
         alpha, beta, gamma = (gain[:, None, None] for gain in (heads.alpha, heads.beta, heads.gamma))
         y = alpha * v + beta * y - gamma * bias.softmax(-1) @ v
     return heads.out(y.transpose(1, 2).flatten(2))
@@ -207,10 +207,10 @@ def naive_heads(heads: M.Pool, x: Tensor, inputs: Inputs, pos: str, causal: bool
 def check_positions(pos: str, objective: str, block: str):
     """What all heads make of q, k and v in a forward of the model; cross-attention has no positions."""
     model = build(pos=pos, objective=objective, block=block)
-    for heads, (x, given), out in calls(model, M.Pool, inputs(objective)):
+    for heads, (x, given), out in calls(model, M.Heads, inputs(objective)):
         if heads.reader.units:
             continue
-        known = type(heads) in (M.Pool, M.ShapedPool)
+        known = type(heads) in (M.Attention, M.CrossAttention, M.ShapedAttention)
         skip_unless(known, f"{type(heads).__name__} of block={block}", "naive_heads")
         cross, encoder = heads.reader.source == "memory", model.encoder and heads in list(model.encoder.modules())
         causal = not (cross or encoder or objective == "masked")
@@ -417,13 +417,13 @@ def test_pre_norm_by_the_name_of_post_norm_is_caught(block, monkeypatch):
 def check_zero_queries(block: str, objective: str, flags: dict):
     """Shaped attention starts as the identity, in encoder and decoder; keys start as usual, and W_Q does learn."""
     model, given = at_its_start(block=block, objective=objective, **flags), inputs(objective)
-    for attn, (x, _), out in calls(model, M.ShapedPool, given):
+    for attn, (x, _), out in calls(model, M.ShapedAttention, given):
         _, groups, (n, _) = attn.qk.fused
         q, k = attn.qk.weight.unflatten(0, (groups, -1)).split([n, attn.qk.weight.size(0) // groups - n], dim=1)
         assert (q == 0).all() and 0.015 < k.std() < 0.025
         assert close(out, x, 1e-12)
     model(targets=given["idx"], **given).backward()
-    for attn in (m for m in model.modules() if isinstance(m, M.ShapedPool)):
+    for attn in (m for m in model.modules() if isinstance(m, M.ShapedAttention)):
         _, groups, (n, _) = attn.qk.fused
         assert attn.qk.weight.grad.unflatten(0, (groups, -1))[:, :n].abs().amax(-1).min() > 0
 

@@ -18,7 +18,8 @@ from data.dataset import FIRST, TARGET
 from data.objective import PAIRS
 from data.pairs import PADDING
 from engine.decode import generate
-from model import Block, Inputs, Model, ModelConfig, Pool
+from flags import READER
+from model import Attention, Block, Inputs, Model, ModelConfig, hidden_units
 
 L, H, HKV, C, T, V = 3, 6, 2, 48, 24, 29  # names as in model.py; six heads are no power of two
 S, LE = 19, 4  # tokens of a source and layers of its encoder (as many as the decoder's at least, says their cache)
@@ -209,7 +210,7 @@ placements = pytest.mark.parametrize("placement", ["pre", "post"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_attention_equals_torch(bias):
     theirs = jitter(nn.MultiheadAttention(C, H, bias=bias, batch_first=True))
-    ours = Pool(ModelConfig(**SIZE, pos="none", bias=bias), layer=0).double()
+    ours = Attention(ModelConfig(**SIZE, pos="none", bias=bias), layer=0).double()
     x = stream()
     expected, _ = theirs(x, x, x, attn_mask=future(T), need_weights=False)
     assert_same(call(ours, torch_attention(theirs), x, Inputs()), expected, trained(theirs) | {"x": x}, EXACT)
@@ -307,7 +308,7 @@ def build(hf, config, kind: str = "AutoModelForCausalLM", kernel: str = "eager")
 
 
 def gated_width(mlp: str) -> int:
-    return ModelConfig(**SIZE, mlp=mlp).hidden_dim
+    return hidden_units(ModelConfig(**SIZE, mlp=mlp), READER["p"])
 
 
 def openai_weights(m: nn.Module, qkv, matrix) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ BLOCKS = [
     {"block": "simplified_parallel", "simplified_value_proj": "all"},
 ]
 BLOCKS += [{"block": block} for block in M.BLOCK if block not in {flags["block"] for flags in BLOCKS}]
-HEADS = {M.Pool, M.ShapedPool}
+HEADS = {M.Attention, M.ShapedAttention}
 POSITIONS = {"learned", "sinusoidal", "rope", "alibi", "none"}
 ATTENTION = [{}, {"attention": "gqa", "n_kv_head": 2}, {"attention": "mqa"}]
 EXTRAS = [
@@ -73,9 +73,9 @@ def source_of(net: M.Model) -> torch.Tensor | None:
     return text(net, 9) if net.encoder else None
 
 
-def attention_of(net: M.Model, layer: int) -> M.Pool | None:
+def attention_of(net: M.Model, layer: int) -> M.Heads | None:
     """The first reader of the context in a layer."""
-    heads = (m for m in net.blocks[layer].modules() if isinstance(m, M.Pool))
+    heads = (m for m in net.blocks[layer].modules() if isinstance(m, M.Attention))
     return next((m for m in heads if m.reader.source == "context"), None)
 
 
@@ -126,7 +126,7 @@ def test_equals_the_head(flags):
             position[slots:] = -(2.0 ** (-8 * (head + 1) / 4)) * (t - tokens).abs()
         units = torch.exp(score + position)
         expected, Z = units, units.sum()
-        if isinstance(attn, M.ShapedPool):
+        if isinstance(attn, M.ShapedAttention):
             alpha, beta, gamma = (g[head].item() for g in (attn.alpha, attn.beta, attn.gamma))
             expected = beta * units - gamma * Z * position.exp() / position.exp().sum()
             expected[tokens == t] += alpha * Z
@@ -157,12 +157,12 @@ def test_equals_any_reader(layer, readers, pos, n_group):
         with pool.register_forward_hook(lambda _, inputs, y, seen=seen: seen.append((inputs[0][0], y[0]))):
             units = [contextual_mlp(net, text(net), 1, head, 6, source_of(net), name) for head in range(heads)]
         x, y = seen[0]
-        bias = getattr(pool.down if pool.units else pool.out, "bias", 0.0)
-        if pool.units and pool.reader.out == "matrix":
+        bias = getattr(pool.down if pool.reader.units else pool.out, "bias", 0.0)
+        if pool.reader.units and pool.reader.out == "matrix":
             bias = pool.out(bias)
         total = sum(hidden @ outgoing for _, outgoing, hidden in units)
         assert torch.allclose(total, y[6] - bias, rtol=0, atol=1e-10)
-        if pool.units and pool.reader.phi in ("mlp", "relu2"):
+        if pool.reader.units and pool.reader.phi in ("mlp", "relu2"):
             incoming, _, hidden = units[0]
             score = incoming @ x[6] + pool.up.bias
             expected = torch.relu(score) ** 2 if pool.reader.phi == "relu2" else torch.nn.functional.gelu(score)
@@ -233,7 +233,7 @@ def test_refuses_what_is_not_there(place):
 @pytest.mark.parametrize("flags", [{"attn_gate": "head"}, {"attn_gate": "element"}, {"value_residual": True}], ids=str)
 def test_refuses_flags_that_it_does_not_know(flags):
     net = sharp(**flags)
-    with pytest.raises(ValueError, match="^layer=1 head=2 computes something else .* a flag of Pool"):
+    with pytest.raises(ValueError, match="^layer=1 head=2 computes something else .* a flag of Attention"):
         read(net, 1, 2, 6)
 
 

@@ -22,7 +22,7 @@ from tools.compare.run import Run
 from tools.compare.table import HEADER, MOST_SEEDS, aligned, cells, error_notes, sweep_notes
 
 HERE = Path(__file__).resolve().parents[2]
-CODE = [HERE / name for name in ("model.py", "ops.py", "train.py", "configurator.py")]
+CODE = [HERE / name for name in ("model.py", "ops.py", "flags.py", "train.py", "configurator.py")]
 CODE += sorted([*(HERE / "data").glob("*.py"), *(HERE / "engine").rglob("*.py")])  # not the scripts of data sets
 TIMED_LINES = 8  # of --match=seconds: lines "iter N:", one per 10 steps
 

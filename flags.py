@@ -1,0 +1,313 @@
+"""Flags: the rules in their comments, how a wrong one is refused, and the readers that a string of --layer names.
+
+A flag is a line of a dataclass, `name: type = default  # [rule] doc`. A comment below it that begins with a bracket
+continues it. The rules of a flag all hold, or it is refused:
+
+    [pos=rope]      the flag has an effect only then: beside other flags it must keep its default
+    [>0] [<1]       what the number itself must be. Without such a rule, it is at least 0. [any] allows all numbers
+
+A rule has terms, joined by `and` and `or`: name=value|value and name!=value, where a value may hold a * as file names
+do, name>number, or the name of a fact, a bool property of the dataclass whose docstring says it in words. A flag that
+the dataclass does not have is no obstacle.
+"""
+
+import ast
+import inspect
+import io
+import operator
+import re
+import textwrap
+import tokenize
+from collections import Counter
+from dataclasses import fields
+from fnmatch import fnmatchcase
+from fractions import Fraction
+from functools import cache
+from typing import NamedTuple, NoReturn
+
+LIMIT = 2**31  # of every number
+TERM = re.compile(r"(\w*)(>=|<=|!=|=|>|<)?(.*)")
+COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+
+
+class Flag(NamedTuple):
+    """What the source says about a flag."""
+
+    section: str
+    doc: str  # with its rules
+    rules: list[str]  # when it has an effect
+    limits: list[str]  # what its number must be
+
+
+class Flags:
+    """The base class of a dataclass of flags. ValueError names a flag that breaks a rule of its comment."""
+
+    sources = {}  # flag -> where it was set, such as config/x.py:3, if the configurator did
+
+    def __post_init__(self):
+        for name, flag in documented(type(self)).items():
+            value = getattr(self, name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                for limit in flag.limits:
+                    if not holds(self, name + limit):
+                        refuse(self, name, f"must be {limit}")
+        for name in unused(self):
+            if getattr(self, name) != getattr(type(self), name):
+                refuse_unused(self, name)
+
+
+def refuse(cfg: Flags, names: str, why: str) -> NoReturn:
+    """Raise ValueError: these flags, their values and where they were set, then why they cannot be so."""
+    settings = []
+    for name in names.split():
+        value = getattr(cfg, name)
+        quoted = isinstance(value, str) and not value.isidentifier()
+        place = f" ({cfg.sources[name]})" if name in cfg.sources else ""
+        settings.append(f"{name}={value!r}{place}" if quoted else f"{name}={value}{place}")
+    raise ValueError(f"{' with '.join(settings)}: {why}")
+
+
+def refuse_unused(cfg: Flags, name: str) -> NoReturn:
+    """Raise ValueError: the flag has no effect beside the others."""
+    rules = [rule for rule in documented(type(cfg))[name].rules if not holds(cfg, rule)]
+    words = re.sub(r"\w+", lambda word: fact(cfg, word[0]) or word[0], " and ".join(rules))
+    others = rests_on(cfg, name)
+    states = ", ".join(f"{other}={getattr(cfg, other)}" for other in others)
+    refuse(cfg, name, f"used only with {words}, and here {states}; leave it out or change {' or '.join(others)}")
+
+
+def unused(cfg: Flags) -> list[str]:
+    """The flags that have no effect beside the others."""
+    return [name for name, flag in documented(type(cfg)).items() if not all(holds(cfg, rule) for rule in flag.rules)]
+
+
+def rests_on(cfg: Flags, name: str) -> list[str]:
+    """The flags that decide whether this one has an effect. Facts follow from block and layer."""
+    words = re.findall(r"\w+", " ".join(documented(type(cfg))[name].rules))
+    if any(fact(cfg, word) for word in words):
+        words += ["block", "layer"]
+    return [word for word in dict.fromkeys(words) if word in cfg.__dataclass_fields__]
+
+
+def fact(cfg: Flags, name: str) -> str | None:
+    """The words of a fact; None if this is the name of none."""
+    found = getattr(type(cfg), name, None)
+    return found.__doc__ if isinstance(found, property) else None
+
+
+def holds(cfg: Flags, rule: str) -> bool:
+    return any(all(term_holds(cfg, term) for term in terms.split(" and ")) for terms in rule.split(" or "))
+
+
+def term_holds(cfg: Flags, term: str) -> bool:
+    name, sign, value = TERM.fullmatch(term).groups()
+    if not hasattr(cfg, name):
+        return True
+    found = getattr(cfg, name)
+    if sign is None:
+        return found
+    if sign in COMPARED:
+        return COMPARED[sign](found, float(value))
+    text = f"{found:g}" if isinstance(found, float) else str(found)
+    found_there = any(fnmatchcase(text, pattern.strip("'")) for pattern in value.split("|"))
+    return found_there == (sign == "=")
+
+
+@cache  # reading the source takes 50 ms
+def documented(cls: type) -> dict[str, Flag]:
+    """What the source says about each flag, in order."""
+    found = {}
+    for owner in reversed(cls.__mro__):
+        if "__dataclass_fields__" in vars(owner):
+            found |= read_source(owner)
+    return {each.name: found[each.name] for each in fields(cls)}
+
+
+def read_source(owner: type) -> dict[str, Flag]:
+    source = textwrap.dedent(inspect.getsource(owner))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}  # by line
+    alone = {line: token.string for line, token in comments.items() if token.line.lstrip().startswith("#")}
+    found = {}
+    for node in ast.parse(source).body[0].body:
+        if isinstance(node, ast.AnnAssign):  # a flag, which may have several lines
+            titles = [text for line, text in alone.items() if line < node.lineno and text.startswith("# ---")]
+            end = node.end_lineno
+            while alone.get(end + 1, "").startswith("# ["):
+                end += 1
+            own = [comments[line].string for line in range(node.lineno, end + 1) if line in comments]
+            doc = " ".join(text.strip("# ") for text in own)
+            brackets = re.findall(r"\[(.*?)\]", doc)
+            limits = [rule for rule in brackets if rule[0] in "<>"]
+            rules = [rule for rule in brackets if rule not in [*limits, "any"]]
+            least = [f">-{LIMIT}"] if "any" in brackets else [">=0"]
+            if any(limit.startswith(">") for limit in limits):
+                least = []
+            limits += [*least, f"<{LIMIT}"]
+            found[node.target.id] = Flag(" ".join(titles[-1:]).strip("# -"), doc, rules, limits)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers
+
+
+class Reader(NamedTuple):
+    """What is added to the residual stream: four choices (source to out), slots, and its share of the layer."""
+
+    name: str = "attn"  # of the module, on which its initial weights depend
+    source: str = "context"  # of keys and values: context, memory, parameters, experts (parameters that a router picks)
+    query: str = "heads"  # heads: projections of the stream, stream: its slices
+    phi: str = "softmax"  # of the scores: softmax, mlp (the map of cfg.mlp) or another map
+    out: str = "matrix"  # or none
+    slots: str = ""  # beside the context: own_slots have a softmax of their own, joint_slots share that of the context
+    share: Fraction = Fraction(1)
+
+    @property
+    def units(self) -> bool:
+        """Whether the stream itself reads parameters, as in an MLP."""
+        return self.source in ("parameters", "experts") and self.query == "stream"
+
+    @property
+    def dense(self) -> bool:
+        """Whether a token reads every hidden unit, not only those that a router picks."""
+        return self.units and self.source == "parameters"
+
+    @property
+    def slotted(self) -> bool:
+        """Whether heads read learned slots, alone or beside the context."""
+        return bool(self.slots) or (self.source, self.query) == ("parameters", "heads")
+
+
+READER = {  # letter -> what it stands for without switches
+    "c": Reader("attn", "context"),
+    "m": Reader("cross", "memory"),
+    "s": Reader("slots", "parameters"),
+    "p": Reader("mlp", "parameters", "stream", "mlp", "none"),
+    "e": Reader("experts", "experts", "stream", "mlp", "none"),
+}
+SWITCH = {"heads": "query", "stream": "query", "matrix": "out", "none": "out", "own_slots": "slots"}
+SWITCH |= {"joint_slots": "slots"}  # any other switch is a phi
+Sums = tuple[tuple[Reader, ...], ...]  # of a layer: the readers of each sum
+
+
+@cache
+def parsed(string: str) -> Sums:
+    """The readers of each sum of a layer. ValueError quotes what is no reader."""
+    names, sums = Counter(), []
+    for words in string.split(","):
+        readers = []
+        for word in words.split("+"):
+            reader = parsed_reader(word)
+            names[reader.name] += 1
+            number = names[reader.name]
+            readers.append(reader if number == 1 else reader._replace(name=f"{reader.name}{number}"))
+        sums.append(tuple(readers))
+    return tuple(sums)
+
+
+def parsed_reader(word: str) -> Reader:
+    """The reader of a word such as 3c.relu/4."""
+    match = re.fullmatch(r"([1-9]\d?)?([a-z])((?:\.\w+)*)(?:/([1-9]\d?))?", word)
+    if match is None or match[2] not in READER:
+        raise ValueError(f"{word!r} is no reader; write c, p, e, s or m, such as c,p or c.relu/2+p/2 (docs/blocks.md)")
+    switches = match[3].split(".")[1:]
+    chosen = {SWITCH.get(switch, "phi"): switch for switch in switches}
+    if len(chosen) < len(switches):
+        raise ValueError(f"{word!r} makes one choice twice; keep one switch")
+    return READER[match[2]]._replace(**chosen, share=Fraction(int(match[1] or 1), int(match[4] or 1)))
+
+
+class LayerFlags(Flags):
+    """The base class of ModelConfig: what follows from its flags, mostly about the readers of each layer."""
+
+    @property
+    def strings(self) -> list[str]:
+        """One string for each layer, in turn. In blocks other than superblock, it tells attention and the MLP alone."""
+        if self.block == "superblock":
+            return self.layer.split(";")
+        dense = min(self.n_dense_layer, self.n_layer) if self.n_expert else 1
+        return ["c,p"] * dense + ["c,e"] * (self.n_layer - dense if self.n_expert else 0)
+
+    def sums(self, layer: int, string: str = "") -> Sums:
+        """The readers of each sum of a layer. A decoder whose string has no m reads the memory in a sum of its own
+        after the first sum with a c, or first of all; a model without an encoder has no m."""
+        strings = self.strings
+        try:
+            sums = parsed(string or strings[layer % len(strings)])
+        except ValueError as error:
+            refuse(self, "layer", str(error))
+        if self.objective != "seq2seq":
+            sums = [tuple(reader for reader in readers if reader.source != "memory") for readers in sums]
+            return tuple(readers for readers in sums if readers)
+        sources = [{reader.source for reader in readers} for readers in sums]
+        if any("memory" in each for each in sources):
+            return sums
+        place = next((n for n, each in enumerate(sources, 1) if "context" in each), 0)
+        return (*sums[:place], (READER["m"],), *sums[place:])
+
+    @property
+    def readers(self) -> list[tuple[Reader, int]]:
+        """The readers of all strings, each with the number of layers that have it."""
+        strings = self.strings
+        counts = Counter({string: 0 for string in strings})
+        for layer in range(self.n_layer):
+            counts[strings[layer % len(strings)]] += 1
+        return [(r, n) for string, n in counts.items() for readers in self.sums(0, string) for r in readers]
+
+    @property
+    def outputs(self) -> int:
+        """Number of results that the readers of all layers add to the stream. Slots beside a context are one more."""
+        return sum(n * (1 + bool(reader.slots)) for reader, n in self.readers)
+
+    @property
+    def placed_slots(self) -> bool:
+        """Whether slots have the position 0, so that a token's distance to them depends on its place."""
+        return self.pos == "rope" and any(reader.slots == "joint_slots" for reader, _ in self.readers)
+
+    def layer_window(self, layer: int) -> int:
+        """Sliding window of a layer in tokens, 0 = full attention."""
+        kinds = self.window_pattern or "S"
+        if not set(kinds) <= set("SL"):
+            refuse(self, "window_pattern", "may hold only S (sliding) and L (full), such as SSSL")
+        return self.window if kinds[layer % len(kinds)] == "S" else 0
+
+    @property
+    def hidden_unit(self) -> int:
+        """Hidden units per piece. In each piece, a gated kind's gates stand before its values."""
+        return 64 if self.n_embd % 64 == 0 else 1
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of embedding and head: vocab_size, to which Config adds padding that no token and no loss uses."""
+        return self.vocab_size
+
+    @property
+    def bare(self) -> bool:
+        """a simplified block without norms, of which one at the input is kept (He and Hofmann)"""
+        return self.block.startswith("simplified") and "none" in (self.norm, self.norm_placement)
+
+    @property
+    def has_p(self) -> bool:
+        """a p in layer"""
+        return any(reader.dense for reader, _ in self.readers)
+
+    @property
+    def has_e(self) -> bool:
+        """a layer with experts"""
+        return any(reader.source == "experts" for reader, _ in self.readers)
+
+    @property
+    def has_map(self) -> bool:
+        """a p or e without another map"""
+        return any(reader.phi == "mlp" for reader, _ in self.readers)
+
+    @property
+    def has_slots(self) -> bool:
+        """slots (s, c.own_slots or c.joint_slots)"""
+        return any(reader.slotted for reader, _ in self.readers)
+
+    @property
+    def has_two_c(self) -> bool:
+        """two or more attentions (c)"""
+        return sum(n for reader, n in self.readers if reader.source == "context") > 1
