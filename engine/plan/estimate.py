@@ -72,10 +72,7 @@ class Rank:
         self.traffic = Counter()
         self.count_weights(model)
         costs = self.measure(model)
-        self.encoder = costs[: -cfg.n_layer]
-        self.blocks = costs[-self.n_layer :]
-        # of the streams that a rank in the middle of a pipeline sends, and of those that it receives
-        self.traffic["pp"] = 2 * cfg.pp_chunks * self.micro_steps * self.streams[0] * (cfg.pp > 1)
+        self.blocks = costs[: -cfg.n_layer] + costs[-self.n_layer :]  # those of the encoder are first
         self.send()
         self.take_memory()
 
@@ -173,8 +170,8 @@ class Rank:
         parameters = 4 * self.held.total()
         states = 2 * parameters + self.state
         steps = (1 if forward else -1 for _, forward in stages.passes(0, cfg.pp, cfg.pp_chunks, self.micro_steps))
-        kept = sum(cost.kept for cost in self.blocks) // cfg.pp_chunks + 2 * self.streams[0]  # embeddings with dropout
-        kept += sum(cost.kept for cost in self.encoder) + (2 + cfg.tp) * self.streams[1]
+        kept = 2 * self.streams[0] + (2 + cfg.tp) * self.streams[1]  # embeddings with dropout, and the memory
+        kept += sum(cost.kept for cost in self.blocks) // cfg.pp_chunks
         backward = max(cost.backward for cost in self.blocks)
         self.memory = dict(zip(STATES, (parameters, parameters, self.state), strict=True)) | self.copies()
         self.memory["activations"] = kept * max(accumulate(steps))  # of all passes in flight
@@ -217,9 +214,13 @@ class Rank:
         return 3 * cfg.tp * self.streams[0] + vocab * (cfg.n_embd * of_head + rows * of_logit)
 
     def send(self):
-        for cost in self.blocks + self.encoder:
+        """Count what ranks send of activations and of Muon's updates."""
+        cfg = self.cfg
+        for cost in self.blocks:
             self.traffic.update({kind: n * self.micro_steps for kind, n in cost.sent.items()})
         # there and back: the embeddings, what the decoder reads of the encoder, and the loss
-        self.traffic["tp"] += 4 * self.micro_steps * (self.cfg.tp - 1) * sum(self.streams)
+        self.traffic["tp"] += 4 * self.micro_steps * (cfg.tp - 1) * sum(self.streams)
+        if cfg.pp > 1:  # as a rank in the middle
+            self.traffic["pp"] = 2 * cfg.pp_chunks * self.micro_steps * self.streams[0]
         n, _ = self.groups["muon"]
         self.traffic["muon"] = self.dtype.itemsize * (self.held[Muon] + self.owned) * (n - 1) / n

@@ -34,6 +34,7 @@ USABLE = 0.92  # share of the memory that a run can use; CUDA, NCCL and the allo
 LINK = 0.8  # share of a link's bandwidth that collectives reach
 OVERLAP = 0.8  # share of the computation during which the traffic of FSDP and DDP can run
 HOST = 20e9  # bytes per second of a rank between GPU and host, and of the optimizer on the host
+SPARING = {"activation_checkpoint": "full", "parallel": "fsdp"}  # flags that save memory
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
 
 
@@ -61,20 +62,14 @@ class Plan(Rank):
             return LINK * gpu.inter
         return LINK * gpu.inter * min(ranks, max(1, PER_NODE // distance))
 
-    def matmul_flops(self) -> float:
-        """Matmul FLOPs of a rank in a step: forward, backward and recomputation."""
-        cfg = self.cfg
-        head = 6 * cfg.n_embd * cfg.vocab_rows * self.lengths[0]
-        share = self.n_layer / cfg.n_layer
-        blocks = share * RECOMPUTE[cfg.activation_checkpoint] * (self.work.flops_per_sample - head)
-        return (blocks + head) * cfg.batch_size * self.micro_steps / (cfg.cp * cfg.tp)
-
     def step_time(self) -> dict[str, float]:
         cfg = self.cfg
         speed = GPU[cfg.gpu].achieved * self.peak
+        head = 6 * cfg.n_embd * cfg.vocab_rows * self.lengths[0]  # FLOPs of a text
+        blocks = (self.work.flops_per_sample - head) * RECOMPUTE[cfg.activation_checkpoint] * self.n_layer / cfg.n_layer
         data = sum(self.sending.get(kind, 0.0) for kind in ("fsdp", "ddp", "experts", "hsdp"))
         rest = sum(self.sending.values()) - data
-        compute = self.matmul_flops() / speed
+        compute = (blocks + head) * cfg.batch_size * self.micro_steps / (cfg.cp * cfg.tp) / speed
         hidden = OVERLAP * compute
         if not self.fsdp:  # DDP sends in the last backward only
             hidden *= 2 / 3 / self.micro_steps
@@ -126,11 +121,8 @@ def report(plan: Plan) -> str:
 
 def fit(plan: Plan) -> str:
     """Whether the run fits, and what helps if it does not."""
-    cfg = plan.cfg
-    if plan.total <= USABLE * GPU[cfg.gpu].memory:
+    if plan.total <= USABLE * GPU[plan.cfg.gpu].memory:
         return "it fits"
     remedies = ["a smaller batch_size", "a larger tp, pp or world_size"]
-    for name, value in (("activation_checkpoint", "full"), ("parallel", "fsdp")):
-        if getattr(cfg, name) != value:
-            remedies.append(f"{name}={value}")
+    remedies += [f"{name}={value}" for name, value in SPARING.items() if getattr(plan.cfg, name) != value]
     return f"it DOES NOT FIT;\n  try {', '.join(remedies)}"

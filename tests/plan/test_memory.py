@@ -36,7 +36,6 @@ def config(*flags: str) -> Config:
 SHAPE = ["--n_embd=128", "--block_size=256", "--gradient_accumulation_steps=1", "--max_iters=2", "--eval_iters=1"]
 SHAPES = {  # flags, and how many times the estimate a run may take
     "activations": (["--n_layer=4", "--batch_size=8", "--vocab_size=2048"], 3),
-    "parameters": (["--n_layer=1", "--n_embd=512", "--batch_size=1", "--vocab_size=8192"], 3),
     "evaluated": (["--n_layer=1", "--vocab_size=131072", "--batch_size=1", "--eval_only=True"], 8),
 }
 
@@ -118,14 +117,10 @@ def test_the_machine_is_what_the_least_limit_leaves(tmp_path, monkeypatch):
         (["--batch_size=1e9"], ["batch_size=1000000000 (command line)", "activations", "lower batch_size"]),
         (["--batch_size=2**31-1", "--eval_only=True"], ["batch_size=2147483647 (command line)", "lower batch_size"]),
         (["--n_layer=2e9"], ["n_layer=2000000000 (command line)", "below"]),
-        (["--objective=seq2seq", "--n_encoder_layer=2e9"], ["n_encoder_layer=2000000000 (command line)", "below"]),
-        (["--mlp_ratio=1e9"], ["mlp_ratio=1000000000.0 (command line)", "n_embd=16"]),
         (["--mlp_ratio=1e308", "--mlp=swiglu"], ["mlp_ratio=1e+308 (command line)"]),
         (["--mlp_ratio=1e7", "--batch_size=2"], ["mlp_ratio=10000000.0 (command line)", "parameters", "--plan=True"]),
         (["--vocab_size=2e9"], ["vocab_size=2000000000 (command line)", "lower vocab_size", "--parallel=fsdp"]),
-        (["--n_embd=2**28", "--optimizer=muon"], ["n_embd=268435456 (command line)", "lower n_embd"]),
         (["--n_embd=2**28", "--block=superblock", "--n_group=2**28"], ["n_group=268435456 (command line)", "below"]),
-        (["--n_head=2**30", "--n_embd=2**30", "--mlp_ratio=1"], ["n_embd=1073741824"]),
         (
             ["--block=superblock", "--layer=c.own_slots", "--n_slot=2e9"],
             ["n_slot=2000000000 (command line)", "lower n_slot"],
@@ -174,7 +169,6 @@ def test_a_gpu_has_a_memory_of_its_own(monkeypatch):
     [
         ({"num_samples": 2 * 10**9}, ["num_samples=2000000000", "lower num_samples"]),
         ({"num_samples": 10**6, "max_new_tokens": 2 * 10**9}, ["num_samples=1000000 ", "keys and values"]),
-        ({"num_samples": 480, "max_new_tokens": 2000, "overflow": "roll"}, ["keys and values"]),  # twice block_size
         ({"out_dir": "/x"}, ["out_dir=/x", "the checkpoint's weights", "use a machine with more memory"]),
     ],
     ids=str,
