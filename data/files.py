@@ -91,7 +91,7 @@ def decoded(where: str, content: bytes, offset: int = 0) -> str:
         text = content.decode("utf-8")
     except UnicodeDecodeError as e:
         fact = f"{where} is not UTF-8 text: byte {offset + e.start} is {content[e.start]:#04x}"
-        raise ValueError(f"{fact}; convert it, for example with iconv, or leave it out") from None
+        raise ValueError(f"{fact}; convert it, for example with iconv, unpack it, or leave it out") from None
     return text if offset else text.removeprefix("\ufeff")
 
 

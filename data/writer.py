@@ -68,11 +68,13 @@ class ShardWriter:
     def _refuse_files_of_others(self) -> None:
         """ValueError if a file that would be deleted or replaced was not made by a preparation."""
         meta = self.folder / "meta.json"
-        check(meta.is_file() or not meta.exists(), meta, "is no regular file", "choose another --out")
         check(not self.temporary.is_symlink(), self.temporary, "is a link", "delete it")
+        content = files.read_file(meta, files.LARGEST_JSON) if meta.exists() else b""
+        if b'"splits"' in content or content == _json(MOVING):
+            return
         for file in self.folder.iterdir():
-            ours = meta.exists() or not (SHARD.fullmatch(file.name) or file.name == self.tokenizer.file)
-            check(ours, file, "is not of a data set that was prepared here", "choose another --out")
+            free = not SHARD.fullmatch(file.name) and file.name != self.tokenizer.file
+            check(free, file, "is not of a data set that was prepared here", "choose another --out")
 
     def _resume(self) -> None:
         """Restores the state of the last `save`, if any, and deletes all other files of an earlier preparation."""

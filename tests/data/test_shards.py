@@ -426,8 +426,9 @@ def test_files_of_others_stay(tmp_path, monkeypatch):
         folder = tmp_path / f"set {name}"
         folder.mkdir()
         (folder / name).write_text("mine")
+        (folder / "meta.json").write_text('{"vocab_size": 257}')  # of one who trains on them
         assert f"{name} is not of a data set that was prepared here; choose another --out" in error(prepare, folder)
-        assert os.listdir(folder) == [name] and (folder / name).read_text() == "mine"
+        assert {*os.listdir(folder)} == {name, "meta.json"} and (folder / name).read_text() == "mine"
     for name in (".preparing", ".lock"):
         folder = tmp_path / name.strip(".")
         folder.mkdir()
